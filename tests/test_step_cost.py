@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlsim.cost.calibration import Calibration, DecodeProfile, load_calibration
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.experts import distinct_experts
 from rlsim.cost.fits import MemoryOpFit
 from rlsim.cost.profile import ProfileStep, profile_of
@@ -195,6 +195,21 @@ def test_a_measured_curve_never_falls_below_zero_towards_no_context() -> None:
     )  # fmt: skip
     curve = ProfileStep.from_record(record).decode(2)
     assert [curve.step_s(tokens) for tokens in (0, 50, 100, 150)] == pytest.approx([0.0, 0.05, 0.1, 0.55])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 400, 20_000])
+@pytest.mark.parametrize("part", [1e-6, 0.3, 0.999, 1.0, 1.0 + 1e-12])
+def test_a_time_is_reached_by_the_fewest_steps_that_take_it(steps: int, part: float) -> None:
+    """Flat, steep, bent and falling curves; the times of whole numbers of steps, and times between two of them."""
+    for values in ([1.0, 1.0, 1.0], [0.01, 0.02, 5.0], [2.0, 1.0, 1.0], [1e-4, 1.0, 1.01]):
+        curve = DecodeCurve(3, [100, 900, 30_000], values)
+        before, last = curve.steps_s(100, steps - 1) if steps > 1 else 0.0, curve.steps_s(100, steps)
+        time_s = before + part * (last - before)
+        furthest = curve.furthest_tokens
+        found = curve.steps_within(100, time_s)
+        assert curve.furthest_tokens == furthest
+        assert curve.steps_s(100, found) * (1 + REACHED) >= time_s
+        assert found == 1 or curve.steps_s(100, found - 1) * (1 + REACHED) < time_s
 
 
 def test_steps_below_the_first_knot_follow_the_first_slope() -> None:

@@ -91,17 +91,23 @@ class DecodeCurve:
         if time_s <= 0.0:
             return 0
         furthest = self.furthest_tokens  # the search goes beyond what is asked for
-        low, high = 0, 1
-        while self.steps_s(context_tokens, high) * (1 + REACHED) < time_s:
-            low, high = high, high * 2
+        low, low_s, high, high_s = 0, 0.0, 1, self.steps_s(context_tokens, 1)
+        while high_s * (1 + REACHED) < time_s:  # then as many as it would be at the pace so far
+            low, low_s = high, high_s
+            high = max(2 * low, math.ceil(low / low_s * time_s) if low_s > 0 else 0)
             if high > 2**62:
                 raise ValueError("the curve's step time is not positive")
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.steps_s(context_tokens, middle) * (1 + REACHED) < time_s:
-                low = middle
+            high_s = self.steps_s(context_tokens, high)
+        turn = 0
+        while high - low > 1:  # where a straight line between the two reaches it, each fourth time in their middle
+            turn += 1
+            share = (time_s - low_s) / (high_s - low_s) if turn % 4 else 0.5
+            middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+            middle_s = self.steps_s(context_tokens, middle)
+            if middle_s * (1 + REACHED) < time_s:
+                low, low_s = middle, middle_s
             else:
-                high = middle
+                high, high_s = middle, middle_s
         self.furthest_tokens = furthest
         return high
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -249,8 +250,10 @@ def _staleness(responses: Responses, step: int) -> dict[str, Any]:
 
 def _idle_share(spans: Iterable[Span], gpus: Set[int], edges: Sequence[float]) -> Floats:
     """The share of each step in which none of these GPUs did anything."""
-    busy = sorted((span.start_at, span.end_at) for span in spans if not gpus.isdisjoint(span.gpus))
-    start, end = np.array(busy, dtype=np.float64).reshape(-1, 2).T
+    busy = [(span.start_at, span.end_at) for span in spans if not gpus.isdisjoint(span.gpus)]
+    start, end = _floats(busy, 2)
+    order = np.lexsort((end, start))
+    start, end = start[order], end[order]
     end = np.maximum.accumulate(end)  # stretches that overlap count once: each begins where those before it end
     start = np.minimum(np.maximum(start, np.append(0.0, end[:-1])), end)
     before = np.append(0.0, (end - start).cumsum())
@@ -261,13 +264,18 @@ def _idle_share(spans: Iterable[Span], gpus: Set[int], edges: Sequence[float]) -
 
 def _gpu_seconds(held: Iterable[Sequence[float]], edges: Sequence[float]) -> Floats:
     """GPU-seconds in each step; `held` has start, end and GPUs of each stretch, which may reach over several steps."""
-    start, end, gpus = np.array([*held], dtype=np.float64).reshape(-1, 3).T
+    start, end, gpus = _floats(held, 3)
     return np.array(
         [
             (np.clip(np.minimum(end, last) - np.maximum(start, first), 0.0, None) * gpus).sum()
             for first, last in itertools.pairwise(edges)
         ]
     )
+
+
+def _floats(rows: Iterable[Sequence[float]], columns: int) -> Floats:
+    """The columns of these rows."""
+    return np.fromiter(itertools.chain.from_iterable(rows), np.float64).reshape(-1, columns).T
 
 
 def uncovered(spans: Sequence[Span]) -> Sequence[Span]:
@@ -328,9 +336,11 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
 
 def stays_frame(stays: Sequence[Stays], responses: Sequence[Responses] = ()) -> pd.DataFrame:
     """The stays at these replicas as a table, step by step; in a rollout for all steps, of the responses' steps."""
-    step_of: dict[int, int] = {}
+    step_of = np.zeros(0, np.int64)  # by response
     if any(at_replica.step == NO_STEP for at_replica in stays):
-        step_of = {int(id_): step for step, of_step in enumerate(responses) for id_ in of_step.id}
+        step_of = np.zeros(1 + max(int(of_step.id.max(initial=-1)) for of_step in responses), np.int64)
+        for step, of_step in enumerate(responses):
+            step_of[of_step.id] = step
     columns: dict[str, list[np.ndarray[Any, np.dtype[Any]]]] = {name: [] for name in _own_columns("stays")}
     for at_replica in stays:
         if not len(at_replica):
@@ -346,7 +356,7 @@ def stays_frame(stays: Sequence[Stays], responses: Sequence[Responses] = ()) -> 
         for name, value in place.items():
             columns[name].append(np.full(len(at_replica), value))
         if at_replica.step == NO_STEP:
-            columns["step"][-1] = np.array([step_of[int(id_)] for id_ in own["response"]])
+            columns["step"][-1] = step_of[own["response"]]
         for name, values in own.items():
             columns[name].append(values)
     frame = pd.DataFrame({name: np.concatenate(parts) if parts else [] for name, parts in columns.items()})
@@ -364,8 +374,9 @@ def _span_rows(spans: Iterable[Span]) -> Iterable[tuple[Any, ...]]:
             yield span.step, first, count, span.start_at, span.end_at, span.kind, span.tp, span.label, span.shared
 
 
-def _runs(gpus: Sequence[int]) -> Iterable[tuple[int, int]]:
+@lru_cache(maxsize=10_000)
+def _runs(gpus: tuple[int, ...]) -> Sequence[tuple[int, int]]:
     """Contiguous runs of GPU numbers: (first, how many)."""
-    for _, group in itertools.groupby(enumerate(sorted(gpus)), key=lambda at: at[1] - at[0]):
-        run = list(group)
-        yield run[0][1], len(run)
+    groups = itertools.groupby(enumerate(sorted(gpus)), key=lambda at: at[1] - at[0])
+    runs = [list(group) for _, group in groups]
+    return [(run[0][1], len(run)) for run in runs]

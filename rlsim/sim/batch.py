@@ -83,7 +83,7 @@ class RunningBatch:
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
         self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
-        self._ages: Counter[int] = Counter()  # how many requests have generated how many tokens more than `step`
+        self._ages: dict[int, int] = {}  # how many requests have generated how many tokens more than `step`
         self._turns = [0] * page_tokens  # the pages that begin with the step after each i-th of so many
         self._round = 0  # all of them
 
@@ -118,7 +118,8 @@ class RunningBatch:
             if windows is not None and windows.join(request, step):
                 turns[-offset % page] += more
                 begun += more
-            ages[generated - step] += 1
+            age = generated - step
+            ages[age] = ages.get(age, 0) + 1
             heappush(finishing, (step + request.limit_tokens - generated, order, request))
             if longest is not None:
                 heappush(longest, (-offset, order, request))
@@ -236,13 +237,28 @@ class RunningBatch:
             request.order = 0
             tokens -= request.prompt_tokens + request.response_tokens
             size -= 1
-        self.step, self.size, self.tokens, self.pages, self._final_tokens, self._round = step, 0, 0, 0, 0, 0
+        self.step = step
+        self._empty()
+        return now, [request for *_, request in left], peak
+
+    def lose_kv(self) -> list[Request]:
+        """Let go of all requests and of what the KV cache holds: returns them in admission order, and with the numbers
+        of their admissions.
+        """
+        requests, step = self.requests(), self.step
+        for request in requests:
+            request.generated = request.offset + step - request.prompt_tokens
+        self._empty()
+        return requests
+
+    def _empty(self) -> None:
+        """Nothing is here or in the KV cache any more."""
+        self.size = self.tokens = self.pages = self._final_tokens = self._round = 0
         self._ages.clear()
         self._turns = [0] * self._page_tokens
         self.clear()
-        if cache:
-            cache.flush()
-        return now, [request for *_, request in left], peak
+        if self.cache:
+            self.cache.flush()
 
     def _steps_to_chunk(self, most: int) -> int:
         """Steps until the next chunk is complete; `most` if none is awaited any more."""

@@ -43,7 +43,8 @@ class _Group:
 
     def version(self, now: Callable[[Request], int]) -> int:
         """Of the weights that generated the oldest token; `now`, that of the present ones, if there was no other."""
-        return min(min(request.runs).version if request.runs else now(request) for request in self.requests)
+        known = [version for request in self.requests for version, _ in request.runs]
+        return min(known + [now(request) for request in self.requests if not request.runs])
 
 
 class _Window(NamedTuple):
@@ -171,8 +172,9 @@ class OpenGeneration(RolloutControl):
         return lent
 
     def _finished(self, responses: Sequence[Request]) -> None:
+        version = self._rollout.version_of(responses[0])  # all are of one replica
         for request in responses:
-            request.end_run(self._rollout.version_of(request), request.generated)
+            request.end_run(version, request.generated)
         if self.scores:
             self._desk.submit(responses, self._judge, self._counted)
             return

@@ -71,6 +71,7 @@ class Outcome:
     def settle(self) -> None:
         """The run is over: spans of a rollout for all steps belong to the step in which they begin."""
         steps = len(self.step_ends) - 1
-        for i, span in enumerate(self.spans):
-            if span.step == NO_STEP:
-                self.spans[i] = span._replace(step=min(bisect_right(self.step_ends, span.start_at), steps))
+        for i, (gpus, start_at, end_at, kind, tp, step, label, shared) in enumerate(self.spans):
+            if step == NO_STEP:
+                began = min(bisect_right(self.step_ends, start_at), steps)
+                self.spans[i] = Span(gpus, start_at, end_at, kind, tp, began, label, shared)

@@ -13,7 +13,7 @@ from rlsim.sim.request import Request
 PromptKey = tuple[int, int]
 
 
-class _Cached:
+class Cached:
     """Pages of one context: of its prompt from the start, or those that follow the prompt."""
 
     __slots__ = ("holders", "idle_since", "offloaded", "pages")
@@ -25,7 +25,10 @@ class _Cached:
         self.idle_since = idle_since  # the boundary at which the last holder left
 
 
-_NOTHING = _Cached(0, 0, -1)  # idle since no boundary that there is
+_NOTHING = Cached(0, 0, -1)
+#: Entry of a heap of what nobody holds: since which boundary, and of a boundary first what follows the prompts, in the
+#: order in which its requests were admitted, then the prompts by position.
+_Idle = tuple[int, int, int, PromptKey | int, Cached]
 
 
 class PrefixCache:
@@ -55,12 +58,9 @@ class PrefixCache:
         self.boundary = 0  # number of the iteration boundary
         self._page_tokens = page_tokens
         self._host_pages = host_pages
-        self._cached: dict[PromptKey | int, _Cached] = {}  # of a prompt, or by request those that follow its prompt
-        #: Heap of what nobody holds: since which boundary, and of a boundary first what follows the prompts, in the
-        #: order in which its requests were admitted, then the prompts by position. Entries of what is held again are
-        #: stale and skipped.
-        self._idle: list[tuple[int, int, int, PromptKey | int]] = []
-        self._offloaded: list[tuple[int, int, int, PromptKey | int]] = []  # the same of what is in host memory
+        self._cached: dict[PromptKey | int, Cached] = {}  # of a prompt, or by request those that follow its prompt
+        self._idle: list[_Idle] = []  # entries of what is held again are stale and skipped
+        self._offloaded: list[_Idle] = []  # the same of what is in host memory
 
     def find(self, request: Request) -> tuple[int, int]:
         """Pages of a waiting request's context that are here, and how many of them others hold now."""
@@ -87,8 +87,9 @@ class PrefixCache:
         prompt = self._cached.get(key)
         if prompt is None:
             request.shared_pages = (request.prompt_tokens - 1) // self._page_tokens if fills else 0
-            self._cached[key] = _Cached(request.shared_pages, 1, 0)
+            request.prefix = self._cached[key] = Cached(request.shared_pages, 1, 0)
         else:
+            request.prefix = prompt
             if prompt.holders:
                 self.shared_pages += prompt.pages
             else:
@@ -102,19 +103,21 @@ class PrefixCache:
             if fills:
                 self.fill(request)
         if request.generated:
-            own = self._cached.pop(request.id, _NOTHING)
-            self.idle_pages -= own.pages
-            self.offloaded_pages -= own.offloaded
+            own = self._cached.pop(request.id, None)
+            if own:
+                own.holders = 1
+                self.idle_pages -= own.pages
+                self.offloaded_pages -= own.offloaded
 
     def fill(self, request: Request) -> None:
         """All pages of its prompt are in the cache by its hand, or will be with the next iteration."""
-        prompt = self._cached[request.position, request.prompt_tokens]
+        prompt = request.prefix
         self.shared_pages += prompt.pages - request.shared_pages  # its copy of what others have filled meanwhile
         prompt.pages = request.shared_pages = (request.prompt_tokens - 1) // self._page_tokens
 
-    def forgo(self, request: Request) -> _Cached:
+    def forgo(self, request: Request) -> Cached:
         """A request lets go of the pages of its prompt, which are returned."""
-        prompt = self._cached[request.position, request.prompt_tokens]
+        prompt = request.prefix
         prompt.holders -= 1
         self.shared_pages -= request.shared_pages if prompt.holders else request.shared_pages - prompt.pages
         return prompt
@@ -127,12 +130,12 @@ class PrefixCache:
                 prompt.pages = pages
             prompt.idle_since = now
             self.idle_pages += prompt.pages
-            heappush(self._idle, (now, 1, request.position, (request.position, request.prompt_tokens)))
-        own = pages - (request.prompt_tokens - 1) // self._page_tokens
-        if own > 0:
-            self.idle_pages += own
-            self._cached[request.id] = _Cached(own, 0, now)
-            heappush(self._idle, (now, 0, request.order, request.id))
+            heappush(self._idle, (now, 1, request.position, (request.position, request.prompt_tokens), prompt))
+        own_pages = pages - (request.prompt_tokens - 1) // self._page_tokens
+        if own_pages > 0:
+            self.idle_pages += own_pages
+            own = self._cached[request.id] = Cached(own_pages, 0, now)
+            heappush(self._idle, (now, 0, request.order, request.id, own))
 
     def evict(self, free_pages: int) -> None:
         """Keep no more than so many pages that nobody holds; the others go to host memory."""
@@ -140,10 +143,9 @@ class PrefixCache:
         if excess <= 0:
             return
         self.idle_pages -= excess
-        idle, contexts = self._idle, self._cached
+        idle = self._idle
         while excess > 0:
-            since, _, _, key = entry = idle[0]
-            cached = contexts.get(key, _NOTHING)
+            since, _, _, key, cached = entry = idle[0]
             if cached.holders or cached.idle_since != since:
                 heappop(idle)
             elif cached.pages > excess:
@@ -158,9 +160,9 @@ class PrefixCache:
                 if self._host_pages:
                     self._offload(entry, cached, cached.pages)
                 else:
-                    del contexts[key]
+                    self._forget(key, cached)
 
-    def _offload(self, entry: tuple[int, int, int, PromptKey | int], cached: _Cached, pages: int) -> None:
+    def _offload(self, entry: _Idle, cached: Cached, pages: int) -> None:
         """So many pages, the last ones here of a context, go to host memory; what that has no room for is let go."""
         heappush(self._offloaded, entry)
         cached.pages -= pages
@@ -169,8 +171,7 @@ class PrefixCache:
         excess = self.offloaded_pages - self._host_pages
         self.offloaded_pages -= max(excess, 0)
         while excess > 0:
-            since, _, _, key = self._offloaded[0]
-            cached = self._cached.get(key, _NOTHING)
+            since, _, _, key, cached = self._offloaded[0]
             if cached.holders or cached.idle_since != since:
                 heappop(self._offloaded)
             elif cached.offloaded > excess:
@@ -181,7 +182,12 @@ class PrefixCache:
                 excess -= cached.offloaded
                 cached.offloaded = 0
                 if not cached.pages:
-                    del self._cached[key]
+                    self._forget(key, cached)
+
+    def _forget(self, key: PromptKey | int, cached: Cached) -> None:
+        """None of these pages is anywhere any more."""
+        del self._cached[key]
+        cached.idle_since = -1
 
     def flush(self) -> None:
         """Forget everything; nobody holds any of it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
 from math import isnan
 from operator import attrgetter
@@ -20,7 +19,7 @@ from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import NO_HOST_KV, HostKv
 from rlsim.sim.batch import RunningBatch
-from rlsim.sim.moment import at
+from rlsim.sim.moment import Sleep, at
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request, UpdatedKv
 from rlsim.sim.scheduler import Scheduler
@@ -46,7 +45,6 @@ class Replica:
 
     __slots__ = (
         "_arrivals",
-        "_asleep",
         "_batch",
         "_chunked",
         "_chunks",
@@ -58,10 +56,10 @@ class Replica:
         "_on_finish",
         "_orders",
         "_owed_s",
-        "_process",
         "_quiet",
         "_recorder",
         "_scheduler",
+        "_sleep",
         "_span_end",
         "_span_kind",
         "_span_start",
@@ -128,8 +126,8 @@ class Replica:
         self._stopped_at = NAN
         self._hold: simpy.Event | None = None  # while it is to stand still: fires when it does
         self._kept = True  # whether requests keep their KV cache in that pause
-        self._asleep = False
-        self._process = env.process(self._run())
+        self._sleep = Sleep(env)  # that orders and arrivals cut
+        env.process(self._run())
 
     # ---- from outside: orders, carried out at the next iteration boundary -------------------------------------------
 
@@ -139,12 +137,7 @@ class Replica:
             self._orders.appendleft(order)
         else:
             self._orders.append(order)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._asleep:
-            self._asleep = False
-            self._process.interrupt()
+        self._sleep.cut()
 
     def receive(self, requests: Sequence[Request]) -> None:
         """Append requests to the waiting queue at the next boundary."""
@@ -152,30 +145,33 @@ class Replica:
         for request in requests:
             request.arrived_at = now
         self._arrivals.extend(requests)
-        self._wake()
+        self._sleep.cut()
 
     def stop(self) -> simpy.Event:
         """Stop for good at the next boundary; the event fires then. `drain` hands out what was here."""
         if self.stopped is None:
             self.stopped = self.env.event()
-            self._wake()
+            self._sleep.cut()
         return self.stopped
 
     def pause(self, kv: UpdatedKv) -> simpy.Event:
         """Stand still from the next boundary on until `resume`; the event fires when it does."""
         self._hold, self._kept = self.env.event(), kv == "keep"
-        self._wake()
+        self._sleep.cut()
         return self._hold
 
     def resume(self) -> None:
         """Go on after a pause."""
         self._hold = None
-        self._wake()
+        self._sleep.cut()
 
     def renew(self, version: int) -> None:
         """Its weights are of this version from now on, while it stands still."""
-        for request, context, _ in self.contexts():
-            request.end_run(self.version, context - request.prompt_tokens)
+        step = self.progress()
+        for request in self._batch:
+            request.end_run(self.version, request.offset + step - request.prompt_tokens)
+        for request in self._not_decoding():
+            request.end_run(self.version, request.generated)
             request.has_kv &= self._kept  # of what came here while it stood still
         self.version = version
 
@@ -295,11 +291,9 @@ class Replica:
                 curve = self.cost.decode(batch.size, batch.in_windows(tokens) if batch.windowed else None)
                 start, owed_s = env.now, self._owed_s
                 self._jump = start + owed_s, curve, tokens
-                self._asleep = True
-                try:
-                    yield env.timeout(owed_s + curve.steps_s(tokens, steps))
-                    self._asleep = False
-                except simpy.Interrupt:
+                self._sleep = sleep = Sleep(env, start + (owed_s + curve.steps_s(tokens, steps)))
+                yield sleep
+                if sleep.was_cut:
                     steps = 0
                     if not self._only_just(start):
                         steps = max(curve.steps_within(tokens, env.now - start - owed_s), 1)
@@ -312,9 +306,8 @@ class Replica:
             else:
                 self.close()
                 self._owed_s = 0.0
-                self._asleep = True
-                with suppress(simpy.Interrupt):
-                    yield env.event()
+                self._sleep = Sleep(env)
+                yield self._sleep
 
     def _to_the_end(self) -> Generator[simpy.Event, Any, None]:
         """Decode until every response is complete: nothing comes in between."""
@@ -347,19 +340,17 @@ class Replica:
             if not self._kept:
                 self._lose_kv()
             self._hold.succeed()
-        self._asleep = True
-        with suppress(simpy.Interrupt):
-            yield self.env.event()
+        self._sleep = Sleep(self.env)
+        yield self._sleep
 
     def _lose_kv(self) -> None:
         """What is running or prefilling goes to the front of the queue, in the order of its admission."""
-        admitted = [request for request in self.requests() if request.order]
-        self.remove(frozenset(request.id for request in admitted), "updated")
-        for request in admitted:
-            request.arrived_at = self.env.now
-        self._scheduler.waiting.extendleft(reversed(admitted))
-        if self._batch.cache:
-            self._batch.cache.flush()
+        now, lost = self.env.now, [*self._batch.lose_kv(), *self._scheduler.lose_kv()]
+        self._stays.add(lost, now, "updated")
+        lost.sort(key=attrgetter("order"))
+        for request in lost:
+            request.order, request.arrived_at = 0, now
+        self._scheduler.waiting.extendleft(reversed(lost))
 
     def _only_just(self, start: float) -> bool:
         """Whether an iteration that began at `start` began at this very moment."""
@@ -382,11 +373,9 @@ class Replica:
         if self._scheduler.loading_pages:
             time_s = max(time_s, self._host.load_s(self._scheduler.loading_pages))
         start, time_s = env.now, time_s + self._owed_s
-        self._asleep = True
-        try:
-            yield env.timeout(time_s)
-            self._asleep = False
-        except simpy.Interrupt:
+        self._sleep = sleep = Sleep(env, start + time_s)
+        yield sleep
+        if sleep.was_cut:
             if self._only_just(start):
                 self._scheduler.unadmit()
                 return
@@ -408,7 +397,7 @@ class Replica:
             self.peak_tokens = max(self.peak_tokens, self._scheduler.kv_tokens)
         self._scheduler.trim()
         left = batch.complete()
-        finished = [request for request in left if request.finished]
+        finished = [request for request in left if request.finished] if left else left
         if finished:
             for request in finished:
                 request.finished_at = now

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from math import isnan
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
 from rlsim.precision import KvPrecision, Precision
 from rlsim.schema import Schema
 from rlsim.units import Bytes, Seconds, Tokens
+
+if TYPE_CHECKING:
+    from rlsim.sim.prefix_cache import Cached
 
 NAN = float("nan")
 
@@ -129,6 +132,7 @@ class Request:
         "predicted_tokens",
         "preemptions",
         "prefill_left",
+        "prefix",
         "prompt_tokens",
         "replica",
         "response_tokens",
@@ -169,6 +173,7 @@ class Request:
         self.has_kv = False  # while waiting: its KV has just arrived with it
         self.hit_tokens = 0  # of its context, that the prefix cache had when it was last admitted without KV
         self.shared_pages = 0  # while admitted: of its prompt, held together with other responses to it
+        self.prefix: Cached  # where these are
         self.start_tokens = 0  # context when it was last admitted
         self.replica = -1
         self.tps: tuple[int, ...] = ()  # tensor-parallel degrees it ran under, in order
@@ -187,7 +192,7 @@ class Request:
     def end_run(self, version: int, generated: int) -> None:
         """With so many tokens, those that stand in no run yet are of weights of this version."""
         runs = self.runs
-        tokens = generated - sum([run.tokens for run in runs]) if runs else generated
+        tokens = generated - sum([tokens for _, tokens in runs]) if runs else generated
         if not tokens:
             return
         if runs and runs[-1].version == version:
@@ -200,7 +205,7 @@ class Request:
 
         `version` is that of the step's weights, which generated those that stand in no run.
         """
-        own = self.generated - sum([run.tokens for run in self.runs])
+        own = self.generated - sum([tokens for _, tokens in self.runs])
         return (*self.runs, Run(version, own)) if own else self.runs
 
     def resume(self, id: int, version: int) -> Request:  # noqa: A002

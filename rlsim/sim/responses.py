@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -123,11 +124,18 @@ def _across_steps(requests: Sequence[Request], paused: Container[int] | None) ->
 def _versions(requests: Sequence[Request], version: int, trained_version: int) -> dict[str, NDArray[Any]]:
     """The columns on which weights generated what; see `Responses.of`."""
     oldest = np.full(len(requests), version, np.int64)
+    # Tokens that stand in no run: of the step's version.
+    own = np.fromiter(map(attrgetter("generated"), requests), np.int64, len(requests))
     stale = np.zeros(len(requests), np.int64)
+    runs = list(map(attrgetter("runs"), requests))
+    if known := [i for i, each in enumerate(runs) if each]:
+        flat = chain.from_iterable(chain.from_iterable(runs))
+        made_by, tokens = np.fromiter(flat, np.int64).reshape(-1, 2).T
+        first = np.cumsum([0, *(len(runs[i]) for i in known)])[:-1]
+        own[known] -= np.add.reduceat(tokens, first)
+        stale[known] = np.add.reduceat(np.where(made_by < trained_version, tokens, 0), first)
+        of_runs = np.minimum.reduceat(made_by, first)
+        oldest[known] = np.where(own[known] > 0, np.minimum(of_runs, version), of_runs)
     if version < trained_version:
-        stale += np.fromiter(map(attrgetter("generated"), requests), np.int64, len(requests))
-    known = [i for i, request in enumerate(requests) if request.runs]
-    runs = [requests[i].runs_under(version) for i in known]
-    oldest[known] = [min(each)[0] for each in runs]
-    stale[known] = [sum([tokens for made_by, tokens in each if made_by < trained_version]) for each in runs]
+        stale += own
     return {"version": oldest, "stale_tokens": stale}

@@ -138,7 +138,7 @@ class Rollout(RolloutState):
     def _give(self, replica: Replica, requests: Sequence[Request]) -> None:
         self._left_on[replica.node] += len(requests)
         if requests:
-            self._at.update((r.id, replica) for r in requests)
+            self._at.update(dict.fromkeys([r.id for r in requests], replica))
             replica.receive(requests)
 
     def _take(
@@ -237,7 +237,7 @@ class Rollout(RolloutState):
 
     def _finished(self, replica: Replica, left: list[Request]) -> None:
         """These have left the replica: complete, or with their budgets used up."""
-        finished = [request for request in left if request.finished]
+        finished = [request for request in left if request.generated >= request.response_tokens]
         self.finished += len(finished)
         if self._asks and finished:
             lengths = [request.generated for request in finished]
@@ -502,7 +502,7 @@ class Rollout(RolloutState):
         idle = not self._left
         self._left += len(requests)
         self.launched += len(requests)
-        if wanted := [replica for replica in self.active() if replica.index in launch.to]:
+        if launch.to and (wanted := [replica for replica in self.active() if replica.index in launch.to]):
             self._deal_new(requests, wanted, idle=False)
         elif self._stage.dispatch == "fewest_requests":
             self._deal_new(requests, self.open_to_launches(), idle)

@@ -175,6 +175,14 @@ class Scheduler:
         self.waiting = deque(r for r in self.waiting if r.id not in ids)
         return others
 
+    def lose_kv(self) -> list[Request]:
+        """Let go of the requests that were being prefilled, as those in the batch lose their KV cache too."""
+        prefilling, self.prefilling, self._prefill_pages = self.prefilling, [], 0
+        for request in prefilling:
+            request.prefill_left = 0
+        self.clear()
+        return prefilling
+
     def clear(self) -> None:
         """Let go of the requests that were ever admitted."""
         self._admitted = []
