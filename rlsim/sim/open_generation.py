@@ -42,8 +42,9 @@ class _Group:
         self.left = 0  # responses that are not complete, or not scored where rewards come by the sample
 
     def version(self, now: Callable[[Request], int]) -> int:
-        """Of the weights that generated the oldest token; `now`, that of the present ones, if there was no other."""
-        return min(min(request.runs).version if request.runs else now(request) for request in self.requests)
+        """The oldest of the weights that generated a token of it; `now`, those that generate a response at present."""
+        runs = (run.version for request in self.requests for run in request.runs)
+        return min([*runs, *map(now, self.requests)])
 
 
 class _Window(NamedTuple):

@@ -115,7 +115,7 @@ class Rollout(RolloutState):
             self._stage.chunks,
             self._quiet,
             version,
-            self._stage.costs.host_kv(len(gpus)),
+            self._costs(node).host_kv(len(gpus)),
         )
         self.replicas.append(replica)
         return replica
@@ -312,6 +312,7 @@ class Rollout(RolloutState):
                 borrowing = self._stage.borrowing
                 self._check(borrowing is not None, action, "no system part says that GPUs of training may be borrowed")
                 if borrowing and borrowing.offer():
+                    borrowing.take()
                     self.env.process(self._borrow(borrowing))
             case Abort(requests):
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
@@ -470,7 +471,6 @@ class Rollout(RolloutState):
     def _borrow(self, borrowing: Borrowing) -> Generator[simpy.Event, Any, None]:
         """Replicas on GPUs of training load its weights, which are those of the rollout, and begin."""
         there, start = borrowing.there, self.env.now
-        borrowing.take()
         yield self.env.timeout(there.load_s)
         for gpus in there.mesh:
             self._stage.recorder.add(gpus, start, self.env.now, there.call, there.tp, "hybrid replicas")
@@ -479,9 +479,7 @@ class Rollout(RolloutState):
             borrowing.give_back([gpu for gpus in there.mesh for gpu in gpus])
             return
         for node in range(self.own_nodes, len(self.mesh)):
-            self._start_node(node, there.tp, self.updates.version)
-        homeless, self._homeless = self._homeless, []
-        self._deal_to_active(homeless)
+            self._restart(node, there.tp, self.updates.version)
         self.ask()
 
     def take_back(self, lent: Sequence[Replica]) -> None:
