@@ -9,12 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hypothesis import strategies as st
-from open_workloads import GPUS_PER_NODE, Clock, Extension, Noted, OpenRun, OpenWorkload, controls, open_workloads
+from open_workloads import GPUS_PER_NODE, Clock, Extension, Noted, OpenRun, OpenWorkload, Rule, open_workloads
+from reference import RefEngine
 from reference_hybrid import HybridRollingRun, HybridRun, RefHybrid
-from workloads import KV, LinearStep, Nothing, Scripted, StubCosts, Together, degrees
+from reference_open import RefCheck
+from reference_steps import RefCalls, simulate_steps
+from workloads import KV, LinearStep, Scripted, StubCosts, Together, _kinds, degrees
 
 from rlsim.cost.transfer import HostKv
 from rlsim.policies.hybrid_rollout import HybridRollout
+from rlsim.sim.batching import Batching
 from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.control import (
     Action,
@@ -22,11 +26,14 @@ from rlsim.sim.control import (
     ControlContext,
     KvHandling,
     Migrate,
+    Prompt,
     Release,
-    RolloutControl,
     RolloutView,
     actions_of,
 )
+from rlsim.sim.outcome import Outcome
+from rlsim.sim.request import Request
+from rlsim.sim.run import simulate
 from rlsim.sim.simulation import Simulation
 
 
@@ -197,3 +204,143 @@ def hybrid_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension |
         work, others = work.each(way, draw(seconds), draw(seconds)), []
     control = NotedHybrid(Together((*others, borrowing(draw, work))))
     return HybridWorkload(**{**vars(work), "control": control, "hybrid": draw(trainers(work, clock))})
+
+
+# ---- a rollout for each step ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class StepsRun:
+    """What the engine made of a run."""
+
+    outcome: Outcome
+    requests: list[Request]  # in the order of their launch
+
+
+@dataclass(frozen=True)
+class StepsWorkload:
+    """A whole run of steps whose trainer generates: see `reference_steps.simulate_steps`."""
+
+    sizes: tuple[tuple[tuple[int, int], ...], ...]
+    prompts: int
+    lag: int
+    windows: int
+    train_s: tuple[float, ...]
+    sync_s: tuple[float, ...]
+    checks_s: tuple[float, ...]  # of responses, over and over again; empty: nothing is scored
+    workers: int
+    node_gpus: tuple[int, ...]
+    tp: int
+    costs: StubCosts
+    engine: RefEngine
+    cap_tokens: int
+    control: NotedHybrid
+    hybrid: RefHybrid
+    grouped: bool
+
+    def of_prompt(self, position: int) -> tuple[tuple[int, int], ...]:
+        return self.sizes[position % len(self.sizes)]
+
+    def check_s(self, position: int, sample: int) -> float:
+        return self.checks_s[(position + sample) % len(self.checks_s)]
+
+    def reference(self) -> list[RefCalls]:
+        """The reference's answer."""
+        return simulate_steps(
+            self.of_prompt,
+            prompts=self.prompts,
+            lag=self.lag,
+            windows=self.windows,
+            grouped=self.grouped,
+            train_s=self.train_s,
+            sync_s=self.sync_s,
+            check_s=self.check_s if self.checks_s else None,
+            workers=self.workers,
+            node_gpus=self.node_gpus,
+            tp=self.tp,
+            costs=self.costs,
+            engine=self.engine,
+            cap_tokens=self.cap_tokens,
+            control=self.control,
+            hybrid=self.hybrid,
+        )
+
+    def simulate(self) -> StepsRun:
+        """The engine's answer: that of continuous generation, with a rollout for each step in its place."""
+        samples, prompts = len(self.sizes[0]), self.prompts * len(self.sync_s) if self.checks_s else 0
+        checks = [[RefCheck((self.check_s(at, i),), 1e9, 1.0) for i in range(samples)] for at in range(prompts)]
+        open_ended = HybridWorkload(
+            sizes=self.sizes,
+            prompts=self.prompts,
+            rule=Rule(),
+            train_s=self.train_s,
+            sync_s=self.sync_s,
+            node_gpus=self.node_gpus,
+            tp=self.tp,
+            costs=self.costs,
+            engine=self.engine,
+            control=self.control,
+            checks=tuple(map(tuple, checks)),
+            workers=self.workers,
+            windows=self.windows,
+            grouped=self.grouped,
+            hybrid=self.hybrid,
+        )
+        made: list[Request] = []
+
+        def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+            keys = [(prompt.position, sample) for prompt in launched for sample in range(samples)]
+            new = [
+                Request(first_id + i, at, *self.of_prompt(at)[sample], row=sample)
+                for i, (at, sample) in enumerate(keys)
+            ]
+            made.extend(new)
+            return new
+
+        what = open_ended.simulation()
+        workflow = what.workflow
+        if not self.windows:
+            edges = [replace(edge, grain="stage") for edge in workflow.edges]
+            edges = [replace(e, lag=1 + self.lag, exact=True) if e.source == "sync" else e for e in edges]
+            workflow = replace(workflow, edges=tuple(edges), elastic=False)
+        outcome = simulate(replace(what, workflow=workflow, batching=Batching(), requests=requests))
+        return StepsRun(outcome, made)
+
+
+@st.composite
+def steps_workloads(draw: st.DrawFn, clock: Clock = "real") -> StepsWorkload:
+    """Runs of a few steps, with the sizes, costs and engines of continuous ones."""
+    work = draw(open_workloads(clock))
+    windows = draw(st.sampled_from([0, *(n for n in range(1, work.prompts + 1) if not work.prompts % n)]))
+    steps = len(work.sync_s)
+    once = max(*work.sync_s, *work.train_s, 1e-3)
+    most = draw(st.sampled_from([0.1, 1.0, 5.0]))
+    rng = random.Random(draw(st.integers(0, 2**32)))
+
+    def seconds(count: int) -> tuple[float, ...]:
+        if clock == "whole":
+            return tuple(float(rng.choice([0, 1, 1, 2, 3, 5, 10, 40])) for _ in range(count))
+        times = [most * once * rng.uniform(0, 1) for _ in range(count)]
+        return tuple(round(s * 2**20) / 2**20 if clock == "grid" else s for s in times)
+
+    responses = work.prompts * len(work.sizes[0])
+    kinds = _kinds(responses, math.gcd(*work.node_gpus))
+    others = draw(st.sampled_from(["nothing", "nothing", "switch", "unused", "balance", "shrink"]))
+    return StepsWorkload(
+        sizes=work.sizes,
+        prompts=work.prompts,
+        lag=0 if windows else draw(st.sampled_from([0, 1, 1])),
+        windows=windows,
+        train_s=seconds(steps * max(windows, 1)),
+        sync_s=work.sync_s,
+        checks_s=seconds(draw(st.sampled_from([0, 7, 11]))),
+        workers=draw(st.sampled_from([1, 2, 4])),
+        node_gpus=work.node_gpus,
+        tp=work.tp,
+        costs=work.costs,
+        engine=work.engine,
+        cap_tokens=work.cap_tokens,
+        control=NotedHybrid(Together((draw(kinds[others]), borrowing(draw, work)))),
+        hybrid=draw(trainers(work, clock)),
+        grouped=work.grouped and bool(windows),
+    )

@@ -287,7 +287,7 @@ class _View:
 
     @property
     def now_s(self) -> float:
-        return self._rollout.now
+        return self._rollout.now - self._rollout.begun_at
 
     @property
     def cap_tokens(self) -> int:
@@ -371,7 +371,7 @@ class _Rollout:
         control: RolloutControl,
         launcher: Launcher | None,
     ) -> None:
-        self.now, self.launcher, self.admissions = 0.0, launcher, 0
+        self.now, self.begun_at, self.launcher, self.admissions = 0.0, 0.0, launcher, 0
         self.chunk_tokens, self.handover_s = 0, 0.0
         self.node_gpus, self.costs, self.engine = node_gpus, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
