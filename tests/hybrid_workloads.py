@@ -168,7 +168,9 @@ def trainers(draw: st.DrawFn, work: OpenWorkload, clock: Clock) -> RefHybrid:
     tp = draw(st.sampled_from(degrees(math.gcd(*node_gpus))))
     own = work.costs
     rng = random.Random(draw(st.integers(0, 2**32)))
-    faster = 1.0 if clock == "whole" else draw(st.sampled_from([0.5, 1.0, 1.5])) if clock == "grid" else rng.uniform(0.3, 2)
+    faster = (
+        1.0 if clock == "whole" else draw(st.sampled_from([0.5, 1.0, 1.5])) if clock == "grid" else rng.uniform(0.3, 2)
+    )
     step: LinearStep = own.steps[work.tp]
     once = step.decode_s(4, 100.0)
     full = [-(-(p + n) // work.engine.page_tokens) for prompt in work.sizes for p, n in prompt]

@@ -401,7 +401,7 @@ class _Rollout:
 
     # --- simple questions
 
-    def costs_of(self, replica: _Replica) -> RolloutCosts:  # noqa: ARG002
+    def costs_of(self, replica: _Replica) -> RolloutCosts:
         return self.costs
 
     def pages_of(self, context: int, kv: KvShape) -> int:

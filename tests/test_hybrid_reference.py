@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hybrid_workloads import HybridWorkload, StepsWorkload, hybrid_workloads, steps_workloads
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from hybrid_workloads import HybridWorkload, StepsWorkload, hybrid_workloads, steps_workloads
 from open_workloads import CLOCKS, EXTENSIONS, Clock, Extension
 from reference_hybrid import UnsettledError
 from test_open_reference import CLOSE, compare, near, relaxed
