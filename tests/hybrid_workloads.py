@@ -168,9 +168,7 @@ def trainers(draw: st.DrawFn, work: OpenWorkload, clock: Clock) -> RefHybrid:
     tp = draw(st.sampled_from(degrees(math.gcd(*node_gpus))))
     own = work.costs
     rng = random.Random(draw(st.integers(0, 2**32)))
-    faster = (
-        1.0 if clock == "whole" else draw(st.sampled_from([0.5, 1.0, 1.5])) if clock == "grid" else rng.uniform(0.3, 2)
-    )
+    faster = {"whole": 1.0, "grid": draw(st.sampled_from([0.5, 1.0, 1.5])), "real": rng.uniform(0.3, 2)}[clock]
     step: LinearStep = own.steps[work.tp]
     once = step.decode_s(4, 100.0)
     full = [-(-(p + n) // work.engine.page_tokens) for prompt in work.sizes for p, n in prompt]
@@ -194,7 +192,7 @@ HOSTS = (HostKv(3, 0.0, 1.0), HostKv(10, 0.0, 0.0), HostKv(1000, 0.0, 2.0**-10))
 
 @st.composite
 def hybrid_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | None = None) -> HybridWorkload:
-    """Runs as of `open_workloads`, with replicas on the trainer's GPUs; in some each replica takes weights on its own."""
+    """Runs as of `open_workloads`, with replicas on the trainer's GPUs; in some each one takes weights on its own."""
     work = draw(open_workloads(clock, always))
     if draw(st.sampled_from([False, False, True])):
         hosts = {tp: draw(st.sampled_from(HOSTS)) for tp in work.costs.steps}

@@ -1,4 +1,4 @@
-"""Training GPUs that generate between steps, token by token: the plain reading of docs/engine.md, "GPUs that are borrowed".
+"""Training GPUs that generate, token by token: the plain reading of "GPUs that are borrowed" in docs/engine.md.
 
 `Hybrid` is what any rollout has that may borrow; with a rollout for all steps it makes `HybridRun`.
 """
@@ -15,7 +15,7 @@ from rlsim.sim.control import Action, Borrow, Borrowable, Reconfigure, Release, 
 
 
 class UnsettledError(Exception):
-    """The specification leaves open what happens: several have lost their replica at one moment, on their ways to it."""
+    """The specification leaves open what happens: several arrive at one moment whose replica is gone."""
 
 
 @dataclass(frozen=True)

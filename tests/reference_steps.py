@@ -1,4 +1,4 @@
-"""Steps with a rollout each whose trainer's GPUs generate too, token by token: see `reference_hybrid` and docs/engine.md.
+"""Steps with a rollout each, whose trainer's GPUs generate too, token by token; see `reference_hybrid`.
 
 Generation has GPUs of its own. A step generates, scores, trains and brings new weights; generation is on policy, or one
 update behind, or on policy with training on equal parts of the batch as they come.
