@@ -262,6 +262,7 @@ class _Move:
     requests: list[_Request]
     to: _Replica
     kv: KvHandling
+    number: int
     gone: list[_Request] = field(default_factory=list)  # have left their replica, on the way
     held: list[tuple[_Request, _Replica]] = field(
         default_factory=list
@@ -383,6 +384,8 @@ class _Rollout:
         self.moves: list[_Move] = []
         self.switches: list[_Switch] = []  # not ended
         self.homeless: list[_Request] = []  # their replica is gone, and none is active
+        self.stranded: list[tuple[int, list[_Request]]] = []  # of moves, to one that is gone, at this moment
+        self.moves_so_far = 0
         self.aborting: set[_Request] = set()  # to leave at their replica's next boundary
         self.stop_asked = False
         self.result = RefResult(preemptions={r.id: 0 for r in self.requests})
@@ -795,7 +798,8 @@ class _Rollout:
                         moving.append(self.by_id[i])
                 if not moving:
                     return False
-                self.moves.append(_Move(moving, target, kv))
+                self.moves_so_far += 1
+                self.moves.append(_Move(moving, target, kv, self.moves_so_far))
                 return True
             case Release(indices):
                 going = [replica for replica in self.active() if replica.index in indices]
@@ -844,6 +848,10 @@ class _Rollout:
         followed = True
         while followed:
             followed = sum(step() for step in steps) > 0  # every one of them
+        for _, requests in sorted(self.stranded, key=lambda item: item[0]):  # after those that were released
+            self.homeless += requests
+            self.house()
+        self.stranded = []
 
     def at_boundary(self, replica: _Replica) -> bool:
         """Whether something can be done to the replica now; it is only asked where there is something to do."""
@@ -898,8 +906,7 @@ class _Rollout:
                 for r in arriving:
                     r.lose_kv()
                 if move.to.stopped:
-                    self.homeless += arriving
-                    self.house()
+                    self.stranded.append((move.number, arriving))
                     continue
                 for r in arriving:
                     r.arrived_kv = move.kv == "migrate" and any(r is q for q, _ in move.held)

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reference import _Replica, _Request, _Rollout, _View, one_moment
+from reference import _Replica, _Request, _Rollout, _View
 from reference_open import _Run
 from reference_rolling import RollingRun
 
 from rlsim.sim.control import Action, Borrow, Borrowable, Reconfigure, Release, RolloutCosts
-
-
-class UnsettledError(Exception):
-    """The specification leaves open what happens: several arrive at one moment whose replica is gone."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ class Hybrid(_Rollout):
         super().__init__(*args)  # type: ignore[arg-type]
         self.loads_until: float | None = None  # the weights come to GPUs that are borrowed
         self.waits = False  # the trainer, for what is borrowed
-        self.stranded: list[float] = []  # moments at which some arrived at a replica that was gone
         self.asks = False  # the control is to be asked, whether responses have finished or not
 
     # --- what there is
@@ -109,17 +104,6 @@ class Hybrid(_Rollout):
         near = all(domains[source.node] == domains[to.node] for source in sources)
         ends = [self.costs_of(end) for end in (to, *sources)]
         return max(costs.transfer_s(contexts, sources[0].tp, to.tp, near) for costs in ends)
-
-    def arrive(self) -> bool:
-        """Of those whose target has stopped nothing says in which order they are dealt, with others of the moment."""
-        before = list(self.moves)
-        arrived = super().arrive()
-        lost = [move for move in before if move not in self.moves and move.to.stopped and move.gone]
-        self.stranded = [at for at in self.stranded if one_moment(at, self.now)] + [self.now] * len(lost)
-        released = any(one_moment(at, self.now) for at in self.result.released_at.values())
-        if self.stranded and len(self.stranded) + released > 1:
-            raise UnsettledError
-        return arrived
 
     # --- coming and going
 
