@@ -481,6 +481,8 @@ class Rollout(RolloutState):
                 self.lent.append(replica)
             running, others = self._take(replica, "released")
             self._deal_to_active([*running, *others])
+        if stranded and self._starting:  # those that start at this moment are there for them too
+            self._start_nodes()
         for _number, requests in stranded:
             self._deal_to_active(requests)
 
