@@ -181,6 +181,11 @@ class OpenWorkload:
         """Whether replicas take new weights each on its own."""
         return self.rule.weights.replicas == "each"
 
+    @property
+    def only_newer(self) -> bool:
+        """Whether no response goes to a replica with older weights than it had."""
+        return True
+
     def each(self, way: Literal["interrupt", "drain"], spread_s: float, pull_s: float) -> OpenWorkload:
         """The same where each replica takes new weights on its own, without a control."""
         rule = replace(self.rule, weights=Update(way, self.rule.weights.kv, "each"), asked=[])
@@ -220,8 +225,17 @@ class OpenWorkload:
             routing=self.routing,
             rewards=self.rewards if self.checks else None,
             windows=max(self.windows, 1),
-            **({"kind": RollingRun, "spread_s": self.spread_s, "pull_s": self.pull_s} if self.rolling else {}),
+            **self.way(),
         )
+
+    def way(self) -> dict[str, Any]:
+        """Which reference it is, and what that asks for beyond."""
+        return {"kind": RollingRun, "spread_s": self.spread_s, "pull_s": self.pull_s} if self.rolling else {}
+
+    @property
+    def trainer(self) -> tuple[tuple[int, ...], ...]:
+        """Its GPUs, node by node."""
+        return ((len(self.node_gpus) * GPUS_PER_NODE,),)
 
     def workflow(self) -> Workflow:
         """Generation, rewards and inference where they are asked for, training, and weights for the step after."""
@@ -256,22 +270,21 @@ class OpenWorkload:
                     run.launched_in_update += len(launched)
             return new
 
-        nodes = len(self.node_gpus)
         rollout = [n * GPUS_PER_NODE + gpu for n, gpus in enumerate(self.node_gpus) for gpu in range(gpus)]
-        trainer = nodes * GPUS_PER_NODE
-        gpus = {"generate": tuple(rollout), "reward": (), "sync": (*rollout, trainer)}
+        trainer = tuple(gpu for node in self.trainer for gpu in node)
+        gpus = {"generate": tuple(rollout), "reward": (), "sync": (*rollout, *trainer)}
         workflow, engine = self.workflow(), self.engine
         return Simulation(
             workflow=workflow,
             plan=Plan(
                 {
-                    call.name: Placement(gpus.get(call.name, (trainer,)), TrainStrategy(dp=1))
+                    call.name: Placement(gpus.get(call.name, trainer), TrainStrategy(dp=1))
                     if call.kind in ("inference", "train")
                     else Placement(gpus[call.name])
                     for call in workflow.calls
                 }
             ),
-            cluster=load_cluster(f"{nodes + 1}x8xh100"),
+            cluster=load_cluster(f"{len(self.node_gpus) + len(self.trainer)}x8xh100"),
             control=self.control,
             initial_tp=self.tp,
             feasible_tps=tuple(self.costs.steps),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from rlsim.cost.curve import InWindows
-from rlsim.cost.step import PLAIN_KV, Chunk, StepCost
+from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.control import (
     Abort,
@@ -262,6 +262,7 @@ class _Move:
     requests: list[_Request]
     to: _Replica
     kv: KvHandling
+    number: int
     gone: list[_Request] = field(default_factory=list)  # have left their replica, on the way
     held: list[tuple[_Request, _Replica]] = field(
         default_factory=list
@@ -287,7 +288,7 @@ class _View:
 
     @property
     def now_s(self) -> float:
-        return self._rollout.now
+        return self._rollout.now - self._rollout.begun_at
 
     @property
     def cap_tokens(self) -> int:
@@ -295,7 +296,8 @@ class _View:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        return tuple(sorted({replica.node for replica in self._rollout.active()}))
+        own = range(len(self._rollout.node_gpus))
+        return tuple(sorted({replica.node for replica in self._rollout.active() if replica.node in own}))
 
     @property
     def finished_nodes(self) -> tuple[int, ...]:
@@ -370,7 +372,7 @@ class _Rollout:
         control: RolloutControl,
         launcher: Launcher | None,
     ) -> None:
-        self.now, self.launcher, self.admissions = 0.0, launcher, 0
+        self.now, self.begun_at, self.launcher, self.admissions = 0.0, 0.0, launcher, 0
         self.chunk_tokens, self.handover_s = 0, 0.0
         self.node_gpus, self.costs, self.engine = node_gpus, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
@@ -382,6 +384,8 @@ class _Rollout:
         self.moves: list[_Move] = []
         self.switches: list[_Switch] = []  # not ended
         self.homeless: list[_Request] = []  # their replica is gone, and none is active
+        self.stranded: list[tuple[int, list[_Request]]] = []  # of moves, to one that is gone, at this moment
+        self.moves_so_far = 0
         self.aborting: set[_Request] = set()  # to leave at their replica's next boundary
         self.stop_asked = False
         self.result = RefResult(preemptions={r.id: 0 for r in self.requests})
@@ -391,7 +395,7 @@ class _Rollout:
             if not 0 <= r.generated < r.response_tokens:
                 raise ValueError(f"request {r.id} has nothing to generate")
             if (
-                self.pages_of(r.prompt_tokens + r.response_tokens, tp)
+                self.pages_of(r.prompt_tokens + r.response_tokens, costs.step(tp).kv)
                 > costs.capacity_pages(tp) * costs.step(tp).kv.page_units
             ):
                 raise ValueError(f"request {r.id} does not fit an empty replica")
@@ -400,9 +404,12 @@ class _Rollout:
 
     # --- simple questions
 
-    def pages_of(self, context: int, tp: int) -> int:
+    def costs_of(self, replica: _Replica) -> RolloutCosts:
+        return self.costs
+
+    def pages_of(self, context: int, kv: KvShape) -> int:
         """In units of which a page of all layers has `page_units`, and one begun beyond the window `late_units`."""
-        kv, page = self.costs.step(tp).kv, self.engine.page_tokens
+        page = self.engine.page_tokens
         pages = -(-context // page)
         if kv.window_tokens is None:
             whole = pages
@@ -415,13 +422,14 @@ class _Rollout:
 
     def pages(self, replica: _Replica) -> int:
         if self.prefix_hits == "off":
-            return sum(self.pages_of(r.context, replica.tp) for r in replica.admitted)
+            kv = self.costs_of(replica).step(replica.tp).kv
+            return sum(self.pages_of(r.context, kv) for r in replica.admitted)
         return len(self.in_use(replica))
 
     @property
     def prefix_hits(self) -> Literal["off", "scheduled", "prefilled"]:
         """Prefixes are shared where a page of KV holds so many tokens in every layer."""
-        plain = all(self.costs.step(replica.tp).kv == PLAIN_KV for replica in self.replicas)
+        plain = all(self.costs_of(replica).step(replica.tp).kv == PLAIN_KV for replica in self.replicas)
         return self.engine.prefix_hits if plain else "off"
 
     def in_use(self, replica: _Replica) -> set[Page]:
@@ -499,8 +507,8 @@ class _Rollout:
             return
         in_use = self.in_use(replica)
         idle = [page for page in replica.cache if page not in in_use]
-        excess = len(idle) + len(in_use) - self.costs.capacity_pages(replica.tp)
-        host = self.costs.host_kv(replica.tp)
+        excess = len(idle) + len(in_use) - self.costs_of(replica).capacity_pages(replica.tp)
+        host = self.costs_of(replica).host_kv(replica.tp)
         for page in idle[: max(excess, 0)]:
             replica.cache.remove(page)
             replica.host.append(page)
@@ -573,8 +581,9 @@ class _Rollout:
         """Steps 1 to 4 of a boundary."""
         assert replica.iteration is None
         engine = self.engine
-        units = self.costs.step(replica.tp).kv.page_units
-        capacity = self.costs.capacity_pages(replica.tp) * units
+        kv = self.costs_of(replica).step(replica.tp).kv
+        units = kv.page_units
+        capacity = self.costs_of(replica).capacity_pages(replica.tp) * units
 
         # 1. arrivals
         replica.waiting += replica.arrivals
@@ -615,7 +624,7 @@ class _Rollout:
             watermark = engine.watermark_pages * units if replica.admitted else 0
             found = self.find(replica, head)
             in_use = self.in_use(replica) if found else set()
-            new = self.pages_of(head.context, replica.tp) - len([page for page in found if page in in_use])
+            new = self.pages_of(head.context, kv) - len([page for page in found if page in in_use])
             if new + self.pages(replica) + watermark > capacity:
                 break
             needed = head.context - len(found) * engine.page_tokens
@@ -653,7 +662,7 @@ class _Rollout:
         self.result.held.setdefault(replica.gpus, []).append(held)
 
         # 4. iterate
-        step = self.costs.step(replica.tp)
+        step = self.costs_of(replica).step(replica.tp)
         running = [r for r in replica.admitted if r.state == "running"]
         contexts = [r.context for r in running]
         new_chunks = [Chunk(new, r.prefilled) for r, new in chunks]
@@ -677,7 +686,7 @@ class _Rollout:
             replica.owed_s = 0.0
             return
         if chunks and replica.loading:
-            host = self.costs.host_kv(replica.tp)
+            host = self.costs_of(replica).host_kv(replica.tp)
             time_s = max(time_s, host.latency_s + replica.loading * host.page_s)
         pages = self.pages(replica)
         ends_at = self.now + replica.owed_s + time_s
@@ -789,7 +798,8 @@ class _Rollout:
                         moving.append(self.by_id[i])
                 if not moving:
                     return False
-                self.moves.append(_Move(moving, target, kv))
+                self.moves_so_far += 1
+                self.moves.append(_Move(moving, target, kv, self.moves_so_far))
                 return True
             case Release(indices):
                 going = [replica for replica in self.active() if replica.index in indices]
@@ -838,6 +848,10 @@ class _Rollout:
         followed = True
         while followed:
             followed = sum(step() for step in steps) > 0  # every one of them
+        for _, requests in sorted(self.stranded, key=lambda item: item[0]):  # after those that were released
+            self.homeless += requests
+            self.house()
+        self.stranded = []
 
     def at_boundary(self, replica: _Replica) -> bool:
         """Whether something can be done to the replica now; it is only asked where there is something to do."""
@@ -870,6 +884,10 @@ class _Rollout:
                         move.gone.append(r)
         return any_left
 
+    def transfer_s(self, contexts: list[int], sources: list[_Replica], to: _Replica) -> float:
+        same_node = all(source.node == to.node for source in sources)
+        return self.costs.transfer_s(contexts, sources[0].tp, to.tp, same_node)
+
     def arrive(self) -> bool:
         """Migrated requests arrive; the transfer begins when the last one has left."""
         any_arrived = False
@@ -879,9 +897,8 @@ class _Rollout:
                 # Choice: only those that held KV have anything to transfer; the others travel with them.
                 held = sorted(move.held, key=lambda item: move.requests.index(item[0]))
                 if move.kv == "migrate" and held:
-                    same_node = all(source.node == move.to.node for _, source in held)
                     contexts = [r.context for r, _ in held]
-                    move.arrives_at += self.costs.transfer_s(contexts, held[0][1].tp, move.to.tp, same_node)
+                    move.arrives_at += self.transfer_s(contexts, [source for _, source in held], move.to)
             if move.arrives_at is not None and self.reached(move.arrives_at):
                 self.moves.remove(move)
                 any_arrived = any_arrived or bool(move.gone)
@@ -889,8 +906,7 @@ class _Rollout:
                 for r in arriving:
                     r.lose_kv()
                 if move.to.stopped:
-                    self.homeless += arriving
-                    self.house()
+                    self.stranded.append((move.number, arriving))
                     continue
                 for r in arriving:
                     r.arrived_kv = move.kv == "migrate" and any(r is q for q, _ in move.held)
@@ -1027,8 +1043,11 @@ class _Rollout:
                     self.begin_all()
         self.close()
 
+    def view(self, finished_on: set[int]) -> _View:
+        return _View(self, finished_on)
+
     def ask(self, finished_on: set[int]) -> None:
-        answer = self.control.on_finish(_View(self, finished_on))
+        answer = self.control.on_finish(self.view(finished_on))
         if answer is None or self.over():
             return
         for action in [answer] if isinstance(answer, Action) else list(answer):

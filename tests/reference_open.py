@@ -10,11 +10,12 @@ control are asked; last of all an update that was asked for has the replicas sta
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from reference import RefEngine, RefStay, _Replica, _Request, _Rollout, _View
+from reference import RefEngine, RefStay, _Replica, _Request, _Rollout
 
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
@@ -77,7 +78,12 @@ class RefResponse:
     check_at: float = math.nan  # a worker begins
     scored_at: float = math.nan
     reward: float = math.nan
-    runs: list[tuple[int, int]] = field(default_factory=list)  # version and tokens, oldest first
+    runs: list[tuple[int, int]] = field(default_factory=list)  # version and tokens, in the order of the tokens
+
+    @property
+    def oldest(self) -> int:
+        """The lowest version of its tokens; more than any if there are none."""
+        return min((version for version, _ in self.runs), default=sys.maxsize)
 
 
 @dataclass
@@ -107,7 +113,7 @@ def simulate_open(
     rewards: RefRewards | None = None,
     windows: int = 1,
     kind: type[_Run] | None = None,
-    **more: float,
+    **more: object,
 ) -> OpenResult:
     """All steps of a run, as many as there are durations of syncs.
 
@@ -165,6 +171,7 @@ class _Run(_Rollout):
         self.phase: Literal["works", "asks", "stops", "syncs", "over"] = "works"  # of the present step
         self.begins = False  # the step, at this moment
         self.news = False  # something else that is new for the batching
+        self.asks = False  # the control, for another reason than that responses have finished
         self.works_until: float | None = None  # on a part of its batch
         self.synced_at = math.nan
         self.places: set[int] = set()  # positions of prompts that the step waits for
@@ -202,13 +209,18 @@ class _Run(_Rollout):
     # --- GPUs that are lent
 
     def lent(self) -> list[_Replica]:
-        """Replicas that were released, whose GPUs generate nothing since."""
-        return [r for r in self.replicas if r.stopping == "release" and r.stopped and r.index not in self.back]
+        """Replicas of generation's own that were released, whose GPUs generate nothing since."""
+        own = [replica for replica in self.replicas if replica.node < len(self.node_gpus)]
+        return [r for r in own if r.stopping == "release" and r.stopped and r.index not in self.back]
 
     def take_back(self) -> None:
         for old in self.lent():
             self.back.add(old.index)
             self.replicas.append(_Replica(len(self.replicas), old.node, old.tp, old.gpus))
+
+    def size(self) -> int:
+        """How many replicas there are, by the layouts of the nodes, without those that are lent."""
+        return sum(gpus // self.tps[node] for node, gpus in enumerate(self.node_gpus)) - len(self.lent())
 
     # --- prompts
 
@@ -220,7 +232,7 @@ class _Run(_Rollout):
             waiting=len(self.queue),
             taken=self.taken,
             dropped=len(self.dropped),
-            replicas=sum(gpus // self.tps[node] for node, gpus in enumerate(self.node_gpus)) - len(self.lent()),
+            replicas=self.size(),
             free=tuple(replica.index for replica in self.active() if not replica.requests()),
             launched_since_update=self.launched_since_update,
             left_at_update=self.left_at_update,
@@ -326,11 +338,15 @@ class _Run(_Rollout):
         done = len(self.step.parts)
         if done == self.windows:
             self.phase, self.step.asks_at, self.update = "asks", self.now, self.batching.update()
-        elif len(self.step.trained) * self.windows >= (done + 1) * self.prompts:
+        elif len(self.step.trained) * self.windows >= (done + 1) * self.prompts and self.has_gpus():
             self.works_until = self.now + self.train_s[(len(self.open.steps) - 1) * self.windows + done]
             self.step.parts.append((self.now, math.nan))
         else:
             return False
+        return True
+
+    def has_gpus(self) -> bool:
+        """Whether the trainer, who has something to train on, has its GPUs for it."""
         return True
 
     def stand_still(self) -> bool:
@@ -351,7 +367,7 @@ class _Run(_Rollout):
 
     def lose_kv_of(self, replica: _Replica) -> None:
         losing, replica.admitted = replica.admitted, []
-        replica.cache, replica.promised, replica.let_go = [], {}, []
+        replica.cache, replica.host, replica.promised, replica.let_go = [], [], {}, []
         for r in losing:
             self.end_stay(r, "updated")
             r.lose_kv()
@@ -420,7 +436,7 @@ class _Run(_Rollout):
                 self.drop(group.position)
                 continue
             lengths = tuple(r.generated for r in group.requests)
-            oldest = min(response.runs[0][0] for response in responses)
+            oldest = min(response.oldest for response in responses)
             self.queue.append((Ready(Prompt(group.position), self.ready, oldest, lengths), group))
             self.ready += 1
 
@@ -432,9 +448,8 @@ class _Run(_Rollout):
         """A step that begins keeps places for prompts under way that it waits for."""
         number, self.begins = len(self.open.steps) - 1, False
         for group in self.running:
-            runs = [self.response(r).runs for r in group.requests]
-            now = [self.version_at(r) for r in group.requests]
-            oldest = min(r[0][0] if r else version for r, version in zip(runs, now, strict=True))
+            under_way = [r for r in group.requests if r.left]
+            oldest = min([*(self.response(r).oldest for r in group.requests), *map(self.version_at, under_way)])
             if self.batching.awaited(number - oldest):
                 self.places.add(group.position)
 
@@ -478,8 +493,9 @@ class _Run(_Rollout):
             self.take()
             if self.may_launch():
                 count = self.room()
+        self.asks = False
         if decides(self.control):
-            answer = self.control.on_finish(_View(self, finished_on))
+            answer = self.control.on_finish(self.view(finished_on))
             actions = [answer] if isinstance(answer, Action) else list(answer or ())
         idle = not any(r.left for r in self.requests)
         self.deal_launched(self.launch(count), idle)
@@ -509,7 +525,7 @@ class _Run(_Rollout):
             followed = self.phase != "over"
             if self.phase == "over":
                 pass
-            elif self.begins or self.ready_now() or self.news or (finished_on and decides(self.control)):
+            elif self.begins or self.ready_now() or self.news or ((finished_on or self.asks) and decides(self.control)):
                 self.decide(finished_on)
                 finished_on = set()
             elif self.publish():

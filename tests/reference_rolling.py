@@ -42,7 +42,7 @@ class RollingRun(_Run):
 
     def end(self, replica: _Replica) -> bool:
         finished = super().end(replica)
-        if not replica.requests():
+        if replica.active and not replica.requests():
             self.news = True
             self.tell(replica)
         return finished

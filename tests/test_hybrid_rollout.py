@@ -16,11 +16,14 @@ from test_lags import check_gpus
 from workloads import LinearStep, StubCosts
 
 import rlsim
+from rlsim.cost.transfer import HostKv
 from rlsim.errors import CapacityError, PolicyError, RlsimError
 from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.continuous import Update
-from rlsim.sim.control import Action, Borrow, Migrate, Reconfigure, Release, RolloutControl, RolloutView
+from rlsim.sim.control import Action, Borrow, Migrate, Prompt, Reconfigure, Release, RolloutControl, RolloutView
+from rlsim.sim.open_generation import _Group
 from rlsim.sim.outcome import Outcome
+from rlsim.sim.request import Request
 from rlsim.sim.run import simulate
 
 # ---- by hand --------------------------------------------------------------------------------------------------------
@@ -53,13 +56,15 @@ TRAINER = 8
 ONE_AT_A_TIME = RefEngine(1, 1, 8192, False, 0)
 
 
-def steps_of_four(eta: int, control: RolloutControl | None, load_s: float = 2.0, steps: int = 2) -> Outcome:
+def steps_of_four(
+    eta: int, control: RolloutControl | None, load_s: float = 2.0, steps: int = 2, there: StubCosts = FAST
+) -> Outcome:
     """Steps of four responses: training takes 10 s, new weights 2 s, and the trainer's engine gets them in `load_s`."""
     rule = Rule("staleness", eta, weights=Update("interrupt", "keep"))
     sizes = (((8, 5),),)
     work = OpenWorkload(sizes, 4, rule, (10.0,) * steps, (2.0,) * steps, (1,), costs=SLOW, engine=ONE_AT_A_TIME)
     what = work.simulation()
-    hybrid = HybridReplicas([(TRAINER,)], 1, FAST, load_s, "sync") if control else None
+    hybrid = HybridReplicas([(TRAINER,)], 1, there, load_s, "sync") if control else None
     return simulate(dataclasses.replace(what, control=control or RolloutControl(), hybrid=hybrid))
 
 
@@ -119,6 +124,60 @@ def test_weights_that_come_too_late_are_waited_for() -> None:
 def test_whoever_gives_nothing_back_is_told_so() -> None:
     with pytest.raises(PolicyError, match=r"step 0 comes to a halt.*borrowed and not given back"):
         steps_of_four(1, KeepAlways())
+
+
+class BorrowTwice(BorrowAlways):
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        return [again for action in super().on_finish(view) for again in (action, action)]
+
+
+def test_a_second_borrow_of_one_moment_finds_nothing() -> None:
+    once, twice = steps_of_four(1, BorrowAlways()), steps_of_four(1, BorrowTwice())
+    assert twice.calls == once.calls
+    assert twice.rollouts == once.rollouts
+
+
+def test_replicas_there_have_the_host_memory_of_their_own_gpus() -> None:
+    asked: list[int] = []
+
+    class Asked(StubCosts):
+        def host_kv(self, tp: int) -> HostKv:
+            asked.append(tp)
+            return super().host_kv(tp)
+
+    steps_of_four(0, BorrowAlways(), there=Asked(FAST.steps, FAST.pages))
+    assert asked == [1, 1], "once a step"
+
+
+class BorrowAndSwitch(RolloutControl):
+    """Both at once, and notes down the node of each replica."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[int, int]] = []
+
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        self.seen.append({replica.index: replica.node for replica in view.replicas()})
+        if view.wanted_back:
+            return [Release(view.borrowed)]
+        return [Reconfigure(0, 2, "recompute"), Borrow()] if len(self.seen) == 1 else []
+
+
+def test_nodes_that_start_at_one_moment_do_so_by_their_index() -> None:
+    """Generation's own node changes its layout in the 2 s in which the trainer's engine gets its weights."""
+    costs = StubCosts({tp: LinearStep(a=1.0) for tp in (1, 2)}, {1: 1000, 2: 1000}, capture_s=2.0)
+    work = OpenWorkload((((8, 5),),), 4, Rule(), (10.0,), (2.0,), (2,), costs=costs)
+    control, hybrid = BorrowAndSwitch(), HybridReplicas([(TRAINER,)], 1, FAST, 2.0, "sync")
+    simulate(dataclasses.replace(work.simulation(), control=control, hybrid=hybrid))
+    assert control.seen[:2] == [{0: 0, 1: 0}, {2: 0, 3: 1}]
+
+
+def test_a_prompt_is_as_old_as_the_oldest_weights_that_generate_it() -> None:
+    """Those it has tokens of, and those it is generated with at present, on another replica."""
+    group, request = _Group(Prompt(0)), Request(0, 0, 8, 5)
+    group.requests.append(request)
+    assert group.version(lambda _: 3) == 3
+    request.end_run(4, 2)
+    assert [group.version(lambda _, now=now: now) for now in (3, 5)] == [3, 4]  # type: ignore[misc]
 
 
 class BorrowAnyway(RolloutControl):

@@ -42,9 +42,9 @@ class _Group:
         self.left = 0  # responses that are not complete, or not scored where rewards come by the sample
 
     def version(self, now: Callable[[Request], int]) -> int:
-        """Of the weights that generated the oldest token; `now`, that of the present ones, if there was no other."""
+        """The oldest of the weights that generated a token of it; `now`, those that generate a response at present."""
         known = [version for request in self.requests for version, _ in request.runs]
-        return min(known + [now(request) for request in self.requests if not request.runs])
+        return min(known + [now(request) for request in self.requests if not request.finished])
 
 
 class _Window(NamedTuple):

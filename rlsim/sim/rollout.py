@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import simpy
@@ -63,6 +63,9 @@ class Rollout(RolloutState):
         self._pauses: dict[int, tuple[float, int, str]] = {}  # nodes that pause for a switch: since when, to what
         self._homeless: list[Request] = []
         self._released: list[Replica] = []  # stopped at this moment
+        #: Migrated to replicas that are gone, and there at this moment: by the number of the migration.
+        self._stranded: list[tuple[int, list[Request]]] = []
+        self._migrations = itertools.count()
         #: Nodes that start at this moment: TP, version of the weights, requests.
         self._starting: dict[int, tuple[int, int, Sequence[Request]]] = {}
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
@@ -115,7 +118,7 @@ class Rollout(RolloutState):
             self._stage.chunks,
             self._quiet,
             version,
-            self._stage.costs.host_kv(len(gpus)),
+            self._costs(node).host_kv(len(gpus)),
         )
         self.replicas.append(replica)
         return replica
@@ -312,6 +315,7 @@ class Rollout(RolloutState):
                 borrowing = self._stage.borrowing
                 self._check(borrowing is not None, action, "no system part says that GPUs of training may be borrowed")
                 if borrowing and borrowing.offer():
+                    borrowing.take()
                     self.env.process(self._borrow(borrowing))
             case Abort(requests):
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
@@ -400,7 +404,7 @@ class Rollout(RolloutState):
         sources = [(r, i - self._leaving) for r, i in self._where(ids) if r is not to]
         sources = [(r, i) for r, i in sources if i]  # the first migration of a request counts until it has left
         self._leaving.update(*(i for _, i in sources))
-        waiting_for = len(sources)
+        waiting_for, number = len(sources), next(self._migrations)
 
         def leave(source: Replica, wanted: frozenset[int]) -> None:
             nonlocal waiting_for
@@ -411,13 +415,18 @@ class Rollout(RolloutState):
             self._bound_for[to.node] += len(running) + len(others)
             waiting_for -= 1
             if waiting_for == 0 and moving:
-                self.env.process(self._transfer(moving, ids, to, kv))
+                self.env.process(self._transfer(number, moving, ids, to, kv))
 
         for source, wanted in sources:
             source.at_boundary(lambda s=source, w=wanted: leave(s, w))  # type: ignore[misc]
 
     def _transfer(
-        self, moving: list[tuple[Request, Replica, int | None]], ids: Sequence[int], to: Replica, kv: KvHandling
+        self,
+        number: int,
+        moving: list[tuple[Request, Replica, int | None]],
+        ids: Sequence[int],
+        to: Replica,
+        kv: KvHandling,
     ) -> Generator[simpy.Event, Any, None]:
         """Each with the replica that it comes from, and the version of the weights of its KV cache if it has one."""
         place = {id_: i for i, id_ in enumerate(ids)}
@@ -437,7 +446,8 @@ class Rollout(RolloutState):
         if to.stopped is None or not to.stopped.triggered:
             self._give(to, arrivals)
         else:
-            self._deal_to_active(arrivals)
+            self._deal_at_end()
+            self._stranded.append((number, arrivals))
 
     def _is_near(self, one: Replica, other: Replica) -> bool:
         """Whether KV cache goes from one to the other without the network between nodes."""
@@ -448,12 +458,17 @@ class Rollout(RolloutState):
 
     def _release(self, replica: Replica) -> None:
         """It has stopped: when all that stop at this moment have, what they hold is dealt out, by index."""
-        if not self._released:
-            at_end(self.env, DEAL, self._deal_released)
+        self._deal_at_end()
         self._released.append(replica)
+
+    def _deal_at_end(self) -> None:
+        """At the end of this moment those are dealt whose replicas are gone."""
+        if not (self._released or self._stranded):
+            at_end(self.env, DEAL, self._deal_released)
 
     def _deal_released(self, _: simpy.Event) -> None:
         released, self._released = sorted(self._released, key=attrgetter("index")), []
+        stranded, self._stranded = sorted(self._stranded, key=itemgetter(0)), []
         if self._stopping or self.done.triggered:  # who waits for the rollout has its GPUs already
             return
         for replica in released:
@@ -466,11 +481,14 @@ class Rollout(RolloutState):
                 self.lent.append(replica)
             running, others = self._take(replica, "released")
             self._deal_to_active([*running, *others])
+        if stranded and self._starting:  # those that start at this moment are there for them too
+            self._start_nodes()
+        for _number, requests in stranded:
+            self._deal_to_active(requests)
 
     def _borrow(self, borrowing: Borrowing) -> Generator[simpy.Event, Any, None]:
         """Replicas on GPUs of training load its weights, which are those of the rollout, and begin."""
         there, start = borrowing.there, self.env.now
-        borrowing.take()
         yield self.env.timeout(there.load_s)
         for gpus in there.mesh:
             self._stage.recorder.add(gpus, start, self.env.now, there.call, there.tp, "hybrid replicas")
@@ -479,9 +497,7 @@ class Rollout(RolloutState):
             borrowing.give_back([gpu for gpus in there.mesh for gpu in gpus])
             return
         for node in range(self.own_nodes, len(self.mesh)):
-            self._start_node(node, there.tp, self.updates.version)
-        homeless, self._homeless = self._homeless, []
-        self._deal_to_active(homeless)
+            self._restart(node, there.tp, self.updates.version)
         self.ask()
 
     def take_back(self, lent: Sequence[Replica]) -> None:

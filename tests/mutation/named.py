@@ -1,4 +1,4 @@
-"""Faults of 22 topics that must not go unnoticed: what a wrong simulator would most plausibly have wrong.
+"""Faults of 23 topics that must not go unnoticed: what a wrong simulator would most plausibly have wrong.
 
 A topic is noticed if each of its faults is. `old` stands exactly once in the file.
 """
@@ -279,6 +279,22 @@ FAULTS = (
         _COST + "train.py",
         'groups.time_s("all_reduce", local * strategy.gradient_bytes, "shards")',
         'groups.time_s("all_reduce", local * BF16, "shards")',
+    ),
+    Fault(
+        "GPUs that are borrowed",
+        "while training changes the weights",
+        _SIM + "borrowing.py",
+        "if self._since or self.trained > self._version() or not",
+        "if self._since or not",
+    ),
+    Fault(
+        "GPUs that are borrowed",
+        "KV cache goes along when they go back",
+        _SIM + "rollout.py",
+        "            self._deal_to_active([*running, *others])\n",
+        "            self._deal_to_active([*running, *others])\n"
+        "            for request in running:\n"
+        "                request.has_kv = True\n",
     ),
     Fault(
         "memory refusal",
