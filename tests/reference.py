@@ -946,8 +946,7 @@ class _Rollout:
             # Choice: those on their way to the node are unfinished there. Without any, it starts again as it was.
             coming = any(move.to in switch.old for move in self.moves)
             if not coming and not any(replica.requests() for replica in switch.old):
-                self.switches.remove(switch)
-                self.create_replicas(switch.node)
+                switch.to_tp, switch.ends_at = self.tps[switch.node], self.now
                 begun = True
                 continue
             contexts = [r.context for replica in switch.old for r in replica.admitted if r.state == "running"]
