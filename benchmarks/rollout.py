@@ -35,6 +35,7 @@ from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt, RolloutControl, RolloutView
+from rlsim.sim.moment import Sleep
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import RewardFunction
@@ -137,15 +138,21 @@ def run_engine(costs: RolloutCostModel, lengths: Sequence[Lengths], gpus: int | 
 
 
 def timeouts_of(costs: RolloutCostModel, lengths: Sequence[Lengths]) -> list[float]:
-    """The delays of all timeouts that the engine schedules where a control is told of each response: one for each."""
+    """The delays of all timeouts and sleeps that the engine schedules where a control is told of each response: one for
+    each."""
     delays: list[float] = []
-    original = simpy.Timeout.__init__
+    timeout, sleep = simpy.Timeout.__init__, Sleep.__init__
 
     def note(self: simpy.Timeout, env: simpy.Environment, delay: float, value: object = None) -> None:
         delays.append(delay)
-        original(self, env, delay, value)
+        timeout(self, env, delay, value)
 
-    with patch.object(simpy.Timeout, "__init__", note):
+    def note_sleep(self: Sleep, env: simpy.Environment, until: float | None = None) -> None:
+        if until is not None:
+            delays.append(until - env.now)
+        sleep(self, env, until)
+
+    with patch.object(simpy.Timeout, "__init__", note), patch.object(Sleep, "__init__", note_sleep):
         simulate(simulation(costs, lengths, control=ToldOfEach))
     return delays
 

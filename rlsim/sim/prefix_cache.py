@@ -7,22 +7,10 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from rlsim.sim.request import Request
+from rlsim.sim.request import Cached, Request
 
 #: A prompt: its position, and its tokens.
 PromptKey = tuple[int, int]
-
-
-class Cached:
-    """Pages of one context: of its prompt from the start, or those that follow the prompt."""
-
-    __slots__ = ("holders", "idle_since", "offloaded", "pages")
-
-    def __init__(self, pages: int, holders: int, idle_since: int) -> None:
-        self.pages = pages  # that are here, or will be with the next iteration
-        self.offloaded = 0  # the next ones, which are in host memory only; none while it is held
-        self.holders = holders  # requests that run or are being prefilled
-        self.idle_since = idle_since  # the boundary at which the last holder left
 
 
 _NOTHING = Cached(0, 0, -1)

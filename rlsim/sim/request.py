@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from math import isnan
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from rlsim.precision import KvPrecision, Precision
 from rlsim.schema import Schema
 from rlsim.units import Bytes, Seconds, Tokens
-
-if TYPE_CHECKING:
-    from rlsim.sim.prefix_cache import Cached
 
 NAN = float("nan")
 
@@ -108,6 +105,18 @@ class Run(NamedTuple):
 
     version: int  # updates that the weights had had
     tokens: int
+
+
+class Cached:
+    """Pages of one context in a prefix cache: of its prompt from the start, or those that follow the prompt."""
+
+    __slots__ = ("holders", "idle_since", "offloaded", "pages")
+
+    def __init__(self, pages: int, holders: int, idle_since: int) -> None:
+        self.pages = pages  # that are here, or will be with the next iteration
+        self.offloaded = 0  # the next ones, which are in host memory only; none while it is held
+        self.holders = holders  # requests that run or are being prefilled
+        self.idle_since = idle_since  # the boundary at which the last holder left
 
 
 class Request:
