@@ -80,28 +80,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def files(folder: Path) -> list[Path]:
+    """All below a folder, but for what Python compiles of a user's modules."""
+    return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
 class Failing:
     """Runs `rlsim run` and checks what every failure has in common."""
 
     def __init__(self, folder: Path, call: Command) -> None:
         self.folder, self.call = folder, call
 
-    def _files(self) -> list[Path]:
-        """What there is, but for what Python compiles of a user's modules."""
-        return sorted(path for path in self.folder.rglob("*") if "__pycache__" not in path.parts)
-
     def __call__(self, *arguments: str, base: str | None = None, **changes: str) -> str:
         """The message. `changes` are not keyword names but parts of the base file and what replaces them."""
         if base is not None:
             (self.folder / "base.yaml").write_text(base)
-        before = self._files()
+        before = files(self.folder)
         printed = self.call("run", "base.yaml", "--out", "out", *arguments)
         assert printed.code == 2, printed.err
         assert printed.out == ""
         assert "Traceback" not in printed.err
         assert printed.err.count("rlsim: error: ") == 1
         assert printed.err.startswith("rlsim: error: ")
-        assert self._files() == before
+        assert files(self.folder) == before
         return printed.err.removeprefix("rlsim: error: ").rstrip("\n")
 
 
