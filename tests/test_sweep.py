@@ -675,7 +675,7 @@ def test_killed_and_continued_is_as_if_nothing_had_happened(command: list[str], 
 
 def test_an_interrupt_ends_cleanly_and_keeps_what_is_done(command: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    larger = ["--set", "workflow.steps=20"]  # so that the signal is there before the end
+    larger = ["--set", "workflow.steps=400"]  # so that the signal is there before the end
     code, rest = _until([*command, str(out), *larger], "4 of 10", signal.SIGINT)
     assert code == 130
     assert f"interrupted; what is done is in {out}, and the same command goes on" in rest
