@@ -16,6 +16,7 @@ from reference_open import RefCheck
 from reference_steps import RefCalls, simulate_steps
 from workloads import KV, LinearStep, Scripted, StubCosts, Together, _kinds, degrees
 
+from rlsim.cost.transfer import HostKv
 from rlsim.policies.hybrid_rollout import HybridRollout
 from rlsim.sim.batching import Batching
 from rlsim.sim.borrowing import HybridReplicas
@@ -179,16 +180,23 @@ def trainers(draw: st.DrawFn, work: OpenWorkload, clock: Clock) -> RefHybrid:
         steps={tp: replace(step, scale=faster * step.scale, tp=tp)},
         pages={tp: pages},
         transfer_base_s=own.transfer_base_s * draw(st.sampled_from([0.5, 1.0, 2.0])),
+        hosts={tp: draw(st.sampled_from(HOSTS))} if own.hosts else {},
     )
     nodes = len(work.node_gpus) + len(node_gpus)
     domains = draw(st.sampled_from([tuple(range(nodes)), (0,) * nodes, (*range(nodes - 1), 0)]))
     return RefHybrid(node_gpus, tp, costs, load_s, domains)
 
 
+HOSTS = (HostKv(3, 0.0, 1.0), HostKv(10, 0.0, 0.0), HostKv(1000, 0.0, 2.0**-10))
+
+
 @st.composite
 def hybrid_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | None = None) -> HybridWorkload:
     """Runs as of `open_workloads`, with replicas on the trainer's GPUs; in some each one takes weights on its own."""
     work = draw(open_workloads(clock, always))
+    if draw(st.sampled_from([False, False, True])):
+        hosts = {tp: draw(st.sampled_from(HOSTS)) for tp in work.costs.steps}
+        work = replace(work, costs=replace(work.costs, hosts=hosts))
     others: list[Scripted] = [work.control.control] if isinstance(work.control, Noted) else []
     if draw(st.sampled_from([False, False, True])):
         seconds = st.floats(0, 20) if clock == "real" else st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reference import _Replica, _Request, _Rollout, _View
+from reference import _Replica, _Rollout, _View
 from reference_open import _Run
 from reference_rolling import RollingRun
 
@@ -207,19 +207,18 @@ class HybridRollingRun(HybridRun, RollingRun):
     def arrive(self) -> bool:
         """KV cache of other weights is of no use, unless it is kept."""
         arrived = super().arrive()
-        for r in self.requests:
-            if r.arrived_kv and r.id in self.left_with:
-                self.look_at_kv(r)
+        self.look_at_kv()
         return arrived
 
-    def look_at_kv(self, r: _Request) -> None:
-        replica = self.replica_of(r)
-        if replica and self.batching.update().kv == "recompute":
-            r.arrived_kv = self.version_of(replica) == self.left_with[r.id]
+    def look_at_kv(self) -> None:
+        if self.batching.update().kv != "recompute":
+            return
+        for r in self.requests:
+            replica = self.replica_of(r) if r.arrived_kv and r.id in self.left_with else None
+            if replica:
+                r.arrived_kv = self.version_of(replica) == self.left_with[r.id]
 
     def pull(self) -> bool:
         followed = super().pull()
-        for r in self.requests:
-            if r.arrived_kv and r.id in self.left_with:
-                self.look_at_kv(r)
+        self.look_at_kv()
         return followed

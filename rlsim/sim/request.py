@@ -118,6 +118,10 @@ class Cached:
         self.holders = holders  # requests that run or are being prefilled
         self.idle_since = idle_since  # the boundary at which the last holder left
 
+    def __lt__(self, _: Cached) -> bool:
+        """Any may be first of two heap entries that are alike but for it: the other is stale."""
+        return False
+
 
 class Request:
     """One response: what is asked, how far it is, and when things happened (simulated seconds, NaN until they do)."""

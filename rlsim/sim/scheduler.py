@@ -118,10 +118,12 @@ class Scheduler:
         batch = self._batch
         if batch.pages + self._prefill_pages > batch.room_pages:
             self._evict(now)
-            self.trim()
         if batch.cache:  # which may have begun just now
             batch.cache.boundary += 1
-        return self._admit(now) if self.waiting or self.prefilling else []
+        if not (self.waiting or self.prefilling):
+            return []
+        self.trim()  # what runs has its pages before who waits looks for some
+        return self._admit(now)
 
     def trim(self) -> None:
         """Let cached pages go whose room is needed."""
