@@ -56,10 +56,10 @@ def test_the_engine_equals_the_reference_where_the_trainer_generates_for_its_ste
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_the_engine_equals_the_reference_on_many_runs_with(extension: Extension, clock: Clock) -> None:
-    given(hybrid_workloads(clock, extension))(settings(relaxed, max_examples=1000)(compare))()
+    settings(relaxed, max_examples=1000)(given(hybrid_workloads(clock, extension))(compare))()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_the_engine_equals_the_reference_on_many_steps(clock: Clock) -> None:
-    given(steps_workloads(clock))(settings(relaxed, max_examples=1000)(compare_steps))()
+    settings(relaxed, max_examples=1000)(given(steps_workloads(clock))(compare_steps))()

@@ -173,4 +173,4 @@ def test_the_engine_equals_the_reference_on_many_runs(work: OpenWorkload) -> Non
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_the_engine_equals_the_reference_on_many_runs_with(extension: Extension, clock: Clock) -> None:
-    given(open_workloads(clock, extension))(settings(relaxed, max_examples=1000)(compare))()
+    settings(relaxed, max_examples=1000)(given(open_workloads(clock, extension))(compare))()

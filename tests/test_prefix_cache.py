@@ -126,7 +126,7 @@ def test_a_preempted_response_loads_what_others_took_the_room_of() -> None:
 
 
 def test_a_context_may_be_let_go_and_forgotten_again_and_again_at_one_boundary() -> None:
-    cache, request = PrefixCache(1), Request(0, 0, 5, 3)
+    cache, request = PrefixCache(1), Request(0, 0, 5, 3, generated=1)
     for _ in range(3):
         for _ in range(2):
             cache.hold(request, fills=True)
