@@ -384,6 +384,7 @@ class _Rollout:
         self.moves: list[_Move] = []
         self.switches: list[_Switch] = []  # not ended
         self.homeless: list[_Request] = []  # their replica is gone, and none is active
+        self.freed: list[list[_Request]] = []  # of replicas released at this moment
         self.stranded: list[tuple[int, list[_Request]]] = []  # of moves, to one that is gone, at this moment
         self.moves_so_far = 0
         self.aborting: set[_Request] = set()  # to leave at their replica's next boundary
@@ -848,10 +849,11 @@ class _Rollout:
         followed = True
         while followed:
             followed = sum(step() for step in steps) > 0  # every one of them
-        for _, requests in sorted(self.stranded, key=lambda item: item[0]):  # after those that were released
+        stranded = [requests for _, requests in sorted(self.stranded, key=lambda item: item[0])]
+        for requests in [*self.freed, *stranded]:  # replicas that start at this moment are there for them
             self.homeless += requests
             self.house()
-        self.stranded = []
+        self.freed, self.stranded = [], []
 
     def at_boundary(self, replica: _Replica) -> bool:
         """Whether something can be done to the replica now; it is only asked where there is something to do."""
@@ -926,8 +928,7 @@ class _Rollout:
                     for r in requests:
                         self.end_stay(r, "released")
                         r.lose_kv()
-                    self.homeless += requests
-                    self.house()
+                    self.freed.append(requests)
         return any_stopped
 
     def house(self) -> bool:

@@ -471,6 +471,8 @@ class Rollout(RolloutState):
         stranded, self._stranded = sorted(self._stranded, key=itemgetter(0)), []
         if self._stopping or self.done.triggered:  # who waits for the rollout has its GPUs already
             return
+        if self._starting:  # those that start at this moment are there for them too
+            self._start_nodes()
         for replica in released:
             if replica.node >= self.own_nodes and self._stage.borrowing:
                 self._stage.borrowing.give_back(replica.gpus)
@@ -481,8 +483,6 @@ class Rollout(RolloutState):
                 self.lent.append(replica)
             running, others = self._take(replica, "released")
             self._deal_to_active([*running, *others])
-        if stranded and self._starting:  # those that start at this moment are there for them too
-            self._start_nodes()
         for _number, requests in stranded:
             self._deal_to_active(requests)
 
