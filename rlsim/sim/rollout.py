@@ -375,6 +375,7 @@ class Rollout(RolloutState):
         if self._stopping:  # the rollout was over before the switch was
             return
         self._end_pause(node)
+        version = max(version, self.updates.together)  # where all have been updated meanwhile
         for replica, (running, _) in zip(old, drained, strict=True):
             for request in running:
                 request.has_kv = kv == "migrate" and self.updates.keeps(replica.version, version)

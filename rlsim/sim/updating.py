@@ -29,6 +29,7 @@ class WeightUpdates:
 
     def __init__(self, rollout: RolloutState, recorder: Recorder, version: int) -> None:
         self.version = version  # the newest that a replica may take
+        self.together = version  # of the last update of all: no replica begins with older weights
         self._env, self._recorder = rollout.env, recorder
         self._rollout = proxy(rollout)  # which holds this one: a cycle would keep its requests
         self._kv: UpdatedKv = "recompute"  # in the last update
@@ -57,7 +58,7 @@ class WeightUpdates:
 
     def resume(self, version: int) -> None:
         """All replicas have weights of this version, and go on."""
-        self.version, self._holds = version, None
+        self.version, self.together, self._holds = version, version, None
         for replica in self._rollout.active():
             replica.renew(version)
             replica.resume()
