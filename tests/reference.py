@@ -845,7 +845,7 @@ class _Rollout:
 
     def settle(self) -> None:
         """Everything that replicas at a boundary and arrivals of this moment entail, until nothing more follows."""
-        steps = (self.leave, self.arrive, self.stop_replicas, self.begin_switches, self.end_switches, self.house)
+        steps = (self.leave, self.stop_replicas, self.arrive, self.begin_switches, self.end_switches, self.house)
         followed = True
         while followed:
             followed = sum(step() for step in steps) > 0  # every one of them

@@ -396,13 +396,13 @@ def test_pages_of_a_latent_are_whole_on_every_gpu() -> None:
     assert kv_page_bytes(load_model("deepseek-v3"), 8, 16) == 16 * 70_272
 
 
-def experiment(name: str, cap: int) -> dict[str, Any]:
+def experiment(name: str, cap: int, **trace: Any) -> dict[str, Any]:
     return {
         "name": "x",
         "cluster": "8xh100",
         "calibration": "h100-sglang",
         "model": name,
-        "trace": {"fixed": cap, "cap": cap, "default_prompt_tokens": 96},
+        "trace": {"fixed": cap, "cap": cap, "default_prompt_tokens": 96, **trace},
         "workflow": {"prompts": 2, "responses": 2, "steps": 1},
         "seeds": 1,
         "training": {"offload": True},
@@ -429,6 +429,7 @@ def test_a_cap_beyond_the_context_is_refused() -> None:
     message = "trace.cap of 40,960 tokens after a prompt of up to 96 exceeds the context of qwen3-8b, 40,960 tokens"
     with pytest.raises(ConfigError, match=message):
         check_experiment(experiment("qwen3-8b", cap=40_960))
+    assert check_experiment(experiment("qwen3-8b", cap=40_960, max_model_len=40_960)).runs == 1
     assert load_model("llama-3-7b").max_position_embeddings is None
     assert check_experiment(experiment("llama-3-7b", cap=40_960)).runs == 1
 

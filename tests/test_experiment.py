@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from conftest import Command
+from conftest import TINY, Command
 from pydantic import Field
 
 import rlsim
@@ -576,3 +576,16 @@ def test_policies_that_finish_less_are_pointed_out(tmp_path: Path, monkeypatch: 
     assert steps.loc["quitter", "trained"] < 128
     assert steps.loc["quitter", "tokens"] < steps.loc["verl", "tokens"]
     assert any(note.startswith("quitter trains on") for note in result.notes)
+
+
+def test_prompts_that_leave_no_room_are_left_out(folder: Path) -> None:
+    rows = "prompt_id,sample_id,prompt_tokens,response_tokens\n"
+    rows += "".join(f"{prompt},{sample},{100 * prompt + 100},500\n" for prompt in range(4) for sample in range(2))
+    (folder / "lengths.csv").write_text(rows)
+    given = {**TINY, "trace": {"path": "lengths.csv", "cap": 512, "max_model_len": 400}}
+    found = rlsim.run(given)
+    assert "1 of 4 prompts are left out: they fill trace.max_model_len, 400 tokens" in found.notes
+    total = found.responses["prompt_tokens"] + found.responses["response_tokens"]
+    assert total.tolist() == [400] * 4
+    with pytest.raises(ConfigError, match=r"every prompt of trace lengths fills trace.max_model_len, 100 tokens"):
+        rlsim.run(given, overrides={"trace.max_model_len": 100})

@@ -279,7 +279,7 @@ def test_synchronous_nemo(tmp_path: Path) -> None:
         "recompute": "full", "packing": "first_fit", "offload": True, "host_memory": "pageable", "mini_batches": 2,
     }  # fmt: skip
     assert data["weight_sync"] == "naive"
-    assert data["trace"]["cap"] == 2048
+    assert some(data["trace"], cut := {"cap": 2048, "max_model_len": 2048}) == cut
     assert system(draft) == [{"verl": {"tp": 1}}]
     assert "grpo.num_prompts_per_step (mine.yaml:3)" in draft.text()
     assert "policy.optimizer.*" in draft.unread
@@ -299,7 +299,7 @@ def test_asynchronous_nemo_inherits(tmp_path: Path) -> None:
             }
         }
     ]  # fmt: skip
-    assert data["trace"]["cap"] == 1024
+    assert some(data["trace"], cut := {"cap": 1024, "max_model_len": 2048}) == cut
     assert "offload" not in data["training"]
     assert data["weight_sync"] == "multi_sender"
     assert data["training"]["micro_batch_tokens"] == 2048 * 4
@@ -362,6 +362,13 @@ def test_settings_of_nemo(tmp_path: Path, settings: list[str], section: str, exp
     draft = nemo(tmp_path, *settings)
     assert some(draft.data()[section], expected) == expected
     assert check(draft, tmp_path) == ""
+
+
+def test_pat_switches_within_a_node(tmp_path: Path) -> None:
+    tp = "policy.generation.vllm_cfg.tensor_parallel_size="
+    assert [one["name"] for one in nemo(tmp_path, tp + "2").data()["systems"]] == ["as-configured", "best-tp", "pat"]
+    over_nodes = nemo(tmp_path, tp + "16", "cluster.num_nodes=2", "policy.model_name=Qwen/Qwen3-235B-A22B")
+    assert [one["name"] for one in over_nodes.data()["systems"]] == ["as-configured", "best-tp"]
 
 
 def test_micro_batches_of_nemo_by_count(tmp_path: Path) -> None:

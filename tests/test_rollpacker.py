@@ -387,12 +387,14 @@ def test_rewards_of_mixed_traces(tmp_path: Any) -> None:
     rows = {"prompt_id": [0, 0, 1, 1], "sample_id": [0, 1, 0, 1], "response_tokens": [10, 20, 30, 4000]}
     one = make_trace(pd.DataFrame(rows | {"correct": [True, False, True, True]}), TraceMeta(name="one"))
     two = make_trace(pd.DataFrame(rows | {"reward": [0.5, 0.0, 1.0, 1.0]}), TraceMeta(name="two"))
-    scoring = TraceScoring(mix([one, two]), RewardSpec(), 2048)
+    mixed = mix([one, two])
+    scoring = TraceScoring(mixed, RewardSpec(), mixed.cut(2048)[1])
     assert scoring.says_rewards
     worth = [scoring.job(Request(0, 0, 1, 1, row=row)).reward for row in range(8)]
     assert worth == [1.0, 0.0, 1.0, 0.0, 0.5, 0.0, 1.0, 0.0]  # the long ones are cut
     neither = make_trace(pd.DataFrame(rows), TraceMeta(name="three"))
-    assert not TraceScoring(mix([one, neither]), RewardSpec(), 2048).says_rewards
+    mixed = mix([one, neither])
+    assert not TraceScoring(mixed, RewardSpec(), mixed.cut(2048)[1]).says_rewards
 
 
 def test_more_layers_stay_in_host_memory_the_longer_the_sequences() -> None:

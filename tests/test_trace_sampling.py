@@ -72,6 +72,16 @@ def test_the_cap_cuts_and_the_traces_own_cap_is_noted() -> None:
     assert not any("true lengths" in n for n in StepSampler(trace, 50, 4).notes)
 
 
+def test_prompt_and_response_together_may_be_cut() -> None:
+    trace = grid(50, 4, cap=500)  # prompts of 100 to 149 tokens
+    cut = StepSampler(trace, 50, 4, cap_tokens=200, max_model_len=310).step(0)
+    full, room = trace.response_tokens[cut.row], 310 - cut.prompt_tokens
+    assert np.array_equal(cut.response_tokens, np.minimum(full, np.minimum(200, room)))
+    assert np.array_equal(cut.capped, (full > 200) | (full > room) | trace.capped[cut.row])
+    with pytest.raises(TraceError, match="a prompt of 149 tokens leaves no room for a response in max_model_len, 149"):
+        StepSampler(trace, 50, 4, max_model_len=149)
+
+
 def test_unknown_prompt_lengths_are_filled_and_noted() -> None:
     trace = grid(4, 2)
     assert StepSampler(trace, 2, 2).step(0).prompt_tokens.min() >= 100
@@ -112,7 +122,8 @@ def test_beyond_the_last_epoch_and_more_prompts_than_there_are() -> None:
     assert set(batch.epoch) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("bad", [{"prompts": 0}, {"responses": 0}, {"cap_tokens": 0}, {"default_prompt_tokens": 0}])
+@pytest.mark.parametrize("bad", [{"prompts": 0}, {"responses": 0}, {"cap_tokens": 0}, {"default_prompt_tokens": 0},
+                                 {"max_model_len": 0}])  # fmt: skip
 def test_parameters_below_one(bad: dict[str, int]) -> None:
     with pytest.raises(TraceError, match="must be at least 1"):
         StepSampler(grid(4, 2), **({"prompts": 1, "responses": 1} | bad))

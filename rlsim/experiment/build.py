@@ -21,13 +21,13 @@ from rlsim.cost.roofline import check_served
 from rlsim.cost.step import PLAIN_KV
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
-from rlsim.experiment.schema import Experiment
+from rlsim.experiment.schema import Experiment, TraceSpec
 from rlsim.experiment.workflows import workflow_of
 from rlsim.hardware import AnyCluster, Cluster, load_any_cluster, node_types
 from rlsim.models import Model, load_model
 from rlsim.reading import is_file
 from rlsim.sim.request import EngineConfig
-from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
+from rlsim.trace import StepSampler, Trace, TraceMeta, limits, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
 
@@ -68,7 +68,8 @@ class LoadedExperiment:
     trace: Trace
     trace_paths: tuple[Path, ...]
     models: Mapping[str, Model]  # as they are trained, by role: actor, reference, critic, reward
-    judge_model: Model | None = None
+    judge_model: Model | None
+    trace_note: str  # of prompts that are left out, if any
 
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> LoadedExperiment:
@@ -78,15 +79,18 @@ class LoadedExperiment:
         judge = experiment.workflow.reward.judge
         actor = find_model(experiment.model, folder)
         cluster = load_any_cluster(experiment.cluster, source=f"{shown}: cluster")
+        lengths = mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment)
+        trace, note = _with_room(lengths, experiment.trace, shown)
         loaded = cls(
             experiment,
             cluster,
             actor,
             _calibrations(experiment, cluster, folder, f"{shown}: calibration"),
-            mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment),
+            trace,
             paths,
             _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),
             find_model(judge.model, folder) if judge else None,
+            note,
         )
         return loaded._with_models_that_do(shown)
 
@@ -104,7 +108,8 @@ class LoadedExperiment:
             if limit is not None and longest > limit:
                 raise ConfigError(
                     f"{shown}: trace.cap of {cap:,} tokens after a prompt of up to {self.longest_prompt:,} exceeds the "
-                    f"context of {model.name}, {limit:,} tokens (max_position_embeddings)"
+                    f"context of {model.name}, {limit:,} tokens (max_position_embeddings); trace.max_model_len cuts "
+                    "prompt and response together"
                 )
         engine = self.experiment.engine
         share = next(iter(self.calibrations.values())).window_share
@@ -141,9 +146,11 @@ class LoadedExperiment:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the shapes of the models leave out, and what groups of GPUs with sequences of their own do not share."""
+        """What the trace and the shapes of the models leave out, and what groups of GPUs with sequences of their own do
+        not share."""
         known = [*self.models.values(), *filter(None, [self.judge_model])]
-        notes = dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note)
+        notes = dict.fromkeys([self.trace_note] if self.trace_note else ())
+        notes |= dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note)
         groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
         if groups > 1 and caches:
             own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"
@@ -177,7 +184,7 @@ class LoadedExperiment:
         spec = self.experiment.workflow.reward
         if not any(call.kind == "reward" for call in self.algorithm.calls):
             spec = spec.model_copy(update={"from_trace": False})
-        return TraceScoring(self.trace, spec, self.experiment.trace.cap)
+        return TraceScoring(self.trace, spec, self._cut[1])
 
     @cached_property
     def algorithm(self) -> Workflow:
@@ -191,11 +198,11 @@ class LoadedExperiment:
 
     @cached_property
     def batch(self) -> BatchSize:
-        spec, capped = self.experiment.workflow, self._capped_tokens
+        spec, capped = self.experiment.workflow, self._cut[0]
         return BatchSize(
             spec.prompts * spec.responses,
             float(self._prompt_tokens.mean()) + float(capped.mean()),
-            self.longest_prompt + int(capped.max()),
+            min(self.longest_prompt + int(capped.max()), self.longest_sequence),
             self.experiment.training.mini_batches,
             spec.prompts * self.algorithm.baseline_responses,
         )
@@ -207,14 +214,15 @@ class LoadedExperiment:
 
     @property
     def longest_sequence(self) -> int:
-        """The longest prompt and the cap together (tokens)."""
-        return self.longest_prompt + self.experiment.trace.cap
+        """The longest prompt and response together (tokens)."""
+        longest, trace = self.longest_prompt + self.experiment.trace.cap, self.experiment.trace
+        return min(longest, trace.max_model_len or longest)
 
     @cached_property
     def judged_tokens(self) -> int:
         """Mean length of prompt and capped response together, of those that a judge reads (tokens)."""
         judged = self.scoring.judged
-        return round(float(self._prompt_tokens[judged].mean()) + float(self._capped_tokens[judged].mean()))
+        return round(float(self._prompt_tokens[judged].mean()) + float(self._cut[0][judged].mean()))
 
     @property
     def longest_answer(self) -> int:
@@ -224,13 +232,13 @@ class LoadedExperiment:
 
     @cached_property
     def _prompt_tokens(self) -> pd.Series[int]:
-        default = self.experiment.trace.default_prompt_tokens
-        known = self.trace.frame.get("prompt_tokens")
-        return pd.Series(default, self.trace.frame.index) if known is None else known.fillna(default)
+        return _prompt_tokens(self.trace, self.experiment.trace)
 
     @cached_property
-    def _capped_tokens(self) -> npt.NDArray[np.int64]:
-        return self.trace.response_tokens.clip(max=self.experiment.trace.cap)
+    def _cut(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The trace's lengths as they are generated, and which responses do not end."""
+        trace = self.experiment.trace
+        return self.trace.cut(limits(self._prompt_tokens, trace.cap, trace.max_model_len))
 
     def sampler(self, seed: int) -> StepSampler:
         workflow, trace = self.experiment.workflow, self.experiment.trace
@@ -241,7 +249,32 @@ class LoadedExperiment:
             trace.cap,
             seed,
             default_prompt_tokens=trace.default_prompt_tokens,
+            max_model_len=trace.max_model_len,
         )
+
+
+def _prompt_tokens(trace: Trace, spec: TraceSpec) -> pd.Series[int]:
+    known = trace.frame.get("prompt_tokens")
+    return (
+        pd.Series(spec.default_prompt_tokens, trace.frame.index)
+        if known is None
+        else known.fillna(spec.default_prompt_tokens)
+    )
+
+
+def _with_room(trace: Trace, spec: TraceSpec, shown: str) -> tuple[Trace, str]:
+    """The trace without prompts that leave no room for a response, as trainers filter their data; what to say of it."""
+    if spec.max_model_len is None:
+        return trace, ""
+    fits = _prompt_tokens(trace, spec) < spec.max_model_len
+    said = f"trace.max_model_len, {spec.max_model_len:,} tokens"
+    if not fits.any():
+        raise ConfigError(f"{shown}: every prompt of trace {trace.meta.name} fills {said}")
+    if fits.all():
+        return trace, ""
+    prompts = trace.frame["prompt_id"]
+    note = f"{prompts[~fits].nunique():,} of {prompts.nunique():,} prompts are left out: they fill {said}"
+    return Trace(trace.frame[fits].reset_index(drop=True), trace.meta), note
 
 
 def _fixed_lengths(experiment: Experiment) -> Trace:

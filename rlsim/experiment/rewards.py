@@ -15,19 +15,18 @@ from rlsim.trace import Trace
 
 
 class TraceScoring:
-    """The `RewardFunction` of an experiment, by the rows of its trace; those longer than `cap_tokens` are cut there.
+    """The `RewardFunction` of an experiment, by the rows of its trace; those in `cut` do not end.
 
     A response is worth its `reward`, else 1 or 0 as it is `correct`, else 1; a cut one is wrong and worth nothing.
     Raises `ConfigError` if the trace has responses to judge and the experiment no judge.
     """
 
-    def __init__(self, trace: Trace, spec: RewardSpec, cap_tokens: int) -> None:
+    def __init__(self, trace: Trace, spec: RewardSpec, cut: npt.NDArray[np.bool_]) -> None:
         self.workers = spec.workers
         self.notes: list[str] = []
         self._prompt = trace.prompt_codes()[0].tolist()
         self._spec = spec
         frame = trace.frame
-        cut = trace.capped | (trace.response_tokens > cap_tokens)
         unknown = np.full(len(frame), np.nan)
         correct, reward = _floats(frame.get("correct"), unknown), _floats(frame.get("reward"), unknown)
         worth = np.where(np.isnan(reward), correct, reward)

@@ -38,6 +38,11 @@ class TraceSpec(Schema):
     cap: Annotated[Tokens, Field(ge=1)] = Field(
         description="maximum response length, tokens (K = 1,024); longer ones are cut"
     )
+    max_model_len: Annotated[Tokens, Field(ge=1)] | None = Field(
+        default=None,
+        description="longest prompt and response together, tokens, where a response is cut as well: vLLM's setting of "
+        "that name, NeMo-RL's max_total_sequence_length",
+    )
     default_prompt_tokens: Annotated[Tokens, Field(ge=1)] = Field(
         default=256, description="prompt length where the trace has none, tokens"
     )

@@ -45,6 +45,7 @@ _ROLLOUT_NODES, _ROLLOUT_GPUS = COLOCATED + "resources.num_nodes", COLOCATED + "
 _PROMPTS, _RESPONSES = GRPO + "num_prompts_per_step", GRPO + "num_generations_per_prompt"
 _FILTER, _KL = GRPO + "use_dynamic_sampling", "loss_fn.reference_policy_kl_penalty"
 _AGE, _IN_FLIGHT = ASYNC + "max_trajectory_age_steps", ASYNC + "in_flight_weight_updates"
+_LONGEST = POLICY + "max_total_sequence_length"
 _RECOMPUTE_KV = ASYNC + "recompute_kv_cache_after_weight_updates"
 #: With the first, and without the second, log-probs of the old policy are those of training itself.
 _ON_POLICY, _THRESHOLD = "loss_fn.force_on_policy_ratio", GRPO + "seq_logprob_error_threshold"
@@ -81,6 +82,8 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     cap = _cap(config)
     filters = _FILTER if config.flag(_FILTER) else ""
     lengths = parts.add_trace(draft, options, actor, cap, filters, None)
+    longest = Entry(config.whole(_LONGEST), config.where(_LONGEST))
+    draft.entries["trace"]["max_model_len"] = longest  # type: ignore[index]
     _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
     add_training(
         config, draft, lengths, cap.value, apart=generation.gpus is not None, has_experts=actor.num_experts > 0
@@ -91,7 +94,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     generation = replace(generation, tp=gpus)
     offloading = parts.add_offloading(config, draft, VLLM, SGLANG, gpus)
     quantised = parts.add_precision(config, draft, PRECISION, {"fp8": "fp8_block"}, KV_PRECISION)
-    _systems(config, draft, generation)
+    _systems(config, draft, generation, over_nodes=gpus > machines.domain_gpus)
     draft.entries["weight_sync"] = _weight_sync(config, apart=generation.gpus is not None)
     memory = ENGINE_KEYS[generation.engine]["memory"]
     share = Entry(config.share(memory), config.where(memory))
@@ -142,11 +145,10 @@ def _generation(config: Settings, nodes: int, per_node: int) -> _Generation:
 
 
 def _cap(config: Settings) -> Entry:
-    """The longest response; the prompt must fit into the longest sequence as well."""
-    total, new = POLICY + "max_total_sequence_length", GENERATION + "max_new_tokens"
-    longest = config.whole(total)
+    """The longest response, where its prompt leaves room for it."""
+    new, longest = GENERATION + "max_new_tokens", config.whole(_LONGEST)
     if config.get(new) is None or config.whole(new) >= longest:
-        return Entry(longest, f"{config.where(total)}, which holds the prompt too")
+        return Entry(longest, config.where(_LONGEST))
     return Entry(config.whole(new), config.where(new))
 
 
@@ -165,14 +167,14 @@ def _workflow(config: Settings, draft: Draft, ahead: int) -> None:
     }
 
 
-def _systems(config: Settings, draft: Draft, generation: _Generation) -> None:
+def _systems(config: Settings, draft: Draft, generation: _Generation, *, over_nodes: bool) -> None:
     more: list[Any] = []
     if config.flag(_FILTER):
         more = ["dynamic_sampling"]
         draft.notes.append(f"{config.where(_FILTER)}: dynamic_sampling in every system")
     tp, where = generation.tp, generation.where
     if generation.gpus is None:
-        parts.add_systems(draft, tp, where, more)
+        parts.add_systems(draft, tp, where, more, over_nodes=over_nodes)
         return
     if not generation.asynchronous:
         more = [{"split": {"rollout_gpus": generation.gpus}}, *more]

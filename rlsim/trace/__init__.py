@@ -1,7 +1,7 @@
 """Response lengths: the schema of a trace, reading, importing, sampling, describing, fitting and generating."""
 
 from rlsim.trace.files import read_trace, write_trace
-from rlsim.trace.sampling import DrawnResponses, StepSampler
+from rlsim.trace.sampling import DrawnResponses, StepSampler, limits
 from rlsim.trace.schema import COLUMNS, Column, Trace, TraceMeta, make_trace, mix
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "StepSampler",
     "Trace",
     "TraceMeta",
+    "limits",
     "make_trace",
     "mix",
     "read_trace",

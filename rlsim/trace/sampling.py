@@ -54,14 +54,15 @@ class _Epoch:
 class StepSampler:
     """Draws the prompts and responses of every training step from a trace.
 
-    `prompts` × `responses` a step; `cap_tokens` cuts responses (default: the trace's own cap); an unknown prompt length
-    is taken as `default_prompt_tokens`. Every prompt comes exactly once an epoch, in a permutation of its own; a step
-    that reaches the end of an epoch goes on with the next. A trace with epochs gives training epoch e its rows of
-    epoch e, and those of its last epoch afterwards.
+    `prompts` × `responses` a step; `cap_tokens` cuts responses (default: the trace's own cap), and so does what their
+    prompt leaves of `max_model_len`; an unknown prompt length is taken as `default_prompt_tokens`. Every prompt comes
+    exactly once an epoch, in a permutation of its own; a step that reaches the end of an epoch goes on with the next. A
+    trace with epochs gives training epoch e its rows of epoch e, and those of its last epoch afterwards.
 
     A prompt with too few samples: with at least a quarter of `responses` (and two) it is kept and its samples are used
     again, otherwise it is left out. If no prompt has enough, rows are grouped at random. Everything of this kind is
-    said in `notes`. Raises `TraceError` if a parameter is below 1 or the trace cannot fill one group.
+    said in `notes`. Raises `TraceError` if a parameter is below 1, the trace cannot fill one group, or a prompt leaves
+    no room for a response.
     """
 
     def __init__(
@@ -73,15 +74,17 @@ class StepSampler:
         seed: int = 0,
         *,
         default_prompt_tokens: int = 256,
+        max_model_len: int | None = None,
     ) -> None:
-        for name, value in (("prompts", prompts), ("responses", responses), ("cap_tokens", cap_tokens),
-                            ("default_prompt_tokens", default_prompt_tokens)):  # fmt: skip
+        given = {"prompts": prompts, "responses": responses, "cap_tokens": cap_tokens,
+                 "default_prompt_tokens": default_prompt_tokens, "max_model_len": max_model_len}  # fmt: skip
+        for name, value in given.items():
             if value is not None and value < 1:
                 raise TraceError(f"{trace.meta.name}: {name} must be at least 1 (got {value})")
         self.trace, self.prompts, self.responses, self.seed = trace, prompts, responses, seed
         self.notes: list[str] = []
-        self._lengths(cap_tokens)
         self._prompt_lengths(default_prompt_tokens)
+        self._lengths(cap_tokens, max_model_len)
         codes, self.prompt_ids = trace.prompt_codes()
         self._epochs = self._group(codes, trace.frame["epoch"].to_numpy(np.int64))
         self._starts = [0]
@@ -154,7 +157,7 @@ class StepSampler:
             self._orders[epoch] = rng.permutation(len(rows.prompts)), shuffled
         return self._orders[epoch]
 
-    def _lengths(self, cap_tokens: int | None) -> None:
+    def _lengths(self, cap_tokens: int | None, max_model_len: int | None) -> None:
         trace, length = self.trace, self.trace.response_tokens
         own = trace.meta.cap_tokens
         self.cap_tokens = cap_tokens or own or int(length.max())
@@ -165,8 +168,7 @@ class StepSampler:
                 f"the cap of {self.cap_tokens} tokens is above {at}: {below.mean():.2%} of the responses were cut "
                 "there, their true lengths are unknown and are taken as the cut ones (the tail is too short)"
             )
-        self._response_tokens = np.minimum(length, self.cap_tokens)
-        self._capped = trace.capped | (length > self.cap_tokens)
+        self._response_tokens, self._capped = trace.cut(limits(self._prompt_tokens, self.cap_tokens, max_model_len))
 
     def _prompt_lengths(self, default: int) -> None:
         frame = self.trace.frame
@@ -215,6 +217,21 @@ class StepSampler:
         chosen = rng.permutation(rows.rows)[: groups * self.responses]
         first = np.arange(groups) * self.responses
         return _Epoch(chosen, np.arange(groups), first, np.full(groups, self.responses))
+
+
+def limits(prompt_tokens: npt.ArrayLike, cap_tokens: int, max_model_len: int | None) -> Ints:
+    """How long the response to each prompt may get: up to the cap, and to what the prompt leaves of `max_model_len`.
+
+    Raises `TraceError` if it leaves nothing.
+    """
+    prompts = np.asarray(prompt_tokens, np.int64)
+    if max_model_len is None:
+        return np.full_like(prompts, cap_tokens)
+    if prompts.max() >= max_model_len:
+        raise TraceError(
+            f"a prompt of {prompts.max():,} tokens leaves no room for a response in max_model_len, {max_model_len:,}"
+        )
+    return np.minimum(cap_tokens, max_model_len - prompts)
 
 
 def _sorted_rows(rows: Ints, codes: Ints) -> _Epoch:

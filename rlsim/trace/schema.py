@@ -87,6 +87,11 @@ class Trace:
     def capped(self) -> npt.NDArray[np.bool_]:
         return self.frame["capped"].to_numpy(np.bool_)
 
+    def cut(self, limit_tokens: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The lengths of responses of at most `limit_tokens` (one for all, or one for each), and which are cut."""
+        length = self.response_tokens
+        return np.minimum(length, limit_tokens), self.capped | (length > limit_tokens)
+
     def prompt_codes(self) -> tuple[npt.NDArray[np.int64], list[Any]]:
         """For every response a code of its prompt (from 0, in order of appearance), and the prompt id of each code."""
         codes, ids = pd.factorize(self.frame["prompt_id"])
