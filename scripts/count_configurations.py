@@ -1,12 +1,12 @@
-"""Counts of how many of a framework's configurations `rlsim init` makes an experiment (docs/from-verl.md, from-frameworks.md).
+"""Counts of how many of a framework's configurations `rlsim init` makes an experiment; docs/from-verl.md has veRL's.
 
     python scripts/count_configurations.py verl VERL VERL_RECIPE [--gpu h100] [--list]
     python scripts/count_configurations.py nemo NEMO_RL/examples/configs
     python scripts/count_configurations.py areal AREAL/examples
 
 The folders are of checkouts of github.com/verl-project/verl and verl-recipe, NVIDIA-NeMo/RL and inclusionAI/AReaL.
-Counted are the shell scripts that have settings of veRL's RL trainers, and the YAML files that a reader takes for ones of
-its framework's GRPO or PPO; what does not fit is written too, and says so. --list prints what becomes of each.
+Counted are the shell scripts that have settings of veRL's RL trainers, and the YAML files with a section `grpo`
+(NeMo-RL) or `gconfig` (AReaL); what does not fit is written too, and says so. --list prints what becomes of each.
 """
 
 from __future__ import annotations
