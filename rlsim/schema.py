@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -21,6 +21,8 @@ from rlsim.reading import read_yaml
 class Schema(BaseModel):
     """A frozen record that refuses unknown keys."""
 
+    #: What other programs call a key, and how it is said here: for messages.
+    also_called: ClassVar[Mapping[str, str]] = {}
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -86,7 +88,7 @@ def describe_errors(
         location = _keys_of(item["loc"], data, missing=item["type"] == "missing")
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            message = f"unknown key{_nearest(str(location[-1]), _fields_at(model, location[:-1]))}"
+            message = f"unknown key{_nearest(str(location[-1]), _model_at(model, location[:-1]))}"
         elif item["type"] == "missing":
             message = "required, but missing"
         elif "input" in item and not isinstance(item["input"], dict) and repr(item["input"]) not in message:
@@ -166,17 +168,15 @@ def _position(data: Any, location: Sequence[int | str]) -> str:
     return where
 
 
-def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    fields = model
+def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
+    found: type[BaseModel] | None = model
     for part in location:
         if isinstance(part, int):
             continue  # an element of a list of what was found
-        info = next((one for name, one in fields.model_fields.items() if part in (name, one.alias)), None)
-        nested = model_within(info.annotation) if info else None
-        if nested is None:
-            return []
-        fields = nested
-    return [info.alias or name for name, info in fields.model_fields.items()]
+        fields = found.model_fields.items() if found else ()
+        info = next((one for name, one in fields if part in (name, one.alias)), None)
+        found = model_within(info.annotation) if info else None
+    return found
 
 
 def model_within(annotation: Any) -> type[BaseModel] | None:
@@ -186,7 +186,10 @@ def model_within(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(model_within, get_args(annotation))), None)
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _nearest(name: str, model: type[BaseModel] | None) -> str:
+    if model is not None and issubclass(model, Schema) and name in model.also_called:
+        return f"; here it is {model.also_called[name]}"
+    known = [info.alias or name for name, info in model.model_fields.items()] if model else []
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -418,6 +418,14 @@ def test_a_window_that_no_sequence_outgrows_is_none() -> None:
     assert check_experiment(experiment("gemma-2-9b", cap=4001)).runs == 1
 
 
+def test_models_that_share_no_prefixes_say_so() -> None:
+    unshared = "responses to a prompt share no prefill"
+    assert any(unshared in note for note in check_experiment(experiment("gpt-oss-20b", cap=900)).notes)
+    assert not any(unshared in note for note in check_experiment(experiment("qwen3-8b", cap=900)).notes)
+    off = {**experiment("gpt-oss-20b", cap=900), "engine": {"enable_prefix_caching": False}}
+    assert not any(unshared in note for note in check_experiment(off).notes)
+
+
 def test_mxfp4_experts_need_a_calibration_that_has_them() -> None:
     assert check_experiment(experiment("gpt-oss-20b", cap=9000)).runs == 1
     with pytest.raises(CalibrationError, match="precision mxfp4: calibration l40s-vllm has matrix products in bf16"):

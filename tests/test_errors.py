@@ -23,6 +23,11 @@ BIG = {
     [
         ("cap: 1K", "cpa: 1K", "base.yaml:5:28: trace.cpa: unknown key; did you mean 'cap'?"),
         ("seeds: 1", "sedes: 1", "base.yaml:7:1: sedes: unknown key; did you mean 'seeds'?"),
+        (
+            "seeds: 1",
+            "engine: {enforce_eager: true}",
+            "base.yaml:7:10: engine.enforce_eager: unknown key; here it is graphs: false",
+        ),
         ("seeds: 1", "name: again", 'base.yaml:7:1: not valid YAML: found duplicate key "name"'),
         ("seeds: 1", "seeds: [1", "not valid YAML"),
         ("prompts: 2", "prompts: two", "base.yaml:6:12: workflow.prompts: Input should be a valid integer"),

@@ -101,9 +101,7 @@ class LoadedExperiment:
         cost models lack.
         """
         longest, cap = self.longest_sequence, self.experiment.trace.cap
-        used = {call.model for call in self.algorithm.calls}
-        models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
-        for model in [*(models[role] for role in used if role in models), *filter(None, [self.judge_model])]:
+        for model in [*self._models_in_use, *filter(None, [self.judge_model])]:
             limit = model.max_position_embeddings
             if limit is not None and longest > limit:
                 raise ConfigError(
@@ -131,7 +129,13 @@ class LoadedExperiment:
                     check_served(self.judge_model, calibration)
             with _measured(f"{shown}: training"):
                 calibration.check_precision(self.experiment.training.precision)
+        models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
         return replace(self, model=rollout, models=models, judge_model=judge)
+
+    @property
+    def _models_in_use(self) -> list[Model]:
+        used = {call.model for call in self.algorithm.calls}
+        return [model for role, model in self.models.items() if role in used]
 
     def _check_offloading(self, rollout: Model, shown: str) -> None:
         """KV pages go to host memory, and come back from it, by way of the prefix cache."""
@@ -148,13 +152,16 @@ class LoadedExperiment:
     def notes(self) -> tuple[str, ...]:
         """What the trace and the shapes of the models leave out, and what groups of GPUs with sequences of their own do
         not share."""
-        known = [*self.models.values(), *filter(None, [self.judge_model])]
+        known = [*self._models_in_use, *filter(None, [self.judge_model])]
         notes = dict.fromkeys([self.trace_note] if self.trace_note else ())
         notes |= dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note)
         groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
         if groups > 1 and caches:
             own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"
             notes[f"engine.data_parallel_attention {groups}: responses to a prompt share no prefill: {own}"] = None
+        if caches and kv_shape(self.model, 1) != PLAIN_KV:
+            own = "rlsim shares pages only where every layer keeps all tokens, vLLM and SGLang those of windows, too"
+            notes[f"{self.model.name}: responses to a prompt share no prefill: {own}"] = None
         return tuple(notes)
 
     def kind(self, gpus: Sequence[int], what: str = "a call") -> Kind:
