@@ -305,18 +305,28 @@ def test_expert_parallelism_of_configurations(tmp_path: Path) -> None:
         data = draft(tmp_path, *options.split()).data()
         tp = next(iter(data["systems"][0]["use"][0].values()))["tp"]
         names = [one["name"] for one in data["systems"]]
-        return tp, data["engine"].get("ep"), data["engine"].get("data_parallel_attention"), "pat" in names
+        degrees = (data["engine"].get(name) for name in ("ep", "data_parallel_attention", "pp"))
+        return tp, *degrees, "pat" in names
 
     mixture, vllm = "policy.model_name=Qwen/Qwen3-30B-A3B", "policy.generation.vllm_cfg."
     nemo_engine = partial(engine, draft=nemo)
-    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4") == (4, None, None, True)
-    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4 {vllm}expert_parallel_size=4") == (4, 4, None, False)
-    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=2 {vllm}expert_parallel_size=8") == (8, 8, 4, False)
+    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4") == (4, None, None, None, True)
+    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4 {vllm}expert_parallel_size=4") == (
+        4,
+        4,
+        None,
+        None,
+        False,
+    )
+    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=2 {vllm}expert_parallel_size=8") == (8, 8, 4, None, False)
+    assert nemo_engine(f"{vllm}tensor_parallel_size=2 {vllm}pipeline_parallel_size=2") == (4, None, None, 2, False)
     with pytest.raises(ConfigError, match="no multiple of TP 4"):
         nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4 {vllm}expert_parallel_size=6")
     model, rollout = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.rollout."
     script = f"{model} {rollout}expert_parallel_size=2 {rollout}data_parallel_size=2"
-    assert engine(script, verl)[:3] == (2, 2, 2)
+    assert engine(script, verl) == (2, 2, 2, None, False)
+    staged = f"{rollout}tensor_model_parallel_size=2 {rollout}pipeline_model_parallel_size=2"
+    assert engine(staged, verl) == (4, None, None, 2, False)
 
 
 def test_a_replica_over_two_nodes_runs(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ JUDGE = {
         (
             [{"plan": {"calls": {"generate": {"gpus": "0-3", "tp": 2, "pp": 2}, **TRAINING}}}],
             {},
-            "replicas on GPUs of training have TP only: leave pp out of the plan's generation",
+            "replicas on GPUs of training have TP only: leave out engine.pp, or pp in generation's plan",
         ),
     ],
 )

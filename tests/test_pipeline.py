@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+import rlsim
 from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.host import longer
 from rlsim.cost.pipeline import Boundaries, Pipelined, pipelined_step_cost
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.errors import CalibrationError, CapacityError, ConfigError
+from rlsim.errors import CalibrationError, CapacityError, ConfigError, RlsimError
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 
@@ -254,3 +257,52 @@ def test_what_travels_between_stages() -> None:
     near = Boundaries(hidden_bytes=8192, inside=1, across=0, collectives=sizes)
     assert near.total_s(10, 7) == 10 * 8192 + 7 * 4
     assert sizes.sent[-1] == (7 * 4, 1)
+
+
+# Stages of a rollout engine (engine.pp) --------------------------------------------------------------------------------
+
+STAGED: dict[str, Any] = {
+    "name": "staged",
+    "cluster": "2x8xh100",
+    "model": "qwen2.5-32b",
+    "calibration": "h100-vllm",
+    "trace": {"path": "rollpacker-math", "cap": 512},
+    "workflow": {"prompts": 4, "responses": 4, "steps": 1, "reference": False, "old_log_probs": False},
+    "training": {"backend": "megatron", "tp": 8, "offload": True},
+    "engine": {"pp": 2},
+    "seeds": 1,
+    "systems": [{"verl": {"tp": 8}}],
+}
+
+
+PLAN = {"plan": {"calls": {"generate": {"tp": 8, "pp": 2}, "train": {"tp": 8, "dp": 2}}}}
+
+
+def test_stages_of_a_replica_lie_side_by_side() -> None:
+    small, calibration = load_cluster("8xh100"), load_calibration("h100-vllm")
+    alone = pipelined_step_cost(LLAMA, 4, 2, small, calibration).decode(8).step_s(8_000)
+    costs = RolloutCostModel(LLAMA, H100, calibration, pp=2)
+    assert costs.step(8).decode(8).step_s(8_000) == alone
+    over_nodes = RolloutCostModel(LLAMA, H100, calibration, pp=2, planned=True)  # of a plan: DP before PP
+    assert over_nodes.step(8).decode(1).step_s(8_000) > costs.step(8).decode(1).step_s(8_000)
+    with pytest.raises(ConfigError, match=r"engine.pp 2 does not divide the 1 GPUs of a replica"):
+        costs.step(1)
+
+
+def test_a_rollout_in_stages_runs_as_the_same_plan_does() -> None:
+    found = rlsim.run({**STAGED, "systems": [{"verl": {"tp": [8, 16]}}]}).steps.set_index("system")
+    assert found["initial_tp"].to_dict() == {"verl-tp16": 16, "verl-tp8": 8}
+    planned = rlsim.run({**STAGED, "engine": {}, "systems": [PLAN]}).steps
+    assert found.loc["verl-tp16", "gen_time_s"] == pytest.approx(float(planned["gen_time_s"].iloc[0]), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("systems", "message"),
+    [
+        ([PLAN], "leave engine.pp out"),
+        ([{"verl": {"tp": 1}}], r"engine.pp 2 does not divide the 1 GPUs of a replica"),
+    ],
+)
+def test_what_does_not_go_with_stages(systems: list[Any], message: str) -> None:
+    with pytest.raises(RlsimError, match=message):
+        rlsim.run({**STAGED, "systems": systems})

@@ -198,7 +198,10 @@ def _advice(
     specs = _came_out(simulator, entries, result)
     found = [specs[name] for name in result.manifest["plans"].get("", {}) if specs[name].parts[0].policy == "plan"]
     files = plan_file(found, experiment, folder)
-    in_verl = {name: overrides_of((p.policy, p.parameters) for p in spec.parts) for name, spec in specs.items()}
+    per_tp = experiment.engine.pp * experiment.engine.data_parallel_attention
+    in_verl = {
+        name: overrides_of(((p.policy, p.parameters) for p in spec.parts), per_tp) for name, spec in specs.items()
+    }
     notes = list[str]()
     if quick:
         result, notes = _second_pass(runner, tables, baseline, specs, in_verl, allowed)

@@ -10,7 +10,7 @@ from rlsim.cost.memory import RESERVED_BYTES, RolloutMemory
 from rlsim.cost.rollout import powers_of_two
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.engines import engine_memory
+from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.placed import PlacedExperiment
 
 GB = 1e9
@@ -33,6 +33,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
     cluster, gpus = placed.loaded.cluster, len(placed.generation.gpus)
     left = len(placed.generation.nodes(cluster)[0])  # of a node; as many of each
     beside_bytes = placed.memory.resident_bytes(plan, placed.gpus)
+    costs = rollout_costs(placed.loaded, placed.generation.gpus, resident_bytes=beside_bytes)
     rows = []
     for tp in powers_of_two(cluster.domain_gpus):
         row: dict[str, object] = {"tp": tp, "replicas": gpus // tp, "fits": False, "waits": False}
@@ -41,15 +42,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
             rows.append({**row, "why_not": why_not})
             continue
         try:
-            memory = engine_memory(
-                placed.loaded,
-                placed.loaded.kind(placed.gpus, "generation"),
-                placed.loaded.model,
-                tp,
-                resident_bytes=beside_bytes,
-                min_tokens=-sys.maxsize,
-                layout=placed.loaded.replica,
-            )  # whatever is left, and be it less than nothing
+            memory = costs.memory(tp, min_tokens=-sys.maxsize)  # whatever is left, and be it less than nothing
         except ConfigError as error:
             rows.append({**row, "why_not": str(error)})
             continue

@@ -73,7 +73,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     _workflow(config, draft, sides)
     _critic(config, draft, options, actor)
     add_training(config, draft, sides.training, sides.where, lengths, cap.value)
-    _engine(config, draft, sides.generation.engine, machines.gpu)
+    _engine(config, draft, sides, machines.gpu)
     _systems(config, draft, sides)
     memory = ENGINE_KEYS[sides.generation.engine]["memory"]
     parts.add_memory(draft, Entry(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
@@ -144,16 +144,19 @@ def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> N
         draft.entries["models"] = {"critic": Entry(other.data()["model"], config.where(key))}
 
 
-def _engine(config: Settings, draft: Draft, engine: str, gpu: Gpu) -> None:
+def _engine(config: Settings, draft: Draft, sides: _Sides, gpu: Gpu) -> None:
+    engine = sides.generation.engine
     parts.add_engine(config, draft, ENGINE_KEYS[engine], engine, gpu, served=True)
     whole, entries = "vllm.no_enable_chunked_prefill", draft.entries["engine"]
     assert isinstance(entries, dict)
     if engine == "vllm":
         entries["chunked_prefill"] = Entry(not config.flag(whole), config.where(whole))
+    if sides.generation.pp > 1:
+        entries["pp"] = Entry(sides.generation.pp, sides.where)
 
 
 def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:
-    tp, where = sides.generation.tp, sides.where
+    tp, where = sides.generation.tp * sides.generation.pp, sides.where
     draft.entries["routing"] = Entry("round_robin", "AReaL's default (rollout.routing_strategy)")
     if sides.shared:
         parts.add_systems(draft, tp, where)
@@ -173,8 +176,6 @@ def _missing(config: Settings, sides: _Sides) -> list[str]:
     if not sides.shared and consumed != batch:
         found.append(f"{config.where(_CONSUMED)} = {consumed}: the bound on staleness counts batches of so many "
                      f"prompts; here of the {batch} of a step")  # fmt: skip
-    if sides.generation.pp > 1:
-        found.append(f"{sides.where}: generation in pipeline stages: here replicas of TP {sides.generation.tp} alone")
     if sides.training.engine == "archon":
         found.append(f"{sides.where}: Archon's own layers: here those of FSDP")
     mode = ACTOR + "weight_update_mode"

@@ -25,7 +25,8 @@ class RolloutCostModel:
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU
     memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). `gpus` are
     those of the cluster that generate (default: all). With `pp` stages a replica of n GPUs has TP n / pp, and what
-    follows calls n its degree; `layout` says what else cuts it. `kv_offloading_bytes` is host memory for the KV
+    follows calls n its degree; its stages lie side by side, or with `planned` as in a plan (`pipelined_step_cost`).
+    `layout` says what else cuts it. `kv_offloading_bytes` is host memory for the KV
     cache, of each GPU (0: none). `sampling_s_per_logit` and `graphs` as in `pipelined_step_cost`.
     """
 
@@ -42,6 +43,7 @@ class RolloutCostModel:
         resident_bytes: float = 0.0,
         gpus: Sequence[int] | None = None,
         pp: int = 1,
+        planned: bool = False,
         layout: ReplicaLayout = PLAIN,
         sampling_s_per_logit: float = 0.0,
         graphs: bool = True,
@@ -52,7 +54,7 @@ class RolloutCostModel:
         self._collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._resident_bytes = resident_bytes
         self._gpus = range(cluster.gpus) if gpus is None else gpus
-        self._pp, self._layout = pp, layout
+        self._pp, self._planned, self._layout = pp, planned, layout
         self._sampling_s_per_logit, self._graphs = sampling_s_per_logit, graphs
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
         self._kv_offloading_bytes = kv_offloading_bytes
@@ -66,14 +68,13 @@ class RolloutCostModel:
         return self._collectives.lookups.merge(step.lookups() for step in self._steps)
 
     def _step(self, tp: int) -> StepCost:
-        pp, dp = self._pp, max(len(self._gpus) // tp, 1)
         step = pipelined_step_cost(
             self.model,
-            tp // pp,
-            pp,
+            self._stage_tp(tp),
+            self._pp,
             self.cluster,
             self.calibration,
-            dp=dp,
+            dp=max(len(self._gpus) // tp, 1) if self._planned else 1,
             first_gpu=self._gpus[0],
             layout=self._layout,
             sampling_s_per_logit=self._sampling_s_per_logit,
@@ -81,6 +82,12 @@ class RolloutCostModel:
         )
         self._steps.append(step)
         return step
+
+    def _stage_tp(self, tp: int) -> int:
+        """GPUs of each stage; raises `ConfigError` if the stages do not share a replica's evenly."""
+        if tp % self._pp:
+            raise ConfigError(f"engine.pp {self._pp} does not divide the {tp} GPUs of a replica")
+        return tp // self._pp
 
     def _capacity_pages(self, tp: int, min_tokens: int = 1) -> int:
         """KV pages of a replica at `tp`; raises `CapacityError` if it cannot hold `min_tokens`."""
@@ -92,7 +99,7 @@ class RolloutCostModel:
         return rollout_memory(
             self.model,
             self.cluster.gpu,
-            tp // self._pp,
+            self._stage_tp(tp),
             pp=self._pp,
             layout=self._layout,
             page_tokens=self.page_tokens,
@@ -109,7 +116,7 @@ class RolloutCostModel:
         """Host memory for KV pages that a replica at `tp` has no room for."""
         if not self._kv_offloading_bytes:
             return NO_HOST_KV
-        page_bytes = kv_page_bytes(self.model, tp // self._pp, self.page_tokens, self._pp)
+        page_bytes = kv_page_bytes(self.model, self._stage_tp(tp), self.page_tokens, self._pp)
         return HostKv.of(self._kv_offloading_bytes, page_bytes, self.capacity_pages(tp), self.cluster.host)
 
     def feasible_tps(
@@ -139,10 +146,10 @@ class RolloutCostModel:
         only. Communication groups are created at their first use. Raises `ConfigError` for replicas across nodes, and
         for those that share a model by more than TP: engines do not change such a layout while they run.
         """
-        if not self._layout.plain or max(from_tp, to_tp) > self.cluster.domain_gpus:
+        if not self._layout.plain or self._pp > 1 or max(from_tp, to_tp) > self.cluster.domain_gpus:
             raise ConfigError(
                 f"TP {from_tp} cannot become TP {to_tp} during a run: a replica keeps its layout under engine.ep, "
-                "engine.data_parallel_attention, and across nodes"
+                "engine.pp, engine.data_parallel_attention, and across nodes"
             )
         runtime = self.calibration.runtime
         graphs = captured_batch_sizes(max(math.ceil(sequences * to_tp / gpus), 1), runtime.graph_batch_sizes)

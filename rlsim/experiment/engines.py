@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
-from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, judge_bytes
-from rlsim.errors import CapacityError
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import Kind, LoadedExperiment
 from rlsim.hardware import Gpu
 from rlsim.models import Model
@@ -48,9 +48,8 @@ def engine_memory(
     *,
     resident_bytes: float,
     min_tokens: int = 1,
-    layout: ReplicaLayout = PLAIN,
 ) -> RolloutMemory:
-    """Memory of an engine of the experiment, with a rollout's or a scoring model; the rest as in `rollout_memory`."""
+    """Memory of an engine of the experiment with a scoring model; the rest as in `rollout_memory`."""
     engine = loaded.experiment.engine
     return rollout_memory(
         model,
@@ -64,7 +63,6 @@ def engine_memory(
         nvlink=kind.cluster.nvlink,
         resident_bytes=resident_bytes,
         min_tokens=min_tokens,
-        layout=layout,
     )
 
 
@@ -73,11 +71,17 @@ def rollout_costs(
     gpus: Sequence[int],
     *,
     memory_share: float | None = None,
-    pp: int = 1,
+    strategy: TrainStrategy | None = None,
     graphs: bool = True,
     resident_bytes: float = 0.0,
 ) -> RolloutCostModel:
-    """The rollout engine on these GPUs; `memory_share`: what it has of each, by default what the experiment says."""
+    """The rollout engine on these GPUs, by `strategy` if a plan has one for them.
+
+    `memory_share`: what it has of each, by default what the experiment says. Raises `ConfigError` for stages of the
+    plan's beside the engine's own.
+    """
+    if strategy is not None and loaded.experiment.engine.pp > 1:
+        raise ConfigError("engine.pp and the plan of generation both say its stages; leave engine.pp out")
     engine, kind = loaded.experiment.engine, loaded.kind(gpus, "generation")
     return RolloutCostModel(
         loaded.model,
@@ -90,7 +94,8 @@ def rollout_costs(
         sampling_s_per_logit=engine.sampling_per_logit,
         graphs=engine.graphs and graphs,
         gpus=gpus,
-        pp=pp,
+        pp=engine.pp if strategy is None else strategy.pp,
+        planned=strategy is not None,
         layout=loaded.replica,
         resident_bytes=resident_bytes,
         kv_offloading_bytes=engine.kv_offloading_bytes,

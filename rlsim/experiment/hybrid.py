@@ -41,9 +41,8 @@ def check_hybrid(placed: PlacedExperiment, system: System, tp: int) -> None:
             f"call {train.name} and generation share GPUs, so that there are none to borrow: add `split`, or a plan, "
             "that gives generation GPUs of its own"
         )
-    planned = placed.generation.strategy
-    if planned is not None and planned.pp > 1:
-        raise ConfigError("replicas on GPUs of training have TP only: leave pp out of the plan's generation")
+    if placed.rollout_pp > 1:
+        raise ConfigError("replicas on GPUs of training have TP only: leave out engine.pp, or pp in generation's plan")
     sizes = [len(gpus) for gpus in there.nodes(placed.loaded.cluster)]
     if not divides_nodes(tp, sizes) or tp > sum(sizes):
         raise ConfigError(

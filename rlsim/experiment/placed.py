@@ -316,7 +316,7 @@ class PlacedExperiment:
         calls = self.calls_on((first_gpu,))
         if self.loaded.experiment.weight_sync == "reshard":
             return calls.sync_s(model, strategy, rollout_tp, first_gpu)
-        target = Layout(first_gpu=first_gpu, tp=rollout_tp)
+        target = Layout(first_gpu=first_gpu, tp=rollout_tp // self.rollout_pp, pp=self.rollout_pp)
         return self._weight_sync(model, calls, calls).time_s(Layout.of(first_gpu, strategy), target)
 
     def relaying(self, model: str, source: Sequence[int], target: Sequence[int]) -> WeightSync:
@@ -341,6 +341,12 @@ class PlacedExperiment:
         generate = self._generate_calls
         return self.unchecked_plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
 
+    @property
+    def rollout_pp(self) -> int:
+        """Pipeline stages of a rollout replica."""
+        strategy = self.generation.strategy
+        return self.loaded.experiment.engine.pp if strategy is None else strategy.pp
+
     @cached_property
     def rollout_costs(self) -> RolloutCostModel:
         """Times and sizes of the rollout; made once, since look-ups are cached in it."""
@@ -351,7 +357,7 @@ class PlacedExperiment:
             self.generation.gpus,
             memory_share=share,
             graphs=self.generation.graphs,
-            pp=1 if strategy is None else strategy.pp,
+            strategy=strategy,
             resident_bytes=resident_bytes if share is None else 0.0,  # the share is there, or the plan does not fit
         )
 
@@ -377,11 +383,11 @@ class PlacedExperiment:
         if self._generate_calls:
             degrees = powers_of_two(gcd(*node_gpus)) if replica is None else (replica,)
             feasible, infeasible = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, degrees)
-            if not feasible and replica is None:  # too large for a node
+            if replica is None and (not feasible or self.rollout_pp > 1):  # too large for a node, or stages over nodes
                 several = [node_gpus[0] * count for count in range(2, len(node_gpus) + 1)]
                 several = [tp for tp in several if divides_nodes(tp, node_gpus)]
-                feasible, beyond = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, several)
-                infeasible |= beyond
+                larger, beyond = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, several)
+                feasible, infeasible = feasible + larger, infeasible | beyond
         else:
             feasible, infeasible = (1,), {}  # responses are given: one layout is as good as another
         for tp in powers_of_two(self.loaded.cluster.domain_gpus) if replica is None else ():
@@ -447,9 +453,9 @@ class PlacedExperiment:
         return self._crowded_steps[tp]
 
 
-def layout_of(placement: Placement, rollout_tp: int = 1) -> Layout:
-    """The mesh and degrees of a call; those of generation are its TP where the plan does not say them."""
+def layout_of(placement: Placement, rollout_tp: int = 1, pp: int = 1) -> Layout:
+    """The mesh and degrees of a call; where the plan says none replicas of so many GPUs, in `pp` stages."""
     first, gpus = placement.gpus[0], len(placement.gpus)
     if placement.gpus != tuple(range(first, first + gpus)):
         raise ConfigError(f"a plan with several placements needs neighbouring GPUs, got {placement.gpus}")
-    return Layout.of(first, placement.strategy or TrainStrategy(dp=gpus // rollout_tp, tp=rollout_tp))
+    return Layout.of(first, placement.strategy or TrainStrategy(dp=gpus // rollout_tp, tp=rollout_tp // pp, pp=pp))

@@ -353,7 +353,7 @@ class PlanSpace:
 
     def _generated(self, strategy: TrainStrategy, memory_share: float | None = None) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
-        costs = rollout_costs(self._loaded, range(strategy.gpus), memory_share=memory_share, pp=strategy.pp)
+        costs = rollout_costs(self._loaded, range(strategy.gpus), memory_share=memory_share, strategy=strategy)
         replica = strategy.tp * strategy.pp
         if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.

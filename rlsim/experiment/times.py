@@ -67,8 +67,8 @@ class ExperimentTimes:
         training, rollout = placed.plan.of(source), placed.generation
         assert training.strategy is not None
         sync, start = placed.relaying(call.model, training.gpus, rollout.gpus), layout_of(training)
-        pp = 1 if rollout.strategy is None else rollout.strategy.pp
-        return Relay(sync.push_s(start), sync.spread_s(start, layout_of(rollout)), lambda tp: sync.pull_s(tp, pp))
+        pp = placed.rollout_pp
+        return Relay(sync.push_s(start), sync.spread_s(start, layout_of(rollout)), lambda tp: sync.pull_s(tp // pp, pp))
 
     def _weights_s(self, call: Call, rollout_tp: int) -> float:
         """New weights on their way from a training call to the other calls of the model, one after the other."""
@@ -81,7 +81,7 @@ class ExperimentTimes:
             if target.strategy is None and (target.gpus == source.gpus or not self._placed.has_placing):
                 total += self._placed.colocated_sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
             elif self._placed.loads(name) or not same_weights(source, target):
-                both = layout_of(source, rollout_tp), layout_of(target, rollout_tp)
+                both = (layout_of(one, rollout_tp, self._placed.rollout_pp) for one in (source, target))
                 total += self._placed.moving(call.model, source, name, target)(*both)
         return total
 
@@ -89,13 +89,13 @@ class ExperimentTimes:
         """What the calls before it have made on its way to this call; nothing to speak of where all are colocated."""
         if not self._placed.has_placing:
             return 0.0
-        target, total = self._placed.plan.of(call.name), 0.0
-        receiver, to = self._placed.calls_on(target.gpus), layout_of(target, rollout_tp)
+        target, total, pp = self._placed.plan.of(call.name), 0.0, self._placed.rollout_pp
+        receiver, to = self._placed.calls_on(target.gpus), layout_of(target, rollout_tp, pp)
         for edge in self._workflow.into(call.name):
             source = self._placed.plan.of(edge.source)
             kind = self._workflow.call(edge.source).kind
             carries = edge.lag == 0 and not edge.barrier and kind != "reward"  # a reward is one number a response
             if carries and source.gpus:
                 data = self._placed.calls_on(source.gpus).data(receiver)
-                total += data.time_s(handed_on_bytes(kind, tokens), layout_of(source, rollout_tp), to)
+                total += data.time_s(handed_on_bytes(kind, tokens), layout_of(source, rollout_tp, pp), to)
         return total

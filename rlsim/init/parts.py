@@ -203,7 +203,8 @@ def add_systems(
     fastest = "the fastest TP of generation on the same GPUs" if apart else "the fastest static TP"
     systems = [system("as-configured", tp, where), system(best, "best", fastest)]
     engine = draft.entries.get("engine")
-    fixed = over_nodes or (isinstance(engine, dict) and "ep" in engine)  # a replica with experts apart stays one
+    cut = {"pp", "ep", "data_parallel_attention"}
+    fixed = over_nodes or (isinstance(engine, dict) and bool(cut & engine.keys()))  # such a replica stays one
     if apart is None and not fixed:
         systems.append(Entry({"name": "pat", "use": ["pat", *more]}, "TP switched while responses are generated"))
     draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
@@ -271,8 +272,8 @@ def add_precision(config: Settings, draft: Draft, key: str, known: Mapping[Any, 
     return unlike
 
 
-def add_expert_parallelism(config: Settings, draft: Draft, tp: int, ep_key: str, dp_key: str = "") -> int:
-    """Experts apart, and data parallelism inside an engine, by their keys: returns the GPUs of a replica.
+def add_replica(config: Settings, draft: Draft, tp: int, ep_key: str, pp_key: str, dp_key: str = "") -> int:
+    """Experts apart, stages, and data parallelism inside an engine, by their keys: returns the GPUs of a replica.
 
     vLLM's expert parallelism takes all GPUs of TP and DP, so what exceeds `tp` is DP (without `dp_key`). Raises
     `ConfigError` for a degree that is no multiple of `tp` then.
@@ -283,10 +284,11 @@ def add_expert_parallelism(config: Settings, draft: Draft, tp: int, ep_key: str,
         if ep % tp:
             raise ConfigError(f"{config.where(ep_key)}: {ep} experts' GPUs are no multiple of TP {tp}, as vLLM's are")
         groups = ep // tp
-    degrees = {"ep": Entry(ep, config.where(ep_key))}
+    pp = config.whole(pp_key) if pp_key and config.get(pp_key) is not None else 1
+    degrees = {"pp": Entry(pp, config.where(pp_key)), "ep": Entry(ep, config.where(ep_key))}
     degrees["data_parallel_attention"] = Entry(groups, config.where(dp_key or ep_key))
     draft.entries["engine"] |= {key: entry for key, entry in degrees.items() if entry.value > 1}  # type: ignore[operator]
-    return tp * groups
+    return tp * pp * groups
 
 
 def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:

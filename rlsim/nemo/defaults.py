@@ -61,19 +61,20 @@ ENGINE_KEYS: dict[str, dict[str, str]] = {
         "max_num_seqs": _VLLM + "kwargs.max_num_seqs",
         "max_num_batched_tokens": _VLLM + "kwargs.max_num_batched_tokens", "eager": _VLLM + "cfg.enforce_eager",
         "chunked": _VLLM + "kwargs.enable_chunked_prefill", "page_tokens": _VLLM + "kwargs.block_size",
-        "ep": _VLLM + "cfg.expert_parallel_size",
+        "ep": _VLLM + "cfg.expert_parallel_size", "pp": _VLLM + "cfg.pipeline_parallel_size",
     },
     "sglang": {
         "tp": _SGLANG + "tp_size", "memory": _SGLANG + "mem_fraction_static",
         "max_num_seqs": _SGLANG + "max_running_requests", "max_num_batched_tokens": _SGLANG + "chunked_prefill_size",
         "eager": _SGLANG + "disable_cuda_graph", "chunked": _SGLANG + "enable_mixed_chunk",
-        "page_tokens": _SGLANG + "page_size", "ep": _SGLANG + "ep_size",
+        "page_tokens": _SGLANG + "page_size", "ep": _SGLANG + "ep_size", "pp": _SGLANG + "pp_size",
         "no_prefix_caching": _SGLANG + "disable_radix_cache",
     },
     "trtllm": {
         "tp": _TRTLLM + "tensor_parallel_size", "memory": _TRTLLM + "gpu_memory_utilization",
         "max_num_seqs": _TRTLLM + "max_batch_size", "max_num_batched_tokens": _TRTLLM + "max_num_tokens",
         "eager": _TRTLLM + "disable_cuda_graph", "ep": _TRTLLM + "moe_expert_parallel_size",
+        "pp": _TRTLLM + "pipeline_parallel_size",
     },
 }  # fmt: skip
 
@@ -83,8 +84,6 @@ VLLM, SGLANG = _VLLM + "kwargs.", _SGLANG
 UNLIKE: Table = (
     (GRPO + "max_rollout_turns", "above 1", "turns with an environment between them: here each response is one"),
     ("env.should_use_nemo_gym", "on", "turns with NeMo-Gym's tools between them: here each response is one"),
-    (GENERATION + "vllm_cfg.pipeline_parallel_size", "above 1", "generation in pipeline stages: here without"),
-    (GENERATION + "sglang_cfg.pp_size", "above 1", "generation in pipeline stages: here without"),
     (GENERATION + "sglang_cfg.dp_size", "above 1", "data parallelism inside an engine: here replicas are apart"),
     (GENERATION + "vllm_kwargs.speculative_config.num_speculative_tokens", "set", "speculative decoding"),
     (GENERATION + "vllm_kwargs.speculative_config.method", "set", "speculative decoding"),

@@ -90,7 +90,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     )
     keys = ENGINE_KEYS[generation.engine]
     parts.add_engine(config, draft, keys, generation.engine, machines.gpu)
-    gpus = parts.add_expert_parallelism(config, draft, generation.tp, keys["ep"])
+    gpus = parts.add_replica(config, draft, generation.tp, keys["ep"], keys["pp"])
     generation = replace(generation, tp=gpus)
     offloading = parts.add_offloading(config, draft, VLLM, SGLANG, gpus)
     quantised = parts.add_precision(config, draft, PRECISION, {"fp8": "fp8_block"}, KV_PRECISION)

@@ -43,7 +43,8 @@ class EngineConfig(Schema):
         "max_running_requests": "max_num_seqs",
         "mem_fraction_static": "memory_utilization, beside engine",
         "page_size": "page_tokens",
-        "pipeline_parallel_size": "pp of the call generate in a plan (docs/plans.md)",
+        "pipeline_parallel_size": "pp",
+        "pp_size": "pp",
         "quantization": "precision",
         "tensor_parallel_size": "the tp of a system, such as verl: {tp: 8}",
         "tp_size": "the tp of a system, such as verl: {tp: 8}",
@@ -94,6 +95,13 @@ class EngineConfig(Schema):
         "Default: as the model is published",
     )
     kv_precision: KvPrecision = Field(default="bf16", description="of the rollout's KV cache: bf16 or fp8")
+    pp: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="pipeline stages of a replica, whose GPUs (the `tp` of a system) they share evenly: verl: {tp: 16} "
+        "with 2 stages is TP 8. vLLM's pipeline_parallel_size, SGLang's pp_size; a plan's generation has its own",
+    )
     ep: int = Field(
         default=1,
         ge=1,

@@ -76,7 +76,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     dp_key = ROLLOUT + "data_parallel_size" if notes.experts_apart(config) else ""
     if actor.quantised_parameters and str(config.told(_MODEL)).lower().rstrip("/").endswith("-bf16"):
         draft.entries["engine"] |= {"precision": Entry("bf16", config.where(_MODEL))}  # type: ignore[operator]
-    replica = parts.add_expert_parallelism(config, draft, settings.rollout_tp, notes.EXPERTS, dp_key)
+    replica = parts.add_replica(config, draft, settings.rollout_tp, notes.EXPERTS, notes.STAGES, dp_key)
     add_training(config, draft, settings, lengths)
     asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
     _systems(config, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)

@@ -9,7 +9,6 @@ from rlsim.verl.settings import VerlSettings
 #: Key, when it matters, and what it does that the experiment has not.
 _UNLIKE: Table = (
     (ROLLOUT + "multi_turn.enable", "on", "turns with tools between them: not all of a response's tokens are decoded"),
-    (ROLLOUT + "pipeline_model_parallel_size", "above 1", "generation in pipeline stages: here without"),
     (ROLLOUT + "free_cache_engine", "off", "the KV cache stays while training runs: here it is freed"),
     (ROLLOUT + "over_sample_rate", "set", "the last requests of a batch are cut off early"),
     (ROLLOUT + "skip_rollout", "on", "generation is skipped"),
@@ -39,6 +38,7 @@ _UNLIKE: Table = (
 )  # fmt: skip
 
 EXPERTS, _GROUPS = ROLLOUT + "expert_parallel_size", ROLLOUT + "data_parallel_size"
+STAGES = ROLLOUT + "pipeline_model_parallel_size"
 
 #: Settings of another kind, which need words of their own.
 _SCORING = ("custom_reward_function.path", "reward.custom_reward_function.path")

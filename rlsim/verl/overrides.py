@@ -17,15 +17,16 @@ REWARD_ASYNC = "reward_model.launch_reward_fn_async"
 SWITCHES = {"dynamic_sampling": FILTER, "reward_beside": REWARD_ASYNC}
 
 
-def overrides_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
+def overrides_of(parts: Iterable[tuple[str, Mapping[str, Any]]], per_tp: int = 1) -> dict[str, Any] | None:
     """veRL's settings for a system of these policies with their parameters, by key; None if it has none for one.
 
-    A TP that is to be tuned (`best`) is no setting: give the parts of what it came out as.
+    A TP that is to be tuned (`best`) is no setting: give the parts of what it came out as. A replica has `per_tp` GPUs
+    for each of its TP: pipeline stages times groups of data-parallel attention, which veRL counts apart.
     """
     found: dict[str, Any] = {}
     for policy, parameters in parts:
         if policy == "verl" and isinstance(parameters.get("tp"), int):
-            found[TP] = parameters["tp"]
+            found[TP] = parameters["tp"] // per_tp
         elif policy in SWITCHES and not parameters:
             found[SWITCHES[policy]] = True
         else:
