@@ -433,6 +433,7 @@ class _Run(_Rollout):
             responses = [self.response(r) for r in group.requests]
             aborted = any(r.state == "aborted" for r in group.requests)
             if aborted or (self.rewards and not self.rewards.filter.counts([r.reward for r in responses])):
+                self.launched_since_update -= 1
                 self.drop(group.position)
                 continue
             lengths = tuple(r.generated for r in group.requests)

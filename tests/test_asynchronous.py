@@ -14,6 +14,7 @@ from test_lags import check_gpus
 
 import rlsim
 from rlsim.errors import ConfigError, PolicyError, RlsimError
+from rlsim.experiment.times import ExperimentTimes
 from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext, Reconfigure, RolloutControl, RolloutView
 from rlsim.workflow.algorithms import grpo
@@ -209,6 +210,56 @@ def test_windows_of_one_step_off_are_streamrl() -> None:
     assert (of(found, "streamrl")["trained"] == 32).all()
 
 
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many responses each train call, or each of its parts, works on."""
+    found: list[int] = []
+    whole, pieces = ExperimentTimes.parts, ExperimentTimes.pieces
+
+    def counted(self: ExperimentTimes, call: Any, placement: Any, samples: Any, *more: Any) -> Any:
+        found.extend([len(samples)] * (call.kind == "train"))
+        return whole(self, call, placement, samples, *more)
+
+    def in_pieces(self: ExperimentTimes, call: Any) -> Any:
+        def counting(cost: Any) -> Any:
+            def part(lengths: Any) -> Any:
+                found.extend([len(lengths)] * (call.kind == "train"))
+                return cost.part(lengths)
+
+            return cost and cost._replace(part=part)
+
+        cost = counting(pieces(self, call))
+        return cost._replace(guests=counting(cost.guests))
+
+    monkeypatch.setattr(ExperimentTimes, "parts", counted)
+    monkeypatch.setattr(ExperimentTimes, "pieces", in_pieces)
+    return found
+
+
+CUT, OVERCOMMIT = {"partial_rollout": {"share": 0.8}}, {"overcommit": {"delta": 8}}
+
+
+WINDOWS = {"training_windows": {"parts": 2}}
+
+
+@pytest.mark.parametrize(
+    ("mini_batches", "parts"),
+    [
+        (4, [{"streamrl": {"tp": 1, "rollout_gpus": 4}}, CUT]),
+        (2, [SPLIT, TP1, CUT, "async_reward", WINDOWS]),
+        (2, [SPLIT, TP1, OVERCOMMIT, "async_reward", WINDOWS]),
+        (2, [SPLIT, TP1, OVERCOMMIT, "async_reward", "rollout_log_probs", "elastic_split", WINDOWS]),
+        (1, [TP1, OVERCOMMIT, "async_reward", "stream"]),
+    ],
+)
+def test_training_works_on_all_that_is_trained_on(mini_batches: int, parts: list[Any], trained: list[int]) -> None:
+    """Of batches that are cut short as well, and of responses that an earlier step has had scored."""
+    training = {"backend": "megatron", "mini_batches": mini_batches, "offload": True}
+    few = {"prompts": 4, "reward": {"workers": 64}}  # steps whose batch earlier steps have generated and scored
+    steps = run({"name": "s", "use": parts}, training=training, workflow=few).steps
+    assert sum(trained) == steps["trained"].sum() > 0
+
+
 @pytest.mark.parametrize("stale", ["train", "wait"])
 def test_rewards_that_decide_drop_prompts_before_a_step_takes_them(stale: str) -> None:
     """Also those that a step keeps places for."""
@@ -217,6 +268,19 @@ def test_rewards_that_decide_drop_prompts_before_a_step_takes_them(stale: str) -
     assert steps["dropped"].sum() > 0
     assert (steps["trained"] == 32).all()
     check_tokens(steps)
+
+
+def test_dropped_prompts_give_back_their_places() -> None:
+    quota = {"sync_quota": {"staleness_threshold": 0.1, "per_replica": None}}
+    steps = run(use("quota", quota, "async_reward", "dynamic_sampling"), workflow={"steps": 12}).steps
+    assert steps["dropped"].sum() > 0
+    assert (steps["trained"] == 32).all()
+
+
+def test_prompts_that_never_count_end_the_run() -> None:
+    rule = {"bounded_staleness": {"eta": 2}}
+    with pytest.raises(PolicyError, match=r"401 prompts were dropped for their rewards .* its batch of 8"):
+        run(use("endless", rule, "async_reward", "dynamic_sampling"), workflow={"responses": 1})
 
 
 # ---- replicas on their own ------------------------------------------------------------------------------------------

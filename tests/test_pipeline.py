@@ -259,7 +259,7 @@ def test_what_travels_between_stages() -> None:
     assert sizes.sent[-1] == (7 * 4, 1)
 
 
-# Stages of a rollout engine (engine.pp) --------------------------------------------------------------------------------
+# Stages of a rollout engine (engine.pp) -------------------------------------------------------------------------------
 
 STAGED: dict[str, Any] = {
     "name": "staged",

@@ -89,7 +89,8 @@ class BoundedStaleness(Schema, Continuous):
 class SyncQuota(Schema, Continuous):
     """veRL's rule (`fully_async_policy`): between two syncs at most (1 + threshold) · B prompts, less those left over.
 
-    Left over are the prompts that were running or waiting when the last sync came. Without `partial_rollout` a sync
+    Left over are the prompts that were running or waiting when the last sync came; one that does not
+    count gives its place to another. Without `partial_rollout` a sync
     waits for the responses under way, and none begins meanwhile.
     """
 

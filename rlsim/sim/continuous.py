@@ -35,7 +35,7 @@ class OpenView(NamedTuple):
     dropped: int  # so far
     replicas: int  # of the rollout, in the layouts that its nodes have
     free: tuple[int, ...]  # replicas that have no response to generate
-    launched_since_update: int
+    launched_since_update: int  # less those that were dropped before they came to wait
     left_at_update: int  # were running or waiting when the last update came
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import simpy
@@ -86,38 +87,48 @@ def closed(env: simpy.Environment, samples: Sequence[Request]) -> Inbox:
     return inbox
 
 
+#: A source of its own: the step's batch, which responses join once it is sure that they are trained on.
+BATCH = ""
+
+
 class _Join:
-    """Lets a sample through to a call once all its sources have delivered it."""
+    """Lets a sample through to a call once all its sources have delivered it, and the others of its prompt.
+
+    A prompt has `group` samples, or as many as are in the step's batch once that is closed.
+    """
 
     def __init__(self, inbox: Inbox, sources: frozenset[str], group: int) -> None:
         self.inbox = inbox
         self.sources = sources
-        self._group = group  # samples of a prompt that go through together
+        self._group = group
         self._open = set(sources)
+        self._in_batch: Counter[int] = Counter()  # by prompt: its samples there
         self._seen: dict[int, int] = {}  # sources that delivered the sample
         self._ready: dict[int, list[Request]] = {}  # by prompt
 
-    def deliver(self, samples: Sequence[Request]) -> None:
+    def deliver(self, source: str, samples: Sequence[Request]) -> None:
         through: list[Request] = []
+        if source == BATCH:
+            self._in_batch.update([sample.position for sample in samples])
         for sample in samples:
             seen = self._seen[sample.id] = self._seen.get(sample.id, 0) + 1
             if seen == len(self.sources):
                 ready = self._ready.setdefault(sample.position, [])
                 ready.append(sample)
-                if len(ready) >= self._group:
+                if len(ready) >= self._group or self._all_there(sample.position):
                     through += self._ready.pop(sample.position)
         self.inbox.put(through)
 
+    def _all_there(self, prompt: int) -> bool:
+        """Whether no more samples of a prompt can come."""
+        return BATCH in self.sources - self._open and len(self._ready[prompt]) == self._in_batch[prompt]
+
     def close(self, source: str) -> None:
         self._open.discard(source)
+        whole = [prompt for prompt in self._ready if not self._open or self._all_there(prompt)]
+        self.inbox.put([sample for prompt in whole for sample in self._ready.pop(prompt)])
         if not self._open:
-            self.inbox.put([sample for ready in self._ready.values() for sample in ready])  # of groups cut short
-            self._ready.clear()
             self.inbox.close()
-
-
-#: A source of its own: the step's batch, which responses join once it is sure that they are trained on.
-BATCH = ""
 
 
 class Flow:
@@ -153,7 +164,7 @@ class Flow:
         """`source` is done with these samples."""
         for join in self._joins:
             if source in join.sources:
-                join.deliver(samples)
+                join.deliver(source, samples)
 
     def chunked(self, source: str) -> tuple[int, Sequence[str]]:
         """How long the chunks are that `source` hands over (tokens), and which calls take them; 0 if none does."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import simpy
 
 from rlsim.errors import PolicyError
-from rlsim.sim.batching import PromptFeed, Settled
+from rlsim.sim.batching import ENDLESS, PromptFeed, Settled
 from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.continuous import Continuous, OpenView, Ready
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView, decides
@@ -94,6 +94,7 @@ class OpenGeneration(RolloutControl):
         self._ready_now: list[_Group] = []
         self._queue: list[tuple[Ready, _Group]] = []
         self._discarded: list[_Group] = []  # since the last window
+        self._uncounted = 0  # of these, for their rewards
         self._window: _Window | None = None
         self._missing = 0  # prompts of the window
         self._updating = self._due = False
@@ -244,6 +245,7 @@ class OpenGeneration(RolloutControl):
         for group in sorted(self._ready_now, key=lambda g: g.prompt.position):
             self._rollout.forget(group.requests)
             if any(r.aborted for r in group.requests) or not self._counts(group):
+                self._launched_since_update -= 1  # another may take its place
                 self._drop(group)
                 continue
             lengths = tuple(r.generated for r in group.requests)
@@ -256,7 +258,14 @@ class OpenGeneration(RolloutControl):
         batching = self._what.batching
         if not batching.needs_rewards:
             return True
-        return batching.counts([r.reward for r in sorted(group.requests, key=attrgetter("finished_at"))])
+        counts = batching.counts([r.reward for r in sorted(group.requests, key=attrgetter("finished_at"))])
+        self._uncounted += not counts
+        if self._uncounted > ENDLESS * self._feed.prompts:
+            raise PolicyError(
+                f"{self._uncounted} prompts were dropped for their rewards since a step last had its batch of "
+                f"{self._feed.prompts}: no end in sight"
+            )
+        return counts
 
     def _drop(self, group: _Group) -> None:
         self._dropped += 1
@@ -371,7 +380,7 @@ class OpenGeneration(RolloutControl):
     def _note(self, step: int, state: StepState) -> None:
         """Write down what happened until a step had its batch, and give it what was dropped meanwhile."""
         rollout, switches = self._rollout, self._rollout.switches
-        discarded, self._discarded = self._discarded, []
+        discarded, self._discarded, self._uncounted = self._discarded, [], 0
         for group in discarded:
             state.requests += group.requests
         counted = ("preemptions", "hit_tokens", "loaded_tokens")

@@ -98,9 +98,11 @@ class _Run:
         except RuntimeError as error:
             if self.env.peek() != float("inf"):
                 raise
+            left = ", ".join(call.name for call in self.what.workflow.calls if not self.done[call.name, step].triggered)
             raise PolicyError(
                 f"step {step} comes to a halt: its batch cannot become complete, and nothing more is launched "
-                "(was something aborted that it needs, or are GPUs of training borrowed and not given back?)"
+                "(was something aborted that it needs, or are GPUs of training borrowed and not given back?); calls "
+                f"that wait: {left}"
             ) from error
 
     # ---- calls ------------------------------------------------------------------------------------------------------
@@ -258,17 +260,26 @@ class _Run:
             work.parts_s[name] = work.parts_s.get(name, 0.0) + seconds
 
     def _in_windows(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
-        """A call on equal parts of the batch, one after the other, each whole and on all GPUs, or in pieces."""
+        """A call on equal parts of the batch, one after the other, each whole and on all GPUs, or in pieces.
+
+        Where a prompt's responses stay together a part ends with the last of a prompt that it has begun. A short batch
+        has fewer parts, or a smaller last one.
+        """
         env, state, windows = self.env, self.steps[step], self.what.workflow.windows
         inbox = state.flow.inboxes[call.name]
         size = self.what.feed.prompts * self.what.feed.responses // windows
         yield inbox.at_least(size)
-        ready_at, start_at, parts_s = env.now, NAN, dict[str, float]()
+        ready_at, start_at, parts_s, taken = env.now, NAN, dict[str, float](), 0
         for window in range(windows):
             yield inbox.at_least((window + 1) * size)
+            if inbox.closed.triggered and taken == len(inbox.samples):
+                break
             if window:
                 yield state.trained[window - 1].done
-            samples = inbox.samples[window * size : (window + 1) * size]
+            end = min((window + 1) * size, len(inbox.samples))
+            if self.what.workflow.group_advantage:
+                end = _end_of_prompt(inbox.samples, end)
+            samples, taken = inbox.samples[taken:end], end
             if self.what.workflow.elastic and call.kind == "train":
                 work = self._elastic(closed(env, samples), call, step, placement)
                 yield work.done
@@ -289,6 +300,7 @@ class _Run:
             if call.kind == "train":
                 state.trained[window].one()
         state.flow.close(call.name)
+        start_at = ready_at if isnan(start_at) else start_at  # of a batch of none
         record = (step, call.name, call.kind, call.model, ready_at, start_at, env.now, len(placement.gpus))
         return CallRecord(*record, tuple(parts_s.items()))
 
@@ -350,7 +362,8 @@ class _Run:
             self.what.control.on_scored(ScoringReport(step, state.chunk_tokens, stage_s, tokens))
 
     def _reward(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
-        """Score responses as they are offered; over when all of the batch have their rewards."""
+        """Score responses as they are offered, but for those that an earlier step has had scored; over when all of the
+        batch have their rewards."""
         env, state, desk = self.env, self.steps[step], self.desk
         inbox, flow = state.flow.inboxes[call.name], state.flow
         yield inbox.first
@@ -372,7 +385,13 @@ class _Run:
                 if not missing:
                     complete.succeed()
 
-        inbox.listen(lambda samples: desk.submit(samples, judge, scored))
+        def offered(samples: Sequence[Request]) -> None:
+            desk.submit([request for request in samples if not request.scored], judge, scored)
+            for request in samples:
+                if request.scored:
+                    scored(request)
+
+        inbox.listen(offered)
         yield inbox.closed
         batch = state.trained_on()
         wanted = {request.id for request in batch}
@@ -457,3 +476,10 @@ def _updating(workflow: Workflow) -> frozenset[str]:
     syncs = {e.source for e in workflow.edges if e.target in generate and workflow.call(e.source).kind == "sync"}
     trains = (call.name for call in workflow.calls if call.kind == "train" and call.model in generate.values())
     return frozenset(syncs or trains)
+
+
+def _end_of_prompt(samples: Sequence[Request], end: int) -> int:
+    """Where the samples of the prompt end that is the last before `end`; those of a prompt stand side by side."""
+    while 0 < end < len(samples) and samples[end].position == samples[end - 1].position:
+        end += 1
+    return end
