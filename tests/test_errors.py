@@ -62,6 +62,11 @@ BIG = {
         ("lengths.csv", "deepscaler", "unknown trace 'deepscaler'; did you mean 'deepscaler-llama-3.1-8b'"),
         ("  - pat", "  - pta", "base.yaml:10:5: unknown policy 'pta'; did you mean 'pat'"),
         ("  - pat", "  - verl", "base.yaml:10:5: system 'verl': two systems have this name"),
+        (
+            "  - pat",
+            "  - {name: twice, use: [pat, async_reward, async_reward]}",
+            "base.yaml:10:5: system 'twice': async_reward is named twice",
+        ),
         ("  - pat", "  - [pat]", "systems: expected a policy's name, or one with parameters"),
         ("  - pat", "  - pat: 3", "base.yaml:10:5: system 'pat': expected parameters such as {tp: 2}, got 3"),
         ("  - pat", "  - pat: {tp: 3}", "base.yaml:10:5: system 'pat': tp: unknown key"),

@@ -195,6 +195,15 @@ def test_trainers_of_v1(tmp_path: Path) -> None:
     assert apart.data()["workflow"]["prompts"] == 4 * 8
     assert apart.data()["workflow"]["old_log_probs"] is True  # of v1 this is off: bypass_mode
     runs(apart, tmp_path)
+    switch = "trainer.v1.separate_async.hybrid_rollout."
+    lent = verl(
+        tmp_path, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2", f"{switch}enable_switch=True",
+        f"{switch}switch_threshold_ratio=0.5", text=both,
+    )  # fmt: skip
+    assert system(lent)[-1] == {"hybrid_rollout": {"until": 0.5}}
+    assert any("adaptive_switch_threshold" in item for item in lent.missing)
+    assert check(lent, tmp_path) == ""
     together = without(both, "actor_rollout_ref.hybrid_engine").replace("$((8 - n_gpus_rollout))", "8")
     draft = verl(tmp_path, "trainer.v1.trainer_mode=colocate_async", text=together)
     assert system(draft) == [{"colocated_async": {"tp": 1, "active": 2}}]

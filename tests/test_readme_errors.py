@@ -142,6 +142,9 @@ STATED = {
     "verl fully asynchronous": lambda: (
         f"{one(ASYNC, 'verl/fully-async-32', 'step_time_s')}; {one(ASYNC, 'verl/fully-async-32', 'gain')}"
     ),
+    "verl v1": lambda: (
+        f"{span(errors(ASYNC, 'verl-v1/.*', 'step_time_s'))}; {one(ASYNC, 'verl-v1/separate-async-24', 'gain')}"
+    ),
 }
 
 

@@ -64,7 +64,7 @@ class PlanReport:
             its = [(kind == "generate") == (side == "generation") for kind in kinds]
             alone_s = [time_s if mine else 0.0 for time_s, mine in zip(calls_s, its, strict=True)]
             time_s = single.iteration_s(schedule_one(single.graph, alone_s, moves_s, single.meshes(plan)))
-            rows.append({"side": side, "time_s": time_s, "idle": 1 - time_s / self.found.cost_s})
+            rows.append({"side": side, "time_s": time_s, "idle": max(1 - time_s / self.found.cost_s, 0.0)})
         return pd.DataFrame(rows)
 
     def calls(self) -> pd.DataFrame:

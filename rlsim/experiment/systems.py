@@ -134,6 +134,9 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
         except ValueError as error:
             raise ConfigError(f"{where}: systems: {error}") from None
         parts = tuple(part for _, _, part in variants)
+        named = [part.policy for part in parts]
+        if again := next((policy for policy in named if named.count(policy) > 1), None):
+            raise ConfigError(f"{told}: {again} is named twice; which of the two counts is not clear")
         variant = any(suffix for _, suffix, _ in variants)
         yield SystemSpec(name, _with_layout(parts, told), variant, told)
 

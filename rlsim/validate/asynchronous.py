@@ -28,6 +28,8 @@ AREAL_MEAN, AREAL_PROMPT, AREAL_CAP = 9175, 100, 27648
 AREAL_STEPS, AREAL_ETA = 24, 4
 #: Tokens of a training micro-batch: not stated.
 AREAL_MICRO_BATCH = 32768
+#: veRL's v1 on H100: the prompt is guessed; a micro-batch holds the longest sequence, as its packing by tokens needs.
+V1_PROMPT, V1_MICRO_BATCH = 150, 2048 + 32768
 #: What veRL's fully asynchronous script says: updates between syncs, and the threshold.
 UPDATES, THRESHOLD = 4, 0.5
 
@@ -50,6 +52,8 @@ def section(options: Options) -> Section | Skipped:
     found += one_step_off_rows(_record(table, 19), _record(table, 20), _record(synchronous, 28))
     options.progress("veRL, fully asynchronous")
     found += fully_async_rows(_record(table, 1), _record(table, 2), _record(synchronous, 10))
+    options.progress("veRL v1, a mixture of experts")
+    found += v1_rows(_record(table, 23), _record(table, 26))
     return published_section("asynchronous", found, depth=2, curve=_curve_table(curve))
 
 
@@ -154,6 +158,46 @@ def fully_async_rows(sync: Mapping[str, Any], relaxed: Mapping[str, Any], script
     )
     yield row("verl/fully-async-32", "step_time_s", predicted_s, step_s)
     yield row("verl/fully-async-32", "gain", first_s / predicted_s, found / step_s)
+
+
+def v1_rows(sync: Mapping[str, Any], relaxed: Mapping[str, Any]) -> Iterator[Row]:
+    """Qwen3.5-35B-A3B with experts over 4 and 8 GPUs: colocated on 32 H100, and `separate_async` on 8 and 16."""
+    together, apart = v1_experiment(sync, ep=4), v1_experiment(relaxed, ep=8)
+    found = seconds({**together, "systems": [{"verl": {"tp": int(sync["rollout_tp"])}}]}, sync["mean_response"])["step"]
+    system = {
+        "tp": int(relaxed["rollout_tp"]),
+        "rollout_gpus": int(relaxed["rollout_gpus"]),
+        "staleness_threshold": 1,  # one batch ahead is its default
+        "trigger_parameter_sync_step": UPDATES,
+        "per_replica": None,
+        "recompute_log_probs": True,
+    }
+    asynchronous = _on_its_own_gpus({**apart, "systems": [{"verl_fully_async": system}]}, steps=16)
+    step_s = seconds(asynchronous, relaxed["mean_response"])["step"]
+    yield row("verl-v1/synchronous-32", "step_time_s", sync["step_s"], found)
+    yield row("verl-v1/separate-async-24", "step_time_s", relaxed["step_s"], step_s)
+    gain = (sync["step_s"] * sync["n_gpus"]) / (relaxed["step_s"] * relaxed["n_gpus"])
+    simulated = (found * sync["n_gpus"]) / (step_s * relaxed["n_gpus"])
+    yield row("verl-v1/separate-async-24", "gain", gain, simulated, "in GPU-seconds a step")
+
+
+def v1_experiment(run: Mapping[str, Any], ep: int) -> dict[str, Any]:
+    """One of these runs without its system, and without its trace's path."""
+    return {
+        "name": "verl-v1",
+        "cluster": f"{int(run['n_gpus']) // 8}x8xh100",
+        "model": "qwen3.5-35b-a3b",
+        "calibration": "h100-vllm",
+        "trace": {"cap": int(run["max_response"]), "default_prompt_tokens": V1_PROMPT},
+        "workflow": {
+            "prompts": int(run["prompts_per_step"]), "responses": int(run["n"]), "steps": 6, "reference": False,
+        },
+        "training": {
+            "backend": "megatron", "tp": 2, "pp": 2, "cp": 2, "ep": ep, "mini_batches": UPDATES, "offload": True,
+            "micro_batch_tokens": V1_MICRO_BATCH,
+        },
+        "seeds": 1,
+    }  # fmt: skip
 
 
 def _on_its_own_gpus(experiment: Mapping[str, Any], steps: int) -> dict[str, Any]:

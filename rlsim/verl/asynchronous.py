@@ -34,11 +34,19 @@ _FULLY: dict[str, Any] = {
 }  # fmt: skip
 #: The trainers of veRL's v1, and batches that they launch before the first step.
 _MODE, _V1 = "trainer.v1.trainer_mode", "trainer.v1."
-_SYNC_STEP, _SWITCH = f"{_V1}separate_async.parameter_sync_step", f"{_V1}separate_async.hybrid_rollout.enable_switch"
+_SYNC_STEP, _HYBRID = f"{_V1}separate_async.parameter_sync_step", f"{_V1}separate_async.hybrid_rollout."
+#: GPUs of training generate while they would wait: the switch, until when, and whether that adapts; its other name.
+_SWITCH, _UNTIL, _ADAPTS = (
+    _HYBRID + key for key in ("enable_switch", "switch_threshold_ratio", "adaptive_switch_threshold")
+)
+_DYNAMIC = ASYNC + "use_dynamic_resource_scheduling"
 _WARMUP = {mode: f"{_V1}{mode}.num_warmup_batches" for mode in ("colocate_async", "separate_async")}
 _DROPPED = (f"{_V1}sampler.max_off_policy_threshold", f"{_V1}sampler.max_off_policy_strategy")
 #: Keys that are known beside those of synchronous training.
-KEYS = (*_ROLLOUT_NODES, *_ROLLOUT_GPUS, *_USES_ROLLOUT, *_FULLY, _SYNC_STEP, *_WARMUP.values(), *_DROPPED)
+KEYS = (
+    *_ROLLOUT_NODES, *_ROLLOUT_GPUS, *_USES_ROLLOUT, *_FULLY, _SYNC_STEP, *_WARMUP.values(), *_DROPPED, _SWITCH, _UNTIL,
+    _ADAPTS, _DYNAMIC,
+)  # fmt: skip
 #: GPUs of a node, where generation and training may share one.
 _NODE = 8
 Policy = Literal["verl_fully_async", "one_step_off"]
@@ -189,6 +197,15 @@ def parameters(config: VerlSettings, apart: Apart) -> dict[str, Any]:
     }
 
 
+def parts_beside(config: VerlSettings, apart: Apart) -> list[Any]:
+    """Further parts of the system: whether GPUs of training generate while they would wait."""
+    if apart.policy != "verl_fully_async" or not (config.given.get(_SWITCH) or config.given.get(_DYNAMIC)):
+        return []
+    if not config.is_given(_UNTIL):
+        return ["hybrid_rollout"]
+    return [{"hybrid_rollout": {"until": config.share(_UNTIL)}}]
+
+
 def ahead(config: VerlSettings, apart: Apart | None) -> int:
     """Steps that generation may be ahead of training."""
     if apart is None:
@@ -213,11 +230,8 @@ def missing(config: VerlSettings, apart: Apart) -> list[str]:
     """What the recipe does that the experiment has not."""
     found = []
     if apart.policy == "verl_fully_async":
-        dynamic = ASYNC + "use_dynamic_resource_scheduling"
-        if config.given.get(dynamic):
-            found.append(f"{config.where(dynamic)}: GPUs of training generate too: here each side keeps its own")
-        if config.given.get(_SWITCH):
-            found.append(f"{config.where(_SWITCH)}: GPUs of training generate too: here each side keeps its own")
+        if config.given.get(_SWITCH) and config.given.get(_ADAPTS) is not False:
+            found.append(f"{config.where(_ADAPTS)}: the share at which GPUs of training go back adapts: here it stays")
         if config.given.get(_DROPPED[0]) and config.given.get(_DROPPED[1]) == "drop":
             found.append(f"{config.where(_DROPPED[0])}: staler responses are dropped: here all are trained on")
     if apart.shares_nodes and apart.rollout[0] > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -217,7 +218,7 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
 
 
 def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool) -> None:
-    more, mode = [], ROLLOUT + "mode"
+    more, mode = list[Any](), ROLLOUT + "mode"
     if config.get(FILTER):
         more = ["dynamic_sampling"]
         draft.notes.append(f"{config.where(FILTER)}: dynamic_sampling in every system")
@@ -226,6 +227,7 @@ def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None, *
         draft.entries["routing"] = Entry("round_robin", where)
     if apart is not None:
         system = (apart.policy, asynchronous.parameters(config, apart))
+        more = [*more, *asynchronous.parts_beside(config, apart)]
         parts.add_systems(draft, tp, asynchronous.said_of(config, apart), more, apart=system, over_nodes=over_nodes)
     else:
         colocated = asynchronous.colocated_of(config)
