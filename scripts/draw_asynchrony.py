@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 import rlsim
 from rlsim.charts import save_chart
+from rlsim.experiment.backlog import MOST_HELD_BACK
 from rlsim.formats import number, rate, share
 from rlsim.report.staleness import frontier, frontier_chart
 
@@ -53,7 +55,7 @@ def details(summary: pd.DataFrame) -> str:
         (
             f"`{row['system']}`",
             rate(row["responses_per_s"]),
-            number(row["speedup"], 2),
+            gained(row),
             number(row["staleness_mean"], 2),
             number(row["staleness_p95"], 1),
             share(row["bubble_fraction"]),
@@ -68,9 +70,14 @@ def details(summary: pd.DataFrame) -> str:
 def speedups(summary: pd.DataFrame) -> str:
     """Of all cases: throughput over the baseline's."""
     cases = list(dict.fromkeys(summary["case"]))
-    wide = summary.pivot_table(index="system", columns="case", values="speedup", sort=False)[cases]
-    rows = [(f"`{system}`", *(number(value, 2) for value in row)) for system, row in wide.iterrows()]
-    return markdown(("system", *cases), rows)
+    cells = summary.assign(gained=[gained(row) for row in summary.to_dict("records")])
+    wide = cells.pivot(index="system", columns="case", values="gained").loc[cells["system"].unique(), cases]
+    return markdown(("system", *cases), [(f"`{system}`", *row) for system, row in wide.iterrows()])
+
+
+def gained(row: Mapping[Hashable, Any]) -> str:
+    """Throughput over the baseline's, with a mark where what is put off changes by too much to compare."""
+    return number(row["speedup"], 2) + (" †" if abs(row["held_back"]) > MOST_HELD_BACK else "")
 
 
 def splits(summary: pd.DataFrame) -> str:
