@@ -54,6 +54,11 @@ class Model(Config):
         return max(sum(count * of(layer) for layer, count in stage.items()) for stage in self.stages(pp))
 
     @property
+    def blocks(self) -> int:
+        """Parts with a residual connection in all layers: attention and feed-forward count one each."""
+        return sum(count * layer.blocks for layer, count in self.groups.items())
+
+    @property
     def layer(self) -> Layer:
         """The layer that all are like; raises `ConfigError` for a model whose layers differ."""
         if len(self.groups) > 1:
