@@ -663,8 +663,8 @@ def test_a_hugging_face_config_is_a_model(tmp_path: Path, kind: str) -> None:
     overrides = {"workflow.steps": 1, "workflow.prompts": 1, "trace.cap": 64, "systems": [{"verl": {"tp": 1}}]}
     overrides |= {"seeds": 1, "baseline": "verl"}
     assert rlsim.run(tmp_path / "mine.yaml", overrides=overrides).manifest["model"]["model_type"] == kind
-    (folder / "config.json").write_text(json.dumps({"model_type": "mamba", **shape}))
-    with pytest.raises(ConfigError, match="model_type 'mamba' is not supported; one of: llama, mistral, mixtral"):
+    (folder / "config.json").write_text(json.dumps({"model_type": "dbrx", **shape}))
+    with pytest.raises(ConfigError, match="model_type 'dbrx' is not supported; one of: llama, mistral, mixtral"):
         starter("mine", folder=tmp_path, model=str(folder))
 
 

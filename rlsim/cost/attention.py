@@ -183,7 +183,7 @@ class Nothing(LayerAttention):
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:  # noqa: ARG002
         return 0.0
 
-    def decode_shape(self, batch: int, read_tokens: float) -> None:
+    def decode_shape(self, batch: int, read_tokens: float) -> None:  # noqa: ARG002
         return None
 
 

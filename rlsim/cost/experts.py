@@ -149,7 +149,9 @@ def formula_s(
     tuned = np.isin(1e6 * load.experts + width, [1e6 * experts + own for experts, own in fit.tuned])
     compute = _product_s(fit, ref, precision, load, tuned, projections * width, hidden)
     compute = compute + _product_s(fit, ref, precision, load, tuned, hidden, width)
-    memory = weight_bytes(precision, load, hidden, width, projections) / (ref.memory_bytes_per_s * fit.memory_efficiency)
+    memory = weight_bytes(precision, load, hidden, width, projections) / (
+        ref.memory_bytes_per_s * fit.memory_efficiency
+    )
     high, low = np.maximum(compute, memory), np.minimum(compute, memory)
     moved = load.rows * (fit.row_hidden_bytes * hidden + fit.row_width_bytes * width)
     moved = moved + load.selections * (fit.selection_hidden_bytes * hidden + fit.selection_width_bytes * width)

@@ -277,12 +277,12 @@ def _local(layer: Layer, strategy: TrainStrategy) -> float:
 def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[float, float]:
     """Bytes per token kept from forward to backward in one layer: (kept under `strategy.recompute`, all of a layer).
 
-    All of a layer, in elements: for each of its blocks the input of the norm and its output (2 · hidden); q, k, v and the attention
-    output (`AttentionWork.kept`: 2 · q_dim + 2 · kv_dim for grouped queries); gate, up and their product (3 · the width
-    of the MLP, or of all experts that a token passes; 2 without a gate), and a copy of the token for each of these, as
-    its expert gets it. TP divides all but the first group, sequence parallelism the first too. `selective` keeps neither
-    norm outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an eager implementation
-    keeps more. Experts get equal shares of the tokens.
+    All of a layer, in elements: for each of its blocks the input of the norm and its output (2 · hidden); q, k, v and
+    the attention output (`AttentionWork.kept`: 2 · q_dim + 2 · kv_dim for grouped queries); gate, up and their product
+    (3 · the width of the MLP, or of all experts that a token passes; 2 without a gate), and a copy of the token for
+    each of these, as its expert gets it. TP divides all but the first group, sequence parallelism the first too.
+    `selective` keeps neither norm outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an
+    eager implementation keeps more. Experts get equal shares of the tokens.
     """
     tp = strategy.tp
     outside = tp if strategy.sequence_parallel else 1

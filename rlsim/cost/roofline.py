@@ -49,12 +49,12 @@ class RooflineStep(StepCost):
     """One replica of `model` on `tp` GPUs of one NVLink domain, or of several whole ones, from a calibration's
     operators.
 
-    A layer is (or one of its two halves, where attention or feed-forward is missing): add+norm, fused QKV product, rotary embedding and KV write, attention, output product, all-reduce,
+    A layer is: add+norm, fused QKV product, rotary embedding and KV write, attention, output product, all-reduce,
     add+norm, fused gate-up product, activation, down product, all-reduce; of a mixture of experts the router, the
     products of the shared expert, and the fused kernel of the experts that some token picks, on the GPU that most
-    tokens reach. An iteration adds the embedding, a last norm, the LM head (sharded over the vocabulary, last tokens
-    only), the gather of its logits, and the host time that is not hidden. Every decode batch is taken to run from a
-    captured CUDA graph.
+    tokens reach; half of that where attention or feed-forward is missing. An iteration adds the embedding, a last norm,
+    the LM head (sharded over the vocabulary, last tokens only), the gather of its logits, and the host time that is not
+    hidden. Every decode batch is taken to run from a captured CUDA graph.
 
     `layout`: with `attention_dp` groups of GPUs each group computes all but the experts for its share of the sequences.
     Tokens then reach the experts, and come back, by an all-to-all (DeepEP's where the calibration has it) if whole
