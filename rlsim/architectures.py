@@ -191,6 +191,7 @@ _RENAMED = {
     "layers_block_type": "layer_types",  # nemotron_h
     "mtp_layers_block_type": "mtp_layer_types",
     "mamba_ssm_cache_dtype": "mamba_ssm_dtype",
+    "attention_head_dim": "head_dim",
     "mamba_n_heads": "mamba_num_heads",  # granite
     "mamba_d_head": "mamba_head_dim",
     "mamba_d_state": "ssm_state_size",
@@ -386,7 +387,8 @@ def _mixers(kind: str, data: dict[str, Any]) -> None:
     """The kinds of layers of families with Mamba-2, and the sizes that follow from others."""
     layers = data.get("num_hidden_layers")
     pattern = data.pop("hybrid_override_pattern", [_MAMBA] * layers if isinstance(layers, int) else [])
-    following = data.pop("mtp_hybrid_override_pattern", [])
+    predicted = kind == "nemotron_h" and data.get("num_nextn_predict_layers")
+    following = data.pop("mtp_hybrid_override_pattern", "*E" if predicted else [])
     for key, value in (("layer_types", pattern), ("mtp_layer_types", following)):
         found = data.setdefault(key, value)
         if isinstance(found, str | list | tuple):
@@ -414,6 +416,9 @@ def _experts(kind: str, data: dict[str, Any]) -> None:
         data.setdefault("intermediate_size", width)  # it has no dense layers
     if kind == "granitemoehybrid" and not data.get("num_experts"):
         data["intermediate_size"] = data.get("shared_expert_intermediate_size", 1024)
+    parts = data.pop("mlp_layer_types", None)  # what transformers 5 writes in the place of first_k_dense_replace
+    if isinstance(parts, list | tuple):
+        data["mlp_only_layers"] = tuple(index for index, part in enumerate(parts) if part != "sparse")
     last, layers = data.pop("moe_layer_end_index", -1), data.get("num_hidden_layers")
     if kind == "ernie4_5_moe" and isinstance(last, int) and isinstance(layers, int) and last >= 0:
         data.setdefault("mlp_only_layers", tuple(range(last + 1, min(layers, MOST_LAYERS))))

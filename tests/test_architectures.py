@@ -461,6 +461,8 @@ def test_words_of_families(tmp_path: Path) -> None:
     windows = read(tmp_path, model_type="exaone4", sliding_window=8, sliding_window_pattern="LG")
     assert windows.layer_types == ("sliding_attention", "full_attention") * 2
     assert read(tmp_path, model_type="exaone4", sliding_window=None).layer_types == ("full_attention",) * 4
+    mixed = {"model_type": "glm4_moe", **EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}
+    assert [bool(layer.expert_weights()) for layer in read(tmp_path, **mixed).layers] == [False, True, True, False]
     dense = read(tmp_path, model_type="granitemoehybrid", num_local_experts=0, shared_intermediate_size=96,
                  mamba_n_heads=4, layer_types=["mamba", "attention"] * 2)  # fmt: skip
     assert dense.layers[0].mlp.widths == (96,)
@@ -564,6 +566,40 @@ def test_training_of_layers_that_are_one_part() -> None:
         assert forward_flops(shape, [100]) == pytest.approx(100 * flops + 4 * 2048 * 100 * 101 / 2)
         cost = TrainCost(shape, H100, NoTime(), TrainStrategy(dp=8, zero_stage=3), TrainEfficiency(flop=0.5))
         assert cost.train_s([500] * 16).total_s > 3 * 1000 * flops / H100.gpu.bf16_flop_per_s
+
+
+def test_bytes_of_training_layers_that_are_one_part() -> None:
+    tokens, efficiency = 512, TrainEfficiency(flop=1.0, attention=1.0, memory=1.0)
+    bandwidth = H100.gpu.memory_bytes_per_s
+    bytes_alone = H100.model_copy(update={"gpu": H100.gpu.model_copy(update={"bf16_flop_per_s": 1e30})})
+
+    def forward_bytes(kind: str) -> float:
+        cost = TrainCost(parts_of(kind), bytes_alone, NoTime(), TrainStrategy(), efficiency)
+        return cost.forward_s([tokens]).compute_s * bandwidth
+
+    norm_and_addition = (2 + 3) * 1024
+    rotary, dense = 2 * (16 + 4) * 128, 2 * 4096  # up is read, its square written
+    inner, convolved = 32 * 64, 32 * 64 + 2 * 8 * 128
+    head = tokens * 32000 * 16
+    for kind, own in (("*", rotary), ("-", dense), ("M", 2 * convolved + 3 * inner)):
+        weights = 2 * sum(layer.parameters for layer in parts_of(kind).layers)
+        expected = weights + 2 * tokens * (5 * norm_and_addition + rotary + 4 * own) + head
+        assert forward_bytes(kind) == pytest.approx(expected, rel=1e-6)
+
+
+def test_communication_of_training_layers_that_are_one_part() -> None:
+    class OneSecond:
+        def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+            return 1.0 if op in ("all_gather", "reduce_scatter", "all_to_all") else 0.0
+
+    def talk_s(kind: str, **words: Any) -> float:
+        strategy = TrainStrategy(dp=2, tp=2, sequence_parallel=True, zero_stage=0, ep=2 if kind == "E" else 1)
+        cost = TrainCost(parts_of(kind, **words), H100, OneSecond(), strategy, TrainEfficiency(flop=0.5))
+        return cost.forward_s([512, 512]).communication_s
+
+    assert talk_s("-") == 5 * 2  # each layer gathers and scatters once
+    assert talk_s("E", n_shared_experts=0) == 2 + 4 * 2  # experts alone: two all-to-alls
+    assert talk_s("E", moe_shared_expert_intermediate_size=512) == 2 + 4 * (2 + 2)
 
 
 def test_what_no_table_has_is_named() -> None:
