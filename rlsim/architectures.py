@@ -13,9 +13,23 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from rlsim.layers import Attention, Dense, Experts, FullAttention, LatentAttention, Layer, LinearAttention
+from rlsim.errors import shown
+from rlsim.layers import (
+    Attention,
+    Dense,
+    Experts,
+    FeedForward,
+    FullAttention,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+    Mamba2,
+    NoAttention,
+    NoFeedForward,
+)
 from rlsim.precision import KvPrecision, Precision
 from rlsim.schema import Name, Schema
+from rlsim.unsupported import FEATURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,37 +37,51 @@ class Family:
     """What a family's modelling code has beyond RMS norms, rotary embedding, gated MLPs and grouped-query attention.
 
     `qkv_bias`: on q, k and v, whatever `attention_bias` says; `o_bias`: `attention_bias` is of o, too. `norms`: RMS
-    norms over the hidden state in a layer. `latent`: its attention is MLA. The rest as in `FullAttention` and
-    `Experts`. `defaults`: of words that published configurations leave out.
+    norms over the hidden state in a layer. `latent`: its attention is MLA. `experts`: whether it has any; None: as
+    `num_experts` says. `one_part`: a layer is attention or a feed-forward, as `layer_types` says. `narrow`: what it
+    calls `intermediate_size` is the width of an expert. `state`: the kind of its layers that keep one in the place of a
+    KV cache. `gated_mlp`: its MLPs, and experts, have a gate. The rest as in `FullAttention` and `Experts`. `defaults`:
+    of words that published configurations leave out.
     """
 
     qkv_bias: bool = False
     o_bias: bool = True
     latent: bool = False
     head_norms: bool = False
+    whole_norms: bool = False
     gated: bool = False
     sinks: bool = False
     norms: int = 2
-    experts: bool = False
+    one_part: bool = False
+    state: str = ""
+    gated_mlp: bool = True
+    experts: bool | None = False
+    narrow: bool = False
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def kinds(self) -> set[str]:
+        """What its `layer_types` may be."""
+        return {_FULL, *WINDOWED, self.state, *((_MLP, _MOE) if self.one_part else ())}
 
+
+_GRANITE_MOE = Family(experts=True, narrow=True)
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
 
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(),
-    "mixtral": Family(experts=True),
+    "mixtral": Family(experts=True, narrow=True),
     "qwen2": Family(qkv_bias=True, o_bias=False),
     "qwen2_moe": Family(qkv_bias=True, o_bias=False, experts=True, shared_gate=True),
     "qwen3": Family(head_norms=True),
     "qwen3_moe": Family(head_norms=True, experts=True),
-    "qwen3_next": Family(head_norms=True, gated=True, experts=True, shared_gate=True),
-    "qwen3_5": Family(head_norms=True, gated=True),
-    "qwen3_5_moe": Family(head_norms=True, gated=True, experts=True, shared_gate=True),
+    "qwen3_next": Family(head_norms=True, gated=True, state="linear_attention", experts=True, shared_gate=True),
+    "qwen3_5": Family(head_norms=True, gated=True, state="linear_attention"),
+    "qwen3_5_moe": Family(head_norms=True, gated=True, state="linear_attention", experts=True, shared_gate=True),
     "phi3": Family(),
     "granite": Family(),
     "seed_oss": Family(o_bias=False),
@@ -63,7 +91,14 @@ FAMILIES = {
     "kimi_k2": Family(latent=True, experts=True, router_bias=True),
     "glm4": Family(qkv_bias=True, o_bias=False, norms=4),
     "glm4_moe": Family(o_bias=False, experts=True, router_bias=True),
-    "gpt_oss": Family(sinks=True, experts=True, router_bias=True, expert_bias=True, defaults={"attention_bias": True}),
+    "gpt_oss": Family(
+        sinks=True,
+        experts=True,
+        narrow=True,
+        router_bias=True,
+        expert_bias=True,
+        defaults={"attention_bias": True},
+    ),
     "glm4_moe_lite": Family(latent=True, experts=True, router_bias=True),
     "hy_v3": Family(head_norms=True, experts=True, router_bias=True, defaults={"first_k_dense_replace": 1}),
     "gemma": Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
@@ -79,13 +114,59 @@ FAMILIES = {
             "max_position_embeddings": 131_072,
         },
     ),
-    "llama4": Family(experts=True, defaults={"sliding_window": 8192, "head_dim": 128}),
+    "llama4": Family(experts=True, narrow=True, defaults={"sliding_window": 8192, "head_dim": 128}),
+    "mimo": Family(qkv_bias=True, o_bias=False),
+    "olmo2": Family(whole_norms=True),
+    "olmo3": Family(whole_norms=True, defaults={"sliding_window": 4096}),
+    "olmoe": Family(whole_norms=True, experts=True, narrow=True),
+    "exaone4": Family(head_norms=True, defaults={"sliding_window": 4096}),
+    "ernie4_5": Family(defaults={"tie_word_embeddings": True}),
+    "ernie4_5_moe": Family(
+        experts=True, router_bias=True, defaults={"tie_word_embeddings": True, "first_k_dense_replace": 1}
+    ),
+    "minimax_m2": Family(whole_norms=True, experts=True, narrow=True, router_bias=True),
+    "glm4v_moe": Family(
+        o_bias=False,
+        experts=True,
+        router_bias=True,
+        defaults={"attention_bias": True, "first_k_dense_replace": 1},
+    ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
+    "granitemoehybrid": Family(
+        state="mamba",
+        experts=None,
+        narrow=True,
+        defaults={"ssm_state_size": 256, "mamba_num_heads": 128, "n_groups": 1, "conv_kernel": 4, "chunk_size": 256},
+    ),
+    "nemotron_h": Family(
+        norms=1,
+        one_part=True,
+        state="mamba",
+        gated_mlp=False,
+        experts=None,
+        router_bias=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 21_504,
+            "ssm_state_size": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "chunk_size": 128,
+            "mamba_ssm_dtype": "float32",
+            "n_shared_experts": 1,
+        },
+    ),
 }
 
 #: The text part of a multimodal model, by its own `model_type` or the whole model's, and the family that it is of.
 TEXT_PARTS = {
     "gemma3_text": "gemma3",
     "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4v_moe",
     "llama4_text": "llama4",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -101,12 +182,34 @@ _RENAMED = {
     "num_local_experts": "num_experts",  # mixtral, gpt_oss, llama4
     "n_routed_experts": "num_experts",  # deepseek, glm
     "num_shared_experts": "n_shared_experts",  # hy_v3
+    "moe_num_experts": "num_experts",  # ernie
+    "moe_num_shared_experts": "n_shared_experts",
+    "moe_k": "num_experts_per_tok",
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_layer_interval": "decoder_sparse_step",
+    "shared_intermediate_size": "shared_expert_intermediate_size",  # granite
+    "layers_block_type": "layer_types",  # nemotron_h
+    "mtp_layers_block_type": "mtp_layer_types",
+    "mamba_ssm_cache_dtype": "mamba_ssm_dtype",
+    "attention_head_dim": "head_dim",
+    "mamba_n_heads": "mamba_num_heads",  # granite
+    "mamba_d_head": "mamba_head_dim",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_chunk_size": "chunk_size",
     "interleave_moe_layer_step": "decoder_sparse_step",  # llama4
     "attention_chunk_size": "sliding_window",
     "mtp_num_hidden_layers": "num_nextn_predict_layers",
 }
-LayerType = Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]
-_FULL, _SLIDING, _CHUNKED, _LINEAR = get_args(LayerType)
+LayerType = Literal[
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "mamba", "mlp", "moe"
+]
+_FULL, _SLIDING, _CHUNKED, _LINEAR, _MAMBA, _MLP, _MOE = get_args(LayerType)
+#: Layers with a window of tokens, and layers that cache no token.
+WINDOWED, UNCACHED = (_SLIDING, _CHUNKED), (_LINEAR, _MAMBA, _MLP, _MOE)
+#: What nemotron_h and granitemoehybrid call kinds of layers, in a pattern or by name.
+_KINDS = {"M": _MAMBA, "*": _FULL, "-": _MLP, "E": _MOE, "attention": _FULL, "linear_attention": _MAMBA}
 
 #: Layers that a model may have.
 MOST_LAYERS = 10_000
@@ -121,6 +224,7 @@ _LINEAR_SIZES: tuple[str, ...] = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+_MAMBA_SIZES = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "chunk_size")
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -165,7 +269,11 @@ class Config(Schema):
     attention_bias: bool = Field(default=False, description="biases on q, k, v and o (qwen2: always on q, k, v only)")
     use_qk_norm: bool = Field(default=False, description="glm4_moe: a norm on each query and key head")
     layer_types: tuple[LayerType, ...] = Field(
-        default=(), description="the attention of every layer; none: full_attention"
+        default=(),
+        description="the attention of every layer; none: full_attention. nemotron_h: the one part of every layer",
+    )
+    mtp_layer_types: tuple[LayerType, ...] = Field(
+        default=(), description="nemotron_h: the layers of each layer for multi-token prediction"
     )
     sliding_window: int | None = Field(default=None, gt=0, description="tokens of a window, or of a chunk (llama4)")
     q_lora_rank: int | None = Field(default=None, gt=0, le=1_000_000, description="latent attention: of the queries")
@@ -178,8 +286,14 @@ class Config(Schema):
     linear_key_head_dim: int = Field(default=0, ge=0, le=100_000)
     linear_value_head_dim: int = Field(default=0, ge=0, le=100_000)
     linear_conv_kernel_dim: int = Field(default=0, ge=0, le=1000)
+    mamba_num_heads: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: heads and their size")
+    mamba_head_dim: int = Field(default=0, ge=0, le=100_000)
+    n_groups: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: groups of heads")
+    ssm_state_size: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: numbers kept for each channel")
+    conv_kernel: int = Field(default=0, ge=0, le=1000, description="Mamba-2: taps of its convolution")
+    chunk_size: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: tokens of a chunk of a prompt")
     mamba_ssm_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
-        default=None, description="type of the state of linear attention; none: the model's"
+        default=None, description="type of the state of linear attention and Mamba-2; none: the model's"
     )
 
     intermediate_size: int = Field(gt=0, le=10_000_000, description="width of the dense MLP")
@@ -189,6 +303,9 @@ class Config(Schema):
     moe_intermediate_size: int = Field(default=0, ge=0, le=10_000_000, description="width of one expert")
     shared_expert_intermediate_size: int = Field(
         default=0, ge=0, le=10_000_000, description="width of the expert that every token passes"
+    )
+    moe_latent_size: int = Field(
+        default=0, ge=0, le=1_000_000, description="nemotron_h: width of a token for its experts; 0: hidden_size"
     )
     first_k_dense_replace: int = Field(default=0, ge=0, le=MOST_LAYERS, description="first layers without experts")
     moe_layer_freq: int = Field(default=1, gt=0, le=MOST_LAYERS, description="layers 0, n, 2n, … have experts")
@@ -209,7 +326,9 @@ class Config(Schema):
             raise ValueError(unsupported(self.model_type))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-        if FAMILIES[self.model_type].experts != bool(self.num_experts):
+        family = FAMILIES[self.model_type]
+        experts = _MOE in self.layer_types if family.one_part else family.experts
+        if experts is not None and experts != bool(self.num_experts):
             raise ValueError(f"model_type {self.model_type!r} does not go with num_experts {self.num_experts}")
         if self.num_experts and not (0 < self.num_experts_per_tok <= self.num_experts and self.moe_intermediate_size):
             raise ValueError("experts need moe_intermediate_size and num_experts_per_tok, at most num_experts")
@@ -217,10 +336,15 @@ class Config(Schema):
             raise ValueError(
                 f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}"
             )
-        if {_SLIDING, _CHUNKED} & set(self.layer_types) and not self.sliding_window:
+        if set(WINDOWED) & set(self.layer_types) and not self.sliding_window:
             raise ValueError("layers with a window need sliding_window")
+        if strange := set(self.layer_types + self.mtp_layer_types) - family.kinds:
+            raise ValueError(f"{self.model_type} has no layers of {', '.join(sorted(strange))}")
+        if self.layer_types and set(self.layer_types) <= set(UNCACHED):
+            raise ValueError("models without any layer that has a KV cache are not supported")
         needed = _LINEAR_SIZES if _LINEAR in self.layer_types else ()
-        needed += _LATENT_SIZES if FAMILIES[self.model_type].latent else ()
+        needed += _MAMBA_SIZES if _MAMBA in self.layer_types else ()
+        needed += _LATENT_SIZES if family.latent else ()
         if missing := [name for name in needed if not getattr(self, name)]:
             raise ValueError(f"the attention of {self.model_type} needs {', '.join(missing)}")
         return self
@@ -228,7 +352,10 @@ class Config(Schema):
 
 def unsupported(model_type: object) -> str:
     """What to say of a `model_type` that no family has."""
-    return f"model_type {model_type!r} is not supported; one of: {', '.join(MODEL_TYPES)}"
+    said = f"model_type {shown(model_type)} is not supported"
+    if isinstance(model_type, str) and model_type in FEATURES:
+        return f"{said}: {FEATURES[model_type]}"
+    return f"{said}; one of: {', '.join(MODEL_TYPES)}"
 
 
 def family_name(model_type: Any) -> Any:
@@ -247,14 +374,37 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     data.setdefault("num_key_value_heads", heads)
     if isinstance(heads, int) and heads and isinstance(hidden, int):
         data.setdefault("head_dim", hidden // heads)
+    if kind in ("ernie4_5", "ernie4_5_moe") and data.pop("use_bias", False):
+        data |= {"attention_bias": True, "mlp_bias": True}
+    if kind in ("nemotron_h", "granitemoehybrid"):
+        _mixers(kind, data)
     _experts(kind, data)
     _attention_kinds(kind, data)
     return data
 
 
+def _mixers(kind: str, data: dict[str, Any]) -> None:
+    """The kinds of layers of families with Mamba-2, and the sizes that follow from others."""
+    layers = data.get("num_hidden_layers")
+    pattern = data.pop("hybrid_override_pattern", [_MAMBA] * layers if isinstance(layers, int) else [])
+    predicted = kind == "nemotron_h" and data.get("num_nextn_predict_layers")
+    following = data.pop("mtp_hybrid_override_pattern", "*E" if predicted else [])
+    for key, value in (("layer_types", pattern), ("mtp_layer_types", following)):
+        found = data.setdefault(key, value)
+        if isinstance(found, str | list | tuple):
+            data[key] = tuple(_KINDS.get(one, one) if isinstance(one, str) else one for one in found)
+    if kind == "nemotron_h":
+        data.setdefault("num_hidden_layers", len(data["layer_types"]))
+        if _MOE not in data["layer_types"]:
+            data.pop("num_experts", None)
+    inner, heads = data.pop("mamba_expand", 2), data.get("mamba_num_heads")
+    if data.get("mamba_head_dim", "auto") == "auto" and isinstance(heads, int) and heads:
+        data["mamba_head_dim"] = inner * data.get("hidden_size", 0) // heads
+
+
 def _experts(kind: str, data: dict[str, Any]) -> None:
     """Widths of experts: some families call that of an expert `intermediate_size`."""
-    if kind in ("mixtral", "gpt_oss", "llama4"):
+    if FAMILIES[kind].narrow:
         dense = data.pop("intermediate_size_mlp", data.get("intermediate_size"))
         if "intermediate_size" in data:
             data.setdefault("moe_intermediate_size", data["intermediate_size"])
@@ -264,6 +414,15 @@ def _experts(kind: str, data: dict[str, Any]) -> None:
     shared, width = data.pop("n_shared_experts", 0), data.get("moe_intermediate_size", 0)
     if kind == "qwen3_5_moe":
         data.setdefault("intermediate_size", width)  # it has no dense layers
+    if kind == "granitemoehybrid" and not data.get("num_experts"):
+        data["intermediate_size"] = data.get("shared_expert_intermediate_size", 1024)
+    parts = data.pop("mlp_layer_types", None)  # what transformers 5 writes in the place of first_k_dense_replace
+    if isinstance(parts, list | tuple):
+        data["mlp_only_layers"] = tuple(index for index, part in enumerate(parts) if part != "sparse")
+    last, layers = data.pop("moe_layer_end_index", -1), data.get("num_hidden_layers")
+    if kind == "ernie4_5_moe" and isinstance(last, int) and isinstance(layers, int) and last >= 0:
+        data.setdefault("mlp_only_layers", tuple(range(last + 1, min(layers, MOST_LAYERS))))
+    width = data.pop("moe_shared_expert_intermediate_size", width)
     if isinstance(shared, int) and isinstance(width, int) and shared:
         data.setdefault("shared_expert_intermediate_size", shared * width)
 
@@ -273,7 +432,8 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
     layers: Any = data.get("num_hidden_layers")
     window = data.get("sliding_window")
     asked, first = data.pop("use_sliding_window", False), data.pop("max_window_layers", 0)
-    every = data.pop("sliding_window_pattern", 6)
+    every = data.pop("sliding_window_pattern", 4 if kind == "exaone4" else 6)
+    every = len(every) if isinstance(every, str) and set(every[:-1]) == {"L"} and every[-1] == "G" else every
     interval = data.pop("full_attention_interval", 4)
     roped, spaced = data.pop("no_rope_layers", None), data.pop("no_rope_layer_interval", 4)
     if not all(isinstance(count, int) and 0 < count <= MOST_LAYERS for count in (layers, every, interval, spaced)):
@@ -293,6 +453,10 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
             types = [_SLIDING if number % 2 else _FULL for number in numbers]
         case "gemma3":
             types = [_SLIDING if number % every else _FULL for number in numbers]
+        case "exaone4":
+            types = [_SLIDING if window and number % every else _FULL for number in numbers]
+        case "olmo3":
+            types = [_SLIDING if number % 4 else _FULL for number in numbers]
         case "llama4":
             plain = [number % spaced for number in numbers]
             rotary = roped if isinstance(roped, list | tuple) and roped else plain
@@ -305,18 +469,42 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
     named = {one for one in found if isinstance(one, str)}
     if not types and all(one == _FULL for one in found):
         del data["layer_types"]  # all alike, however many there are
-    if not named & {_SLIDING, _CHUNKED}:
+    if not named & set(WINDOWED):
         data.pop("sliding_window", None)
 
 
 @lru_cache(maxsize=512)
 def layers_of(config: Config) -> tuple[Layer, ...]:
     """The layers of a model, first to last."""
-    family = FAMILIES[config.model_type]
     kinds = config.layer_types or (_FULL,) * config.num_hidden_layers
-    attention = {kind: _attention(config, family, kind) for kind in dict.fromkeys(kinds)}
-    dense = Dense(width=config.intermediate_size, bias=config.mlp_bias)
-    experts = Experts(
+    made = {
+        key: _layer(config, *key)
+        for key in dict.fromkeys((kind, _has_experts(config, i)) for i, kind in enumerate(kinds))
+    }
+    return tuple(made[kind, _has_experts(config, index)] for index, kind in enumerate(kinds))
+
+
+@lru_cache(maxsize=512)
+def following_layers_of(config: Config) -> tuple[Layer, ...]:
+    """The layers of each of a model's layers for multi-token prediction: one like its last, if it says nothing."""
+    return tuple(_layer(config, kind, kind == _MOE) for kind in config.mtp_layer_types) or layers_of(config)[-1:]
+
+
+def _layer(config: Config, kind: LayerType, experts: bool) -> Layer:
+    family = FAMILIES[config.model_type]
+    alone = family.one_part and kind not in (_MLP, _MOE)
+    return Layer(
+        hidden=config.hidden_size,
+        attention=_attention(config, family, kind),
+        mlp=NoFeedForward() if alone else _feed_forward(config, family, experts or kind == _MOE),
+        norms=family.norms,
+    )
+
+
+def _feed_forward(config: Config, family: Family, experts: bool) -> FeedForward:
+    if not experts:
+        return Dense(width=config.intermediate_size, bias=config.mlp_bias, gated=family.gated_mlp)
+    return Experts(
         experts=config.num_experts,
         active=config.num_experts_per_tok,
         width=config.moe_intermediate_size,
@@ -324,19 +512,25 @@ def layers_of(config: Config) -> tuple[Layer, ...]:
         shared_gate=family.shared_gate,
         router_bias=family.router_bias,
         bias=family.expert_bias,
+        gated=family.gated_mlp,
+        latent_width=config.moe_latent_size,
     )
-    return tuple(
-        Layer(
-            hidden=config.hidden_size,
-            attention=attention[kind],
-            mlp=experts if _has_experts(config, index) else dense,
-            norms=family.norms,
+
+
+def _attention(config: Config, family: Family, kind: LayerType) -> Attention:
+    if kind in (_MLP, _MOE):
+        return NoAttention()
+    state_scale = 4 / config.dtype_bytes if config.mamba_ssm_dtype == "float32" else 1
+    if kind == _MAMBA:
+        return Mamba2(
+            heads=config.mamba_num_heads,
+            head_dim=config.mamba_head_dim,
+            groups=config.n_groups,
+            state_dim=config.ssm_state_size,
+            chunk_tokens=config.chunk_size,
+            kernel=config.conv_kernel,
+            state_scale=state_scale,
         )
-        for index, kind in enumerate(kinds)
-    )
-
-
-def _attention(config: Config, family: Family, kind: str) -> Attention:
     if kind == _LINEAR:
         return LinearAttention(
             key_heads=config.linear_num_key_heads,
@@ -344,7 +538,7 @@ def _attention(config: Config, family: Family, kind: str) -> Attention:
             key_dim=config.linear_key_head_dim,
             value_dim=config.linear_value_head_dim,
             kernel=config.linear_conv_kernel_dim,
-            state_scale=4 / config.dtype_bytes if config.mamba_ssm_dtype == "float32" else 1,
+            state_scale=state_scale,
         )
     if family.latent and config.kv_lora_rank:
         return LatentAttention(
@@ -365,6 +559,7 @@ def _attention(config: Config, family: Family, kind: str) -> Attention:
         qkv_bias=family.qkv_bias or config.attention_bias,
         o_bias=family.o_bias and config.attention_bias,
         head_norms=family.head_norms or (config.model_type == "glm4_moe" and config.use_qk_norm),
+        whole_norms=family.whole_norms,
         gated=family.gated,
         sinks=family.sinks,
     )

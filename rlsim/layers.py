@@ -1,4 +1,7 @@
-"""Layers of a transformer: a kind of attention and a kind of feed-forward, with their weights and what they cache.
+"""Layers of a language model: a kind of attention and a kind of feed-forward, with their weights and what they cache.
+
+Either part may be missing: a layer of nemotron_h is one of the two (`NoAttention`, `NoFeedForward`). What stands in the
+place of attention and keeps a state in the place of a KV cache is a kind of attention too (`Recurrent`).
 
 Every quantity is that of one GPU under tensor parallelism of degree `tp`, which cuts heads and widths and replicates
 what has neither (norms, routers, the latent projections); degree 1 gives the whole. Formulas are sums over the tensors
@@ -33,6 +36,8 @@ class Attention(ABC):
     """What a layer must say about its attention; `kv_heads` are heads that cache keys and values."""
 
     kv_heads: int
+    #: Blocks that it is: each has a residual connection, and an all-reduce under TP.
+    blocks: int = 1
     #: Whether the tokens that a query sees are those of its own chunk of `window_tokens`, not the last ones.
     chunked: bool = False
 
@@ -67,7 +72,7 @@ class Attention(ABC):
     @property
     @abstractmethod
     def split(self) -> dict[str, int]:
-        """What TP must divide, by name."""
+        """What TP must divide, by name; it may be a multiple of those in `REPLICATED`."""
 
     @property
     @abstractmethod
@@ -83,8 +88,36 @@ class Attention(ABC):
         return self.kv_heads_per_gpu(tp) * self.head_elements
 
 
+#: What each GPU has a copy of where there are fewer than GPUs.
+REPLICATED = ("KV heads", "groups")
+
+
 def _weights(linears: tuple[Linear, ...]) -> int:
     return sum(linear.weights for linear in linears)
+
+
+@dataclass(frozen=True)
+class NoAttention(Attention):
+    """That of a layer which is a feed-forward alone."""
+
+    kv_heads = 0
+    blocks = 0
+    head_elements = 0
+    tensors = 0
+
+    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:  # noqa: ARG002
+        return ()
+
+    def parameters(self, hidden: int, tp: int) -> int:  # noqa: ARG002
+        return 0
+
+    @property
+    def split(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        return ("layers without attention",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +125,8 @@ class FullAttention(Attention):
     """Grouped-query attention (Ainslie et al. 2023) over all tokens before, or over the last `window_tokens`.
 
     `chunked`: not over the last tokens, but over those of the same chunk of `window_tokens` (llama4). `head_norms`: an
-    RMS norm over each query and key head (qwen3). `gated`: the queries' projection also gives a gate of the output
+    RMS norm over each query and key head (qwen3). `whole_norms`: one over all query heads together and one over all key
+    heads (olmo2). `gated`: the queries' projection also gives a gate of the output
     (qwen3_next). `sinks`: a learned logit per head that takes attention from the tokens (gpt_oss).
     """
 
@@ -104,6 +138,7 @@ class FullAttention(Attention):
     qkv_bias: bool = False
     o_bias: bool = False
     head_norms: bool = False
+    whole_norms: bool = False
     gated: bool = False
     sinks: bool = False
 
@@ -125,7 +160,9 @@ class FullAttention(Attention):
 
     def parameters(self, hidden: int, tp: int) -> int:
         biases = self.qkv_bias * self._qkv_dim(tp) + self.o_bias * hidden
-        small = biases + self.head_norms * 2 * self.head_dim + self.sinks * (self.heads // tp)
+        norms = self.head_norms * 2 * self.head_dim
+        norms += self.whole_norms * (self.q_dim // tp + self.kv_heads_per_gpu(tp) * self.head_dim)
+        small = biases + norms + self.sinks * (self.heads // tp)
         return _weights(self.linears(hidden, tp)) + small
 
     @property
@@ -135,7 +172,8 @@ class FullAttention(Attention):
 
     @property
     def tensors(self) -> int:
-        return 4 + 3 * self.qkv_bias + self.o_bias + 2 * self.head_norms + self.sinks
+        norms = 2 * (self.head_norms or self.whole_norms)
+        return 4 + 3 * self.qkv_bias + self.o_bias + norms + self.sinks
 
     @property
     def split(self) -> dict[str, int]:
@@ -208,18 +246,47 @@ class LatentAttention(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearAttention(Attention):
-    """A gated delta net (Yang et al. 2024; qwen3_next): a state of constant size in the place of a KV cache."""
+class Recurrent(Attention):
+    """A state of constant size in the place of a KV cache, behind a convolution over the last `kernel` tokens."""
+
+    kernel: int
+    state_scale: float = 1  # bytes of a number of the state over those of the model's type
+
+    kv_heads = 0
+    head_elements = 0
+
+    @property
+    @abstractmethod
+    def state(self) -> int:
+        """Numbers of the state of all heads."""
+
+    @property
+    @abstractmethod
+    def convolved(self) -> int:
+        """Channels of the convolution."""
+
+    @property
+    @abstractmethod
+    def inner(self) -> int:
+        """Width of the output before its projection."""
+
+    @property
+    def state_elements(self) -> float:
+        """The state, and the last kernel − 1 inputs of the convolution.
+
+        As vLLM keeps them: `gated_delta_net_state_shape`, `mamba2_state_shape` and the types of its `mamba_utils.py`.
+        """
+        return self.state * self.state_scale + (self.kernel - 1) * self.convolved
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttention(Recurrent):
+    """A gated delta net (Yang et al. 2024; qwen3_next)."""
 
     key_heads: int
     value_heads: int
     key_dim: int  # of one head
     value_dim: int
-    kernel: int  # taps of the convolution over the last tokens' queries, keys and values
-    state_scale: float = 1  # bytes of a number of the state over those of the model's type
-
-    kv_heads = 0
-    head_elements = 0
 
     def _widths(self, tp: int) -> tuple[int, int]:
         return self.key_heads // tp * self.key_dim, self.value_heads // tp * self.value_dim
@@ -235,14 +302,18 @@ class LinearAttention(Attention):
         return _weights(self.linears(hidden, tp)) + small
 
     @property
-    def state_elements(self) -> float:
-        """The state of every value head, key_dim × value_dim, and the last kernel − 1 inputs of the convolution.
+    def state(self) -> int:
+        """key_dim × value_dim of every value head."""
+        return self.value_heads * self.key_dim * self.value_dim
 
-        As vLLM keeps them: `gated_delta_net_state_shape` and `gated_delta_net_state_dtype` of its `mamba_utils.py`.
-        """
-        key, value = self._widths(1)
-        state = self.value_heads * self.key_dim * self.value_dim * self.state_scale
-        return state + (self.kernel - 1) * (2 * key + value)
+    @property
+    def convolved(self) -> int:
+        """Queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.inner
+
+    @property
+    def inner(self) -> int:
+        return self.value_heads * self.value_dim
 
     @property
     def tensors(self) -> int:
@@ -258,45 +329,165 @@ class LinearAttention(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense:
-    """A gated MLP."""
+class Mamba2(Recurrent):
+    """A state-space mixer (Dao and Gu 2024, "Transformers are SSMs"; nemotron_h).
+
+    Heads of `head_dim` channels keep `state_dim` numbers for each; those of a group share what writes and reads them.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    chunk_tokens: int  # of a chunk in which prompts and training go through
+
+    def _convolved(self, tp: int) -> int:
+        """With as many groups on a GPU as its heads need (vLLM: `extra_groups_for_head_shards`)."""
+        return self.heads // tp * self.head_dim + 2 * max(self.groups // tp, 1) * self.state_dim
+
+    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
+        heads = self.heads // tp
+        into = heads * self.head_dim + self._convolved(tp) + heads  # gate, what is convolved, time steps
+        return Linear("in", into, hidden), Linear("o", hidden, heads * self.head_dim)
+
+    def parameters(self, hidden: int, tp: int) -> int:
+        """With taps and bias of the convolution, three numbers a head (A, D, dt_bias) and the norm of the output."""
+        heads = self.heads // tp
+        small = (self.kernel + 1) * self._convolved(tp) + 3 * heads + heads * self.head_dim
+        return _weights(self.linears(hidden, tp)) + small
+
+    @property
+    def state(self) -> int:
+        return self.inner * self.state_dim
+
+    @property
+    def convolved(self) -> int:
+        return self._convolved(1)
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def tensors(self) -> int:
+        return 8
+
+    @property
+    def split(self) -> dict[str, int]:
+        return {"Mamba heads": self.heads, "groups": self.groups}
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        return ("state-space layers (Mamba-2)",)
+
+
+class FeedForward(ABC):
+    """What a layer must say about its feed-forward part."""
+
+    blocks: int = 1
+    #: Whether a gate is multiplied with what goes in: a third matrix (SwiGLU, Shazeer 2020).
+    gated: bool = True
+
+    @property
+    def projections(self) -> int:
+        """Matrices from the hidden state to the width."""
+        return 1 + self.gated
+
+    @abstractmethod
+    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
+        """The matrix multiplications that every token takes part in, in order."""
+
+    @abstractmethod
+    def parameters(self, hidden: int, tp: int = 1) -> int:
+        """Weights on one GPU."""
+
+    def grouped_weights(self, hidden: int, tp: int = 1) -> int:  # noqa: ARG002
+        """Weights of all experts' matrices on one GPU."""
+        return 0
+
+    def routed_weights(self, hidden: int) -> int:  # noqa: ARG002
+        """Those of the experts that one token is routed to."""
+        return 0
+
+    def idle_parameters(self, hidden: int) -> int:  # noqa: ARG002
+        """Weights and biases of the experts that a token is not routed to."""
+        return 0
+
+    @property
+    @abstractmethod
+    def active_width(self) -> int:
+        """Width that one token passes."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> int:
+        """Weights and biases by name, those of every expert apart."""
+
+    @property
+    def stacked_tensors(self) -> int:
+        """The same where a layer's experts are stacked."""
+        return self.tensors
+
+    @property
+    @abstractmethod
+    def widths(self) -> tuple[int, ...]:
+        """What TP must divide."""
+
+
+@dataclass(frozen=True)
+class NoFeedForward(FeedForward):
+    """That of a layer which is attention alone."""
+
+    blocks = 0
+    active_width = 0
+    tensors = 0
+    widths = ()
+
+    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:  # noqa: ARG002
+        return ()
+
+    def parameters(self, hidden: int, tp: int = 1) -> int:  # noqa: ARG002
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(FeedForward):
+    """An MLP; without a gate it has two matrices instead of three (nemotron_h)."""
 
     width: int
     bias: bool = False
+    gated: bool = True
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
         width = self.width // tp
-        return Linear("gate_up", 2 * width, hidden), Linear("down", hidden, width)
+        name = "gate_up" if self.gated else "up"
+        return Linear(name, self.projections * width, hidden), Linear("down", hidden, width)
 
     def parameters(self, hidden: int, tp: int = 1) -> int:
-        """Weights on one GPU."""
-        biases = self.bias * (2 * (self.width // tp) + hidden)
+        biases = self.bias * (self.projections * (self.width // tp) + hidden)
         return _weights(self.linears(hidden, tp)) + biases
 
     @property
     def active_width(self) -> int:
-        """Width that one token passes."""
         return self.width
 
     @property
     def tensors(self) -> int:
-        """Weights and biases by name."""
-        return 3 * (1 + self.bias)
-
-    stacked_tensors = tensors
+        return (self.projections + 1) * (1 + self.bias)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """What TP must divide."""
         return (self.width,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
-    """A mixture of gated MLPs of `width`: every token passes `active` of `experts`, and one of `shared_width` besides.
+class Experts(FeedForward):
+    """A mixture of MLPs of `width`: every token passes `active` of `experts`, and one of `shared_width` besides.
 
     `shared_gate`: the shared expert's output has a gate of one number per token (qwen2_moe). `router_bias`: of the
     router (gpt_oss), or what balances the load of its experts (deepseek_v3). `bias`: of every expert (gpt_oss).
+    `latent_width`: tokens are brought to it before their experts, and back after them (Nemotron 3 Super's LatentMoE,
+    on every GPU whole; the shared expert has its own input); 0: they are not.
     """
 
     experts: int
@@ -306,27 +497,42 @@ class Experts:
     shared_gate: bool = False
     router_bias: bool = False
     bias: bool = False
+    gated: bool = True
+    latent_width: int = 0
+
+    def token_width(self, hidden: int) -> int:
+        """Numbers of a token as experts take it and give it back."""
+        return self.latent_width or hidden
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
-        """The router and the shared expert; the experts themselves are grouped products."""
+        """The router, the way to the experts' latent and back, and the shared expert; the experts themselves are
+        grouped products."""
         found = [Linear("router", self.experts, hidden, quantised=False)]
+        if self.latent_width:
+            found += [Linear("latent_in", self.latent_width, hidden), Linear("latent_out", hidden, self.latent_width)]
         if self.shared_width:
-            found += Dense(width=self.shared_width).linears(hidden, tp)
+            found += Dense(width=self.shared_width, gated=self.gated).linears(hidden, tp)
         if self.shared_gate:
             found.append(Linear("shared_gate", 1, hidden, quantised=False))
         return tuple(found)
 
+    def _expert_weights(self, hidden: int, tp: int = 1) -> int:
+        return (self.projections + 1) * (self.width // tp) * self.token_width(hidden)
+
+    def _expert_biases(self, hidden: int, tp: int = 1) -> int:
+        return self.bias * (self.projections * (self.width // tp) + self.token_width(hidden))
+
     def grouped_weights(self, hidden: int, tp: int = 1) -> int:
-        """Weights of all experts' matrices on one GPU."""
-        return 3 * self.experts * (self.width // tp) * hidden
+        return self.experts * self._expert_weights(hidden, tp)
+
+    def routed_weights(self, hidden: int) -> int:
+        return self.active * self._expert_weights(hidden)
 
     def idle_parameters(self, hidden: int) -> int:
-        """Weights and biases of the experts that a token is not routed to."""
-        return (self.experts - self.active) * (3 * hidden * self.width + self.bias * (2 * self.width + hidden))
+        return (self.experts - self.active) * (self._expert_weights(hidden) + self._expert_biases(hidden))
 
     def parameters(self, hidden: int, tp: int = 1) -> int:
-        """Weights on one GPU."""
-        biases = self.experts * (self.router_bias + self.bias * (2 * (self.width // tp) + hidden))
+        biases = self.experts * (self.router_bias + self._expert_biases(hidden, tp))
         return _weights(self.linears(hidden, tp)) + self.grouped_weights(hidden, tp) + biases
 
     @property
@@ -336,17 +542,17 @@ class Experts:
 
     @property
     def tensors(self) -> int:
-        """Weights and biases by name, those of every expert apart."""
-        return self.stacked_tensors + (3 * self.experts - 2) * (1 + self.bias)
+        matrices = (self.projections + 1) * self.experts
+        return self.stacked_tensors + (matrices - 2) * (1 + self.bias)
 
     @property
     def stacked_tensors(self) -> int:
-        """The same where a layer's experts are two tensors (and two biases)."""
-        return 1 + self.router_bias + 2 * (1 + self.bias) + 3 * bool(self.shared_width) + self.shared_gate
+        """Where a layer's experts are two tensors (and two biases)."""
+        shared = (self.projections + 1) * bool(self.shared_width) + self.shared_gate
+        return 1 + self.router_bias + 2 * (1 + self.bias) + 2 * bool(self.latent_width) + shared
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """What TP must divide."""
         return (self.width, self.shared_width) if self.shared_width else (self.width,)
 
 
@@ -356,8 +562,13 @@ class Layer:
 
     hidden: int
     attention: Attention
-    mlp: Dense | Experts
+    mlp: FeedForward
     norms: int = 2
+
+    @property
+    def blocks(self) -> int:
+        """Parts with a residual connection: two, or one where attention or feed-forward is missing."""
+        return self.attention.blocks + self.mlp.blocks
 
     def linears(self, tp: int = 1) -> tuple[Linear, ...]:
         """The matrix multiplications on one GPU, in order (Megatron's column-row split); experts are not among them."""
@@ -374,7 +585,7 @@ class Layer:
 
     def expert_weights(self, tp: int = 1) -> int:
         """Those of them that are matrices of experts; 0 for a dense layer."""
-        return self.mlp.grouped_weights(self.hidden, tp) if isinstance(self.mlp, Experts) else 0
+        return self.mlp.grouped_weights(self.hidden, tp)
 
     @property
     def parameters(self) -> int:
@@ -384,16 +595,12 @@ class Layer:
     @property
     def active_parameters(self) -> int:
         """Weights that one token passes: without those of the experts that it is not routed to."""
-        idle = self.mlp.idle_parameters(self.hidden) if isinstance(self.mlp, Experts) else 0
-        return self.parameters - idle
+        return self.parameters - self.mlp.idle_parameters(self.hidden)
 
     @property
     def active_weights(self) -> int:
         """Weights of the matrices that one token passes (biases and norms are not multiplications)."""
-        plain = _weights(self.linears())
-        if not isinstance(self.mlp, Experts):
-            return plain
-        return plain + 3 * self.mlp.active * self.mlp.width * self.hidden
+        return _weights(self.linears()) + self.mlp.routed_weights(self.hidden)
 
     def tensors(self, *, stacked: bool = False) -> int:
         """Weights and biases that have a name of their own in a checkpoint; `stacked`: experts of a layer are two."""
@@ -404,8 +611,8 @@ class Layer:
         """Whether heads and widths split evenly over `tp` GPUs (KV heads are replicated when there are too few), and
         experts over `expert_tp` if that is another number."""
         for name, count in self.attention.split.items():
-            if count % tp and not (name == "KV heads" and tp % count == 0):
+            if count % tp and not (name in REPLICATED and tp % count == 0):
                 return False
-        if isinstance(self.mlp, Experts):
-            return self.mlp.width % (expert_tp or tp) == 0 and self.mlp.shared_width % tp == 0
-        return self.mlp.width % tp == 0
+        first, *others = self.mlp.widths or (0,)
+        degree = expert_tp or tp if isinstance(self.mlp, Experts) else tp
+        return first % degree == 0 and not any(width % tp for width in others)

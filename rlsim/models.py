@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from rlsim import catalogue
-from rlsim.architectures import MODEL_TYPES, Config, canonical, family_name, layers_of, unsupported
+from rlsim.architectures import (
+    MODEL_TYPES,
+    WINDOWED,
+    Config,
+    canonical,
+    family_name,
+    following_layers_of,
+    layers_of,
+    unsupported,
+)
 from rlsim.errors import ConfigError, shown, unknown_name
-from rlsim.layers import Experts, FullAttention, LatentAttention, Layer, Linear, LinearAttention
+from rlsim.layers import Experts, FullAttention, LatentAttention, Layer, Linear, LinearAttention, Mamba2
 from rlsim.precision import (
     KV_BYTES,
     PRECISIONS,
@@ -28,6 +37,7 @@ from rlsim.precision import (
 )
 from rlsim.reading import is_folder, read_json
 from rlsim.schema import load, validate
+from rlsim.unsupported import features
 
 
 class Model(Config):
@@ -54,6 +64,11 @@ class Model(Config):
         return max(sum(count * of(layer) for layer, count in stage.items()) for stage in self.stages(pp))
 
     @property
+    def blocks(self) -> int:
+        """Parts with a residual connection in all layers: attention and feed-forward count one each."""
+        return sum(count * layer.blocks for layer, count in self.groups.items())
+
+    @property
     def layer(self) -> Layer:
         """The layer that all are like; raises `ConfigError` for a model whose layers differ."""
         if len(self.groups) > 1:
@@ -66,6 +81,8 @@ class Model(Config):
         kinds = {type(layer.attention) for layer in self.groups}
         if LinearAttention in kinds:
             return "yes; linear attention not measured"
+        if Mamba2 in kinds:
+            return "yes; Mamba-2 not measured"
         return "yes; latent attention on GPUs with its tables" if LatentAttention in kinds else "yes"
 
     @property
@@ -89,7 +106,7 @@ class Model(Config):
         """The model as sequences of at most so many tokens meet it: a window that none outgrows is none."""
         if self.sliding_window is None or self.sliding_window < tokens:
             return self
-        kinds = ("linear_attention" if kind == "linear_attention" else "full_attention" for kind in self.layer_types)
+        kinds = ("full_attention" if kind in WINDOWED else kind for kind in self.layer_types)
         return self.model_copy(update={"layer_types": tuple(kinds), "sliding_window": None})
 
     @property
@@ -136,11 +153,11 @@ class Model(Config):
     def mtp_parameters(self) -> int:
         """Weights of the layers for multi-token prediction, which generation and training leave out.
 
-        Each is a layer like the last one, a projection of two hidden states to one, and three norms; embedding and head
-        are the model's own (DeepSeek-V3 2024, section 2.2).
+        Each is a layer like the last one (nemotron_h: the layers of `mtp_layer_types`), a projection of two hidden
+        states to one, and three norms; embedding and head are the model's own (DeepSeek-V3 2024, section 2.2).
         """
         around = 2 * self.hidden_size**2 + 3 * self.hidden_size
-        return self.num_nextn_predict_layers * (self.layers[-1].parameters + around)
+        return self.num_nextn_predict_layers * (sum(one.parameters for one in following_layers_of(self)) + around)
 
     def layer_bytes(self, layer: Layer, tp: int = 1) -> float:
         """Bytes of one layer's weights on one GPU under TP `tp`, in the serving types."""
@@ -211,7 +228,7 @@ class Model(Config):
 
     @property
     def state_bytes(self) -> float:
-        """What linear attention keeps of a sequence, whatever its length, over all GPUs of a replica."""
+        """What linear attention or Mamba-2 keeps of a sequence, whatever its length, over all GPUs of a replica."""
         kept = sum(count * layer.attention.state_elements for layer, count in self.groups.items())
         return kept * self.dtype_bytes
 
@@ -251,8 +268,9 @@ class Model(Config):
             if tp < 1 or not layer.splits(tp, expert_tp):
                 heads = ", ".join(f"{count} {name}" for name, count in layer.attention.split.items())
                 widths = " and ".join(map(str, layer.mlp.widths))
+                parts = " and ".join(part for part in (heads, widths and f"MLP width {widths}") if part)
                 degree = f"TP {tp}" if expert_tp in (None, tp) else f"TP {tp} (of an expert {expert_tp})"
-                raise ConfigError(f"{self.name}: {degree} does not divide its {heads} and MLP width {widths}")
+                raise ConfigError(f"{self.name}: {degree} does not divide its {parts}")
             for width in self._cut_blocks(layer, tp, expert_tp):
                 raise ConfigError(
                     f"{self.name}: TP {tp} cuts its MLP width {width} inside a block of 128 weights that share a "
@@ -315,6 +333,8 @@ def _from_config_json(path: Path) -> dict[str, Any]:
         config = {**tied, **whole, **text}
     if family_name(config.get("model_type")) not in MODEL_TYPES:
         raise ConfigError(f"{path}: {unsupported(config.get('model_type'))}")
+    if beyond := features(config, family_name(config["model_type"])):
+        raise ConfigError(f"{path}: a {config['model_type']} with {'; '.join(beyond)} is not supported")
     quantised = config.get("quantization_config")
     if quantised:
         precision = published_precision(quantised)

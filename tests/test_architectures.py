@@ -7,19 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlsim.cost.attention_work import attention_work
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.experts import expert_load
 from rlsim.cost.flops import forward_flops
-from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes, stage_parts, training_memory
+from rlsim.cost.memory import (
+    activation_bytes_per_token,
+    kv_page_bytes,
+    kv_shape,
+    rollout_weight_bytes,
+    stage_parts,
+    training_memory,
+)
 from rlsim.cost.reallocation import common_bytes
 from rlsim.cost.roofline import RooflineStep
+from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.check import check_experiment
 from rlsim.hardware import load_cluster
-from rlsim.layers import FullAttention, LatentAttention, LinearAttention
+from rlsim.layers import FullAttention, LatentAttention, LinearAttention, Mamba2, NoAttention, NoFeedForward
 from rlsim.models import Model, load_model
 
 H100 = load_cluster("8xh100")
@@ -34,6 +43,7 @@ PUBLISHED = {
     "gemma-2-27b": 27_227_128_320,
     "gemma-3-1b": 999_885_952,
     "gemma-3-12b": 11_766_034_176,  # llama.cpp's count of the text part
+    "ernie-4.5-0.3b": 360_748_032,
     "glm-4-9b-0414": 9_400_279_040,
     "glm-4.5": 352_797_829_024,
     "glm-4.5-air": 106_852_251_264,
@@ -48,6 +58,15 @@ PUBLISHED = {
     "mistral-nemo-12b": 12_247_782_400,
     "mistral-small-24b-2501": 23_572_403_200,
     "seed-oss-36b": 36_151_104_512,
+    "minimax-m2": 228_689_764_864,
+    "nemotron-nano-9b-v2": 8_888_227_328,
+    "nemotron-3-super-120b-a12b": 120_668_707_840,  # llama.cpp's count
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "olmoe-1b-7b": 6_919_161_856,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
@@ -87,6 +106,23 @@ CONFIGS = {
         config("deepseek_v2", 5120, 12288, 60, 128, 128, 102400, n_routed_experts=160, n_shared_experts=2,
                num_experts_per_tok=6, moe_intermediate_size=1536, first_k_dense_replace=1, q_lora_rank=1536, **MLA),
         235_741_434_880,
+    ),
+    "GLM-4.5V": (  # its language model has the shape of GLM-4.5-Air's
+        config("glm4v_moe_text", 4096, 10944, 46, 96, 8, 151552, head_dim=128, n_routed_experts=128, n_shared_experts=1,
+               num_experts_per_tok=8, moe_intermediate_size=1408),
+        106_852_251_264,
+    ),
+    "MiMo-7B": (config("mimo", 4096, 11008, 36, 32, 8, 151680), 7_622_619_136),  # as the catalogue has it
+    "granite-guardian-3.2-3b-a800m": (
+        config("granitemoe", 1536, 512, 32, 24, 8, 49155, num_local_experts=40, num_experts_per_tok=8,
+               tie_word_embeddings=True),
+        3_298_793_472,
+    ),
+    "granite-4.0-h-small": (
+        config("granitemoehybrid", 4096, 768, 40, 32, 8, 100352, num_local_experts=72, num_experts_per_tok=10,
+               shared_intermediate_size=1536, mamba_d_state=128, mamba_n_heads=128, mamba_d_head=64,
+               tie_word_embeddings=True, layer_types=(["mamba"] * 9 + ["attention"]) * 4),
+        32_207_337_984,
     ),
     "Qwen2-57B-A14B": (
         config("qwen2_moe", 3584, 18944, 28, 28, 4, 151936, num_experts=64, num_experts_per_tok=8,
@@ -144,6 +180,8 @@ def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
     assert air.parameters + air.mtp_parameters + air.embedding_parameters == 110_468_824_832
     assert load_model("deepseek-v3").mtp_parameters == pytest.approx(11.5e9, rel=0.01)  # its README_WEIGHTS
     assert load_model("mixtral-8x7b").mtp_parameters == 0
+    flash = load_model("glm-4.7-flash")  # the same, of latent attention
+    assert flash.parameters + flash.mtp_parameters + flash.embedding_parameters == 31_221_488_576
     tencent = load_model("hy3")  # its card: 295B, and 3.8B for multi-token prediction
     assert tencent.parameters == pytest.approx(295e9, rel=0.001)
     assert tencent.mtp_parameters == pytest.approx(3.8e9, rel=0.015)
@@ -180,6 +218,58 @@ def test_what_a_sequence_caches() -> None:
     assert hybrid.sequence_bytes(1000, 1000) == 2 * hybrid.sequence_bytes(1000)
     gemma = load_model("gemma-3-27b")  # every sixth of 62 layers is full
     assert sum(layer.attention.window_tokens is None for layer in gemma.layers) == 10
+
+
+def test_nemotrons_by_their_patterns() -> None:
+    nano, large = load_model("nemotron-3-nano-30b-a3b"), load_model("nemotron-3-super-120b-a12b")
+    # Their pages leave out the biases that balance the routers' load: one for every expert of a layer.
+    assert nano.parameters - 23 * 128 == 31_577_937_344
+    assert large.parameters + large.mtp_parameters - (40 + 1) * 512 == 123_611_012_096
+    assert nano.active_parameters == pytest.approx(3.6e9, rel=0.01)  # the report: 3.2B without its embedding
+    assert nano.active_parameters - nano.vocab_size * nano.hidden_size == pytest.approx(3.2e9, rel=0.01)
+    assert large.active_parameters == pytest.approx(12.7e9, rel=0.01)  # the report: 12.7B
+    for name, billions in (("8b", 8.1), ("47b", 46.8), ("56b", 56.3)):  # as the report's models are called
+        assert load_model(f"nemotron-h-{name}").parameters == pytest.approx(billions * 1e9, rel=0.002)
+    mixer, experts, attention = nano.layers[0], nano.layers[1], nano.layers[5]
+    assert isinstance(mixer.attention, Mamba2)
+    assert isinstance(experts.attention, NoAttention)
+    assert isinstance(attention.mlp, NoFeedForward)
+    assert (mixer.blocks, experts.blocks, attention.blocks, nano.blocks) == (1, 1, 1, 52)
+    named = load_model("nemotron-3-nano-30b-a3b").model_dump(exclude_defaults=True)
+    named |= {"layer_types": [{"full_attention": "attention"}.get(kind, kind) for kind in nano.layer_types]}
+    assert Model(**named).layers == nano.layers  # layers_block_type of a config.json
+
+
+def test_what_a_state_space_mixer_weighs_and_keeps() -> None:
+    mixer = Mamba2(heads=64, head_dim=64, groups=8, state_dim=128, chunk_tokens=128, kernel=4, state_scale=2)
+    inner, convolved = 64 * 64, 64 * 64 + 2 * 8 * 128
+    projections = 2688 * (inner + convolved + 64) + inner * 2688
+    assert mixer.parameters(2688, 1) == projections + (4 + 1) * convolved + 3 * 64 + inner
+    assert mixer.parameters(2688, 8) == mixer.parameters(2688, 1) / 8
+    assert 16 * mixer.parameters(2688, 16) > mixer.parameters(2688, 1)  # a group on every GPU, twice as many
+    # vLLM: mamba2_state_shape; the state in fp32, what is convolved in bf16
+    assert 2 * mixer.state_elements == 4 * 64 * 64 * 128 + 2 * 3 * convolved
+    nano = load_model("nemotron-3-nano-30b-a3b")
+    assert nano.state_bytes == 23 * 2 * mixer.state_elements
+    assert nano.kv_bytes_per_token == 6 * 2 * 2 * 128 * 2
+    assert kv_shape(nano, 2).state_tokens == pytest.approx(nano.state_bytes / nano.kv_bytes_per_token)
+    # In a chunk of C tokens: C · C · N a group, C · C · P a head; into the state and out of it C · P · N a head each.
+    chunk = 2 * 128 * 128 * (8 * 128 + 64 * 64) + 2 * 2 * 128 * 64 * 64 * 128
+    assert attention_work(mixer).token_flops == chunk / 128
+
+
+def test_experts_in_a_latent_and_without_a_gate() -> None:
+    layer = load_model("nemotron-3-super-120b-a12b").layers[1]
+    assert [(one.name, one.n_out, one.k_in) for one in layer.linears(2)] == [
+        ("router", 512, 4096),
+        ("latent_in", 1024, 4096),  # on every GPU whole
+        ("latent_out", 4096, 1024),
+        ("up", 2688, 4096),
+        ("down", 4096, 2688),
+    ]
+    assert layer.expert_weights() == 512 * 2 * 1024 * 2688
+    assert layer.parameters - layer.active_parameters == 490 * 2 * 1024 * 2688
+    assert layer.tensors() == 1 + 2 + 2 + 2 + 2 * 512  # norm, router and its bias, latent, shared, experts
 
 
 def test_a_hybrid_without_experts() -> None:
@@ -316,13 +406,68 @@ def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | No
         ({"model_type": "qwen3_next", **EXPERTS}, "the attention of qwen3_next needs linear_num_key_heads"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types names 2 layers, num_hidden_layers is 4"),
         ({"layer_types": ["sliding_attention"] * 4}, "layers with a window need sliding_window"),
-        ({"layer_types": ["mamba"] * 4}, "layer_types.0: .*'full_attention'"),
+        ({"layer_types": ["mamba2"] * 4}, "layer_types.0: .*'full_attention'"),
+        ({"layer_types": ["mamba"] * 4}, "llama has no layers of mamba"),
+        ({"layer_types": ["mlp"] * 4}, "llama has no layers of mlp"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "MMM-"}, "without any layer that has a KV cache"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "MM*E"}, "does not go with num_experts 0"),
         ({"model_type": "mixtral"}, "'mixtral' does not go with num_experts 0"),
     ],
 )
 def test_shapes_that_say_too_little(tmp_path: Path, words: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, **words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            {"model_type": "deepseek_v32"},
+            r"model_type 'deepseek_v32' is not supported: sparse attention \(index_topk\)$",
+        ),
+        ({"model_type": "glm_moe_dsa"}, r"not supported: sparse attention \(index_topk\)$"),
+        ({"model_type": "gemma3n_text"}, r"layers that share the KV cache of others \(num_kv_shared_layers\)"),
+        ({"model_type": "qwen2_audio"}, "not supported: a model that hears and speaks"),
+        ({"model_type": "t5"}, "not supported: an encoder beside the decoder"),
+        ({"index_topk": 2048}, r"a llama with sparse attention \(index_topk\) is not supported$"),
+        ({"num_kv_shared_layers": 2}, "share the KV cache of others"),
+        ({"hidden_act": "relu2"}, r"a llama with an activation without a gate \(hidden_act\)"),
+        ({"moe_latent_size": 8}, r"a llama with experts in a latent \(moe_latent_size\)"),
+        (
+            {"block_configs": [{}], "is_encoder_decoder": True},
+            r"\(block_configs\); an encoder .*\(is_encoder_decoder\)",
+        ),
+        ({"model_type": "nemotron_h", "use_conv_bias": False}, "Mamba-2 without a bias on its convolution"),
+        ({"model_type": "minimax_m2", "attn_type_list": [1, 0]}, r"lightning attention \(attn_type_list\)"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, **words)
+
+
+def test_words_that_change_nothing_are_passed_over(tmp_path: Path) -> None:
+    idle = {"index_topk": None, "num_kv_shared_layers": 0, "is_encoder_decoder": False, "hidden_act": "gelu"}
+    assert read(tmp_path, **idle) == read(tmp_path)
+
+
+def test_words_of_families(tmp_path: Path) -> None:
+    ernie = {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8}
+    found = read(tmp_path, **ernie, moe_num_shared_experts=2, moe_layer_end_index=2).layers
+    assert [bool(layer.expert_weights()) for layer in found] == [False, True, True, False]
+    assert found[1].mlp.widths == (8, 16)
+    assert read(tmp_path, model_type="ernie4_5", use_bias=True).layers[0].tensors() == 2 * 7 + 2
+    windows = read(tmp_path, model_type="exaone4", sliding_window=8, sliding_window_pattern="LG")
+    assert windows.layer_types == ("sliding_attention", "full_attention") * 2
+    assert read(tmp_path, model_type="exaone4", sliding_window=None).layer_types == ("full_attention",) * 4
+    mixed = {"model_type": "glm4_moe", **EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}
+    assert [bool(layer.expert_weights()) for layer in read(tmp_path, **mixed).layers] == [False, True, True, False]
+    dense = read(tmp_path, model_type="granitemoehybrid", num_local_experts=0, shared_intermediate_size=96,
+                 mamba_n_heads=4, layer_types=["mamba", "attention"] * 2)  # fmt: skip
+    assert dense.layers[0].mlp.widths == (96,)
+    assert dense.layers[0].attention.split == {"Mamba heads": 4, "groups": 1}
+    assert dense.mamba_head_dim == 2 * 64 // 4
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------
@@ -372,6 +517,107 @@ def test_a_mixture_lies_between_its_layers_alone() -> None:
 class NoTime:
     def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
         return 0.0
+
+
+def parts_of(kind: str, **words: Any) -> Model:
+    """Four layers of one kind of nemotron_h's, behind one of attention."""
+    sizes = {"mamba_num_heads": 32, "moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
+    shape = config("nemotron_h", 1024, 4096, 5, 16, 4, 32000, hybrid_override_pattern="*" + 4 * kind)
+    return Model(**{"name": "parts", **shape, **sizes, **words})
+
+
+def test_a_layer_that_is_one_part_costs_that_part() -> None:
+    tokens, alone = 48, parts_of("*")
+    gemm = step(alone, tp=2).operators.gemm_s
+    attention = gemm(tokens, 1024 + 2 * 256, 1024) + gemm(tokens, 1024, 1024)
+    assert step(alone, tp=2).breakdown(tokens, 1000)["products"] == pytest.approx(5 * attention, rel=1e-12)
+    dense = gemm(tokens, 2048, 1024) + gemm(tokens, 1024, 2048)  # up and down, no gate
+    found = step(parts_of("-"), tp=2).breakdown(tokens, 1000)
+    assert found["products"] == pytest.approx(attention + 4 * dense, rel=1e-12)
+    assert found["attention"] == pytest.approx(step(alone, tp=2).breakdown(tokens, 1000)["attention"] / 5, rel=1e-12)
+    # one all-reduce a layer, and that of the embedding
+    reduced = step(alone, tp=2).collectives.time_s("all_reduce", tokens * 1024 * 2, 2, 1)
+    assert found["all_reduce"] == pytest.approx(6 * reduced, rel=1e-12)
+    move = step(alone, tp=2).operators.memory_bound_s
+    norm, activation = move(tokens * 4 * 1024 * 2, tokens), move(tokens * 2 * 2048 * 2, tokens)
+    rotary, ends = move(tokens * (2 * (8 + 2) + 2) * 128 * 2, tokens), 2 * move(tokens * 2 * 1024 * 2, tokens)
+    assert found["elementwise"] == pytest.approx(5 * norm + 4 * activation + rotary + ends, rel=1e-12)
+
+
+def test_a_state_space_mixer_reads_and_writes_its_state() -> None:
+    kernels = step(parts_of("M"))
+    mixer = parts_of("M").layers[1].attention
+    state_s = kernels.operators.memory_bound_s(2 * 32 * mixer.state_elements * 2, 32)
+    attention_s = step(parts_of("*")).breakdown(32, 3200)["attention"] / 5
+    assert kernels.breakdown(32, 3200)["attention"] == pytest.approx(attention_s + 4 * state_s, rel=1e-12)
+    assert kernels.prefill_s([Chunk(8192, 0)]) > kernels.prefill_s([Chunk(4096, 0)]) > 0
+
+
+def test_training_of_layers_that_are_one_part() -> None:
+    plain = TrainStrategy(recompute="none")
+    dense, mixer = parts_of("-").layers[1], parts_of("M").layers[1]
+    assert activation_bytes_per_token(dense, plain)[0] == 2 * (2 * 1024 + 2 * 4096)  # up, and its square
+    inner, convolved = 32 * 64, 32 * 64 + 2 * 8 * 128
+    assert activation_bytes_per_token(mixer, plain)[0] == 2 * (2 * 1024 + 2 * convolved + 2 * inner)
+    for kind in "M-E":
+        shape = parts_of(kind)
+        flops = 2 * (sum(layer.active_weights for layer in shape.layers) + 32000 * 1024)
+        flops += sum(attention_work(layer.attention).token_flops for layer in shape.layers)
+        assert forward_flops(shape, [100]) == pytest.approx(100 * flops + 4 * 2048 * 100 * 101 / 2)
+        cost = TrainCost(shape, H100, NoTime(), TrainStrategy(dp=8, zero_stage=3), TrainEfficiency(flop=0.5))
+        assert cost.train_s([500] * 16).total_s > 3 * 1000 * flops / H100.gpu.bf16_flop_per_s
+
+
+def test_bytes_of_training_layers_that_are_one_part() -> None:
+    tokens, efficiency = 512, TrainEfficiency(flop=1.0, attention=1.0, memory=1.0)
+    bandwidth = H100.gpu.memory_bytes_per_s
+    bytes_alone = H100.model_copy(update={"gpu": H100.gpu.model_copy(update={"bf16_flop_per_s": 1e30})})
+
+    def forward_bytes(kind: str) -> float:
+        cost = TrainCost(parts_of(kind), bytes_alone, NoTime(), TrainStrategy(), efficiency)
+        return cost.forward_s([tokens]).compute_s * bandwidth
+
+    norm_and_addition = (2 + 3) * 1024
+    rotary, dense = 2 * (16 + 4) * 128, 2 * 4096  # up is read, its square written
+    inner, convolved = 32 * 64, 32 * 64 + 2 * 8 * 128
+    head = tokens * 32000 * 16
+    for kind, own in (("*", rotary), ("-", dense), ("M", 2 * convolved + 3 * inner)):
+        weights = 2 * sum(layer.parameters for layer in parts_of(kind).layers)
+        expected = weights + 2 * tokens * (5 * norm_and_addition + rotary + 4 * own) + head
+        assert forward_bytes(kind) == pytest.approx(expected, rel=1e-6)
+
+
+def test_communication_of_training_layers_that_are_one_part() -> None:
+    class OneSecond:
+        def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+            return 1.0 if op in ("all_gather", "reduce_scatter", "all_to_all") else 0.0
+
+    def talk_s(kind: str, **words: Any) -> float:
+        strategy = TrainStrategy(dp=2, tp=2, sequence_parallel=True, zero_stage=0, ep=2 if kind == "E" else 1)
+        cost = TrainCost(parts_of(kind, **words), H100, OneSecond(), strategy, TrainEfficiency(flop=0.5))
+        return cost.forward_s([512, 512]).communication_s
+
+    assert talk_s("-") == 5 * 2  # each layer gathers and scatters once
+    assert talk_s("E", n_shared_experts=0) == 2 + 4 * 2  # experts alone: two all-to-alls
+    assert talk_s("E", moe_shared_expert_intermediate_size=512) == 2 + 4 * (2 + 2)
+
+
+def test_what_no_table_has_is_named() -> None:
+    def note(name: str, tp: int) -> str:
+        kernels = step(load_model(name), tp)
+        kernels.decode(8).step_s(8 * 1000)
+        kernels.prefill_s([Chunk(1000, 0)])
+        return " ".join(kernels.lookups().note())
+
+    assert "linear_attention 1 (e.g. a roofline, not measured)" in note("qwen3-next-80b-a3b", 4)
+    nano = note("nemotron-3-nano-30b-a3b", 4)
+    assert "state_space 1 (e.g. a roofline, not measured)" in nano
+    assert "experts" not in nano
+    assert "linear_attention" not in note("gpt-oss-20b", 4)
+    kernels = step(load_model("nemotron-nano-9b-v2"), 4)
+    kernels.prefill_s([Chunk(1000, 0)])  # a prompt alone
+    with pytest.raises(CalibrationError, match="state_space"):
+        kernels.lookups().refuse_extrapolated("h100-sglang")
 
 
 def test_stages_of_unlike_layers() -> None:

@@ -53,6 +53,8 @@ def test_what_cannot_be_built_is_refused(two):
     experts = TINY.model_copy(update={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8})
     with pytest.raises(CalibrationError, match="experts"):
         weight_splits(experts)
+    with pytest.raises(CalibrationError, match="norms over all heads are not built"):
+        weight_splits(TINY.model_copy(update={"model_type": "olmo2"}))
     with pytest.raises(CalibrationError, match="41 tokens of the vocabulary do not divide"), Workers(2) as workers:
         workers.call(_logits, TINY.model_copy(update={"vocab_size": 41}), 2, 0)
 

@@ -14,17 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlsim
-from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_experts
+from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_experts, load_of
 from rlsim.calibrate.importers.experts import _balanced, _power_law, exchanges, experts
 from rlsim.cost.calibration import Reference, load_calibration
 from rlsim.cost.collectives import Collectives, exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, distinct_experts, expert_load
 from rlsim.cost.fits import ExpertsFit, Tile
 from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
+from rlsim.cost.operators import Operators
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep
 from rlsim.errors import CapacityError, ConfigError, RlsimError
+from rlsim.experiment.check import check_experiment
 from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft
 from rlsim.layers import Experts
@@ -285,6 +287,24 @@ def test_models_that_no_fit_has_seen(gpu: str, engine: str) -> None:
 
 
 @needs_tables
+@pytest.mark.parametrize(("gpu", "name"), [("h100_sxm", "h100-vllm"), ("b200_sxm", "b200-vllm")])
+def test_experts_without_a_gate_which_no_fit_has_seen(gpu: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsim.calibrate.importers.experts.UNGATED", set())
+    calibration = load_calibration(name)
+    table = experts(MEASURED / gpu / "moe/vllm/0.24.0/moe_perf.parquet", calibration.reference)
+    for hidden, width in ((2048, 5120), (2688, 1856)):  # the second is Nemotron 3 Nano's
+        cut = table.width.isin([width // tp for tp in (1, 2, 4, 8)])
+        rows = table[table.hidden.eq(hidden) & cut & table.precision.eq("bf16") & table.routing.eq("balanced")]
+        kernels = Operators(calibration.operators, calibration.reference)
+        *plain, blocks = load_of(rows)
+        own = np.array(plain).T.tolist(), np.array(blocks).T.tolist()
+        loads = [ExpertLoad._make([*fields, tuple(counts)]) for fields, counts in zip(*own, strict=True)]
+        found = [kernels.experts_s(load, hidden, int(w), "bf16", 1) for load, w in zip(loads, rows.width, strict=True)]
+        assert len(found) > 200
+        assert float(np.median(abs(np.array(found) / rows.seconds - 1))) < 0.1
+
+
+@needs_tables
 def test_deepep_inside_a_node() -> None:
     folder = MEASURED / "h100_sxm/comm/sglang/0.5.12"
     paths: list[Path] = [folder / f"wideep_deepep_{kind}_perf.parquet" for kind in ("ll", "normal")]
@@ -295,6 +315,26 @@ def test_deepep_inside_a_node() -> None:
     own = table[(table.kind == "low_latency") & (table.tokens == 128) & (table.hidden == 7168) & (table.active == 8)]
     links = Collectives(CALIBRATION.collectives.model_copy(update={"deepep": found.fit}), CALIBRATION.reference, NODE)
     assert links.exchange_s(128, 8, 2 * 7168, 8) == pytest.approx(float(pd.Series(own.seconds).median()), rel=0.2)
+
+
+@pytest.mark.parametrize("system", ["pat", "rollpacker"])
+@pytest.mark.parametrize("engine", [{"ep": 4}, {"data_parallel_attention": 4}])
+def test_a_check_tells_that_such_replicas_do_not_switch(system: str, engine: dict[str, int]) -> None:
+    data = {
+        "name": "x",
+        "cluster": "8xh100",
+        "calibration": "h100-sglang",
+        "model": "gpt-oss-20b",
+        "trace": {"fixed": 4000, "cap": 4000, "default_prompt_tokens": 96},
+        "workflow": {"prompts": 2, "responses": 2, "steps": 1},
+        "seeds": 1,
+        "training": {"offload": True},
+        "systems": [system],
+    }
+    assert check_experiment(data).runs == 1
+    with pytest.raises(ConfigError, match=f"'{system}': TP 4 cannot become TP 8 during a run: .* engine.ep"):
+        check_experiment({**data, "engine": engine})
+    assert check_experiment({**data, "engine": {"ep": 8}}).runs == 1  # there is one degree only
 
 
 # Configurations of other frameworks -----------------------------------------------------------------------------------

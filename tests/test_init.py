@@ -618,6 +618,11 @@ def test_an_unknown_value_is_an_error_only_where_it_is_needed(tmp_path: Path) ->
         ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3-30b-a3b"),
         ("checkpoint/multiturn-sft-qwen-2.5-7b-instruct/global_step_372", "qwen2.5-7b"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "nemotron-3-nano-30b-a3b"),
+        ("nvidia/NVIDIA-Nemotron-Nano-12B-v2", "nemotron-nano-12b-v2"),
+        ("nvidia/Nemotron-H-8B-Base-8K", "nemotron-h-8b"),
+        ("MiniMaxAI/MiniMax-M2.7", "minimax-m2"),
+        ("allenai/Olmo-3-7B-Think", "olmo-3-7b"),
     ],
 )
 def test_models_by_their_published_names(tmp_path: Path, path: str, expected: str) -> None:
@@ -635,6 +640,8 @@ HF: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32768, "sliding_window": None},
     "qwen2": {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "use_sliding_window": False},
     "qwen3": {"num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "head_dim": 128},
+    "nemotron_h": {"intermediate_size": 21504, "vocab_size": 131072, "hybrid_override_pattern": "M-M*M-M-"},
+    "olmo3": {"intermediate_size": 11008, "vocab_size": 100278},
     "qwen3_moe": {
         "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936, "num_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128, "decoder_sparse_step": 1,
@@ -663,8 +670,8 @@ def test_a_hugging_face_config_is_a_model(tmp_path: Path, kind: str) -> None:
     overrides = {"workflow.steps": 1, "workflow.prompts": 1, "trace.cap": 64, "systems": [{"verl": {"tp": 1}}]}
     overrides |= {"seeds": 1, "baseline": "verl"}
     assert rlsim.run(tmp_path / "mine.yaml", overrides=overrides).manifest["model"]["model_type"] == kind
-    (folder / "config.json").write_text(json.dumps({"model_type": "mamba", **shape}))
-    with pytest.raises(ConfigError, match="model_type 'mamba' is not supported; one of: llama, mistral, mixtral"):
+    (folder / "config.json").write_text(json.dumps({"model_type": "dbrx", **shape}))
+    with pytest.raises(ConfigError, match="model_type 'dbrx' is not supported; one of: llama, mistral, mixtral"):
         starter("mine", folder=tmp_path, model=str(folder))
 
 

@@ -143,7 +143,8 @@ def test_biases_and_defaults(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_size": ...}, r"config.json: hidden_size: required, but missing"),
-        ({"model_type": "mamba"}, r"config.json: model_type 'mamba' is not supported; one of: llama, "),
+        ({"model_type": "dbrx"}, r"config.json: model_type 'dbrx' is not supported; one of: llama, "),
+        ({"model_type": "mamba"}, r"config.json: model_type 'mamba' is not supported: no layer with a KV cache$"),
         ({"quantization_config": {"bits": 4}}, r"quantised weights are not supported"),
         ({"num_attention_heads": 3}, r"num_attention_heads must be a multiple of num_key_value_heads"),
         ({"vocab_size": -1}, r"config.json: vocab_size: .*greater than 0"),

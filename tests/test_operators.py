@@ -1,13 +1,17 @@
 """Single kernels: hand values, shape of the curves, and what is counted as outside the measured region."""
 
+import itertools
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 from pydantic import ValidationError
 
-from rlsim.cost.calibration import Reference, Residual, load_calibration
+from rlsim.cost.calibration import Reference, Residual, calibration_names, load_calibration
 from rlsim.cost.fits import (
     Correction,
     DecodeAttentionFit,
@@ -21,6 +25,7 @@ from rlsim.cost.operators import Operators, interpolate
 from rlsim.cost.surface import Surface
 from rlsim.errors import CalibrationError
 from rlsim.schema import Schema
+from rlsim.validate.parts import data_folder
 
 REFERENCE = Reference(
     bf16_flop_per_s=100e12, memory_bytes_per_s=1e12, sm_count=100, l2_bytes=40e6, link_bytes_per_s=100e9
@@ -295,6 +300,54 @@ def test_look_ups_outside_the_measured_ranges_are_counted() -> None:
     with pytest.raises(CalibrationError, match=r"'probe' was not measured .* gemm \(1 shapes, e.g. m 17"):
         o.lookups.refuse_extrapolated("probe")
     assert math.isfinite(o.gemm_s(17, 10**6, 10**6))
+
+
+def test_an_output_narrower_than_a_block_is_between_a_launch_and_the_narrowest_measured() -> None:
+    ranges = {"m": (1, 16), "n": (256, 4096), "k": (1, 4096)}
+    o = Operators(fits(), REFERENCE, {"gemm": Residual(count=1, median=0.0, p90=0.0, bias=0.0, ranges=ranges)})
+    o.gemm_s(16, 32, 4096)
+    assert o.lookups.table()["gemm"] == {"exact": 0, "interpolated": 1, "extrapolated": 0}
+    o.gemm_s(17, 32, 4096)
+    assert o.lookups.examples == {"gemm": "m 17, measured 1 to 16"}
+    ranges["n"] = (512, 4096)  # the narrowest is more than a block
+    o = Operators(fits(), REFERENCE, {"gemm": Residual(count=1, median=0.0, p90=0.0, bias=0.0, ranges=ranges)})
+    o.gemm_s(16, 32, 4096)
+    assert o.lookups.examples == {"gemm": "n 32, measured 512 to 4096"}
+
+
+@pytest.mark.parametrize("name", sorted(calibration_names()))
+def test_routers_take_no_longer_than_the_narrowest_measured_product(name: str) -> None:
+    calibration = load_calibration(name)
+    o = Operators(calibration.operators, calibration.reference)
+    launch_s = calibration.operators.gemms["bf16"].launch_s
+    for m, k in itertools.product((1, 16, 256, 4096, 16384), (1024, 2880, 7168)):
+        times = [o.gemm_s(m, n, k) for n in (8, 32, 64, 128, 256)]
+        assert all(early <= late * 1.001 for early, late in pairwise(times))
+        assert times[0] > 0.5 * launch_s
+
+
+MEASURED = (data_folder(None) or Path("absent")) / "kernels/aiconfigurator"
+
+
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured kernel tables are not here (RLSIM_DATA)")
+@pytest.mark.parametrize(
+    ("name", "table", "error"),
+    [
+        ("h100-sglang", "h100_sxm/gemm/sglang/0.5.14", 0.09),
+        ("h100-vllm", "h100_sxm/gemm/vllm/0.24.0", 0.16),
+        ("h200-vllm", "h200_sxm/gemm/vllm/0.24.0", 0.15),
+        ("b200-vllm", "b200_sxm/gemm/vllm/0.24.0", 0.18),
+        ("b200-sglang", "b200_sxm/gemm/sglang/0.5.14", 0.17),
+    ],
+)
+def test_narrow_products_that_no_fit_has_seen(name: str, table: str, error: float) -> None:
+    calibration = load_calibration(name)
+    o = Operators(calibration.operators, calibration.reference)
+    rows = pd.read_parquet(MEASURED / table / "gemm_perf.parquet")
+    rows = rows[rows.gemm_dtype.eq("bfloat16") & rows.k.between(1024, 8192) & rows.m.le(16_384)]
+    for _, some in rows[rows.n.isin([32, 64, 128])].groupby("n"):
+        found = np.array([o.gemm_s(m, n, k) for m, n, k in zip(some.m, some.n, some.k, strict=True)])
+        assert float(np.median(abs(found / (1e-3 * some.latency) - 1))) < error
 
 
 def counted(kernel: str, ask: Callable[[Operators], object], **ranges: tuple[float, float]) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+from rlsim.cost.attention_work import attention_work
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.latent import LatentKernels
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError
-from rlsim.layers import Attention, FullAttention, LatentAttention, Layer, Linear, LinearAttention
-
-#: Tokens of a chunk of a gated delta net's prefill (flash-linear-attention).
-DELTA_CHUNK = 64
+from rlsim.layers import Attention, FullAttention, LatentAttention, Layer, Linear, Mamba2, NoAttention, Recurrent
 
 
 class LayerAttention(ABC):
@@ -45,8 +43,8 @@ class LayerAttention(ABC):
         """Seconds over `chunks` of (new tokens, tokens already cached)."""
 
     @abstractmethod
-    def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
-        """The operator that decode of `batch` sequences asks for, and what its measured ranges bound."""
+    def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]] | None:
+        """The operator that decode of `batch` sequences asks for, if any, and what its measured ranges bound."""
 
     def curve(self, batch: int) -> DecodeCurve:
         """`decode_curve`, made once."""
@@ -73,7 +71,7 @@ class GroupedQueries(LayerAttention):
     def elementwise_s(self, tokens: float) -> float:
         attention, heads = self._attention, self._q_heads + self._kv_heads
         each = [(2 * heads + self._kv_heads) * attention.head_dim]  # rotary embedding, KV write
-        if attention.head_norms:
+        if attention.head_norms or attention.whole_norms:
             each.append(2 * heads * attention.head_dim)
         if attention.gated:
             each.append(3 * self._q_heads * attention.head_dim)
@@ -138,46 +136,66 @@ class Latent(LayerAttention):
         return "latent_attention", {"batch": batch, "context": read_tokens / batch, "heads": self._heads}
 
 
-class GatedDeltaNet(LayerAttention):
-    """Linear attention (Yang et al. 2024, "Gated Delta Networks"): a roofline, no kernel of it is measured.
+class State(LayerAttention):
+    """Linear attention and state-space mixers: a roofline, as no kernel of them is measured.
 
-    Decode reads and writes each sequence's state. A prompt goes through in chunks of C = `DELTA_CHUNK` tokens, which
-    take 6·C·k + 4·C·v + 6·k·v FLOPs for each token and value head of key size k and value size v: products within the
-    chunk (keys with keys and queries, the two with values, the solved triangle with both) and with the state.
+    Decode reads and writes each sequence's state. A prompt goes through in chunks; the FLOPs for each token, within the
+    chunk and with the state, are those of `attention_work`.
     """
 
-    def __init__(self, operators: Operators, attention: LinearAttention, tp: int, dtype_bytes: float) -> None:
+    def __init__(self, operators: Operators, attention: Recurrent, tp: int, dtype_bytes: float) -> None:
         super().__init__(operators)
+        self._operator = "state_space" if isinstance(attention, Mamba2) else "linear_attention"
         self._bytes = dtype_bytes
         self._state_bytes = attention.state_elements / tp * dtype_bytes
-        heads, key, value = attention.value_heads // tp, attention.key_dim, attention.value_dim
-        self._token_flop = heads * (DELTA_CHUNK * (6 * key + 4 * value) + 6.0 * key * value)
-        self._widths = (2 * attention.key_heads // tp * key + heads * value, heads * value)
+        self._token_flop = attention_work(attention).token_flops / tp
+        self._widths = (attention.convolved / tp, attention.inner / tp)
 
     def elementwise_s(self, tokens: float) -> float:
-        mixed, value = self._widths
-        each = (2 * mixed, 3 * value)  # convolution and activation; the output's norm with its gate
+        convolved, inner = self._widths
+        each = (2 * convolved, 3 * inner)  # convolution and activation; the output's norm with its gate
         return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
     def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
         return [0.0], [self._operators.memory_bound_s(2 * batch * self._state_bytes, batch)]
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:  # noqa: ARG002
-        return "memory_bound", {"bytes": 2 * batch * self._state_bytes}
+        return self._operator, {"batch": batch}
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
         ref, fit = self._operators.reference, self._operators.fits.prefill_attention
         tokens = sum([new for new, _ in chunks])
+        self._operators.count(self._operator, tokens=tokens)
         # The rate that prompt attention reaches on its smallest blocks.
         computed = fit.launch_s + tokens * self._token_flop / (ref.bf16_flop_per_s * fit.efficiency[0])
         return max(computed, self._operators.memory_bound_s(2 * len(chunks) * self._state_bytes, tokens))
 
 
+class Nothing(LayerAttention):
+    """That of a layer which is a feed-forward alone."""
+
+    def elementwise_s(self, tokens: float) -> float:  # noqa: ARG002
+        return 0.0
+
+    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:  # noqa: ARG002
+        return [0.0], [0.0]
+
+    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:  # noqa: ARG002
+        return 0.0
+
+    def decode_shape(self, batch: int, read_tokens: float) -> None:  # noqa: ARG002
+        return None
+
+
 def layer_attention(operators: Operators, attention: Attention, tp: int, dtype_bytes: float) -> LayerAttention:
     """What `attention` costs at TP `tp`; raises `CalibrationError` if the calibration lacks its kernels."""
-    if isinstance(attention, LatentAttention):
-        return Latent(operators, attention, tp)
-    if isinstance(attention, LinearAttention):
-        return GatedDeltaNet(operators, attention, tp, dtype_bytes)
-    assert isinstance(attention, FullAttention)
-    return GroupedQueries(operators, attention, tp, dtype_bytes)
+    match attention:
+        case LatentAttention():
+            return Latent(operators, attention, tp)
+        case Recurrent():
+            return State(operators, attention, tp, dtype_bytes)
+        case FullAttention():
+            return GroupedQueries(operators, attention, tp, dtype_bytes)
+        case _:
+            assert isinstance(attention, NoAttention)
+            return Nothing(operators)

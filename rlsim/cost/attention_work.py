@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rlsim.cost.packing import Floats
-from rlsim.layers import Attention, FullAttention, LatentAttention, LinearAttention
+from rlsim.layers import Attention, FullAttention, LatentAttention, LinearAttention, Mamba2, NoAttention
 
 #: Tokens of a chunk in the kernels of gated delta nets (flash-linear-attention, `chunk_gated_delta_rule`).
 DELTA_CHUNK_TOKENS = 64
@@ -71,6 +71,10 @@ def attention_work(attention: Attention) -> AttentionWork:
       products with the state, 6 · k_dim · v_dim, and inside the chunk 6 · C · k_dim + 4 · C · v_dim; inverting a
       chunk's triangle is left out. The convolution reads and writes queries, keys and values, the norm of queries and
       keys and the gated norm of the output likewise.
+    - A state-space mixer in chunks of C tokens (Dao and Gu 2024, "Transformers are SSMs", section 6): for each token
+      2 · C · state_dim a group (what is read with what is written), 2 · C · head_dim a head (that with the inputs) and
+      4 · head_dim · state_dim a head (into the state and out of it). The convolution reads and writes its channels, the
+      gated norm the output.
 
     Raises `TypeError` for a kind of attention that `rlsim.layers` does not have.
     """
@@ -110,5 +114,18 @@ def attention_work(attention: Attention) -> AttentionWork:
                 moved=2 * (2 * key + value) + 4 * key + 3 * value,
                 exchanged=key + value,
             )
+        case Mamba2():
+            chunk, state = attention.chunk_tokens, attention.state_dim
+            each = 2.0 * chunk * attention.head_dim + 4.0 * attention.head_dim * state
+            return AttentionWork(
+                reach=Reach(),
+                pair_flops=0.0,
+                token_flops=2.0 * chunk * state * attention.groups + attention.heads * each,
+                kept=2 * attention.convolved + 2 * attention.inner,
+                moved=2 * attention.convolved + 3 * attention.inner,
+                exchanged=attention.convolved,
+            )
+        case NoAttention():
+            return AttentionWork(reach=Reach(), pair_flops=0.0, kept=0, moved=0, exchanged=0)
         case _:
             raise TypeError(f"no work is known for {type(attention).__name__}")

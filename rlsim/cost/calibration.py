@@ -104,8 +104,9 @@ class EagerFit(Fitted):
     collective_s: KernelSeconds = Field(description="per tensor-parallel collective")
     source: str = Field(description="what it is fitted to")
 
-    def iteration_s(self, layers: int, tp: int) -> float:
-        """Seconds to launch an iteration of so many layers; under tensor parallelism with two collectives each."""
+    def iteration_s(self, layers: float, tp: int) -> float:
+        """Seconds to launch an iteration of so many layers of attention and feed-forward; under tensor parallelism with
+        two collectives each."""
         return layers * (self.layer_s + 2 * self.collective_s * (tp > 1))
 
 

@@ -151,6 +151,7 @@ def products(layer: Layer, tokens: float, tp: int) -> Iterator[tuple[float, Line
     for linear in layer.linears(tp):
         yield tokens, linear, 1
     if isinstance(layer.mlp, Experts):
-        rows, width = tokens * layer.mlp.active / layer.mlp.experts, layer.mlp.width // tp
-        yield rows, Linear("gate_up", 2 * width, layer.hidden), layer.mlp.experts
-        yield rows, Linear("down", layer.hidden, width), layer.mlp.experts
+        experts, token = layer.mlp, layer.mlp.token_width(layer.hidden)
+        rows, width = tokens * experts.active / experts.experts, experts.width // tp
+        yield rows, Linear("gate_up", experts.projections * width, token), experts.experts
+        yield rows, Linear("down", token, width), experts.experts

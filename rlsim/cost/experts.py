@@ -119,30 +119,39 @@ class FusedExperts:
         self._fit, self._reference, self._precision = fit, reference, precision
         self._factor = None if fit.correction is None else Surface(fit.correction, EXPERT_AXES)
 
-    def __call__(self, load: ExpertLoad, hidden: float, width: float) -> float:
+    def __call__(self, load: ExpertLoad, hidden: float, width: float, projections: int = 2) -> float:
         """Seconds of one call; never less than the data sheet allows where there is a correction."""
         fit, ref, precision = self._fit, self._reference, self._precision
-        time = float(formula_s(fit, ref, precision, load, hidden, width))
+        time = float(formula_s(fit, ref, precision, load, hidden, width, projections))
         if self._factor is None:
             return time
-        size = float(weight_bytes(precision, load, hidden, width))
+        size = float(weight_bytes(precision, load, hidden, width, projections))
         factor = self._factor(float(load.rows / load.hit), width, size)
-        return max(time * factor, float(fastest_s(ref, precision, load, hidden, width)))
+        return max(time * factor, float(fastest_s(ref, precision, load, hidden, width, projections)))
 
 
 def formula_s(
-    fit: ExpertsFit, ref: Reference, precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers
+    fit: ExpertsFit,
+    ref: Reference,
+    precision: Precision,
+    load: ExpertLoad,
+    hidden: Numbers,
+    width: Numbers,
+    projections: int = 2,
 ) -> Array:
-    """Seconds of the kernel for a `load`, without the correction; `width` is an expert's on this GPU.
+    """Seconds of the kernel for a `load`, without the correction; `width` is an expert's on this GPU, which has
+    `projections` matrices from the hidden state to it: gate and up, or up alone.
 
     `launch + (compute^p + memory^p)^(1/p) + activations`: `compute` takes the fastest block shape (or the engine's
     default one) in both products, in waves of blocks over the SMs; `memory` reads the weights of the experts that are
     hit, cold; `activations` are the bytes written and read again for each row of this GPU, selection and token.
     """
     tuned = np.isin(1e6 * load.experts + width, [1e6 * experts + own for experts, own in fit.tuned])
-    compute = _product_s(fit, ref, precision, load, tuned, 2.0 * width, hidden)
+    compute = _product_s(fit, ref, precision, load, tuned, projections * width, hidden)
     compute = compute + _product_s(fit, ref, precision, load, tuned, hidden, width)
-    memory = weight_bytes(precision, load, hidden, width) / (ref.memory_bytes_per_s * fit.memory_efficiency)
+    memory = weight_bytes(precision, load, hidden, width, projections) / (
+        ref.memory_bytes_per_s * fit.memory_efficiency
+    )
     high, low = np.maximum(compute, memory), np.minimum(compute, memory)
     moved = load.rows * (fit.row_hidden_bytes * hidden + fit.row_width_bytes * width)
     moved = moved + load.selections * (fit.selection_hidden_bytes * hidden + fit.selection_width_bytes * width)
@@ -152,15 +161,19 @@ def formula_s(
     return np.asarray(launch + core + moved / ref.memory_bytes_per_s)
 
 
-def weight_bytes(precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers) -> Numbers:
+def weight_bytes(
+    precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int = 2
+) -> Numbers:
     """Bytes of the weights that are read: gate, up and down of every expert that is hit."""
-    return 3.0 * hidden * width * load.hit * WEIGHT_BYTES[precision]
+    return (projections + 1.0) * hidden * width * load.hit * WEIGHT_BYTES[precision]
 
 
-def fastest_s(ref: Reference, precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers) -> Array:
+def fastest_s(
+    ref: Reference, precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int = 2
+) -> Array:
     """Seconds that no kernel can beat: the data sheet's FLOP/s and bandwidth."""
-    flops = 6.0 * load.rows * hidden * width
-    size = weight_bytes(precision, load, hidden, width)
+    flops = 2.0 * (projections + 1) * load.rows * hidden * width
+    size = weight_bytes(precision, load, hidden, width, projections)
     return np.maximum(flops / (ref.bf16_flop_per_s * RATE[precision]), size / ref.memory_bytes_per_s)
 
 

@@ -150,16 +150,17 @@ def rollout_activation_bytes(
 
 
 def _live_width(layer: Layer, tp: int) -> float:
-    """Numbers for each token at a layer's peak: residual and input, then gate, up and their product of a dense MLP.
+    """Numbers for each token at a layer's peak: residual and input, then gate, up and their product of a dense MLP
+    (without a gate: up, and what its activation makes of it).
 
     A mixture of experts has the output besides, and vLLM's `fused_moe` a copy of the token for each of its experts: its
     gate and up, or later its output, in one buffer, their product in another. TP does not cut the output.
     """
     hidden, mlp = layer.hidden, layer.mlp
     if not isinstance(mlp, Experts):
-        return 2 * hidden + 3 * mlp.active_width / tp
-    copies = mlp.active * (max(2 * mlp.width / tp, hidden) + mlp.width / tp)
-    return 3 * hidden + max(copies, 3 * mlp.shared_width / tp)
+        return 2 * hidden + (mlp.projections + 1) * mlp.active_width / tp
+    copies = mlp.active * (max(mlp.projections * mlp.width / tp, mlp.token_width(hidden)) + mlp.width / tp)
+    return 3 * hidden + max(copies, (mlp.projections + 1) * mlp.shared_width / tp)
 
 
 def rollout_memory(
@@ -276,24 +277,25 @@ def _local(layer: Layer, strategy: TrainStrategy) -> float:
 def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[float, float]:
     """Bytes per token kept from forward to backward in one layer: (kept under `strategy.recompute`, all of a layer).
 
-    All of a layer, in elements: the inputs of both norms and their outputs (4 · hidden); q, k, v and the attention
-    output (`AttentionWork.kept`: 2 · q_dim + 2 · kv_dim for grouped queries); gate, up and their product (3 · the width
-    of the MLP, or of all experts that a token passes), and a copy of the token for each of these, as its expert gets
-    it. TP divides all but the first group, sequence parallelism the first too. `selective` keeps neither
-    norm outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an eager implementation
-    keeps more. Experts get equal shares of the tokens.
+    All of a layer, in elements: for each of its blocks the input of the norm and its output (2 · hidden); q, k, v and
+    the attention output (`AttentionWork.kept`: 2 · q_dim + 2 · kv_dim for grouped queries); gate, up and their product
+    (3 · the width of the MLP, or of all experts that a token passes; 2 without a gate), and a copy of the token for
+    each of these, as its expert gets it. TP divides all but the first group, sequence parallelism the first too.
+    `selective` keeps neither norm outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an
+    eager implementation keeps more. Experts get equal shares of the tokens.
     """
     tp = strategy.tp
     outside = tp if strategy.sequence_parallel else 1
     work = attention_work(layer.attention)
-    hidden, width, heads = layer.hidden, layer.mlp.active_width, work.kept
+    hidden, blocks, heads = layer.hidden, layer.blocks, work.kept
+    projected, product = layer.mlp.projections * layer.mlp.active_width, layer.mlp.active_width
     if isinstance(layer.mlp, Experts):
-        heads += layer.mlp.active * hidden * strategy.expert_tp_degree
-    everything = BF16 * (4 * hidden / outside + (heads + 3 * width) / tp) + BF16 * work.latent
+        heads += layer.mlp.active * layer.mlp.token_width(hidden) * strategy.expert_tp_degree
+    everything = BF16 * (2 * blocks * hidden / outside + (heads + projected + product) / tp) + BF16 * work.latent
     if strategy.recompute == "full":
         return BF16 * hidden / outside, everything
     if strategy.recompute == "selective":
-        return BF16 * (2 * hidden / outside + (heads + 2 * width) / tp) + BF16 * work.latent, everything
+        return BF16 * (blocks * hidden / outside + (heads + projected) / tp) + BF16 * work.latent, everything
     return everything, everything
 
 

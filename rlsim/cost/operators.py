@@ -26,6 +26,10 @@ from rlsim.cost.surface import Surface, surface_of
 from rlsim.precision import KV_BYTES, Precision
 
 BF16_BYTES = 2.0
+#: Columns of the widest blocks of products. What is narrower than that (a router) is one column of blocks.
+BLOCK_COLUMNS = 256
+#: Operators without a fit: what no calibration has measured of them counts as extrapolated.
+ROOFLINES = ("linear_attention", "state_space")
 A = TypeVar("A", DecodeAttentionFit, PrefillAttentionFit)
 _ANY_DIM = 0  # heads of another size than those that were measured apart
 
@@ -90,41 +94,51 @@ class Operators:
 
     @property
     def lookups(self) -> Lookups:
-        """Every shape asked for so far."""
+        """Every shape asked for so far.
+
+        A product narrower than a block counts as one of the narrowest measured width, if that is no more than a block:
+        it takes no longer, no less than a launch, and its time by the formula lies between the two.
+        """
         found = Lookups()
         for precision, products in self._products.items():
             operator = gemm_of(precision)
+            measured = self._ranges.get(operator)
+            narrowest = (measured or {}).get("n", (0.0, inf))[0]
             for m, n, k, groups in products.shapes:
-                found.add_within(operator, self._ranges.get(operator), m=m * groups, n=n, k=k)
+                columns = max(n, narrowest) if narrowest <= BLOCK_COLUMNS else n
+                found.add_within(operator, measured, m=m * groups, n=columns, k=k)
         return self._lookups.merge([found])
 
-    def count(self, operator: str, **values: float) -> None:
-        """Counts a look-up of `operator` at these values."""
-        self._lookups.add_within(operator, self._ranges.get(operator), **values)
-
-    def ranges(self, operator: str) -> dict[str, tuple[float, float]] | None:
-        """The measured ranges of `operator` by variable, if they are known."""
-        return self._ranges.get(operator)
+    def count(self, operator: str, lookups: Lookups | None = None, /, **values: float) -> None:
+        """Counts a look-up of `operator` at these values, among `lookups` if they are given."""
+        found, measured = self._lookups if lookups is None else lookups, self._ranges.get(operator)
+        if operator in ROOFLINES and measured is None:
+            found.add(operator, "extrapolated", "a roofline, not measured")
+        else:
+            found.add_within(operator, measured, **values)
 
     def gemm_s(self, m: float, n: int, k: int, groups: float = 1, precision: Precision = "bf16") -> float:
         """Seconds of `groups` products of an m×k activation and a k×n weight in one kernel: see `Products.time_s`."""
         return self._products[precision].time_s(m, n, k, groups)
 
-    def experts_s(self, load: ExpertLoad, hidden: int, width: int, precision: Precision = "bf16") -> float:
+    def experts_s(
+        self, load: ExpertLoad, hidden: int, width: int, precision: Precision = "bf16", projections: int = 2
+    ) -> float:
         """Seconds of a mixture's experts on one GPU: choice of the experts, both products, and the sum over a token's.
 
-        `width` is that of an expert on this GPU. Where no mixture was measured in that precision it is two grouped
-        products, approximated from plain GEMMs, and counts as extrapolated.
+        `width` is that of an expert on this GPU; it has `projections` matrices from the hidden state to it (gate and
+        up, or up alone). Where no mixture was measured in that precision it is two grouped products, approximated from
+        plain GEMMs, and counts as extrapolated.
         """
         kernel = self._experts.get((precision, bool(load.parallel)))
         rows, hit = load.rows / load.hit, float(load.hit)
         if kernel is None:
             self._lookups.add(f"experts_{precision}", "extrapolated", "approximated from plain products, not measured")
             own: Precision = precision if precision in self._products else "bf16"
-            first_s = self.gemm_s(float(rows), 2 * width, hidden, hit, own)
+            first_s = self.gemm_s(float(rows), projections * width, hidden, hit, own)
             return first_s + self.gemm_s(float(rows), hidden, width, hit, own)
         self.count(f"experts_{precision}", rows=float(rows), hit=hit, hidden=hidden, width=width)
-        return kernel(load, hidden, width)
+        return kernel(load, hidden, width, projections)
 
     def measures_experts(self, precision: Precision = "bf16") -> bool:
         """Whether a mixture was measured in that precision: then its activation is among `experts_s`."""

@@ -242,6 +242,6 @@ def pipelined_step_cost(
 
 def _launched(kernels: StepCost, model: Model, tp: int, calibration: Calibration) -> StepCost:
     """The kernels as the host launches them one by one: whichever of the two takes longer."""
-    launch_s = calibration.eager.iteration_s(model.num_hidden_layers, tp)
+    launch_s = calibration.eager.iteration_s(model.blocks / 2, tp)
     host = HostFit(step_s=launch_s, sequence_s=0.0, overlapped=True, source=calibration.eager.source)
     return HostedStep(kernels, host)

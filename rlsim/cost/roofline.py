@@ -52,9 +52,9 @@ class RooflineStep(StepCost):
     A layer is: add+norm, fused QKV product, rotary embedding and KV write, attention, output product, all-reduce,
     add+norm, fused gate-up product, activation, down product, all-reduce; of a mixture of experts the router, the
     products of the shared expert, and the fused kernel of the experts that some token picks, on the GPU that most
-    tokens reach. An iteration adds the embedding, a last norm, the LM head (sharded over the vocabulary, last tokens
-    only), the gather of its logits, and the host time that is not hidden. Every decode batch is taken to run from a
-    captured CUDA graph.
+    tokens reach; half of that where attention or feed-forward is missing. An iteration adds the embedding, a last norm,
+    the LM head (sharded over the vocabulary, last tokens only), the gather of its logits, and the host time that is not
+    hidden. Every decode batch is taken to run from a captured CUDA graph.
 
     `layout`: with `attention_dp` groups of GPUs each group computes all but the experts for its share of the sequences.
     Tokens then reach the experts, and come back, by an all-to-all (DeepEP's where the calibration has it) if whole
@@ -168,14 +168,15 @@ class RooflineStep(StepCost):
         own = Lookups()
         for batch, furthest in self.curves.used():
             for operator, values in self._decode_shapes(batch, furthest):
-                own.add_within(operator, self.operators.ranges(operator), **values)
+                self.operators.count(operator, own, **values)
         return own.merge([self.operators.lookups, self.collectives.lookups])
 
     def _decode_shapes(self, batch: int, context_tokens: float) -> Iterator[tuple[str, dict[str, float]]]:
         own = self._share(batch)
         for _, kind in self._attentions:
             read_tokens = min(context_tokens, batch * (kind.window_tokens or math.inf))
-            yield kind.decode_shape(own, read_tokens * own / batch)
+            if shape := kind.decode_shape(own, read_tokens * own / batch):
+                yield shape
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one decode step by kind: products (experts among them), attention, elementwise, all_reduce,
@@ -230,7 +231,7 @@ class RooflineStep(StepCost):
         """Seconds of all layers' all-reduces and the embedding's, and of the exchanges around experts."""
         mixtures = sum(count for count, layer, _ in self._layers if isinstance(layer.mlp, Experts))
         exchanged = mixtures if self._groups > 1 else 0
-        all_reduces = 2 * self._model.num_hidden_layers + 1 - exchanged
+        all_reduces = self._model.blocks + 1 - exchanged
         exchange_s = sum(
             count * self._exchange_s(tokens, own, layer.mlp)
             for count, layer, _ in self._layers
@@ -241,11 +242,11 @@ class RooflineStep(StepCost):
     def _exchange_s(self, tokens: float, own: float, experts: Experts) -> float:
         """Seconds in which the tokens of all groups reach the experts of one layer, and what these make of them comes
         back."""
-        hidden_bytes = self._model.hidden_size * self._model.dtype_bytes
+        token_bytes = experts.token_width(self._model.hidden_size) * self._model.dtype_bytes
         if self._expert_tp == 1:
             each = own / self._group_tp  # a group's GPUs each send their part
-            return self.collectives.exchange_s(each, experts.active, hidden_bytes, self.tp, self._domains)
-        time_s, size = self.collectives.time_s, tokens * hidden_bytes
+            return self.collectives.exchange_s(each, experts.active, token_bytes, self.tp, self._domains)
+        time_s, size = self.collectives.time_s, tokens * token_bytes
         gathered = time_s("all_gather", size, self.tp, self._domains)
         return gathered + time_s("reduce_scatter", size, self.tp, self._domains)
 
@@ -257,8 +258,8 @@ class RooflineStep(StepCost):
             total += gemm(own, linear.n_out, linear.k_in, precision=precision)
         if isinstance(experts, Experts):
             load = expert_load(tokens, experts.experts, experts.active, self.layout.ep, self.layout.imbalance)
-            width = experts.width // self._expert_tp
-            total += self.operators.experts_s(load, layer.hidden, width, self._model.of_experts)
+            width, hidden = experts.width // self._expert_tp, experts.token_width(layer.hidden)
+            total += self.operators.experts_s(load, hidden, width, self._model.of_experts, experts.projections)
         return total
 
     def _elementwise_s(self, layer: Layer, tokens: float) -> float:
@@ -269,9 +270,10 @@ class RooflineStep(StepCost):
 
         norm = move(4 * layer.hidden)  # read input and residual, write sum and norm
         activated = self._activated(layer)
-        activation = move(3 * (activated / self._group_tp)) if activated else 0.0
-        more_norms = (layer.norms - 2) * move(2 * layer.hidden) if layer.norms > 2 else 0.0
-        return 2 * norm + self._attention_of[layer].elementwise_s(tokens) + activation + more_norms
+        activation = move((layer.mlp.projections + 1) * (activated / self._group_tp)) if activated else 0.0
+        more = layer.norms - layer.blocks
+        more_norms = more * move(2 * layer.hidden) if more > 0 else 0.0
+        return layer.blocks * norm + self._attention_of[layer].elementwise_s(tokens) + activation + more_norms
 
     def _activated(self, layer: Layer) -> int:
         """Width whose activation is a kernel of its own: that of experts is among theirs, where they were measured."""

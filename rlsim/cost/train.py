@@ -102,7 +102,7 @@ class _Layers:
     attention_token_s: float
     kv_bytes: float
     parts: tuple[float, ...]
-    blocks: int = 2
+    blocks: int
     expert_s: float = 0.0
     expert_weights_s: float = 0.0
     sent_bytes: float = 0.0
@@ -174,16 +174,16 @@ class TrainCost:
         strategy, efficiency, work = self.strategy, self.efficiency, attention_work(layer.attention)
         split = strategy.tp * strategy.cp
         linear_flops, (own, routed) = 2.0 * layer.active_weights, layer_parts(layer, strategy)
-        apart: dict[str, Any] = {}
+        apart: dict[str, Any] = {"blocks": layer.blocks}
         if strategy.experts_apart and isinstance(layer.mlp, Experts):
             mlp = layer.mlp
-            expert_flops = 6.0 * mlp.active * mlp.width * layer.hidden
+            expert_flops = 2.0 * mlp.routed_weights(layer.hidden)
             linear_flops -= expert_flops
             apart = {
                 "expert_s": expert_flops / split / (flops * efficiency.layers),
                 "expert_weights_s": BF16 * routed / memory,
-                "sent_bytes": BF16 * mlp.active * layer.hidden / split,
-                "blocks": 2 if mlp.shared_width else 1,
+                "sent_bytes": BF16 * mlp.active * mlp.token_width(layer.hidden) / split,
+                "blocks": layer.blocks if mlp.shared_width else layer.attention.blocks,
             }
         return _Layers(
             count,
@@ -202,16 +202,18 @@ class TrainCost:
     def _elementwise_bytes(self, layer: Layer) -> float:
         """Memory traffic per token of a layer's element-wise kernels, fused, forward.
 
-        Norms (2 hidden each) and residual additions (6 hidden), those of attention (`AttentionWork.moved`: rotary
-        embedding reads and writes q and k), gated activation (3 widths of the MLP, or of all experts that a token
-        passes). A token is copied for each of its experts, sorted by expert where it arrives, sorted back, and its
-        outputs are added up: 2 + 6 · experts of a token hidden widths (Megatron Core's dispatchers, EP or not).
+        Norms (2 hidden each) and residual additions (3 hidden for each block), those of attention
+        (`AttentionWork.moved`: rotary embedding reads and writes q and k), gated activation (3 widths of the MLP, or of
+        all experts that a token passes; 2 without a gate). A token is copied for each of its experts, sorted by expert
+        where it arrives, sorted back, and its outputs are added up: 2 hidden widths, and 6 of a token as its experts
+        take it for each of them (Megatron Core's dispatchers, EP or not).
         """
-        work, strategy = attention_work(layer.attention), self.strategy
-        outside = (6 + 2 * layer.norms) * layer.hidden / (strategy.tp if strategy.sequence_parallel else 1)
-        width = 3 * layer.mlp.active_width
-        if isinstance(layer.mlp, Experts):
-            width += (2 + 6 * layer.mlp.active) * layer.hidden
+        work, strategy, mlp = attention_work(layer.attention), self.strategy, layer.mlp
+        around = 3 * layer.blocks + 2 * layer.norms
+        outside = around * layer.hidden / (strategy.tp if strategy.sequence_parallel else 1)
+        width = (mlp.projections + 1) * mlp.active_width
+        if isinstance(mlp, Experts):
+            width += 2 * layer.hidden + 6 * mlp.active * mlp.token_width(layer.hidden)
         return BF16 * (outside + work.latent_moved + (work.moved + width) / strategy.tp)
 
     # Calls -----------------------------------------------------------------------------------------------------------

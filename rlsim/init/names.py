@@ -19,6 +19,7 @@ from rlsim.models import Model, load_model
 from rlsim.reading import is_file
 from rlsim.trace import Trace, read_trace
 
+_NEMOTRON_H = ("base", "instruct", "reasoning")
 #: Published models that have exactly the shape of one in the catalogue, by their config.json.
 SAME_SHAPE = {
     "deepscaler-1.5b": "r1-distill-qwen-1.5b",
@@ -38,9 +39,19 @@ SAME_SHAPE = {
     "meta-llama-3-8b": "llama-3.1-8b",
     "meta-llama-3.1-70b": "llama-3.1-70b",
     "meta-llama-3.1-8b": "llama-3.1-8b",
+    **{f"minimax-m2.{release}": "minimax-m2" for release in (1, 5, 7)},
     "mistral-nemo": "mistral-nemo-12b",
     "multiturn-sft-qwen-2.5-7b": "qwen2.5-7b",  # what veRL's ReTool recipe writes, of these models
     "multiturn-sft-qwen-2.5-32b": "qwen2.5-32b",
+    "nemotron-cascade-2-30b-a3b": "nemotron-3-nano-30b-a3b",
+    **{f"nemotron-h-{size}-{kind}-8k": f"nemotron-h-{size}" for size in ("8b", "47b", "56b") for kind in _NEMOTRON_H},
+    **{f"nvidia-{name}": name for name in catalogue.names("models") if name.startswith("nemotron-")},
+    "nvidia-nemotron-3.5-lightning-30b-a3b": "nemotron-3-nano-30b-a3b",
+    "olmo-2-0325-32b": "olmo-2-32b",
+    **{f"olmo-2-1124-{size}": f"olmo-2-{size}" for size in ("7b", "13b")},
+    "olmo-3-1025-7b": "olmo-3-7b",
+    "olmo-3-1125-32b": "olmo-3-32b",
+    **{f"olmo-3-{size}-think": f"olmo-3-{size}" for size in ("7b", "32b")},
     "skywork-reward-llama-3.1-8b": "llama-3.1-8b",
     **{f"skywork-reward-v2-{base}": base for base in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-8b")},
     **{f"qwen2-{size}": f"qwen2.5-{size}" for size in ("1.5b", "7b", "72b")},
@@ -58,6 +69,7 @@ SAME_SHAPE = {
 #: Published models that see or hear, and whose language model has the shape of one in the catalogue.
 LANGUAGE_MODEL = {
     "glm-4.1v-9b": "glm-4-9b-0414",
+    "glm-4.5v": "glm-4.5-air",
     "minicpm-o-2_6": "qwen2.5-7b",
     "qwen2-vl-7b": "qwen2.5-7b",
     **{f"qwen2.5-vl-{size}": f"qwen2.5-{size}" for size in ("3b", "7b", "32b", "72b")},

@@ -64,6 +64,8 @@ class PAT(Schema, RolloutControl):
                 capacity = context.costs.capacity_pages(tp) * context.page_tokens
                 budget = min(capacity, tp * self.profile_tokens_per_gpu)
                 self._profiles[tp] = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, budget)
+        if self._profiles:
+            context.check_switches(self._profiles)
 
     def initial_tp(self, context: ControlContext) -> int:
         """The layout whose decode step is shortest while the whole batch is active."""

@@ -79,6 +79,7 @@ class Planner(Schema, RolloutControl):
         self._context = context
         for tp in context.feasible_tps:
             self._profiles[tp] = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, self._room(tp))
+        context.check_switches(self._profiles)
 
     def initial_tp(self, context: ControlContext) -> int:
         if self.start_tp == "best":

@@ -325,6 +325,12 @@ class ControlContext:
             raise CapacityError(self.infeasible.get(tp, f"tp {tp} is not feasible"))
         return tp
 
+    def check_switches(self, tps: Iterable[int]) -> None:
+        """Raises `ConfigError` if replicas of one of these degrees cannot become ones of another during a run."""
+        first, *others = tps
+        for tp in others:
+            self.costs.switch(self.node_gpus[0], first, tp, (), 0, "recompute", False)
+
 
 @dataclass(frozen=True)
 class RolloutReport:

@@ -30,7 +30,7 @@ PRECISIONS: Mapping[str, Precision] = {
     "w4a16_mxfp4": "mxfp4",
 }
 SIZES = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
-#: Hidden size and width of mixtures without a gate (Nemotron): two matrices an expert, which rlsim's models never have.
+#: Hidden size and width of mixtures without a gate (Nemotron): two matrices an expert. No fit has seen them.
 UNGATED = {(1024, 2688), (4096, 2688), (2048, 5120), (2688, 1856), (8192, 5120)}
 #: (Hidden size, width, experts) whose router may only choose among the experts of 4 of 8 groups (DeepSeek-V3).
 GROUPED, GROUPS, CHOSEN_GROUPS = {(7168, 2048, 256)}, 8, 4

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from rlsim.calibrate.measure.attention import causal_attention
 from rlsim.calibrate.measure.ranks import Ranks
 from rlsim.errors import CalibrationError
+from rlsim.layers import FullAttention
 from rlsim.models import Model
 
 ROTARY_BASE = 10_000.0
@@ -52,10 +53,13 @@ def weight_splits(model: Model) -> list[dict[str, Split]]:
 
     Raises `CalibrationError` for a model that is more than llama-like blocks.
     """
-    if model.num_experts or model.scalar_head or model.mlp_bias or model.attention_bias or model.layer.norms != 2:
+    layer_attention = model.layer.attention
+    whole_norms = isinstance(layer_attention, FullAttention) and layer_attention.whole_norms
+    norms = model.layer.norms != 2 or whole_norms
+    if model.num_experts or model.scalar_head or model.mlp_bias or model.attention_bias or norms:
         raise CalibrationError(
-            f"whole steps of {model.name} cannot be measured: experts, a scalar head, biases other than qwen2's "
-            "and more norms than two are not built here"
+            f"whole steps of {model.name} cannot be measured: experts, a scalar head, biases other than qwen2's, more "
+            "norms than two and norms over all heads are not built here"
         )
     attention = model.attention
     hidden, q, kv, width = model.hidden_size, attention.q_dim, attention.kv_dim, model.intermediate_size
