@@ -358,6 +358,59 @@ def test_every_system_keeps_every_invariant(drawn: tuple[Any, dict[str, Any], di
     assert (trained["scored_at"] <= trained["step"].map(starts) * (1 + 1e-9)).all()
 
 
+#: Parts that decide when a step has its batch, and those that go with any of them.
+BATCHINGS: tuple[Any, ...] = (
+    {"bounded_staleness": {"eta": 1, "stale": "wait"}},
+    {"bounded_staleness": {"eta": 0.5, "order": "longest", "stale": "drop", "rolling": True}},
+    {"sync_quota": {"staleness_threshold": 0.2}},
+    {"replica_batches": {"eta": 1, "per_replica": 3}},
+    {"partial_rollout": {"share": 0.6}},
+    {"partial_rollout": {"budget": 200}},
+    "active_groups",
+    "tail_batching",
+    "overcommit",
+    {"lagged": {"lag": 1}},
+)
+BESIDE = ("async_reward", "rollout_log_probs", "repack", "elastic_split", "hybrid_rollout", "dynamic_sampling",
+          "skewness_dispatch", "reward_beside")  # fmt: skip
+
+
+@st.composite
+def combined(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any], int]:
+    """Parts of a system, the workflow's sizes, and the parts in which training takes a batch."""
+    parts = [SPLIT, draw(st.sampled_from([TP1, {"verl": {"tp": 2}}, "pat"])), draw(st.sampled_from(BATCHINGS))]
+    parts += [part for part in BESIDE if draw(st.integers(0, 2)) == 0]
+    windows = draw(st.sampled_from([0, 0, 1, 2, 4]))
+    if windows:
+        parts.append({"training_windows": {"parts": windows}})
+    sizes = {"prompts": 4 * draw(st.integers(1, 3)), "responses": draw(st.sampled_from([2, 4])), "steps": 6}
+    return parts, {**sizes, "reward": {"workers": draw(st.sampled_from([2, 64]))}}, windows
+
+
+@settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(drawn=combined())
+def test_combined_parts_keep_every_invariant_or_are_refused(
+    drawn: tuple[list[Any], dict[str, Any], int], trained: list[int]
+) -> None:
+    """None comes to a halt, loses a token, or trains on other responses than it says."""
+    parts, sizes, windows = drawn
+    trained.clear()
+    try:
+        found = run(
+            {"name": "s", "use": parts}, workflow=sizes, training={"backend": "megatron", "mini_batches": windows or 1}
+        )
+    except ConfigError:
+        return  # with the reason; a run that comes to a halt is a PolicyError
+    steps = found.steps
+    assert sum(trained) == steps["trained"].sum() > 0
+    kept = steps["trained_response_tokens"] + steps["wasted_tokens"] + steps["paused_tokens"] - steps["resumed_tokens"]
+    assert steps["response_tokens"].sum() == kept.sum()
+    spent = steps[["gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "waiting_time_s"]].sum(axis=1)
+    assert np.allclose(spent, steps["step_time_s"])
+    assert (steps["staleness_max"] <= steps["step"]).all()
+    check_gpus(found.spans)
+
+
 # ---- what does not go together --------------------------------------------------------------------------------------
 
 RULE = {"bounded_staleness": {"eta": 1}}

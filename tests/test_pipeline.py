@@ -300,6 +300,7 @@ def test_a_rollout_in_stages_runs_as_the_same_plan_does() -> None:
     ("systems", "message"),
     [
         ([PLAN], "leave engine.pp out"),
+        (["pat"], "TP 2 cannot become TP 4 during a run: a replica keeps its layout under engine.ep, engine.pp"),
         ([{"verl": {"tp": 1}}], r"engine.pp 2 does not divide the 1 GPUs of a replica"),
     ],
 )
