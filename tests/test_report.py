@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from browser import open_page
@@ -459,6 +460,17 @@ def test_the_frontier_is_what_the_summary_says(stale: Result) -> None:
     assert (rows["low"] < rows["high"]).all()
     assert not rows.loc["areal-eta0", "best"]  # verl is faster and no staler
     assert rows.loc[summary["responses_per_s"].idxmax(), "best"]
+
+
+def test_what_is_not_comparable_yet_beats_nobody(stale: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = stale.summary()
+    fastest = summary.loc[summary["responses_per_s"].idxmax(), "system"]
+    late = summary.assign(held_back=np.where(summary["system"] == fastest, 0.2, 0.0))
+    monkeypatch.setattr(Result, "summary", lambda self: late)
+    rows = frontier(stale, "").set_index("system")
+    assert not rows.loc[fastest, ["best", "comparable"]].any()
+    others = rows.drop(index=fastest)
+    assert others.loc[others["rate"].idxmax(), "best"]
 
 
 def test_systems_that_are_equal_do_not_beat_each_other() -> None:

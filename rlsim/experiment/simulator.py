@@ -57,7 +57,8 @@ class Simulator:
             raise ConfigError(
                 f"training on a batch in {graph.windows} parts needs training.epochs: 1 and training.mini_batches: "
                 f"{graph.windows} or a multiple of it (got epochs {training.epochs} and mini_batches "
-                f"{training.mini_batches})"
+                f"{training.mini_batches}); the parts are those of training_windows, or what verl_fully_async calls "
+                "trigger_parameter_sync_step and streamrl parts_per_step"
             )
         if graph.windows and loaded.experiment.workflow.prompts % graph.windows:
             raise ConfigError(

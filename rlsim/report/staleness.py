@@ -9,6 +9,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
+from rlsim.experiment.backlog import comparable
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import half_interval, means
 from rlsim.report.generation import covering
@@ -21,7 +22,8 @@ _SAME = 0.005  # throughputs that differ by no more than this share are equal, a
 _MOMENTS = 400
 _MOST_QUEUES = 8
 _BEST, _BEATEN = "no other is faster and no staler", "another is faster and no staler"
-_COLOURS = {_BEST: SERIES[0], _BEATEN: "#7A7A7A"}
+_LATE = "not comparable yet: what it puts off changes"
+_COLOURS = {_BEST: SERIES[0], _BEATEN: "#7A7A7A", _LATE: "#C4C4C4"}
 
 
 class Label(NamedTuple):
@@ -38,10 +40,11 @@ class Label(NamedTuple):
 
 
 def frontier(result: Result, case: str) -> pd.DataFrame:
-    """One row per system of a case, over its steady steps: system, staleness, rate, low, high, best.
+    """One row per system of a case, over its steady steps: system, staleness, rate, low, high, best, comparable.
 
     `rate` is responses trained on per second, `low` and `high` its 95% interval over seeds (NaN with one); `best` says
-    that no other system is faster and no staler, or less stale and no slower (by more than half a percent, or 0.005).
+    that no other system is faster and no staler, or less stale and no slower (by more than half a percent, or 0.005),
+    of those that are `comparable` (`rlsim.experiment.backlog`).
     """
     steps = result.steps[result.steps["case"] == case]
     by_seed = means(steps, ["system", "seed"])["responses_per_s"]
@@ -49,7 +52,11 @@ def frontier(result: Result, case: str) -> pd.DataFrame:
     found.columns = pd.Index(["system", "staleness", "rate"])
     half = np.array([half_interval(by_seed.loc[system].tolist()) for system in found["system"]])
     found = found.assign(low=found["rate"] - half, high=found["rate"] + half)
-    return found.assign(best=[not beaten(found, row) for _, row in found.iterrows()])
+    summary = result.summary()
+    held_back = summary[summary["case"] == case].set_index("system")["held_back"]
+    found = found.assign(comparable=comparable(held_back.loc[found["system"]]).to_numpy())
+    rivals = found[found["comparable"]]
+    return found.assign(best=[bool(row["comparable"]) and not beaten(rivals, row) for _, row in found.iterrows()])
 
 
 def beaten(systems: pd.DataFrame, one: pd.Series[Any]) -> bool:
@@ -74,7 +81,7 @@ def frontier_chart(frame: pd.DataFrame) -> Any:
         label_at=[place.x / across for place in places],
         label_rate=[high - place.y / down for place in places],
         moved=[abs(place.y - y) > 12 for place, (_, y) in zip(places, points, strict=True)],
-        kind=np.where(frame["best"], _BEST, _BEATEN),
+        kind=np.where(frame["best"], _BEST, np.where(frame["comparable"], _BEATEN, _LATE)),
     )
     x = alt.X("staleness:Q", title="mean staleness of the responses trained on (weight updates)", scale=x_scale)
     y = alt.Y("rate:Q", title="responses trained on per second", scale=y_scale)
