@@ -291,7 +291,7 @@ def report(catalogue: Catalogue) -> str:
     parts = [
         INTRO,
         "## Operators on held-out shapes\n\n" + _residuals(measured) + "\n\n" + MISSED,
-        "## Against L2-hot rows\n\n" + _hot(catalogue.hot()),
+        "## Against L2-hot rows (not fitted)\n\n" + _hot(catalogue.hot()),
         _a40(made["a40-sglang"]),
         _sums(made, decode_sums(catalogue.data)),
         _serving(shipped_fits()),
