@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlsim.cost.calibration import Calibration, DecodeProfile, calibration_names, load_calibration
@@ -14,7 +15,8 @@ from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.load import set_path
 from rlsim.hardware import load_gpu
-from rlsim.precision import PRECISIONS
+from rlsim.models import load_model
+from rlsim.precision import PRECISIONS, peak_flop_per_s
 from rlsim.schema import validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,6 +76,9 @@ MISSED = {
     ("trtllm", "decode_attention_heads_of_64"): (0.065, 0.21),
     # this kernel reads more than the window, the more the longer the context, which the factor knows nothing of
     ("trtllm", "decode_attention_windows"): (0.13, 0.61),
+    # FlashMLA's kernel on an FP8 cache computes 64 heads at a time: of 64 heads, left out here, rows of fewer (bound by
+    # memory) and of 128 (by FLOPs) say little. What steps are costed with has seen them, and is off by 1 and 3% on all
+    ("vllm", "latent_attention_fp8"): (0.045, 0.33),
 }
 #: The same on other GPUs: the largest median and bias.
 ELSEWHERE = {
@@ -82,13 +87,17 @@ ELSEWHERE = {
     # SGLang's 90th percentiles on B200 are 19% in fp8, 20% in fp8_block and 21% in NVFP4: the same product of
     # PyTorch's, in its table and vLLM's, differs by 3% at the median and 21% there; one row in ten takes over 20%
     # longer in SGLang's
-    "gemm_fp8_block": (0.061, 0.025),
+    # vLLM's on H100 is within 3% on Hopper, and these are of it
+    "gemm_fp8_block": (0.061, 0.03),
     "latent_attention_prompts": (0.06, 0.03),  # B200's 90th percentile is 17%
 }
 EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
-#: What keeps these on B200 too: attention (but of prompts on an FP8 KV cache, SGLang: 18.5%), balanced mixtures, and
-#: products in bf16.
-ON_B200 = re.compile(r"decode_attention|prefill_attention(?!_fp8$)|latent|experts_[a-z0-9_]*(?<!_skewed)$|gemm$")
+#: What keeps these on B200 too: attention, balanced mixtures, and products in bf16. Not attention on latents in FP8,
+#: for which there are kernels of 16 and of 32 heads and more: of those left out others' rows say less (20 and 23% at
+#: the 90th percentile). What steps are costed with has seen all heads, and is off by 3 and 6% there.
+ON_B200 = re.compile(
+    r"decode_attention|prefill_attention|latent_attention(?!_fp8$)|experts_[a-z0-9_]*(?<!_skewed)$|gemm$"
+)
 #: What is fitted to nothing like it: median, 90th percentile and bias.
 SKEWED = (0.09, 0.25, 0.08)  # experts of unequal popularity
 EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
@@ -126,6 +135,64 @@ def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
             assert found.p90 < 0.18
         if name.startswith("b200") and ON_B200.match(operator):
             assert (found.median <= EXPERTS[0]) & (found.p90 <= EXPERTS[1]), operator
+
+
+#: What a product in another precision may take more than in bf16, where both are launches above all: quantising the
+#: activations is a launch of its own. TensorRT-LLM's tables have 14.6 us for an empty product in fp8 on Hopper,
+#: SGLang's 14 us in fp8_block on B200, in which vLLM's are taken to be the same. DeepGEMM multiplies 64 rows at least,
+#: which H20's FLOPs do not hide.
+MORE_S, MUCH_MORE_S = 6e-6, 13e-6
+MUCH_MORE = re.compile(r"(h100|h200|h800|gh200|h20|l40s).*trtllm.fp8$|(b|gb)[23]00.*fp8_block|h20-sglang.fp8_block")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantised_products_of_a_decode_step_take_no_longer_than_in_bf16(name: str) -> None:
+    """But for the launch of the kernel that quantises activations, at every size and number of tokens of a step."""
+    calibration = load_calibration(name)
+    operators, model = Operators(calibration.operators, calibration.reference), load_model("llama-3.1-8b")
+    (layer,) = model.groups
+    for precision in calibration.operators.gemms:
+        if precision == "bf16" or peak_flop_per_s(calibration.reference, precision) is None:
+            continue
+        more_s = MUCH_MORE_S if MUCH_MORE.match(f"{name}.{precision}") else MORE_S
+        for tp in (1, 2, 4, 8):
+            linears = layer.linears(tp)
+            for m in (1, 8, 16, 32, 64):
+                quantised, bf16 = (
+                    sum(operators.gemm_s(m, one.n_out, one.k_in, precision=kind) for one in linears)
+                    for kind in (precision, "bf16")
+                )
+                assert quantised < 1.05 * bf16 + len(linears) * more_s, (precision, tp, m, quantised, bf16)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
+@pytest.mark.parametrize("name", ["b200-sxm-vllm", "l40s-vllm", "l40s-sglang", "h100-sxm-vllm"])
+def test_products_that_l2_held_take_no_longer_than_with_a_whole_read(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights that no fit has seen, and of few tokens: the fit lies between the hot row and it with a cold read.
+
+    So fp8 is slower than bf16 at no more shapes than the tables say.
+    """
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from calibration.gpus import GPUS
+    from calibration.measured import against_hot_rows
+    from calibration.tables import operator_tables
+
+    calibration = load_calibration(name)
+    found = against_hot_rows(DATA, GPUS[calibration.gpu], calibration)
+    for operator in ("gemm", "gemm_fp8"):
+        assert found[operator].above < 0.06, operator
+        assert found[operator].below < 0.2, operator
+        assert found[operator].with_read < 0 < found[operator].measured.count
+    tables = operator_tables(DATA, GPUS[calibration.gpu], calibration.engine)
+    both = tables.table("gemm").merge(tables.table("gemm_fp8"), on=["m", "n", "k"], suffixes=("", "_fp8"))
+    both = both[(both.m <= 64) & both.m.isin([1, 8, 16, 32, 64])]
+    operators = Operators(calibration.operators, calibration.reference)
+    columns = [*zip(both.m, both.n, both.k, strict=True)]
+    slower = np.array([operators.gemm_s(*one, precision="fp8") / operators.gemm_s(*one) for one in columns])
+    measured = (both.seconds_fp8 / both.seconds).to_numpy()
+    assert np.mean((slower > 1.15) & (measured < 1.0)) < 0.03
 
 
 def test_every_engine_covers_the_data_centre_gpus() -> None:

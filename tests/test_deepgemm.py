@@ -28,7 +28,7 @@ FIT = DeepGemmFit(
     step_s=100e-9,
     efficiency=(0.8, 1.0, 0.9),
     uneven=1.25,
-    spilled=(1.5, 4.0),
+    spilled_s=(0.5e-6, 2e-6),
     end_s=1e-6,
 )
 
@@ -71,9 +71,9 @@ def test_time_by_hand() -> None:
     compute = 32 * (100e-9 + 2 * 128**3 / 10e12) + 1e-6
     quantise = 1280 * 32 / 16 * 1e-9
     assert products.time_s(1280, 1280, 4096) == pytest.approx(4e-6 + quantise + compute, rel=1e-3)
-    # 100 blocks of 128 x 192 alone: uneven columns, and four times as long for want of registers.
+    # 100 blocks of 128 x 192 alone: uneven columns, and 2 us more for want of registers.
     assert choose(1280, 1920, blocks_of(4096, 100), 100) == (Block(128, 192, False), 1)
-    compute = 32 * (100e-9 + 1.25 * 2 * 128 * 128 * 192 / 10e12) * 4.0 + 1.5e-6
+    compute = 32 * (100e-9 + 1.25 * 2 * 128 * 128 * 192 / 10e12 + 2e-6) + 1.5e-6
     assert products.time_s(1280, 1920, 4096) == pytest.approx(4e-6 + quantise + compute, rel=1e-3)
 
 
@@ -81,6 +81,18 @@ def test_the_shipped_fit_knows_the_poor_choices() -> None:
     operators = Operators(H100.operators, H100.reference)
     spilled, next_one = (operators.gemm_s(m, 1536, 4096, precision="fp8_block") for m in (2048, 2049))
     assert 1.5 * next_one < spilled  # measured: 95 and 50 us
+
+
+def test_on_fewer_sms_blocks_share_nothing_and_registers_cost_what_they_did() -> None:
+    """H20 has L2's bandwidth for its 78 SMs, so that no block is shared. Moving registers takes as long as on H100."""
+    h20 = load_calibration("h20-sglang")
+    block, waves = choose(8192, 8192, blocks_of(8192, 78), 78)
+    assert (block, waves) == (Block(256, 128, False), 27)
+    product_s = Operators(h20.operators, h20.reference).gemm_s(8192, 8192, 8192, precision="fp8_block")
+    bf16_s = Operators(h20.operators, h20.reference).gemm_s(8192, 8192, 8192)
+    spilled_s = 27 * 64 * H100.operators.gemms["fp8_block"].spilled_s[1]
+    assert product_s - spilled_s > 2 * 8192**3 / 296e12, "without it still no faster than the data sheet"
+    assert product_s < bf16_s
 
 
 def test_a_fit_finds_the_constants_that_rows_were_made_with() -> None:
@@ -95,8 +107,8 @@ def test_a_fit_finds_the_constants_that_rows_were_made_with() -> None:
         )
     ]
     rows = pd.DataFrame([(*size, products.time_s(*size)) for size in sizes], columns=["m", "n", "k", "seconds"])
-    found = fit_deepgemm(rows, ref, known.memory_efficiency)
+    found, _ = fit_deepgemm(rows.assign(in_l2=False), ref, known.memory_efficiency)
     again = np.array([Products(found, ref).time_s(*size) for size in sizes])
     assert np.abs(again / rows.seconds - 1.0).max() < 0.02
-    assert found.spilled == pytest.approx(known.spilled, rel=0.02)
+    assert found.spilled_s == pytest.approx(known.spilled_s, rel=0.02)
     assert found.quantise_block_s == pytest.approx(known.quantise_block_s, rel=0.05)

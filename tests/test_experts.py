@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import rlsim
 from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_experts, load_of
-from rlsim.calibrate.importers.experts import _balanced, _power_law, exchanges, experts
+from rlsim.calibrate.importers.experts import W4A8, _balanced, _power_law, _serves_gpt_oss, exchanges, experts
 from rlsim.cost.calibration import Reference, load_calibration
 from rlsim.cost.collectives import Collectives, exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, distinct_experts, expert_load
@@ -41,7 +41,15 @@ ALL_EIGHT = ReplicaLayout(ep=8)
 IN_GROUPS = ReplicaLayout(ep=8, attention_dp=8)
 
 #: One SM of 1 FLOP/s for each of 2 · 16 · 10 FLOPs in a block, memory of 1 byte/s.
-REF = Reference(bf16_flop_per_s=1e6, memory_bytes_per_s=1e3, sm_count=1, l2_bytes=1.0, link_bytes_per_s=1e3)
+REF = Reference(
+    bf16_flop_per_s=1e6,
+    fp8_flop_per_s=2e6,
+    fp4_flop_per_s=6e6,
+    memory_bytes_per_s=1e3,
+    sm_count=1,
+    l2_bytes=1.0,
+    link_bytes_per_s=1e3,
+)
 
 
 def fit(**changes: object) -> ExpertsFit:
@@ -120,6 +128,11 @@ def test_seconds_by_hand() -> None:
     assert FusedExperts(moves, REF, "bf16")(load(10, 2), 30, 10) == pytest.approx(0.5 + compute + memory + moved)
     half = FusedExperts(fit(), REF, "fp8")(load(10, 2), 30, 10)
     assert half == pytest.approx(0.5 + (compute + memory) / 2)
+    quarter = memory * 9 / 32
+    assert FusedExperts(fit(), REF, "nvfp4")(load(10, 2), 30, 10) == pytest.approx(0.5 + compute / 6 + quarter)
+    for rate, speed in ((None, 1), ("fp8", 2)):  # MXFP4 is multiplied in bf16, or in fp8 by kernels with MXFP8
+        kernel = FusedExperts(fit(multiplied_in=rate), REF, "mxfp4")
+        assert kernel(load(10, 2), 30, 10) == pytest.approx(0.5 + compute / speed + memory * 17 / 64)
 
 
 def test_default_blocks_where_none_are_tuned() -> None:
@@ -252,6 +265,30 @@ def test_the_balanced_routing_spreads_choices_evenly() -> None:
     assert grouped.sum() == 2048
     assert grouped[:4].tolist() == [256.0] * 4
     assert not grouped[128:].any()
+
+
+def test_only_kernels_that_engines_run_for_gpt_oss_count_as_mxfp4() -> None:
+    triton, trtllm = "sglang_fused_moe_triton", "sglang_flashinfer_trtllm_moe"
+    monolithic = "vllm_gptossmxfp4moe_triton_oaitritonmxfp4expertsmonolithic"
+    w4a16 = "w4a16_mxfp4"
+    assert [_serves_gpt_oss(w4a16, triton, ep) for ep in (1, 2)] == [False, True]
+    assert [_serves_gpt_oss(dtype, trtllm, 1) for dtype in (w4a16, W4A8)] == [False, True]
+    assert _serves_gpt_oss(w4a16, monolithic, 1)
+    assert not _serves_gpt_oss(w4a16, "vllm_compressedtensorsw4a4mxfp4moe_marlin_marlinexperts", 1)
+    assert not _serves_gpt_oss(w4a16, "sglang_marlin_moe_situ_as_silu", 1)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_sglang_serves_gpt_oss_on_one_hopper_with_the_kernels_that_vllm_runs(gpu: str) -> None:
+    """The weights of its 128 experts take 0.4 ms from H100's memory in MXFP4; as bf16 they took 2.2 ms."""
+    sglang, vllm = (load_calibration(f"{gpu}-{engine}").operators for engine in ("sglang", "vllm"))
+    assert sglang.experts["mxfp4"] == vllm.experts["mxfp4"]
+    assert sglang.parallel_experts["mxfp4"].kernel == "triton"
+    calibration = load_calibration(f"{gpu}-sglang")
+    assert any("triton_kernels" in note for note in calibration.provenance.notes)
+    assert calibration.residuals["experts_mxfp4"].note.startswith(f"of {gpu}-sxm-vllm, not measured here")
+    time_s = FusedExperts(sglang.experts["mxfp4"], calibration.reference, "mxfp4")(expert_load(128, 128, 4), 2880, 2880)
+    assert 3 * 128 * 2880**2 * 17 / 32 / calibration.reference.memory_bytes_per_s < time_s < 0.9e-3
 
 
 def test_a_power_law_gives_every_choice_to_some_expert() -> None:

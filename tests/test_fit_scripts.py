@@ -40,8 +40,11 @@ from rlsim.calibrate.points import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost import engine_memory  # noqa: E402
 from rlsim.cost.calibration import FrontEndFit, HostFit  # noqa: E402
+from rlsim.cost.experts import expert_load, weight_bytes  # noqa: E402
 from rlsim.cost.fits import ACROSS  # noqa: E402
+from rlsim.cost.operators import Operators  # noqa: E402
 from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S  # noqa: E402
+from rlsim.precision import Precision  # noqa: E402
 from rlsim.validate.calls import shipped_calls  # noqa: E402
 from rlsim.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 
@@ -74,6 +77,37 @@ def test_derived_files_are_what_deriving_gives(gpu: str, tmp_path: Path) -> None
         assert (tmp_path / f"{derived.name}.yaml").read_bytes() == (
             ROOT / f"calibration/{derived.name}.yaml"
         ).read_bytes()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_blocks_last_as_long_on_sms_with_fewer_flops(engine: str) -> None:
+    """Up to the share of the peak that the best block of many rows reaches; on faster SMs shares stay what they are."""
+    source, h20 = load_calibration(f"h100-{engine}"), load_calibration(f"h20-{engine}")
+    slower = (989.4e12 / 132) / (148e12 / 78)
+    few_rows = 0
+    for precision, fit in source.operators.experts.items():
+        best = max(tile.efficiency for tile in fit.tiles if tile.m >= 64)
+        for before, after in zip(fit.tiles, h20.operators.experts[precision].tiles, strict=True):
+            expected = max(before.efficiency, min(before.efficiency * slower, best) if before.m < 64 else 0.0)
+            assert after.efficiency == pytest.approx(expected, rel=1e-3)
+            few_rows += before.m < 64 and after.efficiency > 1.5 * before.efficiency
+    assert few_rows >= 3
+    blackwell, gb200 = load_calibration(f"b200-{engine}"), load_calibration(f"gb200-{engine}")
+    for precision, fit in blackwell.operators.experts.items():
+        assert gb200.operators.experts[precision].tiles == fit.tiles
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_decoding_a_mixture_on_h20_is_bound_by_its_memory(engine: str) -> None:
+    """Experts of Qwen3-235B-A22B at TP4: with 148 TFLOP/s for 4 TB/s, blocks of 16 rows have FLOPs enough."""
+    calibration = load_calibration(f"h20-{engine}")
+    operators, load = Operators(calibration.operators, calibration.reference), expert_load(16, 128, 8)
+    # MXFP4 is a quarter of bf16's bytes for as many FLOPs.
+    most: dict[Precision, float] = {"bf16": 1.5, "fp8_block": 2.1, "mxfp4": 3.5}
+    for precision, times in most.items():
+        fit = calibration.operators.experts[precision]
+        read = weight_bytes(precision, load, 4096, 384) / 4e12
+        assert read < operators.experts_s(load, 4096, 384, precision) - fit.launch_s < times * read, precision
 
 
 @tables

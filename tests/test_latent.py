@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from pydantic import ValidationError
 
 from rlsim.calibrate.fit.latent import MEASURED, UNSEEN, kernel_latent_attention
 from rlsim.calibrate.importers import latent
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.curve import DecodeCurve
-from rlsim.cost.fits import LatentAttentionFit
+from rlsim.cost.fits import LatentAttentionFit, OperatorFits
 from rlsim.cost.latent import LatentKernels, padded_heads
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.operators import Operators
@@ -66,6 +67,14 @@ def test_decode_by_hand() -> None:
     assert kernels(heads).absorb_s(batch) == pytest.approx(2 * base().operators.gemm.launch_s + multiplied)
 
 
+def test_an_fp8_cache_halves_what_is_read() -> None:
+    ref, batch = base().reference, 1024
+    curve = DecodeCurve(batch, *kernels(1, FIT.model_copy(update={"kv_precision": "fp8"})).decode_curve(batch))
+    read = 576 / (ref.memory_bytes_per_s * 0.9)
+    computed = 2 * 64 * (576 + 512) / (ref.bf16_flop_per_s * 0.6)
+    assert curve.step_s(2e6) - curve.step_s(1e6) == pytest.approx(1e6 * (read**4 + computed**4) ** 0.25)
+
+
 def test_heads_are_computed_by_whole_blocks() -> None:
     assert [padded_heads(heads) for heads in (1, 16, 64, 65, 128)] == [64, 64, 64, 128, 128]
 
@@ -97,7 +106,7 @@ def made_up(fit: LatentAttentionFit) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def test_a_fit_finds_what_made_the_rows() -> None:
-    found = kernel_latent_attention(*made_up(FIT), operators(), module=False)
+    found = kernel_latent_attention(*made_up(FIT), operators(), module=False, blocks=False)
     residual = found.residuals["latent_attention"]
     assert residual.median < 0.02
     assert residual.p90 < 0.08
@@ -115,7 +124,8 @@ def test_head_counts_that_no_fit_has_seen(gpu: str, engine: str, median: float, 
     assert paths is not None
     calibration = load_calibration(f"{gpu}-{engine}")
     others = Operators(calibration.operators, calibration.reference)
-    found = kernel_latent_attention(*map(latent.rows, paths), others, module=latent.TABLES[engine][2])
+    module, blocks = latent.TABLES[engine][2], latent.in_blocks(paths[0])
+    found = kernel_latent_attention(*map(latent.rows, paths), others, module=module, blocks=blocks)
     residual = found.residuals["latent_attention"]
     assert residual.median < median
     assert residual.p90 < p90
@@ -150,10 +160,36 @@ def test_a_gpu_without_tables_is_refused_by_name() -> None:
         RooflineStep(load_model("deepseek-v2-lite"), 1, load_cluster("8xa100"), load_calibration("a100-vllm"))
 
 
-def test_an_fp8_cache_of_latents_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        *((name, 0.4, 0.9) for name in ("h100-vllm", "h200-vllm", "b200-vllm", "b200-sglang")),
+        # FlashAttention 3, which SGLang chooses for latents on Hopper, is measured to be very slow on an FP8 cache.
+        *((name, 3.0, 10.0) for name in ("h100-sglang", "h200-sglang")),
+    ],
+)
+def test_an_fp8_cache_of_latents_takes_what_was_measured(name: str, least: float, most: float) -> None:
+    model, cluster = load_model("deepseek-v3"), load_cluster(f"8x{name.partition('-')[0]}")
+    plain, halved = (
+        RooflineStep(one, 8, cluster, load_calibration(name)) for one in (model, model.served(kv_precision="fp8"))
+    )
+    slow, quick = (one.decode(64).step_s(64 * 60_000) - one.decode(64).step_s(64 * 30_000) for one in (plain, halved))
+    assert least * slow < quick < most * slow
+    assert halved.prefill_s([Chunk(8192, 0)]) == pytest.approx(plain.prefill_s([Chunk(8192, 0)]), rel=0.1)
+    halved.decode(64).steps_s(64 * 30_000, 2)
+    assert halved.lookups().table()["latent_attention"]["interpolated"] == 1
+
+
+def test_an_fp8_cache_of_latents_that_was_not_measured_is_refused() -> None:
     model = load_model("deepseek-v2-lite").served(kv_precision="fp8")
-    with pytest.raises(CalibrationError, match=r"latent attention \(MLA\), whose kernels are calibrated on a bf16"):
-        RooflineStep(model, 1, load_cluster("8xh100"), load_calibration("h100-vllm"))
+    known = load_calibration("h100-vllm")
+    bare = known.operators.model_copy(update={"latent_attention_fp8": None})
+    calibration = known.model_copy(update={"operators": bare})
+    with pytest.raises(CalibrationError, match="latent attention on a KV cache of bf16 only"):
+        RooflineStep(model, 1, load_cluster("8xh100"), calibration)
+    wrong = dict(known.operators) | {"latent_attention_fp8": known.operators.latent_attention}
+    with pytest.raises(ValidationError, match="latent_attention_fp8 of an fp8 one"):
+        OperatorFits.model_validate(wrong)
 
 
 def test_a_quantised_kv_b_has_a_copy_in_bf16() -> None:

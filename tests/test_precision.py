@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from pydantic import ValidationError
 
-from rlsim.calibrate.fit.gemm import kernel_gemm
+from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
 from rlsim.calibrate.fit.kernels import operators_with
 from rlsim.calibrate.fit.quantised import quantised_kernels
 from rlsim.calibrate.importers import aiconfigurator
@@ -104,7 +104,7 @@ def test_fits_name_each_precision_once() -> None:
 
 def test_attention_on_fp8_reads_half_the_bytes() -> None:
     known = quantised()
-    plain, halved = (Operators(known.on_kv(kv).operators, known.reference) for kv in ("bf16", "fp8"))
+    plain, halved = (Operators(known.on_kv(kv, latent=False).operators, known.reference) for kv in ("bf16", "fp8"))
     context, fast = 4e6, plain.decode_attention_s(64, 1e6, 32, 8, 128)
     assert fast < plain.decode_attention_s(64, context, 32, 8, 128)
     fits = known.operators.decode_attention.model_copy(update={"correction": None})
@@ -131,6 +131,35 @@ def test_a_fit_finds_what_a_table_in_fp8_was_made_with() -> None:
     assert set(found.points.operator) == {"gemm_fp8"}
     with pytest.raises(CalibrationError, match="data sheet has no rate"):
         kernel_gemm(table, ref.model_copy(update={"fp8_flop_per_s": None}), cold=False, precision="fp8")
+
+
+def test_products_that_l2_held_tell_what_few_tokens_cost() -> None:
+    """A table as of B200: L2 of 126 MB holds the weights of nearly all products of few tokens, and answers four times
+    as fast. Their block is slow, which only they show."""
+    ref = load_calibration("b200-vllm").reference
+    shares = ((1, 0.03), (17, 0.05), (33, 0.1), (65, 0.5), (129, 0.6), (257, 0.7))
+    known = fit("fp8").model_copy(
+        update={
+            "launch_s": 5e-6,
+            "memory_efficiency": 0.8,
+            "k_overhead": 200.0,
+            "blend": 4.0,
+            "tiles": tuple(Tile(m=64, n=128, efficiency=share, from_rows=rows) for rows, share in shares),
+        }
+    )
+    cold, hot = (Products(known.model_copy(update={"memory_efficiency": share}), ref) for share in (0.8, 3.2))
+    widths = [512, 1024, 2048, 4096, 6144, 8192, 14336, 28672, 65536]
+    sizes = [(m, n, k) for n in widths for k in widths[:-1] for m in (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)]
+    table = pd.DataFrame(sizes, columns=["m", "n", "k"])
+    in_l2 = gemm_rows(table, ref, "fp8").in_l2
+    seconds = [(hot if held else cold).time_s(*size) for size, held in zip(sizes, in_l2, strict=True)]
+    found = kernel_gemm(table.assign(seconds=seconds), ref, cold=False, precision="fp8")
+    small = [(m, n, k) for m, n, k in sizes if m <= 64 and n * k <= 8192 * 8192]
+    again = Products(found.fit, ref)
+    errors = np.array([again.time_s(*size) / cold.time_s(*size) - 1.0 for size in small])
+    assert found.fit.launch_s == pytest.approx(5e-6, rel=0.2)
+    assert np.median(np.abs(errors)) < 0.03
+    assert np.quantile(np.abs(errors), 0.9) < 0.1
 
 
 def test_attention_on_fp8_is_fitted_under_its_own_name() -> None:
@@ -180,6 +209,24 @@ def test_products_of_a_table_by_precision(tmp_path: Path) -> None:
     assert aiconfigurator.gemms(path, precision="fp8").seconds.tolist() == [0.06e-3] * 2
     with pytest.raises(CalibrationError, match="no rows with gemm_dtype nvfp4"):
         aiconfigurator.gemms(path, precision="nvfp4")
+
+
+def test_attention_on_an_fp8_cache_is_of_the_engines_kernel(tmp_path: Path) -> None:
+    """Queries are bf16 where that kernel was measured with these, else fp8; other kernels' do not count."""
+    shape = (1, 64, 8, 1, 128, 0)
+    columns = ["batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "step"]
+    rows = [
+        ("triton", "bfloat16", *shape, 9.0),
+        ("fa3", "fp8", *shape, 1.0),
+        ("fa3", "fp8", 2, *shape[1:], 2.0),
+    ]
+    path = tmp_path / "context_attention_perf.parquet"
+    names = ["kernel_source", "attn_dtype", *columns, "latency"]
+    pd.DataFrame(rows, columns=names).assign(kv_cache_dtype="fp8").to_parquet(path)
+    assert aiconfigurator.prefill_attention(path, kv="fp8").seconds.tolist() == [1e-3, 2e-3]
+    rows += [("fa3", "bfloat16", *shape, 3.0), ("fa3", "bfloat16", 2, *shape[1:], 4.0)]
+    pd.DataFrame(rows, columns=names).assign(kv_cache_dtype="fp8").to_parquet(path)
+    assert aiconfigurator.prefill_attention(path, kv="fp8").seconds.tolist() == [3e-3, 4e-3]
 
 
 # Models and memory ----------------------------------------------------------------------------------------------------

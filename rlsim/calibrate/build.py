@@ -217,6 +217,7 @@ def _shapes(models: Mapping[str, Model]) -> Callable[[str], Model | None]:
 #: Fields of the operators that only a base on the same GPU gives, and their residuals.
 BORROWED_ALONE = {
     "latent_attention": "latent_attention",
+    "latent_attention_fp8": "latent_attention_fp8",
     "decode_windows": "decode_attention_windows",
     "prefill_windows": "prefill_attention_windows",
     "masked_prefill": "prefill_attention_windows",

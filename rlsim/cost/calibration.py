@@ -258,11 +258,14 @@ class Calibration(Fitted):
         found._draw = Draw(number)
         return found
 
-    def on_kv(self, precision: KvPrecision) -> Calibration:
-        """The same with attention on a KV cache of that precision, one of `operators.kv_precisions`."""
+    def on_kv(self, precision: KvPrecision, *, latent: bool) -> Calibration:
+        """The same with attention on a KV cache of that precision, which `check_precision` takes.
+
+        `latent`: that of latent attention, whose prompts attend to keys and values in bf16 that are made of the cache.
+        """
         if precision == "bf16":
             return self
-        names = ("decode_attention", "prefill_attention")
+        names = ("latent_attention",) if latent else ("decode_attention", "prefill_attention")
         fits = {name: getattr(self.operators, f"{name}_{precision}") for name in names}
         known = {
             name: self.residuals[f"{name}_{precision}"] for name in names if f"{name}_{precision}" in self.residuals
@@ -270,7 +273,9 @@ class Calibration(Fitted):
         update = {"operators": self.operators.model_copy(update=fits), "residuals": {**self.residuals, **known}}
         return self.model_copy(update=update)
 
-    def check_precision(self, precision: Precision, kv_precision: KvPrecision = "bf16") -> None:
+    def check_precision(
+        self, precision: Precision, kv_precision: KvPrecision = "bf16", *, latent: bool = False
+    ) -> None:
         """Raises `CalibrationError` for a precision that the GPU has no tensor cores for, or that was not measured."""
         known = [one for one in self.operators.gemms if peak_flop_per_s(self.reference, one)]
         if precision not in known:
@@ -278,10 +283,11 @@ class Calibration(Fitted):
             raise CalibrationError(
                 f"precision {precision}: {cores}calibration {self.name} has matrix products in {', '.join(known)}"
             )
-        if kv_precision not in self.operators.kv_precisions:
+        known_kv = self.operators.latent_kv_precisions if latent else self.operators.kv_precisions
+        if kv_precision not in known_kv:
             raise CalibrationError(
-                f"kv_precision {kv_precision}: calibration {self.name} has attention on a KV cache of "
-                f"{', '.join(self.operators.kv_precisions)} only"
+                f"kv_precision {kv_precision}: calibration {self.name} has {'latent ' if latent else ''}attention on a "
+                f"KV cache of {', '.join(known_kv)} only"
             )
 
     def profile(self, model: str, tp: int) -> DecodeProfile | None:

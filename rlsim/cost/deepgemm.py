@@ -102,11 +102,13 @@ class DeepGemm:
         step = 2.0 * SCALED * area / (self._per_sm * fit.efficiency[max(0, ROWS.index(block.rows) - 2)])
         if SCALED % block.columns:
             step *= fit.uneven
-        return k / SCALED * (fit.step_s + step) * spill(block, fit.spilled) + fit.end_s * area / SCALED**2
+        steps = k / SCALED * (fit.step_s + step + spilled_s(block, fit.spilled_s))
+        return steps + fit.end_s * area / SCALED**2
 
 
-def spill(block: Block, factors: tuple[float, float]) -> float:
-    """How much longer its steps take for want of registers."""
+def spilled_s(block: Block, seconds: tuple[float, float]) -> float:
+    """How much longer each of its steps takes for want of registers: what is moved out of them and back takes its time
+    beside the products, however fast these are."""
     if block.multicast or block.rows * block.columns < 128 * 160:
-        return 1.0
-    return factors[block.rows * block.columns > 128 * 160]
+        return 0.0
+    return seconds[block.rows * block.columns > 128 * 160]

@@ -16,15 +16,14 @@ import numpy.typing as npt
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import ExpertsFit, Tile
 from rlsim.cost.surface import Surface
-from rlsim.precision import WEIGHT_BYTES, Precision
+from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
 
 Array = npt.NDArray[np.float64]
 Numbers = float | Array
 
 #: Rows of a block of the grouped products: every expert's rows are filled up to whole blocks.
 BLOCK_ROWS = (8, 16, 32, 64, 128)
-#: Rate of the tensor cores over that in bf16. Weights of `mxfp4` are multiplied in bf16, as gpt-oss is served.
-RATE: dict[Precision, float] = {"bf16": 1.0, "fp8": 2.0, "fp8_block": 2.0, "nvfp4": 4.0, "mxfp4": 1.0}
+MXFP8 = "_mxfp8"  # ends the name of a kernel that turns activations into it
 #: Axes of the correction: rows for each expert that has any, width on this GPU, bytes of the weights that are read.
 EXPERT_AXES = ("rows", "width", "bytes")
 
@@ -127,7 +126,7 @@ class FusedExperts:
             return time
         size = float(weight_bytes(precision, load, hidden, width, projections))
         factor = self._factor(float(load.rows / load.hit), width, size)
-        return max(time * factor, float(fastest_s(ref, precision, load, hidden, width, projections)))
+        return max(time * factor, float(fastest_s(fit, ref, precision, load, hidden, width, projections)))
 
 
 def formula_s(
@@ -169,12 +168,23 @@ def weight_bytes(
 
 
 def fastest_s(
-    ref: Reference, precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int = 2
+    fit: ExpertsFit,
+    ref: Reference,
+    precision: Precision,
+    load: ExpertLoad,
+    hidden: Numbers,
+    width: Numbers,
+    projections: int = 2,
 ) -> Array:
     """Seconds that no kernel can beat: the data sheet's FLOP/s and bandwidth."""
     flops = 2.0 * (projections + 1) * load.rows * hidden * width
     size = weight_bytes(precision, load, hidden, width, projections)
-    return np.maximum(flops / (ref.bf16_flop_per_s * RATE[precision]), size / ref.memory_bytes_per_s)
+    return np.maximum(flops / peak_of(ref, fit.multiplied_in or precision), size / ref.memory_bytes_per_s)
+
+
+def peak_of(ref: Reference, precision: Precision) -> float:
+    """The peak FLOP/s of experts in that precision; where there are no such tensor cores, those for bf16 are left."""
+    return peak_flop_per_s(ref, precision) or ref.bf16_flop_per_s
 
 
 def _product_s(
@@ -187,7 +197,7 @@ def _product_s(
     k_in: Numbers,
 ) -> Array:
     """Seconds of one grouped product's blocks."""
-    per_sm = ref.bf16_flop_per_s * RATE[precision] / ref.sm_count
+    per_sm = peak_of(ref, fit.multiplied_in or precision) / ref.sm_count
 
     def waves_s(tile: Tile) -> Array:
         waves = load.blocks[BLOCK_ROWS.index(tile.m)] * np.ceil(n_out / tile.n) / ref.sm_count

@@ -133,9 +133,9 @@ class DeepGemmFit(Fitted):
         "two groups of warps hide a part of it"
     )
     uneven: Factor = Field(description="how much longer the products of a block take whose columns two scales share")
-    spilled: tuple[Factor, Factor] = Field(
-        description="how much longer steps take that want more registers than there are: blocks without multicast of "
-        "128 x 160, and of 128 x 192 or 256 x 128"
+    spilled_s: tuple[KernelSeconds, KernelSeconds] = Field(
+        description="of 128 elements of k more, in blocks that want more registers than there are: without multicast "
+        "of 128 x 160, and of 128 x 192 or 256 x 128"
     )
     end_s: KernelSeconds = Field(description="start and end of a block of 128 x 128; as its area for others")
     correction: Correction | None = Field(default=None, description="over m, n, k")
@@ -200,6 +200,7 @@ class LatentAttentionFit(Fitted):
     prompts of few tokens may work in the latent as decode does.
     """
 
+    kv_precision: KvPrecision = "bf16"
     launch_s: KernelSeconds = Field(description="all small kernels of a layer")
     sequence_s: KernelSeconds = Field(description="per sequence")
     head_s: KernelSeconds = Field(description="per sequence and head")
@@ -234,6 +235,11 @@ class ExpertsFit(Fitted):
     """`launch + (compute^p + memory^p)^(1/p) + activations`: all that stands in an MLP's place (`cost.experts`)."""
 
     kernel: str = Field(description="the kernel that was measured, which the engine chooses by itself")
+    multiplied_in: Precision | None = Field(
+        default=None,
+        description="whose peak rate the products have, if not that of the weights' precision: MXFP4 weights are "
+        "multiplied in bf16, or in fp8 where the kernel turns activations into MXFP8",
+    )
     launch_s: KernelSeconds = Field(description="routing and the launches of an empty call")
     parallel_s: KernelSeconds = Field(description="added where experts lie on several GPUs")
     memory_efficiency: Share = Field(description="share of peak bandwidth, weights cold")
@@ -292,6 +298,7 @@ class OperatorFits(Fitted):
         "query and masks those out of the window",
     )
     latent_attention: LatentAttentionFit | None = Field(default=None, description="none: not measured on this GPU")
+    latent_attention_fp8: LatentAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
     experts: dict[Precision, ExpertsFit] = Field(default={}, description="mixtures of experts, by precision")
     parallel_experts: dict[Precision, ExpertsFit] = Field(
         default={}, description="the same where experts lie on several GPUs, if the engine takes another kernel there"
@@ -305,6 +312,9 @@ class OperatorFits(Fitted):
         fp8 = [fit and fit.kv_precision for fit in (self.decode_attention_fp8, self.prefill_attention_fp8)]
         if caches != ["bf16", "bf16"] or fp8 not in ([None, None], ["fp8", "fp8"]):
             raise ValueError("attention must be of a bf16 KV cache, …_attention_fp8 both of an fp8 one, or missing")
+        latent = {"bf16": self.latent_attention, "fp8": self.latent_attention_fp8}
+        if any(fit is not None and fit.kv_precision != kv for kv, fit in latent.items()):
+            raise ValueError("latent_attention must be of a bf16 KV cache, latent_attention_fp8 of an fp8 one")
         return self
 
     @property
@@ -316,6 +326,11 @@ class OperatorFits(Fitted):
     def kv_precisions(self) -> tuple[KvPrecision, ...]:
         """The precisions of KV caches that attention was measured on."""
         return ("bf16", "fp8") if self.decode_attention_fp8 else ("bf16",)
+
+    @property
+    def latent_kv_precisions(self) -> tuple[KvPrecision, ...]:
+        """The same of latent attention."""
+        return ("bf16", "fp8") if self.latent_attention_fp8 else ("bf16",)
 
     def without_corrections(self) -> Self:
         """The formulas alone: what they leave over on one GPU says little about another with other SMs. An elementwise

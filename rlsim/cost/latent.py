@@ -15,6 +15,7 @@ from rlsim.cost.fits import LatentAttentionFit
 from rlsim.cost.operators import BF16_BYTES, Operators, bent, interpolate
 from rlsim.cost.surface import surface_of
 from rlsim.layers import LatentAttention
+from rlsim.precision import KV_BYTES
 
 #: Axes of the correction of decode, in order.
 LATENT_AXES = ("batch", "context", "heads")
@@ -30,7 +31,7 @@ def padded_heads(heads: int) -> int:
 
 
 class LatentKernels:
-    """Latent attention of `heads` heads on one GPU, in bf16.
+    """Latent attention of `heads` heads on one GPU, in bf16 on the KV cache of `fit`.
 
     Raises `CalibrationError` for a correction over other axes than `LATENT_AXES`.
     """
@@ -39,6 +40,7 @@ class LatentKernels:
         self._operators, self._fit, self._heads = operators, fit, heads
         self._rank = attention.kv_rank
         self._cached = attention.cached_elements()
+        self._cached_bytes = self._cached * KV_BYTES[fit.kv_precision]
         self._norms = (attention.q_rank or 0) + attention.kv_rank
         self._rope = attention.rope_dim
         self._made = attention.nope_dim + attention.v_dim
@@ -50,7 +52,7 @@ class LatentKernels:
         """Knots of T, the sum of the batch's context tokens, and one layer's seconds there."""
         fit, ref, heads = self._fit, self._operators.reference, self._heads
         launch = fit.launch_s + fit.sequence_s * batch + fit.head_s * batch * heads
-        least = self._cached * BF16_BYTES / ref.memory_bytes_per_s
+        least = self._cached_bytes / ref.memory_bytes_per_s
         read = least / interpolate(fit.parallelism, fit.efficiency, log2(batch))
         computed = padded_heads(heads) / heads * self._token_flop / (ref.bf16_flop_per_s * fit.flop_efficiency)
         slope = float((read**BLEND + computed**BLEND) ** (1.0 / BLEND))

@@ -35,14 +35,13 @@ N = TypeVar("N", int, float)
 
 def check_served(model: Model, calibration: Calibration) -> None:
     """Raises `CalibrationError` for a precision of weights or KV cache that the GPU or the calibration lacks."""
-    calibration.check_precision(model.precision, model.kv_precision)
-    if model.kv_precision != "bf16" and any(isinstance(one.attention, LatentAttention) for one in model.groups):
-        raise CalibrationError(
-            f"kv_precision {model.kv_precision}: {model.name} has latent attention (MLA), whose kernels are calibrated "
-            "on a bf16 KV cache only"
-        )
+    calibration.check_precision(model.precision, model.kv_precision, latent=_is_latent(model))
     if model.of_experts not in calibration.operators.experts:
         calibration.check_precision(model.of_experts)
+
+
+def _is_latent(model: Model) -> bool:
+    return any(isinstance(one.attention, LatentAttention) for one in model.groups)
 
 
 class RooflineStep(StepCost):
@@ -84,7 +83,7 @@ class RooflineStep(StepCost):
         self._group_domains = max(self._group_tp // per_domain, 1)
         self._expert_tp = layout.expert_tp(tp)
         check_served(model, calibration)
-        calibration = calibration.on_kv(model.kv_precision)
+        calibration = calibration.on_kv(model.kv_precision, latent=_is_latent(model))
         self.skew = calibration.operators.decode_attention.skew
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)

@@ -9,8 +9,8 @@ from pathlib import Path
 from calibration.a40 import fit_a40, under_engine
 from calibration.derived import derive
 from calibration.gpus import DERIVED, ENGINES, GPUS, OLDER
-from calibration.measured import against_hot_rows, fit_measured
-from rlsim.cost.calibration import Calibration, Engine, Residual
+from calibration.measured import HotRows, against_hot_rows, fit_measured
+from rlsim.cost.calibration import Calibration, Engine
 from rlsim.validate.transfer import shipped_fits
 
 SERVED_ON = "h100-sxm"  # the GPU of the serving runs
@@ -35,7 +35,7 @@ class Catalogue:
         """Every calibration by name."""
         return {name: self.calibration(name) for name in self.names()}
 
-    def hot(self) -> dict[str, dict[str, Residual]]:
+    def hot(self) -> dict[str, dict[str, HotRows]]:
         """How the kernels of the measured GPUs compare with L2-hot rows, by calibration and operator."""
         return {
             f"{name}-{engine}": against_hot_rows(self.data, gpu, self.kernels(name, engine))

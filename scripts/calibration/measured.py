@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from calibration.gpus import Gpu
-from calibration.provenance import BORROWED, COMMON, GROUPED, provenance, vidur_source
+from calibration.provenance import BORROWED, COMMON, GROUPED, LENT, SLOW_LATENTS, provenance, vidur_source
 from calibration.runtime import runtime_of
 from calibration.tables import all_gemms, all_precisions, latent_tables, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
 from rlsim.calibrate.build import MIXTURE
-from rlsim.calibrate.fit import decode, gemm
+from rlsim.calibrate.fit import decode
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.common import as_written
 from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
@@ -22,7 +23,7 @@ from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of
 from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
-from rlsim.calibrate.fit.kernels import compared, operators_with, predict
+from rlsim.calibrate.fit.kernels import Kernel, compared, operators_with, predict
 from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
@@ -33,12 +34,14 @@ from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual, residual_of
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
-from rlsim.cost.fits import CollectiveFits, DeepGemmFit, ExchangeFit, MemoryOpFit, OperatorFits, ProductFit
+from rlsim.cost.fits import CollectiveFits, DeepGemmFit, ExchangeFit, ExpertsFit, MemoryOpFit, OperatorFits, ProductFit
+from rlsim.cost.operators import gemm_of
 from rlsim.hardware import load_cluster
-from rlsim.precision import Precision
+from rlsim.precision import WEIGHT_BYTES, KvPrecision, Precision
 from rlsim.schema import Schema
 
 SHORT_PRODUCT_S = 20e-6  # of a GPU's time: launched from Python, such a product takes as long as the launch
+LATENT: Mapping[KvPrecision, str] = {"bf16": "latent_attention", "fp8": "latent_attention_fp8"}
 ELEMENTWISE_NOTE = "sum over a layer's kernels, token counts not fitted; kernels timed to 1 us"
 
 
@@ -54,23 +57,34 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     }
     quantised = list(quantised_kernels(measured, ref, engine, cold=False))
     mixtures, exchange = _mixtures(measured, ref)
+    sources = [*measured.sources, vidur_source(gpu.vidur)]
+    if engine == "sglang" and (lent := _mixtures_of_vllm(data, gpu, mixtures.fit, ref)):
+        found_there, source = lent
+        one, several = mixtures.fit
+        residuals = {**mixtures.residuals, **found_there.residuals}
+        mixtures = Fitted(({**one, **found_there.fit}, several), residuals, mixtures.points, (LENT,))
+        sources.append(source)
     notes = [*COMMON, *(measured.notes if mixtures.residuals else (MIXTURE,))]
     if borrowed := _block_products(data, gpu, engine, ref):
         quantised.append(borrowed)
         notes.append(BORROWED)
-    sources = [*measured.sources, vidur_source(gpu.vidur)]
-    found = latent_tables(data, gpu, engine)
-    if found is not None:
-        *tables, source = found
-        others = operators_with(ref, **{name: part.fit for name, part in kernels.items()})
-        kernels["latent_attention"] = kernel_latent_attention(*tables, others, module=latent.TABLES[engine][2])
-        sources.append(source)
+    notes.extend(mixtures.notes)
+    others, blocks = operators_with(ref, **{name: part.fit for name, part in kernels.items()}), False
+    for kv, slot in LATENT.items():
+        found = latent_tables(data, gpu, engine, kv)
+        if found is not None:
+            *tables, blocks, source = found
+            module = latent.TABLES[engine][2]
+            kernels[slot] = kernel_latent_attention(*tables, others, module=module, blocks=blocks, kv=kv)
+            sources.append(source)
     fits = OperatorFits.model_validate({name: part.fit for name, part in kernels.items()})
     node = measured_node(gpu.name, ref)
     collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
     if engine == "trtllm":
         notes.append(GROUPED)
-    notes.extend(note for name, part in kernels.items() if name == "latent_attention" for note in part.notes)
+    notes.extend(note for name, part in kernels.items() if name in LATENT.values() for note in part.notes)
+    if engine == "sglang" and "latent_attention_fp8" in kernels and not blocks:
+        notes.append(SLOW_LATENTS)
     if not gpu.name.startswith(gpu.elementwise_donor):
         donor = gpu.elementwise_donor
         notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
@@ -83,7 +97,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
         engine=engine,
-        provenance=provenance(sources, notes),
+        provenance=provenance(dict.fromkeys(sources), dict.fromkeys(notes)),
         reference=ref,
         operators=with_quantised(fits, [part.fit for part in quantised]),
         collectives=_in_order(collectives.fit).model_copy(update={"deepep": exchange.fit}),
@@ -136,6 +150,25 @@ def _windows(data: Path, source: Source) -> dict[str, pd.DataFrame]:
     return found
 
 
+def _mixtures_of_vllm(
+    data: Path, gpu: Gpu, own: Experts, ref: Reference
+) -> tuple[Fitted[dict[Precision, ExpertsFit]], Source] | None:
+    """vLLM's experts on one GPU, in precisions that SGLang's table has on several GPUs only: MXFP4, for which both
+    engines run OpenAI's `triton_kernels` there."""
+    missing = [precision for precision in own[1] if precision not in own[0]]
+    if not missing:
+        return None
+    measured = operator_tables(data, gpu, "vllm")
+    table = measured.table("experts")
+    lent = kernel_experts(table[table.precision.isin(missing)], ref)
+    note = f"of {gpu.name}-vllm, not measured here"
+    residuals = {
+        name: item.model_copy(update={"note": f"{note}: {item.note}"}) for name, item in lent.residuals.items()
+    }
+    files = tuple(file for file in measured.sources[0].files if file.endswith("moe_perf.parquet"))
+    return Fitted(lent.fit[0], residuals), measured.sources[0].model_copy(update={"files": files})
+
+
 def _mixtures(measured: Measurements, ref: Reference) -> tuple[Fitted[Experts], Fitted[dict[int, ExchangeFit]]]:
     """Mixtures of experts and their all-to-all, as far as they were measured."""
     mixtures = kernel_experts(measured.table("experts"), ref) if "experts" in measured else Fitted(({}, {}))
@@ -143,20 +176,39 @@ def _mixtures(measured: Measurements, ref: Reference) -> tuple[Fitted[Experts], 
     return mixtures, exchange
 
 
-def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, Residual]:
-    """How its kernels compare with held-out rows whose operands were in L2, by operator."""
+class HotRows(NamedTuple):
+    """How a kernel compares with held-out rows whose operands were in L2. From memory they would have taken that time
+    at least, and no more than it and a whole read of the weights or the KV at peak bandwidth."""
+
+    measured: Residual  # against the rows as they are
+    with_read: float  # the median signed error against them with that read
+    below: float  # share of rows that are predicted over 15% faster than measured
+    above: float  # or over 15% slower than with that read
+
+
+def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, HotRows]:
+    """The kernels of `calibration` by operator, products in every precision that its own engine measured."""
     measured, ref = operator_tables(data, gpu, calibration.engine), calibration.reference
-    gemms, attention = measured.table("gemm"), _usual_heads(measured.table("decode_attention"))
-    products, steps = gemm_rows(gemms, ref), decode_rows(attention, ref)
+    attention = _usual_heads(measured.table("decode_attention"))
+    steps = decode_rows(attention, ref)
     in_l2 = ~steps.beyond & (attention.context >= 128) & steps.test & (attention.batch <= 512)
-    hot = {gemm.KERNEL: gemms[products.hot & products.test], decode.KERNEL: attention[in_l2]}
-    return {
-        kernel.operator: residual(
-            predict(kernel, getattr(calibration.operators, kernel.operator), ref, rows), rows.seconds, {}
-        )
-        for kernel, rows in hot.items()
-        if len(rows)
-    }
+    kv_bytes = decode.TOKEN_BYTES * attention.batch * attention.context * attention.kv_heads
+    fit: Schema = calibration.operators.decode_attention
+    hot = [(decode.KERNEL, fit, attention.assign(size=kv_bytes)[in_l2])]
+    for precision, fit in calibration.operators.gemms.items():
+        table = measured.table(gemm_of(precision))
+        if len(table):
+            rows = gemm_rows(table, ref, precision)
+            size = WEIGHT_BYTES[precision] * table.n * table.k
+            hot.append((kernel_of(precision), fit, table.assign(size=size)[rows.hot & rows.test]))
+    return {kernel.operator: _hot_rows(kernel, fit, ref, rows) for kernel, fit, rows in hot if len(rows)}
+
+
+def _hot_rows(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -> HotRows:
+    shown, seconds = predict(kernel, fit, ref, rows), rows.seconds.to_numpy(float)
+    with_read = shown / (seconds + rows["size"].to_numpy(float) / ref.memory_bytes_per_s) - 1.0
+    below, above = float((shown < 0.85 * seconds).mean()), float((with_read > 0.15).mean())
+    return HotRows(residual(shown, seconds, {}), float(np.median(with_read)), below, above)
 
 
 def _usual_heads(table: pd.DataFrame) -> pd.DataFrame:

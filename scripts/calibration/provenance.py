@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rlsim.calibrate.build import COLD, INTER, PAIR
 from rlsim.cost.calibration import Provenance, Source
 
-DATE = "2026-11-23"
+DATE = "2026-11-24"
 SCRIPT = "scripts/fit_calibrations.py"
 
 SKEW = "skew of unequal contexts is derived by list scheduling of the kernel's split, not measured"
@@ -18,6 +18,15 @@ GROUPED = (
 BORROWED = (
     "products in fp8_block are SGLang's of the same GPU (both run DeepGEMM; the residual names the release), at the "
     "rate of vLLM's long ones: vLLM's table was timed without CUDA graphs, so with the host's time"
+)
+SLOW_LATENTS = (
+    "latent attention on an FP8 KV cache is FlashAttention 3's, which SGLang chooses by itself on Hopper: as measured, "
+    "several times slower than on a bf16 cache where contexts are long"
+)
+LENT = (
+    "experts in mxfp4 on one GPU are vLLM's of the same GPU: SGLang runs OpenAI's triton_kernels for gpt-oss there, as "
+    "vLLM does, and its own table has only Triton's kernel on weights turned into bf16, which it runs with experts on "
+    "several GPUs"
 )
 COMMON = (COLD, SKEW, INTER, PAIR)
 

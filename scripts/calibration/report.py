@@ -14,6 +14,7 @@ from calibration.gpus import DERIVED
 from calibration.host import CLIENT_S
 from calibration.kv import kv_section
 from calibration.markdown import table
+from calibration.measured import HotRows
 from calibration.provenance import SCRIPT
 from calibration.tables import cpu_overheads, decode_sums
 from calibration.training_report import training_section
@@ -42,8 +43,12 @@ models where neither was measured); "skewed" rows route by a power law, which no
 A decode step reads every layer's weights and KV once, so by the time a layer comes round again, the others have
 displaced it from L2. Microbenchmarks repeat one small kernel and find its operands in L2. The fits therefore take
 bandwidths from footprints beyond L2 (GEMM: four times L2 for the bandwidth, 1.5 times for the rest; KV: 1.2 times)
-and use them for every size. The table "against L2-hot rows" shows what this changes: a positive bias is time that
-the hot measurement hides.
+and use them for every size. Quantised weights are so small that next to no product of few tokens is left: for these,
+rows whose weights are under half of L2 are fitted too, by the same formula with weights at a rate of L2's own, which
+is found beside the constants and thrown away. Without them nothing told the launch and the blocks of few rows.
+
+The table "against L2-hot rows" shows what this comes to. A product with its weights in memory takes the hot
+measurement at least, and no more than it and a whole read of the weights: a fit should lie between the two.
 
 TensorRT-LLM's grouped-query decode rows beyond L2 imply up to 1.3 times the peak bandwidth (1.5 times on L40S). No
 kernel can read its KV that fast, so these rows were served from L2 in part whatever their size; rows above 95% of
@@ -79,9 +84,13 @@ NAMES = {
     "prefill_attention_windows": "prefill attention in windows",
     "latent_attention": "latent attention, heads left out",
     "latent_attention_prompts": "latent attention, prompts, heads left out",
+    "latent_attention_fp8": "latent attention, FP8 KV, heads left out",
+    "latent_attention_fp8_prompts": "latent attention, FP8 KV, prompts, heads left out",
     "memory_bound": "elementwise, per layer",
     **{f"experts_{name}": f"experts, {name}" for name in WEIGHT_BYTES},
     **{f"experts_{name}_skewed": f"experts, {name}, skewed" for name in WEIGHT_BYTES},
+    "experts_mxfp4_parallel": "experts, mxfp4, on several GPUs",
+    "experts_mxfp4_parallel_skewed": "experts, mxfp4, on several GPUs, skewed",
     "exchange": "DeepEP, hidden sizes left out",
     "nccl": "NCCL (in sample)",
     "custom_all_reduce": "engine all-reduce (in sample)",
@@ -95,6 +104,26 @@ def _errors(item: Residual) -> tuple[str, str, str, int]:
 def _residuals(found: dict[str, Mapping[str, Residual]]) -> str:
     rows = [(name, NAMES[key], *_errors(item)) for name, items in found.items() for key, item in items.items()]
     return table(["calibration", "operator", "median", "p90", "bias", "rows"], rows)
+
+
+def _hot(found: dict[str, dict[str, HotRows]]) -> str:
+    rows = [
+        (
+            name,
+            NAMES[key],
+            percent(item.measured.median),
+            *(percent(one) for one in (item.measured.bias, item.with_read, item.below, item.above)),
+            item.measured.count,
+        )
+        for name, items in found.items()
+        for key, item in items.items()
+    ]
+    head = ["calibration", "operator", "median", "bias", "bias against hot + read", "below hot", "above hot + read"]
+    return f"""Weights (n, k), and batches and heads, that no fit has seen. "below hot": the share of rows that are
+predicted over 15% faster than the hot measurement; "above hot + read": over 15% slower than it with a whole read of
+the weights or the KV at peak bandwidth. Neither can be, but rows scatter, and no kernel reads at the peak.
+
+{table([*head, "rows"], rows)}"""
 
 
 def _a40(calibration: Calibration) -> str:
@@ -244,8 +273,12 @@ generation further (A100 to H100, H100 to B200) or another family (A100 to L40S)
 B200's chip, L20 of L40S's, A800 of A100's, H800, H20 and GH200 of H100's; the RTX PRO 6000 is a generation after its
 source. Where the SMs are others, the formulas alone are carried, and blocks of a product may have 16 rows: the fits'
 least is 64, hidden by the weights' way from memory on every measured GPU, and would make decoding compute-bound on
-H20, with an eighth of the FLOPs for its bandwidth. No kernel of H20 is measured here, and the runs on it do not state
-how long their responses were, so nothing tests that.
+H20, with an eighth of the FLOPs for its bandwidth. For the same reason a block of few rows, of experts or of a product
+in another precision, that reaches little of an SM's peak is taken to last as long on an SM with fewer FLOP/s, and so to
+reach more of its peak, up to what the best block of 64 rows or more does; likewise the blocks that SGLang takes for
+experts that it has none tuned for. What DeepGEMM's blocks lose to a want of registers is carried in
+seconds, too. No kernel of H20 is measured here, and the runs on it do not state how long their responses were, so
+nothing tests that.
 
 {table(["from, to", "engine", "operator", "median", "p90", "bias", "rows"], rows)}
 """
@@ -258,7 +291,7 @@ def report(catalogue: Catalogue) -> str:
     parts = [
         INTRO,
         "## Operators on held-out shapes\n\n" + _residuals(measured) + "\n\n" + MISSED,
-        "## Against L2-hot rows (not fitted)\n\n" + _residuals(catalogue.hot()),
+        "## Against L2-hot rows (not fitted)\n\n" + _hot(catalogue.hot()),
         _a40(made["a40-sglang"]),
         _sums(made, decode_sums(catalogue.data)),
         _serving(shipped_fits()),

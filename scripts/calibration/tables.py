@@ -13,7 +13,7 @@ from rlsim.calibrate.importers import aiconfigurator, latent, vidur
 from rlsim.calibrate.importers.reading import MS, imported
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Engine, Source
-from rlsim.precision import Precision
+from rlsim.precision import KvPrecision, Precision
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -46,17 +46,20 @@ def all_precisions(data: Path, gpu: Gpu, engine: Engine) -> list[Precision]:
     return aiconfigurator.precisions(data / "kernels/aiconfigurator" / gpu.gemm(engine))
 
 
-def latent_tables(data: Path, gpu: Gpu, engine: str) -> tuple[pd.DataFrame, pd.DataFrame, Source] | None:
-    """Latent attention as aiconfigurator measured it, of decode and of prompts, and where from; None if it did not."""
+def latent_tables(
+    data: Path, gpu: Gpu, engine: str, kv: KvPrecision
+) -> tuple[pd.DataFrame, pd.DataFrame, bool, Source] | None:
+    """Latent attention on a KV cache of `kv` as aiconfigurator measured it, of decode and of prompts, whether its
+    kernels are made for blocks of heads, and where from; None if it did not."""
     folder = data / "kernels/aiconfigurator" / gpu.folder
     paths = latent.paths(folder, engine)
     if paths is None:
         return None
-    decode, prompts = map(latent.rows, paths)
+    decode, prompts = (latent.rows(path, kv) for path in paths)
     release = f"{engine} {paths[0].parent.name}"
     files = (str(path.relative_to(folder.parent)) for path in paths)
     source = imported("NVIDIA aiconfigurator", "Apache-2.0", files, release)
-    return decode, prompts, source.model_copy(update={"commit": "095f58a"})
+    return decode, prompts, latent.in_blocks(paths[0]), source.model_copy(update={"commit": "095f58a"})
 
 
 def vidur_layers(data: Path, names: Iterable[str]) -> list[Path]:

@@ -23,7 +23,7 @@ from rlsim.calibrate.fit.kernels import FEWEST
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.collectives import exchanged_bytes
-from rlsim.cost.experts import BLOCK_ROWS, RATE, ExpertLoad, FusedExperts, formula_s, weight_bytes
+from rlsim.cost.experts import BLOCK_ROWS, MXFP8, ExpertLoad, FusedExperts, formula_s, peak_of, weight_bytes
 from rlsim.cost.fits import ExchangeFit, ExpertsFit, Tile
 from rlsim.precision import WEIGHT_BYTES, Precision
 
@@ -41,6 +41,7 @@ BY_MEAN = "flashinfer_trtllm"  # the kernel whose blocks follow from the mean ro
 #: Rows of its blocks: FlashInfer's `getSupportedTileNums` without the largest, which it only takes when tuned.
 MEAN_ROWS: Mapping[Precision, tuple[int, ...]] = {"nvfp4": (8, 16, 32, 64, 128), "mxfp4": (8, 16, 32)}
 MEAN_ROWS_ELSE = (8, 16, 32, 64)
+MEAN_ROWS_MXFP8 = (8, 16, 32, 64, 128)
 DEFAULT_TILES = ((16, 32), (64, 64))  # of SGLang's Triton kernel: for no more tokens than experts, and beyond
 #: log launch and parallel launch (us), efficiency, log k overhead, log (blend - 1), logs of four bytes, rounding, and
 #: the log of the fifth bytes.
@@ -58,7 +59,8 @@ def kernel_experts(table: pd.DataFrame, ref: Reference) -> Fitted[Experts]:
 
     Constants are fitted to balanced rows. Errors are those of a second fit that has not seen the models of `LEFT_OUT`
     (or a quarter of the models where neither was measured), on these; those under a power law, which no fit has seen,
-    are told apart. Rows whose weights the L2 may have held are neither fitted nor judged, as in `kernel_gemm`.
+    are told apart, and so are those of a kernel that was measured with experts on several GPUs only. Rows whose weights
+    the L2 may have held are neither fitted nor judged.
     """
     one: dict[Precision, ExpertsFit] = {}
     several: dict[Precision, ExpertsFit] = {}
@@ -67,15 +69,20 @@ def kernel_experts(table: pd.DataFrame, ref: Reference) -> Fitted[Experts]:
         rows = table[(table.precision == precision) & ~_hot(table, ref, precision)]
         if len(rows) < FEWEST["experts"]:
             continue
-        kernels = rows.groupby(rows.ep > 1).kernel.first()
-        parts = [rows] if kernels.nunique() == 1 else [rows[rows.ep == 1], rows[rows.ep > 1]]
-        for fits, part in zip((one, several), parts, strict=False):
-            fits[precision] = fit_experts(part, ref, precision)
-        found = join([_judged(part, ref, precision) for part in parts])
+        alone = rows.ep == 1
+        parts = [(one, rows[alone]), (several, rows[~alone])]
+        if alone.any() and rows.kernel.nunique() == 1:
+            parts = [(one, rows)]
+        for fits, part in parts:
+            if len(part):
+                fits[precision] = fit_experts(part, ref, precision)
+        name = f"experts_{precision}{'' if alone.any() else '_parallel'}"
+        found = join([_judged(name, part, ref, precision) for _, part in parts if len(part)])
         points.append(found)
-        for name, own in found.groupby("operator"):
-            note = "power-law routing, never fitted" if str(name).endswith("_skewed") else "models left out of the fit"
-            residuals[str(name)] = residual_of(own, _ranges(rows), note)
+        for operator, own in found.groupby("operator"):
+            skewed = str(operator).endswith("_skewed")
+            note = "power-law routing, never fitted" if skewed else "models left out of the fit"
+            residuals[str(operator)] = residual_of(own, _ranges(rows), note)
     return Fitted((one, several), residuals, join(points))
 
 
@@ -119,19 +126,19 @@ def _ranges(rows: pd.DataFrame) -> Mapping[str, Array]:
 def _hot(table: pd.DataFrame, ref: Reference, precision: Precision) -> Mask:
     """Rows that memory bounds and whose weights are under 1.5 L2."""
     size = 3.0 * table.hidden * table.width * table.hit * WEIGHT_BYTES[precision]
-    ridge = ref.bf16_flop_per_s * RATE[precision] * WEIGHT_BYTES[precision] / 2.0 / ref.memory_bytes_per_s
+    ridge = peak_of(ref, precision) * WEIGHT_BYTES[precision] / 2.0 / ref.memory_bytes_per_s
     return np.asarray((size < 1.5 * ref.l2_bytes) & (table.rows / table.hit <= ridge), dtype=bool)
 
 
-def _judged(rows: pd.DataFrame, ref: Reference, precision: Precision) -> pd.DataFrame:
-    """The points of models that the fit has not seen."""
+def _judged(name: str, rows: pd.DataFrame, ref: Reference, precision: Precision) -> pd.DataFrame:
+    """The points, as of operator `name`, of models that the fit has not seen."""
     test = rows.model.isin(LEFT_OUT).to_numpy(bool)
     if not test.any() or test.all():
         test = held_out_rows(rows.model)
     fit = fit_experts(rows[~test], ref, precision)
     skewed = (rows.routing != "balanced").to_numpy(bool)
-    parts = [(f"experts_{precision}", test & ~skewed), (f"experts_{precision}_skewed", test & skewed)]
-    return join([_points(name, fit, ref, precision, rows[mask]) for name, mask in parts if mask.any()])
+    parts = [(name, test & ~skewed), (f"{name}_skewed", test & skewed)]
+    return join([_points(operator, fit, ref, precision, rows[mask]) for operator, mask in parts if mask.any()])
 
 
 def _points(name: str, fit: ExpertsFit, ref: Reference, precision: Precision, rows: pd.DataFrame) -> pd.DataFrame:
@@ -165,8 +172,9 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
     pairs = sorted(set(zip(rows.experts[rows.tuned], rows.width[rows.tuned], strict=True)))
     tuned = () if rows.tuned.all() else tuple((int(experts), int(own)) for experts, own in pairs)
     kernel = str(rows.kernel.iloc[0])
-    by_mean = kernel == BY_MEAN
+    by_mean, in_mxfp8 = kernel.startswith(BY_MEAN), kernel.endswith(MXFP8)
     own_rows = MEAN_ROWS.get(precision, MEAN_ROWS_ELSE) if by_mean else ANY_ROWS
+    own_rows = MEAN_ROWS_MXFP8 if by_mean and in_mxfp8 else own_rows
     shapes = [*((m, TILE_COLUMNS) for m in own_rows), *(DEFAULT_TILES if tuned else ())]
     start = np.array([*START, *(TILE_START[m] for m, _ in shapes)])
 
@@ -177,6 +185,7 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
         tiles = [Tile(m=m, n=n, efficiency=e) for (m, n), e in zip(shapes, own, strict=True)]
         return ExpertsFit.model_construct(
             kernel=kernel,
+            multiplied_in="fp8" if in_mxfp8 else None,
             launch_s=float(launch * 1e-6),
             parallel_s=float(parallel * 1e-6),
             memory_efficiency=efficiency,

@@ -49,6 +49,7 @@ ROW_TILES = tuple((m, n) for m in (16, 32, 64, 128, 256) for n in (16, 32, 64, 1
 FROM_ROWS = (1, 17, 33, 65, 129, 257)
 SHARES = np.linspace(-4.0, 2.5, 27)  # efficiencies that are tried for them, as `squash` takes them
 CORRECTED_SHAPES = 100  # distinct weights (n, k): with fewer, a correction says more about them than about others
+L2_SPEED = 3.0  # first guess of the rate of L2 over that of the memory
 MOST_ROWS = 5000  # of the search for the constants
 SMALL_TILES = ((1, 16), (1, 64), (16, 64), (64, 64), (128, 128))  # the one that suits the rows best is kept
 SMALL_BLEND = 4.0
@@ -77,13 +78,13 @@ KERNEL = kernel_of("bf16")
 def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool, precision: Precision = "bf16") -> Fitted[ProductFit]:
     """Products of `table` (m, n, k, seconds), with bf16 activations and weights of that precision.
 
-    `cold`: their weights were brought from memory, so every row counts; otherwise rows whose weights the L2 may have
-    held are left out, as `fit_gemm` says.
+    `cold`: their weights were brought from memory, so every row counts alike; otherwise rows whose weights the L2 may
+    have held are not judged, as `fit_gemm` says.
     """
     table = distinct(table, "gemm", ["m", "n", "k"])
     seen = ref.model_copy(update={"l2_bytes": 1.0}) if cold else ref
     kernel = kernel_of(precision)
-    test, hot, streamed = gemm_rows(table, seen, precision)
+    test, hot, streamed, _ = gemm_rows(table, seen, precision)
     full = enough_for_all_constants(ref, ~test & ~hot) and streamed.sum() >= 4 and (test & ~hot).any()
     fit: ProductFit
     if full:
@@ -101,8 +102,9 @@ class GemmRows(NamedTuple):
     """Which rows of a table count for what, as masks."""
 
     test: Mask  # held out: every row of some weights (n, k)
-    hot: Mask  # bound by memory and under 1.5 L2: neither fitted nor judged
+    hot: Mask  # bound by memory and under 1.5 L2: not judged, and not fitted as if the weights came from memory
     streamed: Mask  # of those to fit, products of few rows with weights beyond four times L2
+    in_l2: Mask  # of the hot ones those under half of L2, which held their weights for certain
 
 
 def gemm_rows(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16") -> GemmRows:
@@ -115,7 +117,7 @@ def gemm_rows(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16"
         64.0 if ref.l2_bytes < 60e6 else 1e9,
     )
     hot = (foot < 1.5 * ref.l2_bytes) & (m <= ridge)
-    return GemmRows(test, hot, (m <= 16) & (foot > 4.0 * ref.l2_bytes) & ~test)
+    return GemmRows(test, hot, (m <= 16) & (foot > 4.0 * ref.l2_bytes) & ~test, hot & (foot < 0.5 * ref.l2_bytes))
 
 
 def _knots(precision: Precision) -> dict[str, list[float]]:
@@ -143,16 +145,20 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16")
     In fp8_block the blocks are those that DeepGEMM chooses, where that describes a quarter of the weights to fit better
     by a fit to the others.
 
-    Rows that are memory-bound and whose weights are under 1.5 L2 are left out and only compared. The memory
-    efficiency comes first, from products of few rows with weights beyond four times L2; the rest follows with it fixed.
+    The memory efficiency comes first, from products of few rows with weights beyond four times L2; the rest follows
+    with it fixed. Rows that are memory-bound and whose weights are under 1.5 L2 are only compared in bf16. In other
+    precisions they would be most of those with few tokens (weights are half as large), so that nothing would tell the
+    launch: those that L2 held for certain are fitted too, by the same formula with weights at a rate of L2's own, which
+    is found beside the constants and is no part of the fit.
     """
-    test, hot, streamed = gemm_rows(table, ref, precision)
+    test, hot, streamed, in_l2 = gemm_rows(table, ref, precision)
     efficiency = _memory_efficiency(table[streamed], ref, precision)
-    rows = table[~test & ~hot]
+    used = ~test & (~hot if precision == "bf16" else ~hot | in_l2)
+    rows = table.assign(in_l2=in_l2)[used]
     many = len(table[["n", "k"]].drop_duplicates()) >= CORRECTED_SHAPES
     if precision == "fp8_block" and many:
         inner = held_out(_weights_of(rows))
-        seen, unseen = rows[~inner], rows[inner]
+        seen, unseen = rows[~inner], rows[inner & ~rows.in_l2]
         tiles, own = _with_tiles(seen, efficiency, ref, precision, many), _with_deepgemm(seen, efficiency, ref)
         if _loss(own, unseen, ref) < _loss(tiles, unseen, ref):
             return _with_deepgemm(rows, efficiency, ref)
@@ -172,15 +178,28 @@ def _loss(fit: ProductFit, rows: pd.DataFrame, ref: Reference) -> float:
 
 def _with_deepgemm(rows: pd.DataFrame, efficiency: float, ref: Reference) -> DeepGemmFit:
     """The fit of DeepGEMM's own choice of blocks, corrected."""
-    fit = fit_deepgemm(_some(rows), ref, efficiency)
-    return corrected(kernel_of(fit.precision), fit, ref, rows, KNOTS)
+    fit, l2_speed = fit_deepgemm(_some(rows), ref, efficiency)
+    return corrected(kernel_of(fit.precision), fit, ref, _as_cold(rows, fit, l2_speed, ref), KNOTS)
+
+
+def _as_cold(rows: pd.DataFrame, fit: ProductFit, l2_speed: float, ref: Reference) -> pd.DataFrame:
+    """`rows`, those whose weights were in L2 with the seconds that these would take longer from memory by `fit`.
+
+    `l2_speed`: the rate of L2 over that of the memory in `fit`.
+    """
+    if not rows.in_l2.any():
+        return rows
+    hot, kernel = rows[rows.in_l2], kernel_of(fit.precision)
+    from_l2 = fit.model_copy(update={"memory_efficiency": fit.memory_efficiency * l2_speed})
+    longer = pd.Series(predict(kernel, fit, ref, hot) - predict(kernel, from_l2, ref, hot), index=hot.index)
+    return rows.assign(seconds=rows.seconds.add(longer, fill_value=0.0))
 
 
 def _with_tiles(rows: pd.DataFrame, efficiency: float, ref: Reference, precision: Precision, correct: bool) -> GemmFit:
     """The fit of tiles of which the fastest is taken, or one for each range of rows."""
     some, by_rows = _some(rows), precision != "bf16"
-    best, shapes = (
-        _search_by_rows(some, efficiency, ref, precision) if by_rows else (_search(some, efficiency, ref), TILES)
+    best, shapes, l2_speed = (
+        _search_by_rows(some, efficiency, ref, precision) if by_rows else (_search(some, efficiency, ref), TILES, 1.0)
     )
     starts = FROM_ROWS if by_rows else (1,) * len(TILES)
     tiles = zip(shapes, squash(best[5:]), starts, strict=True)
@@ -196,7 +215,9 @@ def _with_tiles(rows: pd.DataFrame, efficiency: float, ref: Reference, precision
         splits=(1,) if by_rows else SPLITS,
     )
     fit = as_written(fit)
-    return corrected(kernel_of(precision), fit, ref, rows, _knots(precision)) if correct else fit
+    if not correct:
+        return fit
+    return corrected(kernel_of(precision), fit, ref, _as_cold(rows, fit, l2_speed, ref), _knots(precision))
 
 
 def _memory_efficiency(rows: pd.DataFrame, ref: Reference, precision: Precision) -> float:
@@ -228,38 +249,41 @@ def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference) -> Arr
 
 def _search_by_rows(
     rows: pd.DataFrame, memory_efficiency: float, ref: Reference, precision: Precision
-) -> tuple[Array, Shapes]:
-    """The same with one block for each range of rows, and these blocks; k is not split.
+) -> tuple[Array, Shapes, float]:
+    """The same with one block for each range of rows, these blocks, and the rate of L2 over the memory's; k is not
+    split.
 
     In turns: the block and its efficiency for each range by trying all, then all constants by least squares.
     """
     of = np.digitize(rows.m, FROM_ROWS)
-    parts = [columns_of(rows[of == i + 1], ("m", "n", "k", "seconds")) for i in range(len(FROM_ROWS))]
+    parts = [columns_of(rows[of == i + 1], ("m", "n", "k", "seconds", "in_l2")) for i in range(len(FROM_ROWS))]
 
     def seconds(shared: Array, share: float, tile: tuple[int, int], part: list[Array]) -> Array:
-        p, (m, n, k, _) = np.append(shared, share), part
-        return gemm_time(p, memory_efficiency, m, n, k, ref, precision, tiles=(tile,), splits=(1,))
+        p, (m, n, k, _, in_l2) = np.append(shared[:-1], share), part
+        efficiency = memory_efficiency * np.where(in_l2, 1.0 + np.exp(shared[-1]), 1.0)
+        return gemm_time(p, efficiency, m, n, k, ref, precision, tiles=(tile,), splits=(1,))
 
     def loss(shared: Array, share: float, tile: tuple[int, int], part: list[Array]) -> float:
         return float(soft_l1(np.log(seconds(shared, share, tile, part) / part[3])).sum())
 
-    p = np.append(np.log([2.5, 100.0, 1.0, 2.0]), 0.0)
+    p = np.array([*np.log([2.5, 100.0, 1.0, 2.0]), 0.0, np.log(L2_SPEED - 1.0)])
+    own = len(p)  # those of all ranges, before the tiles' shares
     tiles: list[tuple[int, int]] = []
 
     def shown(p: Array) -> Array:
-        return np.concatenate([seconds(p[:5], *own) for own in zip(p[5:], tiles, parts, strict=True)])
+        return np.concatenate([seconds(p[:own], *one) for one in zip(p[own:], tiles, parts, strict=True)])
 
-    for _ in range(3):
-        picks = [min((loss(p[:5], *pick, part), *pick) for pick in product(SHARES, ROW_TILES)) for part in parts]
+    for _ in range(4):
+        picks = [min((loss(p[:own], *pick, part), *pick) for pick in product(SHARES, ROW_TILES)) for part in parts]
         tiles[:] = [tile for _, _, tile in picks]
-        start = np.append(p[:5], [share for _, share, _ in picks])
+        start = np.append(p[:own], [share for _, share, _ in picks])
         p = fit_logs(shown, np.concatenate([part[3] for part in parts]), start, pull=0.02, within=5.0).x
-    return p, tiles
+    return np.delete(p, own - 1), tiles, 1.0 + float(np.exp(p[own - 1]))
 
 
 def gemm_time(
     p: Array,
-    memory_efficiency: float,
+    memory_efficiency: float | Array,
     m: Array,
     n: Array,
     k: Array,

@@ -3,8 +3,8 @@
 Where the tables time a whole module, its products and elementwise kernels are those of the calibration's other fits,
 and the constants are fitted to the sum: what they hold is the module less those. Errors are those of the sum. The head
 counts of `UNSEEN` (whole degrees of tensor parallelism) judge a fit that has seen none of them, corrected by the number
-of heads or by the kernels' blocks of them, whichever suits the rows it has seen (on B200 the kernel for 32 heads takes
-a third longer than those for 16 and 64); what decode is then costed with has seen all.
+of heads, or by blocks of heads for kernels that are made for these (on B200 the one for 32 heads takes a third longer
+than those for 16 and 64); what decode is then costed with has seen all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Array, as_written, columns_of, fit_logs, soft_l1, squash, unsquash
+from rlsim.calibrate.fit.common import Array, as_written, columns_of, fit_logs, squash, unsquash
 from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.calibrate.fit.kernels import Knots
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
@@ -23,6 +23,7 @@ from rlsim.cost.fits import LatentAttentionFit
 from rlsim.cost.latent import BLEND, HEAD_BLOCK, LatentKernels, padded_heads
 from rlsim.cost.operators import BF16_BYTES, Operators
 from rlsim.layers import LatentAttention
+from rlsim.precision import KV_BYTES, KvPrecision
 
 #: What was measured: a layer of DeepSeek-V3.
 MEASURED = LatentAttention(heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
@@ -37,7 +38,7 @@ KNOTS = {
     "context": [2.0, *(4.0**e for e in range(2, 9)), 2.0**17],
     "heads": [1.0, 8.0, float(HEAD_BLOCK), 128.0],
 }
-#: Of kernels that are made for 16, 32 or 64 heads (Blackwell): fewer fill such a block in part, more take several.
+#: Of kernels that are made for 16, 32 or 64 heads: fewer fill such a block in part, more take several.
 BLOCK_KNOTS = {**KNOTS, "heads": [16.0, 32.0, float(HEAD_BLOCK)]}
 ALL_KNOTS = {**KNOTS, "heads": [1.0, 8.0, 16.0, 32.0, 64.0, 128.0]}
 #: What is fitted to prompts.
@@ -60,26 +61,31 @@ _NONE = LatentAttentionFit(
 
 
 def kernel_latent_attention(
-    decode: pd.DataFrame, prompts: pd.DataFrame, operators: Operators, *, module: bool
+    decode: pd.DataFrame,
+    prompts: pd.DataFrame,
+    operators: Operators,
+    *,
+    module: bool,
+    blocks: bool,
+    kv: KvPrecision = "bf16",
 ) -> Fitted[LatentAttentionFit]:
-    """Both tables (columns batch, heads, new, prior, seconds) of one GPU, whose products cost what `operators` say.
+    """Both tables (columns batch, heads, new, prior, seconds) of one GPU on a KV cache of `kv`, whose products, and
+    attention of grouped queries in bf16, cost what `operators` say.
 
     `module`: they time all of a layer's attention with its products. Otherwise prompts are not fitted: what such a
-    table times works in the latent, which engines do for prompts with cached tokens only.
+    table times works in the latent, which engines do for prompts with cached tokens only. `blocks`: the kernel of
+    decode is made for 16, 32 or 64 heads.
     """
     ref = operators.reference
     decode = decode.assign(context=decode.prior + decode.new)
-    size = decode.batch * decode.context * MEASURED.cached_elements() * BF16_BYTES
+    none = _NONE.model_copy(update={"kv_precision": kv})
+    size = decode.batch * decode.context * MEASURED.cached_elements() * KV_BYTES[kv]
     rows = decode[(size > 1.2 * ref.l2_bytes) | (decode.context <= TINY)].reset_index(drop=True)
     beside = [_beside_s(operators, h, b) if module else 0.0 for h, b in zip(rows.heads, rows.batch, strict=True)]
     rows = rows.assign(beside_s=beside, absorbs=float(module))
     unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
-    seen, fit = rows[~unseen].reset_index(drop=True), _fit_decode(rows, operators, ALL_KNOTS)
-
-    def off(one: LatentAttentionFit) -> float:
-        return float(soft_l1(np.log(_decode_s(operators, one, seen) / seen.seconds.to_numpy(float))).sum())
-
-    judged = min((_fit_decode(seen, operators, knots) for knots in (KNOTS, BLOCK_KNOTS)), key=off)
+    seen, fit = rows[~unseen].reset_index(drop=True), _fit_decode(rows, operators, ALL_KNOTS, none)
+    judged = _fit_decode(seen, operators, BLOCK_KNOTS if blocks else KNOTS, none)
     prompts = prompts[prompts.heads >= FEWEST_HEADS].reset_index(drop=True) if module else prompts.head(0)
     if module:
         tokens = prompts.batch * prompts.new
@@ -91,13 +97,14 @@ def kernel_latent_attention(
     what = "whole module, its products by their own fit" if module else "kernel alone"
     note = f"heads of {UNSEEN[0]} and {UNSEEN[1]} on a GPU not fitted; {what}"
     shown = _decode_s(operators, judged, rows)
-    points = point_rows("latent_attention", _labels(rows), rows.seconds, shown, unseen)
-    residuals = {"latent_attention": residual_of(points, rows[["batch", "context", "heads"]], note)}
+    name = "latent_attention" if kv == "bf16" else f"latent_attention_{kv}"
+    points = point_rows(name, _labels(rows), rows.seconds, shown, unseen)
+    residuals = {name: residual_of(points, rows[["batch", "context", "heads"]], note)}
     if module:
         shown = _prompts_s(operators, judged, prompts)
         unseen = prompts.heads.isin(UNSEEN).to_numpy(bool)
-        extra = point_rows("latent_attention_prompts", _labels(prompts), prompts.seconds, shown, unseen)
-        residuals["latent_attention_prompts"] = residual_of(extra, prompts[["new", "heads"]], note)
+        extra = point_rows(f"{name}_prompts", _labels(prompts), prompts.seconds, shown, unseen)
+        residuals[f"{name}_prompts"] = residual_of(extra, prompts[["new", "heads"]], note)
         points = join([points, extra])
     notes = () if module else ("prompts of latent attention: prompt attention of grouped queries, not measured",)
     return Fitted(fit, residuals, points, notes)
@@ -132,11 +139,12 @@ def _prompts_s(operators: Operators, fit: LatentAttentionFit, rows: pd.DataFrame
     return np.asarray(np.array(shown) + rows.beside_s.to_numpy(float))
 
 
-def _fit_decode(rows: pd.DataFrame, operators: Operators, knots: Knots) -> LatentAttentionFit:
-    """All constants of decode at once, then what they leave over of the time without products."""
+def _fit_decode(rows: pd.DataFrame, operators: Operators, knots: Knots, none: LatentAttentionFit) -> LatentAttentionFit:
+    """All constants of decode at once, then what they leave over of the time without products; the rest as in
+    `none`."""
     b, s, h, beside, y = columns_of(rows, ("batch", "context", "heads", "beside_s", "seconds"))
     absorbs, gemm, ref = rows.absorbs.to_numpy(float), operators.fits.gemm, operators.reference
-    least = MEASURED.cached_elements() * BF16_BYTES / ref.memory_bytes_per_s
+    least = MEASURED.cached_elements() * KV_BYTES[none.kv_precision] / ref.memory_bytes_per_s
     padded = np.array([padded_heads(int(heads)) for heads in h])
     flop_s = 2.0 * padded * (MEASURED.cached_elements() + MEASURED.kv_rank) / ref.bf16_flop_per_s
     weights = h * MEASURED.kv_rank * (MEASURED.nope_dim + MEASURED.v_dim)
@@ -163,7 +171,7 @@ def _fit_decode(rows: pd.DataFrame, operators: Operators, knots: Knots) -> Laten
         "efficiency": tuple(squash(p[4:]).tolist()),
         "flop_efficiency": float(squash(p[3])),
     }
-    fit = _NONE.model_copy(update=update)
+    fit = none.model_copy(update=update)
     other = beside + absorb(fit.flop_efficiency)
     kernel = _decode_s(operators, as_written(fit), rows.reset_index(drop=True)) - other
     left = np.log(np.maximum(y - other, 0.1 * kernel) / kernel)

@@ -251,7 +251,7 @@ def prefill_attention(
 ) -> pd.DataFrame:
     """Causal prompt attention without a sliding window; columns of `KEYS` and seconds.
 
-    On an FP8 KV cache queries are bf16 where that was measured, else FP8 too (SGLang 0.5.14).
+    On an FP8 KV cache queries are bf16 where the engine's kernel was measured with these, else FP8 too (SGLang 0.5.14).
     """
     table = _attention(path, kv)
     table = table.assign(new=table.isl, prior=table.step)
@@ -304,7 +304,11 @@ def _attention(path: Path, kv: KvPrecision = "bf16", *, windows: bool = False) -
     if kv == "bf16":
         table = choose(path, choose(path, table, "attn_dtype", BF16), "kv_cache_dtype", BF16)
     else:
-        table = choose(path, choose(path, table, "kv_cache_dtype", (kv,)), "attn_dtype", (*BF16, kv))
+        table = choose(path, table, "kv_cache_dtype", (kv,))
+        if "kernel_source" in table:  # the kernel with most rows is the engine's; others may have other queries
+            own = table[table.kernel_source == table.kernel_source.value_counts().index[0]]
+            table = table[table.attn_dtype.isin(own.attn_dtype.unique())]
+        table = choose(path, table, "attn_dtype", (*BF16, kv))
     if windows or "window_size" in table:
         sizes = table.get("window_size", pd.Series(0, index=table.index))
         table = table.assign(window_size=sizes)[(sizes > 0) == windows]

@@ -19,15 +19,17 @@ import pandas as pd
 
 from rlsim.calibrate.importers.reading import MS, check_kernels, medians, numbers, read_table
 from rlsim.cost.calibration import Reference
-from rlsim.cost.experts import BLOCK_ROWS, RATE
-from rlsim.precision import WEIGHT_BYTES, Precision
+from rlsim.cost.experts import BLOCK_ROWS, MXFP8
+from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
 
+W4A8 = "w4a8_mxfp4_mxfp8"  # MXFP4 weights, activations turned into MXFP8
 PRECISIONS: Mapping[str, Precision] = {
     "bfloat16": "bf16",
     "fp8": "fp8",
     "fp8_block": "fp8_block",
     "nvfp4": "nvfp4",
     "w4a16_mxfp4": "mxfp4",
+    W4A8: "mxfp4",
 }
 SIZES = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
 #: Hidden size and width of mixtures without a gate (Nemotron): two matrices an expert. No fit has seen them.
@@ -73,13 +75,15 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     sglang = table.kernel_source.str.startswith("sglang")
     kept = table.moe_dtype.isin(list(PRECISIONS)) & ~(misrouted & sglang)
     kept &= ~pd.Series([pair in UNGATED for pair in shape], table.index)
+    serves = [*map(_serves_gpt_oss, table.moe_dtype, table.kernel_source, table.moe_ep_size)]
+    kept &= ~table.moe_dtype.str.contains("mxfp4") | pd.Series(serves, table.index)
     kept &= table.distribution.eq("balanced") | ~_grouped(table)  # a power law that such a router changes
     kept &= table.distribution.eq("balanced") | table.distribution.str.fullmatch(r"power_law_\d+(\.\d+)?")
     table = table[kept & (table.inter_size % table.moe_tp_size == 0) & (table.num_experts % table.moe_ep_size == 0)]
     table = table.assign(
         seconds=table.latency * MS,
         precision=table.moe_dtype.map(PRECISIONS),
-        kernel=table.kernel_source.map(_family),
+        kernel=table.kernel_source.map(_family) + np.where(table.moe_dtype.str.endswith(MXFP8), MXFP8, ""),
         parallel=table.moe_ep_size > 1,
         tokens=table.num_tokens,
         hidden=table.hidden_size,
@@ -104,8 +108,11 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     names = ["routing", "tokens", "num_experts", "active", "ep"]
     work = [_work(*row, grouped=only) for row, only in zip(table[names].itertuples(index=False), grouped, strict=True)]
     table = pd.concat([table, pd.DataFrame(work, table.index)], axis=1).assign(tuned=_tuned(table))
-    rate, size = table.precision.map(RATE), table.precision.map(WEIGHT_BYTES)
-    flops = 6.0 * table.rows * table.hidden * table.width / rate
+    size, flops = table.precision.map(WEIGHT_BYTES), 6.0 * table.rows * table.hidden * table.width
+    if ref is not None:  # as many as bf16 would need for the same time
+        rates = {name: peak_flop_per_s(ref, name) or ref.bf16_flop_per_s for name in WEIGHT_BYTES}
+        in_fp8 = table.kernel.str.endswith(MXFP8)
+        flops *= ref.bf16_flop_per_s / table.precision.map(rates).where(~in_fp8, rates["fp8"])
     table = check_kernels(path, table, flops, 3.0 * table.hit * table.hidden * table.width * size, ref, notes)
     return medians(table, "experts")
 
@@ -134,6 +141,19 @@ def exchanges(low_latency: Path, normal: Path) -> pd.DataFrame:
 def _grouped(table: pd.DataFrame) -> pd.Series[bool]:
     models = zip(table.hidden_size, table.inter_size, table.num_experts, strict=True)
     return pd.Series([model in GROUPED for model in models], table.index)
+
+
+def _serves_gpt_oss(dtype: str, source: str, ep: int) -> bool:
+    """Whether the engine by itself runs this kernel for gpt-oss, whose weights are MXFP4.
+
+    SGLang on Blackwell turns activations into MXFP8 (`flashinfer_mxfp4_moe_precision` of its server's arguments). On
+    Hopper it runs Triton's kernel, on weights turned into bf16, with experts on several GPUs only: on one GPU it takes
+    OpenAI's `triton_kernels` (`moe_runner_backend`), which its table has not. Other layers are of other models.
+    """
+    if source.startswith("sglang"):
+        known = {"sglang_flashinfer_trtllm_moe": dtype == W4A8, "sglang_fused_moe_triton": ep > 1}
+        return known.get(source, False)
+    return "gptoss" in source or "mxfp4moe" not in source
 
 
 def _family(source: str) -> str:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pandas as pd
 
 from rlsim.calibrate.importers.reading import MS, choose, numbers, read_table, subfolders, version_key
+from rlsim.precision import KvPrecision
 
 BF16 = ("bfloat16",)
+CACHES: dict[KvPrecision, str] = {"bf16": "bfloat16", "fp8": "fp8"}
 #: Tables by backend: of decode, of prompts, and whether they time the whole module.
 TABLES = {
     "vllm": ("mla_generation_module_perf", "mla_context_module_perf", True),
@@ -33,11 +35,18 @@ def paths(folder: Path, backend: str) -> tuple[Path, Path] | None:
     return None
 
 
-def rows(path: Path) -> pd.DataFrame:
-    """bf16 rows of one table: batch, heads, new (tokens of each sequence), prior (those cached before), seconds."""
+def in_blocks(path: Path) -> bool:
+    """Whether a table is of TensorRT-LLM's kernels, which are made for 16, 32 or 64 heads (Blackwell)."""
+    return set(read_table(path, ["kernel_source"]).kernel_source) <= {"trtllm_mla", "FLASHINFER_MLA"}
+
+
+def rows(path: Path, kv: KvPrecision = "bf16") -> pd.DataFrame:
+    """Rows of one table, in bf16 on a KV cache of `kv`: batch, heads, new (tokens of each sequence), prior (those
+    cached before), seconds."""
     whole = ["num_heads", "batch_size", "isl", "step"]
     table = read_table(path, ["mla_dtype", "kv_cache_dtype", *whole, "latency"])
-    for column in ("mla_dtype", "kv_cache_dtype", "gemm_type"):
+    table = choose(path, table, "kv_cache_dtype", (CACHES[kv],))
+    for column in ("mla_dtype", "gemm_type"):
         table = choose(path, table, column, BF16) if column in table else table
     table = numbers(path, numbers(path, table, whole), ["latency"], positive=True)
     table = table.rename(columns={"batch_size": "batch", "num_heads": "heads", "isl": "new", "step": "prior"})
