@@ -334,7 +334,7 @@ def test_in_pieces_costs_about_as_much_as_at_once() -> None:
         ),
         ({"systems": [{"name": "x", "use": []}]}, "`use` names no part"),
         (
-            {"systems": [{"name": "x", "use": ["tail_batching", {"tail_batching": {"eta": 2}}]}]},
+            {"systems": [{"name": "x", "use": ["tail_batching", "overcommit"]}]},
             "decide what to launch",
         ),
         ({"systems": [{"tail_batching": {"eta": 0.5}}]}, "greater than or equal to 1"),

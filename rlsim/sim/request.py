@@ -46,8 +46,8 @@ class EngineConfig(Schema):
         "pipeline_parallel_size": "pp",
         "pp_size": "pp",
         "quantization": "precision",
-        "tensor_parallel_size": "the tp of a system, such as verl: {tp: 8}",
-        "tp_size": "the tp of a system, such as verl: {tp: 8}",
+        "tensor_parallel_size": "the tp of a system",
+        "tp_size": "the tp of a system",
     }
     page_tokens: int = Field(default=16, ge=1, le=65_536, description="tokens of one KV-cache page")
     max_num_seqs: int = Field(
@@ -99,8 +99,8 @@ class EngineConfig(Schema):
         default=1,
         ge=1,
         le=1024,
-        description="pipeline stages of a replica, whose GPUs (the `tp` of a system) they share evenly: verl: {tp: 16} "
-        "with 2 stages is TP 8. vLLM's pipeline_parallel_size, SGLang's pp_size; a plan's generation has its own",
+        description="pipeline stages of a replica, whose GPUs (the `tp` of a system) they share evenly: 16 in 2 stages are "
+        "TP 8. vLLM's pipeline_parallel_size, SGLang's pp_size; a plan's generation has its own",
     )
     ep: int = Field(
         default=1,
