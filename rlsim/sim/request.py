@@ -99,8 +99,8 @@ class EngineConfig(Schema):
         default=1,
         ge=1,
         le=1024,
-        description="pipeline stages of a replica, whose GPUs (the `tp` of a system) they share evenly: 16 in 2 stages are "
-        "TP 8. vLLM's pipeline_parallel_size, SGLang's pp_size; a plan's generation has its own",
+        description="pipeline stages of a replica, whose GPUs (the `tp` of a system) they share evenly: 16 in 2 stages "
+        "are TP 8. vLLM's pipeline_parallel_size, SGLang's pp_size; a plan's generation has its own",
     )
     ep: int = Field(
         default=1,
