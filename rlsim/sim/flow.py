@@ -103,29 +103,34 @@ class _Join:
         self._group = group
         self._open = set(sources)
         self._in_batch: Counter[int] = Counter()  # by prompt: its samples there
+        self._all_known = False  # whether no more of them can come
         self._seen: dict[int, int] = {}  # sources that delivered the sample
         self._ready: dict[int, list[Request]] = {}  # by prompt
 
     def deliver(self, source: str, samples: Sequence[Request]) -> None:
         through: list[Request] = []
-        if source == BATCH:
-            self._in_batch.update([sample.position for sample in samples])
+        seen_of, sources, in_batch = self._seen, len(self.sources), self._in_batch
         for sample in samples:
-            seen = self._seen[sample.id] = self._seen.get(sample.id, 0) + 1
-            if seen == len(self.sources):
-                ready = self._ready.setdefault(sample.position, [])
-                ready.append(sample)
-                if len(ready) >= self._group or self._all_there(sample.position):
-                    through += self._ready.pop(sample.position)
+            position = sample.position
+            if source == BATCH:
+                in_batch[position] += 1
+            seen = seen_of[sample.id] = seen_of.get(sample.id, 0) + 1
+            if seen < sources:
+                continue
+            ready = self._ready.setdefault(position, [])
+            ready.append(sample)
+            if len(ready) >= self._group or (self._all_known and len(ready) == in_batch[position]):
+                through += self._ready.pop(position)
         self.inbox.put(through)
-
-    def _all_there(self, prompt: int) -> bool:
-        """Whether no more samples of a prompt can come."""
-        return BATCH in self.sources - self._open and len(self._ready[prompt]) == self._in_batch[prompt]
 
     def close(self, source: str) -> None:
         self._open.discard(source)
-        whole = [prompt for prompt in self._ready if not self._open or self._all_there(prompt)]
+        self._all_known |= source == BATCH
+        whole = [
+            prompt
+            for prompt, ready in self._ready.items()
+            if not self._open or (self._all_known and len(ready) == self._in_batch[prompt])
+        ]
         self.inbox.put([sample for prompt in whole for sample in self._ready.pop(prompt)])
         if not self._open:
             self.inbox.close()
