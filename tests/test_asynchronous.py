@@ -423,6 +423,7 @@ REWARDED = {"models": {"reward": "qwen2.5-1.5b"}}
         ([TP1, RULE], {}, "generates without end: add `split`"),
         ([SPLIT, TP1, RULE, "lagged"], {}, "no lag of the weights does"),
         ([SPLIT, TP1, RULE, "dynamic_sampling"], {}, "add async_reward"),
+        ([TP1, "dynamic_sampling"], REWARDED, "leave out models.reward"),
         ([SPLIT, TP1, RULE, "tail_batching"], {}, "all decide what to launch"),
         ([SPLIT, "planner", RULE], {}, "plans the layout of the next rollout"),
         ([SPLIT, TP1, RULE], {"workflow": {"algorithm": "remax"}, **REWARDED}, "compared with"),

@@ -23,6 +23,7 @@ from pydantic import Field
 
 import rlsim
 from rlsim.errors import CatalogueError, ConfigError
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.case import Case
 from rlsim.experiment.columns import CALL_PARTS, SUMMARY, TABLES
 from rlsim.experiment.load import load_experiment
@@ -587,5 +588,8 @@ def test_prompts_that_leave_no_room_are_left_out(folder: Path) -> None:
     assert "1 of 4 prompts are left out: they fill trace.max_model_len, 400 tokens" in found.notes
     total = found.responses["prompt_tokens"] + found.responses["response_tokens"]
     assert total.tolist() == [400] * 4
+    experiment, shown, place = load_experiment(given)
+    loaded = LoadedExperiment.of(experiment, place, shown)
+    assert (loaded.longest_response, loaded.longest_sequence) == (300, 400)
     with pytest.raises(ConfigError, match=r"every prompt of trace lengths fills trace.max_model_len, 100 tokens"):
         rlsim.run(given, overrides={"trace.max_model_len": 100})

@@ -12,6 +12,7 @@ import rlsim
 from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.host import longer
+from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.pipeline import Boundaries, Pipelined, pipelined_step_cost
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
@@ -296,6 +297,34 @@ def test_a_rollout_in_stages_runs_as_the_same_plan_does() -> None:
     assert found.loc["verl-tp16", "gen_time_s"] == pytest.approx(float(planned["gen_time_s"].iloc[0]), rel=1e-12)
 
 
+def sync_s(method: str, tp: int, pp: int) -> float:
+    given = {
+        **STAGED,
+        "cluster": "8xh100",
+        "weight_sync": method,
+        "engine": {"pp": pp},
+        "systems": [{"verl": {"tp": tp}}],
+    }
+    return float(rlsim.run(given).steps["sync_time_s"].iloc[0])
+
+
+def test_new_weights_reach_stages() -> None:
+    assert sync_s("bucketed", 8, 2) == pytest.approx(sync_s("bucketed", 8, 1), rel=0.02)
+    model, gpu = load_model("qwen2.5-32b"), load_cluster("8xh100").gpu
+    kept_bytes = (rollout_weight_bytes(model, 4), rollout_weight_bytes(model, 4, 2))
+    saved_s = 2 * (kept_bytes[0] - kept_bytes[1]) / gpu.memory_bytes_per_s  # a stage keeps its layers
+    assert sync_s("reshard", 4, 1) - sync_s("reshard", 8, 2) == pytest.approx(saved_s, rel=1e-9)
+
+
+def test_kv_of_stages_moves_by_their_layers() -> None:
+    calibration, contexts = load_calibration("h100-vllm"), [8192] * 16
+    seconds = {
+        pp: RolloutCostModel(load_model("deepseek-v3"), H100, calibration, pp=pp).transfer_s(contexts, 8, 8, False)
+        for pp in (1, 2)
+    }
+    assert seconds[2] == pytest.approx(seconds[1] * 31 / 61, rel=0.02)  # the latent lies on every GPU of a stage
+
+
 @pytest.mark.parametrize(
     ("systems", "message"),
     [
@@ -307,3 +336,8 @@ def test_a_rollout_in_stages_runs_as_the_same_plan_does() -> None:
 def test_what_does_not_go_with_stages(systems: list[Any], message: str) -> None:
     with pytest.raises(RlsimError, match=message):
         rlsim.run({**STAGED, "systems": systems})
+
+
+def test_stages_that_divide_no_replica() -> None:
+    with pytest.raises(ConfigError, match=r"engine.pp 3 divides no replica's GPUs: 1, 2, 4, 8, 16"):
+        rlsim.run(STAGED, overrides={"engine.pp": 3})

@@ -46,7 +46,7 @@ SEEDS = 5
 
 #: The tables in the order of reading: name, title, what it shows.
 SECTIONS = (
-    ("memory", "What fits: rollout", "each GPU's memory at every TP, GB; what the KV cache of a replica holds"),
+    ("memory", "What fits: rollout", "each GPU's memory at every TP (GPUs of a replica), GB; what its KV cache holds"),
     ("memory_calls", "What fits: the other calls", "on the fullest GPU, GB"),
     ("idle", "Idle time of every GPU", "shares of GPU time under the baseline, by cause; tail: share of its busy time"),
     ("idle_waits", "What stage barriers wait for", "share of GPU time"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
@@ -121,9 +122,10 @@ class CallCosts:
             factor=self._draw.sync(),
         )
 
-    def sync_s(self, role: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int = 0) -> float:
+    def sync_s(self, role: str, strategy: TrainStrategy, to: Layout) -> float:
         """Seconds to bring updated weights from the training layout to the rollout's, on the same GPUs, in place."""
-        return weight_sync_s(self.models[role], self.collectives, self.cluster, strategy, rollout_tp, first_gpu)
+        model, start = self.models[role], to.first_gpu
+        return weight_sync_s(model, self.collectives, self.cluster, strategy, to.tp, start, to.pp)
 
     def reallocation(self, role: str, to: CallCosts) -> Reallocation:
         """Seconds of moving that model's parameters from these GPUs to ones of the kind of `to`."""

@@ -107,7 +107,8 @@ def kv_shape(model: Model, tp: int) -> KvShape:
     """What a sequence takes of such pages, as vLLM's hybrid KV cache manager keeps it, or as `Model.kv_window_share`
     says.
 
-    Pages are those of all layers together, whatever the pipeline stages. vLLM's window moves by whole pages and may
+    Pages are those of all layers together, whatever the pipeline stages, and so is the state of linear attention in
+    pages: where stages are uneven, that is not what the fullest one holds. vLLM's window moves by whole pages and may
     touch one more than counted here.
     """
     elements: Counter[int | None] = Counter()

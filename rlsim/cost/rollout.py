@@ -169,11 +169,11 @@ class RolloutCostModel:
 
         At the measured rate of a migrating rank where the calibration has one, else as NCCL's send and receive.
         """
-        tp = min(from_tp, to_tp)
+        tp, pp = self._layout.attention_tp(self._stage_tp(min(from_tp, to_tp))), self._pp
         rate = self.calibration.runtime.migrate_bytes_per_s
         if same_node and rate is not None:
-            return kv_send_s(self.model, self.cluster.intra, self._kept_tokens(contexts), tp, rate)
-        per_rank = kv_page_bytes(self.model, tp, 1) * self._kept_tokens(contexts)
+            return kv_send_s(self.model, self.cluster.intra, self._kept_tokens(contexts), tp, rate, pp)
+        per_rank = kv_page_bytes(self.model, tp, 1, pp) * self._kept_tokens(contexts)
         return self._collectives.time_s("send_recv", per_rank, 2, 1 if same_node else 2) if per_rank else 0.0
 
     def _kept_tokens(self, contexts: Sequence[int]) -> float:

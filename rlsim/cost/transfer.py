@@ -72,6 +72,7 @@ def weight_sync_s(
     strategy: TrainStrategy,
     rollout_tp: int,
     first_gpu: int = 0,
+    rollout_pp: int = 1,
 ) -> float:
     """Training weights to rollout weights on the same GPUs where no engine loads them: gather a layer, keep the slice.
 
@@ -80,7 +81,7 @@ def weight_sync_s(
     """
     model.check_tp(rollout_tp)
     strategy.check_model(model)
-    copy_s = 2 * rollout_weight_bytes(model, rollout_tp) / cluster.gpu.memory_bytes_per_s
+    copy_s = 2 * rollout_weight_bytes(model, rollout_tp, rollout_pp) / cluster.gpu.memory_bytes_per_s
     source, over_tp = Layout.of(first_gpu, strategy), strategy.tp != rollout_tp
     return gather_s(model, collectives, cluster, source, strategy.sharded_over, over_tp=over_tp) + copy_s
 
@@ -197,16 +198,18 @@ def kv_migrate_s(
     return layers * collectives.time_s("all_to_all", volume / layers, tp_src, 1)
 
 
-def kv_send_s(model: Model, link: Link, context_tokens: float, tp: int, bytes_per_s: float | None = None) -> float:
-    """KV cache of `context_tokens` tokens from one replica to another of the same TP: every rank sends its heads.
+def kv_send_s(
+    model: Model, link: Link, context_tokens: float, tp: int, bytes_per_s: float | None = None, pp: int = 1
+) -> float:
+    """KV cache of `context_tokens` tokens from one replica to another of the same degrees: every rank sends its own.
 
-    The `tp` sends run side by side over `link` (PCIe or NVLink inside a node, the network across nodes) and share a
-    port if the link says so. `bytes_per_s` replaces the link's peak rate by a measured one of a rank.
+    The `tp` · `pp` sends run side by side over `link` (PCIe or NVLink inside a node, the network across nodes) and
+    share a port if the link says so. `bytes_per_s` replaces the link's peak rate by a measured one of a rank.
     """
     if context_tokens <= 0:
         return 0.0
-    per_rank = kv_page_bytes(model, tp, 1) * context_tokens
-    sharing = min(tp, link.shared_by_gpus)
+    per_rank = kv_page_bytes(model, tp, 1, pp) * context_tokens
+    sharing = min(tp * pp, link.shared_by_gpus)
     return link.latency_s + per_rank * sharing / (bytes_per_s or link.bytes_per_s)
 
 

@@ -219,6 +219,12 @@ class LoadedExperiment:
         """The longest prompt of the trace (tokens)."""
         return int(self._prompt_tokens.max())
 
+    @cached_property
+    def longest_response(self) -> int:
+        """The longest that a response can get (tokens): up to the cap, and to what its prompt leaves."""
+        trace = self.experiment.trace
+        return int(limits(self._prompt_tokens, trace.cap, trace.max_model_len).max())
+
     @property
     def longest_sequence(self) -> int:
         """The longest prompt and response together (tokens)."""

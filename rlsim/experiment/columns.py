@@ -84,7 +84,10 @@ TABLES: dict[str, tuple[Column, ...]] = {
         ),
         _seconds("gen_p90_time_s", "from the start of generation until 90% of the batch was there"),
         _seconds("gen_bound_s", "no schedule generates these responses faster on these GPUs (lower bound)"),
-        _count("initial_tp", "GPUs of a replica at the start of generation: TP, times PP where a plan pipelines"),
+        _count(
+            "initial_tp",
+            "GPUs of a replica at the start of generation: TP, times the pipeline stages of a plan or of `engine.pp`",
+        ),
         _count("switches", "changes of a node's degree during generation"),
         _seconds("switch_time_s", "pauses of nodes for these changes, summed"),
         _count("preemptions", "sequences that lost their KV cache for lack of pages and were recomputed"),

@@ -314,9 +314,9 @@ class PlacedExperiment:
     def colocated_sync_s(self, model: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int) -> float:
         """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on."""
         calls = self.calls_on((first_gpu,))
-        if self.loaded.experiment.weight_sync == "reshard":
-            return calls.sync_s(model, strategy, rollout_tp, first_gpu)
         target = Layout(first_gpu=first_gpu, tp=rollout_tp // self.rollout_pp, pp=self.rollout_pp)
+        if self.loaded.experiment.weight_sync == "reshard":
+            return calls.sync_s(model, strategy, target)
         return self._weight_sync(model, calls, calls).time_s(Layout.of(first_gpu, strategy), target)
 
     def relaying(self, model: str, source: Sequence[int], target: Sequence[int]) -> WeightSync:
@@ -397,6 +397,10 @@ class PlacedExperiment:
         if not feasible and replica is not None:
             gpu = self.memory.fullest_resident(self.plan, self.generation.gpus)
             raise CapacityError(f"call generate does not fit on GPU {gpu}: {infeasible[replica]}")
+        if not feasible and all(degree % self.rollout_pp for degree in infeasible):
+            raise ConfigError(
+                f"engine.pp {self.rollout_pp} divides no replica's GPUs: {', '.join(map(str, infeasible))}"
+            )
         if not feasible:
             raise CapacityError(
                 "no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items())
@@ -406,13 +410,14 @@ class PlacedExperiment:
             feasible_tps=feasible,
             infeasible=infeasible,
             node_gpus=node_gpus,
-            cap_tokens=experiment.trace.cap,
+            cap_tokens=self.loaded.longest_response,
             page_tokens=experiment.engine.page_tokens,
             requests=workflow.prompts * workflow.responses,
             prompt_tokens=self.loaded.longest_prompt,
             max_num_seqs=experiment.engine.max_num_seqs,
             replica_gpus=replica,
             windows=self.workflow.windows,
+            sequence_tokens=self.loaded.longest_sequence,
         )
 
     def bound(self, tp: int) -> GenerationBound:

@@ -362,7 +362,6 @@ class PlanSpace:
             yield Candidate(strategy, time_s, 0.0, engine_bytes, memory_share)
 
     def _rollout_s(self, dealt: Sequence[tuple[int, int, int]], costs: RolloutCostModel, replica: int) -> float:
-        experiment = self._loaded.experiment
         rollout = run_rollout(
             GenerationStage(
                 requests=[Request(i, *sequence) for i, sequence in enumerate(dealt)],
@@ -370,7 +369,7 @@ class PlanSpace:
                 tp=replica,
                 costs=costs,
                 config=self._loaded.engine,
-                cap_tokens=experiment.trace.cap,
+                cap_tokens=self._loaded.longest_response,
             )
         )
         return rollout.env.now

@@ -74,6 +74,11 @@ class Simulator:
                 "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
                 f"training.epochs: 1 (got {training.mini_batches} and {training.epochs})"
             )
+        if system.batching.needs_rewards and not any(call.kind == "reward" for call in graph.calls):
+            raise ConfigError(
+                "rewards decide what is launched, and no call of the workflow gives any: leave out models.reward, "
+                "which scores by inference"
+            )
         if system.batching.needs_rewards and not loaded.scoring.says_rewards:
             raise ConfigError(
                 f"trace {loaded.trace.meta.name} has neither the column reward nor correct, which decide what is "
@@ -143,7 +148,7 @@ class Simulator:
             times=ExperimentTimes(placed),
             scoring=loaded.scoring,
             config=loaded.engine,
-            cap_tokens=experiment.trace.cap,
+            cap_tokens=loaded.longest_response,
             steps=spec.steps,
             batching=system.batching,
             reward=system.reward,

@@ -64,7 +64,7 @@ class ElasticSplit(Schema, RolloutControl, Rewiring):
         context, tp = self._context, view.tp(view.nodes[0])
         if tp not in self._known:
             room_tokens = context.costs.capacity_pages(tp) * context.page_tokens
-            fits = room_tokens // (context.prompt_tokens + context.cap_tokens)
+            fits = room_tokens // context.sequence_tokens
             self._known[tp] = max(min(memory_bound_batch(context, tp, context.cap_tokens / 2, RIDGE), fits), 1)
         return self._known[tp]
 

@@ -296,6 +296,11 @@ class ControlContext:
     max_num_seqs: int = 1024  # responses that a replica runs at once
     replica_gpus: int | None = None  # of a rollout replica (TP × PP), where the plan says it
     windows: int = 0  # equal parts in which training takes a step's batch; 0: it does not
+    sequence_tokens: int = 0  # longest prompt and response together; 0: the longest of each
+
+    def __post_init__(self) -> None:
+        if not self.sequence_tokens:
+            object.__setattr__(self, "sequence_tokens", self.prompt_tokens + self.cap_tokens)
 
     @property
     def gpus(self) -> int:
@@ -317,7 +322,7 @@ class ControlContext:
                 f"that divide all {len(self.node_gpus)}"
             )
         if tp > max(self.node_gpus):
-            needed, tokens = self.cap_tokens + self.prompt_tokens, self.costs.capacity_pages(tp) * self.page_tokens
+            needed, tokens = self.sequence_tokens, self.costs.capacity_pages(tp) * self.page_tokens
             if tokens < needed:
                 raise CapacityError(f"tp {tp} has room for {tokens:,} tokens of KV cache; a response needs {needed:,}")
             return tp
