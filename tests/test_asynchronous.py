@@ -15,6 +15,7 @@ from test_lags import check_gpus
 import rlsim
 from rlsim.errors import ConfigError, PolicyError, RlsimError
 from rlsim.experiment.times import ExperimentTimes
+from rlsim.report.staleness import queue_lengths
 from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext, Reconfigure, RolloutControl, RolloutView
 from rlsim.workflow.algorithms import grpo
@@ -110,6 +111,22 @@ def test_a_bound_is_kept(stale: str, eta: int) -> None:
     assert steps["staleness_max"].max() == eta
     assert (steps["trained"] == 32).all()
     check_tokens(steps)
+
+
+def test_none_begins_while_the_queue_is_full() -> None:
+    """Training is the slower side: what the bound admits would wait for it, at no gain."""
+    rule = {"eta": 8, "concurrent": 8, "interrupt": False}
+    rules = [{"bounded_staleness": {**rule, **queue}} for queue in ({}, {"queue": 16}, {"queue": 10_000})]
+    systems = [use(name, one) for name, one in zip(("free", "full", "never"), rules, strict=True)]
+    found = run(*systems, workflow={"steps": 16}, trace={"path": "rollpacker-math", "cap": 64})
+    free, full = of(found, "free"), of(found, "full")
+    moments = np.linspace(0, full["step_time_s"].sum(), 1000)
+    waiting = queue_lengths(found, "", "full", found.manifest["seeds"][0], moments)["prompts"]
+    assert 16 <= waiting.max() < 16 + 8 < free["waiting"].max()
+    assert full["staleness_max"].max() < free["staleness_max"].max()
+    assert (full["gen_exposed_s"][1:] == 0).all()
+    np.testing.assert_array_equal(of(found, "never")[TOLD], free[TOLD])
+    check_tokens(full)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.5])

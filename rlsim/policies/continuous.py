@@ -42,6 +42,9 @@ class BoundedStaleness(Schema, Continuous):
     stale: Stale = Field(default="train", description="what becomes of prompts more than eta updates old, rounded up")
     concurrent: int | None = Field(default=None, ge=1, description="most prompts under way; default: no limit")
     concurrent_batches: int | None = Field(default=None, ge=1, description="the same in batches of a step")
+    queue: int | None = Field(
+        default=None, ge=1, description="none begins while so many wait for training; default: no limit"
+    )
     interrupt: bool = Field(default=True, description="new weights interrupt responses; if not, they wait for them")
     updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
     rolling: bool = Field(
@@ -55,6 +58,8 @@ class BoundedStaleness(Schema, Continuous):
 
     def left(self, view: OpenView) -> int:
         """How many prompts may begin."""
+        if self.queue is not None and view.waiting >= self.queue:
+            return 0
         room = math.floor(view.prompts * (view.version + 1 + self.eta) + ROUNDING) - view.admitted
         if self.concurrent is not None:
             room = min(room, self.concurrent - view.running)
