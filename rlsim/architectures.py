@@ -137,7 +137,14 @@ FAMILIES = {
         state="mamba",
         experts=None,
         narrow=True,
-        defaults={"ssm_state_size": 256, "mamba_num_heads": 128, "n_groups": 1, "conv_kernel": 4, "chunk_size": 256},
+        defaults={
+            "ssm_state_size": 256,
+            "mamba_num_heads": 128,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "chunk_size": 256,
+            "shared_expert_intermediate_size": 1024,
+        },
     ),
     "nemotron_h": Family(
         norms=1,
@@ -210,6 +217,9 @@ _FULL, _SLIDING, _CHUNKED, _LINEAR, _MAMBA, _MLP, _MOE = get_args(LayerType)
 WINDOWED, UNCACHED = (_SLIDING, _CHUNKED), (_LINEAR, _MAMBA, _MLP, _MOE)
 #: What nemotron_h and granitemoehybrid call kinds of layers, in a pattern or by name.
 _KINDS = {"M": _MAMBA, "*": _FULL, "-": _MLP, "E": _MOE, "attention": _FULL, "linear_attention": _MAMBA}
+
+#: Families whose layers are Mamba-2 if nothing is said.
+MIXED = ("nemotron_h", "granitemoehybrid")
 
 #: Layers that a model may have.
 MOST_LAYERS = 10_000
@@ -345,6 +355,8 @@ class Config(Schema):
         needed = _LINEAR_SIZES if _LINEAR in self.layer_types else ()
         needed += _MAMBA_SIZES if _MAMBA in self.layer_types else ()
         needed += _LATENT_SIZES if family.latent else ()
+        if _MAMBA in self.layer_types and self.n_groups and self.mamba_num_heads % self.n_groups:
+            raise ValueError("mamba_num_heads must be a multiple of n_groups")
         if missing := [name for name in needed if not getattr(self, name)]:
             raise ValueError(f"the attention of {self.model_type} needs {', '.join(missing)}")
         return self
@@ -374,9 +386,9 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     data.setdefault("num_key_value_heads", heads)
     if isinstance(heads, int) and heads and isinstance(hidden, int):
         data.setdefault("head_dim", hidden // heads)
-    if kind in ("ernie4_5", "ernie4_5_moe") and data.pop("use_bias", False):
+    if kind == "ernie4_5" and data.pop("use_bias", False):
         data |= {"attention_bias": True, "mlp_bias": True}
-    if kind in ("nemotron_h", "granitemoehybrid"):
+    if kind in MIXED:
         _mixers(kind, data)
     _experts(kind, data)
     _attention_kinds(kind, data)
@@ -386,20 +398,23 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
 def _mixers(kind: str, data: dict[str, Any]) -> None:
     """The kinds of layers of families with Mamba-2, and the sizes that follow from others."""
     layers = data.get("num_hidden_layers")
-    pattern = data.pop("hybrid_override_pattern", [_MAMBA] * layers if isinstance(layers, int) else [])
+    plain = [_MAMBA] * layers if isinstance(layers, int) and layers <= MOST_LAYERS else []
+    pattern = data.pop("hybrid_override_pattern", plain)
     predicted = kind == "nemotron_h" and data.get("num_nextn_predict_layers")
     following = data.pop("mtp_hybrid_override_pattern", "*E" if predicted else [])
     for key, value in (("layer_types", pattern), ("mtp_layer_types", following)):
         found = data.setdefault(key, value)
-        if isinstance(found, str | list | tuple):
-            data[key] = tuple(_KINDS.get(one, one) if isinstance(one, str) else one for one in found)
+        if not isinstance(found, str | list | tuple):
+            raise ValueError(f"expected the kinds of the layers of a {kind}, got {shown(found)}")
+        data[key] = tuple(_KINDS.get(one, one) if isinstance(one, str) else one for one in found)
     if kind == "nemotron_h":
         data.setdefault("num_hidden_layers", len(data["layer_types"]))
         if _MOE not in data["layer_types"]:
             data.pop("num_experts", None)
-    inner, heads = data.pop("mamba_expand", 2), data.get("mamba_num_heads")
-    if data.get("mamba_head_dim", "auto") == "auto" and isinstance(heads, int) and heads:
-        data["mamba_head_dim"] = inner * data.get("hidden_size", 0) // heads
+    sizes = data.pop("mamba_expand", 2), data.get("hidden_size"), data.get("mamba_num_heads")
+    if data.get("mamba_head_dim", "auto") == "auto" and all(isinstance(size, int) and size for size in sizes):
+        expand, hidden, heads = sizes
+        data["mamba_head_dim"] = expand * hidden // heads
 
 
 def _experts(kind: str, data: dict[str, Any]) -> None:
@@ -411,19 +426,23 @@ def _experts(kind: str, data: dict[str, Any]) -> None:
             if kind == "llama4":
                 data.setdefault("shared_expert_intermediate_size", data["intermediate_size"])
             data["intermediate_size"] = dense
-    shared, width = data.pop("n_shared_experts", 0), data.get("moe_intermediate_size", 0)
+    shared, width = data.pop("n_shared_experts", None), data.get("moe_intermediate_size", 0)
     if kind == "qwen3_5_moe":
         data.setdefault("intermediate_size", width)  # it has no dense layers
     if kind == "granitemoehybrid" and not data.get("num_experts"):
-        data["intermediate_size"] = data.get("shared_expert_intermediate_size", 1024)
+        data["intermediate_size"] = data["shared_expert_intermediate_size"]
+    layers = data.get("num_hidden_layers")
     parts = data.pop("mlp_layer_types", None)  # what transformers 5 writes in the place of first_k_dense_replace
-    if isinstance(parts, list | tuple):
-        data["mlp_only_layers"] = tuple(index for index, part in enumerate(parts) if part != "sparse")
-    last, layers = data.pop("moe_layer_end_index", -1), data.get("num_hidden_layers")
+    if parts is not None:
+        if not isinstance(parts, list | tuple) or {*map(str, parts)} - {"dense", "sparse"} or len(parts) != layers:
+            raise ValueError(f'mlp_layer_types: expected "dense" or "sparse" for each layer, got {shown(parts)}')
+        data |= {"first_k_dense_replace": 0, "moe_layer_freq": 1, "decoder_sparse_step": 1}
+        data["mlp_only_layers"] = tuple(index for index, part in enumerate(parts) if part == "dense")
+    last = data.pop("moe_layer_end_index", -1)
     if kind == "ernie4_5_moe" and isinstance(last, int) and isinstance(layers, int) and last >= 0:
         data.setdefault("mlp_only_layers", tuple(range(last + 1, min(layers, MOST_LAYERS))))
     width = data.pop("moe_shared_expert_intermediate_size", width)
-    if isinstance(shared, int) and isinstance(width, int) and shared:
+    if isinstance(shared, int) and isinstance(width, int):
         data.setdefault("shared_expert_intermediate_size", shared * width)
 
 
@@ -433,10 +452,14 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
     window = data.get("sliding_window")
     asked, first = data.pop("use_sliding_window", False), data.pop("max_window_layers", 0)
     every = data.pop("sliding_window_pattern", 4 if kind == "exaone4" else 6)
-    every = len(every) if isinstance(every, str) and set(every[:-1]) == {"L"} and every[-1] == "G" else every
+    pattern = [_SLIDING] * (every - 1) + [_FULL] if isinstance(every, int) and 0 < every <= MOST_LAYERS else []
+    if isinstance(every, str) and not set(every) - {"L", "G"}:
+        pattern = [_SLIDING if one == "L" else _FULL for one in every]
+    if not pattern and kind in ("gemma3", "exaone4"):
+        raise ValueError(f"sliding_window_pattern: expected every how many layers one is full, got {shown(every)}")
     interval = data.pop("full_attention_interval", 4)
     roped, spaced = data.pop("no_rope_layers", None), data.pop("no_rope_layer_interval", 4)
-    if not all(isinstance(count, int) and 0 < count <= MOST_LAYERS for count in (layers, every, interval, spaced)):
+    if not all(isinstance(count, int) and 0 < count <= MOST_LAYERS for count in (layers, interval, spaced)):
         return
     numbers = range(1, layers + 1)
     types: list[str] = []
@@ -452,9 +475,9 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
         case "gemma2" | "gpt_oss":
             types = [_SLIDING if number % 2 else _FULL for number in numbers]
         case "gemma3":
-            types = [_SLIDING if number % every else _FULL for number in numbers]
+            types = [pattern[index % len(pattern)] for index in range(layers)]
         case "exaone4":
-            types = [_SLIDING if window and number % every else _FULL for number in numbers]
+            types = [pattern[index % len(pattern)] if window else _FULL for index in range(layers)]
         case "olmo3":
             types = [_SLIDING if number % 4 else _FULL for number in numbers]
         case "llama4":
@@ -467,7 +490,7 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
     if not isinstance(found, list | tuple):
         return
     named = {one for one in found if isinstance(one, str)}
-    if not types and all(one == _FULL for one in found):
+    if not types and kind not in MIXED and all(one == _FULL for one in found):
         del data["layer_types"]  # all alike, however many there are
     if not named & set(WINDOWED):
         data.pop("sliding_window", None)

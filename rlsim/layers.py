@@ -89,7 +89,7 @@ class Attention(ABC):
 
 
 #: What each GPU has a copy of where there are fewer than GPUs.
-REPLICATED = ("KV heads", "groups")
+REPLICATED = ("KV heads",)
 
 
 def _weights(linears: tuple[Linear, ...]) -> int:
@@ -342,7 +342,7 @@ class Mamba2(Recurrent):
     chunk_tokens: int  # of a chunk in which prompts and training go through
 
     def _convolved(self, tp: int) -> int:
-        """With as many groups on a GPU as its heads need (vLLM: `extra_groups_for_head_shards`)."""
+        """A single group is on every GPU; more are cut, as vLLM's `MambaMixer2` and Megatron Core do."""
         return self.heads // tp * self.head_dim + 2 * max(self.groups // tp, 1) * self.state_dim
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
@@ -374,7 +374,7 @@ class Mamba2(Recurrent):
 
     @property
     def split(self) -> dict[str, int]:
-        return {"Mamba heads": self.heads, "groups": self.groups}
+        return {"Mamba heads": self.heads} | ({"groups": self.groups} if self.groups > 1 else {})
 
     @property
     def special(self) -> tuple[str, ...]:

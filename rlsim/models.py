@@ -15,6 +15,7 @@ from typing import Any
 
 from rlsim import catalogue
 from rlsim.architectures import (
+    FAMILIES,
     MODEL_TYPES,
     WINDOWED,
     Config,
@@ -232,9 +233,10 @@ class Model(Config):
         kept = sum(count * layer.attention.state_elements for layer, count in self.groups.items())
         return kept * self.dtype_bytes
 
-    def sequence_bytes(self, *tokens: int) -> float:
-        """KV cache and state of sequences of so many tokens: layers with a window keep no more than its tokens,
-        those with chunks the last one's, or what `kv_window_share` says."""
+    def sequence_bytes(self, *tokens: int, tp: int = 1) -> float:
+        """KV cache and state of sequences of so many tokens on one of `tp` GPUs: layers with a window keep no more than
+        its tokens, those with chunks the last one's, or what `kv_window_share` says. Replicated KV heads count on
+        each; a state is cut."""
         kept = 0.0
         for layer, count in self.groups.items():
             window = None if self.kv_window_share is not None else layer.attention.window_tokens
@@ -244,8 +246,8 @@ class Model(Config):
                 there = sum((one - 1) % window + 1 for one in tokens if one)
             else:
                 there = sum(min(one, window) for one in tokens)
-            kept += count * self.cached_elements(layer) * there
-        return kept * self.kv_element_bytes + len(tokens) * self.state_bytes
+            kept += count * self.cached_elements(layer, tp) * there
+        return kept * self.kv_element_bytes + len(tokens) * self.state_bytes / tp
 
     # Tensor parallelism ----------------------------------------------------------------------------------------------
 
@@ -347,7 +349,15 @@ def _from_config_json(path: Path) -> dict[str, Any]:
         types = {"expert_precision" if experts_only else "precision": precision}
         of = "experts" if experts_only else "weights"
         notes.append(f"its {of} are published in {precision}: engines serve them so, training takes bf16")
-    data = canonical({**config, **_longest(config), **types})
+        if experts_only and FAMILIES[family_name(config["model_type"])].one_part:
+            raise ConfigError(
+                f"{path}: a {config['model_type']} of which some products are not quantised is not supported; give the "
+                "config.json of the unquantised model"
+            )
+    try:
+        data = canonical({**config, **_longest(config), **types})
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     given = {key: data[key] for key in Model.model_fields if key in data}
     if "expert_precision" in types and not data.get("num_experts"):
         raise ConfigError(

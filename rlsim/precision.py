@@ -94,6 +94,10 @@ def published_precision(config: Any) -> Precision | None:
     return None
 
 
+#: Names of products of attention, and of Nemotron-H's attention, Mamba-2 and MLPs.
+_ATTENDS = r"attn|mixer(\*|\.\w+_proj|$)"
+
+
 def leaves_attention(config: Mapping[str, Any]) -> bool:
     """Whether a `quantization_config` names products of attention among the modules that it leaves as they are.
 
@@ -102,7 +106,7 @@ def leaves_attention(config: Mapping[str, Any]) -> bool:
     """
     lists = (config.get(key) for key in ("ignore", "exclude_modules", "modules_to_not_convert"))
     names = [name for found in lists if isinstance(found, list) for name in found if isinstance(name, str)]
-    return any("attn" in name and not re.search("norm|indexer", name) for name in names)
+    return any(re.search(_ATTENDS, name) and not re.search("norm|indexer", name) for name in names)
 
 
 _MODELOPT: dict[str, Precision] = {"FP8": "fp8", "FP8_BLOCK_SCALES": "fp8_block", "NVFP4": "nvfp4"}

@@ -411,6 +411,20 @@ def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | No
         ({"layer_types": ["mlp"] * 4}, "llama has no layers of mlp"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "MMM-"}, "without any layer that has a KV cache"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "MM*E"}, "does not go with num_experts 0"),
+        (
+            {"model_type": "nemotron_h", "hybrid_override_pattern": 5},
+            "expected the kinds of the layers of a nemotron_h",
+        ),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*M*", "n_groups": 3}, "a multiple of n_groups"),
+        ({"model_type": "granitemoehybrid", "hidden_size": [8]}, "hidden_size: .*valid integer"),
+        ({"model_type": "granitemoehybrid", "num_hidden_layers": 10**10}, "num_hidden_layers: .*10000"),
+        (
+            {"model_type": "exaone4", "sliding_window_pattern": "lllg"},
+            "sliding_window_pattern: expected every how many",
+        ),
+        ({"model_type": "gemma3", "sliding_window_pattern": 0}, "sliding_window_pattern: expected every how many"),
+        ({"model_type": "glm4_moe", "mlp_layer_types": ["sparse"]}, 'expected "dense" or "sparse" for each layer'),
+        ({"model_type": "glm4_moe", "mlp_layer_types": "dense"}, 'expected "dense" or "sparse" for each layer'),
         ({"model_type": "mixtral"}, "'mixtral' does not go with num_experts 0"),
     ],
 )
@@ -466,8 +480,32 @@ def test_words_of_families(tmp_path: Path) -> None:
     dense = read(tmp_path, model_type="granitemoehybrid", num_local_experts=0, shared_intermediate_size=96,
                  mamba_n_heads=4, layer_types=["mamba", "attention"] * 2)  # fmt: skip
     assert dense.layers[0].mlp.widths == (96,)
-    assert dense.layers[0].attention.split == {"Mamba heads": 4, "groups": 1}
+    assert dense.layers[0].attention.split == {"Mamba heads": 4}
     assert dense.mamba_head_dim == 2 * 64 // 4
+
+
+def test_words_that_family_defaults_do_not_replace(tmp_path: Path) -> None:
+    alike = read(tmp_path, model_type="granitemoehybrid", num_local_experts=0, layer_types=["attention"] * 4)
+    assert alike.layer_types == ("full_attention",) * 4
+    routed = {"model_type": "nemotron_h", "hybrid_override_pattern": "M*ME", **EXPERTS}
+    assert read(tmp_path, **routed, n_shared_experts=0).layers[3].mlp.widths == (32,)
+    assert read(tmp_path, **routed).layers[3].mlp.widths == (32, 32)
+    windows = read(tmp_path, model_type="exaone4", sliding_window=8, sliding_window_pattern="LLGG")
+    assert windows.layer_types.count("full_attention") == 2
+    sparse = {"model_type": "glm4_moe", **EXPERTS, "mlp_layer_types": ["sparse"] * 4}  # before first_k_dense_replace
+    assert all(layer.expert_weights() for layer in read(tmp_path, **sparse).layers)
+
+
+def test_engines_cut_groups_of_mamba_heads() -> None:
+    nano = load_model("nemotron-3-nano-30b-a3b")
+    assert [tp for tp in (1, 2, 4, 8, 16, 32) if nano.supports_tp(tp)] == [1, 2, 4, 8]
+
+
+def test_a_state_that_moves_is_cut_and_kv_heads_are_copied() -> None:
+    model = load_model("nemotron-3-nano-30b-a3b")  # 2 KV heads
+    whole, here = model.sequence_bytes(4096), model.sequence_bytes(4096, tp=8)
+    assert whole == 4096 * model.kv_bytes_per_token + model.state_bytes
+    assert here == 4096 * model.kv_bytes_per_token / 2 + model.state_bytes / 8
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------

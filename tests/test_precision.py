@@ -319,6 +319,23 @@ def test_experts_alone_are_quantised_where_attention_is_left_out(tmp_path: Path)
         load_model(tmp_path)
 
 
+def test_a_hybrid_of_which_parts_are_quantised_is_refused(tmp_path: Path) -> None:
+    words = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_experts",
+             "num_experts_per_tok", "moe_intermediate_size", "layer_types")  # fmt: skip
+    shape = {name: getattr(load_model("nemotron-3-nano-30b-a3b"), name) for name in words} | {
+        "model_type": "nemotron_h"
+    }
+    quantised = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    for left, refused in (("layers.5.mixer.q_proj", True), ("layers.4.mixer*", True), ("layers.0.mixer.conv1d", False)):
+        listed = quantised | {"exclude_modules": ["lm_head", f"backbone.{left}"]}
+        (tmp_path / "config.json").write_text(json.dumps(shape | {"quantization_config": listed}))
+        if not refused:
+            assert load_model(tmp_path).precision == "fp8"
+            continue
+        with pytest.raises(ConfigError, match="a nemotron_h of which some products are not quantised is not supported"):
+            load_model(tmp_path)
+
+
 # Steps and calls ------------------------------------------------------------------------------------------------------
 
 

@@ -172,13 +172,13 @@ class RolloutCostModel:
         tp, pp = self._layout.attention_tp(self._stage_tp(min(from_tp, to_tp))), self._pp
         rate = self.calibration.runtime.migrate_bytes_per_s
         if same_node and rate is not None:
-            return kv_send_s(self.model, self.cluster.intra, self._kept_tokens(contexts), tp, rate, pp)
-        per_rank = kv_page_bytes(self.model, tp, 1, pp) * self._kept_tokens(contexts)
+            return kv_send_s(self.model, self.cluster.intra, self._kept_tokens(contexts, tp), tp, rate, pp)
+        per_rank = kv_page_bytes(self.model, tp, 1, pp) * self._kept_tokens(contexts, tp)
         return self._collectives.time_s("send_recv", per_rank, 2, 1 if same_node else 2) if per_rank else 0.0
 
-    def _kept_tokens(self, contexts: Sequence[int]) -> float:
-        """The tokens whose KV in all layers is as large as what these sequences keep."""
-        return self.model.sequence_bytes(*contexts) / self.model.kv_bytes_per_token
+    def _kept_tokens(self, contexts: Sequence[int], tp: int = 1) -> float:
+        """The tokens whose KV in all layers is as large as what these sequences keep on one of `tp` GPUs."""
+        return self.model.sequence_bytes(*contexts, tp=tp) / kv_page_bytes(self.model, tp, 1)
 
 
 def powers_of_two(gpus: int) -> list[int]:

@@ -51,8 +51,8 @@ FAULTS = (
         "KV transfer",
         "inside a node by the larger TP",
         _COST + "rollout.py",
-        "tp = min(from_tp, to_tp)",
-        "tp = max(from_tp, to_tp)",
+        "_stage_tp(min(from_tp, to_tp))",
+        "_stage_tp(max(from_tp, to_tp))",
     ),
     Fault(
         "optimizer bytes",
