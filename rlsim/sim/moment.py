@@ -17,29 +17,30 @@ ASK = EventPriority(3)  # decisions
 SETTLE = EventPriority(4)  # what starts after all decisions
 
 
-def at_end(
-    env: simpy.Environment, priority: EventPriority, then: Callable[[simpy.Event], None] | None = None, at: float = 0.0
+def at(
+    env: simpy.Environment,
+    moment: float,
+    then: Callable[[simpy.Event], None] | None = None,
+    priority: EventPriority = NORMAL,
 ) -> simpy.Event:
-    """An event after all else that happens now, or at the moment `at` if that lies ahead."""
+    """An event at just that moment: a delay added to the present one may miss its last digit."""
     event = env.event()
     event._ok, event._value = True, None  # SimPy's way to schedule with a priority
     if then is not None:
         event.callbacks.append(then)
-    now = env.now
-    heappush(env._queue, (at if at > now else now, priority, next(env._eid), event))
+    heappush(env._queue, (moment, priority, next(env._eid), event))
     return event
 
 
-def at(env: simpy.Environment, moment: float) -> simpy.Event:
-    """An event at just that moment: a delay added to the present one may miss its last digit."""
-    event = env.event()
-    event._ok, event._value = True, None
-    heappush(env._queue, (moment, NORMAL, next(env._eid), event))
-    return event
+def at_end(
+    env: simpy.Environment, priority: EventPriority, then: Callable[[simpy.Event], None] | None = None
+) -> simpy.Event:
+    """An event after all else that happens now."""
+    return at(env, env.now, then, priority)
 
 
 class Sleep(simpy.Event):
-    """Fires at a moment that is not over (None: never), or at once if it is cut while somebody waits for it.
+    """Fires at a moment that is not over (None: never), or earlier once it is cut.
 
     Cheaper than a timeout and an interrupt of SimPy, which throws into the process that waits.
     """
@@ -47,20 +48,21 @@ class Sleep(simpy.Event):
     def __init__(self, env: simpy.Environment, until: float | None = None) -> None:
         self.env, self.callbacks = env, []
         self._ok, self._value = True, None
-        self.was_cut = False
         if until is not None:
             if until < env.now:
                 raise ValueError(f"a sleep until {until} cannot begin at {env.now}")
             heappush(env._queue, (until, NORMAL, next(env._eid), self))
 
-    def cut(self) -> None:
-        """Wake those who wait, before all else of this moment."""
-        if self.callbacks:
-            self.was_cut = True
-            early = self.env.event()
-            early._ok, early._value = True, None
-            early.callbacks, self.callbacks = self.callbacks, []
-            heappush(self.env._queue, (self.env.now, URGENT, next(self.env._eid), early))
+    @property
+    def lasts(self) -> bool:
+        """Whether somebody waits for its moment, and it was not cut."""
+        return bool(self.callbacks)
+
+    def cut(self, moment: float) -> None:
+        """Wake those who wait at that moment; if it is the present one, before all else of it."""
+        now = self.env.now
+        early = at(self.env, moment) if moment > now else at(self.env, now, priority=URGENT)
+        early.callbacks, self.callbacks = self.callbacks, []
 
 
 def is_over(env: simpy.Environment) -> bool:
@@ -98,12 +100,12 @@ def _look(env: simpy.Environment, priority: EventPriority, then: Callable[[], No
     if following is None:
         then()
     else:
-        at_end(env, priority, partial(_look, env, priority, then), following)
+        at(env, following, partial(_look, env, priority, then), priority)
 
 
 def settled(env: simpy.Environment) -> Generator[simpy.Event, object, None]:
     """Wait until this moment is over."""
-    at: float | None = env.now
-    while at is not None:
-        yield at_end(env, SETTLE, at=at)
-        at = rest_of(env)
+    moment: float | None = env.now
+    while moment is not None:
+        yield at(env, moment, priority=SETTLE)
+        moment = rest_of(env)

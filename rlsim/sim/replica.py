@@ -46,6 +46,7 @@ class Replica:
     __slots__ = (
         "_arrivals",
         "_batch",
+        "_began_at",
         "_chunked",
         "_chunks",
         "_hold",
@@ -64,6 +65,7 @@ class Replica:
         "_span_kind",
         "_span_start",
         "_stays",
+        "_steps",
         "_stopped_at",
         "capacity_pages",
         "cost",
@@ -126,7 +128,9 @@ class Replica:
         self._stopped_at = NAN
         self._hold: simpy.Event | None = None  # while it is to stand still: fires when it does
         self._kept = True  # whether requests keep their KV cache in that pause
-        self._sleep = Sleep(env)  # that orders and arrivals cut
+        self._sleep = Sleep(env)  # that orders and arrivals cut short
+        self._began_at = NAN  # the iteration that is under way, or the first of its jump
+        self._steps = 0  # decode steps of the jump
         env.process(self._run())
 
     # ---- from outside: orders, carried out at the next iteration boundary -------------------------------------------
@@ -137,7 +141,7 @@ class Replica:
             self._orders.appendleft(order)
         else:
             self._orders.append(order)
-        self._sleep.cut()
+        self._wake()
 
     def receive(self, requests: Sequence[Request]) -> None:
         """Append requests to the waiting queue at the next boundary."""
@@ -145,25 +149,25 @@ class Replica:
         for request in requests:
             request.arrived_at = now
         self._arrivals.extend(requests)
-        self._sleep.cut()
+        self._wake()
 
     def stop(self) -> simpy.Event:
         """Stop for good at the next boundary; the event fires then. `drain` hands out what was here."""
         if self.stopped is None:
             self.stopped = self.env.event()
-            self._sleep.cut()
+            self._wake()
         return self.stopped
 
     def pause(self, kv: UpdatedKv) -> simpy.Event:
         """Stand still from the next boundary on until `resume`; the event fires when it does."""
         self._hold, self._kept = self.env.event(), kv == "keep"
-        self._sleep.cut()
+        self._wake()
         return self._hold
 
     def resume(self) -> None:
         """Go on after a pause."""
         self._hold = None
-        self._sleep.cut()
+        self._wake()
 
     def renew(self, version: int) -> None:
         """Its weights are of this version from now on, while it stands still."""
@@ -268,6 +272,24 @@ class Replica:
         """Whether the request is in the decoding batch (its context is in the KV cache)."""
         return request.order > 0 and request.prefill_left == 0
 
+    def _wake(self) -> None:
+        """Something has come: the boundary for it is the end of the iteration under way, or at once where none is.
+
+        One that began at this very moment is undone.
+        """
+        sleep, now = self._sleep, self.env.now
+        if not sleep.lasts:
+            return
+        if isnan(self._began_at):
+            sleep.cut(now)
+        elif now - self._began_at <= REACHED * now:
+            self._steps, self._began_at = 0, NAN
+            sleep.cut(now)
+        elif self._jump is not None:
+            start, curve, tokens = self._jump
+            self._steps = max(curve.steps_within(tokens, now - start), 1)
+            sleep.cut(start + curve.steps_s(tokens, self._steps))
+
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
@@ -287,26 +309,21 @@ class Replica:
                 yield from self._to_the_end()
             elif batch.size:
                 # The jump: as many decode steps as leave the batch as it is, in one sleep.
-                tokens, steps = batch.padded_tokens(), batch.steps_ahead()
+                tokens, self._steps = batch.padded_tokens(), batch.steps_ahead()
                 curve = self.cost.decode(batch.size, batch.in_windows(tokens) if batch.windowed else None)
-                start, owed_s = env.now, self._owed_s
-                self._jump = start + owed_s, curve, tokens
-                self._sleep = sleep = Sleep(env, start + (owed_s + curve.steps_s(tokens, steps)))
-                yield sleep
-                if sleep.was_cut:
-                    steps = 0
-                    if not self._only_just(start):
-                        steps = max(curve.steps_within(tokens, env.now - start - owed_s), 1)
-                        yield from self._until(start + owed_s + curve.steps_s(tokens, steps))
-                if owed_s and steps:
+                start = self._began_at = env.now
+                self._jump = start + self._owed_s, curve, tokens
+                self._sleep = Sleep(env, start + self._owed_s + curve.steps_s(tokens, self._steps))
+                yield self._sleep
+                if self._steps:
                     self._owed_s = 0.0
                 self._jump = None
-                batch.advance(steps)
+                batch.advance(self._steps)
                 self._finish("decode", start)
             else:
                 self.close()
                 self._owed_s = 0.0
-                self._sleep = Sleep(env)
+                self._sleep, self._began_at = Sleep(env), NAN
                 yield self._sleep
 
     def _to_the_end(self) -> Generator[simpy.Event, Any, None]:
@@ -340,7 +357,7 @@ class Replica:
             if not self._kept:
                 self._lose_kv()
             self._hold.succeed()
-        self._sleep = Sleep(self.env)
+        self._sleep, self._began_at = Sleep(self.env), NAN
         yield self._sleep
 
     def _lose_kv(self) -> None:
@@ -351,15 +368,6 @@ class Replica:
         for request in lost:
             request.order, request.arrived_at = 0, now
         self._scheduler.waiting.extendleft(reversed(lost))
-
-    def _only_just(self, start: float) -> bool:
-        """Whether an iteration that began at `start` began at this very moment."""
-        return self.env.now - start <= REACHED * self.env.now
-
-    def _until(self, moment: float) -> Generator[simpy.Event, Any, None]:
-        """Sleep on to a boundary; orders that arrive meanwhile are carried out there."""
-        if moment > self.env.now:
-            yield self.env.timeout(moment - self.env.now)
 
     def _prefill(self, work: list[Chunk]) -> Generator[simpy.Event, Any, None]:
         """One iteration with a chunk of each of the first prefilling in it; decodes take part only in chunked mode."""
@@ -372,14 +380,12 @@ class Replica:
             time_s = self.cost.prefill_s(work)
         if self._scheduler.loading_pages:
             time_s = max(time_s, self._host.load_s(self._scheduler.loading_pages))
-        start, time_s = env.now, time_s + self._owed_s
-        self._sleep = sleep = Sleep(env, start + time_s)
-        yield sleep
-        if sleep.was_cut:
-            if self._only_just(start):
-                self._scheduler.unadmit()
-                return
-            yield from self._until(start + time_s)
+        start = self._began_at = env.now
+        self._sleep = Sleep(env, start + (time_s + self._owed_s))
+        yield self._sleep
+        if isnan(self._began_at):
+            self._scheduler.unadmit()
+            return
         self._owed_s = 0.0
         if decodes:
             batch.advance(1)

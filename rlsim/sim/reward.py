@@ -12,7 +12,7 @@ import simpy
 
 from rlsim.cost.curve import REACHED
 from rlsim.hooks import Hooked, hook, is_number
-from rlsim.sim.moment import DEAL, is_over, when_over
+from rlsim.sim.moment import DEAL, at, is_over, when_over
 from rlsim.sim.request import Request
 from rlsim.sim.server import InferenceServer
 
@@ -112,21 +112,20 @@ class RewardDesk:
             when_over(self._env, DEAL, self._start)
 
     def _start(self) -> None:
-        self._due, now = False, self._env.now
+        self._due, now, timeout_s = False, self._env.now, self._control.timeout_s
         while self._free and self._queue:
             self._free -= 1
             *_, request, job, on_scored = heappop(self._queue)
             request.score_started_at = now
             ran: list[float] = []
             for test, run_s in enumerate(job.run_s):
-                limit_s = self._control.timeout_s(job.kind, job.prompt, test, job.limit_s)
-                ran.append(min(run_s, limit_s))
+                limit_s = timeout_s(job.kind, job.prompt, test, job.limit_s)
                 if run_s > limit_s:
+                    ran.append(limit_s)
                     request.timed_out = True
                     break
-            end = self._env.timeout(sum(ran))
-            assert end.callbacks is not None
-            end.callbacks.append(partial(self._end, request, job, ran, on_scored))
+                ran.append(run_s)
+            at(self._env, now + sum(ran), partial(self._end, request, job, ran, on_scored))
 
     def _end(
         self, request: Request, job: RewardJob, ran: list[float], on_scored: Callable[[Request], None], _: simpy.Event
