@@ -190,7 +190,7 @@ class HybridRollingRun(HybridRun, RollingRun):
         return ended
 
     def leave(self) -> bool:
-        """What has nothing left may take new weights, or prompts."""
+        """What has nothing left may take new weights, or prompts, and KV cache is of the weights it was left with."""
         before = [replica for replica in self.active() if replica.requests()]
         running = {r.id: r for replica in before for r in replica.admitted if r.state == "running"}
         sources = {r.id: replica for replica in before for r in replica.admitted}
@@ -198,10 +198,7 @@ class HybridRollingRun(HybridRun, RollingRun):
         for i, r in running.items():
             if r.state == "moving":
                 self.left_with[i] = self.version_of(sources[i])
-        for replica in before:
-            if not replica.requests():
-                self.news = True
-                self.tell(replica)
+        self.emptied += before
         return any_left
 
     def arrive(self) -> bool:

@@ -410,6 +410,10 @@ class _Run(_Rollout):
                 if replica.iteration is None and replica.requests():
                     self.begin(replica)
 
+    def look_at_idle(self) -> bool:
+        """Replicas that take weights on their own have nothing left."""
+        return False
+
     def publish(self) -> bool:
         """New weights are there for replicas that take them on their own."""
         return False
@@ -524,7 +528,7 @@ class _Run(_Rollout):
                 followed = self.check() + self.train() + self.stand_still() + self.go_on() > 0
             self.begin_all()
             followed = self.phase != "over"
-            if self.phase == "over":
+            if self.phase == "over" or self.look_at_idle():
                 pass
             elif self.begins or self.ready_now() or self.news or ((finished_on or self.asks) and decides(self.control)):
                 self.decide(finished_on)

@@ -19,6 +19,7 @@ class RollingRun(_Run):
         self.versions = dict.fromkeys((replica.index for replica in self.replicas), 0)
         self.published = 0
         self.spreading: list[tuple[float, int]] = []  # when all nodes have it, version
+        self.emptied: list[_Replica] = []  # at this moment, perhaps
         self.told: set[int] = set()  # replicas that are to stand still
         self.pulling: dict[int, tuple[float, int]] = {}  # by replica: until when, version
 
@@ -42,10 +43,17 @@ class RollingRun(_Run):
 
     def end(self, replica: _Replica) -> bool:
         finished = super().end(replica)
-        if replica.active and not replica.requests():
+        self.emptied.append(replica)
+        return finished
+
+    def look_at_idle(self) -> bool:
+        """At the end of a moment: what has nothing left takes new weights, or prompts."""
+        idle = [replica for replica in self.emptied if replica.active and not replica.requests()]
+        self.emptied.clear()
+        for replica in idle:
             self.news = True
             self.tell(replica)
-        return finished
+        return bool(idle)
 
     def tell(self, replica: _Replica) -> None:
         """It is to take the newest weights, if it lacks them and may."""

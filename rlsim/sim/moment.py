@@ -13,8 +13,9 @@ from rlsim.cost.curve import REACHED
 
 #: Priorities of the end of a moment; SimPy's own are 0 (urgent) and 1 (normal).
 DEAL = EventPriority(2)  # what released replicas held, once all that stop at this moment are known
-ASK = EventPriority(3)  # decisions
-SETTLE = EventPriority(4)  # what starts after all decisions
+IDLE = EventPriority(3)  # what replicas do that have nothing left
+ASK = EventPriority(4)  # decisions
+SETTLE = EventPriority(5)  # what starts after all decisions
 
 
 def at(

@@ -36,7 +36,7 @@ from rlsim.sim.control import (
     dispatches,
 )
 from rlsim.sim.dealing import Shares, by_context, by_number, evenly
-from rlsim.sim.moment import ASK, DEAL, at_end, when_over
+from rlsim.sim.moment import ASK, DEAL, IDLE, at_end, when_over
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage, RolloutState
@@ -63,6 +63,7 @@ class Rollout(RolloutState):
         self._pauses: dict[int, tuple[float, int, str]] = {}  # nodes that pause for a switch: since when, to what
         self._homeless: list[Request] = []
         self._released: list[Replica] = []  # stopped at this moment
+        self._emptied: list[Replica] = []  # had nothing left at this moment
         #: Migrated to replicas that are gone, and there at this moment: by the number of the migration.
         self._stranded: list[tuple[int, list[Request]]] = []
         self._migrations = itertools.count()
@@ -157,11 +158,19 @@ class Rollout(RolloutState):
         return running, others
 
     def _look_after(self, replica: Replica) -> None:
-        """Requests have left: what has no more takes new weights, or other requests."""
-        if replica.idle and replica.stopped is None:
+        """Requests have left: if it has none at the end of this moment, it takes new weights, or other requests."""
+        if self._stage.on_idle and replica.idle:
+            if not self._emptied:
+                when_over(self.env, IDLE, self._look_at_idle)
+            self._emptied.append(replica)
+
+    def _look_at_idle(self) -> None:
+        emptied, self._emptied = self._emptied, []
+        idle = [replica for replica in emptied if replica.idle and replica.stopped is None]
+        for replica in idle:
             self.updates.refresh(replica)
-            if self._stage.on_idle:
-                self._stage.on_idle()
+        if idle and self._stage.on_idle:
+            self._stage.on_idle()
 
     def _deal(self, shares: Shares) -> None:
         for index, share in shares.items():

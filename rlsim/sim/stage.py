@@ -45,7 +45,7 @@ class GenerationStage:
     on_finish: Callable[[Sequence[Request]], None] | None = None  # is told of responses that are complete
     on_abort: Callable[[Sequence[Request]], None] | None = None  # is told of those that a control has dropped
     on_drained: Callable[[], None] | None = None  # is told each time that no request is left of an open stage
-    on_idle: Callable[[], None] | None = None  # is told each time that a replica has nothing left
+    on_idle: Callable[[], None] | None = None  # at the end of a moment: a replica has nothing left
     on_release: Callable[[Iterable[int]], None] | None = None  # is told of GPUs that are given up before the end
     crowded: Callable[[int], StepCost] | None = None  # step cost, by TP, of a replica whose GPUs are shared
     backlog_s: Callable[[], float] = lambda: 0.0  # of training that may borrow GPUs, see `RolloutView`
