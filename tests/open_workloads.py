@@ -41,6 +41,7 @@ class Rule(Continuous):
     much: int = 0  # η, hundredths beyond a batch, or prompts running and waiting
     order: Literal["ready", "oldest", "longest", "all_equal"] = "ready"
     most_stale: int | None = None
+    generated_again: bool = False  # those that are staler
     waits_from: int | None = None  # for prompts under way that are so stale
     weights: Update = Update()  # noqa: RUF009
     asked: list[tuple[OpenView, int]] = field(default_factory=list, compare=False, repr=False)
@@ -69,6 +70,9 @@ class Rule(Continuous):
 
     def usable(self, ready: Ready, staleness: int) -> bool:
         return self.most_stale is None or staleness <= self.most_stale
+
+    def relaunches(self) -> bool:
+        return self.generated_again
 
     def awaited(self, staleness: int) -> bool:
         return self.waits_from is not None and staleness >= self.waits_from
@@ -201,7 +205,7 @@ class OpenWorkload:
     @property
     def rewards(self) -> RefRewards:
         checks = self.checks or ((RefCheck((0.0,), 1.0, 1.0),) * len(self.sizes[0]),)
-        return RefRewards(self.workers, lambda at, sample: checks[at % len(checks)][sample], self.filter)
+        return RefRewards(self.workers, lambda at, i: checks[at % len(checks)][i % len(checks[0])], self.filter)
 
     @property
     def cap_tokens(self) -> int:
@@ -256,9 +260,9 @@ class OpenWorkload:
             run.times = times
 
         def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
-            keys = [(prompt.position, sample) for prompt in launched for sample in range(samples)]
+            keys = [(prompt.position, prompt.first_sample + i) for prompt in launched for i in range(samples)]
             new = [
-                Request(first_id + i, at, *self.of_prompt(at)[sample], row=sample)
+                Request(first_id + i, at, *self.of_prompt(at)[sample % samples], row=sample)
                 for i, (at, sample) in enumerate(keys)
             ]
             if run:
@@ -322,6 +326,7 @@ def rules(most_prompts: int) -> st.SearchStrategy[Rule]:
             much=amounts[launches],
             order=st.sampled_from(["ready", "oldest", "longest", "all_equal"]),
             most_stale=st.sampled_from([None, None, 0, 1, 2]),
+            generated_again=st.booleans(),
             waits_from=st.sampled_from([None, None, None, 0, 1, 2]),
             weights=st.builds(
                 Update,

@@ -166,6 +166,7 @@ class _Run(_Rollout):
         self.queue: list[tuple[Ready, _Group]] = []
         self.taken = self.ready = self.launched = 0  # prompts so far
         self.dropped: list[int] = []  # positions so far
+        self.again: list[int] = []  # of these, to begin before new ones
         self.told_dropped = 0  # of these, to a step
         self.launched_since_update = self.left_at_update = 0
         self.phase: Literal["works", "asks", "stops", "syncs", "over"] = "works"  # of the present step
@@ -244,9 +245,13 @@ class _Run(_Rollout):
     def launch(self, count: int) -> list[_Request]:
         """So many prompts of the feed; their requests are still to be dealt."""
         new: list[_Request] = []
-        for position in range(self.launched, self.launched + count):
+        again, self.again = self.again[:count], self.again[count:]
+        first = self.launched - len(again)
+        positions = (*again, *range(self.launched, first + count))
+        for position in positions:
             group = _Group(position, [])
-            for sample, (prompt_tokens, response_tokens) in enumerate(self.sizes(position)):
+            before = sum(at == position for at, _ in self.keys.values())  # samples that it has had
+            for sample, (prompt_tokens, response_tokens) in enumerate(self.sizes(position), before):
                 request = _Request(len(self.requests), position, prompt_tokens, response_tokens, 0, response_tokens)
                 self.requests.append(request)
                 self.by_id[request.id] = request
@@ -257,8 +262,8 @@ class _Run(_Rollout):
             new += group.requests
             self.running.append(group)
         if count:
-            self.open.launches.append((self.now, tuple(range(self.launched, self.launched + count))))
-        self.launched += count
+            self.open.launches.append((self.now, positions))
+        self.launched = first + count
         self.launched_since_update += count
         return new
 
@@ -314,7 +319,7 @@ class _Run(_Rollout):
             self.checks.remove(check)
             response = self.response(check.request)
             response.scored_at, response.reward = self.now, check.reward
-        self.unchecked += sorted(self.complete, key=lambda r: r.id)
+        self.unchecked += sorted(self.complete, key=lambda r: (r.position, r.id))
         followed, self.complete = bool(ended), []
         while self.unchecked and len(self.checks) < self.rewards.workers:
             request = self.unchecked.pop(0)
@@ -467,6 +472,8 @@ class _Run(_Rollout):
             if not self.batching.usable(item[0], number - item[0].version):
                 self.queue.remove(item)
                 self.drop(item[1].position)
+                if self.batching.relaunches():
+                    self.again.append(item[1].position)
         while len(self.step.trained) < self.prompts:
             fit = [item for item in self.queue if item[1].position in self.places]
             if not fit and len(self.step.trained) + len(self.places) < self.prompts:

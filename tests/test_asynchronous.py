@@ -104,7 +104,7 @@ def test_throughput_grows_with_the_bound_to_that_of_the_slower_side() -> None:
     assert rows["rollout_idle"].iloc[-1] < 0.01
 
 
-@pytest.mark.parametrize("stale", ["wait", "drop"])
+@pytest.mark.parametrize("stale", ["wait", "drop", "regenerate"])
 @pytest.mark.parametrize("eta", [1, 2])
 def test_a_bound_is_kept(stale: str, eta: int) -> None:
     steps = run(use("bounded", {"bounded_staleness": {"eta": eta, "stale": stale}}), workflow={"steps": 12}).steps
@@ -165,6 +165,22 @@ def test_dropping_wastes_what_waiting_keeps() -> None:
     wasted = {name: of(found, name)["wasted_tokens"].sum() for name in ("wait", "drop")}
     assert wasted["drop"] > 2 * wasted["wait"]
     assert of(found, "drop")["dropped"].sum() > 0
+
+
+def test_prompts_that_are_generated_again_are_trained_on_once() -> None:
+    """A batch has four responses of a prompt, of one launch, whether it is the first or a later one."""
+    rules = {stale: {"bounded_staleness": {"eta": 1, "stale": stale}} for stale in ("drop", "regenerate")}
+    found = run(*(use(name, rule) for name, rule in rules.items()), workflow={"steps": 12})
+    launched, trained = {}, {}
+    for name in rules:
+        responses = found.responses[found.responses["system"] == name]
+        launched[name] = responses.groupby("prompt_id").size()
+        trained[name] = responses[responses["trained"]].groupby("prompt_id").size()
+        assert (trained[name] == 4).all()
+        assert of(found, name)["dropped"].sum() > 0
+    assert (launched["drop"] == 4).all()
+    more = launched["regenerate"][launched["regenerate"] > 4].index
+    assert set(more) & set(trained["regenerate"].index), "some are trained on after they were dropped"
 
 
 def test_the_quota_between_two_syncs_is_verls() -> None:
@@ -378,6 +394,7 @@ def test_every_system_keeps_every_invariant(drawn: tuple[Any, dict[str, Any], di
 #: Parts that decide when a step has its batch, and those that go with any of them.
 BATCHINGS: tuple[Any, ...] = (
     {"bounded_staleness": {"eta": 1, "stale": "wait"}},
+    {"bounded_staleness": {"eta": 0.5, "stale": "regenerate"}},
     {"bounded_staleness": {"eta": 0.5, "order": "longest", "stale": "drop", "rolling": True}},
     {"sync_quota": {"staleness_threshold": 0.2}},
     {"replica_batches": {"eta": 1, "per_replica": 3}},

@@ -24,7 +24,7 @@ def near(moment: float) -> object:
 
 def check_equal(run: OpenRun, expected: OpenResult) -> None:
     """Everything that both say."""
-    outcome, samples = run.outcome, 1 + max(sample for _, sample in run.requests)
+    outcome, samples = run.outcome, len(run.requests) // sum(map(len, run.launches))
     keys = {request.id: key for key, request in run.requests.items()}
     assert run.launches == [positions for _, positions in expected.launches]
     for number, step in enumerate(expected.steps):
@@ -42,7 +42,7 @@ def check_equal(run: OpenRun, expected: OpenResult) -> None:
                 assert sorted(got) == sorted(positions), f"part {part} of step {number}"
         responses = outcome.responses[number]
         trained = responses.position[responses.trained].tolist()
-        assert trained == [at for at in sorted(step.trained) for _ in range(samples)], f"step {number} trains on"
+        assert sorted(trained) == [at for at in sorted(step.trained) for _ in range(samples)], f"step {number} trains on"
         for i, number_of in enumerate(responses.id.tolist()):
             response = expected.responses[keys[number_of]]
             if response.runs:

@@ -22,9 +22,9 @@ ROUNDING = 1e-9
 
 
 #: Of prompts beyond the bound, rounded up to whole updates: a step trains on them all the same; or it keeps places for
-#: those under way that reach the bound, and waits for them; or they are dropped. With the last two no step trains on
-#: one beyond it.
-Stale = Literal["train", "wait", "drop"]
+#: those under way that reach the bound, and waits for them; or they are dropped, for good or to be generated again
+#: before new ones. But for the first no step trains on one beyond it.
+Stale = Literal["train", "wait", "drop", "regenerate"]
 Order = Literal["oldest", "ready", "longest", "freshest"]
 
 
@@ -86,6 +86,9 @@ class BoundedStaleness(Schema, Continuous):
 
     def usable(self, ready: Ready, staleness: int) -> bool:  # noqa: ARG002
         return self.stale == "train" or staleness <= self.ahead
+
+    def relaunches(self) -> bool:
+        return self.stale == "regenerate"
 
     def awaited(self, staleness: int) -> bool:
         return self.stale == "wait" and staleness >= self.ahead

@@ -102,6 +102,11 @@ class Continuous(Batching):
         """Whether a step may train on a prompt whose oldest token is `staleness` updates old; if not, it is dropped."""
         return True
 
+    @hook("True or False", lambda value: isinstance(value, bool))
+    def relaunches(self) -> bool:
+        """Whether a prompt that was dropped as it was not usable begins again, with other responses, before new ones."""
+        return False
+
     @hook("True or False", lambda value, *_: isinstance(value, bool))
     def awaited(self, staleness: int) -> bool:  # noqa: ARG002
         """Whether a step that begins to take prompts keeps a place for one under way whose oldest token is so many

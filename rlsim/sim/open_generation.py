@@ -94,6 +94,7 @@ class OpenGeneration(RolloutControl):
         self._ready_now: list[_Group] = []
         self._queue: list[tuple[Ready, _Group]] = []
         self._discarded: list[_Group] = []  # since the last window
+        self._again: list[Prompt] = []  # were dropped and are to begin before new ones
         self._uncounted = 0  # of these, for their rewards
         self._window: _Window | None = None
         self._missing = 0  # prompts of the window
@@ -221,7 +222,9 @@ class OpenGeneration(RolloutControl):
         for replica, prompts in wanted.items():
             if prompts:
                 to = () if replica is None else (replica,)
-                yield Launch(self._feed.take(prompts), self._feed.responses, to=to)
+                again, self._again = self._again[:prompts], self._again[prompts:]
+                new = self._feed.take(prompts - len(again))
+                yield Launch((*again, *new), self._feed.responses, to=to)
 
     def _seen(self) -> OpenView:
         free = tuple(sorted([replica.index for replica in self._rollout.there() if replica.idle]))
@@ -287,6 +290,9 @@ class OpenGeneration(RolloutControl):
                 usable.append((ready, group))
             else:
                 self._drop(group)
+                if self._batching.relaunches():
+                    samples = group.prompt.first_sample + len(group.requests)
+                    self._again.append(group.prompt._replace(first_sample=samples))
         usable.sort(key=lambda one: self._batching.rank(one[0]))
         awaited = [one for one in usable if one[0].prompt.position in waiting_for][: self._missing]
         waiting_for.difference_update(ready.prompt.position for ready, _ in awaited)
