@@ -42,7 +42,8 @@ def check_equal(run: OpenRun, expected: OpenResult) -> None:
                 assert sorted(got) == sorted(positions), f"part {part} of step {number}"
         responses = outcome.responses[number]
         trained = responses.position[responses.trained].tolist()
-        assert sorted(trained) == [at for at in sorted(step.trained) for _ in range(samples)], f"step {number} trains on"
+        expected_ones = [at for at in sorted(step.trained) for _ in range(samples)]
+        assert sorted(trained) == expected_ones, f"step {number} trains on"
         for i, number_of in enumerate(responses.id.tolist()):
             response = expected.responses[keys[number_of]]
             if response.runs:
