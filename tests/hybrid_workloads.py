@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hypothesis import strategies as st
-from open_workloads import GPUS_PER_NODE, Clock, Extension, Noted, OpenRun, OpenWorkload, Rule, open_workloads
+from open_workloads import GPUS_PER_NODE, REAL, Clock, Extension, Noted, OpenRun, OpenWorkload, Rule, open_workloads
 from reference import RefEngine
 from reference_hybrid import HybridRollingRun, HybridRun, RefHybrid
 from reference_open import RefCheck
@@ -199,7 +199,7 @@ def hybrid_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension |
         work = replace(work, costs=replace(work.costs, hosts=hosts))
     others: list[Scripted] = [work.control.control] if isinstance(work.control, Noted) else []
     if draw(st.sampled_from([False, False, True])):
-        seconds = st.floats(0, 20) if clock == "real" else st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])
+        seconds = REAL if clock == "real" else st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])
         way: Literal["interrupt", "drain"] = draw(st.sampled_from(("interrupt", "drain")))
         work, others = work.each(way, draw(seconds), draw(seconds)), []
     control = NotedHybrid(Together((*others, borrowing(draw, work))))

@@ -341,6 +341,9 @@ def rules(most_prompts: int) -> st.SearchStrategy[Rule]:
 MESHES = ((1,), (1,), (2,), (4,), (3,), (2, 2), (3, 1), (4, 2))
 
 
+#: Seconds that are either nothing or more than rounding.
+REAL = st.one_of(st.just(0.0), st.floats(1e-3, 20))
+
 Clock = Literal["real", "grid", "whole"]
 CLOCKS: tuple[Clock, ...] = get_args(Clock)
 

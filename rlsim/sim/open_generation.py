@@ -284,15 +284,16 @@ class OpenGeneration(RolloutControl):
         if (waiting_for := window.awaited) is None:  # it begins at this moment
             waiting_for = self._awaited(window.step)
             self._window = window._replace(awaited=waiting_for)
-        usable = []
+        usable: list[tuple[Ready, _Group]] = []
+        stale: list[tuple[Ready, _Group]] = []
         for ready, group in self._queue:
-            if self._batching.usable(ready, window.step - ready.version):
-                usable.append((ready, group))
-            else:
-                self._drop(group)
-                if self._batching.relaunches():
-                    samples = group.prompt.first_sample + len(group.requests)
-                    self._again.append(group.prompt._replace(first_sample=samples))
+            fits = self._batching.usable(ready, window.step - ready.version)
+            (usable if fits else stale).append((ready, group))
+        for _, group in sorted(stale, key=lambda one: one[0].number):
+            self._drop(group)
+            if self._batching.relaunches():
+                samples = group.prompt.first_sample + len(group.requests)
+                self._again.append(group.prompt._replace(first_sample=samples))
         usable.sort(key=lambda one: self._batching.rank(one[0]))
         awaited = [one for one in usable if one[0].prompt.position in waiting_for][: self._missing]
         waiting_for.difference_update(ready.prompt.position for ready, _ in awaited)
