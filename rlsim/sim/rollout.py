@@ -447,7 +447,9 @@ class Rollout(RolloutState):
             contexts = [r.context for r, _ in with_kv]
             nodes = {to.node, *(source.node for _, source in with_kv)}
             ends = {id(costs): costs for costs in map(self._costs, nodes)}.values()  # the slower kind of GPU binds
-            yield self.env.timeout(max(c.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node) for c in ends))
+            takes_s = max(c.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node) for c in ends)
+            if takes_s > 0:  # else it arrives before what leaves later
+                yield self.env.timeout(takes_s)
         arrivals = [r for r, _, _ in moving]
         for request, _, version in moving:
             fits = version is not None and self.updates.keeps(version, to.version)
