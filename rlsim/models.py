@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rlsim import catalogue
-from rlsim.architectures import (
-    FAMILIES,
-    MODEL_TYPES,
-    WINDOWED,
-    Config,
-    canonical,
-    family_name,
-    following_layers_of,
-    layers_of,
-    unsupported,
-)
+from rlsim.architectures import Config, following_layers_of, layers_of
+from rlsim.config_words import canonical
 from rlsim.errors import ConfigError, shown, unknown_name
+from rlsim.families import FAMILIES, MODEL_TYPES, WINDOWED, family_name, unsupported
 from rlsim.layers import Experts, FullAttention, LatentAttention, Layer, Linear, LinearAttention, Mamba2
 from rlsim.precision import (
     KV_BYTES,

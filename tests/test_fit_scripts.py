@@ -40,7 +40,7 @@ from rlsim.calibrate.points import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost import engine_memory  # noqa: E402
 from rlsim.cost.calibration import FrontEndFit, HostFit  # noqa: E402
-from rlsim.cost.experts import expert_load, weight_bytes  # noqa: E402
+from rlsim.cost.experts import FusedExperts, expert_load  # noqa: E402
 from rlsim.cost.fits import ACROSS  # noqa: E402
 from rlsim.cost.operators import Operators  # noqa: E402
 from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S  # noqa: E402
@@ -106,7 +106,7 @@ def test_decoding_a_mixture_on_h20_is_bound_by_its_memory(engine: str) -> None:
     most: dict[Precision, float] = {"bf16": 1.5, "fp8_block": 2.1, "mxfp4": 3.5}
     for precision, times in most.items():
         fit = calibration.operators.experts[precision]
-        read = weight_bytes(precision, load, 4096, 384) / 4e12
+        read = FusedExperts(fit, calibration.reference, precision).weight_bytes(load, 4096, 384) / 4e12
         assert read < operators.experts_s(load, 4096, 384, precision) - fit.launch_s < times * read, precision
 
 

@@ -111,106 +111,78 @@ def _busiest(experts: int, per_token: int, exponent: float, ep: int) -> Array:
     return np.array(found)
 
 
-class FusedExperts:
-    """The kernel of one precision on one GPU, with its correction."""
-
-    def __init__(self, fit: ExpertsFit, reference: Reference, precision: Precision) -> None:
-        self._fit, self._reference, self._precision = fit, reference, precision
-        self._factor = None if fit.correction is None else Surface(fit.correction, EXPERT_AXES)
-
-    def __call__(self, load: ExpertLoad, hidden: float, width: float, projections: int = 2) -> float:
-        """Seconds of one call; never less than the data sheet allows where there is a correction."""
-        fit, ref, precision = self._fit, self._reference, self._precision
-        time = float(formula_s(fit, ref, precision, load, hidden, width, projections))
-        if self._factor is None:
-            return time
-        size = float(weight_bytes(precision, load, hidden, width, projections))
-        factor = self._factor(float(load.rows / load.hit), width, size)
-        return max(time * factor, float(fastest_s(fit, ref, precision, load, hidden, width, projections)))
-
-
-def formula_s(
-    fit: ExpertsFit,
-    ref: Reference,
-    precision: Precision,
-    load: ExpertLoad,
-    hidden: Numbers,
-    width: Numbers,
-    projections: int = 2,
-) -> Array:
-    """Seconds of the kernel for a `load`, without the correction; `width` is an expert's on this GPU, which has
-    `projections` matrices from the hidden state to it: gate and up, or up alone.
-
-    `launch + (compute^p + memory^p)^(1/p) + activations`: `compute` takes the fastest block shape (or the engine's
-    default one) in both products, in waves of blocks over the SMs; `memory` reads the weights of the experts that are
-    hit, cold; `activations` are the bytes written and read again for each row of this GPU, selection and token.
-    """
-    tuned = np.isin(1e6 * load.experts + width, [1e6 * experts + own for experts, own in fit.tuned])
-    compute = _product_s(fit, ref, precision, load, tuned, projections * width, hidden)
-    compute = compute + _product_s(fit, ref, precision, load, tuned, hidden, width)
-    memory = weight_bytes(precision, load, hidden, width, projections) / (
-        ref.memory_bytes_per_s * fit.memory_efficiency
-    )
-    high, low = np.maximum(compute, memory), np.minimum(compute, memory)
-    moved = load.rows * (fit.row_hidden_bytes * hidden + fit.row_width_bytes * width)
-    moved = moved + load.selections * (fit.selection_hidden_bytes * hidden + fit.selection_width_bytes * width)
-    moved = moved + load.tokens * fit.token_hidden_bytes * hidden
-    launch = fit.launch_s + fit.parallel_s * load.parallel
-    core = high * (1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend)
-    return np.asarray(launch + core + moved / ref.memory_bytes_per_s)
-
-
-def weight_bytes(
-    precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int = 2
-) -> Numbers:
-    """Bytes of the weights that are read: gate, up and down of every expert that is hit."""
-    return (projections + 1.0) * hidden * width * load.hit * WEIGHT_BYTES[precision]
-
-
-def fastest_s(
-    fit: ExpertsFit,
-    ref: Reference,
-    precision: Precision,
-    load: ExpertLoad,
-    hidden: Numbers,
-    width: Numbers,
-    projections: int = 2,
-) -> Array:
-    """Seconds that no kernel can beat: the data sheet's FLOP/s and bandwidth."""
-    flops = 2.0 * (projections + 1) * load.rows * hidden * width
-    size = weight_bytes(precision, load, hidden, width, projections)
-    return np.maximum(flops / peak_of(ref, fit.multiplied_in or precision), size / ref.memory_bytes_per_s)
-
-
 def peak_of(ref: Reference, precision: Precision) -> float:
     """The peak FLOP/s of experts in that precision; where there are no such tensor cores, those for bf16 are left."""
     return peak_flop_per_s(ref, precision) or ref.bf16_flop_per_s
 
 
-def _product_s(
-    fit: ExpertsFit,
-    ref: Reference,
-    precision: Precision,
-    load: ExpertLoad,
-    tuned: npt.NDArray[np.bool_],
-    n_out: Numbers,
-    k_in: Numbers,
-) -> Array:
-    """Seconds of one grouped product's blocks."""
-    per_sm = peak_of(ref, fit.multiplied_in or precision) / ref.sm_count
+class FusedExperts:
+    """The kernel of one precision on one GPU.
 
-    def waves_s(tile: Tile) -> Array:
-        waves = load.blocks[BLOCK_ROWS.index(tile.m)] * np.ceil(n_out / tile.n) / ref.sm_count
-        waves = np.maximum(1.0, waves + fit.wave_rounding * (np.ceil(waves) - waves))
-        return np.asarray(waves * 2.0 * tile.m * tile.n * (k_in + fit.k_overhead) / (per_sm * tile.efficiency))
+    An expert has `width` on this GPU, and `projections` matrices from the hidden state to it: gate and up, or up alone.
+    """
 
-    times = np.array([waves_s(tile) for tile in fit.tiles])
-    if fit.tile_by_mean:
-        mean = np.asarray(load.selections) / load.experts
-        larger = [mean > 2 * tile.m for tile in fit.tiles[:-1]]  # the next block is taken beyond twice its rows
-        return np.asarray(np.choose(np.count_nonzero(larger, axis=0), times))
-    fastest = times.min(axis=0)
-    if fit.default_tiles is None:
-        return np.asarray(fastest)
-    few, many = (waves_s(tile) for tile in fit.default_tiles)
-    return np.where(tuned, fastest, np.where(load.tokens <= load.experts, few, many))
+    def __init__(self, fit: ExpertsFit, reference: Reference, precision: Precision) -> None:
+        self._fit, self._reference, self._precision = fit, reference, precision
+        self._peak = peak_of(reference, fit.multiplied_in or precision)
+        self._factor = None if fit.correction is None else Surface(fit.correction, EXPERT_AXES)
+
+    def __call__(self, load: ExpertLoad, hidden: float, width: float, projections: int = 2) -> float:
+        """Seconds of one call; never less than the data sheet allows where there is a correction."""
+        time = float(self.formula_s(load, hidden, width, projections))
+        if self._factor is None:
+            return time
+        size = float(self.weight_bytes(load, hidden, width, projections))
+        factor = self._factor(float(load.rows / load.hit), width, size)
+        return max(time * factor, float(self._fastest_s(load, hidden, width, projections)))
+
+    def formula_s(self, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int = 2) -> Array:
+        """Seconds without the correction.
+
+        `launch + (compute^p + memory^p)^(1/p) + activations`: `compute` takes the fastest block shape (or the engine's
+        default one) in both products, in waves of blocks over the SMs; `memory` reads the weights of the experts that
+        are hit, cold; `activations` are the bytes written and read again for each row of this GPU, selection and token.
+        """
+        fit, bandwidth = self._fit, self._reference.memory_bytes_per_s
+        tuned = np.isin(1e6 * load.experts + width, [1e6 * experts + own for experts, own in fit.tuned])
+        compute = self._product_s(load, tuned, projections * width, hidden)
+        compute = compute + self._product_s(load, tuned, hidden, width)
+        memory = self.weight_bytes(load, hidden, width, projections) / (bandwidth * fit.memory_efficiency)
+        high, low = np.maximum(compute, memory), np.minimum(compute, memory)
+        moved = load.rows * (fit.row_hidden_bytes * hidden + fit.row_width_bytes * width)
+        moved = moved + load.selections * (fit.selection_hidden_bytes * hidden + fit.selection_width_bytes * width)
+        moved = moved + load.tokens * fit.token_hidden_bytes * hidden
+        launch = fit.launch_s + fit.parallel_s * load.parallel
+        core = high * (1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend)
+        return np.asarray(launch + core + moved / bandwidth)
+
+    def weight_bytes(self, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int = 2) -> Numbers:
+        """Bytes of the weights that are read: gate, up and down of every expert that is hit."""
+        return (projections + 1.0) * hidden * width * load.hit * WEIGHT_BYTES[self._precision]
+
+    def _fastest_s(self, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int) -> Array:
+        """Seconds that no kernel can beat: the data sheet's FLOP/s and bandwidth."""
+        flops = 2.0 * (projections + 1) * load.rows * hidden * width
+        size = self.weight_bytes(load, hidden, width, projections)
+        return np.maximum(flops / self._peak, size / self._reference.memory_bytes_per_s)
+
+    def _product_s(self, load: ExpertLoad, tuned: npt.NDArray[np.bool_], n_out: Numbers, k_in: Numbers) -> Array:
+        """Seconds of one grouped product's blocks."""
+        fit, sm_count = self._fit, self._reference.sm_count
+        per_sm = self._peak / sm_count
+
+        def waves_s(tile: Tile) -> Array:
+            waves = load.blocks[BLOCK_ROWS.index(tile.m)] * np.ceil(n_out / tile.n) / sm_count
+            waves = np.maximum(1.0, waves + fit.wave_rounding * (np.ceil(waves) - waves))
+            return np.asarray(waves * 2.0 * tile.m * tile.n * (k_in + fit.k_overhead) / (per_sm * tile.efficiency))
+
+        times = np.array([waves_s(tile) for tile in fit.tiles])
+        if fit.tile_by_mean:
+            mean = np.asarray(load.selections) / load.experts
+            larger = [mean > 2 * tile.m for tile in fit.tiles[:-1]]  # the next block is taken beyond twice its rows
+            return np.asarray(np.choose(np.count_nonzero(larger, axis=0), times))
+        fastest = times.min(axis=0)
+        if fit.default_tiles is None:
+            return np.asarray(fastest)
+        few, many = (waves_s(tile) for tile in fit.default_tiles)
+        return np.where(tuned, fastest, np.where(load.tokens <= load.experts, few, many))

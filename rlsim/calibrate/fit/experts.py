@@ -23,7 +23,7 @@ from rlsim.calibrate.fit.kernels import FEWEST
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.collectives import exchanged_bytes
-from rlsim.cost.experts import BLOCK_ROWS, MXFP8, ExpertLoad, FusedExperts, formula_s, peak_of, weight_bytes
+from rlsim.cost.experts import BLOCK_ROWS, MXFP8, ExpertLoad, FusedExperts, peak_of
 from rlsim.cost.fits import ExchangeFit, ExpertsFit, Tile
 from rlsim.precision import WEIGHT_BYTES, Precision
 
@@ -208,15 +208,16 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
 
     def loss(p: Array) -> float:
         far = np.maximum(0.0, np.abs(p - start) - GUARD).sum()
-        error = np.log(formula_s(made(p), ref, precision, some, *sizes) / measured)
+        error = np.log(FusedExperts(made(p), ref, precision).formula_s(some, *sizes) / measured)
         return float(np.mean(2.0 * soft_l1(error)) + 0.1 * far)
 
     best = min((descend(loss, start + shift, ROUNDS) for shift in (0.0, 0.3)), key=lambda pair: pair[1])[0]
     fit = as_written(made(best))
     if rows.model.nunique() < CORRECTED_MODELS:
         return fit
+    fused = FusedExperts(fit, ref, precision)
     axes = pd.DataFrame(
-        {"rows": load.rows / load.hit, "width": width, "bytes": weight_bytes(precision, load, hidden, width)}
+        {"rows": load.rows / load.hit, "width": width, "bytes": fused.weight_bytes(load, hidden, width)}
     )
-    error = np.log(seconds / formula_s(fit, ref, precision, load, hidden, width))
+    error = np.log(seconds / fused.formula_s(load, hidden, width))
     return fit.model_copy(update={"correction": fit_correction(axes, KNOTS, error)})
