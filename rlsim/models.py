@@ -114,11 +114,6 @@ class Model(Config):
     # Weights ---------------------------------------------------------------------------------------------------------
 
     @property
-    def largest_layer(self) -> int:
-        """Weights of the largest layer."""
-        return max(layer.parameters for layer in self.groups)
-
-    @property
     def head_parameters(self) -> int:
         """Weights of the output head that the embedding does not already hold."""
         if self.scalar_head:

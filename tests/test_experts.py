@@ -18,7 +18,7 @@ from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_expert
 from rlsim.calibrate.importers.experts import W4A8, _balanced, _power_law, _serves_gpt_oss, exchanges, experts
 from rlsim.cost.calibration import Reference, load_calibration
 from rlsim.cost.collectives import Collectives, exchanged_bytes
-from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, distinct_experts, expert_load
+from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, expert_load
 from rlsim.cost.fits import ExpertsFit, Tile
 from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
 from rlsim.cost.operators import Operators
@@ -81,7 +81,7 @@ def load(rows: float, hit: float, *, experts: float = 4, tokens: float = 8, para
 def test_balanced_experts_hit_their_share_of_every_gpu() -> None:
     for tokens in (1, 7, 500):
         whole, eighth = (expert_load(tokens, 128, 8, ep) for ep in (1, 8))
-        assert whole.hit == pytest.approx(distinct_experts(tokens, 128, 8))
+        assert whole.hit == pytest.approx(128 * (1 - (1 - 8 / 128) ** tokens))
         assert eighth.hit == pytest.approx(whole.hit / 8)
         assert eighth.rows == pytest.approx(tokens)  # of 8 choices each, an eighth of the experts
         assert (eighth.experts, eighth.selections, whole.parallel, eighth.parallel) == (16, 8 * tokens, 0, 1)

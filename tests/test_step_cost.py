@@ -7,7 +7,7 @@ import pytest
 
 from rlsim.cost.calibration import Calibration, DecodeProfile, load_calibration
 from rlsim.cost.curve import REACHED, DecodeCurve
-from rlsim.cost.experts import distinct_experts
+from rlsim.cost.experts import expert_load
 from rlsim.cost.fits import MemoryOpFit
 from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.roofline import RooflineStep, step_cost
@@ -94,8 +94,8 @@ def test_mixed_step_shares_the_weights() -> None:
 
 
 def test_experts_that_no_token_hits_are_not_read() -> None:
-    assert distinct_experts(1, 128, 8) == pytest.approx(8)
-    assert distinct_experts(10_000, 128, 8) == pytest.approx(128)
+    assert expert_load(1, 128, 8).hit == pytest.approx(8)
+    assert expert_load(10_000, 128, 8).hit == pytest.approx(128)
     moe = roofline(1, model="qwen3-30b-a3b")
     times = [moe.decode(b).step_s(b * 512) for b in (1, 2, 4, 8, 16, 64)]
     assert times == sorted(times)

@@ -45,11 +45,6 @@ class ExpertLoad(NamedTuple):
     blocks: tuple[Numbers, ...]  # for each of BLOCK_ROWS: blocks of so many rows, over the experts that are hit
 
 
-def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
-    """Expected number of experts that `tokens` tokens hit when each picks `per_token` of `experts` at random."""
-    return experts * (1.0 - float((1.0 - per_token / experts) ** tokens))
-
-
 def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, exponent: float = 0.0) -> ExpertLoad:
     """The expected load of the busiest of `ep` GPUs, each with `experts` / `ep` experts.
 
