@@ -311,7 +311,7 @@ class _Run(_Rollout):
     # --- what happens without a decision; each says whether anything did
 
     def check(self) -> bool:
-        """Workers take responses first come, first served; those of one moment as they were launched."""
+        """Workers take responses first come, first served; those of one moment by their prompts."""
         if self.rewards is None:
             return False
         ended = [check for check in self.checks if self.reached(check.ends_at)]

@@ -14,6 +14,7 @@ from test_lags import check_gpus
 
 import rlsim
 from rlsim.errors import ConfigError, PolicyError, RlsimError
+from rlsim.experiment.backlog import backlog, dropped_stale
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.report.staleness import queue_lengths
 from rlsim.schema import Schema
@@ -181,6 +182,13 @@ def test_prompts_that_are_generated_again_are_trained_on_once() -> None:
     assert (launched["drop"] == 4).all()
     more = launched["regenerate"][launched["regenerate"] > 4].index
     assert set(more) & set(trained["regenerate"].index), "some are trained on after they were dropped"
+    assert any("drop: prompts were dropped as too stale" in note for note in found.notes)
+    shares = found.summary().set_index("system")["held_back"]
+    for name in rules:
+        steps = of(found, name)
+        assert steps["dropped_stale"].sum() == steps["dropped"].sum()
+        assert shares[name] == pytest.approx(backlog(steps, 4)[1] + dropped_stale(steps, 4))
+        assert dropped_stale(steps, 4) > 0.04, "it trains on the shorter ones"
 
 
 def test_the_quota_between_two_syncs_is_verls() -> None:

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from open_workloads import OpenRun, OpenWorkload, Rule, open_workloads
-from test_continuous import COSTS, moments, runs
+from test_continuous import COSTS, TWO_LAYOUTS, Once, moments, runs
 from workloads import Scripted
 
 from rlsim.errors import PolicyError
 from rlsim.sim.continuous import OpenView, Update
-from rlsim.sim.control import Migrate, RolloutView
+from rlsim.sim.control import Migrate, Reconfigure, RolloutView
 
 EACH = {way: Update(way, "recompute", "each") for way in ("interrupt", "drain")}
 
@@ -100,6 +100,20 @@ def test_a_replica_whose_responses_have_moved_takes_new_weights_and_prompts() ->
     long = done.requests[1, 0]
     assert (long.replica, long.tps) == (0, (1,))
     assert done.requests[3, 0].replica == 1
+
+
+def test_a_replica_that_starts_with_responses_drains_before_it_takes_new_weights() -> None:
+    sizes = tuple(((8, length),) for length in (2, 20, 4, 3, 3))
+    rule, control, second = Rule("under_way", 2, weights=EACH["drain"]), Once(2, Reconfigure(0, 2)), (1.0,) * 3
+    work = OpenWorkload(sizes, 1, rule, second, second, (2,), costs=TWO_LAYOUTS, control=control, pull_s=2.0)
+    done = work.simulate()
+    (switch,) = done.outcome.switches
+    assert switch.at > moments(done, 0)[3], "all nodes have the new weights"
+    long = done.requests[1, 0]
+    assert long.tps == (1, 2)
+    assert runs(long) == [(0, long.generated)], "which the run ends before"
+    assert long.generated == 11
+    assert not any("updated" in stays.columns()["left"] for stays in done.outcome.stays)
 
 
 @pytest.mark.parametrize("room", [{0: -1}, {0: 1.5}, {"a": 1}, 1.5])

@@ -11,7 +11,7 @@ import pandas as pd
 
 from rlsim.advise.quick import REAL, SEARCHED_GPUS
 from rlsim.errors import RlsimError, unknown_name
-from rlsim.experiment.backlog import backlog, comparable
+from rlsim.experiment.backlog import comparable, held_back
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.case import check_system
 from rlsim.experiment.placed import SearchAheadError
@@ -157,7 +157,7 @@ def ranking(result: Result) -> pd.DataFrame:
     seeds = {str(system): own.droplevel("system") for system, own in by_seed.groupby("system")}
     worlds: Mapping[str, Sequence[float]] = next(iter(result.manifest.get("worlds", {}).values()), {})
     responses = int(result.manifest["experiment"]["workflow"]["responses"])
-    found["held_back"] = [backlog(steps[steps["system"] == system], responses)[1] for system in found.index]
+    found["held_back"] = [held_back(steps[steps["system"] == system], responses) for system in found.index]
     found["comparable"] = comparable(found["held_back"])
     found["typical"] = [mean_ratio(seeds[system]["responses_per_s"].tolist())[0] for system in map(str, found.index)]
     found = found.sort_values(["comparable", "typical"], ascending=False, kind="stable")

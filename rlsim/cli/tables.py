@@ -53,7 +53,10 @@ def model_text(row: Row, baseline: str) -> str:
 def late_legend(summary: pd.DataFrame) -> str:
     """What the mark of `speedup_text` means, if any row has it."""
     late = (summary["held_back"].abs() > MOST_HELD_BACK).any()
-    text = f"\n†: not comparable yet; the prompts put off change by over {MOST_HELD_BACK:.0%} of those trained on"
+    text = (
+        "\n†: not comparable yet; the prompts put off, or dropped as too stale, change by over "
+        f"{MOST_HELD_BACK:.0%} of those trained on"
+    )
     return text if late else ""
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 from rlsim.comparison.baseline import Baseline
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import ConfigError
-from rlsim.experiment.backlog import backlog, backlog_note, waits_complete
+from rlsim.experiment.backlog import backlog, backlog_note, dropped_stale, stale_note, waits_complete
 from rlsim.experiment.notes import EXPLAINED, ratio_note
 from rlsim.experiment.summary import CONFIDENCE, RATIOS, means, paired_ratio
 from rlsim.sweeps.differences import differences
@@ -105,6 +105,8 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
         prompts, share = backlog(run.steps, run.config["workflow"]["responses"])
         if abs(share) > EXPLAINED:
             late.append(backlog_note(run.name, prompts, share, waits_complete(run.steps)))
+        if (stale := dropped_stale(run.steps, run.config["workflow"]["responses"])) > EXPLAINED:
+            late.append(stale_note(run.name, stale))
         rows.append(row)
     shown = tuple(map(_column, [*axes, *beside]))
     told = (

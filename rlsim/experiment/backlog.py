@@ -1,4 +1,7 @@
-"""Prompts that a system puts off: while their number grows or falls, its throughput is not yet what it would stay."""
+"""Prompts that a system puts off or drops as too stale: it trains on other lengths than one that trains on all.
+
+While the number of those that are put off grows or falls, a throughput is not yet what it would stay.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,29 @@ def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
     return grown / seeds.ngroups, grown / max(trained, 1.0)
 
 
-def comparable(held_back: pd.Series[float]) -> pd.Series[bool]:
-    """Whether throughputs can be compared, by the share of `backlog`."""
-    return held_back.abs() <= MOST_HELD_BACK
+def held_back(steps: pd.DataFrame, responses: int) -> float:
+    """The share of `backlog`, and of prompts that were dropped as too stale in the same steps of one system."""
+    return backlog(steps, responses)[1] + dropped_stale(steps, responses)
+
+
+def dropped_stale(steps: pd.DataFrame, responses: int) -> float:
+    """Prompts dropped as too stale in one system's steady steps, as a share of those trained on."""
+    steady = steps[steps["steady"]]
+    return float(steady["dropped_stale"].sum()) / max(float(steady["trained"].sum()) / responses, 1.0)
+
+
+def stale_note(systems: str, share: float) -> str:
+    """What it means for the throughput of some systems that they drop so many (`dropped_stale`)."""
+    return (
+        f"{systems}: prompts were dropped as too stale, as many as {share:.0%} of those trained on; they hold the "
+        "longest responses, so the throughput is too high. Allow more staleness, or have steps wait for them (stale: "
+        "wait)."
+    )
+
+
+def comparable(shares: pd.Series[float]) -> pd.Series[bool]:
+    """Whether throughputs can be compared, by the shares of `held_back`."""
+    return shares.abs() <= MOST_HELD_BACK
 
 
 def waits_complete(steps: pd.DataFrame) -> bool:

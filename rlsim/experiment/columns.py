@@ -73,6 +73,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         _count("resumed", "responses that came from an earlier step"),
         _count("paused", "responses that go on in a later step"),
         _count("dropped", "prompts dropped: for their rewards, as too stale, or with an aborted response"),
+        _count("dropped_stale", "of these, as too stale"),
         _count("waiting", "prompts that wait at the end: to go on, to begin again, or complete for a later step"),
         _count("timeouts", "responses whose reward call was ended by a timeout, of those trained on"),
         _tokens("longest_tokens", "longest response that was trained on"),
@@ -236,7 +237,7 @@ SUMMARY: tuple[Column, ...] = (
     _figure("bound_share", "lower bound over generation time"),
     _figure(
         "held_back",
-        "prompts that wait after the last counted step, less those before the first, as a share of those trained on; "
-        "beyond 5% either way throughputs cannot be compared yet",
+        "prompts that wait after the last counted step, less those before the first, and those dropped as too stale, "
+        "as a share of those trained on; beyond 5% either way throughputs cannot be compared",
     ),
 )

@@ -222,6 +222,7 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
         "resumed": settled.resumed,
         "paused": settled.paused,
         "dropped": settled.dropped,
+        "dropped_stale": settled.stale,
         "waiting": summary.waiting,
         "timeouts": (responses.timed_out & kept).sum(),
         "longest_tokens": responses.generated_tokens[kept].max(initial=0),

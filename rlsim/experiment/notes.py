@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from rlsim.experiment.backlog import backlog, backlog_note, waits_complete
+from rlsim.experiment.backlog import backlog, backlog_note, dropped_stale, stale_note, waits_complete
 from rlsim.experiment.summary import means, paired_ratio
 
 #: A ratio of responses that differs by more than this from that of tokens is explained; so is a backlog of that share.
@@ -52,6 +52,7 @@ def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -
     by_seed, trained = means(steps, ["system", "seed"]).sort_index(), means(steps, ["system"])["trained"]
     mine = {str(system): own for system, own in steps.groupby("system", sort=False)}
     put_off: dict[tuple[float, float, bool], list[str]] = {}
+    stale: dict[float, list[str]] = {}
     for system, own in mine.items():
         if trained[system] < batch * (1 - 1e-9):
             yield (
@@ -60,8 +61,12 @@ def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -
             )
         if abs((grown := backlog(own, responses))[1]) > EXPLAINED:
             put_off.setdefault((*grown, waits_complete(own)), []).append(system)
+        if (share := dropped_stale(own, responses)) > EXPLAINED:
+            stale.setdefault(share, []).append(system)
     for late, systems in put_off.items():
         yield backlog_note(", ".join(systems), *late)
+    for share, systems in stale.items():
+        yield stale_note(", ".join(systems), share)
     for system, own in mine.items() if baseline in mine else ():
         rates = by_seed.loc[system], by_seed.loc[baseline]
         ratios = [paired_ratio(*(one[rate] for one in rates))[0] for rate in ("responses_per_s", "tokens_per_s")]

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.errors import ConfigError
-from rlsim.experiment.backlog import backlog
+from rlsim.experiment.backlog import held_back
 from rlsim.experiment.columns import SUMMARY
 
 CONFIDENCE = 0.95
@@ -119,7 +119,7 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
             row |= ratios(own, reference)
             row |= model_interval(row["speedup"], manifest.get("worlds", {}).get(case, {}).get(system, ()))
-            row["held_back"] = backlog(steps_of[case, system], responses[case])[1]
+            row["held_back"] = held_back(steps_of[case, system], responses[case])
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 

@@ -216,6 +216,7 @@ class Settled(NamedTuple):
     put_back: int  # prompts that go back to be launched again
     resumed: int = 0  # responses that came from an earlier step
     paused: int = 0  # responses that go on in a later step
+    stale: int = 0  # of the prompts that do not count, those whose weights were too old
 
 
 class _Group:

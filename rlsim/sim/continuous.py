@@ -104,7 +104,7 @@ class Continuous(Batching):
 
     @hook("True or False", lambda value: isinstance(value, bool))
     def relaunches(self) -> bool:
-        """Whether prompts that were dropped as not usable begin again, with other responses, before new ones."""
+        """Whether prompts that were dropped as not usable begin again, before new ones, with their next samples."""
         return False
 
     @hook("True or False", lambda value, *_: isinstance(value, bool))

@@ -96,6 +96,7 @@ class OpenGeneration(RolloutControl):
         self._discarded: list[_Group] = []  # since the last window
         self._again: list[Prompt] = []  # were dropped and are to begin before new ones
         self._uncounted = 0  # of these, for their rewards
+        self._stale = self._relaunched = 0  # of these, as not usable; and of those, to begin again
         self._window: _Window | None = None
         self._missing = 0  # prompts of the window
         self._updating = self._due = False
@@ -291,7 +292,9 @@ class OpenGeneration(RolloutControl):
             (usable if fits else stale).append((ready, group))
         for _, group in sorted(stale, key=lambda one: one[0].number):
             self._drop(group)
+            self._stale += 1
             if self._batching.relaunches():
+                self._relaunched += 1
                 samples = group.prompt.first_sample + len(group.requests)
                 self._again.append(group.prompt._replace(first_sample=samples))
         usable.sort(key=lambda one: self._batching.rank(one[0]))
@@ -399,7 +402,8 @@ class OpenGeneration(RolloutControl):
         self._note_switches(step)
         self._noted = so_far
         peak = max(replica.peak_tokens for replica in rollout.replicas)
-        settled = Settled("", launched, dropped, 0)
+        settled = Settled("", launched, dropped, self._relaunched, stale=self._stale)
+        self._relaunched = self._stale = 0
         lent_gpu_s, self._lent_gpu_s = self._lent_gpu_s, 0.0
         summary = RolloutSummary(
             step,
@@ -407,7 +411,7 @@ class OpenGeneration(RolloutControl):
             preemptions,
             peak,
             settled,
-            len(self._queue),
+            len(self._queue) + len(self._again),
             lent_gpu_s,
             hits,
             loaded,

@@ -129,7 +129,7 @@ class Replica:
         self._hold: simpy.Event | None = None  # while it is to stand still: fires when it does
         self._kept = True  # whether requests keep their KV cache in that pause
         self._sleep = Sleep(env)  # that orders and arrivals cut short
-        self._began_at = NAN  # the iteration that is under way, or the first of its jump
+        self._began_at = NAN  # when the iteration under way, or its jump, began; NaN: none, or undone
         self._steps = 0  # decode steps of the jump
         env.process(self._run())
 
@@ -250,7 +250,7 @@ class Replica:
         if self._jump is None:
             return self._batch.step
         start, curve, tokens = self._jump
-        return self._batch.step + curve.steps_done(tokens, self.env.now - start)
+        return self._batch.step + min(self._steps, curve.steps_done(tokens, self.env.now - start))
 
     def contexts(self) -> list[tuple[Request, int, bool]]:
         """Every request here as in `requests`, its context tokens by now, and whether it is running."""
@@ -278,7 +278,7 @@ class Replica:
         One that began at this very moment is undone.
         """
         sleep, now = self._sleep, self.env.now
-        if not sleep.lasts:
+        if not sleep.lasts:  # it is at a boundary, or knows already
             return
         if isnan(self._began_at):
             sleep.cut(now)
@@ -287,7 +287,7 @@ class Replica:
             sleep.cut(now)
         elif self._jump is not None:
             start, curve, tokens = self._jump
-            self._steps = max(curve.steps_within(tokens, now - start), 1)
+            self._steps = min(self._steps, max(curve.steps_within(tokens, now - start), 1))
             sleep.cut(start + curve.steps_s(tokens, self._steps))
 
     # ---- the loop ---------------------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import proxy
 
 import simpy
 
+from rlsim.sim.moment import IDLE, when_over
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import UpdatedKv
@@ -103,7 +105,8 @@ class WeightUpdates:
         if self._holds is not None:
             self._holds += [replica.pause(self._kv) for replica in replicas]
         for replica in replicas:
-            self.refresh(replica)
+            if replica.version < self.version:
+                when_over(self._env, IDLE, partial(self.refresh, replica))  # it may get requests at this moment
 
     def switched(self) -> None:
         """A node has changed its layout."""

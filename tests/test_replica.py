@@ -1,0 +1,47 @@
+"""A replica alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+
+import numpy as np
+import pytest
+import simpy
+from workloads import LinearStep
+
+from rlsim.sim.moment import URGENT, at
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.replica import Replica
+from rlsim.sim.request import EngineConfig, Request
+
+
+@pytest.mark.parametrize("begins_at", np.random.default_rng(0).uniform(1e4, 1e6, 50).tolist())
+def test_an_order_at_the_end_of_a_jump_adds_no_token(begins_at: float) -> None:
+    """Late on the clock the rounding of a moment is more than a jump's tolerance of its own short time."""
+    env, finished = simpy.Environment(begins_at), []
+    step = LinearStep(a=1e-3)
+    replica = Replica(
+        env,
+        0,
+        0,
+        (0,),
+        step,
+        10_000,
+        EngineConfig(),
+        Recorder(),
+        lambda _, left: finished.extend(left),
+        itertools.count(1),
+    )
+    request = Request(0, 0, 10, 5)
+    replica.receive([request])
+
+    def order() -> Generator[simpy.Event, object, None]:
+        yield env.timeout(2e-3)
+        end = next(moment for moment, _, _, event in env._queue if event is replica._sleep)
+        at(env, end, lambda _: replica.at_boundary(lambda: None), URGENT)
+
+    env.process(order())
+    env.run()
+    assert [r.generated for r in finished] == [5]
+    assert request.finished_at == pytest.approx(begins_at + 5e-3, rel=1e-14)
