@@ -297,6 +297,13 @@ def _named(cluster: str, *, joined: bool = False) -> Cluster:
     nodes = int(named["nodes"] or 1) if named else 1
     node = known.get(named["gpu"]) if named else None
     if named is None or node is None or int(named["gpus"]) > node.gpus_per_node:
+        if named and node and node.inter is not None and int(named["gpus"]) % node.gpus_per_node == 0:
+            whole = nodes * int(named["gpus"]) // node.gpus_per_node
+            spelled = f"{whole}x{node.gpus_per_node}x{named['gpu']}"
+            raise CatalogueError(
+                f"cluster {shown(cluster)}: a node of {named['gpu']} has {node.gpus_per_node} GPUs; "
+                f"did you mean {spelled!r}?"
+            )
         several = f"{nodes}x" if nodes > 1 else ""
         usual = [several + one.name for one in known.values() if one.inter is not None or not several]
         raise unknown_name("cluster", cluster, usual)

@@ -335,7 +335,10 @@ def _from_config_json(path: Path) -> dict[str, Any]:
         experts_only = precision == "mxfp4" or leaves_attention(quantised)
         types = {"expert_precision" if experts_only else "precision": precision}
         of = "experts" if experts_only else "weights"
-        notes.append(f"its {of} are published in {precision}: engines serve them so, training takes bf16")
+        notes.append(
+            f"its {of} are published in {precision}: engines serve them so unless engine.precision says otherwise, "
+            "training takes bf16"
+        )
         if experts_only and FAMILIES[family_name(config["model_type"])].one_part:
             raise ConfigError(
                 f"{path}: a {config['model_type']} of which some products are not quantised is not supported; give the "

@@ -359,7 +359,7 @@ def test_cases_whose_systems_differ() -> None:
 
 def test_the_baseline_is_a_system_that_runs_somewhere() -> None:
     """Under the first case none does, under the second TP 8 does not divide the model."""
-    cases = {"a": {"model": "qwen2.5-32b", "cluster": "8xa40"}, "b": {"model": "qwen2.5-7b"}}
+    cases = {"a": {"model": "qwen2.5-32b", "cluster": "8xa40", "calibration": "a40-vllm"}, "b": {"model": "qwen2.5-7b"}}
     result = rlsim.run(experiment(seeds=1, cases=cases, baseline=None, systems=[{"verl": {"tp": [8, 1, 2]}}]))
     assert result.manifest["systems"] == {"a": [], "b": ["verl-tp1", "verl-tp2"]}
     assert result.manifest["baseline"] == "verl-tp1"

@@ -127,7 +127,7 @@ def test_a_gpu_without_a_calibration_says_so(run_spec: dict[str, Any]) -> None:
             load_calibration(name)
     with pytest.raises(RlsimError, match="no calibration of mi300x ships"):
         find_calibration("mi300x", "vllm")
-    with pytest.raises(RlsimError, match=r"calibration 'h100-sxm-vllm' is for GPU 'h100-sxm', .*'mi300x'"):
+    with pytest.raises(RlsimError, match=r"calibration: h100-sxm-vllm is for GPU 'h100-sxm', .*'mi300x'"):
         run(run_spec | {"cluster": "8xmi300x", "calibration": "h100-vllm", "systems": ["verl"]})
 
 

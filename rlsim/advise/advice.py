@@ -249,7 +249,8 @@ def _second_pass(
 ) -> tuple[Result, list[str]]:  # fmt: skip
     """The contenders of a quick advice under all seeds; puts their ranking in place of that of one seed."""
     screened = tables["screened"] = tables["ranking"]
-    kept = contenders(screened, baseline, [name for name, settings in in_verl.items() if settings is not None])
+    others = screened[~screened["system"].isin(allowed.own)]  # which go on in any case
+    kept = contenders(others, baseline, [name for name, settings in in_verl.items() if settings is not None])
     tried = [as_entry(specs[name]) for name in dict.fromkeys([*kept, *allowed.own])]
     systems = {"systems": [*tried, *allowed.entries], "baseline": baseline, **allowed.longer}
     final = runner("the best", systems, [entry["name"] for entry in allowed.entries])

@@ -23,7 +23,7 @@ from rlsim.policies.registry import BUILTIN
 
 #: Policies that only mean something where there is this to decide about.
 _JUDGE, _SANDBOX = "no response of the trace is judged by an LLM", "no response of the trace runs in a sandbox"
-_STALE = (
+STALE = (
     "it trains on what older weights have generated, which only you can allow (--max-staleness, or name it among the "
     "systems)"
 )
@@ -70,7 +70,7 @@ def candidates(
             (spec,) = parse_systems([named])
             if known & {spec.key, _key(spec, simulator)}:
                 continue
-            why = _STALE if _is_stale(simulator, spec) else unfit(simulator, spec)
+            why = STALE if _is_stale(simulator, spec) else unfit(simulator, spec)
         if why is None:
             known |= {spec.key, _key(spec, simulator)}
             names.add(spec.name)

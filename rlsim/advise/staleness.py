@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.advise.asynchronous import Family, families, steps_for
-from rlsim.advise.ranking import free_name, ranking
+from rlsim.advise.ranking import STALE, free_name, ranking
 from rlsim.advise.runs import Runner
 from rlsim.advise.split_search import Search
 from rlsim.advise.splits import Point, Splits, beyond
@@ -26,6 +26,8 @@ from rlsim.formats import is_missing, rate, with_interval
 COLUMNS = ("staleness_mean", "staleness_p95", "rollout_idle", "trainer_idle")
 #: Periods of steady steps in every run of a full advice, and of a quick one.
 PERIODS, QUICK_PERIODS = 3, 1
+#: Why parts of systems are not tried though they may be as stale as that.
+_PART = "--max-staleness tries whole systems: name it among the systems"
 #: Systems that are tried under staleness by a quick advice, and those that go on with all seeds.
 QUICK = ("roll_flash", "areal", "one_step_off", "verl_fully_async")
 QUICK_CONTENDERS = 2
@@ -72,6 +74,8 @@ class Allowed:
         """Why policies and their variants were not tried, or found to be too stale."""
         known = {family.policy for family in self.families}
         others = {name: why for name, why in refused.items() if name not in known}
+        if self.most:
+            others = {name: _PART if why == STALE else why for name, why in others.items()}
         untried = {f.name: "--quick does not try it" for f in self.families if self.quick and f.name not in QUICK}
         return {**others, **untried, **self.splits.refused}
 

@@ -110,10 +110,12 @@ def run_and_print(
 
 
 def _tables(result: Result) -> Iterator[Table]:
-    """Two tables per case: the comparison, and where the step's time goes."""
+    """Per case the comparison, where the step's time goes, and what asynchrony costs and leaves idle, if anything."""
     for case, rows in result.summary().groupby("case", sort=False):
         yield _comparison(result, str(case), rows)
         yield _parts(rows)
+        if more := relaxed(rows):
+            yield _relaxed(rows, more)
 
 
 def _comparison(result: Result, case: str, rows: pd.DataFrame) -> Table:
@@ -149,21 +151,27 @@ def _parts(rows: pd.DataFrame) -> Table:
         parts["wait"] = "waiting_time_s"
         legend = legend.replace("one of", "one of wait (no call of any step ran),")
     overlaps = bool((rows["gen_time_s"] - rows["gen_exposed_s"] > ROUNDING * rows["gen_time_s"]).any())
-    wasted, more = rows["wasted_fraction"].max() > 0, relaxed(rows)
+    wasted, switches = rows["wasted_fraction"].max() > 0, bool(rows["switches"].max() > 0)
     columns: Columns = {
         "system": column("system"),
         **{heading: column(name, number, 1) for heading, name in parts.items()},
         "whole gen" if overlaps else "gen": lambda row: with_half(row, "gen_time_s"),
         "90% by": column("gen_p90_time_s", number, 1),
-        "paused": column("switch_time_s", number, 1),
-        "switches": column("switches", number, 1),
+        **({"paused": column("switch_time_s", number, 1)} if switches else {}),
+        **({"switches": column("switches", number, 1)} if switches else {}),
         "tokens/s": column("tokens_per_s", number, 0),
         **({"wasted": column("wasted_fraction", share)} if wasted else {}),
         "bound": column("bound_share", share),
-        **more,
     }
     legend += "; gen: waited for, of any step; whole gen: its own" if overlaps else ""
-    legend += "; paused: for switches\ntokens/s: trained on, prompts counted"
+    legend += "; paused: for switches" if switches else ""
+    legend += "\ntokens/s: trained on, prompts counted"
     legend += "; wasted: of the generated tokens" if wasted else ""
-    caption = f"{legend}{relaxed_legend(more)}; bound: lower bound / gen"
+    return table(columns, written(columns, rows.to_dict("records")), caption=f"{legend}; bound: lower bound / gen")
+
+
+def _relaxed(rows: pd.DataFrame, more: Columns) -> Table:
+    """How stale what is trained on is, and how long either side has nothing to do."""
+    columns: Columns = {"system": column("system"), **more}
+    caption = relaxed_legend(more).removeprefix("; ")
     return table(columns, written(columns, rows.to_dict("records")), caption=caption)

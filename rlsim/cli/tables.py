@@ -27,7 +27,7 @@ def table(
     found = Table(box=None, pad_edge=False, header_style="bold", title=title or None, caption=caption or None)
     for i, heading in enumerate(headings):
         if i < words:
-            found.add_column(heading, overflow="fold")
+            found.add_column(heading, overflow="fold", min_width=len(heading))
         else:
             found.add_column(heading, justify="right", no_wrap=True)
     for row in rows:

@@ -38,6 +38,8 @@ def held_back(steps: pd.DataFrame, responses: int) -> float:
 
 def dropped_stale(steps: pd.DataFrame, responses: int) -> float:
     """Prompts dropped as too stale in one system's steady steps, as a share of those trained on."""
+    if "dropped_stale" not in steps:  # results of a version that did not count them
+        return 0.0
     steady = steps[steps["steady"]]
     return float(steady["dropped_stale"].sum()) / max(float(steady["trained"].sum()) / responses, 1.0)
 

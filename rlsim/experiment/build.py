@@ -304,7 +304,12 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, sho
     given, kinds, nodes = experiment.calibration, cluster.kinds, node_types()
     if isinstance(given, str):
         if len(kinds) == 1:
-            return {kinds[0]: _calibration(given, experiment, folder)}
+            only = _calibration(given, experiment, folder)
+            if only.gpu != kinds[0]:
+                raise CalibrationError(
+                    f"{shown}: {only.name} is for GPU {only.gpu!r}, cluster {cluster.name!r} has {kinds[0]!r}"
+                )
+            return {kinds[0]: only}
         each = ", ".join(f"{kind}: …" for kind in kinds)
         raise ConfigError(f"{shown}: cluster {cluster.name} has several kinds of GPU; expected {{{each}}}, got {given}")
     named = {nodes[kind].gpu.name if kind in nodes else kind: name for kind, name in given.items()}

@@ -424,6 +424,13 @@ class Experiment(Schema):
                 raise ValueError(f"case {name!r}: expected settings such as {{trace.cap: 8K}}, got {shown(settings)}")
         return value
 
+    @model_validator(mode="after")
+    def _a_response_for_each_update(self) -> Experiment:
+        batch, updates = self.workflow.prompts * self.workflow.responses, self.training.mini_batches
+        if updates > batch:
+            raise ValueError(f"training.mini_batches: {updates:,} updates a step need as many responses, got {batch:,}")
+        return self
+
     @property
     def seed_list(self) -> tuple[int, ...]:
         """The seeds themselves: 0, 1, … unless they are given."""

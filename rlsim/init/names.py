@@ -135,7 +135,8 @@ def find_cluster(gpu: str | None, nodes: int, per_node: int) -> Cluster:
     kinds = node_types()
     size = f"{nodes}x{per_node}" if nodes > 1 else f"{per_node}"
     if gpu is None:
-        usual = ", ".join(f"{size}x{kind}" for kind, node in kinds.items() if nodes == 1 or node.inter)
+        fitting = [kind for kind, node in kinds.items() if per_node <= node.gpus_per_node]
+        usual = ", ".join(f"{size}x{kind}" for kind in fitting if nodes == 1 or kinds[kind].inter)
         raise ConfigError(
             "which GPUs are they? The configuration does not say: give --gpu "
             f"({', '.join(catalogue.names('gpus'))}) or --cluster ({usual})"

@@ -102,7 +102,7 @@ def late_sentence(rows: pd.DataFrame) -> str:
     late = rows[~comparable(rows["held_back"])]
     who = ", ".join(f"{name} ({share:+.0%})" for name, share in zip(late["system"], late["held_back"], strict=True))
     return (
-        f" Not comparable (yet), for the prompts put off or dropped as too stale, of those trained on: {who}."
+        f" Not comparable yet, for the prompts put off or dropped as too stale (of those trained on): {who}."
         if who
         else ""
     )
