@@ -16,7 +16,7 @@ from typing import Any
 from rlsim import catalogue
 from rlsim.architectures import Config, following_layers_of, layers_of
 from rlsim.config_words import canonical
-from rlsim.errors import ConfigError, shown, unknown_name
+from rlsim.errors import CatalogueError, ConfigError, shown, unknown_name
 from rlsim.families import FAMILIES, MODEL_TYPES, WINDOWED, family_name, unsupported
 from rlsim.layers import Experts, FullAttention, LatentAttention, Layer, Linear, LinearAttention, Mamba2
 from rlsim.precision import (
@@ -300,6 +300,8 @@ def load_model(name_or_path: str | Path) -> Model:
     elif isinstance(name_or_path, Path) or "/" in text or text.endswith((".json", ".yaml", ".yml")):
         path = Path(name_or_path)
         path = path / "config.json" if is_folder(path) else path
+        if (name := Path(text).name.lower()) in known and not path.exists():  # as Hugging Face calls it
+            raise CatalogueError(f"{text}: no such file; did you mean {name!r}, which the catalogue has?")
     else:
         raise unknown_name("model", text, known)
     if path.suffix != ".json":

@@ -82,6 +82,7 @@ BIG = {
         ("  - pat", "  - json:JSONDecoder", "base.yaml:10:5: policy 'json:JSONDecoder': json is a module of Python's"),
         ("  - pat", "baseline: tp8", "unknown baseline system 'tp8'; known: verl"),
         ("{tp: 4}", "{tp: 3}", "base.yaml:9:5: system 'verl': tp 3 does not divide the 8 GPUs of a node"),
+        ("model: llama-3.1-8b", "model: meta/Llama-3.1-8B", "no such file; did you mean 'llama-3.1-8b', which the"),
         ("8xh100", "16xh100", "cluster '16xh100': a node of h100 has 8 GPUs; did you mean '2x8xh100'?"),
         ("seeds: 1", "training: {mini_batches: 9}", "9 updates a step need as many responses, got 8"),
         ("seeds: 1", "training: {tp: 3}", "training: tp × pp × cp = 3 does not divide the 8 GPUs"),

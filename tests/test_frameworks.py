@@ -272,6 +272,22 @@ def nemo(tmp_path: Path, *sources: str, text: str = BASE, **more: Any) -> Draft:
     return from_nemo([str(tmp_path / "mine.yaml"), *sources], options(tmp_path, **more))
 
 
+@pytest.mark.parametrize(
+    ("source", "text", "said"),
+    [
+        ("++grpo.num_prompts_per_stp=3", BASE, r"num_prompts_per_stp; did you mean grpo.num_prompts_per_step\?"),
+        (
+            "",
+            ASYNC.replace("age_steps", "age_step"),
+            r"mine.yaml:\d+: unknown key .*age_step; did you mean .*age_steps\?",
+        ),
+    ],
+)
+def test_a_key_that_is_misspelt_is_refused(tmp_path: Path, source: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        nemo(tmp_path, *filter(None, [source]), text=text)
+
+
 def test_synchronous_nemo(tmp_path: Path) -> None:
     draft = nemo(tmp_path)
     data = draft.data()

@@ -79,6 +79,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     parts.add_memory(draft, Entry(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
     draft.missing = _missing(config, sides)
     titles = config.get("experiment_name"), parts.own_name(config.name)
+    config.check_spelling()
     draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, *titles)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from rlsim.errors import ConfigError, shown
+
+#: How alike a key and one that means something must be (`difflib`'s ratio) to be taken for a slip.
+_MISSPELT = 0.93
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,15 @@ class Settings:
             head = next((head for head in heads if not self._asked_below(head)), None)
             found[f"{head}.*" if head else key] = None
         return [*found, *([f"and {inherited} keys of the files that it inherits from"] if inherited else [])]
+
+    def check_spelling(self) -> None:
+        """Raises `ConfigError` for a given key that nobody has asked for, and that is almost one that somebody has."""
+        for key in self.given.keys() - self.asked:
+            section, _, last = key.rpartition(".")
+            beside = {one.rpartition(".")[2]: one for one in self.asked if one.rpartition(".")[0] == section}
+            if near := get_close_matches(last, beside, n=1, cutoff=_MISSPELT):
+                meant = beside[near[0]]
+                raise ConfigError(f"{self.origin[key]}: unknown key {key}; did you mean {meant}?")
 
     def _asked_below(self, section: str) -> bool:
         return any(key.startswith(f"{section}.") for key in self.asked)

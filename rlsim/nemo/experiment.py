@@ -100,6 +100,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     share = Entry(config.share(memory), config.where(memory))
     parts.add_memory(draft, share, options.folder, apart=generation.gpus is not None)
     draft.missing = [*_missing(config), *offloading, *quantised]
+    config.check_spelling()
     draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, parts.own_name(config.name))
 
