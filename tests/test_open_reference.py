@@ -6,12 +6,13 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_workloads import CLOCKS, EXTENSIONS, REAL, Clock, Extension, Noted, OpenRun, OpenWorkload, open_workloads
 from reference_open import HaltedError, OpenResult
 
 from rlsim.errors import PolicyError
+from rlsim.sim.batching import ENDLESS
 
 CLOSE = 1e-9
 
@@ -116,8 +117,10 @@ def compare(work: OpenWorkload) -> None:
         work.control.notes.clear()
     try:
         run = work.simulate()
-    except PolicyError as error:  # the reference goes on where too many prompts are dropped for their rewards
-        assume("no end in sight" not in str(error))
+    except PolicyError as error:  # the reference knows no such limit
+        dropped = max(len(step.dropped) for step in expected.steps)
+        if "no end in sight" in str(error) and dropped > ENDLESS * work.prompts:
+            return
         raise
     if isinstance(work.control, Noted):
         for ours, known in zip(work.control.notes, notes, strict=False):

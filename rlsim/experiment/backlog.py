@@ -5,6 +5,7 @@ While the number of those that are put off grows or falls, a throughput is not y
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,8 +33,12 @@ def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
 
 
 def held_back(steps: pd.DataFrame, responses: int) -> float:
-    """The share of `backlog`, and of prompts that were dropped as too stale in the same steps of one system."""
-    return backlog(steps, responses)[1] + dropped_stale(steps, responses)
+    """The share of `backlog`, larger by that of prompts dropped as too stale in the same steps of one system.
+
+    The two add up in size, whatever the sign of the first: neither makes up for the other.
+    """
+    share = backlog(steps, responses)[1]
+    return math.copysign(abs(share) + dropped_stale(steps, responses), share)
 
 
 def dropped_stale(steps: pd.DataFrame, responses: int) -> float:

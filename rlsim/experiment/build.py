@@ -303,15 +303,12 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, sho
     """The calibration of every kind of GPU; raises `ConfigError` if one is missing, or is for another GPU."""
     given, kinds, nodes = experiment.calibration, cluster.kinds, node_types()
     if isinstance(given, str):
-        if len(kinds) == 1:
-            only = _calibration(given, experiment, folder)
-            if only.gpu != kinds[0]:
-                raise CalibrationError(
-                    f"{shown}: {only.name} is for GPU {only.gpu!r}, cluster {cluster.name!r} has {kinds[0]!r}"
-                )
-            return {kinds[0]: only}
-        each = ", ".join(f"{kind}: …" for kind in kinds)
-        raise ConfigError(f"{shown}: cluster {cluster.name} has several kinds of GPU; expected {{{each}}}, got {given}")
+        if len(kinds) > 1:
+            each = ", ".join(f"{kind}: …" for kind in kinds)
+            raise ConfigError(
+                f"{shown}: cluster {cluster.name} has several kinds of GPU; expected {{{each}}}, got {given}"
+            )
+        given = {kinds[0]: given}
     named = {nodes[kind].gpu.name if kind in nodes else kind: name for kind, name in given.items()}
     found = {}
     for kind in kinds:
@@ -319,7 +316,9 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, sho
             raise ConfigError(f"{shown}: none for {kind} of cluster {cluster.name}; expected {kind}: <gpu>-<engine>")
         found[kind] = _calibration(named[kind], experiment, folder)
         if found[kind].gpu != kind:
-            raise CalibrationError(f"{shown}: the one for {kind}, {found[kind].name}, is for GPU {found[kind].gpu!r}")
+            raise CalibrationError(
+                f"{shown}: {found[kind].name} is for GPU {found[kind].gpu!r}, cluster {cluster.name!r} has {kind!r}"
+            )
     return found
 
 

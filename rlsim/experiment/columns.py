@@ -237,7 +237,7 @@ SUMMARY: tuple[Column, ...] = (
     _figure("bound_share", "lower bound over generation time"),
     _figure(
         "held_back",
-        "prompts that wait after the last counted step, less those before the first, and those dropped as too stale, "
-        "as a share of those trained on; beyond 5% either way throughputs cannot be compared",
+        "prompts that wait after the last counted step, less those before the first, as a share of those trained on, "
+        "larger by the share of those dropped as too stale; beyond 5% either way throughputs cannot be compared",
     ),
 )
