@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from test_workflows import lagged
 from typer.testing import CliRunner
 
@@ -111,6 +113,12 @@ def test_every_table_shows_how_stale_a_system_is_and_none_does_where_nothing_is(
         folder = tmp_path / str(shown)
         result.write(folder)
         assert any("stale" in str(column.header) for table in _tables(result) for column in table.columns) == shown
+        for table in _tables(result):
+            console = Console(width=100, file=io.StringIO())
+            console.print(table)
+            lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+            for name in result.manifest["systems"][""]:
+                assert any(line.startswith(name) for line in lines), "its name, on a terminal that is not wide"
         assert ("stale" in CliRunner().invoke(app, ["compare", str(folder)]).output) == shown
         rlsim.write_report(result, tmp_path / "report.html")
         assert (">stale</th>" in (tmp_path / "report.html").read_text(encoding="utf-8")) == shown
