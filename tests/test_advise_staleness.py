@@ -257,6 +257,7 @@ def test_an_advice_under_a_bound(bounded: tuple[Advice, Path]) -> None:
     assert (stale["staleness"] <= 1).all()
     assert stale["rollout_idle"].notna().all()
     assert found.settings["max_staleness"] == 1
+    assert found.not_applicable["lagged"] == "--max-staleness tries whole systems: name it among the systems"
     assert [text.partition(":")[0] for text in found.conclusions][4:] == ["staleness", "split"]
     data = json.loads((out / "advice.json").read_text())
     assert data["splits"][0]["tried"] <= data["splits"][0]["feasible"]

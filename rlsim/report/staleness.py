@@ -22,7 +22,7 @@ _SAME = 0.005  # throughputs that differ by no more than this share are equal, a
 _MOMENTS = 400
 _MOST_QUEUES = 8
 _BEST, _BEATEN = "no other is faster and no staler", "another is faster and no staler"
-_LATE = "not comparable: what it puts off changes, or it drops what is stale"
+_LATE = "not comparable: prompts put off or dropped"
 _COLOURS = {_BEST: SERIES[0], _BEATEN: "#7A7A7A", _LATE: "#C4C4C4"}
 
 
