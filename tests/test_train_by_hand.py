@@ -302,3 +302,24 @@ def test_a_layer_with_experts_takes_no_less_than_its_launches() -> None:
     assert busy.forward_s([8192.0]) == idle.forward_s([8192.0])
     dense = cost(waits, Free()).forward_s(lengths)
     assert dense == cost(TrainEfficiency(flop=1.0), Free()).forward_s(lengths)
+
+
+@pytest.mark.parametrize(
+    ("given", "training", "log_probs"),
+    [
+        ({"micro_batch_sequences": 4}, 4, 4),
+        ({"micro_batch_sequences": 4, "log_prob_micro_batch_sequences": 8}, 4, 8),
+        ({"micro_batch_sequences": 4, "log_prob_micro_batch_tokens": 1000}, 4, None),
+        ({"log_prob_micro_batch_sequences": 8}, None, 8),
+        ({"micro_batch_sequences": 4, "micro_batches": 2}, None, None),
+    ],
+)
+def test_micro_batches_by_number_of_sequences(
+    given: dict[str, int], training: int | None, log_probs: int | None
+) -> None:
+    """So many sequences in their order, of whatever length; a budget or a number of a call's own goes before."""
+    batching = MicroBatching(LLAMA, TrainStrategy(micro_batch_tokens=10_000, **given))  # type: ignore[arg-type]
+    for backward, each in ((True, training), (False, log_probs)):
+        (cut,) = batching.of_call([1000.0] * 16, 1, backward=backward)
+        budget = 1000 if not backward and "log_prob_micro_batch_tokens" in given else 8000
+        assert cut.tokens.max() == (1000 * each if each else budget), backward

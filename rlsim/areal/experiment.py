@@ -69,10 +69,10 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     longest = _LONGEST_PROMPT
     prompts = None if config.get(longest) is None else Entry(config.whole(longest), config.where(longest))
     cap = Entry(config.whole(_NEW), config.where(_NEW))
-    lengths = parts.add_trace(draft, options, actor, cap, "", prompts)
+    parts.add_trace(draft, options, actor, cap, "", prompts)
     _workflow(config, draft, sides)
     _critic(config, draft, options, actor)
-    add_training(config, draft, sides.training, sides.where, lengths, cap.value)
+    add_training(config, draft, sides.training, sides.where)
     _engine(config, draft, sides, machines.gpu)
     _systems(config, draft, sides)
     memory = ENGINE_KEYS[sides.generation.engine]["memory"]

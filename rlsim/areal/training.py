@@ -5,16 +5,15 @@ from __future__ import annotations
 from rlsim.areal.allocation import Allocation
 from rlsim.areal.defaults import ACTOR, GENERATION
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import joined, of_sequences, recompute
+from rlsim.init.parts import joined, recompute
 from rlsim.init.settings import Settings
-from rlsim.trace import Trace
 
 _MINI, _TOKENS, _COUNT = ACTOR + "ppo_n_minibatches", ACTOR + "mb_spec.max_tokens_per_mb", ACTOR + "mb_spec.n_mbs"
 _CHECKPOINTS, _GRANULARITY = ACTOR + "gradient_checkpointing", ACTOR + "megatron.recompute_granularity"
 _BATCH, _SAMPLES = "train_dataset.batch_size", GENERATION + "n_samples"
 
 
-def add_training(config: Settings, draft: Draft, strategy: Allocation, where: str, trace: Trace, cap: int) -> None:
+def add_training(config: Settings, draft: Draft, strategy: Allocation, where: str) -> None:
     """Degrees, micro-batches and switches of training."""
     megatron = strategy.engine == "megatron"
     entries = {"backend": Entry("megatron" if megatron else "fsdp", where)}
@@ -25,7 +24,8 @@ def add_training(config: Settings, draft: Draft, strategy: Allocation, where: st
     if config.get(reduced) in (False, "bfloat16"):
         entries["gradients"] = Entry("bf16", config.where(reduced))
     minis = config.whole(_MINI)
-    entries["micro_batch_tokens"] = _micro_batch(config, strategy, minis, trace, cap)
+    unit, micro_batch = _micro_batch(config, strategy, minis)
+    entries[f"micro_batch_{unit}"] = micro_batch
     entries["recompute"] = recompute(config, _CHECKPOINTS, _GRANULARITY if megatron else "")
     offloads = [key for key in (ACTOR + "offload", "enable_offload") if config.flag(key)]
     if offloads:
@@ -34,9 +34,9 @@ def add_training(config: Settings, draft: Draft, strategy: Allocation, where: st
     draft.entries["training"] = entries
 
 
-def _micro_batch(config: Settings, strategy: Allocation, minis: int, trace: Trace, cap: int) -> Entry:
-    """A token budget; without one a mini-batch of a rank is cut into so many parts."""
+def _micro_batch(config: Settings, strategy: Allocation, minis: int) -> tuple[str, Entry]:
+    """Tokens, a budget; without one sequences: a mini-batch of a rank is cut into so many parts."""
     if config.get(_TOKENS) is not None:
-        return Entry(config.whole(_TOKENS), config.where(_TOKENS))
+        return "tokens", Entry(config.whole(_TOKENS), config.where(_TOKENS))
     sequences = config.whole(_BATCH) * config.whole(_SAMPLES) // (minis * strategy.dp * config.whole(_COUNT))
-    return of_sequences(max(sequences, 1), f"no {_TOKENS}; {config.where(_COUNT)}", trace, cap)
+    return "sequences", Entry(max(sequences, 1), f"no {_TOKENS}; {config.where(_COUNT)}")

@@ -44,7 +44,7 @@ class MicroBatching:
         if sizes.ndim != 1 or (len(sizes) and sizes.min() < 0):
             raise ValueError("lengths must be a flat sequence of token counts")
         strategy, pairs = self._strategy, self._pairs(sizes)
-        if self._packs:
+        if self._packs(backward):
             chunks = np.array_split(np.arange(len(sizes), dtype=np.intp), mini_batches)
             return [self._packed(sizes[chunk], strategy.dp, backward) for chunk in chunks]
         work = self._work(sizes, pairs)
@@ -54,26 +54,24 @@ class MicroBatching:
             parts = [share[step] for share in shares]
             if strategy.micro_batches:
                 count = max(min(strategy.micro_batches, max(map(len, parts))), 1)
-            elif strategy.micro_batch_sequences:
-                count = max(math.ceil(len(part) / strategy.micro_batch_sequences) for part in parts)
             else:
-                count = max(self._within_budget(sizes[part], backward) for part in parts)
-            result.append(self._sums(sizes, pairs, parts, [self._bins(work[part], count) for part in parts], count))
+                count = max(self._count(sizes[part], backward) for part in parts)
+            bins = [self._bins(work[part], count, backward) for part in parts]
+            result.append(self._sums(sizes, pairs, parts, bins, count))
         return result
 
     def of_part(self, lengths: npt.ArrayLike, *, backward: bool) -> MicroBatches:
         """Those of one rank that works on some sequences of a call."""
         sizes = np.asarray(lengths, dtype=np.float64)
-        if self._packs:
+        if self._packs(backward):
             return self._packed(sizes, 1, backward)
         pairs, everything = self._pairs(sizes), np.arange(len(sizes), dtype=np.intp)
-        count = self._within_budget(sizes, backward)
-        return self._sums(sizes, pairs, [everything], [self._bins(self._work(sizes, pairs), count)], count)
+        count = self._count(sizes, backward)
+        return self._sums(sizes, pairs, [everything], [self._bins(self._work(sizes, pairs), count, backward)], count)
 
-    @property
-    def _packs(self) -> bool:
-        strategy = self._strategy
-        return strategy.packing == "first_fit" and not (strategy.micro_batches or strategy.micro_batch_sequences)
+    def _packs(self, backward: bool) -> bool:
+        counted = self._strategy.micro_batches or self._strategy.sequences(backward=backward)
+        return self._strategy.packing == "first_fit" and not counted
 
     def _packed(self, sizes: Floats, ranks: int, backward: bool) -> MicroBatches:
         """Those of one mini-batch by `first_fit`; a micro-batch is padded by making its last sequence longer."""
@@ -98,16 +96,18 @@ class MicroBatching:
         """The work of sequences, as the number of query-key pairs (in a layer of the average) that cost as much."""
         return sizes * self._token_pairs + sum(share * pairs[reach] for reach, share in self._shares.items())
 
-    def _within_budget(self, sizes: Floats, backward: bool) -> int:
-        """Micro-batches of one rank's sequences by token budget, no more than sequences (`rearrange_micro_batches`)."""
-        budget = self._strategy.budget(backward=backward)
-        return max(min(math.ceil(float(sizes.sum()) / budget), len(sizes)), 1)
+    def _count(self, sizes: Floats, backward: bool) -> int:
+        """Micro-batches of one rank's sequences, never more than these: of so many sequences, or by token budget
+        (`rearrange_micro_batches`)."""
+        each, budget = self._strategy.sequences(backward=backward), self._strategy.budget(backward=backward)
+        wanted = math.ceil(len(sizes) / each if each else float(sizes.sum()) / budget)
+        return max(min(wanted, len(sizes)), 1)
 
-    def _bins(self, work: Floats, count: int) -> npt.NDArray[np.intp]:
+    def _bins(self, work: Floats, count: int, backward: bool) -> npt.NDArray[np.intp]:
         """The micro-batch of each sequence: balanced, or every so many in their order if that is what is asked for."""
         bins = np.zeros(len(work), dtype=np.intp)
-        if self._strategy.micro_batch_sequences:
-            return np.arange(len(work), dtype=np.intp) // self._strategy.micro_batch_sequences
+        if each := self._strategy.sequences(backward=backward):
+            return np.arange(len(work), dtype=np.intp) // each
         for i, members in enumerate(pack(work.tolist(), count)):
             bins[members] = i
         return bins

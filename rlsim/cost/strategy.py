@@ -37,7 +37,9 @@ class TrainStrategy:
       (veRL's `ppo_max_token_len_per_gpu`); a longer sequence gets a micro-batch of its own.
     - `log_prob_micro_batch_tokens`: the same for calls without gradient, if it is another one (veRL's
       `log_prob_max_token_len_per_gpu`, NeMo-RL's `logprob_batch_size` of packed sequences).
-    - `micro_batch_sequences`: if given, micro-batches of that many sequences instead (veRL without dynamic batch size).
+    - `micro_batch_sequences`, `log_prob_micro_batch_sequences`: if given, micro-batches of that many sequences instead
+      (veRL without dynamic batch size, NeMo-RL without packing); log-probs have those of training unless they have a
+      budget or a number of their own.
     - `micro_batches`: if given, so many micro-batches of each rank's share, balanced by work; at most its sequences.
     - `zero_stage`: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters
       (3 is FSDP's full sharding).
@@ -72,6 +74,7 @@ class TrainStrategy:
     micro_batch_tokens: int = 16384
     log_prob_micro_batch_tokens: int | None = None
     micro_batch_sequences: int | None = None
+    log_prob_micro_batch_sequences: int | None = None
     micro_batches: int | None = None
     zero_stage: int = 0
     shard_gpus: int | None = None
@@ -87,9 +90,8 @@ class TrainStrategy:
         for key in ("dp", "tp", "pp", "cp", "ep", "micro_batch_tokens"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"training strategy: {key} must be at least 1, got {getattr(self, key)}")
-        if self.micro_batch_sequences is not None and self.micro_batch_sequences < 1:
-            raise ConfigError("training strategy: micro_batch_sequences must be at least 1")
-        for key in ("expert_tp", "micro_batches", "log_prob_micro_batch_tokens", "shard_gpus"):
+        counts = ("expert_tp", "micro_batches", "log_prob_micro_batch_tokens", "shard_gpus", "micro_batch_sequences")
+        for key in (*counts, "log_prob_micro_batch_sequences"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ConfigError(f"training strategy: {key} must be at least 1")
         if self.expert_imbalance < 1:
@@ -158,6 +160,13 @@ class TrainStrategy:
     def budget(self, *, backward: bool) -> int:
         """Tokens of a micro-batch of a training call, or of one without gradient."""
         return self.micro_batch_tokens if backward else self.log_prob_micro_batch_tokens or self.micro_batch_tokens
+
+    def sequences(self, *, backward: bool) -> int | None:
+        """Sequences of such a micro-batch, where these are counted instead of tokens."""
+        if self.micro_batches is not None:
+            return None
+        own = self.log_prob_micro_batch_tokens or self.log_prob_micro_batch_sequences
+        return self.micro_batch_sequences if backward or not own else self.log_prob_micro_batch_sequences
 
     def check_model(self, model: Model) -> None:
         """Raises `ConfigError` if `model` cannot be cut that way."""

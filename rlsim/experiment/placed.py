@@ -157,6 +157,8 @@ class PlacedExperiment:
         return TrainStrategy(
             micro_batch_tokens=training.micro_batch_tokens,
             log_prob_micro_batch_tokens=training.log_prob_micro_batch_tokens,
+            micro_batch_sequences=training.micro_batch_sequences,
+            log_prob_micro_batch_sequences=training.log_prob_micro_batch_sequences,
             shard_gpus=training.shard_gpus,
             expert_imbalance=training.expert_imbalance,
             gradients=training.gradients,

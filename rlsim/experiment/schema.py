@@ -268,6 +268,16 @@ class TrainingSpec(Schema):
     log_prob_micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
         default=None, description="the same of log-prob calls; default: as of training"
     )
+    micro_batch_sequences: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="instead of a budget so many sequences, in their order (veRL without `use_dynamic_bsz`, NeMo-RL "
+        "without packing): time is that of the lengths drawn, memory is checked as docs/costs.md says",
+    )
+    log_prob_micro_batch_sequences: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="the same of log-prob calls; default: as of training"
+    )
     shard_gpus: int | None = Field(
         default=None,
         ge=1,

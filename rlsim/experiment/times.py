@@ -56,7 +56,9 @@ class ExperimentTimes:
         cost = self._placed.calls_on(placement.gpus).of(call.model, strategy, placement.gpus[0])
         train = call.kind == "train"
         # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
-        tokens = strategy.budget(backward=train) * (1 if strategy.pp == 1 else 4 * strategy.pp)
+        each, mean_tokens = strategy.sequences(backward=train), self._placed.loaded.batch.mean_tokens
+        tokens = round(each * mean_tokens) if each else strategy.budget(backward=train)
+        tokens *= 1 if strategy.pp == 1 else 4 * strategy.pp
         load_s, unload_s = cost.load_s(backward=train), cost.unload_s(backward=train)
         finish = [*(cost.update_time().named if train else ()), *([("offload", unload_s)] if unload_s else ())]
         guests = guests_of(self._placed, call, tokens) if train and self._workflow.elastic else None

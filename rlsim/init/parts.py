@@ -29,7 +29,7 @@ from rlsim.models import Model
 from rlsim.precision import Precision
 from rlsim.schema import validate
 from rlsim.sim.request import EngineConfig
-from rlsim.trace import Trace, read_trace
+from rlsim.trace import read_trace
 
 STEPS, SEEDS = 5, 5
 #: A policy, and its parameters but for TP.
@@ -112,7 +112,7 @@ def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: E
     draft.entries["calibration"] = Entry(name, engine.comment)
 
 
-def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters: str, prompts: Entry | None) -> Trace:
+def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters: str, prompts: Entry | None) -> None:
     """The lengths under a cap: a trace as given, else the nearest that ships, with the rewards that `filters` needs.
 
     `filters` is the key that drops prompts by their rewards, empty if none does; `prompts` the longest prompt, if any.
@@ -134,25 +134,14 @@ def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters:
     draft.entries["trace"] = entries = {"path": Entry(path, comment), "cap": cap}
     longest = trace.frame["prompt_tokens"].max() if "prompt_tokens" in trace.frame else None
     if prompts is None:
-        return trace
+        return
     if longest is None:
         entries["default_prompt_tokens"] = Entry(prompts.value, f"the trace has no prompt lengths: {prompts.comment}")
-    elif longest > prompts.value:
+    if longest is not None and longest > prompts.value:
         draft.notes.append(f"{prompts.comment} = {prompts.value:,}; the trace's longest prompt has {int(longest):,} "
                            "and is not cut")  # fmt: skip
-    return trace
-
-
-def mean_tokens(trace: Trace, cap: int) -> int:
-    """The mean length of prompt and response together."""
-    prompts = trace.frame["prompt_tokens"].mean() if "prompt_tokens" in trace.frame else 0.0
-    return round(float(prompts) + float(trace.response_tokens.clip(max=cap).mean()))
-
-
-def of_sequences(sequences: int, where: str, trace: Trace, cap: int) -> Entry:
-    """A micro-batch of so many sequences, as tokens."""
-    mean = mean_tokens(trace, cap)
-    return Entry(sequences * mean, f"{where} = {sequences} sequences of the trace's mean {mean:,} tokens")
+    else:
+        entries["max_model_len"] = Entry(prompts.value + cap.value, f"{prompts.comment} + {cap.comment}")
 
 
 def add_memory(draft: Draft, share: Entry, folder: Path, *, apart: bool) -> None:

@@ -81,13 +81,11 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     parts.add_calibration(draft, options, machines, Entry(generation.engine, engine))
     cap = _cap(config)
     filters = _FILTER if config.flag(_FILTER) else ""
-    lengths = parts.add_trace(draft, options, actor, cap, filters, None)
+    parts.add_trace(draft, options, actor, cap, filters, None)
     longest = Entry(config.whole(_LONGEST), config.where(_LONGEST))
     draft.entries["trace"]["max_model_len"] = longest  # type: ignore[index]
     _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
-    add_training(
-        config, draft, lengths, cap.value, apart=generation.gpus is not None, has_experts=actor.num_experts > 0
-    )
+    add_training(config, draft, apart=generation.gpus is not None, has_experts=actor.num_experts > 0)
     keys = ENGINE_KEYS[generation.engine]
     parts.add_engine(config, draft, keys, generation.engine, machines.gpu)
     gpus = parts.add_replica(config, draft, generation.tp, keys["ep"], keys["pp"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import joined, of_sequences, recompute
+from rlsim.init.parts import joined, recompute
 from rlsim.init.settings import Settings
 from rlsim.nemo.defaults import (
     COLOCATED,
@@ -18,16 +18,13 @@ from rlsim.nemo.defaults import (
     OFFLOAD_FOR_LOGPROB,
     POLICY,
 )
-from rlsim.trace import Trace
 
 _PACKING, _DYNAMIC = POLICY + "sequence_packing.", POLICY + "dynamic_batching."
 _SEQUENCES = {"train": POLICY + "train_micro_batch_size", "logprob": POLICY + "logprob_batch_size"}
 _BATCH = POLICY + "train_global_batch_size"
 
 
-def add_training(
-    config: Settings, draft: Draft, trace: Trace, cap: int, *, apart: bool, has_experts: bool = False
-) -> None:
+def add_training(config: Settings, draft: Draft, *, apart: bool, has_experts: bool = False) -> None:
     """Degrees, micro-batches and switches of training; with generation on its GPUs its states make room for it."""
     megatron = config.flag(MEGATRON + "enabled")
     entries = {"backend": Entry("megatron" if megatron else "fsdp", config.where(MEGATRON + "enabled"))}
@@ -50,8 +47,9 @@ def add_training(
         entries["zero_stage"] = Entry(0, config.where(sharded))
     if megatron and not config.flag(reduced):
         entries["gradients"] = Entry("bf16", config.where(reduced))
-    entries["micro_batch_tokens"] = _micro_batch(config, "train", trace, cap)
-    entries["log_prob_micro_batch_tokens"] = _micro_batch(config, "logprob", trace, cap)
+    for kind, call in (("train", ""), ("logprob", "log_prob_")):
+        unit, entry = _micro_batch(config, kind)
+        entries[f"{call}micro_batch_{unit}"] = entry
     checkpoints = (MEGATRON if megatron else DTENSOR) + "activation_checkpointing"
     entries["recompute"] = recompute(config, checkpoints, MEGATRON + "recompute_granularity" if megatron else "")
     if config.flag(_PACKING + "enabled"):
@@ -84,11 +82,10 @@ def _add_experts(config: Settings, entries: dict[str, Entry], megatron: bool, ha
         entries["expert_tp"] = Entry(expert_tp, config.where(cut))
 
 
-def _micro_batch(config: Settings, kind: str, trace: Trace, cap: int) -> Entry:
-    """A token budget with packing or dynamic batching; else a number of sequences."""
+def _micro_batch(config: Settings, kind: str) -> tuple[str, Entry]:
+    """Tokens, a budget, with packing or dynamic batching; else sequences."""
     for section in (_PACKING, _DYNAMIC):
         if config.flag(section + "enabled"):
             key = f"{section}{kind}_mb_tokens"
-            return Entry(config.whole(key), config.where(key))
-    key = _SEQUENCES[kind]
-    return of_sequences(config.whole(key), config.where(key), trace, cap)
+            return "tokens", Entry(config.whole(key), config.where(key))
+    return "sequences", Entry(config.whole(_SEQUENCES[kind]), config.where(_SEQUENCES[kind]))

@@ -80,10 +80,11 @@ class ExplicitPlan(Schema, Placing):
                         given["expert_tp"] = strategy.expert_tp
                 if strategy is not None and call.kind != "generate":
                     given |= {"zero_stage": strategy.zero_stage, "offload": strategy.offload}
+                    backward = call.kind == "train"
                     if strategy.micro_batches is not None:
                         given["micro_batches"] = strategy.micro_batches
-                    else:
-                        given["micro_batch_tokens"] = strategy.budget(backward=call.kind == "train")
+                    elif not strategy.sequences(backward=backward):  # else `training` has it
+                        given["micro_batch_tokens"] = strategy.budget(backward=backward)
                 calls[call.name] = CallPlan(
                     gpus=gpus, memory_share=placement.memory_share, graphs=placement.graphs, **given
                 )
@@ -161,7 +162,8 @@ def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> Tra
         raise ConfigError(f"plan: {name}: DP {dp} × TP {tp} × PP {call.pp} × CP {call.cp} are not its {gpus} GPUs")
     given = call.model_dump(exclude={"cp", *_GENERATION}, exclude_none=True)
     if call.micro_batch_tokens is not None:
-        given["log_prob_micro_batch_tokens"] = None  # the call's own budget holds, whatever its kind
+        own = ("log_prob_micro_batch_tokens", "micro_batch_sequences", "log_prob_micro_batch_sequences")
+        given |= dict.fromkeys(own)  # the call's own budget holds, whatever its kind
     if call.pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
         given["zero_stage"] = 1  # the other stages do not go with a pipeline
     return replace(style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=tp > 1, **given)

@@ -15,7 +15,6 @@ from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import find_model
 from rlsim.init.parts import Options, joined
 from rlsim.models import Model
-from rlsim.trace import Trace
 from rlsim.verl import asynchronous, notes
 from rlsim.verl.asynchronous import Apart
 from rlsim.verl.config import read_config
@@ -70,7 +69,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     settings = _settings(config, draft, machines, apart)
     actor = _model(config, draft, options)
     _calibration(config, draft, machines, options)
-    lengths = _trace(config, draft, actor, settings, options)
+    _trace(config, draft, actor, settings, options)
     _workflow(config, draft, settings, apart)
     _models(config, draft, options)
     add_engine(config, draft, settings, measured=options.calibration is not None)
@@ -78,7 +77,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     if actor.quantised_parameters and str(config.told(_MODEL)).lower().rstrip("/").endswith("-bf16"):
         draft.entries["engine"] |= {"precision": Entry("bf16", config.where(_MODEL))}  # type: ignore[operator]
     replica = parts.add_replica(config, draft, settings.rollout_tp, notes.EXPERTS, notes.STAGES, dp_key)
-    add_training(config, draft, settings, lengths)
+    add_training(config, draft, settings)
     asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
     _systems(config, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
     share = ROLLOUT + "gpu_memory_utilization"
@@ -156,11 +155,11 @@ def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options:
     parts.add_calibration(draft, options, machines, engine)
 
 
-def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettings, options: Options) -> Trace:
+def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettings, options: Options) -> None:
     filters = FILTER if config.get(FILTER) else ""
     cap = Entry(settings.cap, config.where("data.max_response_length", ROLLOUT + "response_length"))
     key = "data.max_prompt_length"
-    return parts.add_trace(draft, options, actor, cap, filters, Entry(config.get(key), config.where(key)))
+    parts.add_trace(draft, options, actor, cap, filters, Entry(config.get(key), config.where(key)))
 
 
 def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 from rlsim.experiment.schema import TrainingSpec
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import add_offloading, add_precision, of_sequences
+from rlsim.init.parts import add_offloading, add_precision
 from rlsim.sim.request import EngineConfig
-from rlsim.trace import Trace
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.engines import DEGREES
 from rlsim.verl.notes import KV_TYPES, QUANTISED, REFERENCE_OFFLOAD, SGLANG, VLLM
@@ -48,7 +47,7 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, mea
     draft.missing += add_precision(config, draft, QUANTISED, {"fp8": "fp8_block", True: "fp8_block"}, *KV_TYPES)
 
 
-def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trace: Trace) -> None:
+def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> None:
     """Degrees, micro-batches and switches of training."""
     strategy, megatron = settings.train, settings.backend == "megatron"
     default = TrainingSpec()
@@ -76,9 +75,11 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trac
         add("shard_gpus", shard, ACTOR + "fsdp_config.fsdp_size")
     if strategy.gradients != default.gradients:
         add("gradients", strategy.gradients, MEGATRON_REDUCES if megatron else FSDP_REDUCES)
-    entries["micro_batch_tokens"] = _micro_batch(config, draft, settings, trace)
+    unit, entry = _micro_batch(config, draft, settings)
+    entries[f"micro_batch_{unit}"] = entry
     if settings.inference != strategy:
-        entries["log_prob_micro_batch_tokens"] = _log_prob_micro_batch(config, settings, trace)
+        unit, entry = _log_prob_micro_batch(config, settings)
+        entries[f"log_prob_micro_batch_{unit}"] = entry
     entries["driver_per_token"] = Entry("0.185 us", "veRL's single controller, as on H20 (docs/calibration.md)")
     granularity = [ACTOR + "megatron.override_transformer_config.recompute_granularity"] if megatron else []
     add("recompute", strategy.recompute, *granularity, MODEL + "enable_gradient_checkpointing")
@@ -100,8 +101,8 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trac
         draft.missing.append(f"{config.where(REFERENCE_OFFLOAD)}: the reference's weights stay on the GPUs here")
 
 
-def _micro_batch(config: VerlSettings, draft: Draft, settings: RunSettings, trace: Trace) -> Entry:
-    """The token budget of a micro-batch; a number of sequences is taken as that many of mean length."""
+def _micro_batch(config: VerlSettings, draft: Draft, settings: RunSettings) -> tuple[str, Entry]:
+    """A micro-batch of training: tokens, its budget, or sequences."""
     strategy = settings.train
     sequences, key = strategy.micro_batch_sequences, ACTOR + "ppo_micro_batch_size_per_gpu"
     dynamic, of_all_gpus = config.get(ACTOR + "use_dynamic_bsz"), ACTOR + "ppo_micro_batch_size"  # before 0.3
@@ -112,14 +113,15 @@ def _micro_batch(config: VerlSettings, draft: Draft, settings: RunSettings, trac
         if not dynamic:
             draft.notes.append("no micro-batch size is given, without which veRL does not start: its token budget is "
                                "taken")  # fmt: skip
-        return Entry(strategy.micro_batch_tokens, config.where(ACTOR + "ppo_max_token_len_per_gpu") + per)
-    return of_sequences(sequences, config.where(key), trace, settings.cap)
+        return "tokens", Entry(strategy.micro_batch_tokens, config.where(ACTOR + "ppo_max_token_len_per_gpu") + per)
+    return "sequences", Entry(sequences, config.where(key))
 
 
-def _log_prob_micro_batch(config: VerlSettings, settings: RunSettings, trace: Trace) -> Entry:
+def _log_prob_micro_batch(config: VerlSettings, settings: RunSettings) -> tuple[str, Entry]:
     """The same of log-probs, where it is another one."""
     strategy, keys = settings.inference, ("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu")
     tokens, sequences = (config.where(ROLLOUT + key) for key in keys)
     if strategy.micro_batch_sequences is not None:
-        return of_sequences(strategy.micro_batch_sequences, sequences, trace, settings.cap)
-    return Entry(strategy.micro_batch_tokens, tokens + (f" × {strategy.cp} GPUs of a rank" if strategy.cp > 1 else ""))
+        return "sequences", Entry(strategy.micro_batch_sequences, sequences)
+    of = f" × {strategy.cp} GPUs of a rank" if strategy.cp > 1 else ""
+    return "tokens", Entry(strategy.micro_batch_tokens, tokens + of)

@@ -36,6 +36,8 @@ class BatchSize:
         if strategy.micro_batches is None:
             most = sequences if as_they_come else math.ceil(sequences / shares)
             budget = strategy.budget(backward=call.kind == "train")
+            if each := strategy.sequences(backward=call.kind == "train"):
+                return math.ceil(max(self.longest_tokens, min(each, most) * self.mean_tokens))
             return min(max(budget, self.longest_tokens), most * self.longest_tokens)
         share = sequences / shares / strategy.micro_batches
         return math.ceil(max(self.longest_tokens, share * self.mean_tokens))
