@@ -30,7 +30,6 @@ from rlsim.experiment.summary import model_interval
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.policies.registry import BUILTIN
-from rlsim.report.speedups import verdict
 from rlsim.search.methods import find_best
 from rlsim.sweeps.jobs import in_processes
 from rlsim.sweeps.points import load_sweep
@@ -252,22 +251,6 @@ def test_a_plan_is_searched_for_once_and_kept_in_the_worlds(
     loaded = load_experiment({**SMALL, "seeds": 2, "systems": systems})
     assert len(run_loaded(*loaded, execute=execute).manifest["worlds"][""]["found"]) == 2
     assert len(searches) == 1
-
-
-@pytest.mark.parametrize(
-    ("seeds", "errors", "expected"),
-    [
-        ((1.02, 1.08), (0.97, 1.12), "not told apart"),
-        ((0.99, 1.08), (1.01, 1.12), "not told apart"),
-        ((1.02, 1.08), (1.01, 1.12), "faster"),
-        ((0.92, 0.98), (0.91, 0.99), "slower"),
-        ((1.02, 1.08), (math.nan, math.nan), "faster"),
-        ((math.nan, math.nan), (0.97, 1.12), "not told apart"),
-        ((math.nan, math.nan), (math.nan, math.nan), "faster"),
-    ],
-)
-def test_a_system_is_faster_only_where_both_intervals_say_so(seeds: Any, errors: Any, expected: str) -> None:
-    assert verdict(0.95 if expected == "slower" else 1.05, seeds, errors) == expected
 
 
 # Whether they hold ----------------------------------------------------------------------------------------------------

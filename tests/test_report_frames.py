@@ -231,7 +231,7 @@ def test_slices_and_best_systems_of_a_sweep() -> None:
     best = best_systems(points({"cap": [1, 2, 3]}), ["cap"])
     assert best[["cap", "system"]].values.tolist() == [[1, "verl"], [2, "verl"], [3, "other"]]
     found = sweep_findings(points({"cap": [1, 2, 3]}), ["cap"], "verl")
-    assert found[0] == "Fastest at 3 points: verl in 2, other in 1."
+    assert found[0] == "Best mean at 3 points: verl in 2, other in 1."
     assert found[1] == "The largest speedup over verl is 1.20: other at cap 3."
 
 
@@ -241,8 +241,8 @@ def test_what_puts_prompts_off_is_best_at_no_point_of_a_sweep() -> None:
     assert best_systems(frame, ["cap"])["system"].tolist() == ["verl", "verl", "pat"]
     frame.loc[frame["cap"] == 2, "held_back"] = 0.5
     first, second, third, _ = sweep_findings(frame, ["cap"], "verl")
-    assert first == "Fastest at 2 points: verl in 1, pat in 1."
-    assert second.startswith("Not comparable yet, for the prompts that they put off, in 5 rows: other, verl, pat")
+    assert first == "Best mean at 2 points: verl in 1, pat in 1."
+    assert second.startswith("Not comparable, for the prompts that they put off, in 5 rows: other, verl, pat")
     assert third == "The largest speedup over verl is 1.10: pat at cap 3."
 
 
@@ -282,7 +282,7 @@ def test_labels_that_do_not_fit_beside_each_other_are_turned() -> None:
 
 def test_findings_of_a_sweep_without_axes() -> None:
     found = sweep_findings(points({"cap": [3]}).drop(columns="cap"), [], "verl")
-    assert found[0] == "Fastest at 1 point: verl in 1."
+    assert found[0] == "Best mean at 1 point: verl in 1."
     assert found[1].startswith("The largest speedup over verl is ")
     assert found[1].endswith(": pat.")
 

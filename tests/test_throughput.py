@@ -216,7 +216,7 @@ def test_what_puts_its_longest_prompts_off_is_nowhere_the_fastest(tmp_path: Path
     row = result.summary().set_index("system").loc["tail"]
     assert (row["held_back"], row["speedup"] > 2) == (0.5, True)
     found = findings(result)
-    assert found[0].startswith("No system can be compared with verl yet. Not comparable yet")
+    assert found[0].startswith("No system can be compared with verl yet. Not comparable: ")
     assert not any("is the fastest" in sentence for sentence in found)
     (note,) = [note for note in rlsim.compare([tmp_path / "run"]).notes if "last counted step" in note]
     assert "tail: 16 more prompts wait" in note

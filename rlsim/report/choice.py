@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from rlsim.experiment.backlog import comparable
+from rlsim.comparison.verdict import Verdict, judge
 from rlsim.experiment.result import Result
 from rlsim.report.chosen_run import not_run
 
@@ -69,7 +69,7 @@ def choose(
     for name in systems:
         if name not in names:
             raise not_run("system", name, names)
-    chosen = tuple(dict.fromkeys(systems)) or _baseline_and_best(summary, str(result.manifest["baseline"]))
+    chosen = tuple(dict.fromkeys(systems)) or _baseline_and_best(judge(summary, str(result.manifest["baseline"])))
     steps = result.steps[(result.steps["case"] == case) & (result.steps["system"] == chosen[0])]
     for what, value in (("seed", seed), ("step", step)):
         if value is not None:
@@ -85,33 +85,7 @@ def choose(
     return Choice(case, chosen, int(middle["seed"]), int(middle["step"]), why)
 
 
-def ranked(summary: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a summary, fastest first; after them those of systems whose throughput is not comparable yet.
-
-    Fastest by speedup, and by responses per second where there is none.
-    """
-    rows = summary.assign(comparable=comparable(summary["held_back"]))
-    keys = ["comparable", *(key for key in ("speedup", "responses_per_s") if key in rows)]
-    return rows.sort_values(keys, ascending=False, kind="stable")
-
-
-def fastest(summary: pd.DataFrame) -> str:
-    """Of one case's summary, the first that is `ranked`: comparable, unless none is."""
-    return str(ranked(summary)["system"].iloc[0])
-
-
-def best_other(summary: pd.DataFrame, baseline: str) -> str | None:
-    """Of one case's summary, the fastest system that is not the baseline, nor as fast under every seed.
-
-    A tuned system runs as one of the others: under another name it is the same run. None if there is no other.
-    """
-    others = summary[summary["system"] != baseline]
-    same = (others["speedup"] == 1) & (others["speedup_low"].isna() | (others["speedup_low"] == 1))
-    others = others[~same] if not same.all() else others
-    return None if others.empty else fastest(others)
-
-
-def _baseline_and_best(summary: pd.DataFrame, baseline: str) -> tuple[str, ...]:
-    first = baseline if baseline in set(summary["system"]) else str(summary["system"].iloc[0])
-    other = best_other(summary, first)
-    return (first,) if other is None else (first, other)
+def _baseline_and_best(verdict: Verdict) -> tuple[str, ...]:
+    names, best = list(verdict.outcomes), verdict.runner_up
+    first = verdict.baseline if verdict.baseline in names else names[0]
+    return (first,) if best is None or best.system == first else (first, best.system)

@@ -10,9 +10,9 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
+from rlsim.comparison.verdict import judge
 from rlsim.errors import ConfigError
 from rlsim.formats import is_missing, rate
-from rlsim.report.choice import ranked
 from rlsim.report.style import (
     DASHES,
     GREY,
@@ -29,7 +29,7 @@ from rlsim.report.style import (
 
 #: What a sweep is drawn in: the speedup where there are several systems, and throughput.
 SPEEDUP, RATE = "speedup", "responses_per_s"
-TITLES = {SPEEDUP: "speedup in responses per second", RATE: "responses per second"}
+TITLES = {SPEEDUP: "speedup", RATE: "responses per second"}
 _LOG = 10.0  # an axis whose values differ by more is drawn in log
 
 
@@ -68,11 +68,14 @@ def is_grid(points: pd.DataFrame, axes: Sequence[str], most: int = 24) -> bool:
 
 
 def best_systems(points: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
-    """At every point the fastest system (`rlsim.report.choice.ranked`): axes, system, speedup, responses per second."""
+    """At every point the system with the best ratio: axes, system, speedup, responses per second, comparable."""
     keys = [points[axis].map(_exact).rename(f"key {i}") for i, axis in enumerate(axes)]
-    order = ranked(points)
-    best = order.groupby(keys, sort=False).head(1) if keys else order.head(1)
-    return points.loc[points.index.isin(best.index), [*axes, "system", *(c for c in (SPEEDUP, RATE) if c in points)]]
+    found = []
+    for _, rows in points.groupby(keys, sort=False) if keys else [((), points)]:
+        best = judge(rows, "").rows[0]
+        found.append(rows[rows["system"] == best.system].assign(comparable=not best.why))
+    names = [*axes, "system", *(c for c in (SPEEDUP, RATE) if c in points), "comparable"]
+    return pd.concat(found)[names].sort_index()
 
 
 def is_number(values: pd.Series[Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.comparison.verdict import decided
 from rlsim.errors import ConfigError
 from rlsim.experiment.backlog import comparable
 from rlsim.formats import STALE, Columns, column, number, rate, share, written
@@ -47,6 +48,7 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     axes = list(names.values())
     if frame["case"].nunique() > 1:
         axes.append("case")
+    judged = decided(frame)
     records = {point: sweep.record(point) for point in frame["point"].unique()}
     baselines = list(dict.fromkeys(str(record["baseline"]) for record in records.values()))
     baseline = baselines[0] if len(baselines) == 1 else "the point's baseline"
@@ -54,7 +56,7 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     first = next(iter(records.values()))
     lookups = {f"{p} {case}": table for p, record in records.items() for case, table in record["lookups"].items()}
     sections = [
-        sweep_section(frame, axes, baseline),
+        sweep_section(judged, axes, baseline),
         Section("points", "Every point", _points(frame, axes, sweep)),
         calibration_section(lookups, setups_of(records.values())),
         _notes(records),
@@ -64,7 +66,7 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     facts += [(name, ", ".join(_labels(frame[name]))) for name in axes]
     facts += [(str(state), f"{count:,}") for state, count in states.items() if state != "done"]
     own = frame["system"] == frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
-    findings = sweep_findings(frame, axes, baseline, own)
+    findings = sweep_findings(judged, axes, baseline, own)
     return Page(
         title or sweep.name, str(first["experiment"].get("description", "")), findings, tuple(sections), tuple(facts)
     )
@@ -155,7 +157,7 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
     grid = is_grid(part.points, part.axes)
     if len(systems) > 2 and grid:
         best = best_systems(part.points, part.axes)
-        caption = f"The system that trains on the most responses per second at every point; colour: {TITLES[metric]}."
+        caption = f"The system with the best mean at every point; colour: {TITLES[metric]}."
         chart = heatmap(best, x, y, metric, text="system")
         yield Figure(f"sweep-best{suffix}", f"Fastest system{where}", chart, caption)
     compared = [name for name in systems if name != baseline or len(systems) == 1]
@@ -174,7 +176,10 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
 
 def _meaning(metric: str, baseline: str) -> str:
     if metric == SPEEDUP:
-        return f"Above 1 more responses per second are trained on than under {baseline} at the same point."
+        return (
+            f"Above 1 more is trained on per second than under {baseline} at the same point: responses or, where "
+            "systems train on other lengths, tokens."
+        )
     return "Responses trained on per second; more is better."
 
 
@@ -188,13 +193,13 @@ def sweep_findings(
     shown = varying(frame, axes)
     best = best_systems(frame, list(axes))
     told = comparable(frame["held_back"])
-    best = best[told[best.index]]
+    best = best[best["comparable"]]
     counts = best["system"].value_counts()
     text = ", ".join(f"{name} in {count:,}" for name, count in counts.items())
-    sentences = [f"Fastest at {len(best):,} point{'s' if len(best) != 1 else ''}: {text}."] if text else []
+    sentences = [f"Best mean at {len(best):,} point{'s' if len(best) != 1 else ''}: {text}."] if text else []
     if not told.all():
         names = ", ".join(dict.fromkeys(frame["system"][~told]))
-        sentences.append(f"Not comparable yet, for the prompts that they put off, in {(~told).sum():,} rows: {names}.")
+        sentences.append(f"Not comparable, for the prompts that they put off, in {(~told).sum():,} rows: {names}.")
     others = frame[told & ~(frame["system"].eq(baseline) if own is None else own)]
     if SPEEDUP in frame and others[SPEEDUP].notna().any():
         ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")

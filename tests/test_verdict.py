@@ -1,0 +1,174 @@
+"""Verdicts on tables: no sentence and no colour that its table contradicts, on random tables."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rlsim.comparison.verdict import Verdict, decided, judge
+from rlsim.experiment.backlog import MOST_HELD_BACK
+from rlsim.experiment.notes import EXPLAINED
+from rlsim.report.headline import cases_sentence
+from rlsim.report.speedups import VERDICTS, speedups
+
+NAN = math.nan
+#: What answers say, each of which must be met.
+KINDS = (
+    "is the fastest", "may be faster still", "Nothing beats", "Nothing is surely", "cannot be told apart", "comes next",
+    "as fast as", "All systems are as fast", "No system can be compared", "nothing to compare it with",
+    "trains on the most", "Not comparable", "tokens per second", "one seed, no interval",
+)  # fmt: skip
+CLAIM = "is the fastest:| is faster than \\w+:| comes next, with| cannot be told apart from it, with"
+FIGURE = r"(?P<ratio>[\d.]+) times the (?P<unit>responses|tokens) per second of (?P<base>\w+) \((?P<basis>[^;]*);"
+
+
+def random_table(draw: random.Random) -> tuple[pd.DataFrame, str]:
+    """A table as `Result.summary` has it, with intervals of any width and any of its marks, and its baseline."""
+    seeds, worlds, unlike = draw.random() < 0.8, draw.random() < 0.6, draw.random() < 0.4
+    spread = draw.choice([0.0005, 0.01, 0.05, 0.3])
+    rows = []
+    for i in range(draw.randint(1, 7)):
+        ratio = math.exp(draw.gauss(0, spread)) if i else 1.0
+        lengths = draw.choice([1.0, 0.7, 1.015]) if unlike and i else 1.0
+        half, model = abs(draw.gauss(0, spread)) * bool(i), abs(draw.gauss(0, spread)) * bool(i)
+        tokens = ratio * lengths
+        rows.append(
+            {
+                "system": f"s{i}",
+                "responses_per_s": 10 * ratio,
+                "tokens_per_s": 1e4 * tokens,
+                "speedup": ratio,
+                "speedup_low": ratio * math.exp(-half) if seeds else NAN,
+                "speedup_high": ratio * math.exp(half) if seeds else NAN,
+                "token_speedup": tokens,
+                "token_speedup_low": tokens * math.exp(-half) if seeds else NAN,
+                "token_speedup_high": tokens * math.exp(half) if seeds else NAN,
+                "speedup_model_low": ratio * math.exp(-model) if worlds and i else NAN,
+                "speedup_model_high": ratio * math.exp(model) if worlds and i else NAN,
+                "held_back": draw.choice([0.0, 0.0, 0.0, 0.04, -0.3, 0.2]),
+            }
+        )
+    draw.shuffle(rows)
+    table = pd.DataFrame(rows)
+    if draw.random() < 0.1:
+        table = table[table["system"] != "s0"]
+        table.loc[:, [name for name in table if "speedup" in str(name)]] = NAN
+    return (table, "s0") if len(table) else (random_table(draw))
+
+
+def truth(table: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """By system, from the table alone: whether it can be compared, and the ratio and interval that decide."""
+    own = table.set_index("system").astype(float)
+    own["comparable"] = own["held_back"].abs() <= MOST_HELD_BACK
+    if baseline in own.index and not own.loc[baseline, "comparable"]:
+        own["comparable"] = False
+    unlike = (own["speedup"] / own["token_speedup"] - 1).abs() > EXPLAINED
+    by = "token_speedup" if (unlike & (own["held_back"].abs() <= MOST_HELD_BACK)).any() else "speedup"
+    ends = [own[f"{by}_low"], own[f"{by}_high"]]
+    ends += [own[f"speedup_model_{end}"] * own[by] / own["speedup"] for end in ("low", "high")]
+    own["ratio"], own["unit"] = own[by], "tokens" if by == "token_speedup" else "responses"
+    own["low"], own["high"] = pd.concat(ends, axis=1).min(axis=1), pd.concat(ends, axis=1).max(axis=1)
+    return own
+
+
+def contradictions(text: str, verdict: Verdict, table: pd.DataFrame) -> list[str]:
+    """What the sentences say that the table does not."""
+    true, base = truth(table, verdict.baseline), verdict.baseline
+    others = true[true["comparable"] & (true.index != base)]
+    found = []
+
+    def claim(holds: object, what: str) -> None:
+        if not holds:
+            found.append(f"{what}: {text}")
+
+    claim("1.00 times" not in text.split(";")[0] or "apart" in text, "1.00 times is no gain")
+    if named := re.search(r"(\w+) is the fastest", text):
+        best = others.loc[named[1]]
+        claim(best["ratio"] == others["ratio"].max(), "not the best ratio")
+        claim((best["low"] if best["low"] == best["low"] else best["ratio"]) > 1, "not surely faster")
+    if named := re.search(r"(\w+) is faster than (\w+):", text):
+        claim(others.loc[named[1], "low"] > 1, "not surely faster")
+        rival = others.loc[re.search(r"(\w+) may be faster still", text)[1]]  # type: ignore[index]
+        claim(rival["ratio"] > others.loc[named[1], "ratio"] and rival["low"] <= 1, "no rival")
+    if re.search(r"Nothing (beats|is surely)", text):
+        lows = others["low"].fillna(others["ratio"])
+        claim(not ((lows > 1) & (others["ratio"] >= 1.005)).any(), "something beats it")
+    if named := re.search(r"(\w+) cannot be told apart", text):
+        claim(others.loc[named[1], "low"] <= 1 <= others.loc[named[1], "high"], "the interval excludes 1")
+    for name in re.findall(r"(\w+)(?=[\w, ]* (?:is|are) as fast as)", text):
+        claim(name in ("and", "more") or abs(true.loc[name, "ratio"] - 1) <= 0.005, "not as fast")
+    for name in re.findall(r"(s\d+) \(prompts", text):
+        claim(not true.loc[name, "comparable"], "comparable")
+    if figure := re.search(rf"(?P<who>s\d+)(?: {CLAIM}) {FIGURE}", text):
+        row = true.loc[figure["who"]]
+        claim(figure["unit"] == row["unit"], "not the unit that decides")
+        claim(abs(float(figure["ratio"]) - row["ratio"]) <= 0.0051, "not its ratio")
+        if ends := re.findall(r"interval ([\d.]+) to ([\d.]+)", figure["basis"]):
+            claim(
+                np.allclose([float(end) for end in ends[0]], [row["low"], row["high"]], atol=0.0051), "not its interval"
+            )
+        else:
+            claim(math.isnan(row["low"]), "an interval is not told")
+    return found
+
+
+def test_no_verdict_that_its_table_contradicts() -> None:
+    draw, kinds = random.Random(30), dict[str, int]()
+    for _ in range(500):
+        table, baseline = random_table(draw)
+        verdict = judge(table, baseline)
+        text = " ".join(verdict.sentences())
+        assert contradictions(text, verdict, table) == []
+        true = truth(table, baseline)
+        for row in speedups(verdict).to_dict("records"):
+            low, high = (row["speedup"] if math.isnan(row[end]) else row[end] for end in ("low", "high"))
+            assert row["verdict"] in VERDICTS
+            right = {"faster": low > 1, "slower": high < 1, "not told apart": low <= 1 <= high,
+                     "as fast": f"{row['speedup']:.2f}" == "1.00", "baseline": row["system"] == baseline,
+                     "not comparable": not true.loc[row["system"], "comparable"]}  # fmt: skip
+            assert right[row["verdict"]], (row, text)
+            if row["verdict"] not in ("baseline", "not comparable"):
+                assert true.loc[row["system"], "comparable"]
+                assert row["low"] == pytest.approx(true.loc[row["system"], "low"], nan_ok=True)
+        told = re.search(r"In (\d) of 1", cases_sentence([verdict]))
+        assert (told is not None and told[1] == "1") == bool(re.search("is the fastest|is faster than", text))
+        kinds |= {kind: kinds.get(kind, 0) + 1 for kind in KINDS if kind in text}
+    assert [kind for kind in KINDS if kinds.get(kind, 0) < 3] == []
+
+
+def test_sweeps_draw_the_ratio_that_decides() -> None:
+    table = pd.DataFrame(
+        {"system": ["a", "b"], "speedup": [1.0, 1.4], "speedup_low": [1.0, 1.3], "speedup_high": [1.0, 1.5],
+         "token_speedup": [1.0, 0.7], "token_speedup_low": [1.0, 0.65], "token_speedup_high": [1.0, 0.75],
+         "held_back": 0.0}
+    )  # fmt: skip
+    drawn = decided(table)
+    assert drawn[["speedup", "speedup_low", "speedup_high"]].to_numpy().tolist() == [[1.0] * 3, [0.7, 0.65, 0.75]]
+    assert judge(drawn, "a").outcomes == judge(table, "a").outcomes == {"a": "baseline", "b": "slower"}
+    assert judge(table.assign(held_back=[0.0, 0.3]), "a").unit == "responses"  # no other row has other lengths
+
+
+@pytest.mark.parametrize(
+    ("seeds", "errors", "expected"),
+    [
+        ((1.02, 1.08), (0.97, 1.12), "not told apart"),
+        ((0.99, 1.08), (1.01, 1.12), "not told apart"),
+        ((1.02, 1.08), (1.01, 1.12), "faster"),
+        ((0.92, 0.98), (0.91, 0.99), "slower"),
+        ((1.02, 1.08), (NAN, NAN), "faster"),
+        ((NAN, NAN), (0.97, 1.12), "not told apart"),
+        ((NAN, NAN), (NAN, NAN), "faster"),
+    ],
+)
+def test_a_system_is_faster_only_where_both_intervals_say_so(
+    seeds: tuple[float, float], errors: tuple[float, float], expected: str
+) -> None:
+    row = {"system": "b", "speedup": 0.95 if expected == "slower" else 1.05}
+    row |= dict(zip(("speedup_low", "speedup_high"), seeds, strict=True))
+    row |= dict(zip(("speedup_model_low", "speedup_model_high"), errors, strict=True))
+    assert judge([{"system": "a", "speedup": 1.0}, row], "a")["b"].outcome == expected
