@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,15 +17,17 @@ from hypothesis import strategies as st
 import rlsim
 from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_experts, load_of
 from rlsim.calibrate.importers.experts import W4A8, _balanced, _power_law, _serves_gpt_oss, exchanges, experts
-from rlsim.cost.calibration import Reference, load_calibration
+from rlsim.cost.calibration import HostFit, Reference, load_calibration
 from rlsim.cost.collectives import Collectives, exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, expert_load
 from rlsim.cost.fits import ExpertsFit, Tile
 from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
 from rlsim.cost.operators import Operators
+from rlsim.cost.pipeline import pipelined_step_cost
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep
+from rlsim.cost.step import Chunk
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.check import check_experiment
 from rlsim.hardware import load_cluster
@@ -93,12 +96,19 @@ def test_blocks_of_few_rows_are_one_for_each_expert_and_half_empty_beyond() -> N
     assert many.blocks[-1] == pytest.approx(128 * (1024 / 128 + 0.5))
 
 
-@given(st.integers(1, 5000), st.sampled_from([1, 2, 8, 32]), st.floats(0.2, 3))
+@given(st.integers(1, 5000), st.sampled_from([1, 2, 8, 32]), st.floats(0, 3))
 def test_a_popular_expert_makes_one_gpu_busier_and_fewer_experts_hit(tokens: int, ep: int, exponent: float) -> None:
     even, skewed = expert_load(tokens, 128, 8, ep), expert_load(tokens, 128, 8, ep, exponent)
     assert skewed.rows >= even.rows * (1 - 1e-9)
     assert expert_load(tokens, 128, 8, 1, exponent).rows == pytest.approx(8 * tokens)
     assert expert_load(tokens, 128, 8, 1, exponent).hit <= expert_load(tokens, 128, 8).hit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ep", [1, 8])
+def test_popularity_nears_equal_shares_without_a_jump(ep: int) -> None:
+    even, almost = expert_load(64, 128, 8, ep), expert_load(64, 128, 8, ep, 1e-9)
+    assert (almost.rows, almost.hit) == pytest.approx((even.rows, even.hit), rel=1e-8)
+    assert almost.blocks == pytest.approx(even.blocks, rel=1e-8)
 
 
 def test_no_expert_is_chosen_more_than_once_by_a_token() -> None:
@@ -206,10 +216,22 @@ def test_a_step_of_groups_by_its_parts() -> None:
     assert RooflineStep(MODEL, 8, NODE, CALIBRATION, chunks).breakdown(16, 16_000)["exchange"] > 0
 
 
-def test_each_group_has_a_scheduler_of_its_own() -> None:
-    calibration = load_calibration("h100-vllm")
-    step = RooflineStep(MODEL, 8, NODE, calibration, IN_GROUPS)
-    assert step.breakdown(61, 61_000)["host"] == pytest.approx(8 * calibration.host.sequence_s) != 0
+@pytest.mark.parametrize(
+    ("settings", "rounds", "own"),
+    [
+        pytest.param({}, 1, 8, id="plain"),
+        pytest.param({"sampling_s_per_logit": 1e-30}, 1, 8, id="sampling"),
+        pytest.param({"graphs": False}, 1, 8, id="no graphs"),
+        pytest.param({"pp": 2}, 2, 4, id="two micro-batches of 31 sequences"),
+    ],
+)
+def test_each_group_has_a_host_process_of_its_own(settings: dict[str, Any], rounds: int, own: int) -> None:
+    """A host that takes 10 s a sequence: however the kernels are priced, a group waits for its own sequences alone."""
+    host = HostFit(step_s=0.0, sequence_s=10.0, overlapped=True, source="test")
+    calibration = CALIBRATION.model_copy(update={"host": host})
+    step = pipelined_step_cost(MODEL, 8, settings.pop("pp", 1), NODES, calibration, layout=IN_GROUPS, **settings)
+    assert step.decode(61).step_s(61_000) == pytest.approx(rounds * own * 10.0)
+    assert step.prefill_s([Chunk(10, 0)] * 61) == pytest.approx(rounds * own * 10.0)
 
 
 def test_experts_cut_and_dealt_gather_and_scatter_what_groups_have() -> None:

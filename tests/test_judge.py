@@ -8,7 +8,7 @@ import pytest
 from test_systems import OneEach, Times, call_of
 from workloads import LinearStep, StubCosts
 
-from rlsim.cost.sharing import Crowded
+from rlsim.cost.derived import crowded
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.hardware import load_cluster
 from rlsim.policies.reward_scheduler import AsyncReward
@@ -66,8 +66,8 @@ def judged(
             config=EngineConfig(),
             cap_tokens=10,
             steps=steps,
-            judge=RewardModelEngine(1, SECOND, Crowded(SECOND, 3.0), 4.0, 1000, EngineConfig(), load_s=load_s),
-            crowded=(lambda _: Crowded(SECOND, 2.0)) if reward.shared else None,
+            judge=RewardModelEngine(1, SECOND, crowded(SECOND, 3.0), 4.0, 1000, EngineConfig(), load_s=load_s),
+            crowded=(lambda _: crowded(SECOND, 2.0)) if reward.shared else None,
         )
     )
 

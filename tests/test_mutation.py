@@ -21,10 +21,6 @@ def test_every_named_fault_is_one_change_that_compiles(fault: Fault) -> None:
     compile(code, fault.path, "exec")
 
 
-def test_the_topics() -> None:
-    assert len({fault.topic for fault in FAULTS}) == 23
-
-
 def test_a_text_that_is_not_there_once_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'import' \(x\) stands there \d+ times, not 1"):
         Fault("x", "y", "rlsim/sim/pool.py", "import", "").code(ROOT)

@@ -19,7 +19,7 @@ from test_systems import Checks, OneEach, Times, call_of, gen_s, train
 from workloads import LinearStep, StubCosts
 
 import rlsim
-from rlsim.cost.sharing import Crowded
+from rlsim.cost.derived import crowded
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
@@ -153,14 +153,14 @@ def play(
             "score": RewardModelEngine(
                 1,
                 PREFILL,
-                Crowded(PREFILL, factor),
+                crowded(PREFILL, factor),
                 factor,
                 pages,
                 EngineConfig(page_tokens=1, max_num_batched_tokens=budget),
                 handover_s,
             )
         },
-        crowded=None if shared is None else lambda _: Crowded(step, factor),
+        crowded=None if shared is None else lambda _: crowded(step, factor),
         routing="round_robin",
     )
     outcome = simulate(what)

@@ -10,8 +10,8 @@ import pytest
 
 import rlsim
 from rlsim.cost.calibration import HostFit, load_calibration
-from rlsim.cost.curve import DecodeCurve, InWindows
-from rlsim.cost.host import longer
+from rlsim.cost.curve import DecodeCurve, InWindows, longer
+from rlsim.cost.derived import HostTime
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.pipeline import Boundaries, Pipelined, pipelined_step_cost
 from rlsim.cost.rollout import RolloutCostModel
@@ -67,7 +67,9 @@ def toy(
         layers=layers,
         head_s=lambda rows: HEAD_S if head else 0.0,
         boundaries=Boundaries(hidden_bytes=8192, inside=pp - 1 - across, across=across, collectives=Sends()),
-        host=HostFit(step_s=host_s, sequence_s=0.0, prefill_s=2 * host_s, overlapped=overlapped, source="test"),
+        host=HostTime(
+            HostFit(step_s=host_s, sequence_s=0.0, prefill_s=2 * host_s, overlapped=overlapped, source="test")
+        ),
     )
 
 

@@ -12,9 +12,10 @@ import pandas as pd
 import pytest
 
 import rlsim
+from rlsim.cost.derived import crowded, streamed
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload
+from rlsim.cost.sharing import layers_to_offload
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -416,6 +417,6 @@ def test_wrapped_costs_still_count_what_lies_outside_the_calibration() -> None:
 
     alone = extrapolated(lambda step: step)
     assert alone > 0
-    assert extrapolated(lambda step: Crowded(step, 1.3)) == alone
-    assert extrapolated(lambda step: Streamed(step, 0.1)) == alone
-    assert extrapolated(lambda step: Crowded(Streamed(step, 0.1), 1.3)) == alone
+    assert extrapolated(lambda step: crowded(step, 1.3)) == alone
+    assert extrapolated(lambda step: streamed(step, 0.1)) == alone
+    assert extrapolated(lambda step: crowded(streamed(step, 0.1), 1.3)) == alone

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
-from rlsim.cost.curve import DecodeCurve, InWindows
-from rlsim.cost.host import HostedStep, at_least
+from rlsim.cost.curve import DecodeCurve, InWindows, at_least
+from rlsim.cost.derived import hosted
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError
@@ -172,19 +172,15 @@ def test_at_least(name: str, floor_s: float) -> None:
     assert raised.steps_s(40, 50) == pytest.approx(one_by_one)
 
 
-def test_host_after_the_gpu_is_what_the_roofline_adds() -> None:
-    calibration = load_calibration("h100-vllm")
+@pytest.mark.parametrize(("groups", "own"), [(1, 7), (4, 2)])
+def test_host_after_the_gpu_comes_on_top_of_the_kernels(groups: int, own: int) -> None:
+    """1 ms a step, 20 us a sequence of the busiest process, 3 ms a prefill."""
     host = HostFit(step_s=1e-3, sequence_s=2e-5, prefill_s=3e-3, source="test")
-    cluster, model = load_cluster("8xh100"), load_model("llama-3.1-8b")
-    none = host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
-    own, bare = (step_cost(model, 2, cluster, calibration.model_copy(update={"host": item})) for item in (host, none))
-    hosted = HostedStep(bare, host)
-    chunks = [Chunk(512, 0), Chunk(100, 412)]
-    assert hosted.prefill_s(chunks) == pytest.approx(own.prefill_s(chunks))
-    assert hosted.mixed_s(7, 9_000, chunks) == pytest.approx(own.mixed_s(7, 9_000, chunks))
-    for tokens in (7, 20_000, 900_000):
-        assert hosted.decode(7).step_s(tokens) == pytest.approx(own.decode(7).step_s(tokens))
-    assert (hosted.tp, hosted.skew) == (own.tp, own.skew)
+    step, chunks = hosted(FixedTimes(), host, groups), [Chunk(512, 0), Chunk(100, 412)]
+    assert step.decode(7).step_s(9_000) == pytest.approx(DECODE_S + 1e-3 + own * 2e-5)
+    assert step.prefill_s(chunks) == pytest.approx(PREFILL_S + 4e-3 + (2 if groups == 1 else 1) * 2e-5)
+    assert step.mixed_s(5, 9_000, chunks) == pytest.approx(MIXED_S + 4e-3 + own * 2e-5)
+    assert hosted(FixedTimes(), host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})).tp == 1
 
 
 def test_overlapped_host_shows_only_where_the_gpu_is_faster() -> None:

@@ -3,8 +3,9 @@
 import pytest
 from workloads import LinearStep
 
+from rlsim.cost.derived import crowded, streamed
 from rlsim.cost.memory import RESERVED_BYTES, rollout_activation_bytes, rollout_weight_bytes
-from rlsim.cost.sharing import Crowded, Streamed, judge_bytes, layers_to_offload, stream_s
+from rlsim.cost.sharing import judge_bytes, layers_to_offload, stream_s
 from rlsim.cost.step import Chunk
 from rlsim.hardware import Link
 from rlsim.models import load_model
@@ -16,24 +17,24 @@ STEP = LinearStep(a=1.0, b=0.5, t=0.25, p=2.0, skew=0.1)
 
 
 def test_beside_other_work_everything_takes_so_many_times_as_long() -> None:
-    crowded = Crowded(STEP, 3.0)
-    assert crowded.decode(2).step_s(8) == pytest.approx(3 * (1 + 1 + 2))
-    assert crowded.decode(2).step_s(5e6) == pytest.approx(3 * (2 + 0.25 * 5e6))
-    assert crowded.prefill_s([Chunk(4, 0)]) == pytest.approx(3 * 9)
-    assert crowded.mixed_s(2, 8, [Chunk(4, 0)]) == pytest.approx(3 * (4 + 8))
-    assert (crowded.tp, crowded.skew) == (1, 0.1)
-    assert Crowded(STEP, 1.0).prefill_s([Chunk(4, 0)]) == 9.0
+    slow = crowded(STEP, 3.0)
+    assert slow.decode(2).step_s(8) == pytest.approx(3 * (1 + 1 + 2))
+    assert slow.decode(2).step_s(5e6) == pytest.approx(3 * (2 + 0.25 * 5e6))
+    assert slow.prefill_s([Chunk(4, 0)]) == pytest.approx(3 * 9)
+    assert slow.mixed_s(2, 8, [Chunk(4, 0)]) == pytest.approx(3 * (4 + 8))
+    assert (slow.tp, slow.skew) == (1, 0.1)
+    assert crowded(STEP, 1.0).prefill_s([Chunk(4, 0)]) == 9.0
     with pytest.raises(ValueError, match="speeds nothing up"):
-        Crowded(STEP, 0.99)
+        crowded(STEP, 0.99)
 
 
 def test_layers_from_host_memory_set_the_pace_where_they_take_longer() -> None:
-    streamed = Streamed(STEP, 10.0)
-    assert streamed.decode(2).step_s(8) == 10.0
-    assert streamed.decode(2).step_s(40) == pytest.approx(12.0)
-    assert [streamed.prefill_s([Chunk(n, 0)]) for n in (4, 5)] == [10.0, 11.0]
-    assert [streamed.mixed_s(2, t, [Chunk(2, 0)]) for t in (0, 40)] == [10.0, 16.0]
-    assert (streamed.tp, streamed.skew) == (1, 0.1)
+    slow = streamed(STEP, 10.0)
+    assert slow.decode(2).step_s(8) == 10.0
+    assert slow.decode(2).step_s(40) == pytest.approx(12.0)
+    assert [slow.prefill_s([Chunk(n, 0)]) for n in (4, 5)] == [10.0, 11.0]
+    assert [slow.mixed_s(2, t, [Chunk(2, 0)]) for t in (0, 40)] == [10.0, 16.0]
+    assert (slow.tp, slow.skew) == (1, 0.1)
 
 
 def test_as_many_layers_as_a_full_prefill_hides() -> None:

@@ -96,6 +96,11 @@ class HostFit(Fitted):
     )
     source: str = Field(description="what it is fitted to")
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether any of its terms is above zero."""
+        return self.step_s + self.sequence_s + self.prefill_s > 0
+
 
 class EagerFit(Fitted):
     """The host's time to launch what an iteration runs, where no CUDA graph was captured."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from operator import lt
 from typing import NamedTuple
 
@@ -46,6 +47,10 @@ class DecodeCurve:
     def knots(self) -> list[float]:
         """The context totals at which the slope changes, in tokens."""
         return list(self._knots)
+
+    def mapped(self, scale: float, more_s: float) -> DecodeCurve:
+        """The curve of steps that take `scale` times as long, and `more_s` more."""
+        return DecodeCurve(self.batch, self._knots, [value * scale + more_s for value in self._values])
 
     def stretched(self, factor: float, batch: int) -> DecodeCurve:
         """The curve of `batch` sequences of which these are one of `factor` equal shares."""
@@ -161,6 +166,28 @@ def over_all(
         return DecodeCurve(batch, [0.0], [curve.step_s(base)])
     knots = [*curve.knots, curve.knots[-1] + _BEYOND_TOKENS]
     return DecodeCurve(batch, [(knot - base) / share for knot in knots], list(map(curve.step_s, knots)))
+
+
+def at_least(curve: DecodeCurve, floor_s: float) -> DecodeCurve:
+    """`curve` where it takes longer than `floor_s`, else `floor_s`; for context totals of zero and more."""
+    return longer(curve, DecodeCurve(curve.batch, [0.0], [floor_s]))
+
+
+def longer(one: DecodeCurve, other: DecodeCurve) -> DecodeCurve:
+    """The longer step time of two curves of the same batch everywhere; for context totals of zero and more."""
+    knots = sorted({0.0, *one.knots, *other.knots})
+    knots.append(knots[-1] + _BEYOND_TOKENS)
+    turns = []
+    for i, (left, right) in enumerate(pairwise(knots)):
+        ahead_s = other.step_s(left) - one.step_s(left)
+        slope = (one.step_s(right) - one.step_s(left) - other.step_s(right) + other.step_s(left)) / (right - left)
+        if slope:
+            turn = left + ahead_s / slope
+            if left < turn and (turn < right or i == len(knots) - 2):  # the last segment has no end
+                turns.append(turn)
+    knots = sorted({*knots, *turns})
+    knots.append(knots[-1] + _BEYOND_TOKENS)
+    return DecodeCurve(one.batch, knots, [max(one.step_s(knot), other.step_s(knot)) for knot in knots])
 
 
 def sum_of(curves: Sequence[tuple[float, DecodeCurve]], fixed_s: float) -> DecodeCurve:

@@ -48,9 +48,10 @@ class ExpertLoad(NamedTuple):
 def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, exponent: float = 0.0) -> ExpertLoad:
     """The expected load of the busiest of `ep` GPUs, each with `experts` / `ep` experts.
 
-    Every token picks `per_token` experts. `exponent` 0: all are as popular, and all GPUs alike. Above it, the
-    popularity of the experts, in a random order, is a power law's with this exponent over a range of 1 to
-    `POPULARITY_SPAN`; the busiest GPU is the one with the most rows. What chance adds to its share is left out.
+    Every token picks `per_token` experts. Their popularity, in a random order, is a power law's with this `exponent`
+    over a range of 1 to `POPULARITY_SPAN`; below an exponent of 1 the range shrinks with it, until at 0 all are as
+    popular and all GPUs alike. The busiest GPU is the one with the most rows; what chance adds to its share is left
+    out.
     """
     if exponent == 0.0:
         chosen = np.full((1, experts // ep), per_token / experts)
@@ -75,11 +76,8 @@ def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, expone
 def _popularity(experts: int, per_token: int, exponent: float) -> Array:
     """The chance of each expert to be among a token's choices; they add up to `per_token`."""
     quantiles = (np.arange(experts) + 0.5) / experts
-    if exponent == 1.0:
-        weight = POPULARITY_SPAN**quantiles
-    else:
-        power = 1.0 - exponent
-        weight = (1.0 + quantiles * (POPULARITY_SPAN**power - 1.0)) ** (1.0 / power)
+    span, power = POPULARITY_SPAN ** min(exponent, 1.0), 1.0 - exponent
+    weight = (1.0 + quantiles * (span**power - 1.0)) ** (1.0 / power) if power else span**quantiles
     chance = np.zeros(experts)
     free = np.ones(experts, dtype=bool)
     while free.any():  # an expert is chosen once at most: what is beyond goes to the others

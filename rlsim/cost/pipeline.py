@@ -6,23 +6,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlsim.cost.calibration import Calibration, HostFit, load_calibration
-from rlsim.cost.curve import Curves, DecodeCurve, InWindows
+from rlsim.cost.calibration import Calibration
+from rlsim.cost.curve import Curves, DecodeCurve, InWindows, at_least, longer
+from rlsim.cost.derived import HostTime
 from rlsim.cost.groups import CollectiveTime, Groups
-from rlsim.cost.host import HostedStep, longer
 from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import pack
 from rlsim.cost.replica import PLAIN, ReplicaLayout
-from rlsim.cost.roofline import RooflineStep, drawn, step_cost
+from rlsim.cost.roofline import RooflineStep, calibration_for, drawn, launched, sampled, step_cost
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 
 _TOKEN_BYTES = 4  # of a sampled token on its way back to the first stage
-_BEYOND_TOKENS = 1e6  # where a knot is put beyond the last one, to keep the slope there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ class Pipelined(StepCost):
     time L of all layers, taken as alike (and of the embedding and last norm, which are small), the last one also that
     of the head, H; every boundary takes a send that neither side overlaps with its own work. The host (time h a
     micro-batch) schedules micro-batches one after another, each when its last token is back, unless it works ahead
-    (`host.overlapped`).
+    (`overlapped`).
 
         iteration = max( m · (σ·L + max(H, slowest send)),      the busiest stage has always work
                          L + H + all sends + h,                 a micro-batch waits for itself; no h if overlapped
@@ -97,7 +96,7 @@ class Pipelined(StepCost):
         layers: int,
         head_s: Callable[[float], float],
         boundaries: Boundaries,
-        host: HostFit,
+        host: HostTime,
     ) -> None:
         if not 1 <= pp <= layers:
             raise ConfigError(f"PP {pp} does not go with {layers} layers")
@@ -116,13 +115,11 @@ class Pipelined(StepCost):
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         count, size = min(batch, self.pp), self._micro_batch_size(batch)
         curve = self._kernels.decode(size, in_windows and in_windows.of(size / batch))
-        inner = [*curve.knots, curve.knots[-1] + _BEYOND_TOKENS]
-        parts = [self._micro_batch(curve.step_s(tokens), size, size) for tokens in inner]
-        knots = [tokens * batch / size for tokens in inner]
+        parts = [self._micro_batch(curve.step_s(tokens), size, size) for tokens in curve.knots]
+        knots = [tokens * batch / size for tokens in curve.knots]
         stage = DecodeCurve(batch, knots, [count * self._stage_s(part) for part in parts])
-        floor_s = count * parts[0].host_s
         way = DecodeCurve(batch, knots, [self._way_s(part) for part in parts])
-        return longer(longer(stage, way), DecodeCurve(batch, [0.0], [floor_s]))
+        return at_least(longer(stage, way), count * parts[0].host_s)
 
     def _micro_batch_size(self, batch: int) -> int:
         return math.ceil(batch / min(batch, self.pp))
@@ -170,7 +167,7 @@ class Pipelined(StepCost):
         return _MicroBatch(
             layers_s=kernels_s - head_s,
             head_s=head_s,
-            host_s=self._host.step_s + self._host.sequence_s * sequences + self._host.prefill_s * prefills,
+            host_s=self._host.iteration_s(sequences, prefills),
             send_s=self._boundaries.slowest_s(tokens),
             sends_s=self._boundaries.total_s(tokens, sequences),
         )
@@ -180,7 +177,7 @@ class Pipelined(StepCost):
 
     def _way_s(self, part: _MicroBatch) -> float:
         way_s = part.layers_s + part.head_s + part.sends_s
-        return way_s if self._host.overlapped else way_s + part.host_s
+        return way_s if self._host.fit.overlapped else way_s + part.host_s
 
 
 def pipelined_step_cost(
@@ -198,50 +195,32 @@ def pipelined_step_cost(
 ) -> StepCost:
     """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs each; with `pp` 1 that of `step_cost`.
 
-    Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from `first_gpu` on. `sampling_s_per_logit`
-    is what the GPU takes for each entry of a sampled token's vocabulary, after the head and on the last stage: nothing
-    for the fused kernels of serving engines, much for a framework that sorts all logits of one sequence after another.
-    Without `graphs` an iteration takes at least as long as the host needs to launch its kernels (`EagerFit`).
-    With several stages, sampling, or no graphs, the kernels decide, even where the calibration has a profile of whole
-    decode steps at this `tp`: that does not tell head and host time. Raises `ConfigError` if the model cannot be cut
-    that way, `CapacityError` if the replicas exceed the cluster, `CalibrationError` if the calibration
-    was made for another GPU.
+    Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from `first_gpu` on. Sampling comes after the head,
+    on the last stage. With several stages the kernels decide, even where the calibration has a profile of whole decode
+    steps at this `tp`: that does not tell head and host time. Raises `ConfigError` if the model cannot be cut that way,
+    `CapacityError` if the replicas exceed the cluster, `CalibrationError` if the calibration was made for another GPU.
     """
-    if isinstance(calibration, str):
-        calibration = load_calibration(calibration)
-    alone = step_cost(model, tp, cluster, calibration, layout)
+    calibration = calibration_for(cluster, calibration)
+    roofline = RooflineStep(model, tp, cluster, calibration, layout)
     if tp * pp * dp > cluster.gpus:
         raise CapacityError(
             f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
         )
-    if pp == 1 and not sampling_s_per_logit and graphs:
-        return alone
-    # Sampling takes its time per sequence, as the host does, but on the GPU: the kernels get it in the host's place.
-    sampling_s = sampling_s_per_logit * model.vocab_size
-    on_gpu = calibration.host.model_copy(update={"step_s": 0.0, "sequence_s": sampling_s, "prefill_s": 0.0})
-    roofline = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": on_gpu}), layout)
-    kernels = roofline if graphs else _launched(roofline, model, tp, calibration)
-    mesh = Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)
-    inside, across = Groups(roofline.collectives, cluster, mesh).boundaries
-    boundaries = Boundaries(
-        hidden_bytes=BF16 * model.hidden_size,
-        inside=inside,
-        across=across,
-        collectives=roofline.collectives,
-    )
+    if pp == 1:
+        return step_cost(
+            model, tp, cluster, calibration, layout, sampling_s_per_logit=sampling_s_per_logit, graphs=graphs
+        )
+    inside, across = Groups(roofline.collectives, cluster, Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)).boundaries
     cost = Pipelined(
-        kernels,
+        launched(sampled(roofline, model, sampling_s_per_logit, layout), model, calibration, graphs),
         pp,
         layers=model.num_hidden_layers,
-        head_s=lambda rows: roofline.head_s(rows) + sampling_s * rows,
-        boundaries=boundaries,
-        host=calibration.host,
+        head_s=lambda rows: (
+            roofline.head_s(rows) + sampling_s_per_logit * model.vocab_size * math.ceil(rows / layout.attention_dp)
+        ),
+        boundaries=Boundaries(
+            hidden_bytes=BF16 * model.hidden_size, inside=inside, across=across, collectives=roofline.collectives
+        ),
+        host=HostTime(calibration.host, layout.attention_dp),
     )
     return drawn(cost, calibration)
-
-
-def _launched(kernels: StepCost, model: Model, tp: int, calibration: Calibration) -> StepCost:
-    """The kernels as the host launches them one by one: whichever of the two takes longer."""
-    launch_s = calibration.eager.iteration_s(model.blocks / 2, tp)
-    host = HostFit(step_s=launch_s, sequence_s=0.0, overlapped=True, source=calibration.eager.source)
-    return HostedStep(kernels, host)

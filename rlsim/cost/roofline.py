@@ -1,26 +1,24 @@
-"""A replica's iterations as the sum of their kernels, collectives and host time."""
+"""A replica's iterations as the sum of their kernels and collectives."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from rlsim.cost.attention import LayerAttention, layer_attention
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.curve import Curves, DecodeCurve, InWindows, over_all, read_of_equal, sum_of
+from rlsim.cost.derived import Change, DerivedStep, hosted
 from rlsim.cost.experts import expert_load
-from rlsim.cost.host import HostedStep
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import kv_shape
 from rlsim.cost.operators import Operators
 from rlsim.cost.packing import pack
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.replica import PLAIN, ReplicaLayout
-from rlsim.cost.sharing import Scaled
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.hardware import Cluster
@@ -52,8 +50,8 @@ class RooflineStep(StepCost):
     add+norm, fused gate-up product, activation, down product, all-reduce; of a mixture of experts the router, the
     products of the shared expert, and the fused kernel of the experts that some token picks, on the GPU that most
     tokens reach; half of that where attention or feed-forward is missing. An iteration adds the embedding, a last norm,
-    the LM head (sharded over the vocabulary, last tokens only), the gather of its logits, and the host time that is not
-    hidden. Every decode batch is taken to run from a captured CUDA graph.
+    the LM head (sharded over the vocabulary, last tokens only) and the gather of its logits. Host time is not in it
+    (`step_cost`). Every decode batch is taken to run from a captured CUDA graph.
 
     `layout`: with `attention_dp` groups of GPUs each group computes all but the experts for its share of the sequences.
     Tokens then reach the experts, and come back, by an all-to-all (DeepEP's where the calibration has it) if whole
@@ -87,7 +85,6 @@ class RooflineStep(StepCost):
         self.skew = calibration.operators.decode_attention.skew
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
-        self._host = calibration.host
         self._model = model
         counts = Counter(layer.attention for layer in model.layers)
         kinds = {one: layer_attention(self.operators, one, self._group_tp, model.dtype_bytes) for one in counts}
@@ -109,7 +106,7 @@ class RooflineStep(StepCost):
         return self.curves[batch] if in_windows is None else self.curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
-        fixed = self._tokens_s(batch) + self.head_s(batch) + self._host_s(batch)
+        fixed = self._tokens_s(batch) + self.head_s(batch)
         curves = []
         for count, kind in self._attentions:
             curve = self._attention_curve(kind, batch)
@@ -141,8 +138,6 @@ class RooflineStep(StepCost):
             self._tokens_s(tokens, tokens if own is chunks else sum([new for new, _ in own]))
             + self._prefill_attention_s(own)
             + self.head_s(len(chunks))
-            + self._host_s(len(chunks))
-            + self._host.prefill_s
         )
 
     def mixed_s(
@@ -152,14 +147,11 @@ class RooflineStep(StepCost):
         tokens, own = batch + sum(chunk.new_tokens for chunk in chunks), self._busiest(chunks)
         for operator, values in self._decode_shapes(batch, context_tokens):
             self.operators.count(operator, **values)
-        rows = batch + len(chunks)
         return (
             self._tokens_s(tokens, self._share(batch) + sum(chunk.new_tokens for chunk in own))
             + self._attention_s(batch, context_tokens, in_windows)
             + self._prefill_attention_s(own)
-            + self.head_s(rows)
-            + self._host_s(rows)
-            + self._host.prefill_s
+            + self.head_s(batch + len(chunks))
         )
 
     def lookups(self) -> Lookups:
@@ -179,7 +171,7 @@ class RooflineStep(StepCost):
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one decode step by kind: products (experts among them), attention, elementwise, all_reduce,
-        exchange (of tokens between groups of GPUs), head, host."""
+        exchange (of tokens between groups of GPUs), head."""
         own = self._share(batch)
         elementwise = sum(count * self._elementwise_s(layer, own) for count, layer, _ in self._layers)
         products = sum(count * self._products_s(layer, linears, batch, own) for count, layer, linears in self._layers)
@@ -191,12 +183,7 @@ class RooflineStep(StepCost):
             "all_reduce": all_reduce,
             "exchange": exchange,
             "head": self.head_s(batch),
-            "host": self._host_s(batch),
         }
-
-    def _host_s(self, sequences: int) -> float:
-        """Of an iteration; every group of GPUs has a scheduler of its own, for its share of the sequences."""
-        return self._host.step_s + self._host.sequence_s * self._share(sequences)
 
     def _share(self, count: N) -> N:
         """Sequences, tokens or rows of the group of GPUs that has most."""
@@ -316,12 +303,36 @@ class RooflineStep(StepCost):
 
 
 def step_cost(
-    model: Model, tp: int, cluster: Cluster, calibration: Calibration | str, layout: ReplicaLayout = PLAIN
+    model: Model,
+    tp: int,
+    cluster: Cluster,
+    calibration: Calibration | str,
+    layout: ReplicaLayout = PLAIN,
+    *,
+    sampling_s_per_logit: float = 0.0,
+    graphs: bool = True,
 ) -> StepCost:
     """The step cost of `model` at `tp`: the calibration's own decode profile if it has one, else the roofline.
 
+    `sampling_s_per_logit` is what the GPU takes for each entry of a sampled token's vocabulary: nothing for the fused
+    kernels of serving engines, much for a framework that sorts all logits of one sequence after another. Without
+    `graphs` an iteration takes at least as long as the host needs to launch its kernels (`EagerFit`); a profile of
+    whole decode steps says nothing about that, so the roofline decides.
+
     Raises `CalibrationError` if the calibration was made for another GPU.
     """
+    calibration = calibration_for(cluster, calibration)
+    profile = calibration.profile(model.name, tp) if layout.plain and graphs else None
+    if profile is not None and model == model.served("bf16"):  # as profiles were measured, host time included
+        measured = ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew)
+        return drawn(sampled(measured, model, sampling_s_per_logit, layout), calibration)
+    roofline = RooflineStep(model, tp, cluster, calibration, layout)
+    kernels = launched(sampled(roofline, model, sampling_s_per_logit, layout), model, calibration, graphs)
+    return drawn(hosted(kernels, calibration.host, layout.attention_dp), calibration)
+
+
+def calibration_for(cluster: Cluster, calibration: Calibration | str) -> Calibration:
+    """The calibration, read if it is named; raises `CalibrationError` if it was made for another GPU."""
     if isinstance(calibration, str):
         calibration = load_calibration(calibration)
     if calibration.gpu != cluster.gpu.name:
@@ -329,17 +340,26 @@ def step_cost(
             f"calibration {calibration.name!r} is for GPU {calibration.gpu!r}, "
             f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
         )
-    profile, host = calibration.profile(model.name, tp) if layout.plain else None, calibration.host
-    if profile is not None and model == model.served("bf16"):  # as profiles were measured
-        return drawn(ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew), calibration)
-    if not host.overlapped:
-        return drawn(RooflineStep(model, tp, cluster, calibration, layout), calibration)
-    alone = host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
-    kernels = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": alone}), layout)
-    return drawn(HostedStep(kernels, host, layout.attention_dp), calibration)
+    return calibration
+
+
+def sampled(kernels: StepCost, model: Model, s_per_logit: float, layout: ReplicaLayout) -> StepCost:
+    """`kernels` with sampling after them: each group of GPUs samples the tokens of its own sequences."""
+    sequence_s = s_per_logit * model.vocab_size
+    if not sequence_s:
+        return kernels
+    return DerivedStep(kernels, lambda n, _: Change(more_s=sequence_s * math.ceil(n / layout.attention_dp)))
+
+
+def launched(kernels: StepCost, model: Model, calibration: Calibration, graphs: bool) -> StepCost:
+    """`kernels` as the host launches them: with `graphs` all at once, else one by one, if that takes longer."""
+    if graphs:
+        return kernels
+    launch_s = calibration.eager.iteration_s(model.blocks / 2, kernels.tp)
+    return DerivedStep(kernels, lambda *_: Change(least_s=launch_s))
 
 
 def drawn(cost: StepCost, calibration: Calibration) -> StepCost:
     """The step cost in the world that the calibration is drawn for."""
     draw = calibration.draw
-    return Scaled(cost, partial(draw.iteration, cost.tp)) if draw.number else cost
+    return DerivedStep(cost, lambda n, _: Change(scale=draw.iteration(cost.tp, n))) if draw.number else cost

@@ -1,84 +1,15 @@
-"""Step costs made of others: all iterations longer, beside other work on the GPU, or with weights in host memory."""
+"""Engines that share their GPUs with others: how many layers stay in host memory, and what the rest takes."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
 
-from rlsim.cost.curve import Curves, DecodeCurve, InWindows
-from rlsim.cost.host import at_least
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import RESERVED_BYTES, rollout_activation_bytes, rollout_weight_bytes
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import host_copy_s
 from rlsim.hardware import Link
 from rlsim.models import Model
-
-
-class Scaled(StepCost):
-    """`cost`, but every iteration takes `factor` times as long, which may depend on the number of its sequences."""
-
-    def __init__(self, cost: StepCost, factor: Callable[[int], float]) -> None:
-        self.tp, self.skew, self.kv = cost.tp, cost.skew, cost.kv
-        self._cost, self._factor = cost, factor
-        self._curves = Curves(self._decode)
-
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        return self._curves.at(batch, in_windows)
-
-    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
-        curve, factor = self._cost.decode(batch, in_windows), self._factor(batch)
-        knots = [*curve.knots, curve.knots[-1] + 1e6]  # one more, to keep the last slope
-        return DecodeCurve(batch, knots, [curve.step_s(knot) * factor for knot in knots])
-
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self._cost.prefill_s(chunks) * self._factor(len(chunks))
-
-    def mixed_s(
-        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
-    ) -> float:
-        return self._cost.mixed_s(batch, context_tokens, chunks, in_windows) * self._factor(batch + len(chunks))
-
-    def lookups(self) -> Lookups:
-        self._curves.pass_on(self._cost.decode)
-        return self._cost.lookups()
-
-
-class Crowded(Scaled):
-    """`alone` beside other work on the same GPU: every iteration takes `factor` ≥ 1 times as long."""
-
-    def __init__(self, alone: StepCost, factor: float) -> None:
-        if factor < 1:
-            raise ValueError("other work on a GPU speeds nothing up")
-        super().__init__(alone, lambda _: factor)
-
-
-class Streamed(StepCost):
-    """`resident` with some layers in host memory, copied in step with computation: the longer of the two decides.
-
-    `stream_s` is the time to bring all those layers in once; every iteration needs each of them.
-    """
-
-    def __init__(self, resident: StepCost, stream_s: float) -> None:
-        self.tp, self.skew, self.kv = resident.tp, resident.skew, resident.kv
-        self._resident, self._stream_s = resident, stream_s
-        self._curves = Curves(lambda *of: at_least(resident.decode(*of), stream_s))
-
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        return self._curves.at(batch, in_windows)
-
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return max(self._resident.prefill_s(chunks), self._stream_s)
-
-    def mixed_s(
-        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
-    ) -> float:
-        return max(self._resident.mixed_s(batch, context_tokens, chunks, in_windows), self._stream_s)
-
-    def lookups(self) -> Lookups:
-        self._curves.pass_on(self._resident.decode)
-        return self._resident.lookups()
 
 
 def layers_to_offload(model: Model, resident: StepCost, host: Link, batched_tokens: int, sequence_tokens: int) -> int:

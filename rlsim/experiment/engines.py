@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rlsim.cost.derived import crowded
 from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.sharing import Crowded, judge_bytes
+from rlsim.cost.sharing import judge_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import Kind, LoadedExperiment
@@ -119,7 +120,7 @@ def scorer_of(
             f"tokens of KV cache; a response with its prompt may need {loaded.longest_sequence}"
         )
     slowdown = streaming.slowdown if placement.shared else 1.0
-    return RewardModelEngine(tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, streaming.handover_s)
+    return RewardModelEngine(tp, cost, crowded(cost, slowdown), slowdown, pages, engine, streaming.handover_s)
 
 
 def tp_of(placement: Placement) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
+from rlsim.cost.derived import crowded, streamed
 from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
+from rlsim.cost.sharing import layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import CapacityError, ConfigError
@@ -49,7 +50,7 @@ class Judge:
         loaded, spec, model, engine = self._loaded, self._spec, self._model, self._loaded.experiment.engine
         cost, slowdown = self._resident, 1.0
         if self.beside is not None:
-            cost = Streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, self._cluster.host))
+            cost = streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, self._cluster.host))
             slowdown = self.beside.slowdown
         pages = kv_pages(
             loaded,
@@ -68,7 +69,7 @@ class Judge:
         load_s = 0.0
         if self.joins and spec.while_training == "offloaded":
             load_s = host_copy_s(math.ceil(rollout_weight_bytes(model, spec.tp)), self._cluster.host)
-        return RewardModelEngine(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, load_s=load_s)
+        return RewardModelEngine(spec.tp, cost, crowded(cost, slowdown), slowdown, pages, engine, load_s=load_s)
 
     @cached_property
     def _resident(self) -> StepCost:

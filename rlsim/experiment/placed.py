@@ -9,10 +9,10 @@ from math import gcd
 
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calls import CallCosts
+from rlsim.cost.derived import crowded
 from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
-from rlsim.cost.sharing import Crowded
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy, logits_of
 from rlsim.cost.weight_sync import WeightSync
@@ -444,8 +444,8 @@ class PlacedExperiment:
 
     def lookups(self) -> Lookups:
         """The shapes that the rollout, training and the judge asked for."""
-        for crowded in self._crowded_steps.values():
-            crowded.lookups()  # tells the machine's own curves how far they were followed
+        for step in self._crowded_steps.values():
+            step.lookups()  # tells the machine's own curves how far they were followed
         judge = [self.judge.crowded.lookups()] if self.judge else []
         calls = [costs.lookups() for costs in self._calls.values()]
         hybrid = [self.hybrid_costs.lookups()] if self.hybrid_gpus else []
@@ -456,7 +456,7 @@ class PlacedExperiment:
         if tp not in self._crowded_steps:
             beside = (self._judge and self._judge.beside, self._streaming)
             factor = max(part.slowdown if part else 1.0 for part in beside)
-            self._crowded_steps[tp] = Crowded(self.rollout_costs.step(tp), factor)
+            self._crowded_steps[tp] = crowded(self.rollout_costs.step(tp), factor)
         return self._crowded_steps[tp]
 
 

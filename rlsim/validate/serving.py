@@ -29,8 +29,8 @@ import numpy as np
 import pandas as pd
 
 from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit, load_calibration
+from rlsim.cost.derived import hosted
 from rlsim.cost.engine_memory import engine_memory_of
-from rlsim.cost.host import HostedStep
 from rlsim.cost.memory import rollout_memory
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
@@ -227,7 +227,7 @@ def simulate(
 ) -> Served:
     """The run on rlsim's engine, whose kernels take the times of `bare`."""
     protocol = protocol or Protocol()
-    cost = HostedStep(bare, host)
+    cost = hosted(bare, host)
     return closed_loop(cost, protocol.pages(run), protocol.config(run), protocol.load(run), front_end)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.cost.calibration import load_calibration
+from rlsim.cost.derived import HostTime
 from rlsim.cost.roofline import RooflineStep
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import load_cluster
@@ -96,8 +97,10 @@ def _spent(recipe: dict[str, Any], model: str, run: Mapping[Hashable, Any], call
     gpus = int(recipe["rollout_gpus"] if recipe["async_on"] else recipe["total_gpus"])
     batch = samples * tp // gpus
     node, calibration = NODES[int(recipe["gpus_per_node"])]
-    step = RooflineStep(load_model(model), tp, load_cluster(f"{recipe['nodes']}x{node}"), load_calibration(calibration))
+    priced = load_calibration(calibration)
+    step = RooflineStep(load_model(model), tp, load_cluster(f"{recipe['nodes']}x{node}"), priced)
     parts = step.breakdown(batch, batch * (run["tokens_per_sample_implied"] - run["mean_len"] / 2))
+    parts["host"] = HostTime(priced.host).iteration_s(batch, prefills=False)
     shown = [1e3 * parts.pop(name) for name in ("products", "attention", "all_reduce", "host")]
     inference_s = calls["old_log_prob"] + calls["ref_log_prob"]
     seconds_of = [calls["generate"], inference_s, calls["train"], calls["weight_sync"]]

@@ -1,4 +1,4 @@
-"""Faults of 23 topics that must not go unnoticed: what a wrong simulator would most plausibly have wrong.
+"""Faults that must not go unnoticed: what a wrong simulator would most plausibly have wrong.
 
 A topic is noticed if each of its faults is. `old` stands exactly once in the file.
 """
@@ -242,15 +242,29 @@ FAULTS = (
         "sampling",
         "once, not for each sequence",
         _COST + "pipeline.py",
-        "roofline.head_s(rows) + sampling_s * rows",
-        "roofline.head_s(rows) + sampling_s",
+        "model.vocab_size * math.ceil(rows / layout.attention_dp)",
+        "model.vocab_size",
     ),
     Fault(
         "sampling",
         "no kernel time",
-        _COST + "pipeline.py",
-        '"sequence_s": sampling_s, "prefill_s"',
-        '"sequence_s": 0.0, "prefill_s"',
+        _COST + "roofline.py",
+        "more_s=sequence_s * math.ceil(n / layout.attention_dp)",
+        "more_s=0.0",
+    ),
+    Fault(
+        "host time",
+        "one process for all groups of GPUs",
+        _COST + "derived.py",
+        "math.ceil(sequences / self.groups)",
+        "sequences",
+    ),
+    Fault(
+        "popularity of experts",
+        "a jump at an exponent of 0",
+        _COST + "experts.py",
+        "POPULARITY_SPAN ** min(exponent, 1.0)",
+        "POPULARITY_SPAN",
     ),
     Fault(
         "collectives",

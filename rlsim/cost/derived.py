@@ -1,0 +1,94 @@
+"""Step costs made of others: with an engine's host time, beside other work on the GPU, with weights in host memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rlsim.cost.calibration import HostFit
+from rlsim.cost.curve import Curves, DecodeCurve, InWindows, at_least
+from rlsim.cost.lookups import Lookups
+from rlsim.cost.step import Chunk, StepCost
+
+
+class Change(NamedTuple):
+    """An iteration takes `scale` times as long and `more_s` more, and no less than `least_s`."""
+
+    scale: float = 1.0
+    more_s: float = 0.0
+    least_s: float = 0.0
+
+
+class DerivedStep(StepCost):
+    """`cost` with a change of each iteration: `change(sequences, prefills)`, where `prefills` is whether it does."""
+
+    def __init__(self, cost: StepCost, change: Callable[[int, bool], Change]) -> None:
+        self.tp, self.skew, self.kv = cost.tp, cost.skew, cost.kv
+        self._cost, self._change = cost, change
+        self._curves = Curves(self._decode)
+
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        return self._curves.at(batch, in_windows)
+
+    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
+        change = self._change(batch, False)
+        curve = self._cost.decode(batch, in_windows).mapped(change.scale, change.more_s)
+        return at_least(curve, change.least_s) if change.least_s else curve
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        return self._changed(self._cost.prefill_s(chunks), len(chunks))
+
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
+        return self._changed(self._cost.mixed_s(batch, context_tokens, chunks, in_windows), batch + len(chunks))
+
+    def _changed(self, time_s: float, sequences: int) -> float:
+        change = self._change(sequences, True)
+        return max(time_s * change.scale + change.more_s, change.least_s)
+
+    def lookups(self) -> Lookups:
+        self._curves.pass_on(self._cost.decode)
+        return self._cost.lookups()
+
+
+class HostTime(NamedTuple):
+    """An engine's host time: `step_s + sequence_s · sequences`, and `prefill_s` more in an iteration that prefills.
+
+    Each of the `groups` of GPUs that share a replica's sequences out has a host process of its own.
+    """
+
+    fit: HostFit
+    groups: int = 1
+
+    def iteration_s(self, sequences: int, prefills: bool) -> float:
+        """Seconds of the busiest process in an iteration of so many sequences."""
+        own = math.ceil(sequences / self.groups)
+        return self.fit.step_s + self.fit.sequence_s * own + self.fit.prefill_s * prefills
+
+    def change(self, sequences: int, prefills: bool) -> Change:
+        """An engine that prepares the next step while the GPU works (`overlapped`) takes the longer of the two times,
+        any other their sum."""
+        time_s = self.iteration_s(sequences, prefills)
+        return Change(least_s=time_s) if self.fit.overlapped else Change(more_s=time_s)
+
+
+def hosted(kernels: StepCost, host: HostFit, groups: int = 1) -> StepCost:
+    """`kernels` (a step cost without host time) as an engine with this host time runs them."""
+    return DerivedStep(kernels, HostTime(host, groups).change) if host.takes_time else kernels
+
+
+def crowded(alone: StepCost, factor: float) -> StepCost:
+    """`alone` beside other work on the same GPU: every iteration takes `factor` ≥ 1 times as long."""
+    if factor < 1:
+        raise ValueError("other work on a GPU speeds nothing up")
+    return DerivedStep(alone, lambda *_: Change(scale=factor))
+
+
+def streamed(resident: StepCost, stream_s: float) -> StepCost:
+    """`resident` with some layers in host memory, copied in step with computation: the longer of the two decides.
+
+    `stream_s` is the time to bring all those layers in once; every iteration needs each of them.
+    """
+    return DerivedStep(resident, lambda *_: Change(least_s=stream_s))
