@@ -12,7 +12,6 @@ to the smaller one. Takes ten minutes, most of it searches for plans.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from scipy.optimize import brentq
 
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import EagerFit, load_calibration
-from rlsim.validate.parts import Options, data_folder
+from rlsim.validate.parts import Options
 from rlsim.validate.rows import Row
 from rlsim.validate.steps import EFFICIENCY, REALHF, realhf_rows
 
@@ -49,10 +48,7 @@ def slope(rows: Sequence[Row], size: int, *, measured: bool) -> float:
 
 def main() -> None:
     """Fit and print."""
-    data = data_folder(None)
-    if data is None:
-        sys.exit("fit_eager: there are no measured tables here")
-    table = pd.read_csv(data / REALHF)
+    table = pd.read_csv(Options().evidence / REALHF)
     heuristic = table[table["plan"] != "searched"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -20,7 +20,8 @@ from calibration.provenance import DATE
 from calibration.tables import DATA
 
 from rlsim.calibrate.write import write_record
-from rlsim.validate.serving import CALIBRATIONS, SERVED, TABLES, read_runs
+from rlsim.validate.parts import Options
+from rlsim.validate.serving import CALIBRATIONS, SERVED, TABLE, read_runs
 from rlsim.validate.transfer import FITS, SettingFit, TransferFits, shipped_fits
 
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the measured tables")
     parser.add_argument("--only", choices=sorted(SERVED), metavar="ENGINE", help="fit this engine only")
     options = parser.parse_args()
-    catalogue, runs = Catalogue(options.data), read_runs(options.data)
+    catalogue, runs = Catalogue(options.data), read_runs(Options().evidence)
     kept = {engine: [fit for fit in _known() if fit.engine == engine] for engine in SERVED}
     for engine in [options.only] if options.only else ("vllm", "sglang", "trtllm"):  # the longest last
         serving = Serving.start(engine, runs, catalogue.kernels(*OLDER.get(CALIBRATIONS[engine], (SERVED_ON, engine))))
@@ -46,7 +47,7 @@ def _known() -> tuple[SettingFit, ...]:
 
 
 def _write(fits: Sequence[SettingFit]) -> None:
-    source = f"{', '.join(TABLES)} (whole engines on H100, measured by users of NVIDIA aiconfigurator)"
+    source = f"evidence/{TABLE} (whole engines on H100, measured by users of NVIDIA aiconfigurator)"
     script = "scripts/fit_serving.py"
     record = TransferFits(date=DATE, script=script, source=source, fits=tuple(fits))
     write_record(record.model_dump(exclude_defaults=True), FITS, f"Fitted by {script}; change that, not this. Seconds.")

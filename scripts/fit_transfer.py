@@ -24,6 +24,7 @@ from rlsim.calibrate.write import write_record
 from rlsim.cost.draw import TransferErrors
 from rlsim.validate.calls import CALLS, LeftOutCalls, TransferCalls
 from rlsim.validate.coverage import errors_by_setting, level_spread, line, spread
+from rlsim.validate.parts import Options
 from rlsim.validate.serving import read_runs
 from rlsim.validate.transfer import kind_rows, shipped_fits
 from rlsim.validate.weight_sync import predicted_errors, read_syncs
@@ -32,11 +33,12 @@ SCRIPT = "scripts/fit_transfer.py"
 SOURCE = "rl_timings/verl_steps.csv, rl_timings/rl_steps_async.csv (logs of veRL and NeMo-RL)"
 
 
-def transfer_errors(data: Path, calls: TransferCalls) -> TransferErrors:
-    """From the measured tables in a folder, and the errors of calls."""
-    rows = kind_rows(read_runs(data), shipped_fits(), "left-out")
+def transfer_errors(calls: TransferCalls) -> TransferErrors:
+    """From the measured rows, and the errors of calls."""
+    evidence = Options().evidence
+    rows = kind_rows(read_runs(evidence), shipped_fits(), "left-out")
     rollout = spread(line(errors) for errors in errors_by_setting(rows, "tpot_s").values())
-    syncs = predicted_errors(read_syncs(data))
+    syncs = predicted_errors(read_syncs(evidence))
     return TransferErrors(rollout.level, rollout.tilt, level_spread(calls.log_errors()), level_spread(syncs))
 
 
@@ -61,7 +63,7 @@ def main() -> None:
     calls = left_out_calls(fit_stacks(data, gemm_shares(data)).cases)
     comment = f"Made by {SCRIPT}; change that, not this. Errors: rlsim / measured - 1."
     write_record(calls.model_dump(), CALLS, comment)
-    for name, value in vars(transfer_errors(data, calls)).items():
+    for name, value in vars(transfer_errors(calls)).items():
         print(f"{name}={value:.3f}")
 
 

@@ -1,6 +1,6 @@
 """Fit the constants of weight syncs to measured ones, and print them with the errors on settings left out.
 
-    python scripts/fit_weight_sync.py [--data DIR]
+    python scripts/fit_weight_sync.py
 
 The outcome is `rlsim.cost.weight_sync.FITTED`. Which rows are fitted, which are predicted and which are left out is
 written down in `rlsim/validate/weight_sync.py`.
@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 
-from calibration.tables import DATA
-
+from rlsim.validate.parts import Options
 from rlsim.validate.weight_sync import USED, fitted, left_out, read_syncs, seconds
 
 
 def main() -> None:
     """Fit and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the measured tables")
-    measured = {row: time for row, (_, time) in read_syncs(parser.parse_args().data).items()}
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    measured = {row: time for row, (_, time) in read_syncs(Options().evidence).items()}
     found = fitted(measured, [row for row, setting in USED.items() if setting.kind == "input"])
     for name, value in asdict(found).items():
         print(f"{name} = {value:.4g}")

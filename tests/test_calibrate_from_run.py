@@ -610,10 +610,9 @@ def test_the_batch_is_worked_out_from_the_tokens(rows: dict[int, Metrics], tmp_p
 
 # Real runs -----------------------------------------------------------------------------------------------------------
 
-VERL_STEPS = Path(__file__).resolve().parents[2] / "shared" / "data" / "rl_timings" / "verl_steps.csv"
+VERL_STEPS = Path(__file__).resolve().parents[1] / "evidence" / "verl_steps.csv"
 
 
-@pytest.mark.skipif(not VERL_STEPS.exists(), reason="measured data are not here")
 def test_summaries_of_real_runs_are_plausible_to_the_checks(tmp_path: Path) -> None:
     """Rows 2 and 4 are medians of real logs; as steps around them they pass every check, and what comes out is
     an efficiency that a framework can have."""

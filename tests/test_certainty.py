@@ -35,15 +35,14 @@ from rlsim.sweeps.jobs import in_processes
 from rlsim.sweeps.points import load_sweep
 from rlsim.validate.calls import OUTLIER, shipped_calls
 from rlsim.validate.coverage import errors_by_setting, inside, level_spread, levels_inside, line, spread
-from rlsim.validate.parts import data_folder
+from rlsim.validate.parts import Options
 from rlsim.validate.rows import Row
 from rlsim.validate.runs import run as validated
-from rlsim.validate.serving import has_runs, read_runs
+from rlsim.validate.serving import read_runs
 from rlsim.validate.transfer import kind_rows, shipped_fits
 from rlsim.validate.weight_sync import left_out, left_out_errors, predicted_errors, read_syncs
 
-DATA = data_folder(None)
-measured = pytest.mark.skipif(not has_runs(DATA), reason="no measured serving runs here")
+EVIDENCE = Options().evidence
 
 H100 = load_calibration("h100-sglang")
 MODEL, CLUSTER = load_model("llama-3.1-8b"), load_cluster("8xh100")
@@ -259,10 +258,9 @@ def test_a_plan_is_searched_for_once_and_kept_in_the_worlds(
 @pytest.fixture(scope="module")
 def left_out_runs() -> Sequence[Row]:
     """Every serving run, with the fit that has not seen its setting."""
-    return kind_rows(read_runs(DATA or Path()), shipped_fits(), "left-out")
+    return kind_rows(read_runs(EVIDENCE), shipped_fits(), "left-out")
 
 
-@measured
 @pytest.mark.parametrize("quantity", ["tpot_s", "ttft_s"])
 def test_nine_of_ten_left_out_runs_lie_inside_their_interval(left_out_runs: Sequence[Row], quantity: str) -> None:
     errors = errors_by_setting(left_out_runs, quantity)
@@ -288,10 +286,9 @@ def test_nine_of_ten_left_out_calls_lie_inside_their_interval(outlier: bool, ins
     assert (MEASURED.calls == pytest.approx(level_spread(errors), abs=6e-4)) == outlier, "worlds are drawn with it"
 
 
-@measured
 def test_weight_syncs_lie_inside_their_interval() -> None:
     """All of the predicted, five of which are too few for nine of ten; seven of eight that know nothing of theirs."""
-    found = read_syncs(DATA or Path())
+    found = read_syncs(EVIDENCE)
     unseen = left_out({row: time for row, (_, time) in found.items()})
     for errors, inside_of in ((predicted_errors(found), (5, 5)), (left_out_errors(found, unseen), (7, 8))):
         assert (sum(levels_inside(errors).values()), sum(map(len, errors.values()))) == inside_of
@@ -299,7 +296,6 @@ def test_weight_syncs_lie_inside_their_interval() -> None:
     assert level_spread(predicted_errors(found)) == pytest.approx(MEASURED.sync, abs=6e-4)
 
 
-@measured
 def test_the_errors_of_rollouts_are_those_of_left_out_runs(left_out_runs: Sequence[Row]) -> None:
     found = spread(line(own) for own in errors_by_setting(left_out_runs, "tpot_s").values())
     assert (found.level, found.tilt) == pytest.approx((MEASURED.rollout, MEASURED.tilt), abs=6e-4)

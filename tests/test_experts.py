@@ -34,7 +34,7 @@ from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft
 from rlsim.layers import Experts
 from rlsim.models import load_model
-from rlsim.validate.parts import data_folder
+from rlsim.validate.parts import kernel_folder
 from tests.test_frameworks import nemo, verl
 
 MODEL, DENSE = load_model("qwen3-30b-a3b"), load_model("qwen3-8b")
@@ -325,7 +325,7 @@ def test_a_power_law_gives_every_choice_to_some_expert() -> None:
 
 # Measured tables ------------------------------------------------------------------------------------------------------
 
-MEASURED = (data_folder(None) or Path("absent")) / "kernels/aiconfigurator"
+MEASURED = (kernel_folder(None) or Path("absent")) / "kernels/aiconfigurator"
 needs_tables = pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured kernel tables are not here (RLSIM_DATA)")
 B200 = Reference(bf16_flop_per_s=2.25e15, memory_bytes_per_s=8e12, sm_count=148, l2_bytes=126e6, link_bytes_per_s=9e11)
 

@@ -25,7 +25,7 @@ from rlsim.cost.operators import Operators, interpolate
 from rlsim.cost.surface import Surface
 from rlsim.errors import CalibrationError
 from rlsim.schema import Schema
-from rlsim.validate.parts import data_folder
+from rlsim.validate.parts import kernel_folder
 
 REFERENCE = Reference(
     bf16_flop_per_s=100e12, memory_bytes_per_s=1e12, sm_count=100, l2_bytes=40e6, link_bytes_per_s=100e9
@@ -326,7 +326,7 @@ def test_routers_take_no_longer_than_the_narrowest_measured_product(name: str) -
         assert times[0] > 0.5 * launch_s
 
 
-MEASURED = (data_folder(None) or Path("absent")) / "kernels/aiconfigurator"
+MEASURED = (kernel_folder(None) or Path("absent")) / "kernels/aiconfigurator"
 
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured kernel tables are not here (RLSIM_DATA)")

@@ -18,8 +18,8 @@ from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
-from rlsim.validate.parts import Options, Section, Skipped, data_folder
-from rlsim.validate.serving import SERVED, TABLES, Protocol, ServingRun, has_runs, read_runs, run_rows, section
+from rlsim.validate.parts import Options
+from rlsim.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, run_rows, section
 
 DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05
 HEADINGS = "model,gpu,backend,backend_version,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
@@ -203,9 +203,7 @@ def test_overlapped_host_shows_only_where_the_gpu_is_faster() -> None:
 
 def write(folder: Path, *lines: str, headings: str = HEADINGS) -> Path:
     """A table of serving runs in `folder`."""
-    path = folder / TABLES[0]
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join((headings, *lines)) + "\n", encoding="utf-8")
+    (folder / TABLE).write_text("\n".join((headings, *lines)) + "\n", encoding="utf-8")
     return folder
 
 
@@ -214,9 +212,9 @@ def line(backend: str, tp: int, prompt: int, response: int, users: int, ttft: ob
     return f"{model},h100_sxm,{backend},1,{tp},{prompt},{response},{users},{ttft},{tpot}"
 
 
-def test_runs_of_both_tables_in_order(tmp_path: Path) -> None:
-    write(tmp_path, line("vllm", 8, 64, 8, 2), line("vllm", 2, 128, 8, 1), line("vllm", 2, 64, 8, 4))
-    (tmp_path / TABLES[1]).write_text("\n".join((HEADINGS, line("sglang", 4, 64, 8, 1))) + "\n", encoding="utf-8")
+def test_runs_in_order(tmp_path: Path) -> None:
+    vllm = line("vllm", 8, 64, 8, 2), line("vllm", 2, 128, 8, 1), line("vllm", 2, 64, 8, 4)
+    write(tmp_path, *vllm, line("sglang", 4, 64, 8, 1))
     runs = read_runs(tmp_path)
     assert [run.case for run in runs] == [
         "sglang/qwen3-32b/tp4/64+8x1",
@@ -251,8 +249,6 @@ def test_damaged_tables(tmp_path: Path, lines: tuple[str, ...], headings: str, m
 def test_no_table(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="cannot be read as a table of serving runs"):
         read_runs(tmp_path)
-    assert isinstance(section(Options(data=None)), Skipped)
-    assert isinstance(section(Options(data=tmp_path)), Skipped)
 
 
 # ---- the part -------------------------------------------------------------------------------------------------------
@@ -281,8 +277,7 @@ def test_protocol() -> None:
 def test_part_on_a_small_table(tmp_path: Path) -> None:
     """Two runs: rows, kinds and names; more users are slower; host time adds to each token."""
     data = write(tmp_path, *(line("vllm", 2, 64, 8, users) for users in (1, 4)))
-    found = section(Options(data=data, quick=True))
-    assert isinstance(found, Section)
+    found = section(Options(evidence=data, quick=True))
     case = "vllm/qwen3-32b/tp2/64+8x"
     assert [(row.part, row.case, row.quantity, row.kind) for row in found.rows] == [
         ("serving", f"{case}{users}", quantity, "input") for users in (1, 4) for quantity in ("tpot_s", "ttft_s")
@@ -300,18 +295,10 @@ def test_part_on_a_small_table(tmp_path: Path) -> None:
     assert slow.simulated - fast.simulated == pytest.approx(2e-3, rel=1e-6)  # one user: pure decode steps
 
 
-DATA = data_folder(None)
-
-
-needs_runs = pytest.mark.skipif(not has_runs(DATA), reason="no measured serving runs here")
-
-
-@needs_runs
 def test_measured_runs() -> None:
     """The numbers of requests agree with the means' digits: N times a mean of N whole nanoseconds is whole."""
-    assert DATA is not None
-    runs = read_runs(DATA)
-    assert len(runs) in (48, 147)
+    runs = read_runs(Options().evidence)
+    assert len(runs) == 147
     for engine in SERVED:
         own = [r for r in runs if r.engine == engine]
         whole = 0

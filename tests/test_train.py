@@ -21,7 +21,7 @@ LLAMA = load_model("llama-3.1-8b")
 H100 = load_cluster("8xh100")
 IDEAL = TrainEfficiency(flop=1.0, attention=1.0, overhead_tokens=0.0, memory=1.0)
 REAL = TrainEfficiency(flop=0.5)
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "rl_timings" / "verl_steps.csv"
+DATA = Path(__file__).resolve().parents[1] / "evidence" / "verl_steps.csv"
 
 
 class Ring:
@@ -279,7 +279,6 @@ def test_more_tokens_never_take_less_time(lengths: list[int]) -> None:
     assert cost(dp=2, zero_stage=0).forward_s([2 * n for n in lengths]).total_s > small
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="measured veRL steps are not in ../shared/data")
 def test_measured_verl_step() -> None:
     """Row 3: Qwen2-7B, FSDP on 8 A100/A800, at the fitted efficiency and bus rate (scripts/fit_training.py)."""
     row = pd.read_csv(DATA).set_index("id").loc[3]

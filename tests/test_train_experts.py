@@ -39,7 +39,7 @@ from rlsim.models import Model, load_model
 from rlsim.nemo.defaults import DEFAULTS, MEGATRON
 from rlsim.nemo.training import _add_experts
 from rlsim.policies.plan import ExplicitPlan
-from rlsim.validate.parts import Options, data_folder
+from rlsim.validate.parts import Options
 from rlsim.validate.steps_megatron import megatron_rows
 from rlsim.validate.steps_nemo import nemo_rows
 from rlsim.workflow.graph import Call, Workflow
@@ -474,10 +474,7 @@ def test_published_iterations_of_megatron_core_are_near() -> None:
 
 
 def test_measured_rows_of_mixtures_run_or_say_why_not() -> None:
-    folder = data_folder(None)
-    if folder is None or not (Path(folder) / "rl_timings").is_dir():
-        pytest.skip("the measured tables (RLSIM_DATA) are not here")
-    rows, refused, _ = nemo_rows(Path(folder), Options(data=folder))
+    rows, refused, _ = nemo_rows(Options())
     cases = {row.case for row in rows if row.quantity == "step_time_s"}
     assert {"nemo-rl-moe/qwen3-30b-a3b/on-policy", "nemo-rl-moe/qwen3-30b-a3b/one-step-off"} <= cases
     assert len(cases) + len(refused) == 10

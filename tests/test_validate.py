@@ -18,7 +18,7 @@ from rlsim.experiment.result import Result
 from rlsim.validate import parts, pat
 from rlsim.validate.bounds import BOUNDS, Bound, checked
 from rlsim.validate.page import page_text, read_sections, section_text, stale, write_page
-from rlsim.validate.parts import PARTS, Options, Section, Skipped, data_folder
+from rlsim.validate.parts import PARTS, Options, Section, Skipped, kernel_folder
 from rlsim.validate.rollpacker import CUMULATIVE
 from rlsim.validate.rows import Row, summarise
 
@@ -107,14 +107,20 @@ def test_the_committed_page_has_every_part() -> None:
     assert list(read_sections(ROOT / "docs" / "validation.md")) == list(PARTS)
 
 
-def test_measured_tables_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no measured tables there"):
-        data_folder(tmp_path)
+def test_without_a_clone_a_part_says_where_its_rows_are(tmp_path: Path) -> None:
+    found = parts.run_part("serving", Options(evidence=tmp_path / "evidence"))
+    assert isinstance(found, Skipped)
+    assert "a clone has it" in found.reason
+
+
+def test_kernel_tables_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no kernel tables there"):
+        kernel_folder(tmp_path)
     monkeypatch.setenv("RLSIM_DATA", str(tmp_path))
-    with pytest.raises(ConfigError, match="no measured tables there"):
-        data_folder(None)
+    with pytest.raises(ConfigError, match="no kernel tables there"):
+        kernel_folder(None)
     (tmp_path / "kernels").mkdir()
-    assert data_folder(None) == tmp_path
+    assert kernel_folder(None) == tmp_path
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -29,8 +29,11 @@ def validate(
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,
+    evidence: Annotated[
+        Path | None, typer.Option(help="Folder of measured and published rows (default: that of the clone).")
+    ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of measured tables (default: $RLSIM_DATA, or ../shared/data).")
+        Path | None, typer.Option(help="Folder of kernel tables (default: $RLSIM_DATA, or ../shared/data).")
     ] = None,
     page: Annotated[
         Path | None, typer.Option(help="Write the parts' sections and charts of this Markdown page.")
@@ -48,7 +51,7 @@ def validate(
     from rlsim.errors import ConfigError
     from rlsim.output import check_file
     from rlsim.validate.page import check_page, read_page, stale, write_page
-    from rlsim.validate.parts import Options, data_folder
+    from rlsim.validate.parts import Options, kernel_folder
 
     wanted = parts or list(PARTS)
     if json_file is not None:
@@ -57,7 +60,8 @@ def validate(
         check_page(page, wanted)
     if check is not None:
         read_page(check)
-    found, fine = _run(wanted, Options(data_folder(data), quick, device, _log))
+    rows = {} if evidence is None else {"evidence": evidence}
+    found, fine = _run(wanted, Options(kernels=kernel_folder(data), quick=quick, device=device, progress=_log, **rows))
     if not found:
         raise ConfigError("no part of the validation could run here")
     if json_file is not None:

@@ -13,14 +13,14 @@ from typing import Any
 import pandas as pd
 from scipy.optimize import brentq
 
-from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import published_section
 from rlsim.validate.rows import Row, markdown
 from rlsim.validate.steps_stated import run_stated, seconds
 from rlsim.validate.steps_verl import STACKS, STEPS, verl_experiment
 
-ASYNCHRONOUS = "rl_timings/rl_steps_async.csv"
-THROUGHPUT = "rl_timings/throughput.csv"
+ASYNCHRONOUS = "async_steps.csv"
+THROUGHPUT = "async_throughput.csv"
 #: AReaL's runs: the mean response (tokens) is what its throughput and step leave of 2,048 sequences of a step (as in
 #: its recipe), less a prompt of 100; steps after which a run is steady; the bound of the asynchronous one.
 AREAL_BATCH = {"prompts": 128, "responses": 16}
@@ -36,18 +36,16 @@ UPDATES, THRESHOLD = 4, 0.5
 row = partial(Row, "asynchronous")
 
 
-def section(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section:
     """Every pair of a synchronous and an asynchronous run (about two minutes)."""
-    if options.data is None:
-        return Skipped("there are no measured tables here")
-    table = pd.read_csv(options.data / ASYNCHRONOUS).set_index("id")
+    table = pd.read_csv(options.evidence / ASYNCHRONOUS).set_index("id")
     options.progress("AReaL")
     curve = areal_curve()
     found = [
         *areal_rows(table, curve),
-        *interruption_rows(pd.read_csv(options.data / THROUGHPUT).set_index("id")),
+        *interruption_rows(pd.read_csv(options.evidence / THROUGHPUT).set_index("id")),
     ]
-    synchronous = pd.read_csv(options.data / STEPS).set_index("id")
+    synchronous = pd.read_csv(options.evidence / STEPS).set_index("id")
     options.progress("veRL, one step off")
     found += one_step_off_rows(_record(table, 19), _record(table, 20), _record(synchronous, 28))
     options.progress("veRL, fully asynchronous")

@@ -27,14 +27,12 @@ _CHART_ROWS = 80  # of each operator and calibration, or points hide each other
 
 def section(options: Options) -> Section | Skipped:
     """Fit every calibration that has tables of its own anew (a minute) and look up what was left out."""
-    if options.data is None:
-        return Skipped(
-            "the measured tables are not here (they are no part of rlsim); --data FOLDER says where they are"
-        )
+    if options.kernels is None:
+        return Skipped("the kernel tables are not here (they are no part of rlsim); --data FOLDER says where they are")
     points = []
     for name in _with_tables():
         options.progress(f"kernels: {name}")
-        found = _left_out(options.data, load_calibration(name))
+        found = _left_out(options.kernels, load_calibration(name))
         points.append(found.assign(calibration=name))
     frame = pd.concat(points, ignore_index=True)
     rows = tuple(

@@ -28,9 +28,11 @@ _SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from 
 
 @dataclass(frozen=True)
 class Options:
-    """`data`: the folder of measured tables, None if there is none. `quick`: small sizes, as CI has them."""
+    """`evidence`: the folder of measured and published rows. `kernels`: that of kernel tables, which are no part of the
+    project. `quick`: small sizes, as CI has them."""
 
-    data: Path | None = None
+    evidence: Path = _SOURCE / "evidence"
+    kernels: Path | None = None
     quick: bool = False
     device: str = "cpu"
     progress: Callable[[str], None] = field(default=lambda _: None)
@@ -61,12 +63,14 @@ def run_part(name: str, options: Options) -> Section | Skipped:
     """Run one part. Raises `CatalogueError` for a name that is none, `RlsimError` for what goes wrong in it."""
     if name not in PARTS:
         raise unknown_name("part of the validation", name, PARTS)
+    if name not in ("kernels", "rollout") and not options.evidence.is_dir():
+        return Skipped(f"{options.evidence}: no such folder; a clone has it: --evidence CLONE/evidence")
     found: Section | Skipped = import_module(f"rlsim.validate.{name}").section(options)
     return found
 
 
-def data_folder(given: Path | None) -> Path | None:
-    """The folder of measured tables: as given, from RLSIM_DATA, or `../shared/data` beside a checkout; None if absent.
+def kernel_folder(given: Path | None) -> Path | None:
+    """The folder of kernel tables: as given, from RLSIM_DATA, or `../shared/data` beside a checkout; None if absent.
 
     Raises `ConfigError` if a folder that was asked for does not hold them.
     """
@@ -75,5 +79,5 @@ def data_folder(given: Path | None) -> Path | None:
     if (folder / "kernels").is_dir():
         return folder
     if asked is not None:
-        raise ConfigError(f"{asked}: no measured tables there; expected the folders kernels and engine")
+        raise ConfigError(f"{asked}: no kernel tables there; expected the folder kernels")
     return None

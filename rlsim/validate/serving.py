@@ -40,11 +40,11 @@ from rlsim.models import load_model
 from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 from rlsim.validate.charts import error_panels
-from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table, table
 
-TABLES = ("engine/h100_serving.csv", "engine/h100_serving_more.csv")
+TABLE = "h100_serving.csv"
 CLUSTER = "8xh100"
 MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
 
@@ -164,13 +164,12 @@ _NAMES, _WHOLE = ["model", "backend"], ["tp", "prompt_tokens", "response_tokens"
 _NUMBERS = [*_WHOLE, "ttft_ms", "tpot_ms"]
 
 
-def read_runs(data: Path) -> list[ServingRun]:
-    """The measured runs below folder `data`, by engine, TP, lengths and concurrency; of the tables that are there.
+def read_runs(evidence: Path) -> list[ServingRun]:
+    """The measured runs of a folder, by engine, TP, lengths and concurrency.
 
-    Raises `CalibrationError` if there is none, or one is damaged, with the row.
+    Raises `CalibrationError` if the table is missing or damaged, with the row.
     """
-    paths = [data / name for name in TABLES if (data / name).is_file()] or [data / TABLES[0]]
-    table = pd.concat([_read_table(path) for path in paths], ignore_index=True)
+    table = _read_table(evidence / TABLE)
     return [
         ServingRun(
             engine=row["backend"],
@@ -240,52 +239,41 @@ def run_rows(
     return [Row(part, run.case, name, getattr(run, name), getattr(served, name), note, kind) for name in QUANTITIES]
 
 
-def serving_rows(data: Path, protocol: Protocol | None = None, *, hosted: bool = True) -> list[Row]:
+def serving_rows(evidence: Path, protocol: Protocol | None = None, *, hosted: bool = True) -> list[Row]:
     """The rows of every run, with the host time of the shipped calibrations, or without any and without a front end.
 
     They are inputs: the shipped host time is fitted to all of them. Raises `CalibrationError` for a missing or damaged
     table.
     """
     rows = []
-    for run in read_runs(data):
+    for run in read_runs(evidence):
         calibration = load_calibration(CALIBRATIONS[run.engine])
         fits = (calibration.host, calibration.front_end) if hosted else (NO_HOST, FrontEndFit())
         rows += run_rows("serving", run, "input", *fits, protocol)
     return rows
 
 
-NO_RUNS = "the measured serving runs are not here (they are no part of rlsim); --data FOLDER says where"
-
-
-def has_runs(data: Path | None) -> bool:
-    """Whether folder `data` holds a table of serving runs."""
-    return data is not None and any((data / name).is_file() for name in TABLES)
-
-
-def section(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section:
     """Every measured run on rlsim's engine, and once for each other assumption about the runs (minutes)."""
-    if not has_runs(options.data):
-        return Skipped(NO_RUNS)
-    assert options.data is not None
     options.progress("serving")
-    rows = serving_rows(options.data)
+    rows = serving_rows(options.evidence)
     summaries = tuple(summarise(rows, depth=2))
     text = filled_text(
         "serving",
         summaries=summary_table(summaries),
         figures=table(rows, "measured"),
-        variants="" if options.quick else _variants(options.data, options.progress),
+        variants="" if options.quick else _variants(options.evidence, options.progress),
     )
     return Section(tuple(rows), summaries, text, runs_chart(rows, "Serving runs"))
 
 
-def _variants(data: Path, progress: Callable[[str], None]) -> str:
+def _variants(evidence: Path, progress: Callable[[str], None]) -> str:
     """Mean absolute errors of all runs of each engine under each assumption about the benchmark."""
     cells = []
     for name, changes in VARIANTS.items():
         progress(f"serving: {name}")
-        cells.append((name, *_means(serving_rows(data, Protocol(**changes)))))
-    cells.append(("no host time, no front end", *_means(serving_rows(data, hosted=False))))
+        cells.append((name, *_means(serving_rows(evidence, Protocol(**changes)))))
+    cells.append(("no host time, no front end", *_means(serving_rows(evidence, hosted=False))))
     return "Mean absolute errors of all runs, TPOT / TTFT:\n\n" + markdown(("assumption", *SERVED), cells)
 
 

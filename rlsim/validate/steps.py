@@ -10,7 +10,7 @@ from typing import Any, cast
 import pandas as pd
 from scipy.stats import spearmanr
 
-from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import published_section
 from rlsim.validate.rows import Kind, Row
 from rlsim.validate.runs import run
@@ -18,7 +18,7 @@ from rlsim.validate.steps_megatron import megatron_rows
 from rlsim.validate.steps_nemo import SPENT, nemo_rows
 from rlsim.validate.steps_verl import verl_rows
 
-REALHF = "rl_timings/realhf_steps.csv"
+REALHF = "realhf_steps.csv"
 #: Of ReaLHF's actors, in billions of parameters: the one that launch times are fitted to (`scripts/fit_eager.py`).
 FITTED = 7
 #: Share of the peak that its training and inference reach, fitted to the same steps.
@@ -33,15 +33,13 @@ _CALLS = ("reward_score", "ref_log_prob", "values", "train_critic", "train")
 row = partial(Row, "steps")
 
 
-def section(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section:
     """Every measured step (about three minutes, most of it the search for plans)."""
-    if options.data is None:
-        return Skipped("there are no measured tables here")
-    realhf = list(realhf_rows(pd.read_csv(options.data / REALHF), options))
+    realhf = list(realhf_rows(pd.read_csv(options.evidence / REALHF), options))
     order = spearmanr([one.reference for one in realhf], [one.simulated for one in realhf])[0]
-    nemo, refused, spent = nemo_rows(options.data, options)
+    nemo, refused, spent = nemo_rows(options)
     options.progress("Megatron, mixtures of experts")
-    found = [*realhf, *nemo, *megatron_rows(), *verl_rows(options.data, options)]
+    found = [*realhf, *nemo, *megatron_rows(), *verl_rows(options)]
     not_run = "\n".join(("Rows that cannot run, and why:", "", *refused)) if refused else "All rows run as published."
     lines = ("| " + " | ".join(SPENT) + " |", "|---" * len(SPENT) + "|", *spent)
     spent_table = "\n".join(lines)

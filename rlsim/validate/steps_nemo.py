@@ -20,8 +20,8 @@ from rlsim.validate.parts import Options
 from rlsim.validate.rows import Row
 from rlsim.validate.steps_stated import seconds
 
-PERFORMANCE = "rl_timings/nemo_perf.csv"
-RECIPES = "rl_timings/nemo_recipes.csv"
+PERFORMANCE = "nemo_steps.csv"
+RECIPES = "nemo_recipes.csv"
 RELEASE = "v0.4"
 #: By GPUs of a node: the node, and its calibration.
 NODES = {8: ("8xh100", "h100-vllm"), 4: ("4xgb200", "gb200-vllm")}
@@ -45,13 +45,13 @@ STEPS, STEPS_OFF = 10, 20
 row = partial(Row, "steps")
 
 
-def nemo_rows(data: Path, options: Options) -> tuple[list[Row], list[str], list[str]]:
+def nemo_rows(options: Options) -> tuple[list[Row], list[str], list[str]]:
     """The rows of the release, each as its recipe says, and what one step off gains; which cannot run, and why; and the
     lines of a table on where the time of mixtures of experts goes."""
-    recipes = pd.read_csv(data / RECIPES).query(f"release == '{RELEASE}.0'").set_index("recipe")
-    table = pd.read_csv(data / PERFORMANCE).query(f"release == '{RELEASE}'")
+    recipes = pd.read_csv(options.evidence / RECIPES).query(f"release == '{RELEASE}.0'").set_index("recipe")
+    table = pd.read_csv(options.evidence / PERFORMANCE).query(f"release == '{RELEASE}'")
     known: dict[tuple[str, str], tuple[float, float]] = {}  # measured and simulated steps of a model
-    rows = [_on_gb200(data)]
+    rows = [_on_gb200(options.evidence)]
     refused: list[str] = []
     spent: list[str] = []
     for run in table[table["model"].isin(MODELS)].to_dict("records"):
@@ -77,11 +77,12 @@ def nemo_rows(data: Path, options: Options) -> tuple[list[Row], list[str], list[
     return rows, refused, spent
 
 
-def _on_gb200(data: Path) -> Row:
+def _on_gb200(evidence: Path) -> Row:
     """Tokens a second and GPU of Llama-3.1-8B on policy on eight GB200s, with the lengths of the same row on H100."""
-    table = pd.read_csv(data / PERFORMANCE).query("model == 'LLAMA3.1_8B' and off_policy_steps == 0").set_index("gpu")
+    table = pd.read_csv(evidence / PERFORMANCE)
+    table = table.query("model == 'LLAMA3.1_8B' and off_policy_steps == 0").set_index("gpu")
     run, like = (table.loc[gpu].to_dict() for gpu in ("GB200", "H100"))
-    recipes = pd.read_csv(data / RECIPES).query(f"release == '{GB200_RELEASE}'").set_index("recipe")
+    recipes = pd.read_csv(evidence / RECIPES).query(f"release == '{GB200_RELEASE}'").set_index("recipe")
     recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
     experiment = nemo_experiment(recipe, "llama-3.1-8b", round(like["tokens_per_sample_implied"] - like["mean_len"]))
     tokens = run["samples_per_step"] * like["tokens_per_sample_implied"]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -16,7 +15,7 @@ from rlsim.validate.parts import Options
 from rlsim.validate.rows import Kind, Row
 from rlsim.validate.steps_stated import SHAPE, seconds
 
-STEPS = "rl_timings/verl_steps.csv"
+STEPS = "verl_steps.csv"
 #: Tokens, where a row states none. The response: of the same model on the same prompts elsewhere (AsyncFlow's runs).
 GUESSED_RESPONSE = 1024
 GUESSED_PROMPT = 150
@@ -85,9 +84,9 @@ STACKS = {
 OUTSIDE_S = {3: 175 / 5}
 
 
-def verl_rows(data: Path, options: Options) -> Iterator[Row]:
+def verl_rows(options: Options) -> Iterator[Row]:
     """Every phase, and the step, of every row that can be run."""
-    table = pd.read_csv(data / STEPS).set_index("id")
+    table = pd.read_csv(options.evidence / STEPS).set_index("id")
     for number, stack in STACKS.items():
         options.progress(f"veRL, row {number}")
         run: dict[str, Any] = {str(column): value for column, value in table.loc[number].items()}

@@ -20,10 +20,10 @@ from rlsim.cost.fits import Fitted
 from rlsim.schema import load
 from rlsim.validate.calls import calls_table, shipped_calls
 from rlsim.validate.coverage import errors_by_setting, inside, level_spread
-from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
-from rlsim.validate.serving import NO_RUNS, QUANTITIES, SERVED, ServingRun, has_runs, read_runs, run_rows, runs_chart
+from rlsim.validate.serving import QUANTITIES, SERVED, ServingRun, read_runs, run_rows, runs_chart
 
 FITS = Path(__file__).with_name("transfer_fits.yaml")
 WHOLE = ""  # the left-out setting or term of a fit that leaves out none
@@ -67,13 +67,10 @@ def shipped_fits() -> TransferFits:
     return load(FITS, TransferFits)
 
 
-def section(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section:
     """Every run with the fit that has not seen its setting, and with the one that has (a minute or two)."""
-    if not has_runs(options.data):
-        return Skipped(NO_RUNS)
-    assert options.data is not None
     fits = shipped_fits()
-    runs = read_runs(options.data)
+    runs = read_runs(options.evidence)
     options.progress("transfer")
     rows = [row for kind in ("left-out", "fitted") for row in kind_rows(runs, fits, kind)]
     left_out = [row for row in rows if row.kind == "left-out"]

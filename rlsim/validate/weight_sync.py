@@ -27,11 +27,11 @@ from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import Model, load_model
 from rlsim.validate.charts import errors_chart
 from rlsim.validate.coverage import counted, level_spread
-from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Kind, Row, markdown, number, summarise, table
 
-TABLE = "rl_timings/weight_sync.csv"
+TABLE = "weight_syncs.csv"
 
 #: Two nodes of four GH200, each with a 25 GB/s port to the network.
 _GH200 = load_cluster("8xgh200").model_dump() | {
@@ -153,9 +153,9 @@ LEFT_OUT: dict[int, str] = {
 }
 
 
-def read_syncs(data: Path) -> dict[int, tuple[str, float]]:
+def read_syncs(evidence: Path) -> dict[int, tuple[str, float]]:
     """What was measured and its seconds, by `id`; raises `CalibrationError` for a missing or damaged table."""
-    path = data / TABLE
+    path = evidence / TABLE
     try:
         found = pd.read_csv(path, index_col="id")
         found["sync_s"] = pd.to_numeric(found["sync_s"])
@@ -268,12 +268,10 @@ def _slopes(rows: Sequence[int]) -> Floats:
 # The section --------------------------------------------------------------------------------------------------------
 
 
-def section(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section:
     """Every used row under the shipped constants, then each setting under constants fitted without it."""
-    if options.data is None or not (options.data / TABLE).is_file():
-        return Skipped("the measured weight syncs are not here (they are no part of rlsim); --data FOLDER says where")
     options.progress("weight_sync")
-    found = read_syncs(options.data)
+    found = read_syncs(options.evidence)
     measured = {row: time for row, (_, time) in found.items()}
     rows = [_row(setting, measured[row], f"id {row}") for row, setting in USED.items()]
     rows.append(_row(QUOTED, QUOTED_S, "not in the data; quoted from veRL's table"))
