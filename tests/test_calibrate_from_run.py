@@ -14,6 +14,7 @@ import pytest
 import simpy
 
 from rlsim.calibrate.from_run import FromRun, from_run, write
+from rlsim.calibrate.run_fit import HostTimes, doubts
 from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.memory import resident_bytes
@@ -37,7 +38,7 @@ FSDP = TrainStrategy(dp=8, zero_stage=3, micro_batch_tokens=16384)
 TRUE_STEP_S, TRUE_SEQUENCE_S, TRUE_EFFICIENCY = 6e-3, 2.5e-4, 0.31
 NOISE, OUTLIERS = 0.02, (9, 14, 21, 34)
 Metrics = dict[str, float]
-RUN: dict[str, Any] = {"model": MODEL, "cluster": CLUSTER, "calibration": BASE, "rollout_tp": 1, "cap": CAP}
+RUN: dict[str, Any] = {"model": MODEL, "cluster": CLUSTER, "calibration": BASE, "tp": 1, "cap": CAP}
 RUN |= {"prompts": PROMPTS, "responses": RESPONSES}
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -183,6 +184,50 @@ def test_every_form_gives_the_same_table(form: Callable[[dict[int, Metrics]], st
     assert other.steps.drop(columns="line").equals(console.steps.drop(columns="line"))
 
 
+#: Two steps as consoles print them, and the value of each metric in the first.
+CONSOLES: dict[str, tuple[str, dict[str, float]]] = {
+    "NeMo-RL": (
+        "\n".join(
+            f"{'=' * 25} Step {step}/100 {'=' * 25}\n▶ Generating responses for batch of size 512...\n"
+            f"📊 Training Results:\n  • Loss: 0.1032\n  • Mean Generation Length: 812.4000\n⏱️  Timing:\n"
+            f"  • Total step time: 66.55s\n  • generation: 32.52s (48.9%)\n  • policy_training: 25.05s (37.6%)\n"
+            "  • policy_and_reference_logprobs: 4.78s (7.2%)\n"
+            for step in (1, 2)
+        ),
+        {"step_s": 66.55, "gen_s": 32.52, "update_actor_s": 25.05, "old_log_prob_s": 2.39, "response_mean": 812.4},
+    ),
+    "slime": (
+        "".join(
+            f"(Train pid=1) rollout {step}: {{'rollout/response_lengths': 1000.0, 'rollout/total_lengths': 1120.0}}\n"
+            f"(Rollout pid=2) perf {step}: {{'perf/rollout_time': np.float64(245.6), 'rollout/total': 8192}}\n"
+            f"(Train pid=1) perf {step}: {{'perf/log_probs_time': 20.0, 'perf/actor_train_time': 230.0}}\n"
+            for step in (1, 2)
+        ),
+        {"gen_s": 245.6, "old_log_prob_s": 20.0, "update_actor_s": 230.0, "response_mean": 1000, "prompt_mean": 120},
+    ),
+    "TRL": (
+        "".join(
+            f"{{'loss': {loss}, 'completions/mean_length': '827.975', 'note': 'a, b', 'step_time': '281.24'}}\n"
+            "  1%|          | 1/1000 [04:41<78:02:42, 281.24s/it]\n"
+            for loss in ("'0.002'", 0.002)
+        ),
+        {"step_s": 281.24, "response_mean": 827.975},
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", CONSOLES)
+def test_consoles_of_other_frameworks_are_read(framework: str, tmp_path: Path) -> None:
+    text, expected = CONSOLES[framework]
+    log = read_log(save(tmp_path, text))
+    assert list(log.steps.index) == [1, 2]
+    assert log.steps.loc[1, list(expected)].to_dict() == expected
+    assert not any("more than once" in note or "was cut" in note for note in log.notes)
+    end = {"NeMo-RL": "Total step time", "slime": "30.0", "TRL": "step_time"}[framework]
+    cut = read_log(save(tmp_path, text[: text.rindex(end)]))
+    assert any("step 2 (line" in note and "was cut while being written" in note for note in cut.notes)
+
+
 @pytest.mark.parametrize(
     ("old", "ours"), [("timing/gen", "gen_s"), ("timing_s/old", "old_log_prob_s"), ("mfu/actor", "mfu_actor")]
 )
@@ -204,7 +249,7 @@ def test_a_resumed_run_counts_as_logged_last_and_a_cut_line_is_left_out(tmp_path
     [
         ("", "the file is empty"),
         ("\n \n", "the file is empty"),
-        ("hello\nworld\n", "no metrics of veRL found; expected console lines"),
+        ("hello\nworld\n", "no metrics of a training step found; expected the console"),
         ("step:1 - timing_s/gen:61.3s - actor/lr:0.0\n", r"run.log:1: step 1: timing_s/gen is '61.3s', not a plain"),
         ("step:1 - timing_s/gen:-1.0 - actor/lr:0.0\n", "timing_s/gen is -1, below zero"),
         ('{"step": 1, "data": {"timing_s/gen": 1.0}}\n{"step": 2, "da\n{"step": 3}\n', r"run.log:2: not valid JSON"),
@@ -585,9 +630,9 @@ def test_too_few_steps_are_refused(rows: dict[int, Metrics], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"cap": None}, CalibrationError, "the response cap is not known"),
-        ({"rollout_tp": None}, CalibrationError, "the rollout's TP is not known"),
-        ({"rollout_tp": 3}, CalibrationError, "does not divide the 8 GPUs"),
+        ({"cap": None, "tp": None}, CalibrationError, r"the cap of a response \(--cap; .*; the rollout's TP \(--tp\)"),
+        ({"model": None, "cluster": None}, CalibrationError, "give --model, --cluster, or the experiment of the run"),
+        ({"tp": 3}, CalibrationError, "does not divide the 8 GPUs"),
         ({"calibration": "a100-vllm"}, CalibrationError, "is for GPU 'a100-sxm-80gb', cluster '8xh100' has 'h100-sxm'"),
         ({"train": {"tpp": 2}}, ConfigError, "unknown key"),
         ({"train": {"tp": 3}}, CalibrationError, "does not divide the 8 GPUs"),
@@ -600,6 +645,35 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         from_run(save(tmp_path, as_console(rows)), **{**RUN, **arguments})
+
+
+def test_an_experiment_says_what_the_log_does_not(rows: dict[int, Metrics], tmp_path: Path) -> None:
+    """The fit is the same whether arguments or the experiment of the run give its settings; arguments come first."""
+    few = {step: {k: v for k, v in rows[step].items() if k != "prompt_length/mean"} for step in range(1, 10)}
+    log = save(tmp_path, as_console(few))
+    with pytest.raises(CalibrationError, match="give --prompt-tokens, or the experiment"):
+        from_run(log, **RUN)
+    experiment = {
+        "name": "mine", "model": MODEL, "cluster": CLUSTER, "calibration": BASE,
+        "trace": {"fixed": 500, "cap": CAP, "default_prompt_tokens": 120},
+        "workflow": {"prompts": PROMPTS, "responses": RESPONSES, "steps": 1},
+        "training": {"micro_batch_tokens": "8K"},
+        "baseline": "mine",
+        "systems": [{"verl": {"tp": [1, 2, "best"]}}, {"name": "mine", "use": [{"verl": {"tp": 1}}]}],
+    }  # fmt: skip
+    said = from_run(log, experiment)
+    given = from_run(log, **RUN, prompt_tokens=120, train={"micro_batch_tokens": "8K"})
+    assert said.errors.equals(given.errors)
+    assert said.calibration.host == given.calibration.host
+    with pytest.raises(CalibrationError, match=r"are an MFU of .* for qwen2.5-32b"):
+        from_run(log, experiment, model="qwen2.5-32b")
+
+
+def test_host_times_far_from_the_calibrations_are_doubted() -> None:
+    base = load_calibration(BASE)
+    assert not doubts(base, HostTimes(4.9 * base.host.step_s, 4.9 * base.host.sequence_s, ""))
+    (note,) = doubts(base, HostTimes(base.host.step_s, 15.0 * base.host.sequence_s, ""))
+    assert f"host.sequence_s is {15 * base.host.sequence_s:.3g} s, 15 times that of {base.name}" in note
 
 
 def test_the_batch_is_worked_out_from_the_tokens(rows: dict[int, Metrics], tmp_path: Path) -> None:
@@ -641,7 +715,7 @@ def test_summaries_of_real_runs_are_plausible_to_the_checks(tmp_path: Path) -> N
             model="qwen2.5-7b",
             cluster="8xa100",
             calibration="a100-vllm",
-            rollout_tp=2,
+            tp=2,
             prompts=1024,
             responses=5,
             cap=1024,

@@ -465,7 +465,7 @@ def test_vidur_cut_file_and_unknown_names(profiling: Path, tmp_path: Path) -> No
 
 # nccl-tests -----------------------------------------------------------------------------------------------------------
 
-BUS = {"all_reduce": 2.0, "all_gather": 1.0, "alltoall": 1.0, "sendrecv": None}
+BUS = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "alltoall": 1.0, "sendrecv": None}
 
 
 def nccl_text(program: str = "all_reduce", gpus: int = 8, hosts: int = 1, named: bool = True) -> str:
@@ -575,6 +575,20 @@ def test_nccl_tests_json(tmp_path: Path, gpus: int, processes: int) -> None:
     assert table.query("bytes == 2**28").seconds.item() == pytest.approx(12e-6 + 2**28 / 250e9)
 
 
+def test_nccl_tests_tagged_lines(tmp_path: Path) -> None:
+    """`mpirun --tag-output` puts the rank before a line, and before what the process wrote later of it."""
+    plain = nccl_read(tmp_path, nccl_text()).table("collective")
+    for tag in ("[0] ", "[1,0]<stdout>:", "0: "):
+        lines = [tag + line.replace(" -1  ", f" -1{tag.strip()}  ") for line in nccl_text().splitlines()]
+        assert nccl_read(tmp_path, "\n".join(lines)).table("collective").equals(plain)
+
+
+@pytest.mark.parametrize("program", ["all_reduce", "reduce_scatter"])
+def test_nccl_tests_without_a_name_are_told_by_their_bandwidths(tmp_path: Path, program: str) -> None:
+    named = nccl_read(tmp_path, nccl_text(program)).table("collective")
+    assert nccl_read(tmp_path, nccl_text(program, named=False), "log.txt").table("collective").equals(named)
+
+
 def test_nccl_tests_json_and_text_agree(tmp_path: Path) -> None:
     text = nccl_read(tmp_path, nccl_text()).table("collective")
     report = nccl_read(tmp_path, json.dumps(nccl_json()), "r.json").table("collective")
@@ -602,7 +616,7 @@ def test_nccl_tests_broken_text(tmp_path: Path) -> None:
         text.replace(DEVICE, "NVIDIA A100-SXM4-80GB"): ["measured on NVIDIA A100"],
         nccl_text(hosts=2): ["over 2 nodes"],
         nccl_text(gpus=1): ["on 1 GPUs"],
-        nccl_text(named=False): ["which collective"],
+        nccl_text("sendrecv", named=False): ["which collective"],
         nccl_text().replace("#  Rank  7", "#  Rook  7"): ["busbw / algbw", "on 7 GPUs"],
         "hello\n": ["no table of nccl-tests"],
         "": ["empty"],

@@ -59,7 +59,7 @@ def test_lengths_meet_every_step(tmp_path: Path) -> None:
         assert rows.groupby("prompt_id").size().unique().tolist() == [8]
     assert trace.meta.cap_tokens == 1024
     assert "DERIVED, not measured" in trace.meta.notes[0]
-    assert trace.meta.source == "derived from means in veRL's metric log run.log"
+    assert trace.meta.source == "derived from means in the metric log run.log"
 
 
 @pytest.mark.parametrize(("write", "name"), [(console, "run.log"), (file_logger, "m.jsonl"), (export, "wandb.csv")])
@@ -83,8 +83,8 @@ def test_without_derive_a_metric_log_is_refused(tmp_path: Path, write: object, n
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--derive"], "tells the batch: give prompts and responses"),
-        (["--derive", "--batch", "16x4"], "the response cap is not known"),
+        (["--derive"], "prompts and responses of a step (--batch, such as 128x8;"),
+        (["--derive", "--batch", "16x4"], "the log does not say: the cap of a response (--cap;"),
         (["--derive", "--batch", "16", "--cap", "1K"], "--batch 16: expected PROMPTSxRESPONSES"),
         (["--derive", "--batch", "0x4", "--cap", "1K"], "expected at least 1x1"),
         (["--derive", "--batch", "16x4", "--cap", "512"], "exceed the cap of 512"),

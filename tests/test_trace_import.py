@@ -125,3 +125,14 @@ def test_a_trace_without_sample_id_hears_of_the_import(tmp_path: Path) -> None:
     pd.DataFrame({"prompt_id": [1, 1], "response_tokens": [3, 4]}).to_parquet(tmp_path / "t.parquet")
     with pytest.raises(TraceError, match=r"no column 'sample_id'.*`rlsim trace import IN OUT` numbers samples"):
         read_trace(tmp_path / "t.parquet")
+
+
+def test_lists_of_tokens_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "prime.jsonl"
+    jsonl(path, [{"prompt_ids": [1, 2, 3], "completion_ids": [5] * n, "reward": 1.0} for n in (4, 6)])
+    with pytest.raises(TraceError, match="--column response_tokens=completion_ids --column prompt_tokens=prompt_ids"):
+        import_trace(path)
+    columns = {"response_tokens": "completion_ids", "prompt_id": "prompt_ids"}
+    frame = import_trace(path, columns=columns).frame
+    assert frame["response_tokens"].tolist() == [4, 6]
+    assert frame["prompt_id"].nunique() == 1

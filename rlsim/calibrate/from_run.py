@@ -1,4 +1,4 @@
-"""Fits what a calibration leaves free to a user's own veRL run: training efficiency and the host time of rollout.
+"""Fits what a calibration leaves free to a user's own run: training efficiency and the host time of rollout.
 
 Every second usable step is fitted, the others are only predicted, and their errors are the result.
 docs/calibrating-from-a-run.md says what is taken from the log and what is assumed.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import pandas as pd
 
 from rlsim.calibrate.fit.common import Array, as_written, percent
 from rlsim.calibrate.points import join, point_rows, residual_of
-from rlsim.calibrate.run_fit import HostTimes, Run, TrainingShares, check_mfu, fit_host, fit_training
+from rlsim.calibrate.run_experiment import arguments_of
+from rlsim.calibrate.run_fit import HostTimes, Run, TrainingShares, check_mfu, doubts, fit_host, fit_training
 from rlsim.calibrate.run_rollout import Progress, RolloutTimes, host_fit, rollout_times
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Residual, Source, load_calibration
@@ -28,8 +29,9 @@ from rlsim.models import load_model
 from rlsim.output import check_own_file
 from rlsim.reading import read_yaml
 from rlsim.trace import read_trace
+from rlsim.trace.metrics import METRICS
 from rlsim.verl.lengths import Batch, deals, from_trace, logged_lengths, reconstruct
-from rlsim.verl.log import METRICS, VerlLog, read_log
+from rlsim.verl.log import VerlLog, read_log
 from rlsim.verl.run import RunSettings, settings_of
 
 SCRIPT = "rlsim calibrate from-run"
@@ -63,11 +65,12 @@ class FromRun:
 
 def from_run(
     log: str | Path,
+    experiment: str | Path | Mapping[str, Any] | None = None,
     *,
-    model: str,
-    cluster: str | Mapping[str, Any],
-    calibration: str | Path,
-    rollout_tp: int | None = None,
+    model: str | None = None,
+    cluster: str | Mapping[str, Any] | None = None,
+    calibration: str | Path | None = None,
+    tp: int | None = None,
     prompts: int | None = None,
     responses: int | None = None,
     cap: int | None = None,
@@ -76,6 +79,7 @@ def from_run(
     engine: Mapping[str, Any] | None = None,
     memory_utilization: float | None = None,
     trace: str | Path | None = None,
+    prompt_tokens: int | None = None,
     name: str | None = None,
     warmup: int = WARMUP,
     progress: Progress | None = None,
@@ -83,34 +87,42 @@ def from_run(
     """Fit training efficiency and host time to the metrics in `log` and predict the steps that were not used.
 
     `cluster` is a name of the catalogue, a cluster spelled out, or the path of such a YAML file; `calibration` is where
-    everything else comes from. `prompts` × `responses` sequences a step of up to `cap` response
+    everything else comes from. `tp` is the rollout's. `prompts` × `responses` sequences a step of up to `cap` response
     tokens; `train` are fields of `TrainingArguments`, `engine` of `EngineConfig`. What is None is taken from the
-    configuration that veRL prints at the start of its console log, if it is there. `trace` gives the shape of the
-    lengths, else they are reconstructed (see `rlsim.verl.lengths`). The first `warmup` steps are left out. `progress`
-    is told (steps done, steps in all) of the rollout simulations.
+    experiment of the run (as `rlsim init` writes it), else from the configuration that veRL prints at the start of its
+    console log. `trace` gives the shape of the lengths, else they are reconstructed (see `rlsim.verl.lengths`);
+    `prompt_tokens` is the mean length of prompts where the log has none. The first `warmup` steps are left out.
+    `progress` is told (steps done, steps in all) of the rollout simulations.
 
     Raises `CalibrationError` if the log lacks something, contradicts the arguments or itself, has fewer than 6 usable
     steps, or implies an efficiency that no GPU has; other `RlsimError`s for names that do not exist.
     """
-    read, base = _needed(read_log(log)), load_calibration(calibration)
-    machines = _cluster(cluster, base)
+    given: dict[str, Any] = {
+        "model": model, "cluster": cluster, "calibration": calibration, "tp": tp, "prompts": prompts,
+        "responses": responses, "cap": cap, "backend": backend, "memory_utilization": memory_utilization,
+        "prompt_tokens": prompt_tokens,
+    }  # fmt: skip
+    said = arguments_of(experiment) if experiment is not None else {}
+    said |= {key: value for key, value in given.items() if value is not None}
+    if missing := [f"--{key}" for key in ("model", "cluster", "calibration") if key not in said]:
+        raise CalibrationError(f"{log}: give {', '.join(missing)}, or the experiment of the run (rlsim init)")
+    read, base = read_log(log), load_calibration(said.pop("calibration"))
+    read, about_prompts = _with_prompts(read, said.pop("prompt_tokens", None))
+    machines, shape = _cluster(said.pop("cluster"), base), load_model(said.pop("model"))
+    read = _needed(read)
     settings = settings_of(
         read,
         machines,
-        rollout_tp=rollout_tp,
-        prompts=prompts,
-        responses=responses,
-        cap=cap,
-        backend=backend,
-        train=train or {},
-        engine=engine or {},
-        memory_utilization=memory_utilization,
+        rollout_tp=said.pop("tp", None),
+        train={**said.pop("train", {}), **(train or {})},
+        engine={**said.pop("engine", {}), **(engine or {})},
+        **said,
     )
     steps, excluded = _usable(read, warmup)
     dealt = _dealt(read, steps, settings, trace)
     batches, used = [ways[0] for ways in dealt], [place % 2 == 0 for place in range(len(steps))]
-    run = Run(read, steps, batches, used, settings, load_model(model), machines, base)
-    return _fitted(run, dealt, excluded, _lengths_note(trace), name, progress)
+    run = Run(read, steps, batches, used, settings, shape, machines, base)
+    return _fitted(run, dealt, excluded, [*about_prompts, _lengths_note(trace)], name, progress)
 
 
 def _dealt(log: VerlLog, steps: pd.DataFrame, settings: RunSettings, trace: str | Path | None) -> list[list[Batch]]:
@@ -127,17 +139,18 @@ def _fitted(
     run: Run,
     dealt: list[list[Batch]],
     excluded: Mapping[str, int],
-    lengths_note: str,
+    about_lengths: Sequence[str],
     name: str | None,
     progress: Progress | None,
 ) -> FromRun:
-    notes = [*run.log.notes, *run.settings.notes, lengths_note, *_odd(run)]
+    notes = [*run.log.notes, *run.settings.notes, *about_lengths, *_odd(run)]
     mfu, about_mfu = check_mfu(run)
     training = fit_training(run)
     times = rollout_times(run.model, run.cluster, run.base, run.settings, dealt, progress)
     host = fit_host(run, times)
     points, errors, more = _report(run, training, times, host)
-    notes += [*about_mfu, f"training efficiency: {training.how}", f"host time: {host.how}", *times.notes, *more]
+    notes += [*about_mfu, f"training efficiency: {training.how}", f"host time: {host.how}", *doubts(run.base, host)]
+    notes += [*times.notes, *more]
     used = np.asarray(run.used)
     fitted, held_out = (tuple(int(step) for step in run.steps.index[rows]) for rows in (used, ~used))
     result = FromRun(run.base, errors, fitted, held_out, excluded, points, tuple(dict.fromkeys(notes)))
@@ -157,6 +170,19 @@ def write(result: FromRun, out: str | Path) -> Path:
         return write_yaml(calibration, out)
     except OSError as error:
         raise CalibrationError(f"{out}: cannot be written: {error.strerror}") from None
+
+
+def _with_prompts(log: VerlLog, mean: float | None) -> tuple[VerlLog, list[str]]:
+    """The log with that mean length of prompts (tokens) in steps that have none, and a note if there are any."""
+    lacks = log.steps["prompt_mean"].isna()
+    if not lacks.any():
+        return log, []
+    if mean is None:
+        raise CalibrationError(
+            f"{log.path}: the log does not say how long prompts are: give --prompt-tokens, or the experiment of the run"
+        )
+    steps = log.steps.assign(prompt_mean=log.steps["prompt_mean"].fillna(mean))
+    return replace(log, steps=steps), [f"prompts are taken to have {mean:.0f} tokens: the log does not say"]
 
 
 def _needed(log: VerlLog) -> VerlLog:

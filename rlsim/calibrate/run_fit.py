@@ -28,6 +28,8 @@ from rlsim.verl.run import RunSettings
 PLAUSIBLE_MFU = (0.01, 1.0)
 #: Kernel time of the rollout over the logged one, likewise.
 PLAUSIBLE_KERNELS = (0.02, 3.0)
+#: Host times of engines and releases that were measured differ by less than this; more is something else inside gen.
+DOUBTFUL = 5.0
 #: Two host numbers are told apart if the standard error of what each adds to gen is below this share of gen.
 TOLD_APART = 0.05
 #: ... or if the spread of the errors with both is below this share of that with one.
@@ -211,10 +213,25 @@ def fit_host(run: Run, times: RolloutTimes) -> HostTimes:
     return HostTimes(float(step_s), float(sequence_s), f"{names[fitted]} fitted, {kept} {whose}: {alike}")
 
 
+def doubts(base: Calibration, found: HostTimes) -> list[str]:
+    """What to say of host times that are far from those of the calibration that the fit began with."""
+    pairs = {"step_s": (found.step_s, base.host.step_s), "sequence_s": (found.sequence_s, base.host.sequence_s)}
+    far = [
+        f"host.{name} is {fitted:.3g} s, {fitted / was:.3g} times that of {base.name}"
+        for name, (fitted, was) in pairs.items()
+        if was > 0.0 and fitted > DOUBTFUL * was
+    ]
+    why = (
+        "no engine's host is known to be so slow. Something else is inside gen (tools, environments, rewards, loading "
+        "of weights), or the GPU, its kernels or the lengths are not the run's; the fit holds for this batch size alone"
+    )
+    return [f"{' and '.join(far)}: {why}"] if far else []
+
+
 def _check_kernels(run: Run, kernels_s: Array, measured: Array) -> None:
     share, (low, high) = float(np.median(kernels_s / measured)), PLAUSIBLE_KERNELS
     if not low <= share <= high:
-        hint = "are the times in ms?" if share < low else "check the model, rollout_tp, the batch and the cap"
+        hint = "are the times in ms?" if share < low else "check the model, the rollout's TP, the batch and the cap"
         raise CalibrationError(
             f"{run.log.where(int(run.steps.index[0]))}: rollouts of {float(np.median(measured)):g} s, of which kernels "
             f"take {share:.2g} times as much; plausible is {low:g} to {high:g}; {hint}"

@@ -122,14 +122,25 @@ def import_(
 
 @app.command("from-run")
 def from_run_(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="Metric log of a veRL run: console output or JSON Lines.")],
-    model: Annotated[str, named("Model name or config.json.", complete.models)],
-    cluster: Annotated[str, named("Cluster name or .yaml.", complete.clusters)],
-    base: Annotated[str, named("Calibration that everything else comes from.", complete.calibrations, "--calibration")],
+    log: Annotated[
+        Path,
+        typer.Argument(metavar="LOG", help="Console, JSON Lines, or CSV or JSON export of veRL, NeMo-RL or slime."),
+    ],
+    experiment: Annotated[
+        Path | None, typer.Argument(metavar="[EXPERIMENT]", help="Of the run: gives what is left out below.")
+    ] = None,
+    model: Annotated[str | None, named("Model name or config.json.", complete.models)] = None,
+    cluster: Annotated[str | None, named("Cluster name or .yaml.", complete.clusters)] = None,
+    base: Annotated[
+        str | None, named("Calibration that everything else comes from.", complete.calibrations, "--calibration")
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="TP of the rollout (default: as logged).")] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts a step (default: as logged).")] = None,
     responses: Annotated[int | None, typer.Option(help="Responses a prompt (default: as logged).")] = None,
     cap: Annotated[str | None, typer.Option(help="Cap of a response, such as 16K (default: as logged).")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Mean length of prompts (default: as logged).")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="fsdp or megatron (default: as logged).")] = None,
     settings: Settings = None,
     trace: Annotated[Path | None, typer.Option(help="Trace that gives the shape of the lengths.")] = None,
@@ -137,31 +148,21 @@ def from_run_(
     name: Annotated[str | None, typer.Option(help="Name of the calibration.")] = None,
     out: Annotated[Path, typer.Option(help="Folder or .yaml to write to.")] = Path(),
 ) -> None:
-    """Fit training efficiency and host time to your own veRL run, and test them on steps it was not fitted to.
+    """Fit training efficiency and host time to your own run, and test them on steps it was not fitted to.
 
+    \b
+    Example: rlsim calibrate from-run verl.log my-run.yaml
     Example: rlsim calibrate from-run verl.log --model qwen2.5-7b --cluster 8xh100 --calibration h100-vllm
     """
     from rlsim.calibrate.from_run import from_run, write
 
     given = _keys(settings or [])
     result = from_run(
-        log,
-        model=model,
-        cluster=cluster,
-        calibration=base,
-        rollout_tp=tp,
-        prompts=prompts,
-        responses=responses,
-        cap=None if cap is None else _cap(cap),
-        backend=backend,
-        train=given["train"],
-        engine=given["engine"],
-        trace=trace,
-        name=name,
-        warmup=warmup,
-    )
-    path = write(result, out)
-    _print_steps(result, path)
+        log, experiment, model=model, cluster=cluster, calibration=base, tp=tp, prompts=prompts, responses=responses,
+        cap=None if cap is None else _cap(cap), prompt_tokens=prompt_tokens, backend=backend, train=given["train"],
+        engine=given["engine"], trace=trace, name=name, warmup=warmup,
+    )  # fmt: skip
+    _print_steps(result, write(result, out))
 
 
 def _cap(text: str) -> int:

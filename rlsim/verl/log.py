@@ -1,8 +1,6 @@
-"""Reads veRL's metrics as it writes them: console lines, the `file` logger's JSON Lines, CSV and JSON exports.
+"""Reads the metrics of training steps as frameworks write them: consoles, JSON Lines, CSV and JSON exports.
 
-Metric names are those of veRL 0.2 to 0.7 (`verl/trainer/ppo/metric_utils.py`, `ray_trainer.py`, `utils/tracking.py`,
-`utils/logger/aggregate_logger.py`), of its first releases (`timing/gen`) and of EasyR1 (`timing_s/old`); in exports
-also those of NeMo-RL (`timing/train/…`), slime (`perf/…_time`) and AReaL (`timeperf/…`). Times are in seconds.
+The frameworks' names of metrics and the lines of their consoles are rows of data/metrics.yaml. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -22,50 +20,16 @@ import pandas as pd
 
 from rlsim.errors import CalibrationError
 from rlsim.tables import csv_errors, number_of, parse_json
+from rlsim.trace.metrics import CONSOLES, LABELS, METRICS, begins_metrics
 from rlsim.verl.settings import VerlSettings
 
-#: What is read: our name, and the names that veRL's versions give it, newest first, then NeMo-RL, slime and AReaL.
-METRICS: Mapping[str, tuple[str, ...]] = {
-    "gen_s": ("timing_s/gen", "timing/gen", "timing/train/generation", "perf/rollout_time", "timeperf/rollout"),
-    "reshard_s": ("timing_s/reshard",),  # part of gen where it is logged (hybrid engine, up to 0.6)
-    "old_log_prob_s": (
-        "timing_s/old_log_prob", "timing_s/old", "timing/old_log_prob", "perf/log_probs_time",
-        "timeperf/recompute_logp",
-    ),
-    "ref_log_prob_s": (
-        "timing_s/ref", "timing_s/ref_log_prob", "timing/ref", "perf/ref_log_probs_time", "timeperf/ref_logp",
-    ),
-    "log_probs_s": ("timing/train/policy_and_reference_logprobs",),  # NeMo-RL: both together
-    "update_actor_s": (
-        "timing_s/update_actor", "timing/update_actor", "timing/train/policy_training", "perf/actor_train_time",
-        "timeperf/train_step",
-    ),
-    "testing_s": ("timing_s/testing", "timing/testing"),
-    "save_checkpoint_s": (
-        "timing_s/save_checkpoint", "timing/save_checkpoint", "timing/train/checkpointing", "timeperf/save",
-    ),
-    "step_s": (
-        "timing_s/step", "perf/time_per_step", "timing/step", "timing/train/total_step_time", "perf/step_time",
-    ),
-    "response_mean": (
-        "response_length/mean", "train/mean_gen_tokens_per_sample", "rollout/response_len/mean",
-        "rollout/response_lengths",
-    ),
-    "response_max": ("response_length/max", "train/max_gen_tokens_per_sample", "rollout/response_len/max"),
-    "clip_ratio": ("response_length/clip_ratio",),
-    "prompt_mean": ("prompt_length/mean", "train/mean_prompt_length", "ppo_actor/prompt_len/avg"),
-    "sequence_mean": ("rollout/total_lengths", "ppo_actor/seq_len/avg"),  # prompt and response together
-    "total_tokens": ("perf/total_num_tokens",),
-    "throughput": ("perf/throughput",),  # tokens per second and GPU
-    "mfu_actor": ("perf/mfu/actor", "mfu/actor"),
-    "gen_batches": ("train/num_gen_batches",),  # DAPO: batches generated until enough groups were kept
-    "turns": ("num_turns/mean",),
-}  # fmt: skip
 _OURS = {name: (ours, rank) for ours, names in METRICS.items() for rank, name in enumerate(names)}
 _STEP_NAMES = ("training/global_step", "step", "global_step", "_step", "Step")
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_STEP = re.compile(r"(?:^|[\s)\]])step:(\d+) - ")
+_DICT = re.compile(r"\s*\{[^{}]*\}")
+_PAIR = re.compile(r"'([^']+)': ('[^']*'|(?:\w+\.)?\w+\([^()]*\)|[^,}]*)")
+_BULLET = re.compile(r"^\s*•\s+([^:]+):\s+([-+\d.eE]+|nan|inf)s?(?:\s|$)")
 _PROCESS = re.compile(r"^\s*(\([\w:.]+ pid=\d+[^)]*\))\s?")
 _NUMBER = re.compile(r"(?:(?:np\.\w+|tensor)\()?([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf))[),]*(?:\s|$)")
 _JSON = re.compile(r"\s*(\[\s*)?\{\s*\"")
@@ -199,30 +163,38 @@ def _row(path: Path, record: _Record) -> dict[str, float]:
 
 
 def _from_console(path: Path, notes: list[str], config: VerlSettings) -> list[_Record]:
-    """Every `step:12 - name:value - …` line, whatever stands before it; `config` takes veRL's configuration."""
+    """Every line of metrics, whatever stands before it; `config` takes the configuration that veRL prints."""
     records: list[_Record] = []
     dump = _ConfigDump()
+    cut: list[str] = []  # what is not whole
+    row: Mapping[str, str] = {}
     ended = True
     for number, line in _lines(path):
-        ended = line.endswith("\n")
         dump.take(line)
-        found = _STEP.search(line)
-        if found:
-            record = _Record(_whole(path, number, found[1]), number)
-            for pair in line[found.end() :].split(" - "):
-                name, colon, value = pair.strip().rpartition(":")
-                if colon:
-                    plain = _NUMBER.match(value)  # Ray may say behind the last that a line is repeated
-                    record.take(name, plain[0] if plain else value)
-            records.append(record)
+        if bullet := _BULLET.match(line) if row.get("holds") == "bullets" else None:
+            records[-1].take(LABELS.get(bullet[1], bullet[1]), bullet[2])
+        for row_of, form in CONSOLES:
+            if found := form.search(line):
+                row, ended = row_of, line.endswith("\n")
+                step = found.groupdict().get("step") or len(records) + 1  # TRL prints no number
+                record = _Record(_whole(path, number, step), number)
+                if _take(record, row["holds"], line[found.end() :]):
+                    _add(records, record)
+                else:
+                    cut.append(f"step {record.step} (line {number})")
+                break
     if not records:
+        shown = "; ".join(f"{one['of']}: {one['shows']}" for one, _ in CONSOLES)
         raise CalibrationError(
-            f"{path}: no metrics of veRL found; expected console lines such as 'step:12 - timing_s/gen:61.3 - …', the "
-            'file logger\'s JSON Lines {"step": 12, "data": {…}}, or a CSV or JSON export with a step column'
+            f"{path}: no metrics of a training step found; expected the console of a framework ({shown}), JSON Lines "
+            'such as {"step": 12, "data": {…}}, or a CSV or JSON export with a step column'
         )
-    if not ended and _cut(records) and _STEP.search(line):
-        last = records.pop()
-        notes.append(f"step {last.step} (line {last.line}) was cut while being written: left out")
+    last = records[-1]
+    short = row["holds"] == "pairs" and not ended and _shorter(records)
+    if short or (row["holds"] == "bullets" and row["whole"] not in last.metrics):
+        cut.append(f"step {last.step} (line {last.line})")
+        records.pop()
+    notes += [f"{one} was cut while being written: left out" for one in cut]
     config.put(dump.config, path.name)
     if dump.failed:
         notes.append("the configuration in the log could not be read: give the settings as arguments")
@@ -237,7 +209,32 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, part
 
 
-def _cut(records: Sequence[_Record]) -> bool:
+def _take(record: _Record, holds: str, text: str) -> bool:
+    """Gives a record the metrics that stand in a console's line; false if they end in its midst."""
+    if holds == "pairs":
+        for pair in text.split(" - "):
+            name, colon, value = pair.strip().rpartition(":")
+            if colon:
+                number = _NUMBER.match(value)  # Ray may say behind the last that a line is repeated
+                record.take(name, number[0] if number else value)
+    elif holds == "dict":
+        found = _DICT.match(text)
+        for name, value in _PAIR.findall(found[0] if found else ""):
+            record.take(name, value.strip("'"))
+        return bool(found)
+    return True
+
+
+def _add(records: list[_Record], record: _Record) -> None:
+    """Adds a record, or its metrics to that of the same step which has none of them: slime logs a step by parts."""
+    for other in records[-4:]:
+        if other.step == record.step and not other.metrics.keys() & record.metrics.keys():
+            other.metrics |= record.metrics
+            return
+    records.append(record)
+
+
+def _shorter(records: Sequence[_Record]) -> bool:
     """Whether the last of several records ends earlier than the one before it."""
     if len(records) < 2:
         return False
@@ -331,7 +328,7 @@ def _json_record(path: Path, number: int, item: Any) -> _Record:
 
 def _is_csv(head: str) -> bool:
     first = next(line for line in head.splitlines() if line.strip())
-    if _STEP.search(first) or "," not in first:
+    if begins_metrics(first) or "," not in first:
         return False
     columns = [_bare(name.strip().strip('"')) for name in first.split(",")]
     return any(name in _OURS or name in _STEP_NAMES for name in columns)

@@ -72,9 +72,19 @@ class RunSettings:
 class _Finder:
     """Takes each setting from the caller, else from the log, else the default; remembers where they disagree."""
 
-    def __init__(self, log: VerlLog) -> None:
+    def __init__(self, log: VerlLog, batch: str = "--prompts, --responses", otherwise: str = "") -> None:
+        self.batch = batch  # the options that give it
+        self._otherwise = otherwise  # what gives all that is missing
         self.config, self._path = log.config, log.path
         self.notes: list[str] = []
+        self.missing: list[str] = []  # what nobody says: a setting and its option
+
+    def check(self) -> None:
+        """Raises `CalibrationError` if anything is missing, all of it at once."""
+        if self.missing:
+            raise CalibrationError(
+                f"{self._path}: the log does not say: {'; '.join(self.missing)}. Give the options{self._otherwise}"
+            )
 
     def logged(self, *keys: str) -> Any:
         """The value of the first of these keys that has one. Raises `CalibrationError` for one of another kind."""
@@ -118,16 +128,18 @@ def settings_of(
     `CalibrationError` for what neither says, or what the metrics contradict, `ConfigError` for unknown fields of
     `train` and `engine`.
     """
-    find = _Finder(log)
+    find = _Finder(log, otherwise=", or the experiment of the run, which rlsim init writes")
     given = validate(dict(train or {}), TrainingArguments, "train")
     _check_gpus(log, cluster, find)
     prompts, responses = _batch(log, prompts, responses, find)
-    cap = _cap(log, cap, find)
-    rollout_tp = find.pick("rollout_tp", rollout_tp, ROLLOUT + "tensor_model_parallel_size")
+    cap = _cap(cap, find)
+    rollout_tp = find.pick("the rollout's TP", rollout_tp, ROLLOUT + "tensor_model_parallel_size")
     if rollout_tp is None:
-        raise CalibrationError(f"{log.path}: the rollout's TP is not known: give rollout_tp")
+        find.missing.append("the rollout's TP (--tp)")
+    find.check()
+    rollout_tp = rollout_tp or 1
     if problem := replica_problem(rollout_tp, *(rollout or (cluster.gpus // cluster.domain_gpus, cluster.domain_gpus))):
-        raise CalibrationError(f"rollout_tp {rollout_tp} {problem}")
+        raise CalibrationError(f"the rollout's TP {rollout_tp} {problem}")
     logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(STRATEGY)))
     backend = find.prefer("backend", backend, logged) or "fsdp"
     strategies = _strategies(given, backend, cluster, find)
@@ -161,16 +173,18 @@ def batch_of(
     What is not given is taken from the log's configuration and metrics. Raises `CalibrationError` for what neither
     says, or what the metrics contradict.
     """
-    find = _Finder(log)
+    find = _Finder(log, "--batch, such as 128x8")
     prompts, responses = _batch(log, prompts, responses, find)
-    return prompts, responses, _cap(log, cap, find), tuple(find.notes)
+    cap = _cap(cap, find)
+    find.check()
+    return prompts, responses, cap, tuple(find.notes)
 
 
-def _cap(log: VerlLog, cap: int | None, find: _Finder) -> int:
+def _cap(cap: int | None, find: _Finder) -> int:
     cap = find.pick("cap", cap, "data.max_response_length", ROLLOUT + "response_length")
     if cap is None:
-        raise CalibrationError(f"{log.path}: the response cap is not known: give cap (veRL's data.max_response_length)")
-    return cap
+        find.missing.append("the cap of a response (--cap; veRL's data.max_response_length)")
+    return cap or 0
 
 
 def _check_gpus(log: VerlLog, cluster: Cluster, find: _Finder) -> None:
@@ -206,10 +220,8 @@ def _batch(log: VerlLog, prompts: int | None, responses: int | None, find: _Find
     if known and responses is None and prompts is not None:
         responses = max(1, round(counted / prompts))
     if prompts is None or responses is None:
-        raise CalibrationError(
-            f"{log.path}: neither the configuration nor perf/total_num_tokens tells the batch: give prompts and "
-            "responses (veRL's data.train_batch_size and rollout.n)"
-        )
+        find.missing.append(f"prompts and responses of a step ({find.batch}; veRL's train_batch_size and rollout.n)")
+        return 0, 0
     if known and abs(counted / (prompts * responses) - 1.0) > 0.02:
         raise CalibrationError(
             f"{log.path}: perf/total_num_tokens over the mean prompt and response is {counted:.0f} sequences a step, "

@@ -1,4 +1,4 @@
-"""A trace derived from veRL's metric log: lengths that meet each step's mean, longest and share at the cap.
+"""A trace derived from a metric log: lengths that meet each step's mean, longest and share at the cap.
 
 A log keeps no lengths. These are made up (`rlsim.verl.lengths.reconstruct`), and the trace says so of itself.
 """
@@ -67,7 +67,7 @@ def derive_trace(
         notes.append(f"{len(log.steps) - len(steps)} steps without response_length/mean are left out")
     meta = TraceMeta(
         name=name or Path(path).stem,
-        source=source or f"derived from means in veRL's metric log {Path(path).name}",
+        source=source or f"derived from means in the metric log {Path(path).name}",
         cap_tokens=cap,
         notes=(*notes, *log.notes, *said),
     )

@@ -1,14 +1,15 @@
 """The output of nccl-tests: its text tables and its JSON reports (`-J FILE`), several tests a file, several files.
 
 Times are microseconds of one call (out-of-place), sizes bytes of the full tensor. The operation is in the header
-(`Collective test starting: all_reduce_perf`), the command line or the file's name; GPUs are the ranks listed. Lines may
-carry the prefixes that mpirun and srun put before them, and other output in between.
+(`Collective test starting: all_reduce_perf`), the command line or the file's name; without these the reduction and the
+ratio of bus to algorithm bandwidth tell all_reduce and reduce_scatter. GPUs are the ranks listed. Lines may carry the
+tags that mpirun and srun put before them and between what a process wrote at different times.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ RATIO_TOLERANCE = 0.01  # of busbw / algbw, both of many digits from RATIO_CLEAR
 RATIO_CLEAR = 10.0
 MOST_GPUS = 4096  # of a process, to refuse what cannot be meant
 
-_PREFIX = re.compile(r"^\s*(?:\[\d+,\d+\]<std\w+>:|\d+:\s|\[[^\]\s]+\]\s)\s?")
+_TAG = re.compile(r"^\s*(\[\d+,\d+\]<std\w+>:|\d+:(?=\s)|\[[^\]\s]+\](?=\s))\s?")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\son\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s*(.*)")
 _STARTS = re.compile(r"# nThread\s+(\d+)\s+nGpus\s+(\d+)")
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
@@ -130,9 +131,10 @@ def _read_text(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list
     found: list[pd.DataFrame] = []
     versions: set[str] = set()
     notes: list[str] = []
-    last = 0
+    last, sums = 0, False
     for number, raw in enumerate(read_text(path).splitlines(), 1):
-        line = _PREFIX.sub("", raw)
+        tag = _TAG.match(raw)
+        line = raw[tag.end() :].replace(tag[1], " ") if tag else raw
         where = f"line {number}"
         starts = _STARTS.search(line)
         if starts and (rows or columns):
@@ -149,8 +151,9 @@ def _read_text(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list
                 raise CalibrationError(f"{path}: {where}: times in {times[0]}; nccl-tests prints microseconds")
         elif columns and re.match(r"\s*\d+\s+\d+\s", line):
             rows.append(_row(path, where, line, columns))
-            last = number
+            sums, last = " sum " in line, number
         elif columns and "Avg bus bandwidth" in line:
+            test.program = test.program or _told_by(rows, max(len(test.ranks), test.local), sums)
             if not test.program:
                 raise CalibrationError(
                     f"{path}: {where}: which collective is this? Expected a line such as "
@@ -181,6 +184,17 @@ def _describe(test: _Test, line: str, before_table: bool) -> None:
         test.program = program[1]
     if version:
         test.nccl = version[1] or _version(int(version[2]))
+
+
+def _told_by(rows: Sequence[_Row], gpus: int, sums: bool) -> str:
+    """The program that a reduction over so many GPUs and the ratio of its bandwidths tell; empty if they tell none."""
+    ratios = [row.bus_bw / row.alg_bw for row in rows if row.alg_bw > RATIO_CLEAR]
+    if not sums or not ratios or gpus < 2:
+        return ""
+    near = (
+        name for name in ("all_reduce", "reduce_scatter") if abs(ratios[-1] * gpus / (gpus - 1) / BUS[name] - 1) < 0.1
+    )
+    return next(near, "")
 
 
 def _left_out(path: Path, program: str) -> str:
@@ -314,8 +328,11 @@ def _table(path: Path, test: _Test, rows: list[_Row], gpu: str) -> pd.DataFrame:
     if not rows:
         raise CalibrationError(f"{path}: the table of {test.program} has no rows")
     if len(test.hosts) > 1:
+        share = max(row.bus_bw for row in rows) * len(test.hosts) / max(len(test.ranks), 1)
         raise CalibrationError(
-            f"{path}: {test.program} ran over {len(test.hosts)} nodes; a calibration holds collectives inside one node"
+            f"{path}: {test.program} ran over {len(test.hosts)} nodes; a calibration holds collectives inside one. The "
+            "network between nodes is told by the cluster's YAML: inter: {name: …, bytes_per_s: …, latency_s: …}; here "
+            f"the bus bandwidth is {share:.3g} GB/s for each GPU of a node"
         )
     for device in test.devices:
         check_device(path, device, gpu)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -61,6 +63,7 @@ def import_trace(
     given = {"cap_tokens": cap_tokens, "name": name, "source": source}
     meta = meta.model_copy(update={key: value for key, value in given.items() if value})
     frame, meta = absorb_source(frame, meta)
+    frame = _counted(frame, path, notes)
     check_names(list(frame.columns), str(path), optional=("prompt_id", "sample_id"))
     frame = _numbered(frame, notes)
     return make_trace(frame, meta.model_copy(update={"notes": tuple(notes)}), where=str(path), row_name=row_name)
@@ -160,6 +163,30 @@ def _renamed(frame: pd.DataFrame, columns: Mapping[str, str], path: Path) -> pd.
         if ours != theirs and ours in frame.columns:
             frame = frame.drop(columns=ours)
         frame = frame.rename(columns={theirs: ours})
+    return frame
+
+
+def _counted(frame: pd.DataFrame, path: Path, notes: list[str]) -> pd.DataFrame:
+    """Lists of tokens as their lengths, lists that name a prompt as texts; other lists say nothing here and go.
+
+    Raises `TraceError` with the options to give if the response's tokens are in such a list.
+    """
+    lists = [str(name) for name in frame if frame[name].map(lambda one: isinstance(one, list | np.ndarray)).all()]
+    if "response_tokens" not in frame and lists:
+        options = []
+        for ours, words in (("response_tokens", "response|completion|output"), ("prompt_tokens", "prompt")):
+            near = (name for name in lists if re.search(f"({words}).*(id|token)", name))
+            options += [f"--column {ours}={name}" for name in itertools.islice(near, 1)]
+        if options and "response_tokens" in options[0]:
+            raise TraceError(f"{path}: {', '.join(lists)} hold lists; to count their tokens give {' '.join(options)}")
+    for name in lists:
+        if name.endswith("_tokens") and name in BY_NAME:
+            frame = frame.assign(**{name: frame[name].map(len)})
+            notes.append(f"{name}: the number of elements of a list")
+        elif name == "prompt_id":
+            frame = frame.assign(prompt_id=frame[name].map(lambda one: str(list(one))))
+        else:
+            frame = frame.drop(columns=name)
     return frame
 
 

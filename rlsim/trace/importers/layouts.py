@@ -14,6 +14,8 @@ from rlsim.trace.importers import areal, frameworks
 from rlsim.trace.importers.dumps import Dump
 from rlsim.trace.importers.rows import first_keys
 from rlsim.trace.importers.tables import TABLES
+from rlsim.trace.metrics import METRICS as METRIC_NAMES
+from rlsim.trace.metrics import begins_metrics
 
 KINDS = ("parquet", "csv", "jsonl")
 #: Files of `torch.save`.
@@ -28,13 +30,11 @@ FORMATS = (
     *dict.fromkeys(table.name for table in TABLES), *SHAPES,
 )  # fmt: skip
 _VALIDATION = re.compile(r"(^|[_.-])(eval|val_data)[_.-]")
-#: Of veRL's metric logs, as `rlsim.verl.log` reads them: a line of the console, and a metric's name.
-_CONSOLE = re.compile(r"(?:^|[\s)\]])step:\d+ - [^\n]*\w+/\w+:")
-_METRIC = "response_length/"
+_LENGTHS = (*METRIC_NAMES["response_mean"], *METRIC_NAMES["clip_ratio"])
 METRICS_ADVICE = (
-    "veRL's metric log holds each step's mean, longest and share cut at the cap (response_length/mean, max, "
-    "clip_ratio), and no lengths: there is no trace in it. Import the dump of generations (trainer.rollout_data_dir) "
-    "instead, or say --derive to make lengths up that meet those means, which the trace then says of itself"
+    "a log of metrics holds each step's mean length, longest and share cut at the cap, and no lengths: there is no "
+    "trace in it. Import the dump of generations instead (veRL: trainer.rollout_data_dir), or say --derive to make "
+    "lengths up that meet those means, which the trace then says of itself"
 )
 
 
@@ -66,16 +66,16 @@ def _in_order(files: Sequence[Path]) -> list[Path]:
 
 
 def is_metric_log(path: Path) -> bool:
-    """Whether `path` looks like a metric log of veRL: console lines, the file logger's JSON Lines, or an export."""
+    """Whether `path` looks like a training log: console lines, JSON Lines of a logger, or an export."""
     if not path.is_file() or ends(path, (*PARQUET, ".gz", *TORCH)):
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
         if ends(path, CSV):
             first, second = file.readline(), file.readline()
-            return _METRIC in first or ("tag" in first and _METRIC in second)
+            return _has_lengths(first) or ("tag" in first and _has_lengths(second))
         if ends(path, JSONL):
             return _is_metrics_row(file.readline())
-        return any(_CONSOLE.search(line) or f'"{_METRIC}' in line for line in file)
+        return any(begins_metrics(line) or '"response_length/' in line for line in file)
 
 
 def _is_metrics_row(line: str) -> bool:
@@ -87,7 +87,11 @@ def _is_metrics_row(line: str) -> bool:
         return False
     data = row.get("data")
     logged = isinstance(data, dict) and "step" in row and any("/" in key for key in data)
-    return logged or any(key.startswith(_METRIC) for key in row)
+    return logged or any(key in _LENGTHS for key in row)
+
+
+def _has_lengths(header: str) -> bool:
+    return any(name in header for name in _LENGTHS if "/" in name)
 
 
 def dump_of(first: Path, wanted: str | None, columns: Mapping[str, str]) -> Dump | None:
