@@ -250,6 +250,9 @@ def test_a_resumed_run_counts_as_logged_last_and_a_cut_line_is_left_out(tmp_path
         ("", "the file is empty"),
         ("\n \n", "the file is empty"),
         ("hello\nworld\n", "no metrics of a training step found; expected the console"),
+        # Public reports: means with deviations (verl#5637), and a step without its number (DeepEyes#14).
+        ("[tb.py:264] INFO - [45/58] : (avg (std), med) = ( 25.100 (1.1), 25.0)  # timing_s/gen\n", "no metrics of a"),
+        ("timing_s/gen:802.057 - timing_s/old_log_prob:293.286 - timing_s/step:2142.433\n", "no metrics of a"),
         ("step:1 - timing_s/gen:61.3s - actor/lr:0.0\n", r"run.log:1: step 1: timing_s/gen is '61.3s', not a plain"),
         ("step:1 - timing_s/gen:-1.0 - actor/lr:0.0\n", "timing_s/gen is -1, below zero"),
         ('{"step": 1, "data": {"timing_s/gen": 1.0}}\n{"step": 2, "da\n{"step": 3}\n', r"run.log:2: not valid JSON"),
@@ -667,6 +670,13 @@ def test_an_experiment_says_what_the_log_does_not(rows: dict[int, Metrics], tmp_
     assert said.calibration.host == given.calibration.host
     with pytest.raises(CalibrationError, match=r"are an MFU of .* for qwen2.5-32b"):
         from_run(log, experiment, model="qwen2.5-32b")
+
+
+def test_a_run_that_is_not_what_it_logs_is_doubted(rows: dict[int, Metrics], tmp_path: Path) -> None:
+    few = {step: {**rows[step], "perf/mfu/actor": 1.018, "num_turns/mean": 6.5} for step in range(1, 10)}
+    notes = from_run(save(tmp_path, as_console(few)), **RUN).notes
+    assert any("veRL logs an MFU of 1.02, here it is 0." in note for note in notes)
+    assert any("6.5 messages a conversation: gen holds tool or environment time" in note for note in notes)
 
 
 def test_host_times_far_from_the_calibrations_are_doubted() -> None:
