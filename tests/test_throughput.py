@@ -18,7 +18,7 @@ import rlsim
 from rlsim.cli import app
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.backlog import backlog
-from rlsim.experiment.frames import PARTS_OF_A_STEP
+from rlsim.experiment.parts import PARTS_OF_A_STEP
 from rlsim.experiment.notes import rate_notes
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means

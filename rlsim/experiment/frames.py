@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ import pandas as pd
 from rlsim.cost.bound import GenerationBound
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.columns import CALL_PARTS, TABLES
+from rlsim.experiment.parts import ROUNDING, Floats, Stretches, floats, parts_of_steps
 from rlsim.experiment.tail import tail_stretches
 from rlsim.sim.outcome import CallRecord, Outcome, RolloutSummary
 from rlsim.sim.recorder import NO_STEP, Span
@@ -22,11 +23,7 @@ from rlsim.sim.stays import Stays
 from rlsim.trace import StepSampler
 
 Frames = dict[str, pd.DataFrame]
-Interval = tuple[float, float]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-#: Rounding of differences, relative to what they are taken of.
-_ROUNDING = 1e-9
 #: Tables whose times are all known when a run ends; those of a response that was aborted are not.
 _COMPLETE = ("steps", "calls", "spans")
 #: Columns of `responses` that `rlsim.sim.responses.Responses` has under another name.
@@ -37,13 +34,6 @@ _RESPONSE_FIELDS = {
     "finish_at": "finished_at",
     "score_start_at": "score_started_at",
 }
-#: The parts of a step's time, in the order in which its calls follow from one another, and their kinds of calls.
-PARTS_OF_A_STEP = {
-    "gen_exposed_s": ("generate",),
-    "prep_time_s": ("reward", "inference"),
-    "train_time_s": ("train",),
-    "sync_time_s": ("sync",),
-}
 
 
 def frames_of(
@@ -52,11 +42,12 @@ def frames_of(
     bound: GenerationBound,
     gpus: int,
     steady: range,
-    apart: Mapping[str, Iterable[int]],
+    generates: Set[int],
+    trains: Set[int],
 ) -> Frames:
     """The tables of one run on `gpus` GPUs, without the columns that name the run; means count the `steady` steps.
 
-    `apart`: for `rollout_idle` and `trainer_idle` their GPUs; none where generation and training share GPUs.
+    `generates` and `trains` are the GPUs of the calls of these kinds; all of them where there is no such call.
     """
     frames = {
         "responses": _responses(outcome, sampler),
@@ -65,7 +56,7 @@ def frames_of(
         "switches": pd.DataFrame(outcome.switches, columns=_own_columns("switches")),
         "spans": pd.DataFrame(list(_span_rows(outcome.spans)), columns=_own_columns("spans")),
     }
-    edges = [0.0, *outcome.step_ends]
+    edges = np.array([0.0, *outcome.step_ends])
     busy_s = _gpu_seconds([(s.start_at, s.end_at, len(s.gpus)) for s in uncovered(outcome.spans)], edges)
     tail = tail_stretches(frames["stays"], frames["spans"], frames["calls"])
     share = tail["gpus"] * tail["tail_s"] / (tail["end_at"] - tail["start_at"])
@@ -76,10 +67,12 @@ def frames_of(
         "steady": [step in steady for step in range(len(rows))],
         "bubble_fraction": np.maximum(1.0 - busy_s / (gpus * durations_s), 0.0),
         "tail_fraction": np.divide(tail_s, busy_s, out=np.zeros(len(rows)), where=busy_s > 0),
-        "rollout_idle": np.nan,
-        "trainer_idle": np.nan,
-        **{name: _idle_share(outcome.spans, frozenset(own), edges) for name, own in apart.items()},
+        **parts_of_steps(outcome, trains, edges),
     }
+    for name, own in {"rollout_idle": generates, "trainer_idle": trains}.items():
+        busy = ((span.start_at, span.end_at) for span in outcome.spans if not own.isdisjoint(span.gpus))
+        idle = np.maximum(1.0 - Stretches.merged(busy).within(edges) / durations_s, 0.0)
+        columns[name] = idle if generates.isdisjoint(trains) else np.nan
     return {"steps": pd.DataFrame(rows).assign(step_time_s=durations_s, **columns), **frames}
 
 
@@ -123,7 +116,7 @@ def check_steps(frames: Frames, shown: str) -> None:
     for table in _COMPLETE:
         for name in (column.name for column in TABLES[table] if column.unit == "s" and column.name in frames[table]):
             values = frames[table][name].to_numpy(np.float64)
-            wrong = ~(np.isfinite(values) & (values >= -_ROUNDING * max(end_s, 1.0)))
+            wrong = ~(np.isfinite(values) & (values >= -ROUNDING * max(end_s, 1.0)))
             if wrong.any():
                 raise ConfigError(
                     f"{shown}: the column {name} of {table} comes out as {values[wrong][0]:g} s: some figure of the "
@@ -140,15 +133,15 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
     calls: dict[int, list[CallRecord]] = {}
     for call in outcome.calls:
         calls.setdefault(call.step, []).append(call)
-    work = _at_work(outcome)
     # A rollout for all steps works on the longest response of one beside those of others.
     bound_s = bound.work_s if any(at_replica.step == NO_STEP for at_replica in outcome.stays) else bound.time_s
     rows = []
-    for step, window in enumerate(itertools.pairwise([0.0, *outcome.step_ends])):
+    for step, began_at in enumerate([0.0, *outcome.step_ends[:-1]]):
         generate = next((call for call in calls[step] if call.kind == "generate"), None)
-        began, ended = (generate.start_at, generate.end_at) if generate else (window[0], window[0])
+        began, ended = (generate.start_at, generate.end_at) if generate else (began_at, began_at)
         responses, summary = outcome.responses[step], outcome.rollouts[step]
         switches = [s for s in outcome.switches if s.step == step]
+        rewards = Stretches.merged((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward")
         kept = responses.trained
         new_tokens = responses.generated_tokens - responses.resumed_tokens
         here = (kept | responses.baseline) & (new_tokens > 0) & (generate is not None)
@@ -161,8 +154,7 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
                 "gen_time_s": ended - began,
                 "gen_p90_time_s": max(p90_at - began, 0.0),
                 "gen_bound_s": bound_s((responses.prompt_tokens + responses.resumed_tokens)[here], new_tokens[here]),
-                "reward_time_s": _union_s((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
-                **_exposed_s(work, step, window),
+                "reward_time_s": (rewards.end - rewards.start).sum(),
                 **_counts(responses, summary),
                 "switches": len(switches),
                 "switch_time_s": sum(s.weights_s + s.kv_s + s.graph_s + s.control_s for s in switches),
@@ -170,40 +162,6 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _exposed_s(work: Sequence[Mapping[str, list[Interval]]], step: int, window: Interval) -> dict[str, float]:
-    """What a step waited for from the end of the step before to its own: each second once, for the first that applies.
-
-    `work` says of every step when the calls of each part were at work. The calls of a step follow from one another in
-    the order of `PARTS_OF_A_STEP`: what still runs is what the rest of the step waits for. While none of them runs, the
-    step waits for GPUs or weights that calls of other steps hold back, in the same order.
-    """
-    start, end = window
-    covered: list[Interval] = []
-    total_s, exposed = 0.0, dict.fromkeys(PARTS_OF_A_STEP, 0.0)
-    for steps in ([work[step]], work):
-        for part in PARTS_OF_A_STEP:
-            if total_s < (end - start) * (1 - _ROUNDING):
-                covered += [(max(a, start), min(b, end)) for of in steps for a, b in of[part] if a < end and b > start]
-                reached_s = _union_s(covered)
-                exposed[part], total_s = exposed[part] + reached_s - total_s, reached_s
-    return {**exposed, "waiting_time_s": max(end - start - total_s, 0.0)}
-
-
-def _at_work(outcome: Outcome) -> list[dict[str, list[Interval]]]:
-    """Of every step, when the calls of each of its parts were at work."""
-    pieces: dict[tuple[int, str], list[Interval]] = {}
-    for span in outcome.spans:
-        pieces.setdefault((span.step, span.kind), []).append((span.start_at, span.end_at))
-    parts = {kind: part for part, kinds in PARTS_OF_A_STEP.items() for kind in kinds}
-    work: list[dict[str, list[Interval]]] = [{part: [] for part in PARTS_OF_A_STEP} for _ in outcome.step_ends]
-    for call in outcome.calls:
-        # A call that takes responses as they come holds GPUs from time to time only.
-        in_pieces = call.kind in ("inference", "train")
-        whole = [(call.start_at, call.end_at)]
-        work[call.step][parts[call.kind]] += pieces.get((call.step, call.call), []) if in_pieces else whole
-    return work
 
 
 def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
@@ -249,34 +207,15 @@ def _staleness(responses: Responses, step: int) -> dict[str, Any]:
     }
 
 
-def _idle_share(spans: Iterable[Span], gpus: Set[int], edges: Sequence[float]) -> Floats:
-    """The share of each step in which none of these GPUs did anything."""
-    busy = [(span.start_at, span.end_at) for span in spans if not gpus.isdisjoint(span.gpus)]
-    start, end = _floats(busy, 2)
-    order = np.lexsort((end, start))
-    start, end = start[order], end[order]
-    end = np.maximum.accumulate(end)  # stretches that overlap count once: each begins where those before it end
-    start = np.minimum(np.maximum(start, np.append(0.0, end[:-1])), end)
-    before = np.append(0.0, (end - start).cumsum())
-    at = np.searchsorted(start, edges)
-    busy_s = before[at] - np.maximum(np.append(0.0, end)[at] - edges, 0.0)  # from the beginning to each edge
-    return np.maximum(1.0 - np.diff(busy_s) / np.diff(edges), 0.0)
-
-
 def _gpu_seconds(held: Iterable[Sequence[float]], edges: Sequence[float]) -> Floats:
     """GPU-seconds in each step; `held` has start, end and GPUs of each stretch, which may reach over several steps."""
-    start, end, gpus = _floats(held, 3)
+    start, end, gpus = floats(held, 3)
     return np.array(
         [
             (np.clip(np.minimum(end, last) - np.maximum(start, first), 0.0, None) * gpus).sum()
             for first, last in itertools.pairwise(edges)
         ]
     )
-
-
-def _floats(rows: Iterable[Sequence[float]], columns: int) -> Floats:
-    """The columns of these rows."""
-    return np.fromiter(itertools.chain.from_iterable(rows), np.float64).reshape(-1, columns).T
 
 
 def uncovered(spans: Sequence[Span]) -> Sequence[Span]:
@@ -309,15 +248,6 @@ def _gaps(span: Span, intervals: list[tuple[float, float]]) -> Iterator[tuple[fl
         at = max(at, end)
     if at < span.end_at:
         yield at, span.end_at
-
-
-def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the time that lies in at least one of the intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(end - max(start, reached), 0.0)
-        reached = max(reached, end)
-    return total
 
 
 def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:

@@ -133,7 +133,8 @@ def simulated(simulator: Simulator, spec: SystemSpec, sampler: StepSampler, stea
             outcome = simulator.simulate(system, sampler)
         placed = simulator.placed(system)
         bound = placed.bound(max([rollout.initial_tp for rollout in outcome.rollouts], default=0))
-        frames = frames_of(outcome, sampler, bound, simulator.loaded.cluster.gpus, steady, placed.apart)
+        sides = placed.gpus_of("generate"), placed.gpus_of("train")
+        frames = frames_of(outcome, sampler, bound, simulator.loaded.cluster.gpus, steady, *sides)
     check_steps(frames, spec.shown)
     return frames
 

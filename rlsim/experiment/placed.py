@@ -26,6 +26,7 @@ from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanCo
 from rlsim.sim.control import ControlContext, divides_nodes
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Placement, Plan, Workflow, colocated
+from rlsim.workflow.graph import CallKind
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_mesh, check_meshes
 
@@ -330,13 +331,10 @@ class PlacedExperiment:
         experiment = self.loaded.experiment
         return trainer.weight_sync(model, experiment.weight_sync, receiver, offload=experiment.training.offload)
 
-    @property
-    def apart(self) -> dict[str, tuple[int, ...]]:
-        """The GPUs of generation (`rollout_idle`) and of the train calls (`trainer_idle`); none if they share any."""
-        trains = {g for c in self.workflow.calls if c.kind == "train" for g in self.plan.of(c.name).gpus}
-        if not self._generate_calls or not trains.isdisjoint(self.generation.gpus):
-            return {}
-        return {"rollout_idle": self.generation.gpus, "trainer_idle": tuple(sorted(trains))}
+    def gpus_of(self, kind: CallKind) -> frozenset[int]:
+        """The GPUs of the calls of a kind; all GPUs where there is none."""
+        names = [call.name for call in self.workflow.calls if call.kind == kind]
+        return frozenset(gpu for name in names for gpu in self.plan.of(name).gpus) or frozenset(self.gpus)
 
     @cached_property
     def generation(self) -> Placement:

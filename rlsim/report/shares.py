@@ -8,7 +8,8 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from rlsim.experiment.frames import PARTS_OF_A_STEP, uncovered
+from rlsim.experiment.frames import uncovered
+from rlsim.experiment.parts import PARTS_OF_A_STEP
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.report.page import Block, Section, Table
@@ -153,8 +154,7 @@ def step_section(result: Result, setups: list[CaseSetup]) -> Section:
         caption = (
             f"Mean over seeds and steady steps, for the {setup.batch:,} responses of a whole batch. This is the step "
             "time; for systems that train on another number of responses it is scaled to a whole batch. Each second "
-            "counts once, in the order of the legend: first generation that the step waited for, its own or that of "
-            "another step that holds back GPUs or weights."
+            "counts once: as what ran on the trainer's GPUs, or else as what the trainer waited for."
         )
         if WAITING in set(parts["part"]):
             caption += " Waiting: no call of any step ran."

@@ -117,8 +117,8 @@ class _Run:
                 yield self.done[edge.target, min(step + edge.lag - 1, self.what.steps - 1)]
             if edge.exact and 0 < edge.lag - 1 <= step and call.kind in ("inference", "train") and not _streams(edges):
                 yield self.done[edge.source, step - edge.lag + 1]  # weights go out before the step's responses are used
-        if call.kind == "train" and step and _streams(edges):
-            yield self.done[call.name, step - 1]  # gradients are those of the weights that it left
+        if call.kind == "train" and step:
+            yield self.done[call.name, step - 1]  # steps are trained in their order, however soon a later one is ready
         if self.open and call.kind == "generate":
             record = yield from self._from_queue(self.open, call, step, placement)
         elif self.open and call.name in self.updating:

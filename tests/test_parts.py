@@ -1,0 +1,275 @@
+"""The parts of a step: what the trainer did, or what it waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import rlsim
+from rlsim.errors import ConfigError
+from rlsim.experiment.parts import Floats, parts_of_steps
+from rlsim.sim.outcome import CallRecord, Outcome
+from rlsim.sim.recorder import Span
+from rlsim.sim.request import Request
+from rlsim.sim.responses import Responses
+
+SCENARIOS = Path(__file__).parent / "scenarios"
+PARTS = ("gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "waiting_time_s")
+#: Which of the calls that run on the trainer's GPUs says what a moment is part of: the first of these.
+BUSY = (("train", 2), ("inference", 1), ("reward", 1), ("sync", 3), ("generate", 0))
+KINDS = {"generate": "generate", "reward": "reward", "score": "inference", "train": "train", "push": "sync"}
+
+# Timelines by hand: GPU 0 generates, GPU 1 trains --------------------------------------------------------------------
+
+
+def parts(
+    spans: list[tuple[str, int, float, float]],
+    ends: list[float],
+    responses: list[list[tuple[float, float, float]]],
+    generating: list[tuple[float, float]] = (),  # type: ignore[assignment]
+    trainer: frozenset[int] = frozenset({1}),
+    gpus: dict[str, tuple[int, ...]] | None = None,
+) -> list[list[float]]:
+    """The parts of each step that ends at one of `ends`, in the order of `PARTS`.
+
+    `spans` have a call, a step, start and end; `responses` of each step when they were complete, given to a worker and
+    scored (NaN: not);
+    `generating` says when the call of each step generates, by default while there are spans of it.
+    """
+    on = {"generate": (0,), "push": (0, 1), **(gpus or {})}
+    outcome = Outcome(step_ends=ends)
+    for call, step, start_at, end_at in sorted(spans, key=lambda span: span[2]):
+        kind = "decode" if call == "generate" else call
+        outcome.spans.append(Span(on.get(call, (1,)), start_at, end_at, kind, 1, step, call))
+        outcome.calls.append(CallRecord(step, call, KINDS[call], "actor", start_at, start_at, end_at, 1, ()))
+    if generating:
+        outcome.calls = [call for call in outcome.calls if call.kind != "generate"]
+        for step, (start_at, end_at) in enumerate(generating):
+            outcome.calls.append(CallRecord(step, "generate", "generate", "actor", start_at, start_at, end_at, 1, ()))
+    for of_step in responses:
+        requests = []
+        for i, (finished_at, given_at, scored_at) in enumerate(of_step):
+            request = Request(i, 0, 8, 8)
+            request.finished_at, request.scored_at = finished_at, scored_at
+            request.score_started_at = given_at
+            requests.append(request)
+        outcome.responses.append(Responses.of(requests))
+    found = parts_of_steps(outcome, trainer, np.array([0.0, *ends]))
+    return np.stack([found[part] for part in PARTS], axis=1).tolist()
+
+
+NONE = float("nan")
+
+
+def test_a_synchronous_step_waits_for_one_call_after_the_other() -> None:
+    spans = [("generate", 0, 0, 10), ("score", 0, 11, 13), ("train", 0, 13, 17), ("push", 0, 17, 18)]
+    spans += [(call, 1, start + 18, end + 18) for call, _, start, end in spans]
+    steps = [[(4, 10, 11), (10, 10, 10.5)], [(28, 28, 29)]]
+    assert parts(spans, [18, 36], steps) == [[10, 3, 4, 1, 0]] * 2
+
+
+def test_one_step_off_waits_for_what_is_left_of_generation() -> None:
+    spans = [("generate", 0, 0, 10), ("score", 0, 10, 12), ("train", 0, 12, 16), ("push", 0, 16, 17)]
+    spans += [("generate", 1, 10, 20), ("score", 1, 20, 22), ("train", 1, 22, 26), ("push", 1, 26, 27)]
+    assert parts(spans, [17, 27], [[(10, NONE, NONE)], [(20, NONE, NONE)]]) == [[10, 2, 4, 1, 0], [3, 2, 4, 1, 0]]
+
+
+def test_at_lag_4_a_trainer_that_never_waits_is_shown_so_but_where_a_sync_waits_for_generation() -> None:
+    spans, steps, ends = [], [], []
+    for step in range(5):
+        spans.append(("generate", step, 10 * step, 10 * step + 10))
+        at = 10 + 12 * step
+        spans += [("score", step, at, at + 2), ("train", step, at + 2, at + 11), ("push", step, at + 11, at + 12)]
+        steps.append([(10 * step + 10, NONE, NONE)])
+        ends.append(at + 12)
+    assert parts(spans, ends, steps) == [[10, 2, 9, 1, 0], *[[0, 2, 9, 1, 0]] * 4]
+    spans[-1], ends[-1] = ("push", 4, 73, 74), 74  # of a version that the generation of step 8 does not have yet
+    spans.append(("generate", 8, 60, 73))
+    assert parts(spans, ends, steps)[4] == [4, 2, 9, 1, 0]
+
+
+def test_with_windows_a_step_waits_for_generation_between_them_only() -> None:
+    """The batch is complete at 19; parts of it are trained on from 4, 8, 13 (there since 12) and 19 on."""
+    trained = [("train", 0, 4, 7), ("train", 0, 8, 13), ("train", 0, 13, 18), ("train", 0, 19, 22), ("push", 0, 22, 23)]
+    spans = [("generate", 0, 0, 22), *trained]
+    responses = [(at, NONE, NONE) for at in (4, 8, 12, 19)]
+    assert parts(spans, [23], [responses], generating=[(0, 19)]) == [[6, 0, 16, 1, 0]]
+
+
+def test_a_wait_is_for_rewards_once_the_response_that_ends_it_is_complete() -> None:
+    spans = [("generate", 0, 0, 10), ("train", 0, 9, 12)]
+    assert parts(spans, [12], [[(2, 2, 9), (3, 3, 4)]]) == [[2, 7, 3, 0, 0]]
+    in_turn = [
+        (2, 8, 9),
+        (3, 7, 8),
+        (4, 6, 7),
+        (5, 5, 6),
+    ]  # after generation, one worker scores the last that is complete first
+    spans = [("generate", 0, 0, 5), ("train", 0, 9, 12)]
+    assert parts(spans, [12], [in_turn]) == [[5, 4, 3, 0, 0]]
+
+
+def test_generation_on_gpus_of_the_trainer_holds_its_own_step_back_and_no_other() -> None:
+    spans = [("generate", 0, 0, 10), ("train", 0, 6, 8), ("train", 0, 10, 13)]  # on a GPU that generation released
+    trainer = frozenset({0, 1})
+    assert parts(spans, [13], [[(5, NONE, NONE), (10, NONE, NONE)]], trainer=trainer) == [[10, 0, 3, 0, 0]]
+    spans += [("generate", 1, 13, 20), ("train", 1, 20, 23)]
+    spans[2] = ("train", 0, 10, 15)  # of the critic: the actor generates already
+    found = parts(spans, [15, 23], [[(10, NONE, NONE)], [(20, NONE, NONE)]], trainer=trainer)
+    assert found == [[10, 0, 5, 0, 0], [5, 0, 3, 0, 0]]
+
+
+def test_what_runs_nowhere_is_waited_for_by_none() -> None:
+    spans = [("generate", 0, 1, 5), ("train", 0, 7, 9)]
+    assert parts(spans, [10], [[(5, NONE, NONE)]]) == [[4, 0, 2, 0, 4]]
+
+
+# Random runs that overlap ---------------------------------------------------------------------------------------------
+
+BASE: dict[str, Any] = {
+    "name": "parts",
+    "cluster": "8xh800",
+    "model": "qwen2.5-1.5b",
+    "calibration": "h800-vllm",
+    "seeds": 1,
+    "certainty": 0,
+}
+RULES: list[Any] = [
+    {"lagged": {"lag": 1}},
+    {"lagged": {"lag": 2}},
+    {"lagged": {"lag": 4}},
+    {"bounded_staleness": {"eta": 1}},
+    {"bounded_staleness": {"eta": 4, "interrupt": False}},
+    {"bounded_staleness": {"eta": 0.5, "stale": "wait"}},
+    {"bounded_staleness": {"eta": 2, "rolling": True, "concurrent": 8}},
+    {"sync_quota": {"staleness_threshold": 1}},
+    {"sync_quota": {"staleness_threshold": 0, "partial_rollout": False}},
+    "active_groups",
+]
+
+
+@st.composite
+def overlapping(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
+    """An experiment of one system, and the GPUs that generate alone."""
+    rule, apart = draw(st.sampled_from(RULES)), draw(st.sampled_from([2, 4, 4, 6, 0]))
+    shared = "lagged" in rule or rule == "active_groups"  # all others need GPUs of their own
+    rollout = apart or (0 if shared else 4)
+    parts: list[Any] = [{"verl": {"tp": 1}}, rule, *([{"split": {"rollout_gpus": rollout}}] if rollout else [])]
+    parts += [part for part in ("async_reward", "rollout_log_probs") if draw(st.booleans())]
+    windows = draw(st.sampled_from([0, 0, 2, 4])) if rollout and "async_reward" in parts else 0
+    parts += [{"training_windows": {"parts": windows}}] if windows else []
+    workflow = {
+        "algorithm": draw(st.sampled_from(["grpo", "grpo", "ppo"])),
+        "prompts": 4 * draw(st.integers(1, 3)),
+        "responses": draw(st.sampled_from([1, 4])),
+        "steps": 5,
+        "reference": draw(st.booleans()),
+        "reward": {"workers": draw(st.sampled_from([1, 4, 64]))},
+    }
+    training = {
+        "backend": "megatron",
+        "micro_batch_tokens": 4096,
+        "mini_batches": windows or 1,
+        "recompute": draw(st.sampled_from(["full", "none"])),
+    }
+    path, cap = draw(st.sampled_from(["rollpacker-code", "rollpacker-math"])), draw(st.sampled_from([32, 64, 512]))
+    system = {"name": "s", "use": parts}
+    given = {"workflow": workflow, "training": training, "trace": {"path": path, "cap": cap}, "systems": [system]}
+    return {**BASE, **given}, rollout
+
+
+def waited_for(found: rlsim.Result, trainer: range) -> tuple[Floats, Floats]:
+    """The parts of every step, moment by moment from the tables of a run, and the seconds in which no trainer works."""
+    kinds = found.calls.set_index("call")["kind"].to_dict()
+    edges = np.append(0.0, found.steps["step_time_s"].cumsum())
+    spans = found.spans.assign(what=found.spans["kind"].map(kinds).fillna("generate"))
+    spans["here"] = (spans["gpu"] < trainer.stop) & (spans["gpu"] + spans["gpus"] > trainer.start)
+    columns = ("start_at", "end_at", "step", "what", "here")
+    start, end, step, what, here = (spans[name].to_numpy() for name in columns)
+    whole = found.calls.loc[found.calls["kind"] == "generate", ["start_at", "end_at"]].to_numpy()
+    scored = found.responses.dropna(subset="scored_at")[["score_start_at", "scored_at"]].to_numpy()
+    finishes = found.responses["finish_at"].dropna()
+    moments = np.unique(np.concatenate([edges, start, end, whole.ravel(), scored.ravel(), finishes]))
+    moments = moments[(moments >= 0) & (moments <= edges[-1])]
+    of_step = dict(iter(found.responses[found.responses["trained"]].groupby("step")))
+    times = (moments[1:] + moments[:-1]) / 2
+    windows = np.searchsorted(edges, times) - 1
+    now = (start < times[:, None]) & (times[:, None] < end)
+    at_work = {kind: (now & (what == kind)).any(axis=1) for kind in dict.fromkeys(KINDS.values())}
+    on = {kind: (now & here & (what == kind)).any(axis=1) for kind in at_work}
+    own = (now & here & (what == "generate") & (step == windows[:, None])).any(axis=1)
+    generates, scoring = (
+        ((of[:, 0] < times[:, None]) & (times[:, None] < of[:, 1])).any(axis=1) for of in (whole, scored)
+    )
+    rows, idle_s = np.zeros((len(edges) - 1, len(PARTS))), np.zeros(len(edges) - 1)
+    calling = np.flatnonzero(here & (what != "generate"))
+    for i, (t, window, seconds) in enumerate(zip(times, windows, np.diff(moments), strict=True)):
+        busy = [part for kind, part in BUSY if on[kind][i]]
+        if not busy:
+            idle_s[window] += seconds
+            later = calling[start[calling] > t]
+            complete_at = -np.inf
+            if len(later):
+                following = later[start[later].argmin()]
+                sync = what[following] == "sync"
+                complete_at = np.inf if sync else _complete_at(of_step[step[following]], start[following])
+            if t < complete_at and generates[i]:
+                busy = [0]
+            elif scoring[i] or at_work["inference"][i] or at_work["reward"][i]:
+                busy = [1]
+            else:
+                busy = [3] if at_work["sync"][i] else [0] if generates[i] else [4]
+        rows[window, 0 if own[i] else busy[0]] += seconds
+    return rows, idle_s
+
+
+def _complete_at(responses: pd.DataFrame, now: float) -> float:
+    """When the last response to arrive before a call was complete: by its reward, or by itself."""
+    best = (-np.inf, -np.inf)
+    for finish_at, scored_at in responses[["finish_at", "scored_at"]].itertuples(index=False):
+        arrived = [at for at in (finish_at, scored_at) if at <= now * (1 + 1e-9)]
+        if arrived:
+            best = max(best, (max(arrived), finish_at))
+    return best[1]
+
+
+@settings(
+    deadline=None, derandomize=True, max_examples=200, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(overlapping())
+def test_parts_are_what_the_trainer_did_and_waited_for(drawn: tuple[dict[str, Any], int]) -> None:
+    experiment, rollout = drawn
+    try:
+        found = rlsim.run(experiment)
+    except ConfigError:
+        return  # parts that do not go together
+    steps, (expected, idle_s) = found.steps, waited_for(found, range(rollout, 8))
+    np.testing.assert_allclose(steps[list(PARTS)].sum(axis=1), steps["step_time_s"], rtol=1e-9)
+    np.testing.assert_allclose(steps[list(PARTS)], expected, rtol=1e-6, atol=1e-6 * steps["step_time_s"].max())
+    if rollout:
+        np.testing.assert_allclose(steps["trainer_idle"] * steps["step_time_s"], idle_s, atol=1e-6 * idle_s.max())
+
+
+# What misled users ----------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_is_never_idle_is_what_a_step_waits_for() -> None:
+    """Training in 16 windows: 0.4 s of 17 idle; it was shown as 12.6 s of generation and 3.6 s of training."""
+    row = rlsim.run(SCENARIOS / "x_lognorm.yaml").summary().set_index("system").loc["vfa-step16"]
+    assert row["trainer_idle"] < 0.03
+    assert row["gen_exposed_s"] + row["prep_time_s"] == pytest.approx(row["trainer_idle"] * row["step_time_s"])
+    assert row["train_time_s"] > 0.9 * row["step_time_s"]
+
+
+def test_a_larger_lag_shows_the_same_parts_where_the_trainer_is_the_slower_side() -> None:
+    """At lag 4 a step of 12.99 s was shown as 10.9 s of generation; at lag 1 as 10.2 s of training."""
+    rows = rlsim.run(SCENARIOS / "s1b.yaml").summary().set_index("system")[list(PARTS)]
+    same = ["onestep", "onestep_bare", "onestep_lag4", "eta-eta1", "eta-eta4", "rf-alpha4", "nemo-steps4"]
+    np.testing.assert_allclose(rows.loc[same], [[0, 2.66, 10.22, 0.10, 0]] * len(same), atol=0.01)
+    np.testing.assert_allclose(rows.loc["eta-eta0"], rows.loc["split"], rtol=1e-9), "nothing overlaps in either"
