@@ -113,6 +113,13 @@ class Cluster(Schema):
         """The NVLink domain that GPU number `gpu` sits in."""
         return gpu // self.domain_gpus
 
+    def joined_at(self, times: float) -> Cluster:
+        """The cluster with so many times the bandwidth between nodes."""
+        if self.inter is None or times == 1.0:
+            return self
+        link = self.inter.model_copy(update={"bytes_per_s": self.inter.bytes_per_s * times})
+        return self.model_copy(update={"inter": link})
+
     def gpu_at(self, number: int) -> Gpu:  # noqa: ARG002
         """The GPU of that number."""
         return self.gpu
@@ -197,6 +204,10 @@ class MixedCluster(Schema):
     def domain_of(self, gpu: int) -> int:
         """The NVLink domain that GPU number `gpu` sits in."""
         return gpu // self.domain_gpus
+
+    def joined_at(self, times: float) -> MixedCluster:
+        """The cluster with so many times the bandwidth between nodes."""
+        return self.model_copy(update={"groups": tuple(group.joined_at(times) for group in self.groups)})
 
     def gpu_at(self, number: int) -> Gpu:
         """The GPU of that number."""

@@ -428,7 +428,7 @@ def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
         (["actor_rollout_ref.actor.use_kl_loss=False"], {"reference": False}),
         (["actor_rollout_ref.actor.use_kl_loss=False", "algorithm.use_kl_in_reward=True"], {"reference": True}),
         (["algorithm.rollout_correction.bypass_mode=True"], {"old_log_probs": False}),
-        (["reward_model.launch_reward_fn_async=True"], {"reward": {"order": "beside_log_probs"}}),
+        (["reward_model.launch_reward_fn_async=True"], {"reward": {"order": "beside_log_probs", "from_trace": True}}),
     ],
 )
 def test_algorithms(tmp_path: Path, settings: list[str], expected: dict[str, object]) -> None:

@@ -125,7 +125,7 @@ def _workflow(config: Settings, draft: Draft, sides: _Sides) -> None:
     anew = config.get(_METHOD) == "recompute" if decoupled else config.flag(_RECOMPUTED)
     said = joined(config.where(_DECOUPLED), config.where(_METHOD if decoupled else _RECOMPUTED))
     why = "critic" if critic else "no critic"
-    draft.entries["workflow"] = {
+    draft.entries["workflow"] |= {  # type: ignore[operator]
         "algorithm": Entry("ppo" if critic else "grpo", f"{config.name}: {why}"),
         "prompts": Entry(config.whole(_BATCH), config.where(_BATCH)),
         "responses": Entry(config.whole(_SAMPLES), config.where(_SAMPLES)),

@@ -10,7 +10,16 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Certainty, Experiment, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
-from rlsim.cli.tables import MODEL_LEGEND, late_legend, model_text, print_tables, relaxed_legend, speedup_text, table
+from rlsim.cli.tables import (
+    MODEL_LEGEND,
+    late_legend,
+    model_text,
+    print_ledgers,
+    print_tables,
+    relaxed_legend,
+    speedup_text,
+    table,
+)
 from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, written
 
 if TYPE_CHECKING:
@@ -66,6 +75,9 @@ def run(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse costs of shapes outside what the calibration was measured at.")
     ] = False,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Also run each end of what is assumed: what it is worth.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the results only.")] = False,
 ) -> None:
     """Run an experiment, print a comparison, write the results.
@@ -78,7 +90,7 @@ def run(
     add_code_folders(experiment)
     target = out or results_folder(load_experiment(experiment, settings or ())[0].name)
     settings = with_options(settings, warmup=warmup, certainty=certainty)
-    run_and_print(experiment, settings, target, seeds=seeds, strict=strict, quiet=quiet)
+    run_and_print(experiment, settings, target, seeds=seeds, strict=strict, what_if=what_if, quiet=quiet)
 
 
 def run_and_print(
@@ -88,6 +100,7 @@ def run_and_print(
     *,
     seeds: int | None = None,
     strict: bool = False,
+    what_if: bool = False,
     quiet: bool = False,
 ) -> None:
     """Run an experiment, print its tables and notes, write its results."""
@@ -95,14 +108,18 @@ def run_and_print(
 
     with progress_bar(quiet) as progress:
         result = run_experiment(
-            experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, progress=progress
+            experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, what_if=what_if, progress=progress
         )
     if quiet:
         typer.echo(str(target))
         return
     from rlsim.cli.terminal import Console
+    from rlsim.experiment.ledger import ledgers
 
     print_tables(_tables(result))
+    print_ledgers(
+        ledgers(result.manifest), "what each is worth: rlsim run --what-if; say what you know: --set KEY=VALUE"
+    )
     console = Console(soft_wrap=True)
     for note in result.notes:
         console.print(f"note: {note}", style="dim")

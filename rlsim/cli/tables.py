@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
 
+    from rlsim.experiment.ledger import LedgerRecord
+
 #: Characters of a line where there is no terminal to say how many fit.
 MOST_WIDTH = 160
 
@@ -81,6 +83,36 @@ def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:
     full = ["–" if v is None else json.dumps(v, ensure_ascii=False, default=str) for v in known]
     short = ["–" if v is None else f"{v:.4g}" if isinstance(v, float) else shown(v, width) for v in known]
     return short if len(set(short)) == len(set(full)) else full
+
+
+def print_ledgers(ledgers: Iterable[tuple[str, LedgerRecord]], how: str = "") -> None:
+    """What each case rests on that nobody gave or measured; `how`: how to ask what each is worth.
+
+    One line each while no worth is known; else a table of what matters, in which long texts are folded.
+    """
+    from rich.table import Table
+
+    from rlsim.cli.terminal import Console
+    from rlsim.experiment.ledger import turns
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = MOST_WIDTH // 2
+    for case, ledger in ledgers:
+        rows, said = ledger.weighed, turns(ledger)
+        if not rows:
+            continue
+        found = Table(box=None, pad_edge=False, show_header=ledger.base is not None, header_style="bold")
+        for i, heading in enumerate(ledger.headings):
+            found.add_column(heading, overflow="fold", no_wrap=i > 1)
+        for row in rows:
+            found.add_row(*row.cells(ledger))
+        title = " · ".join(part for part in (case, ledger.title) if part)
+        console.print(title, style="bold", soft_wrap=True)
+        console.print(found)
+        for text in filter(None, (ledger.legend or how, said)):
+            console.print(text, style="dim" if text != said else "bold", soft_wrap=True)
+        console.print()
 
 
 def print_tables(tables: Iterable[Table]) -> None:

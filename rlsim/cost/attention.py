@@ -139,12 +139,15 @@ class Latent(LayerAttention):
 class State(LayerAttention):
     """Linear attention and state-space mixers: a roofline, as no kernel of them is measured.
 
-    Decode reads and writes each sequence's state. A prompt goes through in chunks; the FLOPs for each token, within the
-    chunk and with the state, are those of `attention_work`.
+    It takes `times` as long as that. Decode reads and writes each sequence's state. A prompt goes through in chunks;
+    the FLOPs for each token, within the chunk and with the state, are those of `attention_work`.
     """
 
-    def __init__(self, operators: Operators, attention: Recurrent, tp: int, dtype_bytes: float) -> None:
+    def __init__(
+        self, operators: Operators, attention: Recurrent, tp: int, dtype_bytes: float, times: float = 1.0
+    ) -> None:
         super().__init__(operators)
+        self._times = times
         self._operator = "state_space" if isinstance(attention, Mamba2) else "linear_attention"
         self._bytes = dtype_bytes
         self._state_bytes = attention.state_elements / tp * dtype_bytes
@@ -154,10 +157,10 @@ class State(LayerAttention):
     def elementwise_s(self, tokens: float) -> float:
         convolved, inner = self._widths
         each = (2 * convolved, 3 * inner)  # convolution and activation; the output's norm with its gate
-        return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
+        return self._times * sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
     def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
-        return [0.0], [self._operators.memory_bound_s(2 * batch * self._state_bytes, batch)]
+        return [0.0], [self._times * self._operators.memory_bound_s(2 * batch * self._state_bytes, batch)]
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:  # noqa: ARG002
         return self._operator, {"batch": batch}
@@ -168,7 +171,7 @@ class State(LayerAttention):
         self._operators.count(self._operator, tokens=tokens)
         # The rate that prompt attention reaches on its smallest blocks.
         computed = fit.launch_s + tokens * self._token_flop / (ref.bf16_flop_per_s * fit.efficiency[0])
-        return max(computed, self._operators.memory_bound_s(2 * len(chunks) * self._state_bytes, tokens))
+        return self._times * max(computed, self._operators.memory_bound_s(2 * len(chunks) * self._state_bytes, tokens))
 
 
 class Nothing(LayerAttention):
@@ -187,13 +190,18 @@ class Nothing(LayerAttention):
         return None
 
 
-def layer_attention(operators: Operators, attention: Attention, tp: int, dtype_bytes: float) -> LayerAttention:
-    """What `attention` costs at TP `tp`; raises `CalibrationError` if the calibration lacks its kernels."""
+def layer_attention(
+    operators: Operators, attention: Attention, tp: int, dtype_bytes: float, recurrent: float = 1.0
+) -> LayerAttention:
+    """What `attention` costs at TP `tp`; raises `CalibrationError` if the calibration lacks its kernels.
+
+    `recurrent`: how many times their roofline linear attention and state-space mixers take.
+    """
     match attention:
         case LatentAttention():
             return Latent(operators, attention, tp)
         case Recurrent():
-            return State(operators, attention, tp, dtype_bytes)
+            return State(operators, attention, tp, dtype_bytes, recurrent)
         case FullAttention():
             return GroupedQueries(operators, attention, tp, dtype_bytes)
         case _:

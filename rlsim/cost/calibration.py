@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim import catalogue
+from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
 from rlsim.cost.draw import Draw
 from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
 from rlsim.cost.fits import (
@@ -225,6 +226,7 @@ class Calibration(Fitted):
     residuals: dict[str, Residual] = Field(description="by operator, on held-out shapes")
     decode_profile: tuple[DecodeProfile, ...] = ()
     _draw: Draw = PrivateAttr(default=Draw())
+    _costs: AssumedCosts = PrivateAttr(default=PLAIN_COSTS)
 
     @property
     def release(self) -> str:
@@ -257,10 +259,23 @@ class Calibration(Fitted):
         """The world that costs are for: not as fitted, but as far off as `Draw` says."""
         return self._draw
 
-    def drawn(self, number: int) -> Calibration:
-        """This calibration in the world of a number; 0 is as it was fitted."""
-        found = self.model_copy()
-        found._draw = Draw(number)
+    @property
+    def costs(self) -> AssumedCosts:
+        """What the experiment says of costs that were not measured."""
+        return self._costs
+
+    @property
+    def skew(self) -> float:
+        """What unequal contexts add to decode attention, as a share of the padding to the longest."""
+        return self.operators.decode_attention.skew if self._costs.skew is None else self._costs.skew
+
+    def drawn(self, number: int, costs: AssumedCosts = PLAIN_COSTS) -> Calibration:
+        """This calibration in the world of a number, with costs as they are stated; 0 is as it was fitted."""
+        each = costs.host_per_sequence
+        found = self.model_copy(
+            update={} if each is None else {"host": self.host.model_copy(update={"sequence_s": each})}
+        )
+        found._draw, found._costs = Draw(number), costs
         return found
 
     def on_kv(self, precision: KvPrecision, *, latent: bool) -> Calibration:

@@ -58,7 +58,10 @@ class CallCosts:
         if self._draw.number:
             forward = min((forward or flop) / self._draw.call("inference"), 1.0)
             flop = min(flop / self._draw.call("train"), 1.0)
-        self._efficiency = TrainEfficiency(flop=flop, forward=forward, expert_launch_s=EXPERT_LAUNCH_S)
+        launch_s = EXPERT_LAUNCH_S * calibration.costs.expert_launch
+        self._efficiency = TrainEfficiency(
+            flop=flop, forward=forward, expert_launch_s=launch_s, recurrent=calibration.costs.recurrent
+        )
         self.call_s = calibration.training.call_s.get(backend, 0.0)
         calibration.check_precision(precision)
         self._precision: Precision = precision

@@ -82,12 +82,13 @@ class RooflineStep(StepCost):
         self._expert_tp = layout.expert_tp(tp)
         check_served(model, calibration)
         calibration = calibration.on_kv(model.kv_precision, latent=_is_latent(model))
-        self.skew = calibration.operators.decode_attention.skew
+        self.skew = calibration.skew
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._model = model
         counts = Counter(layer.attention for layer in model.layers)
-        kinds = {one: layer_attention(self.operators, one, self._group_tp, model.dtype_bytes) for one in counts}
+        shape = self._group_tp, model.dtype_bytes, calibration.costs.recurrent
+        kinds = {one: layer_attention(self.operators, one, *shape) for one in counts}
         self._attentions = tuple((count, kinds[one]) for one, count in counts.items())
         self._attention_of = {layer: kinds[layer.attention] for layer in model.groups}
         self.kv = kv_shape(model, self._group_tp)
@@ -324,7 +325,7 @@ def step_cost(
     calibration = calibration_for(cluster, calibration)
     profile = calibration.profile(model.name, tp) if layout.plain and graphs else None
     if profile is not None and model == model.served("bf16"):  # as profiles were measured, host time included
-        measured = ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew)
+        measured = ProfileStep.from_record(profile, skew=calibration.skew)
         return drawn(sampled(measured, model, sampling_s_per_logit, layout), calibration)
     roofline = RooflineStep(model, tp, cluster, calibration, layout)
     kernels = launched(sampled(roofline, model, sampling_s_per_logit, layout), model, calibration, graphs)
@@ -360,6 +361,8 @@ def launched(kernels: StepCost, model: Model, calibration: Calibration, graphs: 
 
 
 def drawn(cost: StepCost, calibration: Calibration) -> StepCost:
-    """The step cost in the world that the calibration is drawn for."""
-    draw = calibration.draw
-    return DerivedStep(cost, lambda n, _: Change(scale=draw.iteration(cost.tp, n))) if draw.number else cost
+    """The step cost in the world that the calibration is drawn for, and as long as its kernels are said to take."""
+    draw, times = calibration.draw, calibration.costs.kernels
+    if not draw.number and times == 1.0:
+        return cost
+    return DerivedStep(cost, lambda n, _: Change(scale=times * draw.iteration(cost.tp, n)))

@@ -29,7 +29,7 @@ from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.transfer import host_copy_s, pageable_copy_s
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
-from rlsim.layers import Experts, Layer
+from rlsim.layers import Experts, Layer, Recurrent
 from rlsim.models import Model
 
 #: FLOPs of the backward pass over those of the forward pass. Flash attention recomputes the scores on the way back:
@@ -172,6 +172,8 @@ class TrainCost:
 
     def _of_layer(self, layer: Layer, count: int, flops: float, memory: float) -> _Layers:
         strategy, efficiency, work = self.strategy, self.efficiency, attention_work(layer.attention)
+        if isinstance(layer.attention, Recurrent):
+            flops, memory = flops / efficiency.recurrent, memory / efficiency.recurrent
         split = strategy.tp * strategy.cp
         linear_flops, (own, routed) = 2.0 * layer.active_weights, layer_parts(layer, strategy)
         apart: dict[str, Any] = {"blocks": layer.blocks}

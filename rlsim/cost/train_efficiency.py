@@ -23,7 +23,8 @@ class TrainEfficiency:
     forward). `memory` is that of memory-bound kernels: measured norms 0.3, activations 0.5, additions 0.9 of peak
     bandwidth on A100 and H100 (Vidur commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
     `fp8_saved`: seconds that FP8 products of the layers save of each second that they would take at the bf16 peak.
-    `expert_launch_s`: the host's to launch a forward pass of a layer with experts, which takes no less.
+    `expert_launch_s`: the host's to launch a forward pass of a layer with experts, which takes no less. `recurrent`:
+    how many times their roofline layers with linear attention or a state-space mixer take.
     """
 
     flop: float
@@ -33,6 +34,7 @@ class TrainEfficiency:
     overhead_tokens: float = 400.0
     memory: float = 0.55
     expert_launch_s: float = 0.0
+    recurrent: float = 1.0
 
     def __post_init__(self) -> None:
         for key in ("flop", "forward", "attention", "memory"):

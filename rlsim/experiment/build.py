@@ -78,9 +78,9 @@ class LoadedExperiment:
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
         judge = experiment.workflow.reward.judge
         actor = find_model(experiment.model, folder)
-        cluster = load_any_cluster(experiment.cluster, source=f"{shown}: cluster")
+        cluster = load_any_cluster(experiment.cluster, source=f"{shown}: cluster").joined_at(experiment.costs.network)
         lengths = mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment)
-        trace, note = _with_room(lengths, experiment.trace, shown)
+        trace, note = _with_room(_scaled(lengths, experiment.trace), experiment.trace, shown)
         loaded = cls(
             experiment,
             cluster,
@@ -214,6 +214,11 @@ class LoadedExperiment:
             spec.prompts * self.algorithm.baseline_responses,
         )
 
+    @property
+    def mean_response_tokens(self) -> float:
+        """The mean length of a response under the cap (tokens)."""
+        return float(self._cut[0].mean())
+
     @cached_property
     def longest_prompt(self) -> int:
         """The longest prompt of the trace (tokens)."""
@@ -275,6 +280,19 @@ def _prompt_tokens(trace: Trace, spec: TraceSpec) -> pd.Series[int]:
     )
 
 
+def _scaled(trace: Trace, spec: TraceSpec) -> Trace:
+    """The trace with all lengths as many times as long as the experiment says."""
+    times = {"response_tokens": spec.scale, "prompt_tokens": spec.prompt_scale}
+    scaled = {
+        name: (trace.frame[name] * factor).round().clip(lower=1).astype(trace.frame[name].dtype)
+        for name, factor in times.items()
+        if factor != 1.0 and name in trace.frame
+    }
+    cap = trace.meta.cap_tokens and max(round(trace.meta.cap_tokens * spec.scale), 1)
+    meta = trace.meta.model_copy(update={"cap_tokens": cap})
+    return Trace(trace.frame.assign(**scaled), meta) if scaled else trace
+
+
 def _with_room(trace: Trace, spec: TraceSpec, shown: str) -> tuple[Trace, str]:
     """The trace without prompts that leave no room for a response, as trainers filter their data; what to say of it."""
     if spec.max_model_len is None:
@@ -323,7 +341,7 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, sho
 
 
 def _calibration(name: str, experiment: Experiment, folder: Path) -> Calibration:
-    return load_calibration(beside(name, folder)).drawn(experiment.draw)
+    return load_calibration(beside(name, folder)).drawn(experiment.draw, experiment.costs)
 
 
 def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:

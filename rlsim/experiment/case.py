@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ import pandas as pd
 
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
+from rlsim.experiment.assumptions import ledger_of
 from rlsim.experiment.build import LoadedExperiment, placing
 from rlsim.experiment.frames import Frames, named
 from rlsim.experiment.job import Job, Ran, simulated
+from rlsim.experiment.ledger import LedgerRecord
 from rlsim.experiment.load import with_settings
 from rlsim.experiment.notes import kinds_note, preemption_notes, rate_notes, steady_note
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
@@ -239,6 +241,35 @@ class Case:
         own = (placed.lookups() for placed in self.experiments().values())
         return Lookups().merge(self._looked_up or own)
 
+    @cached_property
+    def ledger(self) -> LedgerRecord:
+        """What this case rests on, once it has run."""
+        return ledger_of(self.loaded, self.lookups())
+
+    def came_out(self, name: str) -> SystemSpec:
+        """A system that ran, as what it came out as if it is a tuned one."""
+        own = next(spec for spec in self.systems if spec.name == name)
+        return next(spec for spec, _ in self.systems[own] if spec.key == self._ran[name])
+
+    def reduced(self, names: Sequence[str]) -> Experiment:
+        """The experiment with these systems only, as they came out, one seed, and as few steps as they need."""
+        few = 3 * max(self.overlaps) + 1 + (self.experiment.workflow.warmup or 0)
+        settings = {
+            "systems": [self.came_out(name).entry for name in names],
+            "baseline": self.baseline,
+            "seeds": list(self.experiment.seed_list[:1]),
+            "certainty": 0,
+            "workflow.steps": min(few, self.experiment.workflow.steps),
+        }
+        return with_settings(self.experiment, settings, self._place[0])
+
+    def again(self, experiment: Experiment, name: str) -> Case:
+        """A case of another experiment in the same place, with the plans that were found; its systems need not fit."""
+        found = self.simulator.plans.found
+        made = Case(name, experiment, self._place[1], self._place[0], self.names, found)
+        made.baseline = self.baseline
+        return made
+
     def plans(self) -> dict[str, Any]:
         """The plans that were searched for, by system, as parts of systems."""
         places = {spec.name: self.simulator.placed(spec.make()) for spec in self.systems}
@@ -248,7 +279,6 @@ class Case:
         """Everything worth knowing about this case's numbers."""
         sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
         scored = self.loaded.scoring.notes
-        outside = self.lookups().note()
         tuned = [f"{name} ran with {what}, its fastest setting on these seeds" for name, what in self.chosen.items()]
         rates, preempted = self._rate_notes(), preemption_notes(self._preemptions())
         experiments, unfit = self.experiments(), dict[str, list[str]]()
@@ -261,7 +291,7 @@ class Case:
         ]
         prefix = f"{self.name}: " if self.name else ""
         kinds = kinds_note(self.loaded.cluster.kinds)
-        found = (*tuned, *rates, *preempted, *infeasible, *self.notes, *sampled, *scored, *outside, *kinds)
+        found = (*tuned, *rates, *preempted, *infeasible, *self.notes, *sampled, *scored, *kinds)
         return [prefix + note for note in found]
 
 

@@ -34,6 +34,7 @@ def load_experiment(
     pairs = {**pairs, **({} if seeds is None else {"seeds": seeds})}
     for key, value in pairs.items():
         set_path(data, key, value, "--set ")
+    _give(data, pairs)
     return validate(data, Experiment, shown, elsewhere=dict.fromkeys(pairs, OVERRIDDEN)), shown, folder
 
 
@@ -53,11 +54,18 @@ def read_experiment(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, A
 
 def with_settings(experiment: Experiment, settings: Mapping[str, Any], shown: str) -> Experiment:
     """The experiment with some keys set to other values."""
-    data = experiment.model_dump()
+    data = experiment.model_dump(exclude_unset=True)
     data["systems"] = copy.deepcopy(list(experiment.systems))  # not dumped: they know their lines
     for key, value in settings.items():
         set_path(data, str(key), value, f"{shown}: ")
+    _give(data, settings)
     return validate(data, Experiment, shown)
+
+
+def _give(data: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Note in `sources` that these keys are given now."""
+    if isinstance(listed := data.get("sources"), Mapping):
+        data["sources"] = {**listed, "given": [*listed.get("given", ()), *map(str, settings)]}
 
 
 def _find(path: Path) -> Path:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from rlsim.experiment.ledger import LedgerRecord
 from rlsim.records import Record
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -110,6 +111,7 @@ class Manifest(Record):
     systems: dict[str, list[str]]
     tuned: dict[str, dict[str, str]]
     lookups: dict[str, dict[str, LookupRecord]]
+    ledger: dict[str, LedgerRecord] = Field(default={})
     notes: list[str]
     hashes: dict[str, str]
     versions: dict[str, str]

@@ -36,6 +36,7 @@ def manifest_of(experiment: Experiment, cases: Sequence[Case], collected: list[F
             case.name: {names: placed.record() for names, placed in case.experiments().items()} for case in cases
         },
         "lookups": {case.name: case.lookups().table() for case in cases},
+        "ledger": {case.name: case.ledger.model_dump() for case in cases},
         "notes": list(dict.fromkeys(note for case in cases for note in case.all_notes())),
         "hashes": {"trace": _sha256(loaded.trace_paths), "results": _digest(collected)},
         "versions": {

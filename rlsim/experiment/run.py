@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.provenance import manifest_of
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.what_if import weighed
 from rlsim.experiment.worlds import Progress, Together, in_worlds
 
 
@@ -31,6 +33,7 @@ def run(
     seeds: int | None = None,
     out: str | Path | None = None,
     strict: bool = False,
+    what_if: bool = False,
     progress: Progress | None = None,
 ) -> Result:
     """Run an experiment: a YAML file, the name of one that ships with rlsim, or a mapping.
@@ -38,12 +41,13 @@ def run(
     `overrides` sets keys (`{"trace.cap": "8K"}` or `["trace.cap=8K"]`), `seeds` the number of seeds, `out` a
     directory to write the results to. Nothing is written unless everything has run. With `strict`, a run that needed
     costs of shapes outside what its calibration was measured at raises `CalibrationError` and names them; without, the
-    manifest counts them. Raises `RlsimError` for whatever does not exist or fit.
+    manifest counts them. `what_if` also runs each end of what is assumed, which gives the manifest's ledger its worths.
+    Raises `RlsimError` for whatever does not exist or fit.
     """
     experiment, shown, folder = load_experiment(source, overrides, seeds)
     if out is not None:
         check_target(out)  # before the work, not after it
-    result = run_loaded(experiment, shown, folder, strict=strict, progress=progress)
+    result = run_loaded(experiment, shown, folder, strict=strict, what_if=what_if, progress=progress)
     if out is not None:
         result.write(out)
     return result
@@ -55,6 +59,7 @@ def run_loaded(
     folder: Path,
     *,
     strict: bool = False,
+    what_if: bool = False,
     progress: Progress | None = None,
     execute: Execute | None = None,
     optional: Collection[str] = (),
@@ -74,6 +79,13 @@ def run_loaded(
     collected = _ran(cases, together.calibrated, execute, strict)
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
     result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
+    if what_if:
+        runs, summary = partial(_ran, told=progress or (lambda *_: None), execute=execute), result.summary()
+        fastest = {
+            case: rows.sort_values("responses_per_s")["system"].tolist() for case, rows in summary.groupby("case")
+        }
+        ledger = {case.name: weighed(case, fastest.get(case.name, [])[::-1], runs).model_dump() for case in cases}
+        result = replace(result, manifest={**result.manifest, "ledger": ledger})
     if not worlds:
         return result
     found = {case.name: case.simulator.plans.found for case in cases}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
 from rlsim.cost.strategy import GradientType, HostMemory, Packing, Recompute
 from rlsim.cost.weight_sync import SyncMethod
-from rlsim.errors import ConfigError, shown
+from rlsim.errors import ConfigError, shown, unknown_name
 from rlsim.schema import Name, Schema, name_of, placed
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Seconds, Tokens
@@ -46,6 +48,8 @@ class TraceSpec(Schema):
     default_prompt_tokens: Annotated[Tokens, Field(ge=1)] = Field(
         default=256, description="prompt length where the trace has none, tokens"
     )
+    scale: float = Field(default=1.0, gt=0, le=1000, description="every response so many times as long, before the cap")
+    prompt_scale: float = Field(default=1.0, gt=0, le=1000, description="every prompt so many times as long")
 
     @field_validator("path")
     @classmethod
@@ -371,6 +375,7 @@ class Experiment(Schema):
     trace: TraceSpec
     workflow: WorkflowSpec
     training: TrainingSpec = TrainingSpec()
+    costs: AssumedCosts = PLAIN_COSTS
     seeds: Annotated[int, Field(le=MOST_SEEDS)] | tuple[Annotated[int, Field(le=LARGEST_SEED)], ...] = Field(
         default=5, description=f"number of seeds, or the seeds themselves (at most {MOST_SEEDS:,})"
     )
@@ -390,6 +395,11 @@ class Experiment(Schema):
     systems: tuple[Any, ...] = Field(min_length=1, description="what is compared; see docs/experiments.md")
     cases: dict[str, Any] = Field(
         default={}, description="settings to repeat everything under: name -> {key.path: value}"
+    )
+    sources: dict[str, tuple[str, ...]] = Field(
+        default={},
+        description="whose values these are: `assumed: [trace.path]`, `veRL 0.9's default: [training.recompute]`; "
+        "what is not listed is given by you. Of keys that cover a value the longest counts",
     )
 
     @field_validator("seeds")
@@ -432,6 +442,14 @@ class Experiment(Schema):
             name_of(name)
             if not isinstance(settings, Mapping):
                 raise ValueError(f"case {name!r}: expected settings such as {{trace.cap: 8K}}, got {shown(settings)}")
+        return value
+
+    @field_validator("sources")
+    @classmethod
+    def _sources_of_keys(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        for key in itertools.chain.from_iterable(value.values()):
+            if (first := key.partition(".")[0]) not in cls.model_fields:
+                raise ValueError(str(unknown_name("key", first, cls.model_fields)))
         return value
 
     @model_validator(mode="after")

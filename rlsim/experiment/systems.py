@@ -69,6 +69,11 @@ class SystemSpec:
         """Systems with the same key behave the same."""
         return " + ".join(part.key for part in self.parts)
 
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The system as an experiment spells it."""
+        return {"name": self.name, "use": [{part.policy: dict(part.parameters)} for part in self.parts]}
+
     def make(self) -> System:
         """A new system; raises `ConfigError` if a part does not take its parameters or the parts do not go together."""
         with blamed(self.shown):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ from rlsim.errors import ConfigError
 from rlsim.output import check_file, write_text
 
 WIDTH = 120
+#: Whose default a comment says a value is, as `Settings.where` writes it: a program, and its release.
+_DEFAULT = re.compile(r"([\w-]+(?: \d[\w.]*)?'s default)")
+ASSUMED = "assumed"
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,12 @@ class Entry:
 
     value: Any
     comment: str = ""
+
+    @property
+    def source(self) -> str:
+        """Whose value it is, by its comment: `assumed`, the default of some program, or given (empty)."""
+        found = _DEFAULT.search(self.comment)
+        return ASSUMED if self.comment.startswith(ASSUMED) else found[1] if found else ""
 
 
 @dataclass
@@ -39,6 +49,16 @@ class Draft:
             key: _plain(entry) if isinstance(entry, Entry) else {name: _plain(item) for name, item in entry.items()}
             for key, entry in self.entries.items()
         }
+
+    def sources(self) -> dict[str, Entry]:
+        """The keys that are not given, by whose values they are."""
+        found: dict[str, list[str]] = {}
+        for key, entry in self.entries.items():
+            inner = {key: entry} if isinstance(entry, Entry) else {f"{key}.{name}": one for name, one in entry.items()}
+            for name, one in inner.items():
+                if one.source:
+                    found.setdefault(one.source, []).append(name)
+        return {source: Entry(found[source]) for source in sorted(found, key=lambda source: source != ASSUMED)}
 
     def text(self) -> str:
         """The file."""
@@ -89,7 +109,8 @@ def _lines(key: str, entry: Entry, width: int = WIDTH) -> list[str]:
 
 def _commented(line: str, entry: Entry, width: int) -> list[str]:
     if not entry.comment:
-        return [line]
+        lists = isinstance(entry.value, list)
+        return textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) if lists else [line]
     if len(line) + 3 + len(entry.comment) <= width:
         return [f"{line} # {entry.comment}"]
     return [*_comment(entry.comment), line]

@@ -9,7 +9,8 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.errors import ConfigError
 from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.names import check_calibration, find_calibration, find_model, load_from, nearest_trace
+from rlsim.init.names import check_calibration, find_calibration, find_model, load_from
+from rlsim.init.parts import Options, add_trace
 
 ENGINE = "vllm"
 CLUSTER, MODEL, CAP = "8xh100", "qwen2.5-7b", 8192
@@ -60,21 +61,22 @@ def starter(
     else:
         costs, about = find_calibration(machines.gpu.name, ENGINE)
         about = about or "<gpu>-<engine>: rlsim list calibrations, or your own (rlsim calibrate)"
-    lengths, why = (trace, "as given") if trace else nearest_trace(shape, CAP, rewards=False)[::2]
-    entries: dict[str, Entry | dict[str, Entry]] = {
+    draft = Draft({})
+    add_trace(draft, Options(folder, trace=trace), shape, Entry(CAP, "longest response, tokens"), "", None)
+    workflow = {**_USUAL["workflow"], **draft.entries["workflow"]}  # type: ignore[dict-item]
+    draft.entries = {
         "name": Entry(name, "results go to results/NAME"),
         "cluster": Entry(cluster or CLUSTER, "rlsim list clusters, or one spelled out (docs/experiments.md)"),
         "model": Entry(chosen, said or "rlsim list models, or the path of a Hugging Face config.json"),
         "calibration": Entry(costs, about),
-        "trace": {
-            "path": Entry(lengths, "your own: rlsim trace import" if not trace else why),
-            "cap": Entry("8K", "longest response, tokens (K = 1,024)"),
-        },
+        "trace": draft.entries["trace"],
         **_USUAL,
+        "workflow": workflow,
     }
+    draft.entries["sources"] = draft.sources()
     question = f"{name}: how much does switching TP gain? Change anything; every key is in docs/experiments.md."
-    heading = [question, "Run it: rlsim run FILE"]
-    return Draft(entries, heading)
+    draft.heading = [question, "Run it: rlsim run FILE"]
+    return draft
 
 
 def calibration_from_nccl(paths: list[Path], *, gpu: str, base: str, name: str, folder: Path) -> str:

@@ -156,7 +156,7 @@ def _workflow(config: Settings, draft: Draft, ahead: int) -> None:
     name = config.text(estimator)
     reference = config.number(_KL) > 0
     on_policy = config.flag(_ON_POLICY) and config.get(_THRESHOLD) is None
-    draft.entries["workflow"] = {
+    draft.entries["workflow"] |= {  # type: ignore[operator]
         "algorithm": Entry("grpo", joined(config.where(estimator), "" if name == "grpo" else "it has GRPO's calls")),
         "prompts": Entry(config.whole(_PROMPTS), config.where(_PROMPTS)),
         "responses": Entry(config.whole(_RESPONSES), config.where(_RESPONSES)),

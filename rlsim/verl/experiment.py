@@ -186,9 +186,12 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
         "reference": Entry(bool(on), with_reference),
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
+    scored = draft.entries["workflow"]["reward"]  # type: ignore[index]  # of `add_trace`
     if config.given.get(REWARD_ASYNC):
-        workflow["reward"] = Entry({"order": "beside_log_probs"}, config.where(REWARD_ASYNC))
-    draft.entries["workflow"] = workflow
+        scored = Entry(
+            {"order": "beside_log_probs", **scored.value}, joined(scored.comment, config.where(REWARD_ASYNC))
+        )
+    draft.entries["workflow"] = {**workflow, "reward": scored}
 
 
 def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
@@ -212,6 +215,7 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
                 raise ConfigError(f"{config.where(switch)}: but {path_key} names no model: give --reward-model")
             chosen, said = find_model(str(path), folder, option="--reward-model")
             models["reward"] = Entry(chosen, joined("--reward-model" if reward_model else config.where(path_key), said))
+            draft.entries["workflow"]["reward"] = Entry({}, config.where(switch))  # type: ignore[index]
             draft.notes.append("the reward model reads each response once, on the GPUs of the other calls")
     if models:
         draft.entries["models"] = models

@@ -85,8 +85,7 @@ def missing(config: VerlSettings) -> list[str]:
     for keys, what in ((_SANDBOX, "a sandbox"), (_SCORING, "a function of yours")):
         key = next((key for key in keys if given(key)), "")
         if key:
-            found.append(f"{config.where(key)}: scores come from {what}; here from a check of 10 ms, or as long as the "
-                         "trace says (workflow.reward)")  # fmt: skip
+            found.append(f"{config.where(key)}: scores come from {what}; how long that takes is in workflow.reward")
             break
     generated, trained = given(_GENERATED), config.get("data.train_batch_size")
     if generated and generated != trained:

@@ -80,7 +80,8 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> N
     if settings.inference != strategy:
         unit, entry = _log_prob_micro_batch(config, settings)
         entries[f"log_prob_micro_batch_{unit}"] = entry
-    entries["driver_per_token"] = Entry("0.185 us", "veRL's single controller, as on H20 (docs/calibration.md)")
+    about = "assumed: veRL's single controller, as on one cluster of H20 (docs/calibration.md)"
+    entries["driver_per_token"] = Entry("0.185 us", about)
     granularity = [ACTOR + "megatron.override_transformer_config.recompute_granularity"] if megatron else []
     add("recompute", strategy.recompute, *granularity, MODEL + "enable_gradient_checkpointing")
     if strategy.logits == "fused":

@@ -1,0 +1,43 @@
+"""Costs that no measurement of this model, GPU, engine release or network backs, as an experiment may state them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rlsim.schema import Schema
+from rlsim.units import Seconds
+
+Factor = Annotated[float, Field(gt=0, le=1000)]
+
+
+class AssumedCosts(Schema):
+    """What you know of costs that rlsim assumes; the ledger of a run lists those that bear on it, with their ranges."""
+
+    host_per_sequence: Annotated[Seconds, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="the engine's host time per running sequence and iteration, s; default: the calibration's, which "
+        "is that of the models it was fitted to",
+    )
+    recurrent: Factor = Field(
+        default=1.0,
+        description="linear attention and state-space mixers: how many times their roofline they take, and with them "
+        "the layers that have one in training and log-probs",
+    )
+    kernels: Factor = Field(
+        default=1.0, description="iterations of the rollout engine: how many times as long as calibrated they take"
+    )
+    expert_launch: Annotated[float, Field(ge=0, le=1000)] = Field(
+        default=1.0,
+        description="launches of a layer with experts in training: times 4.12 ms, which one published iteration gave",
+    )
+    network: Factor = Field(default=1.0, description="bandwidth between nodes, times the cluster's `inter`")
+    skew: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="what unequal contexts add to decode attention, as a share of the padding to the longest; default: "
+        "the calibration's",
+    )
+
+
+PLAIN_COSTS = AssumedCosts()

@@ -1,0 +1,152 @@
+"""The ledger of a run as it is kept and read: what is assumed, its range, and what each assumption is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from rlsim.formats import number
+from rlsim.records import Record
+
+#: What an assumption moves by less than this, as a share of the step or of a speedup, does not matter.
+MATTERS = 0.01
+#: A step that is so many times as long, or as short, at an end of a range is said in the headline.
+LOUD = 1.5
+
+
+def _both(texts: Iterable[str]) -> str:
+    return " … ".join(texts)
+
+
+class EndRecord(Record):
+    """A run with one assumption at an end of its range: its settings, and what came out on one seed.
+
+    `step_s` is the baseline's step (s), `speedups` each system's throughput over the baseline's; `problem` says why it
+    did not run.
+    """
+
+    settings: dict[str, Any]
+    shown: str
+    step_s: float | None = None
+    speedups: dict[str, float] = Field(default={})
+    problem: str = ""
+
+    @property
+    def first(self) -> str:
+        """The fastest system; the first of those named if several are."""
+        return max(self.speedups, key=lambda name: self.speedups[name], default="")
+
+
+class AssumedRecord(Record):
+    """An assumption that holds: what was taken, why it is not known, and both ends of its range."""
+
+    name: str
+    key: str
+    taken: str
+    why: str
+    ends: list[EndRecord]
+
+    def cells(self, ledger: LedgerRecord) -> list[str]:
+        """The row of a table: what is assumed (as what), its range, and what comes out at its ends."""
+        cells = [f"{self.name} ({self.taken})", _both(end.shown for end in self.ends)]
+        if ledger.base is None:
+            return cells
+        steps = _both("no run" if end.step_s is None else number(end.step_s, 1) for end in self.ends)
+        return [*cells, steps, *(_both(number(end.speedups.get(name)) for end in self.ends) for name in ledger.others)]
+
+    def moves(self, base: EndRecord) -> float:
+        """By what share it moves the baseline's step or a speedup, whichever more; infinite if an end does not run."""
+        if any(end.problem for end in self.ends):
+            return float("inf")
+        steps = [abs(end.step_s / base.step_s - 1) for end in self.ends if end.step_s and base.step_s]
+        ratios = [abs(end.speedups[name] / base.speedups[name] - 1) for end in self.ends for name in end.speedups]
+        return max([*steps, *ratios], default=0.0)
+
+
+class LedgerRecord(Record):
+    """What a case rests on. `defaults`: keys by whose defaults they are; `measured`: the calibrations.
+
+    `base` is the run without a change that the ends of `assumed` are compared with; none where worths were not asked.
+    """
+
+    assumed: list[AssumedRecord]
+    defaults: dict[str, list[str]]
+    measured: list[str]
+    baseline: str = ""
+    base: EndRecord | None = None
+
+    @property
+    def others(self) -> list[str]:
+        """The systems whose speedup over the baseline is known at the ends."""
+        return [name for name in (self.base.speedups if self.base else ()) if name != self.baseline]
+
+    @property
+    def headings(self) -> list[str]:
+        """Of the cells of its rows."""
+        return ["assumed (taken)", "range", *(["step s", *self.others] if self.base else ())]
+
+    @property
+    def title(self) -> str:
+        """What its table shows."""
+        if self.base is None:
+            return f"Assumed, as nobody gave them and nothing measured them: {len(self.assumed)} inputs"
+        taken = ", ".join(f"{name} {self.base.speedups[name]:.2f} times" for name in self.others)
+        step = f"{self.baseline} {number(self.base.step_s, 1)} s a step"
+        return f"What is assumed, and what it is worth; as taken: {'; '.join(filter(None, (step, taken)))}"
+
+    @property
+    def legend(self) -> str:
+        """How to read its table; empty where no worth is known."""
+        if self.base is None:
+            return ""
+        small = len(self.assumed) - len(self.weighed)
+        text = "from … to: at the ends of each range, one seed, the same responses; step s: of the baseline"
+        text += "; then throughput over it" * bool(self.others)
+        return text + (f"; {small} more move neither by {MATTERS:.0%}" if small else "")
+
+    @property
+    def weighed(self) -> list[AssumedRecord]:
+        """Those that matter, what moves most first; where no worth is known all, as the table has them."""
+        base = self.base
+        if base is None:
+            return self.assumed
+        return sorted((row for row in self.assumed if row.moves(base) >= MATTERS), key=lambda row: -row.moves(base))
+
+
+def turns(ledger: LedgerRecord) -> str:
+    """One sentence on what is assumed and decides the answer, for the headline; empty if nothing is known to.
+
+    That another system would be first goes before a step or a gain that is another one at an end of a range.
+    """
+    base = ledger.base
+    if base is None or base.step_s is None:
+        return ""
+    ends = [(row, end) for row in ledger.weighed for end in row.ends if end.step_s]
+    for row, end in ends:
+        there, taken = end.speedups, base.speedups[base.first]
+        if base.first in there and there[end.first] > there[base.first] * (1 + MATTERS):
+            return (
+                f"What is assumed decides who is first: with {row.name} at {end.shown} it is {end.first}, "
+                f"{number(there[end.first])} times {ledger.baseline}, not {base.first} "
+                f"({number(there[base.first])} there, {number(taken)} as taken: {row.taken})"
+            )
+    steps = {end.step_s: row for row, end in ends if end.step_s} | {base.step_s: None}
+    low, high = min(steps), max(steps)
+    most = steps[low if base.step_s / low > high / base.step_s else high]
+    gains = [end.speedups[base.first] for _, end in ends if base.first in end.speedups]
+    lost = bool(gains) and base.first != ledger.baseline and min(gains) < 1 + MATTERS < base.speedups[base.first]
+    if most is None or not (lost or max(high / base.step_s, base.step_s / low) > LOUD):
+        return ""
+    gain = f", and the gain of {base.first} from {number(min(gains))} to {number(max(gains))} times" if lost else ""
+    return (
+        f"What is assumed takes the step of {number(base.step_s, 1)} s from {number(low, 1)} to {number(high, 1)} s"
+        f"{gain}; most by itself: {most.name} (taken: {most.taken})"
+    )
+
+
+def ledgers(manifest: Mapping[str, Any]) -> Iterator[tuple[str, LedgerRecord]]:
+    """The ledgers of a manifest by case; none of results of earlier versions."""
+    for case, record in manifest.get("ledger", {}).items():
+        yield case, LedgerRecord.model_validate(record)
