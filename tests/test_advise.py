@@ -13,7 +13,7 @@ from result_tables import table
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.advise.advice import SECTIONS, Advice, _held_back_notes, advise, read_tables
+from rlsim.advise.advice import SECTIONS, Advice, _late_notes, advise, read_tables
 from rlsim.advise.conclusions import conclusions, waits_for_kv
 from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
@@ -336,7 +336,7 @@ def result_of(times: dict[str, list[float]], baseline: str = "b", waiting: dict[
     """A result with one step per seed, 1,000 tokens each."""
     rows = [
         {"system": system, "seed": seed, "step_time_s": time, "gen_time_s": time / 2, "tokens": 1000, "trained": 8,
-         "waiting": (waiting or {}).get(system, 0), "bubble_fraction": 0.25}
+         "outstanding_tokens": 100 * (waiting or {}).get(system, 0), "bubble_fraction": 0.25}
         for system, own in times.items()
         for seed, time in enumerate(own)
     ]  # fmt: skip
@@ -379,7 +379,7 @@ def test_the_conclusion_on_the_fastest() -> None:
         ranked = ranking(result_of(times, waiting=waiting))
         tables = {"memory": nothing, "idle": idle, "ranking": ranked, "scaling_best": doublings}
         said += [text for text in conclusions(tables, "b", 1.5, load_cluster("8xh100")) if text.startswith("fastest")]
-        assert [note.partition(":")[0] for note in _held_back_notes(ranked)] == ["b is ranked last"] * bool(waiting)
+        assert [note.partition(",")[0] for note in _late_notes(ranked)] == ["b is ranked last"] * bool(waiting)
     assert said == ["fastest: b, the baseline", "fastest: none yet, as no system is comparable"]
 
 
@@ -393,7 +393,7 @@ def test_what_puts_off_its_work_is_not_the_best() -> None:
     table = ranking(result_of({"b": [10.0, 20.0], "late": [1.0, 2.0]}, waiting={"late": 1}))
     assert table["system"].tolist() == ["b", "late"]
     assert table["comparable"].tolist() == [True, False]
-    assert table["held_back"].tolist() == pytest.approx([0.0, 0.5])
+    assert table["unsteady"].str.startswith("more tokens are begun").tolist() == [False, True]
 
 
 def test_all_shipped_policies_are_tried_or_refused_with_a_reason() -> None:

@@ -14,7 +14,6 @@ from test_lags import check_gpus
 
 import rlsim
 from rlsim.errors import ConfigError, PolicyError, RlsimError
-from rlsim.experiment.backlog import backlog, dropped_stale
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.report.staleness import queue_lengths
 from rlsim.schema import Schema
@@ -182,13 +181,13 @@ def test_prompts_that_are_generated_again_are_trained_on_once() -> None:
     assert (launched["drop"] == 4).all()
     more = launched["regenerate"][launched["regenerate"] > 4].index
     assert set(more) & set(trained["regenerate"].index), "some are trained on after they were dropped"
-    assert any("drop: prompts were dropped as too stale" in note for note in found.notes)
-    shares = found.summary().set_index("system")["held_back"]
+    assert any("drop: not steady, so not compared: prompts dropped as too stale hold" in note for note in found.notes)
+    lost = {name: of(found, name)["dropped_tokens"].sum() / of(found, name)["tokens"].sum() for name in rules}
+    prompts = of(found, "drop")["dropped_stale"].sum() * 4 / of(found, "drop")["trained"].sum()
+    assert lost["drop"] > 1.1 * prompts, "they hold the long responses"
+    assert lost["regenerate"] < 0.1 * lost["drop"], "those that begin again are not lost"
     for name in rules:
-        steps = of(found, name)
-        assert steps["dropped_stale"].sum() == steps["dropped"].sum()
-        assert abs(shares[name]) == pytest.approx(abs(backlog(steps, 4)[1]) + dropped_stale(steps, 4))
-        assert dropped_stale(steps, 4) > 0.02, "it trains on the shorter ones"
+        assert of(found, name)["dropped_stale"].sum() == of(found, name)["dropped"].sum()
 
 
 def test_the_quota_between_two_syncs_is_verls() -> None:
@@ -342,7 +341,7 @@ def test_under_laminar_one_version_generates_a_response_and_repack_frees_replica
     """Without a bound that matters, repack brings throughput, and moves what stays behind."""
     common = {"tp": 1, "rollout_gpus": 4, "per_replica": 8}
     systems = [{"name": str(on), "use": [{"laminar": {**common, "repack": on}}]} for on in (True, False)]
-    found = run(*systems, trace={"path": "rollpacker-code", "cap": "8K"}, workflow={"prompts": 32, "steps": 12})
+    found = run(*systems, trace={"path": "rollpacker-code", "cap": "8K"}, workflow={"prompts": 32, "steps": 36})
     summary = found.summary().set_index("system")["responses_per_s"]
     assert summary["True"] > 1.05 * summary["False"]
     responses = found.responses[found.responses["trained"]]

@@ -223,7 +223,7 @@ def summary_of(*rows: tuple[str, float, float, float, float]) -> pd.DataFrame:
         case="",
         speedup_model_low=NAN,
         speedup_model_high=NAN,
-        held_back=0.0,
+        unsteady="",
         bubble_fraction=0.0,
         tail_fraction=0.0,
         token_speedup=frame["speedup"],
@@ -262,12 +262,12 @@ def test_the_headline_says_what_the_interval_allows(
 def test_what_puts_prompts_off_is_never_called_fastest() -> None:
     """Its own figures, those of the baseline or those of all may be too high, or too low."""
     rows = summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("late", 3.0, 3.0, 2.9, 3.1), ("b", 0.9, 0.9, 0.8, 0.95))
-    rows["held_back"] = [0.0, 0.5, 0.05]
+    rows["unsteady"] = ["", "it drifts", ""]
     verdict = judge(rows, "a")
     assert verdict.outcomes == {"a": "baseline", "b": "slower", "late": "not comparable"}
     answer, late = verdict.sentences()
     assert answer.startswith("Nothing beats a: b comes next")
-    assert late == "Not comparable: late (prompts put off or dropped as too stale: +50% of those trained on)."
+    assert late == "Not comparable: late (it drifts)."
     assert cases_sentence([verdict] * 2) == "Best mean in 2 cases: a in 2. In 0 of 2 a system is faster than a."
     assert judge(rows[:2], "a").sentences()[0] == "No system can be compared with a yet."
     assert judge(rows[1:], "late").sentences()[0] == "No system can be compared with late yet."
@@ -385,15 +385,10 @@ def test_command_refuses_what_it_cannot_do_before_the_work(results: Path, tmp_pa
 def test_results_in_memory_need_a_path_and_old_results_a_new_run(result: Result, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give the report's path"):
         write_report(result)
-    earlier = json.loads(json.dumps(dict(result.manifest)))
     manifest = {key: value for key, value in result.manifest.items() if key != "setups"}
     old = Result(**{**result.__dict__, "manifest": json.loads(json.dumps(manifest))})
     with pytest.raises(ConfigError, match="run again"):
         write_report(old, tmp_path / "page.html")
-    for setup in earlier["setups"].values():
-        del setup["responses"]  # as before they were recorded
-    with pytest.raises(ConfigError, match=r"another version of rlsim .*: run again"):
-        Result(**{**result.__dict__, "manifest": earlier}).summary()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -467,7 +462,7 @@ def test_the_frontier_is_what_the_summary_says(stale: Result) -> None:
 def test_what_is_not_comparable_yet_beats_nobody(stale: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = stale.summary()
     fastest = summary.loc[summary["responses_per_s"].idxmax(), "system"]
-    late = summary.assign(held_back=np.where(summary["system"] == fastest, 0.2, 0.0))
+    late = summary.assign(unsteady=np.where(summary["system"] == fastest, "it fills", ""))
     monkeypatch.setattr(Result, "summary", lambda self: late)
     rows = frontier(stale, "").set_index("system")
     assert not rows.loc[fastest, ["best", "comparable"]].any()

@@ -197,7 +197,7 @@ def points(axes: dict[str, list[Any]], systems: tuple[str, ...] = ("verl", "pat"
                 "token_speedup": speedup,
                 "bubble_fraction": 0.1,
                 "tail_fraction": 0.2,
-                "held_back": 0.0,
+                "unsteady": "",
                 "staleness_max": 0,
             }
             rows.append({**point, "system": system, "step_time_s": 100 / speedup, "responses_per_s": speedup, **more})
@@ -237,12 +237,12 @@ def test_slices_and_best_systems_of_a_sweep() -> None:
 
 def test_what_puts_prompts_off_is_best_at_no_point_of_a_sweep() -> None:
     frame = points({"cap": [1, 2, 3]})
-    frame.loc[frame["system"] == "other", "held_back"] = -0.5
+    frame.loc[frame["system"] == "other", "unsteady"] = "it drifts"
     assert best_systems(frame, ["cap"])["system"].tolist() == ["verl", "verl", "pat"]
-    frame.loc[frame["cap"] == 2, "held_back"] = 0.5
+    frame.loc[frame["cap"] == 2, "unsteady"] = "it fills"
     first, second, third, _ = sweep_findings(frame, ["cap"], "verl")
     assert first == "Best mean at 2 points: verl in 1, pat in 1."
-    assert second.startswith("Not comparable, for the prompts that they put off, in 5 rows: other, verl, pat")
+    assert second.startswith("Not comparable, as not steady, in 5 rows: other, verl, pat")
     assert third == "The largest speedup over verl is 1.10: pat at cap 3."
 
 

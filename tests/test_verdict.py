@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 
 from rlsim.comparison.verdict import Verdict, decided, judge
-from rlsim.experiment.backlog import MOST_HELD_BACK
 from rlsim.experiment.notes import EXPLAINED
 from rlsim.report.headline import cases_sentence
 from rlsim.report.speedups import VERDICTS, speedups
@@ -50,7 +49,7 @@ def random_table(draw: random.Random) -> tuple[pd.DataFrame, str]:
                 "token_speedup_high": tokens * math.exp(half) if seeds else NAN,
                 "speedup_model_low": ratio * math.exp(-model) if worlds and i else NAN,
                 "speedup_model_high": ratio * math.exp(model) if worlds and i else NAN,
-                "held_back": draw.choice([0.0, 0.0, 0.0, 0.04, -0.3, 0.2]),
+                "unsteady": draw.choice(["", "", "", "", "it fills", "it drifts"]),
             }
         )
     draw.shuffle(rows)
@@ -63,12 +62,13 @@ def random_table(draw: random.Random) -> tuple[pd.DataFrame, str]:
 
 def truth(table: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """By system, from the table alone: whether it can be compared, and the ratio and interval that decide."""
-    own = table.set_index("system").astype(float)
-    own["comparable"] = own["held_back"].abs() <= MOST_HELD_BACK
+    own = table.set_index("system")
+    own = own.astype({name: float for name in own if name != "unsteady"})
+    own["comparable"] = own["unsteady"] == ""
     if baseline in own.index and not own.loc[baseline, "comparable"]:
         own["comparable"] = False
     unlike = (own["speedup"] / own["token_speedup"] - 1).abs() > EXPLAINED
-    by = "token_speedup" if (unlike & (own["held_back"].abs() <= MOST_HELD_BACK)).any() else "speedup"
+    by = "token_speedup" if (unlike & (own["unsteady"] == "")).any() else "speedup"
     ends = [own[f"{by}_low"], own[f"{by}_high"]]
     ends += [own[f"speedup_model_{end}"] * own[by] / own["speedup"] for end in ("low", "high")]
     own["ratio"], own["unit"] = own[by], "tokens" if by == "token_speedup" else "responses"
@@ -145,12 +145,12 @@ def test_sweeps_draw_the_ratio_that_decides() -> None:
     table = pd.DataFrame(
         {"system": ["a", "b"], "speedup": [1.0, 1.4], "speedup_low": [1.0, 1.3], "speedup_high": [1.0, 1.5],
          "token_speedup": [1.0, 0.7], "token_speedup_low": [1.0, 0.65], "token_speedup_high": [1.0, 0.75],
-         "held_back": 0.0}
+         "unsteady": ""}
     )  # fmt: skip
     drawn = decided(table)
     assert drawn[["speedup", "speedup_low", "speedup_high"]].to_numpy().tolist() == [[1.0] * 3, [0.7, 0.65, 0.75]]
     assert judge(drawn, "a").outcomes == judge(table, "a").outcomes == {"a": "baseline", "b": "slower"}
-    assert judge(table.assign(held_back=[0.0, 0.3]), "a").unit == "responses"  # no other row has other lengths
+    assert judge(table.assign(unsteady=["", "it drifts"]), "a").unit == "responses"  # no other row has other lengths
 
 
 @pytest.mark.parametrize(

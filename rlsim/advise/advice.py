@@ -212,7 +212,7 @@ def _advice(
     rows, assumed = scaled(runner, cluster, result, tried, () if quick else sizes(cluster, most))
     tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
     ranked = tables["ranking"]
-    notes += [*_held_back_notes(ranked), *allowed.notes(ranked), *result.notes, *assumed]
+    notes += [*_late_notes(ranked), *allowed.notes(ranked), *result.notes, *assumed]
     said = {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth, "quick": quick}
     return Advice(
         result=result,
@@ -335,12 +335,9 @@ def _chosen(ranked: pd.DataFrame, baseline: str, top: int) -> list[str]:
     return [*distinct, *([baseline] if baseline not in distinct else [])]
 
 
-def _held_back_notes(ranked: pd.DataFrame) -> list[str]:
+def _late_notes(ranked: pd.DataFrame) -> list[str]:
     late = ranked[~ranked["comparable"]]
-    return [
-        f"{row.system} is ranked last: the note on the prompts that wait says why it is not comparable yet"
-        for row in late.itertuples()
-    ]
+    return [f"{row.system} is ranked last, as it is not steady: {row.unsteady}" for row in late.itertuples()]
 
 
 def read_tables(directory: str | Path) -> dict[str, pd.DataFrame]:

@@ -11,12 +11,12 @@ import pandas as pd
 
 from rlsim.advise.quick import REAL, SEARCHED_GPUS
 from rlsim.errors import RlsimError, unknown_name
-from rlsim.experiment.backlog import comparable, held_back
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.case import check_system
 from rlsim.experiment.placed import SearchAheadError
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.steadiness import comparable, unsteady
 from rlsim.experiment.summary import mean_ratio, means, model_interval, paired_ratio, ratios
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
@@ -146,19 +146,17 @@ def ranking(result: Result) -> pd.DataFrame:
     intervals `…_low` to `…_high`, of `speedup` also over the calibration's errors (`speedup_model_low` and `…_high`,
     missing without draws); `behind_best` (the best's responses per second over its own) with `behind_low` and
     `behind_high`, `with_best` (the interval includes 1, so the difference may be chance; missing with one seed),
-    `same_as` (a system above that is just as fast), `staleness` (weight updates, the most of any step), `held_back`
-    (prompts put off to after the run, as a share of those trained on, below 0 if it came back to more than it put
-    off) and `comparable` (that is at most `rlsim.experiment.backlog.MOST_HELD_BACK` either way). Systems that are not
-    comparable come last and are never the best, unless none is comparable.
+    `same_as` (a system above that is just as fast), `staleness` (weight updates, the most of any step), `unsteady`
+    (why the throughput would not last) and `comparable` (it is steady). Systems that are not comparable come last and
+    are never the best, unless none is comparable.
     """
     steps, tuned = result.steps, dict[str, str](next(iter(result.manifest["tuned"].values()), {}))
     found = means(steps, ["system"])
     by_seed = means(steps, ["system", "seed"]).sort_index()
     seeds = {str(system): own.droplevel("system") for system, own in by_seed.groupby("system")}
     worlds: Mapping[str, Sequence[float]] = next(iter(result.manifest.get("worlds", {}).values()), {})
-    responses = int(result.manifest["experiment"]["workflow"]["responses"])
-    found["held_back"] = [held_back(steps[steps["system"] == system], responses) for system in found.index]
-    found["comparable"] = comparable(found["held_back"])
+    found["unsteady"] = [unsteady(steps[steps["system"] == system]) for system in found.index]
+    found["comparable"] = comparable(found)
     found["typical"] = [mean_ratio(seeds[system]["responses_per_s"].tolist())[0] for system in map(str, found.index)]
     found = found.sort_values(["comparable", "typical"], ascending=False, kind="stable")
     best, baseline = str(found.index[0]), result.manifest["baseline"]
@@ -183,7 +181,7 @@ def ranking(result: Result) -> pd.DataFrame:
                 "idle": row["bubble_fraction"],
                 "tail": row["tail_fraction"],
                 "staleness": int(steps.loc[steps["system"] == system, "staleness_max"].max()),
-                "held_back": row["held_back"],
+                "unsteady": row["unsteady"],
                 "comparable": bool(row["comparable"]),
             }
         )

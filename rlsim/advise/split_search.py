@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlsim.advise.asynchronous import MOST_AGE, Family
+from rlsim.advise.asynchronous import Family
 from rlsim.advise.peak import peak, together
 from rlsim.advise.ranking import unfit
 from rlsim.advise.runs import Runner
@@ -27,7 +27,6 @@ class Search:
         self._runner, self._simulator, self._most, self._steps = runner, simulator, most, steps
         experiment = simulator.loaded.experiment
         self._seeds = experiment.seed_list
-        self._steady = experiment.workflow.model_copy(update={"steps": steps}).steady(min(most, MOST_AGE))
         self._total = len(simulator.placed().gpus)
         self._grids: dict[int, list[int]] = {}  # by TP: the numbers of GPUs that may generate
         self._tried: dict[Point, Probe] = {}  # on the first seed
@@ -187,7 +186,7 @@ class Search:
             "workflow.steps": self._steps,
         }
         steps = self._runner(f"splits, {what}", settings, list(names)).steps
-        found = means(steps.assign(steady=steps["step"].isin(self._steady)), ["system"])
+        found = means(steps, ["system"])
         found["staleness_max"] = steps.groupby("system")["staleness_max"].max()  # of any step, steady or not
         rows = {str(name): {key: float(row[key]) for key in MEASURED} for name, row in found.iterrows()}
         return {point: rows[name] for name, point in names.items() if name in rows}

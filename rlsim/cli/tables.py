@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlsim.experiment.backlog import MOST_HELD_BACK
 from rlsim.formats import Row, is_missing, number, with_interval
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def table(
 def speedup_text(row: Row, baseline: str = "") -> str:
     """A summary row's speedup with its interval, `baseline` for that, and a mark if it is not comparable yet."""
     text = "baseline" if row["system"] == baseline else with_interval(row, "speedup")
-    return text + (" †" if abs(row["held_back"]) > MOST_HELD_BACK else "")
+    return text + (" †" if row["unsteady"] else "")
 
 
 MODEL_LEGEND = "model: 95% interval of speedup over the calibration's errors where no fit has seen the setting\n"
@@ -54,12 +53,7 @@ def model_text(row: Row, baseline: str) -> str:
 
 def late_legend(summary: pd.DataFrame) -> str:
     """What the mark of `speedup_text` means, if any row has it."""
-    late = (summary["held_back"].abs() > MOST_HELD_BACK).any()
-    text = (
-        "\n†: not comparable yet; the prompts put off, or dropped as too stale, change by over "
-        f"{MOST_HELD_BACK:.0%} of those trained on"
-    )
-    return text if late else ""
+    return "\n†: not comparable: not steady, the notes say why" if summary["unsteady"].any() else ""
 
 
 def relaxed_legend(columns: Collection[str]) -> str:

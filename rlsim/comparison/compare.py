@@ -13,8 +13,8 @@ import pandas as pd
 from rlsim.comparison.baseline import Baseline
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import ConfigError
-from rlsim.experiment.backlog import backlog, backlog_note, dropped_stale, stale_note, waits_complete
-from rlsim.experiment.notes import EXPLAINED, ratio_note
+from rlsim.experiment.notes import ratio_note
+from rlsim.experiment.steadiness import unsteady
 from rlsim.experiment.summary import CONFIDENCE, RATIOS, means, paired_ratio
 from rlsim.sweeps.differences import differences
 from rlsim.sweeps.tables import value_at
@@ -102,15 +102,13 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
         row |= _compared(run, against, reasons)
         if against:
             notes += ratio_note(run.name, run.steps, against.name, against.steps, row["speedup"], row["token_speedup"])
-        prompts, share = backlog(run.steps, run.config["workflow"]["responses"])
-        if abs(share) > EXPLAINED:
-            late.append(backlog_note(run.name, prompts, share, waits_complete(run.steps)))
-        if (stale := dropped_stale(run.steps, run.config["workflow"]["responses"])) > EXPLAINED:
-            late.append(stale_note(run.name, stale))
+        row["unsteady"] = unsteady(run.steps)
+        if row["unsteady"]:
+            late.append(f"{run.name}: not steady: {row['unsteady']}")
         rows.append(row)
     shown = tuple(map(_column, [*axes, *beside]))
     told = (
-        *_few(late, "put off prompts, or come back to them"),
+        *_few(late, "are not steady"),
         *_few(notes, "train on other responses than what they are compared with"),
         *_notes(reasons, choose.missing),
     )

@@ -17,13 +17,14 @@ from rlsim.experiment.case import cases_of
 from rlsim.experiment.notes import PUT_OFF
 from rlsim.experiment.result import check_systems, open_results
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.steadiness import TESTED
 from rlsim.experiment.summary import MEASURED, means
 from rlsim.schema import validate
 from rlsim.sweeps.read import read_sweep
 from rlsim.sweeps.store import DEFINITION
 
 #: Columns of `steps` that are read.
-_COLUMNS = ("case", "system", "seed", "step", "launched", "waiting", *MEASURED, *PUT_OFF)
+_COLUMNS = ("case", "system", "seed", "step", "launched", *TESTED, *MEASURED, *PUT_OFF)
 #: Keys that say nothing about what a run does, or that other columns show.
 _NOT_SETTINGS = ("name", "description", "cases", "systems", "baseline", "seeds", "certainty")
 
@@ -64,9 +65,7 @@ class Run:
         trace, workflow = self.config["trace"], self.config["workflow"]
         drawn = {"trace": self.trace_hash} | {f"trace.{key}": value for key, value in trace.items() if key != "path"}
         algorithm = {"remax": "remax"}.get(workflow["algorithm"], "")  # its baselines are drawn as well
-        steady = sorted(self.steps.loc[self.steps["steady"], "step"].unique().tolist())
-        drawn["measured steps"] = f"{steady[0]} to {steady[-1]}"
-        keys = ("prompts", "responses", "steps")
+        keys = ("prompts", "responses", "steps", "warmup")
         return drawn | {f"workflow.{key}": workflow[key] for key in keys} | {"workflow.algorithm": algorithm}
 
     @cached_property

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 import pandas as pd
 
-from rlsim.experiment.backlog import MOST_HELD_BACK
 from rlsim.experiment.notes import EXPLAINED
 from rlsim.formats import Row, is_missing, rate, with_choice
 
@@ -146,7 +145,7 @@ def judge(rows: pd.DataFrame | Iterable[Row], baseline: str) -> Verdict:
     """The verdict on systems of one case that saw the same responses.
 
     Of every row are read `system`, `speedup` and `token_speedup` with `…_low` and `…_high`, `speedup_model_low` and
-    `…_high`, `responses_per_s`, `tokens_per_s` and `held_back`, as in `Result.summary`; all but `system` and `speedup`
+    `…_high`, `responses_per_s`, `tokens_per_s` and `unsteady`, as in `Result.summary`; all but `system` and `speedup`
     may be missing.
     """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
@@ -192,10 +191,8 @@ def outcome(ratio: float, low: float, high: float) -> Outcome:
 
 
 def why_not_comparable(row: Row) -> str:
-    """Why a row's throughput is not what it would stay; "" if it is."""
-    share = float(row.get("held_back", 0.0))
-    late = f"prompts put off or dropped as too stale: {share:+.0%} of those trained on"
-    return late if abs(share) > MOST_HELD_BACK else ""
+    """Why a row's throughput would not last; "" if it would."""
+    return "" if is_missing(why := row.get("unsteady")) else str(why)
 
 
 def _judged(row: Row, unit: str, baseline: str, late: Mapping[str, str]) -> Judged:

@@ -17,11 +17,12 @@ from rlsim.experiment.frames import Frames, named
 from rlsim.experiment.job import Job, Ran, simulated
 from rlsim.experiment.ledger import LedgerRecord
 from rlsim.experiment.load import with_settings
-from rlsim.experiment.notes import kinds_note, preemption_notes, rate_notes, steady_note
+from rlsim.experiment.notes import kinds_note, preemption_notes, rate_notes
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.steadiness import steady_notes
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.plan import part_of
@@ -111,7 +112,7 @@ class Case:
         return [(spec, seed) for spec in needed.values() for seed in self._samplers]
 
     def simulate(self, spec: SystemSpec, seed: int) -> None:
-        self._done[spec.key, seed] = simulated(self.simulator, spec, self._samplers[seed], self.steady(spec))
+        self._done[spec.key, seed] = simulated(self.simulator, spec, self._samplers[seed])
 
     def jobs(self, first: int) -> list[Job]:
         """The same as jobs, numbered from `first`: one a run, but all of a system whose plan is to be searched for."""
@@ -123,9 +124,7 @@ class Case:
                 runs.append((spec, self.experiment.seed_list))
         plans = dict(self.simulator.plans.found)
         return [
-            Job.of(
-                f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, self.steady(spec), plans
-            )
+            Job.of(f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, plans)
             for n, (spec, seeds) in enumerate(runs, first)
         ]
 
@@ -205,23 +204,12 @@ class Case:
             return False
         return True
 
-    @cached_property
-    def overlaps(self) -> frozenset[int]:
-        """Steps that may run beside another, under each of the systems."""
-        return frozenset(self.simulator.overlap(spec.make()) for spec in self.systems) or frozenset({0})
-
-    def steady(self, spec: SystemSpec) -> range:
-        """The steps of a system that means count."""
-        own = self.simulator.overlap(spec.make())
-        return self.experiment.workflow.steady(max(self.overlaps), *(overlap + 1 for overlap in (own, *self.overlaps)))
-
     def _rate_notes(self) -> Iterable[str]:
         workflow, ran = self.experiment.workflow, self._ran.items()
-        steady = {spec.name: self.steady(spec) for spec in self.systems}
-        yield from steady_note(steady, workflow.steps, max(self.overlaps))
         if ran:
             steps = pd.concat(self._steps(key).assign(system=name) for name, key in ran)
-            yield from rate_notes(steps, self.baseline, workflow.responses, workflow.prompts * workflow.responses)
+            yield from steady_notes(steps)
+            yield from rate_notes(steps, self.baseline, workflow.prompts * workflow.responses)
 
     def _preemptions(self) -> dict[str, pd.Series[int]]:
         return {
@@ -253,7 +241,11 @@ class Case:
 
     def reduced(self, names: Sequence[str]) -> Experiment:
         """The experiment with these systems only, as they came out, one seed, and as few steps as they need."""
-        few = 3 * max(self.overlaps) + 1 + (self.experiment.workflow.warmup or 0)
+        few = (
+            3 * max(self.simulator.overlap(spec.make()) for spec in self.systems)
+            + 1
+            + (self.experiment.workflow.warmup or 0)
+        )
         settings = {
             "systems": [self.came_out(name).entry for name in names],
             "baseline": self.baseline,

@@ -49,7 +49,8 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "steps": (
         *_STEP,
         _seconds("step_time_s", "from the end of the step before to the end of the last call of this one"),
-        _flag("steady", "counts in means: the pipeline of overlapping steps neither fills nor drains"),
+        _flag("steady", "counts in means: in whole periods, after the run has filled and before it drains"),
+        _flag("filled", "what was begun in the first step has been trained on or dropped (99% of its tokens)"),
         _text("round", "kind of round, as the batching calls it; empty if there is one kind"),
         _seconds("gen_time_s", "generation, from the first request to the last response"),
         _seconds("gen_exposed_s", "generation that the trainer waited for, or that held its GPUs"),
@@ -72,6 +73,8 @@ TABLES: dict[str, tuple[Column, ...]] = {
         _count("dropped", "prompts dropped: for their rewards, as too stale, or with an aborted response"),
         _count("dropped_stale", "of these, as too stale"),
         _count("waiting", "prompts that wait at the end: to go on, to begin again, or complete for a later step"),
+        _tokens("outstanding_tokens", "of prompts begun and not yet trained on or dropped at the end, at full length"),
+        _tokens("dropped_tokens", "of prompts dropped as too stale, at full length"),
         _count("timeouts", "responses whose reward call was ended by a timeout, of those trained on"),
         _tokens("longest_tokens", "longest response that was trained on"),
         _figure("bubble_fraction", "share of GPU time within step_time_s in which the GPU did nothing"),
@@ -236,7 +239,8 @@ SUMMARY: tuple[Column, ...] = (
     _figure("bound_share", "lower bound over generation time"),
     _figure(
         "held_back",
-        "prompts that wait after the last counted step, less those before the first, as a share of those trained on, "
-        "larger by the share of those dropped as too stale; beyond 5% either way throughputs cannot be compared",
+        "growth of outstanding_tokens over the counted steps as a share of the tokens trained on, larger by the share "
+        "of dropped_tokens",
     ),
+    _text("unsteady", "why the throughput would not last, so that it is not compared; empty if it would"),
 )

@@ -15,6 +15,7 @@ from rlsim.cost.bound import GenerationBound
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.columns import CALL_PARTS, TABLES
 from rlsim.experiment.parts import ROUNDING, Floats, Stretches, floats, parts_of_steps
+from rlsim.experiment.steadiness import Flow, Window
 from rlsim.experiment.tail import tail_stretches
 from rlsim.sim.outcome import CallRecord, Outcome, RolloutSummary
 from rlsim.sim.recorder import NO_STEP, Span
@@ -41,11 +42,11 @@ def frames_of(
     sampler: StepSampler,
     bound: GenerationBound,
     gpus: int,
-    steady: range,
+    window: Window,
     generates: Set[int],
     trains: Set[int],
 ) -> Frames:
-    """The tables of one run on `gpus` GPUs, without the columns that name the run; means count the `steady` steps.
+    """The tables of one run on `gpus` GPUs, without the columns that name the run; means count steps of `window`.
 
     `generates` and `trains` are the GPUs of the calls of these kinds; all of them where there is no such call.
     """
@@ -63,8 +64,13 @@ def frames_of(
     tail_s = _gpu_seconds(np.stack([tail["start_at"], tail["end_at"], share], axis=1), edges)
     rows = _steps(outcome, bound)
     durations_s = np.diff(edges)
+    flow = Flow.of(outcome, sampler)
+    counted = window.counted([row["round"] for row in rows], flow.fill)
     columns: dict[str, Any] = {
-        "steady": [step in steady for step in range(len(rows))],
+        "steady": [step in counted for step in range(len(rows))],
+        "filled": [step >= flow.fill for step in range(len(rows))],
+        "outstanding_tokens": flow.outstanding,
+        "dropped_tokens": flow.dropped,
         "bubble_fraction": np.maximum(1.0 - busy_s / (gpus * durations_s), 0.0),
         "tail_fraction": np.divide(tail_s, busy_s, out=np.zeros(len(rows)), where=busy_s > 0),
         **parts_of_steps(outcome, trains, edges),
@@ -207,7 +213,7 @@ def _staleness(responses: Responses, step: int) -> dict[str, Any]:
     }
 
 
-def _gpu_seconds(held: Iterable[Sequence[float]], edges: Sequence[float]) -> Floats:
+def _gpu_seconds(held: Iterable[Sequence[float]], edges: Floats) -> Floats:
     """GPU-seconds in each step; `held` has start, end and GPUs of each stretch, which may reach over several steps."""
     start, end, gpus = floats(held, 3)
     return np.array(

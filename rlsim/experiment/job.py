@@ -48,13 +48,12 @@ class Job:
     folder: Path
     system: SystemSpec
     seeds: tuple[int, ...]
-    steady: range
     plans: FoundPlans = field(compare=False)  # found before
 
     @classmethod
     def of(
         cls, point: str, experiment: Experiment, shown: str, folder: Path, system: SystemSpec, seeds: Iterable[int],
-        steady: range, plans: FoundPlans,
+        plans: FoundPlans,
     ) -> Job:  # fmt: skip
         """The job of a system of an experiment that messages call `shown`; its relative paths start at `folder`."""
         bare: dict[str, Any] = {
@@ -66,12 +65,12 @@ class Job:
         }
         config = json.dumps({**experiment.model_dump(mode="json"), **bare})  # of the seeds, searches take the first
         parts = tuple(replace(part, parameters=plain(part.parameters)) for part in system.parts)
-        return cls(point, system.key, config, shown, folder, replace(system, parts=parts), tuple(seeds), steady, plans)
+        return cls(point, system.key, config, shown, folder, replace(system, parts=parts), tuple(seeds), plans)
 
     @property
     def content(self) -> tuple[Any, ...]:
         """Jobs with the same come to the same."""
-        return self.key, self.config, self.folder, self.seeds, self.steady
+        return self.key, self.config, self.folder, self.seeds
 
     @property
     def name(self) -> str:
@@ -95,7 +94,7 @@ class Job:
         placed = simulator.placed(self.system.make())
         samplers = [simulator.loaded.sampler(seed) for seed in self.seeds]
         frames = [
-            [simulated(simulator, alternative, sampler, self.steady) for sampler in samplers]
+            [simulated(simulator, alternative, sampler) for sampler in samplers]
             for alternative, _ in self.system.alternatives(placed.context)
         ]
         return Ran(frames, simulator.plans.found, simulator.lookups())
@@ -125,7 +124,7 @@ def remembering(execute: Execute) -> Execute:
     return does
 
 
-def simulated(simulator: Simulator, spec: SystemSpec, sampler: StepSampler, steady: range) -> Frames:
+def simulated(simulator: Simulator, spec: SystemSpec, sampler: StepSampler) -> Frames:
     """The tables of one run, without the columns that name it."""
     system = spec.make()
     with _few_collections():
@@ -134,7 +133,7 @@ def simulated(simulator: Simulator, spec: SystemSpec, sampler: StepSampler, stea
         placed = simulator.placed(system)
         bound = placed.bound(max([rollout.initial_tp for rollout in outcome.rollouts], default=0))
         sides = placed.gpus_of("generate"), placed.gpus_of("train")
-        frames = frames_of(outcome, sampler, bound, simulator.loaded.cluster.gpus, steady, *sides)
+        frames = frames_of(outcome, sampler, bound, simulator.loaded.cluster.gpus, simulator.window(system), *sides)
     check_steps(frames, spec.shown)
     return frames
 

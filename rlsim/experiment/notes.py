@@ -6,36 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from rlsim.experiment.backlog import backlog, backlog_note, dropped_stale, stale_note, waits_complete
 from rlsim.experiment.summary import means, paired_ratio
 
-#: A ratio of responses that differs by more than this from that of tokens is explained; so is a backlog of that share.
+#: A ratio of responses that differs by more than this from that of tokens is explained.
 EXPLAINED = 0.02
 #: Columns of `steps` that say what becomes of what is not trained on.
 PUT_OFF = ("put_back", "paused", "resumed", "dropped")
 #: From this share of preempted responses on, the results say so. Each of them is prefilled a second time with all its
 #: tokens and waits for room before; fewer are what a batch brings that happens to be long.
 CONSIDERABLE = 0.05
-
-
-def steady_note(steady: Mapping[str, range], steps: int, overlap: int) -> Iterator[str]:
-    """Which steps the means of each system leave out, where that is not plain."""
-    windows = sorted(set(steady.values()), key=len)
-    if overlap and all(len(window) == steps for window in windows):
-        yield (
-            f"means include steps in which the pipeline of overlapping steps fills or drains: {steps} are too few to "
-            f"leave them out (workflow.steps: {3 * overlap + 1} or more)"
-        )
-        return
-    for window in windows:
-        if len(window) == steps:
-            continue
-        whose = ", ".join(name for name, own in steady.items() if own == window)
-        of = f" of {whose}, in whole periods of theirs," if len(windows) > 1 else ""
-        yield (
-            f"means{of} are of {len(window)} of {steps} steps, numbers {window.start} to {window.stop - 1} counted "
-            "from 0"
-        )
 
 
 def kinds_note(kinds: Sequence[str]) -> Iterator[str]:
@@ -47,26 +26,16 @@ def kinds_note(kinds: Sequence[str]) -> Iterator[str]:
         )
 
 
-def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -> Iterator[str]:
-    """Notes on the systems of one case, by name in `steps`: a batch is `batch` responses, `responses` a prompt."""
+def rate_notes(steps: pd.DataFrame, baseline: str, batch: int) -> Iterator[str]:
+    """Notes on the systems of one case, by name in `steps`: a batch is `batch` responses."""
     by_seed, trained = means(steps, ["system", "seed"]).sort_index(), means(steps, ["system"])["trained"]
     mine = {str(system): own for system, own in steps.groupby("system", sort=False)}
-    put_off: dict[tuple[float, float, bool], list[str]] = {}
-    stale: dict[float, list[str]] = {}
-    for system, own in mine.items():
+    for system in mine:
         if trained[system] < batch * (1 - 1e-9):
             yield (
                 f"{system} trains on {trained[system] / batch:.1%} of a batch each step: its step is shorter for that; "
                 "speedups count the responses trained on per second"
             )
-        if abs((grown := backlog(own, responses))[1]) > EXPLAINED:
-            put_off.setdefault((*grown, waits_complete(own)), []).append(system)
-        if (share := dropped_stale(own, responses)) > EXPLAINED:
-            stale.setdefault(share, []).append(system)
-    for late, systems in put_off.items():
-        yield backlog_note(", ".join(systems), *late)
-    for share, systems in stale.items():
-        yield stale_note(", ".join(systems), share)
     for system, own in mine.items() if baseline in mine else ():
         rates = by_seed.loc[system], by_seed.loc[baseline]
         ratios = [paired_ratio(*(one[rate] for one in rates))[0] for rate in ("responses_per_s", "tokens_per_s")]

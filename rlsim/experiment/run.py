@@ -166,7 +166,7 @@ def checked_cases(
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     for case in cases:
         for spec in case.systems:
-            case.steady(spec)  # raises if a warm-up leaves nothing to measure
+            case.simulator.window(spec.make())  # raises if a warm-up leaves nothing to measure
     return cases
 
 

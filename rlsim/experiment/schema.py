@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
 from rlsim.cost.strategy import GradientType, HostMemory, Packing, Recompute
 from rlsim.cost.weight_sync import SyncMethod
-from rlsim.errors import ConfigError, shown, unknown_name
+from rlsim.errors import shown, unknown_name
 from rlsim.schema import Name, Schema, name_of, placed
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Seconds, Tokens
@@ -163,8 +163,7 @@ class WorkflowSpec(Schema):
         default=None,
         ge=0,
         le=100_000,
-        description="first steps that no mean counts; default: as many as may run beside another step (the largest lag "
-        "of an edge less one), which are left out at the end too, where the pipeline drains",
+        description="first steps that no mean counts; default: until what the first step began has been trained on",
     )
     reference: bool = Field(default=True, description="whether a frozen reference model scores the responses (KL term)")
     old_log_probs: bool | None = Field(
@@ -184,27 +183,6 @@ class WorkflowSpec(Schema):
         if self.warmup is not None and self.warmup >= self.steps:
             raise ValueError(f"warmup {self.warmup} leaves none of {self.steps} steps to measure")
         return self
-
-    def steady(self, overlap: int, *periods: int) -> range:
-        """The steps that means count, where up to `overlap` steps run beside another; all if there are too few.
-
-        Overlapping steps may end in bursts that come again every `overlap` + 1 steps. Where systems are compared,
-        `overlap` is the largest of theirs and `periods` are those of all in steps, this system's first. Counted are as
-        many steps as are whole periods of all, or of this system alone if there are too few. Raises `ConfigError` if
-        `warmup` leaves none.
-        """
-        first, period = overlap if self.warmup is None else self.warmup, overlap + 1
-        left = self.steps - overlap - first
-        if left >= period:
-            common = math.lcm(period, *periods)
-            whole = common if common <= left else periods[0] if periods else period
-            return range(first, first + left // whole * whole)
-        if self.warmup:
-            raise ConfigError(
-                f"workflow.warmup {self.warmup} of {self.steps} steps leaves too few to measure where {overlap} more "
-                f"run beside a step: {overlap} at the end do not count, and of the others {period} are needed"
-            )
-        return range(self.steps)
 
     @model_validator(mode="after")
     def _not_too_many(self) -> WorkflowSpec:

@@ -15,6 +15,7 @@ from rlsim.experiment.hybrid import check_hybrid, hybrid_of
 from rlsim.experiment.open_rollout import check_open, check_open_gpus
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import Plans
+from rlsim.experiment.steadiness import Window
 from rlsim.experiment.system import System
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.sim.batching import PromptFeed
@@ -91,6 +92,13 @@ class Simulator:
         """Steps that may run beside another, or that generation may be ahead of training."""
         launcher = system.batching.launcher
         return max(self.workflow(system).overlap, launcher.ahead if isinstance(launcher, Continuous) else 0)
+
+    def window(self, system: System) -> Window:
+        """The steps of a system that means count; raises `ConfigError` if a warm-up leaves none."""
+        workflow = self.loaded.experiment.workflow
+        window = Window(self.workflow(system).overlap, workflow.warmup)
+        window.check(workflow.steps)
+        return window
 
     def check(self, system: System) -> None:
         """Raises `RlsimError` if the system cannot run or does not fit."""

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.errors import ConfigError
-from rlsim.experiment.backlog import held_back
 from rlsim.experiment.columns import SUMMARY
+from rlsim.experiment.steadiness import held_back, unsteady
 
 CONFIDENCE = 0.95
 #: Columns of `steps` whose means over steps are shown.
@@ -101,10 +100,7 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
     `step_time_s_half` and `gen_time_s_half` are half the width of the 95% interval of these means over seeds. Raises
     `ConfigError` for results of an older version.
     """
-    baseline, setups = manifest["baseline"], manifest.get("setups", {})
-    responses = {case: setup["responses"] for case, setup in setups.items() if setup.get("responses")}
-    if any(names and case not in responses for case, names in manifest["systems"].items()):
-        raise ConfigError(f"the results were written by another version of rlsim ({manifest['rlsim']}): run again")
+    baseline = manifest["baseline"]
     whole = means(steps, ["case", "system"])
     by_seed = means(steps, ["case", "system", "seed"]).sort_index()
     rows: list[dict[str, object]] = []
@@ -119,7 +115,7 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
             row |= ratios(own, reference)
             row |= model_interval(row["speedup"], manifest.get("worlds", {}).get(case, {}).get(system, ()))
-            row["held_back"] = held_back(steps_of[case, system], responses[case])
+            row["held_back"], row["unsteady"] = (of(steps_of[case, system]) for of in (held_back, unsteady))
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 

@@ -9,8 +9,8 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from rlsim.experiment.backlog import comparable
 from rlsim.experiment.result import Result
+from rlsim.experiment.steadiness import comparable
 from rlsim.experiment.summary import half_interval, means
 from rlsim.report.generation import covering
 from rlsim.report.page import Block, Figure, Section
@@ -22,7 +22,7 @@ _SAME = 0.005  # throughputs that differ by no more than this share are equal, a
 _MOMENTS = 400
 _MOST_QUEUES = 8
 _BEST, _BEATEN = "no other is faster and no staler", "another is faster and no staler"
-_LATE = "not comparable: prompts put off or dropped"
+_LATE = "not comparable: not steady"
 _COLOURS = {_BEST: SERIES[0], _BEATEN: "#7A7A7A", _LATE: "#C4C4C4"}
 
 
@@ -44,7 +44,7 @@ def frontier(result: Result, case: str) -> pd.DataFrame:
 
     `rate` is responses trained on per second, `low` and `high` its 95% interval over seeds (NaN with one); `best` says
     that no other system is faster and no staler, or less stale and no slower (by more than half a percent, or 0.005),
-    of those that are `comparable` (`rlsim.experiment.backlog`).
+    of those that are `comparable` (`rlsim.experiment.steadiness`).
     """
     steps = result.steps[result.steps["case"] == case]
     by_seed = means(steps, ["system", "seed"])["responses_per_s"]
@@ -53,8 +53,8 @@ def frontier(result: Result, case: str) -> pd.DataFrame:
     half = np.array([half_interval(by_seed.loc[system].tolist()) for system in found["system"]])
     found = found.assign(low=found["rate"] - half, high=found["rate"] + half)
     summary = result.summary()
-    held_back = summary[summary["case"] == case].set_index("system")["held_back"]
-    found = found.assign(comparable=comparable(held_back.loc[found["system"]]).to_numpy())
+    summary = summary[summary["case"] == case].set_index("system").loc[found["system"]]
+    found = found.assign(comparable=comparable(summary).to_numpy())
     rivals = found[found["comparable"]]
     return found.assign(best=[bool(row["comparable"]) and not beaten(rivals, row) for _, row in found.iterrows()])
 

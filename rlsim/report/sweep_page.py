@@ -10,7 +10,7 @@ import pandas as pd
 
 from rlsim.comparison.verdict import decided
 from rlsim.errors import ConfigError
-from rlsim.experiment.backlog import comparable
+from rlsim.experiment.steadiness import comparable
 from rlsim.formats import STALE, Columns, column, number, rate, share, written
 from rlsim.report.method import as_yaml, calibration_section
 from rlsim.report.page import Block, Code, Figure, Listing, Page, Section, Table, Text
@@ -192,14 +192,14 @@ def sweep_findings(
     """
     shown = varying(frame, axes)
     best = best_systems(frame, list(axes))
-    told = comparable(frame["held_back"])
+    told = comparable(frame)
     best = best[best["comparable"]]
     counts = best["system"].value_counts()
     text = ", ".join(f"{name} in {count:,}" for name, count in counts.items())
     sentences = [f"Best mean at {len(best):,} point{'s' if len(best) != 1 else ''}: {text}."] if text else []
     if not told.all():
         names = ", ".join(dict.fromkeys(frame["system"][~told]))
-        sentences.append(f"Not comparable, for the prompts that they put off, in {(~told).sum():,} rows: {names}.")
+        sentences.append(f"Not comparable, as not steady, in {(~told).sum():,} rows: {names}.")
     others = frame[told & ~(frame["system"].eq(baseline) if own is None else own)]
     if SPEEDUP in frame and others[SPEEDUP].notna().any():
         ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")

@@ -137,6 +137,10 @@ class StepSampler:
             capped=self._capped[flat],
         )
 
+    def whole_tokens(self, rows: Ints) -> Ints:
+        """Prompt and response tokens of these rows of the trace, with the response generated to its end or the cap."""
+        return self._prompt_tokens[rows] + self._response_tokens[rows]
+
     def prompts_at(self, positions: npt.ArrayLike) -> Ints:
         """The code of the prompt at each position, into `prompt_ids`."""
         position = np.asarray(positions, np.int64)

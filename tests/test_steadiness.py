@@ -1,0 +1,156 @@
+"""Which steps means count, and which systems are marked as their throughput would not last."""
+
+from typing import Any
+
+import pandas as pd
+import pytest
+from result_tables import RUN, table
+from test_asynchronous import run
+
+from rlsim.errors import ConfigError
+from rlsim.experiment.steadiness import Window, held_back, unsteady
+
+SHORT = 24
+OVERLAPPING = [
+    {"one_step_off": {"tp": 1, "rollout_gpus": 4}},
+    {"areal": {"tp": 1, "rollout_gpus": 4, "eta": [1, 2, 4]}},
+    {"verl_fully_async": {"tp": 1, "rollout_gpus": 4, "staleness_threshold": [1, 2], "trigger_parameter_sync_step": 1}},
+]
+ROUNDS = ["short", "short", "long"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "lag", "warmup", "fill", "counted"),
+    [
+        ([""] * 5, 0, None, 0, range(5)),
+        ([""] * 5, 0, 2, 0, range(2, 5)),
+        ([""] * 6, 1, None, 1, range(1, 5)),
+        ([""] * 7, 1, None, 1, range(1, 5)),  # whole periods of two steps
+        ([""] * 2, 1, None, 1, range(2)),  # too few: the test of steadiness marks it
+        ([""] * 24, 0, None, 9, range(9, 24)),
+        ([""] * 24, 0, None, 24, range(12, 24)),  # it never fills
+        (ROUNDS * 2 + ["short", "short"], 0, None, 0, range(6)),
+        (["short", *ROUNDS * 2], 0, None, 0, range(7)),  # the first cycle is longer
+        (ROUNDS * 3, 0, 1, 0, range(3, 9)),
+        (["short"] * 3, 0, None, 0, range(3)),  # no cycle is over
+    ],
+)
+def test_steps_are_counted_after_the_fill_in_whole_periods(
+    rounds: list[str], lag: int, warmup: int | None, fill: int, counted: range
+) -> None:
+    assert Window(lag, warmup).counted(rounds, fill) == counted
+
+
+def test_a_warm_up_leaves_a_period() -> None:
+    Window(1, 3).check(6)
+    with pytest.raises(ConfigError, match="warmup 4 of 6 steps leaves too few to measure where 1 more run beside"):
+        Window(1, 4).check(6)
+
+
+def steps(count: int = 12, **columns: Any) -> pd.DataFrame:
+    """Steps of 10 s and 1,000 tokens each, with as much outstanding before as after; columns by value or by step."""
+    plain: dict[str, Any] = {"tokens": 1000, "trained": 8, "step_time_s": 10.0, "filled": True, "staleness_max": 1}
+    given = {**plain, "outstanding_tokens": 500, "steady": lambda i: i >= 2, **columns}
+    rows = ({name: of(i) if callable(of) else of for name, of in given.items()} for i in range(count))
+    return table("steps", *(RUN | {"step": i} | row for i, row in enumerate(rows)))
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({}, ""),
+        ({"outstanding_tokens": 0, "step_time_s": lambda i: i + 1.0}, ""),  # nothing goes from step to step
+        (
+            {"outstanding_tokens": lambda i: 500 + 100 * i},
+            "more tokens are begun than trained on in the counted steps (10% of these); take 34 workflow.steps or more",
+        ),
+        ({"outstanding_tokens": lambda i: 5000 - 50 * i}, "fewer tokens are begun than trained on"),
+        ({"outstanding_tokens": lambda i: 500 + 20 * i}, ""),  # 2%
+        ({"dropped_tokens": 310}, "prompts dropped as too stale hold 31% of the tokens trained on"),
+        (
+            {"filled": lambda i: i >= 4, "steady": lambda i: i >= 5},
+            "it fills for 4 steps, and 7 are counted, not 2 times as many after that; take 16 workflow.steps or more",
+        ),
+        ({"filled": lambda i: i >= 3}, "it fills for 3 steps, and 10 are counted"),  # some of them fill
+        (
+            {"step_time_s": lambda i: 10.0 + i / 2},
+            "its tokens/s change by -19% from the first half of the counted steps to the second; take 24 workflow",
+        ),
+        ({"step_time_s": lambda i: 10.0 + 4 * (i % 2)}, ""),  # no trend
+        ({"staleness_mean": lambda i: i / 8}, "its mean staleness changes by +0.62 updates"),
+    ],
+)
+def test_what_would_not_last_is_marked(columns: dict[str, Any], why: str) -> None:
+    found = unsteady(steps(**columns))
+    assert found.startswith(why) if why else found == ""
+
+
+def test_what_grows_in_one_seed_and_falls_in_another_is_chance() -> None:
+    grows, falls = (steps(outstanding_tokens=lambda i, by=by: 900 + by * i) for by in (50, -50))
+    assert held_back(grows) == pytest.approx(0.05)
+    both = pd.concat([grows, falls.assign(seed=1)])
+    assert (held_back(both), unsteady(both)) == (0.0, "")
+
+
+def measured(steps: pd.DataFrame, count: int) -> tuple[float, str]:
+    """Tokens per second of the first steps of a run as a shorter run counts them, and why that is marked."""
+    parts = []
+    for _, own in steps.groupby("seed"):
+        first = own.sort_values("step").head(count)
+        lag = int(own["system"].iloc[0] == "one_step_off")
+        counted = Window(lag, None).counted(first["round"].tolist(), int((~own["filled"]).sum()))
+        parts.append(first.assign(steady=first["step"].isin(counted)))
+    found = pd.concat(parts)
+    steady = found[found["steady"]]
+    return float(steady["tokens"].sum() / steady["step_time_s"].sum()), unsteady(found)
+
+
+@pytest.mark.parametrize(
+    ("cap", "prompts", "long", "seeds"), [("2K", 16, 80, 1), pytest.param("4K", 8, 200, 2, marks=pytest.mark.slow)]
+)
+def test_short_runs_are_within_3_percent_of_long_ones_or_marked(cap: str, prompts: int, long: int, seeds: int) -> None:
+    trace, workflow = {"path": "rollpacker-math", "cap": cap}, {"steps": long, "prompts": prompts}
+    found = run(*OVERLAPPING, trace=trace, workflow=workflow, seeds=seeds)
+    marked = []
+    for system, own in found.steps.groupby("system", sort=False):
+        (rate, why), (lasts, alarm) = (measured(own, count) for count in (SHORT, long))
+        assert alarm == "", f"a long run is steady: {system}"
+        assert why or rate == pytest.approx(lasts, rel=0.03), system
+        marked.append(bool(why))
+    assert not all(marked)
+    assert any(marked) or cap == "2K", "longer responses fill for longer"
+
+
+def test_what_others_allow_moves_no_window() -> None:
+    """A system that may be 16 updates stale in a run of 16 steps."""
+    eager = {"areal": {"tp": 1, "rollout_gpus": 4, "eta": 16}}
+    alone, beside = (
+        run(*systems, workflow={"steps": 16}).summary() for systems in (OVERLAPPING[:1], [*OVERLAPPING[:1], eager])
+    )
+    pd.testing.assert_frame_equal(alone, beside[:1])
+    assert beside["unsteady"].tolist()[0] == ""
+    assert beside["unsteady"].tolist()[1] != ""
+
+
+@pytest.mark.parametrize(("cap", "steady"), [("1K", True), ("16K", False)])
+def test_littles_law_holds_in_steady_steps(cap: str, steady: bool) -> None:
+    """Responses under way are those trained on per second times their time from start to the end of that step."""
+    areal = {"areal": {"tp": 1, "rollout_gpus": 4, "eta": 4}}
+    found = run(areal, trace={"path": "rollpacker-math", "cap": cap}, workflow={"steps": 40 if steady else 16})
+    steps, rows = found.steps, found.responses[found.responses["start_at"].notna()]
+    assert (unsteady(steps) == "") == steady
+    ends = steps["step_time_s"].cumsum()
+    counted = steps.index[steps["steady"]]
+    begin, end = ends[counted[0]] - steps["step_time_s"][counted[0]], ends[counted[-1]]
+    left = rows["step"].map(ends).where(rows["trained"], end)
+    held_s = (left.clip(begin, end) - rows["start_at"].clip(begin, end)).sum()
+    mine = rows["trained"] & rows["step"].isin(counted)
+    stayed_s = (left - rows["start_at"])[mine].sum()
+    assert (held_s == pytest.approx(stayed_s, rel=0.05)) == steady
+
+
+@pytest.mark.parametrize("system", ["verl", {"verl": {"tp": 2}}, "rollpacker", "rlhfuse"])
+def test_what_waits_for_its_own_responses_is_never_marked(system: Any) -> None:
+    found = run(system, trace={"path": "rollpacker-math", "cap": "4K"}, workflow={"steps": 10}, seeds=3)
+    for _, own in found.steps.groupby("seed"):
+        assert unsteady(own) == ""
