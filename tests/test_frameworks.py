@@ -302,6 +302,7 @@ def test_synchronous_nemo(tmp_path: Path) -> None:
     assert some(data, expected) == expected
     assert data["workflow"] == {
         "algorithm": "grpo", "prompts": 16, "responses": 4, "steps": 5, "reference": True, "old_log_probs": True,
+        "reward": {"from_trace": True},
     }  # fmt: skip
     assert data["training"] == {
         "backend": "fsdp", "tp": 2, "micro_batch_tokens": 8192, "log_prob_micro_batch_tokens": 8192,
@@ -527,6 +528,7 @@ def test_areal(tmp_path: Path) -> None:
     assert system(draft) == [{"areal": {"tp": 2, "rollout_gpus": 4, "eta": 2, "concurrent": 24}}]
     assert data["workflow"] == {
         "algorithm": "grpo", "prompts": 16, "responses": 4, "steps": 11, "reference": False, "old_log_probs": True,
+        "reward": {"from_trace": True},
     }  # fmt: skip
     assert data["training"] == {
         "backend": "fsdp", "tp": 2, "micro_batch_tokens": 10240, "recompute": "full", "mini_batches": 2,
