@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from scipy.optimize import brentq
 
-from rlsim.validate.steps_megatron import ITERATIONS
+from rlsim.validate.steps_megatron import iterations
 
 
 def fitted_s() -> float:
     """Seconds of the forward pass of one layer."""
-    (smallest,) = (one for one in ITERATIONS if one.kind == "input")
+    (smallest,) = (one for one in iterations() if one.kind == "input")
     return float(brentq(lambda launch_s: smallest.simulated_s(launch_s) - smallest.iteration_s, 1e-4, 2e-2))
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     """Fit and print."""
     found = fitted_s()
     print(f"EXPERT_LAUNCH_S = {found * 1e3:.2f}e-3")
-    for one in ITERATIONS:
+    for one in iterations():
         without, now = (one.simulated_s(launch_s) / one.iteration_s - 1 for launch_s in (0.0, found))
         print(f"{one.case}: {without:+.1%} without launches, {now:+.1%} with them ({one.kind})")
 

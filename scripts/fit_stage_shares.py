@@ -9,9 +9,13 @@ hold the result.
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from scipy.optimize import brentq
 
-from rlsim.validate.rollpacker import SHARES, TASKS, share_settings, stage_shares
+from rlsim.validate.parts import Options
+from rlsim.validate.published import figures
+from rlsim.validate.rollpacker import TASKS, share_settings, stage_shares
 from rlsim.validate.runs import run
 
 
@@ -26,7 +30,8 @@ def training_share(efficiency: float) -> float:
 
 def main() -> None:
     """Fit and print."""
-    published = sum(shares[2] for shares in SHARES.values()) / len(SHARES)
+    rows = figures(Options(), "rollpacker").rows
+    published = fmean(float(row.value) for row in rows if row.quantity == "training share")
     fitted = float(brentq(lambda x: training_share(x) - published, 0.03, 0.6, xtol=5e-4))
     print(
         f"training.efficiency: {fitted:.3f}   (training share {training_share(fitted):.3f}, published {published:.3f})"

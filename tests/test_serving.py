@@ -286,7 +286,7 @@ def test_part_on_a_small_table(tmp_path: Path) -> None:
         ("vllm/qwen3-32b", quantity, "input", 2) for quantity in ("tpot_s", "ttft_s")
     ]
     assert found.chart is not None
-    assert case in found.text
+    assert "vllm/qwen3-32b" in found.tables["summaries"]
     (run, _), none = read_runs(data), FrontEndFit()
     bare = HostFit(step_s=0.0, sequence_s=0.0, source="test")
     (fast, _), (slow, _) = (

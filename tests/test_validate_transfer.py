@@ -8,9 +8,9 @@ import pytest
 
 from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.validate import transfer
-from rlsim.validate.bounds import BOUNDS
 from rlsim.validate.parts import Options
 from rlsim.validate.serving import SERVED, TABLE
+from rlsim.validate.targets import load_targets
 from rlsim.validate.transfer import SettingFit, TransferFits, kind_rows, read_runs, section, shipped_fits
 
 QWEN = "Qwen/Qwen3-32B"
@@ -67,7 +67,13 @@ def test_the_part_is_told_by_settings(fits: TransferFits, data: Path) -> None:
     record = tp8.record()
     assert record["case"] == SETTINGS[1]
     assert record["error"] == pytest.approx(sum(map(abs, errors)) / 2, rel=1e-5)
-    assert "| vllm | a term |" in found.text
+    assert "| vllm | a term |" in found.tables["ablation"]
+
+
+def test_a_fit_that_leaves_nothing_out_says_so() -> None:
+    """SGLang's fits have no host time, with a setting and without it."""
+    rows = transfer.fits_table(shipped_fits()).splitlines()
+    assert all(("leaves nothing out" in row) == row.startswith("| sglang/") for row in rows[2:])
 
 
 def test_shipped_fits_are_those_of_the_calibrations_and_leave_out_every_tp() -> None:
@@ -87,5 +93,5 @@ def test_shipped_fits_are_those_of_the_calibrations_and_leave_out_every_tp() -> 
 
 
 def test_a_left_out_setting_has_bounds() -> None:
-    kinds = {bound.kind for bound in BOUNDS if bound.part == "transfer"}
+    kinds = {bound.kind for bound in load_targets(Options().evidence).bounds if bound.part == "transfer"}
     assert kinds == {"left-out"}

@@ -194,19 +194,21 @@ def test_an_unknown_method_is_refused() -> None:
 
 # Published syncs -----------------------------------------------------------------------------------------------------
 
+KNOWN = published.settings()
+
 
 def test_every_row_is_used_or_left_out_for_a_reason() -> None:
-    assert not published.USED.keys() & published.LEFT_OUT.keys()
-    assert len(published.USED) + len(published.LEFT_OUT) == 35
-    assert len({setting.case for setting in published.USED.values()}) == len(published.USED)
+    assert not KNOWN.used.keys() & KNOWN.left_out.keys()
+    assert len(KNOWN.used) + len(KNOWN.left_out) == 35
+    assert len({setting.case for setting in KNOWN.used.values()}) == len(KNOWN.used)
 
 
 def made_up() -> dict[int, float]:
-    return {row: published.seconds(setting) for row, setting in published.USED.items()}
+    return {row: published.seconds(setting) for row, setting in KNOWN.used.items()}
 
 
 def test_a_fit_finds_the_constants_that_made_its_rows() -> None:
-    inputs = [row for row, setting in published.USED.items() if setting.kind == "input"]
+    inputs = [row for row, setting in KNOWN.used.items() if setting.kind == "input"]
     found = published.fitted({row: 2 * time for row, time in made_up().items()}, inputs)
     assert found.lone_tensor_s > 1.9 * FITTED.lone_tensor_s
     same = published.fitted(made_up(), inputs)
@@ -221,7 +223,7 @@ def test_a_row_that_alone_settles_a_constant_is_open_without_it() -> None:
 
 def test_the_table_is_checked(tmp_path: Path) -> None:
     path = tmp_path / published.TABLE
-    frame = pd.DataFrame({"id": list(published.USED), "model": "m", "gpu": "g", "method": "x", "sync_s": 1.0})
+    frame = pd.DataFrame({"id": list(KNOWN.used), "model": "m", "gpu": "g", "method": "x", "sync_s": 1.0})
     frame.to_csv(path, index=False)
     assert published.read_syncs(tmp_path)[3] == ("m, g, x", 1.0)
     for change, message in (

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rlsim.validate.parts import Options, Section
+    from rlsim.validate.targets import Targets
 
 #: Parts with more comparisons than these show their summaries.
 _ROWS_SHOWN = 80
@@ -29,9 +30,6 @@ def validate(
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,
-    evidence: Annotated[
-        Path | None, typer.Option(help="Folder of measured and published rows (default: that of the clone).")
-    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of kernel tables (default: $RLSIM_DATA, or ../shared/data).")
     ] = None,
@@ -44,6 +42,7 @@ def validate(
 ) -> None:
     """Compare rlsim with what was measured: kernels, whole engines, real rollouts, published figures.
 
+    Rows come from the folder evidence of a clone, or from $RLSIM_EVIDENCE.
     Exit code 1 if an error is beyond its bound or the checked page is stale.
 
     Example: rlsim validate pat --json pat.json
@@ -52,6 +51,7 @@ def validate(
     from rlsim.output import check_file
     from rlsim.validate.page import check_page, read_page, stale, write_page
     from rlsim.validate.parts import Options, kernel_folder
+    from rlsim.validate.targets import load_targets
 
     wanted = parts or list(PARTS)
     if json_file is not None:
@@ -60,18 +60,19 @@ def validate(
         check_page(page, wanted)
     if check is not None:
         read_page(check)
-    rows = {} if evidence is None else {"evidence": evidence}
-    found, fine = _run(wanted, Options(kernels=kernel_folder(data), quick=quick, device=device, progress=_log, **rows))
+    options = Options(kernels=kernel_folder(data), quick=quick, device=device, progress=_log)
+    targets = load_targets(options.evidence)
+    found, fine = _run(wanted, options, targets)
     if not found:
         raise ConfigError("no part of the validation could run here")
     if json_file is not None:
         _write_json(json_file, found.values())
     if page is not None:
-        write_page(page, found)
+        write_page(page, found, targets)
     if check is not None:
-        for name in stale(check, found, REPEATABLE):
+        for name in stale(check, found, targets, REPEATABLE):
             fine = False
-            typer.echo(f"{check}: section {name} is stale; run: rlsim validate {name} --page {check}", err=True)
+            typer.echo(f"{check}: tables of {name} are stale; run: rlsim validate {name} --page {check}", err=True)
     if not fine:
         raise typer.Exit(1)
 
@@ -82,7 +83,7 @@ def _log(text: str) -> None:
     Console(stderr=True).print(text, style="dim")
 
 
-def _run(wanted: Iterable[str], options: Options) -> tuple[dict[str, Section], bool]:
+def _run(wanted: Iterable[str], options: Options, targets: Targets) -> tuple[dict[str, Section], bool]:
     """Run and print the parts; what each found, and whether all errors are within their bounds."""
     from rlsim.cli.terminal import Console
     from rlsim.validate.parts import Skipped, run_part
@@ -95,7 +96,7 @@ def _run(wanted: Iterable[str], options: Options) -> tuple[dict[str, Section], b
             Console().print(f"{name}: skipped: {result.reason}")
             continue
         found[name] = result
-        fine &= _print(name, result)
+        fine &= _print(name, result, targets)
     return found, fine
 
 
@@ -108,34 +109,37 @@ def _write_json(path: Path, sections: Iterable[Section]) -> None:
     write_text(path, f"[\n{lines}\n]\n")
 
 
-def _print(name: str, section: Section) -> bool:
+def _print(name: str, section: Section, targets: Targets) -> bool:
     """One part's comparisons, or their summaries where they are many; whether all are within their bounds."""
     from rich.table import Table
 
     from rlsim.cli.terminal import Console
-    from rlsim.validate.bounds import checked
+    from rlsim.validate.targets import bounds_of, verdicts
 
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     table = Table(box=None, pad_edge=False, header_style="bold", title=f"{name}", title_justify="left")
     few = len(section.rows) <= _ROWS_SHOWN and not section.summarised
-    headings = ("measured", "rlsim", "error") if few else ("rows", "mean |error|", "median", "p90", "bias")
+    headings = (
+        (section.reference, "rlsim", "error", "target") if few else ("rows", "mean |error|", "median", "p90", "bias")
+    )
     for heading in ("what", "quantity", "kind"):
         table.add_column(heading)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    for shown in section.rows if few else section.summaries:
-        table.add_row(*shown.cells)
+    if few:
+        table.add_column("remark", style="dim")
+    for row in section.rows if few else ():
+        table.add_row(*row.cells, targets.cell(row).replace("**", ""), row.note)
+    for summary in () if few else section.summaries:
+        table.add_row(*summary.cells)
     console.print(table)
-    bounds = list(checked(section.summaries))
-    beyond = [
-        f"{s.group} {s.quantity}: {bound.statistic} error {value:.1%} is beyond its bound of {bound.limit:.1%}"
-        for s, bound, value, within in bounds
-        if not within
-    ]
-    if bounds:
-        console.print(f"{len(bounds) - len(beyond)} of {len(bounds)} bounds kept")
-    for line in beyond:
-        console.print(line, style="bold red")
+    bounds = bounds_of(targets, section.rows, section.summaries)
+    for line in verdicts(targets, section.rows, bounds):
+        console.print(line)
+    beyond = [bound for bound in bounds if not bound.fine]
+    for b in beyond:
+        text = f"{b.what} {b.quantity}: {b.statistic} error {b.value:.1%} is beyond its bound of {b.limit:.1%}"
+        console.print(text, style="bold red")
     console.print()
     return not beyond

@@ -14,8 +14,8 @@ import pandas as pd
 from scipy.optimize import brentq
 
 from rlsim.validate.parts import Options, Section
-from rlsim.validate.published import published_section
-from rlsim.validate.rows import Row, markdown
+from rlsim.validate.published import measured_section
+from rlsim.validate.rows import Row, markdown, ratio_row
 from rlsim.validate.steps_stated import run_stated, seconds
 from rlsim.validate.steps_verl import STACKS, STEPS, verl_experiment
 
@@ -52,7 +52,7 @@ def section(options: Options) -> Section:
     found += fully_async_rows(_record(table, 1), _record(table, 2), _record(synchronous, 10))
     options.progress("veRL v1, a mixture of experts")
     found += v1_rows(_record(table, 23), _record(table, 26))
-    return published_section("asynchronous", found, depth=2, curve=_curve_table(curve))
+    return measured_section(found, 2, curve=_curve_table(curve))
 
 
 def _record(table: pd.DataFrame, number: int) -> dict[str, Any]:
@@ -94,7 +94,8 @@ def areal_rows(table: pd.DataFrame, curve: pd.DataFrame) -> Iterator[Row]:
     bounded = f"bounded-eta{AREAL_ETA}"
     yield row("areal/synchronous", "step_time_s", measured[38], steps["synchronous"])
     yield row("areal/eta4", "step_time_s", measured[39], steps[bounded])
-    yield row("areal/eta4", "gain", measured[38] / measured[39], steps["synchronous"] / steps[bounded])
+    both = (measured[38], measured[39]), (steps["synchronous"], steps[bounded])
+    yield ratio_row("asynchronous", "areal/eta4", "gain", *both)
 
 
 def interruption_rows(table: pd.DataFrame) -> Iterator[Row]:
@@ -130,8 +131,8 @@ def one_step_off_rows(sync: Mapping[str, Any], off: Mapping[str, Any], script: M
     for call, column in phases.items():
         yield row("verl/one-step-off-16", f"{call}_s", off[column], predicted[call])
     yield row("verl/one-step-off-16", "step_time_s", off["step_s"], predicted["step"])
-    gain = (sync["step_s"] - sync["other_s"]) / off["step_s"]
-    yield row("verl/one-step-off-16", "gain", gain, found["step"] / predicted["step"], "without loading and waking")
+    both = (sync["step_s"] - sync["other_s"], off["step_s"]), (found["step"], predicted["step"])
+    yield ratio_row("asynchronous", "verl/one-step-off-16", "gain", *both, "without loading and waking")
 
 
 def fully_async_rows(sync: Mapping[str, Any], relaxed: Mapping[str, Any], script: Mapping[str, Any]) -> Iterator[Row]:
@@ -155,7 +156,7 @@ def fully_async_rows(sync: Mapping[str, Any], relaxed: Mapping[str, Any], script
         "verl/fully-async-32", "wait_and_update_s", both, step_s, "of the trainer, over 400 steps; its step: 295 s"
     )
     yield row("verl/fully-async-32", "step_time_s", predicted_s, step_s)
-    yield row("verl/fully-async-32", "gain", first_s / predicted_s, found / step_s)
+    yield ratio_row("asynchronous", "verl/fully-async-32", "gain", (first_s, predicted_s), (found, step_s))
 
 
 def v1_rows(sync: Mapping[str, Any], relaxed: Mapping[str, Any]) -> Iterator[Row]:
@@ -174,9 +175,9 @@ def v1_rows(sync: Mapping[str, Any], relaxed: Mapping[str, Any]) -> Iterator[Row
     step_s = seconds(asynchronous, relaxed["mean_response"])["step"]
     yield row("verl-v1/synchronous-32", "step_time_s", sync["step_s"], found)
     yield row("verl-v1/separate-async-24", "step_time_s", relaxed["step_s"], step_s)
-    gain = (sync["step_s"] * sync["n_gpus"]) / (relaxed["step_s"] * relaxed["n_gpus"])
-    simulated = (found * sync["n_gpus"]) / (step_s * relaxed["n_gpus"])
-    yield row("verl-v1/separate-async-24", "gain", gain, simulated, "in GPU-seconds a step")
+    gpus = sync["n_gpus"], relaxed["n_gpus"]
+    both = (sync["step_s"] * gpus[0], relaxed["step_s"] * gpus[1]), (found * gpus[0], step_s * gpus[1])
+    yield ratio_row("asynchronous", "verl-v1/separate-async-24", "gain", *both, "in GPU-seconds a step")
 
 
 def v1_experiment(run: Mapping[str, Any], ep: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from rlsim.calibrate.points import join
 from rlsim.cost.calibration import Calibration, calibration_names, load_calibration
 from rlsim.validate.charts import error_panels
 from rlsim.validate.parts import Options, Section, Skipped
-from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Row, summarise, summary_table
 
 _CHART_ROWS = 80  # of each operator and calibration, or points hide each other
@@ -40,7 +39,7 @@ def section(options: Options) -> Section | Skipped:
         for at in frame.to_dict("records")
     )
     summaries = tuple(summarise(rows, depth=1))
-    return Section(rows, summaries, filled_text("kernels", summaries=summary_table(summaries)), _chart(frame))
+    return Section(rows, summaries, {"summaries": summary_table(summaries)}, _chart(frame), "")
 
 
 def _with_tables() -> list[str]:

@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from typing import Any
 
 import numpy as np
 
 from rlsim.experiment.result import Result
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import published_section
-from rlsim.validate.rows import Row
+from rlsim.validate.rows import markdown
 from rlsim.validate.runs import run
 
-SPEEDUPS = {"intra-step": 1.2, "inter-step": 1.6, "oppo": 1.9}
-UTILIZATION = {"trl": 0.506, "oppo": 0.710}
-HIDDEN = 0.17  # share of the step that streaming hides
-BEST_CHUNK = 500  # tokens; both 100 and 1,000 to 3,000 are slower in the paper
 
-
-row = partial(Row, "oppo")
-
-
-def section(_: Options) -> Section:
-    """Every figure (about ten seconds)."""
-    return published_section("oppo", rows(run("oppo_7b"), run("oppo_chunk_size")))
-
-
-def rows(placed: Result, chunks: Result) -> Iterator[Row]:
-    """Every figure with rlsim's value."""
-    summary = placed.summary().set_index("system")
-    speedups, step_s = summary["speedup"].to_dict(), summary["step_time_s"].to_dict()
-    for system, published in SPEEDUPS.items():
-        yield row(system, "speedup", published, speedups[system])
-    hidden = 1 - step_s["intra-step"] / step_s["trl"]
-    yield row("intra-step", "share of the step hidden", HIDDEN, hidden)
-    for system, published in UTILIZATION.items():
-        yield row(system, "GPUs busy in generation and scoring", published, busy_share(placed, system))
-    by_size = chunk_seconds(chunks)
-    best = min(by_size, key=lambda size: by_size[size])
-    spread = f"fastest: {best}; " + ", ".join(f"{c}: {by_size[c] / by_size[best]:.3f}" for c in sorted(by_size))
-    lost = by_size[BEST_CHUNK] / by_size[best]
-    yield row("chunk-size", f"time at {BEST_CHUNK} tokens over the fastest", 1.0, lost, spread)
+def section(options: Options) -> Section:
+    """Every figure (about ten seconds), and the seconds of a step by chunk size."""
+    placed, by_size = run("oppo_7b"), chunk_seconds(run("oppo_chunk_size"))
+    busy = {system: busy_share(placed, system) for system in ("trl", "oppo")}
+    found: dict[Any, Any] = placed.summary().set_index("system").to_dict("index") | {"busy": busy}
+    cells = [(f"{size:,}", f"{by_size[size]:.2f}") for size in sorted(by_size)]
+    chunks = markdown(("tokens of a chunk", "step s"), cells)
+    return published_section(options, "oppo", found, chunks=chunks)
 
 
 def chunk_seconds(result: Result) -> dict[int, float]:

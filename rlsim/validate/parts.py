@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlsim.errors import ConfigError, unknown_name
 
@@ -24,6 +24,8 @@ PARTS = (
 #: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 REPEATABLE = tuple(name for name in PARTS if name != "rollout")
 _SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from one
+#: Measured and published rows: $RLSIM_EVIDENCE, or those of the checkout.
+EVIDENCE = Path(os.environ.get("RLSIM_EVIDENCE") or _SOURCE / "evidence")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Options:
     """`evidence`: the folder of measured and published rows. `kernels`: that of kernel tables, which are no part of the
     project. `quick`: small sizes, as CI has them."""
 
-    evidence: Path = _SOURCE / "evidence"
+    evidence: Path = EVIDENCE
     kernels: Path | None = None
     quick: bool = False
     device: str = "cpu"
@@ -40,15 +42,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Section:
-    """What a part found: every comparison, their summaries, the part of the page, and its chart (altair).
+    """What a part found: every comparison, their summaries, other tables of the page by name, and its chart (altair).
 
-    Where its means are what counts (`summarised`), it is shown and recorded by its summaries.
+    `reference`: what rows are compared with, where the page shows each. Where means are what counts (`summarised`), it
+    is shown and recorded by its summaries.
     """
 
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...]
-    text: str
+    tables: Mapping[str, str] = field(default_factory=dict)
     chart: Any = None
+    reference: Literal["published", "measured", ""] = "published"
     summarised: bool = False
 
 
@@ -64,7 +68,7 @@ def run_part(name: str, options: Options) -> Section | Skipped:
     if name not in PARTS:
         raise unknown_name("part of the validation", name, PARTS)
     if name not in ("kernels", "rollout") and not options.evidence.is_dir():
-        return Skipped(f"{options.evidence}: no such folder; a clone has it: --evidence CLONE/evidence")
+        return Skipped(f"{options.evidence}: no such folder; a clone of rlsim has it; set RLSIM_EVIDENCE")
     found: Section | Skipped = import_module(f"rlsim.validate.{name}").section(options)
     return found
 

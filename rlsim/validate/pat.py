@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.flops import forward_flops
-from rlsim.cost.profile import profile_of
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.transfer import switch_peak_bytes
@@ -19,60 +17,43 @@ from rlsim.experiment.build import find_trace
 from rlsim.experiment.result import Result
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
-from rlsim.policies.pat import BATCHES, CONTEXTS
 from rlsim.trace import read_trace
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import published_section
-from rlsim.validate.rows import Row, markdown
+from rlsim.validate.rows import markdown
 from rlsim.validate.runs import run
 
 SWITCH_CONTEXTS = [12 * 1024] * 9  # "12K context, 9 sequences"
 A40_ENGINE = "a40-sglang"
 STATIC = ("verl-tp1", "verl-tp2", "verl-tp4", "verl-tp8")
+CAP_TOKENS, RESPONSES = 16 * 1024, 128
+#: By TP: replicas, and the published milliseconds of a decode step with a batch of so many in each.
+LATENCIES_MS = {2: (4, {1: 15.37, 32: 24.41}), 8: (1, {1: 9.64, 128: 30.87})}
+SWITCH_S = 5.52  # published, from TP2 to TP8
 
-row = partial(Row, "pat")
 
-
-def section(_: Options) -> Section:
+def section(options: Options) -> Section:
     """Every figure (about a minute): under SGLang, the engine of PAT's runs, and under vLLM, veRL's default."""
-    sglang = run("pat_vs_static"), run("pat_a40")
-    vllm = tuple(
-        run(name, overrides={"calibration": calibration})
-        for name, calibration in (("pat_vs_static", "h100-vllm"), ("pat_a40", "a40-vllm"))
-    )
-    found = [*_inputs()]
-    for engine, (h100, a40) in (("", sglang), ("-vllm", vllm)):
-        found += [*_h100(h100, engine), *_a40(a40, engine)]
-    found += [*_tflops(), *_memory(), *_predictor()]
-    static = [*_static(sglang, "SGLang"), *_static(vllm, "vLLM")]
+    calibrations = {"sglang": ({}, {}), "vllm": ({"calibration": "h100-vllm"}, {"calibration": "a40-vllm"})}
+    found, static = dict[str, Any](), list[tuple[str, ...]]()
+    for engine, (h100, a40) in calibrations.items():
+        results = run("pat_vs_static", overrides=h100), run("pat_a40", overrides=a40)
+        found[engine] = engine_values(*results)
+        static += _static(results, {"sglang": "SGLang", "vllm": "vLLM"}[engine])
+    model = load_model("llama-3.1-8b")
+    found |= _inputs() | {"tflops": _tflops(), "latencies": latencies()}
+    held = {name: switch_peak_bytes(model, sum(SWITCH_CONTEXTS), 2, 8, layerwise=way)
+            for name, way in (("layer_wise", True), ("full_move", False))}  # fmt: skip
     headings = ("setting", "system", "gen s", "step s", "PAT's gen speedup", "PAT's step speedup", "bubble", "switches")
-    return published_section("pat", found, static=markdown(headings, static))
+    return published_section(options, "pat", found | {"memory": held}, static=markdown(headings, static))
 
 
-def _a40_costs() -> RolloutCostModel:
-    cluster, model = load_cluster("8xa40"), load_model("llama-3.1-8b")
-    return RolloutCostModel(model, cluster, load_calibration(A40_ENGINE))
-
-
-def _inputs() -> Iterator[Row]:
-    costs = _a40_costs()
-    for tp, batch, published_ms in ((2, 1, 15.37), (8, 1, 9.64), (2, 32, 24.41), (8, 128, 30.87)):
-        step_s = costs.step(tp).decode(batch).step_s(batch * 1024)
-        used = "fixes the 8-GPU all-reduce" if tp == 8 else "not used in the fit"
-        yield row(f"a40-tp{tp}", f"decode_step_s at {batch} per replica", published_ms / 1e3, step_s, used, "input")
-    trace = read_trace(find_trace("deepscaler-llama-3.1-8b", Path()))
-    lengths = trace.frame["response_tokens"].to_numpy()
-    for above, published in ((8192, 0.1085), (16384, 0.0218)):
-        yield row("trace", f"share above {above} tokens", published, float((lengths > above).mean()), kind="input")
-    switch = costs.switch(8, 2, 8, SWITCH_CONTEXTS, len(SWITCH_CONTEXTS), "migrate", first_use=False)
-    for name, published, simulated in (
-        ("weights_s", 1.03, switch.weights_s),
-        ("kv_s", 2.36, switch.kv_s),
-        ("graph_s", 0.73, switch.graph_s),
-        ("total_s", 5.52, switch.total_s),
-    ):
-        note = "from the naive recapture of 23 sizes, 3.59 s" if name == "graph_s" else ""
-        yield row("a40-switch-tp2-tp8", name, published, simulated, note, "input")
+def engine_values(h100: Result, a40: Result) -> dict[str, Any]:
+    """Means by system of one engine's runs, for the steps that PAT's figures are of, and the fastest static TP."""
+    cases = {"h100": means_at_cap(h100, ""), "a40_6k": means_at_cap(a40, "6K"), "a40_16k": means_at_cap(a40, "16K")}
+    for mean in cases.values():
+        mean["best"] = min((mean[name] for name in STATIC if name in mean), key=lambda one: one["step_time_s"])
+    return cases
 
 
 def means(result: Result) -> dict[Any, Any]:
@@ -80,76 +61,59 @@ def means(result: Result) -> dict[Any, Any]:
     return result.summary().set_index(["case", "system"]).to_dict("index")
 
 
-def means_at_cap(result: Result) -> dict[Any, Any]:
-    """Means by case and system over the steps that PAT's figures are of: those with a response that reaches the cap."""
-    steps = result.steps
-    reached = steps["longest_tokens"] == steps.groupby("case")["longest_tokens"].transform("max")
-    return steps[reached].groupby(["case", "system"], sort=False).mean(numeric_only=True).to_dict("index")
+def means_at_cap(result: Result, case: str) -> dict[Any, Any]:
+    """Means by system of a case over the steps that PAT's figures are of: with a response that reaches the cap."""
+    steps = result.steps[result.steps["case"] == case]
+    reached = steps["longest_tokens"] == steps["longest_tokens"].max()
+    found: dict[Any, Any] = steps[reached].groupby("system", sort=False).mean(numeric_only=True).to_dict("index")
+    return found
 
 
-def _h100(result: Result, engine: str) -> Iterator[Row]:
-    """Speedups are those over static TP2, whose absolute time is near the published baseline's.
-
-    Published throughput counts the tokens that a step generates, without prompts.
-    """
-    mean = means_at_cap(result)
-    static, pat = mean["", "verl-tp2"], mean["", "pat"]
-    tokens = pat["response_tokens"]
-    verl, case, named = f"h100-24k{engine}-verl", f"h100-24k{engine}", "static TP2"
-    yield row(verl, "gen_time_s", 134.3, static["gen_time_s"], named)
-    yield row(case, "gen_time_s", 87.9, pat["gen_time_s"])
-    yield row(case, "gen_speedup", 134.3 / 87.9, static["gen_time_s"] / pat["gen_time_s"], f"over {named}")
-    yield row(verl, "step_time_s", 172.5, static["step_time_s"], named)
-    yield row(case, "step_time_s", 125.6, pat["step_time_s"])
-    yield row(case, "speedup", 1.37, static["step_time_s"] / pat["step_time_s"], f"over {named}")
-    other_s = static["step_time_s"] - static["gen_time_s"]
-    yield row(verl, "step_minus_gen_s", 172.5 - 134.3, other_s, "its training stack is not described")
-    yield row(verl, "generated tokens", 2570.6 * 172.5, tokens, "published tokens/s x step time")
-    yield row(verl, "generated_tokens_per_s", 2570.6, tokens / static["step_time_s"])
-    yield row(case, "generated_tokens_per_s", 3510.9, tokens / pat["step_time_s"])
+def _inputs() -> dict[str, Any]:
+    """What may be fitted: decode steps, shares of the trace, the parts of a switch."""
+    cluster, model = load_cluster("8xa40"), load_model("llama-3.1-8b")
+    costs = RolloutCostModel(model, cluster, load_calibration(A40_ENGINE))
+    steps = {
+        f"tp{tp}_{batch}": costs.step(tp).decode(batch).step_s(batch * 1024)
+        for tp, (_, known) in LATENCIES_MS.items() for batch in known
+    }  # fmt: skip
+    lengths = read_trace(find_trace("deepscaler-llama-3.1-8b", Path())).frame["response_tokens"].to_numpy()
+    shares = {f"above_{above}": float((lengths > above).mean()) for above in (8192, 16384)}
+    switch = costs.switch(8, 2, 8, SWITCH_CONTEXTS, len(SWITCH_CONTEXTS), "migrate", first_use=False)
+    parts = {name: getattr(switch, name) for name in ("weights_s", "kv_s", "graph_s", "total_s")}
+    return {"a40": steps, "trace": shares, "switch": parts}
 
 
-def _a40(result: Result, engine: str) -> Iterator[Row]:
-    mean = means_at_cap(result)
-    for cap, share, speedup in (("6K", 0.642, 1.05), ("16K", 0.817, 1.27)):
-        case = f"a40-{cap.lower()}{engine}"
-        static, pat = mean[cap, "verl-tp2"], mean[cap, "pat"]
-        best_s = min(mean[cap, name]["step_time_s"] for name in STATIC if (cap, name) in mean)
-        simulated = static["gen_time_s"] / static["step_time_s"]
-        yield row(f"{case}-verl", "generation share", share, simulated, "static TP2")
-        yield row(case, "speedup", speedup, static["step_time_s"] / pat["step_time_s"], "over static TP2")
-        yield row(case, "speedup", speedup, best_s / pat["step_time_s"], "over the tuned best")
+def latencies(seeds: int = 20) -> dict[str, float]:
+    """Mean seconds of a generation by the paper's latencies alone (at every context): static TPs, PAT's best switch."""
+    tokens = read_trace(find_trace("deepscaler-llama-3.1-8b", Path())).frame["response_tokens"].clip(upper=CAP_TOKENS)
+    found = []
+    for seed in range(seeds):
+        lengths = tokens.sample(RESPONSES, random_state=seed).to_numpy()
+        ends = {
+            tp: _ends(lengths, tp) for tp in LATENCIES_MS
+        }  # seconds by which so many tokens of the longest are done
+        left = ends[8][-1] - ends[8]
+        found.append((ends[2][-1], ends[8][-1], min((ends[2] + SWITCH_S + left).min(), ends[8][-1], ends[2][-1])))
+    tp2_s, tp8_s, pat_s = np.mean(found, axis=0)
+    return {"tp2_s": tp2_s, "tp8_s": tp8_s, "best_s": min(tp2_s, tp8_s), "pat_s": pat_s}
 
 
-def _tflops() -> Iterator[Row]:
+def _ends(lengths: Any, tp: int) -> Any:
+    """When each token of the longest response is there; the replica with most responses left is the slowest."""
+    replicas, known = LATENCIES_MS[tp]
+    steps = np.arange(lengths.max())
+    active = np.max([(share[:, None] > steps).sum(axis=0) for share in np.array_split(lengths, replicas)], axis=0)
+    return np.cumsum(np.interp(active, list(known), list(known.values()))) / 1e3
+
+
+def _tflops() -> dict[str, float]:
     model, cluster = load_model("llama-3.1-8b"), load_cluster("8xa40")
-    step = step_cost(model, 2, cluster, A40_ENGINE)
-    for name, published, batch, replicas, context in (("aligned", 13.71, 32, 4, 1024), ("tail-end", 0.11, 1, 1, 16384)):
+    step, found = step_cost(model, 2, cluster, A40_ENGINE), {}
+    for name, batch, replicas, context in (("aligned", 32, 4, 1024), ("tail_end", 1, 1, 16384)):
         flops = replicas * batch * (forward_flops(model, [context + 1]) - forward_flops(model, [context]))
-        tflops = flops / step.decode(batch).step_s(batch * context) / cluster.gpus / 1e12
-        yield row(f"a40-{name}", "decode TFLOP/s per GPU", published, tflops, f"TP2, context {context}")
-
-
-def _memory() -> Iterator[Row]:
-    model = load_model("llama-3.1-8b")
-    for layerwise, published in ((True, 2.5e9), (False, 14e9)):
-        simulated = switch_peak_bytes(model, sum(SWITCH_CONTEXTS), 2, 8, layerwise=layerwise)
-        name = "layer-wise" if layerwise else "full move"
-        yield row(f"a40-switch-{name.replace(' ', '-')}", "extra peak bytes", published, simulated)
-
-
-def _predictor() -> Iterator[Row]:
-    """Mean error of the profile's decode steps along a draining batch; the truth here is rlsim's own step cost."""
-    costs = _a40_costs()
-    for tp, published in ((2, 0.0404), (8, 0.0307)):
-        step = costs.step(tp)
-        profile = profile_of(step, BATCHES, CONTEXTS, costs.capacity_pages(tp) * costs.page_tokens)
-        errors = []
-        for batch in range(1, 128 * tp // 8 + 1):
-            for context in (700, 1800, 5000, 11000):
-                truth = step.decode(batch).step_s(batch * context)
-                errors.append(abs(profile.decode(batch).step_s(batch * context) / truth - 1))
-        yield row(f"a40-predictor-tp{tp}", "mean error", published, float(np.mean(errors)), "interpolation only")
+        found[name] = flops / step.decode(batch).step_s(batch * context) / cluster.gpus / 1e12
+    return found
 
 
 def _static(results: Iterable[Result], engine: str) -> Iterator[tuple[str, ...]]:

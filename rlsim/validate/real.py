@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,102 +11,68 @@ from rlsim.experiment.result import Result
 from rlsim.search import Dependency, Options, Problem
 from rlsim.validate import parts
 from rlsim.validate.parts import Section
-from rlsim.validate.published import published_section
-from rlsim.validate.rows import Row
+from rlsim.validate.published import figures, published_section
+from rlsim.validate.rows import markdown, number
 from rlsim.validate.runs import run
 from rlsim.workflow import ppo
 
-
-@dataclass(frozen=True)
-class Published:
-    """One published plan: the nodes of every call, its seconds, and the iteration's."""
-
-    nodes: Mapping[str, tuple[int, int]]  # first node, how many
-    call_s: Mapping[str, float]
-    iteration_s: float
-    eager_generate_s: float  # without CUDA graphs
-    eager_iteration_s: float
+PLANS = ("published-plan", "heuristic")
 
 
-_BOTH, _FIRST, _SECOND = (0, 2), (0, 1), (1, 1)
-_CALLS = ("generate", "reward_score", "ref_log_prob", "values", "train_critic", "train")
-PLANS = {
-    "published-plan": Published(
-        dict(zip(_CALLS, (_BOTH, _FIRST, _SECOND, _BOTH, _SECOND, _FIRST), strict=True)),
-        dict(zip(_CALLS, (16.3, 6.0, 8.0, 4.7, 28.1, 26.6), strict=True)),
-        iteration_s=64.0,
-        eager_generate_s=34.5,
-        eager_iteration_s=82.2,
-    ),
-    "heuristic": Published(
-        dict.fromkeys(_CALLS, _BOTH),
-        dict(zip(_CALLS, (44.2, 7.3, 7.6, 6.8, 24.3, 24.7), strict=True)),
-        iteration_s=122.6,
-        eager_generate_s=104.6,
-        eager_iteration_s=183.0,
-    ),
-}
-
-#: Mean gain in throughput of searched plans over the heuristic, over the published settings with a context of 2K.
-PUBLISHED_GAIN = 1.54
-
-row = partial(Row, "real")
-
-
-def section(_: parts.Options) -> Section:
+def section(options: parts.Options) -> Section:
     """Every figure (about two minutes, most of it the search for plans)."""
     plans, scaling = (run(name, overrides={"workflow.steps": 5}) for name in ("real_7b_7b", "real_weak_scaling"))
-    return published_section("real", rows(plans, scaling))
-
-
-def rows(plans: Result, scaling: Result) -> Iterator[Row]:
-    """Every figure with rlsim's value."""
-    yield from _list_scheduling()
-    found, steps = call_seconds(plans), step_seconds(plans)
-    for name, published in PLANS.items():
-        for call, seconds in published.call_s.items():
-            yield row(name, f"{call}_s", seconds, found[name, call])
-        yield row(name, "iteration_s", published.iteration_s, steps["", name], "from rlsim's own costs")
-    gain = steps["", "heuristic"] / steps["", "published-plan"]
-    yield row("published-plan", "over the heuristic", 122.6 / 64.0, gain)
+    found: dict[str, Any] = scheduled(options)
+    seconds, steps = call_seconds(plans), step_seconds(plans)
+    for name in PLANS:
+        own = {f"{call}_s": s for (system, call), s in seconds.items() if system == name}
+        found[name] = own | {"iteration_s": steps["", name]}
     by_case = step_seconds(scaling)
-    cases = dict.fromkeys(case for case, _ in by_case)
-    gains = [by_case[case, "megatron"] / by_case[case, "real"] for case in cases]
-    spread = ", ".join(f"{gain:.2f}" for gain in gains)
-    yield row("weak-scaling", "searched over heuristic, mean", PUBLISHED_GAIN, float(np.mean(gains)), spread)
+    pairs = {case: (by_case[case, "megatron"], by_case[case, "real"]) for case, _ in by_case}
+    found["scaling"] = {"mean": float(np.mean([heuristic / real for heuristic, real in pairs.values()]))}
+    cells = [(case, number(slow), number(fast), f"{slow / fast:.2f}") for case, (slow, fast) in pairs.items()]
+    scaled = markdown(("setting", "heuristic s", "searched s", "gain"), cells)
+    return published_section(options, "real", found, scaling=scaled)
 
 
-def _list_scheduling() -> Iterator[Row]:
-    """Iteration times from the published seconds of the calls; the rule is that of the engine and of the search."""
-    outside_s = outside_calls_s()
-    for name, published in PLANS.items():
-        for eager in (False, True):
-            of = published.eager_iteration_s if eager else published.iteration_s
-            case = f"{name}-eager" if eager else name
-            yield row(case, "iteration_s, scheduled", of, scheduled_s(published, eager), "published calls")
-            note = "published calls and seconds outside calls"
-            if not (eager and name == "heuristic"):
-                yield row(case, "iteration_s, with outside", of, scheduled_s(published, eager, outside_s), note)
+def call_published_s(options: parts.Options) -> dict[str, dict[str, float]]:
+    """The published seconds of every call, by plan."""
+    found: dict[str, dict[str, float]] = {name: {} for name in PLANS}
+    for row in figures(options, "real").rows:
+        if row.quantity.endswith("_s") and row.quantity != "iteration_s":
+            found[row.case][row.quantity.removesuffix("_s")] = float(row.value)
+    return found
 
 
-def outside_calls_s() -> float:
-    """Seconds per call that lie in no call: of the heuristic without CUDA graphs, whose calls run one by one."""
-    heuristic = PLANS["heuristic"]
-    calls_s = sum(heuristic.call_s.values()) - heuristic.call_s["generate"] + heuristic.eager_generate_s
-    return (heuristic.eager_iteration_s - calls_s) / len(heuristic.call_s)
+def scheduled(options: parts.Options) -> dict[str, dict[str, float]]:
+    """Iteration times from the published seconds of the calls, by the rule of the engine and of the search; with the
+    seconds that lie outside calls, and without.
+
+    These are of the heuristic without CUDA graphs, whose calls run one by one.
+    """
+    given, calls = figures(options, "real").given, call_published_s(options)
+    eager = {name: {**calls[name], "generate": given[name]["eager_generate_s"]} for name in PLANS}
+    one_by_one_s = sum(eager["heuristic"].values())
+    outside_s = (given["heuristic"]["eager_iteration_s"] - one_by_one_s) / len(eager["heuristic"])
+    found: dict[str, dict[str, float]] = {"scheduled": {}, "with_outside": {}}
+    for name in PLANS:
+        for ending, call_s in (("", calls[name]), ("-eager", eager[name])):
+            for kind, extra_s in (("scheduled", 0.0), ("with_outside", outside_s)):
+                found[kind][name + ending] = iteration_s(given[name]["nodes"], call_s, extra_s)
+    return found
 
 
-def scheduled_s(published: Published, eager: bool = False, outside_s: float = 0.0) -> float:
-    """The steady iteration time of list scheduling; `outside_s` is added to every call."""
+def iteration_s(nodes: Mapping[str, tuple[int, int]], call_s: Mapping[str, float], outside_s: float = 0.0) -> float:
+    """The steady iteration time of list scheduling; `nodes`: each call's first and how many. `outside_s` is added to
+    every call."""
     workflow = ppo(reward_first=False)  # its runtime waits for data alone
     names = [call.name for call in workflow.calls if call.kind != "sync"]
-    seconds = {**published.call_s, **({"generate": published.eager_generate_s} if eager else {})}
     options = [
         Options(
             call=name,
-            first_gpu=np.array([8 * published.nodes[name][0]]),
-            gpus=np.array([8 * published.nodes[name][1]]),
-            time_s=np.array([seconds[name] + outside_s]),
+            first_gpu=np.array([8 * nodes[name][0]]),
+            gpus=np.array([8 * nodes[name][1]]),
+            time_s=np.array([call_s[name] + outside_s]),
             resident_bytes=np.zeros(1),
             active_bytes=np.zeros(1),
         )

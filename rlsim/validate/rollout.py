@@ -20,7 +20,6 @@ import pandas as pd
 from rlsim.errors import CalibrationError
 from rlsim.validate.charts import lines_by_left
 from rlsim.validate.parts import Options, Section, Skipped
-from rlsim.validate.published import filled_text
 from rlsim.validate.rollout_simulation import Case, MeasuredCosts, Simulated, simulate
 from rlsim.validate.rollout_steps import (
     PAGE_TOKENS,
@@ -34,7 +33,7 @@ from rlsim.validate.rollout_steps import (
     read_step,
     shapes,
 )
-from rlsim.validate.rows import Row, summarise, table
+from rlsim.validate.rows import Row, summarise
 
 PART = "rollout"
 MAKESPAN_BOUND, STEP_BOUND = 0.07, 0.10  # what the simulation is held to
@@ -51,8 +50,7 @@ def section(options: Options) -> Section | Skipped:
     noisy = {row.case for row in rows if row.note.startswith(INCONCLUSIVE)}
     # Bounds are for full size and a calm machine.
     summaries = () if options.quick else tuple(s for s in summarise(rows, depth=2) if s.group not in noisy)
-    text = filled_text("rollout", machine=_machine(options.device), figures=table(rows, "measured"))
-    return Section(rows, summaries, text, _chart(rows))
+    return Section(rows, summaries, {"machine": f"Machine: {_machine(options.device)}."}, _chart(rows), "measured")
 
 
 def _machine(device: str) -> str:

@@ -24,6 +24,7 @@ class Row:
     simulated: float
     note: str = ""
     kind: Kind = "output"
+    bound: float | None = None  # what |error| must not exceed
 
     @property
     def error(self) -> float:
@@ -69,6 +70,20 @@ class Summary:
         return texts | {"rows": self.count} | {name: float(f"{value:.6g}") for name, value in numbers.items()}
 
 
+def ratio_row(
+    part: str,
+    case: str,
+    quantity: str,
+    reference_s: tuple[float, float],
+    simulated_s: tuple[float, float],
+    note: str = "",
+) -> Row:
+    """A ratio of seconds, with the seconds beside it."""
+    (over, under), (own_over, own_under) = reference_s, simulated_s
+    seconds = f"measured {number(over)} / {number(under)} s; {number(own_over)} / {number(own_under)} s"
+    return Row(part, case, quantity, over / under, own_over / own_under, f"{seconds}; {note}" if note else seconds)
+
+
 def summarise(rows: Iterable[Row], depth: int) -> list[Summary]:
     """One summary for each quantity, kind and first `depth` components of the case, in order of appearance."""
     groups: dict[tuple[str, str, str, Kind], list[float]] = {}
@@ -87,12 +102,6 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def table(rows: Iterable[Row], reference: str = "published") -> str:
-    """Rows as a Markdown table, numbers to three significant digits."""
-    headings = ("case", "quantity", "kind", reference, "rlsim", "error", "remark")
-    return markdown(headings, [(*row.cells, row.note) for row in rows])
 
 
 def summary_table(summaries: Iterable[Summary]) -> str:

@@ -41,8 +41,7 @@ from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 from rlsim.validate.charts import error_panels
 from rlsim.validate.parts import Options, Section
-from rlsim.validate.published import filled_text
-from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table, table
+from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
 
 TABLE = "h100_serving.csv"
 CLUSTER = "8xh100"
@@ -258,13 +257,11 @@ def section(options: Options) -> Section:
     options.progress("serving")
     rows = serving_rows(options.evidence)
     summaries = tuple(summarise(rows, depth=2))
-    text = filled_text(
-        "serving",
-        summaries=summary_table(summaries),
-        figures=table(rows, "measured"),
-        variants="" if options.quick else _variants(options.evidence, options.progress),
-    )
-    return Section(tuple(rows), summaries, text, runs_chart(rows, "Serving runs"))
+    tables = {
+        "summaries": summary_table(summaries),
+        "variants": "" if options.quick else _variants(options.evidence, options.progress),
+    }
+    return Section(tuple(rows), summaries, tables, runs_chart(rows, "Serving runs"), "")
 
 
 def _variants(evidence: Path, progress: Callable[[str], None]) -> str:
@@ -274,7 +271,7 @@ def _variants(evidence: Path, progress: Callable[[str], None]) -> str:
         progress(f"serving: {name}")
         cells.append((name, *_means(serving_rows(evidence, Protocol(**changes)))))
     cells.append(("no host time, no front end", *_means(serving_rows(evidence, hosted=False))))
-    return "Mean absolute errors of all runs, TPOT / TTFT:\n\n" + markdown(("assumption", *SERVED), cells)
+    return markdown(("assumption", *SERVED), cells)
 
 
 def _means(rows: Sequence[Row]) -> list[str]:

@@ -11,7 +11,7 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from rlsim.validate.parts import Options, Section
-from rlsim.validate.published import published_section
+from rlsim.validate.published import measured_section
 from rlsim.validate.rows import Kind, Row
 from rlsim.validate.runs import run
 from rlsim.validate.steps_megatron import megatron_rows
@@ -39,11 +39,14 @@ def section(options: Options) -> Section:
     order = spearmanr([one.reference for one in realhf], [one.simulated for one in realhf])[0]
     nemo, refused, spent = nemo_rows(options)
     options.progress("Megatron, mixtures of experts")
-    found = [*realhf, *nemo, *megatron_rows(), *verl_rows(options)]
+    found = [*realhf, *nemo, *megatron_rows(options.evidence), *verl_rows(options)]
     not_run = "\n".join(("Rows that cannot run, and why:", "", *refused)) if refused else "All rows run as published."
-    lines = ("| " + " | ".join(SPENT) + " |", "|---" * len(SPENT) + "|", *spent)
-    spent_table = "\n".join(lines)
-    return published_section("steps", found, realhf_order=f"{order:.2f}", nemo_not_run=not_run, nemo_spent=spent_table)
+    tables = {
+        "realhf_order": f"Rank correlation of rlsim's steps of ReaLHF with the measured ones: {order:.2f}.",
+        "nemo_spent": "\n".join(("| " + " | ".join(SPENT) + " |", "|---" * len(SPENT) + "|", *spent)),
+        "nemo_not_run": not_run,
+    }
+    return measured_section(found, 1, **tables)
 
 
 def realhf_rows(

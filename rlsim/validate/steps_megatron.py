@@ -1,20 +1,19 @@
 """Published iterations of pre-training mixtures of experts with Megatron Core in bf16, beside rlsim's training call.
 
 On H800, 8 a node, micro-batches of whole sequences, load forced to be balanced (30B: tokens beyond an expert's capacity
-dropped), all-to-all dispatcher, distributed optimizer: Qwen3-30B-A3B from github.com/alibaba/Pai-Megatron-Patch issue
-643, Qwen3-235B-A22B from InternLM/xtuner docs/en/benchmark/megatron_moe_benchmark.md (commit 79f2136). Of the latter,
-rows with DeepEP, dropped tokens, recomputation of the MoE part alone or ZeRO and TP overlapped are left out: rlsim has
-none of these.
+dropped), all-to-all dispatcher, distributed optimizer. Of XTuner's table, rows with DeepEP, dropped tokens,
+recomputation of the MoE part alone or ZeRO and TP overlapped are left out: rlsim has none of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
@@ -23,6 +22,7 @@ from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
+from rlsim.validate.parts import EVIDENCE
 from rlsim.validate.rows import Kind, Row
 
 CALIBRATION = "h100-vllm"
@@ -35,15 +35,15 @@ class Iteration:
     `interleaved`: chunks of layers of a GPU, which divide the pipeline's bubble (Narayanan et al. 2021).
     """
 
-    model: str = "qwen3-235b-a22b"
-    gpus: int = 256
-    tokens: int = 4096
+    model: str
+    gpus: int
+    tokens: int
     sequences: int
-    micro_batch: int = 1
-    tp: int = 1
+    micro_batch: int
+    tp: int
     pp: int
     ep: int
-    interleaved: int = 1
+    interleaved: int
     recompute: str
     iteration_s: float
 
@@ -73,22 +73,13 @@ class Iteration:
         return time.total_s - time.bubble_s * (1 - 1 / self.interleaved)
 
 
-_SMALL = partial(Iteration, model="qwen3-30b-a3b", gpus=16, tokens=8192, recompute="none")
-ITERATIONS = (
-    _SMALL(sequences=128, pp=2, ep=8, iteration_s=10.361),
-    _SMALL(sequences=256, pp=4, ep=4, iteration_s=20.992),
-    Iteration(sequences=2048, tp=2, pp=8, ep=8, recompute="selective", iteration_s=27.555),
-    Iteration(sequences=2048, tp=2, pp=32, ep=8, interleaved=3, recompute="selective", iteration_s=22.42),
-    Iteration(sequences=2048, tp=2, pp=8, ep=32, interleaved=4, recompute="selective", iteration_s=35.392),
-    Iteration(sequences=2048, tp=4, pp=8, ep=8, interleaved=4, recompute="none", iteration_s=35.481),
-    Iteration(sequences=8192, micro_batch=4, tp=2, pp=32, ep=8, recompute="full", iteration_s=92.652),
-    Iteration(sequences=4096, micro_batch=4, tp=2, pp=32, ep=8, interleaved=3, recompute="full", iteration_s=43.495),
-    Iteration(sequences=4096, micro_batch=4, pp=32, ep=8, interleaved=3, recompute="full", iteration_s=42.537),
-    Iteration(sequences=8192, micro_batch=8, pp=32, ep=8, interleaved=3, recompute="full", iteration_s=86.186),
-)
+def iterations(evidence: Path = EVIDENCE) -> list[Iteration]:
+    """The published iterations."""
+    table = pd.read_csv(evidence / "megatron.csv", keep_default_na=False).drop(columns="source")
+    return [Iteration(**{str(name): value for name, value in row.items()}) for row in table.to_dict("records")]
 
 
-def megatron_rows() -> Iterator[Row]:
+def megatron_rows(evidence: Path = EVIDENCE) -> Iterator[Row]:
     """Every published iteration beside rlsim's."""
-    for one in ITERATIONS:
+    for one in iterations(evidence):
         yield Row("steps", one.case, "iteration_s", one.iteration_s, one.simulated_s(), kind=one.kind)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -15,16 +16,19 @@ from rlsim.cost.derived import HostTime
 from rlsim.cost.roofline import RooflineStep
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import load_cluster
+from rlsim.init.parts import Options as InitOptions
 from rlsim.models import load_model
-from rlsim.validate.parts import Options
-from rlsim.validate.rows import Row
-from rlsim.validate.steps_stated import seconds
+from rlsim.nemo.experiment import from_nemo
+from rlsim.schema import Schema, load
+from rlsim.validate.parts import EVIDENCE, Options
+from rlsim.validate.rows import Row, ratio_row
+from rlsim.validate.steps_stated import SHAPE, seconds
 
 PERFORMANCE = "nemo_steps.csv"
 RECIPES = "nemo_recipes.csv"
 RELEASE = "v0.4"
-#: By GPUs of a node: the node, and its calibration.
-NODES = {8: ("8xh100", "h100-vllm"), 4: ("4xgb200", "gb200-vllm")}
+#: By GPUs of a node.
+GPUS = {8: "h100", 4: "gb200"}
 #: The release whose recipe is that of the row on GB200, which is of the weeks before the next.
 GB200_RELEASE = "v0.6.0"
 #: Columns of the table on mixtures of experts.
@@ -41,6 +45,14 @@ MODELS = {
 }
 #: Steps that are simulated: colocated, and one step off policy, where the first are not steady.
 STEPS, STEPS_OFF = 10, 20
+
+
+class RecipeKeys(Schema):
+    """NeMo-RL's keys by the columns of the table of recipes, and what is the same in all."""
+
+    columns: dict[str, str]
+    always: dict[str, Any]
+
 
 row = partial(Row, "steps")
 
@@ -61,19 +73,19 @@ def nemo_rows(options: Options) -> tuple[list[Row], list[str], list[str]]:
         kind = "one-step-off" if recipe["async_on"] else "on-policy"
         case = MODELS[run["model"]]
         try:
-            found = seconds(nemo_experiment(recipe, case.split("/")[1], round(prompt)), run["mean_len"])
+            experiment = nemo_experiment(recipe, case.split("/")[1], round(prompt), options.evidence)
+            found = seconds(experiment, run["mean_len"])
         except (CapacityError, ConfigError) as error:
             refused.append(f"- `{case}/{kind}`: {str(error).splitlines()[0]}")
             continue
         known[case, kind] = run["step_s"], found["step"]
         if case.startswith("nemo-rl-moe"):
-            spent.append(f"| {case.split('/')[1]}, {kind} | {_spent(recipe, case.split('/')[1], run, found)} |")
+            spent.append(f"| {case.split('/')[1]}, {kind} | {_spent(recipe, experiment, run, found)} |")
         rows.append(row(f"{case}/{kind}", "step_time_s", run["step_s"], found["step"]))
     for case in MODELS.values():
         if {(case, "on-policy"), (case, "one-step-off")} <= known.keys():
-            both = zip(known[case, "on-policy"], known[case, "one-step-off"], strict=True)
-            measured, simulated = (on_policy / off for on_policy, off in both)
-            rows.append(row(f"{case}/one-step-off", "gain", measured, simulated))
+            measured_s, own_s = zip(known[case, "on-policy"], known[case, "one-step-off"], strict=True)
+            rows.append(ratio_row("steps", f"{case}/one-step-off", "gain", measured_s, own_s))
     return rows, refused, spent
 
 
@@ -84,22 +96,24 @@ def _on_gb200(evidence: Path) -> Row:
     run, like = (table.loc[gpu].to_dict() for gpu in ("GB200", "H100"))
     recipes = pd.read_csv(evidence / RECIPES).query(f"release == '{GB200_RELEASE}'").set_index("recipe")
     recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
-    experiment = nemo_experiment(recipe, "llama-3.1-8b", round(like["tokens_per_sample_implied"] - like["mean_len"]))
+    prompt_tokens = round(like["tokens_per_sample_implied"] - like["mean_len"])
+    experiment = nemo_experiment(recipe, "llama-3.1-8b", prompt_tokens, evidence)
     tokens = run["samples_per_step"] * like["tokens_per_sample_implied"]
     simulated = tokens / seconds(experiment, like["mean_len"])["step"] / run["n_gpus"]
     note = "guessed: the lengths of the row on H100"
     return row("nemo-rl-gb200/llama-3.1-8b/on-policy", "tokens_per_s_gpu", run["tok_s_gpu"], simulated, note)
 
 
-def _spent(recipe: dict[str, Any], model: str, run: Mapping[Hashable, Any], calls: dict[str, float]) -> str:
+def _spent(
+    recipe: dict[str, Any], experiment: Mapping[str, Any], run: Mapping[Hashable, Any], calls: dict[str, float]
+) -> str:
     """Cells of `SPENT`: seconds of the calls, and milliseconds of a decode step of the full batch, its responses half
     grown."""
     tp, samples = int(recipe["gen_tp"]), int(recipe["prompts_per_step"]) * int(recipe["n"])
     gpus = int(recipe["rollout_gpus"] if recipe["async_on"] else recipe["total_gpus"])
     batch = samples * tp // gpus
-    node, calibration = NODES[int(recipe["gpus_per_node"])]
-    priced = load_calibration(calibration)
-    step = RooflineStep(load_model(model), tp, load_cluster(f"{recipe['nodes']}x{node}"), priced)
+    cluster, priced = load_cluster(experiment["cluster"]), load_calibration(experiment["calibration"])
+    step = RooflineStep(load_model(experiment["model"]), tp, cluster, priced)
     parts = step.breakdown(batch, batch * (run["tokens_per_sample_implied"] - run["mean_len"] / 2))
     parts["host"] = HostTime(priced.host).iteration_s(batch, prefills=False)
     shown = [1e3 * parts.pop(name) for name in ("products", "attention", "all_reduce", "host")]
@@ -109,46 +123,28 @@ def _spent(recipe: dict[str, Any], model: str, run: Mapping[Hashable, Any], call
     return " | ".join([*cells, *(f"{one:.1f}" for one in (*shown, 1e3 * sum(parts.values())))])
 
 
-def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> dict[str, Any]:
-    """A recipe as an experiment, without the trace's path.
+def nemo_experiment(
+    recipe: Mapping[str, Any], model: str, prompt_tokens: int, evidence: Path = EVIDENCE
+) -> dict[str, Any]:
+    """A recipe as `rlsim init --from-nemo` reads it: what is configured alone, without the trace's path.
 
-    Of v0.4 alone: the optimizer's states leave the GPUs before log-probs with generation on other GPUs, too
-    (`MegatronPolicyWorker.prepare_for_lp_inference`; made optional by github.com/NVIDIA-NeMo/RL pull request 1404).
+    `recipe` has columns of the table of recipes; those that are missing keep NeMo-RL's defaults.
     """
-    asynchronous = bool(recipe["async_on"])
-    batch = {"prompts": int(recipe["prompts_per_step"]), "responses": int(recipe["n"])}
-    samples = batch["prompts"] * batch["responses"]
-    node, calibration = NODES[int(recipe["gpus_per_node"])]
-    return {
-        "name": str(model),
-        "cluster": f"{recipe['nodes']}x{node}",
-        "model": model,
-        "calibration": calibration,
-        "memory_utilization": float(recipe["gpu_mem_util"]),
-        "trace": {"cap": int(recipe["max_total_len"]) - prompt_tokens, "default_prompt_tokens": prompt_tokens},
-        "workflow": {**batch, "steps": STEPS_OFF if asynchronous else STEPS},
-        "training": {
-            "backend": "megatron",
-            "gradients": "bf16",
-            **{name: int(recipe[f"train_{name}"]) for name in ("tp", "pp", "cp", "ep")},
-            "micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["train_mbs"]),
-            "log_prob_micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["logprob_bs"]),
-            "packing": "first_fit",
-            "recompute": "full" if recipe["act_ckpt"] else "none",
-            "offload": True,
-            "host_memory": "pageable",
-            "mini_batches": samples // int(recipe["train_gbs"]),
-        },
-        "weight_sync": "multi_sender" if asynchronous else "naive",
-        "seeds": 1,
-        "systems": [{"nemo_async": _off_policy(recipe)} if asynchronous else {"verl": {"tp": int(recipe["gen_tp"])}}],
-    }
-
-
-def _off_policy(recipe: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "tp": int(recipe["gen_tp"]),
-        "rollout_gpus": int(recipe["rollout_gpus"]),
-        "max_trajectory_age_steps": int(recipe["max_trajectory_age"]),
-        "in_flight_weight_updates": bool(recipe["in_flight_weight_updates"]),
-    }
+    keys = load(evidence / "nemo_keys.yaml", RecipeKeys)
+    known = {**recipe, "rollout_nodes": None, "colocated": not recipe["async_on"]}
+    if recipe["async_on"]:
+        known["rollout_gpus_per_node"] = min(recipe["rollout_gpus"], recipe["gpus_per_node"])
+        known["rollout_nodes"] = recipe["rollout_gpus"] // known["rollout_gpus_per_node"]
+    stated = {key: known[column] for column, key in keys.columns.items() if known.get(column) is not None}
+    given = [
+        f"{key}={str(value).removesuffix('.0')}" for key, value in {**keys.always, **stated}.items() if value == value
+    ]
+    with TemporaryDirectory() as folder:
+        start = Path(folder) / "recipe.yaml"
+        start.write_text("grpo: {max_num_epochs: 1}\n", encoding="utf-8")
+        options = InitOptions(Path(folder), gpu=GPUS[int(recipe["gpus_per_node"])], model=model, trace=SHAPE)
+        made = from_nemo([str(start), *given], options).data()
+    trace = {"cap": int(recipe["max_total_len"]) - prompt_tokens, "default_prompt_tokens": prompt_tokens}
+    workflow = made["workflow"] | {"steps": STEPS_OFF if recipe["async_on"] else STEPS}
+    configured = {"systems": made["systems"][:1], "baseline": made["systems"][0]["name"]}
+    return made | configured | {"trace": trace, "workflow": workflow, "seeds": 1}

@@ -1,16 +1,14 @@
 """Part `weight_sync`: measured weight syncs of veRL against `rlsim.cost.weight_sync`, and the fit of its constants.
 
-What the rows do not say and is assumed: one 400 Gb/s port per GPU on H20 and H100 nodes (as in rlsim's clusters; stated
-for H100 in veRL's checkpoint engine test), rollout replicas of one GPU, and data parallelism alone in the trainer.
-veRL's trainers kept every expert's tensors apart until transformers 5 (the test with 30 receivers is of January 2026);
-the GH200 rows, of August 2026, have them stacked. Qwen3.5-27B is not in the catalogue: Qwen3-32B with 52 of its 64
-layers, 26.9B parameters, stands in for it.
+How each row was made, and what of it is assumed, is in `weight_syncs.yaml` of the evidence. veRL's trainers kept every
+expert's tensors apart until transformers 5 (the test with 30 receivers is of January 2026); the GH200 rows, of August
+2026, have them stacked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -25,11 +23,11 @@ from rlsim.cost.weight_sync import FITTED, SyncFit, SyncMethod, WeightSync
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import Model, load_model
-from rlsim.validate.charts import errors_chart
+from rlsim.schema import Schema, load
 from rlsim.validate.coverage import counted, level_spread
-from rlsim.validate.parts import Options, Section
-from rlsim.validate.published import filled_text
-from rlsim.validate.rows import Kind, Row, markdown, number, summarise, table
+from rlsim.validate.parts import EVIDENCE, Options, Section
+from rlsim.validate.published import measured_section
+from rlsim.validate.rows import Kind, Row, markdown, number
 
 TABLE = "weight_syncs.csv"
 
@@ -42,8 +40,7 @@ _GH200 = load_cluster("8xgh200").model_dump() | {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Schema):
     """How one row was measured, and whether constants are fitted to it (`kind`: input)."""
 
     case: str  # of rows with the same first component one setting was measured
@@ -95,62 +92,29 @@ def _machine(cluster: str, calibration: str) -> tuple[Cluster, Collectives]:
     return found, Collectives(fits.collectives, fits.reference, found)
 
 
-_H20 = Setting(
-    case="h20-30b",
-    model="qwen3-30b-a3b",
-    cluster="4x8xh20",
-    calibration="h20-vllm",
-    ranks=(16, 16),
-    zero3=False,
-    engine="vllm",
-)
-_32B = Setting(case="h100-32b", model="qwen2.5-32b", cluster="4x8xh100", calibration="h100-sglang", ranks=(16, 16))
-_7B = replace(_32B, model="qwen2.5-7b", cluster="2x8xh100", ranks=(8, 8))
-_SMALL = replace(_32B, model="qwen3-0.6b", cluster="8xa100", calibration="a100-sglang", ranks=(4, 4))
-_30B = Setting(
-    case="gh200-30b", model="qwen3-30b-a3b", cluster="2x4xgh200", calibration="gh200-vllm", ranks=(4, 4), engine=None
-)
-_27B = replace(_30B, model="qwen3-32b", layers=52)
-_TEST = replace(_30B, cluster="4x8xh100", calibration="h100-vllm", ranks=(2, 30), stacked=False)
+class Quoted(Schema):
+    """A sync that is in no table."""
 
-#: By the table's `id`.
-USED: dict[int, Setting] = {
-    3: replace(_H20, case="h20-30b/naive", kind="input", method="naive"),
-    4: replace(_H20, case="h20-30b/checkpoint-engine", kind="input", method="checkpoint_engine"),
-    8: replace(_7B, case="h100-7b/offload", offload=True),
-    10: replace(_32B, case="h100-32b/offload", kind="input", offload=True),
-    12: replace(_32B, case="h100-32b/bucketed", kind="input"),
-    30: replace(_SMALL, case="a100-0.6b/one-node", kind="input"),
-    35: replace(_27B, case="gh200-27b/bucketed"),
-    36: replace(_27B, case="gh200-27b/multi-sender", method="multi_sender"),
-    37: replace(_30B, case="gh200-30b/bucketed", kind="input"),
-    38: replace(_30B, case="gh200-30b/multi-sender", method="multi_sender"),
-    42: replace(_TEST, case="h100-30-receivers/nccl", kind="input"),
-    43: replace(_TEST, case="h100-30-receivers/nixl"),
-}
+    sync_s: float
+    setting: Setting
 
-#: A row of veRL's table that the data does not hold, quoted in the issue: not fitted.
-QUOTED_S = 58.6
-QUOTED = replace(USED[3], case="h20-235b/naive", kind="output", model="qwen3-235b-a22b")
 
-#: The figure of NIXL is that of NCCL (row 42): no error of its own.
-REPEATED = 43
+class Settings(Schema):
+    """By the table's `id`: how rows were measured, and why nothing is taken from others.
 
-_DELTA = "another mechanism: only what changed is sent"
-_SESSIONS = "to be compared within its own session only, whose network is not stated"
-#: Rows that nothing is taken from, by their notes; decided before the fit.
-LEFT_OUT: dict[int, str] = {
-    1: "measured with row 2; too fast for one link",
-    2: "760 GB/s: no transfer but what of it blocks",
-    **dict.fromkeys((7, 9, 11, 19, 21, 23, 25, 29), _DELTA),
-    **dict.fromkeys((20, 22, 24, 26), _SESSIONS),
-    **dict.fromkeys((47, 48), "another mechanism: shard to shard; trainer's GPUs not stated"),
-    61: "another mechanism: what changed, by way of S3",
-    **dict.fromkeys((64, 65), "a GPU that is not in the catalogue; the link between its nodes is not stated"),
-    72: "GPUs, their number and layouts not stated; the model is not in the catalogue",
-    **dict.fromkeys((74, 75), "size of the model not stated"),
-    76: "Ascend: not in the catalogue",
-}
+    `repeated` has the figure of another row: no error of its own.
+    """
+
+    used: dict[int, Setting]
+    quoted: Quoted
+    repeated: int
+    left_out: dict[int, str]
+
+
+@cache
+def settings(evidence: Path = EVIDENCE) -> Settings:
+    """How the measured syncs were made."""
+    return load(evidence / "weight_syncs.yaml", Settings)
 
 
 def read_syncs(evidence: Path) -> dict[int, tuple[str, float]]:
@@ -162,9 +126,10 @@ def read_syncs(evidence: Path) -> dict[int, tuple[str, float]]:
         what = found[["model", "gpu", "method"]].fillna("GPU not stated").agg(", ".join, axis=1)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CalibrationError(f"{path}: cannot be read as a table of weight syncs: {error}") from None
-    if missing := USED.keys() - set(found.index):
+    known = settings()
+    if missing := known.used.keys() - set(found.index):
         raise CalibrationError(f"{path}: no row with id {', '.join(map(str, sorted(missing)))}")
-    if unknown := set(found.index) - USED.keys() - LEFT_OUT.keys():
+    if unknown := set(found.index) - known.used.keys() - known.left_out.keys():
         raise CalibrationError(f"{path}: rows that nothing is known of: id {', '.join(map(str, sorted(unknown)))}")
     wrong = found.index[~(found["sync_s"] > 0)]
     if len(wrong):
@@ -198,8 +163,8 @@ def left_out(measured: Mapping[int, float]) -> list[tuple[int, float | None]]:
     constant open that the row depends on.
     """
     found: list[tuple[int, float | None]] = []
-    for row, setting in USED.items():
-        others = [n for n, other in USED.items() if other.measured_on != setting.measured_on]
+    for row, setting in settings().used.items():
+        others = [n for n, other in settings().used.items() if other.measured_on != setting.measured_on]
         slopes, own = _slopes(others), _slopes([row])[0]
         told = np.linalg.pinv(slopes, rcond=1e-3) @ slopes @ own  # the part of its slope that other rows settle
         if np.abs(told - own).max() > 0.02:
@@ -214,22 +179,23 @@ def left_out(measured: Mapping[int, float]) -> list[tuple[int, float | None]]:
 
 def predicted_errors(found: Mapping[int, tuple[str, float]]) -> dict[str, Floats]:
     """By system: log errors of the syncs that no constant is fitted to, under the shipped constants."""
-    rows = [row for row, setting in USED.items() if setting.kind == "output" and row != REPEATED]
-    return _by_system([(USED[row], seconds(USED[row]) / found[row][1]) for row in rows])
+    rows = [row for row, setting in settings().used.items() if setting.kind == "output" and row != settings().repeated]
+    return _by_system([(settings().used[row], seconds(settings().used[row]) / found[row][1]) for row in rows])
 
 
 def left_out_errors(
     found: Mapping[int, tuple[str, float]], left: Iterable[tuple[int, float | None]]
 ) -> dict[str, Floats]:
     """By system: log errors under constants that have seen nothing of it (`left_out`) and yet predict."""
-    known = [(row, time) for row, time in left if time is not None and row != REPEATED]
-    return _by_system([(USED[row], time / found[row][1]) for row, time in known])
+    known = [(row, time) for row, time in left if time is not None and row != settings().repeated]
+    return _by_system([(settings().used[row], time / found[row][1]) for row, time in known])
 
 
 def _by_system(ratios: Iterable[tuple[Setting, float]]) -> dict[str, Floats]:
     """Logarithms of simulated / measured, the quoted sync's among them, which nothing is fitted to."""
     errors: dict[str, list[float]] = {}
-    for setting, ratio in (*ratios, (QUOTED, seconds(QUOTED) / QUOTED_S)):
+    quoted = settings().quoted
+    for setting, ratio in (*ratios, (quoted.setting, seconds(quoted.setting) / quoted.sync_s)):
         errors.setdefault(setting.measured_on, []).append(float(np.log(ratio)))
     return {system: np.array(own) for system, own in errors.items()}
 
@@ -255,7 +221,7 @@ def _of(logs: Floats) -> SyncFit:
 
 def _logs(rows: Sequence[int], logs: Floats) -> Floats:
     fit = _of(logs)
-    return np.log([seconds(USED[row], fit) for row in rows])
+    return np.log([seconds(settings().used[row], fit) for row in rows])
 
 
 def _slopes(rows: Sequence[int]) -> Floats:
@@ -273,21 +239,20 @@ def section(options: Options) -> Section:
     options.progress("weight_sync")
     found = read_syncs(options.evidence)
     measured = {row: time for row, (_, time) in found.items()}
-    rows = [_row(setting, measured[row], f"id {row}") for row, setting in USED.items()]
-    rows.append(_row(QUOTED, QUOTED_S, "not in the data; quoted from veRL's table"))
-    summaries = tuple(summarise(rows, depth=1))
+    rows, quoted = (
+        [_row(setting, measured[row], f"id {row}") for row, setting in settings().used.items()],
+        settings().quoted,
+    )
+    rows.append(_row(quoted.setting, quoted.sync_s, "not in the data; quoted from veRL's table"))
     left = left_out(measured)
     predicted, unseen = predicted_errors(found), left_out_errors(found, left)
-    text = filled_text(
-        "weight_sync",
-        figures=table(rows, "measured"),
-        without=_without(measured, left),
-        coverage=coverage_table(predicted, unseen),
-        spread=f"{level_spread(predicted):.0%}",
-        spread_without=f"{level_spread(unseen):.0%}",
-        left_out=_omitted(found),
-    )
-    return Section(tuple(rows), summaries, text, errors_chart(rows))
+    spreads = f"Spread: {level_spread(predicted):.0%} of predictions, {level_spread(unseen):.0%} without the system."
+    tables = {
+        "without": _without(measured, left),
+        "coverage": f"{coverage_table(predicted, unseen)}\n{spreads}",
+        "left_out": _omitted(found),
+    }
+    return measured_section(rows, 1, **tables)
 
 
 def _row(setting: Setting, measured_s: float, note: str) -> Row:
@@ -300,11 +265,11 @@ def _without(measured: Mapping[int, float], left: Iterable[tuple[int, float | No
     cells = []
     for row, predicted in left:
         outcome = ("", "open") if predicted is None else (number(predicted), f"{predicted / measured[row] - 1:+.1%}")
-        cells.append((USED[row].case, number(measured[row]), *outcome))
+        cells.append((settings().used[row].case, number(measured[row]), *outcome))
     return markdown(("case", "measured", "rlsim", "error"), cells)
 
 
 def _omitted(found: Mapping[int, tuple[str, float]]) -> str:
-    rows = ((row, *found[row], why) for row, why in LEFT_OUT.items() if row in found)
+    rows = ((row, *found[row], why) for row, why in settings().left_out.items() if row in found)
     cells = [(str(row), what, number(measured_s), why) for row, what, measured_s, why in rows]
     return markdown(("id", "what", "measured", "why"), cells)
