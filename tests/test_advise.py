@@ -486,8 +486,9 @@ def advice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
     }
     seen: list[str] = []
     found = advise(
-        SMALL, overrides=tiny, top=1, most=2, skip=SLOW, out=out, progress=lambda done, total, what: seen.append(what)
-    )
+        SMALL, overrides=tiny, top=1, most=2, skip=SLOW, what_if=False, out=out,
+        progress=lambda done, total, what: seen.append(what),
+    )  # fmt: skip
     assert any("all systems" in what for what in seen)
     assert any("16 GPUs" in what for what in seen)
     return found, out
@@ -553,9 +554,7 @@ def test_mistakes_cost_no_run(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    options = (
-        "--seeds 1 --steps 1 --top 1 --most 1 --set trace.cap=128 --set workflow.prompts=2 --set workflow.responses=1"
-    )
+    options = "--no-what-if --seeds 1 --steps 1 --top 1 --most 1 --set trace.cap=128 --set workflow.prompts=2 --set workflow.responses=1"
     skipped = [part for name in (*SLOW, "rollpacker", "tail_batching", "deepspeed_chat") for part in ("--skip", name)]
     done = CliRunner().invoke(app, ["advise", "pat_vs_static", *options.split(), *skipped], env={"COLUMNS": "150"})
     assert done.exit_code == 0, done.output

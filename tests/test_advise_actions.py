@@ -101,7 +101,7 @@ def test_what_is_advised_is_read_back_the_same(tmp_path: Path) -> None:
     filtered = from_verl([*VERL, *changed({}, {FILTER: True})], Options(tmp_path, "h100")).data()
     assert "dynamic_sampling" in filtered["systems"][0]["use"]
     beside = from_verl([*VERL, *changed({}, {REWARD_ASYNC: True})], Options(tmp_path, "h100")).data()
-    assert beside["workflow"]["reward"] == {"order": "beside_log_probs"}
+    assert beside["workflow"]["reward"]["order"] == "beside_log_probs"
 
 
 def test_settings_of_systems() -> None:
@@ -118,12 +118,19 @@ def test_settings_of_systems() -> None:
 
 def test_results_are_the_same_bytes_on_any_number_of_workers(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    given: dict[str, Any] = {"overrides": {**TINY, "cluster": "4xh100"}, "top": 1, "most": 1, "skip": SLOW}
+    stated = {"training": {"recompute": "full", "micro_batch_tokens": 4096}, "costs": {"host_per_sequence": 5e-5},
+              "weight_sync": "naive", "workflow.reward.time_per_response": 0.01, "memory_utilization": 0.8}  # fmt: skip
+    overrides = {**TINY, **stated, "cluster": "4xh100"}
+    given: dict[str, Any] = {"overrides": overrides, "top": 1, "most": 1, "skip": SLOW}
     for workers in (1, 2):
         advise(SMALL, **given, workers=workers, out=tmp_path / str(workers), progress=lambda *now: seen.append(now))
     one, two = (sorted((tmp_path / name).iterdir()) for name in ("1", "2"))
     assert [path.name for path in one] == [path.name for path in two]
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
+    worths = json.loads((tmp_path / "1" / "advice.json").read_text())["ledger"]
+    assert worths["base"]["step_s"] > 0
+    assert [row["name"] for row in worths["assumed"]] == ["driver's time per token"]
+    assert all(end["step_s"] >= worths["base"]["step_s"] for row in worths["assumed"] for end in row["ends"])
     assert seen[0] == (0, 1, "what fits")
     assert any(what == "all systems: verl-tp4" for _, _, what in seen)
     assert all(done <= total for done, total, _ in seen)
@@ -197,7 +204,7 @@ def test_an_interrupt_ends_with_one_message(tmp_path: Path, monkeypatch: pytest.
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
     out = tmp_path_factory.mktemp("quick") / "out"
     skip = [name for name in SLOW if name != "real"]
-    return advise(SMALL, overrides=PAIR, skip=skip, quick=True, out=out), out
+    return advise(SMALL, overrides=PAIR, skip=skip, quick=True, what_if=False, out=out), out
 
 
 def test_quick_screens_all_and_says_what_it_leaves_out(quick: tuple[Advice, Path]) -> None:

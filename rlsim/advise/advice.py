@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.plans import PLAN, WITHOUT_BARRIERS, found_plans, plan_file
 from rlsim.advise.quick import contenders, left_out, quick_settings
 from rlsim.advise.ranking import candidates, ranking
-from rlsim.advise.runs import Runner, as_entry, scaled
+from rlsim.advise.runs import Runner, scaled
 from rlsim.advise.scaling import WORTH, best_doublings, scaling, sizes
 from rlsim.advise.staleness import Allowed, allowed_steps, allowing
-from rlsim.errors import CapacityError, ConfigError, unknown_name
+from rlsim.errors import CapacityError, ConfigError, PolicyError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.directory import check_target
 from rlsim.experiment.job import remembering
+from rlsim.experiment.ledger import LedgerRecord, turns
 from rlsim.experiment.load import load_experiment, parse_overrides
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.result import Result, open_results
@@ -117,6 +118,7 @@ class Advice:
             "conclusions": list(self.conclusions),
             "notes": list(self.notes),
             "not_applicable": dict(self.not_applicable),
+            "ledger": self.result.manifest["ledger"][""],
             **tables,
         }
 
@@ -138,6 +140,7 @@ def advise(
     skip: Collection[str] = (),
     quick: bool = False,
     max_staleness: int = 0,
+    what_if: bool = True,
     workers: int | None = 1,
     out: str | Path | None = None,
     progress: Progress | None = None,
@@ -149,9 +152,10 @@ def advise(
     is `worth` times as fast. `skip` are shipped policies to leave out. `quick`: see `rlsim.advise.quick`. With
     `max_staleness` of 1 or more (updates), systems are tried by themselves that train on what weights up to so many
     updates older have generated, with the best split of the GPUs where they generate on GPUs of their own
-    (`rlsim.advise.splits`); those that measured more in any step are left out. `workers` is the number of processes
-    (None: one a core), of which the advice does not depend. With `out` the results are written there. Raises
-    `RlsimError` for whatever does not exist or fit.
+    (`rlsim.advise.splits`); those that measured more in any step are left out. `what_if` runs the best at both ends of
+    what is assumed, too: its worth is in the result's ledger, and in the headline if it decides. `workers` is the
+    number of processes (None: one a core), of which the advice does not depend. With `out` the results are written
+    there. Raises `RlsimError` for whatever does not exist or fit.
     """
     if not worth > 1.0:
         raise ConfigError(f"worth {worth:g}: expected more than 1, as twice the GPUs are at best twice as fast")
@@ -168,15 +172,16 @@ def advise(
         settings["workflow.steps"] = allowed_steps(max_staleness, load_experiment(source, settings)[0], quick=False)
     execute = in_processes(workers)
     runner = Runner(source, settings, remembering(execute) if quick else execute, progress)
-    advice = _advice(runner, worth, top, most, skip, quick, max_staleness)
+    advice = _advice(runner, worth, top, most, skip, quick, max_staleness, what_if)
     if out is not None:
         advice.write(out)
     return advice
 
 
 def _advice(
-    runner: Runner, worth: float, top: int, most: int, skip: Collection[str], quick: bool, stale: int
-) -> Advice:
+    runner: Runner, worth: float, top: int, most: int, skip: Collection[str], quick: bool, stale: int,
+    what_if: bool,
+) -> Advice:  # fmt: skip
     experiment, shown, folder = load_experiment(runner.source, runner.settings)
     simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
     cluster = one_kind(simulator.loaded.cluster, "rlsim advise")
@@ -213,18 +218,36 @@ def _advice(
     tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
     ranked = tables["ranking"]
     notes += [*_late_notes(ranked), *allowed.notes(ranked), *result.notes, *assumed]
+    known = {spec.name: spec for spec in parse_systems(allowed.entries)} | specs
+    result = _with_worths(runner, result, [known[name] for name in _chosen(ranked, baseline, 2)], baseline, what_if)
+    deciding = turns(LedgerRecord.model_validate(result.manifest["ledger"][""]))
+    head = headline(ranked, baseline, in_verl, allowed.lines)
     said = {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth, "quick": quick}
     return Advice(
         result=result,
         tables=tables,
         baseline=baseline,
-        headline=headline(ranked, baseline, in_verl, allowed.lines),
+        headline=head._replace(text=". ".join(filter(None, (head.text, deciding)))),
         conclusions=(*conclusions(tables, baseline, worth, cluster), *allowed.conclusions(tables)),
         notes=tuple(dict.fromkeys(notes)),
         not_applicable={**refused, **allowed.over(result)},
         settings={**said, **allowed.settings},
         files=files,
     )
+
+
+def _with_worths(runner: Runner, result: Result, best: Sequence[SystemSpec], baseline: str, what_if: bool) -> Result:
+    """The result with what each assumption is worth to the best systems and the baseline, in its ledger."""
+    names = [spec.name for spec in best]
+    seeds = {"seeds": result.manifest["seeds"][:1], "certainty": 0}
+    settings = {"systems": [spec.entry for spec in best], "baseline": baseline, **seeds}
+    try:
+        ledger = runner("what is assumed", settings, names, what_if=what_if).manifest["ledger"] if what_if else {}
+    except PolicyError:
+        raise
+    except RlsimError:  # too small a run for these systems: nothing is known of what their assumptions are worth
+        ledger = {}
+    return replace(result, manifest={**result.manifest, "ledger": ledger or result.manifest["ledger"]})
 
 
 def _came_out(simulator: Simulator, entries: Sequence[Any], result: Result) -> dict[str, SystemSpec]:
@@ -251,7 +274,7 @@ def _second_pass(
     screened = tables["screened"] = tables["ranking"]
     others = screened[~screened["system"].isin(allowed.own)]  # which go on in any case
     kept = contenders(others, baseline, [name for name, settings in in_verl.items() if settings is not None])
-    tried = [as_entry(specs[name]) for name in dict.fromkeys([*kept, *allowed.own])]
+    tried = [specs[name].entry for name in dict.fromkeys([*kept, *allowed.own])]
     systems = {"systems": [*tried, *allowed.entries], "baseline": baseline, **allowed.longer}
     final = runner("the best", systems, [entry["name"] for entry in allowed.entries])
     tuned = dict(zip(screened["system"], screened["tuned"], strict=True))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.advise.runs import as_entry
 from rlsim.experiment.build import beside, find_trace
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
@@ -41,7 +40,7 @@ def plan_file(found: Sequence[SystemSpec], experiment: Experiment, folder: Path)
     if not found:
         return {}
     data = _placed(plain(experiment.model_dump(mode="json", exclude_defaults=True)), folder)
-    data["systems"] += [{**as_entry(spec), "name": f"{spec.name} (found)"} for spec in found]
+    data["systems"] += [{**spec.entry, "name": f"{spec.name} (found)"} for spec in found]
     about = f"The plan that rlsim advise found for {experiment.name}. Run it: rlsim run {PLAN}"
     return {PLAN: plan_text(data, about)}
 

@@ -29,20 +29,20 @@ class Runner:
     execute: Execute
     progress: Progress | None
 
-    def __call__(self, what: str, settings: Mapping[str, Any], optional: Collection[str]) -> Result:
-        """The results; systems named in `optional` are left out with a note where they do not fit."""
+    def __call__(
+        self, what: str, settings: Mapping[str, Any], optional: Collection[str], *, what_if: bool = False
+    ) -> Result:
+        """The results; systems named in `optional` are left out with a note where they do not fit.
+
+        `what_if`: with the worth of what is assumed.
+        """
 
         def told(done: int, total: int, name: str) -> None:
             if self.progress:
                 self.progress(done, total, f"{what}: {name}" if name else what)
 
         loaded = load_experiment(self.source, {**self.settings, **settings})
-        return run_loaded(*loaded, execute=self.execute, progress=told, optional=optional)
-
-
-def as_entry(spec: SystemSpec) -> dict[str, Any]:
-    """A system as an experiment spells it."""
-    return {"name": spec.name, "use": [{part.policy: dict(part.parameters)} for part in spec.parts]}
+        return run_loaded(*loaded, execute=self.execute, progress=told, optional=optional, what_if=what_if)
 
 
 def _split_of(part: PartSpec) -> int:
@@ -77,10 +77,10 @@ def scaled(
         notes += [assumed] if assumed else []
         cases[f"{size} GPUs"] = {"cluster": spelled}
         if any(_split_of(part) for spec in chosen for part in spec.parts):
-            cases[f"{size} GPUs"]["systems"] = [as_entry(_resplit(spec, size, cluster.gpus)) for spec in chosen]
+            cases[f"{size} GPUs"]["systems"] = [_resplit(spec, size, cluster.gpus).entry for spec in chosen]
     if not cases:
         return rows[0], notes
-    settings = {"baseline": None, "certainty": 0, "systems": [as_entry(spec) for spec in chosen], "cases": cases}
+    settings = {"baseline": None, "certainty": 0, "systems": [spec.entry for spec in chosen], "cases": cases}
     try:
         found = runner("other numbers of GPUs", settings, names)
     except PolicyError:

@@ -10,7 +10,7 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Certainty, Experiment, Settings, add_code_folders, named, progress_bar, with_options
-from rlsim.cli.tables import print_tables
+from rlsim.cli.tables import print_ledgers, print_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,6 +44,9 @@ def advise(
         int,
         typer.Option(min=0, help="Updates that responses may be old; 1 or more tries asynchronous systems and splits."),
     ] = 0,
+    what_if: Annotated[
+        bool, typer.Option("--what-if/--no-what-if", help="Run the best at both ends of what is assumed, too.")
+    ] = True,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the headline and the conclusions only.")] = False,
@@ -62,8 +65,8 @@ def advise(
         with progress_bar(quiet or as_json) as progress:
             advice = find_advice(
                 experiment, overrides=settings, case=case, seeds=seeds, steps=steps, worth=worth, top=top,
-                most=most, skip=skip or (), quick=quick, max_staleness=max_staleness, workers=workers, out=target,
-                progress=progress,
+                most=most, skip=skip or (), quick=quick, max_staleness=max_staleness, what_if=what_if, workers=workers,
+                out=target, progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo("rlsim: interrupted; nothing was written", err=True)
@@ -91,6 +94,7 @@ def _target(experiment: str, settings: list[str] | None, out: Path | None) -> Pa
 def _print(advice: Advice, target: Path, quiet: bool) -> None:
     from rlsim.advise.texts import texts
     from rlsim.cli.terminal import Console
+    from rlsim.experiment.ledger import ledgers
 
     console = Console(soft_wrap=True)
     console.print(advice.headline.text, style="bold")
@@ -101,6 +105,7 @@ def _print(advice: Advice, target: Path, quiet: bool) -> None:
     if not quiet:
         console.print()
         print_tables(map(_table, texts(advice.tables)))
+        print_ledgers(ledgers(advice.result.manifest))
     for sentence in advice.conclusions:
         console.print(sentence, style="bold")
     if not quiet:

@@ -98,10 +98,10 @@ class _Facts:
 
     @property
     def unmeasured(self) -> list[str]:
-        """Operators most of whose shapes were not measured, but for those that have rows of their own."""
+        """Operators none of whose shapes was measured, but for those that have rows of their own."""
         counts = self.lookups.counts
-        mostly = [name for name in self.lookups.examples if 2 * counts[name]["extrapolated"] > counts[name].total()]
-        return sorted(name for name in mostly if name not in _OF_OTHER_ROWS and not name.endswith("across nodes"))
+        wholly = [name for name in self.lookups.examples if counts[name]["extrapolated"] == counts[name].total()]
+        return sorted(name for name in wholly if name not in _OF_OTHER_ROWS and not name.endswith("across nodes"))
 
     @property
     def texts(self) -> dict[str, str]:
@@ -146,6 +146,7 @@ _WHEN: Mapping[str, Callable[[_Facts], bool]] = {
     "replayed": lambda facts: facts.experiment.trace.path is not None,
     "has_prompts": lambda facts: "prompt_tokens" in facts.frame and facts.experiment.trace.path is not None,
     "no_prompts": lambda facts: "prompt_tokens" not in facts.frame,
+    "by_tokens": lambda facts: facts.experiment.training.micro_batch_sequences is None,
     "checked": _checked,
     "host_of_others": _host_of_others,
     "recurrent": lambda facts: any(isinstance(layer.attention, Recurrent) for layer in facts.layers),

@@ -11,6 +11,7 @@ import altair as alt
 import pandas as pd
 
 from rlsim.cost.lookups import KINDS
+from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result
 from rlsim.report.page import Block, Code, Figure, Listing, Section, Table, Text
 from rlsim.report.setups import CaseSetup, unique_slug
@@ -112,6 +113,25 @@ def _lookups(tables: Lookups) -> Table:
         "of a fit), and outside, where the times are least certain"
     )
     return Table(caption, ("operator", "measured", "between", "outside", "share outside"), rows)
+
+
+def ledger_section(result: Result) -> Section:
+    """What each case rests on that nobody gave or measured, and what it is worth where that was asked."""
+    blocks: list[Block] = []
+    for case, ledger in ledgers(result.manifest):
+        title = " · ".join(filter(None, (case, ledger.title)))
+        rows = [row.cells(ledger) for row in ledger.weighed]
+        blocks.append(Table(ledger.legend or title, tuple(ledger.headings), rows, words=frozenset({1})))
+        blocks[-1:-1] = [Text(title, heading=True), *([Text(said)] if (said := turns(ledger)) else [])]
+        why = [[row.name, row.key, row.why] for row in ledger.assumed]
+        headings = ("assumed", "set it by", "why it is not known")
+        blocks.append(Table("Why these are not known", headings, why, words=frozenset({1, 2}), folded=True))
+        defaults = [[whose, ", ".join(keys)] for whose, keys in ledger.defaults.items()]
+        if defaults:
+            blocks.append(
+                Table("Whose defaults were taken", ("of", "values"), defaults, words=frozenset({1}), folded=True)
+            )
+    return Section("ledger", "What it rests on", tuple(blocks))
 
 
 def notes_section(result: Result) -> Section:

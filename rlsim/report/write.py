@@ -11,13 +11,14 @@ import pandas as pd
 from rlsim.advise.advice import read_advice
 from rlsim.advise.texts import texts
 from rlsim.errors import ConfigError
+from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result, read_result
 from rlsim.report.choice import Choice, choose
 from rlsim.report.gantt import timeline_section
 from rlsim.report.generation import generation_section
 from rlsim.report.headline import findings
 from rlsim.report.lengths import lengths_section
-from rlsim.report.method import calibration_section, configuration_section, notes_section
+from rlsim.report.method import calibration_section, configuration_section, ledger_section, notes_section
 from rlsim.report.page import (
     Block,
     Page,
@@ -113,6 +114,7 @@ def report_page(result: Result, choice: Choice, title: str | None = None) -> Pag
         lengths_section(result, setups),
         generation_section(result, choice, setup),
         timeline_section(result, choice, setup),
+        ledger_section(result),
         calibration_section(result.manifest["lookups"], setups),
         notes_section(result),
         configuration_section(result, setups),
@@ -126,7 +128,10 @@ def report_page(result: Result, choice: Choice, title: str | None = None) -> Pag
         ("Batch", f"{workflow['prompts']:,} prompts × {workflow['responses']:,} responses"),
         ("Steps", f"{workflow['steps']:,} × {len(result.manifest['seeds'])} seeds"),
     )
-    return Page(title or experiment["name"], experiment["description"], findings(result), sections, facts)
+    deciding = [text for _, ledger in ledgers(result.manifest) if (text := turns(ledger))]
+    *found, sure = findings(result)
+    said = (*found, *(f"{text}." for text in deciding), sure)
+    return Page(title or experiment["name"], experiment["description"], said, sections, facts)
 
 
 def advice_section(tables: Mapping[str, pd.DataFrame]) -> Section:

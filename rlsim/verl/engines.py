@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rlsim.init.settings import TEXT
 from rlsim.verl.defaults import ACTOR, MODEL
 from rlsim.verl.settings import STRATEGY, VerlSettings
 
@@ -60,10 +59,9 @@ def settle_engine(config: VerlSettings) -> None:
     degrees = next((key for key in config.given if _MEGATRON_DEGREE.fullmatch(key)), None)
     if degrees is not None and STRATEGY not in config.given and STRATEGY not in config.doubts:
         config.given[STRATEGY], config.origin[STRATEGY] = "megatron", config.origin[degrees]
-    chosen = config.told(TEXT, STRATEGY) or ""
-    if chosen not in _ENGINES:
+    if config.given.get(STRATEGY) not in _ENGINES:
         return
-    title, keys = _ENGINES[chosen]
+    title, keys = _ENGINES[config.given[STRATEGY]]
     config.notes.append(f"{config.where(STRATEGY)}: {title} shards as FSDP2 does, as which it is simulated")
     config.given[STRATEGY] = "fsdp2"
     for theirs, ours in keys.items():
