@@ -95,7 +95,7 @@ def _experts(kind: str, data: dict[str, Any]) -> None:
     if kind == "qwen3_5_moe":
         data.setdefault("intermediate_size", width)  # it has no dense layers
     if kind == "granitemoehybrid" and not data.get("num_experts"):
-        data["intermediate_size"] = data["shared_expert_intermediate_size"]
+        data["intermediate_size"] = data.get("shared_expert_intermediate_size")
     layers = data.get("num_hidden_layers")
     parts = data.pop("mlp_layer_types", None)  # what transformers 5 writes in the place of first_k_dense_replace
     if parts is not None:

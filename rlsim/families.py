@@ -190,5 +190,5 @@ def unsupported(model_type: object) -> str:
 
 
 def family_name(model_type: Any) -> Any:
-    """The family of a `model_type`; what is no name of one comes back as it is."""
-    return TEXT_PARTS.get(model_type, model_type) if isinstance(model_type, str) else model_type
+    """The family of a `model_type`; what is no family's name comes back as it is, and what is no text as none."""
+    return TEXT_PARTS.get(model_type, model_type) if isinstance(model_type, str) else None

@@ -46,6 +46,14 @@ class SyntaxConfigError(ConfigError):
     """Text that is no YAML at all."""
 
 
+def exists(path: Path) -> bool:
+    """Whether there is such a file or folder; there is none by a name that none can have."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def is_file(path: Path) -> bool:
     """Whether there is such a file; there is none by a name that no file can have."""
     try:

@@ -554,7 +554,8 @@ def test_mistakes_cost_no_run(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    options = "--no-what-if --seeds 1 --steps 1 --top 1 --most 1 --set trace.cap=128 --set workflow.prompts=2 --set workflow.responses=1"
+    sizes = "--set trace.cap=128 --set workflow.prompts=2 --set workflow.responses=1"
+    options = f"--no-what-if --seeds 1 --steps 1 --top 1 --most 1 {sizes}"
     skipped = [part for name in (*SLOW, "rollpacker", "tail_batching", "deepspeed_chat") for part in ("--skip", name)]
     done = CliRunner().invoke(app, ["advise", "pat_vs_static", *options.split(), *skipped], env={"COLUMNS": "150"})
     assert done.exit_code == 0, done.output

@@ -175,7 +175,7 @@ def test_parameters_follow_the_bound_up_to_an_age() -> None:
 def stale_result(staleness: dict[str, int]) -> Result:
     rows = [
         {"system": system, "seed": seed, "step_time_s": 10.0 - updates, "tokens": 1000, "trained": 8,
-         "staleness_max": updates * step, "staleness_mean": updates / 2, "staleness_p95": float(updates),
+         "staleness_max": updates * step, "staleness_mean": updates / 2, "staleness_counts": f"{updates}:8",
          "step": step, "steady": step == 0}
         for system, updates in staleness.items() for seed in (0, 1) for step in (0, 1)
     ]  # fmt: skip

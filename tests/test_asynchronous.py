@@ -129,6 +129,28 @@ def test_none_begins_while_the_queue_is_full() -> None:
     check_tokens(full)
 
 
+def test_the_percentile_of_a_window_is_that_of_its_responses() -> None:
+    """Not the mean of the steps' own percentiles, which is no whole number and may lie above the bound."""
+    found = run(use("bounded", {"bounded_staleness": {"eta": 2}}), workflow={"steps": 12})
+    (row,) = found.summary().to_dict("records")
+    steady = found.steps.loc[found.steps["steady"], "step"]
+    responses = found.responses[found.responses["trained"] & found.responses["step"].isin(steady)]
+    assert row["staleness_p95"] == np.percentile(responses["staleness"], 95, method="inverted_cdf")
+    assert row["staleness_p95"] != found.steps.loc[found.steps["steady"], "staleness_p95"].mean()
+
+
+def test_tokens_of_remax_are_trained_on_or_compared_with() -> None:
+    steps, responses = (lambda found: (found.steps, found.responses))(
+        run({"name": "s", "use": [TP1]}, workflow={"algorithm": "remax", "steps": 2}, models={"reward": "qwen2.5-1.5b"})
+    )
+    of_baselines = responses[responses["baseline"]].groupby("step")["response_tokens"].sum()
+    assert steps["baseline_tokens"].tolist() == of_baselines.tolist()
+    assert (of_baselines > 0).all()
+    counted = steps[["trained_response_tokens", "wasted_tokens", "paused_tokens", "baseline_tokens"]].sum(axis=1)
+    np.testing.assert_array_equal(steps["response_tokens"], counted - steps["resumed_tokens"])
+    assert not (responses["baseline"] & responses["trained"]).any()
+
+
 @pytest.mark.parametrize("alpha", [0.5, 1.5])
 def test_a_bound_of_part_of_an_update_is_rounded_up(alpha: float) -> None:
     """As in ROLL's `ReplayBuffer.get_batch`: what was launched for that update is not thrown away."""
@@ -446,6 +468,8 @@ def test_combined_parts_keep_every_invariant_or_are_refused(
     assert sum(trained) == steps["trained"].sum() > 0
     kept = steps["trained_response_tokens"] + steps["wasted_tokens"] + steps["paused_tokens"] - steps["resumed_tokens"]
     assert steps["response_tokens"].sum() == kept.sum()
+    assert steps["launched"].sum() == (~found.responses["resumed"]).sum(), "each response is launched in one step"
+    assert steps["paused"].tolist() == found.responses.groupby("step")["paused"].sum().tolist()
     spent = steps[["gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "waiting_time_s"]].sum(axis=1)
     assert np.allclose(spent, steps["step_time_s"])
     assert (steps["staleness_max"] <= steps["step"]).all()

@@ -88,9 +88,9 @@ def test_console_lines_are_found_among_rays_noise(tmp_path: Path) -> None:
     assert log.steps.mfu_actor[1] == 0.277
     assert log.steps.throughput[2] == 1036.956
     assert "actor/grad_norm" in log.names
-    assert log.config.get("actor_rollout_ref.rollout.n") == 5
-    assert log.config.get("actor_rollout_ref.actor.strategy") == "fsdp2"
-    assert log.config.get("data.train_batch_size") == 1024
+    assert log.config.whole("actor_rollout_ref.rollout.n") == 5
+    assert log.config.text("actor_rollout_ref.actor.strategy") == "fsdp2"
+    assert log.config.whole("data.train_batch_size") == 1024
     line = int(log.steps.line[2])
     assert "step:2 -" in text.split("\n")[line - 1]
 

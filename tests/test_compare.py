@@ -17,7 +17,7 @@ from scipy import stats
 
 import rlsim
 from rlsim.comparison.baseline import Baseline
-from rlsim.comparison.compare import paired, unpaired, why_unpaired
+from rlsim.comparison.compare import _difference_s, paired, unpaired, why_unpaired
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.sweeps import run as running
@@ -102,6 +102,17 @@ def test_runs_of_the_same_responses_are_paired_by_seed(results: Path, short: str
     assert row[f"{short}_difference_s"] == pytest.approx((own - theirs).mean(), rel=1e-9)
     assert row["calibration"] == "h100-sglang"
     assert row["baseline"].endswith("base:verl-tp8")
+
+
+def test_a_difference_is_for_the_work_of_a_step_of_the_baseline() -> None:
+    """10 s for 8 responses are 20 s for the baseline's 16, which takes 12: 8 s more, by hand."""
+
+    def of(trained: int, step_time_s: float) -> Run:
+        row = RUN | {"trained": trained, "tokens": trained, "step_time_s": step_time_s}
+        return Run("", "", {}, "", "a", "a", {}, "", "", table("steps", row))
+
+    assert _difference_s(of(8, 10.0), of(16, 12.0), "step_time_s", is_paired=True) == pytest.approx(8.0)
+    assert _difference_s(of(16, 12.0), of(8, 10.0), "step_time_s", is_paired=False) == pytest.approx(-4.0)
 
 
 def test_only_the_seeds_that_both_have_are_paired(results: Path) -> None:

@@ -282,3 +282,18 @@ def test_requests_of_steps_that_are_over_are_not_kept(drops: bool, monkeypatch: 
     assert len(alive) == 10
     assert max(alive) <= 3 * under_way
     assert max(alive[5:]) <= 1.2 * max(alive[:5])
+
+
+def test_the_peak_of_the_kv_cache_is_a_steps_and_not_the_runs() -> None:
+    rule = Rule(launches="one_at_a_time", much=1)
+    found = run([8, 2, 4], rule, [1.0] * 3, [1.0] * 3).outcome.rollouts
+    assert [rollout.peak_kv_tokens for rollout in found] == [16, 10, 12]
+
+
+def test_what_is_launched_while_the_last_step_trains_is_of_that_step() -> None:
+    """Two prompts are under way at a time; the run ends while the fourth and the fifth are generated."""
+    outcome = run([2, 2, 2, 9, 9], Rule(launches="under_way", much=2), [4.0] * 2, [1.0] * 2).outcome
+    settled = [rollout.settled for rollout in outcome.rollouts]
+    assert sum(one.launched for one in settled) == sum(map(len, outcome.responses))
+    assert [one.paused for one in settled] == [int(of_step.paused.sum()) for of_step in outcome.responses]
+    assert settled[-1].paused > 0

@@ -21,7 +21,7 @@ from test_calibrate_import import collective_rows, nccl_json, network_rows
 from rlsim import tables
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests, vidur
 from rlsim.calibrate.importers.reading import read_table
-from rlsim.errors import CalibrationError, TraceError
+from rlsim.errors import CalibrationError, ConfigError, TraceError
 from rlsim.hardware import load_gpu
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
@@ -314,7 +314,7 @@ def test_settings_in_a_log_of_other_kinds(tmp_path: Path, value: str) -> None:
     config = f"{{'actor_rollout_ref': {{'rollout': {{'n': 2}}}}, 'data': {{'train_batch_size': {value}}}}}"
     (tmp_path / "a.log").write_text(f"{config}\nstep:1 - timing_s/gen:3.0\n")
     log = read_log(tmp_path / "a.log")
-    one_error(CalibrationError, "a.log", "data.train_batch_size", of=lambda: batch_of(log, cap=100))
+    one_error(ConfigError, "a.log", "data.train_batch_size", of=lambda: batch_of(log, cap=100))
 
 
 def test_numbers_of_every_spelling() -> None:

@@ -15,7 +15,9 @@ from workloads import LinearStep, StubCosts
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.policies.continuous import BoundedStaleness, SyncQuota
 from rlsim.policies.frameworks import Megatron, OpenRLHF, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
+from rlsim.policies.laminar import ReplicaBatches
 from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve
 from rlsim.policies.parts import Composition, PlanSearch, Rewiring
 from rlsim.policies.pat import PAT
@@ -30,6 +32,7 @@ from rlsim.policies.stream_trainer import StreamTrainer
 from rlsim.policies.tail_batching import TailBatching
 from rlsim.schema import Schema
 from rlsim.sim.batching import Batching, PromptFeed, Unfinished
+from rlsim.sim.continuous import OpenView
 from rlsim.sim.control import ControlContext, Migrate, Prompt, Reconfigure, Release, RolloutControl, RolloutReport
 from rlsim.sim.request import EngineConfig
 from rlsim.workflow import Workflow, grpo, ppo
@@ -369,6 +372,26 @@ def test_the_stream_trainer_acts_in_the_rounds_that_are_named_and_splits_no_repl
 
 
 # Settings that the papers give ----------------------------------------------------------------------------------------
+
+
+def test_room_of_rules_by_hand() -> None:
+    """8 prompts a step after 2 updates: 6 run, 5 wait, 20 were taken, 1 dropped; 3 were left, 4 launched since."""
+    view = OpenView(8, 2, 6, 5, 20, 1, 4, (1, 3), 4, 3)
+    for threshold, per_replica, room in ((0.5, None, 5), (0.5, 2, 2), (0.0, None, 1), (0.0, 16, 1), (0.5, 1, 0)):
+        assert SyncQuota(staleness_threshold=threshold, per_replica=per_replica).room(view) == room
+    assert SyncQuota(staleness_threshold=0, per_replica=None).room(view._replace(left_at_update=5)) == 0
+    for given, room in (
+        ({"eta": 1}, 1),  # 8 * (2 + 1 + 1) - 31
+        ({"eta": 1.5}, 5),
+        ({"eta": 1.5, "concurrent": 9}, 3),
+        ({"eta": 1.5, "concurrent_batches": 1}, 2),
+        ({"eta": 1.5, "queue": 5}, 0),
+        ({"eta": 1.5, "queue": 6}, 5),
+        ({"eta": 0}, 0),
+    ):
+        assert BoundedStaleness(**given).room(view) == room
+    for given, rooms in (({"eta": 1.5}, {1: 2, 3: 2}), ({"eta": 1.5, "per_replica": 4}, {1: 4, 3: 1})):
+        assert ReplicaBatches(**given).room(view) == rooms
 
 
 def test_published_settings() -> None:

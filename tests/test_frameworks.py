@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_init import SCRIPT
 from typer.testing import CliRunner
 
 import rlsim
@@ -15,6 +18,7 @@ from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.init.draft import Draft
 from rlsim.init.parts import Options, check
+from rlsim.init.settings import Kind, Settings
 from rlsim.init.sources import read_sources
 from rlsim.nemo.experiment import from_nemo
 from rlsim.verl.experiment import from_verl
@@ -298,6 +302,7 @@ def test_synchronous_nemo(tmp_path: Path) -> None:
     assert some(data, expected) == expected
     assert data["workflow"] == {
         "algorithm": "grpo", "prompts": 16, "responses": 4, "steps": 5, "reference": True, "old_log_probs": True,
+        "reward": {"from_trace": True},
     }  # fmt: skip
     assert data["training"] == {
         "backend": "fsdp", "tp": 2, "micro_batch_tokens": 8192, "log_prob_micro_batch_tokens": 8192,
@@ -523,6 +528,7 @@ def test_areal(tmp_path: Path) -> None:
     assert system(draft) == [{"areal": {"tp": 2, "rollout_gpus": 4, "eta": 2, "concurrent": 24}}]
     assert data["workflow"] == {
         "algorithm": "grpo", "prompts": 16, "responses": 4, "steps": 11, "reference": False, "old_log_probs": True,
+        "reward": {"from_trace": True},
     }  # fmt: skip
     assert data["training"] == {
         "backend": "fsdp", "tp": 2, "micro_batch_tokens": 10240, "recompute": "full", "mini_batches": 2,
@@ -659,6 +665,38 @@ def test_unused_gpus_are_told(tmp_path: Path) -> None:
 
 
 # The command ----------------------------------------------------------------------------------------------------------
+
+
+#: Valid configurations of each reader; what it asks for follows from reading them.
+CONFIGURATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "verl": (verl, (FULLY, SCRIPT, SCRIPT + " actor_rollout_ref.actor.strategy=megatron")),
+    "nemo": (nemo, (ASYNC, BASE)),
+    "areal": (areal, (AREAL,)),
+}
+#: A value of each kind that a setting may be given by mistake.
+VALUES = ("auto", "'10'", "[1]", "{a: 1}", ".nan", "x" * 300)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_setting_that_is_asked_for_is_refused_or_taken_whatever_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    read, texts = CONFIGURATIONS[name]
+    asked, walked, get = set[str](), set[str](), Settings.get
+
+    def noting(self: Settings, kind: Kind[Any], *keys: str) -> Any:
+        asked.update(keys)
+        return get(self, kind, *keys)
+
+    for text in texts:
+        with monkeypatch.context() as patched:
+            patched.setattr(Settings, "get", noting)
+            read(tmp_path, text=text)
+        for key, value in itertools.product(sorted(asked - walked), VALUES):
+            with contextlib.suppress(RlsimError):
+                read(tmp_path, f"{key}={value}", text=text)
+        walked |= asked
+    assert len(walked) > 50
 
 
 @pytest.mark.parametrize(("option", "text"), [("--from-nemo", BASE), ("--from-areal", AREAL), ("--from-verl", FULLY)])

@@ -143,6 +143,7 @@ def test_biases_and_defaults(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_size": ...}, r"config.json: hidden_size: required, but missing"),
+        ({"model_type": ["qwen2"]}, r"config.json: model_type \['qwen2'\] is not supported"),
         ({"model_type": "dbrx"}, r"config.json: model_type 'dbrx' is not supported; one of: llama, "),
         ({"model_type": "mamba"}, r"config.json: model_type 'mamba' is not supported: no layer with a KV cache$"),
         ({"quantization_config": {"bits": 4}}, r"quantised weights are not supported"),

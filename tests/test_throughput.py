@@ -387,14 +387,26 @@ def test_a_long_tail_at_tp8_is_no_bubble_but_shows() -> None:
     np.testing.assert_allclose(tail, expected[tail.index])
 
 
-def test_the_tail_agrees_with_an_independent_count(overlapping: Result) -> None:
-    """Seconds by replica, counted one stretch of time after the other from the responses' own stays."""
+@pytest.mark.parametrize("rule", [None, {"bounded_staleness": {"eta": 2, "concurrent": 16}}])
+def test_the_tail_agrees_with_an_independent_count(overlapping: Result, rule: dict[str, Any] | None) -> None:
+    """Seconds by replica, counted one stretch of time after the other from the responses' own stays.
+
+    One rollout generates for all steps under a `rule`: what a replica does then is of no one step.
+    """
     result = overlapping
+    if rule:
+        system = {"name": "apart", "use": [{"verl": {"tp": 1}}, {"split": {"rollout_gpus": 4}}, rule]}
+        result = rlsim.run(
+            ONE_STEP_OFF, overrides={"systems": [system], "workflow": {"prompts": 8, "responses": 4, "steps": 4}}
+        )
+    all_stays, all_spans = (frame.assign(step=0) if rule else frame for frame in (result.stays, result.spans))
     found = tail_stretches(result.stays, result.spans, result.calls)
-    for step in result.steps["step"]:
-        stays = result.stays[(result.stays["step"] == step) & (result.stays["call"] == "generate")]
+    assert not rule or len(found)
+    for step in all_stays["step"].unique():
+        stays = all_stays[(all_stays["step"] == step) & (all_stays["call"] == "generate")]
+        stays = stays[stays["decoding_at"].notna()]
         for replica, own in stays.groupby("replica"):
-            spans = result.spans[(result.spans["step"] == step) & (result.spans["label"] == f"replica {replica}")]
+            spans = all_spans[(all_spans["step"] == step) & (all_spans["label"] == f"replica {replica}")]
             spans = spans[spans["kind"] == "decode"]
             rates: list[tuple[float, float, float]] = []
             moments = sorted({*own["decoding_at"], *own["left_at"]})

@@ -15,7 +15,7 @@ from rlsim.hardware import Gpu
 from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import Options, joined
-from rlsim.init.settings import Settings
+from rlsim.init.settings import COUNT, NUMBER, PERIOD, SHARE, TEXT, WHOLE, Settings
 from rlsim.init.sources import read_sources
 from rlsim.init.unlike import unlike
 from rlsim.models import Model
@@ -66,9 +66,8 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     path = options.model or config.text(_MODEL)
     actor = parts.add_model(draft, options, path, config.where(_MODEL))
     parts.add_calibration(draft, options, machines, Entry(sides.generation.engine, sides.where))
-    longest = _LONGEST_PROMPT
-    prompts = None if config.get(longest) is None else Entry(config.whole(longest), config.where(longest))
-    cap = Entry(config.whole(_NEW), config.where(_NEW))
+    prompts = config.entry(WHOLE, _LONGEST_PROMPT) if config.get(WHOLE, _LONGEST_PROMPT) else None
+    cap = config.entry(WHOLE, _NEW)
     parts.add_trace(draft, options, actor, cap, "", prompts)
     _workflow(config, draft, sides)
     _critic(config, draft, options, actor)
@@ -76,9 +75,9 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     _engine(config, draft, sides, machines.gpu)
     _systems(config, draft, sides)
     memory = ENGINE_KEYS[sides.generation.engine]["memory"]
-    parts.add_memory(draft, Entry(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
+    parts.add_memory(draft, config.entry(SHARE, memory), options.folder, apart=not sides.shared)
     draft.missing = _missing(config, sides)
-    titles = config.get("experiment_name"), parts.own_name(config.name)
+    titles = config.get(TEXT, "experiment_name"), parts.own_name(config.name)
     config.check_spelling()
     draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, *titles)
@@ -97,7 +96,7 @@ def _sides(config: Settings) -> _Sides:
     if shared and generation.gpus != training.gpus:
         raise ConfigError(f"{where}: generation on {generation.gpus} GPUs shares them with training on "
                           f"{training.gpus}: expected the same number")  # fmt: skip
-    if shared and config.whole(_AGE, 0):
+    if shared and config.need(COUNT, _AGE):
         raise ConfigError(f"{config.where(_AGE)}: asynchronous training on the GPUs that generate is not simulated: "
                           "expected 0, or GPUs of its own for generation")  # fmt: skip
     return _Sides(generation, training, shared, where)
@@ -120,16 +119,16 @@ def _machines(config: Settings, draft: Draft, sides: _Sides) -> tuple[int, int]:
 
 def _workflow(config: Settings, draft: Draft, sides: _Sides) -> None:
     critic = config.has("critic")
-    reference = config.has("ref") and config.number(_KL) > 0
+    reference = config.has("ref") and config.need(NUMBER, _KL) > 0
     decoupled = config.flag(_DECOUPLED)
-    anew = config.get(_METHOD) == "recompute" if decoupled else config.flag(_RECOMPUTED)
+    anew = config.get(TEXT, _METHOD) == "recompute" if decoupled else config.flag(_RECOMPUTED)
     said = joined(config.where(_DECOUPLED), config.where(_METHOD if decoupled else _RECOMPUTED))
     why = "critic" if critic else "no critic"
     draft.entries["workflow"] |= {  # type: ignore[operator]
         "algorithm": Entry("ppo" if critic else "grpo", f"{config.name}: {why}"),
-        "prompts": Entry(config.whole(_BATCH), config.where(_BATCH)),
-        "responses": Entry(config.whole(_SAMPLES), config.where(_SAMPLES)),
-        "steps": parts.steps_of(0 if sides.shared else config.whole(_AGE, 0)),
+        "prompts": config.entry(WHOLE, _BATCH),
+        "responses": config.entry(WHOLE, _SAMPLES),
+        "steps": parts.steps_of(0 if sides.shared else config.need(COUNT, _AGE)),
         "reference": Entry(reference, joined(config.where(_KL), "" if config.has("ref") else "no ref")),
         "old_log_probs": Entry(anew, said),
     }
@@ -138,7 +137,7 @@ def _workflow(config: Settings, draft: Draft, sides: _Sides) -> None:
 def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> None:
     """The shape of the critic, unless it is the actor's."""
     key = "critic.path"
-    if not config.is_given(key) or config.get(key) == config.get(_MODEL):
+    if not config.is_given(key) or config.get(TEXT, key) == config.get(TEXT, _MODEL):
         return
     other = Draft({})
     if parts.add_model(other, options, config.text(key), config.where(key)).name != actor.name:
@@ -162,8 +161,8 @@ def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:
     if sides.shared:
         parts.add_systems(draft, tp, where)
         return
-    rule: dict[str, Any] = {"rollout_gpus": sides.generation.gpus, "eta": config.whole(_AGE, 0)}
-    limit = _CONCURRENT if config.get(_CONCURRENT) is not None else _CONSUMED
+    rule: dict[str, Any] = {"rollout_gpus": sides.generation.gpus, "eta": config.need(COUNT, _AGE)}
+    limit = _CONCURRENT if config.get(WHOLE, _CONCURRENT) is not None else _CONSUMED
     if config.is_given(limit):
         rule["concurrent"] = config.whole(limit)
     said = joined(where, config.where(_AGE), config.where(limit))
@@ -173,18 +172,18 @@ def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:
 def _missing(config: Settings, sides: _Sides) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     found = unlike(config, UNLIKE)
-    consumed, batch = config.get(_CONSUMED), config.whole(_BATCH)
+    consumed, batch = config.get(WHOLE, _CONSUMED), config.whole(_BATCH)
     if not sides.shared and consumed != batch:
         found.append(f"{config.where(_CONSUMED)} = {consumed}: the bound on staleness counts batches of so many "
                      f"prompts; here of the {batch} of a step")  # fmt: skip
     if sides.training.engine == "archon":
         found.append(f"{sides.where}: Archon's own layers: here those of FSDP")
     mode = ACTOR + "weight_update_mode"
-    if config.get(mode) == "disk":
+    if config.get(TEXT, mode) == "disk":
         found.append(f"{config.where(mode)}: weights by way of files: here as weight_sync says")
     periods = ("freq_epochs", "freq_steps", "freq_secs")
-    often = [key for section in BETWEEN_STEPS for key in (f"{section}.{each}" for each in periods) if config.get(key)]
-    often = [key for key in often if config.get(key) < math.inf]
+    keys = [f"{section}.{each}" for section in BETWEEN_STEPS for each in periods]
+    often = [key for key in keys if 0 < (config.get(PERIOD, key) or 0) < math.inf]
     if often:
         found.append(f"{', '.join(map(config.where, often))}: evaluation and checkpoints between steps")
     return found

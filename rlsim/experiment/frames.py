@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,7 @@ from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.columns import CALL_PARTS, TABLES
 from rlsim.experiment.parts import ROUNDING, Floats, Stretches, floats, parts_of_steps
 from rlsim.experiment.steadiness import Flow, Window
+from rlsim.experiment.summary import percentile_of_counts
 from rlsim.experiment.tail import tail_stretches
 from rlsim.sim.outcome import CallRecord, Outcome, RolloutSummary
 from rlsim.sim.recorder import NO_STEP, Span
@@ -179,6 +181,7 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
         "response_tokens": (responses.generated_tokens - responses.resumed_tokens).sum(),
         "wasted_tokens": responses.generated_tokens[~(kept | responses.paused | responses.baseline)].sum(),
         "paused_tokens": responses.generated_tokens[responses.paused].sum(),
+        "baseline_tokens": responses.generated_tokens[responses.baseline].sum(),
         "resumed_tokens": responses.resumed_tokens.sum(),
         "launched": settled.launched,
         "trained": kept.sum(),
@@ -204,11 +207,12 @@ def _staleness(responses: Responses, step: int) -> dict[str, Any]:
     """How old the weights are that generated what a step trains on; those it trains have had `step` updates."""
     kept = responses.trained
     behind, tokens = step - responses.version[kept], responses.generated_tokens[kept].sum()
-    found = (behind.mean(), np.percentile(behind, 95, method="inverted_cdf")) if len(behind) else (0.0, 0.0)
+    counts = Counter(behind.tolist())
     return {
-        "staleness_mean": found[0],
-        "staleness_p95": found[1],
+        "staleness_mean": behind.mean() if len(behind) else 0.0,
+        "staleness_p95": percentile_of_counts(counts),
         "staleness_max": behind.max(initial=0),
+        "staleness_counts": " ".join(f"{updates}:{counts[updates]}" for updates in sorted(counts)),
         "stale_token_share": responses.stale_tokens[kept].sum() / max(tokens, 1),
     }
 

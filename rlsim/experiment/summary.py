@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ _SHARES = {
 #: Columns of `steps` that `means` needs.
 MEASURED = (
     "steady", *_TIMES, *_COUNTS, "bubble_fraction", "tail_fraction", "gen_bound_s", "rollout_idle", "trainer_idle",
-    "staleness_mean", "staleness_p95", "staleness_max", "stale_token_share",
+    "staleness_mean", "staleness_counts", "staleness_max", "stale_token_share",
 )  # fmt: skip
 #: Ratios that are shown, and the column of `means` whose ratio each is; all of them count trained work per second.
 RATIOS = {
@@ -45,7 +46,7 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """What the steady ones of these rows of `steps` come to, a row for each value of the columns `by`.
 
     Times (`…_s`) and `switches` are means over steps, `trained` the responses that a step trains on; `staleness_max`
-    is the largest of any step, `staleness_mean` that of all responses trained on, `staleness_p95` a mean over steps;
+    is the largest of any step, `staleness_mean` and `staleness_p95` are those of all responses trained on;
     shares (`bubble_fraction`, `tail_fraction`, `wasted_fraction`, `stale_token_share`, `rollout_idle`, `trainer_idle`,
     `bound_share`) are of the sums.
     Rates, per second of step
@@ -62,7 +63,7 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
         "tail_s": rows["tail_fraction"] * busy_s,
         **{share: rows[share] * rows[whole] for share, whole in _SHARES.items()},
     }
-    kept = rows[[*by, *_TIMES, *_COUNTS, "gen_bound_s", "staleness_p95", "staleness_max"]]
+    kept = rows[[*by, *_TIMES, *_COUNTS, "gen_bound_s", "staleness_counts", "staleness_max"]]
     grouped = pd.concat([kept, pd.DataFrame(weighted)], axis=1).groupby(list(by), sort=False)
     sums = grouped[[*_TIMES, *_COUNTS, "bubble_s", "busy_s", "tail_s", "gen_bound_s"]].sum().astype(float)
     shares = grouped[[*_SHARES]].sum(min_count=1)
@@ -73,7 +74,7 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
         tail = total["tail_s"] / total["busy_s"]
         found = {
             **{name: total[name] / count for name in (*_TIMES, "switches", "trained")},
-            "staleness_p95": grouped["staleness_p95"].mean(),
+            "staleness_p95": grouped["staleness_counts"].agg(_percentile),
             "staleness_max": grouped["staleness_max"].max(),
             **{share: shares[share].to_numpy() / total[whole] for share, whole in _SHARES.items()},
             "bubble_fraction": total["bubble_s"] / total["step_time_s"],
@@ -88,6 +89,21 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
             "responses_per_gen_p90_s": total["trained"] / generated_p90_s,
         }
     return pd.DataFrame(found, index=sums.index)
+
+
+def _percentile(steps: Iterable[str]) -> int:
+    """The 95th percentile of the staleness of the responses of these steps, of each its `staleness_counts`."""
+    counts: Counter[int] = Counter()
+    for one in steps:
+        counts.update({int(updates): int(count) for updates, _, count in (pair.partition(":") for pair in one.split())})
+    return percentile_of_counts(counts)
+
+
+def percentile_of_counts(counts: Mapping[int, int], share: float = 0.95) -> int:
+    """The least value that this share of them does not exceed, of values that are there so many times; 0 of none."""
+    values = sorted(counts)
+    reached = np.cumsum([counts[value] for value in values])
+    return values[int(np.searchsorted(reached, share * reached[-1] * (1 - 1e-9)))] if values else 0
 
 
 def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:

@@ -21,14 +21,18 @@ def tail_stretches(stays: pd.DataFrame, spans: pd.DataFrame, calls: pd.DataFrame
 
     Between two moments at which a response joins or leaves a replica's decoding batch, the replica's throughput is the
     batch times the iterations done, over the seconds that it iterated. A GPU decodes in the tail while its share of
-    that is below `TAIL_SHARE` of the most that it reached in the same step, under whichever replica. One row per
-    stretch and run of neighbouring GPUs: `gpu` (the first), `gpus` (how many), `start_at`, `end_at`, and `tail_s`, the
-    seconds of decode iterations within the stretch (prefills may lie in between).
+    that is below `TAIL_SHARE` of the most that it reached in the same step, under whichever replica; where one rollout
+    generates for all steps, in the run. One row per stretch and run of neighbouring GPUs: `gpu` (the first), `gpus`
+    (how many), `start_at`, `end_at`, and `tail_s`, the seconds of decode iterations within the stretch (prefills may
+    lie in between).
     """
     generating = calls.loc[calls["kind"] == "generate", "call"].unique()
     decoding = stays[stays["call"].isin(generating) & stays["decoding_at"].notna()]
     if decoding.empty:
         return pd.DataFrame({name: np.zeros(0) for name in COLUMNS})
+    began_at = calls[calls["kind"] == "generate"].set_index("step")["start_at"]
+    if (decoding["decoding_at"] < decoding["step"].map(began_at)).any():  # one rollout generates for all steps
+        decoding, spans = decoding.assign(step=0), spans.assign(step=0)
     owner, place = _replicas(decoding)
     of, start, end, tokens, decode_s, busy_s = _constant_batches(decoding, owner, _spans_of(spans, place))
     throughput = np.divide(tokens, busy_s, out=np.zeros(len(of)), where=busy_s > 0)

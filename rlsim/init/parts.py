@@ -24,7 +24,7 @@ from rlsim.init.names import (
     load_from,
     nearest_trace,
 )
-from rlsim.init.settings import Settings
+from rlsim.init.settings import FLAG, INTEGER, NUMBER, TEXT, TYPE, WHOLE, Settings
 from rlsim.models import Model
 from rlsim.precision import Precision
 from rlsim.schema import validate
@@ -228,10 +228,10 @@ def add_engine(
         if value != getattr(EngineConfig(), limit)
     }
     for limit in ("max_num_seqs", "max_num_batched_tokens", "page_tokens"):
-        if limit in keys and config.get(keys[limit]) not in (None, -1):  # -1: SGLang's for no chunks
-            entries[limit] = Entry(config.whole(keys[limit]), config.where(keys[limit]))
+        if limit in keys and config.get(INTEGER, keys[limit]) not in (None, -1):  # -1: SGLang's for no chunks
+            entries[limit] = config.entry(WHOLE, keys[limit])
     if "chunked" in keys and config.is_given(keys["chunked"]):
-        entries["chunked_prefill"] = Entry(config.flag(keys["chunked"]), config.where(keys["chunked"]))
+        entries["chunked_prefill"] = config.entry(FLAG, keys["chunked"])
     if config.flag(keys["eager"]):
         entries["graphs"] = Entry(False, config.where(keys["eager"]))
     if "no_prefix_caching" in keys and config.flag(keys["no_prefix_caching"]):
@@ -246,11 +246,10 @@ def add_offloading(config: Settings, draft: Draft, vllm: str, sglang: str, gpus:
     size, switch, each = vllm + "kv_offloading_size", sglang + "enable_hierarchical_cache", sglang + "hicache_size"
     entries = draft.entries["engine"]
     assert isinstance(entries, dict)
-    if config.get(size) is not None:
-        per_gpu = Entry(f"{config.number(size) / gpus:g} GiB", f"{config.where(size)}, over {gpus} GPUs")
-        entries["kv_offloading_bytes"] = per_gpu
-    elif config.flag(switch) and config.get(each):
-        entries["kv_offloading_bytes"] = Entry(f"{config.number(each):g} GB", config.where(each))
+    if (over := config.get(NUMBER, size)) is not None:
+        entries["kv_offloading_bytes"] = Entry(f"{over / gpus:g} GiB", f"{config.where(size)}, over {gpus} GPUs")
+    elif config.flag(switch) and (of_each := config.get(NUMBER, each)):
+        entries["kv_offloading_bytes"] = Entry(f"{of_each:g} GB", config.where(each))
     elif config.flag(switch):
         unlike = "host memory in proportion to the KV cache (hicache_ratio); give it as engine.kv_offloading_bytes"
         return [f"{config.where(switch)}: {unlike}"]
@@ -264,14 +263,14 @@ def add_precision(config: Settings, draft: Draft, key: str, known: Mapping[Any, 
     """
     unlike, entries = list[str](), draft.entries["engine"]
     assert isinstance(entries, dict)
-    value = config.get(key)
+    value = config.get(TYPE, key)
     if value in known:
         entries["precision"] = Entry(known[value], config.where(key))
     elif value not in (None, False, "none", "auto", "bfloat16"):
         unlike.append(f"{config.where(key)} = {value}: here in bf16")
     for kv_key in kv_keys:
-        value = config.get(kv_key)
-        if isinstance(value, str) and value.startswith("fp8"):
+        value = config.get(TEXT, kv_key)
+        if value and value.startswith("fp8"):
             entries["kv_precision"] = Entry("fp8", config.where(kv_key))
         elif value not in (None, "auto", "bfloat16"):
             unlike.append(f"{config.where(kv_key)} = {value}: here in bf16")
@@ -284,13 +283,12 @@ def add_replica(config: Settings, draft: Draft, tp: int, ep_key: str, pp_key: st
     vLLM's expert parallelism takes all GPUs of TP and DP, so what exceeds `tp` is DP (without `dp_key`). Raises
     `ConfigError` for a degree that is no multiple of `tp` then.
     """
-    ep = config.whole(ep_key) if config.get(ep_key) is not None else 1
-    groups = config.whole(dp_key) if dp_key and config.get(dp_key) is not None else 1
+    ep, groups = config.get(WHOLE, ep_key) or 1, (config.get(WHOLE, dp_key) if dp_key else None) or 1
     if not dp_key and ep > tp:
         if ep % tp:
             raise ConfigError(f"{config.where(ep_key)}: {ep} experts' GPUs are no multiple of TP {tp}, as vLLM's are")
         groups = ep // tp
-    pp = config.whole(pp_key) if pp_key and config.get(pp_key) is not None else 1
+    pp = config.get(WHOLE, pp_key) or 1
     degrees = {"pp": Entry(pp, config.where(pp_key)), "ep": Entry(ep, config.where(ep_key))}
     degrees["data_parallel_attention"] = Entry(groups, config.where(dp_key or ep_key))
     draft.entries["engine"] |= {key: entry for key, entry in degrees.items() if entry.value > 1}  # type: ignore[operator]

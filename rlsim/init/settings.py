@@ -6,12 +6,45 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rlsim.errors import ConfigError, shown
+from rlsim.init.draft import Entry
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 #: How alike a key and one that means something must be (`difflib`'s ratio) to be taken for a slip.
 _MISSPELT = 0.93
+#: Beyond it no number of tokens, sequences or GPUs can be meant.
+_MOST = 10**12
+
+
+@dataclass(frozen=True)
+class Kind(Generic[T_co]):
+    """What the value of a setting may be: in words, and as a test. `null` is no value, whatever the kind."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+
+
+def _number(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and fits(value)
+
+
+WHOLE = Kind[int]("a whole number of at least 1", _whole(1))
+COUNT = Kind[int]("a whole number of at least 0", _whole(0))
+INTEGER = Kind[int]("a whole number", _whole(-_MOST))
+NUMBER = Kind[float]("a number of at least 0", _number(lambda value: 0.0 <= value < math.inf))
+PERIOD = Kind[float]("a number of at least 0", _number(lambda value: value >= 0.0))  # infinity: never
+SHARE = Kind[float]("a number above 0 and up to 1", _number(lambda value: 0.0 < value <= 1.0))
+FLAG = Kind[bool]("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind[str]("text", lambda value: isinstance(value, str))
+TYPE = Kind[Any]("the name of a type, true or false", lambda value: isinstance(value, str | bool))
+ANYTHING = Kind[Any]("a value", lambda value: value is not None)
 
 
 @dataclass(frozen=True)
@@ -52,10 +85,10 @@ class Settings:
             self.given[key] = value
             self.origin[key] = f"{place}:{line}" if lines and line else place
 
-    def get(self, *keys: str) -> Any:
+    def get(self, kind: Kind[T], *keys: str) -> T | None:
         """The value of the first of these keys that has one: as given, else the program's default; None without.
 
-        Raises `ConfigError` for a value that the text does not tell.
+        Raises `ConfigError` for a value of another kind, and for one that the text does not tell.
         """
         self.asked.update(keys)
         for key in keys:
@@ -63,13 +96,56 @@ class Settings:
                 place, unknown = self.doubts[key]
                 give = f"{unknown.variable}=… or {key}=…" if unknown.variable else f"{key}=…"
                 raise ConfigError(f"{place}: {key}: {unknown.why}; give {give} beside {self.option}")
-            if self.given.get(key) is not None:
-                return self.given[key]
+            value = self.given.get(key)
+            self._check_sections(kind, key)
+            if value is not None:
+                if not kind.fits(value):
+                    raise ConfigError(f"{self.origin[key]}: {key}: expected {kind.expected}, got {shown(value)}")
+                return value  # type: ignore[no-any-return]
         return next((self.default[key] for key in keys if self.default.get(key) is not None), None)
 
-    def told(self, key: str) -> Any:
+    def need(self, kind: Kind[T], *keys: str) -> T:
+        """The same; raises `ConfigError` where there is no value."""
+        value = self.get(kind, *keys)
+        if value is None:
+            key = keys[0]
+            place = self.origin.get(key) or self.name or "the configuration"
+            raise ConfigError(
+                f"{place}: {key} has no value: expected {kind.expected}; give {key}=… beside {self.option}"
+            )
+        return value
+
+    def whole(self, *keys: str) -> int:
+        """A whole number of at least 1, which must have a value."""
+        return self.need(WHOLE, *keys)
+
+    def text(self, *keys: str) -> str:
+        """Text, which must have a value."""
+        return self.need(TEXT, *keys)
+
+    def flag(self, *keys: str) -> bool:
+        """True or false; false without a value."""
+        return bool(self.get(FLAG, *keys))
+
+    def entry(self, kind: Kind[Any], *keys: str) -> Entry:
+        """A value that there must be, with where it is from."""
+        return Entry(self.need(kind, *keys), self.where(*keys))
+
+    def told(self, kind: Kind[T], key: str) -> T | None:
         """The value of a key, None if it has none or the text does not tell it."""
-        return None if key in self.doubts else self.get(key)
+        return None if key in self.doubts else self.get(kind, key)
+
+    def _check_sections(self, kind: Kind[Any], key: str) -> None:
+        """Raises `ConfigError` where one value is given for the section of a key, or keys below the key."""
+        above = key.rpartition(".")[0]
+        while above:
+            if self.given.get(above) is not None:
+                got = shown(self.given[above])
+                raise ConfigError(f"{self.origin[above]}: {above}: expected keys below it, got {got}")
+            above = above.rpartition(".")[0]
+        below = next((other for other in self.given if other.startswith(f"{key}.")), "")
+        if below and kind is not ANYTHING:
+            raise ConfigError(f"{self.origin[below]}: {key}: expected {kind.expected}, got keys below it ({below})")
 
     def where(self, *keys: str) -> str:
         """Where `get` has its value from."""
@@ -86,49 +162,6 @@ class Settings:
     def has(self, section: str) -> bool:
         """Whether a file or an override says anything below this key."""
         return any(key.startswith(f"{section}.") for key in (*self.given, *self.doubts))
-
-    # ---- values of one kind -----------------------------------------------------------------------------------------
-
-    def whole(self, key: str, least: int = 1) -> int:
-        """A whole number of at least `least`; raises `ConfigError` for anything else, and if there is none."""
-        expected = f"a whole number of at least {least}"
-        return int(self._needed(key, expected, lambda v: _is_number(v) and isinstance(v, int) and v >= least))
-
-    def share(self, key: str) -> float:
-        """A number above 0 and up to 1; raises `ConfigError` for anything else, and if there is none."""
-        return float(self._needed(key, "a number above 0 and up to 1", lambda v: _is_number(v) and 0.0 < v <= 1.0))
-
-    def number(self, key: str) -> float:
-        """A number of at least 0; raises `ConfigError` for anything else, and if there is none."""
-        return float(self._needed(key, "a number of at least 0", lambda v: _is_number(v) and 0.0 <= v < math.inf))
-
-    def flag(self, key: str) -> bool:
-        """True or false, false without a value; raises `ConfigError` for anything else."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self._unlike(key, "true or false", value)
-        return bool(value)
-
-    def text(self, key: str) -> str:
-        """Text; raises `ConfigError` for anything else, and if there is none."""
-        return str(self._needed(key, "text", lambda value: isinstance(value, str)))
-
-    def _needed(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
-        """The value of a key that has one of this kind; raises `ConfigError` for anything else."""
-        value = self.get(key)
-        if value is None or key not in self.given:
-            below = next((self.origin[other] for other in self.given if other.startswith(f"{key}.")), "")
-            if below:
-                raise ConfigError(f"{below}: {key}: expected {expected}, got keys below it")
-        if value is None:
-            place = self.origin.get(key) or self.name or "the configuration"
-            raise ConfigError(f"{place}: {key} has no value: expected {expected}; give {key}=… beside {self.option}")
-        if not fits(value):
-            raise self._unlike(key, expected, value)
-        return value
-
-    def _unlike(self, key: str, expected: str, value: Any) -> ConfigError:
-        return ConfigError(f"{self.origin.get(key, self.name)}: {key}: expected {expected}, got {shown(value)}")
 
     # ---- what was not asked for -------------------------------------------------------------------------------------
 
@@ -161,10 +194,6 @@ class Settings:
 
     def _asked_below(self, section: str) -> bool:
         return any(key.startswith(f"{section}.") for key in self.asked)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, int]]:

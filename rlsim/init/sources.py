@@ -10,7 +10,7 @@ from typing import Any
 from rlsim.errors import ConfigError
 from rlsim.init.interpolation import interpolate, parsed
 from rlsim.init.settings import Settings
-from rlsim.reading import is_folder, read_yaml
+from rlsim.reading import exists, is_folder, read_yaml
 
 _OVERRIDE = re.compile(r"(?:\+\+|\+|--)?(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
 #: A file may inherit from one that inherits, and so on.
@@ -27,7 +27,7 @@ def read_sources(sources: Sequence[str], program: str, option: str) -> Settings:
     config = Settings(program=program, option=option)
     for text in sources:
         found = _OVERRIDE.fullmatch(text)
-        if Path(text).exists() or not found:
+        if exists(Path(text)) or not found:
             path = Path(text)
             if is_folder(path):
                 raise ConfigError(f"{option} {text}: is a folder: give a file")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlsim.init.settings import Settings
+from rlsim.init.settings import ANYTHING, FLAG, NUMBER, Kind, Settings
 
 #: Of each key: when it matters (`_MATTERS`), and what it does that the experiment has not.
 Table = Sequence[tuple[str, str, str]]
-#: When a setting matters.
-_MATTERS: dict[str, Callable[[Any], bool]] = {
-    "on": lambda value: value is True,
-    "off": lambda value: value is False,
-    "set": bool,
-    "above 1": lambda value: isinstance(value, int) and value > 1,
+#: The kind of a setting, and when it matters.
+_MATTERS: dict[str, tuple[Kind[Any], Callable[[Any], bool]]] = {
+    "on": (FLAG, bool),
+    "off": (FLAG, lambda value: not value),
+    "set": (ANYTHING, bool),
+    "above 1": (NUMBER, lambda value: value > 1),
 }
 
 
@@ -22,8 +22,11 @@ def unlike(config: Settings, table: Table) -> list[str]:
     """What of the table matters here, each with where it is said."""
     found = list[str]()
     for key, when, what in table:
-        config.asked.add(key)
-        value = config.given.get(key, config.default.get(key))
-        if value is not None and _MATTERS[when](value):
+        kind, matters = _MATTERS[when]
+        value = config.told(kind, key)
+        if kind is ANYTHING and config.has(key):  # keys below it, as `speculative_config` has
+            config.asked.update(below := [other for other in config.given if other.startswith(f"{key}.")])
+            value = ", ".join(f"{other.removeprefix(f'{key}.')}={config.given[other]}" for other in below)
+        if value is not None and matters(value):
             found.append(f"{config.where(key)} = {value}: {what}")
     return found

@@ -10,7 +10,7 @@ from rlsim.errors import ConfigError, unknown_name
 from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import Options, joined
-from rlsim.init.settings import Settings
+from rlsim.init.settings import ANYTHING, COUNT, INTEGER, NUMBER, SHARE, TEXT, WHOLE, Settings
 from rlsim.init.sources import read_sources
 from rlsim.init.unlike import unlike
 from rlsim.nemo.defaults import (
@@ -82,9 +82,8 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     cap = _cap(config)
     filters = _FILTER if config.flag(_FILTER) else ""
     parts.add_trace(draft, options, actor, cap, filters, None)
-    longest = Entry(config.whole(_LONGEST), config.where(_LONGEST))
-    draft.entries["trace"]["max_model_len"] = longest  # type: ignore[index]
-    _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
+    draft.entries["trace"]["max_model_len"] = config.entry(WHOLE, _LONGEST)  # type: ignore[index]
+    _workflow(config, draft, config.need(COUNT, _AGE) if generation.asynchronous else 0)
     add_training(config, draft, apart=generation.gpus is not None, has_experts=actor.num_experts > 0)
     keys = ENGINE_KEYS[generation.engine]
     parts.add_engine(config, draft, keys, generation.engine, machines.gpu)
@@ -95,8 +94,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     _systems(config, draft, generation, over_nodes=gpus > machines.domain_gpus)
     draft.entries["weight_sync"] = _weight_sync(config, apart=generation.gpus is not None)
     memory = ENGINE_KEYS[generation.engine]["memory"]
-    share = Entry(config.share(memory), config.where(memory))
-    parts.add_memory(draft, share, options.folder, apart=generation.gpus is not None)
+    parts.add_memory(draft, config.entry(SHARE, memory), options.folder, apart=generation.gpus is not None)
     draft.missing = [*_missing(config), *offloading, *quantised]
     config.check_spelling()
     draft.unread = config.unasked()
@@ -145,21 +143,20 @@ def _generation(config: Settings, nodes: int, per_node: int) -> _Generation:
 
 def _cap(config: Settings) -> Entry:
     """The longest response, where its prompt leaves room for it."""
-    new, longest = GENERATION + "max_new_tokens", config.whole(_LONGEST)
-    if config.get(new) is None or config.whole(new) >= longest:
-        return Entry(longest, config.where(_LONGEST))
-    return Entry(config.whole(new), config.where(new))
+    new = config.get(WHOLE, GENERATION + "max_new_tokens")
+    shorter = new is not None and new < config.whole(_LONGEST)
+    return config.entry(WHOLE, GENERATION + "max_new_tokens" if shorter else _LONGEST)
 
 
 def _workflow(config: Settings, draft: Draft, ahead: int) -> None:
     estimator = GRPO + "adv_estimator.name"
     name = config.text(estimator)
-    reference = config.number(_KL) > 0
-    on_policy = config.flag(_ON_POLICY) and config.get(_THRESHOLD) is None
+    reference = config.need(NUMBER, _KL) > 0
+    on_policy = config.flag(_ON_POLICY) and config.get(ANYTHING, _THRESHOLD) is None
     draft.entries["workflow"] |= {  # type: ignore[operator]
         "algorithm": Entry("grpo", joined(config.where(estimator), "" if name == "grpo" else "it has GRPO's calls")),
-        "prompts": Entry(config.whole(_PROMPTS), config.where(_PROMPTS)),
-        "responses": Entry(config.whole(_RESPONSES), config.where(_RESPONSES)),
+        "prompts": config.entry(WHOLE, _PROMPTS),
+        "responses": config.entry(WHOLE, _RESPONSES),
         "steps": parts.steps_of(ahead),
         "reference": Entry(reference, config.where(_KL)),
         "old_log_probs": Entry(not on_policy, config.where(_ON_POLICY) if on_policy else "computed before training"),
@@ -181,7 +178,7 @@ def _systems(config: Settings, draft: Draft, generation: _Generation, *, over_no
         return
     rule = {
         "rollout_gpus": generation.gpus,
-        "max_trajectory_age_steps": config.whole(_AGE, 0),
+        "max_trajectory_age_steps": config.need(COUNT, _AGE),
         "in_flight_weight_updates": config.flag(_IN_FLIGHT),
         "updated_kv": "recompute" if config.flag(_RECOMPUTE_KV) else "keep",
     }
@@ -200,20 +197,20 @@ def _weight_sync(config: Settings, *, apart: bool) -> Entry:
 def _missing(config: Settings) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     found = unlike(config, UNLIKE)
-    if config.get(PRECISION) == "fp8":
+    if config.get(TEXT, PRECISION) == "fp8":
         found += unlike(config, FP8_VARIANTS)
-    recipe = config.get(FP8_RECIPE)
+    recipe = config.get(TEXT, FP8_RECIPE)
     if config.flag(FP8) and recipe not in FP8_RECIPES:
         found.append(f"{config.where(FP8)}, {config.where(FP8_RECIPE)} = {recipe}: here in bf16")
     for key in PRECISIONS:
-        value = config.get(key)
+        value = config.get(TEXT, key)
         if value not in (None, "bfloat16", "auto"):
             found.append(f"{config.where(key)} = {value}: here in bf16")
     factor = GRPO + "batch_multiplier"
-    if config.flag(_FILTER) and config.number(factor) != 1:
-        found.append(f"{config.where(factor)} = {config.get(factor)}: so many times the prompts are generated at a "
+    if config.flag(_FILTER) and (times := config.need(NUMBER, factor)) != 1:
+        found.append(f"{config.where(factor)} = {times}: so many times the prompts are generated at a "
                      "time; here a step begins with its own and launches what is lacking")  # fmt: skip
-    often = [key for key in BETWEEN_STEPS if (config.get(key) or -1) > 0]
+    often = [key for key in BETWEEN_STEPS if (config.get(INTEGER, key) or -1) > 0]
     if config.flag(SAVES):
         often.append(SAVE_PERIOD)
     if often:

@@ -6,7 +6,7 @@ import math
 
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import joined, recompute
-from rlsim.init.settings import Settings
+from rlsim.init.settings import TEXT, WHOLE, Settings
 from rlsim.nemo.defaults import (
     COLOCATED,
     DTENSOR,
@@ -28,7 +28,7 @@ def add_training(config: Settings, draft: Draft, *, apart: bool, has_experts: bo
     """Degrees, micro-batches and switches of training; with generation on its GPUs its states make room for it."""
     megatron = config.flag(MEGATRON + "enabled")
     entries = {"backend": Entry("megatron" if megatron else "fsdp", config.where(MEGATRON + "enabled"))}
-    recipe = config.get(FP8_RECIPE)
+    recipe = config.get(TEXT, FP8_RECIPE)
     if megatron and config.flag(FP8) and recipe in FP8_RECIPES:
         entries["precision"] = Entry(FP8_RECIPES[recipe], joined(config.where(FP8), config.where(FP8_RECIPE)))
     degrees = (
@@ -39,7 +39,7 @@ def add_training(config: Settings, draft: Draft, *, apart: bool, has_experts: bo
     degrees["cp"] = (MEGATRON if megatron else DTENSOR) + "context_parallel_size"
     for name, key in degrees.items():
         if config.whole(key) > 1 or megatron:
-            entries[name] = Entry(config.whole(key), config.where(key))
+            entries[name] = config.entry(WHOLE, key)
     _add_experts(config, entries, megatron, has_experts)
     sharded = MEGATRON + "optimizer.use_distributed_optimizer"
     reduced = MEGATRON + "distributed_data_parallel_config.grad_reduce_in_fp32"
@@ -87,5 +87,5 @@ def _micro_batch(config: Settings, kind: str) -> tuple[str, Entry]:
     for section in (_PACKING, _DYNAMIC):
         if config.flag(section + "enabled"):
             key = f"{section}{kind}_mb_tokens"
-            return "tokens", Entry(config.whole(key), config.where(key))
-    return "sequences", Entry(config.whole(_SEQUENCES[kind]), config.where(_SEQUENCES[kind]))
+            return "tokens", config.entry(WHOLE, key)
+    return "sequences", config.entry(WHOLE, _SEQUENCES[kind])

@@ -327,7 +327,7 @@ class OpenGeneration(RolloutControl):
             state.flow.deliver(call.name, state.trained_on())
         state.flow.close(call.name)
         state.flow.close(BATCH)
-        self._note(step, state)
+        self._outcome.rollouts.append(self._note(step, state))
 
     def _awaited(self, step: int) -> set[int]:
         """Prompts under way that a step keeps places for."""
@@ -387,37 +387,34 @@ class OpenGeneration(RolloutControl):
 
     # ---- what is written down ---------------------------------------------------------------------------------------
 
-    def _note(self, step: int, state: StepState) -> None:
-        """Write down what happened until a step had its batch, and give it what was dropped meanwhile."""
-        rollout, switches = self._rollout, self._rollout.switches
-        discarded, self._discarded, self._uncounted = self._discarded, [], 0
-        for group in discarded:
+    def _note(self, step: int, state: StepState) -> RolloutSummary:
+        """What happened since the last step had its batch; the step is given what was dropped meanwhile."""
+        rollout = self._rollout
+        for group in self._discarded:
             state.requests += group.requests
         counted = ("preemptions", "hit_tokens", "loaded_tokens")
         counts = [sum(map(attrgetter(of), rollout.replicas)) for of in counted]
-        so_far = [self._ids, self._dropped, *counts, len(switches)]
+        so_far = [self._ids, self._dropped, *counts, len(rollout.switches)]
         launched, dropped, preemptions, hits, loaded, _ = (
             now - before for now, before in zip(so_far, self._noted, strict=True)
         )
         self._note_switches(step)
         self._noted = so_far
-        peak = max(replica.peak_tokens for replica in rollout.replicas)
         settled = Settled("", launched, dropped, self._relaunched, stale=self._stale)
-        self._relaunched = self._stale = 0
-        lent_gpu_s, self._lent_gpu_s = self._lent_gpu_s, 0.0
         summary = RolloutSummary(
             step,
             self._what.initial_tp,
             preemptions,
-            peak,
+            max(replica.take_peak() for replica in rollout.replicas),
             settled,
             len(self._queue) + len(self._again),
-            lent_gpu_s,
+            self._lent_gpu_s,
             hits,
             loaded,
             self._borrowing.settle() if self._borrowing else 0.0,
         )
-        self._outcome.rollouts.append(summary)
+        self._discarded, self._uncounted, self._relaunched, self._stale, self._lent_gpu_s = [], 0, 0, 0, 0.0
+        return summary
 
     def _note_switches(self, step: int) -> None:
         for at, node, from_tp, to_tp, time in self._rollout.switches[self._noted[-1] :]:
@@ -427,12 +424,15 @@ class OpenGeneration(RolloutControl):
 
     def end(self, state: StepState) -> None:
         """The run is over: its last step has all that is in flight, to go on in a step that does not come."""
-        self._note_switches(len(self._outcome.step_ends) - 1)
         self._rollout.break_off()
         if self._judge:
             self._judge.break_off()
+        self._lent_gpu_s += sum(self._env.now - at for at in self._lent_at.values())
+        rest = self._note(len(self._outcome.step_ends) - 1, state)
         left = [*self._groups.values(), *self._ready_now, *(group for _, group in self._queue)]
         requests = sorted((r for group in left for r in group.requests), key=attrgetter("id"))
-        state.requests += requests + [r for group in self._discarded for r in group.requests]
+        state.requests += requests
         state.paused = frozenset(request.id for request in requests)
+        rest = rest._replace(settled=rest.settled._replace(paused=len(requests)))
+        self._outcome.rollouts[-1] = self._outcome.rollouts[-1].with_rest(rest)
         self._rollout.close()

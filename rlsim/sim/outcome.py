@@ -55,6 +55,17 @@ class RolloutSummary(NamedTuple):
     kv_loaded_tokens: int = 0  # of these, that came from host memory
     borrowed_gpu_s: float = 0.0  # GPU time that generation had on GPUs of training
 
+    def with_rest(self, rest: RolloutSummary) -> RolloutSummary:
+        """This, and what happened from when the last step had its batch to the end of the run."""
+        counts = {name: getattr(self.settled, name) + getattr(rest.settled, name) for name in _SETTLED}
+        sums = {name: getattr(self, name) + getattr(rest, name) for name in _SUMS}
+        peak = max(self.peak_kv_tokens, rest.peak_kv_tokens)
+        return self._replace(settled=self.settled._replace(**counts), peak_kv_tokens=peak, **sums)
+
+
+_SETTLED = ("launched", "dropped", "put_back", "paused", "stale")
+_SUMS = ("preemptions", "released_gpu_s", "prefix_hit_tokens", "kv_loaded_tokens", "borrowed_gpu_s")
+
 
 @dataclass
 class Outcome:

@@ -230,6 +230,11 @@ class Replica:
         """Whether no request is here."""
         return not (self._batch.size or self._arrivals or self._scheduler.size)
 
+    def take_peak(self) -> int:
+        """Most KV tokens that were here since this was asked last; from now on, since now."""
+        peak, self.peak_tokens = self.peak_tokens, self._scheduler.kv_tokens
+        return peak
+
     @property
     def preemptions(self) -> int:
         """How often a request has been preempted here."""

@@ -11,6 +11,7 @@ from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import Options, System, add_cluster, joined
+from rlsim.init.settings import COUNT, FLAG, NUMBER, SHARE, TEXT
 from rlsim.verl.defaults import ACTOR, ROLLOUT
 from rlsim.verl.overrides import GPUS_PER_NODE, NODES
 from rlsim.verl.settings import VerlSettings
@@ -98,13 +99,13 @@ def apart_of(config: VerlSettings) -> Apart | None:
     The batch of a step is set to what a fully asynchronous run trains on between two syncs. Raises `ConfigError` for
     asynchronous training that is not simulated.
     """
-    separate_v1 = config.given.get(_MODE) == "separate_async"
+    separate_v1 = config.told(TEXT, _MODE) == "separate_async"
     if separate_v1:
         _as_fully_async(config)
     fully = config.has(ASYNC.removesuffix(".")) or config.is_given("rollout.total_rollout_steps")
-    separate = config.given.get("actor_rollout_ref.hybrid_engine") is False or config.is_given(_ROLLOUT_NODES[0])
-    separate = separate or bool(config.given.get(_ROLLOUT_NODES[1]))
-    if config.given.get(_MODE) == "colocate_async" or _resumes(config):
+    separate = config.told(FLAG, "actor_rollout_ref.hybrid_engine") is False or config.is_given(_ROLLOUT_NODES[0])
+    separate = separate or bool(config.told(COUNT, _ROLLOUT_NODES[1]))
+    if config.told(TEXT, _MODE) == "colocate_async" or _resumes(config):
         return None
     if fully and not separate:
         key = next(key for key in (*config.given, *config.doubts) if key.startswith((ASYNC, "rollout.")))
@@ -131,7 +132,7 @@ def _as_fully_async(config: VerlSettings) -> None:
     warmup = _WARMUP["separate_async"]
     config.default |= {_SYNC_STEP: 4, warmup: 1}
     for theirs, ours in ((_SYNC_STEP, _TRIGGER), (warmup, _THRESHOLD)):
-        config.put({ours: config.whole(theirs, 0)}, config.where(theirs))
+        config.put({ours: config.need(COUNT, theirs)}, config.where(theirs))
     config.put({_PARTIAL: True}, f"{_MODE} ({config.origin[_MODE]})")
 
 
@@ -141,15 +142,15 @@ def _resumes(config: VerlSettings) -> bool:
     return (
         keys == [_PARTIAL]
         and config.flag(_PARTIAL)
-        and config.given.get("actor_rollout_ref.hybrid_engine") is not False
+        and config.told(FLAG, "actor_rollout_ref.hybrid_engine") is not False
     )
 
 
 def colocated_of(config: VerlSettings) -> System | None:
     """The system that trains where it generates and resumes what a step leaves unfinished; None if none does."""
-    if config.given.get(_MODE) == "colocate_async":
+    if config.told(TEXT, _MODE) == "colocate_async":
         config.default[_WARMUP["colocate_async"]] = 1
-        return "colocated_async", {"active": 1 + config.whole(_WARMUP["colocate_async"], 0)}
+        return "colocated_async", {"active": 1 + config.need(COUNT, _WARMUP["colocate_async"])}
     return ("colocated_async", {"active": 2}) if _resumes(config) else None
 
 
@@ -159,7 +160,7 @@ def add_one_batch(config: VerlSettings, draft: Draft, responses: int, replicas: 
     if not _resumes(config) or not isinstance(entries, dict):
         return
     under_way = math.ceil(responses / replicas)
-    if under_way < config.get(ROLLOUT + "max_num_seqs"):
+    if under_way < config.whole(ROLLOUT + "max_num_seqs"):
         said = f"{config.where(_PARTIAL)}: one batch is under way"
         entries["max_num_seqs"] = Entry(under_way, f"{said}, on {replicas} replicas")
         draft.notes.append(f"{said}: max_num_seqs = {under_way} with the TP that is configured, of other replicas than "
@@ -189,34 +190,34 @@ def parameters(config: VerlSettings, apart: Apart) -> dict[str, Any]:
         return common
     return {
         **common,
-        "staleness_threshold": config.number(_THRESHOLD),
+        "staleness_threshold": config.need(NUMBER, _THRESHOLD),
         "trigger_parameter_sync_step": config.whole(_TRIGGER),
         "partial_rollout": config.flag(_PARTIAL),
-        "per_replica": None if config.given.get(_MODE) == "separate_async" else config.whole(_CONCURRENT),
+        "per_replica": None if config.told(TEXT, _MODE) == "separate_async" else config.whole(_CONCURRENT),
         "recompute_log_probs": recomputes(config),
     }
 
 
 def parts_beside(config: VerlSettings, apart: Apart) -> list[Any]:
     """Further parts of the system: whether GPUs of training generate while they would wait."""
-    if apart.policy != "verl_fully_async" or not (config.given.get(_SWITCH) or config.given.get(_DYNAMIC)):
+    if apart.policy != "verl_fully_async" or not (config.flag(_SWITCH) or config.flag(_DYNAMIC)):
         return []
     if not config.is_given(_UNTIL):
         return ["hybrid_rollout"]
-    return [{"hybrid_rollout": {"until": config.share(_UNTIL)}}]
+    return [{"hybrid_rollout": {"until": config.need(SHARE, _UNTIL)}}]
 
 
 def ahead(config: VerlSettings, apart: Apart | None) -> int:
     """Steps that generation may be ahead of training."""
     if apart is None:
         return 0 if colocated_of(config) is None else 1
-    return 1 if apart.policy == "one_step_off" else math.ceil(config.number(_THRESHOLD))
+    return 1 if apart.policy == "one_step_off" else math.ceil(config.need(NUMBER, _THRESHOLD))
 
 
 def recomputes(config: VerlSettings) -> bool:
     """Whether training computes the old policy's log-probs; releases have several switches for it."""
-    uses = all(config.told(key) is not False for key in _USES_ROLLOUT)
-    return not uses or bool(config.get(_PROXIMAL)) or config.get(_BYPASS) is False
+    uses = all(config.told(FLAG, key) is not False for key in _USES_ROLLOUT)
+    return not uses or config.flag(_PROXIMAL) or not config.get(FLAG, _BYPASS)
 
 
 def said_of(config: VerlSettings, apart: Apart) -> str:
@@ -230,9 +231,9 @@ def missing(config: VerlSettings, apart: Apart) -> list[str]:
     """What the recipe does that the experiment has not."""
     found = []
     if apart.policy == "verl_fully_async":
-        if config.given.get(_SWITCH) and config.given.get(_ADAPTS) is not False:
+        if config.flag(_SWITCH) and config.told(FLAG, _ADAPTS) is not False:
             found.append(f"{config.where(_ADAPTS)}: the share at which GPUs of training go back adapts: here it stays")
-        if config.given.get(_DROPPED[0]) and config.given.get(_DROPPED[1]) == "drop":
+        if config.told(COUNT, _DROPPED[0]) and config.told(TEXT, _DROPPED[1]) == "drop":
             found.append(f"{config.where(_DROPPED[0])}: staler responses are dropped: here all are trained on")
     if apart.shares_nodes and apart.rollout[0] > 1:
         found.append(f"{apart.where}: every node has GPUs of both sides; here generation has the first GPUs of all")

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlsim.errors import ConfigError
 from rlsim.init.interpolation import interpolate, parsed
 from rlsim.init.settings import Unknown
-from rlsim.reading import read_yaml
+from rlsim.reading import exists, read_yaml
 from rlsim.verl.defaults import defaults, release
 from rlsim.verl.engines import settle_engine
 from rlsim.verl.log import logged_config
@@ -55,7 +55,7 @@ def _sorted(sources: Sequence[str]) -> tuple[list[Path], list[Override], dict[st
     """Files, overrides, and variables of scripts."""
     files, overrides, variables = list[Path](), list[Override](), {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
     for text in sources:
-        if Path(text).exists():
+        if exists(Path(text)):
             files.append(_file(Path(text)))
         elif override := parse_override(text):
             overrides.append(override)

@@ -82,23 +82,15 @@ def _of(value: Any, version: str) -> Any:
     return value[since[-1]]
 
 
-#: Whole numbers from 1 that have no default.
-WITHOUT_DEFAULT = dict.fromkeys(
-    (
-        ACTOR + "fsdp_config.ulysses_sequence_parallel_size",
-        ACTOR + "ppo_micro_batch_size_per_gpu",
-        ACTOR + "ppo_micro_batch_size",
-        ROLLOUT + "log_prob_micro_batch_size_per_gpu",
-        ROLLOUT + "log_prob_max_token_len_per_gpu",
-        ROLLOUT + "response_length",
-    ),
-    1,
+#: Keys that have no default.
+WITHOUT_DEFAULT = (
+    ACTOR + "fsdp_config.ulysses_sequence_parallel_size",
+    ACTOR + "ppo_micro_batch_size_per_gpu",
+    ACTOR + "ppo_micro_batch_size",
+    ROLLOUT + "log_prob_micro_batch_size_per_gpu",
+    ROLLOUT + "log_prob_max_token_len_per_gpu",
+    ROLLOUT + "response_length",
 )
-#: Key -> a value of the kind that it takes.
-KINDS: dict[str, Any] = {
-    **{key: _of(value, VERSIONS[0]) for key, value in (*_COMMON.items(), *_MEGATRON.items())},
-    **WITHOUT_DEFAULT,
-}
 
 
 def release(version: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from rlsim.init.settings import TEXT
 from rlsim.verl.defaults import ACTOR, MODEL
 from rlsim.verl.settings import STRATEGY, VerlSettings
 
@@ -59,9 +60,10 @@ def settle_engine(config: VerlSettings) -> None:
     degrees = next((key for key in config.given if _MEGATRON_DEGREE.fullmatch(key)), None)
     if degrees is not None and STRATEGY not in config.given and STRATEGY not in config.doubts:
         config.given[STRATEGY], config.origin[STRATEGY] = "megatron", config.origin[degrees]
-    if config.given.get(STRATEGY) not in _ENGINES:
+    chosen = config.told(TEXT, STRATEGY) or ""
+    if chosen not in _ENGINES:
         return
-    title, keys = _ENGINES[config.given[STRATEGY]]
+    title, keys = _ENGINES[chosen]
     config.notes.append(f"{config.where(STRATEGY)}: {title} shards as FSDP2 does, as which it is simulated")
     config.given[STRATEGY] = "fsdp2"
     for theirs, ours in keys.items():

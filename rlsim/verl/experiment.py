@@ -14,6 +14,7 @@ from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import find_model
 from rlsim.init.parts import Options, joined
+from rlsim.init.settings import ANYTHING, FLAG, TEXT, WHOLE
 from rlsim.models import Model
 from rlsim.trace.metrics import METRICS
 from rlsim.verl import asynchronous, notes
@@ -62,7 +63,6 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     config = read_config(sources, version)
     config.check_keys((*config.default, *_MORE_KEYS, *notes.KEYS, *asynchronous.KEYS))
     apart = asynchronous.apart_of(config)
-    config.check_values()
     draft = Draft({}, missing=notes.missing(config), notes=list(config.notes))
     if apart is not None:
         draft.missing += asynchronous.missing(config, apart)
@@ -75,7 +75,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     _models(config, draft, options)
     add_engine(config, draft, settings, measured=options.calibration is not None)
     dp_key = ROLLOUT + "data_parallel_size" if notes.experts_apart(config) else ""
-    if actor.quantised_parameters and str(config.told(_MODEL)).lower().rstrip("/").endswith("-bf16"):
+    if actor.quantised_parameters and str(config.told(TEXT, _MODEL)).lower().rstrip("/").endswith("-bf16"):
         draft.entries["engine"] |= {"precision": Entry("bf16", config.where(_MODEL))}  # type: ignore[operator]
     replica = parts.add_replica(config, draft, settings.rollout_tp, notes.EXPERTS, notes.STAGES, dp_key)
     add_training(config, draft, settings)
@@ -86,17 +86,17 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
         draft, Entry(settings.memory_utilization, config.where(share)), options.folder, apart=apart is not None
     )
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
-    named = config.given.get("trainer.experiment_name")
+    named = config.told(ANYTHING, "trainer.experiment_name")
     return parts.finish(config, draft, options, sources, named, config.name)
 
 
 def _cluster(config: VerlSettings, draft: Draft, options: Options) -> Cluster:
     keys, named = (NODES, GPUS_PER_NODE), options.cluster
     if named is None:
-        nodes, per_node = (config.get(key) for key in keys)
+        nodes, per_node = map(config.whole, keys)
         return parts.add_cluster(draft, options, nodes, per_node, joined(*map(config.where, keys)))
     found = load_cluster(named)
-    told = [config.given.get(key) for key in keys]
+    told = [config.told(WHOLE, key) if config.is_given(key) else None for key in keys]
     for key, said, has in zip(keys, told, (found.nodes, found.gpus_per_node), strict=True):
         if said is not None and said != has:
             raise ConfigError(f"{config.origin[key]}: {key} is {said}, cluster {found.name} has {has}")
@@ -109,7 +109,7 @@ def _cluster(config: VerlSettings, draft: Draft, options: Options) -> Cluster:
 
 def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apart | None) -> RunSettings:
     """The configuration as `rlsim calibrate from-run` reads it."""
-    strategy, tp = config.get(STRATEGY), config.get(TP)
+    strategy, tp = config.text(STRATEGY), config.whole(TP)
     rollout = apart.rollout if apart else (machines.gpus // machines.domain_gpus, machines.domain_gpus)
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ConfigError(f"{config.where(STRATEGY)}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
@@ -122,20 +122,20 @@ def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apar
         )
     for doubtful in config.doubts:
         if doubtful in config.default:
-            config.get(doubtful)  # which says what is missing
+            config.get(ANYTHING, doubtful)  # which says what is missing
     no_steps = pd.DataFrame(columns=["line", *METRICS], dtype=float)
     log = VerlLog(Path(config.name or "the configuration"), no_steps, (), config)
     try:
         return settings_of(log, apart.trainers(machines) if apart else machines, rollout=rollout)
     except ConfigError as error:
-        if not config.given.get(DEGREES[2]):
+        if not config.is_given(DEGREES[2]):
             raise
-        cut = "" if config.given.get(DEGREES[3]) else f"; without {DEGREES[3]} Megatron cuts an expert over TP"
+        cut = "" if config.is_given(DEGREES[3]) else f"; without {DEGREES[3]} Megatron cuts an expert over TP"
         raise ConfigError(f"{config.where(DEGREES[2])}: {error}{cut}") from None
 
 
 def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
-    path = options.model or config.get(_MODEL)
+    path = options.model or config.get(TEXT, _MODEL)
     if path is None and not config.has("actor_rollout_ref"):
         raise ConfigError(
             f"{config.name or 'the configuration'}: no setting of actor_rollout_ref: supervised fine-tuning and "
@@ -143,12 +143,12 @@ def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
         )
     if path is None:
         raise ConfigError(f"the configuration names no model ({_MODEL}): give --model")
-    return parts.add_model(draft, options, str(path), config.where(_MODEL))
+    return parts.add_model(draft, options, path, config.where(_MODEL))
 
 
 def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options: Options) -> None:
     key = ROLLOUT + "name"
-    engine = Entry(config.get(key), config.where(key))
+    engine = Entry(config.get(TEXT, key), config.where(key))
     if engine.value is None:
         engine = Entry("vllm", "assumed")
         if options.calibration is None:
@@ -157,14 +157,13 @@ def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options:
 
 
 def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettings, options: Options) -> None:
-    filters = FILTER if config.get(FILTER) else ""
+    filters = FILTER if config.flag(FILTER) else ""
     cap = Entry(settings.cap, config.where("data.max_response_length", ROLLOUT + "response_length"))
-    key = "data.max_prompt_length"
-    parts.add_trace(draft, options, actor, cap, filters, Entry(config.get(key), config.where(key)))
+    parts.add_trace(draft, options, actor, cap, filters, config.entry(WHOLE, "data.max_prompt_length"))
 
 
 def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:
-    estimator, critic = str(config.get(_ESTIMATOR)), config.given.get("critic.enable")
+    estimator, critic = config.text(_ESTIMATOR), config.told(FLAG, "critic.enable")
     if estimator not in _ALGORITHMS:
         raise ConfigError(f"{config.where(_ESTIMATOR)}: {unknown_name('advantage estimator', estimator, _ALGORITHMS)}")
     algorithm = _ALGORITHMS[estimator]
@@ -173,11 +172,11 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
                           "no algorithm of rlsim has these calls; write it as workflow.algorithm: custom")  # fmt: skip
     same_calls = "" if estimator in (algorithm, "gae") else f"{estimator} has the calls of {algorithm}"
     kl_keys = (ACTOR + "use_kl_loss", "algorithm.use_kl_in_reward")
-    on = [key for key in kl_keys if config.get(key)]
+    on = [key for key in kl_keys if config.flag(key)]
     with_reference = " and ".join(map(config.where, on)) or "no KL term: " + " and ".join(map(config.where, kl_keys))
     bypass_key = "algorithm.rollout_correction.bypass_mode"
     fully = apart is not None and apart.policy == "verl_fully_async"
-    bypass = not asynchronous.recomputes(config) if fully else bool(config.get(bypass_key))
+    bypass = not asynchronous.recomputes(config) if fully else config.flag(bypass_key)
     workflow = {
         "algorithm": Entry(algorithm, joined(config.where(_ESTIMATOR), same_calls)),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
@@ -187,7 +186,7 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
     scored = draft.entries["workflow"]["reward"]  # type: ignore[index]  # of `add_trace`
-    if config.given.get(REWARD_ASYNC):
+    if config.told(FLAG, REWARD_ASYNC):
         scored = Entry(
             {"order": "beside_log_probs", **scored.value}, joined(scored.comment, config.where(REWARD_ASYNC))
         )
@@ -197,23 +196,23 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
 def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
     """The shapes of the critic, unless it is the actor's, and of a reward model."""
     models, folder, reward_model = dict[str, Entry](), options.folder, options.reward_model
-    if _ALGORITHMS[str(config.get(_ESTIMATOR))] == "ppo" and config.is_given(_CRITIC):
-        path, actor = str(config.get(_CRITIC)), draft.data()["model"]
+    if _ALGORITHMS[config.text(_ESTIMATOR)] == "ppo" and config.is_given(_CRITIC):
+        path, actor = config.text(_CRITIC), draft.data()["model"]
         try:
             chosen, said = find_model(path, folder)
         except RlsimError:
             chosen, said = actor, ""
-            if path != config.given.get(_MODEL):
+            if path != config.told(TEXT, _MODEL):
                 draft.notes.append(f"{config.where(_CRITIC)}: the shape of {path} is not known; the critic is taken to "
                                    "be like the actor")  # fmt: skip
         if chosen != actor:
             models["critic"] = Entry(chosen, joined(config.where(_CRITIC), said))
     for switch, path_key in _REWARD_MODEL.items():
-        if config.given.get(switch):
-            path = reward_model or config.get(path_key)
-            if path is None:
+        if config.told(FLAG, switch):
+            named = reward_model or config.get(TEXT, path_key)
+            if named is None:
                 raise ConfigError(f"{config.where(switch)}: but {path_key} names no model: give --reward-model")
-            chosen, said = find_model(str(path), folder, option="--reward-model")
+            chosen, said = find_model(named, folder, option="--reward-model")
             models["reward"] = Entry(chosen, joined("--reward-model" if reward_model else config.where(path_key), said))
             draft.entries["workflow"]["reward"] = Entry({}, config.where(switch))  # type: ignore[index]
             draft.notes.append("the reward model reads each response once, on the GPUs of the other calls")
@@ -223,10 +222,10 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
 
 def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool) -> None:
     more, mode = list[Any](), ROLLOUT + "mode"
-    if config.get(FILTER):
+    if config.flag(FILTER):
         more = ["dynamic_sampling"]
         draft.notes.append(f"{config.where(FILTER)}: dynamic_sampling in every system")
-    if config.get(mode) == "async" or apart:
+    if config.get(TEXT, mode) == "async" or apart:
         where = f"{config.where(mode)}: each request goes to the server with fewest"
         draft.entries["routing"] = Entry("round_robin", where)
     if apart is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlsim.init.settings import ANYTHING, INTEGER, TEXT, WHOLE
 from rlsim.init.unlike import Table, unlike
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.settings import VerlSettings
@@ -70,33 +71,33 @@ KEYS = (
 
 def experts_apart(config: VerlSettings) -> bool:
     """Whether generation deals whole experts to the GPUs of TP and DP together."""
-    return int(config.get(EXPERTS) or 1) > 1
+    return (config.get(WHOLE, EXPERTS) or 1) > 1
 
 
 def missing(config: VerlSettings) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
-    found, given = list[str](), config.given.get
+    found = list[str]()
     elsewhere = {key for key, _, _ in _UNLIKE if key.startswith(ACTOR + "megatron.") and not config.megatron}
     if config.megatron:  # which has a key of its own
         elsewhere.add(MODEL + "use_remove_padding")
     found += unlike(config, [row for row in _UNLIKE if row[0] not in elsewhere])
-    if not experts_apart(config) and (config.get(_GROUPS) or 1) > 1:
+    if not experts_apart(config) and (config.get(WHOLE, _GROUPS) or 1) > 1:
         found.append(f"{config.where(_GROUPS)}: data parallelism inside an engine: here replicas are apart")
     for keys, what in ((_SANDBOX, "a sandbox"), (_SCORING, "a function of yours")):
-        key = next((key for key in keys if given(key)), "")
+        key = next((key for key in keys if config.told(ANYTHING, key)), "")
         if key:
             found.append(f"{config.where(key)}: scores come from {what}; how long that takes is in workflow.reward")
             break
-    generated, trained = given(_GENERATED), config.get("data.train_batch_size")
+    generated, trained = config.told(WHOLE, _GENERATED), config.get(WHOLE, "data.train_batch_size")
     if generated and generated != trained:
         found.append(
             f"{config.where(_GENERATED)} = {generated}: prompts are generated {generated} at a time; here a step "
             f"begins with {trained} and launches what is lacking"
         )
-    often = [key for key in _BETWEEN_STEPS if given(key) not in (None, -1, 0)]
+    often = [key for key in _BETWEEN_STEPS if config.told(INTEGER, key) not in (None, -1, 0)]
     if often:
         found.append(f"{' and '.join(config.where(key) for key in often)}: validation and checkpoints between steps")
-    mini = given(_CRITIC)
-    if mini and config.get("algorithm.adv_estimator") == "gae" and mini != config.get(ACTOR + "ppo_mini_batch_size"):
+    mini, actors = config.told(WHOLE, _CRITIC), config.get(WHOLE, ACTOR + "ppo_mini_batch_size")
+    if mini and config.get(TEXT, "algorithm.adv_estimator") == "gae" and mini != actors:
         found.append(f"{config.where(_CRITIC)} = {mini}: the critic is trained as the actor is")
     return found

@@ -13,6 +13,7 @@ from rlsim.cost.strategy import GradientType, Recompute, TrainStrategy, logits_o
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, Gpu
 from rlsim.init.engines import own_limits
+from rlsim.init.settings import FLAG, SHARE, TEXT, WHOLE, Kind
 from rlsim.schema import Schema, validate
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Tokens
@@ -86,19 +87,12 @@ class _Finder:
                 f"{self._path}: the log does not say: {'; '.join(self.missing)}. Give the options{self._otherwise}"
             )
 
-    def logged(self, *keys: str) -> Any:
-        """The value of the first of these keys that has one. Raises `CalibrationError` for one of another kind."""
-        for key in keys:
-            value = self.config.told(key)
-            if value is None:
-                continue
-            if problem := self.config.problem(key):
-                raise CalibrationError(f"{self._path}: the configuration's {problem}")
-            return value
-        return None
+    def logged(self, kind: Kind[T], *keys: str) -> T | None:
+        """The value of the first of these keys that has one. Raises `ConfigError` for one of another kind."""
+        return next((value for key in keys if (value := self.config.told(kind, key)) is not None), None)
 
-    def pick(self, what: str, given: T | None, *keys: str) -> T | None:
-        return self.prefer(what, given, self.logged(*keys))
+    def pick(self, what: str, given: T | None, kind: Kind[T], *keys: str) -> T | None:
+        return self.prefer(what, given, self.logged(kind, *keys))
 
     def prefer(self, what: str, given: T | None, logged: T | None) -> T | None:
         if given is None:
@@ -133,27 +127,27 @@ def settings_of(
     _check_gpus(log, cluster, find)
     prompts, responses = _batch(log, prompts, responses, find)
     cap = _cap(cap, find)
-    rollout_tp = find.pick("the rollout's TP", rollout_tp, ROLLOUT + "tensor_model_parallel_size")
+    rollout_tp = find.pick("the rollout's TP", rollout_tp, WHOLE, ROLLOUT + "tensor_model_parallel_size")
     if rollout_tp is None:
         find.missing.append("the rollout's TP (--tp)")
     find.check()
     rollout_tp = rollout_tp or 1
     if problem := replica_problem(rollout_tp, *(rollout or (cluster.gpus // cluster.domain_gpus, cluster.domain_gpus))):
         raise CalibrationError(f"the rollout's TP {rollout_tp} {problem}")
-    logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(STRATEGY)))
+    logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(TEXT, STRATEGY)))
     backend = find.prefer("backend", backend, logged) or "fsdp"
     strategies = _strategies(given, backend, cluster, find)
-    mini = find.logged(ACTOR + "ppo_mini_batch_size")
-    if find.logged(ROLLOUT + "enforce_eager"):
+    mini = find.logged(WHOLE, ACTOR + "ppo_mini_batch_size")
+    if find.logged(FLAG, ROLLOUT + "enforce_eager"):
         find.notes.append(
             "the engine ran without CUDA graphs (enforce_eager): the host time holds the launching of every kernel"
         )
-    share = find.pick("memory_utilization", memory_utilization, ROLLOUT + "gpu_memory_utilization")
+    share = find.pick("memory_utilization", memory_utilization, SHARE, ROLLOUT + "gpu_memory_utilization")
     return RunSettings(
         prompts=prompts, responses=responses, cap=cap, rollout_tp=rollout_tp, backend=backend,
         train=strategies[0], inference=strategies[1],
         mini_batches=find.prefer("mini_batches", given.mini_batches, math.ceil(prompts / mini) if mini else None) or 1,
-        epochs=find.pick("epochs", given.epochs, ACTOR + "ppo_epochs") or 1,
+        epochs=find.pick("epochs", given.epochs, WHOLE, ACTOR + "ppo_epochs") or 1,
         engine=_engine(engine or {}, find, cluster.gpu), memory_utilization=share or 0.9, notes=tuple(find.notes),
     )  # fmt: skip
 
@@ -181,7 +175,7 @@ def batch_of(
 
 
 def _cap(cap: int | None, find: _Finder) -> int:
-    cap = find.pick("cap", cap, "data.max_response_length", ROLLOUT + "response_length")
+    cap = find.pick("cap", cap, WHOLE, "data.max_response_length", ROLLOUT + "response_length")
     if cap is None:
         find.missing.append("the cap of a response (--cap; veRL's data.max_response_length)")
     return cap or 0
@@ -191,7 +185,7 @@ def _check_gpus(log: VerlLog, cluster: Cluster, find: _Finder) -> None:
     """veRL's throughput is tokens per second and GPU, which gives the number of GPUs away."""
     steps = log.steps
     gpus = (steps.total_tokens / steps.step_s / steps.throughput).median()
-    nodes, per_node = find.logged("trainer.nnodes"), find.logged("trainer.n_gpus_per_node")
+    nodes, per_node = (find.logged(WHOLE, key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node"))
     told = nodes * per_node if nodes and per_node else None
     if told is not None and told != cluster.gpus:
         raise CalibrationError(f"{log.path}: the run had {told} GPUs (trainer.nnodes × n_gpus_per_node), cluster "
@@ -207,8 +201,8 @@ def _batch(log: VerlLog, prompts: int | None, responses: int | None, find: _Find
     """Prompts and responses per prompt; all tokens over the mean length say how many sequences there were."""
     steps = log.steps
     counted = (steps.total_tokens / (steps.prompt_mean + steps.response_mean)).median()
-    prompts = find.pick("prompts", prompts, "data.train_batch_size")
-    responses = find.pick("responses", responses, ROLLOUT + "n")
+    prompts = find.pick("prompts", prompts, WHOLE, "data.train_batch_size")
+    responses = find.pick("responses", responses, WHOLE, ROLLOUT + "n")
     known = not math.isnan(counted)
     if prompts is None and responses is None and known:
         find.notes.append(
@@ -234,19 +228,19 @@ def _strategies(
     given: TrainingArguments, backend: str, cluster: Cluster, find: _Finder
 ) -> tuple[TrainStrategy, TrainStrategy]:
     """The strategy of training and that of log-prob passes, which may have other micro-batches."""
-    tp = find.pick("train.tp", given.tp, ACTOR + "megatron.tensor_model_parallel_size") or 1
-    pp = find.pick("train.pp", given.pp, ACTOR + "megatron.pipeline_model_parallel_size") or 1
+    tp = find.pick("train.tp", given.tp, WHOLE, ACTOR + "megatron.tensor_model_parallel_size") or 1
+    pp = find.pick("train.pp", given.pp, WHOLE, ACTOR + "megatron.pipeline_model_parallel_size") or 1
     ulysses = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
     cp_keys = ulysses if backend == "fsdp" else ("megatron.context_parallel_size",)
     # veRL takes either of its two keys for Ulysses: the one that is not left at 1.
-    logged_cp = max((degree for key in cp_keys if (degree := find.logged(ACTOR + key))), default=None)
+    logged_cp = max((degree for key in cp_keys if (degree := find.logged(WHOLE, ACTOR + key))), default=None)
     cp = find.prefer("train.cp", given.cp, logged_cp) or 1
     share = tp * pp * cp
     if cluster.gpus % share:
         raise CalibrationError(f"train: tp × pp × cp = {share} does not divide the {cluster.gpus} GPUs")
     zero = given.zero_stage if given.zero_stage is not None else (3 if backend == "fsdp" else 1)
     expert_keys = [f"{ACTOR}megatron.expert_{kind}_parallel_size" for kind in ("model", "tensor")]
-    logged_ep, logged_cut = map(find.logged, expert_keys)
+    logged_ep, logged_cut = (find.logged(WHOLE, key) for key in expert_keys)
     ep = find.prefer("train.ep", given.ep, logged_ep) or 1
     expert_tp = find.prefer("train.expert_tp", given.expert_tp, logged_cut)
     common: dict[str, Any] = {
@@ -261,7 +255,7 @@ def _strategies(
         "offload": _offload(given, find),
         "sequence_parallel": tp > 1,
         "gradients": _gradients(backend, find),
-        "logits": logits_of(backend, bool(find.logged(MODEL + "use_fused_kernels"))),
+        "logits": logits_of(backend, bool(find.logged(FLAG, MODEL + "use_fused_kernels"))),
     }
     train = _micro_batches(find, "ppo", cp, given.micro_batch_tokens, given.micro_batch_sequences)
     inference = _micro_batches(
@@ -271,7 +265,7 @@ def _strategies(
 
 
 def _recompute(backend: str, find: _Finder) -> Recompute | None:
-    enabled = find.logged(MODEL + "enable_gradient_checkpointing")
+    enabled = find.logged(FLAG, MODEL + "enable_gradient_checkpointing")
     if enabled is None:
         return None
     if not enabled:
@@ -280,21 +274,23 @@ def _recompute(backend: str, find: _Finder) -> Recompute | None:
         return "full"
     # Megatron recomputes only at a granularity; veRL passes these keys on, and nothing if they are empty.
     level = find.logged(
+        TEXT,
         MODEL + "gradient_checkpointing_kwargs.activations_checkpoint_granularity",
         ACTOR + "megatron.override_transformer_config.recompute_granularity",
     )
-    return level if level in ("full", "selective") else "none"
+    return "full" if level == "full" else "selective" if level == "selective" else "none"
 
 
 def _gradients(backend: str, find: _Finder) -> GradientType:
     """fp32, unless FSDP's mixed precision or Megatron's DDP says otherwise."""
-    key = FSDP_REDUCES if backend == "fsdp" else MEGATRON_REDUCES
-    return "bf16" if find.logged(key) in ("bf16", "bfloat16", False) else "fp32"
+    if backend == "fsdp":
+        return "bf16" if find.logged(TEXT, FSDP_REDUCES) in ("bf16", "bfloat16") else "fp32"
+    return "bf16" if find.logged(FLAG, MEGATRON_REDUCES) is False else "fp32"
 
 
 def _offload(given: TrainingArguments, find: _Finder) -> bool:
     kinds = {
-        kind: bool(find.logged(*(f"{ACTOR}{part}.{kind}" for part in ("fsdp_config", "megatron"))))
+        kind: bool(find.logged(FLAG, *(f"{ACTOR}{part}.{kind}" for part in ("fsdp_config", "megatron"))))
         for kind in ("param_offload", "optimizer_offload")
     }
     keys = (*find.config.given, *find.config.default)
@@ -307,7 +303,8 @@ def _offload(given: TrainingArguments, find: _Finder) -> bool:
 
 def _micro_batches(find: _Finder, kind: str, cp: int, tokens: int | None, sequences: int | None) -> dict[str, Any]:
     """Micro-batches of one kind of call: as given, else as configured: a token budget per GPU, or a count."""
-    dynamic, budget, count = (find.logged(key) for key in _MICRO_BATCHES[kind])
+    switch, *sizes = _MICRO_BATCHES[kind]
+    dynamic, (budget, count) = find.logged(FLAG, switch), (find.logged(WHOLE, key) for key in sizes)
     if sequences is not None:
         return {"micro_batch_sequences": sequences}
     if tokens is not None:
@@ -320,12 +317,12 @@ def _micro_batches(find: _Finder, kind: str, cp: int, tokens: int | None, sequen
 def _engine(given: Mapping[str, Any], find: _Finder, gpu: Gpu) -> EngineConfig:
     """Limits as given, else as veRL hands them to its engine; to SGLang it hands on the number of sequences alone."""
     logged = {
-        "max_num_seqs": find.logged(ROLLOUT + "max_num_seqs"),
-        "max_num_batched_tokens": find.logged(ROLLOUT + "max_num_batched_tokens"),
-        "chunked_prefill": find.logged(ROLLOUT + "enable_chunked_prefill"),
-        "enable_prefix_caching": find.logged(ROLLOUT + "enable_prefix_caching"),
+        "max_num_seqs": find.logged(WHOLE, ROLLOUT + "max_num_seqs"),
+        "max_num_batched_tokens": find.logged(WHOLE, ROLLOUT + "max_num_batched_tokens"),
+        "chunked_prefill": find.logged(FLAG, ROLLOUT + "enable_chunked_prefill"),
+        "enable_prefix_caching": find.logged(FLAG, ROLLOUT + "enable_prefix_caching"),
     }
-    if find.logged(ROLLOUT + "name") == "sglang":
+    if find.logged(TEXT, ROLLOUT + "name") == "sglang":
         own = own_limits("sglang", gpu)
         logged |= {limit: own[limit] for limit in ("max_num_batched_tokens", "chunked_prefill")}
     return validate({**{k: v for k, v in logged.items() if v is not None}, **given}, EngineConfig, "engine")

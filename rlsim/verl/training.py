@@ -7,6 +7,7 @@ from typing import Any
 from rlsim.experiment.schema import TrainingSpec
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import add_offloading, add_precision
+from rlsim.init.settings import FLAG, INTEGER, TEXT, WHOLE
 from rlsim.sim.request import EngineConfig
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.engines import DEGREES
@@ -29,7 +30,7 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, mea
         "enable_prefix_caching": "enable_prefix_caching",
     }
     default = EngineConfig()
-    own = "" if config.get(ROLLOUT + "name") != "sglang" else "SGLang's own: veRL does not hand it on"
+    own = "" if config.get(TEXT, ROLLOUT + "name") != "sglang" else "SGLang's own: veRL does not hand it on"
     entries = draft.entries["engine"] = {
         ours: Entry(
             getattr(settings.engine, ours),
@@ -39,9 +40,9 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, mea
         if config.is_given(ROLLOUT + theirs) or getattr(settings.engine, ours) != getattr(default, ours)
     }
     block, eager = f"{ROLLOUT}engine_kwargs.vllm.block_size", ROLLOUT + "enforce_eager"
-    if config.get(block) is not None:
-        entries["page_tokens"] = Entry(config.whole(block), config.where(block))
-    if config.get(eager) and not measured:
+    if config.is_given(block):
+        entries["page_tokens"] = config.entry(WHOLE, block)
+    if config.flag(eager) and not measured:
         entries["graphs"] = Entry(False, f"{config.where(eager)}; launch times of an eager `generate`")
     draft.missing += add_offloading(config, draft, VLLM, SGLANG, settings.rollout_tp)
     draft.missing += add_precision(config, draft, QUANTISED, {"fp8": "fp8_block", True: "fp8_block"}, *KV_TYPES)
@@ -68,9 +69,9 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> N
         add("ep", strategy.ep, ep_key)
     if strategy.expert_tp is not None and strategy.experts_apart:
         add("expert_tp", strategy.expert_tp, expert_key)
-    if megatron and config.get(sharded) is False:
+    if megatron and config.get(FLAG, sharded) is False:
         add("zero_stage", 0, sharded)
-    shard = config.get(ACTOR + "fsdp_config.fsdp_size")
+    shard = config.get(INTEGER, ACTOR + "fsdp_config.fsdp_size")
     if not megatron and shard and 0 < shard < strategy.shards:
         add("shard_gpus", shard, ACTOR + "fsdp_config.fsdp_size")
     if strategy.gradients != default.gradients:
@@ -88,9 +89,9 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> N
         add("fused_kernels", True, MODEL + "use_fused_kernels")
     if strategy.offload != default.offload:
         keys = (f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in _OFFLOADED)
-        add("offload", strategy.offload, *(key for key in keys if config.given.get(key)))
+        add("offload", strategy.offload, *(key for key in keys if config.flag(key)))
     mini_key = ACTOR + "ppo_mini_batch_size"
-    mini, where = config.get(mini_key), config.where(mini_key)
+    mini, where = config.whole(mini_key), config.where(mini_key)
     entries["mini_batches"] = Entry(settings.mini_batches, f"data.train_batch_size / {where}")
     if mini > settings.prompts:
         draft.notes.append(f"{where} = {mini:,} is more than the {settings.prompts:,} prompts of a step, with which "
@@ -98,7 +99,7 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> N
     if settings.epochs != default.epochs:
         add("epochs", settings.epochs, ACTOR + "ppo_epochs")
     draft.entries["training"] = entries
-    if not megatron and config.given.get(REFERENCE_OFFLOAD) and not strategy.offload:
+    if not megatron and config.flag(REFERENCE_OFFLOAD) and not strategy.offload:
         draft.missing.append(f"{config.where(REFERENCE_OFFLOAD)}: the reference's weights stay on the GPUs here")
 
 
@@ -106,9 +107,9 @@ def _micro_batch(config: VerlSettings, draft: Draft, settings: RunSettings) -> t
     """A micro-batch of training: tokens, its budget, or sequences."""
     strategy = settings.train
     sequences, key = strategy.micro_batch_sequences, ACTOR + "ppo_micro_batch_size_per_gpu"
-    dynamic, of_all_gpus = config.get(ACTOR + "use_dynamic_bsz"), ACTOR + "ppo_micro_batch_size"  # before 0.3
-    if sequences is None and config.given.get(of_all_gpus) and not dynamic:
-        sequences, key = max(config.given[of_all_gpus] // strategy.dp, 1), of_all_gpus
+    dynamic, of_all_gpus = config.flag(ACTOR + "use_dynamic_bsz"), ACTOR + "ppo_micro_batch_size"  # before 0.3
+    if sequences is None and not dynamic and (together := config.get(WHOLE, of_all_gpus)):
+        sequences, key = max(together // strategy.dp, 1), of_all_gpus
     if sequences is None:
         per = f" × {strategy.cp} GPUs of a rank" if strategy.cp > 1 else ""
         if not dynamic:

@@ -182,6 +182,12 @@ SYSTEMS = (
 systems: [{name: filter, use: [verl, {dynamic_sampling: {}}]}]
 cases: {a: {trace.cap: 512}, b: {engine.page_tokens: 32}}
 """,
+    "systems: [{one_step_off: {rollout_gpus: 4}}, {areal: {rollout_gpus: 4, eta: 2}}]\n",
+    """\
+systems: [{verl_fully_async: {rollout_gpus: 4, trigger_parameter_sync_step: 1}}, {nemo_async: {rollout_gpus: 4}}]
+""",
+    "systems: [{streamrl: {parts_per_step: 1}}, {colocated_async: {active: 2}}]\n",
+    "systems: [{laminar: {rollout_gpus: 4}}, partial_rollout]\n",
     """\
 systems: [verl]
 engine: {max_num_seqs: 64, max_num_batched_tokens: 4096, page_tokens: 16}
@@ -375,8 +381,9 @@ def logs(_: Path) -> Iterable[Seed]:
 
 
 @collected
-def verl(_: Path) -> Iterable[Seed]:
-    """veRL's configurations: a script, Hydra's YAML, the log that prints one."""
+def frameworks(_: Path) -> Iterable[Seed]:
+    """veRL's scripts, Hydra's YAML and the log that prints one; NeMo-RL's and AReaL's YAML."""
+    from test_frameworks import AREAL, ASYNC, BASE, FULLY, ONE_STEP
     from test_init import SCRIPT
 
     hydra = """\
@@ -405,12 +412,22 @@ EOF
         "(T pid=7) {'actor_rollout_ref': {'model': {'path': 'Qwen/Qwen3-8B'}, 'rollout': {'n': 3}}, 'data': {'x': 1}}\n"
     )
     told = "- data.train_batch_size=16\n- actor_rollout_ref.model.path=Qwen/Qwen3-8B\n"
-    yield Seed("script", {"run.sh": SCRIPT.encode()}, "run.sh")
-    yield Seed("conditions", {"run.sh": more.encode()}, "run.sh")
-    yield Seed("hydra", {"config.yaml": hydra.encode()}, "config.yaml")
-    yield Seed("hydra folder", {".hydra/config.yaml": hydra.encode(), ".hydra/overrides.yaml": told.encode()}, ".")
-    yield Seed("overrides", {"overrides.yaml": told.encode()}, "overrides.yaml")
-    yield Seed("log", {"run.log": (config + "(T pid=7) step:1 - timing_s/gen:3.0\n").encode()}, "run.log")
+    inherits = {"base.yaml": BASE, "a.yaml": ASYNC}
+    made: dict[str, tuple[str, str, dict[str, str]]] = {
+        "script": ("verl", "run.sh", {"run.sh": SCRIPT}),
+        "conditions": ("verl", "run.sh", {"run.sh": more}),
+        "hydra": ("verl", "config.yaml", {"config.yaml": hydra}),
+        "hydra folder": ("verl", ".", {".hydra/config.yaml": hydra, ".hydra/overrides.yaml": told}),
+        "overrides": ("verl", "overrides.yaml", {"overrides.yaml": told}),
+        "log": ("verl", "run.log", {"run.log": config + "(T pid=7) step:1 - timing_s/gen:3.0\n"}),
+        "fully async": ("verl", "run.sh", {"run.sh": FULLY}),
+        "one step off": ("verl", "run.sh", {"run.sh": ONE_STEP}),
+        "nemo": ("nemo", "base.yaml", {"base.yaml": BASE}),
+        "nemo async": ("nemo", "a.yaml", inherits),
+        "areal": ("areal", "a.yaml", {"a.yaml": AREAL}),
+    }
+    for name, (framework, main, files) in made.items():
+        yield Seed(name, {path: text.encode() for path, text in files.items()}, main, (f"--from-{framework}",))
 
 
 # Results --------------------------------------------------------------------------------------------------------------

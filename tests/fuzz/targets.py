@@ -204,8 +204,8 @@ def from_run(main: Path, _: Seed, rng: random.Random) -> None:
         command("calibrate", "from-run", main, *run_of, *batch, "--out", "made.yaml")
 
 
-def init(main: Path, _: Seed, __: random.Random) -> None:
-    command("init", "made", "--from-verl", main, "--gpu", "h100", "--trace", "rollpacker-math", "--out", "made.yaml")
+def init(main: Path, seed: Seed, __: random.Random) -> None:
+    command("init", "made", *seed.options, main, "--gpu", "h100", "--trace", "rollpacker-math", "--out", "made.yaml")
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ TARGETS = {
         Target("run", seeds.experiments, run, 1),
         Target("sweep", seeds.sweeps, sweep, 1),
         Target("set", seeds.settings, setting, 12),
-        Target("init", seeds.verl, init, 0.5),
+        Target("init", seeds.frameworks, init, 0.5),
         Target("compare", seeds.results, compare, 1),
         Target("compare-sweep", seeds.swept, compare, 0.5),
         Target("timeline", seeds.results, timeline, 1),
