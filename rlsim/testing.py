@@ -21,7 +21,7 @@ from typing import Any, get_args
 import numpy as np
 
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.memory import resident_bytes
+from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import RlsimError
@@ -263,7 +263,7 @@ def _machine() -> RolloutCostModel:
         load_cluster("2x8xh100"),
         load_calibration("h100-vllm"),
         page_tokens=_PAGE,
-        resident_bytes=resident_bytes(model, TrainStrategy(dp=16, zero_stage=3)),
+        resident_bytes=kept_bytes(model, TrainStrategy(dp=16, zero_stage=3)),
     )
 
 

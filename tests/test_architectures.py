@@ -13,11 +13,11 @@ from rlsim.cost.experts import expert_load
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import (
     activation_bytes_per_token,
+    call_bytes,
     kv_page_bytes,
     kv_shape,
     rollout_weight_bytes,
     stage_parts,
-    training_memory,
 )
 from rlsim.cost.reallocation import common_bytes
 from rlsim.cost.roofline import RooflineStep
@@ -546,7 +546,7 @@ def test_a_mixture_lies_between_its_layers_alone() -> None:
             .train_s([500] * 16)
             .total_s
         ),
-        lambda m: training_memory(m, TrainStrategy(recompute="none"), 1000).activation_bytes,
+        lambda m: call_bytes(m, TrainStrategy(recompute="none"), 1000, backward=True)["activations"],
     ):
         low, high = sorted(map(of, alone))
         assert of(mixed) == pytest.approx((low + high) / 2, rel=1e-9)

@@ -17,7 +17,7 @@ from rlsim.calibrate.from_run import FromRun, from_run, write
 from rlsim.calibrate.run_fit import HostTimes, doubts
 from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.calls import CallCosts
-from rlsim.cost.memory import resident_bytes
+from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CalibrationError, ConfigError
@@ -321,7 +321,7 @@ def true_costs(step_s: float, sequence_s: float) -> RolloutCostModel:
     host = HostFit(step_s=step_s, sequence_s=sequence_s, prefill_s=base.host.prefill_s, source="true")
     model = load_model(MODEL)
     calibration = base.model_copy(update={"host": host})
-    return RolloutCostModel(model, load_cluster(CLUSTER), calibration, resident_bytes=resident_bytes(model, FSDP))
+    return RolloutCostModel(model, load_cluster(CLUSTER), calibration, resident_bytes=kept_bytes(model, FSDP))
 
 
 def rollout_s(costs: RolloutCostModel, prompt_tokens: int, lengths: np.ndarray) -> float:

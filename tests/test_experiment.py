@@ -429,7 +429,7 @@ def test_a_considerable_share_of_preempted_responses_is_noted() -> None:
     steps = result.steps.set_index("system")
     each = steps["preemptions"] / steps["launched"]
     assert each["verl-tp1"] > 0.1
-    (note,) = (note for note in result.notes if "preempted" in note)
+    (note,) = (note for note in result.notes if note.startswith("responses were preempted"))
     responses = result.responses[result.responses["system"] == "verl-tp1"]
     share = (responses["preemptions"] > 0).mean()
     assert f"verl-tp1 ({share:.0%} of its responses, {each['verl-tp1']:.2f} times each on average)" in note

@@ -408,7 +408,7 @@ def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
     draft.write(tmp_path / "made.yaml")
     experiment, _, folder = load_experiment(tmp_path / "made.yaml")
     placed = Simulator(LoadedExperiment.of(experiment, folder)).placed()
-    beside = placed.memory.resident_bytes(placed.plan, placed.gpus)
+    _, beside = placed.ledger.staying(placed.gpus)
     kv_bytes = placed.rollout_costs.capacity_pages(2) * 16 * placed.rollout_costs.model.kv_bytes_per_token / 2
     offloaded = draft_of(tmp_path).data() | {"name": "offloaded"}
     own = Simulator(LoadedExperiment.of(load_experiment(offloaded)[0], folder)).placed().rollout_costs.capacity_pages(2)

@@ -4,16 +4,15 @@ import pytest
 
 from rlsim.cost.engine_memory import GIB, SAMPLING_BYTES, SORTED_SAMPLING_BYTES, engine_memory_of
 from rlsim.cost.memory import (
+    RESERVED_BYTES,
     activation_bytes_per_token,
-    check_training,
-    inference_memory,
+    call_bytes,
+    kept_bytes,
     kv_page_bytes,
     logits_bytes,
-    resident_bytes,
     rollout_activation_bytes,
     rollout_memory,
     rollout_weight_bytes,
-    training_memory,
 )
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
@@ -147,18 +146,20 @@ def test_stages_of_a_rollout_replica_by_hand() -> None:
 
 
 def test_inference_by_hand() -> None:
-    memory = inference_memory(LLAMA, TrainStrategy(tp=2, pp=2, dp=2), 8192, reserved_bytes=0.0)
+    memory = call_bytes(LLAMA, TrainStrategy(tp=2, pp=2, dp=2), 8192, backward=False)
     norms = 2 * 4096  # of a layer, on both GPUs of TP
-    assert memory.parameter_bytes == 2 * (16 * (218_112_000 + norms) + 128_256 * 4096 + 4096) / 2
-    assert memory.gradient_bytes == memory.optimizer_bytes == memory.gathered_bytes == 0.0
-    assert (memory.activation_bytes, memory.logits_bytes) == (0.0, 2 * 8192 * 128_256 / 2)  # most is held at the head
-    critic = inference_memory(LLAMA.as_critic(), TrainStrategy(tp=2, pp=2, dp=2), 8192)
+    assert memory["parameters"] == 2 * (16 * (218_112_000 + norms) + 128_256 * 4096 + 4096) / 2
+    assert list(memory) == ["parameters", "gathered layers", "activations", "logits"]
+    assert memory["gathered layers"] == 0.0
+    assert (memory["activations"], memory["logits"]) == (0.0, 2 * 8192 * 128_256 / 2)  # most is held at the head
+    critic = call_bytes(LLAMA.as_critic(), TrainStrategy(tp=2, pp=2, dp=2), 8192, backward=False)
     layer = 8192 * 2 * (4 * 4096 + (2 * 4096 + 2 * 1024 + 3 * 14336) / 2)
-    assert (critic.activation_bytes, critic.logits_bytes) == (layer, 0.0)
-    sharded = inference_memory(LLAMA, TrainStrategy(dp=8, zero_stage=3))
-    assert sharded.parameter_bytes == LLAMA.weight_bytes / 8
-    assert sharded.gathered_bytes == 4 * 128_256 * 4096  # the embedding, and as much ahead
-    assert sharded.total_bytes < training_memory(LLAMA, TrainStrategy(dp=8, zero_stage=3)).total_bytes
+    assert (critic["activations"], critic["logits"]) == (layer, 0.0)
+    sharded = call_bytes(LLAMA, TrainStrategy(dp=8, zero_stage=3), backward=False)
+    assert sharded["parameters"] == LLAMA.weight_bytes / 8
+    assert sharded["gathered layers"] == 4 * 128_256 * 4096  # the embedding, and as much ahead
+    trained = call_bytes(LLAMA, TrainStrategy(dp=8, zero_stage=3), backward=True)
+    assert sum(sharded.values()) < sum(trained.values())
 
 
 def test_capacity_grows_with_tp_and_memory() -> None:
@@ -188,21 +189,21 @@ def test_rollout_that_does_not_fit() -> None:
 @pytest.mark.parametrize(("stage", "per_parameter"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
 def test_zero_stages_as_in_its_paper(stage: int, per_parameter: float) -> None:
     """Rajbhandari et al. 2020, figure 1: 16, 4.19, 2.22 and 0.25 bytes per parameter on 64 GPUs."""
-    memory = training_memory(LLAMA, TrainStrategy(dp=64, zero_stage=stage, gradients="bf16"))
-    states = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
+    memory = call_bytes(LLAMA, TrainStrategy(dp=64, zero_stage=stage, gradients="bf16"), backward=True)
+    states = memory["parameters"] + memory["gradients"] + memory["optimizer states"]
     assert states == pytest.approx(per_parameter * LLAMA.parameters)
-    assert (memory.gathered_bytes > 0) == (stage == 3)
+    assert (memory["gathered layers"] > 0) == (stage == 3)
 
 
 def test_model_parallelism_divides_the_states() -> None:
-    one = training_memory(LLAMA, TrainStrategy())
-    tp = training_memory(LLAMA, TrainStrategy(tp=8))
+    one = call_bytes(LLAMA, TrainStrategy(), backward=True)
+    tp = call_bytes(LLAMA, TrainStrategy(tp=8), backward=True)
     norms = 2 * 32 * 2 * 4096  # bytes of the layers', which every GPU has
-    assert tp.parameter_bytes == pytest.approx((one.parameter_bytes - norms) / 8 + norms)
-    assert tp.logits_bytes == pytest.approx(one.logits_bytes / 8)
-    pp = training_memory(LLAMA, TrainStrategy(pp=4))
+    assert tp["parameters"] == pytest.approx((one["parameters"] - norms) / 8 + norms)
+    assert tp["logits"] == pytest.approx(one["logits"] / 8)
+    pp = call_bytes(LLAMA, TrainStrategy(pp=4), backward=True)
     stage = 8 * LLAMA.layer.parameters + 128_256 * 4096 + 4096  # eight layers, and the head with the final norm
-    assert pp.parameter_bytes == 2 * stage
+    assert pp["parameters"] == 2 * stage
 
 
 def test_activations_by_hand() -> None:
@@ -213,39 +214,44 @@ def test_activations_by_hand() -> None:
     )
     kept, everything = activation_bytes_per_token(LAYER, TrainStrategy(recompute="full"))
     assert (kept, everything) == (8192, 2 * width)
-    memory = training_memory(LLAMA, TrainStrategy(recompute="full"), 1000)
-    assert (memory.activation_bytes, memory.logits_bytes) == (1000 * 32 * 8192, 1000 * 128_256 * 4)  # at the head
-    critic = training_memory(LLAMA.as_critic(), TrainStrategy(recompute="full"), 1000)
-    assert (critic.activation_bytes, critic.logits_bytes) == (1000 * (32 * 8192 + 2 * width), 0.0)  # inside a layer
-    order = [training_memory(LLAMA, TrainStrategy(recompute=r)).activation_bytes for r in ("none", "selective", "full")]
+    memory = call_bytes(LLAMA, TrainStrategy(recompute="full"), 1000, backward=True)
+    assert (memory["activations"], memory["logits"]) == (1000 * 32 * 8192, 1000 * 128_256 * 4)  # at the head
+    critic = call_bytes(LLAMA.as_critic(), TrainStrategy(recompute="full"), 1000, backward=True)
+    assert (critic["activations"], critic["logits"]) == (1000 * (32 * 8192 + 2 * width), 0.0)  # inside a layer
+    order = [
+        call_bytes(LLAMA, TrainStrategy(recompute=r), backward=True)["activations"]
+        for r in ("none", "selective", "full")
+    ]
     assert order == sorted(order, reverse=True)
 
 
 def test_what_training_holds_by_hand() -> None:
     """Weights in bf16, gradients in fp32, three fp32 optimizer states; ZeRO-3 gathers the weights of the embedding, and
     as much ahead, and holds its gradient."""
-    states = {"parameter_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12}
-    for stage, sharded in ((0, ()), (1, ("optimizer_bytes",)), (2, ("optimizer_bytes", "gradient_bytes")), (3, states)):
-        memory = training_memory(LLAMA, TrainStrategy(dp=4, zero_stage=stage))
+    states = {"parameters": 2, "gradients": 4, "optimizer states": 12}
+    for stage, sharded in ((0, ()), (1, ("optimizer states",)), (2, ("optimizer states", "gradients")), (3, states)):
+        memory = call_bytes(LLAMA, TrainStrategy(dp=4, zero_stage=stage), backward=True)
         for name, each in states.items():
-            assert getattr(memory, name) == each * LLAMA.parameters / (4 if name in sharded else 1), (stage, name)
-        assert memory.gathered_bytes == ((2 + 2 + 4) * 128_256 * 4096 if stage == 3 else 0)
-        assert memory.state_bytes == memory.parameter_bytes + memory.optimizer_bytes
-        parts = (memory.gathered_bytes, memory.activation_bytes, memory.logits_bytes, memory.reserved_bytes)
-        assert memory.total_bytes == memory.state_bytes + memory.gradient_bytes + sum(parts)
-        assert memory.reserved_bytes == 2 * 2**30
-    assert training_memory(LLAMA, TrainStrategy(dp=1, zero_stage=3)).gathered_bytes == 0  # all of it is there
-    halved = training_memory(LLAMA, TrainStrategy(dp=4, tp=2, zero_stage=3))
-    assert halved.gathered_bytes == 8 * 128_256 * 4096 / 2
+            assert memory[name] == each * LLAMA.parameters / (4 if name in sharded else 1), (stage, name)
+        assert memory["gathered layers"] == ((2 + 2 + 4) * 128_256 * 4096 if stage == 3 else 0)
+        strategy = TrainStrategy(dp=4, zero_stage=stage)
+        assert kept_bytes(LLAMA, strategy) == memory["parameters"] + memory["optimizer states"]
+    assert (
+        call_bytes(LLAMA, TrainStrategy(dp=1, zero_stage=3), backward=True)["gathered layers"] == 0
+    )  # all of it is there
+    halved = call_bytes(LLAMA, TrainStrategy(dp=4, tp=2, zero_stage=3), backward=True)
+    assert halved["gathered layers"] == 8 * 128_256 * 4096 / 2
 
 
 def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
-    whole, cut = (training_memory(LLAMA.as_critic(), TrainStrategy(pp=pp, recompute="none"), 1000) for pp in (1, 4))
+    whole, cut = (
+        call_bytes(LLAMA.as_critic(), TrainStrategy(pp=pp, recompute="none"), 1000, backward=True) for pp in (1, 4)
+    )
     layer = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14_336)
-    assert whole.activation_bytes == 1000 * 32 * layer
-    assert cut.activation_bytes == 1000 * 4 * 8 * layer
-    uneven = training_memory(LLAMA.as_critic(), TrainStrategy(pp=3, recompute="none"), 1000)
-    assert uneven.activation_bytes == 1000 * 3 * 11 * layer  # eleven of 32 layers
+    assert whole["activations"] == 1000 * 32 * layer
+    assert cut["activations"] == 1000 * 4 * 8 * layer
+    uneven = call_bytes(LLAMA.as_critic(), TrainStrategy(pp=3, recompute="none"), 1000, backward=True)
+    assert uneven["activations"] == 1000 * 3 * 11 * layer  # eleven of 32 layers
     selective, _ = activation_bytes_per_token(LAYER, TrainStrategy(recompute="selective"))
     assert selective == 2 * (2 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336)  # neither normed inputs nor the product
     both, _ = activation_bytes_per_token(LAYER, TrainStrategy(tp=4, sequence_parallel=True, recompute="selective"))
@@ -255,12 +261,14 @@ def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages
 
 
 def test_sequence_and_context_parallelism_cut_activations() -> None:
-    plain = training_memory(LLAMA, TrainStrategy(tp=8))
-    sequence = training_memory(LLAMA, TrainStrategy(tp=8, sequence_parallel=True))
-    assert sequence.activation_bytes == pytest.approx(training_memory(LLAMA, TrainStrategy()).activation_bytes / 8)
-    assert sequence.activation_bytes < plain.activation_bytes
-    halves = training_memory(LLAMA, TrainStrategy(cp=2)), training_memory(LLAMA, TrainStrategy())
-    assert halves[0].activation_bytes == halves[1].activation_bytes / 2
+    plain = call_bytes(LLAMA, TrainStrategy(tp=8), backward=True)
+    sequence = call_bytes(LLAMA, TrainStrategy(tp=8, sequence_parallel=True), backward=True)
+    assert sequence["activations"] == pytest.approx(
+        call_bytes(LLAMA, TrainStrategy(), backward=True)["activations"] / 8
+    )
+    assert sequence["activations"] < plain["activations"]
+    halves = call_bytes(LLAMA, TrainStrategy(cp=2), backward=True), call_bytes(LLAMA, TrainStrategy(), backward=True)
+    assert halves[0]["activations"] == halves[1]["activations"] / 2
 
 
 @pytest.mark.parametrize(
@@ -284,9 +292,9 @@ def test_fused_kernels_hold_the_logits_of_a_chunk() -> None:
 def fits(model: str, gpu: str, tokens: int, **strategy: object) -> bool:
     """Whether one GPU holds training, and log-probs, of micro-batches of `tokens` tokens a GPU."""
     layout = TrainStrategy(**strategy)  # type: ignore[arg-type]
-    peak = training_memory(load_model(model), layout, tokens * layout.cp).total_bytes
-    inference = inference_memory(load_model(model), layout, tokens * layout.cp, entropy=True)
-    return max(peak, inference.total_bytes) <= load_gpu(gpu).memory_bytes
+    peak = call_bytes(load_model(model), layout, tokens * layout.cp, backward=True)
+    inference = call_bytes(load_model(model), layout, tokens * layout.cp, entropy=True, backward=False)
+    return max(sum(peak.values()), sum(inference.values())) + RESERVED_BYTES <= load_gpu(gpu).memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -323,23 +331,15 @@ def test_what_runs_nowhere_is_refused(model: str, gpu: str, tokens: int, layout:
 
 
 def test_a_critic_has_no_logits() -> None:
-    assert training_memory(LLAMA.as_critic(), TrainStrategy()).logits_bytes == 0
+    assert call_bytes(LLAMA.as_critic(), TrainStrategy(), backward=True)["logits"] == 0
 
 
 def test_offload_empties_the_gpu_between_calls() -> None:
     strategy = TrainStrategy(dp=8, zero_stage=3)
-    assert resident_bytes(LLAMA, strategy) == pytest.approx(14 * LLAMA.parameters / 8)
+    assert kept_bytes(LLAMA, strategy) == pytest.approx(14 * LLAMA.parameters / 8)
     offloaded = TrainStrategy(dp=8, zero_stage=3, offload=True)
-    assert resident_bytes(LLAMA, offloaded) == 0
-    assert training_memory(LLAMA, offloaded) == training_memory(LLAMA, strategy)
-
-
-def test_training_that_does_not_fit() -> None:
-    with pytest.raises(
-        CapacityError, match=r"^llama-3.1-8b training \(DP 8, TP 1, PP 1, ZeRO 0\) does not fit: parameters"
-    ):
-        check_training(LLAMA, A40, TrainStrategy(dp=8))
-    assert check_training(LLAMA, load_gpu("h100-sxm"), TrainStrategy(dp=8, zero_stage=3)).total_bytes < 80e9
+    assert kept_bytes(LLAMA, offloaded) == 0
+    assert call_bytes(LLAMA, offloaded, backward=True) == call_bytes(LLAMA, strategy, backward=True)
 
 
 @pytest.mark.parametrize(
@@ -359,12 +359,4 @@ def test_strategies_that_make_no_sense(arguments: dict[str, object], message: st
 
 def test_more_stages_than_layers() -> None:
     with pytest.raises(ConfigError, match=r"llama-3.1-8b: PP 64 exceeds its 32 layers"):
-        training_memory(LLAMA, TrainStrategy(pp=64))
-
-
-def test_training_beside_others_is_refused_from_the_first_byte_that_is_missing() -> None:
-    h100, strategy = load_gpu("h100-sxm"), TrainStrategy(dp=8, zero_stage=3)
-    left = h100.memory_bytes - training_memory(LLAMA, strategy).total_bytes
-    assert check_training(LLAMA, h100, strategy, beside_bytes=left - 1).total_bytes == h100.memory_bytes - left
-    with pytest.raises(CapacityError, match=r"\+ others on the GPU \d+\.\d\d GB = 85\.04 GB > 85\.03 GB"):
-        check_training(LLAMA, h100, strategy, beside_bytes=left + 1e7)
+        call_bytes(LLAMA, TrainStrategy(pp=64), backward=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +15,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import Command
+from hypothesis import given
+from hypothesis import strategies as st
 from plan_problems import fits
 from ruamel.yaml import YAML
 
 import rlsim
+from rlsim.cost.ledger import Ledger, Row, total
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -100,49 +104,89 @@ def tiny_plan(**changes: Placement) -> Plan:
     return with_transfers(grpo(old_log_probs=False), {**placed, **changes})
 
 
-def test_memory_of_a_small_plan_by_hand() -> None:
-    calls = tiny_memory().calls(tiny_plan())
+def parts(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+    """Bytes by holder and part."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        found.setdefault(row.holder, {})[row.part] = row.bytes
+    return found
+
+
+def test_the_ledger_of_a_small_plan_by_hand() -> None:
+    ledger = tiny_memory().ledger(tiny_plan())
+    kept, working = (parts(row for row in ledger.rows if row.stays == stays) for stays in (True, False))
     half = (PARAMETERS + 4 * 2 * 1024) / 2  # TP 2, whose GPUs each have the norms of the layers
-    assert calls["train"][1].resident == {"parameters": 2 * half, "optimizer states": 12 * half / 2}
     # Two of eight sequences in a micro-batch: 200 tokens; four layers keep 2 · 1024 / 2 bytes of each, one layer all.
     everything = 2 * (4 * 1024 / 2 + (4 * 1024 + 3 * 4096) / 2)
-    assert calls["train"][1].active == {
-        "gradients": 4 * half,
-        "gathered layers": 0,
-        "activations": 200 * (4 * 1024 + everything),
-        "logits": 0.0,  # of 1,000 words: less than a layer's live tensors, and not there with them
+    context = {"context and communication": 2 * 2**30}
+    assert kept == {
+        "train": {"parameters": 2 * half, "optimizer states": 12 * half / 2},
+        "ref_log_prob": {"parameters": 2 * PARAMETERS},
     }
-    assert calls["ref_log_prob"][1].resident == {"parameters": 2 * PARAMETERS}
-    assert calls["ref_log_prob"][1].active == {
-        "gathered layers": 0,
-        "activations": 400 * 2 * (4 * 1024 + 4 * 1024 + 3 * 4096),
-        "logits": 0.0,
+    assert working == {
+        "generate": {"weights": 2 * PARAMETERS, **context},
+        "ref_log_prob": {
+            "gathered layers": 0.0,
+            "activations": 400 * 2 * (4 * 1024 + 4 * 1024 + 3 * 4096),
+            "logits": 0.0,  # of 1,000 words: less than a layer's live tensors, and not there with them
+            **context,
+        },
+        "train": {
+            "gradients": 4 * half,
+            "gathered layers": 0.0,
+            "activations": 200 * (4 * 1024 + everything),
+            "logits": 0.0,
+            **context,
+        },
     }
-    assert calls["generate"][1].active == {"weights": 2 * PARAMETERS}
-    memory, plan = tiny_memory(), tiny_plan()
-    assert memory.resident_bytes(plan, (2, 3)) == 2 * half + 6 * half
-    assert memory.resident_bytes(plan, (0, 1, 2, 3)) == 2 * half + 6 * half + 2 * PARAMETERS
-    assert memory.fullest_resident(plan, (1, 2, 3)) == 1
+    phases = {"generate": (0, 0), "ref_log_prob": (1, 1), "train": (2, 2)}
+    assert {(row.start, row.end) for row in ledger.rows if row.stays} == {(0, sys.maxsize)}
+    assert all((row.start, row.end) == phases[row.holder] for row in ledger.rows if not row.stays)
+    assert ledger.staying((2, 3)) == (2, 2 * half + 6 * half)
+    assert ledger.staying((1, 2, 3)) == (1, 2 * half + 6 * half + 2 * PARAMETERS)
+    assert ledger.staying((1, 2, 3), but="train") == (1, 2 * PARAMETERS)
+    assert ledger.staying(()) == (0, 0.0)
+
+
+@given(st.data())
+def test_the_peak_is_the_largest_sum_over_gpus_and_phases(data: st.DataObject) -> None:
+    """Against the plain sum over every GPU and every phase."""
+    phases = {f"call{n}": tuple(sorted(data.draw(st.sets(st.integers(0, 7), min_size=1)))) for n in range(3)}
+    spans = st.tuples(st.integers(0, 2), st.integers(0, 2)).map(sorted)
+    rows = tuple(
+        Row("holder", "part", size, frozenset(gpus), *(span or ()))
+        for size, gpus, span in data.draw(
+            st.lists(st.tuples(st.integers(0, 99), st.sets(st.integers(0, 7)), st.none() | spans), max_size=8)
+        )
+    )
+    ledger = Ledger(phases, rows)
+    for at, (phase, gpus) in enumerate(phases.items()):
+        sums = {g: sum(r.bytes for r in rows if g in r.gpus and r.start <= at <= r.end) for g in gpus}
+        gpu, held = ledger.fullest(phase)
+        assert (gpu, total(held)) == (min(g for g in gpus if sums[g] == max(sums.values())), max(sums.values()))
+    stays = {g: sum(row.bytes for row in rows if row.stays and g in row.gpus) for g in range(8)}
+    assert ledger.staying(range(8))[1] == max(stays.values())
 
 
 def test_a_plan_fits_to_the_byte_or_is_refused_with_the_call_the_gpu_and_the_bytes() -> None:
-    calls = tiny_memory().calls(tiny_plan())
-    train, reference = calls["train"][1], calls["ref_log_prob"][1]
-    needed = train.resident_bytes + train.active_bytes + reference.resident_bytes + 2 * 2**30
-    tiny_memory(needed).check(tiny_plan())
+    def check(gpu_bytes: float, plan: Plan) -> None:
+        memory = tiny_memory(gpu_bytes)
+        memory.check(memory.ledger(plan), plan)
+
+    gpu, held = tiny_memory().ledger(tiny_plan()).fullest("train")
+    assert gpu == 0
+    check(total(held), tiny_plan())
     with pytest.raises(CapacityError, match=r"tiny: call train .* on GPU 0: parameters .* ref_log_prob between its"):
-        tiny_memory(needed - 1).check(tiny_plan())
-    elsewhere = tiny_plan(ref_log_prob=on((3,), micro_batches=1))
+        check(total(held) - 1, tiny_plan())
     with pytest.raises(CapacityError, match="on GPU 3: "):
-        tiny_memory(needed - 1).check(elsewhere)
+        check(total(held) - 1, tiny_plan(ref_log_prob=on((3,), micro_batches=1)))
 
 
 def test_offloaded_states_take_room_only_while_their_call_runs() -> None:
     offloaded = on(range(4), dp=2, tp=2, zero_stage=1, micro_batches=2, sequence_parallel=True, offload=True)
-    plain, calls = tiny_memory().calls(tiny_plan())["train"][1], tiny_memory().calls(tiny_plan(train=offloaded))
-    moved = calls["train"][1]
-    assert moved.resident_bytes == 0
-    assert moved.active_bytes == plain.resident_bytes + plain.active_bytes
+    plain, moved = (tiny_memory().ledger(plan) for plan in (tiny_plan(), tiny_plan(train=offloaded)))
+    assert not [row for row in moved.rows if row.holder == "train" and row.stays]
+    assert total(moved.fullest("train")[1]) == total(plain.fullest("train")[1])
 
 
 def test_a_copy_of_a_trained_model_stays_while_others_run_but_the_same_weights_are_there_once() -> None:
@@ -150,10 +194,10 @@ def test_a_copy_of_a_trained_model_stays_while_others_run_but_the_same_weights_a
     models = dict.fromkeys(("actor", "reference", "critic", "reward"), TINY)
     memory = PlanMemory(workflow, models, load_cluster("8xh100"), BATCH)
     values = workflow.call("values")
-    copied = memory.of(values, TrainStrategy(dp=4))
-    assert copied.resident == {"parameters": 2 * PARAMETERS}  # from critic_sync on, past generation, to its use
-    assert memory.of(values, TrainStrategy(dp=4), holds_weights=True).resident_bytes == 0
-    assert memory.of(values, TrainStrategy(dp=4, offload=True)).resident_bytes == 0
+    kept, _ = memory.of(values, TrainStrategy(dp=4))
+    assert kept == {"parameters": 2 * PARAMETERS}  # from critic_sync on, past generation, to its use
+    assert memory.of(values, TrainStrategy(dp=4), holds_weights=True)[0] == {}
+    assert memory.of(values, TrainStrategy(dp=4, offload=True))[0] == {}
 
 
 # ---- plans as graphs -------------------------------------------------------------------------------------------------
@@ -550,11 +594,15 @@ def test_a_failing_search_says_why_and_writes_nothing(
     assert [path.name for path in folder.iterdir()] == ["ppo.yaml"]
 
 
+def micro_batch(batch: BatchSize, call: Call, strategy: TrainStrategy, **how: bool) -> int:
+    return batch.micro_batch_tokens(call, TINY, strategy, **how)
+
+
 def test_no_sequence_is_cut_between_micro_batches() -> None:
     train, many = ppo().call("train"), replace(BATCH, sequences=1000)
     long = replace(many, longest_tokens=20_000)
-    assert many.micro_batch_tokens(train, TrainStrategy(micro_batch_tokens=8192)) == 8192
-    assert long.micro_batch_tokens(train, TrainStrategy(micro_batch_tokens=8192)) == 20_000
+    assert micro_batch(many, train, TrainStrategy(micro_batch_tokens=8192)) == 8192
+    assert micro_batch(long, train, TrainStrategy(micro_batch_tokens=8192)) == 20_000
 
 
 def test_no_micro_batch_holds_more_than_a_rank_has() -> None:
@@ -562,12 +610,31 @@ def test_no_micro_batch_holds_more_than_a_rank_has() -> None:
     train, reward, reference = (workflow.call(name) for name in ("train", "reward_score", "ref_log_prob"))
     batch = replace(BATCH, mini_batches=2, baselines=4)  # eight responses of at most 150 tokens
     spread = TrainStrategy(dp=2, cp=2)
-    assert batch.micro_batch_tokens(train, spread) == 2 * 150  # of one mini-batch
-    assert batch.micro_batch_tokens(reference, spread) == 4 * 150
-    assert batch.micro_batch_tokens(reward, spread) == 6 * 150  # it scores the baselines too
-    assert batch.micro_batch_tokens(reference, spread, as_they_come=True) == 8 * 150
-    assert batch.micro_batch_tokens(train, TrainStrategy(dp=16)) == 150
-    assert batch.micro_batch_tokens(reward, replace(spread, micro_batches=1)) == 6 * 100
+    assert micro_batch(batch, train, spread) == 2 * 150  # of one mini-batch
+    assert micro_batch(batch, reference, spread) == 4 * 150
+    assert micro_batch(batch, reward, spread) == 6 * 150  # it scores the baselines too
+    assert micro_batch(batch, reference, spread, as_they_come=True) == 8 * 150
+    assert micro_batch(batch, train, TrainStrategy(dp=16)) == 150
+    assert micro_batch(batch, reward, replace(spread, micro_batches=1)) == 6 * 100
+
+
+@pytest.mark.parametrize("call", ["train", "train_critic", "values", "ref_log_prob", "reward_score"])
+def test_the_worst_micro_batch_is_of_the_longest_that_the_limits_allow(call: str) -> None:
+    """Of every call alike: as many of the longest as it takes; a budget, or one sequence that is longer."""
+    which = ppo().call(call)
+    lengths = np.array([10, 40, 20, 30, 150, 50, 60, 70])
+    batch = replace(BATCH, drawn=lengths, limit_tokens=500)
+    pairs = TrainStrategy(dp=2, micro_batch_sequences=2)
+    drawn = micro_batch(batch, which, pairs)
+    assert 150 < drawn <= 150 + 70  # the longest of this step with another one
+    assert micro_batch(batch, which, pairs, worst=True) == 2 * 500
+    own = replace(pairs, log_prob_micro_batch_sequences=4)
+    assert micro_batch(batch, which, own, worst=True) == (2 if which.kind == "train" else 4) * 500
+    assert micro_batch(batch, which, replace(own, dp=8), worst=True) == 500  # a rank has one sequence
+    budget = TrainStrategy(dp=2, micro_batch_tokens=300)
+    assert [micro_batch(batch, which, budget, worst=worst) for worst in (False, True)] == [300, 500]
+    wide = replace(budget, micro_batch_tokens=900)
+    assert micro_batch(batch, which, wide, worst=True) == 900
 
 
 def test_a_budget_beyond_what_a_rank_has_needs_no_memory() -> None:
@@ -584,6 +651,6 @@ def test_a_budget_beyond_what_a_rank_has_needs_no_memory() -> None:
     simulator = Simulator(setup)
     whole, pieces = (simulator.placed(system) for system in _systems(streamed))
     train, strategy = setup.algorithm.call("train"), whole.training_strategy(8)
-    assert pieces.memory.of(train, strategy).active["logits"] == pytest.approx(
-        8 * whole.memory.of(train, strategy).active["logits"]
+    assert pieces.memory.of(train, strategy)[1]["logits"] == pytest.approx(
+        8 * whole.memory.of(train, strategy)[1]["logits"]
     ), "any of the eight ranks may take all responses"

@@ -1,4 +1,4 @@
-"""What a message about memory advises lowers the figure that is too large, as said, and nothing else is advised."""
+"""Every way out that a message about memory names makes the experiment fit, as named; and the worst that can meet."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from conftest import Command
 
-from rlsim.errors import CapacityError
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment, parse_overrides
-from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.systems import parse_systems
+from rlsim.errors import CapacityError, RlsimError
+from rlsim.experiment.check import check_experiment
+from rlsim.experiment.load import parse_overrides
 
+CASES_OF_USERS = Path(__file__).parent / "cases"
 PPO = {"workflow.algorithm": "ppo", "workflow.responses": 1}
 PLAN = {
     "calls": {
@@ -28,46 +29,157 @@ CASES: dict[str, dict[str, Any]] = {
     "logits of a long sequence": {"training.cp": 1, "trace.cap": "96K", "trace.path": "long"},
     "activations": {"training.recompute": "none", "training.fused_kernels": True},
     "a large budget": {"training.micro_batch_tokens": "256K"},
+    "many sequences": {"training.micro_batch_sequences": 64, "workflow.prompts": 64},
     "states": {"model": "llama-3-70b"},
+    "states that nothing holds": {"model": "llama-3-70b", "cluster": "2xa40", "calibration": "a40-sglang"},
     "no ZeRO": {"training.zero_stage": 0},
     "a pipeline": {"training.backend": "megatron", "training.cp": 1, "training.pp": 2, "model": "qwen2.5-32b"},
     "states beside a reference model": {"training.zero_stage": 1, "models": {"reference": "qwen2.5-32b"}},
     "a plan spelled out": {"model": "qwen2.5-32b", "systems": [{"use": [{"plan": PLAN}], "name": "apart"}]},
     "a critic, too": {**PPO, "model": "llama-3-34b", "training.micro_batch_tokens": "64K"},
+    "little room for KV": {"memory_utilization": 0.1, "training.offload": True},
+    "states beside the engine": {"model": "qwen2.5-14b", "memory_utilization": 0.3},
 }
+SYSTEM = {"systems": [{"verl": {"tp": 2}}], "baseline": None, "seeds": 1}
 
 
-def needed(overrides: dict[str, Any]) -> tuple[dict[str, float], str]:
-    """Bytes that every call needs under the first system, and the message where that is too much."""
-    experiment, shown, folder = load_experiment("pat_vs_static", overrides)
-    setup = LoadedExperiment.of(experiment, folder, shown)
-    placed = Simulator(setup).placed(parse_systems(experiment.systems, shown)[0].make())
+def message_of(settings: dict[str, Any]) -> str:
+    """Why the experiment does not fit; empty if it does."""
     try:
-        _, message = placed.plan, ""
+        check_experiment("pat_vs_static", settings)
     except CapacityError as error:
-        message = str(error)
-    plan = placed.unchecked_plan
-    needs = placed.memory.needs(plan, placed._beside_bytes(plan))
-    return {name: sum(parts.values()) for name, (_, parts) in needs.items()}, message
+        return str(error)
+    return ""
+
+
+def ways_out(message: str) -> list[dict[str, Any]]:
+    """The settings of each way out that a message names, as overrides."""
+    before, _, named = message.rpartition("it fits with ")
+    found = [one.split(" and ") for one in named.split(", or ") if before]
+    return [parse_overrides(re.sub(r"^(\d+) nodes$", r"cluster=\1x8xh100", text) for text in one) for one in found]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_advised_setting_lowers_the_figure_as_said(case: str, tmp_path: Path) -> None:
-    settings = {"systems": [{"verl": {"tp": 2}}], "baseline": None, **CASES[case]}
+def test_the_experiment_fits_with_each_way_out_that_is_named(case: str, tmp_path: Path) -> None:
+    settings = {**SYSTEM, **CASES[case]}
     if settings.get("trace.path") == "long":
-        rows = {"prompt_id": [0, 1], "sample_id": [0, 0], "prompt_tokens": [500, 500], "response_tokens": [90_000, 100]}
-        pd.DataFrame(rows).to_parquet(tmp_path / "long.parquet")
+        rows = {
+            "prompt_id": [n // 8 for n in range(128)],
+            "prompt_tokens": 500,
+            "response_tokens": [90_000] + 127 * [9],
+        }
+        pd.DataFrame({**rows, "sample_id": [n % 8 for n in range(128)]}).to_parquet(tmp_path / "long.parquet")
         settings["trace.path"] = str(tmp_path / "long.parquet")
-    before, message = needed(settings)
-    over = re.search(r"call (\w+) .* = ([\d.]+) GB > ([\d.]+) GB of h100-sxm", message)
-    assert over, message
-    call = over[1]
-    assert before[call] / 1e9 == pytest.approx(float(over[2]), abs=0.01)
-    advised = re.findall(r"training\.(\w+)=(\w+) \(([\d.]+) GB\)", message)
-    for key, value, size in advised:
-        after, _ = needed({**settings, **parse_overrides([f"training.{key}={value}"])})
-        assert after[call] < before[call]
-        assert after[call] / 1e9 == pytest.approx(float(size), abs=0.01)
-    keys = {key for key, _, _ in advised}
-    assert keys
-    assert ("offload" in keys) == ("between its runs" in message)  # a call has its own states while it runs
+    message = message_of(settings)
+    assert " GB > " in message, "does not fit"
+    ways = ways_out(message)
+    assert bool(ways) != ("no setting that was tried makes it fit" in message)
+    alone = "no setting that was tried does alone" in message
+    assert {len(way) > 1 for way in ways} <= ({True} if alone else {True, False})
+    for way in ways:
+        assert message_of({**settings, **way}) == "", way
+
+
+def test_random_configurations_that_do_not_fit_are_refused_with_what_helps() -> None:
+    """Over models, backends, micro-batches and caps: what is named fits; where nothing is, nothing tried alone does."""
+    rng, refused = np.random.default_rng(7), 0
+    choices: dict[str, list[Any]] = {
+        "model": ["llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b"],
+        "cluster": ["8xh100", "2x8xh100"],
+        "training.backend": ["fsdp", "megatron"],
+        "training.cp": [1, 2],
+        "training.offload": [False, True],
+        "training.micro_batch_sequences": [None, 8, 64],
+        "training.micro_batch_tokens": ["16K", "128K"],
+        "training.recompute": ["none", "full"],
+        "memory_utilization": [0.4, 0.9],
+    }
+    for _ in range(16):
+        drawn = {key: values[rng.integers(len(values))] for key, values in choices.items()}
+        settings = {**SYSTEM, **{key: value for key, value in drawn.items() if value is not None}}
+        if not (message := message_of(settings)):
+            continue
+        refused += 1
+        ways = ways_out(message)
+        assert ways or "no setting that was tried makes it fit" in message
+        assert all(message_of({**settings, **way}) == "" for way in ways), (settings, ways)
+    assert refused >= 5
+
+
+# ---- the worst that can meet -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "expected"),
+    [
+        # 4 · 28,672 tokens: 4 bytes for each of 152,064 logits are 69.76 GB
+        ("16/run.sh", ["--gpu", "h100"], r"train with 4 of 28,672 tokens .* logits 69\.76 GB .*= 103\.57 GB > 85\.03"),
+        ("16/dyn.sh", ["--gpu", "h100"], r"does not run as it stands: .* logits 69\.76 GB .*= 103\.57 GB > 85\.03"),
+        ("23/nemo.yaml", ["--gpu", "h100"], r"train with 8 of 32,768 tokens .* logits 159\.45 GB"),
+        ("11/run.sh", ["--gpu", "h800"], r"does not run as it stands: .* logits 14\.95 GB .*= 113\.15 GB > 85\.03"),
+    ],
+)
+def test_reported_ooms_are_refused_or_warned_of(
+    source: str, arguments: list[str], expected: str, call: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind = "--from-nemo" if source.endswith(".yaml") else "--from-verl"
+    code, out, err = call("init", kind, str(CASES_OF_USERS / source), *arguments, "--out", "made.yaml")
+    if code == 0:
+        code, out, err = call("check", "made.yaml")
+        assert code == 0
+        assert ways_out(out.replace("\n", " "))
+    assert re.search(expected, (out + err).replace("\n", " "))
+
+
+def test_fixed_micro_batches_that_fit_at_the_limits_are_not_warned_of(tmp_path: Path, call: Command) -> None:
+    """Ulysses 2 halves what four sequences of 1,579 + 16,384 tokens need: 35,926 tokens on a GPU."""
+    made = str(tmp_path / "made.yaml")
+    assert call("init", "--from-verl", str(CASES_OF_USERS / "23/verl453.sh"), "--gpu", "h100", "--out", made).code == 0
+    assert "memory" not in call("check", made).out
+
+
+def test_time_is_that_of_the_lengths_and_memory_that_of_the_limits() -> None:
+    """Sequences of 100 tokens under a cap of 64K: a micro-batch of four is 400 tokens to compute, 256K to hold."""
+    source = {
+        "name": "fixed", "cluster": "8xh100", "model": "llama-3.1-8b", "calibration": "h100-vllm", "seeds": 1,
+        "trace": {"fixed": 100, "cap": "64K"}, "workflow": {"prompts": 16, "responses": 4, "steps": 1},
+        "training": {"micro_batch_sequences": 4, "offload": True}, "systems": [{"verl": {"tp": 2}}],
+    }  # fmt: skip
+    (note,) = (note for note in check_experiment(source).notes if note.startswith("memory"))
+    assert re.search(r"with 4 of ([\d,]+) tokens \(the longest prompt and trace\.cap\)", note)
+    tokens = {**source, "training": {"micro_batch_tokens": 400, "offload": True}}
+    assert not [note for note in check_experiment(tokens).notes if "4 of" in note]
+    for setting in ways_out(note):
+        assert not [note for note in check_experiment(source, setting).notes if note.startswith("memory")]
+
+
+def kv_source(share: float, **workflow: int) -> dict[str, Any]:
+    return {
+        "name": "kv", "cluster": "8xh100", "model": "llama-3.1-8b", "calibration": "h100-vllm", "seeds": 1,
+        "trace": {"fixed": 4096, "cap": 4096, "default_prompt_tokens": 512},
+        "workflow": {"prompts": 64, "responses": 8, "steps": 1, **workflow}, "memory_utilization": share,
+        "training": {"offload": True}, "systems": [{"verl": {"tp": 2}}],
+    }  # fmt: skip
+
+
+def test_a_kv_cache_that_does_not_hold_the_batch_is_told_with_the_share_that_would() -> None:
+    """128 responses a replica of (512 +) 4,096 tokens, 131,072 bytes each: 34 GB on each of two GPUs."""
+    (note,) = (note for note in check_experiment(kv_source(0.4)).notes if note.startswith("KV cache"))
+    numbers = [int(text.replace(",", "")) for text in re.findall(r"[\d,]{6,}", note)]
+    assert numbers[1] == 128 * 4096  # prompts are shared: vLLM caches prefixes
+    assert numbers[2] == 128 * (4096 + 512)
+    share = float(re.search(r"memory_utilization ([\d.]+) would", note)[1])  # type: ignore[index]
+    extra = (128 * 4096 - numbers[0]) * 65_536  # of KV on each of two GPUs
+    assert share == pytest.approx(0.4 + extra / (79.19 * 2**30), abs=0.012)  # a watermark of 1% of the pages
+    assert not [note for note in check_experiment(kv_source(share)).notes if note.startswith("KV cache")]
+    assert [note for note in check_experiment(kv_source(share - 0.02)).notes if note.startswith("KV cache")]
+
+
+def test_a_share_that_no_engine_finds_free_is_refused() -> None:
+    with pytest.raises(
+        RlsimError, match=r"memory_utilization: 1 of a GPU is more than is free when vllm starts.*0\.99"
+    ):
+        check_experiment(kv_source(1.0))
+    sglang = {**kv_source(1.0), "calibration": "h100-sglang"}
+    assert check_experiment(sglang).runs

@@ -282,7 +282,7 @@ def test_a_resident_judge_takes_memory_from_training_and_training_from_the_judge
     settings = {**share_settings("judge"), "workflow.steps": 1, "training.micro_batch_tokens": "32K"}
     where = "workflow.reward.judge.while_training"
     assert len(rlsim.run("rollpacker_7b", seeds=1, overrides=settings).steps) == 1
-    with pytest.raises(RlsimError, match=r"17\.38 GB of it are the judge's: set .*while_training: offloaded or apart"):
+    with pytest.raises(RlsimError, match=r"the judge at rest 17\.38 GB .*while_training=offloaded"):
         rlsim.run("rollpacker_7b", seeds=1, overrides={**settings, where: "resident"})
     loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=resident"])
     joined = Simulator(LoadedExperiment.of(loaded, folder, shown)).placed().judge

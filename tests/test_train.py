@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsim.cost.flops import forward_flops
-from rlsim.cost.memory import training_memory
+from rlsim.cost.memory import call_bytes, kept_bytes
 from rlsim.cost.packing import deal, first_fit, pack
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainTime
@@ -194,8 +194,8 @@ def test_gradients_in_bf16_are_half_as_many_bytes() -> None:
     assert sharded[1] / sharded[0] == pytest.approx((2 + 2) / (4 + 2))
     hsdp = [reduced_s(kind, dp=8, zero_stage=3, shard_gpus=4) for kind in ("fp32", "bf16")]
     assert hsdp[1] == pytest.approx(hsdp[0] / 2)
-    memory = [training_memory(LLAMA, TrainStrategy(gradients=kind)) for kind in ("fp32", "bf16")]  # type: ignore[arg-type]
-    assert memory[1].gradient_bytes == memory[0].gradient_bytes / 2 == 2 * LLAMA.parameters
+    memory = [call_bytes(LLAMA, TrainStrategy(gradients=kind), backward=True) for kind in ("fp32", "bf16")]  # type: ignore[arg-type]
+    assert memory[1]["gradients"] == memory[0]["gradients"] / 2 == 2 * LLAMA.parameters
     with pytest.raises(ConfigError, match="gradients must be fp32 or bf16, got 'fp8'"):
         TrainStrategy(gradients="fp8")  # type: ignore[arg-type]
 
@@ -319,8 +319,8 @@ def test_hsdp_shards_inside_a_group_and_reduces_over_the_groups() -> None:
 
 
 def test_hsdp_keeps_more_on_a_gpu() -> None:
-    alone, shared = (training_memory(LLAMA, TrainStrategy(dp=16, zero_stage=3, shard_gpus=gpus)) for gpus in (4, None))
-    assert alone.state_bytes == pytest.approx(4 * shared.state_bytes)
+    alone, shared = (kept_bytes(LLAMA, TrainStrategy(dp=16, zero_stage=3, shard_gpus=gpus)) for gpus in (4, None))
+    assert alone == pytest.approx(4 * shared)
     with pytest.raises(ConfigError, match="shard_gpus 3 does not divide 16"):
         TrainStrategy(dp=16, zero_stage=3, shard_gpus=3)
 

@@ -17,7 +17,7 @@ from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.groups import Groups
 from rlsim.cost.layout import Layout
-from rlsim.cost.memory import activation_bytes_per_token, inference_memory, stage_parts, training_memory
+from rlsim.cost.memory import activation_bytes_per_token, call_bytes, stage_parts
 from rlsim.cost.reallocation import Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost
@@ -145,7 +145,7 @@ def test_a_plan_says_it_too_and_is_written_back() -> None:
 
 
 def test_what_does_not_fit_is_told_of_expert_parallelism() -> None:
-    with pytest.raises(CapacityError, match=r"training\.ep=8 \("):
+    with pytest.raises(CapacityError, match=r"it fits with .*training\.ep=4"):
         run(experiment(recompute="none", micro_batch_tokens=4096, zero_stage=1))
 
 
@@ -176,10 +176,10 @@ def test_ep_1_is_training_under_tp(degrees: dict[str, int]) -> None:
         for more in ({}, {"ep": 1, "expert_tp": degrees.get("tp", 1)})
     )
     assert cost(plain, Ring()).train_s(lengths) == cost(named, Ring()).train_s(lengths)
-    assert training_memory(QWEN, plain) == training_memory(QWEN, named)
+    assert call_bytes(QWEN, plain, backward=True) == call_bytes(QWEN, named, backward=True)
     dense, apart = load_model("llama-3.1-8b"), TrainStrategy(zero_stage=1, ep=8, **degrees)  # type: ignore[arg-type]
     assert cost(plain, Ring(), model=dense).train_s(lengths) == cost(apart, Ring(), model=dense).train_s(lengths)
-    assert training_memory(dense, plain) == training_memory(dense, apart)
+    assert call_bytes(dense, plain, backward=True) == call_bytes(dense, apart, backward=True)
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
@@ -187,17 +187,17 @@ def test_ep_1_is_training_under_tp(degrees: dict[str, int]) -> None:
 
 def test_states_by_hand() -> None:
     """Experts once over EP's eight GPUs, their optimizer states over the four GPUs that hold the same ones."""
-    memory = training_memory(QWEN, TrainStrategy(dp=16, tp=2, ep=8, zero_stage=1))
+    memory = call_bytes(QWEN, TrainStrategy(dp=16, tp=2, ep=8, zero_stage=1), backward=True)
     rest, experts = LAYERS * outside(2) + ENDS / 2, LAYERS * ROUTED / 8
-    assert memory.parameter_bytes == 2 * rest + 2 * experts
-    assert memory.gradient_bytes == 4 * rest + 4 * experts
-    assert memory.optimizer_bytes == pytest.approx(12 * rest / 16 + 12 * experts / 4)
-    one_copy = training_memory(QWEN, TrainStrategy(dp=8, ep=8, zero_stage=1))
-    assert one_copy.optimizer_bytes == pytest.approx(12 * (LAYERS * (LAYER - ROUTED) + ENDS) / 8 + 12 * experts)
-    sharded = training_memory(QWEN, TrainStrategy(dp=32, ep=8, zero_stage=3))
-    assert sharded.parameter_bytes == pytest.approx(2 * QWEN.parameters / 32)
-    assert sharded.gathered_bytes == 8 * 151_936 * HIDDEN  # more than a layer with its 16 experts
-    assert inference_memory(QWEN, TrainStrategy(dp=16, tp=2, ep=8)).parameter_bytes == memory.parameter_bytes
+    assert memory["parameters"] == 2 * rest + 2 * experts
+    assert memory["gradients"] == 4 * rest + 4 * experts
+    assert memory["optimizer states"] == pytest.approx(12 * rest / 16 + 12 * experts / 4)
+    one_copy = call_bytes(QWEN, TrainStrategy(dp=8, ep=8, zero_stage=1), backward=True)
+    assert one_copy["optimizer states"] == pytest.approx(12 * (LAYERS * (LAYER - ROUTED) + ENDS) / 8 + 12 * experts)
+    sharded = call_bytes(QWEN, TrainStrategy(dp=32, ep=8, zero_stage=3), backward=True)
+    assert sharded["parameters"] == pytest.approx(2 * QWEN.parameters / 32)
+    assert sharded["gathered layers"] == 8 * 151_936 * HIDDEN  # more than a layer with its 16 experts
+    assert call_bytes(QWEN, TrainStrategy(dp=16, tp=2, ep=8), backward=False)["parameters"] == memory["parameters"]
 
 
 def test_a_token_is_kept_for_each_of_its_experts() -> None:
@@ -419,7 +419,7 @@ def test_every_catalogue_model_trains_and_scores(name: str) -> None:
     call = TrainCost(model, NODES, Ring(), strategy, TrainEfficiency(flop=0.5))
     least = forward_flops(model, lengths) / 32 / H100.gpu.bf16_flop_per_s
     assert call.train_s(lengths).total_s > 3 * call.forward_s(lengths).compute_s > 3 * least
-    assert training_memory(model, strategy).activation_bytes > 0
+    assert call_bytes(model, strategy, backward=True)["activations"] > 0
 
 
 def test_layers_of_one_shape_and_different_windows_share_weights_but_not_pairs() -> None:

@@ -6,14 +6,13 @@ import sys
 
 import pandas as pd
 
+from rlsim.cost.ledger import GB, total
 from rlsim.cost.memory import RESERVED_BYTES, RolloutMemory
 from rlsim.cost.rollout import powers_of_two
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.placed import PlacedExperiment
-
-GB = 1e9
 
 
 def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
@@ -32,7 +31,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
         plan, unplaced = placed.unchecked_plan, str(error)
     cluster, gpus = placed.loaded.cluster, len(placed.generation.gpus)
     left = len(placed.generation.nodes(cluster)[0])  # of a node; as many of each
-    beside_bytes = placed.memory.resident_bytes(plan, placed.gpus)
+    _, beside_bytes = placed.ledger_of(plan).staying(placed.gpus)
     costs = rollout_costs(placed.loaded, placed.generation.gpus, resident_bytes=beside_bytes)
     rows = []
     for tp in powers_of_two(cluster.domain_gpus):
@@ -84,26 +83,15 @@ def memory_by_call(placed: PlacedExperiment) -> pd.DataFrame:
     `kept_gb` between its runs, `working_gb` only while it runs, `total_gb` on the fullest GPU while it runs with all
     that others keep there, `gpu_gb` what the GPU has, `fits`.
     """
-    loaded, calls, rows = placed.loaded, placed.memory.calls(placed.unchecked_plan), []
-    gpu_bytes = loaded.cluster.gpu_at(0).memory_bytes
-    for name, (placement, memory) in calls.items():
-        others = max(
-            sum(its.resident_bytes for other, (at, its) in calls.items() if other != name and on in at.gpus)
-            for on in placement.gpus
-        )
-        total = memory.resident_bytes + memory.active_bytes + others + RESERVED_BYTES
-        rows.append(
-            {
-                "call": name,
-                "model": loaded.models[loaded.algorithm.call(name).model].name,
-                "kept_gb": memory.resident_bytes / GB,
-                "working_gb": memory.active_bytes / GB,
-                "total_gb": total / GB,
-                "gpu_gb": gpu_bytes / GB,
-                "fits": total <= gpu_bytes,
-            }
-        )
-    return pd.DataFrame(rows, columns=["call", "model", "kept_gb", "working_gb", "total_gb", "gpu_gb", "fits"])
+    loaded, ledger, found = placed.loaded, placed.ledger_of(placed.unchecked_plan), []
+    for name in ledger.phases:
+        gpu, rows = ledger.fullest(name)
+        kept = total(row for row in rows if row.holder == name and row.stays)
+        working = total(row for row in rows if row.holder == name and not row.stays) - RESERVED_BYTES
+        gpu_bytes, model = loaded.cluster.gpu_at(gpu).memory_bytes, loaded.models[loaded.algorithm.call(name).model]
+        sizes = [size / GB for size in (kept, working, total(rows), gpu_bytes)]
+        found.append((name, model.name, *sizes, total(rows) <= gpu_bytes))
+    return pd.DataFrame(found, columns=["call", "model", "kept_gb", "working_gb", "total_gb", "gpu_gb", "fits"])
 
 
 def _lacking(kv_bytes: float, kv_tokens: int, longest: int, tp: int) -> str:

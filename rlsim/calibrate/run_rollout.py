@@ -9,7 +9,8 @@ import numpy as np
 
 from rlsim.calibrate.fit.common import Array
 from rlsim.cost.calibration import Calibration, HostFit
-from rlsim.cost.memory import check_training, resident_bytes
+from rlsim.cost.ledger import does_not_fit
+from rlsim.cost.memory import RESERVED_BYTES, call_bytes, kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.hardware import Cluster
 from rlsim.models import Model
@@ -91,7 +92,10 @@ def host_fit(calibration: Calibration, step_s: float, sequence_s: float, source:
 
 
 def _costs(model: Model, cluster: Cluster, calibration: Calibration, settings: RunSettings) -> RolloutCostModel:
-    check_training(model, cluster.gpu, settings.train)
+    parts = call_bytes(model, settings.train, backward=True) | {"context and communication": RESERVED_BYTES}
+    if sum(parts.values()) > cluster.gpu.memory_bytes:
+        what = f"{model.name} training ({settings.train.shown}) does not fit"
+        raise does_not_fit(what, parts, cluster.gpu.memory_bytes, f"of {cluster.gpu.name}")
     return RolloutCostModel(
         model,
         cluster,
@@ -100,7 +104,7 @@ def _costs(model: Model, cluster: Cluster, calibration: Calibration, settings: R
         max_batched_tokens=settings.engine.max_num_batched_tokens,
         max_sequences=settings.engine.max_num_seqs,
         memory_utilization=settings.memory_utilization,
-        resident_bytes=resident_bytes(model, settings.train),
+        resident_bytes=kept_bytes(model, settings.train),
     )
 
 

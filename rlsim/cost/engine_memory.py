@@ -65,13 +65,20 @@ class EngineMemory:
             return min(own * (memory - beside) - weights, left)
         return own * left
 
-    def share_for(self, kv: float, memory: float, weights: float, working: float, beside: float) -> float:
-        """The share at which `kv_bytes` is `kv`, where there is one."""
+    def share_for(
+        self, kv: float, memory: float, weights: float, working: float, beside: float, resident: float = 0.0
+    ) -> float:
+        """The share at which `kv_bytes` is `kv`, be it above what there is."""
+        others = resident / memory
         if self.share_of == "all":
-            return (kv + beside + weights + working) / memory
+            return others + (kv + beside + weights + working) / memory
         if self.share_of == "before_weights":
-            return (kv + weights) / (memory - beside)
-        return kv / (memory - beside - weights - working)
+            return others + (kv + weights) / (memory - beside)
+        return others + kv / max(memory - beside - weights - working - resident, 1.0)
+
+    def most_share(self, memory: float) -> float:
+        """The largest share with which the engine starts on a GPU: vLLM's must be free beside CUDA's context."""
+        return 1.0 - CONTEXT_BYTES / memory if self.share_of == "all" else 1.0
 
 
 #: The rule where no engine is said: today's vLLM.

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from rlsim.cost.attention_work import attention_work
 from rlsim.cost.engine_memory import SAMPLING_BYTES, VLLM, EngineMemory
+from rlsim.cost.ledger import does_not_fit
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import KvShape
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.errors import CapacityError
 from rlsim.hardware import Gpu
 from rlsim.layers import Experts, LatentAttention, Layer
 from rlsim.models import Model
@@ -26,6 +26,9 @@ FP32 = 4
 #: What a process that trains keeps beside its tensors: CUDA context (about 0.5 GB), NCCL's buffers and the allocator's
 #: gaps. An assumption of the right order; rollout engines have rules of their own (`engine_memory`).
 RESERVED_BYTES = 2.0 * 2**30
+
+#: What of a call outlives it.
+STATES = ("parameters", "optimizer states")
 
 #: The kernels of experts in MXFP4 take inputs of a multiple of so many numbers: weights are padded to it.
 MXFP4_BLOCK = 256
@@ -208,40 +211,13 @@ def rollout_memory(
             "other residents": resident_bytes,
             f"KV cache of {min_tokens} tokens": needed,
         }
-        have = sum(parts.values()) - needed + room
         degrees = {"TP": own_tp, "PP": pp, "EP": layout.ep, "DP of attention": layout.attention_dp}
         shown = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "TP")
-        raise _does_not_fit(f"{model.name} rollout at {shown}", parts, gpu, memory_utilization, have)
+        have = sum(parts.values()) - needed + room
+        of = f"({memory_utilization:g} of {gpu.memory_bytes / 1e9:.2f} GB on {gpu.name})"
+        raise does_not_fit(f"{model.name} rollout at {shown} does not fit", parts, have, of)
     groups = layout.attention_dp
     return RolloutMemory(weights, activations, beside, page, page_tokens, pages * groups, groups)
-
-
-@dataclass(frozen=True)
-class TrainMemory:
-    """Peak bytes on the fullest GPU of a training or inference call, by kind.
-
-    The peak is inside a layer (its live tensors, no logits) or at the head (logits, no layer's live tensors): logits
-    are there after the last layer's forward pass and gone before its backward pass.
-    """
-
-    parameter_bytes: float
-    gradient_bytes: float
-    optimizer_bytes: float
-    gathered_bytes: float
-    activation_bytes: float
-    logits_bytes: float
-    reserved_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        """The sum of all kinds."""
-        states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return states + self.gathered_bytes + self.activation_bytes + self.logits_bytes + self.reserved_bytes
-
-    @property
-    def state_bytes(self) -> float:
-        """What outlives the call: parameters and optimizer states."""
-        return self.parameter_bytes + self.optimizer_bytes
 
 
 def stage_parts(model: Model, strategy: TrainStrategy) -> list[tuple[float, TrainStrategy]]:
@@ -330,13 +306,6 @@ def logits_bytes(
     return each * tokens * model.vocab_size / strategy.tp
 
 
-def _at_peak(kept: float, working: float, logits: float) -> dict[str, float]:
-    """Activations and logits when most is held: see `TrainMemory`."""
-    if logits > working:
-        return {"activation_bytes": kept, "logits_bytes": logits}
-    return {"activation_bytes": kept + working, "logits_bytes": 0.0}
-
-
 def _largest_unit(model: Model, strategy: TrainStrategy) -> float:
     """Parameters of the largest unit that ZeRO-3 gathers, on one GPU: a layer or the embedding; 0 on a single rank."""
     if strategy.sharded_over == 1:
@@ -344,111 +313,45 @@ def _largest_unit(model: Model, strategy: TrainStrategy) -> float:
     return max(*(_local(layer, strategy) for layer in model.groups), model.vocab_size * model.hidden_size / strategy.tp)
 
 
-def training_memory(
-    model: Model,
-    strategy: TrainStrategy,
-    micro_batch_tokens: int | None = None,
-    *,
-    reserved_bytes: float = RESERVED_BYTES,
-) -> TrainMemory:
-    """Peak bytes on the fullest GPU of one training call with micro-batches of `micro_batch_tokens` tokens.
+def call_bytes(
+    model: Model, strategy: TrainStrategy, tokens: float | None = None, *, backward: bool, entropy: bool = False
+) -> dict[str, float]:
+    """Peak bytes by part on the fullest GPU of a training call, or one without gradient (log-probs, values, rewards).
 
-    Per parameter: 2 bytes of bf16 weight, 4 or 2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam
-    moments; ZeRO stages 1, 2, 3 divide optimizer, gradients, parameters by the data-parallel ranks, those of experts
-    that are apart by the ranks with the same experts. Stage 3 gathers two layers (one in use, one prefetched), or the
-    embedding, and holds that unit's whole gradient. A 1F1B pipeline keeps PP micro-batches on its first stage. Logits
-    are those of `logits_bytes`. Host offload empties the GPU between calls, not while one runs: the peak is the same,
-    `resident_bytes` is what changes. Raises `ConfigError` if the strategy does not suit the model.
+    `tokens` are those of a micro-batch (default: its budget). Per parameter: 2 bytes of bf16 weight and, to train, 4 or
+    2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam moments; ZeRO stages 1, 2, 3 divide optimizer,
+    gradients, parameters by the data-parallel ranks, those of experts that are apart by the ranks with the same
+    experts. Stage 3 gathers two layers (one in use, one prefetched), or the embedding, and holds that unit's whole
+    gradient. Training keeps what `strategy.recompute` says of each layer, a 1F1B pipeline for PP micro-batches on its
+    first stage. The peak is inside a layer (its live tensors, no logits) or at the head (`logits_bytes`; `entropy`: of
+    the logits too): logits are there after the last layer's forward pass and gone before its backward pass. Host
+    offload empties the GPU between calls: the peak is the same. Raises `ConfigError` if the strategy does not suit the
+    model.
     """
     strategy.check_model(model)
-    tokens = (micro_batch_tokens or strategy.budget(backward=True)) / strategy.cp
-    zero = strategy.zero_stage
-    gathered = (2 * BF16 + strategy.gradient_bytes) * _largest_unit(model, strategy) if zero == 3 else 0.0
+    tokens = (tokens or strategy.budget(backward=backward)) / strategy.cp
+    zero, parts = strategy.zero_stage, stage_parts(model, strategy)
     each = {layer: activation_bytes_per_token(layer, strategy) for layer in model.groups}
-    kept = max(
-        sum(tokens * count * strategy.pp * each[layer][0] for layer, count in stage.items())
-        for stage in model.stages(strategy.pp)
-    )
-    working = max(everything for _, everything in each.values()) if strategy.recompute != "none" else 0.0
-    logits = logits_bytes(model, strategy, tokens, backward=True)
-    parts = stage_parts(model, strategy)
+    kept, working = 0.0, tokens * max(everything for _, everything in each.values())
+    if backward:
+        stages = model.stages(strategy.pp)
+        kept = tokens * strategy.pp * max(sum(count * each[at][0] for at, count in stage.items()) for stage in stages)
+        working *= strategy.recompute != "none"
+    logits = logits_bytes(model, strategy, tokens, backward=backward, entropy=entropy)
 
     def sharded(bytes_per_parameter: int, stage: int) -> float:
         return sum(bytes_per_parameter * n / (spread.sharded_over if zero >= stage else 1) for n, spread in parts)
 
-    return TrainMemory(
-        parameter_bytes=sharded(BF16, 3),
-        gradient_bytes=sharded(strategy.gradient_bytes, 2),
-        optimizer_bytes=sharded(3 * FP32, 1),
-        gathered_bytes=gathered,
-        reserved_bytes=reserved_bytes,
-        **_at_peak(kept, tokens * working, logits),
-    )
+    found = {"parameters": sharded(BF16, 3)}
+    if backward:
+        found |= {"gradients": sharded(strategy.gradient_bytes, 2), "optimizer states": sharded(3 * FP32, 1)}
+    unit_bytes = 2 * BF16 + backward * strategy.gradient_bytes
+    found["gathered layers"] = unit_bytes * _largest_unit(model, strategy) if zero == 3 else 0.0
+    at_head = logits > working
+    return found | {"activations": kept + working * (not at_head), "logits": logits * at_head}
 
 
-def inference_memory(
-    model: Model,
-    strategy: TrainStrategy,
-    micro_batch_tokens: int | None = None,
-    *,
-    entropy: bool = False,
-    reserved_bytes: float = RESERVED_BYTES,
-) -> TrainMemory:
-    """Peak bytes on the fullest GPU of one inference call (log-probabilities, values, rewards): no gradients kept.
-
-    Parameters in bf16, divided by the data-parallel ranks under ZeRO-3, which gathers two layers or the embedding as in
-    training; for one micro-batch the live tensors of one layer, or its logits (`logits_bytes`; `entropy`: of them too).
-    A pipeline has several micro-batches under way, but each stage only one. Raises `ConfigError` if the strategy does
-    not suit the model.
-    """
-    strategy.check_model(model)
-    tokens = (micro_batch_tokens or strategy.budget(backward=False)) / strategy.cp
-    zero3 = strategy.zero_stage == 3
-    everything = max(activation_bytes_per_token(layer, strategy)[1] for layer in model.groups)
-    parts = stage_parts(model, strategy)
-    return TrainMemory(
-        parameter_bytes=sum(BF16 * n / (spread.sharded_over if zero3 else 1) for n, spread in parts),
-        gradient_bytes=0.0,
-        optimizer_bytes=0.0,
-        gathered_bytes=2 * BF16 * _largest_unit(model, strategy) if zero3 else 0.0,
-        reserved_bytes=reserved_bytes,
-        **_at_peak(0.0, tokens * everything, logits_bytes(model, strategy, tokens, backward=False, entropy=entropy)),
-    )
-
-
-def resident_bytes(model: Model, strategy: TrainStrategy) -> float:
-    """Bytes that training leaves on each of its GPUs between calls: parameters and optimizer; nothing with offload.
-
-    Gradients are freed after the update. This is the `resident_bytes` of a rollout replica on the same GPUs.
-    """
-    return 0.0 if strategy.offload else training_memory(model, strategy).state_bytes
-
-
-def check_training(model: Model, gpu: Gpu, strategy: TrainStrategy, *, beside_bytes: float = 0.0) -> TrainMemory:
-    """`training_memory`, after making sure that it fits: raises `CapacityError` with the bytes of every part if not.
-
-    `beside_bytes` are those of others on each GPU meanwhile.
-    """
-    memory = training_memory(model, strategy)
-    if memory.total_bytes + beside_bytes > gpu.memory_bytes:
-        parts = {
-            "parameters": memory.parameter_bytes,
-            "gradients": memory.gradient_bytes,
-            "optimizer states": memory.optimizer_bytes,
-            "gathered layers": memory.gathered_bytes,
-            "activations": memory.activation_bytes,
-            "logits": memory.logits_bytes,
-            "context and communication": memory.reserved_bytes,
-            "others on the GPU": beside_bytes,
-        }
-        layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, "
-        layout += f"EP {strategy.ep}, " * (strategy.ep > 1) + f"ZeRO {strategy.zero_stage}"
-        raise _does_not_fit(f"{model.name} training ({layout})", parts, gpu, 1.0, gpu.memory_bytes)
-    return memory
-
-
-def _does_not_fit(what: str, parts: dict[str, float], gpu: Gpu, share: float, have: float) -> CapacityError:
-    listed = " + ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items() if size)
-    of = f"{share:g} of {gpu.memory_bytes / 1e9:.2f} GB on {gpu.name}" if share != 1 else f"of {gpu.name}"
-    total = sum(parts.values())
-    return CapacityError(f"{what} does not fit: {listed} = {total / 1e9:.2f} GB > {have / 1e9:.2f} GB ({of})")
+def kept_bytes(model: Model, strategy: TrainStrategy) -> float:
+    """What training leaves on each of its GPUs between calls: parameters and optimizer; nothing with offload."""
+    found = call_bytes(model, strategy, backward=True)
+    return sum(found[part] for part in STATES) * (not strategy.offload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 
@@ -111,6 +112,12 @@ class RolloutCostModel:
             resident_bytes=self._resident_bytes,
             min_tokens=min_tokens,
         )
+
+    def share_for(self, tp: int, pages: float) -> float:
+        """The `memory_utilization` with which each group of a replica at `tp` has so many KV pages, be it above 1."""
+        memory, rule = self.memory(tp, min_tokens=-sys.maxsize), self.calibration.memory_rule
+        engine = memory.weight_bytes, memory.activation_bytes, memory.reserved_bytes, self._resident_bytes
+        return rule.share_for(pages * memory.page_bytes, self.cluster.gpu.memory_bytes, *engine)
 
     def _host_kv(self, tp: int) -> HostKv:
         """Host memory for KV pages that a replica at `tp` has no room for."""

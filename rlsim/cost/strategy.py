@@ -115,6 +115,13 @@ class TrainStrategy:
             raise ConfigError("training strategy: ZeRO stages 2 and 3 do not go with pipeline parallelism")
 
     @property
+    def shown(self) -> str:
+        """The degrees, for people: CP and EP where there are any."""
+        degrees = {"DP": self.dp, "TP": self.tp, "PP": self.pp, "CP": self.cp, "EP": self.ep}
+        named = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name not in ("CP", "EP")]
+        return f"{', '.join(named)}, ZeRO {self.zero_stage}"
+
+    @property
     def gpus(self) -> int:
         """GPUs that the call occupies."""
         return self.dp * self.tp * self.pp * self.cp

@@ -205,13 +205,17 @@ class LoadedExperiment:
 
     @cached_property
     def batch(self) -> BatchSize:
-        spec, capped = self.experiment.workflow, self._cut[0]
+        spec, capped, training = self.experiment.workflow, self._cut[0], self.experiment.training
+        counted = training.micro_batch_sequences or training.log_prob_micro_batch_sequences
+        step = self.sampler(self.experiment.seed_list[0]).step(0) if counted else None
         return BatchSize(
             spec.prompts * spec.responses,
             float(self._prompt_tokens.mean()) + float(capped.mean()),
             min(self.longest_prompt + int(capped.max()), self.longest_sequence),
-            self.experiment.training.mini_batches,
+            training.mini_batches,
             spec.prompts * self.algorithm.baseline_responses,
+            self.experiment.trace.max_model_len or self.longest_sequence,
+            *([step.prompt_tokens + step.response_tokens] if step else []),
         )
 
     @property
@@ -241,6 +245,16 @@ class LoadedExperiment:
         """Mean length of prompt and capped response together, of those that a judge reads (tokens)."""
         judged = self.scoring.judged
         return round(float(self._prompt_tokens[judged].mean()) + float(self._cut[0][judged].mean()))
+
+    @property
+    def mean_prompt(self) -> float:
+        """The mean prompt of the trace (tokens)."""
+        return float(self._prompt_tokens.mean())
+
+    @property
+    def response_lengths(self) -> npt.NDArray[np.int64]:
+        """The trace's lengths as they are generated, under the cap (tokens)."""
+        return self._cut[0]
 
     @property
     def longest_answer(self) -> int:

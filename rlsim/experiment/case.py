@@ -17,9 +17,11 @@ from rlsim.experiment.frames import Frames, named
 from rlsim.experiment.job import Job, Ran, simulated
 from rlsim.experiment.ledger import LedgerRecord
 from rlsim.experiment.load import with_settings
+from rlsim.experiment.memory_notes import kv_note, worst_note
 from rlsim.experiment.notes import kinds_note, preemption_notes, rate_notes
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.planning import FoundPlans
+from rlsim.experiment.remedies import remedies
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.steadiness import steady_notes
@@ -102,6 +104,7 @@ class Case:
         self.notes: list[str] = list(self.loaded.notes)
         self.searched: list[str] = []  # systems whose plan is yet to be searched for
         self.systems = {spec: tuple(self._alternatives(spec)) for spec in self._specs if self._fits(spec)}
+        self.notes += self._memory_notes()
 
     def pending(self) -> list[tuple[SystemSpec, int]]:
         """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
@@ -199,10 +202,35 @@ class Case:
             self.searched.append(spec.name)
         except (CapacityError, ConfigError) as error:
             if not self.left_out(spec, error):
-                raise type(error)(f"{spec.shown}: {error}") from None
+                more = self._remedies(spec) if isinstance(error, CapacityError) else ""
+                raise type(error)(f"{spec.shown}: {error}{more}") from None
             self.notes.append(f"{spec.name} left out: {error}")
             return False
         return True
+
+    def _remedies(self, spec: SystemSpec) -> str:
+        """The settings with which a system that does not fit does; empty where that depends on a search."""
+        return remedies(self.loaded, lambda changed: check_system(Simulator(changed, search=False), spec))
+
+    def _memory_notes(self) -> Iterable[str]:
+        """What memory lacks for the longest responses, and for the batch of a static layout, each said once."""
+        found = dict[str, None]()
+        for spec, alternatives in self.systems.items():
+            if spec.name in self.searched:
+                continue
+            placed = self.simulator.placed(spec.make())
+            if (note := worst_note(placed)) not in ("", *found):
+
+                def fits(changed: LoadedExperiment, spec: SystemSpec = spec) -> None:
+                    simulator = Simulator(changed, search=False)
+                    check_system(simulator, spec)
+                    simulator.placed(spec.make()).check_worst()
+
+                found[note] = None
+                yield note + remedies(self.loaded, fits)
+            if len(alternatives) == 1 and not self.decides(spec) and placed.generates:
+                found[kv_note(placed, alternatives[0][0].make().initial_tp(placed.context))] = None
+        yield from (note for note in found if note.startswith("KV"))
 
     def _rate_notes(self) -> Iterable[str]:
         workflow, ran = self.experiment.workflow, self._ran.items()

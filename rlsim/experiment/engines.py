@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from rlsim.cost.derived import crowded
-from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
+from rlsim.cost.memory import kv_page_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import judge_bytes
@@ -41,29 +42,26 @@ def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) 
     return Plan(placements)
 
 
-def engine_memory(
-    loaded: LoadedExperiment,
-    kind: Kind,
-    model: Model,
-    tp: int,
-    *,
-    resident_bytes: float,
-    min_tokens: int = 1,
-) -> RolloutMemory:
-    """Memory of an engine of the experiment with a scoring model; the rest as in `rollout_memory`."""
-    engine = loaded.experiment.engine
-    return rollout_memory(
+def _engine(loaded: LoadedExperiment, kind: Kind, model: Model, share: float, **other: Any) -> RolloutCostModel:
+    """An engine of the experiment with a model on GPUs of one kind, of each of which it has this share.
+
+    Raises `ConfigError` for a share with which it does not start.
+    """
+    engine, most = loaded.experiment.engine, kind.calibration.memory_rule.most_share(kind.cluster.gpu.memory_bytes)
+    if share > most:
+        raise ConfigError(
+            f"memory_utilization: {share:g} of a GPU is more than is free when {kind.calibration.engine} starts: "
+            f"CUDA's context takes some; {most:.3f} is the most"
+        )
+    return RolloutCostModel(
         model,
-        kind.cluster.gpu,
-        tp,
+        kind.cluster,
+        kind.calibration,
         page_tokens=engine.page_tokens,
-        memory_utilization=loaded.experiment.memory_utilization,
         max_batched_tokens=engine.max_num_batched_tokens,
         max_sequences=engine.max_num_seqs,
-        rule=kind.calibration.memory_rule,
-        nvlink=kind.cluster.nvlink,
-        resident_bytes=resident_bytes,
-        min_tokens=min_tokens,
+        memory_utilization=share,
+        **other,
     )
 
 
@@ -84,14 +82,11 @@ def rollout_costs(
     if strategy is not None and loaded.experiment.engine.pp > 1:
         raise ConfigError("engine.pp and the plan of generation both say its stages; leave engine.pp out")
     engine, kind = loaded.experiment.engine, loaded.kind(gpus, "generation")
-    return RolloutCostModel(
+    return _engine(
+        loaded,
+        kind,
         loaded.model,
-        kind.cluster,
-        kind.calibration,
-        page_tokens=engine.page_tokens,
-        max_batched_tokens=engine.max_num_batched_tokens,
-        max_sequences=engine.max_num_seqs,
-        memory_utilization=loaded.experiment.memory_utilization if memory_share is None else memory_share,
+        loaded.experiment.memory_utilization if memory_share is None else memory_share,
         sampling_s_per_logit=engine.sampling_per_logit,
         graphs=engine.graphs and graphs,
         gpus=gpus,
@@ -138,7 +133,8 @@ def kv_pages(
     if shared:
         page_bytes = kv_page_bytes(model, tp, loaded.experiment.engine.page_tokens)
         return int(KV_SHARE * kind.cluster.gpu.memory_bytes / page_bytes)
-    return engine_memory(loaded, kind, model, tp, resident_bytes=resident_bytes).pages
+    share = loaded.experiment.memory_utilization
+    return _engine(loaded, kind, model, share, resident_bytes=resident_bytes).capacity_pages(tp)
 
 
 def bytes_beside(loaded: LoadedExperiment, gpu: Gpu, model: Model, tp: int, offloaded_layers: int = 0) -> float:

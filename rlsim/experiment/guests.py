@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlsim.cost.layout import Layout
-from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes, training_memory
+from rlsim.cost.ledger import does_not_fit
+from rlsim.cost.memory import RESERVED_BYTES, call_bytes, rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import ConfigError
 from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.sim.elastic import Guests
 from rlsim.workflow import Call
@@ -32,28 +33,24 @@ def check_elastic(placed: PlacedExperiment, tp: int) -> None:
     calls = [call for call in placed.workflow.calls if call.kind == "train"]
     for call in calls:
         _check_mesh(placed, call)
-    memory = {}
+    memory = []
     for call in calls:
         strategy = _guest_strategy(placed.plan.of(call.name))
-        tokens = max(strategy.budget(backward=True), loaded.longest_sequence)
-        memory[call.name] = training_memory(loaded.models[call.model], strategy, tokens, reserved_bytes=0.0)
+        tokens = placed.memory.micro_batch_tokens(call, strategy)
+        memory.append(call_bytes(loaded.models[call.model], strategy, tokens, backward=True))
     planned = rollout.strategy
     degrees = (tp, 1) if planned is None else (planned.tp, planned.pp)
     parts = {
-        "weights": sum(one.parameter_bytes for one in memory.values()),  # of all that are trained at a time
-        "gradients": sum(one.gradient_bytes for one in memory.values()),
-        "activations and logits": max(one.activation_bytes + one.logits_bytes for one in memory.values()),
+        "weights": sum(one["parameters"] for one in memory),  # of all that are trained at a time
+        "gradients": sum(one["gradients"] for one in memory),
+        "activations and logits": max(one["activations"] + one["logits"] for one in memory),
         "the rollout engine's weights": rollout_weight_bytes(loaded.model, *degrees, loaded.replica),
         "context and communication": RESERVED_BYTES,
     }
-    need_bytes, gpu = sum(parts.values()), loaded.cluster.gpu_at(rollout.gpus[0])
-    if need_bytes > gpu.memory_bytes:
-        listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items())
-        raise CapacityError(
-            f"the states of {', '.join(memory)} do not fit on a GPU that generation lends: {listed} = "
-            f"{need_bytes / 1e9:.2f} GB > {gpu.memory_bytes / 1e9:.2f} GB of {gpu.name}; a larger training.tp, "
-            "training.gradients: bf16 or fewer training.micro_batch_tokens need less"
-        )
+    gpu = loaded.cluster.gpu_at(rollout.gpus[0])
+    if sum(parts.values()) > gpu.memory_bytes:
+        what = f"the states of {', '.join(call.name for call in calls)} do not fit on a GPU that generation lends"
+        raise does_not_fit(what, parts, gpu.memory_bytes, f"of {gpu.name}")
 
 
 def _check_mesh(placed: PlacedExperiment, call: Call) -> None:

@@ -52,10 +52,9 @@ def check_hybrid(placed: PlacedExperiment, system: System, tp: int) -> None:
     try:
         placed.hybrid_costs.capacity_pages(tp, placed.loaded.longest_sequence)
     except CapacityError as error:
-        held = placed.memory.resident_bytes(placed.plan, there.gpus) / 1e9
+        held = placed.ledger.staying(there.gpus)[1] / 1e9
         raise CapacityError(
             f"no rollout replica fits on the GPUs of call {train.name}, where {held:.2f} GB stay between calls: {error}"
-            "; training.offload: true keeps them in host memory meanwhile"
         ) from None
 
 

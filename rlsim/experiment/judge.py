@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 from rlsim.cost.derived import crowded, streamed
+from rlsim.cost.ledger import Row
 from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import layers_to_offload, stream_s
@@ -19,6 +21,9 @@ from rlsim.hardware import AnyCluster
 from rlsim.models import Model
 from rlsim.policies.parts import JudgePlacement
 from rlsim.sim.server import RewardModelEngine
+
+#: The holder of a judge's memory.
+JUDGE = "the judge"
 
 
 class Judge:
@@ -86,25 +91,16 @@ class Judge:
         batched = self._loaded.experiment.engine.max_num_batched_tokens
         return layers_to_offload(self._model, self._resident, self._cluster.host, batched, typical)
 
-    @cached_property
-    def bytes_beside(self) -> float:
-        """What it takes of each GPU's memory where it works beside other calls."""
-        if self.beside is None:
-            return 0.0
-        return bytes_beside(self._loaded, self._cluster.gpu, self._model, self._spec.tp, self.offloaded_layers)
-
-    @property
-    def resting_bytes(self) -> float:
-        """What it keeps on each of its own GPUs while log-probs and training run there."""
+    def rows(self, gpus: Sequence[int]) -> list[Row]:
+        """What it holds where log-probs and training run: beside the calls on `gpus`, or on its own while it rests."""
+        if self.beside is not None:
+            gpu, layers = self._cluster.gpu, self.offloaded_layers
+            size = bytes_beside(self._loaded, gpu, self._model, self._spec.tp, layers)
+            return [Row(JUDGE, "beside the calls", size, frozenset(gpus))]
         if not self.joins:
-            return 0.0
-        resident = self._spec.while_training == "resident"
-        return RESERVED_BYTES + (rollout_weight_bytes(self._model, self._spec.tp) if resident else 0.0)
-
-    @property
-    def elsewhere(self) -> str:
-        """Settings of `while_training` with which it keeps less on its GPUs while it rests."""
-        return "offloaded or apart" if self._spec.while_training == "resident" else "apart"
+            return []
+        weights = rollout_weight_bytes(self._model, self._spec.tp) * (self._spec.while_training == "resident")
+        return [Row(JUDGE, "at rest", RESERVED_BYTES + weights, frozenset(self.gpus))]
 
     def record(self, calls_gpus: int) -> dict[str, object]:
         """The judge as the manifest has it; beside other calls it has their GPUs."""

@@ -11,6 +11,7 @@ from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.derived import crowded
 from rlsim.cost.layout import Layout
+from rlsim.cost.ledger import Ledger, Row
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.step import StepCost
@@ -19,8 +20,7 @@ from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
-from rlsim.experiment.judge import Judge
-from rlsim.experiment.remedies import advice
+from rlsim.experiment.judge import JUDGE, Judge
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext, PlanSearch
 from rlsim.sim.control import ControlContext, divides_nodes
@@ -109,20 +109,21 @@ class PlacedExperiment:
         judge = self._judge
         if judge is None:
             return None
-        return judge.engine(self.memory.resident_bytes(self.plan, judge.gpus) if judge.joins else 0.0)
+        return judge.engine(self.ledger.staying(judge.gpus, but=JUDGE)[1] if judge.joins else 0.0)
 
     def record(self) -> dict[str, object] | None:
         return self._judge.record(len(self.gpus)) if self._judge else None
 
-    def _beside_bytes(self, plan: Plan) -> float:
-        """What a judge beside other calls, and models that take responses by the chunk there, take of each GPU."""
-        shared = [(call, plan.of(call.name)) for call in self._streamed if plan.of(call.name).shared]
-        loaded = self.loaded
-        engines = (
-            bytes_beside(loaded, loaded.cluster.gpu_at(at.gpus[0]), loaded.models[call.model], tp_of(at))
-            for call, at in shared
-        )
-        return (self._judge.bytes_beside if self._judge else 0.0) + sum(engines)
+    def ledger_of(self, plan: Plan, *, worst: bool = False) -> Ledger:
+        """What a plan's calls hold on every GPU, and engines beside them: a judge's, and of models that take responses
+        by the chunk. `worst`: micro-batches are the largest that the limits allow."""
+        loaded, others = self.loaded, self._judge.rows(self.gpus) if self._judge else []
+        for call, at in ((call, plan.of(call.name)) for call in self._streamed):
+            if at.shared:
+                gpu, model = loaded.cluster.gpu_at(at.gpus[0]), loaded.models[call.model]
+                size = bytes_beside(loaded, gpu, model, tp_of(at))
+                others.append(Row(call.name, "engine beside the calls", size, frozenset(at.gpus)))
+        return self.memory.ledger(plan, others, worst=worst)
 
     def training_strategy(self, gpus: int) -> TrainStrategy:
         """How training and log-prob passes are spread over so many GPUs, as the experiment says."""
@@ -174,40 +175,20 @@ class PlacedExperiment:
     @cached_property
     def plan(self) -> Plan:
         """Where every call runs. Raises `CapacityError` if a GPU would have to hold more than it can."""
-        plan = self.unchecked_plan
-        try:
-            self.memory.check(plan, self._beside_bytes(plan))
-        except CapacityError as error:
-            raise CapacityError(f"{error}{self._remedies()}") from None
-        if self._judge:
-            resting_bytes = self._judge.resting_bytes
-            try:
-                self.memory.check(plan, resting_bytes)
-            except CapacityError as error:
-                judge = f"{resting_bytes / 1e9:.2f} GB of it are the judge's"
-                remedy = f"set workflow.reward.judge.while_training: {self._judge.elsewhere}"
-                raise CapacityError(f"{error}; {judge}: {remedy}") from None
-        return plan
+        self._check(self.unchecked_plan)
+        return self.unchecked_plan
 
-    def _remedies(self) -> str:
-        """Settings under which the call that needs most needs less; none where a search chose the plan."""
-        if self.searched:
-            return ""
-        parts = self.workflow, self._judge_beside, self._placing, self._streaming
-        call = self.memory.tightest(self._needs())
-        return advice(
-            self.loaded,
-            self._needed_bytes(call),
-            lambda loaded: PlacedExperiment(loaded, *parts, planner=self._planner)._needed_bytes(call),
-        )
+    def _check(self, plan: Plan) -> None:
+        self.memory.check(self.ledger_of(plan), plan)
 
-    def _needs(self) -> dict[str, tuple[int, dict[str, float]]]:
-        plan = self.unchecked_plan
-        return self.memory.needs(plan, self._beside_bytes(plan))
+    def check_worst(self) -> None:
+        """Raises `CapacityError` if the plan does not fit where the longest sequences that the limits allow meet."""
+        self.memory.check(self.ledger_of(self.plan, worst=True), self.plan)
 
-    def _needed_bytes(self, call: str) -> float:
-        """Bytes on the fullest GPU of a call while it runs."""
-        return sum(self._needs()[call][1].values())
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Of the plan, which fits."""
+        return self.ledger_of(self.plan)
 
     @cached_property
     def unchecked_plan(self) -> Plan:
@@ -251,6 +232,10 @@ class PlacedExperiment:
         return Plan(placements)
 
     @property
+    def generates(self) -> bool:
+        return bool(self._generate_calls)
+
+    @property
     def has_placing(self) -> bool:
         return self._placing is not None
 
@@ -265,7 +250,7 @@ class PlacedExperiment:
             training=self.training_strategy,
             style=self.style,
             reward=self.reward_placement,
-            check=lambda plan: self.memory.check(plan, self._beside_bytes(plan)),
+            check=self._check,
             search=self._search,
         )
 
@@ -351,7 +336,7 @@ class PlacedExperiment:
     def rollout_costs(self) -> RolloutCostModel:
         """Times and sizes of the rollout; made once, since look-ups are cached in it."""
         share, strategy = self.generation.memory_share, self.generation.strategy
-        resident_bytes = self.memory.resident_bytes(self.plan, self.generation.gpus) + self._beside_bytes(self.plan)
+        _, resident_bytes = self.ledger.staying(self.generation.gpus)
         return rollout_costs(
             self.loaded,
             self.generation.gpus,
@@ -372,7 +357,7 @@ class PlacedExperiment:
     def hybrid_costs(self) -> RolloutCostModel:
         """The same of replicas there, beside what stays in memory between calls."""
         gpus = self.hybrid_gpus
-        return rollout_costs(self.loaded, gpus, resident_bytes=self.memory.resident_bytes(self.plan, gpus))
+        return rollout_costs(self.loaded, gpus, resident_bytes=self.ledger.staying(gpus)[1])
 
     @cached_property
     def context(self) -> ControlContext:
@@ -395,7 +380,7 @@ class PlacedExperiment:
                 who = "workflow.reward.judge leaves" if self._placing is None else "generation has"
                 infeasible[tp] = f"TP {tp} does not divide the {odd[0]} GPUs of a node that {who}"
         if not feasible and replica is not None:
-            gpu = self.memory.fullest_resident(self.plan, self.generation.gpus)
+            gpu, _ = self.ledger.staying(self.generation.gpus)
             raise CapacityError(f"call generate does not fit on GPU {gpu}: {infeasible[replica]}")
         if not feasible and all(degree % self.rollout_pp for degree in infeasible):
             raise ConfigError(

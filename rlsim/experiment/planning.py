@@ -13,14 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlsim.cost.layout import Layout, PairTimes
-from rlsim.cost.memory import (
-    RESERVED_BYTES,
-    inference_memory,
-    kv_page_bytes,
-    kv_shape,
-    rollout_activation_bytes,
-    rollout_weight_bytes,
-)
+from rlsim.cost.memory import RESERVED_BYTES, call_bytes, kv_shape
 from rlsim.cost.replica import PLAIN
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.strategy import TrainStrategy
@@ -217,7 +210,7 @@ class PlanSpace:
             strategy = TrainStrategy(dp=to.dp, tp=to.tp, pp=to.pp, cp=to.cp, zero_stage=zero)
             if to.expert_cut is not None:
                 strategy = replace(strategy, ep=to.expert_cut, expert_tp=1)
-            return inference_memory(model, strategy).parameter_bytes
+            return call_bytes(model, strategy, backward=False)["parameters"]
 
         return PairTimes(size, self._cluster, *pair)
 
@@ -291,9 +284,9 @@ class PlanSpace:
             for offload in offloads:
                 strategy = replace(shape, offload=offload, micro_batches=count)
                 copied = call.model in self._trained and not offload  # whose bytes depend on where training is
-                memory = self._placed.memory.of(call, strategy, holds_weights=copied)
+                kept, working = map(sum, map(dict.values, self._placed.memory.of(call, strategy, holds_weights=copied)))
                 cost = self._calls.of(call.model, strategy, place)
-                needed = memory.resident_bytes + memory.active_bytes + RESERVED_BYTES
+                needed = kept + working + RESERVED_BYTES
                 if needed > self._cluster.gpu.memory_bytes:
                     self._least_bytes[call.name] = min(needed, self._least_bytes.get(call.name, needed))
                     continue
@@ -301,7 +294,7 @@ class PlanSpace:
                     time = cost.train_s(self._lengths, training.mini_batches, training.epochs)
                 else:
                     time = cost.forward_s(self._lengths)
-                yield Candidate(strategy, time.total_s, memory.resident_bytes, memory.active_bytes)
+                yield Candidate(strategy, time.total_s, kept, working)
             count *= 2
 
     def _generation(self, strategies: Sequence[TrainStrategy]) -> Iterator[Candidate]:
@@ -324,22 +317,13 @@ class PlanSpace:
 
     def _share_for_all(self, strategy: TrainStrategy) -> float:
         """Share of a GPU's memory that lets all sequences run at once; not more than the experiment allows."""
-        loaded, engine = self._loaded, self._loaded.experiment.engine
-        model, tp, pp = loaded.model, strategy.tp, strategy.pp
-        batched, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
-        layout = loaded.replica
-        groups, own_tp = layout.attention_dp, layout.attention_tp(tp)
-        weight_bytes = rollout_weight_bytes(model, tp, pp, layout)
-        kind = loaded.kind(range(strategy.gpus), "generation")
-        rule = kind.calibration.memory_rule
-        working = rollout_activation_bytes(model, own_tp, batched, sequences, rule.sampling_bytes)
-        beside = rule.beside_bytes(tp * pp, nvlink=kind.cluster.nvlink)
+        loaded, engine, layout = self._loaded, self._loaded.experiment.engine, self._loaded.replica
+        shape = kv_shape(loaded.model, layout.attention_tp(strategy.tp))
         replicas = self._dealt(strategy)
-        shape = kv_shape(model, own_tp)
         units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in dealt) for dealt in replicas)
-        pages = math.ceil(units / shape.page_units / groups)
-        kv_bytes = (pages + 1) / (1 - engine.watermark) * kv_page_bytes(model, own_tp, engine.page_tokens, pp)
-        needed = rule.share_for(kv_bytes, kind.cluster.gpu.memory_bytes, weight_bytes, working, beside)
+        pages = (math.ceil(units / shape.page_units / layout.attention_dp) + 1) / (1 - engine.watermark)
+        costs = rollout_costs(loaded, range(strategy.gpus), strategy=strategy)
+        needed = costs.share_for(strategy.tp * strategy.pp, pages)
         return min(math.ceil(1000 * needed) / 1000, loaded.experiment.memory_utilization)
 
     def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int, int], ...]]:

@@ -1,50 +1,125 @@
-"""Settings with which a call that does not fit needs less memory: each is tried before it is advised."""
+"""Settings with which an experiment that does not fit does fit: each is tried before it is named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import combinations, islice, product
+from typing import Any
 
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.load import with_settings
+from rlsim.experiment.placed import SearchAheadError
+from rlsim.experiment.schema import TrainingSpec
 from rlsim.hardware import Cluster
 
+#: Most settings that are combined, combinations of settings that are tried, and ways out that a message names.
+MOST_TOGETHER, MOST_TRIED, MOST_NAMED = 3, 150, 8
 
-def advice(loaded: LoadedExperiment, needed_bytes: float, bytes_needed: Callable[[LoadedExperiment], float]) -> str:
-    """The settings that bring a figure of `needed_bytes` down, with what it becomes, as the end of a message.
+#: Settings with their new values; `nodes` is no setting: so many of the cluster's.
+Change = dict[str, Any]
 
-    `bytes_needed` gives the figure under a changed experiment, or raises `RlsimError` where that cannot be. Empty where
-    nothing helps.
+#: Raises `RlsimError` for an experiment that does not fit, or cannot be.
+Fits = Callable[[LoadedExperiment], object]
+
+
+def remedies(loaded: LoadedExperiment, fits: Fits) -> str:
+    """The settings with which the experiment fits, alone or the fewest together, as the end of a message.
+
+    Empty where that depends on a search.
     """
-    found = []
-    for setting, changed in _changes(loaded):
+    ladders = [rungs for rungs in _ladders(loaded) if rungs]
+    try:
+        for size in range(1, MOST_TOGETHER + 1):
+            # Alone every value is tried, from the mildest on; together each setting at its mildest or furthest.
+            rungs = ladders if size == 1 else [[one[0], *one[1:][-1:]] for one in ladders]
+            tried = islice((product(*chosen) for chosen in combinations(rungs, size)), MOST_TRIED)
+            if found := [name for ways in tried if (name := _first(loaded, ways, fits))]:
+                alone = "" if size == 1 else "no setting that was tried does alone; "
+                return f"; {alone}it fits with {', or '.join(found[:MOST_NAMED])}"
+    except SearchAheadError:
+        return ""
+    return f"; no setting that was tried makes it fit, nor do up to {MOST_TOGETHER} together"
+
+
+def changed(loaded: LoadedExperiment, changes: Change) -> LoadedExperiment:
+    """The experiment with other settings; raises `ConfigError` for what cannot be."""
+    cluster, settings = loaded.cluster, dict(changes)
+    nodes = settings.pop("nodes", None)
+    if nodes and isinstance(cluster, Cluster):
+        cluster = cluster.model_copy(update={"nodes": nodes})
+    return replace(loaded, experiment=with_settings(loaded.experiment, settings, ""), cluster=cluster)
+
+
+def _first(loaded: LoadedExperiment, ways: Iterable[tuple[Change, ...]], fits: Fits) -> str:
+    """The first of these ways with which the experiment fits; empty if none does."""
+    for way in ways:
+        changes = {key: value for change in way for key, value in change.items()}
         try:
-            less_bytes = bytes_needed(changed)
+            fits(changed(loaded, changes))
+        except SearchAheadError:
+            raise
         except RlsimError:
             continue
-        if less_bytes < needed_bytes:
-            found.append((less_bytes, setting))
-    listed = ", ".join(f"{setting} ({size / 1e9:.2f} GB)" for size, setting in sorted(found))
-    return f"; it needs less with {listed}" if listed else ""
+        return " and ".join(_named(*change) for change in changes.items())
+    return ""
 
 
-def _changes(loaded: LoadedExperiment) -> Iterator[tuple[str, LoadedExperiment]]:
-    """Every setting that memory may depend on, one changed at a time."""
+def _named(key: str, value: Any) -> str:
+    return f"{value} nodes" if key == "nodes" else f"{key}={str(value).lower()}"
+
+
+def _ladders(loaded: LoadedExperiment) -> Iterator[list[Change]]:
+    """Every setting that memory depends on, with the values that may need less, from the mildest on."""
+    yield _smaller_micro_batches(loaded.experiment.training)
+    yield from ([{key: value} for value in values] for key, values in _settings(loaded))
+
+
+def _smaller_micro_batches(training: TrainingSpec) -> list[Change]:
+    """Those of training, of log-probs, or of both, halved again and again."""
+    found: list[Change] = []
+    for halvings in range(1, 7):
+        smaller: Change = {}
+        for call in ("", "log_prob_"):
+            counted, budget = (f"{call}micro_batch_{unit}" for unit in ("sequences", "tokens"))
+            key, least = (counted, 1) if getattr(training, counted) else (budget, 256)
+            if (value := (getattr(training, key) or 0) >> halvings) >= least:
+                smaller[f"training.{key}"] = value
+        found += [dict([item]) for item in smaller.items()] + [smaller] * (len(smaller) > 1)
+    return found
+
+
+def _settings(loaded: LoadedExperiment) -> Iterator[tuple[str, list[Any]]]:
+    """All others. Frameworks with FSDP have no stages, and TP at most where it is given."""
     experiment, training, cluster = loaded.experiment, loaded.experiment.training, loaded.cluster
-    settings: dict[str, object] = {
-        "micro_batch_tokens": max(training.micro_batch_tokens // 2, 1),
-        "cp": 2 * training.cp,
-        "tp": min(2 * training.tp, cluster.domain_gpus),
-        "pp": 2 * training.pp,
-        "ep": max(2 * training.ep, cluster.gpus_per_node),
-        "zero_stage": 3 if training.pp == 1 else 1,
-        "recompute": "full",
-        "fused_kernels": True,
-        "offload": True,
-    }
-    for key, value in settings.items():
-        changed = experiment.model_copy(update={"training": training.model_copy(update={key: value})})
-        yield f"training.{key}={str(value).lower()}", replace(loaded, experiment=changed)
+    yield "training.cp", _doubled(training.cp, cluster.domain_gpus)
+    if training.backend == "megatron" or training.tp > 1:
+        yield "training.tp", _doubled(training.tp, cluster.domain_gpus)
+    if training.backend == "megatron":
+        yield "training.pp", _doubled(training.pp, 8 * training.pp)
+        yield "training.ep", _doubled(training.ep, cluster.gpus_per_node)
+    stage = 3 if training.backend == "fsdp" else 1
+    yield "training.zero_stage", [stage] if training.stage < stage else []
+    kinds = ["none", "selective", "full"]
+    yield "training.recompute", kinds[kinds.index(training.recompute) + 1 :]
+    yield "training.fused_kernels", [] if training.fused_kernels else [True]
+    yield "training.offload", [] if training.offload else [True]
+    if judge := experiment.workflow.reward.judge:
+        yield (
+            "workflow.reward.judge.while_training",
+            {"resident": ["offloaded", "apart"], "offloaded": ["apart"]}.get(judge.while_training, []),
+        )
+    yield "memory_utilization", [share for share in (0.8, 0.85, 0.9, 0.95) if share > experiment.memory_utilization]
+    yield "engine.max_num_seqs", _halved(experiment.engine.max_num_seqs, 64)
+    yield "engine.max_num_batched_tokens", _halved(experiment.engine.max_num_batched_tokens, 2048)
     if isinstance(cluster, Cluster):  # of several kinds it is not said which to add
-        more = cluster.model_copy(update={"nodes": 2 * cluster.nodes})
-        yield f"{more.nodes} nodes instead of {cluster.nodes}", replace(loaded, cluster=more)
+        yield "nodes", [2 * cluster.nodes, 4 * cluster.nodes]
+
+
+def _halved(now: int, least: int) -> list[int]:
+    return [value for value in (now >> n for n in range(1, 7)) if value >= least]
+
+
+def _doubled(now: int, most: int) -> list[int]:
+    return [value for value in (now << n for n in range(1, 4)) if value <= most]

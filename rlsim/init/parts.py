@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -171,18 +172,20 @@ def add_memory(draft: Draft, share: Entry, folder: Path, *, apart: bool) -> None
         loaded = LoadedExperiment.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
         try:
             placed = Simulator(loaded).placed()
-            beside = placed.memory.resident_bytes(placed.plan, placed.gpus)
+            _, beside = placed.ledger.staying(placed.gpus)
         except RlsimError:  # what it is, `check` tells
             draft.entries["memory_utilization"] = said
             return
-        total = share.value + beside / loaded.cluster.gpu_at(0).memory_bytes
-        if total > 1.0:
+        gpu_bytes, rule = loaded.cluster.gpu_at(0).memory_bytes, loaded.kind((0,)).calibration.memory_rule
+        total, most = share.value + beside / gpu_bytes, rule.most_share(gpu_bytes)
+        if total > most:
             draft.notes.append(f"{share.comment} = {share.value:g} and {beside / 1e9:.1f} GB of training states are "
                                "more than a GPU has: all of it is taken")  # fmt: skip
+            total = max(math.floor(1e4 * most) / 1e4, share.value)
         text = f"{share.comment} = {share.value:g}, which is the engine's own"
         if beside:
             text += f", and {beside / 1e9:.1f} GB of weights and optimizer states beside it"
-        said = Entry(float(f"{min(total, 1.0):.4g}"), text)
+        said = Entry(float(f"{total:.4g}"), text)
     draft.entries["memory_utilization"] = said
 
 

@@ -1,12 +1,17 @@
-"""Bytes that the calls of a plan keep and need on every GPU."""
+"""The ledger of a plan: bytes that its calls keep and need on every GPU."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rlsim.cost.memory import RESERVED_BYTES, inference_memory, rollout_weight_bytes, training_memory
+import numpy as np
+import numpy.typing as npt
+
+from rlsim.cost.ledger import Ledger, Row, does_not_fit, total
+from rlsim.cost.memory import RESERVED_BYTES, STATES, call_bytes, rollout_weight_bytes
+from rlsim.cost.micro_batches import MicroBatching
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
@@ -18,54 +23,50 @@ from rlsim.workflow.plan import Placement, Plan, same_weights
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What a step's calls work on."""
+    """What a step's calls work on; lengths are those of prompt and response together (tokens)."""
 
     sequences: int
-    mean_tokens: float  # prompt and response together
-    longest_tokens: int
+    mean_tokens: float
+    longest_tokens: int  # in the trace
     mini_batches: int = 1  # of a training call
     baselines: int = 0  # sequences beside these that only a reward model reads (ReMax)
+    limit_tokens: int = 0  # the longest that the limits allow, whatever the trace holds
+    drawn: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # the lengths of a step
 
-    def micro_batch_tokens(self, call: Call, strategy: TrainStrategy, *, as_they_come: bool = False) -> int:
-        """Tokens of the largest micro-batch of one rank, if sequences spread evenly: no sequence is cut in two.
+    def micro_batch_tokens(
+        self, call: Call, model: Model, strategy: TrainStrategy, *, as_they_come: bool = False, worst: bool = False
+    ) -> int:
+        """Tokens of the largest micro-batch of one rank, no sequence cut in two: of the trace's lengths, or the `worst`
+        that the limits allow.
 
-        One rank may take them all where the call takes them `as_they_come`.
+        A token budget is filled, whatever the lengths; one sequence may be longer. Of so many sequences the worst are
+        as many of the longest, those of the trace are in `drawn`. So many micro-batches a rank are balanced: an equal
+        share. One rank may take all sequences where the call takes them `as_they_come`.
         """
+        longest = max(self.limit_tokens, self.longest_tokens) if worst else self.longest_tokens
         sequences = self.sequences + (self.baselines if call.model == "reward" else 0)
-        shares = strategy.dp * (self.mini_batches if call.kind == "train" else 1)
-        if strategy.micro_batches is None:
-            most = sequences if as_they_come else math.ceil(sequences / shares)
-            budget = strategy.budget(backward=call.kind == "train")
-            if each := strategy.sequences(backward=call.kind == "train"):
-                return math.ceil(max(self.longest_tokens, min(each, most) * self.mean_tokens))
-            return min(max(budget, self.longest_tokens), most * self.longest_tokens)
-        share = sequences / shares / strategy.micro_batches
-        return math.ceil(max(self.longest_tokens, share * self.mean_tokens))
-
-
-@dataclass(frozen=True)
-class CallMemory:
-    """Bytes of one call on each of its GPUs: by kind, between its runs and only while it runs."""
-
-    resident: Mapping[str, float] = field(default_factory=dict)
-    active: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def resident_bytes(self) -> float:
-        """Between its runs, too."""
-        return sum(self.resident.values())
-
-    @property
-    def active_bytes(self) -> float:
-        """Beside that, while it runs."""
-        return sum(self.active.values())
+        backward = call.kind == "train"
+        minis = self.mini_batches if backward else 1
+        if strategy.micro_batches is not None:
+            share = sequences / strategy.dp / minis / strategy.micro_batches
+            return math.ceil(max(longest, share * self.mean_tokens))
+        most = sequences if as_they_come else math.ceil(sequences / strategy.dp / minis)
+        each = strategy.sequences(backward=backward)
+        if each is None or worst:
+            budget = strategy.budget(backward=backward) if each is None else each * longest
+            return min(max(budget, longest), most * longest)
+        batching = MicroBatching(model, strategy)
+        made = [batching.of_part(self.drawn, backward=backward)]
+        if not as_they_come:
+            made = batching.of_call(self.drawn, minis, backward=backward)
+        return max(longest, *(math.ceil(float(one.tokens.max(initial=0.0))) for one in made))
 
 
 class PlanMemory:
     """Memory of the calls of a workflow under any plan.
 
     `models` are named by role; `rollout`: the model that generates, as its engine serves it (default: as trained), in
-    replicas of the layout `replica`.
+    replicas of the layout `replica`. `worst`: micro-batches are the largest that the limits allow.
     """
 
     def __init__(
@@ -80,117 +81,76 @@ class PlanMemory:
         self._workflow, self._models, self._cluster, self._batch = workflow, models, cluster, batch
         self._rollout, self._replica = rollout, replica
 
-    def of(self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False) -> CallMemory:
-        """A call's memory on each GPU. `holds_weights`: training of the same model keeps just these weights there."""
+    def micro_batch_tokens(self, call: Call, strategy: TrainStrategy, *, worst: bool = False) -> int:
+        """Tokens of a call's largest micro-batch: see `BatchSize`."""
+        come = any(edge.grain != "stage" for edge in self._workflow.into(call.name))
         model = self._models[call.model]
-        as_they_come = any(edge.grain != "stage" for edge in self._workflow.into(call.name))
-        tokens = self._batch.micro_batch_tokens(call, strategy, as_they_come=as_they_come)
-        if call.kind == "train":
-            train = training_memory(model, strategy, tokens, reserved_bytes=0.0)
-            states = {"parameters": train.parameter_bytes, "optimizer states": train.optimizer_bytes}
-            working = {
-                "gradients": train.gradient_bytes,
-                "gathered layers": train.gathered_bytes,
-                "activations": train.activation_bytes,
-                "logits": train.logits_bytes,
-            }
-            return CallMemory({}, {**states, **working}) if strategy.offload else CallMemory(states, working)
-        if call.kind == "inference":
-            policy = any(c.kind == "generate" and c.model == call.model for c in self._workflow.calls)
-            memory = inference_memory(model, strategy, tokens, entropy=policy, reserved_bytes=0.0)
-            weights = {} if holds_weights else {"parameters": memory.parameter_bytes}
-            working = {
-                "gathered layers": memory.gathered_bytes,
-                "activations": memory.activation_bytes,
-                "logits": memory.logits_bytes,
-            }
-            # A copy of a trained model stays too: it comes right after training, and generation is before its use.
-            return CallMemory({}, {**weights, **working}) if strategy.offload else CallMemory(weights, working)
-        return CallMemory()
+        return self._batch.micro_batch_tokens(call, model, strategy, as_they_come=come, worst=worst)
 
-    def of_engine(self, call: Call, placement: Placement) -> CallMemory:
+    def of(
+        self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False, worst: bool = False
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Bytes by part on each GPU of a training or inference call: what it keeps between its runs, and what it needs
+        beside that while it runs. `holds_weights`: training of the same model keeps what an inference has there."""
+        tokens, backward = self.micro_batch_tokens(call, strategy, worst=worst), call.kind == "train"
+        policy = any(c.kind == "generate" and c.model == call.model for c in self._workflow.calls)
+        parts = call_bytes(self._models[call.model], strategy, tokens, backward=backward, entropy=policy)
+        # A copy of a trained model stays too: it comes right after training, and generation is before its use.
+        states = {part: parts.pop(part) for part in STATES if part in parts}
+        if holds_weights and not backward:
+            states = {}
+        return ({}, states | parts) if strategy.offload else (states, parts)
+
+    def ledger(self, plan: Plan, others: Iterable[Row] = (), *, worst: bool = False) -> Ledger:
+        """The rows of every call that the plan says how to spread, beside `others`; a KV cache takes what is left."""
+        trains = {call.model: plan.of(call.name) for call in self._workflow.calls if call.kind == "train"}
+        rows, phases = list(others), dict[str, tuple[int, ...]]()
+        for call in map(self._workflow.call, self._workflow.order()):
+            at = plan.of(call.name)
+            if at.strategy is None or not at.gpus or call.kind in ("sync", "reward"):
+                continue
+            if call.kind == "generate":
+                kept, working = dict[str, float](), self._engine(call, at, at.strategy)
+            else:
+                holder = trains.get(call.model)
+                holds = call.kind == "inference" and holder is not None and same_weights(holder, at)
+                kept, working = self.of(call, at.strategy, holds_weights=holds, worst=worst)
+            phase, gpus = len(phases), frozenset(at.gpus)
+            phases[call.name] = at.gpus
+            rows += [Row(call.name, part, size, gpus) for part, size in kept.items()]
+            working["context and communication"] = RESERVED_BYTES
+            rows += [Row(call.name, part, size, gpus, phase, phase) for part, size in working.items()]
+        return Ledger(phases, tuple(rows))
+
+    def _engine(self, call: Call, at: Placement, strategy: TrainStrategy) -> dict[str, float]:
         """A rollout engine's: its share of the GPU where the plan says it, else its weights: KV takes what is left."""
-        assert placement.strategy is not None
-        if placement.memory_share is not None:
-            gpu = self._cluster.gpu_at(placement.gpus[0])
-            engine_bytes = max(placement.memory_share * gpu.memory_bytes - RESERVED_BYTES, 0.0)
-            return CallMemory({}, {"rollout engine": engine_bytes})
-        strategy = placement.strategy
+        if at.memory_share is not None:
+            gpu_bytes = self._cluster.gpu_at(at.gpus[0]).memory_bytes
+            return {"rollout engine": max(at.memory_share * gpu_bytes - RESERVED_BYTES, 0.0)}
         model = self._rollout or self._models[call.model]
-        return CallMemory({}, {"weights": rollout_weight_bytes(model, strategy.tp, strategy.pp, self._replica)})
+        return {"weights": rollout_weight_bytes(model, strategy.tp, strategy.pp, self._replica)}
 
-    def calls(self, plan: Plan) -> dict[str, tuple[Placement, CallMemory]]:
-        """The memory of every call that the plan says how to spread; a rollout's KV cache takes what is left."""
-        found = {}
-        train = {c.model: plan.of(c.name) for c in self._workflow.calls if c.kind == "train"}
-        for call in self._workflow.calls:
-            placement = plan.of(call.name)
-            if placement.strategy is not None and call.kind == "generate":
-                found[call.name] = placement, self.of_engine(call, placement)
-            elif placement.strategy is not None and placement.gpus and call.kind != "sync":
-                holder = train.get(call.model)
-                holds = holder is not None and same_weights(holder, placement)
-                found[call.name] = placement, self.of(call, placement.strategy, holds_weights=holds)
-        return found
+    def over(self, ledger: Ledger) -> dict[str, float]:
+        """By call: the bytes that its fullest GPU lacks while it runs; below 0 are left."""
+        fullest = {name: ledger.fullest(name) for name in ledger.phases}
+        return {name: total(rows) - self._cluster.gpu_at(gpu).memory_bytes for name, (gpu, rows) in fullest.items()}
 
-    def resident_bytes(self, plan: Plan, gpus: tuple[int, ...]) -> float:
-        """What stays on the fullest of these GPUs between calls."""
-        return max(self._resident_bytes(plan, gpus).values(), default=0.0)
+    def check(self, ledger: Ledger, plan: Plan) -> None:
+        """Raises `CapacityError`, with the call, the GPU and the bytes, where a call does not fit beside the others."""
+        over = self.over(ledger)
+        if over and max(over.values()) > 0:
+            raise self.refusal(ledger, plan)
 
-    def fullest_resident(self, plan: Plan, gpus: tuple[int, ...]) -> int:
-        """Which of these GPUs that is; the first of equal ones."""
-        on = self._resident_bytes(plan, gpus)
-        return max(on, key=lambda gpu: (on[gpu], -gpu))
-
-    def _resident_bytes(self, plan: Plan, gpus: tuple[int, ...]) -> dict[int, float]:
-        calls = [(frozenset(at.gpus), memory.resident_bytes) for at, memory in self.calls(plan).values()]
-        return {gpu: sum(resident for on, resident in calls if gpu in on) for gpu in gpus}
-
-    def check(self, plan: Plan, beside_bytes: float = 0.0) -> None:
-        """Raises `CapacityError`, with the call, the GPU and the bytes, where a call does not fit beside the others.
-
-        `beside_bytes` are those of something that is in no plan, on every GPU.
-        """
-        needs = self.needs(plan, beside_bytes)
-        if not needs:
-            return
-        name = self.tightest(needs)
-        (gpu, parts), strategy = needs[name], plan.of(name).strategy
-        total, of = sum(parts.values()), self._cluster.gpu_at(gpu)
-        if total > of.memory_bytes and strategy is not None:
-            model = self._models[self._workflow.call(name).model].name
-            layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, "
-            layout += f"CP {strategy.cp}, " * (strategy.cp > 1) + f"EP {strategy.ep}, " * (strategy.ep > 1)
-            layout += f"ZeRO {strategy.zero_stage}"
-            listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items() if size)
-            raise CapacityError(
-                f"{model}: call {name} ({layout}) does not fit on GPU {gpu}: {listed} = {total / 1e9:.2f} GB > "
-                f"{of.memory_bytes / 1e9:.2f} GB of {of.name}"
-            )
-
-    def needs(self, plan: Plan, beside_bytes: float = 0.0) -> dict[str, tuple[int, dict[str, float]]]:
-        """By call: the GPU that has most to hold while it runs, and the bytes of each part there."""
-        calls = self.calls(plan)
-        return {name: self._fullest(name, calls, beside_bytes) for name in calls}
-
-    def tightest(self, needs: Mapping[str, tuple[int, Mapping[str, float]]]) -> str:
-        """The call whose fullest GPU has the least room left, or lacks most; `needs` as this class gives them."""
-
-        def over_bytes(name: str) -> float:
-            gpu, parts = needs[name]
-            return sum(parts.values()) - self._cluster.gpu_at(gpu).memory_bytes
-
-        return max(needs, key=over_bytes)
-
-    def _fullest(
-        self, name: str, calls: Mapping[str, tuple[Placement, CallMemory]], beside_bytes: float
-    ) -> tuple[int, dict[str, float]]:
-        placement, memory = calls[name]
-        sharing: dict[int, dict[str, float]] = {gpu: {} for gpu in placement.gpus}
-        for other, (at, its) in calls.items():
-            if other != name and its.resident_bytes:
-                for gpu in sharing.keys() & set(at.gpus):
-                    sharing[gpu][f"{other} between its runs"] = its.resident_bytes
-        gpu = max(sharing, key=lambda gpu: (sum(sharing[gpu].values()), -gpu))
-        own = {**memory.resident, **memory.active, "context and communication": RESERVED_BYTES}
-        return gpu, {**own, **sharing[gpu], "others on the GPU": beside_bytes}
+    def refusal(self, ledger: Ledger, plan: Plan) -> CapacityError:
+        """What is lacking for the call that lacks most."""
+        over = self.over(ledger)
+        name = max(over, key=over.__getitem__)
+        gpu, rows = ledger.fullest(name)
+        own = {row.part: row.bytes for row in rows if row.holder == name}
+        others = {row.holder: f"{row.holder} {'between its runs' if row.holder in ledger.phases else row.part}"
+                  for row in rows if row.holder != name}  # fmt: skip
+        beside = {text: total(row for row in rows if row.holder == holder) for holder, text in others.items()}
+        model, strategy = self._models[self._workflow.call(name).model].name, plan.of(name).strategy
+        of, layout = self._cluster.gpu_at(gpu), strategy.shown if strategy else ""
+        what = f"{model}: call {name} ({layout}) does not fit on GPU {gpu}"
+        return does_not_fit(what, own | beside, of.memory_bytes, f"of {of.name}")

@@ -313,9 +313,9 @@ FAULTS = (
     Fault(
         "memory refusal",
         "training beside others",
-        _COST + "memory.py",
-        "if memory.total_bytes + beside_bytes > gpu.memory_bytes:",
-        "if memory.total_bytes > gpu.memory_bytes:",
+        _COST + "ledger.py",
+        "if gpu in row.gpus and row.start <= at <= row.end]",
+        "if gpu in row.gpus and row.start == at <= row.end]",
     ),
     Fault(
         "memory refusal",
