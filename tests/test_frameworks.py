@@ -265,7 +265,7 @@ policy:
   generation:
     max_new_tokens: 1024
     colocated: {enabled: false, resources: {gpus_per_node: 8, num_nodes: 1}}
-    vllm_cfg: {tensor_parallel_size: 2}
+    vllm_cfg: {tensor_parallel_size: 2, async_engine: true}
 cluster: {num_nodes: 2}
 """
 
@@ -471,6 +471,38 @@ def test_fp8_of_nemo(tmp_path: Path) -> None:
 def test_mistakes_in_nemo(tmp_path: Path, settings: list[str], text: str, message: str) -> None:
     with pytest.raises(RlsimError, match=message):
         nemo(tmp_path, *settings, text=text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "said"),
+    [
+        ([], BASE, ""),
+        ([], ASYNC, ""),
+        (["policy.generation.vllm_cfg.async_engine=false"], ASYNC, "async_grpo needs vllm_cfg.async_engine"),
+        (["policy.megatron_cfg.enabled=true"], BASE, "both megatron_cfg.enabled and dtensor_cfg.enabled are on"),
+        (["policy.dtensor_cfg.enabled=false"], BASE, "neither megatron_cfg.enabled nor dtensor_cfg.enabled"),
+        (["policy.dtensor_cfg.tensor_parallel_size=3"], BASE, "do not divide the 8 GPUs that train"),
+        (["policy.dtensor_cfg.tensor_parallel_size=4", "policy.logprob_batch_size=8"], BASE, "must be the same"),
+        (["policy.dynamic_batching.enabled=true"], BASE, "both sequence_packing and dynamic_batching are on"),
+        (["loss_fn.force_on_policy_ratio=true"], BASE, "needs train_global_batch_size 32 to be the 16 prompts × 4"),
+        (["grpo.batch_multiplier=2"], BASE, "batch_multiplier 2 needs use_dynamic_sampling"),
+        (["policy.generation.vllm_cfg.pipeline_parallel_size=2"], BASE, "pipeline stages of generation (2) need"),
+        (["policy.generation.vllm_cfg.kv_cache_dtype=fp8"], BASE, "an FP8 KV cache needs vllm_cfg.precision fp8"),
+        (
+            [f"policy.generation.vllm_kwargs.{key}" for key in ("max_num_seqs=512", "max_num_batched_tokens=256")],
+            BASE, "256 is below max_num_seqs 512: vLLM does not start",
+        ),
+    ],
+)  # fmt: skip
+def test_what_nemo_does_not_start_with(tmp_path: Path, settings: list[str], text: str, said: str) -> None:
+    notes = [note for note in nemo(tmp_path, *settings, text=text).notes if "does not start with it" in note]
+    assert any(said in note for note in notes) if said else not notes
+
+
+@pytest.mark.parametrize(("on", "tokens", "seqs"), [("false", 16384, None), ("true", 2048, 128)])
+def test_limits_of_vllms_asynchronous_engine(tmp_path: Path, on: str, tokens: int, seqs: int | None) -> None:
+    engine = nemo(tmp_path, f"policy.generation.vllm_cfg.async_engine={on}").data()["engine"]
+    assert (engine["max_num_batched_tokens"], engine.get("max_num_seqs")) == (tokens, seqs)
 
 
 def test_inheritance(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.starts import conditions, starts
 from rlsim.hardware import load_cluster, load_gpu
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.engines import own_limits
@@ -285,7 +287,7 @@ def test_limits_that_an_engine_sets_itself(tmp_path: Path, gpu: str, tokens: int
     vllm = draft_of(tmp_path, "actor_rollout_ref.rollout.max_num_batched_tokens=1234",
                     "actor_rollout_ref.rollout.name=vllm", gpu=gpu).data()["engine"]  # fmt: skip
     assert vllm == {"max_num_seqs": 256, "max_num_batched_tokens": 1234, "chunked_prefill": True}
-    assert own_limits("vllm", load_gpu("a100-sxm-80gb"), served=True)["max_num_batched_tokens"] == 2048
+    assert own_limits("vllm", load_gpu("a100-sxm-80gb"), "server")["max_num_batched_tokens"] == 2048
     assert own_limits("vllm", load_gpu("h200-sxm"))["max_num_batched_tokens"] == 16384
 
 
@@ -793,10 +795,80 @@ def test_merged_keys_of_yaml(tmp_path: Path) -> None:
     assert data["training"]["mini_batches"] == 3  # of 45, 45 and 10 prompts
 
 
-def test_a_mini_batch_larger_than_the_batch_is_noted(tmp_path: Path) -> None:
-    draft = draft_of(tmp_path, "actor_rollout_ref.actor.ppo_mini_batch_size=128")
-    assert draft.data()["training"]["mini_batches"] == 1
-    assert any("128 is more than the 64 prompts of a step" in note for note in draft.notes)
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))
+#: A configuration that starts, with micro-batches of so many sequences (64 prompts × 8 responses on 8 GPUs).
+FIXED = (
+    f"{ACTOR}use_dynamic_bsz=False", f"{ACTOR}ppo_micro_batch_size_per_gpu=4", f"{ROLLOUT}mode=async",
+    f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=4", f"{ROLLOUT}name=vllm",
+)  # fmt: skip
+#: What is set, the release, and what is said of it; "" if nothing is.
+STARTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    ((), "0.9", ""),
+    ((f"{ROLLOUT}mode=sync",), "0.6", ""),
+    ((f"{ROLLOUT}mode=sync",), "0.9", "rollout.mode sync is no more"),
+    (("trainer.n_gpus_per_node=6",), "0.9", "64 prompts × 8 responses do not divide among 6 GPUs"),
+    ((f"{ACTOR}ppo_mini_batch_size=128",), "0.9", "128 is more than the 64 prompts of a step"),
+    ((f"{ACTOR}ppo_mini_batch_size=4", f"{ROLLOUT}n=1"), "0.9", "(0 after normalisation)"),
+    ((f"{ACTOR}ppo_micro_batch_size_per_gpu=3",), "0.9", "micro-batches of 3 do not divide"),
+    ((f"{ACTOR}ppo_micro_batch_size=8",), "0.9", "both ppo_micro_batch_size and ppo_micro_batch_size_per_gpu"),
+    ((f"{ACTOR}ppo_micro_batch_size_per_gpu=null",), "0.9", "no micro-batch size is given"),
+    ((f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=null",), "0.9", "no rollout.log_prob_micro_batch_size_per_gpu"),
+    ((f"{ACTOR}ulysses_sequence_parallel_size=8",), "0.9", "neither with 28 heads nor with 4 KV heads"),
+    ((f"{ACTOR}ulysses_sequence_parallel_size=4",), "0.9", ""),
+    ((f"{ACTOR}ulysses_sequence_parallel_size=2", f"{MODEL}use_remove_padding=False"), "0.9", "needs use_remove_padd"),
+    ((f"{ROLLOUT}max_num_batched_tokens=200",), "0.9", "200 is below max_num_seqs 256"),
+    ((f"{ROLLOUT}enable_chunked_prefill=False", f"{ROLLOUT}max_num_batched_tokens=2500"), "0.9",
+     "2,500 must hold the longest sequence, 6,144 tokens"),
+    ((f"{ROLLOUT}enable_chunked_prefill=False",), "0.9", "8,192 must hold max_model_len"),
+    ((f"{ROLLOUT}enable_chunked_prefill=False", f"{ROLLOUT}max_model_len=6144"), "0.9", ""),
+    ((f"{ROLLOUT}max_num_batched_tokens=2500", f"{ROLLOUT}mode=sync"), "0.5", "2,500 is below the longest"),
+    ((f"{ROLLOUT}pipeline_model_parallel_size=2",), "0.9", "generation has no pipeline stages"),
+    ((f"{ROLLOUT}expert_parallel_size=4",), "0.9", "expert_parallel_size 4 is not TP 2 × DP 1"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "release", "said"), STARTS)
+def test_what_verl_does_not_start_with(tmp_path: Path, settings: tuple[str, ...], release: str, said: str) -> None:
+    notes = [note for note in draft_of(tmp_path, *FIXED, *settings, version=release).notes if "does not start" in note]
+    assert any(said in note for note in notes) if said else not notes
+
+
+def test_every_start_condition_has_a_source_and_words_for_its_names() -> None:
+    for row in conditions():
+        assert row.at
+        assert row.says.format(**dict.fromkeys(row.code.co_names, 1))
+    assert len({row.refused + row.of + row.until for row in conditions()}) == len(conditions())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, ""),
+        ({"engine": {"max_num_batched_tokens": 512, "max_num_seqs": 1024}}, "512 is below max_num_seqs 1,024"),
+        ({"engine": {"max_num_batched_tokens": 512}}, ""),  # vLLM takes as few sequences then
+        ({"engine": {"max_num_batched_tokens": 512, "chunked_prefill": False}}, "must hold the longest sequence"),
+        ({"training": {"backend": "megatron", "tp": 8}}, "TP 8 does not divide the 4 KV heads"),
+        ({"training": {"backend": "megatron", "pp": 8}}, "8 pipeline stages do not divide the 28 layers"),
+        ({"training": {"zero_stage": 1}}, "it has no ZeRO 1"),
+        ({"training": {"cp": 8}, "sources": {"veRL 0.9's default": ["seeds"]}}, "neither with 28 heads"),
+        ({"training": {"tp": 2}, "sources": {"veRL 0.9's default": ["seeds"]}}, "FSDP has no TP (2) in veRL"),
+        ({"training": {"mini_batches": 7}, "sources": {"veRL 0.8's default": ["seeds"]}}, "7 mini-batches of 8"),
+        ({"workflow": {"prompts": 9, "responses": 5}, "sources": {"veRL 0.8's default": ["seeds"]}}, "among 8 ranks"),
+        ({"sources": {"NeMo-RL's default": ["seeds"]}}, "training states leave the GPUs"),
+    ],
+)
+def test_an_experiment_that_its_engine_or_framework_would_not_start_with(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    experiment: dict[str, Any] = {
+        "name": "e", "cluster": "8xh100", "model": "qwen2.5-7b", "calibration": "h100-vllm", "seeds": 1,
+        "trace": {"fixed": 1000, "cap": "1K"}, "systems": [{"verl": {"tp": 2}}], "training": {"backend": "fsdp"},
+        "workflow": {"algorithm": "grpo", "prompts": 8, "responses": 8, "steps": 1},
+    }  # fmt: skip
+    for key, value in settings.items():
+        experiment[key] = {**experiment.get(key, {}), **value}
+    found = starts(Experiment.model_validate(experiment), tmp_path)
+    assert any(said in reason and "does not start with it" in reason for reason in found) if said else not found
 
 
 def test_a_file_that_hydra_composes(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from rlsim.areal.allocation import GENERATES, TRAINS, Allocation, allocation, bo
 from rlsim.areal.defaults import ACTOR, BETWEEN_STEPS, DEFAULTS, ENGINE_KEYS, GENERATION, ROLLOUT, UNLIKE
 from rlsim.areal.training import add_training
 from rlsim.errors import ConfigError
+from rlsim.experiment.starts import shape_values
 from rlsim.hardware import Gpu
 from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
@@ -77,6 +78,9 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     memory = ENGINE_KEYS[sides.generation.engine]["memory"]
     parts.add_memory(draft, config.entry(SHARE, memory), options.folder, apart=not sides.shared)
     draft.missing = _missing(config, sides)
+    training, trains = sides.training, {"megatron": "Megatron", "fsdp": "FSDP"}.get(sides.training.engine, "")
+    values = shape_values(actor) | {key: getattr(training, key) for key in ("tp", "pp", "cp", "ep", "gpus")}
+    parts.note_refusals(config, draft, {}, "AReaL", trains, **values)
     titles = config.get(TEXT, "experiment_name"), parts.own_name(config.name)
     config.check_spelling()
     draft.unread = config.unasked()
@@ -146,7 +150,7 @@ def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> N
 
 def _engine(config: Settings, draft: Draft, sides: _Sides, gpu: Gpu) -> None:
     engine = sides.generation.engine
-    parts.add_engine(config, draft, ENGINE_KEYS[engine], engine, gpu, served=True)
+    parts.add_engine(config, draft, ENGINE_KEYS[engine], engine, gpu, "server")
     whole, entries = "vllm.no_enable_chunked_prefill", draft.entries["engine"]
     assert isinstance(entries, dict)
     if engine == "vllm":

@@ -44,7 +44,8 @@ def check(
 ) -> None:
     """Check an experiment or a sweep, all its cases and points, without a simulation or a search for plans.
 
-    Prints what it is in one line, or what is wrong with it (exit code 2). Whether a plan that is yet to be searched for
+    Prints what it is in one line, or what is wrong with it (exit code 2; so it is with what the framework or engine
+    would not start with, which `run` takes with a note). Whether a plan that is yet to be searched for
     fits into memory is known after the search only.
 
     Example: rlsim check experiments/pat_vs_static.yaml --set trace.cap=8K
@@ -63,6 +64,8 @@ def check(
         echo(f"{points[0].name}: {points[0].counted}")
     for note in dict.fromkeys(note for point in points for note in point.notes):
         echo(f"note: {note}")
+    if any(point.refused for point in points):
+        raise typer.Exit(2)
 
 
 def run(

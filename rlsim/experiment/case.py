@@ -24,6 +24,7 @@ from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.remedies import remedies
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.starts import starts_of
 from rlsim.experiment.steadiness import steady_notes
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
@@ -101,7 +102,8 @@ class Case:
 
     def _settle(self) -> None:
         """Which systems can run, and what each stands for: of a tuned one several, the fastest of which is it."""
-        self.notes: list[str] = list(self.loaded.notes)
+        self.refused = starts_of(self.loaded)  # why its framework or engine would not start
+        self.notes: list[str] = [*self.loaded.notes, *self.refused]
         self.searched: list[str] = []  # systems whose plan is yet to be searched for
         self.systems = {spec: tuple(self._alternatives(spec)) for spec in self._specs if self._fits(spec)}
         self.notes += self._memory_notes()

@@ -21,6 +21,7 @@ class Checked:
     seeds: int
     worlds: int
     notes: tuple[str, ...]
+    refused: bool  # by the framework or engine, as notes say
 
     @property
     def runs(self) -> int:
@@ -60,6 +61,7 @@ def check_loaded(experiment: Experiment, folder: Path, shown: str) -> Checked:
         len(experiment.seed_list),
         worlds_of(experiment, cases),
         tuple(notes),
+        any(case.refused for case in cases),
     )
 
 

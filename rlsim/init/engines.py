@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from rlsim.hardware import Gpu
 
@@ -13,18 +13,25 @@ _SGLANG_CHUNKS = ((35 * _GIB, 2048), (60 * _GIB, 4096), (160 * _GIB, 8192))
 _SGLANG_MOST = 16384
 
 
-def own_limits(engine: str, gpu: Gpu, *, served: bool = False) -> dict[str, Any]:
+#: How an engine is used, as vLLM's `UsageContext` tells: its class `LLM`, a server, or its asynchronous engine.
+Use = Literal["class", "server", "engine"]
+
+
+def own_limits(engine: str, gpu: Gpu, use: Use = "class") -> dict[str, Any]:
     """The fields of `EngineConfig` that the engine sets by itself on such a GPU; empty for one that is not known.
 
-    - vLLM 0.9 to 0.24 (`EngineArgs.get_batch_defaults` of vllm/engine/arg_utils.py): chunks share iterations with
-      decodes; the budget of an iteration goes by memory, A100 apart, and by how the engine is used: as a Python object,
-      or `served` to clients.
+    - vLLM 0.9 to 0.26 (`EngineArgs.get_batch_defaults` of vllm/engine/arg_utils.py): chunks share iterations with
+      decodes; limits go by memory, A100 apart, and by `use`: `AsyncLLM` as a library has those of `SchedulerConfig`.
     - SGLang 0.5: prefills have iterations of their own (`enable_mixed_chunk` is off), whose budget goes by memory.
     """
     if engine == "vllm":
         large = gpu.memory_bytes >= 70 * _GIB and "a100" not in gpu.name
-        tokens = (8192 if served else 16384) if large else (2048 if served else 8192)
-        return {"chunked_prefill": True, "max_num_batched_tokens": tokens, "max_num_seqs": 1024 if large else 256}
+        tokens, seqs = {
+            "class": (16384 if large else 8192, 1024 if large else 256),
+            "server": (8192 if large else 2048, 1024 if large else 256),
+            "engine": (2048, 128),
+        }[use]
+        return {"chunked_prefill": True, "max_num_batched_tokens": tokens, "max_num_seqs": seqs}
     if engine == "sglang":
         chunk = next((chunk for below, chunk in _SGLANG_CHUNKS if gpu.memory_bytes < below), _SGLANG_MOST)
         return {"chunked_prefill": False, "max_num_batched_tokens": chunk, "max_num_seqs": 4096}

@@ -13,9 +13,10 @@ from rlsim.errors import CatalogueError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment, find_trace
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.starts import unmet
 from rlsim.hardware import Cluster, Gpu, load_cluster
 from rlsim.init.draft import ASSUMED, Draft, Entry
-from rlsim.init.engines import own_limits
+from rlsim.init.engines import Use, own_limits
 from rlsim.init.names import (
     UNSEEN,
     check_calibration,
@@ -25,7 +26,7 @@ from rlsim.init.names import (
     load_from,
     nearest_trace,
 )
-from rlsim.init.settings import FLAG, INTEGER, NUMBER, TEXT, TYPE, WHOLE, Settings
+from rlsim.init.settings import FLAG, INTEGER, NUMBER, TEXT, TYPE, WHOLE, Kind, Settings
 from rlsim.models import Model
 from rlsim.precision import Precision
 from rlsim.schema import validate
@@ -222,12 +223,12 @@ def add_systems(
 
 
 def add_engine(
-    config: Settings, draft: Draft, keys: Mapping[str, str], engine: str, gpu: Gpu, *, served: bool = False
+    config: Settings, draft: Draft, keys: Mapping[str, str], engine: str, gpu: Gpu, use: Use = "class", said: str = ""
 ) -> None:
     """Limits of the engine that are given, by its `keys`, and those that it sets itself if they are not rlsim's."""
     draft.entries["engine"] = entries = {
-        limit: Entry(value, f"{engine}'s default on {gpu.name}")
-        for limit, value in own_limits(engine, gpu, served=served).items()
+        limit: Entry(value, joined(f"{engine}'s default on {gpu.name}", said))
+        for limit, value in own_limits(engine, gpu, use).items()
         if value != getattr(EngineConfig(), limit)
     }
     for limit in ("max_num_seqs", "max_num_batched_tokens", "page_tokens"):
@@ -306,6 +307,20 @@ def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:
         return Entry("full", config.where(checkpoints))
     level = "selective" if config.text(granularity) == "selective" else "full"
     return Entry(level, joined(config.where(checkpoints), config.where(granularity)))
+
+
+def note_refusals(
+    config: Settings, draft: Draft, keys: Mapping[str, tuple[Kind[Any], str]], *of: str, release: str = "", **more: Any
+) -> None:
+    """Notes of what those frameworks and engines would not start with (`rlsim.experiment.starts`).
+
+    `keys` are the settings by the names that conditions have for them, `more` what follows from others.
+    """
+    values = {name: config.told(kind, key) for name, (kind, key) in keys.items()} | more
+    for row in unmet(values, *of, release=release):
+        named = [keys[name][1] for name in row.code.co_names if name in keys]
+        said = joined(*(config.where(key) for key in named if config.is_given(key)))
+        draft.notes.append(f"{said or config.name}: {row.text(values, release)}")
 
 
 def finish(config: Settings, draft: Draft, options: Options, sources: Sequence[str], *titles: Any) -> Draft:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlsim.init.settings import FLAG, NUMBER, WHOLE, Kind
 from rlsim.init.unlike import Table
 
 GRPO, ASYNC, POLICY = "grpo.", "grpo.async_grpo.", "policy."
@@ -45,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     COLOCATED + "enabled": True,
     OFFLOAD_FOR_LOGPROB: False,
     GENERATION + "vllm_cfg.tensor_parallel_size": 1,
+    GENERATION + "vllm_cfg.async_engine": False,
     GENERATION + "vllm_cfg.gpu_memory_utilization": 0.6,
     GENERATION + "sglang_cfg.tp_size": 1,
     GENERATION + "sglang_cfg.mem_fraction_static": 0.6,
@@ -52,6 +54,7 @@ DEFAULTS: dict[str, Any] = {
     GENERATION + "trtllm_cfg.gpu_memory_utilization": 0.6,
 }  # fmt: skip
 
+ASYNC_ENGINE = GENERATION + "vllm_cfg.async_engine"
 _VLLM, _SGLANG, _TRTLLM = GENERATION + "vllm_", GENERATION + "sglang_cfg.", GENERATION + "trtllm_cfg."
 #: Of each engine: its TP, its share of GPU memory, its limit of sequences and of tokens, and what switches graphs and
 #: prefix caching off.
@@ -100,6 +103,28 @@ UNLIKE: Table = (
     ("env.reward_model.enabled", "on", "a reward model scores: here a check of 10 ms (workflow.reward)"),
     ("data_plane.enabled", "on", "batches by way of a data plane"),
 )  # fmt: skip
+#: Settings by the names that start conditions have for them (`rlsim/data/starts.yaml`).
+STARTS: dict[str, tuple[Kind[Any], str]] = {
+    "async_engine": (FLAG, ASYNC_ENGINE),
+    "asynchronous": (FLAG, ASYNC + "enabled"),
+    "batch": (WHOLE, POLICY + "train_global_batch_size"),
+    "chunked": (FLAG, _VLLM + "kwargs.enable_chunked_prefill"),
+    "budget": (WHOLE, _VLLM + "kwargs.max_num_batched_tokens"),
+    "seqs": (WHOLE, _VLLM + "kwargs.max_num_seqs"),
+    "longest": (WHOLE, POLICY + "max_total_sequence_length"),
+    "dtensor": (FLAG, DTENSOR + "enabled"),
+    "dynamic": (FLAG, POLICY + "dynamic_batching.enabled"),
+    "filters": (FLAG, GRPO + "use_dynamic_sampling"),
+    "log_prob_micro": (WHOLE, POLICY + "logprob_batch_size"),
+    "micro": (WHOLE, POLICY + "train_micro_batch_size"),
+    "multiplier": (NUMBER, GRPO + "batch_multiplier"),
+    "packing": (FLAG, POLICY + "sequence_packing.enabled"),
+    "prompts": (WHOLE, GRPO + "num_prompts_per_step"),
+    "responses": (WHOLE, GRPO + "num_generations_per_prompt"),
+    "rollout_ep": (WHOLE, _VLLM + "cfg.expert_parallel_size"),
+    "rollout_pp": (WHOLE, _VLLM + "cfg.pipeline_parallel_size"),
+    "rollout_tp": (WHOLE, _VLLM + "cfg.tensor_parallel_size"),
+}
 #: Those of other words: periods of what happens between steps, precisions.
 BETWEEN_STEPS = (GRPO + "val_period",)
 SAVES, SAVE_PERIOD = "checkpointing.enabled", "checkpointing.save_period"

@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsim.errors import ConfigError, unknown_name
+from rlsim.experiment.starts import shape_values
 from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
+from rlsim.init.engines import Use
 from rlsim.init.parts import Options, joined
 from rlsim.init.settings import ANYTHING, COUNT, INTEGER, NUMBER, SHARE, TEXT, WHOLE, Settings
 from rlsim.init.sources import read_sources
 from rlsim.init.unlike import unlike
+from rlsim.models import Model
 from rlsim.nemo.defaults import (
     ASYNC,
+    ASYNC_ENGINE,
     BETWEEN_STEPS,
     COLOCATED,
     DEFAULTS,
@@ -32,6 +36,7 @@ from rlsim.nemo.defaults import (
     SAVE_PERIOD,
     SAVES,
     SGLANG,
+    STARTS,
     UNLIKE,
     VLLM,
 )
@@ -86,7 +91,10 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     _workflow(config, draft, config.need(COUNT, _AGE) if generation.asynchronous else 0)
     add_training(config, draft, apart=generation.gpus is not None, has_experts=actor.num_experts > 0)
     keys = ENGINE_KEYS[generation.engine]
-    parts.add_engine(config, draft, keys, generation.engine, machines.gpu)
+    alone = generation.engine == "vllm" and config.flag(ASYNC_ENGINE)
+    use: Use = "engine" if alone else "class"
+    said = config.where(ASYNC_ENGINE) if alone else ""
+    parts.add_engine(config, draft, keys, generation.engine, machines.gpu, use, said)
     gpus = parts.add_replica(config, draft, generation.tp, keys["ep"], keys["pp"])
     generation = replace(generation, tp=gpus)
     offloading = parts.add_offloading(config, draft, VLLM, SGLANG, gpus)
@@ -96,6 +104,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     memory = ENGINE_KEYS[generation.engine]["memory"]
     parts.add_memory(draft, config.entry(SHARE, memory), options.folder, apart=generation.gpus is not None)
     draft.missing = [*_missing(config), *offloading, *quantised]
+    _note_refusals(config, draft, generation, actor, nodes * per_node - (generation.gpus or 0))
     config.check_spelling()
     draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, parts.own_name(config.name))
@@ -184,6 +193,21 @@ def _systems(config: Settings, draft: Draft, generation: _Generation, *, over_no
     }
     said = joined(where, *map(config.where, (_AGE, _IN_FLIGHT, _RECOMPUTE_KV)))
     parts.add_systems(draft, tp, said, more, apart=("nemo_async", rule))
+
+
+def _note_refusals(config: Settings, draft: Draft, generation: _Generation, actor: Model, trainers: int) -> None:
+    """Notes of what NeMo-RL or its engine would not start with; `trainers` are the GPUs that train."""
+    training = draft.data()["training"]
+    megatron, vllm = training["backend"] == "megatron", generation.engine == "vllm"
+    degrees = {degree: training.get(degree, 1) for degree in ("tp", "pp", "cp")}
+    values = {
+        **shape_values(actor), **degrees, "gpus": trainers, "megatron": megatron, "vllm": vllm,
+        "sglang": generation.engine == "sglang", "on_policy": config.flag(_ON_POLICY),
+        "fp8": config.get(TEXT, PRECISION) == "fp8" if vllm else None,
+        "kv_fp8": str(config.get(TEXT, KV_PRECISION)).startswith("fp8"),
+    }  # fmt: skip
+    of = ("NeMo-RL", *(["vLLM"] if vllm else []), *(["Megatron"] if megatron else []))
+    parts.note_refusals(config, draft, STARTS, *of, **values)
 
 
 def _weight_sync(config: Settings, *, apart: bool) -> Entry:

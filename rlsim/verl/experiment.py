@@ -79,6 +79,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
         draft.entries["engine"] |= {"precision": Entry("bf16", config.where(_MODEL))}  # type: ignore[operator]
     replica = parts.add_replica(config, draft, settings.rollout_tp, notes.EXPERTS, notes.STAGES, dp_key)
     add_training(config, draft, settings)
+    notes.note_refusals(config, draft, settings, actor, apart=apart is not None)
     asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
     _systems(config, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
     share = ROLLOUT + "gpu_memory_utilization"

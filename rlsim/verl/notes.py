@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from rlsim.init.settings import ANYTHING, INTEGER, TEXT, WHOLE
+from typing import Any
+
+from rlsim.experiment.starts import shape_values
+from rlsim.init import parts
+from rlsim.init.draft import Draft
+from rlsim.init.settings import ANYTHING, FLAG, INTEGER, TEXT, WHOLE, Kind
 from rlsim.init.unlike import Table, unlike
+from rlsim.models import Model
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
+from rlsim.verl.run import RunSettings
 from rlsim.verl.settings import VerlSettings
 
 #: Key, when it matters, and what it does that the experiment has not.
@@ -51,7 +58,51 @@ QUANTISED = ROLLOUT + "quantization"
 KV_TYPES = tuple(f"{ROLLOUT}engine_kwargs.{engine}.kv_cache_dtype" for engine in ("vllm", "sglang"))
 #: What settings of the engines themselves begin with.
 VLLM, SGLANG = (f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("vllm", "sglang"))
+#: Settings by the names that start conditions have for them (`rlsim/data/starts.yaml`).
+STARTS: dict[str, tuple[Kind[Any], str]] = {
+    "budget": (WHOLE, ROLLOUT + "max_num_batched_tokens"),
+    "seqs": (WHOLE, ROLLOUT + "max_num_seqs"),
+    "chunked": (FLAG, ROLLOUT + "enable_chunked_prefill"),
+    "mode": (TEXT, ROLLOUT + "mode"),
+    "rollout_tp": (WHOLE, ROLLOUT + "tensor_model_parallel_size"),
+    "rollout_pp": (WHOLE, STAGES),
+    "rollout_ep": (WHOLE, EXPERTS),
+    "rollout_dp": (WHOLE, _GROUPS),
+    "dynamic": (FLAG, ACTOR + "use_dynamic_bsz"),
+    "mini": (WHOLE, ACTOR + "ppo_mini_batch_size"),
+    "micro": (WHOLE, ACTOR + "ppo_micro_batch_size_per_gpu"),
+    "micro_of_all": (WHOLE, ACTOR + "ppo_micro_batch_size"),
+    "responses": (WHOLE, ROLLOUT + "n"),
+    "remove_padding": (FLAG, MODEL + "use_remove_padding"),
+}
+#: Positions of a model where nothing says how many it has: models of today have as many or more.
+_CONTEXT = 32_768
+_SIZES = {
+    "micro_sizes": [f"{ACTOR}ppo_micro_batch_size{per}" for per in ("", "_per_gpu")],
+    "log_prob_sizes": [f"{ROLLOUT}log_prob_micro_batch_size{per}" for per in ("", "_per_gpu")],
+}
+
+
+def note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, model: Model, *, apart: bool) -> None:
+    """Notes of what veRL or its engine would not start with."""
+    strategy, vllm = settings.train, config.told(TEXT, ROLLOUT + "name") in ("vllm", None)
+    longest = config.told(WHOLE, ROLLOUT + "max_model_len")
+    values = {
+        **shape_values(model),
+        **{name: sum(map(config.is_given, keys)) for name, keys in _SIZES.items()},
+        "vllm": vllm, "longest": longest or config.whole("data.max_prompt_length") + settings.cap,
+        "positions": None if longest else model.max_position_embeddings or _CONTEXT,
+        "megatron": settings.backend == "megatron", "gpus": strategy.gpus, "dp": strategy.dp,
+        "tp": strategy.tp, "pp": strategy.pp, "cp": strategy.cp,
+        "prompts": None if apart else settings.prompts,
+    }  # fmt: skip
+    of = ("veRL", *(["vLLM"] if vllm else []), *(["Megatron"] if values["megatron"] else []))
+    parts.note_refusals(config, draft, STARTS, *of, release=config.version, **values)
+
+
 KEYS = (
+    ROLLOUT + "max_model_len",
+    *(key for keys in _SIZES.values() for key in keys),
     VLLM + "kv_offloading_size",
     SGLANG + "enable_hierarchical_cache",
     SGLANG + "hicache_size",

@@ -76,7 +76,7 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> N
         add("shard_gpus", shard, ACTOR + "fsdp_config.fsdp_size")
     if strategy.gradients != default.gradients:
         add("gradients", strategy.gradients, MEGATRON_REDUCES if megatron else FSDP_REDUCES)
-    unit, entry = _micro_batch(config, draft, settings)
+    unit, entry = _micro_batch(config, settings)
     entries[f"micro_batch_{unit}"] = entry
     if settings.inference != strategy:
         unit, entry = _log_prob_micro_batch(config, settings)
@@ -90,12 +90,8 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> N
     if strategy.offload != default.offload:
         keys = (f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in _OFFLOADED)
         add("offload", strategy.offload, *(key for key in keys if config.flag(key)))
-    mini_key = ACTOR + "ppo_mini_batch_size"
-    mini, where = config.whole(mini_key), config.where(mini_key)
-    entries["mini_batches"] = Entry(settings.mini_batches, f"data.train_batch_size / {where}")
-    if mini > settings.prompts:
-        draft.notes.append(f"{where} = {mini:,} is more than the {settings.prompts:,} prompts of a step, with which "
-                           "veRL does not start")  # fmt: skip
+    mini = config.where(ACTOR + "ppo_mini_batch_size")
+    entries["mini_batches"] = Entry(settings.mini_batches, f"data.train_batch_size / {mini}")
     if settings.epochs != default.epochs:
         add("epochs", settings.epochs, ACTOR + "ppo_epochs")
     draft.entries["training"] = entries
@@ -103,7 +99,7 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> N
         draft.missing.append(f"{config.where(REFERENCE_OFFLOAD)}: the reference's weights stay on the GPUs here")
 
 
-def _micro_batch(config: VerlSettings, draft: Draft, settings: RunSettings) -> tuple[str, Entry]:
+def _micro_batch(config: VerlSettings, settings: RunSettings) -> tuple[str, Entry]:
     """A micro-batch of training: tokens, its budget, or sequences."""
     strategy = settings.train
     sequences, key = strategy.micro_batch_sequences, ACTOR + "ppo_micro_batch_size_per_gpu"
@@ -112,9 +108,6 @@ def _micro_batch(config: VerlSettings, draft: Draft, settings: RunSettings) -> t
         sequences, key = max(together // strategy.dp, 1), of_all_gpus
     if sequences is None:
         per = f" × {strategy.cp} GPUs of a rank" if strategy.cp > 1 else ""
-        if not dynamic:
-            draft.notes.append("no micro-batch size is given, without which veRL does not start: its token budget is "
-                               "taken")  # fmt: skip
         return "tokens", Entry(strategy.micro_batch_tokens, config.where(ACTOR + "ppo_max_token_len_per_gpu") + per)
     return "sequences", Entry(sequences, config.where(key))
 
