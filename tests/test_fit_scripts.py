@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from rlsim.cost.calibration import calibration_names, load_calibration
-from rlsim.validate.steps_verl import STACKS
+from rlsim.validate import steps_verl
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -177,7 +177,7 @@ def test_quoted_errors_of_runs_left_out(stacks: Fit) -> None:
     (row4,) = next(case.rows for case in stacks.cases if case.title == "never fitted")
     assert [timing.error for timing in row4[1:]] == pytest.approx([-0.57, -0.44], abs=0.005)
     drivers = {case.title: case.driver_s * 1e6 for case in stacks.cases if case.title.startswith("driver, without")}
-    given = {f"driver, without row {row}": s.driver_us for row, s in STACKS.items() if s.gpu == "h20"}
+    given = {f"driver, without row {row}": s.driver_us for row, s in steps_verl.stacks().items() if s.gpu == "h20"}
     assert drivers == pytest.approx(given, abs=0.001)
 
 

@@ -17,7 +17,7 @@ from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import measured_section
 from rlsim.validate.rows import Row, markdown, ratio_row
 from rlsim.validate.steps_stated import run_stated, seconds
-from rlsim.validate.steps_verl import STACKS, STEPS, verl_experiment
+from rlsim.validate.steps_verl import STEPS, stacks, verl_experiment
 
 ASYNCHRONOUS = "async_steps.csv"
 THROUGHPUT = "async_throughput.csv"
@@ -118,7 +118,7 @@ def _curve_table(curve: pd.DataFrame) -> str:
 
 def one_step_off_rows(sync: Mapping[str, Any], off: Mapping[str, Any], script: Mapping[str, Any]) -> Iterator[Row]:
     """veRL's one-step-off recipe on 16 H20, 4 of them generating, beside its colocated run on all."""
-    experiment, _ = verl_experiment(script, STACKS[28])
+    experiment, _ = verl_experiment(script, stacks()[28])
     phases = {"generate": "gen_s", "old_log_prob": "old_logprob_s", "train": "update_actor_s"}
     whole = sum(sync[column] for column in phases.values())
     mean = _mean_for(experiment, whole, tuple(phases))
@@ -137,7 +137,7 @@ def one_step_off_rows(sync: Mapping[str, Any], off: Mapping[str, Any], script: M
 
 def fully_async_rows(sync: Mapping[str, Any], relaxed: Mapping[str, Any], script: Mapping[str, Any]) -> Iterator[Row]:
     """veRL's fully asynchronous trainer on 32 H20, half of them generating, over their first 100 steps."""
-    experiment, _ = verl_experiment(script, STACKS[10])
+    experiment, _ = verl_experiment(script, stacks()[10])
     first_s, predicted_s = (36.0 * run["total_h_100"] for run in (sync, relaxed))
     mean = _mean_for(experiment, first_s, ("step",))
     note = f"mean response {mean:,.0f}, so that the first 100 synchronous steps take as long"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from rlsim.hardware import load_cluster
-from rlsim.validate.parts import Options
+from rlsim.schema import Schema, load
+from rlsim.validate.parts import EVIDENCE, Options
 from rlsim.validate.rows import Kind, Row
-from rlsim.validate.steps_stated import SHAPE, seconds
+from rlsim.validate.steps_stated import seconds
 
 STEPS = "verl_steps.csv"
 #: Tokens, where a row states none. The response: of the same model on the same prompts elsewhere (AsyncFlow's runs).
@@ -33,16 +34,10 @@ PCIE = {"name": "pcie4x16", "bytes_per_s": 22.5e9, "latency_s": 1e-6}
 row = partial(Row, "steps")
 
 
-@dataclass(frozen=True)
-class Stack:
-    """What a row's script says beyond the table, and what is guessed (see texts/steps.md).
+class Stack(Schema):
+    """What a row's script says beyond the table, and what is guessed (see `verl_steps.yaml` of the evidence)."""
 
-    `sequences`: of a micro-batch in training. `batch`: prompts and responses to each, where the table has none.
-    `driver_us`: of the single controller, per padded token, fitted to the other rows. `fitted`: columns that another
-    number is fitted to.
-    """
-
-    training: Mapping[str, Any]
+    training: dict[str, Any]
     calibration: str = "h20-vllm"
     gpu: str = "h20"
     tp: int = 4
@@ -52,45 +47,28 @@ class Stack:
     shape: str = "dapo-growing"
     memory_utilization: float = 0.8
     fitted: tuple[str, ...] = ()
+    outside_s: float = 0.0
     note: str = "guessed: mean response 1,024 tokens"
 
 
-def _a100(*fitted: str, **training: Any) -> Stack:
-    sequences = 4 if training else 16
-    chosen = training or {"backend": "fsdp"}
-    return Stack({**chosen, "mini_batches": 4}, "a800-vllm", "a800", 2, sequences, shape=SHAPE,
-                 memory_utilization=0.78, fitted=fitted, note="guessed: PCIe between the GPUs")  # fmt: skip
+class Stacks(Schema):
+    """By the table's `id`."""
+
+    rows: dict[int, Stack]
 
 
-def _fsdp2(max_tokens: int, shard: int) -> dict[str, Any]:
-    """Of the scripts: Ulysses 4, token budgets of twice (log-probs: three times) the longest sequence a GPU."""
-    return {"backend": "fsdp", "cp": 4, "shard_gpus": shard, "offload": True, "mini_batches": 16,
-            "micro_batch_tokens": 8 * max_tokens, "log_prob_micro_batch_tokens": 12 * max_tokens}  # fmt: skip
-
-
-_MEGATRON = {"backend": "megatron", "tp": 2, "pp": 2, "recompute": "none"}
-_PHASES = ("old_logprob_s", "update_actor_s")
-STACKS = {
-    2: _a100(*_PHASES),
-    3: _a100(*_PHASES),
-    4: _a100(**_MEGATRON),
-    10: Stack(_fsdp2(30720, 8), driver_us=0.172),
-    11: Stack(_fsdp2(30720, 8), driver_us=0.190),
-    12: Stack(_fsdp2(30720, 8), driver_us=0.196),
-    28: Stack(_fsdp2(10240, 2), tp=2, batch=(512, 12), driver_us=0.187),
-    29: Stack({**_MEGATRON, "mini_batches": 16, "offload": True}, tp=2, sequences=2, batch=(512, 16), driver_us=0.184),
-}
-#: Seconds of a step that are none of its phases: row 3's mean holds a test of 175 s every five steps.
-OUTSIDE_S = {3: 175 / 5}
+def stacks(evidence: Path = EVIDENCE) -> dict[int, Stack]:
+    """The stacks of the rows that can be run."""
+    return load(evidence / "verl_steps.yaml", Stacks).rows
 
 
 def verl_rows(options: Options) -> Iterator[Row]:
     """Every phase, and the step, of every row that can be run."""
     table = pd.read_csv(options.evidence / STEPS).set_index("id")
-    for number, stack in STACKS.items():
+    for number, stack in stacks(options.evidence).items():
         options.progress(f"veRL, row {number}")
         run: dict[str, Any] = {str(column): value for column, value in table.loc[number].items()}
-        run["step_s"] -= OUTSIDE_S.get(number, 0.0)
+        run["step_s"] -= stack.outside_s
         experiment, mean = verl_experiment(run, stack)
         found = seconds(experiment, mean, stack.shape)
         for column, call, quantity in PHASES:
