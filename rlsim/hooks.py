@@ -7,6 +7,7 @@ the hook, and the line of the user's file. rlsim's own classes are left as they 
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -43,6 +44,7 @@ class Hooked:
         super().__init_subclass__(**keywords)
         if is_ours(cls.__module__):
             return
+        _refuse_misspelt(cls)
         for name, kind in hooks(cls).items():
             found = inspect.getattr_static(cls, name)
             function = _function(found)
@@ -60,6 +62,22 @@ def hooks(kind: type) -> dict[str, Hook]:
             if isinstance(mark, Hook):
                 marked[name] = mark
     return marked
+
+
+def _refuse_misspelt(cls: type) -> None:
+    """Raises `PolicyError` for a public method that is named nearly as a hook, or as `on_…`, and is none: nothing would
+    ever call it.
+    """
+    known = {name for base in cls.__mro__[1:] for name in vars(base)}
+    for name, member in vars(cls).items():
+        function = _function(member)
+        if name.startswith("_") or name in known or not inspect.isfunction(function):
+            continue
+        near = difflib.get_close_matches(name, hooks(cls), n=1, cutoff=0.6 if name.startswith("on_") else 0.85)
+        if near or name.startswith("on_"):
+            what = f"is no hook; did you mean {near[0]!r}?" if near else f"is no hook: {', '.join(sorted(hooks(cls)))}."
+            what += " A method of your own may have any name that begins with an underscore"
+            raise PolicyError(f"{cls.__name__}.{name}: {defined(function, what)}")
 
 
 def overridden(kind: type) -> list[str]:

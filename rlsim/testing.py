@@ -39,7 +39,7 @@ __all__ = ["Checked", "ContractError", "check_policy"]
 _PAGE = 16
 
 #: Hooks that rollouts alone call; the others are called by a run of an experiment.
-_CALLED = {"alternatives", "setup", "initial_tp", "on_finish", "next_tp", "parts"} | {
+_CALLED = {"alternatives", "setup", "initial_tp", "on_finish", "every_s", "on_timer", "next_tp", "parts"} | {
     "ends", "launch", "upcoming", "counts", "more", "keep", "put_back", "waiting",
 }  # fmt: skip
 #: Hooks of a batching, and what of `Tally.prompts` must have happened for them to matter.
@@ -54,7 +54,7 @@ class Checked:
     parameters: tuple[Mapping[str, Any], ...]  # the choices of parameters that were tried
     batches: tuple[str, ...]
     rollouts: int  # all choices and batches, each with other futures and again
-    answers: int  # of on_finish, where it is overridden
+    answers: int  # of on_finish and on_timer, where they are overridden
     actions: Mapping[str, int]  # that these contained, by kind
     prompts: Mapping[str, int]  # dropped, put back, and responses kept by the batching
     not_checked: tuple[str, ...]  # parts of the contract that these rollouts say nothing about, a sentence each
@@ -101,7 +101,7 @@ def check_policy(policy: Callable[..., Part], **parameters: Any) -> Checked:
         tuple(tried.values()),
         tuple(played),
         tally.rollouts,
-        tally.answers if any("on_finish" in overridden(type(part)) for part in parts) else 0,
+        tally.answers,
         dict(tally.actions),
         dict(tally.prompts),
         tuple(_not_checked(parts, tally)),
@@ -123,11 +123,13 @@ def _not_checked(parts: Iterable[Part], tally: Tally) -> Iterator[str]:
     """What the rollouts that were played say nothing about."""
     for part in parts:
         name, hooks = type(part).__name__, overridden(type(part))
-        if "on_finish" in hooks:
+        if "on_timer" in hooks and (not isinstance(part, RolloutControl) or part.every_s is None):
+            yield f"{name}.on_timer is never called: every_s says no seconds"
+        if deciding := [hook for hook in ("on_finish", "on_timer") if hook in hooks]:
             never = [kind.__name__ for kind in get_args(Action) if kind not in (Launch, Extend, Borrow)]
             never = [kind for kind in never if not tally.actions[kind]]
             if never:
-                yield f"{name}.on_finish never returned {_listed(never, 'or')}"
+                yield f"{name}.{_listed(deciding, 'and')} never returned {_listed(never, 'or')}"
         for hook, what in _OF_PROMPTS.items():
             if hook in hooks and not tally.prompts[what]:
                 yield f"{name}.{hook}: no prompt was {what}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from rlsim.sim.control import (
     RolloutView,
     Stop,
     actions_of,
+    asked,
 )
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
@@ -99,17 +100,27 @@ class _Window:
 class _Watched(RolloutControl):
     """Passes questions on to a policy and keeps its answers."""
 
-    def __init__(self, policy: RolloutControl) -> None:
-        self.policy = policy
-        self.answers: list[Answer] = []
+    def __init__(self, policy: RolloutControl, answers: list[Answer]) -> None:
+        self.policy, self.answers = policy, answers
 
     def on_finish(self, view: RolloutView) -> list[Action]:
-        actions = actions_of(self.policy.on_finish(cast("RolloutView", _Window(view))))
+        return self._kept(view, self.policy.on_finish(cast("RolloutView", _Window(view))))
+
+    @property
+    def every_s(self) -> float | None:
+        return self.policy.every_s
+
+    def on_timer(self, view: RolloutView) -> list[Action]:
+        return self._kept(view, self.policy.on_timer(cast("RolloutView", _Window(view))))
+
+    def _kept(self, view: RolloutView, answer: Action | Iterable[Action] | None) -> list[Action]:
+        actions = actions_of(answer)
         self.answers.append((view.now_s, tuple(actions)))
         return actions
 
-    def author(self, action: Action) -> RolloutControl:
-        return self.policy.author(action)
+    @property
+    def author(self) -> RolloutControl:
+        return self.policy.author
 
 
 def play(system: System, batch: Batch, context: ControlContext, tally: Tally, rollouts: int = 1) -> Played:
@@ -124,16 +135,18 @@ def play(system: System, batch: Batch, context: ControlContext, tally: Tally, ro
     tp = first_tp = system.initial_tp(context)
     feed = PromptFeed(len(batch.lengths) // batch.responses, batch.responses)
     for step in range(rollouts):
-        watched = _Watched(system.control)
+        seen: list[Answer] = []
+        watched = Controls([_Watched(part, seen) for part in asked(system.control, "on_finish", "on_timer")])
         one = _Step(system, step, batch, feed, paused)
         report, requests = one.run(watched, tp, context, used_tps, tally), one.requests
-        answers.append(watched.answers)
+        one.check([action for _, actions in seen for action in actions])
+        answers.append(seen)
         ended = max((r.finished_at for r in requests if r.finished), default=0.0)
         left_at_s.append([r.finished_at if r.finished else ended for r in requests])
         truth.append([r.response_tokens for r in requests])
         tally.rollouts += 1
-        tally.answers += len(watched.answers)
-        tally.actions.update(type(action).__name__ for _, actions in watched.answers for action in actions)
+        tally.answers += len(seen)
+        tally.actions.update(type(action).__name__ for _, actions in seen for action in actions)
         wanted = system.control.next_tp(report)
         tp = tp if wanted is None else wanted
     return Played(first_tp, answers, left_at_s[0], truth[0])
@@ -186,9 +199,9 @@ class _Step:
             rollout.ask()
 
     def run(
-        self, control: _Watched, tp: int, context: ControlContext, used_tps: dict[int, set[int]], tally: Tally
+        self, control: RolloutControl, tp: int, context: ControlContext, used_tps: dict[int, set[int]], tally: Tally
     ) -> RolloutReport:
-        """Run it, check that no request is lost or tampered with, and say how it went."""
+        """Run it, and say how it went."""
         step_batch, end = self.step_batch, itertools.accumulate(context.node_gpus)
         first = self.launch(step_batch.first)
         stage = GenerationStage(
@@ -211,7 +224,6 @@ class _Step:
         self.paused |= step_batch.paused
         self.batching.waiting()
         tally.prompts.update({"dropped": settled.dropped, "put back": settled.put_back, "kept": settled.paused})
-        self.check([action for _, actions in control.answers for action in actions])
         preemptions = sum(replica.preemptions for replica in rollout.replicas)
         generated = tuple(r.generated for r in self.requests if r.finished)
         loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in self.requests)

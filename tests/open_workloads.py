@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -13,7 +13,19 @@ from reference import RefEngine
 from reference_open import OpenResult, RefCheck, RefRewards, simulate_open
 from reference_rolling import RollingRun
 from test_engine import FixedWatermark
-from workloads import COUNT, AbortLongest, LinearStep, Nothing, Scripted, StubCosts, Together, _kinds, _steps, degrees
+from workloads import (
+    COUNT,
+    AbortLongest,
+    LinearStep,
+    Nothing,
+    Scripted,
+    StubCosts,
+    Timed,
+    Together,
+    _kinds,
+    _steps,
+    degrees,
+)
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.hardware import load_cluster
@@ -110,8 +122,18 @@ class Noted(Scripted):
     control: Scripted
     notes: list[tuple[float, tuple[object, ...]]] = field(default_factory=list, compare=False, repr=False)
 
+    @property
+    def every_s(self) -> float | None:
+        return self.control.every_s
+
     def on_finish(self, view: RolloutView) -> list[Action]:
-        actions = actions_of(self.control.on_finish(view))
+        return self.noted(view, self.control.on_finish(view))
+
+    def on_timer(self, view: RolloutView) -> list[Action]:
+        return self.noted(view, self.control.on_timer(view))
+
+    def noted(self, view: RolloutView, answer: Action | Iterable[Action] | None) -> list[Action]:
+        actions = actions_of(answer)
         replicas = [(one.index, one.tp, one.requests) for one in view.replicas()]
         seen = (view.finished_nodes, view.nodes, view.finished, view.total, view.unfinished(), replicas, actions)
         self.notes.append((view.now_s, seen))
@@ -370,7 +392,7 @@ MIXTURES = (
 )  # fmt: skip
 
 
-def controls(responses: int, gpus: int, lends: bool) -> st.SearchStrategy[Scripted]:
+def controls(responses: int, gpus: int, lends: bool) -> st.SearchStrategy[Noted]:
     """Controls that switch, migrate, abort, and perhaps lend, for rollouts with so many responses under way."""
     kinds = _kinds(responses, gpus) | {"abort": st.builds(AbortAtFirst, st.integers(1, responses), COUNT)}
     alone = [kinds[name] for name in CONTROLS if lends or name != "shrink"]
@@ -447,9 +469,12 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
     }
     if not ties:
         moving |= {"kv_per_token_s": once * rng.uniform(0, 0.1), "transfer_per_token_s": once * rng.uniform(0, 0.1)}
-    control = Nothing()
+    control: Scripted = Nothing()
     if "control" in extensions:
         control = draw(controls(draw(st.integers(1, 2 * prompts * samples)), gpus, lends=not windows))
+        if draw(st.booleans()):
+            apart = seconds(1, 30.0)[0] + (1.0 if clock == "whole" else 2.0**-7)
+            control = Noted(Timed(draw(st.sampled_from([control.control, Nothing()])), control.control, apart))
     return OpenWorkload(
         sizes=tuple(sizes),
         prompts=prompts,

@@ -1007,6 +1007,13 @@ class _Rollout:
             if switch.ends_at not in (None, math.inf) and not self.stop_asked:
                 yield switch.ends_at
 
+    def next_look(self) -> list[float]:
+        """When the control is asked next by its timer, counted from the beginning."""
+        every_s, looks = self.control.every_s, 1
+        while every_s and self.reached(self.begun_at + looks * every_s):
+            looks += 1
+        return [self.begun_at + looks * every_s] if every_s else []
+
     def over(self) -> bool:
         if self.stop_asked:
             return all(replica.stopped for replica in self.replicas)
@@ -1023,10 +1030,11 @@ class _Rollout:
     def run(self) -> None:
         self.begin_all()
         while not self.over():
-            moments = list(self.moments())
+            moments, looks = list(self.moments()), self.next_look()
             if not moments:
                 raise RuntimeError("requests are left, but no replica will ever serve them")
-            self.now = min(moments)
+            self.now = min([*moments, *looks])
+            looks = [moment for moment in looks if self.reached(moment)]
             ending = [
                 replica
                 for replica in self.replicas
@@ -1035,9 +1043,9 @@ class _Rollout:
             finished_on = {replica.node for replica in ending if self.end(replica)}
             self.settle()
             self.begin_all()
-            if finished_on and not self.stop_asked:
+            if (finished_on or looks) and not self.stop_asked:
                 # Choice: asked after the last finish too, though nothing can be done any more.
-                self.ask(finished_on)
+                self.ask(finished_on, bool(looks))
                 if not self.over():
                     self.settle()
                     self.begin_all()
@@ -1046,13 +1054,21 @@ class _Rollout:
     def view(self, finished_on: set[int]) -> _View:
         return _View(self, finished_on)
 
-    def ask(self, finished_on: set[int]) -> None:
-        answer = self.control.on_finish(self.view(finished_on))
-        if answer is None or self.over():
-            return
-        for action in [answer] if isinstance(answer, Action) else list(answer):
-            if self.note(action):
+    def ask(self, finished_on: set[int], looks: bool) -> None:
+        for action in self.answers(finished_on, bool(finished_on), looks):
+            if not self.over() and self.note(action):
                 self.result.actions.append((self.now, action))
+
+    def answers(self, finished_on: set[int], finishes: bool, looks: bool) -> list[Action]:
+        """To what has finished, then to the timer; of one moment, before anything is done."""
+        methods = [self.control.on_finish] * finishes
+        methods += [self.control.on_timer] * (looks and any(r.left for r in self.requests))
+        found: list[Action] = []
+        for method in methods:
+            if not any(isinstance(action, Stop) for action in found):
+                answer = method(self.view(finished_on))
+                found += [answer] if isinstance(answer, Action) else list(answer or ())
+        return found
 
     def close(self) -> None:
         self.result.end_at = self.now

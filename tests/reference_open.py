@@ -19,7 +19,7 @@ from reference import RefEngine, RefStay, _Replica, _Request, _Rollout
 
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
-from rlsim.sim.control import Action, Prompt, RolloutControl, RolloutCosts, decides
+from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts, decides
 
 #: A response: the position of its prompt, and which of the prompt's responses it is.
 Key = tuple[int, int]
@@ -173,6 +173,7 @@ class _Run(_Rollout):
         self.begins = False  # the step, at this moment
         self.news = False  # something else that is new for the batching
         self.asks = False  # the control, for another reason than that responses have finished
+        self.looks = False  # the control, as its timer is due
         self.works_until: float | None = None  # on a part of its batch
         self.synced_at = math.nan
         self.places: set[int] = set()  # positions of prompts that the step waits for
@@ -496,7 +497,9 @@ class _Run(_Rollout):
 
     def decide(self, finished_on: set[int]) -> None:
         """First the batching, if there is something new for it; the control sees the moment as it was before."""
-        count, actions = 0, []
+        count, looks = 0, self.looks
+        finishes = bool(self.begins or self.ready_now() or self.news or finished_on or self.asks)
+        self.looks = False
         if self.begins or self.ready_now() or self.news:
             self.news = False
             self.line_up()
@@ -506,9 +509,7 @@ class _Run(_Rollout):
             if self.may_launch():
                 count = self.room()
         self.asks = False
-        if decides(self.control):
-            answer = self.control.on_finish(self.view(finished_on))
-            actions = [answer] if isinstance(answer, Action) else list(answer or ())
+        actions = self.answers(finished_on, finishes, looks)
         idle = not any(r.left for r in self.requests)
         self.deal_launched(self.launch(count), idle)
         for action in actions:
@@ -537,7 +538,12 @@ class _Run(_Rollout):
             followed = self.phase != "over"
             if self.phase == "over" or self.look_at_idle():
                 pass
-            elif self.begins or self.ready_now() or self.news or ((finished_on or self.asks) and decides(self.control)):
+            elif (
+                self.begins
+                or self.ready_now()
+                or self.news
+                or ((finished_on or self.asks or self.looks) and decides(self.control))
+            ):
                 self.decide(finished_on)
                 finished_on = set()
             elif self.publish():
@@ -561,7 +567,9 @@ class _Run(_Rollout):
             moments = list(self.moments())
             if not moments:
                 raise HaltedError
-            self.now = min(moments)
+            looks = self.next_look()
+            self.now = min([*moments, *looks])
+            self.looks = any(map(self.reached, looks))
             ending = [r for r in self.replicas if r.iteration is not None and self.reached(r.iteration.ends_at)]
             self.rest_of_moment({replica.node for replica in ending if self.end(replica)})
         self.tell_dropped()

@@ -17,7 +17,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.continuous import BoundedStaleness, SyncQuota
 from rlsim.policies.frameworks import Megatron, OpenRLHF, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
-from rlsim.policies.laminar import ReplicaBatches
+from rlsim.policies.laminar import Repack, ReplicaBatches
 from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve
 from rlsim.policies.parts import Composition, PlanSearch, Rewiring
 from rlsim.policies.pat import PAT
@@ -262,6 +262,56 @@ def test_the_planner_remembers_eight_rounds() -> None:
     for tokens in range(0, 900, 100):
         planner.next_tp(RolloutReport(0, 1, 1.0, 1, (), "", "", ((10, tokens),)))
     assert seen[-1] == [(10, 500)]
+
+
+# Laminar --------------------------------------------------------------------------------------------------------------
+
+
+def repacked(before: Sequence[Sequence[int]], now: Sequence[Sequence[int]], **more: Any) -> list[tuple[int, int]]:
+    """From which replica to which: each holds responses of so many generated tokens (prompts of 10), before and now.
+
+    A response keeps its place in the list as its number, 10 · replica + i; of those before, the last ones are gone. A
+    replica has 100 pages of 16 tokens; `waits` has no KV cache, `version` is of a replica's weights.
+    """
+    repack = Repack(**more.get("settings", {"max_batch": 4}))
+    repack.setup(context(costs=StubCosts({1: LinearStep(a=1.0)}, {1: 100}), feasible_tps=(1,)))
+
+    def look(lengths: Sequence[Sequence[int]], waits: int | None) -> list[Any]:
+        held = [
+            [running(n, number=10 * at + i, has_kv=10 * at + i != waits) for i, n in enumerate(own)]
+            for at, own in enumerate(lengths)
+        ]
+        shown = moment(held, 1)
+        for replica in shown.replicas():
+            replica.version = more.get("version", {}).get(replica.index, 0)
+        return repack.on_timer(shown)
+
+    assert look(before, None) == []
+    moves = look(now, more.get("waits"))
+    assert all(move.kv == "recompute" and len({i // 10 for i in move.requests}) == 1 for move in moves)
+    return [(move.requests[0] // 10, move.to) for move in moves]
+
+
+def test_what_is_left_of_replicas_that_end_goes_to_the_fullest_that_has_room() -> None:
+    full = [[100] * 4] * 3
+    assert repacked(full, [[200], [150], [160]]) == [(1, 0), (2, 0)]  # the emptiest first
+    assert repacked(full, [[200], [150, 150], [160]]) == [(2, 1), (0, 1)]  # 320 tokens, then 490
+    assert repacked(full, [[430], [150], [160]]) == [(1, 2)]  # 440 tokens: no less than before
+    assert repacked(full, [[429], [150], [160]]) == [(1, 0), (2, 0)]
+    assert repacked(full, [[200], [], [160]]) == [(2, 0)]
+
+
+def test_what_keeps_responses_where_they_are() -> None:
+    full = [[100] * 4] * 2
+    assert repacked(full, [[150], [160]]) == [(0, 1)]
+    assert repacked(full, [[150], [160]], waits=0) == []  # one waits for its prefill
+    assert repacked(full, [[150], [160]], version={1: 1}) == []  # other weights
+    assert repacked(full, [[150], [160]], settings={"max_batch": 1}) == []
+    assert repacked(full, [[150] * 2, [90] * 2], settings={"max_batch": 3}) == []
+    # 160 + 170 tokens are more than 0.2 of 1,600, and no more than 0.20625.
+    assert repacked(full, [[150], [160]], settings={"max_batch": 4, "utilization": 0.2}) == []
+    assert repacked(full, [[150], [160]], settings={"max_batch": 4, "utilization": 0.20625}) == [(0, 1)]
+    assert repacked([[100] * 4, [100]], [[150], [120, 20]]) == []  # another has begun there
 
 
 # Consolidation of the tail --------------------------------------------------------------------------------------------

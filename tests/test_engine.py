@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import simpy
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefResult, RefStay
 from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, workloads
 
@@ -217,11 +218,60 @@ def test_engine_equals_stepping_where_everything_ties(work: Workload) -> None:
 
 
 @settings(relaxed, max_examples=200)
-@given(workloads(everything=True))
+@given(st.booleans().flatmap(lambda ties: workloads(ties=ties, timed=True, max_requests=24)))
+def test_engine_equals_stepping_where_controls_have_a_timer(work: Workload) -> None:
+    check(work)
+
+
+@settings(relaxed, max_examples=200)
+@given(st.booleans().flatmap(lambda timed: workloads(everything=True, timed=timed)))
 def test_any_mixture_of_actions_ends_and_conserves_requests(work: Workload) -> None:
     # Requests may be on their way to a replica that goes away; the specification leaves open who is dealt first then.
     rollout, recorder = simulate(work)
     check_invariants(work, rollout, recorder)
+
+
+@dataclass(frozen=True)
+class Looks(Scripted):
+    """Notes down when it is asked, by which method, and how many tokens the first response has by then."""
+
+    every_s = 2.5
+    seen: list[tuple[str, float, int]]
+
+    def note(self, method: str, view: RolloutView) -> None:
+        of_first = [r.generated_tokens for replica in view.replicas() for r in replica.requests if r.id == 0]
+        self.seen.append((method, view.now_s, *of_first))  # type: ignore[arg-type]
+
+    def on_finish(self, view: RolloutView) -> None:
+        self.note("finish", view)
+
+    def on_timer(self, view: RolloutView) -> None:
+        self.note("timer", view)
+
+
+def test_a_timer_between_and_beside_the_ends_of_responses() -> None:
+    """A second for the prompts, then one a token: responses of 8 and 4 tokens end at 8 and 4 s; 7.5 s is the last look.
+
+    Nothing comes of it: no jump is cut short, and the rollout ends when its last response does.
+    """
+    sizes = [(4, 8), (4, 4), (4, 5)]
+    work = Workload(
+        requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
+        node_gpus=(1,),
+        tp=1,
+        costs=StubCosts(steps={1: LinearStep(a=1.0)}, pages={1: 10_000}),
+        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
+        cap_tokens=8,
+        control=Looks([]),
+        routing="contiguous",
+    )
+    rollout, _ = simulate(work)
+    assert rollout.env.now == 8.0
+    assert work.control.seen == [  # type: ignore[attr-defined]
+        ("timer", 2.5, 2), ("finish", 4.0, 4), ("finish", 5.0, 5), ("timer", 5.0, 5), ("timer", 7.5, 7),
+    ]  # fmt: skip
+    rollout.env.run()
+    assert rollout.env.now <= 10.0, "the timer goes on without a response"
 
 
 @dataclass(frozen=True)

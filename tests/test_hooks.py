@@ -70,6 +70,32 @@ def test_a_hook_that_returns_nonsense(failing: Failing, kind: str, hook: str, re
 
 
 @pytest.mark.parametrize(
+    ("kind", "hook", "near"),
+    [
+        ("RolloutControl", "on_finished", "on_finish"),
+        ("RolloutControl", "on_time", "on_timer"),
+        ("RolloutControl", "intial_tp", "initial_tp"),
+        ("Batching", "lanch", "launch"),
+        ("RewardControl", "timeouts_s", "timeout_s"),
+    ],
+)
+def test_a_misspelt_hook_is_refused(failing: Failing, kind: str, hook: str, near: str) -> None:
+    module = f"misspelt_{kind}_{hook}".lower()
+    message = failing(base=write(failing.folder, module, kind, f"{hook}(self, view)", "return None"))
+    assert f"Mine.{hook}: {module}.py:6: is no hook; did you mean '{near}'?" in message
+
+
+def test_methods_of_the_authors_own_may_have_other_names() -> None:
+    class Fine(RolloutControl):
+        def _on_finished(self) -> None: ...
+        def helper(self) -> None: ...
+
+    assert overridden(Fine) == []
+    with pytest.raises(PolicyError, match=r"Bad.on_the_whole: .* is no hook: .*on_finish, on_scored, on_timer"):
+        type("Bad", (RolloutControl,), {"on_the_whole": lambda self: None, "__module__": __name__})
+
+
+@pytest.mark.parametrize(
     ("kind", "hook", "body", "message"),
     [
         ("RolloutControl", "initial_tp(self, context)", "return None", "returned None, expected a tensor-parallel"),

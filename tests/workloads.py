@@ -303,6 +303,25 @@ class Together(Scripted):
         return actions
 
 
+@dataclass(frozen=True)
+class Timed(Scripted):
+    """One control at finishes, and what another would do then every so many seconds, for a while."""
+
+    finish: Scripted
+    look: Scripted
+    seconds: float
+
+    @property
+    def every_s(self) -> float:
+        return self.seconds
+
+    def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:
+        return self.finish.on_finish(view)
+
+    def on_timer(self, view: RolloutView) -> Action | Iterable[Action] | None:
+        return self.look.on_finish(view) if view.now_s < 25 * self.seconds else None
+
+
 # ------------------------------------------------------------------------------------------------ whole rollouts
 
 
@@ -454,13 +473,14 @@ def workloads(
     prefixes: bool = False,
     most_samples: int = 4,
     offloaded: bool = False,
+    timed: bool = False,
 ) -> Workload:
     """A whole rollout. Capacities are tight, so that preemption is frequent, but fit the longest request alone.
 
     `streamed`: somebody listens to chunks, and some requests are resumed from an earlier step.
 
     `prefixes`: requests of one position, `most_samples` or fewer, have one prompt, and share what is computed of it.
-    `offloaded`: what the KV cache has no room for goes to host memory.
+    `offloaded`: what the KV cache has no room for goes to host memory. `timed`: another control has a timer.
 
     `kinds` and `mixtures` say which controls (`everything`: any mixture whatever). With `ties` all requests have equal
     prompts and lengths (but for a few lengths in between), and all times but those of prefills and switches are exact.
@@ -523,6 +543,12 @@ def workloads(
         chunk_tokens = draw(st.sampled_from([1, 2, 7, 16, 50, 1000]))
         handover_s = draw(st.sampled_from([0.0, 2.0**-12])) if ties else rng.uniform(0.0, 0.01)
         paused = draw(st.integers(0, n - 1))
+    control = draw(any_controls(n, gpus) if everything else controls(n, gpus, kinds, mixtures))
+    if timed:
+        apart = (
+            draw(st.integers(1, 400)) * 2.0**-8 if ties else rng.uniform(0.5, 300) * costs.step(tp).decode_s(4, 100.0)
+        )
+        control = Timed(draw(st.sampled_from([control, Nothing()])), control, apart)
     return Workload(
         requests=tuple(requests[: n - paused]),
         resumed=tuple(requests[n - paused :]),
@@ -534,13 +560,13 @@ def workloads(
         costs=costs,
         engine=engine,
         cap_tokens=max(r.response_tokens for r in requests),
-        control=draw(any_controls(n, gpus) if everything else controls(n, gpus, kinds, mixtures)),
+        control=control,
         routing=draw(st.sampled_from(["contiguous", "round_robin"])),
     )
 
 
 def tied_workloads(
-    *, kinds: Sequence[str] = ALONE, mixtures: bool = True, max_requests: int = 40
+    *, kinds: Sequence[str] = ALONE, mixtures: bool = True, max_requests: int = 40, timed: bool = False
 ) -> st.SearchStrategy[Workload]:
     """Rollouts in which many things happen at the very same moment."""
-    return workloads(kinds=kinds, mixtures=mixtures, ties=True, max_requests=max_requests)
+    return workloads(kinds=kinds, mixtures=mixtures, ties=True, max_requests=max_requests, timed=timed)

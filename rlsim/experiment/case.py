@@ -30,7 +30,7 @@ from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.plan import part_of
 from rlsim.schema import place_of
-from rlsim.sim.control import RolloutControl
+from rlsim.sim.control import decides
 from rlsim.usercode import blamed
 
 #: More systems than these are counted in notes, not listed.
@@ -163,8 +163,8 @@ class Case:
         return job.system.name in self.searched
 
     def decides(self, spec: SystemSpec) -> bool:
-        """Whether a system decides on layouts or places each time that responses finish."""
-        return type(spec.make().control).on_finish is not RolloutControl.on_finish
+        """Whether a system decides on layouts or places while it generates."""
+        return decides(spec.make().control)
 
     @property
     def compares(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from rlsim.errors import ConfigError
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Part, Placing, Rewiring, flattened
 from rlsim.sim.batching import Batching, Batchings
-from rlsim.sim.control import PLANNED, ControlContext, Controls, RolloutControl
+from rlsim.sim.control import PLANNED, ControlContext, Controls, RolloutControl, asked
 from rlsim.sim.reward import RewardControl
 from rlsim.workflow.graph import Workflow
 
@@ -81,10 +81,10 @@ class System:
         Raises `ConfigError` if the plan says that too, and the layout contradicts it or would change it later;
         `CapacityError` if the model does not fit.
         """
-        kind, base = type(self.layout), RolloutControl
-        changes = kind.on_finish is not base.on_finish or kind.next_tp is not base.next_tp
+        changes = asked(self.layout, "on_finish", "on_timer", "next_tp")
         if changes and context.replica_gpus is not None:
-            raise ConfigError(f"{PLANNED.format(context.replica_gpus)}; {kind.__name__} changes that while it runs")
+            name = type(self.layout).__name__
+            raise ConfigError(f"{PLANNED.format(context.replica_gpus)}; {name} changes that while it runs")
         return context.check_tp(self.layout.initial_tp(context))
 
     def rewired(self, workflow: Workflow) -> Workflow:

@@ -47,8 +47,9 @@ class ReplicaBatches(BoundedStaleness):
 class Repack(Schema, RolloutControl):
     """Move the last responses of replicas together, onto others with the same weights, so that these become free.
 
-    A replica's responses move once its KV cache is used less and less, and none of them waits. They go to the fullest
-    of such replicas that has room for them (best fit), and still is bound by reading the weights.
+    A replica ends its batch once its KV cache is used less than it was, and none of its responses waits. What is left
+    there moves to the fullest replica that ends too, has room for it (best fit), and is still bound by reading the
+    weights then.
     """
 
     utilization: float = Field(default=0.9, gt=0, le=1, description="share of a replica's KV cache that it may use")
@@ -56,25 +57,48 @@ class Repack(Schema, RolloutControl):
         default="auto",
         description="responses on one replica; auto: as many as take twice as long to decode as one, at short context",
     )
-    every: Seconds = Field(default=5.0, ge=0, le=86_400, description="time between two looks at the replicas")
+    every: Seconds = Field(
+        default=5.0, ge=0, le=86_400, description="time between two looks at the replicas; 0: whenever responses finish"
+    )
     kv: KvHandling = Field(default="recompute", description="what becomes of the KV cache of responses that move")
 
     _context: ControlContext = PrivateAttr()
-    _looked_at_s: float = PrivateAttr(default=0.0)
-    _before: dict[int, int] = PrivateAttr(default_factory=dict)  # by replica: tokens of KV cache at the last look
+    #: By replica: its responses when last seen, and the most tokens of KV cache seen since others began there.
+    _seen: dict[int, tuple[frozenset[int], int]] = PrivateAttr(default_factory=dict)
 
     def setup(self, context: ControlContext) -> None:
         self._context = context
 
+    @property
+    def every_s(self) -> float | None:
+        return self.every or None
+
     def on_finish(self, view: RolloutView) -> list[Action]:
-        """At a look: each replica, the emptiest first, to the fullest that can take what it has."""
-        if view.now_s < self._looked_at_s + self.every:
-            return []
-        self._looked_at_s = view.now_s
-        here = [replica for replica in view.replicas() if replica.requests]
-        used = {replica.index: sum(r.context_tokens for r in replica.requests) for replica in here}
-        before, self._before = self._before, used
-        ending = [r for r in here if used[r.index] < before.get(r.index, 0) and all(one.has_kv for one in r.requests)]
+        """See how much each replica holds."""
+        if not self.every:
+            return self.on_timer(view)
+        for node in view.finished_nodes:
+            self._see(view.replicas(node))
+        return []
+
+    def _see(self, replicas: Sequence[ReplicaView]) -> dict[int, int]:
+        """By replica that has responses: the tokens of KV cache that they have, or are to have."""
+        used = {r.index: sum(one.context_tokens for one in r.requests) for r in replicas if r.requests}
+        for replica in replicas:
+            ids = frozenset(r.id for r in replica.requests)
+            known, most = self._seen.get(replica.index, (ids, 0))
+            self._seen[replica.index] = ids, max(used.get(replica.index, 0), most if ids <= known else 0)
+        return used
+
+    def on_timer(self, view: RolloutView) -> list[Action]:
+        """Each replica that ends, the emptiest first, to the fullest that can take what it has."""
+        replicas = view.replicas()
+        used = self._see(replicas)
+        ending = [
+            r
+            for r in replicas
+            if r.requests and used[r.index] < self._seen[r.index][1] and all(one.has_kv for one in r.requests)
+        ]
         held, receiving = {r.index: len(r.requests) for r in ending}, set[int]()
         moves: list[Action] = []
         for source in sorted(ending, key=lambda r: used[r.index]):
@@ -85,6 +109,8 @@ class Repack(Schema, RolloutControl):
                 used[to] += used[source.index]
                 held[to] += held[source.index]
                 held[source.index] = 0
+                known, most = self._seen[to]
+                self._seen[to] = known | self._seen[source.index][0], most + used[source.index]
                 moves.append(Migrate(tuple(r.id for r in source.requests), to, self.kv))
         return moves
 

@@ -1,8 +1,8 @@
 """What a rollout control sees, and what it may ask for.
 
-A control is asked each time responses finish. It gets a read-only view of the rollout at that moment (never a
-response's length) and returns actions; the engine carries them out. docs/engine.md says exactly when each takes
-effect.
+A control is asked each time responses finish, and every so many seconds if it wants. It gets a read-only view of the
+rollout at that moment (never a response's length) and returns actions; the engine carries them out. docs/engine.md says
+exactly when each takes effect.
 """
 
 from __future__ import annotations
@@ -448,6 +448,21 @@ class RolloutControl(Hooked):
         """
         return None
 
+    @property
+    @hook(
+        "a number of seconds above 0, or None", lambda every_s: every_s is None or (is_number(every_s) and every_s > 0)
+    )
+    def every_s(self) -> float | None:
+        """When a rollout begins: the seconds between two calls of `on_timer`; None: it is never called."""
+        return None
+
+    @hook(_ACTIONS, lambda answer, *_: all(map(is_action, actions_of(answer))))
+    def on_timer(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
+        """`every_s` seconds of a rollout are over, counted from its beginning, and responses are unfinished: as
+        `on_finish`. Where both are due at one moment, `on_finish` of all controls comes first.
+        """
+        return None
+
     @hook(
         "one of report.feasible_tps, or None",
         lambda tp, report: tp is None or (is_whole(tp) and tp in report.feasible_tps),
@@ -489,32 +504,21 @@ class RolloutControl(Hooked):
     def on_scored(self, report: ScoringReport) -> None:
         """The calls that took a step's responses by the chunk are done with the step."""
 
-    def author(self, action: Action) -> RolloutControl:  # noqa: ARG002
-        """The control that asked for an action in its last answer, for messages."""
+    @property
+    def author(self) -> RolloutControl:
+        """Whose class and line a message names."""
         return self
 
 
 class Controls(RolloutControl):
-    """Several controls as one: each is asked in turn, and all that they want is done."""
+    """Several controls as one: each is asked in turn (`asked`), and all that they want is done."""
 
     def __init__(self, parts: Sequence[RolloutControl]) -> None:
         self.parts = tuple(parts)
-        self._deciding = [part for part in self.parts if decides(part)]
-        self._wanted: list[tuple[Action, RolloutControl]] = []  # the last answer, and who gave it
 
     def setup(self, context: ControlContext) -> None:
         for part in self.parts:
             part.setup(context)
-
-    def on_finish(self, view: RolloutView) -> list[Action]:
-        """The actions of all, those of the first first; none after a `Stop`."""
-        self._wanted = []
-        for part in self._deciding:
-            for action in actions_of(part.on_finish(view)):
-                self._wanted.append((action, part))
-                if isinstance(action, Stop):
-                    return [wanted for wanted, _ in self._wanted]
-        return [wanted for wanted, _ in self._wanted]
 
     def next_tp(self, report: RolloutReport) -> int | None:
         """What the last of those that have an opinion says."""
@@ -543,21 +547,17 @@ class Controls(RolloutControl):
         for part in self.parts:
             part.on_scored(report)
 
-    def author(self, action: Action) -> RolloutControl:
-        return next(part.author(action) for wanted, part in self._wanted if wanted is action)
+
+def asked(control: RolloutControl, *methods: str) -> list[RolloutControl]:
+    """Those of the controls that this one is made of which override one of these methods; the others need not be
+    asked.
+    """
+    if isinstance(control, Controls):
+        return [part for one in control.parts for part in asked(one, *methods)]
+    own = any(getattr(type(control), method) is not getattr(RolloutControl, method) for method in methods)
+    return [control] if own else []
 
 
 def decides(control: RolloutControl) -> bool:
-    """Whether the control overrides `on_finish`; one that does not need not be asked."""
-    return _overrides(control, "on_finish")
-
-
-def dispatches(control: RolloutControl) -> bool:
-    """Whether the control overrides `dispatch`."""
-    return _overrides(control, "dispatch")
-
-
-def _overrides(control: RolloutControl, method: str) -> bool:
-    if isinstance(control, Controls):
-        return any(_overrides(part, method) for part in control.parts)
-    return getattr(type(control), method) is not getattr(RolloutControl, method)
+    """Whether the control decides anything while a rollout goes on."""
+    return bool(asked(control, "on_finish", "on_timer"))

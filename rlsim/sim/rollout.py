@@ -6,6 +6,7 @@ docs/engine.md is the specification.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from operator import attrgetter, itemgetter
@@ -13,6 +14,7 @@ from typing import Any
 
 import simpy
 
+from rlsim.cost.curve import REACHED
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import RlsimError
@@ -28,15 +30,15 @@ from rlsim.sim.control import (
     Migrate,
     Reconfigure,
     Release,
+    RolloutControl,
     RolloutCosts,
     RolloutView,
     Stop,
     actions_of,
-    decides,
-    dispatches,
+    asked,
 )
 from rlsim.sim.dealing import Shares, by_context, by_number, evenly
-from rlsim.sim.moment import ASK, DEAL, IDLE, at_end, when_over
+from rlsim.sim.moment import ASK, DEAL, IDLE, at, at_end, when_over
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage, RolloutState
@@ -72,12 +74,22 @@ class Rollout(RolloutState):
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
         self._longest: Request | None = None  # of those that were unfinished when that was last asked
-        self._asks = stage.asked_at_finish and decides(stage.control)
+        #: By method: the controls that answer to it, of `on_timer` with the seconds between two calls.
+        self._asked: dict[str, list[tuple[RolloutControl, float]]] = {
+            "on_finish": [(part, 0.0) for part in asked(stage.control, "on_finish")],
+            "on_timer": [(part, part.every_s) for part in asked(stage.control, "on_timer") if part.every_s],
+        }
+        self._asks = stage.asked_at_finish and bool(self._asked["on_finish"])
+        self._due: set[tuple[str, int]] = set()  # who is asked at the end of this moment: method, index
+        self._answers: list[tuple[Action, RolloutControl, str]] = []  # the last ones: of whom, of which method
+        self._ticks = False  # whether the next call of an `on_timer` is planned
         #: Nobody decides anything or is told of anything before the end.
-        self._quiet = not (self._asks or stage.open or stage.on_finish or stage.chunks or stage.crowded)
+        self._quiet = not (
+            self._asks or self._asked["on_timer"] or stage.open or stage.on_finish or stage.chunks or stage.crowded
+        )
         self._quiet &= all(r.limit_tokens == r.response_tokens for r in self._requests.values())
         self._bound_for = dict.fromkeys(self._tp, 0)  # requests migrating to the node
-        self._asking = self._stopping = False
+        self._stopping = False
         self.updates = WeightUpdates(self, stage.recorder, stage.version)
         self._numbers = itertools.count(1)
 
@@ -90,6 +102,7 @@ class Rollout(RolloutState):
             self._deal_to_active(stage.resumed)
         if not self._requests:
             self._none_left()
+        self._set_timer()
         if stage.borrowing:
             stage.borrowing.serve(lambda: self.updates.version, self.ask)
             self.ask()
@@ -199,7 +212,7 @@ class Rollout(RolloutState):
             self._deal(by_number(requests, {replica.index: replica.unfinished for replica in replicas}))
 
     def _wanted(self, requests: Sequence[Request], replicas: Sequence[Replica]) -> Shares | None:
-        if not requests or not dispatches(self._stage.control):
+        if not requests or not asked(self._stage.control, "dispatch"):
             return None
         known = {request.id: request for request in requests}
         views = [view_of(request, request.context, running=False) for request in requests]
@@ -251,7 +264,7 @@ class Rollout(RolloutState):
         """These have left the replica: complete, or with their budgets used up."""
         finished = [request for request in left if request.generated >= request.response_tokens]
         self.finished += len(finished)
-        if self._asks and finished:
+        if (self._asks or self._asked["on_timer"]) and finished:
             lengths = [request.generated for request in finished]
             self.finished_lengths += lengths
             shortest, longest = self.finished_tokens
@@ -275,22 +288,48 @@ class Rollout(RolloutState):
             self._stage.on_drained()
 
     def ask(self) -> None:
-        """Have the control asked at this moment, after everything else that happens at it."""
-        if not self._asking:
-            self._asking = True
+        """Have the controls asked at this moment, after everything else that happens at it."""
+        self._ask_at_end({("on_finish", i) for i in range(len(self._asked["on_finish"]))})
+
+    def _ask_at_end(self, due: set[tuple[str, int]]) -> None:
+        if due and not self._due:
             when_over(self.env, ASK, self._ask)
+        self._due |= due
 
     def _ask(self) -> None:
-        self._asking = False
+        due, self._due = sorted(self._due), set()
         if self.done.triggered or self._stopping:
             return
         view: RolloutView = LiveView(self)
         # All of it before anything is done, and while the view still shows this moment: it may be a generator.
-        actions = actions_of(self._stage.control.on_finish(view))
+        self._answers = []
+        for method, i in due:
+            part, _ = self._asked[method][i]
+            self._answers += [(action, part, method) for action in actions_of(getattr(part, method)(view))]
+            if any(isinstance(action, Stop) for action, *_ in self._answers):
+                break
         self._just_finished.clear()
-        for action in actions:
+        for action, *_ in self._answers:
             if not self._stopping:
                 self._carry_out(action)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Plan the next call of an `on_timer`; none while nothing is unfinished, or nothing else is going to happen."""
+        if self._asked["on_timer"] and self._left and not self._ticks and self.env.peek() < math.inf:
+            self._ticks, now = True, self.env.now * (1 + REACHED)
+            next_at = [
+                self.started_at + every_s * (math.floor((now - self.started_at) / every_s) + 1)
+                for _, every_s in self._asked["on_timer"]
+            ]
+            first = min(next_at) * (1 + REACHED)
+            due = {("on_timer", i) for i, moment in enumerate(next_at) if moment <= first}
+            at(self.env, min(next_at), lambda _: self._tick(due))
+
+    def _tick(self, due: set[tuple[str, int]]) -> None:
+        self._ticks = False
+        if self._left:
+            self._ask_at_end(due)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -355,7 +394,8 @@ class Rollout(RolloutState):
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:
-            raise misused(self._stage.control.author(action), "on_finish", f"returned {action!r}: {why}")
+            part, method = next((part, method) for wanted, part, method in self._answers if wanted is action)
+            raise misused(part.author, method, f"returned {action!r}: {why}")
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
@@ -530,6 +570,7 @@ class Rollout(RolloutState):
         idle = not self._left
         self._left += len(requests)
         self.launched += len(requests)
+        self._set_timer()
         if launch.to and (wanted := [replica for replica in self.active() if replica.index in launch.to]):
             self._deal_new(requests, wanted, idle=False)
         elif self._stage.dispatch == "fewest_requests":
@@ -542,6 +583,7 @@ class Rollout(RolloutState):
         for request in paused:
             request.allow(tokens)
         self._left += len(paused)
+        self._set_timer()
         self._deal_to_active(paused)
 
     def _abort(self, replica: Replica, ids: frozenset[int]) -> None:
