@@ -39,7 +39,7 @@ class Search:
         """Searches for all of them side by side; the best of each goes on if it keeps the bound under all seeds.
 
         With `contenders` the search is a quick one: for the first family that fits, whose split the others take, and
-        only so many of them go on.
+        only so many of them go on, each with the best of this split and those beside it.
         """
         splitting = [family for family in families if family.split]
         first = next((f for f in splitting if self._has_grids(f)), None)
@@ -53,7 +53,7 @@ class Search:
         best = {family.name: point for family in families if (point := self._best(family, beside=not contenders))}
         if contenders:
             fastest = sorted(best, key=lambda name: -self._rate(best[name]))[:contenders]
-            best = {name: best[name] for name in fastest}
+            best = {name: self._best(best[name].family, beside=True) or best[name] for name in fastest}
         best = self._confirmed(best, quick=bool(contenders))
         refused = {family.name: self._refusal(family) for family in families if not self._best(family)}
         tried = {

@@ -49,6 +49,8 @@ def plan(
     """Search where the calls of an RLHF step should run, and how they should be spread there.
 
     With --lag generation is that many updates behind (as in one_step_off), and the split of the GPUs is searched too.
+    The space: TP in powers of two, PP that divides the rest, DP that uses every GPU; micro-batches as the experiment
+    says, or powers of two of them. Seconds are those of the first step's lengths.
 
     Example: rlsim plan experiments/real_7b_7b.yaml --seconds 5 --apply
     """
@@ -112,7 +114,7 @@ def _print(report: PlanReport) -> None:
     print_tables(_tables(report))
     console, found, space = Console(soft_wrap=True), report.found, report.space
     if report.lag:
-        how = f"no plan takes less than {found.least_s:.2f} s"
+        how = f"no plan of this space takes less than {found.least_s:.2f} s on the first step's lengths"
         for row in report.sides().to_dict("records"):
             console.print(f"{row['side']}: {row['time_s']:.2f} s with the new weights, idle {row['idle']:.0%}")
     else:

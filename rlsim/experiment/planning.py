@@ -60,8 +60,9 @@ class PlanSpace:
     Meshes are aligned power-of-two slices of a node and runs of whole nodes. TP stays inside an NVLink domain, every
     GPU of a mesh is used, DP is no larger than a mini-batch; experts are cut as all else is, or as `training` says;
     generation has PP 1 unless `pipelined`. With `context_parallel` training and inference may split sequences over GPUs
-    too (CP, a power of two, in a domain with TP). Of strategies that differ in micro-batches or offload only, those
-    worse in both time and memory are left out. Raises `CapacityError` if a call fits nowhere.
+    too (CP, a power of two, in a domain with TP). Micro-batches are the experiment's own, or powers of two of them. Of
+    strategies that differ in micro-batches or offload only, those worse in both time and memory are left out. Raises
+    `CapacityError` if a call fits nowhere.
 
     Where generation runs ahead of its weights it has the first GPUs for itself, all of their memory included, and the
     other calls have the rest: as meshes above, or all of it. `splits` has one space for each number of GPUs.
@@ -275,12 +276,12 @@ class PlanSpace:
         return pp <= model.num_hidden_layers
 
     def _variants(self, call: Call, shape: TrainStrategy, place: int, share: int) -> Iterator[Candidate]:
-        """Every number of micro-batches of a rank's `share`; a model that is not trained may also wait in host
-        memory."""
+        """The experiment's own micro-batches, and every power of two of them that a rank's `share` allows; a model that
+        is not trained may also wait in host memory."""
         training = self._loaded.experiment.training
         offloads = (shape.offload,) if call.model in self._trained else (False, True)
-        count = 1
-        while count <= min(share, MICRO_BATCHES_PER_STAGE * shape.pp):
+        most = min(share, MICRO_BATCHES_PER_STAGE * shape.pp)
+        for count in (None, *(1 << power for power in range(most.bit_length()))):
             for offload in offloads:
                 strategy = replace(shape, offload=offload, micro_batches=count)
                 copied = call.model in self._trained and not offload  # whose bytes depend on where training is
@@ -295,7 +296,6 @@ class PlanSpace:
                 else:
                     time = cost.forward_s(self._lengths)
                 yield Candidate(strategy, time.total_s, kept, working)
-            count *= 2
 
     def _generation(self, strategies: Sequence[TrainStrategy]) -> Iterator[Candidate]:
         """Generation alone on its GPUs: with memory for all sequences at once and, unless it is slow, with less.
