@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 #: Characters that a terminal obeys or that reorder what a person reads, but for tabs and ends of lines.
@@ -42,6 +43,29 @@ class CapacityError(RlsimError):
 
 class PolicyError(RlsimError):
     """A policy asked for something that makes no sense at that moment."""
+
+
+#: Arguments of functions that users call: the types that each may have, and these in words.
+_ARGUMENTS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "source": ((str, Path, Mapping), "a file, a name or a mapping"),
+    "overrides": ((Mapping, Iterable), "KEY=VALUE texts or a mapping of keys to values"),
+    "seeds": ((int, type(None)), "a number of seeds"),
+    "workers": ((int, type(None)), "a number of processes"),
+    "axes": ((Mapping, type(None)), "a mapping of keys to lists of values"),
+    "out": ((str, Path, type(None)), "a directory"),
+    "strict": ((bool,), "True or False"),
+    "what_if": ((bool,), "True or False"),
+    "progress": ((Callable, type(None)), "a function"),  # type: ignore[dict-item]
+}
+
+
+def check_arguments(**given: Any) -> None:
+    """Raises `ConfigError` for an argument (by its name) of another type than `_ARGUMENTS` says."""
+    for name, value in given.items():
+        kinds, what = _ARGUMENTS[name]
+        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if not fits or (name == "overrides" and isinstance(value, str)):
+            raise ConfigError(f"{name}: expected {what}, got {value!r}")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> CatalogueError:

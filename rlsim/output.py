@@ -8,6 +8,7 @@ an input of the command or a part of some results.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import re
 import stat
@@ -192,4 +193,6 @@ def _problems(shown: str | Path, error: type[RlsimError]) -> Iterator[None]:
 
 def results_folder(name: str) -> Path:
     """Where the results of an experiment or sweep of that name go if nothing else is said: a folder in `results`."""
-    return Path("results") / (re.sub(r"[/\\]+", "-", name).lstrip(".") or "unnamed")
+    plain = re.sub(r"[/\\]+", "-", name).lstrip(".") or "unnamed"
+    other = "" if plain == name else f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"  # not that of the plain name
+    return Path("results") / f"{plain}{other}"

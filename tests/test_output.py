@@ -146,7 +146,7 @@ def test_a_table_that_the_user_changed_is_not_replaced(copy: Path, in_place: str
     else:
         (copy / "steps.parquet").mkdir()
     with pytest.raises(ConfigError, match=r"holds steps.parquet, which rlsim did not write or which was changed"):
-        rlsim.run(TINY, out=copy)
+        rlsim.run({**TINY, "name": "old"}, out=copy)
     assert (copy / "steps.parquet").exists()
 
 
@@ -168,19 +168,6 @@ def test_links_are_followed_and_kept(tmp_path: Path, old: Path, new: Result, the
     new.write(link)
     assert link.is_symlink()
     assert name_in(target) == name_in(link) == "new"
-
-
-def test_results_of_the_first_versions_are_read_and_replaced(old: Path, tmp_path: Path, new: Result) -> None:
-    was = read_result(old)
-    for table in TABLES:
-        getattr(was, table).to_parquet(tmp_path / f"{table}.parquet")
-    (tmp_path / "manifest.json").write_text(json.dumps(was.manifest, indent=2))
-    found = read_result(tmp_path)
-    assert found.manifest == was.manifest
-    for table in TABLES:
-        pd.testing.assert_frame_equal(getattr(found, table), getattr(was, table))
-    new.write(tmp_path)
-    assert name_in(tmp_path) == "new"
 
 
 def test_runs_that_write_the_same_directory_take_turns(copy: Path, new: Result) -> None:
@@ -296,7 +283,7 @@ def limited(arguments: list[str], kilobytes: int) -> subprocess.CompletedProcess
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a limit for files")
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(copy: Path, tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(json.dumps(TINY))
+    (tmp_path / "tiny.yaml").write_text(json.dumps({**TINY, "name": "old"}))
     before = contents(tmp_path)
     for arguments in (
         ["run", str(tmp_path / "tiny.yaml"), "--out", str(copy)],
@@ -520,7 +507,19 @@ BAD = [None, [], "x", {"": None}, {"": [1]}, 1.5, [None]]
 
 def test_any_key_that_is_missing_or_of_another_type_is_named(copy: Path, call: Command, tmp_path: Path) -> None:
     whole, keys = (copy / "manifest.json").read_text(), list(json.loads((copy / "manifest.json").read_text()))
-    optional = {"setups", "plans", "worlds", "files", "format", "sha256", "cluster", "model", "calibration", "judge"}
+    optional = {
+        "setups",
+        "ledger",
+        "plans",
+        "worlds",
+        "files",
+        "format",
+        "sha256",
+        "cluster",
+        "model",
+        "calibration",
+        "judge",
+    }
     for key in [key for key in keys if key not in ("format", "sha256")]:
         for number, value in enumerate(["missing", *BAD]):
             changed(copy / "manifest.json", lambda data, k=key, v=value: _set(data, k, v))

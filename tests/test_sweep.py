@@ -496,18 +496,6 @@ def test_what_is_the_users_stays_in_a_sweeps_directory(target: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("in_process")
-def test_sweeps_of_the_first_versions_can_be_read(two_workers: Path, target: Path) -> None:
-    shutil.rmtree(target / "done")
-    definition = json.loads((two_workers / "sweep.json").read_text())
-    plain = {key: value for key, value in definition.items() if key not in ("format", "sha256")}
-    (target / "sweep.json").write_text(json.dumps(plain))
-    found = rlsim.read_sweep(target)
-    pd.testing.assert_frame_equal(found.summary(), rlsim.read_sweep(two_workers).summary())
-    assert not rlsim.compare([target]).table.empty
-    rlsim.sweep(FOUR, out=target)
-    assert contents(target) == contents(two_workers)
-
-
 @pytest.mark.usefixtures("in_process")
 def test_a_full_disk_keeps_what_is_whole(
     two_workers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command

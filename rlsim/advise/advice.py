@@ -377,11 +377,13 @@ def read_advice(directory: str | Path) -> tuple[dict[str, pd.DataFrame], list[st
     path = Path(directory) / ADVICE
     if not path.is_file():
         return None
-    files = open_results(directory).files
     try:
-        if ADVICE in files and file_sha256(path) != files[ADVICE]:
-            raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
-        data = read_record(path, _Recorded)
+        with open_results(directory) as found:
+            if file_sha256(path) != found.files.get(ADVICE):
+                raise ConfigError(
+                    f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one"
+                )
+            data = read_record(path, _Recorded)
         said = [data["headline"], " ".join([data["how"], *data["changes"]]), *data["conclusions"]]
         tables = {name: pd.DataFrame(data.get(name, []) if name in ALLOWING else data[name]) for name, _, _ in SECTIONS}
         return tables, [text for text in said if text]

@@ -107,8 +107,10 @@ def run_and_print(
     quiet: bool = False,
 ) -> None:
     """Run an experiment, print its tables and notes, write its results."""
+    from rlsim.experiment.directory import earlier
     from rlsim.experiment.run import run as run_experiment
 
+    before, reported = earlier(target), (target / "report.html").is_file()
     with progress_bar(quiet) as progress:
         result = run_experiment(
             experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, what_if=what_if, progress=progress
@@ -126,7 +128,17 @@ def run_and_print(
     console = Console(soft_wrap=True)
     for note in result.notes:
         console.print(f"note: {note}", style="dim")
-    console.print(f"results: {target}")
+    console.print(f"results: {target}{_replaced(before, result.manifest, reported) if before else ''}")
+
+
+def _replaced(before: Mapping[str, Any], after: Mapping[str, Any], reported: bool) -> str:
+    """That earlier results were replaced, and in which settings they differ."""
+    from rlsim.sweeps.differences import differences, listed
+
+    both = ({**one["experiment"], "seeds": one["seeds"], "rlsim": one["rlsim"]} for one in (before, after))
+    changed = differences([{key: value for key, value in one.items() if key != "description"} for one in both])
+    what = f"in place of earlier ones{' and their report' if reported else ''}"
+    return f" ({what}, {f'of other settings: {listed(changed)}' if changed else 'of the same settings'})"
 
 
 def _tables(result: Result) -> Iterator[Table]:

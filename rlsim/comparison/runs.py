@@ -93,8 +93,9 @@ def runs_in(directory: str | Path) -> list[Run]:
 
 
 def _of_run(folder: Path) -> Iterator[Run]:
-    found = open_results(folder)
-    yield from _runs(str(folder), "", {}, found.manifest, found.table("steps", _COLUMNS))
+    with open_results(folder) as found:
+        manifest, steps = found.manifest, found.table("steps", _COLUMNS)
+    yield from _runs(str(folder), "", {}, manifest, steps)
 
 
 def _of_sweep(folder: Path) -> Iterator[Run]:

@@ -25,16 +25,21 @@ MANIFEST = "manifest.json"
 _NEW, _NEXT = ".rlsim-new-", ".rlsim-next"
 #: Written from results by other commands; out of date when there are new ones.
 _DERIVED = ("report.html", "timeline.json", "timeline.json.gz")
-#: Files of results whose manifest does not list them: of the first versions of rlsim.
-_UNLISTED = (*(f"{table}.parquet" for table in TABLES), "advice.json")
 
 
-def check_target(directory: str | Path, extra: Collection[str] = ()) -> None:
+def check_target(directory: str | Path, extra: Collection[str] = (), name: str | None = None) -> None:
     """Check that results, with a manifest, all tables and `extra` files, can be written there.
 
-    Raises `ConfigError` if they cannot, or if that would replace what rlsim did not write.
+    Raises `ConfigError` if they cannot, or if that would replace what rlsim did not write, or the results of an
+    experiment of another name than `name`.
     """
     target = resolved(directory)
+    there = earlier(directory)
+    if name is not None and there and there["experiment"]["name"] != name:
+        raise ConfigError(
+            f"{directory} holds the results of another experiment, {there['experiment']['name']}, and this one is "
+            f"{name}: name another directory (--out), or remove that one"
+        )
     if target.is_dir():
         with _locked(target):
             _check(target, directory, extra)
@@ -78,6 +83,15 @@ def replacing(directory: str | Path, extra: Collection[str] = ()) -> Iterator[Pa
         raise
 
 
+def earlier(directory: str | Path) -> dict[str, Any] | None:
+    """The manifest of the results in a directory; None if there are none that can be read."""
+    try:
+        with reading(Path(directory)) as (manifest, _):
+            return manifest
+    except ConfigError:
+        return None
+
+
 def finish(directory: Path) -> None:
     """Go on with a replacement that was interrupted when the new results were there; raises `ConfigError`."""
     if (directory / _NEXT).is_dir():
@@ -91,17 +105,19 @@ def finish(directory: Path) -> None:
             ) from None
 
 
-def read_folder_manifest(folder: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """The manifest of a results directory, and the SHA-256 of its files by name (none from the first versions).
+@contextmanager
+def reading(folder: Path) -> Iterator[tuple[dict[str, Any], Mapping[str, str]]]:
+    """The manifest of a results directory, and the SHA-256 of its files by name; nobody replaces them in the block.
 
-    Raises `ConfigError` if there is none, or it is not as it was written.
+    Waits for who replaces them. Raises `ConfigError` if there is none, or it is not as it was written.
     """
     finish(folder)
-    try:
-        manifest = read_record(folder / MANIFEST, Manifest)
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} holds no rlsim results (no {MANIFEST})") from None
-    return manifest, manifest.pop("files", {})
+    with _locked(folder, shared=True):
+        try:
+            manifest = read_record(folder / MANIFEST, Manifest)
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} holds no rlsim results (no {MANIFEST})") from None
+        yield manifest, manifest.pop("files", {})
 
 
 def _check(target: Path, shown: str | Path, extra: Collection[str]) -> None:
@@ -140,17 +156,14 @@ def _finish(target: Path) -> None:
 
 def _own_files(target: Path) -> set[str]:
     """The files beside a manifest that rlsim wrote; raises `ConfigError` if the manifest is not rlsim's."""
-    listed = read_record(target / MANIFEST, Manifest).get("files")
-    names = _UNLISTED if listed is None else listed
-    own = {name for name in names if (target / name).is_file()}
-    if listed is not None:
-        own = {name for name in own if file_sha256(target / name) == listed[name]}
+    listed = read_record(target / MANIFEST, Manifest).get("files", {})
+    own = {name for name in listed if (target / name).is_file() and file_sha256(target / name) == listed[name]}
     return own | {name for name in _DERIVED if written_by_rlsim(target / name)}
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """One process at a time writes results to a folder; whether the system could see to that."""
+def _locked(folder: Path, *, shared: bool = False) -> Iterator[bool]:
+    """One process at a time writes results to a folder, or many read them; whether the system could see to that."""
     try:
         import fcntl
 
@@ -160,7 +173,7 @@ def _locked(folder: Path) -> Iterator[bool]:
         return
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             alone = True
         except OSError:  # a network file system that has no locks
             alone = False

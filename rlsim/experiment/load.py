@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim import catalogue
-from rlsim.errors import ConfigError, unknown_name
+from rlsim.errors import ConfigError, check_arguments, unknown_name
 from rlsim.experiment.schema import Experiment
 from rlsim.reading import MOST_LEVELS, SyntaxConfigError, is_file, parse_yaml, read_yaml
 from rlsim.schema import validate
@@ -29,6 +29,7 @@ def load_experiment(
     `key.path=value` texts, or a mapping of key paths to values; `seeds` sets their number. Raises `ConfigError`
     with file and line for anything that does not fit.
     """
+    check_arguments(source=source, overrides=overrides, seeds=seeds)
     data, shown, folder = read_experiment(source)
     pairs = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     pairs = {**pairs, **({} if seeds is None else {"seeds": seeds})}
@@ -92,7 +93,7 @@ def parse_overrides(texts: Iterable[str], option: str = "--set") -> dict[str, An
 
 
 def _parse_override(text: str, option: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
+    key, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
     if not equals or not key:
         raise ConfigError(f"{option} {text}: expected key.path=value")
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import pandas as pd
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
-from rlsim.experiment.directory import MANIFEST, read_folder_manifest, replacing
+from rlsim.experiment.directory import MANIFEST, reading, replacing
 from rlsim.experiment.parquet import read_parquet, to_arrow, to_pandas, write_parquet
 from rlsim.experiment.summary import summarise
 from rlsim.records import file_sha256, sealed
@@ -62,7 +63,7 @@ class Results:
 
     folder: Path
     manifest: Mapping[str, Any]
-    files: Mapping[str, str]  # name -> SHA-256; empty if the manifest lists none
+    files: Mapping[str, str]  # name -> SHA-256
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """A table, or these columns of it; raises `ConfigError`, naming the file, if it is damaged."""
@@ -80,16 +81,20 @@ class Results:
         return self.files.get(f"{name}.parquet")
 
 
-def open_results(directory: str | Path) -> Results:
-    """The results in a directory that `Result.write` made; raises `ConfigError` if there are none."""
-    folder = Path(directory)
-    return Results(folder, *read_folder_manifest(folder))
+@contextmanager
+def open_results(directory: str | Path) -> Iterator[Results]:
+    """The results in a directory that `Result.write` made, which nobody replaces while the block runs.
+
+    Raises `ConfigError` if there are none.
+    """
+    with reading(Path(directory)) as found:
+        yield Results(Path(directory), *found)
 
 
 def read_result(directory: str | Path) -> Result:
     """All tables of the results in a directory; raises `ConfigError` if there are none, or they are damaged."""
-    found = open_results(directory)
-    return Result(**{table: found.table(table) for table in TABLES}, manifest=found.manifest)
+    with open_results(directory) as found:
+        return Result(**{table: found.table(table) for table in TABLES}, manifest=found.manifest)
 
 
 def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.errors import CapacityError, RlsimError
+from rlsim.errors import CapacityError, RlsimError, check_arguments
 from rlsim.experiment.case import Case, cases_of
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
@@ -44,9 +44,10 @@ def run(
     manifest counts them. `what_if` also runs each end of what is assumed, which gives the manifest's ledger its worths.
     Raises `RlsimError` for whatever does not exist or fit.
     """
+    check_arguments(out=out, strict=strict, what_if=what_if, progress=progress)
     experiment, shown, folder = load_experiment(source, overrides, seeds)
     if out is not None:
-        check_target(out)  # before the work, not after it
+        check_target(out, name=experiment.name)  # before the work, not after it
     result = run_loaded(experiment, shown, folder, strict=strict, what_if=what_if, progress=progress)
     if out is not None:
         result.write(out)

@@ -121,8 +121,8 @@ def _opened(results: Result | str | Path) -> tuple[Mapping[str, Any], Results | 
     folder = Path(results)
     if (folder / DEFINITION).is_file():
         raise ConfigError(f"{folder} is a sweep, which has no timeline: run one of its points with rlsim run")
-    source = open_results(folder)
-    missing = [name for name in _NEEDED if not source.path(name).is_file()]
+    with open_results(folder) as source:
+        missing = [name for name in _NEEDED if not source.path(name).is_file()]
     if missing or "setups" not in source.manifest:
         raise ConfigError(
             f"{folder}: written by an rlsim that did not record what a timeline needs "

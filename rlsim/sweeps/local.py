@@ -27,8 +27,15 @@ def run_locally(
     """Run tasks in so many processes; answers come as they are ready, and `begun` is told of each task that is sent.
 
     A task whose process dies is run again, and after `MOST_ATTEMPTS` the answer is that it failed. When the iterator
-    is closed, the processes are ended. Raises `RlsimError` if processes cannot be started.
+    is closed, the processes are ended. A worker of a `multiprocessing.Pool` may start none: there the tasks run in this
+    process, one after the other. Raises `RlsimError` if processes cannot be started.
     """
+    if multiprocessing.current_process().daemon:
+        for own in tasks:
+            begun(own)
+            started_at = time.monotonic()
+            yield Answer(own, own.run(), time.monotonic() - started_at)
+        return
     context = multiprocessing.get_context("spawn")
     waiting, deaths, never_started = deque(tasks), Counter[str](), 0
     pool = [_Worker(context) for _ in range(min(workers, len(tasks)))]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim import catalogue
-from rlsim.errors import ConfigError, RlsimError, unknown_name
+from rlsim.errors import ConfigError, RlsimError, check_arguments, unknown_name
 from rlsim.experiment.check import Checked, check_loaded
 from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
 from rlsim.experiment.schema import Experiment
@@ -61,6 +61,7 @@ def load_sweep(
     """
     if isinstance(source, Definition):
         return source
+    check_arguments(source=source, overrides=overrides, seeds=seeds, axes=axes)
     spec, shown, folder = _read(source)
     if axes:
         validate({"grid": dict(axes)}, Block, "axes")

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from rlsim.errors import ConfigError
+from rlsim.errors import ConfigError, check_arguments
 from rlsim.sweeps.differences import differences, listed
 from rlsim.sweeps.points import Definition, Point, load_sweep
 from rlsim.sweeps.read import SweepResult, read_sweep
@@ -44,6 +44,7 @@ def sweep(
     grown runs only what is new; `prune` removes points that it does not have any more. Raises `ConfigError` for a
     mistake in the definition or a directory that holds other points, before anything runs.
     """
+    check_arguments(out=out, workers=workers, progress=progress)
     definition = load_sweep(source, overrides=overrides, seeds=seeds, axes=axes)
     wanted = None if tables is None else tuple(tables)
     _check(wanted, workers, executor, address)

@@ -10,8 +10,6 @@
 Only the process that runs the sweep writes here, and only one at a time: it holds a lock that the system takes back
 when it dies. Files are written in `.rlsim-tmp`, flushed to disk and then moved to their place. A file that does not
 have its SHA-256, or is not of the point in whose place it lies, counts as missing. Other files are left alone.
-
-The first versions of rlsim wrote no `done`: there a point is done when it has its summary.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ LOCK = ".rlsim-lock"
 TEMPORARY = ".rlsim-tmp"
 PART = "part.parquet"
 _NAME = re.compile(r"p[0-9a-f]{16}")
-#: All that rlsim writes here, those of its first versions and of `rlsim report` too.
-_OWN = {DEFINITION, POINTS, LOG, LOCK, TEMPORARY, ".lock", ".tmp", "done", "failed", "report.html", *COLUMNS}
+#: All that rlsim writes here, `rlsim report` too.
+_OWN = {DEFINITION, POINTS, LOG, LOCK, TEMPORARY, "done", "failed", "report.html", *COLUMNS}
 #: Missing: to be run. Restamp: its results are there, under the axis columns of an earlier definition.
 State = Literal["missing", "restamp", "done"]
 
@@ -103,11 +101,7 @@ class Store:
 
     def done(self) -> set[str]:
         """Every point whose results are here."""
-        if (self.directory / "done").is_dir():
-            found = {path.stem for path in self.directory.glob("done/p*.json")}
-        else:
-            found = {path.parent.name.removeprefix("point=") for path in self.directory.glob(f"summary/point=*/{PART}")}
-        return set(filter(_NAME.fullmatch, found))
+        return {path.stem for path in self.directory.glob("done/p*.json") if _NAME.fullmatch(path.stem)}
 
     def unfinished(self) -> set[str]:
         """Every point that has files here but is not done: it failed, or was interrupted."""
@@ -118,7 +112,7 @@ class Store:
     def state(self, point: Point, tables: Sequence[str]) -> State:
         """What there is of a point: missing if any of its files is damaged, or is another point's."""
         try:
-            hashes = self._hashes(point.name)
+            hashes = self.sha256(point.name)
             schemas = {table: self.schema(table, point.name, hashes[table]) for table in tables}
         except (ConfigError, KeyError):
             return "missing"
@@ -134,9 +128,17 @@ class Store:
             raise ConfigError(f"{path}: damaged: it is not a file of point {point}")
         return schema
 
-    def sha256(self, point: str) -> Mapping[str, str | None]:
-        """What each file of a point that is done hashes to; None where that was not recorded. Raises `ConfigError`."""
-        return self._hashes(point) if (self.directory / "done").is_dir() else dict.fromkeys(COLUMNS)
+    def sha256(self, point: str) -> Mapping[str, str]:
+        """What each file of a point hashes to; raises `ConfigError` if that is not there, damaged or another's."""
+        path = self._done_file(point)
+        try:
+            record = read_record(path, DoneRecord)
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: missing") from None
+        if record["point"] != point:
+            raise ConfigError(f"{path}: damaged: it is of point {record['point']}")
+        files: Mapping[str, str] = record["files"]
+        return files
 
     def rows(self, table: str, point: str, columns: Sequence[Column]) -> pa.Table:
         """These columns of a table of a point that is done; raises `ConfigError`, naming the file, if it is damaged."""
@@ -201,18 +203,6 @@ class Store:
                 file.write(b"\n" * torn + json.dumps(entry).encode() + b"\n")
         except OSError as error:
             raise ConfigError(f"{self.directory / LOG}: cannot be written: {reason(error)}") from None
-
-    def _hashes(self, point: str) -> Mapping[str, str]:
-        """What each file of a point hashes to; raises `ConfigError` if that is not there, damaged or another's."""
-        path = self._done_file(point)
-        try:
-            record = read_record(path, DoneRecord)
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: missing") from None
-        if record["point"] != point:
-            raise ConfigError(f"{path}: damaged: it is of point {record['point']}")
-        files: Mapping[str, str] = record["files"]
-        return files
 
     def _done_file(self, point: str) -> Path:
         return self.directory / "done" / f"{point}.json"
