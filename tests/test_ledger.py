@@ -207,6 +207,7 @@ def end(step_s: float | None, **speedups: float) -> EndRecord:
     ("ends", "said"),
     [
         ([end(10.0, a=1.5), end(11.0, a=1.3, b=1.6)], "decides who is first: with lengths at × 2 it is b, 1.60 times"),
+        ([end(10.0, a=1.5), end(11.0, a=0.9, c=1.2)], "and the gain of a from 0.90 to 1.50 times"),  # c and a are even
         ([end(10.0, a=1.5), end(11.0, a=1.3, b=1.305)], ""),  # within what two runs differ by
         ([end(10.0, a=1.5), end(31.0, a=1.4)], "takes the step of 10.0 s from 10.0 to 31.0 s; most by itself: lengths"),
         ([end(9.0, a=1.5), end(12.0, a=1.0)], "and the gain of a from 1.00 to 1.50 times"),
@@ -215,7 +216,9 @@ def end(step_s: float | None, **speedups: float) -> EndRecord:
 )
 def test_one_sentence_for_the_headline(ends: list[EndRecord], said: str) -> None:
     row = AssumedRecord(name="lengths", key="trace.scale", taken="mean 7", why="", ends=ends)
-    ledger = LedgerRecord(assumed=[row], defaults={}, measured=[], baseline="base", base=end(10.0, a=1.5, b=1.2))
+    ledger = LedgerRecord(
+        assumed=[row], defaults={}, measured=[], baseline="base", base=end(10.0, a=1.5, b=1.2, c=1.495)
+    )
     assert said in turns(ledger) if said else turns(ledger) == ""
 
 
@@ -254,7 +257,7 @@ def test_stated_costs_change_what_they_say(tmp_path: Path) -> None:
     more = cost_of(tmp_path, "24", host_per_sequence="155.57 us").step(2).decode(8).step_s(8000.0)
     assert more - plain == pytest.approx(8 * 100e-6, rel=1e-6)  # the calibration's 55.57 us
     assert cost_of(tmp_path, "24", skew=0.3).step(2).skew == 0.3
-    recurrent = [cost_of(tmp_path, "09", recurrent=x).step(8).decode(8).step_s(8000.0) for x in (1.0, 2.0, 3.0)]
+    recurrent = [cost_of(tmp_path, "09", recurrent_served=x).step(8).decode(8).step_s(8000.0) for x in (1.0, 2.0, 3.0)]
     assert recurrent[2] - recurrent[1] == pytest.approx(recurrent[1] - recurrent[0])
     assert recurrent[1] > recurrent[0]
     data = {**drafted("16", tmp_path).data(), "costs": {"network": 0.5}}

@@ -22,8 +22,11 @@ class AssumedCosts(Schema):
     )
     recurrent: Factor = Field(
         default=1.0,
-        description="linear attention and state-space mixers: how many times their roofline they take, and with them "
-        "the layers that have one in training and log-probs",
+        description="layers with linear attention or a state-space mixer in training and log-probs: how many times "
+        "their roofline they take",
+    )
+    recurrent_served: Factor = Field(
+        default=1.0, description="such attention in generation: how many times its roofline it takes"
     )
     kernels: Factor = Field(
         default=1.0, description="iterations of the rollout engine: how many times as long as calibrated they take"

@@ -87,7 +87,7 @@ class RooflineStep(StepCost):
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._model = model
         counts = Counter(layer.attention for layer in model.layers)
-        shape = self._group_tp, model.dtype_bytes, calibration.costs.recurrent
+        shape = self._group_tp, model.dtype_bytes, calibration.costs.recurrent_served
         kinds = {one: layer_attention(self.operators, one, *shape) for one in counts}
         self._attentions = tuple((count, kinds[one]) for one, count in counts.items())
         self._attention_of = {layer: kinds[layer.attention] for layer in model.groups}

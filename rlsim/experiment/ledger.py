@@ -126,7 +126,8 @@ def turns(ledger: LedgerRecord) -> str:
     ends = [(row, end) for row in ledger.weighed for end in row.ends if end.step_s]
     for row, end in ends:
         there, taken = end.speedups, base.speedups[base.first]
-        if base.first in there and there[end.first] > there[base.first] * (1 + MATTERS):
+        led = taken > base.speedups.get(end.first, 0.0) * (1 + MATTERS)  # else the two are as fast as taken
+        if led and base.first in there and there[end.first] > there[base.first] * (1 + MATTERS):
             return (
                 f"What is assumed decides who is first: with {row.name} at {end.shown} it is {end.first}, "
                 f"{number(there[end.first])} times {ledger.baseline}, not {base.first} "
