@@ -81,8 +81,8 @@ def value_at(experiment: Experiment, key: str) -> Any:
 # ---- what holds in a run --------------------------------------------------------------------------------------------
 
 
-#: Operators whose times a row of the table has.
-_OF_OTHER_ROWS = ("linear_attention", "state_space")
+#: What the names of a rollout engine's kernels begin with.
+_KERNELS = ("gemm", "experts", "memory_bound", "decode", "prefill", "latent")
 
 
 class _Facts:
@@ -98,10 +98,10 @@ class _Facts:
 
     @property
     def unmeasured(self) -> list[str]:
-        """Operators none of whose shapes was measured, but for those that have rows of their own."""
+        """Kernels of the rollout engine none of whose shapes was measured."""
         counts = self.lookups.counts
         wholly = [name for name in self.lookups.examples if counts[name]["extrapolated"] == counts[name].total()]
-        return sorted(name for name in wholly if name not in _OF_OTHER_ROWS and not name.endswith("across nodes"))
+        return sorted(name for name in wholly if name.startswith(_KERNELS))
 
     @property
     def texts(self) -> dict[str, str]:
