@@ -1,4 +1,4 @@
-"""`rlsim advise` for daily use: the headline, veRL's settings, --quick, processes, and the plan that was found."""
+"""`rlsim advise` for daily use: the headline, the settings of the user's framework, --quick, processes."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -7,15 +7,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from test_advise import SLOW, SMALL, result_of, rows_of
+from test_advise import SLOW, SMALL, result_of
 from typer.testing import CliRunner
 
-import rlsim
 from rlsim.advise.advice import Advice, advise
 from rlsim.advise.headline import Headline, headline
 from rlsim.advise.quick import contenders
 from rlsim.advise.ranking import candidates, ranking
-from rlsim.advise.scaling import best_doublings, scaling, scaling_rows
+from rlsim.areal.experiment import from_areal
 from rlsim.cli import app
 from rlsim.errors import CapacityError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -23,11 +22,13 @@ from rlsim.experiment.job import Job, Ran, in_turn, remembering
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.run import run_loaded
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.systems import parse_systems
+from rlsim.experiment.systems import SystemSpec, parse_systems
+from rlsim.init.keys import Keys
 from rlsim.init.parts import Options
+from rlsim.nemo.experiment import from_nemo
 from rlsim.sweeps.jobs import in_processes
+from rlsim.verl.defaults import TP
 from rlsim.verl.experiment import from_verl
-from rlsim.verl.overrides import FILTER, REWARD_ASYNC, TP, changed, gpus_of, overrides_of
 
 TINY: dict[str, Any] = {"trace.cap": 256, "workflow.prompts": 2, "workflow.responses": 2}
 #: On so few GPUs a plan is found in a tenth of the time.
@@ -39,78 +40,112 @@ VERL = ("data.train_batch_size=64", "actor_rollout_ref.model.path=Qwen/Qwen2.5-7
 # The headline ---------------------------------------------------------------------------------------------------------
 
 
-def said(times: dict[str, list[float]], settings: dict[str, Any], **more: Any) -> Headline:
-    return headline(ranking(result_of(times, **more)), "b", settings)
+def said(times: dict[str, list[float]], systems: dict[str, Any], framework: str = "veRL", **more: Any) -> Headline:
+    """The headline where systems have these parts; the baseline is b."""
+    specs = {name: parse_systems([{"name": name, "use": parts}])[0] for name, parts in systems.items()}
+    return headline(ranking(result_of(times, **more)), "b", Keys(framework, "vllm", 8), specs)
+
+
+STATIC: dict[str, Any] = {"b": [{"verl": {"tp": 2}}], "x": [{"verl": {"tp": 4}}], "pat": ["pat"]}
 
 
 def test_the_headline_says_what_to_do_and_what_it_divides_by() -> None:
-    found = said({"b": [10.0, 20.0], "x": [5.0, 10.0]}, {"b": {TP: 2}, "x": {TP: 4}})
+    found = said({"b": [10.0, 20.0], "x": [5.0, 10.0]}, STATIC)
     assert found.text == (
-        "Run x: 2.00 times the throughput of b (1.07 against 0.533 responses trained on per second, 95% interval 2.00 "
-        "to 2.00)"
+        "Run x: 2.00 times the responses per second of b (95% interval 2.00 to 2.00 over seeds; 1.07 against 0.533)."
     )
     assert found.how == "Change these settings of veRL:"
     assert found.changes == (f"{TP}=4",)
+    own = said({"b": [10.0, 20.0], "x": [5.0, 10.0]}, STATIC, "")
+    assert (own.how, own.changes) == ("It is this line of `systems`:", ("- verl: {tp: 4}",))
 
 
 @pytest.mark.parametrize("x", [[10.0, 20.0], [12.0, 21.0], [4.0, 40.0]])
-def test_the_headline_keeps_what_nothing_beats_beyond_chance(x: list[float]) -> None:
-    found = said({"b": [10.0, 20.0], "x": x}, {"b": {TP: 2}, "x": {TP: 4}})
-    assert found.text.startswith("Keep b: nothing that was tried gains on its throughput beyond chance")
+def test_the_headline_keeps_what_nothing_beats_and_says_what_was_tried(x: list[float]) -> None:
+    found = said({"b": [10.0, 20.0], "x": x}, STATIC)
+    assert found.text.startswith("Keep b. ")
+    assert found.how == f"Of its settings these were tried, and no others: {TP} = 4."
     assert found.changes == ()
 
 
-def test_the_headline_says_plainly_that_verl_has_no_switch() -> None:
-    times = {"b": [10.0, 20.0], "pat": [5.0, 10.0], "verl-tp1": [8.0, 16.0]}
-    found = said(times, {"b": {TP: 2}, "pat": None, "verl-tp1": {TP: 1}})
-    assert found.text.startswith("Run pat: 2.00 times")
-    assert found.how.startswith("veRL has no switch for pat")
-    assert "verl-tp1 has 1.25 times the throughput of b" in found.how
-    assert found.changes == (f"{TP}=1",)
-    alone = said({name: times[name] for name in ("b", "pat")}, {"b": {TP: 2}, "pat": None})
-    assert alone.how.endswith("With veRL's own settings nothing gains: leave them.")
+def test_settings_come_before_what_must_be_built() -> None:
+    times = {"b": [10.0, 20.0], "pat": [5.0, 10.0], "x": [8.0, 16.0]}
+    found = said(times, STATIC)
+    assert found.text.startswith("Run x: 1.25 times")
+    assert "pat would have 2.00 times" in found.text
+    assert found.text.endswith("but veRL has no settings for it.")
+    assert found.changes == (f"{TP}=4",)
+    alone = said({name: times[name] for name in ("b", "pat")}, STATIC, "NeMo-RL")
+    assert alone.text.startswith("Keep the settings of NeMo-RL. pat is the fastest: 2.00 times")
+    assert alone.how.startswith("NeMo-RL has no settings for pat: it would have to be built in.")
     assert alone.changes == ()
 
 
 def test_one_seed_is_told_as_such() -> None:
-    found = said({"b": [10.0], "x": [5.0]}, {"b": {}, "x": {TP: 4}})
-    assert "interval" not in found.text
-    assert found.text.endswith("one seed cannot tell that from chance: ask with more --seeds before you spend on it")
+    assert "(one seed, no interval; " in said({"b": [10.0], "x": [5.0]}, STATIC).text
 
 
 def test_the_headline_divides_by_no_baseline_that_puts_off_its_work() -> None:
-    found = said({"b": [10.0, 20.0], "x": [5.0, 10.0]}, {}, waiting={"b": 1})
-    assert found.text == "Nothing to advise yet: b holds back prompts; ask with more --steps"
-    nothing = said({"b": [10.0, 20.0]}, {}, waiting={"b": 1})
-    assert "no system could be compared" in nothing.text
+    found = said({"b": [10.0, 20.0], "x": [5.0, 10.0]}, STATIC, waiting={"b": 1})
+    assert found.text.startswith("Nothing to advise yet. No system can be compared with b yet.")
+    assert found.how == "Ask with more --steps."
 
 
-# veRL's settings ------------------------------------------------------------------------------------------------------
+# The user's words -----------------------------------------------------------------------------------------------------
+
+NEMO = ("grpo.num_prompts_per_step=64", "grpo.num_generations_per_prompt=4", "policy.model_name=Qwen/Qwen2.5-7B",
+        "policy.max_total_sequence_length=4096", "cluster.gpus_per_node=8", "cluster.num_nodes=1",
+        "policy.generation.backend=vllm", "policy.train_micro_batch_size=1", "policy.logprob_batch_size=1",
+        "policy.train_global_batch_size=64")  # fmt: skip
+AREAL = ("actor.path=Qwen/Qwen2.5-7B", "train_dataset.batch_size=64", "gconfig.n_samples=4",
+         "gconfig.max_new_tokens=2048", "cluster.n_nodes=1", "cluster.n_gpus_per_node=8",
+         "actor.backend=fsdp:d4", "rollout.backend=vllm:d2t2",
+         "rollout.max_head_offpolicyness=1")  # fmt: skip
 
 
-def test_what_is_advised_is_read_back_the_same(tmp_path: Path) -> None:
-    """`init --from-verl` makes of the advised settings the system that they are advised for."""
-    for system in ({"verl": {"tp": 1}}, {"verl": {"tp": 4}}):
-        (spec,) = parse_systems([system])
-        wanted = overrides_of((part.policy, part.parameters) for part in spec.parts)
-        assert wanted is not None
-        lines = changed({}, {**wanted, **gpus_of(2, 8)})
-        made = from_verl([*VERL, *lines], Options(tmp_path, "h100")).data()
-        assert made["systems"][0]["use"] == [system]
-        assert made["cluster"] == "2x8xh100"
-    filtered = from_verl([*VERL, *changed({}, {FILTER: True})], Options(tmp_path, "h100")).data()
-    assert "dynamic_sampling" in filtered["systems"][0]["use"]
-    beside = from_verl([*VERL, *changed({}, {REWARD_ASYNC: True})], Options(tmp_path, "h100")).data()
-    assert beside["workflow"]["reward"]["order"] == "beside_log_probs"
+@pytest.mark.parametrize(
+    ("read", "given", "framework", "changes"),
+    [
+        (from_verl, VERL, "veRL", {"verl": {"tp": 4}}),
+        (from_verl, VERL, "veRL", {"verl": {"tp": 1}}),
+        (from_verl, VERL, "veRL", {"dynamic_sampling": {}}),
+        (from_nemo, NEMO, "NeMo-RL", {"verl": {"tp": 4}}),
+        (from_nemo, NEMO, "NeMo-RL", {"dynamic_sampling": {}}),
+        (from_areal, AREAL, "AReaL", {"areal": {"tp": 4}}),
+        (from_areal, AREAL, "AReaL", {"areal": {"eta": 3}}),
+    ],
+)
+def test_what_is_advised_is_read_back_the_same(
+    read: Callable[..., Any], given: tuple[str, ...], framework: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """`init` makes of the changed configuration the system that the change is advised for, in the framework's words."""
+
+    def made(*lines: str) -> SystemSpec:
+        data = read([*given, *lines], Options(tmp_path, "h100")).data()
+        assert data["framework"].startswith(framework)
+        return parse_systems([{"name": "x", "use": data["systems"][0]["use"]}])[0]
+
+    keys, before = Keys(framework, "vllm", 8), made()
+    own = {part.policy: dict(part.parameters) for part in before.parts}
+    wanted = {policy: {**own.get(policy, {}), **changes.get(policy, {})} for policy in {**own, **changes}}
+    (after,) = parse_systems([{"name": "x", "use": [{name: value} for name, value in wanted.items()]}])
+    lines, back = keys.changes(before, after), keys.changes(after, before)
+    assert lines
+    assert back
+    assert keys.changes(before, before) == ()
+    assert made(*lines).key == after.key
+    assert made(*lines, *back).key == before.key
 
 
-def test_settings_of_systems() -> None:
-    assert overrides_of([("verl", {"tp": 2}), ("dynamic_sampling", {})]) == {TP: 2, FILTER: True}
-    assert overrides_of([("verl", {"tp": 2}), ("reward_beside", {})]) == {TP: 2, REWARD_ASYNC: True}
-    assert overrides_of([("pat", {})]) is None
-    assert overrides_of([("verl", {"tp": "best"})]) is None
-    assert changed({TP: 2, FILTER: True}, {TP: 2}) == (f"{FILTER}=False",)
-    assert changed({TP: 2}, {TP: 2}) == ()
+def test_what_a_framework_has_no_keys_for() -> None:
+    static, pat, tuned = parse_systems([{"verl": {"tp": 2}}, "pat", {"name": "best", "use": ["verl"]}])
+    (beside,) = parse_systems([{"name": "x", "use": [{"verl": {"tp": 2}}, "reward_beside"]}])
+    assert Keys("veRL", "vllm", 8).changes(static, pat) is None
+    assert Keys("veRL", "vllm", 8).changes(static, tuned) is None  # to be tuned: no value
+    assert Keys("veRL", "vllm", 8).changes(static, beside) == ("reward_model.launch_reward_fn_async=True",)
+    assert Keys("AReaL", "vllm", 8).changes(static, beside) is None
+    staged = Keys("veRL", "vllm", 8, pp=2, per_tp=2)
+    assert staged.changes(*parse_systems([{"verl": {"tp": [2, 4]}}])) == (f"{TP}=2",)
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
@@ -120,8 +155,7 @@ def test_results_are_the_same_bytes_on_any_number_of_workers(tmp_path: Path) -> 
     seen: list[tuple[int, int, str]] = []
     stated = {"training": {"recompute": "full", "micro_batch_tokens": 4096}, "costs": {"host_per_sequence": 5e-5},
               "weight_sync": "naive", "workflow.reward.time_per_response": 0.01, "memory_utilization": 0.8}  # fmt: skip
-    overrides = {**TINY, **stated, "cluster": "4xh100"}
-    given: dict[str, Any] = {"overrides": overrides, "top": 1, "most": 1, "skip": SLOW}
+    given: dict[str, Any] = {"overrides": {**TINY, **stated, "cluster": "4xh100"}, "skip": SLOW}
     for workers in (1, 2):
         advise(SMALL, **given, workers=workers, out=tmp_path / str(workers), progress=lambda *now: seen.append(now))
     one, two = (sorted((tmp_path / name).iterdir()) for name in ("1", "2"))
@@ -203,8 +237,7 @@ def test_an_interrupt_ends_with_one_message(tmp_path: Path, monkeypatch: pytest.
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
     out = tmp_path_factory.mktemp("quick") / "out"
-    skip = [name for name in SLOW if name != "real"]
-    return advise(SMALL, overrides=PAIR, skip=skip, quick=True, what_if=False, out=out), out
+    return advise(SMALL, overrides=PAIR, skip=SLOW, quick=True, what_if=False, out=out), out
 
 
 def test_quick_screens_all_and_says_what_it_leaves_out(quick: tuple[Advice, Path]) -> None:
@@ -217,20 +250,9 @@ def test_quick_screens_all_and_says_what_it_leaves_out(quick: tuple[Advice, Path
     assert screened["system"].iloc[0] in set(ranked["system"])
     (note,) = [note for note in found.notes if note.startswith("quick: ")]
     assert f"the other {len(screened) - len(ranked)} were dropped" in note
-    assert found.conclusions[-1] == "GPUs: no other number than 2 was tried"
     data = json.loads((out / "advice.json").read_text())
     assert data["headline"] == found.headline.text
-    assert data["settings"] == {"seeds": [0, 1, 2], "steps": 1, "worth": 1.5, "quick": True}
-
-
-def test_the_plan_that_was_searched_for_runs_as_it_did(quick: tuple[Advice, Path]) -> None:
-    found, out = quick
-    plan = found.tables["plan"]
-    assert set(plan["call"]) == {"generate", "old_log_prob", "ref_log_prob", "train"}
-    assert plan[["tp", "pp", "dp"]].notna().all(axis=None)
-    again = rlsim.run(out / "plan.yaml", seeds=1).steps.query("system == 'real (found)'")["step_time_s"].tolist()
-    screened = found.tables["screened"].set_index("system")
-    assert again == [pytest.approx(screened.loc["real", "step_time_s"], rel=1e-12)]
+    assert data["settings"] == {"seeds": [0, 1, 2], "steps": 1, "quick": True}
 
 
 def test_contenders_are_the_best_the_baseline_and_the_best_in_verl() -> None:
@@ -244,22 +266,3 @@ def test_a_part_that_chooses_its_tp_is_not_run_again_from_it() -> None:
     names = [[entry["name"] for entry in candidates(simulator, parse_systems(own))[0]] for own in ([], ["pat"])]
     assert len([name for name in names[0] if name.startswith("pat")]) == 3
     assert len([name for name in names[1] if name.startswith("pat")]) == 2
-    assert "real" in names[0]  # its plan is searched for with the runs, not before them
-
-
-# Numbers of GPUs ------------------------------------------------------------------------------------------------------
-
-
-def test_the_scaling_table_has_the_means_of_the_summary() -> None:
-    result = rlsim.run(SMALL, overrides={**TINY, "workflow.steps": 2})
-    row, summary = scaling(scaling_rows(result, 8)).iloc[0], result.summary().iloc[0]
-    for name in ("step_time_s", "responses_per_s", "tokens_per_s"):
-        assert row[name] == pytest.approx(summary[name], rel=1e-12)
-
-
-def test_the_fastest_at_a_size_is_so_by_the_mean_that_speedups_are() -> None:
-    """`often` has the higher arithmetic mean on 16 GPUs, `mostly` the higher geometric one."""
-    rows = pd.concat([rows_of({8: [10.0, 10.0], 16: [1.0, 16.0]}, "often"), rows_of({16: [3.0, 4.0]}, "mostly")])
-    best = best_doublings(rows)
-    assert best["system"].tolist() == ["often", "mostly"]
-    assert best["doubling"].iloc[1] == pytest.approx((10 / 3 * 10 / 4) ** 0.5)

@@ -134,7 +134,7 @@ def test_a_system_that_trains_on_less_is_never_shown_faster_than_its_throughput(
         assert 0 < max(drawn_speedups(page, "stopper")) < 1.1 * true
     skip = [name for name in BUILTIN if name not in ("verl", "pat")]
     options = [option for name in skip for option in ("--skip", name)]
-    options += ["--top", "1", "--most", "1", "--workers", "1"]
+    options += ["--workers", "1"]
     texts["advise"] = output("advise", "x.json", "--out", advised, *options)
     result = rlsim.read_result(ran)
     texts["findings"] = " ".join(findings(result))
@@ -195,8 +195,8 @@ def test_what_puts_its_longest_prompts_off_is_nowhere_the_fastest(tmp_path: Path
     (tmp_path / "x.json").write_text(json.dumps(config))
     for command in (["run", "--out"], ["sweep", "--grid", "trace.cap=[8K]", "--workers", "1", "--out"]):
         shown = output(command[0], tmp_path / "x.json", *command[1:], tmp_path / command[0])
-        assert re.search(r"tail .*\] †", shown), shown
-        assert shown.count("†") == 2, "the mark and what it means; verl has none"
+        assert re.search(r"\] +not comparable +", shown), shown
+        assert shown.count("not comparable") == 1, "verl is not marked"
 
 
 def test_tail_batching_over_short_rounds_alone_says_what_it_put_off() -> None:

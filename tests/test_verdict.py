@@ -72,7 +72,8 @@ def truth(table: pd.DataFrame, baseline: str) -> pd.DataFrame:
     ends = [own[f"{by}_low"], own[f"{by}_high"]]
     ends += [own[f"speedup_model_{end}"] * own[by] / own["speedup"] for end in ("low", "high")]
     own["ratio"], own["unit"] = own[by], "tokens" if by == "token_speedup" else "responses"
-    own["low"], own["high"] = pd.concat(ends, axis=1).min(axis=1), pd.concat(ends, axis=1).max(axis=1)
+    every = pd.concat(ends, axis=1).round(3)  # as they are printed
+    own["low"], own["high"] = every.min(axis=1), every.max(axis=1)
     return own
 
 

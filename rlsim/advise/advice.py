@@ -1,4 +1,4 @@
-"""`rlsim advise` from Python: what to do, what fits, why GPUs idle, and how many GPUs pay, for one experiment."""
+"""`rlsim advise` from Python: what to do, what fits, and why GPUs idle, for one experiment."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import pandas as pd
 from pydantic import Field
 
 from rlsim.advise.conclusions import conclusions
-from rlsim.advise.headline import Headline, headline
+from rlsim.advise.headline import Headline, headline, settings_of
 from rlsim.advise.idle import idle_causes, idle_shares, tail_seconds, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
-from rlsim.advise.plans import PLAN, WITHOUT_BARRIERS, found_plans, plan_file
 from rlsim.advise.quick import contenders, left_out, quick_settings
 from rlsim.advise.ranking import candidates, ranking
-from rlsim.advise.runs import Runner, scaled
-from rlsim.advise.scaling import WORTH, best_doublings, scaling, sizes
+from rlsim.advise.runs import Runner
 from rlsim.advise.staleness import Allowed, allowed_steps, allowing
 from rlsim.errors import CapacityError, ConfigError, PolicyError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
@@ -35,13 +33,11 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.experiment.worlds import Progress
 from rlsim.hardware import Cluster, one_kind
+from rlsim.init.keys import Keys
 from rlsim.records import Record, file_sha256, read_record
 from rlsim.sweeps.jobs import in_processes
-from rlsim.verl.overrides import overrides_of
 
 ADVICE = "advice.json"
-#: Systems that are tried on other numbers of GPUs, beside the baseline; and the most times the GPUs.
-TOP, MOST = 3, 4
 #: Runs of each system, at most, unless it is said how many.
 SEEDS = 5
 
@@ -51,7 +47,11 @@ SECTIONS = (
     ("memory_calls", "What fits: the other calls", "on the fullest GPU, GB"),
     ("idle", "Idle time of every GPU", "shares of GPU time under the baseline, by cause; tail: share of its busy time"),
     ("idle_waits", "What stage barriers wait for", "share of GPU time"),
-    ("ranking", "Systems, the fastest first", "speedup in responses trained on per second, 95% intervals over seeds"),
+    (
+        "ranking",
+        "Systems, the best first",
+        "times the baseline's responses and tokens trained on per second; 95% interval: of what decides the verdict",
+    ),
     ("screened", "All systems, one seed", "what the systems above were chosen from (--quick)"),
     (
         "splits",
@@ -59,10 +59,7 @@ SECTIONS = (
         "the best split of each system, on one seed, and those beside it",
     ),
     ("splits_tried", "All splits that were tried", "on one seed"),
-    ("plan", "The plan that was searched for", "GPUs and degrees of each call; plan.yaml has it as an experiment"),
-    ("scaling", "Number of GPUs", "the best systems on other numbers of GPUs"),
-    ("scaling_best", "Doublings", "the fastest system at each number against the fastest at half"),
-)
+)  # fmt: skip
 #: Those that only an advice under which staleness is allowed has.
 ALLOWING = ("splits", "splits_tried")
 
@@ -85,9 +82,7 @@ class Advice:
     - `idle`: shares of every GPU's time under the baseline, `idle_waits`: what its stage barriers wait for
       (`rlsim.advise.idle`);
     - `ranking`: `rlsim.advise.ranking`; `screened` the same of one seed, where a quick advice chose from it;
-    - `splits`, `splits_tried`: `rlsim.advise.splits`, where staleness is allowed;
-    - `plan`: `rlsim.advise.plans`;
-    - `scaling`, `scaling_best`: `rlsim.advise.scaling`.
+    - `splits`, `splits_tried`: `rlsim.advise.splits`, where staleness is allowed.
     """
 
     result: Result
@@ -98,7 +93,6 @@ class Advice:
     notes: tuple[str, ...]
     not_applicable: Mapping[str, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)  # beside the tables, by name
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the result's own tables, as JSON knows it; what is missing is null."""
@@ -123,8 +117,8 @@ class Advice:
         }
 
     def write(self, directory: str | Path) -> Path:
-        """The ranking's result as `rlsim run` writes it, with advice.json and plan.yaml; returns the directory."""
-        return self.result.write(directory, {ADVICE: json.dumps(self.as_json(), indent=2) + "\n", **self.files})
+        """The ranking's result as `rlsim run` writes it, with advice.json; returns the directory."""
+        return self.result.write(directory, {ADVICE: json.dumps(self.as_json(), indent=2) + "\n"})
 
 
 def advise(
@@ -134,9 +128,6 @@ def advise(
     case: str | None = None,
     seeds: int | None = None,
     steps: int | None = None,
-    worth: float = WORTH,
-    top: int = TOP,
-    most: int = MOST,
     skip: Collection[str] = (),
     quick: bool = False,
     max_staleness: int = 0,
@@ -148,8 +139,7 @@ def advise(
     """Advice on an experiment: its model, cluster, trace and workflow, its systems and all shipped ones that apply.
 
     `case` names one of the experiment's cases; `seeds` and `steps` go before its own, of which at most `SEEDS` seeds
-    are taken. The `top` systems and the baseline are also run on half to `most` times the GPUs; a doubling pays if it
-    is `worth` times as fast. `skip` are shipped policies to leave out. `quick`: see `rlsim.advise.quick`. With
+    are taken. `skip` are shipped policies to leave out. `quick`: see `rlsim.advise.quick`. With
     `max_staleness` of 1 or more (updates), systems are tried by themselves that train on what weights up to so many
     updates older have generated, with the best split of the GPUs where they generate on GPUs of their own
     (`rlsim.advise.splits`); those that measured more in any step are left out. `what_if` runs the best at both ends of
@@ -157,14 +147,12 @@ def advise(
     number of processes (None: one a core), of which the advice does not depend. With `out` the results are written
     there. Raises `RlsimError` for whatever does not exist or fit.
     """
-    if not worth > 1.0:
-        raise ConfigError(f"worth {worth:g}: expected more than 1, as twice the GPUs are at best twice as fast")
     if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
         raise ConfigError(f"max_staleness: expected a number of updates, 0 or more, got {max_staleness!r}")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers: expected 1 or more, got {workers}")
     if out is not None:
-        check_target(out, (ADVICE, PLAN))
+        check_target(out, (ADVICE,))
     if progress:
         progress(0, 1, "what fits")
     settings = _settings(source, overrides, case, seeds, steps, quick)
@@ -172,16 +160,13 @@ def advise(
         settings["workflow.steps"] = allowed_steps(max_staleness, load_experiment(source, settings)[0], quick=False)
     execute = in_processes(workers)
     runner = Runner(source, settings, remembering(execute) if quick else execute, progress)
-    advice = _advice(runner, worth, top, most, skip, quick, max_staleness, what_if)
+    advice = _advice(runner, skip, quick, max_staleness, what_if)
     if out is not None:
         advice.write(out)
     return advice
 
 
-def _advice(
-    runner: Runner, worth: float, top: int, most: int, skip: Collection[str], quick: bool, stale: int,
-    what_if: bool,
-) -> Advice:  # fmt: skip
+def _advice(runner: Runner, skip: Collection[str], quick: bool, stale: int, what_if: bool) -> Advice:
     experiment, shown, folder = load_experiment(runner.source, runner.settings)
     simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
     cluster = one_kind(simulator.loaded.cluster, "rlsim advise")
@@ -192,48 +177,39 @@ def _advice(
     with _told_what_fits(memory["memory"], cluster):
         allowed = allowing(runner, simulator, baseline, stale, skip, quick=quick)
     more += [] if quick else allowed.entries
-    refused = allowed.refusals(refused)
     entries = [*experiment.systems, *more]
     with _told_what_fits(memory["memory"], cluster):
         first = {"seeds": list(experiment.seed_list[:1]), "certainty": 0} if quick else {}
         settings = {"systems": entries, "baseline": baseline, **first}
         result = runner("all systems", settings, [entry["name"] for entry in more])
     ranked = ranking(result) if quick else allowed.ranking(result)
-    tables = {**memory, "ranking": ranked, "screened": pd.DataFrame(), "plan": found_plans(result), **allowed.tables}
-    specs = _came_out(simulator, entries, result)
-    found = [specs[name] for name in result.manifest["plans"].get("", {}) if specs[name].parts[0].policy == "plan"]
-    files = plan_file(found, experiment, folder)
-    per_tp = experiment.engine.pp * experiment.engine.data_parallel_attention
-    in_verl = {
-        name: overrides_of(((p.policy, p.parameters) for p in spec.parts), per_tp) for name, spec in specs.items()
-    }
+    tables = {**memory, "ranking": ranked, "screened": pd.DataFrame(), **allowed.tables}
+    specs = _came_out(simulator, [*entries, *(allowed.entries if quick else ())], result)
+    (calibration,) = simulator.loaded.calibrations.values()
+    pp, per_tp = experiment.engine.pp, experiment.engine.pp * experiment.engine.data_parallel_attention
+    keys = Keys(experiment.framework.partition(" ")[0], calibration.engine, cluster.gpus, pp, per_tp)
     notes = list[str]()
     if quick:
-        result, notes = _second_pass(runner, tables, baseline, specs, in_verl, allowed)
+        result, note = _second_pass(runner, tables, baseline, specs, settings_of(keys, specs, baseline), allowed)
+        notes.append(note)
     tables |= _idle(result, baseline, cluster.gpus)
-    chosen = _chosen(tables["ranking"], baseline, top)
-    every = [*entries, *allowed.entries] if quick else entries
-    tried = [spec for spec in parse_systems(every, shown) if spec.name in chosen]
-    rows, assumed = scaled(runner, cluster, result, tried, () if quick else sizes(cluster, most))
-    tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
-    ranked = tables["ranking"]
-    notes += [*_late_notes(ranked), *allowed.notes(ranked), *result.notes, *assumed]
-    known = {spec.name: spec for spec in parse_systems(allowed.entries)} | specs
-    result = _with_worths(runner, result, [known[name] for name in _chosen(ranked, baseline, 2)], baseline, what_if)
+    ranked, over = tables["ranking"], allowed.over(result)
+    best = dict.fromkeys([*ranked[ranked["why"].eq("") & ranked["same_as"].eq("")]["system"][:2], baseline])
+    result = _with_worths(runner, result, [specs[name] for name in best], baseline, what_if)
+    head = headline(ranked, baseline, keys, specs, over.pop(baseline, ""))
     deciding = turns(LedgerRecord.model_validate(result.manifest["ledger"][""]))
-    head = headline(ranked, baseline, in_verl, allowed.lines)
-    said = {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth, "quick": quick}
     return Advice(
         result=result,
         tables=tables,
         baseline=baseline,
-        headline=head._replace(text=". ".join(filter(None, (head.text, deciding)))),
-        conclusions=(*conclusions(tables, baseline, worth, cluster), *allowed.conclusions(tables)),
-        notes=tuple(dict.fromkeys(notes)),
-        not_applicable={**refused, **allowed.over(result)},
-        settings={**said, **allowed.settings},
-        files=files,
-    )
+        headline=head._replace(text=" ".join(filter(None, (head.text, deciding)))),
+        conclusions=(*conclusions(tables, baseline), *allowed.conclusions(tables)),
+        notes=tuple(dict.fromkeys([*notes, *allowed.notes, *result.notes])),
+        not_applicable={**allowed.refusals(refused), **over},
+        settings={
+            "seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "quick": quick, **allowed.settings
+        },
+    )  # fmt: skip
 
 
 def _with_worths(runner: Runner, result: Result, best: Sequence[SystemSpec], baseline: str, what_if: bool) -> Result:
@@ -251,29 +227,23 @@ def _with_worths(runner: Runner, result: Result, best: Sequence[SystemSpec], bas
 
 
 def _came_out(simulator: Simulator, entries: Sequence[Any], result: Result) -> dict[str, SystemSpec]:
-    """The systems that ran, by name: tuned ones with what they chose, searched ones with the plan that was found."""
-    tuned, plans = (result.manifest[key].get("", {}) for key in ("tuned", "plans"))
-    found: dict[str, SystemSpec] = {}
-    for spec in parse_systems(entries):
-        if spec.name in plans and {part.policy for part in spec.parts} <= {"real", "verl"}:  # no part beside REAL's own
-            (again,) = parse_systems([{"name": spec.name, "use": [plans[spec.name], WITHOUT_BARRIERS]}])
-            found[spec.name] = again
-        elif spec.name in tuned:
-            alternatives = spec.alternatives(simulator.placed(spec.make()).context)
-            found[spec.name] = next(one for one, chose in alternatives if chose == tuned[spec.name])
-        else:
-            found[spec.name] = spec
+    """The systems by name, tuned ones with what they chose."""
+    tuned = result.manifest["tuned"].get("", {})
+    found = {spec.name: spec for spec in parse_systems(entries)}
+    for name, chosen in tuned.items():
+        alternatives = found[name].alternatives(simulator.placed(found[name].make()).context)
+        found[name] = next(one for one, chose in alternatives if chose == chosen)
     return found
 
 
 def _second_pass(
     runner: Runner, tables: dict[str, pd.DataFrame], baseline: str, specs: Mapping[str, SystemSpec],
-    in_verl: Mapping[str, Any], allowed: Allowed,
-) -> tuple[Result, list[str]]:  # fmt: skip
+    settings: Collection[str], allowed: Allowed,
+) -> tuple[Result, str]:  # fmt: skip
     """The contenders of a quick advice under all seeds; puts their ranking in place of that of one seed."""
     screened = tables["screened"] = tables["ranking"]
     others = screened[~screened["system"].isin(allowed.own)]  # which go on in any case
-    kept = contenders(others, baseline, [name for name, settings in in_verl.items() if settings is not None])
+    kept = contenders(others, baseline, settings)
     tried = [specs[name].entry for name in dict.fromkeys([*kept, *allowed.own])]
     systems = {"systems": [*tried, *allowed.entries], "baseline": baseline, **allowed.longer}
     final = runner("the best", systems, [entry["name"] for entry in allowed.entries])
@@ -283,7 +253,7 @@ def _second_pass(
         tuned=[tuned.get(*own) for own in zip(ranked["system"], ranked["tuned"], strict=True)]
     )
     steps = int(runner.settings["workflow.steps"])
-    return final, [left_out(screened, kept, len(final.manifest["seeds"]), steps), *allowed.left_out()]
+    return final, left_out(screened, kept, len(final.manifest["seeds"]), steps)
 
 
 def _settings(
@@ -298,10 +268,12 @@ def _settings(
     settings = dict(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
     shown = str(source) if isinstance(source, str | Path) else ""
     settings |= _one_case(load_experiment(source, settings)[0], case, shown)
-    experiment = load_experiment(source, settings)[0]
+    experiment, shown, folder = load_experiment(source, settings)
     planned = experiment.seed_list
     if quick:
-        return settings | quick_settings(seeds, steps, experiment.workflow.warmup, experiment.certainty)
+        simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
+        overlaps = any(simulator.overlap(spec.make()) for spec in parse_systems(experiment.systems, shown))
+        return settings | quick_settings(seeds, steps, experiment, overlaps=overlaps)
     asked = {"seeds": seeds or (SEEDS if len(planned) > SEEDS else None), "workflow.steps": steps}
     return settings | {key: value for key, value in asked.items() if value is not None}
 
@@ -350,17 +322,6 @@ def _idle(result: Result, baseline: str, gpus: int) -> dict[str, pd.DataFrame]:
     steps, causes = own["steps"], idle_causes(**own, gpus=gpus)
     tail = tail_seconds(steps, own["spans"], own["stays"], own["calls"], gpus)
     return {"idle": idle_shares(causes, tail, steps, gpus), "idle_waits": waits(causes, steps, gpus)}
-
-
-def _chosen(ranked: pd.DataFrame, baseline: str, top: int) -> list[str]:
-    """The best systems, each once (two that take the same time are one choice), and the baseline."""
-    distinct = ranked[ranked["comparable"] & (ranked["same_as"] == "")]["system"].tolist()[:top]
-    return [*distinct, *([baseline] if baseline not in distinct else [])]
-
-
-def _late_notes(ranked: pd.DataFrame) -> list[str]:
-    late = ranked[~ranked["comparable"]]
-    return [f"{row.system} is ranked last, as it is not steady: {row.unsteady}" for row in late.itertuples()]
 
 
 def read_tables(directory: str | Path) -> dict[str, pd.DataFrame]:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from rlsim.advise.asynchronous import Family
 from rlsim.experiment.systems import SystemSpec, parse_systems
+from rlsim.init.keys import line_of
 
 #: What a run of the search measured.
 MEASURED = ("responses_per_s", "staleness_mean", "staleness_p95", "staleness_max", "rollout_idle", "trainer_idle")
@@ -35,12 +36,6 @@ class Point(NamedTuple):
         ((_, parameters),) = self.parts.items()
         return ", ".join(f"{key} {value:g}" for key, value in parameters.items())
 
-    @property
-    def line(self) -> str:
-        """As a line of `systems`."""
-        ((policy, parameters),) = self.parts.items()
-        return f"- {policy}: {{{', '.join(f'{key}: {value:g}' for key, value in parameters.items())}}}"
-
     def spec(self, name: str) -> SystemSpec:
         (found,) = parse_systems([{"name": name, "use": [self.parts]}])
         return found
@@ -62,37 +57,24 @@ class Splits:
     grids: Mapping[int, Sequence[int]]  # by TP: the numbers of GPUs that could generate
 
     def summary(self) -> pd.DataFrame:
-        """One row per system: its split, what one step fewer or more GPUs bring, how many were tried of how many.
+        """One row per system: its split and what was measured there, how many were tried of how many.
 
-        `rollout_gpus` of all generate at `tp`; `MEASURED` on the short run; `responses_per_s` and `staleness_max` of
-        the neighbouring splits at that TP as `with_fewer` and `stale_fewer`, `with_more` and `stale_more` (on `fewer`
-        and `more` GPUs; missing at the end of what fits); `tried` and `feasible` splits of these settings, all TPs
-        together; and the system as a `line` of `systems`.
+        `rollout_gpus` of all generate at `tp`; `MEASURED` on the short run; `tried` and `feasible` splits of these
+        settings, all TPs together; and the system as a `line` of `systems`.
         """
-        rows = []
-        feasible = sum(map(len, self.grids.values()))
-        for name, best in self.best.items():
-            if not best.family.split:
-                continue
-            grid = self.grids[best.tp]
-            at = grid.index(best.rollout_gpus)
-            beside = {"fewer": grid[at - 1] if at else None, "more": grid[at + 1] if at + 1 < len(grid) else None}
-            probe = self.tried[best]
-            near = {key: self.tried.get(best._replace(rollout_gpus=count or 0), {}) for key, count in beside.items()}
-            rows.append(
-                {
-                    "system": name,
-                    "tp": best.tp,
-                    "rollout_gpus": best.rollout_gpus,
-                    **{key: probe[key] for key in MEASURED},
-                    **beside,
-                    **{f"with_{key}": other.get("responses_per_s") for key, other in near.items()},
-                    **{f"stale_{key}": other.get("staleness_max") for key, other in near.items()},
-                    "tried": sum(p.family is best.family and p.variant == best.variant for p in self.tried),
-                    "feasible": feasible,
-                    "line": best.line,
-                }
-            )
+        rows = [
+            {
+                "system": name,
+                "tp": best.tp,
+                "rollout_gpus": best.rollout_gpus,
+                **self.tried[best],
+                "tried": sum(p.family is best.family and p.variant == best.variant for p in self.tried),
+                "feasible": sum(map(len, self.grids.values())),
+                "line": line_of(best.spec(name)),
+            }
+            for name, best in self.best.items()
+            if best.family.split
+        ]
         return pd.DataFrame(rows)
 
     def table(self) -> pd.DataFrame:

@@ -10,10 +10,11 @@ import pandas as pd
 from rlsim.advise.advice import SECTIONS
 from rlsim.advise.conclusions import waits_for_kv
 from rlsim.advise.idle import CAUSES, tail_of
-from rlsim.formats import APART, Columns, Row, column, is_missing, number, rate, share, with_interval, written
+from rlsim.comparison.verdict import judge
+from rlsim.formats import APART, Columns, Row, column, number, rate, relaxed, share, written
 
 #: Columns that hold words.
-WORDS = ("system", "system (* fastest)", "call", "why not", "offload", "")
+WORDS = ("system", "call", "why not", "verdict")
 
 
 #: With more GPUs than these, those of a node are shown together.
@@ -96,46 +97,27 @@ def _idle(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     return ["GPU", "idle", *(cause.replace("_", " ") for cause in CAUSES), "tail"], rows
 
 
-#: Of systems where staleness is allowed.
-_RELAXED: Columns = {"stale": column("staleness_mean", number), "stale p95": column("staleness_p95", number), **APART}
-
-
 def _ranking(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    def marks(row: Row) -> str:
+    verdict = judge(frame, next(iter(frame[frame["verdict"] == "baseline"]["system"]), ""))
+
+    def named(row: Row) -> str:
         also = frame[frame["same_as"] == row["system"]]["system"]
-        said = {
-            "≈ best": row["rank"] > 1 and row["with_best"] and row["comparable"],
-            f"staleness {row['staleness']}": row["staleness"],
-            "not comparable yet": not row["comparable"],
-            f"same: {', '.join(also)}": len(also),
-        }
-        return "; ".join(text for text, holds in said.items() if holds)
+        name = f"{row['system']} ({row['tuned']})" if row["tuned"] else str(row["system"])
+        return " = ".join([name, *also])
 
     columns: Columns = {
-        "system": lambda row: f"{row['system']} ({row['tuned']})" if row["tuned"] else str(row["system"]),
+        "system": named,
         "responses/s": column("responses_per_s", rate),
-        "speedup": lambda row: with_interval(row, "speedup"),
+        "speedup": column("speedup", number),
         "by tokens": column("token_speedup", number),
+        "95% interval": lambda row: verdict[row["system"]].interval,
+        "verdict": column("verdict"),
         "step s": column("step_time_s", number, 1),
-        "idle": column("idle", share, 1),
-        "tail": column("tail", share),
-        **(_RELAXED if "staleness_p95" in frame else {}),
-        "": marks,
+        "idle": column("bubble_fraction", share, 1),
+        "tail": column("tail_fraction", share),
+        **relaxed(frame),
     }
     return _rows(columns)(frame[frame["same_as"] == ""])
-
-
-def _with(key: str) -> Callable[[Row], str]:
-    """The throughput on fewer or more GPUs, how many these are, and how stale that is if it is staler."""
-
-    def shown(row: Row) -> str:
-        if is_missing(row[f"with_{key}"]):
-            return "–"
-        stale = row[f"stale_{key}"]
-        staler = f", stale {stale:.0f}" if stale > row["staleness_max"] else ""
-        return f"{rate(row[f'with_{key}'])} ({row[key]:.0f}{staler})"
-
-    return shown
 
 
 _SPLITS: Columns = {
@@ -143,40 +125,10 @@ _SPLITS: Columns = {
     "TP": column("tp"),
     "GPUs that generate": column("rollout_gpus"),
     "responses/s": column("responses_per_s", rate),
-    "with fewer": _with("fewer"),
-    "with more": _with("more"),
     "stale": column("staleness_mean", number),
     "stale max": column("staleness_max", number, 0),
     **APART,
     "tried": lambda row: f"{row['tried']} of {row['feasible']}",
-}
-
-
-def _count(value: float) -> str:
-    return "–" if pd.isna(value) else f"{value:.0f}"
-
-
-_PLAN: Columns = {
-    "system": column("system"),
-    "call": column("call"),
-    "GPUs": column("gpus"),
-    "TP": column("tp", _count),
-    "PP": column("pp", _count),
-    "DP": column("dp", _count),
-    "micro-batches": column("micro_batches", _count),
-    "ZeRO": column("zero_stage", _count),
-    "offload": lambda row: "yes" if row["offload"] is True else "",
-    "engine's memory": lambda row: "" if pd.isna(row["memory_share"]) else share(row["memory_share"], 1),
-}
-_SCALING: Columns = {
-    "GPUs": column("gpus"),
-    "system (* fastest)": lambda row: f"{row['system']}{' *' if row['best'] else ''}",
-    "step s": column("step_time_s", number, 1),
-    "responses/s": column("responses_per_s", rate),
-    "GPU-s": column("gpu_s_per_step", number, 0),
-    "over half as many": lambda row: with_interval(row, "doubling"),
-    "marginal": column("marginal", share, 1),
-    "pays": lambda row: "" if row["pays"] is None else _yes(row["pays"]),
 }
 _SHOWN: dict[str, Shown] = {
     "memory": _rows(_MEMORY),
@@ -186,6 +138,4 @@ _SHOWN: dict[str, Shown] = {
     "ranking": _ranking,
     "screened": _ranking,
     "splits": _rows(_SPLITS),
-    "plan": _rows(_PLAN),
-    "scaling": _rows(_SCALING),
 }

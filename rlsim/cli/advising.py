@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Certainty, Experiment, Settings, add_code_folders, named, progress_bar, with_options
-from rlsim.cli.tables import print_ledgers, print_tables
+from rlsim.cli.common import (
+    PRINTED,
+    Certainty,
+    Experiment,
+    Json,
+    Settings,
+    add_code_folders,
+    named,
+    progress_bar,
+    with_options,
+    write_json,
+)
+from rlsim.cli.tables import Table, print_ledgers, print_tables
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rlsim.advise.advice import Advice
     from rlsim.advise.texts import Text
+
+#: The tables that are printed unless all are wanted.
+SHORT = ("memory", "ranking", "splits")
 
 
 def advise(
@@ -29,16 +40,13 @@ def advise(
     case: Annotated[str | None, typer.Option(help="Which of the experiment's cases.")] = None,
     settings: Settings = None,
     certainty: Certainty = None,
-    worth: Annotated[float, typer.Option(help="Twice the GPUs pay if they are so many times as fast.")] = 1.5,
-    top: Annotated[int, typer.Option(min=1, help="Systems that are tried on other numbers of GPUs.")] = 3,
-    most: Annotated[int, typer.Option(min=1, help="Try up to so many times the GPUs.")] = 4,
     skip: Annotated[
         list[str] | None,
         named("Shipped policy to leave out, such as real; repeatable.", complete.policies),
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="One step of every system, then a few seeds of the best; no other GPU counts."),
+        typer.Option("--quick", help="One step of every system under one seed, then a few seeds of the best."),
     ] = False,
     max_staleness: Annotated[
         int,
@@ -48,10 +56,11 @@ def advise(
         bool, typer.Option("--what-if/--no-what-if", help="Run the best at both ends of what is assumed, too.")
     ] = True,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the headline and the conclusions only.")] = False,
+    json_file: Json = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print every table, and all that does not apply.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the headline only.")] = False,
 ) -> None:
-    """Say what to run and which settings of veRL to change, what fits, why GPUs are idle, and how many GPUs pay.
+    """Say what to run and which settings of your framework to change, what fits, and why GPUs are idle.
 
     Example: rlsim advise experiments/pat_vs_static.yaml --quick
     """
@@ -62,21 +71,18 @@ def advise(
     settings = with_options(settings, certainty=certainty)
     target = _target(experiment, settings, out)
     try:
-        with progress_bar(quiet or as_json) as progress:
+        with progress_bar(quiet or json_file == PRINTED) as progress:
             advice = find_advice(
-                experiment, overrides=settings, case=case, seeds=seeds, steps=steps, worth=worth, top=top,
-                most=most, skip=skip or (), quick=quick, max_staleness=max_staleness, what_if=what_if, workers=workers,
-                out=target, progress=progress,
+                experiment, overrides=settings, case=case, seeds=seeds, steps=steps, skip=skip or (), quick=quick,
+                max_staleness=max_staleness, what_if=what_if, workers=workers, out=target, progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo("rlsim: interrupted; nothing was written", err=True)
         raise typer.Exit(130) from None
     page = write_report(target)
-    if as_json:
-        typer.echo(json.dumps(advice.as_json(), indent=2))
-    else:
-        _print(advice, target, quiet)
-        typer.echo(f"report: {page}")
+    if write_json(json_file, advice.as_json()):
+        return
+    _print(advice, target, page, quiet=quiet, verbose=verbose)
 
 
 def _target(experiment: str, settings: list[str] | None, out: Path | None) -> Path:
@@ -91,42 +97,41 @@ def _target(experiment: str, settings: list[str] | None, out: Path | None) -> Pa
     return target
 
 
-def _print(advice: Advice, target: Path, quiet: bool) -> None:
+def _print(advice: Advice, target: Path, page: Path, *, quiet: bool, verbose: bool) -> None:
+    """The tables, what they come to, and at the end, where a reader of the screen is, what to do."""
     from rlsim.advise.texts import texts
     from rlsim.cli.terminal import Console
     from rlsim.experiment.ledger import ledgers
 
     console = Console(soft_wrap=True)
+    if not quiet:
+        print_tables(_table(text) for text in texts(advice.tables) if verbose or text.name in SHORT)
+        print_ledgers(ledgers(advice.result.manifest))
+        for sentence in advice.conclusions:
+            console.print(sentence)
+        for name, why in advice.not_applicable.items() if verbose else ():
+            console.print(f"does not apply: {name}: {why}", style="dim")
+        for note in advice.notes:
+            console.print(f"note: {note}", style="dim")
+        if not verbose:
+            console.print(f"{_untried(advice)}; --verbose prints all, as does the report", style="dim")
+        console.print(f"results: {target}; report: {page}\n")
     console.print(advice.headline.text, style="bold")
     if advice.headline.how:
         console.print(advice.headline.how)
     for change in advice.headline.changes:
         console.print(f"    {change}")
-    if not quiet:
-        console.print()
-        print_tables(map(_table, texts(advice.tables)))
-        print_ledgers(ledgers(advice.result.manifest))
-    for sentence in advice.conclusions:
-        console.print(sentence, style="bold")
-    if not quiet:
-        for name, why in advice.not_applicable.items():
-            console.print(f"does not apply: {name}: {why}", style="dim")
-        for note in advice.notes:
-            console.print(f"note: {note}", style="dim")
-    console.print(f"results: {target}")
+
+
+def _untried(advice: Advice) -> str:
+    """How many policies were not tried, in a line."""
+    from rlsim.advise.ranking import STALE
+
+    stale = sum(why == STALE for why in advice.not_applicable.values())
+    others = f"{len(advice.not_applicable) - stale} for other reasons"
+    return f"not tried: {f'{stale} policies as {STALE}, {others}' if stale else others}"
 
 
 def _table(text: Text) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        box=None, pad_edge=False, header_style="bold", title=text.title, caption=text.caption, title_justify="left",
-        caption_justify="left", min_width=len(text.title),
-    )  # fmt: skip
-    for number, (heading, cells) in enumerate(zip(text.headings, zip(*text.rows, strict=True), strict=True)):
-        words = number in text.words  # these are folded where the terminal is narrow; numbers are never cut
-        width = None if words else max(map(len, (*cells, *heading.split())))
-        table.add_column(heading, justify="left" if words else "right", min_width=width, overflow="fold")
-    for row in text.rows:
-        table.add_row(*row)
-    return table
+    prose = len(text.headings) - 1 if text.headings[-1] == "why not" else -1
+    return Table(text.headings, text.rows, text.title, text.caption, text.words, prose)

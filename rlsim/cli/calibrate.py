@@ -12,11 +12,10 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import echo, named
+from rlsim.cli.tables import Table, print_tables, table
 from rlsim.errors import CalibrationError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rlsim.calibrate.from_run import FromRun
     from rlsim.calibrate.measure.session import Measured, Request
     from rlsim.calibrate.measure.suite import Progress as State
@@ -188,29 +187,10 @@ def _keys(items: list[str]) -> dict[str, dict[str, object]]:
     return data
 
 
-def _table(title: str, names: str, *figures: str) -> Table:
-    """A table with a column of names and columns of figures."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    table.add_column(names)
-    for heading in figures:
-        table.add_column(heading, justify="right")
-    return table
-
-
-def _print(table: Table) -> None:
-    from rlsim.cli.terminal import Console
-
-    Console().print(table)
-
-
 def _print_steps(result: FromRun, path: Path) -> None:
-    headings = (name.replace("_", " ") for name in result.errors.columns)
-    table = _table(f"Errors on {len(result.held_out)} steps not fitted", *headings)
-    for row in result.errors.to_dict("records"):
-        table.add_row(*(_error(str(name), value) for name, value in row.items()))
-    _print(table)
+    headings = [name.replace("_", " ") for name in result.errors.columns]
+    rows = [[_error(str(name), value) for name, value in row.items()] for row in result.errors.to_dict("records")]
+    print_tables([table(headings, rows, title=f"Errors on {len(result.held_out)} steps not fitted")])
     for reason, count in result.excluded.items():
         echo(f"left out: {count} steps: {reason}")
     for note in result.notes:
@@ -274,17 +254,19 @@ def _bar() -> Iterator[Callable[[State], None]]:
 
 def _print_counts(measured: Measured) -> None:
     title = f"Points measured on {measured.journal.machine.name}"
-    table = _table(title, "operator", "measured", "too noisy", "not possible", "left (budget)")
-    for operator, count in measured.counts.items():
-        table.add_row(operator, *(f"{n:,}" for n in (count.measured, count.noisy, count.impossible, count.left)))
-    _print(table)
+    headings = ("operator", "measured", "too noisy", "not possible", "left (budget)")
+    rows = [
+        [operator, *(f"{n:,}" for n in (count.measured, count.noisy, count.impossible, count.left))]
+        for operator, count in measured.counts.items()
+    ]
+    print_tables([table(headings, rows, title=title)])
 
 
 def _print_residuals(calibration: Calibration) -> None:
     title = f"Errors of {calibration.name} on points that its fits have not seen"
-    table = _table(title, "operator", "points", "median", "90th percentile", "bias")
-    table.add_column("", overflow="fold")
-    for name, found in calibration.residuals.items():
-        errors = (f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}")
-        table.add_row(name, f"{found.count:,}", *errors, found.note)
-    _print(table)
+    headings = ("operator", "points", "median", "90th percentile", "bias", "note")
+    rows = [
+        (name, f"{found.count:,}", f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}", found.note)
+        for name, found in calibration.residuals.items()
+    ]
+    print_tables([Table(headings, rows, title, words=(0, 5), prose=5)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,9 +66,38 @@ def echo(text: str, err: bool = False) -> None:
     typer.echo(printable(text), err=err)
 
 
+#: `--json -`: the screen.
+PRINTED = Path("-")
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write everything to this file; - prints it instead."),
+]
+
+
+def write_json(file: Path | None, data: Any) -> bool:
+    """Write or print what `--json` asks for; whether it was printed, so that nothing else is."""
+    from rlsim.output import write_text
+
+    if file is None:
+        return False
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    if file != PRINTED:
+        write_text(file, text)
+        return False
+    typer.echo(text, nl=False)
+    return True
+
+
+#: Seconds between two lines of progress where there is no terminal for a bar.
+BETWEEN_LINES_S = 15.0
+
+
 @contextmanager
 def progress_bar(hidden: bool) -> Iterator[Progress | None]:
-    """A bar on standard error where that is a terminal, one update a run; None if it is to be hidden."""
+    """Progress on standard error, one update a run; None if it is to be hidden.
+
+    A bar in a terminal; elsewhere a line now and then.
+    """
     if hidden:
         yield None
         return
@@ -77,10 +108,15 @@ def progress_bar(hidden: bool) -> Iterator[Progress | None]:
     what = TextColumn("{task.description}", markup=False)  # a case may be called [/b]
     columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
+    told_at = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
         def update(done: int, total: int, what: str) -> None:
+            nonlocal told_at
             bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal and time.monotonic() - told_at >= BETWEEN_LINES_S:
+                told_at = time.monotonic()
+                echo(f"rlsim: {done} of {total} runs: {what}", err=True)
 
         yield update

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Iterator
 from functools import partial
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlsim.cli.tables import print_tables, setting_texts, table
+from rlsim.cli.common import PRINTED, Json, write_json
+from rlsim.cli.tables import Table, print_tables, setting_texts, table
 from rlsim.formats import Columns, Row, column, number, rate, relaxed, share, with_interval, written
 
 if TYPE_CHECKING:
     import pandas as pd
-    from rich.table import Table
 
     from rlsim.comparison.compare import Comparison
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 MOST_GROUPS = 24
 #: Characters of a setting's text.
 MOST_TEXT = 40
-PRINTED = Path("-")
 
 
 def compare(
@@ -33,9 +31,7 @@ def compare(
         str | None,
         typer.Option(help="A system, one of the directories, DIRECTORY:SYSTEM, or KEY.PATH=VALUE[,…] of axes."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything to this file; - prints it.")
-    ] = None,
+    json_file: Json = None,
     csv: Annotated[Path | None, typer.Option(help="Write the run table to this file; - prints it.")] = None,
 ) -> None:
     """Compare runs and sweeps: one row per run, differences with 95% intervals, paired by seed where that is fair.
@@ -49,17 +45,13 @@ def compare(
 
     check_files(*(file for file in (json_file, csv) if file != PRINTED))
     found = compare_directories([one.rstrip("/") or one for one in directories], baseline=baseline)
-    texts = []
-    if json_file is not None:
-        texts.append((json_file, json.dumps(found.as_json(), indent=2, ensure_ascii=False) + "\n"))
-    if csv is not None:
-        texts.append((csv, found.table.to_csv(index=False)))
-    for file, text in texts:
-        if file == PRINTED:
-            typer.echo(text, nl=False)
-        else:
-            write_text(file, text)
-    if PRINTED not in (json_file, csv):
+    printed = write_json(json_file, found.as_json())
+    text = found.table.to_csv(index=False) if csv else ""
+    if csv == PRINTED:
+        typer.echo(text, nl=False)
+    elif csv:
+        write_text(csv, text)
+    if not printed and csv != PRINTED:
         _print(found)
 
 

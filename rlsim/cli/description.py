@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
+from rlsim.cli.tables import print_tables, table
 from rlsim.cli.terminal import Console
 from rlsim.formats import number, share
 from rlsim.trace.describe import Description, Summary
@@ -15,13 +14,10 @@ MOST_EPOCHS = 4  # that the table has columns for
 
 def print_description(description: Description) -> None:
     """Prints a table with a column for the whole, each task, and each epoch, of many epochs only some."""
-    table = Table(title=f"Response lengths of {description.name} (tokens)", title_justify="left")
-    table.add_column("")
     first = description.parts[0]
     rows: dict[str, list[str]] = {}
     shown = _shown(description.parts)
     for part in shown:
-        table.add_column(part.part, justify="right")
         sizes = ", ".join(f"{count:,} × {size}" for size, count in part.samples_per_prompt.items())
         cells = {
             "responses": number(part.responses, 0),
@@ -43,9 +39,8 @@ def print_description(description: Description) -> None:
         cells |= _reward_cells(part, first)
         for name, value in cells.items():
             rows.setdefault(name, []).append(value)
-    for name, values in rows.items():
-        table.add_row(name, *values)
-    Console().print(table)
+    headings, title = ["", *(part.part for part in shown)], f"Response lengths of {description.name} (tokens)"
+    print_tables([table(headings, [[name, *values] for name, values in rows.items()], title=title)])
     say = Console(soft_wrap=True).print
     if description.source:
         say(f"source: {description.source}")

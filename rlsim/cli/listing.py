@@ -24,9 +24,9 @@ def gpus() -> None:
 
     rows = []
     for gpu in _loaded("gpus", load_gpu):
-        gib, per_s, flop = gpu.memory_bytes / 2**30, gpu.memory_bytes_per_s / 1e12, gpu.bf16_flop_per_s / 1e12
-        rows.append((gpu.name, f"{gib:.1f}", f"{per_s:.2f}", f"{flop:.0f}", gpu.title))
-    _print(("name", "GiB", "TB/s", "TFLOP/s", "title"), rows)
+        gb, per_s, flop = gpu.memory_bytes / 1e9, gpu.memory_bytes_per_s / 1e12, gpu.bf16_flop_per_s / 1e12
+        rows.append((gpu.name, f"{gb:.1f}", f"{per_s:.2f}", f"{flop:.0f}", gpu.title))
+    _print(("name", "GB", "TB/s", "TFLOP/s", "title"), rows)
 
 
 @app.command()
@@ -127,25 +127,45 @@ def traces() -> None:
     _print(("name", "responses", "P50", "P99", "max", "source"), rows)
 
 
+@app.command()
+def experiments() -> None:
+    """Experiments and sweeps that ship with rlsim.
+
+    Example: rlsim list experiments
+    """
+    from rlsim import catalogue
+    from rlsim.reading import read_yaml
+
+    rows = [
+        (name, kind.removesuffix("s"), str(read_yaml(path).get("description", "")))
+        for kind in ("experiments", "sweeps")
+        for name, path in catalogue.names(kind).items()
+    ]
+    _print(("name", "what", "what it asks"), rows)
+
+
+@app.command()
+def systems() -> None:
+    """The same as `rlsim list policies`: each policy is a system, alone or with others (docs/systems.md).
+
+    Example: rlsim list systems
+    """
+    policies()
+
+
 def _loaded(kind: str, load: Callable[[str], T]) -> list[T]:
     from rlsim import catalogue
 
     return [load(name) for name in catalogue.names(kind)]
 
 
-_NUMBERS = {"GiB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "nodes", "responses", "P50", "P99", "max"}
+_NUMBERS = {"GB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "nodes", "responses", "P50", "P99", "max"}
 
 
 def _print(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table whose first column, the name to type, is never cut or folded."""
-    from rich.table import Table
+    """A table whose first column is the name to type; the longest other column is prose."""
+    from rlsim.cli.tables import Table, print_tables
 
-    from rlsim.cli.terminal import Console
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
-    table.columns[0].min_width = max(len(row[0]) for row in rows)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    words = [number for number, column in enumerate(columns) if column not in _NUMBERS]
+    prose = max(words[1:], key=lambda number: max(len(row[number]) for row in rows))
+    print_tables([Table(columns, rows, words=words, prose=prose)])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlsim.cli.common import Experiment, Settings, add_code_folders
-from rlsim.cli.tables import print_tables, table
+from rlsim.cli.common import PRINTED, Experiment, Json, Settings, add_code_folders, write_json
+from rlsim.cli.tables import Table, print_tables, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rich.table import Table
 
     from rlsim.experiment.plan_report import PlanReport
     from rlsim.search import Improvement
@@ -41,7 +38,7 @@ def plan(
     ] = 0,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as YAML, for `use` in a system.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+    json_file: Json = None,
     chart: Annotated[Path | None, typer.Option(help="Draw the search's progress: .html, .svg or .png.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Run the plan beside the experiment's systems.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the iteration time only.")] = False,
@@ -59,7 +56,8 @@ def plan(
     from rlsim.output import check_files
 
     add_code_folders(experiment)
-    check_files(json_file, out, chart, inputs=(experiment,))  # before the search, not after it
+    shown = json_file == PRINTED
+    check_files(None if shown else json_file, out, chart, inputs=(experiment,))  # before the search, not after it
     if chart is not None:
         check_chart_path(chart)
     target = _target(experiment, settings) if apply else None
@@ -71,15 +69,17 @@ def plan(
         evaluations=evaluations,
         seed=seed,
         lag=lag,
-        on_improvement=None if quiet else _progress(),
+        on_improvement=None if quiet or shown else _progress(),
     )
-    _write(report, json_file, out, chart)
-    if quiet:
+    _write(report, out, chart)
+    if write_json(json_file, report.as_json()):
+        pass
+    elif quiet:
         typer.echo(f"{report.found.cost_s:.6g}")
     else:
         _print(report)
     if target is not None:
-        _run(experiment, report, settings or [], target, quiet)
+        _run(experiment, report, settings or [], target, quiet or shown)
 
 
 def _target(experiment: str, settings: list[str] | None) -> Path:
@@ -152,15 +152,13 @@ def _tables(report: PlanReport) -> list[Table]:
     return [table(headings, rows, title=f"{report.experiment.name} · plan"), table(["new weights", "s"], ways)]
 
 
-def _write(report: PlanReport, json_file: Path | None, out: Path | None, chart: Path | None) -> None:
-    """Write the files that were asked for: numbers as JSON, the plan as part of a system, a chart of the search."""
+def _write(report: PlanReport, out: Path | None, chart: Path | None) -> None:
+    """Write the files that were asked for: the plan as part of a system, a chart of the search."""
     from rlsim.charts import save_chart
     from rlsim.experiment.plan_report import improvement_chart
     from rlsim.output import write_text
     from rlsim.policies.plan import plan_text
 
-    if json_file is not None:
-        write_text(json_file, json.dumps(report.as_json(), indent=2) + "\n")
     if out is not None:
         parts = report.as_parts
         what = "parts" if len(parts) > 1 else "a part"

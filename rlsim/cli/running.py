@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,22 +11,13 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Certainty, Experiment, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
-from rlsim.cli.tables import (
-    MODEL_LEGEND,
-    late_legend,
-    model_text,
-    print_ledgers,
-    print_tables,
-    relaxed_legend,
-    speedup_text,
-    table,
-)
+from rlsim.cli.tables import VERDICT_LEGEND, Table, print_ledgers, print_tables, relaxed_legend, table
 from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, written
 
 if TYPE_CHECKING:
     import pandas as pd
-    from rich.table import Table
 
+    from rlsim.comparison.verdict import Verdict
     from rlsim.experiment.result import Result
 
 #: Less than this share of a time is rounding.
@@ -119,16 +111,22 @@ def run_and_print(
         typer.echo(str(target))
         return
     from rlsim.cli.terminal import Console
+    from rlsim.comparison.verdict import judge
     from rlsim.experiment.ledger import ledgers
 
-    print_tables(_tables(result))
+    cases = {str(case): rows for case, rows in result.summary().groupby("case", sort=False)}
+    verdicts = {case: judge(rows, str(result.manifest["baseline"])) for case, rows in cases.items()}
+    print_tables(table for case, rows in cases.items() for table in _tables(result, case, rows, verdicts[case]))
     print_ledgers(
         ledgers(result.manifest), "what each is worth: rlsim run --what-if; say what you know: --set KEY=VALUE"
     )
     console = Console(soft_wrap=True)
     for note in result.notes:
         console.print(f"note: {note}", style="dim")
-    console.print(f"results: {target}{_replaced(before, result.manifest, reported) if before else ''}")
+    console.print(f"results: {target}{_replaced(before, result.manifest, reported) if before else ''}\n")
+    for case, verdict in verdicts.items():
+        said = verdict.sentences(result.manifest["tuned"].get(case))
+        console.print(" ".join([*([f"{case}:"] if case else []), *said]), style="bold")
 
 
 def _replaced(before: Mapping[str, Any], after: Mapping[str, Any], reported: bool) -> str:
@@ -141,38 +139,36 @@ def _replaced(before: Mapping[str, Any], after: Mapping[str, Any], reported: boo
     return f" ({what}, {f'of other settings: {listed(changed)}' if changed else 'of the same settings'})"
 
 
-def _tables(result: Result) -> Iterator[Table]:
-    """Per case the comparison, where the step's time goes, and what asynchrony costs and leaves idle, if anything."""
-    for case, rows in result.summary().groupby("case", sort=False):
-        yield _comparison(result, str(case), rows)
-        yield _parts(rows)
-        if more := relaxed(rows):
-            yield _relaxed(rows, more)
+def _tables(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict) -> Iterator[Table]:
+    """Of a case the comparison, where the step's time goes, and what asynchrony costs and leaves idle, if anything."""
+    yield _comparison(result, case, rows, verdict)
+    yield _parts(rows)
+    if more := relaxed(rows):
+        yield _relaxed(rows, more)
 
 
-def _comparison(result: Result, case: str, rows: pd.DataFrame) -> Table:
-    baseline, seeds = result.manifest["baseline"], len(result.manifest["seeds"])
-    tuned = result.manifest["tuned"].get(case, {})
-    worlds = bool(rows["speedup_model_low"].notna().any())
+def _comparison(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict) -> Table:
+    seeds, tuned = len(result.manifest["seeds"]), result.manifest["tuned"].get(case, {})
     columns: Columns = {
         "system": lambda row: with_choice(str(row["system"]), tuned),
         "responses/s": column("responses_per_s", rate),
-        "speedup": lambda row: speedup_text(row, baseline),
-        **({"model": lambda row: model_text(row, baseline)} if worlds else {}),
-        "by tokens": lambda row: "" if row["system"] == baseline else number(row["token_speedup"]),
+        "speedup": column("speedup", number),
+        "by tokens": column("token_speedup", number),
+        "95% interval": lambda row: verdict[row["system"]].interval,
+        "verdict": lambda row: verdict[row["system"]].outcome,
         "step s": column("step_time_s", number, 1),
         "bubble": column("bubble_fraction", share, 1),
         "tail": column("tail_fraction", share),
     }
-    return table(
+    found = table(
         columns,
         written(columns, rows.to_dict("records")),
         title=" · ".join(part for part in (result.manifest["experiment"]["name"], case) if part),
-        caption=f"{f'means of {seeds} seeds with 95% intervals' if seeds > 1 else 'one seed'}; responses/s: trained"
-        f" on, per second\nspeedup: responses/s over those of {baseline}; by tokens: the same of trained tokens\n"
-        f"{MODEL_LEGEND * worlds}"
-        f"tail: busy GPU time that decodes at under half of the full batch's throughput{late_legend(rows)}",
+        caption=f"means of {seeds} seed{'s' * (seeds > 1)}; responses/s: trained on, per second\n"
+        f"speedup: responses/s over those of {verdict.baseline}; by tokens: the same of trained tokens\n"
+        f"{VERDICT_LEGEND}\ntail: busy GPU time that decodes at under half of the full batch's throughput",
     )
+    return replace(found, words=(0, 5))
 
 
 def _parts(rows: pd.DataFrame) -> Table:

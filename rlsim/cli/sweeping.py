@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Certainty, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
-from rlsim.cli.tables import late_legend, print_tables, relaxed_legend, setting_texts, speedup_text, table
+from rlsim.cli.common import (
+    PRINTED,
+    Certainty,
+    Json,
+    Settings,
+    Warmup,
+    add_code_folders,
+    echo,
+    progress_bar,
+    with_options,
+    write_json,
+)
+from rlsim.cli.tables import VERDICT_LEGEND, print_tables, relaxed_legend, setting_texts, table
 from rlsim.formats import Columns, column, number, rate, relaxed, share, written
 
 if TYPE_CHECKING:
@@ -59,7 +70,7 @@ def sweep(
     tables: Annotated[str | None, typer.Option(help=TABLES)] = None,
     prune: Annotated[bool, typer.Option("--prune", help=PRUNE)] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points; run nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what became of every point as JSON.")] = False,
+    json_file: Json = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the results only.")] = False,
 ) -> None:
     """Run an experiment under many settings, on all cores; interrupted, the same command goes on.
@@ -77,12 +88,12 @@ def sweep(
     overrides = with_options(settings, warmup=warmup, certainty=certainty)
     definition = load_sweep(file, overrides=overrides, seeds=seeds, axes=_axes(grid or ()))
     if dry_run:
-        _list(definition, as_json)
+        _list(definition, json_file)
         return
     target = out or results_folder(definition.name)
     names = list(COLUMNS) if tables == "all" else tables.replace(" ", "").split(",") if tables else None
     try:
-        with _progress(hidden=quiet or as_json) as progress:
+        with _progress(hidden=quiet or json_file == PRINTED) as progress:
             found = run_sweep(
                 definition, out=target, tables=names, workers=workers, address=address, prune=prune, progress=progress,
                 executor=executor,  # type: ignore[arg-type]  # checked there
@@ -90,7 +101,7 @@ def sweep(
     except KeyboardInterrupt:
         typer.echo(f"rlsim: interrupted; what is done is in {target}, and the same command goes on", err=True)
         raise typer.Exit(130) from None
-    _tell(found, definition, as_json, quiet)
+    _tell(found, definition, json_file, quiet)
     if found.failed:
         raise typer.Exit(1)
 
@@ -107,11 +118,10 @@ def _axes(grid: Sequence[str]) -> dict[str, Any]:
     return axes
 
 
-def _tell(found: SweepResult, definition: Definition, as_json: bool, quiet: bool) -> None:
+def _tell(found: SweepResult, definition: Definition, json_file: Path | None, quiet: bool) -> None:
     """Print the results of the sweep, and on standard error a line for every distinct failure."""
-    if as_json:
-        points = found.points_table().to_pylist()
-        typer.echo(json.dumps({"directory": str(found.directory), "points": points}, indent=2))
+    if write_json(json_file, {"directory": str(found.directory), "points": found.points_table().to_pylist()}):
+        pass
     elif quiet:
         typer.echo(str(found.directory))
     else:
@@ -158,17 +168,16 @@ def _lines() -> Callable[[int, int, int], None]:
     return update
 
 
-def _list(definition: Definition, as_json: bool) -> None:
+def _list(definition: Definition, json_file: Path | None) -> None:
     from rlsim.cli.terminal import Console
 
     axes = [axis.column.name for axis in definition.points[0].axes]
     rows = [(point.name, *(axis.value for axis in point.axes)) for point in definition.points]
-    if as_json:
-        typer.echo(json.dumps([dict(zip(["point", *axes], row, strict=True)) for row in rows], indent=2))
+    if write_json(json_file, [dict(zip(["point", *axes], row, strict=True)) for row in rows]):
         return
-    console = Console(soft_wrap=True)
-    console.print(table(["point", *axes], list(zip(*map(setting_texts, zip(*rows, strict=True)), strict=True))))
-    console.print(_counted(definition))
+    texts = list(zip(*map(setting_texts, zip(*rows, strict=True)), strict=True))
+    print_tables([table(["point", *axes], texts)])
+    Console(soft_wrap=True).print(_counted(definition))
 
 
 def _counted(definition: Definition) -> str:
@@ -180,6 +189,7 @@ def _counted(definition: Definition) -> str:
 def _print(found: SweepResult, definition: Definition) -> None:
     """The summary of every point, if they are few."""
     from rlsim.cli.terminal import Console
+    from rlsim.comparison.verdict import judge
     from rlsim.experiment.notes import EXPLAINED
 
     summary = found.summary()
@@ -188,11 +198,17 @@ def _print(found: SweepResult, definition: Definition) -> None:
         axes = [axis.name for axis in found.axes]
         names = [*axes, *(["case"] if summary["case"].any() else []), "system"]
         texts = zip(*(setting_texts(summary[name].tolist()) for name in names), strict=True)
+        verdicts = {
+            (point, case): judge(rows, str(found.record(str(point))["baseline"]))
+            for (point, case), rows in summary.groupby(["point", "case"], sort=False)
+        }
         more = relaxed(summary)
         columns: Columns = {
             "responses/s": column("responses_per_s", rate),
-            "speedup": speedup_text,
+            "speedup": column("speedup", number),
             "by tokens": column("token_speedup", number),
+            "95% interval": lambda row: verdicts[row["point"], row["case"]][row["system"]].interval,
+            "verdict": lambda row: verdicts[row["point"], row["case"]][row["system"]].outcome,
             "step s": column("step_time_s", number, 1),
             "gen s": column("gen_time_s", number, 1),
             "bubble": column("bubble_fraction", share),
@@ -201,9 +217,10 @@ def _print(found: SweepResult, definition: Definition) -> None:
         }
         figures = written(columns, summary.to_dict("records"))
         shown = [[*text, *cells] for text, cells in zip(texts, figures, strict=True)]
-        caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
-        caption += relaxed_legend(more) + late_legend(summary)
-        print_tables([table([*names, *columns], shown, words=len(names), caption=caption)])
+        caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens\n"
+        caption += VERDICT_LEGEND + relaxed_legend(more)
+        found_table = table([*names, *columns], shown, words=len(names), caption=caption)
+        print_tables([replace(found_table, words=(*range(len(names)), len(names) + 4))])
     console = Console(soft_wrap=True)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
     if unlike.any():

@@ -1,59 +1,100 @@
-"""Tables on the terminal."""
+"""Tables on the terminal: names are never broken, and what is too wide goes on below, with the names again."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+import os
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlsim.formats import Row, is_missing, number, with_interval
+from rlsim.errors import printable
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from rich.table import Table
-
     from rlsim.experiment.ledger import LedgerRecord
 
 #: Characters of a line where there is no terminal to say how many fit.
 MOST_WIDTH = 160
+#: The least width that prose is folded to, and spaces between columns.
+LEAST_PROSE, GAP = 24, 2
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and rows of text. `words` are the numbers of columns that hold names: those at the front stand in every
+    part of a table that is too wide. `prose` is that of a column which is folded where there is no room for it."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    caption: str = ""
+    words: Collection[int] = (0,)
+    prose: int = -1
+
+    def parts(self, width: int) -> Iterator[tuple[str, list[str]]]:
+        """Heading and lines of every part of at most so many characters, as long as no column alone has more."""
+        cells = [[printable(cell) for cell in row] for row in self.rows]
+        texts = [[*heading.split(), *(row[i] for row in cells)] for i, heading in enumerate(self.headings)]
+        widths = [max(map(_width, own), default=0) for own in texts]
+        last = len(widths) - 1
+        names = [i for i in range(last) if set(range(i + 1)) <= set(self.words) - {self.prose}] or [0]
+        if self.prose >= 0:
+            others = [own + GAP for i, own in enumerate(widths) if i != self.prose]
+            rest = width - sum(others)
+            rest = rest if rest >= LEAST_PROSE else width - sum(widths[i] + GAP for i in names if i != self.prose)
+            widths[self.prose] = min(widths[self.prose], max(rest, LEAST_PROSE) if self.prose else width // 2)
+        parts, begun = [list(names)], sum(widths[i] + GAP for i in names)
+        used = begun
+        for i in range(len(names), last + 1):
+            if used + widths[i] > width and len(parts[-1]) > len(names):
+                parts.append(list(names))
+                used = begun
+            parts[-1].append(i)
+            used += widths[i] + GAP
+        for part in parts:
+            own = [widths[i] for i in part]
+            heading = [textwrap.wrap(self.headings[i], widths[i], break_long_words=False) for i in part]
+            top = max(map(len, heading))
+            stacked = [[""] * (top - len(lines)) + lines for lines in heading]
+            rows = [[_folded(row[i], widths[i], i == self.prose) for i in part] for row in cells]
+            left = [i in self.words for i in part]
+            yield "\n".join(_lines(stacked, own, left)), [line for row in rows for line in _lines(row, own, left)]
+
+
+def _folded(text: str, width: int, prose: bool) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) if prose else [text]
+
+
+def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool]) -> Iterator[str]:
+    """The lines of a row whose cells have lines themselves."""
+    for number in range(max(map(len, cells))):
+        texts = [lines[number] if number < len(lines) else "" for lines in cells]
+        padded = [
+            text + " " * (width - _width(text)) if to_left else " " * (width - _width(text)) + text
+            for text, width, to_left in zip(texts, widths, left, strict=True)
+        ]
+        yield (" " * GAP).join(padded).rstrip()
+
+
+def _width(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def table(
     headings: Iterable[str], rows: Iterable[Sequence[str]], *, words: int = 1, title: str = "", caption: str = ""
 ) -> Table:
-    """A table without lines; its first `words` columns are names, which may break; figures may not."""
-    from rich.table import Table
-
-    found = Table(box=None, pad_edge=False, header_style="bold", title=title or None, caption=caption or None)
-    for i, heading in enumerate(headings):
-        if i < words:
-            found.add_column(heading, overflow="fold", min_width=len(heading))
-        else:
-            found.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        found.add_row(*row)
-    return found
+    """A table whose first `words` columns are names."""
+    return Table([*headings], [*rows], title, caption, range(words))
 
 
-def speedup_text(row: Row, baseline: str = "") -> str:
-    """A summary row's speedup with its interval, `baseline` for that, and a mark if it is not comparable yet."""
-    text = "baseline" if row["system"] == baseline else with_interval(row, "speedup")
-    return text + (" †" if row["unsteady"] else "")
-
-
-MODEL_LEGEND = "model: 95% interval of speedup over the calibration's errors where no fit has seen the setting\n"
-
-
-def model_text(row: Row, baseline: str) -> str:
-    """The interval of a summary row's speedup over the calibration's errors; nothing for the baseline itself."""
-    low, high = row["speedup_model_low"], row["speedup_model_high"]
-    return "" if row["system"] == baseline or is_missing(low) else f"[{number(low)}, {number(high)}]"
-
-
-def late_legend(summary: pd.DataFrame) -> str:
-    """What the mark of `speedup_text` means, if any row has it."""
-    return "\n†: not comparable: not steady, the notes say why" if summary["unsteady"].any() else ""
+VERDICT_LEGEND = (
+    "95% interval: of the speedup, or by tokens where lengths differ, over seeds and, if drawn,\n"
+    "the calibration's errors; it decides the verdict"
+)
 
 
 def relaxed_legend(columns: Collection[str]) -> str:
@@ -82,43 +123,32 @@ def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:
 def print_ledgers(ledgers: Iterable[tuple[str, LedgerRecord]], how: str = "") -> None:
     """What each case rests on that nobody gave or measured; `how`: how to ask what each is worth.
 
-    One line each while no worth is known; else a table of what matters, in which long texts are folded.
+    One line each while no worth is known; else a table of what matters.
     """
-    from rich.table import Table
-
     from rlsim.cli.terminal import Console
     from rlsim.experiment.ledger import turns
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = MOST_WIDTH // 2
     for case, ledger in ledgers:
-        rows, said = ledger.weighed, turns(ledger)
-        if not rows:
+        if not (rows := [row.cells(ledger) for row in ledger.weighed]):
             continue
-        found = Table(box=None, pad_edge=False, show_header=ledger.base is not None, header_style="bold")
-        for i, heading in enumerate(ledger.headings):
-            found.add_column(heading, overflow="fold", no_wrap=i > 1)
-        for row in rows:
-            found.add_row(*row.cells(ledger))
         title = " · ".join(part for part in (case, ledger.title) if part)
-        console.print(title, style="bold", soft_wrap=True)
-        console.print(found)
-        for text in filter(None, (ledger.legend or how, said)):
-            console.print(text, style="dim" if text != said else "bold", soft_wrap=True)
-        console.print()
+        print_tables([Table(ledger.headings, rows, title, ledger.legend or how, words=(0, 1), prose=0)])
+        if said := turns(ledger):
+            Console(soft_wrap=True).print(f"{said}\n", style="bold")
 
 
 def print_tables(tables: Iterable[Table]) -> None:
-    """Print tables with a blank line after each; not in a terminal, they are as wide as they need to be."""
+    """Print tables with a blank line after each."""
     from rlsim.cli.terminal import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, MOST_WIDTH)
+    console = Console(soft_wrap=True)
+    width = console.width if console.is_terminal or os.environ.get("COLUMNS") else MOST_WIDTH
     for one in tables:
-        legend, one.caption = one.caption, None  # a caption would be wrapped to the table's width
-        console.print(one)
-        if legend:
-            console.print(legend, style="dim", soft_wrap=True)
+        if one.title:
+            console.print(one.title, style="italic")
+        for number, (heading, lines) in enumerate(one.parts(width)):
+            console.print("\n" * (number > 0) + heading, style="bold")
+            console.print("\n".join(lines))
+        if one.caption:
+            console.print(one.caption, style="dim")
         console.print()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlsim.cli.common import echo
+from rlsim.cli.common import Json, echo, write_json
+from rlsim.cli.tables import print_tables, table
 from rlsim.errors import TraceError
 from rlsim.formats import number
 
@@ -122,7 +122,7 @@ def describe_(
     cap: Annotated[str | None, typer.Option(help=f"{CAP_HELP} Longer responses count as cut there.")] = None,
     above: Annotated[str, typer.Option(help="Lengths to give the share above of, such as 8K,16K.")] = "",
     chart: Annotated[Path | None, typer.Option(help="Draw the distribution to this .html, .svg or .png.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json_file: Json = None,
 ) -> None:
     """Print quantiles, share at the cap and correlation within prompts.
 
@@ -143,8 +143,7 @@ def describe_(
         from rlsim.trace.chart import write_chart
 
         write_chart(trace, chart, cap_tokens)
-    if json:
-        sys.stdout.write(description.model_dump_json(indent=2) + "\n")
+    if write_json(json_file, description.model_dump(mode="json")):
         return
     print_description(description)
     if chart is not None:
@@ -178,29 +177,23 @@ def fit_(
 
 
 def _print_fit(fit: LengthFit) -> None:
-    from rich.table import Table
-
-    from rlsim.cli.terminal import Console
-
-    parts = Table(title=f"Fit of {fit.provenance.trace}", title_justify="left")
-    for heading in ("component", "weight", "median (tokens)", "sd of log length", "share due to the prompt"):
-        parts.add_column(heading, justify="right")
-    for index, c in enumerate(fit.model.components, 1):
-        numbers = f"{c.weight:.3f}", f"{c.median_tokens:,.0f}", f"{c.sigma:.3f}", f"{c.prompt_share:.2f}"
-        parts.add_row(str(index), *numbers)
-    table = Table("", "trace", "fit", title="How well it fits", title_justify="left")
+    headings = ("component", "weight", "median (tokens)", "sd of log length", "share due to the prompt")
+    parts = [
+        (str(index), f"{c.weight:.3f}", f"{c.median_tokens:,.0f}", f"{c.sigma:.3f}", f"{c.prompt_share:.2f}")
+        for index, c in enumerate(fit.model.components, 1)
+    ]
     good = fit.goodness
-    for name, of_trace, of_fit in (
+    both = (
         ("share at the cap", good.share_at_cap_trace, good.share_at_cap_fit),
         ("correlation within a prompt (log)", good.icc_trace, good.icc_fit),
         ("sd of log length within a prompt", good.within_sd_trace, good.within_sd_fit),
         ("prompts with a response in the longest 1%", good.straggling_prompts_trace, good.straggling_prompts_fit),
-    ):
-        table.add_row(name, *(number(value, 4) for value in (of_trace, of_fit)))
-    Console().print(parts)
+    )
+    rows = [(name, *(number(value, 4) for value in values)) for name, *values in both]
+    print_tables([table(headings, parts, title=f"Fit of {fit.provenance.trace}")])
     if len(fit.model.components) > 1 and good.icc_trace is not None:
         echo(f"share of the prompt in which component a response falls into: {fit.model.runaway_share:.2f}")
-    Console().print(table)
+    print_tables([table(("", "trace", "fit"), rows, title="How well it fits")])
     echo(f"KS distance {good.ks:.4f}; of a single lognormal {good.ks_single_lognormal:.4f}")
     for note in fit.notes:
         echo(f"note: {note}")
@@ -237,14 +230,11 @@ def generate_(
 
 
 def _print_checks(checks: list[FactCheck]) -> None:
-    from rich.table import Table
-
-    from rlsim.cli.terminal import Console
-
     if not checks:
         echo("the recipe states no facts to check")
         return
-    table = Table("fact", "wanted", "got", "tolerance", "", title="Facts", title_justify="left")
-    for c in checks:
-        table.add_row(c.fact, f"{c.wanted:,.5g}", f"{c.got:,.5g}", f"{c.tolerance:,.2g}", "met" if c.ok else "NOT MET")
-    Console().print(table)
+    rows = [
+        (c.fact, f"{c.wanted:,.5g}", f"{c.got:,.5g}", f"{c.tolerance:,.2g}", "met" if c.ok else "NOT MET")
+        for c in checks
+    ]
+    print_tables([table(("fact", "wanted", "got", "tolerance", ""), rows, title="Facts")])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlsim.cli import complete
+from rlsim.cli.common import PRINTED, Json, write_json
 from rlsim.validate.parts import PARTS, REPEATABLE
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def validate(
             help=f"{', '.join(PARTS)} (default: all).", show_default=False, autocompletion=complete.one_of(*PARTS)
         ),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,
+    json_file: Json = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of kernel tables (default: $RLSIM_DATA, or ../shared/data).")
     ] = None,
@@ -48,25 +48,25 @@ def validate(
     Example: rlsim validate pat --json pat.json
     """
     from rlsim.errors import ConfigError
-    from rlsim.output import check_file
+    from rlsim.output import check_files
     from rlsim.validate.page import check_page, read_page, stale, write_page
     from rlsim.validate.parts import Options, kernel_folder
     from rlsim.validate.targets import load_targets
 
     wanted = parts or list(PARTS)
-    if json_file is not None:
-        check_file(json_file)
+    check_files(*(file for file in (json_file,) if file != PRINTED))
     if page is not None:
         check_page(page, wanted)
     if check is not None:
         read_page(check)
     options = Options(kernels=kernel_folder(data), quick=quick, device=device, progress=_log)
     targets = load_targets(options.evidence)
-    found, fine = _run(wanted, options, targets)
+    found, fine = _run(wanted, options, targets, hidden=json_file == PRINTED)
     if not found:
         raise ConfigError("no part of the validation could run here")
-    if json_file is not None:
-        _write_json(json_file, found.values())
+    write_json(
+        json_file, [row.record() for one in found.values() for row in (one.summaries if one.summarised else one.rows)]
+    )
     if page is not None:
         write_page(page, found, targets)
     if check is not None:
@@ -83,8 +83,8 @@ def _log(text: str) -> None:
     Console(stderr=True).print(text, style="dim")
 
 
-def _run(wanted: Iterable[str], options: Options, targets: Targets) -> tuple[dict[str, Section], bool]:
-    """Run and print the parts; what each found, and whether all errors are within their bounds."""
+def _run(wanted: Iterable[str], options: Options, targets: Targets, *, hidden: bool) -> tuple[dict[str, Section], bool]:
+    """Run and print the parts (`hidden`: to standard error); what each found, and whether all bounds are kept."""
     from rlsim.cli.terminal import Console
     from rlsim.validate.parts import Skipped, run_part
 
@@ -93,31 +93,22 @@ def _run(wanted: Iterable[str], options: Options, targets: Targets) -> tuple[dic
     for name in wanted:
         result = run_part(name, options)
         if isinstance(result, Skipped):
-            Console().print(f"{name}: skipped: {result.reason}")
+            Console(stderr=hidden).print(f"{name}: skipped: {result.reason}")
             continue
         found[name] = result
-        fine &= _print(name, result, targets)
+        fine &= _print(name, result, targets, stderr=hidden)
     return found, fine
 
 
-def _write_json(path: Path, sections: Iterable[Section]) -> None:
-    from rlsim.output import write_text
-
-    shown = (section.summaries if section.summarised else section.rows for section in sections)
-    records = [row.record() for rows in shown for row in rows]
-    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
-    write_text(path, f"[\n{lines}\n]\n")
-
-
-def _print(name: str, section: Section, targets: Targets) -> bool:
+def _print(name: str, section: Section, targets: Targets, *, stderr: bool) -> bool:
     """One part's comparisons, or their summaries where they are many; whether all are within their bounds."""
     from rich.table import Table
 
     from rlsim.cli.terminal import Console
     from rlsim.validate.targets import bounds_of, verdicts
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=_WIDTH)
+    console = Console(stderr=stderr)
+    console = console if console.is_terminal else Console(stderr=stderr, width=_WIDTH)
     table = Table(box=None, pad_edge=False, header_style="bold", title=f"{name}", title_justify="left")
     few = len(section.rows) <= _ROWS_SHOWN and not section.summarised
     headings = (

@@ -26,7 +26,7 @@ from rlsim.sweeps.store import DEFINITION
 #: Columns of `steps` that are read.
 _COLUMNS = ("case", "system", "seed", "step", "launched", *TESTED, *MEASURED, *PUT_OFF)
 #: Keys that say nothing about what a run does, or that other columns show.
-_NOT_SETTINGS = ("name", "description", "cases", "systems", "baseline", "seeds", "certainty")
+_NOT_SETTINGS = ("name", "description", "framework", "cases", "systems", "baseline", "seeds", "certainty")
 
 
 @dataclass(frozen=True, eq=False)

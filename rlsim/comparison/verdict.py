@@ -19,6 +19,8 @@ from rlsim.formats import Row, is_missing, rate, with_choice
 
 Outcome = Literal["baseline", "faster", "as fast", "not told apart", "slower", "not comparable", "no speedup"]
 
+#: Decimals of an interval: it decides by what is in print.
+DIGITS = 3
 #: By unit: the column of the ratio, and that of the amount per second.
 _RATIO = {"responses": "speedup", "tokens": "token_speedup"}
 RATES = {"responses": "responses_per_s", "tokens": "tokens_per_s"}
@@ -46,7 +48,7 @@ class Judged(NamedTuple):
     @property
     def digits(self) -> int:
         """Decimals that tell its figures from 1."""
-        return 3 if any(0.9 < value < 1.1 for value in (self.ratio, self.low, self.high)) else 2
+        return DIGITS if any(0.9 < value < 1.1 for value in (self.ratio, self.low, self.high)) else 2
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def _decided(row: Row, unit: str) -> tuple[float, float, float, str]:
     known = {"seeds": seeds, "the calibration's errors": model}
     known = {what: ends for what, ends in known.items() if not math.isnan(ends[0])}
     ends = [end for pair in known.values() for end in pair] or [math.nan]
-    return ratio, min(ends), max(ends), " and ".join(known)
+    return ratio, round(min(ends), DIGITS), round(max(ends), DIGITS), " and ".join(known)
 
 
 def _unit(records: Iterable[Row]) -> str:

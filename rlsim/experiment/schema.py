@@ -323,6 +323,7 @@ class Experiment(Schema):
 
     name: Name = Field(description="names the results")
     description: str = Field(default="", description="what it asks, in a sentence")
+    framework: str = Field(default="", description="whose configuration `rlsim init` made it of, such as `veRL 0.9`")
     cluster: str | dict[str, Any] = Field(
         description="a cluster of the catalogue, several kinds joined by `+`, or one spelled out"
     )

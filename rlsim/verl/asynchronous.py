@@ -12,8 +12,7 @@ from rlsim.hardware import Cluster
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import Options, System, add_cluster, joined
 from rlsim.init.settings import COUNT, FLAG, NUMBER, SHARE, TEXT
-from rlsim.verl.defaults import ACTOR, ROLLOUT
-from rlsim.verl.overrides import GPUS_PER_NODE, NODES
+from rlsim.verl.defaults import ACTOR, GPUS_PER_NODE, NODES, ROLLOUT
 from rlsim.verl.settings import VerlSettings
 
 ASYNC = "async_training."

@@ -20,10 +20,20 @@ from rlsim.trace.metrics import METRICS
 from rlsim.verl import asynchronous, notes
 from rlsim.verl.asynchronous import Apart
 from rlsim.verl.config import read_config
-from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT, VERSIONS, WITHOUT_DEFAULT
+from rlsim.verl.defaults import (
+    ACTOR,
+    FILTER,
+    GPUS_PER_NODE,
+    MODEL,
+    NODES,
+    REWARD_ASYNC,
+    ROLLOUT,
+    TP,
+    VERSIONS,
+    WITHOUT_DEFAULT,
+)
 from rlsim.verl.engines import DEGREES
 from rlsim.verl.log import VerlLog
-from rlsim.verl.overrides import FILTER, GPUS_PER_NODE, NODES, REWARD_ASYNC, TP
 from rlsim.verl.run import RunSettings, replica_problem, settings_of
 from rlsim.verl.settings import STRATEGY, VerlSettings
 from rlsim.verl.training import add_engine, add_training
