@@ -75,7 +75,8 @@ def speedup_chart(verdict: Verdict, by_seed: pd.DataFrame) -> Any:
     bars = base.mark_rule(strokeWidth=2.5).encode(x=alt.X("low:Q", scale=scale), x2="high:Q", y=y, color=hue)
     bars = bars.transform_filter("isValid(datum.low)")
     dots = base.mark_point(size=95, filled=True, opacity=1).encode(x=x, y=y, color=hue, shape=shape, tooltip=told)
-    layers = (one, ticks, bars, dots) if by_seed["seed"].nunique() > 1 else (one, bars, dots)
+    behind = [ticks] if by_seed["seed"].nunique() > 1 else []
+    layers = (one, *behind, *([bars] if frame["low"].notna().any() else []), dots)
     chart = alt.layer(*layers).properties(height=bar_height(len(order)))
     return finished(chart, description=f"Speedup of each system over {verdict.baseline}, with 95% intervals")
 
