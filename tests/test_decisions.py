@@ -100,9 +100,9 @@ def moment(replicas: Sequence[Sequence[Any]], tp: int, **more: Any) -> Any:
 # PAT ------------------------------------------------------------------------------------------------------------------
 
 
-def decided(view: Any, **settings: Any) -> list[Any]:
-    pat = PAT(start_tp=1, candidates=TPS, **settings)
-    pat.setup(context())
+def decided(view: Any, moving: StubCosts | None = None, **settings: Any) -> list[Any]:
+    pat = PAT(start_tp=1, candidates=TPS, **{"redispatch": False, **settings})
+    pat.setup(context(**({"costs": moving, "feasible_tps": (1,)} if moving else {})))
     return pat.on_finish(view)
 
 
@@ -175,6 +175,27 @@ def test_pat_may_wait_for_the_replica_that_holds_most() -> None:
         for left, expected in ((last, []), (last + 1, [Reconfigure(0, 4, "recompute")])):
             held = [[running(1000 - left, prompt=1)] * 4, [], [], []]
             assert decided(moment(held, 1, used=(4,)), spread=spread) == expected, (spread, left)
+
+
+@pytest.mark.parametrize(
+    ("held", "move_s", "expected"),
+    [
+        # A step of s sequences takes 1 + s/10 seconds; all have 10 tokens to go: 13 s, or 12 s and the move.
+        ([3, 1], 0.99, Migrate((2,), 1)),
+        ([3, 1], 1.01, None),
+        ([2, 1], 0.0, None),  # as even as they can be
+        ([1, 5], 1.99, Migrate((5, 4), 0)),  # 15 s, or 13 s: the two with the least context
+        ([1, 5], 2.01, None),
+    ],
+)
+def test_pat_deals_anew_where_that_pays(held: Sequence[int], move_s: float, expected: Migrate | None) -> None:
+    costs = StubCosts({1: LinearStep(a=1.0, b=0.1)}, {1: 10**6}, transfer_base_s=move_s)
+    numbers = iter(range(100))
+    replicas = [[running(990, prompt=90 - n, number=n) for n in (next(numbers) for _ in range(k))] for k in held]
+    found = decided(moment(replicas, 1), costs, redispatch=True)
+    assert found == ([expected] if expected else [])
+    waiting = [[running(990, number=n, has_kv=n != 0) for n in range(3)], [running(990, number=3)]]
+    assert decided(moment(waiting, 1), costs, redispatch=True) == [Migrate((0,), 1)], "its KV is not there to move"
 
 
 def test_pat_deals_as_the_engine_does_after_a_switch() -> None:

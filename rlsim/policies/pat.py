@@ -21,7 +21,16 @@ from rlsim.cost.step import Chunk
 from rlsim.cost.transfer import rms_context_tokens
 from rlsim.errors import CapacityError
 from rlsim.schema import Schema
-from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView
+from rlsim.sim.control import (
+    Action,
+    ControlContext,
+    KvHandling,
+    Migrate,
+    Reconfigure,
+    RequestView,
+    RolloutControl,
+    RolloutView,
+)
 from rlsim.units import Tokens
 
 #: The profile's grid: about 10 batch sizes, contexts denser below a few K tokens.
@@ -51,6 +60,10 @@ class PAT(Schema, RolloutControl):
     spread: Literal["even", "actual"] = Field(
         default="even",
         description="what replicas are predicted to hold: equal shares, or what they hold and would be dealt",
+    )
+
+    redispatch: bool = Field(
+        default=True, description="whether responses also move between replicas of one layout, where that pays"
     )
 
     _context: ControlContext = PrivateAttr()
@@ -113,7 +126,32 @@ class PAT(Schema, RolloutControl):
                 # 3. The cheapest, and only if it beats staying.
                 if remaining_s + switch_s < best_s:
                     best, best_s = Reconfigure(node, tp, kv), remaining_s + switch_s
-        return best
+        return best or (self._dealt_anew(view, node) if self.redispatch else None)
+
+    def _dealt_anew(self, view: RolloutView, node: int) -> Migrate | None:
+        """Responses of the replica that would take longest, for the one that would be done first, if that pays.
+
+        Half of the difference in number moves: those that wait, which cost nothing, then those with the least context.
+        """
+        profile, replicas = self._profiles[view.tp(node)], view.replicas(node)
+        held = {replica.index: list(replica.requests) for replica in replicas}
+        numbers = sorted(map(len, held.values()))
+        if numbers[-1] - numbers[0] < 2:
+            return None
+        remaining_s = {index: profile.drain_s(_batch(view, own)) if own else 0.0 for index, own in held.items()}
+        last, first = max(remaining_s, key=remaining_s.__getitem__), min(remaining_s, key=remaining_s.__getitem__)
+        count = (len(held[last]) - len(held[first])) // 2
+        if count < 1:
+            return None
+        own = sorted(held[last], key=lambda r: (r.has_kv, r.context_tokens))
+        moving, staying = own[:count], own[count:]
+        contexts = [r.context_tokens for r in moving if r.has_kv]
+        tp, transfer_s = view.tp(node), self._context.costs.transfer_s
+        move_s = transfer_s(contexts, tp, tp, same_node=True) if contexts else 0.0
+        after_s = max(profile.drain_s(_batch(view, own)) for own in (staying, [*held[first], *moving]))
+        if after_s + move_s < remaining_s[last]:
+            return Migrate(tuple(r.id for r in moving), first)
+        return None
 
     def _spread_out(self, view: RolloutView, node: int, tp: int | None) -> list[Batch]:
         """With `spread: actual`, what each replica holds now, or would be dealt at `tp`; else nothing."""
@@ -160,6 +198,12 @@ class PAT(Schema, RolloutControl):
         recompute_s = switch(gpus, from_tp, to_tp, held, sequences, "recompute", first_use).total_s
         recompute_s += self._profiles[to_tp].prefill_s(prefill) if held else 0.0
         return (migrate_s, "migrate") if migrate_s <= recompute_s else (recompute_s, "recompute")
+
+
+def _batch(view: RolloutView, requests: Sequence[RequestView]) -> Batch:
+    """What a replica with these has to drain."""
+    rows = [(view.cap_tokens - r.generated_tokens, r.context_tokens, 1) for r in requests]
+    return np.array(sorted(rows, reverse=True), dtype=float)
 
 
 def _held(view: RolloutView, node: int) -> list[int]:
