@@ -886,16 +886,52 @@ def test_a_file_that_hydra_composes(tmp_path: Path) -> None:
     assert "memory_utilization: 0.55" in draft.text()  # as a number that YAML can write
 
 
-def test_padding_is_megatrons_own_matter(tmp_path: Path) -> None:
-    padded = "actor_rollout_ref.model.use_remove_padding=False"
-    megatron = (
-        "actor_rollout_ref.actor.strategy=megatron",
-        "actor_rollout_ref.actor.megatron.use_remove_padding=False",
-    )
-    assert "padded" in " ".join(draft_of(tmp_path, padded).missing)
-    assert "padded" not in " ".join(draft_of(tmp_path, padded, megatron[0]).missing)
-    assert "megatron.use_remove_padding" in " ".join(draft_of(tmp_path, *megatron).missing)
-    assert "padded" not in " ".join(draft_of(tmp_path, megatron[1]).missing)
+MEGATRON = f"{ACTOR}strategy=megatron"
+#: What is set, the release, and what is said to be not represented; "" if nothing more is.
+UNLIKE: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    ((f"{MODEL}use_remove_padding=False",), "0.9", "model.use_remove_padding (as given) = False: training on padded"),
+    ((f"{MODEL}use_remove_padding=False", MEGATRON), "0.9", "model.use_remove_padding (as given) = False"),
+    ((f"{MODEL}use_remove_padding=False", MEGATRON), "0.6", ""),  # whose own key counted then
+    ((f"{ACTOR}megatron.use_remove_padding=False", MEGATRON), "0.6", "megatron.use_remove_padding (as given) = False"),
+    ((f"{ACTOR}megatron.use_remove_padding=False",), "0.9", ""),
+    ((f"{ACTOR}entropy_from_logits_with_chunking=True",), "0.9", "logits of entropies by chunks"),
+    ((f"{ROLLOUT}engine_kwargs.vllm.speculative_config={{method: eagle3, num_speculative_tokens: 3}}",), "0.9",
+     "speculative_config (as given) = method=eagle3, num_speculative_tokens=3: speculative decoding"),
+    ((f"{ROLLOUT}engine_kwargs.vllm.cpu_offload_gb=4",), "0.9", "weights in host memory"),
+    ((f"{ROLLOUT}engine_kwargs.vllm.async_scheduling=False",), "0.9", "scheduling that does not overlap"),
+    ((f"{ROLLOUT}engine_kwargs.sglang.chunked_prefill_size=512", f"{ROLLOUT}name=sglang"), "0.9",
+     "prefills in chunks of that size"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "release", "said"), UNLIKE)
+def test_what_bears_on_time_or_memory_is_noted(
+    tmp_path: Path, settings: tuple[str, ...], release: str, said: str
+) -> None:
+    missing = draft_of(tmp_path, f"{ROLLOUT}name=vllm", *settings, version=release).missing
+    plain = draft_of(tmp_path, f"{ROLLOUT}name=vllm", *settings[1:], version=release).missing
+    assert any(said in item for item in missing) if said else missing == plain
+
+
+@pytest.mark.parametrize(
+    ("setting", "engine", "section", "expected"),
+    [
+        ("sglang.mem_fraction_static=0.4", "sglang", "memory_utilization", 0.4),
+        ("sglang.max_running_requests=77", "sglang", "engine", {"max_num_seqs": 77}),
+        ("vllm.max_num_batched_tokens=9999", "vllm", "engine", {"max_num_batched_tokens": 9999}),
+        ("vllm.max_model_len=2048", "vllm", "trace", {"max_model_len": 2048}),
+        ("vllm.enable_prefix_caching=False", "vllm", "engine", {"enable_prefix_caching": False}),
+    ],
+)
+def test_arguments_of_the_engine_stand_over_verls_own_settings(
+    tmp_path: Path, setting: str, engine: str, section: str, expected: Any
+) -> None:
+    draft = draft_of(tmp_path, f"{ROLLOUT}name={engine}", f"{ROLLOUT}engine_kwargs.{setting}")
+    found = draft.data()[section]
+    assert some(found, **expected) == found if isinstance(expected, dict) else found >= expected
+    assert f"engine_kwargs.{setting.partition('=')[0]}" in draft.text()
+    unknown = draft_of(tmp_path, f"{ROLLOUT}name={engine}", f"{ROLLOUT}engine_kwargs.{engine}.nothing_known=3")
+    assert unknown.unread == [f"{ROLLOUT}engine_kwargs.{engine}.nothing_known"]
 
 
 def test_a_degree_that_does_not_divide_the_model_is_told_and_written(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from rlsim.experiment.starts import shape_values
 from rlsim.hardware import Gpu
 from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
+from rlsim.init.engines import noted
 from rlsim.init.parts import Options, joined
 from rlsim.init.settings import COUNT, NUMBER, PERIOD, SHARE, TEXT, WHOLE, Settings
 from rlsim.init.sources import read_sources
@@ -32,6 +33,18 @@ _CONSUMED, _MODEL, _KL = ROLLOUT + "consumer_batch_size", ACTOR + "path", ACTOR 
 _DECOUPLED, _RECOMPUTED, _METHOD = (
     ACTOR + key for key in ("use_decoupled_loss", "recompute_logprob", "prox_logp_method")
 )
+
+
+#: Keys of the layout before areal-lite, and how they are written today.
+_LEGACY = {
+    "ppo": f"{GENERATION.rstrip('.')} (ppo.gen) and actor (ppo_n_minibatches, recompute_logprob, use_decoupled_loss)",
+    "group_size": _SAMPLES,
+    "dataset": f"{_BATCH} (train_bs_n_seqs) and {_LONGEST_PROMPT} (max_prompt_len)",
+    "max_head_offpolicyness": _AGE,
+    "actor_train": "actor.mb_spec",
+    "n_nodes": _NODES,
+    "n_gpus_per_node": _PER_NODE,
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,10 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     config = read_sources(sources, "AReaL", OPTION)
     config.default = DEFAULTS
     if not (config.has("gconfig") and config.has("rollout") and config.has("actor")):
+        if old := next((key for key in _LEGACY if config.is_given(key) or config.has(key)), ""):
+            today = "; ".join(f"{theirs} is {ours}" for theirs, ours in _LEGACY.items())
+            raise ConfigError(f"{config.name}: {old} is of AReaL's legacy layout (realhf, before areal-lite), which is "
+                              f"not read; write it as today: {today}")  # fmt: skip
         raise ConfigError(f"{config.name}: expected a configuration of AReaL's GRPO or PPO, with the keys rollout.…, "
                           "gconfig.… and actor.…")  # fmt: skip
     draft = Draft({}, notes=list(config.notes))
@@ -175,7 +192,8 @@ def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:
 
 def _missing(config: Settings, sides: _Sides) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
-    found = unlike(config, UNLIKE)
+    engine = sides.generation.engine
+    found = unlike(config, [*UNLIKE, *noted(engine, f"{engine}.", taken=ENGINE_KEYS[engine].values())])
     consumed, batch = config.get(WHOLE, _CONSUMED), config.whole(_BATCH)
     if not sides.shared and consumed != batch:
         found.append(f"{config.where(_CONSUMED)} = {consumed}: the bound on staleness counts batches of so many "

@@ -23,10 +23,11 @@ def unlike(config: Settings, table: Table) -> list[str]:
     found = list[str]()
     for key, when, what in table:
         kind, matters = _MATTERS[when]
-        value = config.told(kind, key)
-        if kind is ANYTHING and config.has(key):  # keys below it, as `speculative_config` has
-            config.asked.update(below := [other for other in config.given if other.startswith(f"{key}.")])
+        value, where = config.told(kind, key), config.where(key)
+        if kind is ANYTHING and (below := [other for other in config.given if other.startswith(f"{key}.")]):
+            config.asked.update(below)
             value = ", ".join(f"{other.removeprefix(f'{key}.')}={config.given[other]}" for other in below)
+            where = f"{key} ({config.origin[below[0]]})"
         if value is not None and matters(value):
-            found.append(f"{config.where(key)} = {value}: {what}")
+            found.append(f"{where} = {value}: {what}")
     return found

@@ -87,9 +87,6 @@ VLLM, SGLANG = _VLLM + "kwargs.", _SGLANG
 UNLIKE: Table = (
     (GRPO + "max_rollout_turns", "above 1", "turns with an environment between them: here each response is one"),
     ("env.should_use_nemo_gym", "on", "turns with NeMo-Gym's tools between them: here each response is one"),
-    (GENERATION + "sglang_cfg.dp_size", "above 1", "data parallelism inside an engine: here replicas are apart"),
-    (GENERATION + "vllm_kwargs.speculative_config.num_speculative_tokens", "set", "speculative decoding"),
-    (GENERATION + "vllm_kwargs.speculative_config.method", "set", "speculative decoding"),
     (GENERATION + "refit_transport", "set", "how weights are sent: here as weight_sync says"),
     (MEGATRON + "peft.enabled", "on", "LoRA: here all weights are trained"),
     (MEGATRON + "optimizer.optimizer_cpu_offload", "on", "the optimizer steps on the CPU"),

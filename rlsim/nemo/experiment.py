@@ -10,7 +10,7 @@ from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.starts import shape_values
 from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.engines import Use
+from rlsim.init.engines import Use, noted
 from rlsim.init.parts import Options, joined
 from rlsim.init.settings import ANYTHING, COUNT, INTEGER, NUMBER, SHARE, TEXT, WHOLE, Settings
 from rlsim.init.sources import read_sources
@@ -103,7 +103,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     draft.entries["weight_sync"] = _weight_sync(config, apart=generation.gpus is not None)
     memory = ENGINE_KEYS[generation.engine]["memory"]
     parts.add_memory(draft, config.entry(SHARE, memory), options.folder, apart=generation.gpus is not None)
-    draft.missing = [*_missing(config), *offloading, *quantised]
+    draft.missing = [*_missing(config, generation.engine), *offloading, *quantised]
     _note_refusals(config, draft, generation, actor, nodes * per_node - (generation.gpus or 0))
     config.check_spelling()
     draft.unread = config.unasked()
@@ -218,9 +218,10 @@ def _weight_sync(config: Settings, *, apart: bool) -> Entry:
     return Entry("naive", f"{said}: tensor by tensor, `stream_weights_via_ipc_zmq`")
 
 
-def _missing(config: Settings) -> list[str]:
+def _missing(config: Settings, engine: str) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
-    found = unlike(config, UNLIKE)
+    sections = {"vllm": (VLLM, VLLM.replace("kwargs", "cfg")), "sglang": (SGLANG,)}.get(engine, ())
+    found = unlike(config, [*UNLIKE, *noted(engine, *sections, taken=ENGINE_KEYS[engine].values())])
     if config.get(TEXT, PRECISION) == "fp8":
         found += unlike(config, FP8_VARIANTS)
     recipe = config.get(TEXT, FP8_RECIPE)

@@ -11,7 +11,7 @@ from rlsim.init.interpolation import interpolate, parsed
 from rlsim.init.settings import Unknown
 from rlsim.reading import exists, read_yaml
 from rlsim.verl.defaults import defaults, release
-from rlsim.verl.engines import settle_engine
+from rlsim.verl.engines import settle_arguments, settle_engine
 from rlsim.verl.log import logged_config
 from rlsim.verl.settings import STRATEGY, VerlSettings
 from rlsim.verl.shell import GROUPS, Override, parse_override, read_script
@@ -48,6 +48,7 @@ def read_config(sources: Sequence[str], version: str) -> VerlSettings:
             "actor_rollout_ref.rollout.n"
         )
     interpolate(config)
+    settle_arguments(config)
     return config
 
 

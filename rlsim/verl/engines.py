@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from rlsim.init.settings import TEXT
-from rlsim.verl.defaults import ACTOR, MODEL
+from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.settings import STRATEGY, VerlSettings
 
 _MEGATRON_DEGREE = re.compile(rf"{re.escape(ACTOR)}megatron\.\w+_parallel_size")
@@ -53,6 +53,27 @@ _ENGINES: Mapping[str, tuple[str, dict[str, str]]] = {
         | {f"engine.{key}": _FSDP + key for key in _OFFLOADS},
     ),
 }
+
+
+#: Arguments that veRL hands to an engine over its own settings (`engine_kwargs`), and those settings.
+_ARGUMENTS: Mapping[str, dict[str, str]] = {
+    "vllm": {key: key for key in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill",
+                                  "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization")},
+    "sglang": {"mem_fraction_static": "gpu_memory_utilization", "max_running_requests": "max_num_seqs",
+               "disable_cuda_graph": "enforce_eager", "context_length": "max_model_len"},
+}  # fmt: skip
+ARGUMENTS = tuple(f"{ROLLOUT}engine_kwargs.{engine}.{key}" for engine, keys in _ARGUMENTS.items() for key in keys)
+
+
+def settle_arguments(config: VerlSettings) -> None:
+    """Arguments of the rollout's engine as the settings that they stand for."""
+    engine = config.told(TEXT, ROLLOUT + "name") or "vllm"
+    for theirs, ours in _ARGUMENTS.get(engine, {}).items():
+        key = f"{ROLLOUT}engine_kwargs.{engine}.{theirs}"
+        if config.given.get(key) is not None:
+            config.put(
+                {ROLLOUT + ours: config.given.pop(key)}, f"{config.origin[key]}: engine_kwargs.{engine}.{theirs}"
+            )
 
 
 def settle_engine(config: VerlSettings) -> None:

@@ -97,6 +97,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
         draft, Entry(settings.memory_utilization, config.where(share)), options.folder, apart=apart is not None
     )
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
+    draft.unread = [key for key in config.unasked() if key.startswith(ROLLOUT)]
     named = config.told(ANYTHING, "trainer.experiment_name")
     return parts.finish(config, draft, options, sources, named, config.name)
 
@@ -171,6 +172,8 @@ def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettin
     filters = FILTER if config.flag(FILTER) else ""
     cap = Entry(settings.cap, config.where("data.max_response_length", ROLLOUT + "response_length"))
     parts.add_trace(draft, options, actor, cap, filters, config.entry(WHOLE, "data.max_prompt_length"))
+    if config.is_given(ROLLOUT + "max_model_len"):
+        draft.entries["trace"]["max_model_len"] = config.entry(WHOLE, ROLLOUT + "max_model_len")  # type: ignore[index]
 
 
 def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:

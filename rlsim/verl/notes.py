@@ -7,10 +7,12 @@ from typing import Any
 from rlsim.experiment.starts import shape_values
 from rlsim.init import parts
 from rlsim.init.draft import Draft
+from rlsim.init.engines import NOTED, noted
 from rlsim.init.settings import ANYTHING, FLAG, INTEGER, TEXT, WHOLE, Kind
 from rlsim.init.unlike import Table, unlike
 from rlsim.models import Model
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
+from rlsim.verl.engines import ARGUMENTS
 from rlsim.verl.run import RunSettings
 from rlsim.verl.settings import VerlSettings
 
@@ -32,6 +34,11 @@ _UNLIKE: Table = (
     (ACTOR + "engine.impl_cfg.optimizer", "set", "Megatron Lite's optimizer: here FSDP2 (ZeRO 3)"),
     (ACTOR + "torchtitan.activation_checkpoint", "set", "torchtitan's own checkpointing: here of whole layers"),
     (MODEL + "enable_activation_offload", "on", "activations in host memory"),
+    (ACTOR + "entropy_from_logits_with_chunking", "on", "logits of entropies by chunks: here all at once"),
+    (ACTOR + "entropy_checkpointing", "on", "entropies computed again in the backward pass"),
+    (ACTOR + "pad_to_length", "on", "micro-batches padded to one length"),
+    (ROLLOUT + "cudagraph_capture_sizes", "set", "CUDA graphs of these batches alone: here of every batch"),
+    (ROLLOUT + "disaggregation.enabled", "on", "prefill and decode apart: here together"),
     (ACTOR + "entropy_coeff", "set", "training computes the entropy of every token"),
     (ACTOR + "fsdp_config.reshard_after_forward", "off", "weights stay gathered between forward and backward"),
     (ACTOR + "fsdp_config.offload_policy", "on", "weights come from host memory while training runs"),
@@ -101,6 +108,8 @@ def note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, mod
 
 
 KEYS = (
+    *(f"{ROLLOUT}engine_kwargs.{engine}.{key}" for engine, rows in NOTED.items() for key, _, _ in rows),
+    *ARGUMENTS,
     ROLLOUT + "max_model_len",
     *(key for keys in _SIZES.values() for key in keys),
     VLLM + "kv_offloading_size",
@@ -129,9 +138,11 @@ def missing(config: VerlSettings) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     found = list[str]()
     elsewhere = {key for key, _, _ in _UNLIKE if key.startswith(ACTOR + "megatron.") and not config.megatron}
-    if config.megatron:  # which has a key of its own
-        elsewhere.add(MODEL + "use_remove_padding")
-    found += unlike(config, [row for row in _UNLIKE if row[0] not in elsewhere])
+    if config.megatron:  # whose own key counts before 0.8, the model's from then on
+        elsewhere.add((MODEL if config.version < "0.8" else ACTOR + "megatron.") + "use_remove_padding")
+    engine = config.told(TEXT, ROLLOUT + "name") or "vllm"
+    rows = [*_UNLIKE, *noted(engine, f"{ROLLOUT}engine_kwargs.{engine}.")]
+    found += unlike(config, [row for row in rows if row[0] not in elsewhere])
     if not experts_apart(config) and (config.get(WHOLE, _GROUPS) or 1) > 1:
         found.append(f"{config.where(_GROUPS)}: data parallelism inside an engine: here replicas are apart")
     for keys, what in ((_SANDBOX, "a sandbox"), (_SCORING, "a function of yours")):
