@@ -219,12 +219,13 @@ def waited_for(found: rlsim.Result, trainer: range) -> tuple[Floats, Floats]:
                 following = later[start[later].argmin()]
                 sync = what[following] == "sync"
                 complete_at = np.inf if sync else _complete_at(of_step[step[following]], start[following])
-            if t < complete_at and generates[i]:
+            generated = generates[i] or at_work["generate"][i]
+            if t < complete_at and generated:
                 busy = [0]
             elif scoring[i] or at_work["inference"][i] or at_work["reward"][i]:
                 busy = [1]
             else:
-                busy = [3] if at_work["sync"][i] else [0] if generates[i] else [4]
+                busy = [3] if at_work["sync"][i] else [0] if generated else [4]
         rows[window, 0 if own[i] else busy[0]] += seconds
     return rows, idle_s
 
@@ -254,6 +255,17 @@ def test_parts_are_what_the_trainer_did_and_waited_for(drawn: tuple[dict[str, An
     np.testing.assert_allclose(steps[list(PARTS)], expected, rtol=1e-6, atol=1e-6 * steps["step_time_s"].max())
     if rollout:
         np.testing.assert_allclose(steps["trainer_idle"] * steps["step_time_s"], idle_s, atol=1e-6 * idle_s.max())
+
+
+def test_steps_are_trained_in_their_order() -> None:
+    """Rewards of 30 s hold a step back; the one after it was trained first, and both ended at one moment."""
+    parts = [{"verl": {"tp": 1}}, {"lagged": {"lag": 2}}, {"split": {"rollout_gpus": 4}}, "rollout_log_probs"]
+    workflow = {"prompts": 8, "responses": 1, "steps": 6, "reward": {"workers": 64}}
+    lengths = {"path": "rollpacker-code", "cap": 64}
+    found = rlsim.run({**BASE, "workflow": workflow, "trace": lengths, "systems": [{"name": "s", "use": parts}]})
+    trained = found.calls[found.calls["call"] == "train"].sort_values("step")
+    assert (trained["start_at"].to_numpy()[1:] >= trained["end_at"].to_numpy()[:-1]).all()
+    assert found.steps["reward_time_s"].max() > 10 * found.steps["train_time_s"].max()
 
 
 # What misled users ----------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def parts_of_steps(outcome: Outcome, trainer: Set[int], edges: Floats) -> dict[s
             calls.append((start_at, span.step, part))
         elif span.end_at > edges[span.step]:
             own.append((max(start_at, edges[span.step]), span.end_at))
-    anywhere[_GEN] = [(call.start_at, call.end_at) for call in outcome.calls if call.kind == "generate"]
+    anywhere[_GEN] += [(call.start_at, call.end_at) for call in outcome.calls if call.kind == "generate"]
     for of_step in outcome.responses:
         scored = ~np.isnan(of_step.scored_at)
         anywhere[_PREP] += np.stack([of_step.score_started_at, of_step.scored_at], axis=1)[scored].tolist()
