@@ -203,6 +203,10 @@ def _ratio(name: str, of: str) -> tuple[Column, ...]:
     )
 
 
+def _as_in_steps(*names: str) -> list[Column]:
+    return [next(column for column in TABLES["steps"] if column.name == name) for name in names]
+
+
 #: Columns of `Result.summary()`, one row per case and system; means are over the steady steps of all seeds.
 SUMMARY: tuple[Column, ...] = (
     *_RUN[:2],
@@ -213,29 +217,15 @@ SUMMARY: tuple[Column, ...] = (
     *_ratio("token_speedup", "tokens trained on per second"),
     *_ratio("gen_speedup", "responses trained on per second of generation"),
     _figure("trained", "mean number of responses that a step trains on"),
-    _updates("staleness_mean", "mean over the responses trained on: see the table `steps`"),
-    _updates("staleness_p95", "95% of the responses trained on are at most so stale"),
-    Column("staleness_max", "int64", "updates", "the largest of any step"),
-    _figure("stale_token_share", "share of the response tokens trained on that older weights have generated"),
-    _seconds("step_time_s", "mean step time"),
+    *_as_in_steps("staleness_mean", "staleness_p95", "staleness_max", "stale_token_share", "step_time_s"),
     _seconds("step_time_s_half", "half the 95% interval of step_time_s over seeds"),
-    _seconds("gen_time_s", "mean generation time"),
+    *_as_in_steps("gen_time_s"),
     _seconds("gen_time_s_half", "half the 95% interval of gen_time_s over seeds"),
-    _seconds("gen_p90_time_s", "mean time until 90% of the batch was there"),
-    _seconds("gen_exposed_s", "mean generation that the trainer waited for, or that held its GPUs"),
-    _seconds(
-        "prep_time_s", "mean time of log-probs on the trainer's GPUs, and of those and rewards that it waited for"
-    ),
-    _seconds("train_time_s", "mean time of training"),
-    _seconds("sync_time_s", "mean time in which new weights were on their way, and the trainer did nothing else"),
-    _seconds("waiting_time_s", "mean time in which the trainer waited and no call of any step ran"),
+    *_as_in_steps("gen_p90_time_s", "gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "waiting_time_s"),
     Column("tokens_per_s", "float64", "tokens/s", "prompt and response tokens trained on per second of step time"),
     Column("response_tokens_per_s", "float64", "tokens/s", "response tokens trained on per second: no prompts"),
     Column("generated_tokens_per_s", "float64", "tokens/s", "tokens generated per second, trained on or not"),
-    _figure("bubble_fraction", "share of GPU time in which the GPU did nothing"),
-    _figure("tail_fraction", "share of busy GPU time that decodes at less than half the full throughput"),
-    _figure("rollout_idle", f"share of step time in which no GPU of generation did anything; {_NOT_APART}"),
-    _figure("trainer_idle", f"the same of the GPUs of the train calls; {_NOT_APART}"),
+    *_as_in_steps("bubble_fraction", "tail_fraction", "rollout_idle", "trainer_idle"),
     _figure("wasted_fraction", "share of the generated tokens that is not trained on"),
     _figure("switches", "changes of a node's degree per step"),
     _seconds("switch_time_s", "pauses of nodes for these changes, per step"),

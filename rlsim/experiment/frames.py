@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -230,34 +229,19 @@ def _gpu_seconds(held: Iterable[Sequence[float]], edges: Floats) -> Floats:
 
 def uncovered(spans: Sequence[Span]) -> Sequence[Span]:
     """The spans, those on shared GPUs cut down to the time in which their GPUs did nothing else."""
-    beside = [span for span in spans if span.shared]
-    if not beside:
+    if not any(span.shared for span in spans):
         return spans
-    others: dict[int, list[tuple[float, float]]] = {}
-    for span in spans:
-        if not span.shared:
-            for gpu in span.gpus:
-                others.setdefault(gpu, []).append((span.start_at, span.end_at))
-    for intervals in others.values():
-        intervals.sort()
     kept = [span for span in spans if not span.shared]
-    for span in beside:
+    held: dict[int, list[tuple[float, float]]] = {}
+    for span in kept:
         for gpu in span.gpus:
-            kept += [span._replace(gpus=(gpu,), start_at=a, end_at=b) for a, b in _gaps(span, others.get(gpu, []))]
+            held.setdefault(gpu, []).append((span.start_at, span.end_at))
+    others = {gpu: Stretches.merged(its) for gpu, its in held.items()}
+    for span in (span for span in spans if span.shared):
+        for gpu in span.gpus:
+            gaps = others[gpu].gaps(span.start_at, span.end_at) if gpu in others else [(span.start_at, span.end_at)]
+            kept += [span._replace(gpus=(gpu,), start_at=start_at, end_at=end_at) for start_at, end_at in gaps]
     return kept
-
-
-def _gaps(span: Span, intervals: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The parts of a span that lie in none of the intervals (sorted, without overlap)."""
-    at = span.start_at
-    for start, end in intervals[max(bisect_left(intervals, (at, at)) - 1, 0) :]:
-        if start >= span.end_at:
-            break
-        if start > at:
-            yield at, start
-        at = max(at, end)
-    if at < span.end_at:
-        yield at, span.end_at
 
 
 def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
@@ -283,23 +267,13 @@ def stays_frame(stays: Sequence[Stays], responses: Sequence[Responses] = ()) -> 
         for step, of_step in enumerate(responses):
             step_of[of_step.id] = step
     columns: dict[str, list[np.ndarray[Any, np.dtype[Any]]]] = {name: [] for name in _own_columns("stays")}
-    for at_replica in stays:
-        if not len(at_replica):
-            continue
-        place = {
-            "step": at_replica.step,
-            "call": at_replica.call,
-            "replica": at_replica.replica,
-            "gpu": min(at_replica.gpus),
-            "gpus": len(at_replica.gpus),
-        }
+    for at_replica in filter(len, stays):
         own = at_replica.columns()
-        for name, value in place.items():
-            columns[name].append(np.full(len(at_replica), value))
-        if at_replica.step == NO_STEP:
-            columns["step"][-1] = step_of[own["response"]]
-        for name, values in own.items():
-            columns[name].append(values)
+        own["step"] = step_of[own["response"]] if at_replica.step == NO_STEP else np.array(at_replica.step)
+        place = (at_replica.call, at_replica.replica, min(at_replica.gpus), len(at_replica.gpus))
+        own |= zip(("call", "replica", "gpu", "gpus"), map(np.array, place), strict=True)
+        for name, parts in columns.items():
+            parts.append(np.broadcast_to(own[name], len(at_replica)))
     frame = pd.DataFrame({name: np.concatenate(parts) if parts else [] for name, parts in columns.items()})
     return frame.sort_values("step", kind="stable", ignore_index=True)
 

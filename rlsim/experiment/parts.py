@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,12 @@ class Stretches(NamedTuple):
         """Seconds of them between each edge and the next."""
         last, before = self._last(edges), np.append(0.0, (self.end - self.start).cumsum())
         return np.diff(before[last] + np.minimum(edges, self.end[last]) - self.start[last])
+
+    def gaps(self, start_at: float, end_at: float) -> Iterator[tuple[float, float]]:
+        """Where none of them is between two moments."""
+        first, last = np.searchsorted(self.end, start_at, side="right"), np.searchsorted(self.start, end_at)
+        ends, starts = self.end[first:last].tolist(), self.start[first:last].tolist()
+        return ((a, b) for a, b in zip([start_at, *ends], [*starts, end_at], strict=True) if a < b)
 
     def _last(self, moments: Floats) -> Any:
         return np.searchsorted(self.start, moments, side="right") - 1

@@ -33,8 +33,14 @@ def tail_stretches(stays: pd.DataFrame, spans: pd.DataFrame, calls: pd.DataFrame
     began_at = calls[calls["kind"] == "generate"].set_index("step")["start_at"]
     if (decoding["decoding_at"] < decoding["step"].map(began_at)).any():  # one rollout generates for all steps
         decoding, spans = decoding.assign(step=0), spans.assign(step=0)
-    owner, place = _replicas(decoding)
-    of, start, end, tokens, decode_s, busy_s = _constant_batches(decoding, owner, _spans_of(spans, place))
+    key = ["step", "replica"]
+    place = decoding[[*key, "gpu", "gpus"]].drop_duplicates(key).sort_values(key, ignore_index=True)
+    place["owner"] = place.index  # the number of a replica among all of the run
+    numbers = {f"replica {number}": number for number in place["replica"]}
+    iterating = spans[spans["kind"].isin(("decode", "mixed")) & spans["label"].isin(numbers)]
+    iterating = iterating.assign(replica=iterating["label"].map(numbers).astype(np.int64)).merge(place, on=key)
+    owner = decoding[key].merge(place, how="left", on=key)["owner"].to_numpy(np.int64)
+    of, start, end, tokens, decode_s, busy_s = _constant_batches(decoding, owner, iterating)
     throughput = np.divide(tokens, busy_s, out=np.zeros(len(of)), where=busy_s > 0)
     of_group, gpu, gpus, least = _thresholds(place, of, throughput)
     # Every replica's stretches once for each group of its GPUs that have the same threshold; mostly there is one.
@@ -46,28 +52,6 @@ def tail_stretches(stays: pd.DataFrame, spans: pd.DataFrame, calls: pd.DataFrame
     row, group = row[tail], group[tail]
     found = (gpu[group], gpus[group], start[row], end[row], decode_s[row])
     return pd.DataFrame(dict(zip(COLUMNS, found, strict=True)))
-
-
-def _replicas(decoding: pd.DataFrame) -> tuple[Integers, pd.DataFrame]:
-    """The number of each stay's replica among all of the run, and by that number: step, replica, gpu, gpus."""
-    steps, replicas = (decoding[name].to_numpy(np.int64) for name in ("step", "replica"))
-    _, first, owner = np.unique(steps * (replicas.max() + 1) + replicas, return_index=True, return_inverse=True)
-    return owner, decoding[["step", "replica", "gpu", "gpus"]].iloc[first].reset_index(drop=True)
-
-
-def _spans_of(spans: pd.DataFrame, place: pd.DataFrame) -> pd.DataFrame:
-    """The spans in which these replicas iterated with decodes: owner, start_at, end_at, kind."""
-    steps, replicas = (place[name].to_numpy(np.int64) for name in ("step", "replica"))
-    width = int(replicas.max()) + 1
-    numbers = steps * width + replicas  # ascending, as `_replicas` has them
-    code, labels = pd.factorize(spans["label"].to_numpy(object))
-    of_label = [int(name.removeprefix("replica ")) if name.startswith("replica ") else width for name in labels]
-    replica = np.array(of_label, np.int64)[code]
-    wanted = spans["step"].to_numpy(np.int64) * width + replica
-    owner = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
-    own = (replica < width) & (numbers[owner] == wanted) & spans["kind"].isin(("decode", "mixed")).to_numpy()
-    found: pd.DataFrame = spans.loc[own, ["start_at", "end_at", "kind"]]
-    return found.assign(owner=owner[own])
 
 
 def _constant_batches(decoding: pd.DataFrame, owner: Integers, spans: pd.DataFrame) -> tuple[Any, ...]:
