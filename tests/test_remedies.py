@@ -126,6 +126,7 @@ def test_reported_ooms_are_refused_or_warned_of(
     kind = "--from-nemo" if source.endswith(".yaml") else "--from-verl"
     code, out, err = call("init", kind, str(CASES_OF_USERS / source), *arguments, "--out", "made.yaml")
     if code == 0:
+        assert "memory is enough for the trace's lengths, not for" in out.replace("\n", " ")
         code, out, err = call("check", "made.yaml")
         assert code == 0
         assert ways_out(out.replace("\n", " "))

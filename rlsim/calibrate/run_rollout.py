@@ -9,8 +9,7 @@ import numpy as np
 
 from rlsim.calibrate.fit.common import Array
 from rlsim.cost.calibration import Calibration, HostFit
-from rlsim.cost.ledger import does_not_fit
-from rlsim.cost.memory import RESERVED_BYTES, call_bytes, kept_bytes
+from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.hardware import Cluster
 from rlsim.models import Model
@@ -92,10 +91,6 @@ def host_fit(calibration: Calibration, step_s: float, sequence_s: float, source:
 
 
 def _costs(model: Model, cluster: Cluster, calibration: Calibration, settings: RunSettings) -> RolloutCostModel:
-    parts = call_bytes(model, settings.train, backward=True) | {"context and communication": RESERVED_BYTES}
-    if sum(parts.values()) > cluster.gpu.memory_bytes:
-        what = f"{model.name} training ({settings.train.shown}) does not fit"
-        raise does_not_fit(what, parts, cluster.gpu.memory_bytes, f"of {cluster.gpu.name}")
     return RolloutCostModel(
         model,
         cluster,

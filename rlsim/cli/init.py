@@ -149,12 +149,13 @@ def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
     from rlsim.cli.terminal import Console
     from rlsim.init.parts import check
 
-    refused = check(draft, folder)
+    warnings: list[str] = []
+    refused = check(draft, folder, warnings)
     if refused:
         draft.notes.insert(0, f"DOES NOT RUN AS IT STANDS: {refused}")
     draft.write(target, force=force)
     console = Console(soft_wrap=True)
-    for note in draft.notes[bool(refused) :]:
+    for note in [*draft.notes[bool(refused) :], *warnings]:
         console.print(f"note: {note}", style="dim")
     for item in draft.missing:
         console.print(f"not represented: {item}", style="dim")

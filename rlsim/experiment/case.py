@@ -106,7 +106,8 @@ class Case:
         self.notes: list[str] = [*self.loaded.notes, *self.refused]
         self.searched: list[str] = []  # systems whose plan is yet to be searched for
         self.systems = {spec: tuple(self._alternatives(spec)) for spec in self._specs if self._fits(spec)}
-        self.notes += self._memory_notes()
+        self.memory_notes = list(self._memory_notes())
+        self.notes += self.memory_notes
 
     def pending(self) -> list[tuple[SystemSpec, int]]:
         """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
@@ -204,14 +205,15 @@ class Case:
             self.searched.append(spec.name)
         except (CapacityError, ConfigError) as error:
             if not self.left_out(spec, error):
-                more = self._remedies(spec) if isinstance(error, CapacityError) else ""
+                more = self.remedies(spec) if isinstance(error, CapacityError) else ""
                 raise type(error)(f"{spec.shown}: {error}{more}") from None
             self.notes.append(f"{spec.name} left out: {error}")
             return False
         return True
 
-    def _remedies(self, spec: SystemSpec) -> str:
-        """The settings with which a system that does not fit does; empty where that depends on a search."""
+    def remedies(self, spec: SystemSpec | None = None) -> str:
+        """The settings with which a system (the first) that does not fit does; empty where a search tells that."""
+        spec = spec or self._specs[0]
         return remedies(self.loaded, lambda changed: check_system(Simulator(changed, search=False), spec))
 
     def _memory_notes(self) -> Iterable[str]:

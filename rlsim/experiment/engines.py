@@ -11,6 +11,7 @@ from rlsim.cost.memory import kv_page_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import judge_bytes
+from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import Kind, LoadedExperiment
@@ -101,21 +102,12 @@ def rollout_costs(
 def scorer_of(
     loaded: LoadedExperiment, call: Call, placement: Placement, streaming: ChunkStreaming
 ) -> RewardModelEngine:
-    """The engine of a call that takes responses by the chunk, on GPUs of its own or beside generation.
-
-    Raises `CapacityError` if its KV cache cannot hold the longest prompt and response.
-    """
-    model, tp, engine = loaded.models[call.model], tp_of(placement), loaded.experiment.engine
-    kind = loaded.kind(placement.gpus)
-    cost = step_cost(model, tp, kind.cluster, kind.calibration)
-    pages = kv_pages(loaded, kind, model, tp, shared=placement.shared)
-    if pages * engine.page_tokens < loaded.longest_sequence:
-        raise CapacityError(
-            f"{model.name} at TP {tp}, which takes responses by the chunk, has room for {pages * engine.page_tokens} "
-            f"tokens of KV cache; a response with its prompt may need {loaded.longest_sequence}"
-        )
-    slowdown = streaming.slowdown if placement.shared else 1.0
-    return RewardModelEngine(tp, cost, crowded(cost, slowdown), slowdown, pages, engine, streaming.handover_s)
+    """The engine of a call that takes responses by the chunk, on GPUs of its own or beside generation."""
+    model, kind = loaded.models[call.model], loaded.kind(placement.gpus)
+    cost = step_cost(model, tp_of(placement), kind.cluster, kind.calibration)
+    slowdown = streaming.slowdown if placement.shared else None
+    made = scoring_engine(loaded, kind, model, cost, loaded.longest_sequence, f"call {call.name}", slowdown)
+    return made._replace(handover_s=streaming.handover_s)
 
 
 def tp_of(placement: Placement) -> int:
@@ -123,18 +115,34 @@ def tp_of(placement: Placement) -> int:
     return placement.strategy.tp if placement.strategy else 1
 
 
-def kv_pages(
-    loaded: LoadedExperiment, kind: Kind, model: Model, tp: int, *, shared: bool, resident_bytes: float = 0.0
-) -> int:
-    """Room for the KV cache of a scoring model, beside other calls or on GPUs that others leave while it works.
+def scoring_engine(
+    loaded: LoadedExperiment,
+    kind: Kind,
+    model: Model,
+    cost: StepCost,
+    longest: int,
+    what: str,
+    slowdown: float | None,
+    resident_bytes: float = 0.0,
+) -> RewardModelEngine:
+    """The engine of a scoring model: beside other calls, which take `slowdown` times as long, or on GPUs of its own.
 
-    `resident_bytes`: what these keep on each of such GPUs meanwhile.
+    These others leave while it works, but for `resident_bytes`. Raises `CapacityError`, about `what`, if its KV cache
+    does not hold the `longest` that it reads (tokens).
     """
-    if shared:
-        page_bytes = kv_page_bytes(model, tp, loaded.experiment.engine.page_tokens)
-        return int(KV_SHARE * kind.cluster.gpu.memory_bytes / page_bytes)
-    share = loaded.experiment.memory_utilization
-    return _engine(loaded, kind, model, share, resident_bytes=resident_bytes).capacity_pages(tp)
+    engine, share = loaded.experiment.engine, loaded.experiment.memory_utilization
+    if slowdown is not None:
+        page_bytes = kv_page_bytes(model, cost.tp, engine.page_tokens)
+        pages = int(KV_SHARE * kind.cluster.gpu.memory_bytes / page_bytes)
+    else:
+        pages = _engine(loaded, kind, model, share, resident_bytes=resident_bytes).capacity_pages(cost.tp)
+    if not cost.kv.fits(longest, engine.page_tokens, pages):
+        raise CapacityError(
+            f"{what}: {model.name} at TP {cost.tp} has room for {pages * engine.page_tokens} tokens of KV cache, a "
+            f"response may need {longest}"
+        )
+    factor = slowdown or 1.0
+    return RewardModelEngine(cost.tp, cost, crowded(cost, factor), factor, pages, engine)
 
 
 def bytes_beside(loaded: LoadedExperiment, gpu: Gpu, model: Model, tp: int, offloaded_layers: int = 0) -> float:

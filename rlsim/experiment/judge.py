@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from rlsim.cost.derived import crowded, streamed
+from rlsim.cost.derived import streamed
 from rlsim.cost.ledger import Row
 from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import host_copy_s
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.engines import bytes_beside, kv_pages
+from rlsim.experiment.engines import bytes_beside, scoring_engine
 from rlsim.experiment.schema import JudgeSpec
 from rlsim.hardware import AnyCluster
 from rlsim.models import Model
@@ -52,29 +52,15 @@ class Judge:
 
         Raises `CapacityError` if the longest response to judge does not fit.
         """
-        loaded, spec, model, engine = self._loaded, self._spec, self._model, self._loaded.experiment.engine
-        cost, slowdown = self._resident, 1.0
+        loaded, spec, model, cost, load_s = self._loaded, self._spec, self._model, self._resident, 0.0
         if self.beside is not None:
             cost = streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, self._cluster.host))
-            slowdown = self.beside.slowdown
-        pages = kv_pages(
-            loaded,
-            self._kind,
-            model,
-            spec.tp,
-            shared=self.beside is not None,
-            resident_bytes=resident_bytes,
-        )
-        longest = loaded.longest_sequence + spec.prompt_tokens + loaded.longest_answer
-        if not cost.kv.fits(longest, engine.page_tokens, pages):
-            raise CapacityError(
-                f"workflow.reward.judge: {model.name} at TP {spec.tp} has room for {pages * engine.page_tokens} tokens "
-                f"of KV cache, a response to judge may need {longest}"
-            )
-        load_s = 0.0
-        if self.joins and spec.while_training == "offloaded":
+        elif self.joins and spec.while_training == "offloaded":
             load_s = host_copy_s(math.ceil(rollout_weight_bytes(model, spec.tp)), self._cluster.host)
-        return RewardModelEngine(spec.tp, cost, crowded(cost, slowdown), slowdown, pages, engine, load_s=load_s)
+        longest = loaded.longest_sequence + spec.prompt_tokens + loaded.longest_answer
+        slowdown = self.beside.slowdown if self.beside else None
+        made = scoring_engine(loaded, self._kind, model, cost, longest, JUDGE, slowdown, resident_bytes)
+        return made._replace(load_s=load_s)
 
     @cached_property
     def _resident(self) -> StepCost:

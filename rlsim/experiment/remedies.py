@@ -49,7 +49,9 @@ def changed(loaded: LoadedExperiment, changes: Change) -> LoadedExperiment:
     nodes = settings.pop("nodes", None)
     if nodes and isinstance(cluster, Cluster):
         cluster = cluster.model_copy(update={"nodes": nodes})
-    return replace(loaded, experiment=with_settings(loaded.experiment, settings, ""), cluster=cluster)
+    made = replace(loaded, experiment=with_settings(loaded.experiment, settings, ""), cluster=cluster)
+    vars(made)["scoring"] = loaded.scoring  # none of these settings changes what the trace says, which takes long
+    return made
 
 
 def _first(loaded: LoadedExperiment, ways: Iterable[tuple[Change, ...]], fits: Fits) -> str:

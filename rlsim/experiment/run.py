@@ -164,7 +164,8 @@ def checked_cases(
     ]
     _settle_baseline(cases)
     if not any(case.systems for case in cases):
-        raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
+        told = "\n".join(note for case in cases for note in case.notes)
+        raise CapacityError(f"no system could run:\n{told}{cases[0].remedies()}")
     for case in cases:
         for spec in case.systems:
             case.simulator.window(spec.make())  # raises if a warm-up leaves nothing to measure

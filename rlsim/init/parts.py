@@ -345,12 +345,17 @@ def own_name(file: str) -> str:
     return f"{stem}-rlsim" if stem else ""
 
 
-def check(draft: Draft, folder: Path) -> str:
-    """Why `rlsim run` would refuse the experiment of a draft in `folder`; empty if it would not."""
+def check(draft: Draft, folder: Path, warnings: list[str] | None = None) -> str:
+    """Why `rlsim run` would refuse the experiment of a draft in `folder`; empty if it would not.
+
+    What memory may lack though it runs is added to `warnings`.
+    """
     from rlsim.experiment.run import checked_cases
 
     try:
-        checked_cases(validate(draft.data(), Experiment), folder)
+        cases = checked_cases(validate(draft.data(), Experiment), folder)
     except RlsimError as error:
         return str(error)
+    if warnings is not None:
+        warnings += (note for case in cases for note in case.memory_notes)
     return ""
