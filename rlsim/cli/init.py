@@ -157,6 +157,9 @@ def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
     console = Console(soft_wrap=True)
     for note in [*draft.notes[bool(refused) :], *warnings]:
         console.print(f"note: {note}", style="dim")
+    assumed = draft.data()["sources"].get("assumed", [])
+    if assumed:
+        console.print(f"assumed: {', '.join(assumed)}: rlsim run says over what range", style="dim")
     for item in draft.missing:
         console.print(f"not represented: {item}", style="dim")
     console.print(f"wrote {target}")

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -16,73 +17,27 @@ from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import beside
 from rlsim.hardware import Cluster, load_cluster, load_gpu, node_types
 from rlsim.models import Model, load_model
-from rlsim.reading import is_file
+from rlsim.reading import is_file, read_yaml
 from rlsim.trace import Trace, read_trace
 
-_NEMOTRON_H = ("base", "instruct", "reasoning")
-#: Published models that have exactly the shape of one in the catalogue, by their config.json.
-SAME_SHAPE = {
-    "deepscaler-1.5b": "r1-distill-qwen-1.5b",
-    "deepseek-r1": "deepseek-v3",
-    "deepseek-v3.1": "deepseek-v3",
-    **{
-        f"deepseek-r1-distill-{base}": f"r1-distill-{base}"
-        for base in ("llama-70b", "llama-8b", "qwen-1.5b", "qwen-7b", "qwen-14b", "qwen-32b")
-    },
-    "eurus-2-7b": "qwen2.5-7b",
-    "fapo-genrm-4b": "qwen3-4b",
-    "fsfairx-llama3-rm": "llama-3.1-8b",
-    "hy3-preview": "hy3",
-    "llama-3-8b": "llama-3.1-8b",
-    "llama-3.3-70b": "llama-3.1-70b",
-    "meta-llama-3-70b": "llama-3-70b",
-    "meta-llama-3-8b": "llama-3.1-8b",
-    "meta-llama-3.1-70b": "llama-3.1-70b",
-    "meta-llama-3.1-8b": "llama-3.1-8b",
-    **{f"minimax-m2.{release}": "minimax-m2" for release in (1, 5, 7)},
-    "mistral-nemo": "mistral-nemo-12b",
-    "multiturn-sft-qwen-2.5-7b": "qwen2.5-7b",  # what veRL's ReTool recipe writes, of these models
-    "multiturn-sft-qwen-2.5-32b": "qwen2.5-32b",
-    "nemotron-cascade-2-30b-a3b": "nemotron-3-nano-30b-a3b",
-    **{f"nemotron-h-{size}-{kind}-8k": f"nemotron-h-{size}" for size in ("8b", "47b", "56b") for kind in _NEMOTRON_H},
-    **{f"nvidia-{name}": name for name in catalogue.names("models") if name.startswith("nemotron-")},
-    "nvidia-nemotron-3.5-lightning-30b-a3b": "nemotron-3-nano-30b-a3b",
-    "olmo-2-0325-32b": "olmo-2-32b",
-    **{f"olmo-2-1124-{size}": f"olmo-2-{size}" for size in ("7b", "13b")},
-    "olmo-3-1025-7b": "olmo-3-7b",
-    "olmo-3-1125-32b": "olmo-3-32b",
-    **{f"olmo-3-{size}-think": f"olmo-3-{size}" for size in ("7b", "32b")},
-    "skywork-reward-llama-3.1-8b": "llama-3.1-8b",
-    **{f"skywork-reward-v2-{base}": base for base in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-8b")},
-    **{f"qwen2-{size}": f"qwen2.5-{size}" for size in ("1.5b", "7b", "72b")},
-    **{f"qwen2.5-coder-{size}": f"qwen2.5-{size}" for size in ("1.5b", "3b", "7b", "14b", "32b")},
-    **{f"qwen2.5-math-{size}": f"qwen2.5-{size}" for size in ("1.5b", "7b")},
-    **{
-        f"{base}-{kind}-2507": f"{base}-2507"
-        for base in ("qwen3-4b", "qwen3-30b-a3b", "qwen3-235b-a22b")
-        for kind in ("instruct", "thinking")
-    },
-    "qwen3-30b": "qwen3-30b-a3b",
-    "qwen3-30b-moe": "qwen3-30b-a3b",
-    "qwen3-coder-30b-a3b": "qwen3-30b-a3b-2507",
-}
-#: Published models that see or hear, and whose language model has the shape of one in the catalogue.
-LANGUAGE_MODEL = {
-    "glm-4.1v-9b": "glm-4-9b-0414",
-    "glm-4.5v": "glm-4.5-air",
-    "minicpm-o-2_6": "qwen2.5-7b",
-    "qwen2-vl-7b": "qwen2.5-7b",
-    **{f"qwen2.5-vl-{size}": f"qwen2.5-{size}" for size in ("3b", "7b", "32b", "72b")},
-    "qwen3-vl-2b": "qwen3-1.7b",
-    **{f"qwen3-vl-{size}": f"qwen3-{size}" for size in ("4b", "8b", "30b-a3b", "32b", "235b-a22b")},
-    **{name: name for name in catalogue.names("models") if name.startswith("qwen3.5-")},
-}
 UNSEEN = "what it sees or hears, and the time that takes, is not represented"
 #: What may follow the size in a model's name without changing its shape.
 _SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|merge|rm|preview|thinking|bf16|v?\d+(\.\d+)*|\d{4}))*")
 #: The end of a checkpoint's path, below the name of its model.
 _STEP = re.compile(r"(/(global_step_\d+|huggingface))+$")
 _MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)
+
+
+@cache
+def _called_otherwise() -> tuple[dict[str, str], dict[str, str]]:
+    """Published models by their names, each with the one of the catalogue whose shape it has, or its language model."""
+    known, tables = catalogue.names("models"), read_yaml(catalogue.data_dir("models").parent / "known_names.yaml")
+    same, language = (
+        {name: shape for shape, names in tables[kind].items() for name in names}
+        for kind in ("same_shape", "language_model")
+    )
+    same |= {f"nvidia-{name}": name for name in known if name.startswith("nemotron-")}
+    return same, language | {name: name for name in known if name.startswith("qwen3.5-")}
 
 
 def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str, str]:
@@ -101,7 +56,8 @@ def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str
     whole = _STEP.sub("", name.rstrip("/")).rpartition("/")[2]
     last = whole.lower()
     known = catalogue.names("models")
-    named = {**SAME_SHAPE, **LANGUAGE_MODEL, **{entry: entry for entry in known}}
+    same_shape, language_model = _called_otherwise()
+    named = {**same_shape, **language_model, **{entry: entry for entry in known}}
     fitting = [entry for entry in named if last.startswith(entry) and _SUFFIX.fullmatch(last[len(entry) :])]
     if not fitting:
         near = difflib.get_close_matches(last, sorted(known), n=3, cutoff=0.5)
@@ -111,7 +67,7 @@ def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str
             "path of its config.json"
         )
     chosen = named[max(fitting, key=len)]
-    if max(fitting, key=len) in LANGUAGE_MODEL:
+    if max(fitting, key=len) in language_model:
         return chosen, f"{whole} has a language model of this shape; {UNSEEN}"
     same = chosen in (last, name.lower())
     return chosen, "" if same else f"{whole} has the shape of {chosen}"
