@@ -7,10 +7,9 @@ import sys
 import pandas as pd
 
 from rlsim.cost.ledger import GB, total
-from rlsim.cost.memory import RESERVED_BYTES, RolloutMemory
+from rlsim.cost.memory import RESERVED_BYTES
 from rlsim.cost.rollout import powers_of_two
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.placed import PlacedExperiment
 
@@ -29,52 +28,44 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
         plan, unplaced = placed.plan, ""
     except CapacityError as error:  # other calls do not fit: what generation needs is known nonetheless
         plan, unplaced = placed.unchecked_plan, str(error)
-    cluster, gpus = placed.loaded.cluster, len(placed.generation.gpus)
+    loaded, cluster, gpus = placed.loaded, placed.loaded.cluster, len(placed.generation.gpus)
     left = len(placed.generation.nodes(cluster)[0])  # of a node; as many of each
     _, beside_bytes = placed.ledger_of(plan).staying(placed.gpus)
-    costs = rollout_costs(placed.loaded, placed.generation.gpus, resident_bytes=beside_bytes)
-    rows = []
+    costs = rollout_costs(loaded, placed.generation.gpus, resident_bytes=beside_bytes)
+    budget_bytes = loaded.experiment.memory_utilization * cluster.gpu_at(0).memory_bytes
+    step, longest, rows = loaded.experiment.workflow.prompts * loaded.launched_responses, loaded.longest_sequence, []
     for tp in powers_of_two(cluster.domain_gpus):
         row: dict[str, object] = {"tp": tp, "replicas": gpus // tp, "fits": False, "waits": False}
+        rows.append(row)
         if left % tp:
-            why_not = f"TP {tp} does not divide the {left} GPUs of a node that workflow.reward.judge leaves"
-            rows.append({**row, "why_not": why_not})
+            row["why_not"] = f"TP {tp} does not divide the {left} GPUs of a node that workflow.reward.judge leaves"
             continue
         try:
             memory = costs.memory(tp, min_tokens=-sys.maxsize)  # whatever is left, and be it less than nothing
         except ConfigError as error:
-            rows.append({**row, "why_not": str(error)})
+            row["why_not"] = str(error)
             continue
-        row |= {"resident_gb": beside_bytes / GB, **_engine_row(placed.loaded, memory, tp, gpus)}
-        rows.append({**row, "fits": False, "why_not": unplaced} if unplaced else row)
-    return pd.DataFrame(rows, columns=[*_COLUMNS])
+        tokens, sequences = memory.capacity_tokens, -(-step * tp // gpus)
+        mean_sequences = max(int(tokens // loaded.batch.mean_tokens), 0)
+        lacking = f"room for {tokens:,} tokens of KV at TP {tp}, a full sequence has {longest:,}"
+        if memory.kv_bytes <= 0.0:
+            lacking = f"weights and working memory exceed the budget by {-memory.kv_bytes / GB:.1f} GB"
+        engine = memory.weight_bytes, memory.activation_bytes, memory.reserved_bytes
+        sizes = budget_bytes, *engine, beside_bytes, max(memory.kv_bytes, 0.0)
+        row |= dict(zip(_BYTES, (size / GB for size in sizes), strict=True)) | {
+            "fits": tokens >= longest and not unplaced,
+            "kv_tokens": max(tokens, 0),
+            "full_sequences": max(tokens // longest, 0),
+            "mean_sequences": mean_sequences,
+            "sequences": sequences,
+            "waits": sequences > min(mean_sequences, loaded.experiment.engine.max_num_seqs),
+            "why_not": unplaced or lacking * (tokens < longest),
+        }
+    counts = ("kv_tokens", "full_sequences", "mean_sequences", "sequences", "waits", "why_not")
+    return pd.DataFrame(rows, columns=["tp", "replicas", "fits", *_BYTES, *counts])
 
 
-def _engine_row(loaded: LoadedExperiment, memory: RolloutMemory, tp: int, gpus: int) -> dict[str, object]:
-    """What an engine's memory holds, and whether that is enough."""
-    tokens, longest = memory.capacity_tokens, loaded.longest_sequence
-    mean_sequences = max(int(tokens // loaded.batch.mean_tokens), 0)
-    sequences = -(-loaded.experiment.workflow.prompts * loaded.launched_responses * tp // gpus)
-    return {
-        "fits": tokens >= longest,
-        "budget_gb": loaded.experiment.memory_utilization * loaded.cluster.gpu_at(0).memory_bytes / GB,
-        "weights_gb": memory.weight_bytes / GB,
-        "activations_gb": memory.activation_bytes / GB,
-        "reserved_gb": memory.reserved_bytes / GB,
-        "kv_gb": max(memory.kv_bytes, 0.0) / GB,
-        "kv_tokens": max(tokens, 0),
-        "full_sequences": max(tokens // longest, 0),
-        "mean_sequences": mean_sequences,
-        "sequences": sequences,
-        "waits": sequences > min(mean_sequences, loaded.experiment.engine.max_num_seqs),
-        "why_not": "" if tokens >= longest else _lacking(memory.kv_bytes, tokens, longest, tp),
-    }
-
-
-_COLUMNS = (
-    "tp", "replicas", "fits", "budget_gb", "weights_gb", "activations_gb", "reserved_gb", "resident_gb", "kv_gb",
-    "kv_tokens", "full_sequences", "mean_sequences", "sequences", "waits", "why_not",
-)  # fmt: skip
+_BYTES = ("budget_gb", "weights_gb", "activations_gb", "reserved_gb", "resident_gb", "kv_gb")
 
 
 def memory_by_call(placed: PlacedExperiment) -> pd.DataFrame:
@@ -92,9 +83,3 @@ def memory_by_call(placed: PlacedExperiment) -> pd.DataFrame:
         sizes = [size / GB for size in (kept, working, total(rows), gpu_bytes)]
         found.append((name, model.name, *sizes, total(rows) <= gpu_bytes))
     return pd.DataFrame(found, columns=["call", "model", "kept_gb", "working_gb", "total_gb", "gpu_gb", "fits"])
-
-
-def _lacking(kv_bytes: float, kv_tokens: int, longest: int, tp: int) -> str:
-    if kv_bytes <= 0.0:
-        return f"weights and working memory exceed the budget by {-kv_bytes / GB:.1f} GB"
-    return f"room for {kv_tokens:,} tokens of KV at TP {tp}, a full sequence has {longest:,}"

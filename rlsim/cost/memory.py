@@ -57,11 +57,6 @@ class RolloutMemory:
         return self.pages / self.groups * self.page_bytes
 
     @property
-    def total_bytes(self) -> float:
-        """All of it on this GPU, the KV cache full and the engine at its peak."""
-        return self.weight_bytes + self.activation_bytes + self.reserved_bytes + self.kv_bytes
-
-    @property
     def capacity_tokens(self) -> int:
         """Context tokens that the replica can hold."""
         return self.pages * self.page_tokens

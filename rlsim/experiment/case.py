@@ -212,8 +212,8 @@ class Case:
         return True
 
     def remedies(self, spec: SystemSpec | None = None) -> str:
-        """The settings with which a system (the first) that does not fit does; empty where a search tells that."""
-        spec = spec or self._specs[0]
+        """The settings with which a system (the last) that does not fit does; empty where a search tells that."""
+        spec = spec or self._specs[-1]
         return remedies(self.loaded, lambda changed: check_system(Simulator(changed, search=False), spec))
 
     def _memory_notes(self) -> Iterable[str]:

@@ -342,7 +342,9 @@ class PlanSpace:
         if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.
             time_s = max(self._rollout_s(dealt, costs, replica) for dealt in self._dealt(strategy))
-            engine_bytes = max(costs.memory(replica).total_bytes - RESERVED_BYTES, 0.0)  # which any process has here
+            memory = costs.memory(replica)
+            engine_bytes = memory.weight_bytes + memory.activation_bytes + memory.reserved_bytes + memory.kv_bytes
+            engine_bytes = max(engine_bytes - RESERVED_BYTES, 0.0)  # which any process has here
             yield Candidate(strategy, time_s, 0.0, engine_bytes, memory_share)
 
     def _rollout_s(self, dealt: Sequence[tuple[int, int, int]], costs: RolloutCostModel, replica: int) -> float:

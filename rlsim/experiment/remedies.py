@@ -64,12 +64,11 @@ def _first(loaded: LoadedExperiment, ways: Iterable[tuple[Change, ...]], fits: F
             raise
         except RlsimError:
             continue
-        return " and ".join(_named(*change) for change in changes.items())
+        named = (
+            f"{value} nodes" if key == "nodes" else f"{key}={str(value).lower()}" for key, value in changes.items()
+        )
+        return " and ".join(named)
     return ""
-
-
-def _named(key: str, value: Any) -> str:
-    return f"{value} nodes" if key == "nodes" else f"{key}={str(value).lower()}"
 
 
 def _ladders(loaded: LoadedExperiment) -> Iterator[list[Change]]:
