@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsim.areal.allocation import GENERATES, TRAINS, Allocation, allocation, both_sides
-from rlsim.areal.defaults import ACTOR, BETWEEN_STEPS, DEFAULTS, ENGINE_KEYS, GENERATION, ROLLOUT, UNLIKE
+from rlsim.areal.defaults import ACTOR, BETWEEN_STEPS, ENGINE_KEYS, GENERATION, ROLLOUT
 from rlsim.areal.training import add_training
 from rlsim.errors import ConfigError
 from rlsim.experiment.starts import shape_values
 from rlsim.hardware import Gpu
 from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.engines import noted
 from rlsim.init.parts import Options, joined
 from rlsim.init.settings import COUNT, NUMBER, PERIOD, SHARE, TEXT, WHOLE, Settings
 from rlsim.init.sources import read_sources
+from rlsim.init.tables import default_values, unlike_rows, without
 from rlsim.init.unlike import unlike
 from rlsim.models import Model
 
@@ -69,7 +69,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     Raises `RlsimError`s that say what is missing, unknown or unsupported.
     """
     config = read_sources(sources, "AReaL", OPTION)
-    config.default = DEFAULTS
+    config.default = dict(default_values("areal"))
     if not (config.has("gconfig") and config.has("rollout") and config.has("actor")):
         if old := next((key for key in _LEGACY if config.is_given(key) or config.has(key)), ""):
             today = "; ".join(f"{theirs} is {ours}" for theirs, ours in _LEGACY.items())
@@ -193,7 +193,8 @@ def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:
 def _missing(config: Settings, sides: _Sides) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     engine = sides.generation.engine
-    found = unlike(config, [*UNLIKE, *noted(engine, f"{engine}.", taken=ENGINE_KEYS[engine].values())])
+    rows = (*unlike_rows("areal"), *unlike_rows(engine, f"{engine}."))
+    found = unlike(config, without(rows, *ENGINE_KEYS[engine].values()))
     consumed, batch = config.get(WHOLE, _CONSUMED), config.whole(_BATCH)
     if not sides.shared and consumed != batch:
         found.append(f"{config.where(_CONSUMED)} = {consumed}: the bound on staleness counts batches of so many "

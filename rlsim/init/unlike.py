@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlsim.init.settings import ANYTHING, FLAG, NUMBER, Kind, Settings
+from rlsim.init.tables import Row
 
-#: Of each key: when it matters (`_MATTERS`), and what it does that the experiment has not.
-Table = Sequence[tuple[str, str, str]]
 #: The kind of a setting, and when it matters.
 _MATTERS: dict[str, tuple[Kind[Any], Callable[[Any], bool]]] = {
     "on": (FLAG, bool),
@@ -18,7 +17,7 @@ _MATTERS: dict[str, tuple[Kind[Any], Callable[[Any], bool]]] = {
 }
 
 
-def unlike(config: Settings, table: Table) -> list[str]:
+def unlike(config: Settings, table: Iterable[Row]) -> list[str]:
     """What of the table matters here, each with where it is said."""
     found = list[str]()
     for key, when, what in table:

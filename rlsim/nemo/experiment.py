@@ -10,10 +10,11 @@ from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.starts import shape_values
 from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.engines import Use, noted
+from rlsim.init.engines import Use
 from rlsim.init.parts import Options, joined
 from rlsim.init.settings import ANYTHING, COUNT, INTEGER, NUMBER, SHARE, TEXT, WHOLE, Settings
 from rlsim.init.sources import read_sources
+from rlsim.init.tables import default_values, unlike_rows, without
 from rlsim.init.unlike import unlike
 from rlsim.models import Model
 from rlsim.nemo.defaults import (
@@ -21,12 +22,10 @@ from rlsim.nemo.defaults import (
     ASYNC_ENGINE,
     BETWEEN_STEPS,
     COLOCATED,
-    DEFAULTS,
     ENGINE_KEYS,
     FP8,
     FP8_RECIPE,
     FP8_RECIPES,
-    FP8_VARIANTS,
     GENERATION,
     GRPO,
     KV_PRECISION,
@@ -37,7 +36,6 @@ from rlsim.nemo.defaults import (
     SAVES,
     SGLANG,
     STARTS,
-    UNLIKE,
     VLLM,
 )
 from rlsim.nemo.training import add_training
@@ -73,7 +71,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     Raises `RlsimError`s that say what is missing, unknown or unsupported.
     """
     config = read_sources(sources, "NeMo-RL", OPTION)
-    config.default = DEFAULTS
+    config.default = dict(default_values("nemo"))
     _check_algorithm(config)
     draft = Draft({}, notes=list(config.notes))
     nodes, per_node = config.whole(_NODES), config.whole(_PER_NODE)
@@ -221,9 +219,10 @@ def _weight_sync(config: Settings, *, apart: bool) -> Entry:
 def _missing(config: Settings, engine: str) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     sections = {"vllm": (VLLM, VLLM.replace("kwargs", "cfg")), "sglang": (SGLANG,)}.get(engine, ())
-    found = unlike(config, [*UNLIKE, *noted(engine, *sections, taken=ENGINE_KEYS[engine].values())])
+    rows = (*unlike_rows("nemo"), *(unlike_rows(engine, *sections) if sections else ()))
+    found = unlike(config, without(rows, *ENGINE_KEYS[engine].values()))
     if config.get(TEXT, PRECISION) == "fp8":
-        found += unlike(config, FP8_VARIANTS)
+        found += unlike(config, unlike_rows("nemo-fp8"))
     recipe = config.get(TEXT, FP8_RECIPE)
     if config.flag(FP8) and recipe not in FP8_RECIPES:
         found.append(f"{config.where(FP8)}, {config.where(FP8_RECIPE)} = {recipe}: here in bf16")

@@ -7,50 +7,14 @@ from typing import Any
 from rlsim.experiment.starts import shape_values
 from rlsim.init import parts
 from rlsim.init.draft import Draft
-from rlsim.init.engines import NOTED, noted
 from rlsim.init.settings import ANYTHING, FLAG, INTEGER, TEXT, WHOLE, Kind
-from rlsim.init.unlike import Table, unlike
+from rlsim.init.tables import unlike_rows, without
+from rlsim.init.unlike import unlike
 from rlsim.models import Model
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.engines import ARGUMENTS
 from rlsim.verl.run import RunSettings
 from rlsim.verl.settings import VerlSettings
-
-#: Key, when it matters, and what it does that the experiment has not.
-_UNLIKE: Table = (
-    (ROLLOUT + "multi_turn.enable", "on", "turns with tools between them: not all of a response's tokens are decoded"),
-    (ROLLOUT + "free_cache_engine", "off", "the KV cache stays while training runs: here it is freed"),
-    (ROLLOUT + "over_sample_rate", "set", "the last requests of a batch are cut off early"),
-    (ROLLOUT + "skip_rollout", "on", "generation is skipped"),
-    (MODEL + "use_remove_padding", "off", "training on padded sequences: here on packed ones, which is much faster"),
-    (ACTOR + "megatron.use_remove_padding", "off", "training on padded sequences: here on packed ones"),
-    ("data.min_response_length", "set", "a least length of responses"),
-    (MODEL + "lora_rank", "set", "LoRA: here all weights are trained"),
-    (MODEL + "lora.rank", "set", "LoRA: here all weights are trained"),
-    (MODEL + "mtp.enable_rollout", "on", "multi-token prediction drafts tokens: here each is decoded"),
-    (MODEL + "mtp.enable_train", "on", "training of the layers for multi-token prediction"),
-    (ACTOR + "optim.override_optimizer_config.optimizer_cpu_offload", "on",
-     "the optimizer runs on the host: here its states are on the GPUs while training runs"),
-    (ACTOR + "engine.impl_cfg.optimizer", "set", "Megatron Lite's optimizer: here FSDP2 (ZeRO 3)"),
-    (ACTOR + "torchtitan.activation_checkpoint", "set", "torchtitan's own checkpointing: here of whole layers"),
-    (MODEL + "enable_activation_offload", "on", "activations in host memory"),
-    (ACTOR + "entropy_from_logits_with_chunking", "on", "logits of entropies by chunks: here all at once"),
-    (ACTOR + "entropy_checkpointing", "on", "entropies computed again in the backward pass"),
-    (ACTOR + "pad_to_length", "on", "micro-batches padded to one length"),
-    (ROLLOUT + "cudagraph_capture_sizes", "set", "CUDA graphs of these batches alone: here of every batch"),
-    (ROLLOUT + "disaggregation.enabled", "on", "prefill and decode apart: here together"),
-    (ACTOR + "entropy_coeff", "set", "training computes the entropy of every token"),
-    (ACTOR + "fsdp_config.reshard_after_forward", "off", "weights stay gathered between forward and backward"),
-    (ACTOR + "fsdp_config.offload_policy", "on", "weights come from host memory while training runs"),
-    (ACTOR + "megatron.virtual_pipeline_model_parallel_size", "above 1", "interleaved pipeline stages"),
-    (ACTOR + "freeze_vision_tower", "on", "a vision model"),
-    ("algorithm.filter_groups.max_num_gen_batches", "above 1", "a limit on the batches generated in a step"),
-    ("trainer.balance_batch", "off", "sequences dealt to GPUs as they come: here they are balanced"),
-    ("trainer.val_only", "on", "validation alone: here a run that trains"),
-    ("distillation.enabled", "on", "a teacher's log-probs"),
-    ("reward_model.enable_resource_pool", "on", "the reward model on GPUs of its own: here on all GPUs"),
-    ("reward.reward_model.enable_resource_pool", "on", "the reward model on GPUs of its own: here on all GPUs"),
-)  # fmt: skip
 
 EXPERTS, _GROUPS = ROLLOUT + "expert_parallel_size", ROLLOUT + "data_parallel_size"
 STAGES = ROLLOUT + "pipeline_model_parallel_size"
@@ -108,7 +72,6 @@ def note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, mod
 
 
 KEYS = (
-    *(f"{ROLLOUT}engine_kwargs.{engine}.{key}" for engine, rows in NOTED.items() for key, _, _ in rows),
     *ARGUMENTS,
     ROLLOUT + "max_model_len",
     *(key for keys in _SIZES.values() for key in keys),
@@ -117,7 +80,8 @@ KEYS = (
     SGLANG + "hicache_size",
     EXPERTS,
     _GROUPS,
-    *(key for key, _, _ in _UNLIKE),
+    *(key for key, _, _ in unlike_rows("verl")),
+    *(key for engine in ("vllm", "sglang") for key, _, _ in unlike_rows(engine, f"{ROLLOUT}engine_kwargs.{engine}.")),
     QUANTISED,
     *KV_TYPES,
     REFERENCE_OFFLOAD,
@@ -137,12 +101,12 @@ def experts_apart(config: VerlSettings) -> bool:
 def missing(config: VerlSettings) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     found = list[str]()
-    elsewhere = {key for key, _, _ in _UNLIKE if key.startswith(ACTOR + "megatron.") and not config.megatron}
+    rows = unlike_rows("verl")
+    elsewhere = {key for key, _, _ in rows if key.startswith(ACTOR + "megatron.") and not config.megatron}
     if config.megatron:  # whose own key counts before 0.8, the model's from then on
         elsewhere.add((MODEL if config.version < "0.8" else ACTOR + "megatron.") + "use_remove_padding")
     engine = config.told(TEXT, ROLLOUT + "name") or "vllm"
-    rows = [*_UNLIKE, *noted(engine, f"{ROLLOUT}engine_kwargs.{engine}.")]
-    found += unlike(config, [row for row in rows if row[0] not in elsewhere])
+    found += unlike(config, without((*rows, *unlike_rows(engine, f"{ROLLOUT}engine_kwargs.{engine}.")), *elsewhere))
     if not experts_apart(config) and (config.get(WHOLE, _GROUPS) or 1) > 1:
         found.append(f"{config.where(_GROUPS)}: data parallelism inside an engine: here replicas are apart")
     for keys, what in ((_SANDBOX, "a sandbox"), (_SCORING, "a function of yours")):
