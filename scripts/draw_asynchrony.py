@@ -1,6 +1,6 @@
 """Writes the picture and the tables of docs/asynchrony.md from `experiments/asynchrony.yaml` and `elastic_split.yaml`.
 
-python scripts/draw_asynchrony.py [RESULTS ELASTIC]    # runs both (two minutes), or reads results of them
+python scripts/draw_asynchrony.py [RESULTS ELASTIC]    # runs both (four minutes), or reads results of them
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pandas as pd
 
 import rlsim
 from rlsim.charts import save_chart
-from rlsim.experiment.backlog import MOST_HELD_BACK
 from rlsim.formats import number, rate, share
 from rlsim.report.staleness import frontier, frontier_chart
 
@@ -76,8 +75,8 @@ def speedups(summary: pd.DataFrame) -> str:
 
 
 def gained(row: Mapping[Hashable, Any]) -> str:
-    """Throughput over the baseline's, with a mark where what is put off changes by too much to compare."""
-    return number(row["speedup"], 2) + (" †" if abs(row["held_back"]) > MOST_HELD_BACK else "")
+    """Throughput over the baseline's, with a mark where it is not steady."""
+    return number(row["speedup"], 2) + (" †" if row["unsteady"] else "")
 
 
 def splits(summary: pd.DataFrame) -> str:

@@ -1,6 +1,7 @@
 """`rlsim advise --max-staleness`: the search for a peak and for a split, the bound, and what an advice says of both."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from rlsim.advise.split_search import Search
 from rlsim.advise.staleness import Allowed
 from rlsim.advise.texts import texts
 from rlsim.cli import app
-from rlsim.errors import ConfigError
+from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.job import in_turn
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.staleness import Bound
 from rlsim.experiment.systems import parse_systems
 from rlsim.init.keys import Keys, line_of
 from rlsim.reading import parse_yaml
@@ -93,7 +95,8 @@ def test_searches_side_by_side_take_as_long_as_the_longest() -> None:
 def search_on(changes: dict[str, Any], most: int = 1) -> tuple[Search, Simulator]:
     experiment, shown, folder = load_experiment(SHORT, changes)
     simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
-    return Search(Runner(SHORT, changes, in_turn, None), simulator, most, steps_for(most, experiment, 1)), simulator
+    bound, steps = Bound("max", most), steps_for(most, experiment, 1)
+    return Search(Runner(SHORT, changes, in_turn, None), simulator, bound, steps), simulator
 
 
 def chosen_families(simulator: Simulator, *names: str, most: int = 1) -> list[Any]:
@@ -182,25 +185,25 @@ def stale_result(staleness: dict[str, int]) -> Result:
 
 
 def test_what_breaks_the_bound_in_any_step_is_left_out_and_told() -> None:
-    allowed, result = Allowed(most=1, baseline="b", steps=4), stale_result({"b": 0, "one": 1, "two": 2})
+    allowed, result = Allowed(Bound("max", 1), baseline="b", steps=4), stale_result({"b": 0, "one": 1, "two": 2})
     ranked = allowed.ranking(result)
     assert ranked["system"].tolist() == ["one", "b"]
     assert ranked["staleness_p95"].tolist() == [1.0, 0.0]
-    why = "its run trained on responses up to 2 updates old (staleness_max), more than the 1 allowed"
+    why = "its run was 2 updates stale in every response trained on (staleness_max), more than the 1 allowed"
     assert allowed.over(result) == {"two": why}
     nothing = {"ranking": ranked, "splits": pd.DataFrame()}
-    assert allowed.conclusions(nothing) == ("staleness: up to 1 update allowed, by the most that a run measured",)
+    assert allowed.conclusions(nothing) == ("staleness: up to 1 update allowed, in every response trained on",)
 
 
 def test_a_baseline_that_breaks_the_bound_is_never_advised() -> None:
     """It stays as what the others are compared with; what was tried and keeps the bound is named."""
-    allowed, result = Allowed(most=1, baseline="b", steps=4), stale_result({"b": 2, "one": 1, "two": 2})
+    allowed, result = Allowed(Bound("max", 1), baseline="b", steps=4), stale_result({"b": 2, "one": 1, "two": 2})
     ranked, over = allowed.ranking(result), allowed.over(result)
     assert set(ranked["system"]) == {"b", "one"}
     assert set(over) == {"b", "two"}
     specs = {name: parse_systems([{"name": name, "use": [{"verl": {"tp": 2}}]}])[0] for name in ("b", "one")}
     found = headline(ranked, "b", Keys("", "vllm", 8), specs, over["b"])
-    assert found.text.startswith("b itself is not allowed: its run trained on responses up to 2 updates old")
+    assert found.text.startswith("b itself is not allowed: its run was 2 updates stale")
     assert "Run one: 0.89 times" in found.text
     assert "Keep b" not in found.text
 
@@ -210,15 +213,41 @@ def test_nothing_is_added_where_no_staleness_is_allowed() -> None:
     assert Allowed().notes == []
 
 
-@pytest.mark.parametrize("bad", [-1, 1.5, True])
+@pytest.mark.parametrize("bad", [-1, 1.5, True, "eta:0.5", "mean:", "p95:x", "mean:-1", "mean:nan"])
 def test_a_bound_is_a_number_of_updates(bad: Any) -> None:
-    with pytest.raises(ConfigError, match="max_staleness: expected a number of updates, 0 or more"):
+    with pytest.raises(ConfigError, match=r"max_staleness: expected a (whole )?number of updates, 0 or more"):
         advise(SHORT, max_staleness=bad)
 
 
 def test_the_command_refuses_a_negative_bound() -> None:
-    done = CliRunner().invoke(app, ["advise", "pat_vs_static", "--max-staleness", "-1"])
-    assert done.exit_code == 2
+    done = CliRunner().invoke(app, ["advise", "pat_vs_static", "--max-staleness=-1"])
+    assert isinstance(done.exception, ConfigError)
+    with pytest.raises(CatalogueError, match="unknown kind of staleness bound 'p90'; did you mean 'p95'"):
+        Bound.of("p90:1")
+
+
+@pytest.mark.parametrize(
+    ("bound", "left_out"),
+    [
+        ("1", []),
+        ("eta:1", []),
+        ("mean:1", []),
+        ("p95:2", []),
+        ("p95:1", ["old"]),
+        ("max:1", ["old"]),
+        ("mean:0.5", ["old", "one"]),
+    ],
+)
+def test_a_bound_is_of_what_its_user_means(bound: str, left_out: list[str]) -> None:
+    """A response in a hundred that is three updates old excludes no system whose setting or mean is one."""
+    old = {"staleness_mean": 1.02, "staleness_p95": 2.0, "staleness_max": 3, "staleness_counts": "1:90 2:9 3:1"}
+    one = {"staleness_mean": 1.0, "staleness_p95": 1.0, "staleness_max": 1, "staleness_counts": "1:100"}
+    found = stale_result({"b": 0})
+    plain = {"step_time_s": 9.0, "tokens": 1000, "trained": 100}
+    rows = table("steps", plain | {"system": "old"} | old, plain | {"system": "one"} | one)
+    both = replace(found, steps=pd.concat([found.steps, rows]))
+    allowed = Allowed(Bound.of(bound), baseline="b", own={"old": 1, "one": 1})
+    assert [name for name in ("old", "one") if name in allowed.over(both)] == left_out
 
 
 # An advice ------------------------------------------------------------------------------------------------------------
@@ -236,9 +265,9 @@ def test_an_advice_under_a_bound(bounded: tuple[Advice, Path]) -> None:
     ranked = found.tables["ranking"]
     stale = ranked[ranked["staleness_max"] > 0]
     assert len(stale) >= 2
-    assert (stale["staleness_max"] <= 1).all()
+    assert (stale["staleness_mean"] <= 1.05).all()
     assert stale["rollout_idle"].notna().all()
-    assert found.settings["max_staleness"] == 1
+    assert found.settings["max_staleness"] == "eta:1"
     assert found.not_applicable["lagged"] == "--max-staleness tries whole systems: name it among the systems"
     assert [text.partition(":")[0] for text in found.conclusions][2:] == ["staleness", "split"]
     data = json.loads((out / "advice.json").read_text())

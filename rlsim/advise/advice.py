@@ -30,6 +30,7 @@ from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.result import Result, open_results
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.staleness import Bound
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.experiment.worlds import Progress
 from rlsim.hardware import Cluster, one_kind
@@ -130,7 +131,7 @@ def advise(
     steps: int | None = None,
     skip: Collection[str] = (),
     quick: bool = False,
-    max_staleness: int = 0,
+    max_staleness: float | str = 0,
     what_if: bool = True,
     workers: int | None = 1,
     out: str | Path | None = None,
@@ -140,15 +141,14 @@ def advise(
 
     `case` names one of the experiment's cases; `seeds` and `steps` go before its own, of which at most `SEEDS` seeds
     are taken. `skip` are shipped policies to leave out. `quick`: see `rlsim.advise.quick`. With
-    `max_staleness` of 1 or more (updates), systems are tried by themselves that train on what weights up to so many
-    updates older have generated, with the best split of the GPUs where they generate on GPUs of their own
-    (`rlsim.advise.splits`); those that measured more in any step are left out. `what_if` runs the best at both ends of
-    what is assumed, too: its worth is in the result's ledger, and in the headline if it decides. `workers` is the
-    number of processes (None: one a core), of which the advice does not depend. With `out` the results are written
-    there. Raises `RlsimError` for whatever does not exist or fit.
+    `max_staleness` (a number of updates by the setting, or `mean:1`, `p95:2`, `max:1`: `rlsim.experiment.staleness`),
+    systems are tried by themselves that train on what older weights have generated, with the best split of the GPUs
+    where they generate on GPUs of their own (`rlsim.advise.splits`); those that break the bound are left out.
+    `what_if` runs the best at both ends of what is assumed, too: its worth is in the result's ledger, and in the
+    headline if it decides. `workers` is the number of processes (None: one a core), of which the advice does not
+    depend. With `out` the results are written there. Raises `RlsimError` for whatever does not exist or fit.
     """
-    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
-        raise ConfigError(f"max_staleness: expected a number of updates, 0 or more, got {max_staleness!r}")
+    bound = Bound.of(max_staleness)
     if workers is not None and workers < 1:
         raise ConfigError(f"workers: expected 1 or more, got {workers}")
     if out is not None:
@@ -156,17 +156,17 @@ def advise(
     if progress:
         progress(0, 1, "what fits")
     settings = _settings(source, overrides, case, seeds, steps, quick)
-    if max_staleness and not quick:
-        settings["workflow.steps"] = allowed_steps(max_staleness, load_experiment(source, settings)[0], quick=False)
+    if bound.most and not quick:
+        settings["workflow.steps"] = allowed_steps(bound.most, load_experiment(source, settings)[0], quick=False)
     execute = in_processes(workers)
     runner = Runner(source, settings, remembering(execute) if quick else execute, progress)
-    advice = _advice(runner, skip, quick, max_staleness, what_if)
+    advice = _advice(runner, skip, quick, bound, what_if)
     if out is not None:
         advice.write(out)
     return advice
 
 
-def _advice(runner: Runner, skip: Collection[str], quick: bool, stale: int, what_if: bool) -> Advice:
+def _advice(runner: Runner, skip: Collection[str], quick: bool, stale: Bound, what_if: bool) -> Advice:
     experiment, shown, folder = load_experiment(runner.source, runner.settings)
     simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
     cluster = one_kind(simulator.loaded.cluster, "rlsim advise")
@@ -242,7 +242,7 @@ def _second_pass(
 ) -> tuple[Result, str]:  # fmt: skip
     """The contenders of a quick advice under all seeds; puts their ranking in place of that of one seed."""
     screened = tables["screened"] = tables["ranking"]
-    others = screened[~screened["system"].isin(allowed.own)]  # which go on in any case
+    others = screened[~screened["system"].isin(list(allowed.own))]  # which go on in any case
     kept = contenders(others, baseline, settings)
     tried = [specs[name].entry for name in dict.fromkeys([*kept, *allowed.own])]
     systems = {"systems": [*tried, *allowed.entries], "baseline": baseline, **allowed.longer}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +27,12 @@ class Family:
         return {self.policy: {**more, **self.variants[variant]}}
 
 
-def families(most: int, experiment: Experiment, skip: Collection[str] = ()) -> list[Family]:
+def families(most: float, experiment: Experiment, skip: Collection[str] = ()) -> list[Family]:
     """What may train on responses at most `most` updates old, but for policies in `skip`; the most general comes first.
 
     `areal` and `verl_fully_async` may measure more than their parameter says, so that they come with half of it too.
     """
-    age, training = min(most, MOST_AGE), experiment.training
+    age, training = min(math.ceil(most), MOST_AGE), experiment.training
     parts = training.mini_batches if training.epochs == 1 else 1
     parts = parts if experiment.workflow.prompts % parts == 0 else 1
     quotas = ({"staleness_threshold": share, "trigger_parameter_sync_step": parts} for share in (age, age / 2))
@@ -51,7 +52,7 @@ def families(most: int, experiment: Experiment, skip: Collection[str] = ()) -> l
     return [family for family in every if family.policy not in skip]
 
 
-def steps_for(most: int, experiment: Experiment, periods: int) -> int:
+def steps_for(most: float, experiment: Experiment, periods: int) -> int:
     """Steps that a run takes until `periods` times age + 1 of them are steady: neither fill nor drain the pipeline."""
-    age, warmup = min(most, MOST_AGE), experiment.workflow.warmup
+    age, warmup = min(math.ceil(most), MOST_AGE), experiment.workflow.warmup
     return (age if warmup is None else warmup) + age + periods * (age + 1)

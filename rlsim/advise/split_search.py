@@ -9,10 +9,10 @@ from rlsim.advise.asynchronous import Family
 from rlsim.advise.peak import peak, together
 from rlsim.advise.ranking import unfit
 from rlsim.advise.runs import Runner
-from rlsim.advise.splits import MEASURED, NOTHING, Point, Probe, Splits, beyond
+from rlsim.advise.splits import MEASURED, NOTHING, Point, Probe, Splits
 from rlsim.cost.rollout import powers_of_two
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.summary import means
+from rlsim.experiment.staleness import KINDS, Bound, staleness
 
 #: From so many nodes on they are not cut: whole nodes are as fine a choice then as the GPUs of one node are.
 WHOLE_NODES = 8
@@ -21,16 +21,16 @@ MOST_TRIES = 4
 
 
 class Search:
-    """The search on one experiment; runs have `steps` steps. `most`: staleness that is allowed, in updates."""
+    """The search on one experiment under a bound of staleness; runs have `steps` steps."""
 
-    def __init__(self, runner: Runner, simulator: Simulator, most: int, steps: int) -> None:
-        self._runner, self._simulator, self._most, self._steps = runner, simulator, most, steps
+    def __init__(self, runner: Runner, simulator: Simulator, bound: Bound, steps: int) -> None:
+        self._runner, self._simulator, self._bound, self._steps = runner, simulator, bound, steps
         experiment = simulator.loaded.experiment
         self._seeds = experiment.seed_list
         self._total = len(simulator.placed().gpus)
         self._grids: dict[int, list[int]] = {}  # by TP: the numbers of GPUs that may generate
         self._tried: dict[Point, Probe] = {}  # on the first seed
-        self._over: dict[Point, float] = {}  # staleness of those that break the bound under all seeds
+        self._over: dict[Point, Probe] = {}  # what those measured that break the bound under all seeds
         self._fits_at: dict[Point, bool] = {}
         self._why: dict[str, str] = {}  # by family: why it did not fit at the last point at which it did not
         self._rounds = 0
@@ -56,11 +56,9 @@ class Search:
             best = {name: self._best(best[name].family, beside=True) or best[name] for name in fastest}
         best = self._confirmed(best, quick=bool(contenders))
         refused = {family.name: self._refusal(family) for family in families if not self._best(family)}
-        tried = {
-            p: {**probe, "staleness_max": self._over[p]} if p in self._over else probe
-            for p, probe in self._tried.items()
-        }
-        return Splits(best, tried, refused, self._grids)
+        stalenesses = [column for column, _ in KINDS.values() if column]
+        over = {p: {**self._tried[p], **{c: probe[c] for c in stalenesses}} for p, probe in self._over.items()}
+        return Splits(best, {**self._tried, **over}, refused, self._grids)
 
     def _has_grids(self, family: Family) -> bool:
         """Notes by TP the numbers of GPUs that may generate: whole replicas, and what training and memory allow."""
@@ -89,7 +87,7 @@ class Search:
             peaks = [peak([point._replace(variant=variant) for point in grid], _rate_of) for grid in grids]
             found = yield from together(peaks)
             best = max((probe for probes in found for probe in probes.values()), key=_rate_of)
-            if best["staleness_max"] <= self._most:
+            if self._bound.keeps(best):
                 return
 
     def _quick(self, family: Family) -> Point:
@@ -107,7 +105,7 @@ class Search:
                 point
                 for point, probe in self._tried.items()
                 if point.family is family and point not in self._over and _rate_of(probe) > 0
-                if probe["staleness_max"] <= self._most
+                if self._bound.keeps(probe)
             ]
             best = max(kept, key=self._rate, default=None)
             near = self._beside(best) if best and beside else []
@@ -136,8 +134,7 @@ class Search:
         confirmed, waiting = dict(best), dict(best) if len(self._seeds) > 1 else {}
         for _ in range(MOST_TRIES):
             measured = self._measured(waiting.values(), self._seeds, "all seeds") if waiting else {}
-            self._over |= {p: found["staleness_max"] for p, found in measured.items()
-                           if found["staleness_max"] > self._most}  # fmt: skip
+            self._over |= {point: found for point, found in measured.items() if not self._bound.keeps(found)}
             failed = {name: point for name, point in waiting.items() if point in self._over}
             self._run(together([self._variants(point.family, grids) for point in failed.values()
                                 if (grids := self._stricter(point, quick=quick))]))  # fmt: skip
@@ -145,14 +142,14 @@ class Search:
             waiting = {name: point for name, point in again.items() if point}
             confirmed = {name: waiting.get(name, point) for name, point in confirmed.items()
                          if name not in failed or name in waiting}  # fmt: skip
-        self._over |= {point: self._tried[point]["staleness_max"] for point in waiting.values()}  # not known to keep it
+        self._over |= {point: self._tried[point] for point in waiting.values()}  # not known to keep it
         return {name: point for name, point in confirmed.items() if name not in waiting}
 
     def _refusal(self, family: Family) -> str:
         """Why no point of a family goes on."""
-        own = {**self._tried, **{p: {"staleness_max": over} for p, over in self._over.items()}}
-        stalest = [probe["staleness_max"] for p, probe in own.items() if p.family is family and probe is not NOTHING]
-        return beyond(min(stalest), self._most) if stalest else self._why.get(family.name, "no split of the GPUs fits")
+        own = [probe for p, probe in {**self._tried, **self._over}.items() if p.family is family]
+        stalest = [self._bound.measured(probe) for probe in own if probe is not NOTHING]
+        return self._bound.beyond(min(stalest)) if stalest else self._why.get(family.name, "no split of the GPUs fits")
 
     def _run(self, search: Generator[list[Point], list[Probe], Any]) -> None:
         try:
@@ -186,8 +183,7 @@ class Search:
             "workflow.steps": self._steps,
         }
         steps = self._runner(f"splits, {what}", settings, list(names)).steps
-        found = means(steps, ["system"])
-        found["staleness_max"] = steps.groupby("system")["staleness_max"].max()  # of any step, steady or not
+        found = staleness(steps)
         rows = {str(name): {key: float(row[key]) for key in MEASURED} for name, row in found.iterrows()}
         return {point: rows[name] for name, point in names.items() if name in rows}
 

@@ -85,8 +85,3 @@ class Splits:
             if probe is not NOTHING
         ]
         return pd.DataFrame(rows)
-
-
-def beyond(staleness: float, most: int) -> str:
-    """Why a system is left out."""
-    return f"its run trained on responses up to {staleness:g} updates old (staleness_max), more than the {most} allowed"

@@ -12,16 +12,17 @@ from rlsim.advise.asynchronous import Family, families, steps_for
 from rlsim.advise.ranking import STALE, free_name, ranking
 from rlsim.advise.runs import Runner
 from rlsim.advise.split_search import Search
-from rlsim.advise.splits import Point, Splits, beyond
+from rlsim.advise.splits import Point, Splits
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import checked_cases
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.staleness import NONE, Bound, staleness
 from rlsim.experiment.systems import parse_systems
 
 #: Periods of steady steps in every run of a full advice, and of a quick one.
-PERIODS, QUICK_PERIODS = 3, 1
+PERIODS, QUICK_PERIODS = 5, 3
 #: Why parts of systems are not tried though they may be as stale as that.
 _PART = "--max-staleness tries whole systems: name it among the systems"
 #: Systems that are tried under staleness by a quick advice, and those that go on with all seeds.
@@ -31,16 +32,21 @@ QUICK_CONTENDERS = 2
 
 @dataclass(frozen=True)
 class Allowed:
-    """Up to `most` updates of staleness (0: none is allowed), and what a search found under it."""
+    """A bound of staleness (0: none is allowed), and what a search found under it."""
 
-    most: int = 0
+    bound: Bound = NONE
     baseline: str = ""
     steps: int = 0
     splits: Splits = field(default_factory=lambda: Splits({}, {}, {}, {}))
     named: Mapping[str, Point] = field(default_factory=dict)  # systems that go on, by name
-    own: Sequence[str] = ()  # the experiment's own that train on what older weights have generated
+    own: Mapping[str, int] = field(default_factory=dict)  # the experiment's own that may be stale: updates by setting
     families: Sequence[Family] = ()  # all that could be tried
     quick: bool = False
+
+    @property
+    def most(self) -> float:
+        """The updates that are allowed."""
+        return self.bound.most
 
     @property
     def entries(self) -> list[Any]:
@@ -52,9 +58,9 @@ class Allowed:
         return {"splits": self.splits.summary(), "splits_tried": self.splits.table()}
 
     @property
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> dict[str, Any]:
         """What the advice says of itself."""
-        return {"max_staleness": self.most} if self.most else {}
+        return {"max_staleness": f"{self.bound.kind}:{self.most:g}"} if self.most else {}
 
     @property
     def longer(self) -> dict[str, int]:
@@ -71,11 +77,17 @@ class Allowed:
         return {**others, **untried, **self.splits.refused}
 
     def over(self, result: Result) -> dict[str, str]:
-        """The systems whose staleness was above the bound in some step, and why they are not allowed."""
+        """The systems that broke the bound, by what they measured or their settings, and why they are not allowed."""
         if not self.most:
             return {}
-        stalest = result.steps.groupby("system", sort=False)["staleness_max"].max()
-        return {str(name): beyond(updates, self.most) for name, updates in stalest.items() if updates > self.most}
+        why = {}
+        for name, row in staleness(result.steps).iterrows():
+            updates = (
+                float(self.own.get(str(name), 0)) if self.bound.kind == "eta" else self.bound.measured(row.to_dict())
+            )
+            if updates > self.most:
+                why[str(name)] = self.bound.beyond(updates)
+        return why
 
     def ranking(self, result: Result) -> pd.DataFrame:
         """`rlsim.advise.ranking.ranking` of the systems that kept the bound, and of the baseline."""
@@ -103,26 +115,28 @@ class Allowed:
         """The bound, and the best split of the fastest system that is allowed some staleness."""
         if not self.most:
             return ()
-        bound = f"staleness: up to {self.most} update{'s' * (self.most > 1)} allowed, by the most that a run measured"
         ranked, splits = tables["ranking"], tables["splits"]
         stale = [name for name in ranked[ranked["why"].eq("")]["system"] if name in self.named]
         own = splits[splits["system"].isin(stale[:1])] if len(splits) else splits
-        return (bound, *(f"split: of {row['system']} on one seed: {row['line']}" for row in own.to_dict("records")))
+        return (
+            f"staleness: {self.bound}",
+            *(f"split: of {row['system']} on one seed: {row['line']}" for row in own.to_dict("records")),
+        )
 
 
-def allowed_steps(most: int, experiment: Experiment, *, quick: bool) -> int:
+def allowed_steps(most: float, experiment: Experiment, *, quick: bool) -> int:
     """Steps of every run that is to show staleness: the experiment's, or more where these are too few."""
     return max(experiment.workflow.steps, steps_for(most, experiment, QUICK_PERIODS if quick else PERIODS))
 
 
 def allowing(
-    runner: Runner, simulator: Simulator, baseline: str, most: int, skip: Collection[str], *, quick: bool
+    runner: Runner, simulator: Simulator, baseline: str, bound: Bound, skip: Collection[str], *, quick: bool
 ) -> Allowed:
-    """Searches for the best split of every system that may train on responses up to `most` updates old.
+    """Searches for the best split of every system that keeps a bound of staleness.
 
     Those that the experiment names itself with the same parameters are not tried again.
     """
-    if not most:
+    if not (most := bound.most):
         return Allowed()
     experiment, shown, folder = load_experiment(runner.source, runner.settings)
     checked_cases(experiment, folder, shown)  # before the search, not after it
@@ -130,8 +144,8 @@ def allowing(
     steps = allowed_steps(most, experiment, quick=quick)
     every = families(most, experiment, skip)
     tried = [family for name in QUICK for family in every if family.name == name] if quick else every
-    splits = Search(runner, simulator, most, steps)(tried, QUICK_CONTENDERS if quick else 0)
+    splits = Search(runner, simulator, bound, steps)(tried, QUICK_CONTENDERS if quick else 0)
     known, taken = {spec.key for spec in own}, {spec.name for spec in own}
     named = {free_name(name, taken): point for name, point in splits.best.items() if point.spec(name).key not in known}
-    stale = [spec.name for spec in own if simulator.overlap(spec.make())]
-    return Allowed(most, baseline, steps, splits, named, stale, every, quick)
+    stale = {spec.name: ahead for spec in own if (ahead := simulator.overlap(spec.make()))}
+    return Allowed(bound, baseline, steps, splits, named, stale, every, quick)

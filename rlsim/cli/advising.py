@@ -49,9 +49,9 @@ def advise(
         typer.Option("--quick", help="One step of every system under one seed, then a few seeds of the best."),
     ] = False,
     max_staleness: Annotated[
-        int,
-        typer.Option(min=0, help="Updates that responses may be old; 1 or more tries asynchronous systems and splits."),
-    ] = 0,
+        str,
+        typer.Option(help="Try asynchronous systems and splits: up to so many updates (η), or mean:1, p95:2, max:1."),
+    ] = "0",
     what_if: Annotated[
         bool, typer.Option("--what-if/--no-what-if", help="Run the best at both ends of what is assumed, too.")
     ] = True,
