@@ -7,6 +7,7 @@ all mistakes of a file at once as `file:line:column: key: what was expected`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,20 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from rlsim.errors import ConfigError, shown
 from rlsim.reading import read_yaml
+
+#: What pydantic says that it expected, and how people say it.
+_WORDS = (
+    (r"a valid integer.*", "a whole number"),
+    (r"a valid number.*", "a number"),
+    (r"a valid boolean.*", "true or false"),
+    (r"a valid string.*", "text"),
+    (r"a valid (tuple|list).*", "a list"),
+    (r"a valid dict.*", "a mapping of keys to values"),
+    (r"greater than or equal to (.*)", r"at least \1"),
+    (r"less than or equal to (.*)", r"at most \1"),
+    (r"greater than (.*)", r"more than \1"),
+    (r"(.*)", r"\1"),
+)
 
 
 class Schema(BaseModel):
@@ -86,7 +101,7 @@ def describe_errors(
     got: dict[tuple[int | str, ...], Any] = {}
     for item in error.errors():
         location = _keys_of(item["loc"], data, missing=item["type"] == "missing")
-        message = item["msg"].removeprefix("Value error, ")
+        message = _in_words(item["msg"])
         if item["type"] == "extra_forbidden":
             message = f"unknown key{_nearest(str(location[-1]), _model_at(model, location[:-1]))}"
         elif item["type"] == "missing":
@@ -101,11 +116,19 @@ def describe_errors(
         key = ".".join(str(part) for part in location)
         origins = (where for other, where in (elsewhere or {}).items() if f"{key}.".startswith(f"{other}."))
         prefix = next(origins, None) or ":".join(part for part in (source, _position(data, location)) if part)
-        message = " or ".join([found[0], *(text.removeprefix("Input should be ") for text in found[1:])])
+        message = " or ".join(dict.fromkeys([found[0], *(text.removeprefix("expected ") for text in found[1:])]))
         if location in got:
             message += f" (got {shown(got[location])})"
         lines.append(": ".join(part for part in (prefix, key, message) if part))
     return lines
+
+
+def _in_words(message: str) -> str:
+    """A message of pydantic's in people's words."""
+    wanted = message.removeprefix("Input should be ")
+    if wanted == message:
+        return message.removeprefix("Value error, ")
+    return "expected " + next(found.expand(said) for raw, said in _WORDS if (found := re.fullmatch(raw, wanted)))
 
 
 class PlacedText(str):

@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from rlsim import catalogue, units
 from rlsim.architectures import Config
+from rlsim.errors import one_line
 from rlsim.experiment.columns import TABLES, Column
 from rlsim.experiment.schema import Experiment
 from rlsim.hardware import Cluster
@@ -278,7 +279,8 @@ def _field_names(record: Any) -> list[str]:
 
 
 def _first_line(thing: Any) -> str:
-    return (inspect.getdoc(thing) or "").partition("\n")[0]
+    """The first paragraph of what a thing says of itself: a sentence may go on in the next line."""
+    return one_line((inspect.getdoc(thing) or "").partition("\n\n")[0])
 
 
 PARTS: dict[str, Callable[[], str]] = {

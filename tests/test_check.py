@@ -43,7 +43,7 @@ def test_check_says_what_an_experiment_is(folder: Path, call: Command) -> None:
         ("cases.b={training.tp: 3}", "training: tp × pp × cp = 3 does not divide the 8 GPUs"),
         ("cases.b={cluster: 8xa40}", "is for GPU 'h100-sxm', cluster '8xa40' has 'a40'"),
         ("cases.b={memory_utilization: 0.05}", "no TP degree is feasible"),
-        ("systems.2={real: {method: x}}", "system 'real': method: Input should be"),
+        ("systems.2={real: {method: x}}", "system 'real': method: expected"),
         ("systems.2={plan: {calls: {generate: {gpus: 0-9}}}}", "system 'plan'"),
     ],
 )
@@ -69,7 +69,7 @@ def test_check_looks_at_every_point_of_a_sweep(folder: Path, call: Command) -> N
 
 def test_messages_name_what_is_to_blame(folder: Path, call: Command) -> None:
     changes = {
-        ("--seeds", "100000000"): "as overridden: seeds: Input should be less than",
+        ("--seeds", "100000000"): "as overridden: seeds: expected at most",
         ("--set", "cases={b: {cluster: 8xh10}}"): "base.yaml: case 'b': unknown cluster '8xh10'; did you mean '8xh100'",
     }
     for command in ("check", "run", "sweep"):

@@ -30,30 +30,30 @@ BIG = {
         ),
         ("seeds: 1", "name: again", 'base.yaml:7:1: not valid YAML: found duplicate key "name"'),
         ("seeds: 1", "seeds: [1", "not valid YAML"),
-        ("prompts: 2", "prompts: two", "base.yaml:6:12: workflow.prompts: Input should be a valid integer"),
-        ("prompts: 2", "prompts: 2.5", "base.yaml:6:12: workflow.prompts: Input should be a valid integer"),
-        ("prompts: 2", "prompts: 0", "base.yaml:6:12: workflow.prompts: Input should be greater than or equal to 1"),
+        ("prompts: 2", "prompts: two", "base.yaml:6:12: workflow.prompts: expected a whole number"),
+        ("prompts: 2", "prompts: 2.5", "base.yaml:6:12: workflow.prompts: expected a whole number"),
+        ("prompts: 2", "prompts: 0", "base.yaml:6:12: workflow.prompts: expected at least 1"),
         ("prompts: 2, ", "", "base.yaml:6:1: workflow.prompts: required, but missing"),
         ("cap: 1K", "cap: 24 GB", "base.yaml:5:28: trace.cap: unknown unit 'GB' in '24 GB'; a length takes one of: K"),
         ("cap: 1K", "cap: 1.5", "trace.cap: expected a whole number of tokens, got 1.5"),
         ("cap: 1K", "cap: .nan", "trace.cap: expected a length that is finite, got nan"),
-        ("cap: 1K", "cap: -3", "trace.cap: Input should be greater than or equal to 1 (got -3)"),
+        ("cap: 1K", "cap: -3", "trace.cap: expected at least 1 (got -3)"),
         ("cap: 1K", "cap: [1]", "trace.cap: expected a length such as '24K', got [1]"),
         ("seeds: 1", "seeds: 0", "base.yaml:7:1: seeds: at least one seed is needed (got 0)"),
         ("seeds: 1", "seeds: [3, 3]", "base.yaml:7:1: seeds: the seeds must differ"),
         ("seeds: 1", "seeds: [-1]", "base.yaml:7:1: seeds: a seed is 0 or more"),
-        ("seeds: 1", "seeds: many", "base.yaml:7:1: seeds: Input should be a valid integer"),
-        ("seeds: 1", "seeds: [1, many]", "base.yaml:7:12: seeds.1: Input should be a valid integer"),
-        ("seeds: 1", "memory_utilization: 2", "base.yaml:7:1: memory_utilization: Input should be less than or equal"),
-        ("seeds: 1", "memory_utilization: .nan", "base.yaml:7:1: memory_utilization: Input should be a finite"),
-        ("seeds: 1", "cases: 3", "base.yaml:7:1: cases: Input should be a valid dictionary (got 3)"),
+        ("seeds: 1", "seeds: many", "base.yaml:7:1: seeds: expected a whole number"),
+        ("seeds: 1", "seeds: [1, many]", "base.yaml:7:12: seeds.1: expected a whole number"),
+        ("seeds: 1", "memory_utilization: 2", "base.yaml:7:1: memory_utilization: expected at most"),
+        ("seeds: 1", "memory_utilization: .nan", "base.yaml:7:1: memory_utilization: expected a finite"),
+        ("seeds: 1", "cases: 3", "base.yaml:7:1: cases: expected a mapping of keys to values (got 3)"),
         ("seeds: 1", "cases: {a: 3}", "case 'a': expected settings such as {trace.cap: 8K}, got 3"),
         ("seeds: 1", "cases: {a: {trace.cpa: 3}}", "base.yaml:7:12: case 'a': trace.cpa: unknown key"),
-        ("seeds: 1", "cases: {a: {seeds.x: 3}}", "base.yaml:7:12: case 'a': seeds.x: there is no 'x'"),
+        ("seeds: 1", "cases: {a: {seeds.x: 3}}", "base.yaml:7:12: case 'a': seeds: expected a whole number or a list"),
         ("seeds: 1", "cases: {a: {trace.path: no}}", "unknown trace 'no'"),
         ("8xh100", "8xh10", "unknown cluster '8xh10'; did you mean '8xh100'"),
         ("8xh100", "{gpu: h10}", "base.yaml: cluster: gpu: unknown GPU 'h10'"),
-        ("cluster: 8xh100", "cluster: 3", "base.yaml:2:1: cluster: Input should be a valid string or a valid dict"),
+        ("cluster: 8xh100", "cluster: 3", "base.yaml:2:1: cluster: expected text or a mapping of keys"),
         ("llama-3.1-8b", "llama-3.1-8", "unknown model 'llama-3.1-8'; did you mean 'llama-3.1-8b'"),
         ("llama-3.1-8b", "config.json", "config.json: no such file"),
         ("h100-vllm", "h100-vlm", "unknown calibration 'h100-vlm'; did you mean"),
@@ -70,7 +70,7 @@ BIG = {
         ("  - pat", "  - [pat]", "systems: expected a policy's name, or one with parameters"),
         ("  - pat", "  - pat: 3", "base.yaml:10:5: system 'pat': expected parameters such as {tp: 2}, got 3"),
         ("  - pat", "  - pat: {tp: 3}", "base.yaml:10:5: system 'pat': tp: unknown key"),
-        ("  - pat", "  - pat: {start_tp: x}", "base.yaml:10:5: system 'pat': start_tp: Input should be a valid int"),
+        ("  - pat", "  - pat: {start_tp: x}", "base.yaml:10:5: system 'pat': start_tp: expected a whole number"),
         ("  - pat", "  - pat: {start_tp: 3}", "base.yaml:10:5: system 'pat': tp 3 does not divide the 8 GPUs"),
         ("  - pat", "  - pat: {start_tp: [1, 3]}", "base.yaml:10:5: system 'pat-tp3': tp 3 does not divide"),
         ("  - pat", "  - pat: {start_tp: []}", "base.yaml:10:5: system 'pat': start_tp: the list is empty"),
@@ -86,7 +86,7 @@ BIG = {
         ("8xh100", "16xh100", "cluster '16xh100': a node of h100 has 8 GPUs; did you mean '2x8xh100'?"),
         ("seeds: 1", "training: {mini_batches: 9}", "9 updates a step need as many responses, got 8"),
         ("seeds: 1", "training: {tp: 3}", "training: tp × pp × cp = 3 does not divide the 8 GPUs"),
-        ("seeds: 1", "training: {backend: x}", "base.yaml:7:12: training.backend: Input should be 'fsdp', 'megatron'"),
+        ("seeds: 1", "training: {backend: x}", "base.yaml:7:12: training.backend: expected 'fsdp', 'megatron'"),
         ("llama-3.1-8b", "llama-3-70b", "llama-3-70b: call train (DP 8, TP 1, PP 1, ZeRO 3) does not fit on GPU 0: "),
         ("seeds: 1", "memory_utilization: 0.05", "no TP degree is feasible:\nTP1: "),
     ],
@@ -120,8 +120,8 @@ def test_all_mistakes_are_told_at_once(failing: Failing) -> None:
         ("systems.7=pat", "--set systems.7: there is no '7'"),
         ("systems.0.verl.tp=3", "base.yaml:9:5: system 'verl': tp 3 does not divide"),
         ("nonsense=[", "as overridden: nonsense: unknown key"),
-        ("name=", "as overridden: name: Input should be a valid string (got None)"),
-        ("trace=3", "as overridden: trace: Input should be a valid dictionary or instance of TraceSpec (got 3)"),
+        ("name=", "as overridden: name: expected text (got None)"),
+        ("trace=3", "as overridden: trace: expected a mapping of keys to values (got 3)"),
     ],
 )
 def test_a_setting_with_a_mistake(failing: Failing, setting: str, message: str) -> None:
@@ -242,3 +242,19 @@ def test_through_a_process(folder: Path) -> None:
         "rlsim: error: as overridden: trace.cap: unknown unit 'GB' in '24 GB'; a length takes one of: K, k, M, tokens\n"
     )
     assert not (folder / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("run frist.yaml", "frist.yaml: no such file; did you mean 'first.yaml'"),
+        ("advise run.sh", "run.sh: expected a mapping of keys to values; make an experiment of a run script or log of"),
+        ("check run.sh", "rlsim init --from-verl run.sh --gpu GPU"),
+    ],
+)
+def test_a_file_that_is_no_experiment_says_the_way_out(command: str, message: str, folder: Path, call: Command) -> None:
+    (folder / "run.sh").write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=1\n")
+    (folder / "first.yaml").write_text("name: first\n")
+    printed = call(*command.split())
+    assert printed.code == 2
+    assert message in printed.err

@@ -87,7 +87,7 @@ def test_a_mixed_cluster_is_spelled_out_by_its_groups(tmp_path: Path) -> None:
         ("2x8xh20+4xh100", "nodes of 8 and 4 GPUs: groups need as many GPUs per node"),
         ("4096x8xh20+4097x8xh100", "at most 65,536 GPUs"),
         ({"groups": ["8xh20"]}, "groups: Tuple should have at least 2 items"),
-        ({"groups": "8xh20+8xh100"}, "groups: Input should be a valid tuple"),
+        ({"groups": "8xh20+8xh100"}, "groups: expected a list"),
         ({"groups": ["8xh20", "8xh300"]}, "groups: unknown cluster '8xh300'"),
         ({"groups": ["8xh20", load_cluster("8xh100").model_dump()]}, "the group of h100-sxm needs `inter`"),
         (

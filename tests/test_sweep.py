@@ -146,7 +146,7 @@ def test_every_mistake_of_every_point_is_told_with_its_line(tmp_path: Path, monk
         load_sweep("caps.yaml")
     first, second = sorted(str(caught.value).splitlines())
     assert first.startswith("caps.yaml:5:24: trace.cap: expected a length such as '24K', got 'lots' (2 of 6 points")
-    assert second.startswith("caps.yaml:6:29: workflow.prompts: Input should be greater than or equal to 1 (got 0)")
+    assert second.startswith("caps.yaml:6:29: workflow.prompts: expected at least 1 (got 0)")
     assert "3 of 6 points, such as trace.cap=256, workflow.prompts=0" in second
 
 

@@ -96,12 +96,12 @@ def policies() -> None:
 
     Example: rlsim list policies
     """
-    from rlsim.errors import RlsimError
+    from rlsim.errors import RlsimError, one_line
     from rlsim.policies.registry import load_policy, policy_names
 
     def meaning(name: str) -> str:
         try:
-            return (load_policy(name).__doc__ or "").strip().partition("\n")[0]
+            return one_line((load_policy(name).__doc__ or "").strip().partition("\n\n")[0])
         except RlsimError as error:  # another package's, and no reason to hide the rest
             return f"error: {error}"
 

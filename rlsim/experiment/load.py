@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim import catalogue
-from rlsim.errors import ConfigError, check_arguments, unknown_name
+from rlsim.errors import ConfigError, check_arguments, nearest, unknown_name
 from rlsim.experiment.schema import Experiment
 from rlsim.reading import MOST_LEVELS, SyntaxConfigError, is_file, parse_yaml, read_yaml
 from rlsim.schema import validate
@@ -47,9 +47,12 @@ def read_experiment(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, A
     if isinstance(source, Mapping):
         return _copied(source), "experiment", Path.cwd()
     path = _find(Path(source))
-    data = read_yaml(path)
+    try:
+        data = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_way_out(path)}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{source}: expected a mapping of keys to values")
+        raise ConfigError(f"{source}: expected a mapping of keys to values{_way_out(path)}")
     return data, str(source), path.resolve().parent
 
 
@@ -79,6 +82,17 @@ def _find(path: Path) -> Path:
     if path.suffix or len(path.parts) > 1:
         return path  # reading it says what is wrong
     raise unknown_name("experiment", str(path), shipped)
+
+
+def _way_out(path: Path) -> str:
+    """What to do with a file that is no experiment: make one of it, or name the one beside it that was meant."""
+    if path.suffix in (".sh", ".log", ".py", ".ipynb"):
+        return f"; make an experiment of a run script or log of veRL: rlsim init --from-verl {path} --gpu GPU"
+    if is_file(path) or not path.suffix:
+        return ""
+    beside = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    near = nearest(str(path), {*beside, *catalogue.names("experiments")}, "experiments that ship with rlsim")
+    return f"; {near}"
 
 
 def _copied(value: Any) -> Any:

@@ -25,15 +25,21 @@ VERDICTS: dict[str, tuple[str, str]] = {
     "not comparable": ("#7A7A7A", "cross"),
     "baseline": ("#000000", "diamond"),
 }
-_COLUMNS = (
-    "Means of the steady steps. responses/s: trained on, per second of step time; speedup and by tokens: responses and "
-    "tokens (prompts counted) trained on per second, over the baseline's. 95% interval: of the speedup, or, where "
-    "systems train on other lengths, of the ratio by tokens; over seeds, and over the calibration's errors where these "
-    "were drawn. It decides the verdict. ± is half the 95% interval of a mean over seeds. tokens/s: trained on, "
-    "prompts counted. idle: share of GPU time. tail: share of busy GPU time that decodes at less than half of the full "
-    "batch's throughput. wasted: share of the generated tokens that is not trained on. switches: changes of a node's "
-    "TP, a step. bound: lower bound of generation over generation time; 100% is the best possible."
-)
+#: What the columns of the table of means are, by their headings.
+_MEANINGS = {
+    "responses/s": "trained on, per second of step time",
+    "speedup": "responses trained on per second, over the baseline's",
+    "by tokens": "the same of tokens, prompts counted",
+    "95% interval": "of the speedup, or by tokens where systems train on other lengths; over seeds and, where these "
+    "were drawn, over the calibration's errors; it decides the verdict",
+    "step (s)": "± is half the 95% interval of a mean over seeds",
+    "tokens/s": "trained on, prompts counted",
+    "idle": "share of GPU time",
+    "tail": "share of busy GPU time that decodes at less than half of the full batch's throughput",
+    "wasted": "share of the generated tokens that is not trained on",
+    "switches": "changes of a node's TP, a step",
+    "bound": "lower bound of generation over generation time; 100% is the best possible",
+}
 
 
 def speedups(verdict: Verdict) -> pd.DataFrame:
@@ -115,7 +121,9 @@ def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
             caption = _speedup_caption(verdict, seeds)
             blocks.append(setup.figure("speedups", f"Speedup over {baseline}", chart, caption))
         blocks.append(_comparison_table(rows, verdict, result, setup))
-    blocks.append(Text(_COLUMNS))
+    shown = {heading for block in blocks if isinstance(block, Table) for heading in block.headings}
+    said = ". ".join(f"{heading}: {meaning}" for heading, meaning in _MEANINGS.items() if heading in shown)
+    blocks.append(Text(f"Means of the steady steps. {said}."))
     return Section("speedups", "Which system is fastest", tuple(blocks))
 
 
@@ -152,4 +160,4 @@ def _comparison_table(rows: pd.DataFrame, verdict: Verdict, result: Result, setu
         **relaxed(rows),
     }
     texts = written(columns, rows.to_dict("records"))
-    return Table(setup.named("Means over steps and seeds"), tuple(columns), texts)
+    return Table(setup.named("Means over steps and seeds"), tuple(columns), texts, words=frozenset({5}))
