@@ -690,8 +690,8 @@ def test_the_command_line(tmp_path: Path, call: Command) -> None:
         f"--out {out}": "2 points, 0 failed; results: ",
         f"--out {out} --quiet": out,
         f"--out {out}[/b] --set name=[i]t[/i]": f"results: {out}[/b]",
-        f"--out {out} --json": '"status": "done"',
-        "--dry-run --json": '"trace.cap": 128',
+        f"--out {out} --json -": '"status": "done"',
+        "--dry-run --json -": '"trace.cap": 128',
     }.items():
         shown = call(*arguments, *options.split())
         assert shown.code == 0

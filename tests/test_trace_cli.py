@@ -73,7 +73,7 @@ def test_describe_prints_a_table_or_json() -> None:
     text = run("describe", SHIPPED, "--above", "4K,8K", "--cap", "8K")
     assert "P90" in text
     assert "share above 4,096" in text
-    found = json.loads(run("describe", SHIPPED, "--json", "--above", "4000"))["parts"][0]
+    found = json.loads(run("describe", SHIPPED, "--json", "-", "--above", "4000"))["parts"][0]
     assert found["share_above"]["4000"] == pytest.approx(0.053, abs=0.006)
     assert found["samples_per_prompt"] == {"24": 768}
     with pytest.raises(TraceError, match="--above: expected a length"):
@@ -166,7 +166,7 @@ def test_describe_shows_rewards_where_there_are_any(tmp_path: Path) -> None:
     frame["reward_time_s"] = np.tile([0.5, 1.5], 80)
     frame["judge_tokens"] = 300
     path = written(frame, tmp_path)
-    part = json.loads(run("describe", path, "--json"))["parts"][0]
+    part = json.loads(run("describe", path, "--json", "-"))["parts"][0]
     assert part["correct_share"] == pytest.approx(80 / 120, abs=1e-4)  # 40 were not judged
     assert part["mixed_prompts"] == pytest.approx(20 / 30, abs=1e-4)
     assert (part["reward_mean"], part["reward_min"], part["reward_max"]) == (0.25, -0.5, 1.0)
@@ -182,7 +182,7 @@ def test_describe_shows_some_of_many_epochs(tmp_path: Path) -> None:
     text = run("describe", written(frame, tmp_path))
     assert "epoch 0" in text.replace("\n", " ")
     assert "5 of 31 columns: --json has the rest" in text
-    assert len(json.loads(run("describe", tmp_path / "t.parquet", "--json"))["parts"]) == 31
+    assert len(json.loads(run("describe", tmp_path / "t.parquet", "--json", "-"))["parts"]) == 31
 
 
 def written(frame: pd.DataFrame, tmp_path: Path) -> Path:

@@ -15,6 +15,7 @@ from rlsim.cli.common import (
     Json,
     Settings,
     add_code_folders,
+    check_json,
     named,
     progress_bar,
     with_options,
@@ -68,6 +69,7 @@ def advise(
     from rlsim.report.write import write_report
 
     add_code_folders(experiment)
+    check_json(json_file)
     settings = with_options(settings, certainty=certainty)
     target = _target(experiment, settings, out)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlsim.cli.tables import print_tables, table
+from rlsim.cli.tables import NO_BREAK, print_tables, table
 from rlsim.cli.terminal import Console
 from rlsim.formats import number, share
 from rlsim.trace.describe import Description, Summary
@@ -39,7 +39,10 @@ def print_description(description: Description) -> None:
         cells |= _reward_cells(part, first)
         for name, value in cells.items():
             rows.setdefault(name, []).append(value)
-    headings, title = ["", *(part.part for part in shown)], f"Response lengths of {description.name} (tokens)"
+    headings, title = (
+        ["", *(part.part.replace(" ", NO_BREAK) for part in shown)],
+        f"Response lengths of {description.name} (tokens)",
+    )
     print_tables([table(headings, [[name, *values] for name, values in rows.items()], title=title)])
     say = Console(soft_wrap=True).print
     if description.source:

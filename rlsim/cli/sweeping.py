@@ -18,6 +18,7 @@ from rlsim.cli.common import (
     Settings,
     Warmup,
     add_code_folders,
+    check_json,
     echo,
     progress_bar,
     with_options,
@@ -85,6 +86,7 @@ def sweep(
     from rlsim.sweeps.tables import COLUMNS
 
     add_code_folders(file)
+    check_json(json_file)
     overrides = with_options(settings, warmup=warmup, certainty=certainty)
     definition = load_sweep(file, overrides=overrides, seeds=seeds, axes=_axes(grid or ()))
     if dry_run:

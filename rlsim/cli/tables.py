@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 MOST_WIDTH = 160
 #: The least width that prose is folded to, and spaces between columns.
 LEAST_PROSE, GAP = 24, 2
+#: A space at which no heading is broken.
+NO_BREAK = "\u00a0"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Table:
     def parts(self, width: int) -> Iterator[tuple[str, list[str]]]:
         """Heading and lines of every part of at most so many characters, as long as no column alone has more."""
         cells = [[printable(cell) for cell in row] for row in self.rows]
-        texts = [[*heading.split(), *(row[i] for row in cells)] for i, heading in enumerate(self.headings)]
+        texts = [[*heading.split(" "), *(row[i] for row in cells)] for i, heading in enumerate(self.headings)]
         widths = [max(map(_width, own), default=0) for own in texts]
         last = len(widths) - 1
         names = [i for i in range(last) if set(range(i + 1)) <= set(self.words) - {self.prose}] or [0]
@@ -75,7 +77,7 @@ def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence
             text + " " * (width - _width(text)) if to_left else " " * (width - _width(text)) + text
             for text, width, to_left in zip(texts, widths, left, strict=True)
         ]
-        yield (" " * GAP).join(padded).rstrip()
+        yield (" " * GAP).join(padded).rstrip().replace(NO_BREAK, " ")
 
 
 def _width(text: str) -> int:

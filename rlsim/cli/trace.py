@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlsim.cli.common import Json, echo, write_json
+from rlsim.cli.common import Json, check_json, echo, write_json
 from rlsim.cli.tables import print_tables, table
 from rlsim.errors import TraceError
 from rlsim.formats import number
@@ -135,6 +135,7 @@ def describe_(
 
     if chart is not None:
         check_file(chart, TraceError, inputs=(file,))
+    check_json(json_file)
     limits = [value for text in above.split(",") if text.strip() and (value := _tokens("--above", text.strip()))]
     cap_tokens = _tokens("--cap", cap)
     trace = read_trace(file)

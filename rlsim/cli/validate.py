@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import PRINTED, Json, write_json
+from rlsim.cli.common import PRINTED, Json, check_json, write_json
 from rlsim.validate.parts import PARTS, REPEATABLE
 
 if TYPE_CHECKING:
@@ -48,13 +48,12 @@ def validate(
     Example: rlsim validate pat --json pat.json
     """
     from rlsim.errors import ConfigError
-    from rlsim.output import check_files
     from rlsim.validate.page import check_page, read_page, stale, write_page
     from rlsim.validate.parts import Options, kernel_folder
     from rlsim.validate.targets import load_targets
 
     wanted = parts or list(PARTS)
-    check_files(*(file for file in (json_file,) if file != PRINTED))
+    check_json(json_file)
     if page is not None:
         check_page(page, wanted)
     if check is not None:
