@@ -82,10 +82,14 @@ def run_loaded(
     result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
     if what_if:
         runs, summary = partial(_ran, told=progress or (lambda *_: None), execute=execute), result.summary()
-        fastest = {
-            case: rows.sort_values("responses_per_s")["system"].tolist() for case, rows in summary.groupby("case")
+        rated = "responses_per_s"
+        rates = {
+            str(case): {
+                str(name): float(rate) for rate, name in sorted(zip(own[rated], own["system"], strict=True))[::-1]
+            }
+            for case, own in summary.groupby("case")
         }
-        ledger = {case.name: weighed(case, fastest.get(case.name, [])[::-1], runs).model_dump() for case in cases}
+        ledger = {case.name: weighed(case, rates.get(case.name, {}), runs).model_dump() for case in cases}
         result = replace(result, manifest={**result.manifest, "ledger": ledger})
     if not worlds:
         return result

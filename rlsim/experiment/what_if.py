@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -12,6 +11,7 @@ from rlsim.experiment.case import Case
 from rlsim.experiment.frames import Frames
 from rlsim.experiment.ledger import EndRecord, LedgerRecord
 from rlsim.experiment.load import with_settings
+from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import means
 
 #: Systems that run at the ends beside the baseline: the fastest, in order.
@@ -20,21 +20,23 @@ OTHERS = 2
 Runs = Callable[[Sequence[Case]], Sequence[Frames]]
 
 
-def weighed(case: Case, fastest: Sequence[str], run: Runs) -> LedgerRecord:
+def weighed(case: Case, rates: Mapping[str, float], run: Runs) -> LedgerRecord:
     """The ledger of a case that ran, with the worth of every assumption.
 
-    `fastest` are its systems, the fastest first: the baseline and the first others are tried. All runs are of the
-    case's first seed and of few steps; tuned and searched systems keep what they came out as.
+    `rates` are the responses that its systems trained on per second, the fastest first: the baseline and the first
+    others are tried, of those that are as fast one. All runs are of the case's first seed and of few steps; tuned and
+    searched systems keep what they came out as.
     """
     ledger = case.ledger
-    if case.baseline not in fastest or not ledger.assumed:
+    if case.baseline not in rates or not ledger.assumed:
         return ledger
-    distinct = {case.came_out(name).key: name for name in (*reversed(fastest), case.baseline)}
-    others = [name for name in fastest if name in distinct.values() and name != case.baseline]
+    distinct = {rate: name for name, rate in rates.items()}
+    others = [name for rate, name in distinct.items() if rate != rates[case.baseline]]
     trial = case.reduced([case.baseline, *others[:OTHERS]])
     base = EndRecord(settings={}, shown="as taken")
-    ends = [base, *(end for row in ledger.assumed for end in row.ends)]
-    made = [_made(trial, case, end) for end in ends]
+    named = {"as taken": base} | {f"{row.name} {end.shown}": end for row in ledger.assumed for end in row.ends}
+    ends = list(named.values())
+    made = [_made(trial, case, end, name) for name, end in named.items()]
     found = _ran([one for one in made if isinstance(one, Case)], run)
     done = [_done(end, one, found, case.baseline) for end, one in zip(ends, made, strict=True)]
     rest = iter(done[1:])
@@ -42,10 +44,10 @@ def weighed(case: Case, fastest: Sequence[str], run: Runs) -> LedgerRecord:
     return ledger.model_copy(update={"assumed": rows, "base": done[0], "baseline": case.baseline})
 
 
-def _made(trial: Any, case: Case, end: EndRecord) -> Case | str:
+def _made(trial: Experiment, case: Case, end: EndRecord, name: str) -> Case | str:
     """The case at an end, or why it cannot run."""
     try:
-        made = case.again(with_settings(trial, end.settings, case.name), repr(end.settings))
+        made = case.again(with_settings(trial, end.settings, name), name)
     except RlsimError as error:
         return str(error)
     return made if made.compares else str(made.notes[-1])
