@@ -84,3 +84,9 @@ def test_messages_name_what_is_to_blame(folder: Path, call: Command) -> None:
 
 def test_check_in_python() -> None:
     assert check_experiment("pat_vs_static", {"systems": ["verl"], "baseline": "verl"}, seeds=3).runs == 3
+
+
+def test_check_leaves_with_2_where_an_engine_or_framework_would_not_start(folder: Path, call: Command) -> None:
+    code, said, _ = call("check", "base.yaml", "--set", "training.zero_stage=1")
+    assert code == 2
+    assert "note: FSDP shards gradients and parameters, it has no ZeRO 1: FSDP does not start with it" in said

@@ -9,6 +9,7 @@ from test_calibrate_import import nccl_text
 from typer.testing import CliRunner, Result
 
 import rlsim
+from rlsim.advise.ranking import unfit
 from rlsim.calibrate.importers import nccl_tests
 from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
@@ -17,6 +18,7 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.starts import conditions, starts
+from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster, load_gpu
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.engines import own_limits
@@ -850,11 +852,11 @@ def test_every_start_condition_has_a_source_and_words_for_its_names() -> None:
         ({"training": {"backend": "megatron", "tp": 8}}, "TP 8 does not divide the 4 KV heads"),
         ({"training": {"backend": "megatron", "pp": 8}}, "8 pipeline stages do not divide the 28 layers"),
         ({"training": {"zero_stage": 1}}, "it has no ZeRO 1"),
-        ({"training": {"cp": 8}, "sources": {"veRL 0.9's default": ["seeds"]}}, "neither with 28 heads"),
-        ({"training": {"tp": 2}, "sources": {"veRL 0.9's default": ["seeds"]}}, "FSDP has no TP (2) in veRL"),
-        ({"training": {"mini_batches": 7}, "sources": {"veRL 0.8's default": ["seeds"]}}, "7 mini-batches of 8"),
-        ({"workflow": {"prompts": 9, "responses": 5}, "sources": {"veRL 0.8's default": ["seeds"]}}, "among 8 ranks"),
-        ({"sources": {"NeMo-RL's default": ["seeds"]}}, "training states leave the GPUs"),
+        ({"training": {"cp": 8}, "framework": "veRL 0.9"}, "neither with 28 heads"),
+        ({"training": {"tp": 2}, "framework": "veRL 0.9"}, "FSDP has no TP (2) in veRL"),
+        ({"training": {"mini_batches": 7}, "framework": "veRL 0.8"}, "7 mini-batches of 8"),
+        ({"workflow": {"prompts": 9, "responses": 5}, "framework": "veRL 0.8"}, "among 8 ranks"),
+        ({"framework": "NeMo-RL"}, "training states leave the GPUs"),
     ],
 )
 def test_an_experiment_that_its_engine_or_framework_would_not_start_with(
@@ -866,9 +868,23 @@ def test_an_experiment_that_its_engine_or_framework_would_not_start_with(
         "workflow": {"algorithm": "grpo", "prompts": 8, "responses": 8, "steps": 1},
     }  # fmt: skip
     for key, value in settings.items():
-        experiment[key] = {**experiment.get(key, {}), **value}
+        experiment[key] = {**experiment.get(key, {}), **value} if isinstance(value, dict) else value
     found = starts(Experiment.model_validate(experiment), tmp_path)
     assert any(said in reason and "does not start with it" in reason for reason in found) if said else not found
+
+
+def test_advice_leaves_out_what_the_framework_would_not_start_with(tmp_path: Path) -> None:
+    experiment = {
+        "name": "e", "cluster": "8xh100", "model": "qwen2.5-1.5b", "calibration": "h100-vllm", "framework": "NeMo-RL",
+        "trace": {"fixed": 1000, "cap": "1K"},
+        "workflow": {"algorithm": "grpo", "prompts": 8, "responses": 8, "steps": 1},
+        "systems": [{"name": "mine", "use": [{"nemo_async": {"rollout_gpus": 4}}]}],
+    }  # fmt: skip
+    simulator = Simulator(LoadedExperiment.of(Experiment.model_validate(experiment), tmp_path))
+    (apart,) = parse_systems(experiment["systems"])
+    (colocated,) = parse_systems([{"verl": {"tp": 2}}])
+    assert unfit(simulator, apart) is None
+    assert "training states leave the GPUs" in str(unfit(simulator, colocated))
 
 
 def test_a_file_that_hydra_composes(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.case import check_system
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.starts import starts_of
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
 
@@ -99,7 +100,8 @@ def unfit(simulator: Simulator, spec: SystemSpec) -> str | None:
         check_system(simulator, spec)
     except RlsimError as error:
         return str(error).removeprefix(f"{spec.shown}: ")
-    return None
+    mine, its = starts_of(simulator.loaded), starts_of(simulator.loaded, [repr(spec.parts)])
+    return next((reason for reason in its if reason not in mine), None)
 
 
 def _name(entry: Mapping[str, Mapping[str, Any]]) -> str:

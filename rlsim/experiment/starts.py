@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -18,8 +17,6 @@ from rlsim.models import Model
 from rlsim.reading import parse_yaml, read_text
 
 TABLE = Path(__file__).resolve().parents[1] / "data" / "starts.yaml"
-#: Whose defaults an experiment has, by its `sources`: a framework, and its release if it has one.
-_FRAMEWORK = re.compile(r"(?P<name>veRL|NeMo-RL|AReaL)(?: (?P<release>\d+\.\d+))?'s default")
 
 
 @dataclass(frozen=True)
@@ -91,15 +88,17 @@ def starts(experiment: Experiment, folder: Path) -> list[str]:
     return starts_of(LoadedExperiment.of(experiment, folder))
 
 
-def starts_of(loaded: LoadedExperiment) -> list[str]:
-    """The same of one that is loaded. What is not written in it, the engine and the framework settle themselves."""
+def starts_of(loaded: LoadedExperiment, systems: Any = None) -> list[str]:
+    """The same of one that is loaded, of other `systems` if any are given.
+
+    What is not written in it, the engine and the framework settle themselves.
+    """
     experiment = loaded.experiment
     engine, training, workflow = experiment.engine, experiment.training, experiment.workflow
     written = {key: value for key, value in engine if key in engine.model_fields_set}
-    found = next(filter(None, map(_FRAMEWORK.fullmatch, experiment.sources)), None)
-    framework, release = (found["name"], found["release"] or "") if found else ("", "")
+    framework, _, release = experiment.framework.partition(" ")
     (engine_name, *others) = {calibration.engine for calibration in loaded.calibrations.values()}
-    colocated = "rollout_gpus" not in json.dumps(experiment.systems, default=str)
+    colocated = "rollout_gpus" not in json.dumps(systems or experiment.systems, default=str)
     megatron, tp, pp, cp = training.backend == "megatron", training.tp, training.pp, training.cp
     values = {
         **shape_values(loaded.model),

@@ -172,8 +172,10 @@ def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettin
     filters = FILTER if config.flag(FILTER) else ""
     cap = Entry(settings.cap, config.where("data.max_response_length", ROLLOUT + "response_length"))
     parts.add_trace(draft, options, actor, cap, filters, config.entry(WHOLE, "data.max_prompt_length"))
-    if config.is_given(ROLLOUT + "max_model_len"):
-        draft.entries["trace"]["max_model_len"] = config.entry(WHOLE, ROLLOUT + "max_model_len")  # type: ignore[index]
+    entries, longest = draft.entries["trace"], config.get(WHOLE, ROLLOUT + "max_model_len")
+    assert isinstance(entries, dict)
+    if longest and longest < entries.get("max_model_len", Entry(longest + 1)).value:
+        entries["max_model_len"] = config.entry(WHOLE, ROLLOUT + "max_model_len")
 
 
 def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:
