@@ -162,6 +162,10 @@ def test_pat_deals_responses_anew_between_nodes_of_two_replicas() -> None:
     )  # fmt: skip
     speedup = found.summary().set_index("system")["speedup"]
     assert speedup["even"] < 1 < 1.03 < speedup["pat"]
+    moved = found.steps.groupby("system")["moved"].sum()
+    assert moved["pat"] > 0 == moved["even"] == moved["verl"]
+    said = [note for note in found.notes if "never acted" in note]
+    assert said == ["even never acted: its controls switched, moved and released nothing in any step"]
 
 
 def test_pat_gains_on_a_long_tail() -> None:

@@ -12,6 +12,7 @@ import typer
 from rlsim.cli import complete
 from rlsim.cli.common import Certainty, Experiment, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
 from rlsim.cli.tables import VERDICT_LEGEND, Table, print_ledgers, print_tables, relaxed_legend, table
+from rlsim.experiment.columns import ACTED
 from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, written
 
 if TYPE_CHECKING:
@@ -186,13 +187,15 @@ def _parts(rows: pd.DataFrame) -> Table:
         "whole gen" if overlaps else "gen": lambda row: with_half(row, "gen_time_s"),
         "90% by": column("gen_p90_time_s", number, 1),
         **({"paused": column("switch_time_s", number, 1)} if switches else {}),
-        **({"switches": column("switches", number, 1)} if switches else {}),
+        **{name: column(name, number, 1) for name in ACTED if rows[name].max() > 0},
         "tokens/s": column("tokens_per_s", number, 0),
         **({"wasted": column("wasted_fraction", share)} if wasted else {}),
         "bound": column("bound_share", share),
     }
     legend += "; gen: waited for, of any step; whole gen: its own" if overlaps else ""
     legend += "; paused: for switches" if switches else ""
+    legend += "; moved: responses" if rows["moved"].max() > 0 else ""
+    legend += "; released: replicas" if rows["released"].max() > 0 else ""
     legend += "\ntokens/s: trained on, prompts counted"
     legend += "; wasted: of the generated tokens" if wasted else ""
     return table(columns, written(columns, rows.to_dict("records")), caption=f"{legend}; bound: lower bound / gen")

@@ -18,7 +18,7 @@ from rlsim.experiment.job import Job, Ran, simulated
 from rlsim.experiment.ledger import LedgerRecord
 from rlsim.experiment.load import with_settings
 from rlsim.experiment.memory_notes import kv_note, worst_note
-from rlsim.experiment.notes import kinds_note, preemption_notes, rate_notes
+from rlsim.experiment.notes import idle_notes, kinds_note, preemption_notes, rate_notes
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.remedies import remedies
@@ -241,6 +241,7 @@ class Case:
         if ran:
             steps = pd.concat(self._steps(key).assign(system=name) for name, key in ran)
             yield from steady_notes(steps)
+            yield from idle_notes(steps, {spec.name for spec in self.systems if self.decides(spec)})
             yield from rate_notes(steps, self.baseline, workflow.prompts * workflow.responses)
 
     def _preemptions(self) -> dict[str, pd.Series[int]]:

@@ -92,6 +92,8 @@ TABLES: dict[str, tuple[Column, ...]] = {
         ),
         _count("switches", "changes of a node's degree during generation"),
         _seconds("switch_time_s", "pauses of nodes for these changes, summed"),
+        _count("moved", "responses that a rollout control moved from one replica to another"),
+        _count("released", "replicas that a rollout control gave up before the end of generation"),
         _count("preemptions", "sequences that lost their KV cache for lack of pages and were recomputed"),
         _tokens("prefix_hit_tokens", "context tokens that prefills found in the prefix cache, and did not compute"),
         _tokens("kv_loaded_tokens", "context tokens whose KV was loaded from host memory; they count as found, too"),
@@ -207,6 +209,8 @@ def _as_in_steps(*names: str) -> list[Column]:
     return [next(column for column in TABLES["steps"] if column.name == name) for name in names]
 
 
+#: What rollout controls did: changes of degree, responses moved, replicas given up.
+ACTED = ("switches", "moved", "released")
 #: Columns of `Result.summary()`, one row per case and system; means are over the steady steps of all seeds.
 SUMMARY: tuple[Column, ...] = (
     *_RUN[:2],
@@ -228,6 +232,8 @@ SUMMARY: tuple[Column, ...] = (
     *_as_in_steps("bubble_fraction", "tail_fraction", "rollout_idle", "trainer_idle"),
     _figure("wasted_fraction", "share of the generated tokens that is not trained on"),
     _figure("switches", "changes of a node's degree per step"),
+    _figure("moved", "responses that a rollout control moved to another replica, per step"),
+    _figure("released", "replicas that a rollout control gave up, per step"),
     _seconds("switch_time_s", "pauses of nodes for these changes, per step"),
     _figure("bound_share", "lower bound over generation time"),
     _figure(

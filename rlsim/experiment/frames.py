@@ -193,6 +193,8 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
         "timeouts": (responses.timed_out & kept).sum(),
         "longest_tokens": responses.generated_tokens[kept].max(initial=0),
         "initial_tp": summary.initial_tp,
+        "moved": summary.moved,
+        "released": summary.released,
         "preemptions": summary.preemptions,
         "prefix_hit_tokens": summary.prefix_hit_tokens,
         "kv_loaded_tokens": summary.kv_loaded_tokens,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import pandas as pd
 
+from rlsim.experiment.columns import ACTED
 from rlsim.experiment.summary import means, paired_ratio
 
 #: A ratio of responses that differs by more than this from that of tokens is explained.
@@ -24,6 +25,13 @@ def kinds_note(kinds: Sequence[str]) -> Iterator[str]:
             f"bubble and tail count a second of {' and '.join(kinds)} alike; rollout_idle and trainer_idle tell the "
             "GPUs of generation from those of training"
         )
+
+
+def idle_notes(steps: pd.DataFrame, deciding: Collection[str]) -> Iterator[str]:
+    """Which systems that decide something while they generate never changed anything."""
+    for system, own in steps.groupby("system", sort=False):
+        if system in deciding and not own[[*ACTED, "paused", "borrowed_gpu_s"]].any(axis=None):
+            yield f"{system} never acted: its controls switched, moved and released nothing in any step"
 
 
 def rate_notes(steps: pd.DataFrame, baseline: str, batch: int) -> Iterator[str]:

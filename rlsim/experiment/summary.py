@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.experiment.columns import SUMMARY
+from rlsim.experiment.columns import ACTED, SUMMARY
 from rlsim.experiment.steadiness import held_back, unsteady
 
 CONFIDENCE = 0.95
@@ -18,7 +18,7 @@ _TIMES = (
     "step_time_s", "gen_time_s", "gen_p90_time_s", "gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s",
     "waiting_time_s", "switch_time_s",
 )  # fmt: skip
-_COUNTS = ("trained", "tokens", "trained_response_tokens", "response_tokens", "wasted_tokens", "switches")
+_COUNTS = ("trained", "tokens", "trained_response_tokens", "response_tokens", "wasted_tokens", *ACTED)
 #: Columns of `steps` that are a mean or share of another column.
 _SHARES = {
     "staleness_mean": "trained",
@@ -45,10 +45,10 @@ ENDS = ("", "_low", "_high")
 def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """What the steady ones of these rows of `steps` come to, a row for each value of the columns `by`.
 
-    Times (`…_s`) and `switches` are means over steps, `trained` the responses that a step trains on; `staleness_max`
-    is the largest of any step, `staleness_mean` and `staleness_p95` are those of all responses trained on;
-    shares (`bubble_fraction`, `tail_fraction`, `wasted_fraction`, `stale_token_share`, `rollout_idle`, `trainer_idle`,
-    `bound_share`) are of the sums.
+    Times (`…_s`) and what controls did (`ACTED`) are means over steps, `trained` the responses that a step trains on;
+    `staleness_max` is the largest of any step, `staleness_mean` and `staleness_p95` are those of all responses trained
+    on; shares (`bubble_fraction`, `tail_fraction`, `wasted_fraction`, `stale_token_share`, `rollout_idle`,
+    `trainer_idle`, `bound_share`) are of the sums.
     Rates, per second of step
     time: `responses_per_s` and `tokens_per_s` (prompts counted) trained on, `response_tokens_per_s` of these without
     prompts, `generated_tokens_per_s` whether trained on or not; `responses_per_gen_s` and `responses_per_gen_p90_s` are
@@ -73,7 +73,7 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     with np.errstate(divide="ignore", invalid="ignore"):
         tail = total["tail_s"] / total["busy_s"]
         found = {
-            **{name: total[name] / count for name in (*_TIMES, "switches", "trained")},
+            **{name: total[name] / count for name in (*_TIMES, *ACTED, "trained")},
             "staleness_p95": grouped["staleness_counts"].agg(_percentile),
             "staleness_max": grouped["staleness_max"].max(),
             **{share: shares[share].to_numpy() / total[whole] for share, whole in _SHARES.items()},

@@ -9,6 +9,7 @@ import altair as alt
 import pandas as pd
 
 from rlsim.comparison.verdict import RATES, Verdict, judge
+from rlsim.experiment.columns import ACTED
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, written
@@ -38,6 +39,8 @@ _MEANINGS = {
     "tail": "share of busy GPU time that decodes at less than half of the full batch's throughput",
     "wasted": "share of the generated tokens that is not trained on",
     "switches": "changes of a node's TP, a step",
+    "moved": "responses moved from one replica to another, a step",
+    "released": "replicas given up before the end of generation, a step",
     "bound": "lower bound of generation over generation time; 100% is the best possible",
 }
 
@@ -155,7 +158,7 @@ def _comparison_table(rows: pd.DataFrame, verdict: Verdict, result: Result, setu
         "idle": column("bubble_fraction", share, 1),
         "tail": column("tail_fraction", share, 1),
         **({"wasted": column("wasted_fraction", share, 1)} if wasted else {}),
-        "switches": column("switches", number, 1),
+        **{name: column(name, number, 1) for name in ACTED if (rows[name] > 0).any()},
         "bound": column("bound_share", share),
         **relaxed(rows),
     }

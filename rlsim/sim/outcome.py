@@ -54,6 +54,8 @@ class RolloutSummary(NamedTuple):
     prefix_hit_tokens: int = 0  # that prefills found in the prefix cache
     kv_loaded_tokens: int = 0  # of these, that came from host memory
     borrowed_gpu_s: float = 0.0  # GPU time that generation had on GPUs of training
+    moved: int = 0  # responses that a control moved to another replica
+    released: int = 0  # replicas that one gave up
 
     def with_rest(self, rest: RolloutSummary) -> RolloutSummary:
         """This, and what happened from when the last step had its batch to the end of the run."""
@@ -64,7 +66,15 @@ class RolloutSummary(NamedTuple):
 
 
 _SETTLED = ("launched", "dropped", "put_back", "paused", "stale")
-_SUMS = ("preemptions", "released_gpu_s", "prefix_hit_tokens", "kv_loaded_tokens", "borrowed_gpu_s")
+_SUMS = (
+    "preemptions",
+    "released_gpu_s",
+    "prefix_hit_tokens",
+    "kv_loaded_tokens",
+    "borrowed_gpu_s",
+    "moved",
+    "released",
+)
 
 
 @dataclass

@@ -59,6 +59,7 @@ class Rollout(RolloutState):
         self.done = env.event()
         self.switches: list[tuple[float, int, int, int, SwitchCost]] = []  # when, node, from TP, to TP, what it cost
         self.released_at: dict[int, float] = {}  # GPU: when it was given up
+        self.moved = self.released = 0  # responses that left for another replica, replicas given up, by actions
         self.replicas: list[Replica] = []  # all there ever were, by index
         self._stage = stage
         self._shared: Counter[int] = Counter()  # by GPU: how many other things run there too
@@ -462,6 +463,7 @@ class Rollout(RolloutState):
             running, others = self._take(source, "migrated", wanted)
             moving.extend((r, source, source.version) for r in running)
             moving.extend((r, source, None) for r in others)
+            self.moved += len(running) + len(others)
             self._bound_for[to.node] += len(running) + len(others)
             waiting_for -= 1
             if waiting_for == 0 and moving:
@@ -525,6 +527,7 @@ class Rollout(RolloutState):
             return
         if self._starting:  # those that start at this moment are there for them too
             self._start_nodes()
+        self.released += len(released)
         for replica in released:
             if replica.node >= self.own_nodes and self._stage.borrowing:
                 self._stage.borrowing.give_back(replica.gpus)

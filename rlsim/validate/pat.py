@@ -30,6 +30,9 @@ CAP_TOKENS, RESPONSES = 16 * 1024, 128
 #: By TP: replicas, and the published milliseconds of a decode step with a batch of so many in each.
 LATENCIES_MS = {2: (4, {1: 15.37, 32: 24.41}), 8: (1, {1: 9.64, 128: 30.87})}
 SWITCH_S = 5.52  # published, from TP2 to TP8
+#: PAT as its authors have it: responses are dealt anew at a switch alone.
+PUBLISHED = [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, {"name": "pat", "use": [{"pat": {"redispatch": False}}]}]
+FROM_SMALL_TP = [{"name": f"pat-tp{tp}", "use": [{"pat": {"start_tp": tp, "redispatch": False}}]} for tp in (1, 2)]
 
 
 def section(options: Options) -> Section:
@@ -37,7 +40,8 @@ def section(options: Options) -> Section:
     calibrations = {"sglang": ({}, {}), "vllm": ({"calibration": "h100-vllm"}, {"calibration": "a40-vllm"})}
     found, static = dict[str, Any](), list[tuple[str, ...]]()
     for engine, (h100, a40) in calibrations.items():
-        results = run("pat_vs_static", overrides=h100), run("pat_a40", overrides=a40)
+        vs_static = run("pat_vs_static", overrides={**h100, "systems": [*PUBLISHED, *FROM_SMALL_TP]})
+        results = vs_static, run("pat_a40", overrides={**a40, "systems": PUBLISHED})
         found[engine] = engine_values(*results)
         static += _static(results, {"sglang": "SGLang", "vllm": "vLLM"}[engine])
     model = load_model("llama-3.1-8b")
