@@ -109,7 +109,8 @@ def interruption_rows(table: pd.DataFrame) -> Iterator[Row]:
 
 def _curve_table(curve: pd.DataFrame) -> str:
     names = ("step_time_s", "responses_per_s", "staleness_mean", "staleness_p95", "rollout_idle", "trainer_idle")
-    rows = [[str(system), *(f"{one[name]:.3g}" for name in names)] for system, one in curve.iterrows()]
+    known = curve[list(names)].astype(float)
+    rows = [[str(system), *("—" if pd.isna(x) else f"{x:.3g}" for x in one)] for system, *one in known.itertuples()]
     return markdown(("system", *names), rows)
 
 
