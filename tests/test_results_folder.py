@@ -29,11 +29,16 @@ def test_results_are_replaced_by_those_of_the_same_experiment_alone(
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "other"):
         (tmp_path / f"{name}.json").write_text(json.dumps({**TINY, "name": name}))
-    assert call("run", "mine.json").out.splitlines()[-1] == "results: results/mine"
-    again = call("run", "mine.json").out.splitlines()[-1]
+
+    def told(*options: str) -> str:
+        (line,) = [line for line in call("run", "mine.json", *options).out.splitlines() if line.startswith("results: ")]
+        return line
+
+    assert told() == "results: results/mine"
+    again = told()
     assert again == "results: results/mine (in place of earlier ones, of the same settings)"
     (tmp_path / "results" / "mine" / "report.html").write_text("")
-    changed = call("run", "mine.json", "--seeds", "2").out.splitlines()[-1]
+    changed = told("--seeds", "2")
     assert "(in place of earlier ones and their report, of other settings: " in changed
     assert changed.endswith("seeds [0] there, [0, 1] here)")
     refused = call("run", "other.json", "--out", "results/mine")
