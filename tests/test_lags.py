@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,13 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from test_workflows import lagged
 from typer.testing import CliRunner
 
 import rlsim
 from rlsim.cli import app
 from rlsim.cli.running import _tables
+from rlsim.comparison.verdict import judge
 
 JUDGE = "qwen2.5-1.5b"
 
@@ -112,13 +111,18 @@ def test_every_table_shows_how_stale_a_system_is_and_none_does_where_nothing_is(
     for result, shown in ((found, True), (on_policy, False)):
         folder = tmp_path / str(shown)
         result.write(folder)
-        assert any("stale" in str(column.header) for table in _tables(result) for column in table.columns) == shown
-        for table in _tables(result):
-            console = Console(width=100, file=io.StringIO())
-            console.print(table)
-            lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-            for name in result.manifest["systems"][""]:
-                assert any(line.startswith(name) for line in lines), "its name, on a terminal that is not wide"
+        summary = result.summary()
+        tables = list(_tables(result, "", summary, judge(summary, str(result.manifest["baseline"]))))
+        assert any("stale" in heading for table in tables for heading in table.headings) == shown
+        for width in (100, 80, 40):
+            for table in tables:
+                parts = list(table.parts(width))
+                shown_words = " ".join(heading for heading, _ in parts).split()
+                assert {word for heading in table.headings for word in heading.split()} <= set(shown_words)
+                for heading, lines in parts:
+                    assert max(map(len, (*heading.split("\n"), *lines))) <= width
+                    for name in result.manifest["systems"][""]:
+                        assert any(line.startswith(name) for line in lines), "names are whole in every part"
         assert ("stale" in CliRunner().invoke(app, ["compare", str(folder)]).output) == shown
         rlsim.write_report(result, tmp_path / "report.html")
         assert (">stale</th>" in (tmp_path / "report.html").read_text(encoding="utf-8")) == shown
