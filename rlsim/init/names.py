@@ -97,14 +97,25 @@ def find_cluster(gpu: str | None, nodes: int, per_node: int) -> Cluster:
             "which GPUs are they? The configuration does not say: give --gpu "
             f"({', '.join(catalogue.names('gpus'))}) or --cluster ({usual})"
         )
-    described = _gpu(gpu)
-    kind = next((kind for kind, node in kinds.items() if node.gpu.name == described), None)
-    if kind is None:
-        raise ConfigError(f"the catalogue has no cluster of {described}: spell one out in YAML and give --cluster FILE")
+    kind = _kind(gpu)
     most = kinds[kind].gpus_per_node
     if per_node > most and nodes * per_node % most == 0:
         size = f"{nodes * per_node // most}x{most}"
     return load_cluster(f"{size}x{kind}")
+
+
+def node_gpus(gpu: str) -> int:
+    """The GPUs of a node of the catalogue; raises as `find_cluster`."""
+    return node_types()[_kind(gpu)].gpus_per_node
+
+
+def _kind(gpu: str) -> str:
+    """The name of a GPU's nodes in the catalogue."""
+    described = _gpu(gpu)
+    kind = next((kind for kind, node in node_types().items() if node.gpu.name == described), None)
+    if kind is None:
+        raise ConfigError(f"the catalogue has no cluster of {described}: spell one out in YAML and give --cluster FILE")
+    return kind
 
 
 def _gpu(name: str) -> str:

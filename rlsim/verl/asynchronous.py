@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
 from rlsim.init.draft import Draft, Entry
+from rlsim.init.names import node_gpus
 from rlsim.init.parts import Options, System, add_cluster, joined
 from rlsim.init.settings import COUNT, FLAG, NUMBER, SHARE, TEXT
 from rlsim.verl.defaults import ACTOR, GPUS_PER_NODE, NODES, ROLLOUT
@@ -47,8 +48,6 @@ KEYS = (
     *_ROLLOUT_NODES, *_ROLLOUT_GPUS, *_USES_ROLLOUT, *_FULLY, _SYNC_STEP, *_WARMUP.values(), *_DROPPED, _SWITCH, _UNTIL,
     _ADAPTS, _DYNAMIC,
 )  # fmt: skip
-#: GPUs of a node, where generation and training may share one.
-_NODE = 8
 Policy = Literal["verl_fully_async", "one_step_off"]
 
 
@@ -66,10 +65,9 @@ class Apart:
         """GPUs that generate."""
         return self.rollout[0] * self.rollout[1]
 
-    @property
-    def shares_nodes(self) -> bool:
-        """Whether both sides fit on the same nodes."""
-        return self.rollout[0] == self.training[0] and self.rollout[1] + self.training[1] <= _NODE
+    def shares_nodes(self, per_node: int) -> bool:
+        """Whether both sides fit on the same nodes of so many GPUs."""
+        return self.rollout[0] == self.training[0] and self.rollout[1] + self.training[1] <= per_node
 
     def cluster(self, draft: Draft, options: Options) -> Cluster:
         """Both sides as one cluster: on the same nodes if they fit there, else on nodes of their own."""
@@ -77,14 +75,15 @@ class Apart:
         total = nodes * per_node + others * other_per_node
         if options.cluster is not None:
             return add_cluster(draft, options, 1, total, self.where)
-        if self.shares_nodes:
+        most = node_gpus(options.gpu) if options.gpu else total  # without a name `add_cluster` asks for it
+        if self.shares_nodes(most):
             return add_cluster(draft, options, nodes, per_node + other_per_node, self.where)
         if per_node == other_per_node:
             return add_cluster(draft, options, nodes + others, per_node, self.where)
-        if total % _NODE:
-            raise ConfigError(f"{self.where}: {total} GPUs are no whole nodes of {_NODE}: give --cluster FILE")
-        draft.notes.append(f"{self.where}: {total} GPUs, taken as {total // _NODE} nodes of {_NODE}")
-        return add_cluster(draft, options, total // _NODE, _NODE, self.where)
+        if total % most:
+            raise ConfigError(f"{self.where}: {total} GPUs are no whole nodes of {most}: give --cluster FILE")
+        draft.notes.append(f"{self.where}: {total} GPUs, taken as {total // most} nodes of {most}")
+        return add_cluster(draft, options, total // most, most, self.where)
 
     def trainers(self, machines: Cluster) -> Cluster:
         """What trains, as a cluster."""
@@ -226,7 +225,7 @@ def said_of(config: VerlSettings, apart: Apart) -> str:
     return joined(config.where(ROLLOUT + "tensor_model_parallel_size"), *where)
 
 
-def missing(config: VerlSettings, apart: Apart) -> list[str]:
+def missing(config: VerlSettings, apart: Apart, machines: Cluster) -> list[str]:
     """What the recipe does that the experiment has not."""
     found = []
     if apart.policy == "verl_fully_async":
@@ -234,6 +233,6 @@ def missing(config: VerlSettings, apart: Apart) -> list[str]:
             found.append(f"{config.where(_ADAPTS)}: the share at which GPUs of training go back adapts: here it stays")
         if config.told(COUNT, _DROPPED[0]) and config.told(TEXT, _DROPPED[1]) == "drop":
             found.append(f"{config.where(_DROPPED[0])}: staler responses are dropped: here all are trained on")
-    if apart.shares_nodes and apart.rollout[0] > 1:
+    if apart.shares_nodes(machines.gpus_per_node) and apart.rollout[0] > 1:
         found.append(f"{apart.where}: every node has GPUs of both sides; here generation has the first GPUs of all")
     return found

@@ -74,9 +74,9 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     config.check_keys((*config.default, *_MORE_KEYS, *notes.KEYS, *asynchronous.KEYS))
     apart = asynchronous.apart_of(config)
     draft = Draft({}, missing=notes.missing(config), notes=list(config.notes))
-    if apart is not None:
-        draft.missing += asynchronous.missing(config, apart)
     machines = apart.cluster(draft, options) if apart else _cluster(config, draft, options)
+    if apart is not None:
+        draft.missing += asynchronous.missing(config, apart, machines)
     settings = _settings(config, draft, machines, apart)
     actor = _model(config, draft, options)
     _calibration(config, draft, machines, options)
