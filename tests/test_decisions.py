@@ -33,7 +33,16 @@ from rlsim.policies.tail_batching import TailBatching
 from rlsim.schema import Schema
 from rlsim.sim.batching import Batching, PromptFeed, Unfinished
 from rlsim.sim.continuous import OpenView
-from rlsim.sim.control import ControlContext, Migrate, Prompt, Reconfigure, Release, RolloutControl, RolloutReport
+from rlsim.sim.control import (
+    ControlContext,
+    Migrate,
+    Prompt,
+    Reconfigure,
+    Release,
+    RolloutControl,
+    RolloutReport,
+    ScoringReport,
+)
 from rlsim.sim.request import EngineConfig
 from rlsim.workflow import Workflow, grpo, ppo
 
@@ -333,6 +342,18 @@ def test_what_keeps_responses_where_they_are() -> None:
     assert repacked(full, [[150], [160]], settings={"max_batch": 4, "utilization": 0.2}) == []
     assert repacked(full, [[150], [160]], settings={"max_batch": 4, "utilization": 0.20625}) == [(0, 1)]
     assert repacked([[100] * 4, [100]], [[150], [120, 20]]) == []  # another has begun there
+
+
+# OPPO -----------------------------------------------------------------------------------------------------------------
+
+
+def test_chunk_sizes_are_compared_by_the_time_of_a_token() -> None:
+    """500 took longer, with four times the tokens: 2.5 ms a token against 5 ms."""
+    chunked = Chunked(candidates=(250, 500), every=4)
+    for step, (tokens, time_s, generated) in enumerate([(250, 5.0, 1000), (500, 10.0, 4000)]):
+        assert chunked.chunk_tokens(0) == tokens
+        chunked.on_scored(ScoringReport(step, tokens, time_s, generated))
+    assert [chunked.chunk_tokens(0) for _ in range(2)] == [500, 500]
 
 
 # Consolidation of the tail --------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rlsim.calibrate.importers.experts import W4A8, _balanced, _power_law, _serv
 from rlsim.cost.calibration import HostFit, Reference, load_calibration
 from rlsim.cost.collectives import Collectives, exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, expert_load
-from rlsim.cost.fits import ExpertsFit, Tile
+from rlsim.cost.fits import Correction, ExpertsFit, Tile
 from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
 from rlsim.cost.operators import Operators
 from rlsim.cost.pipeline import pipelined_step_cost
@@ -143,6 +143,15 @@ def test_seconds_by_hand() -> None:
     for rate, speed in ((None, 1), ("fp8", 2)):  # MXFP4 is multiplied in bf16, or in fp8 by kernels with MXFP8
         kernel = FusedExperts(fit(multiplied_in=rate), REF, "mxfp4")
         assert kernel(load(10, 2), 30, 10) == pytest.approx(0.5 + compute / speed + memory * 17 / 64)
+
+
+@pytest.mark.parametrize(("experts", "hit", "factor"), [(4, 4, 1.0), (4, 2, 2.0), (8, 2, 2.0), (2, 2, 2.0)])
+def test_a_correction_is_looked_up_at_the_rows_of_an_expert_that_has_any(experts: int, hit: int, factor: float) -> None:
+    """8 rows over 4 experts are 2 each, over 2 of however many 4 each: twice as long as the formula says."""
+    correction = Correction.over({"rows": [2, 4], "width": [1], "bytes": [1]}, [1.0, 2.0])
+    plain, kernel = (FusedExperts(fit(correction=one), REF, "bf16") for one in (None, correction))
+    call = load(8, hit, experts=experts)
+    assert kernel(call, 10, 10) == pytest.approx(factor * plain(call, 10, 10))
 
 
 def test_default_blocks_where_none_are_tuned() -> None:
