@@ -33,6 +33,7 @@ SYSTEMS: dict[str, list[Any]] = {
 LARGE = {f"235b-{gpu}": gpu for gpu in ("h200", "h100")}
 LARGE_STEPS = 20
 QUICK = [(system, 64, responses) for system in SYSTEMS for responses in (2_048, 4_096)]
+QUICK += [(name, 256, 128 * LARGE_STEPS) for name in LARGE]
 FULL = [(system, 1_024, responses) for system in SYSTEMS for responses in (12_800, 25_600, 102_400)]
 FULL += [("verl", 64, 100_000), ("verl", 64, 1_000_000)]
 FULL += [(name, 256, 4_096 * LARGE_STEPS) for name in LARGE]
@@ -50,6 +51,7 @@ def run(system: str, gpus: int, responses: int) -> None:
             "cluster": f"{gpus // 8}x8x{gpu}", "model": "qwen3-235b-a22b", "calibration": f"{gpu}-vllm",
             "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "16K"},
             "workflow": {"prompts": responses // LARGE_STEPS // 16, "responses": 16, "steps": LARGE_STEPS},
+            "engine": {"max_num_seqs": 512},
             "systems": [{"name": system, "use": [{"verl": {"tp": 8}}]}],
         }  # fmt: skip
     else:
@@ -68,7 +70,7 @@ def run(system: str, gpus: int, responses: int) -> None:
 def main() -> None:
     """Run every point in a process of its own."""
     parser = argparse.ArgumentParser(description="How time and memory grow.")
-    parser.add_argument("--quick", action="store_true", help="64 GPUs and few responses")
+    parser.add_argument("--quick", action="store_true", help="few GPUs, few responses")
     parser.add_argument("--system", choices=[*SYSTEMS, *LARGE], help="this one only")
     parser.add_argument("--most", type=int, help="no more responses than that")
     parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)

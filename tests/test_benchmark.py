@@ -66,6 +66,19 @@ def test_quick_benchmark_ends_with_its_results_as_json() -> None:
     assert 0.5 * result["responses"] < result["timeouts"] < 1.5 * result["responses"]
 
 
+def test_growth_at_every_kind_of_size() -> None:
+    """The large models too, whose memory must hold what the engine keeps."""
+    found = results("scale.py", "--quick", "--most", "2560")
+    assert [point["system"] for point in found][-2:] == ["235b-h200", "235b-h100"]
+    assert len(found) == 8
+    assert all(point["cpu_s"] > 0 < point["peak_mb"] for point in found)
+
+
+@pytest.mark.parametrize("script", ["asynchronous.py", "plan_search.py"])
+def test_the_other_benchmarks_end_small(script: str) -> None:
+    assert results(script, "--quick")
+
+
 def test_beside_aisimulate_says_how_to_get_it(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "peers.py"), "--venv", str(tmp_path / "none")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
