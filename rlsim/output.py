@@ -35,8 +35,8 @@ _MARKS = {
     ".yaml": rb"\A# (Fitted by .+; change that, not this\.|(This machine, as|The model as) `rlsim calibrate` )",
 }
 _MARKED_BYTES = 4_096
-#: How the records of results begin: sealed ones (see `rlsim.records`), and those of the first versions.
-_RECORD = re.compile(rb'\{\s*"(format": 1,|rlsim": ")')
+#: How the records of results begin (see `rlsim.records`).
+_RECORD = re.compile(rb'\{\s*"format": \d+,')
 #: The records that say what the results of a directory are.
 _RECORDS = ("manifest.json", "sweep.json")
 #: Files beside such a record that are a part of the results, as their tables are.

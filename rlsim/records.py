@@ -1,4 +1,4 @@
-"""Records that rlsim keeps as JSON and reads back: checked against a model, and sealed with their own SHA-256."""
+"""Records that rlsim keeps as JSON and reads back, sealed with their own SHA-256: what is read is what was written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from rlsim.errors import ConfigError
-from rlsim.schema import validate
 
 #: The key that holds the SHA-256 of everything else in the record.
 SEAL = "sha256"
-#: The key of the version of the record's form: from the first one on, records are sealed.
-FORM = "format"
-#: Mappings and lists within each other, at most: nothing that rlsim writes comes near.
-_MOST_LEVELS = 50
+#: The key of the version of a record's form, and that version: it rises when readers need what older records lack.
+FORM, VERSION = "format", 2
 
 
 class Record(BaseModel):
@@ -29,42 +26,33 @@ class Record(BaseModel):
 
 def sealed(data: Mapping[str, Any]) -> bytes:
     """The record as a JSON file that ends with the SHA-256 of its content."""
-    content = {FORM: 1, **json.loads(json.dumps(data))}
+    content = {FORM: VERSION, **json.loads(json.dumps(data))}
     text = json.dumps({**content, SEAL: _digest(content)}, indent=1, ensure_ascii=False)
     return f"{text}\n".encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its JSON escape
 
 
-def read_record(path: Path, model: type[BaseModel]) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
     """The record in a file, without its seal and `FORM`.
 
-    Raises `ConfigError`, naming file and key, if it cannot be read, does not fit the model, or was changed after it
-    was sealed; `FileNotFoundError` if there is none. Records of the first versions of rlsim have no seal.
+    Raises `ConfigError`, naming the file, if it cannot be read, is not of this version, or was changed after it was
+    sealed; `FileNotFoundError` if there is none.
     """
     try:
-        data = json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes())
+        whole = isinstance(record, dict) and record.pop(SEAL, None) == _digest(record)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(str(path)) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: damaged: not valid JSON: {error}") from None
-    record = check_record(data, model, str(path))
-    seal = record.pop(SEAL, None)
-    if (seal is not None or FORM in record) and seal != _digest(record):
+    if not isinstance(record, dict) or FORM not in record:
+        raise ConfigError(f"{path}: not written by rlsim")
+    if record.pop(FORM) != VERSION:
+        raise ConfigError(f"{path}: written by another version of rlsim: run it again")
+    if not whole:
         raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its content does not have its {SEAL}")
-    record.pop(FORM, None)
     return record
-
-
-def check_record(data: Any, model: type[BaseModel], where: str) -> dict[str, Any]:
-    """`data` once it is known to fit the model; raises `ConfigError`, naming `where` and the key, if it does not."""
-    if not isinstance(data, dict):
-        kind = {list: "a list", str: "text", type(None): "null", bool: "true or false"}.get(type(data), "a number")
-        raise ConfigError(f"{where}: not written by rlsim: expected a JSON object, got {kind}")
-    if _deeper(data, _MOST_LEVELS):
-        raise ConfigError(f"{where}: not written by rlsim: nested deeper than {_MOST_LEVELS} levels")
-    validate(data, model, where)
-    return dict(data)
 
 
 def file_sha256(path: Path) -> str:
@@ -75,8 +63,3 @@ def file_sha256(path: Path) -> str:
 
 def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def _deeper(value: Any, levels: int) -> bool:
-    inner = list(value.values()) if isinstance(value, dict) else value
-    return isinstance(inner, list) and (levels == 0 or any(_deeper(item, levels - 1) for item in inner))

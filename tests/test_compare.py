@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +140,10 @@ def test_other_responses_are_not_paired_and_it_says_so(results: Path, other: str
 
 
 def test_another_trace_or_a_draw_that_changed_is_not_paired(results: Path, tmp_path: Path) -> None:
-    manifest = rlsim.read_result(results / "base").manifest  # without the SHA-256 of the files
-    steps = pd.read_parquet(results / "base" / "steps.parquet")
-    for name, hashes, more in (("trace", {"trace": "other"}, 0), ("draw", manifest["hashes"], 1)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(json.dumps({**manifest, "hashes": hashes}))
-        changed = steps.assign(response_tokens=steps["response_tokens"] + more)
-        changed.to_parquet(tmp_path / name / "steps.parquet")
+    base = rlsim.read_result(results / "base")
+    replace(base, manifest={**base.manifest, "hashes": {"trace": "other"}}).write(tmp_path / "trace")
+    more = base.steps["response_tokens"] + 1
+    replace(base, steps=base.steps.assign(response_tokens=more)).write(tmp_path / "draw")
     notes = rlsim.compare([results / "base", tmp_path / "trace"]).notes
     assert "the traces differ" in notes[0]
     notes = rlsim.compare([results / "base", tmp_path / "draw"]).notes

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pydantic import Field
 
 from rlsim.advise.conclusions import conclusions
 from rlsim.advise.headline import Headline, headline, settings_of
@@ -35,7 +34,7 @@ from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.experiment.worlds import Progress
 from rlsim.hardware import Cluster, one_kind
 from rlsim.init.keys import Keys
-from rlsim.records import Record, file_sha256, read_record
+from rlsim.records import file_sha256
 from rlsim.sweeps.jobs import in_processes
 
 ADVICE = "advice.json"
@@ -63,16 +62,6 @@ SECTIONS = (
 )  # fmt: skip
 #: Those that only an advice under which staleness is allowed has.
 ALLOWING = ("splits", "splits_tried")
-
-
-class _Recorded(Record):
-    """What advice.json must hold, beside its sections."""
-
-    headline: str
-    how: str
-    changes: list[str]
-    conclusions: list[str] = Field(min_length=1)
-    memory: list[dict[str, str | float | bool | None]]
 
 
 @dataclass(frozen=True)
@@ -338,15 +327,10 @@ def read_advice(directory: str | Path) -> tuple[dict[str, pd.DataFrame], list[st
     path = Path(directory) / ADVICE
     if not path.is_file():
         return None
-    try:
-        with open_results(directory) as found:
-            if file_sha256(path) != found.files.get(ADVICE):
-                raise ConfigError(
-                    f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one"
-                )
-            data = read_record(path, _Recorded)
-        said = [data["headline"], " ".join([data["how"], *data["changes"]]), *data["conclusions"]]
-        tables = {name: pd.DataFrame(data.get(name, []) if name in ALLOWING else data[name]) for name, _, _ in SECTIONS}
-        return tables, [text for text in said if text]
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: the advice is damaged: {error}") from None
+    with open_results(directory) as found:
+        if file_sha256(path) != found.files.get(ADVICE):
+            raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
+        data = json.loads(path.read_bytes())
+    said = [data["headline"], " ".join([data["how"], *data["changes"]]), *data["conclusions"]]
+    tables = {name: pd.DataFrame(data.get(name, [])) for name, _, _ in SECTIONS}
+    return tables, [text for text in said if text]

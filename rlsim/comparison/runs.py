@@ -15,7 +15,7 @@ import pandas as pd
 from rlsim.errors import ConfigError
 from rlsim.experiment.case import cases_of
 from rlsim.experiment.notes import PUT_OFF
-from rlsim.experiment.result import check_systems, open_results
+from rlsim.experiment.result import open_results
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.steadiness import TESTED
 from rlsim.experiment.summary import MEASURED, means
@@ -104,9 +104,7 @@ def _of_sweep(folder: Path) -> Iterator[Run]:
     for row in sweep.points.to_dict("records"):
         if row["status"] == "done":
             axes = {axis.key: None if pd.isna(row[axis.name]) else row[axis.name] for axis in sweep.axes}
-            record, own = sweep.record(row["point"]), steps.get(row["point"], pd.DataFrame(columns=_COLUMNS))
-            check_systems(record, own, folder / "steps" / f"point={row['point']}")
-            yield from _runs(str(folder), row["point"], axes, record, own)
+            yield from _runs(str(folder), row["point"], axes, sweep.record(row["point"]), steps[row["point"]])
 
 
 def _with_all_seeds(runs: Iterable[Run]) -> list[Run]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
-from rlsim.experiment.manifest import Manifest
 from rlsim.output import check_writable, flush, reason, resolved, written_by_rlsim
 from rlsim.records import file_sha256, read_record
 
@@ -114,10 +113,10 @@ def reading(folder: Path) -> Iterator[tuple[dict[str, Any], Mapping[str, str]]]:
     finish(folder)
     with _locked(folder, shared=True):
         try:
-            manifest = read_record(folder / MANIFEST, Manifest)
+            manifest = read_record(folder / MANIFEST)
         except FileNotFoundError:
             raise ConfigError(f"{folder} holds no rlsim results (no {MANIFEST})") from None
-        yield manifest, manifest.pop("files", {})
+        yield manifest, manifest.pop("files")
 
 
 def _check(target: Path, shown: str | Path, extra: Collection[str]) -> None:
@@ -145,7 +144,7 @@ def _finish(target: Path) -> None:
     if not new.is_dir():
         return
     if (new / MANIFEST).is_file():
-        kept = {MANIFEST, *read_record(new / MANIFEST, Manifest)["files"]}
+        kept = {MANIFEST, *read_record(new / MANIFEST)["files"]}
         for name in (_own_files(target) if (target / MANIFEST).is_file() else set()) - kept:
             (target / name).unlink(missing_ok=True)
         for path in sorted(new.iterdir(), key=lambda path: path.name == MANIFEST):
@@ -156,7 +155,7 @@ def _finish(target: Path) -> None:
 
 def _own_files(target: Path) -> set[str]:
     """The files beside a manifest that rlsim wrote; raises `ConfigError` if the manifest is not rlsim's."""
-    listed = read_record(target / MANIFEST, Manifest).get("files", {})
+    listed = read_record(target / MANIFEST)["files"]
     own = {name for name in listed if (target / name).is_file() and file_sha256(target / name) == listed[name]}
     return own | {name for name in _DERIVED if written_by_rlsim(target / name)}
 

@@ -1,4 +1,4 @@
-"""Result tables as Parquet files: units and meanings of their columns, and checksums that reading verifies."""
+"""Result tables as Parquet files: units and meanings of their columns, read only with their recorded SHA-256."""
 
 from __future__ import annotations
 
@@ -50,56 +50,25 @@ def to_bytes(rows: pa.Table) -> bytes:
 
 
 @contextmanager
-def opened(
-    path: Path, columns: Sequence[Column], sha256: str | None = None, **options: Any
-) -> Iterator[pq.ParquetFile]:
-    """A Parquet file, open to be read, after its SHA-256 (where that is known) and its columns have been checked.
+def opened(path: Path, columns: Sequence[Column], sha256: str) -> Iterator[pq.ParquetFile]:
+    """A Parquet file, open to be read, once it is known that it has its SHA-256 and these columns.
 
-    The checksums of its pages are checked as they are read. Raises `ConfigError`, naming the file, for one that is
-    missing, cannot be read, is damaged, or lacks such columns.
+    Raises `ConfigError`, naming the file, for one that is missing, cannot be read, is damaged, or lacks such columns.
     """
     try:
-        if sha256 is not None and file_sha256(path) != sha256:
+        if file_sha256(path) != sha256:
             raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
-        _check_columns(path, pq.read_schema(path), columns)
-        with pq.ParquetFile(path, page_checksum_verification=True, **options) as file:
+        with pq.ParquetFile(path) as file:
+            for name in [column.name for column in columns if column.name not in file.schema_arrow.names]:
+                raise ConfigError(f"{path}: has no column {name}: written by another version of rlsim; run it again")
             yield file
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing: the results are damaged, or of a version of rlsim without it") from None
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        if getattr(error, "errno", None) is not None:  # of the system; what is wrong within a file has none
-            raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
-        raise ConfigError(f"{path}: damaged: {(str(error).splitlines() or [''])[0].rstrip('.')}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
 
 
-def read_parquet(path: Path, columns: Sequence[Column], sha256: str | None = None) -> pa.Table:
+def read_parquet(path: Path, columns: Sequence[Column], sha256: str) -> pa.Table:
     """These columns of a Parquet file, checked as `opened` does."""
     with opened(path, columns, sha256) as file:
-        rows = file.read(columns=[column.name for column in columns], use_threads=False)
-    return complete(path, rows, columns)
-
-
-def complete(path: Path, rows: pa.Table, columns: Sequence[Column]) -> pa.Table:
-    """The rows of a file in the types of these columns, without what else its schema says.
-
-    Raises `ConfigError` if whole numbers, flags or names of runs are missing.
-    """
-    for column in columns:
-        if (column.dtype in ("int64", "bool") or column.name in _NAMES) and rows[column.name].null_count:
-            raise ConfigError(f"{path}: damaged: column {column.name}: values are missing")
-    types = {column.name: TYPES[column.dtype] for column in columns}
-    return rows.cast(pa.schema([(name, types.get(name, rows[name].type)) for name in rows.column_names]))
-
-
-def _check_columns(path: Path, schema: pa.Schema, columns: Sequence[Column]) -> None:
-    for column in columns:
-        if schema.names.count(column.name) != 1:
-            raise ConfigError(f"{path}: has no column {column.name}: written by another version of rlsim; run it again")
-        found = schema.field(column.name).type
-        if not (found.equals(TYPES[column.dtype]) or (column.dtype == "string" and found in _TEXTS)):
-            raise ConfigError(f"{path}: damaged: column {column.name}: expected {column.dtype}, got {found}")
-
-
-#: Columns that name the run of a row.
-_NAMES = ("case", "system")
-_TEXTS = (pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()), pa.null())
+        return file.read(columns=[column.name for column in columns], use_threads=False)

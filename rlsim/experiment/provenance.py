@@ -17,7 +17,7 @@ from rlsim.version import __version__
 
 
 def manifest_of(experiment: Experiment, cases: Sequence[Case], collected: list[Frames]) -> dict[str, Any]:
-    """The manifest of a result, as `rlsim.experiment.manifest` describes it; `collected`: the tables of all runs."""
+    """The manifest of a result, as docs/results.md describes it; `collected`: the tables of all runs."""
     loaded = cases[0].loaded
     return {
         "rlsim": __version__,

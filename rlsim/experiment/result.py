@@ -9,10 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import MANIFEST, reading, replacing
 from rlsim.experiment.parquet import read_parquet, to_arrow, to_pandas, write_parquet
@@ -68,17 +66,14 @@ class Results:
     def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """A table, or these columns of it; raises `ConfigError`, naming the file, if it is damaged."""
         wanted = [column for column in TABLES[name] if columns is None or column.name in columns]
-        frame: pd.DataFrame = to_pandas(read_parquet(self.path(name), wanted, self.sha256(name)))
-        if name == "steps":
-            check_systems(self.manifest, frame, self.path(name))
-        return frame
+        return to_pandas(read_parquet(self.path(name), wanted, self.sha256(name)))
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.parquet"
 
-    def sha256(self, name: str) -> str | None:
-        """What the file of a table hashes to, if that is known."""
-        return self.files.get(f"{name}.parquet")
+    def sha256(self, name: str) -> str:
+        """What the file of a table hashes to."""
+        return self.files[f"{name}.parquet"]
 
 
 @contextmanager
@@ -95,29 +90,3 @@ def read_result(directory: str | Path) -> Result:
     """All tables of the results in a directory; raises `ConfigError` if there are none, or they are damaged."""
     with open_results(directory) as found:
         return Result(**{table: found.table(table) for table in TABLES}, manifest=found.manifest)
-
-
-def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path) -> None:
-    """Raises `ConfigError` if `steps` has other systems or seeds than the manifest, or steps that cannot be.
-
-    Such are a step without a time or one that trains on nothing, a step that is there twice, and a run none of whose
-    steps is steady.
-    """
-    there = set(zip(steps["case"], steps["system"], strict=True))
-    named = {(case, name) for case, names in manifest["systems"].items() for name in names}
-    for case, name in sorted(there ^ named):
-        what = "no step of" if (case, name) in named else "the manifest has no"
-        raise ConfigError(f"{where}: damaged: {what} system {name!r}{f' in case {case!r}' if case else ''}")
-    runs, seeds = ["case", "system", "seed"], set(manifest["seeds"])
-    problems = {
-        "the seeds of some system are not those of the manifest": any(
-            set(own) != seeds for _, own in steps.groupby(runs[:2])["seed"]
-        ),
-        "a step has no time": not (np.isfinite(steps["step_time_s"]) & (steps["step_time_s"] > 0)).all(),
-        "a step trains on nothing": not (steps[["trained", "tokens"]] > 0).all(axis=None),
-        "a step is there twice": steps.duplicated([*runs, "step"]).any(),
-        "no step of some run is steady": not steps.groupby(runs)["steady"].any().all(),
-    }
-    for problem, found in problems.items():
-        if found:
-            raise ConfigError(f"{where}: damaged: {problem}")

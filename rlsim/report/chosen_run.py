@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.columns import TABLES
-from rlsim.experiment.parquet import complete, opened
+from rlsim.experiment.parquet import opened
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,7 +89,7 @@ def choose_run(
 
     What is not given is the first that the results have: the first case, its first system, the first seed, all steps.
     Raises `CatalogueError` for what the results don't have, with the nearest names, and `ConfigError` for a directory
-    that holds no results, or those of an rlsim that did not record `stays`.
+    that holds no results.
     """
     manifest, source = _opened(results)
     runs = source.table("steps", _STEPS) if not isinstance(source, Mapping) else source["steps"][_STEPS]
@@ -122,13 +122,7 @@ def _opened(results: Result | str | Path) -> tuple[Mapping[str, Any], Results | 
     if (folder / DEFINITION).is_file():
         raise ConfigError(f"{folder} is a sweep, which has no timeline: run one of its points with rlsim run")
     with open_results(folder) as source:
-        missing = [name for name in _NEEDED if not source.path(name).is_file()]
-    if missing or "setups" not in source.manifest:
-        raise ConfigError(
-            f"{folder}: written by an rlsim that did not record what a timeline needs "
-            f"({', '.join(missing) or 'setups in manifest.json'}); run the experiment again"
-        )
-    return source.manifest, source
+        return source.manifest, source
 
 
 def not_run(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
@@ -157,4 +151,4 @@ def _batches(source: Results | Mapping[str, pd.DataFrame], table: str, columns: 
     # Page by page: a data set would hold a whole group of rows.
     with opened(source.path(table), wanted, source.sha256(table)) as file:
         for batch in file.iter_batches(batch_size=ROWS, columns=list(columns), use_threads=False):
-            yield complete(source.path(table), pa.Table.from_batches([batch]), wanted)
+            yield pa.Table.from_batches([batch])

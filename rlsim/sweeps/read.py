@@ -13,10 +13,8 @@ import pyarrow as pa
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.parquet import TYPES
-from rlsim.records import check_record
-from rlsim.sweeps.records import PointManifest
 from rlsim.sweeps.store import DEFINITION, Store
-from rlsim.sweeps.tables import COLUMNS, AxisColumn, record_of
+from rlsim.sweeps.tables import COLUMNS, AxisColumn
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,7 @@ class SweepResult:
 
     def record(self, point: str) -> dict[str, Any]:
         """The manifest of a point that is done: its whole configuration, versions, notes (see docs/results.md)."""
-        schema = self._store.schema("summary", point, self._store.sha256(point).get("summary"))
-        return check_record(record_of(schema), PointManifest, str(self._store.path("summary", point)))
+        return self._store.record(point)
 
     def points_table(self) -> pa.Table:
         """`points` in Arrow."""

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from rlsim.errors import ConfigError, check_arguments
 from rlsim.sweeps.differences import differences, listed
-from rlsim.sweeps.points import Definition, Point, load_sweep
+from rlsim.sweeps.points import Definition, load_sweep
 from rlsim.sweeps.read import SweepResult, read_sweep
 from rlsim.sweeps.store import Store
-from rlsim.sweeps.tables import COLUMNS, DEFAULT_TABLES
+from rlsim.sweeps.tables import COLUMNS, DEFAULT_TABLES, described
 from rlsim.sweeps.task import Answer, Done, Task
 from rlsim.version import __version__
 
@@ -55,7 +55,8 @@ def sweep(
         store.write_definition(_described(definition, kept))
         tasks = [
             Task(point.name, point.config, point.inputs, point.axes, kept, definition.shown, definition.folder)
-            for point in _waiting(definition.points, store, kept)
+            for point in definition.points
+            if not store.whole(point, kept)
         ]
         try:
             with closing(_answers(tasks, executor, workers, address)) as answers:
@@ -99,7 +100,7 @@ def _keep(answers: Iterable[Answer], store: Store, done: int, total: int, progre
     for answer in answers:
         point, result = answer.task.point, answer.result
         if isinstance(result, Done):
-            store.put(point, result.files)
+            store.put(point, answer.task.axes, result.files)
         else:
             store.fail(point, result)
             failed += 1
@@ -147,22 +148,15 @@ def _inputs(definition: Definition) -> dict[str, str]:
     return {what: value for point in definition.points for what, value in point.inputs.items()}
 
 
-def _waiting(points: Sequence[Point], store: Store, tables: Sequence[str]) -> list[Point]:
-    """The points that are to be run. Those under other axis columns get the present ones, without a run."""
-    states = [(point, store.state(point, tables)) for point in points]
-    return [p for p, state in states if state == "missing" or (state == "restamp" and not store.restamp(p, tables))]
-
-
 def _described(definition: Definition, tables: Sequence[str]) -> dict[str, Any]:
     """What `sweep.json` holds."""
-    axes = definition.points[0].axes
     return {
         "rlsim": __version__,
         "name": definition.name,
         "tables": list(tables),
         "base": definition.base,
         "inputs": dict(sorted(_inputs(definition).items())),
-        "axes": [axis.column.model_dump() for axis in axes],
+        "axes": described(definition.points[0].axes),
         "points": [
             {"point": point.name, "axes": {axis.column.name: axis.value for axis in point.axes}}
             for point in definition.points

@@ -2,14 +2,14 @@
 
     sweep.json                        the definition: experiment, points, axis columns
     steps/point=p0123…/part.parquet   a table, a file for each point
-    done/p0123….json                  the SHA-256 of each file of a point, written last: the point is done
+    done/p0123….json                  the SHA-256 of each file of a point, and its axes, written last: the point is done
     failed/p0123….json                why a point has no results
     points.parquet                    one row per point: its axes, done or failed, the error
     log.jsonl                         when what ran for how long: the only file that differs from run to run
 
 Only the process that runs the sweep writes here, and only one at a time: it holds a lock that the system takes back
 when it dies. Files are written in `.rlsim-tmp`, flushed to disk and then moved to their place. A file that does not
-have its SHA-256, or is not of the point in whose place it lies, counts as missing. Other files are left alone.
+have its SHA-256 counts as missing. Other files are left alone.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import Column
-from rlsim.experiment.parquet import opened, read_parquet, to_bytes
+from rlsim.experiment.parquet import opened, to_bytes
 from rlsim.output import check_writable, flush, reason, resolved
 from rlsim.records import read_record, sealed
 from rlsim.sweeps.points import Point
-from rlsim.sweeps.records import DoneRecord, FailedRecord, SweepRecord
-from rlsim.sweeps.tables import COLUMNS, has_axes, record_of, with_axes
+from rlsim.sweeps.tables import COLUMNS, RECORD, Axis, described
 from rlsim.sweeps.task import Failed
 
 DEFINITION = "sweep.json"
@@ -45,8 +45,6 @@ PART = "part.parquet"
 _NAME = re.compile(r"p[0-9a-f]{16}")
 #: All that rlsim writes here, `rlsim report` too.
 _OWN = {DEFINITION, POINTS, LOG, LOCK, TEMPORARY, "done", "failed", "report.html", *COLUMNS}
-#: Missing: to be run. Restamp: its results are there, under the axis columns of an earlier definition.
-State = Literal["missing", "restamp", "done"]
 
 
 class Store:
@@ -78,10 +76,10 @@ class Store:
     def definition(self) -> dict[str, Any] | None:
         """What `write_definition` wrote; None if nothing has run here.
 
-        Raises `ConfigError` if it is damaged, or not the definition of a sweep.
+        Raises `ConfigError` if it is damaged, or rlsim did not write it.
         """
         try:
-            return read_record(self.directory / DEFINITION, SweepRecord)
+            return read_record(self.directory / DEFINITION)
         except FileNotFoundError:
             return None
 
@@ -109,79 +107,66 @@ class Store:
         found = parts | {path.stem for path in self.directory.glob("failed/p*.json")}
         return set(filter(_NAME.fullmatch, found)) - self.done()
 
-    def state(self, point: Point, tables: Sequence[str]) -> State:
-        """What there is of a point: missing if any of its files is damaged, or is another point's."""
+    def whole(self, point: Point, tables: Sequence[str]) -> bool:
+        """Whether all these tables of a point are here under its axis columns, none of them damaged."""
         try:
-            hashes = self.sha256(point.name)
-            schemas = {table: self.schema(table, point.name, hashes[table]) for table in tables}
-        except (ConfigError, KeyError):
-            return "missing"
-        return "done" if all(has_axes(s, point.axes, table) for table, s in schemas.items()) else "restamp"
-
-    def schema(self, table: str, point: str, sha256: str | None) -> pa.Schema:
-        """The schema of a file, once it is known to be as it was written, and for this point; raises `ConfigError`."""
-        path = self.path(table, point)
-        with opened(path, COLUMNS[table], sha256) as file:
-            schema = file.schema_arrow
-        record = record_of(schema)
-        if not isinstance(record, dict) or record.get("point") != point:
-            raise ConfigError(f"{path}: damaged: it is not a file of point {point}")
-        return schema
-
-    def sha256(self, point: str) -> Mapping[str, str]:
-        """What each file of a point hashes to; raises `ConfigError` if that is not there, damaged or another's."""
-        path = self._done_file(point)
-        try:
-            record = read_record(path, DoneRecord)
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: missing") from None
-        if record["point"] != point:
-            raise ConfigError(f"{path}: damaged: it is of point {record['point']}")
-        files: Mapping[str, str] = record["files"]
-        return files
+            done = self._done(point.name)
+            for table in tables:
+                with opened(self.path(table, point.name), (), done["files"].get(table, "")):
+                    pass
+        except ConfigError:
+            return False
+        return bool(done["axes"] == described(point.axes))
 
     def rows(self, table: str, point: str, columns: Sequence[Column]) -> pa.Table:
         """These columns of a table of a point that is done; raises `ConfigError`, naming the file, if it is damaged."""
+        with self._read(table, point, columns) as file:
+            return file.read(columns=[column.name for column in columns], use_threads=False)
+
+    def record(self, point: str) -> dict[str, Any]:
+        """The record that the summary of a point carries; raises `ConfigError`, naming the file, if it is damaged."""
+        with self._read("summary", point, ()) as file:
+            found: dict[str, Any] = json.loads(file.schema_arrow.metadata[RECORD])
+            return found
+
+    @contextmanager
+    def _read(self, table: str, point: str, columns: Sequence[Column]) -> Iterator[pq.ParquetFile]:
         try:
-            sha256 = self.sha256(point).get(table)
-            self.schema(table, point, sha256)
-            return read_parquet(self.path(table, point), columns)
+            with opened(self.path(table, point), columns, self._done(point)["files"].get(table, "")) as file:
+                yield file
         except ConfigError as error:
             raise ConfigError(
                 f"{error}\nrun the sweep again: it makes anew what is damaged, and nothing else"
             ) from None
 
-    def put(self, point: str, files: Mapping[str, bytes]) -> None:
-        """Write the tables of a point, and last what they hash to."""
-        hashes = {}
+    def _done(self, point: str) -> dict[str, Any]:
+        """What `put` recorded of a point; raises `ConfigError` if that is not there, damaged or another's."""
+        path = self._done_file(point)
+        try:
+            found = read_record(path)
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: missing") from None
+        if found["point"] != point:
+            raise ConfigError(f"{path}: damaged: it is of point {found['point']}")
+        return found
+
+    def put(self, point: str, axes: Sequence[Axis], files: Mapping[str, bytes]) -> None:
+        """Write the tables of a point, and last its axis columns and what its files hash to."""
         for table, data in files.items():
             self._write(self.path(table, point), data)
-            hashes[table] = hashlib.sha256(data).hexdigest()
-        self._write(self._done_file(point), sealed({"point": point, "files": dict(sorted(hashes.items()))}))
+        hashes = {table: hashlib.sha256(data).hexdigest() for table, data in files.items()}
+        self._write(self._done_file(point), sealed({"point": point, "axes": described(axes), "files": hashes}))
         self._failed_file(point).unlink(missing_ok=True)
 
-    def restamp(self, point: Point, tables: Sequence[str]) -> bool:
-        """Give a point's tables the axis columns of the present definition; whether all of them could be read."""
-        files = {}
-        for table in tables:
-            try:
-                with opened(self.path(table, point.name), COLUMNS[table]) as file:
-                    files[table] = to_bytes(with_axes(file.read(use_threads=False), point.axes, table))
-            except ConfigError:
-                return False
-        self.put(point.name, files)
-        return True
-
     def fail(self, point: str, answer: Failed) -> None:
-        self._write(self._failed_file(point), sealed({"error": answer.error, "details": answer.details}))
+        self._write(self._failed_file(point), sealed(asdict(answer)))
 
     def failure(self, point: str) -> Failed | None:
         """Why a point has no results, if that was recorded."""
         try:
-            found = read_record(self._failed_file(point), FailedRecord)
+            return Failed(**read_record(self._failed_file(point)))
         except (FileNotFoundError, ConfigError):
             return None
-        return Failed(found["error"], found.get("details", ""))
 
     def remove(self, point: str) -> None:
         """Remove everything of a point, first that it is done."""
@@ -236,7 +221,7 @@ class Store:
             raise ConfigError(f"{self.directory} is a file; give a directory")
         check_writable(target, self.directory)
         names = {path.name for path in target.iterdir()}
-        if names - {LOCK, TEMPORARY} and (names - _OWN or not self._has_points()):
+        if names - {LOCK, TEMPORARY} and (names - _OWN or not self.done()):
             try:
                 found = self.definition()
             except ConfigError as error:
@@ -244,16 +229,6 @@ class Store:
             if found is None:
                 raise ConfigError(f"{self.directory} exists and holds no sweep; choose another directory")
         return target
-
-    def _has_points(self) -> bool:
-        """Whether it holds a file of a point: then it is a sweep's, though its definition may be damaged or lost."""
-        for path in self.directory.glob(f"*/point=p*/{PART}"):
-            try:
-                if record_of(pq.read_schema(path)) is not None:
-                    return True
-            except (OSError, pa.ArrowException):
-                continue
-        return False
 
 
 def _take(descriptor: int, directory: Path) -> None:

@@ -53,37 +53,17 @@ class Axis(NamedTuple):
     value: Any  # None where the point does not have it
 
 
-def with_axes(rows: pa.Table, axes: Sequence[Axis], table: str) -> pa.Table:
-    """`rows` of a point with the columns of its axes before the table's own; those of other axes are dropped."""
-    own = rows.select([column.name for column in COLUMNS[table]])
-    arrays = [pa.array([a.value] * len(own), type=TYPES[a.column.dtype]) for a in axes]
-    schema = pa.schema([*_fields(axes), *own.schema], metadata=rows.schema.metadata)
-    return pa.Table.from_arrays([*arrays, *(c.combine_chunks() for c in own.columns)], schema=schema)
+def of_point(rows: pa.Table, axes: Sequence[Axis], record: Mapping[str, Any]) -> pa.Table:
+    """`rows` of a point after the columns of its axes, with the point's record in their metadata."""
+    arrays = [pa.array([a.value] * len(rows), type=TYPES[a.column.dtype]) for a in axes]
+    fields = [field_of(a.column.name, a.column.dtype, a.column.unit, a.column.meaning) for a in axes]
+    metadata = {RECORD: json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")}
+    return pa.Table.from_arrays([*arrays, *rows.columns], schema=pa.schema([*fields, *rows.schema], metadata=metadata))
 
 
-def with_record(rows: pa.Table, record: Mapping[str, Any]) -> pa.Table:
-    """`rows` with the point's record in their metadata."""
-    return rows.replace_schema_metadata(
-        {RECORD: json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")}
-    )
-
-
-def record_of(schema: pa.Schema) -> Any:
-    """The point's record in a file's schema, as it stands there; None if there is none."""
-    try:
-        return json.loads((schema.metadata or {})[RECORD])
-    except (KeyError, ValueError, RecursionError):
-        return None
-
-
-def has_axes(schema: pa.Schema, axes: Sequence[Axis], table: str) -> bool:
-    """Whether a file has just these axis columns, of these types, units and meanings."""
-    found = pa.schema([field for field in schema if field.name not in {c.name for c in COLUMNS[table]}])
-    return bool(found.equals(pa.schema(_fields(axes)), check_metadata=True))
-
-
-def _fields(axes: Sequence[Axis]) -> list[pa.Field]:
-    return [field_of(a.column.name, a.column.dtype, a.column.unit, a.column.meaning) for a in axes]
+def described(axes: Sequence[Axis]) -> list[dict[str, str]]:
+    """The columns of axes for a record."""
+    return [axis.column.model_dump() for axis in axes]
 
 
 def columns_of(keys: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> tuple[AxisColumn, ...]:

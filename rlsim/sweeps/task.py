@@ -68,7 +68,7 @@ class Task:
         from rlsim.experiment.parquet import to_arrow, to_bytes
         from rlsim.experiment.run import run_loaded
         from rlsim.sweeps.identity import inputs_of
-        from rlsim.sweeps.tables import COLUMNS, with_axes, with_record
+        from rlsim.sweeps.tables import COLUMNS, of_point
 
         experiment = self.experiment()
         _check_same(self.inputs, inputs_of(experiment, self.shown, self.folder))
@@ -77,8 +77,7 @@ class Task:
         files = {}
         for table in self.tables:
             frame = result.summary() if table == "summary" else getattr(result, table)
-            rows = with_axes(with_record(to_arrow(frame, COLUMNS[table]), record), self.axes, table)
-            files[table] = to_bytes(rows)
+            files[table] = to_bytes(of_point(to_arrow(frame, COLUMNS[table]), self.axes, record))
         return files
 
     def _record(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
