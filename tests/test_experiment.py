@@ -233,8 +233,10 @@ def test_results_replace_results_but_nothing_else(tmp_path: Path) -> None:
     small = experiment(systems=["verl"], baseline=None, seeds=1)
     (tmp_path / "out").mkdir()
     rlsim.run(small, out=tmp_path / "out")
-    rlsim.run(small, overrides={"name": "other"}, out=tmp_path / "out")
-    assert read_result(tmp_path / "out").manifest["experiment"]["name"] == "other"
+    rlsim.run(small, overrides={"seeds": 2}, out=tmp_path / "out")
+    assert read_result(tmp_path / "out").manifest["seeds"] == [0, 1]
+    with pytest.raises(ConfigError, match="holds the results of another experiment, small, and this one is other"):
+        rlsim.run(small, overrides={"name": "other"}, out=tmp_path / "out")
     with pytest.raises(ConfigError, match="holds no rlsim results"):
         read_result(tmp_path)
     (tmp_path / "out" / "steps.parquet").write_bytes(b"no")
