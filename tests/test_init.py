@@ -15,6 +15,7 @@ from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.refusals import code_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.starts import conditions, starts
@@ -838,7 +839,7 @@ def test_what_verl_does_not_start_with(tmp_path: Path, settings: tuple[str, ...]
 def test_every_start_condition_has_a_source_and_words_for_its_names() -> None:
     for row in conditions():
         assert row.at
-        assert row.says.format(**dict.fromkeys(row.code.co_names, 1))
+        assert row.says.format(**dict.fromkeys(code_of(row.refused).co_names, 1))
     assert len({row.refused + row.of + row.until for row in conditions()}) == len(conditions())
 
 

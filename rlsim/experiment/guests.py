@@ -15,11 +15,10 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.ledger import does_not_fit
 from rlsim.cost.memory import RESERVED_BYTES, call_bytes, rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.errors import ConfigError
 from rlsim.experiment.placed import PlacedExperiment, layout_of
+from rlsim.experiment.refusals import refuse
 from rlsim.sim.elastic import Guests
 from rlsim.workflow import Call
-from rlsim.workflow.plan import Placement
 
 
 def check_elastic(placed: PlacedExperiment, tp: int) -> None:
@@ -31,11 +30,25 @@ def check_elastic(placed: PlacedExperiment, tp: int) -> None:
         return
     rollout, loaded = placed.generation, placed.loaded
     calls = [call for call in placed.workflow.calls if call.kind == "train"]
-    for call in calls:
-        _check_mesh(placed, call)
     memory = []
     for call in calls:
-        strategy = _guest_strategy(placed.plan.of(call.name))
+        there = placed.plan.of(call.name)
+        own = there.strategy
+        assert own is not None
+        replica_gpus = own.gpus // own.dp
+        refuse(
+            "lending",
+            placed=placed,
+            call=call,
+            there=there,
+            strategy=own,
+            stage_gpus=own.tp * own.cp,
+            replica_gpus=replica_gpus,
+            rollout_gpus=len(rollout.gpus),
+            shares_gpus=placed.shares_generation(call.name),
+            replicas=_replicas(placed, replica_gpus),
+        )
+        strategy = _guest_strategy(own)
         tokens = placed.memory.micro_batch_tokens(call, strategy)
         memory.append(call_bytes(loaded.models[call.model], strategy, tokens, backward=True))
     planned = rollout.strategy
@@ -53,53 +66,25 @@ def check_elastic(placed: PlacedExperiment, tp: int) -> None:
         raise does_not_fit(what, parts, gpu.memory_bytes, f"of {gpu.name}")
 
 
-def _check_mesh(placed: PlacedExperiment, call: Call) -> None:
-    training, rollout = placed.plan.of(call.name), placed.generation
-    if not set(training.gpus).isdisjoint(rollout.gpus):
-        raise ConfigError(
-            f"call {call.name} and generation share GPUs, so that none can be lent to it: add `split`, or a plan, that "
-            "gives generation GPUs of its own (on shared GPUs, `stream` trains on those that generation gives up)"
-        )
-    if placed.calls_on(training.gpus) is not placed.calls_on(rollout.gpus):
-        raise ConfigError(
-            f"generation has another kind of GPU than call {call.name}: how fast training is there, and how gradients "
-            "of both kinds are added up, is not modelled"
-        )
-    strategy = _guest_strategy(training)
-    if not _replicas(placed, strategy):
-        raise ConfigError(
-            f"a data-parallel replica of call {call.name} has {strategy.gpus} GPUs, more than generation has to lend: "
-            f"{len(rollout.gpus)}"
-        )
-
-
-def _guest_strategy(training: Placement) -> TrainStrategy:
-    """Of one data-parallel replica alone; raises `ConfigError` if that does not hold all experts."""
-    strategy = training.strategy
-    assert strategy is not None
-    if (strategy.tp * strategy.cp) % strategy.expert_cut:
-        raise ConfigError(
-            f"training.ep {strategy.ep} spreads experts over data-parallel replicas, and a replica on GPUs that "
-            f"generation lends works alone: ep × expert_tp = {strategy.expert_cut} must divide the "
-            f"{strategy.tp * strategy.cp} GPUs of a pipeline stage (tp × cp)"
-        )
+def _guest_strategy(strategy: TrainStrategy) -> TrainStrategy:
+    """Of one data-parallel replica alone."""
     return replace(strategy, dp=1, zero_stage=0, shard_gpus=None, offload=False)
 
 
-def _replicas(placed: PlacedExperiment, strategy: TrainStrategy) -> list[tuple[int, ...]]:
-    """Neighbouring GPUs of generation for each replica that there may be, on no more nodes than it needs."""
+def _replicas(placed: PlacedExperiment, size: int) -> list[tuple[int, ...]]:
+    """Neighbouring GPUs of generation for each replica of this size, on no more nodes than it needs."""
     cluster = placed.loaded.cluster
-    most = -(-strategy.gpus // cluster.gpus_per_node)
-    groups = placed.generation.replicas(strategy.gpus)
-    return [gpus for gpus in groups if len({cluster.node_of(gpu) for gpu in gpus}) <= most]
+    most = -(-size // cluster.gpus_per_node)
+    return [gpus for gpus in placed.generation.replicas(size) if len({cluster.node_of(gpu) for gpu in gpus}) <= most]
 
 
 def guests_of(placed: PlacedExperiment, call: Call, tokens: int) -> Guests:
     """The replicas of a training call on the GPUs of generation, in parts of so many tokens."""
     training, rollout, calls = placed.plan.of(call.name), placed.generation, placed.calls_on(placed.generation.gpus)
-    strategy, own = _guest_strategy(training), training.strategy
+    own = training.strategy
     assert own is not None
-    replicas = _replicas(placed, strategy)
+    strategy = _guest_strategy(own)
+    replicas = _replicas(placed, strategy.gpus)
     cost = calls.of(call.model, strategy, rollout.gpus[0])
     there = Layout.of(rollout.gpus[0], replace(strategy, dp=len(replicas)))
     load_s = calls.reallocation(call.model, calls).time_s(layout_of(training), there)

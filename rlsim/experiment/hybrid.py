@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.placed import PlacedExperiment
+from rlsim.experiment.refusals import planner, refuse
 from rlsim.experiment.system import System
 from rlsim.sim.borrowing import HybridReplicas
-from rlsim.sim.control import Controls, RolloutControl, divides_nodes
+from rlsim.sim.control import divides_nodes
 from rlsim.workflow import Call, Placement
 
 
@@ -23,32 +24,20 @@ def check_hybrid(placed: PlacedExperiment, system: System, tp: int) -> None:
     """
     if not placed.workflow.hybrid:
         return
-    for part in system.control.parts if isinstance(system.control, Controls) else (system.control,):
-        if type(part).next_tp is not RolloutControl.next_tp:
-            raise ConfigError(
-                f"{type(part).__name__} plans another layout for the next rollout; replicas on GPUs of training have "
-                "the one that the run begins with: leave one of the two out"
-            )
-    if system.judge and placed.loaded.scoring.judged.any():
-        raise ConfigError(
-            "a judge beside the other calls works on GPUs of training too, and what it costs a rollout replica there "
-            "is not known: leave out colocated_judge, and the judge has GPUs of its own"
-        )
     _, train = _calls(placed)
     there = placed.plan.of(train.name)
-    if not set(there.gpus).isdisjoint(placed.generation.gpus):
-        raise ConfigError(
-            f"call {train.name} and generation share GPUs, so that there are none to borrow: add `split`, or a plan, "
-            "that gives generation GPUs of its own"
-        )
-    if placed.rollout_pp > 1:
-        raise ConfigError("replicas on GPUs of training have TP only: leave out engine.pp, or pp in generation's plan")
     sizes = [len(gpus) for gpus in there.nodes(placed.loaded.cluster)]
-    if not divides_nodes(tp, sizes) or tp > sum(sizes):
-        raise ConfigError(
-            f"replicas of {tp} GPUs, as generation has them, do not divide the {sizes[0]} GPUs of a node that "
-            f"{train.name} has: choose a tp that divides both"
-        )
+    refuse(
+        "borrowing",
+        placed=placed,
+        system=system,
+        call=train,
+        planner=planner(system),
+        shares_gpus=placed.shares_generation(train.name),
+        tp=tp,
+        node_gpus=sizes[0],
+        divides=divides_nodes(tp, sizes) and tp <= sum(sizes),
+    )
     try:
         placed.hybrid_costs.capacity_pages(tp, placed.loaded.longest_sequence)
     except CapacityError as error:

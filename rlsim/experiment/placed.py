@@ -321,6 +321,10 @@ class PlacedExperiment:
         names = [call.name for call in self.workflow.calls if call.kind == kind]
         return frozenset(gpu for name in names for gpu in self.plan.of(name).gpus) or frozenset(self.gpus)
 
+    def shares_generation(self, call: str) -> bool:
+        """Whether a call has GPUs of generation."""
+        return not set(self.plan.of(call).gpus).isdisjoint(self.generation.gpus)
+
     @cached_property
     def generation(self) -> Placement:
         generate = self._generate_calls

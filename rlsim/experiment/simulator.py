@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlsim.cost.lookups import Lookups
-from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
 from rlsim.experiment.guests import check_elastic
 from rlsim.experiment.hybrid import check_hybrid, hybrid_of
-from rlsim.experiment.open_rollout import check_open, check_open_gpus
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import Plans
+from rlsim.experiment.refusals import check_calls, endless, refuse
 from rlsim.experiment.steadiness import Window
 from rlsim.experiment.system import System
 from rlsim.experiment.times import ExperimentTimes
@@ -44,48 +43,8 @@ class Simulator:
 
     def workflow(self, system: System) -> Workflow:
         """The calls of a step as a system connects them; raises `ConfigError` if it cannot."""
-        loaded, training = self.loaded, self.loaded.experiment.training
-        graph = system.rewired(loaded.algorithm)
-        streamed = any(e.grain == "sample" and graph.call(e.target).kind == "train" for e in graph.edges)
-        if streamed and graph.baseline_responses:
-            raise ConfigError(f"{graph.name}: its training cannot take samples as they come")
-        if graph.baseline_responses and system.batching.launches_its_own:
-            raise ConfigError(
-                f"{graph.name}: a batching that trains on the first responses to finish cannot tell the one of each "
-                "prompt that the others are compared with"
-            )
-        if graph.windows and (training.mini_batches % graph.windows or training.epochs > 1):
-            raise ConfigError(
-                f"training on a batch in {graph.windows} parts needs training.epochs: 1 and training.mini_batches: "
-                f"{graph.windows} or a multiple of it (got epochs {training.epochs} and mini_batches "
-                f"{training.mini_batches}); the parts are those of training_windows, or what verl_fully_async calls "
-                "trigger_parameter_sync_step and streamrl parts_per_step"
-            )
-        if graph.windows and loaded.experiment.workflow.prompts % graph.windows:
-            raise ConfigError(
-                f"workflow.prompts {loaded.experiment.workflow.prompts} cannot be cut into {graph.windows} equal parts"
-            )
-        if graph.elastic and graph.windows not in (0, training.mini_batches):
-            raise ConfigError(
-                f"training with replicas on other GPUs makes one update a part; {training.mini_batches} mini-batches "
-                f"in {graph.windows} parts of a batch are more: set training.mini_batches to {graph.windows}"
-            )
-        if streamed and not graph.windows and (training.mini_batches > 1 or training.epochs > 1):
-            raise ConfigError(
-                "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
-                f"training.epochs: 1 (got {training.mini_batches} and {training.epochs})"
-            )
-        if system.batching.needs_rewards and not any(call.kind == "reward" for call in graph.calls):
-            raise ConfigError(
-                "rewards decide what is launched, and no call of the workflow gives any: leave out models.reward, "
-                "which scores by inference"
-            )
-        if system.batching.needs_rewards and not loaded.scoring.says_rewards:
-            raise ConfigError(
-                f"trace {loaded.trace.meta.name} has neither the column reward nor correct, which decide what is "
-                "launched"
-            )
-        check_open(loaded, system, graph)
+        graph = system.rewired(self.loaded.algorithm)
+        check_calls(self.loaded, system, graph)
         return graph
 
     def overlap(self, system: System) -> int:
@@ -103,7 +62,9 @@ class Simulator:
     def check(self, system: System) -> None:
         """Raises `RlsimError` if the system cannot run or does not fit."""
         placed = self.placed(system)
-        check_open_gpus(system, placed.workflow, placed.plan)
+        for call in placed.workflow.calls:
+            shares = call.kind not in ("generate", "sync") and placed.shares_generation(call.name)
+            refuse("endless", call=call, endless=endless(system), shares_gpus=shares)
         _ = placed.judge  # raises if it does not fit
         self.scorers(system)
         system.control.setup(placed.context)

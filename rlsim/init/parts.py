@@ -11,6 +11,7 @@ from typing import Any
 
 from rlsim.errors import CatalogueError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment, find_trace
+from rlsim.experiment.refusals import code_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.starts import unmet
@@ -318,7 +319,7 @@ def note_refusals(
     """
     values = {name: config.told(kind, key) for name, (kind, key) in keys.items()} | more
     for row in unmet(values, *of, release=release):
-        named = [keys[name][1] for name in row.code.co_names if name in keys]
+        named = [keys[name][1] for name in code_of(row.refused).co_names if name in keys]
         said = joined(*(config.where(key) for key in named if config.is_given(key)))
         draft.notes.append(f"{said or config.name}: {row.text(values, release)}")
 
