@@ -13,12 +13,14 @@ from test_frameworks import BASE as NEMO
 import rlsim
 from rlsim.areal.experiment import from_areal
 from rlsim.cli.tables import print_ledgers
+from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.errors import ConfigError
-from rlsim.experiment.assumptions import _WHEN, ASSUMED, GIVEN, OWN, source_of, table, value_at
+from rlsim.experiment.assumptions import ASSUMED, GIVEN, OWN, facts_of, ledger_of, source_of, table, value_at
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.ledger import AssumedRecord, EndRecord, LedgerRecord, ledgers, turns
 from rlsim.experiment.load import load_experiment, with_settings
+from rlsim.experiment.refusals import holds
 from rlsim.experiment.result import Result, read_result
 from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft
@@ -125,18 +127,16 @@ def test_sources_survive_the_file(tmp_path: Path) -> None:
 def test_rows_of_the_table_fit_the_schema(row: Any, tmp_path: Path) -> None:
     experiment = load_experiment(drafted("24", tmp_path).data())[0]
     value_at(experiment, row.key)
-    assert row.when in _WHEN
+    facts = facts_of(LoadedExperiment.of(experiment, tmp_path), Lookups())
+    assert holds(row.when, facts) in (True, False)
+    assert (row.taken + row.why).format(**facts)
     for end in row.range or ():
         with_settings(experiment, {row.key: value_at(experiment, row.key) if end == "same" else end}, row.name)
 
 
 def ledger_rows(case: str, folder: Path, **more: Any) -> dict[str, str]:
     """What a case assumes before anything ran, and what was taken."""
-    from rlsim.experiment.assumptions import ledger_of
-
     loaded = LoadedExperiment.of(load_experiment(drafted(case, folder).data(), more)[0], folder)
-    from rlsim.cost.lookups import Lookups
-
     return {row.name: row.taken for row in ledger_of(loaded, Lookups()).assumed}
 
 

@@ -6,8 +6,9 @@ Every value of an experiment is *given*, *a framework's default* (its release na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.errors import one_line
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.ledger import AssumedRecord, EndRecord, LedgerRecord
+from rlsim.experiment.refusals import holds
 from rlsim.experiment.schema import Experiment
 from rlsim.hardware import MixedCluster
 from rlsim.layers import Experts, Recurrent
@@ -33,7 +35,7 @@ class Assumption(Schema):
 
     name: str
     of: str = ""
-    when: str = "always"
+    when: str = "True"
     key: str
     range: tuple[Any, Any] | None = None
     times: tuple[float, float] | None = None
@@ -72,10 +74,7 @@ def source_of(experiment: Experiment, key: str) -> str:
 
 def value_at(experiment: Experiment, key: str) -> Any:
     """The value of a dotted key."""
-    here: Any = experiment
-    for part in key.split("."):
-        here = getattr(here, part)
-    return here
+    return attrgetter(key)(experiment)
 
 
 # ---- what holds in a run --------------------------------------------------------------------------------------------
@@ -85,91 +84,43 @@ def value_at(experiment: Experiment, key: str) -> Any:
 _KERNELS = ("gemm", "experts", "memory_bound", "decode", "prefill", "latent")
 
 
-class _Facts:
-    """What the conditions and texts of the table ask about a run."""
-
-    def __init__(self, loaded: LoadedExperiment, lookups: Lookups) -> None:
-        self.loaded, self.experiment, self.lookups = loaded, loaded.experiment, lookups
-        self.reward = self.experiment.workflow.reward
-        self.calibration = next(iter(loaded.calibrations.values()))
-        self.layers = [layer for model in (*loaded.models.values(), loaded.model) for layer in model.groups]
-        self.has_experts = any(isinstance(layer.mlp, Experts) for layer in self.layers)
-        self.frame = loaded.trace.frame
-
-    @property
-    def unmeasured(self) -> list[str]:
-        """Kernels of the rollout engine none of whose shapes was measured."""
-        counts = self.lookups.counts
-        wholly = [name for name in self.lookups.examples if counts[name]["extrapolated"] == counts[name].total()]
-        return sorted(name for name in wholly if name.startswith(_KERNELS))
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """By name, for the texts of the table."""
-        cluster, host = self.loaded.cluster, self.calibration.host
-        links = [
-            one.inter for one in (cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)) if one.inter
-        ]
-        scored = self.reward
-        prompts = self.frame["prompt_tokens"].mean() if "prompt_tokens" in self.frame else 0.0
-        return {
-            "trace": self.loaded.trace.meta.name,
-            "mean": f"{self.loaded.mean_response_tokens:,.0f}",
-            "prompts": f"{float(prompts):,.0f}",
-            "check": seconds_text(scored.time_per_response),
-            "workers": f"{scored.workers} worker{'s' * (scored.workers > 1)}",
-            "host": f"{host.sequence_s * 1e6:g}",
-            "host_source": one_line(host.source),
-            "outside": ", ".join(self.unmeasured),
-            "examples": "; ".join(f"{name} ({self.lookups.examples[name]})" for name in self.unmeasured),
-            "skew": f"{self.calibration.skew:g}",
-            "network": f"{links[0].bytes_per_s / 1e9:g}" if links else "",
-        }
-
-
-def _host_of_others(facts: _Facts) -> bool:
-    """Whether the host time is that of other models, releases or GPUs; a calibration of your own run has its own."""
-    source, calibration = facts.calibration.host.source, facts.calibration
-    shipped = calibration.name in calibration_names()
-    return "reused" in source or "not measured" in source or (shipped and facts.loaded.model.name not in source)
-
-
-def _checked(facts: _Facts) -> bool:
-    """Whether rewards are checks whose time the trace does not say."""
-    timed = facts.reward.from_trace and {"reward_time_s", "test_run_s", "judge_tokens"} & set(facts.frame.columns)
-    return not timed and any(call.kind == "reward" for call in facts.loaded.algorithm.calls)
-
-
-#: When a row of the table bears on a run.
-_WHEN: Mapping[str, Callable[[_Facts], bool]] = {
-    "always": lambda facts: True,  # noqa: ARG005
-    "replayed": lambda facts: facts.experiment.trace.path is not None,
-    "has_prompts": lambda facts: "prompt_tokens" in facts.frame and facts.experiment.trace.path is not None,
-    "no_prompts": lambda facts: "prompt_tokens" not in facts.frame,
-    "by_tokens": lambda facts: facts.experiment.training.micro_batch_sequences is None,
-    "checked": _checked,
-    "host_of_others": _host_of_others,
-    "recurrent": lambda facts: any(isinstance(layer.attention, Recurrent) for layer in facts.layers),
-    "outside": lambda facts: bool(facts.unmeasured),
-    "skew_derived": lambda facts: any(
-        "skew" in note and "derived" in note for note in facts.calibration.provenance.notes
-    ),
-    "experts": lambda facts: facts.has_experts,
-    "experts_trained_apart": lambda facts: facts.has_experts and facts.experiment.training.ep > 1,
-    "fp8_trained": lambda facts: facts.experiment.training.precision != "bf16",
-    "several_nodes": lambda facts: (
-        facts.loaded.cluster.nodes > facts.loaded.cluster.domain_gpus // facts.loaded.cluster.gpus_per_node
-    ),
-    "offload": lambda facts: facts.experiment.training.offload,
-}
+def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
+    """What the conditions and texts of the table ask about a run, by name."""
+    experiment, cluster, calibration = loaded.experiment, loaded.cluster, next(iter(loaded.calibrations.values()))
+    layers = [layer for model in (*loaded.models.values(), loaded.model) for layer in model.groups]
+    frame, reward, counts = loaded.trace.frame, experiment.workflow.reward, lookups.counts
+    wholly = (name for name in lookups.examples if counts[name]["extrapolated"] == counts[name].total())
+    outside = sorted(name for name in wholly if name.startswith(_KERNELS))  # none of whose shapes was measured
+    links = [one.inter for one in (cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)) if one.inter]
+    return {
+        "loaded": loaded,
+        "trace": experiment.trace,
+        "training": experiment.training,
+        "reward": reward,
+        "cluster": cluster,
+        "calibration": calibration,
+        "shipped": calibration.name in calibration_names(),
+        "columns": set(frame.columns),
+        "rewarded": any(call.kind == "reward" for call in loaded.algorithm.calls),
+        "experts": any(isinstance(layer.mlp, Experts) for layer in layers),
+        "recurrent": any(isinstance(layer.attention, Recurrent) for layer in layers),
+        "skew_derived": any("skew" in note and "derived" in note for note in calibration.provenance.notes),
+        "prompts": float(frame["prompt_tokens"].mean()) if "prompt_tokens" in frame else 0.0,
+        "check": seconds_text(reward.time_per_response),
+        "workers": f"{reward.workers} worker{'s' * (reward.workers > 1)}",
+        "host_us": calibration.host.sequence_s * 1e6,
+        "host_source": one_line(calibration.host.source),
+        "outside": ", ".join(outside),
+        "examples": "; ".join(f"{name} ({lookups.examples[name]})" for name in outside),
+        "network": links[0].bytes_per_s / 1e9 if links else 0.0,
+    }
 
 
 def ledger_of(loaded: LoadedExperiment, lookups: Lookups) -> LedgerRecord:
     """What a case rests on; `lookups` are the shapes whose costs its runs asked for."""
-    facts, experiment = _Facts(loaded, lookups), loaded.experiment
+    facts, experiment = facts_of(loaded, lookups), loaded.experiment
     held = [row for row in table() if source_of(experiment, row.of or row.key) in (ASSUMED, OWN)]
-    texts = facts.texts
-    assumed = [_record(row, experiment, texts) for row in held if _WHEN[row.when](facts)]
+    assumed = [_record(row, experiment, facts) for row in held if holds(row.when, facts)]
     defaults = {name: list(keys) for name, keys in experiment.sources.items() if name not in (GIVEN, ASSUMED)}
     measured = [
         f"{one.name}: {', '.join(source.project for source in one.provenance.sources)}"
@@ -178,7 +129,7 @@ def ledger_of(loaded: LoadedExperiment, lookups: Lookups) -> LedgerRecord:
     return LedgerRecord(assumed=[row for row in assumed if row.ends], defaults=defaults, measured=measured)
 
 
-def _record(row: Assumption, experiment: Experiment, texts: Mapping[str, str]) -> AssumedRecord:
+def _record(row: Assumption, experiment: Experiment, facts: Mapping[str, Any]) -> AssumedRecord:
     value = value_at(experiment, row.key)
     if row.times is not None:
         whole = isinstance(value, int)
@@ -188,8 +139,8 @@ def _record(row: Assumption, experiment: Experiment, texts: Mapping[str, str]) -
     return AssumedRecord(
         name=row.name,
         key=row.key,
-        taken=row.taken.format(**texts) if row.taken else _text(value, row.key),
-        why=row.why.format(**texts),
+        taken=row.taken.format(**facts) if row.taken else _text(value, row.key),
+        why=row.why.format(**facts),
         ends=[EndRecord(settings={row.key: one}, shown=shown) for one, shown in ends],
     )
 
