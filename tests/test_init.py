@@ -18,7 +18,7 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.refusals import code_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.starts import conditions, starts
+from rlsim.experiment.starts import conditions, starts_of
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster, load_gpu
 from rlsim.init.draft import Draft, Entry
@@ -870,7 +870,7 @@ def test_an_experiment_that_its_engine_or_framework_would_not_start_with(
     }  # fmt: skip
     for key, value in settings.items():
         experiment[key] = {**experiment.get(key, {}), **value} if isinstance(value, dict) else value
-    found = starts(Experiment.model_validate(experiment), tmp_path)
+    found = starts_of(LoadedExperiment.of(Experiment.model_validate(experiment), tmp_path))
     assert any(said in reason and "does not start with it" in reason for reason in found) if said else not found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import combinations, islice, product
 from typing import Any
@@ -29,7 +29,8 @@ def remedies(loaded: LoadedExperiment, fits: Fits) -> str:
 
     Empty where that depends on a search.
     """
-    ladders = [rungs for rungs in _ladders(loaded) if rungs]
+    others = ([{key: value} for value in values] for key, values in _settings(loaded).items())
+    ladders = [rungs for rungs in (_smaller_micro_batches(loaded.experiment.training), *others) if rungs]
     try:
         for size in range(1, MOST_TOGETHER + 1):
             # Alone every value is tried, from the mildest on; together each setting at its mildest or furthest.
@@ -71,12 +72,6 @@ def _first(loaded: LoadedExperiment, ways: Iterable[tuple[Change, ...]], fits: F
     return ""
 
 
-def _ladders(loaded: LoadedExperiment) -> Iterator[list[Change]]:
-    """Every setting that memory depends on, with the values that may need less, from the mildest on."""
-    yield _smaller_micro_batches(loaded.experiment.training)
-    yield from ([{key: value} for value in values] for key, values in _settings(loaded))
-
-
 def _smaller_micro_batches(training: TrainingSpec) -> list[Change]:
     """Those of training, of log-probs, or of both, halved again and again."""
     found: list[Change] = []
@@ -91,31 +86,31 @@ def _smaller_micro_batches(training: TrainingSpec) -> list[Change]:
     return found
 
 
-def _settings(loaded: LoadedExperiment) -> Iterator[tuple[str, list[Any]]]:
-    """All others. Frameworks with FSDP have no stages, and TP at most where it is given."""
+def _settings(loaded: LoadedExperiment) -> dict[str, list[Any]]:
+    """All others that memory depends on, with the values that may need less, from the mildest on.
+
+    Frameworks with FSDP have no stages, and TP at most where it is given.
+    """
     experiment, training, cluster = loaded.experiment, loaded.experiment.training, loaded.cluster
-    yield "training.cp", _doubled(training.cp, cluster.domain_gpus)
-    if training.backend == "megatron" or training.tp > 1:
-        yield "training.tp", _doubled(training.tp, cluster.domain_gpus)
-    if training.backend == "megatron":
-        yield "training.pp", _doubled(training.pp, 8 * training.pp)
-        yield "training.ep", _doubled(training.ep, cluster.gpus_per_node)
-    stage = 3 if training.backend == "fsdp" else 1
-    yield "training.zero_stage", [stage] if training.stage < stage else []
-    kinds = ["none", "selective", "full"]
-    yield "training.recompute", kinds[kinds.index(training.recompute) + 1 :]
-    yield "training.fused_kernels", [] if training.fused_kernels else [True]
-    yield "training.offload", [] if training.offload else [True]
-    if judge := experiment.workflow.reward.judge:
-        yield (
-            "workflow.reward.judge.while_training",
-            {"resident": ["offloaded", "apart"], "offloaded": ["apart"]}.get(judge.while_training, []),
-        )
-    yield "memory_utilization", [share for share in (0.8, 0.85, 0.9, 0.95) if share > experiment.memory_utilization]
-    yield "engine.max_num_seqs", _halved(experiment.engine.max_num_seqs, 64)
-    yield "engine.max_num_batched_tokens", _halved(experiment.engine.max_num_batched_tokens, 2048)
-    if isinstance(cluster, Cluster):  # of several kinds it is not said which to add
-        yield "nodes", [2 * cluster.nodes, 4 * cluster.nodes]
+    megatron, engine, judge = training.backend == "megatron", experiment.engine, experiment.workflow.reward.judge
+    stage, kinds = 3 if training.backend == "fsdp" else 1, ["none", "selective", "full"]
+    places = ["resident", "offloaded", "apart"]
+    one_kind = isinstance(cluster, Cluster)  # of several it is not said which to add
+    return {
+        "training.cp": _doubled(training.cp, cluster.domain_gpus),
+        "training.tp": _doubled(training.tp, cluster.domain_gpus) if megatron or training.tp > 1 else [],
+        "training.pp": _doubled(training.pp, 8 * training.pp) if megatron else [],
+        "training.ep": _doubled(training.ep, cluster.gpus_per_node) if megatron else [],
+        "training.zero_stage": [stage] if training.stage < stage else [],
+        "training.recompute": kinds[kinds.index(training.recompute) + 1 :],
+        "training.fused_kernels": [] if training.fused_kernels else [True],
+        "training.offload": [] if training.offload else [True],
+        "workflow.reward.judge.while_training": places[places.index(judge.while_training) + 1 :] if judge else [],
+        "memory_utilization": [share for share in (0.8, 0.85, 0.9, 0.95) if share > experiment.memory_utilization],
+        "engine.max_num_seqs": _halved(engine.max_num_seqs, 64),
+        "engine.max_num_batched_tokens": _halved(engine.max_num_batched_tokens, 2048),
+        "nodes": [2 * cluster.nodes, 4 * cluster.nodes] if one_kind else [],
+    }
 
 
 def _halved(now: int, least: int) -> list[int]:

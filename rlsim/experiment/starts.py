@@ -11,7 +11,6 @@ from typing import Any
 
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.refusals import code_of, holds
-from rlsim.experiment.schema import Experiment
 from rlsim.layers import FullAttention
 from rlsim.models import Model
 from rlsim.reading import read_yaml
@@ -75,18 +74,10 @@ def shape_values(model: Model) -> dict[str, Any]:
     }
 
 
-def starts(experiment: Experiment, folder: Path) -> list[str]:
+def starts_of(loaded: LoadedExperiment, systems: Any = None) -> list[str]:
     """Why the framework or engine of an experiment would not start with it, in words; empty if nothing is known to.
 
-    Relative paths start at `folder`. Raises `RlsimError`s for what does not exist.
-    """
-    return starts_of(LoadedExperiment.of(experiment, folder))
-
-
-def starts_of(loaded: LoadedExperiment, systems: Any = None) -> list[str]:
-    """The same of one that is loaded, of other `systems` if any are given.
-
-    What is not written in it, the engine and the framework settle themselves.
+    Of other `systems` if any are given. What is not written in it, the engine and the framework settle themselves.
     """
     experiment = loaded.experiment
     engine, training, workflow = experiment.engine, experiment.training, experiment.workflow
