@@ -49,31 +49,40 @@ def inputs_of(experiment: Experiment, shown: str, folder: Path, known: dict[str,
     """
     known = {} if known is None else known
     found: dict[str, str] = {"rlsim": f"{__version__} {code_hash()}"}
+    hash_of: dict[str, Callable[[Any], str]] = {
+        "trace": lambda name: file_sha256(find_trace(name, folder)),
+        "model": lambda name: _record_hash(find_model(name, folder).model_dump(mode="json", exclude={"source"})),
+        "calibration": lambda name: _record_hash(load_calibration(name).model_dump(mode="json")),
+        "cluster": lambda one: _record_hash(load_any_cluster(one, f"{shown}: cluster").model_dump(mode="json")),
+        "module": file_sha256,
+    }
 
-    def add(what: str, hash_of: Callable[..., str], *arguments: Any) -> None:
+    def add(kind: str, name: str, given: Any) -> None:
+        what = f"{kind} {name}"
         if what not in known:
-            known[what] = hash_of(*arguments)
+            known[what] = hash_of[kind](given)
         found[what] = known[what]
 
     for case_name, case in cases_of(experiment, shown):
         with placing(shown, case_name):
-            for name in traces_of(case):
-                add(f"trace {name}", file_sha256, find_trace(name, folder))
-            for name in _models_of(case):
-                add(f"model {name}", _model_hash, name, folder)
-            for name in case.calibration_names:
-                add(f"calibration {name}", _calibration_hash, name)
-            cluster = case.cluster if isinstance(case.cluster, str) else json.dumps(case.cluster, sort_keys=True)
-            add(f"cluster {cluster}", _cluster_hash, case.cluster, f"{shown}: cluster")
+            for kind, given in _named(case):
+                add(kind, given if isinstance(given, str) else json.dumps(given, sort_keys=True), given)
         for module, file in modules_of(case, shown):
-            add(f"module {module}", file_sha256, file)
+            add("module", module, file)
     return dict(sorted(found.items()))
 
 
-def traces_of(case: Experiment) -> tuple[str, ...]:
-    """The traces that one case names, as it writes them."""
-    named = case.trace.path or ()
-    return (named,) if isinstance(named, str) else named
+def _named(case: Experiment) -> Iterator[tuple[str, Any]]:
+    """Kind and name of everything that one case reads but code; a cluster may be spelled out."""
+    judge = case.workflow.reward.judge
+    paths = case.trace.path or ()
+    names = {
+        "trace": (paths,) if isinstance(paths, str) else paths,
+        "model": (case.model, *case.models.values(), *([judge.model] if judge else [])),
+        "calibration": case.calibration_names,
+        "cluster": (case.cluster,),
+    }
+    yield from ((kind, name) for kind, known in names.items() for name in known)
 
 
 def files_of(experiment: Experiment, shown: str, folder: Path) -> dict[str, Path]:
@@ -84,12 +93,13 @@ def files_of(experiment: Experiment, shown: str, folder: Path) -> dict[str, Path
     """
     found: dict[str, Path] = {}
     for _, case in cases_of(experiment, shown):
-        found |= {name: find_trace(name, folder) for name in traces_of(case)}
-        clusters = [case.cluster] if isinstance(case.cluster, str) else []
-        for name in [*_models_of(case), *case.calibration_names, *clusters]:
-            for path in (Path(name), folder / name, Path(name) / "config.json"):
-                if path.is_file():
-                    found.setdefault(str(Path(name) / path.name) if path.parent == Path(name) else name, path)
+        for kind, name in _named(case):
+            if kind == "trace":
+                found[name] = find_trace(name, folder)
+            elif isinstance(name, str):
+                for path in (Path(name), folder / name, Path(name) / "config.json"):
+                    if path.is_file():
+                        found.setdefault(str(Path(name) / path.name) if path.parent == Path(name) else name, path)
         for module, file in modules_of(case, shown):
             found[module.replace(".", "/") + ".py"] = file
     return {name: path for name, path in found.items() if _to_send(name, path)}
@@ -99,11 +109,6 @@ def _to_send(name: str, path: Path) -> bool:
     asked = PurePosixPath(name)
     shipped = path.resolve().is_relative_to(catalogue.data_dir("traces").resolve())  # part of rlsim: there already
     return not (shipped or asked.is_absolute() or ".." in asked.parts)
-
-
-def _models_of(case: Experiment) -> list[str]:
-    judge = case.workflow.reward.judge
-    return [case.model, *case.models.values(), *([judge.model] if judge else [])]
 
 
 def modules_of(case: Experiment, shown: str) -> Iterator[tuple[str, Path]]:
@@ -126,18 +131,6 @@ def code_hash() -> str:
     for path in deciding:
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _model_hash(name: str, folder: Path) -> str:
-    return _record_hash(find_model(name, folder).model_dump(mode="json", exclude={"source"}))
-
-
-def _calibration_hash(name: str) -> str:
-    return _record_hash(load_calibration(name).model_dump(mode="json"))
-
-
-def _cluster_hash(cluster: str | Mapping[str, Any], source: str) -> str:
-    return _record_hash(load_any_cluster(cluster, source).model_dump(mode="json"))
 
 
 def _record_hash(record: Any) -> str:

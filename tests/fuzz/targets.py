@@ -64,7 +64,7 @@ def trace_import(main: Path, seed: Seed, rng: random.Random) -> None:
 def trace_describe(main: Path, _: Seed, rng: random.Random) -> None:
     from rlsim.trace import read_trace
 
-    json.loads(command("trace", "describe", main, "--json"), parse_constant=_no_constant)
+    json.loads(command("trace", "describe", main, "--json", "-"), parse_constant=_no_constant)
     checks.trace(read_trace(main))
     if rng.random() < 0.02:
         command("trace", "fit", main, "--components", rng.choice("12"), "--out", "fit.yaml")
@@ -125,7 +125,7 @@ def run(main: Path, _: Seed, __: random.Random) -> None:
 
 
 def sweep(main: Path, _: Seed, __: random.Random) -> None:
-    command("sweep", main, "--dry-run", "--json")
+    command("sweep", main, "--dry-run", "--json", "-")
 
 
 def setting(main: Path, _: Seed, rng: random.Random) -> None:
