@@ -734,7 +734,7 @@ def test_every_setting_that_is_asked_for_is_refused_or_taken_whatever_its_kind(
     asked, walked, get = set[str](), set[str](), Settings.get
 
     def noting(self: Settings, kind: Kind[Any], *keys: str) -> Any:
-        asked.update(keys)
+        asked.update(self.keys(*keys))
         return get(self, kind, *keys)
 
     for text in texts:

@@ -34,10 +34,9 @@ from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.init.draft import Entry
 from rlsim.init.settings import Settings
-from rlsim.init.tables import default_values
+from rlsim.init.tables import default_values, names
 from rlsim.layers import Experts, FullAttention, Layer, LinearAttention
 from rlsim.models import Model, load_model
-from rlsim.nemo.defaults import MEGATRON
 from rlsim.nemo.training import _add_experts
 from rlsim.policies.plan import ExplicitPlan
 from rlsim.validate.parts import Options
@@ -446,8 +445,8 @@ def test_the_head_counts_where_it_is() -> None:
 def test_nemo_recipes_say_how_experts_are_spread() -> None:
     def entries(tp: int, ep: int, expert_tp: int, *, has_experts: bool = True) -> dict[str, Any]:
         degrees = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": expert_tp}
-        config = Settings(default=dict(default_values("nemo")))
-        config.put(degrees, "recipe.yaml", MEGATRON)
+        config = Settings(default=dict(default_values("nemo")), names=names("nemo"))
+        config.put(degrees, "recipe.yaml", "policy.megatron_cfg.")
         found: dict[str, Any] = {"tp": Entry(tp, "")}
         _add_experts(config, found, True, has_experts)
         return {key: entry.value for key, entry in found.items() if key != "tp"}

@@ -14,7 +14,7 @@ from rlsim.experiment.build import LoadedExperiment, find_trace
 from rlsim.experiment.refusals import code_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.starts import unmet
+from rlsim.experiment.starts import conditions, shape_values, unmet
 from rlsim.hardware import Cluster, Gpu, load_cluster
 from rlsim.init.draft import ASSUMED, Draft, Entry
 from rlsim.init.engines import Use, own_limits
@@ -27,7 +27,9 @@ from rlsim.init.names import (
     load_from,
     nearest_trace,
 )
-from rlsim.init.settings import FLAG, INTEGER, NUMBER, TEXT, TYPE, WHOLE, Kind, Settings
+from rlsim.init.settings import INTEGER, NUMBER, TEXT, TYPE, WHOLE, Settings
+from rlsim.init.tables import names, unlike_rows, without
+from rlsim.init.unlike import unlike
 from rlsim.models import Model
 from rlsim.precision import Precision
 from rlsim.schema import validate
@@ -223,24 +225,21 @@ def add_systems(
     draft.entries["systems"] = Entry(tuple(systems))
 
 
-def add_engine(
-    config: Settings, draft: Draft, keys: Mapping[str, str], engine: str, gpu: Gpu, use: Use = "class", said: str = ""
-) -> None:
-    """Limits of the engine that are given, by its `keys`, and those that it sets itself if they are not rlsim's."""
+def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use = "class", said: str = "") -> None:
+    """Limits of the engine that are given, by their names, and those that it sets itself if they are not rlsim's."""
     draft.entries["engine"] = entries = {
         limit: Entry(value, joined(f"{engine}'s default on {gpu.name}", said))
         for limit, value in own_limits(engine, gpu, use).items()
         if value != getattr(EngineConfig(), limit)
     }
     for limit in ("max_num_seqs", "max_num_batched_tokens", "page_tokens"):
-        if limit in keys and config.get(INTEGER, keys[limit]) not in (None, -1):  # -1: SGLang's for no chunks
-            entries[limit] = config.entry(WHOLE, keys[limit])
-    if "chunked" in keys and config.is_given(keys["chunked"]):
-        entries["chunked_prefill"] = config.entry(FLAG, keys["chunked"])
-    if config.flag(keys["eager"]):
-        entries["graphs"] = Entry(False, config.where(keys["eager"]))
-    if "no_prefix_caching" in keys and config.flag(keys["no_prefix_caching"]):
-        entries["enable_prefix_caching"] = Entry(False, config.where(keys["no_prefix_caching"]))
+        if limit in config.names and config.get(INTEGER, limit) not in (None, -1):  # -1: SGLang's for no chunks
+            entries[limit] = config.entry(limit)
+    if "chunked_prefill" in config.names and config.is_given("chunked_prefill"):
+        entries["chunked_prefill"] = config.entry("chunked_prefill")
+    for ours, switch in (("graphs", "eager"), ("enable_prefix_caching", "no_prefix_caching")):
+        if switch in config.names and config.flag(switch):
+            entries[ours] = Entry(False, config.where(switch))
 
 
 def add_offloading(config: Settings, draft: Draft, vllm: str, sglang: str, gpus: int) -> list[str]:
@@ -310,17 +309,40 @@ def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:
     return Entry(level, joined(config.where(checkpoints), config.where(granularity)))
 
 
-def note_refusals(
-    config: Settings, draft: Draft, keys: Mapping[str, tuple[Kind[Any], str]], *of: str, release: str = "", **more: Any
-) -> None:
-    """Notes of what those frameworks and engines would not start with (`rlsim.experiment.starts`).
+def filtering(config: Settings, draft: Draft) -> list[Any]:
+    """The part of every system that drops prompts by their rewards, if the setting `filters` does."""
+    if not config.flag("filters"):
+        return []
+    draft.notes.append(f"{config.where('filters')}: dynamic_sampling in every system")
+    return ["dynamic_sampling"]
 
-    `keys` are the settings by the names that conditions have for them, `more` what follows from others.
+
+def unlike_of(config: Settings, of: str, engine: str, *sections: str, but: Sequence[str] = ()) -> list[str]:
+    """What a framework, and an engine below these sections, has that an experiment has not, `but` for some keys.
+
+    Keys of the engine that are read are left out.
     """
-    values = {name: config.told(kind, key) for name, (kind, key) in keys.items()} | more
-    for row in unmet(values, *of, release=release):
-        named = [keys[name][1] for name in code_of(row.refused).co_names if name in keys]
-        said = joined(*(config.where(key) for key in named if config.is_given(key)))
+    rows = (*unlike_rows(of), *(unlike_rows(engine, *sections) if sections else ()))
+    return unlike(config, without(rows, *but, *config.keys(*names(f"{of}-{engine}"))))
+
+
+def between_steps(config: Settings, *often: str, sign: str = " and ", what: str = "validation") -> list[str]:
+    """In words, what these settings do between steps, which an experiment has not; empty without any."""
+    return [f"{sign.join(map(config.where, often))}: {what} and checkpoints between steps"] if often else []
+
+
+def note_refusals(
+    config: Settings, draft: Draft, actor: Model, *of: str, megatron: bool, release: str = "", **more: Any
+) -> None:
+    """Notes of what a framework, its engines and Megatron would not start with (`rlsim.experiment.starts`).
+
+    What the conditions ask for are settings by their names, the actor's shape, and `more`, which follows from others.
+    """
+    asked = {name for row in conditions() for name in code_of(row.refused).co_names} & config.names.keys() - more.keys()
+    values = {name: config.told(kind, name) for name, (kind, _) in config.names.items() if name in asked}
+    values |= shape_values(actor) | {"megatron": megatron, "vllm": "vLLM" in of, "sglang": "SGLang" in of} | more
+    for row in unmet(values, *of, *(["Megatron"] if megatron else []), release=release):
+        said = config.said(*(name for name in code_of(row.refused).co_names if name in asked and config.is_given(name)))
         draft.notes.append(f"{said or config.name}: {row.text(values, release)}")
 
 

@@ -45,6 +45,14 @@ FLAG = Kind[bool]("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind[str]("text", lambda value: isinstance(value, str))
 TYPE = Kind[Any]("the name of a type, true or false", lambda value: isinstance(value, str | bool))
 ANYTHING = Kind[Any]("a value", lambda value: value is not None)
+#: Kinds by their names in `rlsim/data/keys.csv`.
+KINDS: Mapping[str, Kind[Any]] = {
+    "whole": WHOLE, "count": COUNT, "integer": INTEGER, "number": NUMBER, "period": PERIOD, "share": SHARE,
+    "flag": FLAG, "text": TEXT, "type": TYPE, "anything": ANYTHING,
+}  # fmt: skip
+#: Settings by the names that rlsim has for them: the kind of each, and its keys, of which the first that has a value
+#: counts.
+Names = Mapping[str, tuple[Kind[Any], tuple[str, ...]]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,8 @@ class Settings:
 
     `origin` has the place of what is given, `doubts` those keys whose value the text does not tell, `notes` what to
     know about reading them; `name` is that of the first file. `program` and `option` name what the settings are of in
-    messages; `asked` collects the keys that were asked for, `inherited` the files that others inherit from.
+    messages; `asked` collects the keys that were asked for, `inherited` the files that others inherit from. Whatever
+    asks for a key takes one of `names` as well.
     """
 
     program: str = ""
@@ -78,6 +87,7 @@ class Settings:
     name: str = ""
     asked: set[str] = field(default_factory=set)
     inherited: set[str] = field(default_factory=set)  # names of files that a file inherits from
+    names: Names = field(default_factory=dict)
 
     def put(self, data: Mapping[str, Any], place: str, prefix: str = "", *, lines: bool = False) -> None:
         """Take every leaf of a nested mapping; with `lines`, its line in the file `place` is added."""
@@ -85,11 +95,21 @@ class Settings:
             self.given[key] = value
             self.origin[key] = f"{place}:{line}" if lines and line else place
 
+    def keys(self, *names: str) -> tuple[str, ...]:
+        """The keys of these names; a key stands for itself, and has dots where there are names."""
+        there = self.names
+        return tuple(key for name in names for key in ((name,) if "." in name or not there else there[name][1]))
+
+    def key(self, name: str) -> str:
+        """The first key of a name."""
+        return self.keys(name)[0]
+
     def get(self, kind: Kind[T], *keys: str) -> T | None:
         """The value of the first of these keys that has one: as given, else the program's default; None without.
 
         Raises `ConfigError` for a value of another kind, and for one that the text does not tell.
         """
+        keys = self.keys(*keys)
         self.asked.update(keys)
         for key in keys:
             if key in self.doubts:
@@ -108,7 +128,7 @@ class Settings:
         """The same; raises `ConfigError` where there is no value."""
         value = self.get(kind, *keys)
         if value is None:
-            key = keys[0]
+            key = self.key(keys[0])
             place = self.origin.get(key) or self.name or "the configuration"
             raise ConfigError(
                 f"{place}: {key} has no value: expected {kind.expected}; give {key}=… beside {self.option}"
@@ -127,13 +147,22 @@ class Settings:
         """True or false; false without a value."""
         return bool(self.get(FLAG, *keys))
 
-    def entry(self, kind: Kind[Any], *keys: str) -> Entry:
-        """A value that there must be, with where it is from."""
-        return Entry(self.need(kind, *keys), self.where(*keys))
+    def value(self, name: str) -> Any:
+        """The value of one of `names`, None without."""
+        return self.get(self.names[name][0], name)
 
-    def told(self, kind: Kind[T], key: str) -> T | None:
-        """The value of a key, None if it has none or the text does not tell it."""
-        return None if key in self.doubts else self.get(kind, key)
+    def needed(self, name: str) -> Any:
+        """The same of one that must have a value."""
+        return self.need(self.names[name][0], name)
+
+    def entry(self, name: str) -> Entry:
+        """The same, with where it is from."""
+        return Entry(self.needed(name), self.where(name))
+
+    def told(self, kind: Kind[T], *keys: str) -> T | None:
+        """The value of the first of these keys that has one which the text tells; None if none has."""
+        known = [key for key in self.keys(*keys) if key not in self.doubts]
+        return self.get(kind, *known) if known else None
 
     def _check_sections(self, kind: Kind[Any], key: str) -> None:
         """Raises `ConfigError` where one value is given for the section of a key, or keys below the key."""
@@ -149,15 +178,20 @@ class Settings:
 
     def where(self, *keys: str) -> str:
         """Where `get` has its value from."""
+        keys = self.keys(*keys)
         found = next((key for key in keys if self.given.get(key) is not None), None)
         if found is not None:
             return f"{found} ({self.origin[found]})"
         key = next((key for key in keys if self.default.get(key) is not None), keys[0])
         return f"{key}: {self.program}'s default"
 
+    def said(self, *names: str) -> str:
+        """Where each of these is from, as one comment."""
+        return "; ".join(map(self.where, names))
+
     def is_given(self, *keys: str) -> bool:
         """Whether a file or an override says one of these."""
-        return any(self.given.get(key) is not None or key in self.doubts for key in keys)
+        return any(self.given.get(key) is not None or key in self.doubts for key in self.keys(*keys))
 
     def has(self, section: str) -> bool:
         """Whether a file or an override says anything below this key."""

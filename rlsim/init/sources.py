@@ -10,6 +10,7 @@ from typing import Any
 from rlsim.errors import ConfigError
 from rlsim.init.interpolation import interpolate, parsed
 from rlsim.init.settings import Settings
+from rlsim.init.tables import default_values, names
 from rlsim.reading import exists, is_folder, read_yaml
 
 _OVERRIDE = re.compile(r"(?:\+\+|\+|--)?(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
@@ -19,8 +20,10 @@ _DEEPEST = 20
 _REPLACES = "_override_"
 
 
-def read_sources(sources: Sequence[str], program: str, option: str) -> Settings:
+def read_sources(sources: Sequence[str], program: str, option: str, of: str = "") -> Settings:
     """What YAML files and overrides say together, later ones winning; a file may name its parents under `defaults`.
+
+    `of` is what the tables call the program; its defaults hold for the rest, and its settings have names.
 
     Raises `ConfigError` for what is no file and no override, and for files that cannot be read.
     """
@@ -36,6 +39,7 @@ def read_sources(sources: Sequence[str], program: str, option: str) -> Settings:
         else:
             _put(config, {found["key"]: parsed(found["value"])}, "as given")
     interpolate(config)
+    config.default, config.names = dict(default_values(of)), names(of)
     return config
 
 

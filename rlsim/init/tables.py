@@ -1,7 +1,8 @@
 """Tables of settings of frameworks and engines: their defaults, and what of them an experiment has not.
 
-`rlsim/data/defaults.csv` has a key's default since a release (empty: any), `unlike.csv` a key, when it matters, and
-what it does. They were read off github.com/verl-project/verl (the trainers' YAML of 0.2 to 0.9), NVIDIA-NeMo/RL
+`rlsim/data/keys.csv` has a setting's name, kind and key (several in turn), `defaults.csv` a key's default since a
+release (empty: any), `unlike.csv` a key, when it matters, and what it does. They were read off
+github.com/verl-project/verl (the trainers' YAML of 0.2 to 0.9), NVIDIA-NeMo/RL
 (`GRPOConfig` and its kin, `examples/configs/grpo_math_1B.yaml`), inclusionAI/AReaL (`areal/api/cli_args.py`), all
 Apache-2.0, and the arguments of vLLM 0.9 to 0.26 and SGLang 0.5.
 """
@@ -15,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlsim.init.settings import KINDS, Names
+
 _DATA = Path(__file__).resolve().parents[1] / "data"
 #: Key, when it matters (`rlsim.init.unlike`), and what it does that an experiment has not.
 Row = tuple[str, str, str]
@@ -23,6 +26,15 @@ Row = tuple[str, str, str]
 def _rows(name: str, of: str) -> Iterator[list[str]]:
     with (_DATA / name).open(encoding="utf-8", newline="") as file:
         yield from (row[1:] for row in csv.reader(file) if row[0] == of)
+
+
+@cache
+def names(of: str) -> Names:
+    """The settings of a framework, or of an engine below it, by name."""
+    found: dict[str, tuple[Any, tuple[str, ...]]] = {}
+    for name, kind, key in _rows("keys.csv", of):
+        found[name] = KINDS[kind], (*found.get(name, (None, ()))[1], key)
+    return found
 
 
 @cache

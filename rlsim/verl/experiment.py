@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -171,11 +170,11 @@ def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options:
 def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettings, options: Options) -> None:
     filters = FILTER if config.flag(FILTER) else ""
     cap = Entry(settings.cap, config.where("data.max_response_length", ROLLOUT + "response_length"))
-    parts.add_trace(draft, options, actor, cap, filters, config.entry(WHOLE, "data.max_prompt_length"))
+    parts.add_trace(draft, options, actor, cap, filters, config.entry("prompts_longest"))
     entries, longest = draft.entries["trace"], config.get(WHOLE, ROLLOUT + "max_model_len")
     assert isinstance(entries, dict)
     if longest and longest < entries.get("max_model_len", Entry(longest + 1)).value:
-        entries["max_model_len"] = config.entry(WHOLE, ROLLOUT + "max_model_len")
+        entries["max_model_len"] = config.entry("max_model_len")
 
 
 def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:
@@ -237,12 +236,9 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
 
 
 def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool) -> None:
-    more, mode = list[Any](), ROLLOUT + "mode"
-    if config.flag(FILTER):
-        more = ["dynamic_sampling"]
-        draft.notes.append(f"{config.where(FILTER)}: dynamic_sampling in every system")
-    if config.get(TEXT, mode) == "async" or apart:
-        where = f"{config.where(mode)}: each request goes to the server with fewest"
+    more = parts.filtering(config, draft)
+    if config.value("mode") == "async" or apart:
+        where = f"{config.where('mode')}: each request goes to the server with fewest"
         draft.entries["routing"] = Entry("round_robin", where)
     if apart is not None:
         system = (apart.policy, asynchronous.parameters(config, apart))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from rlsim.experiment.starts import shape_values
 from rlsim.init import parts
 from rlsim.init.draft import Draft
-from rlsim.init.settings import ANYTHING, FLAG, INTEGER, TEXT, WHOLE, Kind
+from rlsim.init.settings import ANYTHING, INTEGER, TEXT, WHOLE
 from rlsim.init.tables import unlike_rows, without
 from rlsim.init.unlike import unlike
 from rlsim.models import Model
@@ -29,23 +26,6 @@ QUANTISED = ROLLOUT + "quantization"
 KV_TYPES = tuple(f"{ROLLOUT}engine_kwargs.{engine}.kv_cache_dtype" for engine in ("vllm", "sglang"))
 #: What settings of the engines themselves begin with.
 VLLM, SGLANG = (f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("vllm", "sglang"))
-#: Settings by the names that start conditions have for them (`rlsim/data/starts.yaml`).
-STARTS: dict[str, tuple[Kind[Any], str]] = {
-    "budget": (WHOLE, ROLLOUT + "max_num_batched_tokens"),
-    "seqs": (WHOLE, ROLLOUT + "max_num_seqs"),
-    "chunked": (FLAG, ROLLOUT + "enable_chunked_prefill"),
-    "mode": (TEXT, ROLLOUT + "mode"),
-    "rollout_tp": (WHOLE, ROLLOUT + "tensor_model_parallel_size"),
-    "rollout_pp": (WHOLE, STAGES),
-    "rollout_ep": (WHOLE, EXPERTS),
-    "rollout_dp": (WHOLE, _GROUPS),
-    "dynamic": (FLAG, ACTOR + "use_dynamic_bsz"),
-    "mini": (WHOLE, ACTOR + "ppo_mini_batch_size"),
-    "micro": (WHOLE, ACTOR + "ppo_micro_batch_size_per_gpu"),
-    "micro_of_all": (WHOLE, ACTOR + "ppo_micro_batch_size"),
-    "responses": (WHOLE, ROLLOUT + "n"),
-    "remove_padding": (FLAG, MODEL + "use_remove_padding"),
-}
 #: Positions of a model where nothing says how many it has: models of today have as many or more.
 _CONTEXT = 32_768
 _SIZES = {
@@ -57,18 +37,16 @@ _SIZES = {
 def note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, model: Model, *, apart: bool) -> None:
     """Notes of what veRL or its engine would not start with."""
     strategy, vllm = settings.train, config.told(TEXT, ROLLOUT + "name") in ("vllm", None)
-    longest = config.told(WHOLE, ROLLOUT + "max_model_len")
+    longest = config.told(WHOLE, "max_model_len")
     values = {
-        **shape_values(model),
         **{name: sum(map(config.is_given, keys)) for name, keys in _SIZES.items()},
-        "vllm": vllm, "longest": longest or config.whole("data.max_prompt_length") + settings.cap,
+        "longest": longest or config.whole("prompts_longest") + settings.cap,
         "positions": None if longest else model.max_position_embeddings or _CONTEXT,
-        "megatron": settings.backend == "megatron", "gpus": strategy.gpus, "dp": strategy.dp,
-        "tp": strategy.tp, "pp": strategy.pp, "cp": strategy.cp,
         "prompts": None if apart else settings.prompts,
-    }  # fmt: skip
-    of = ("veRL", *(["vLLM"] if vllm else []), *(["Megatron"] if values["megatron"] else []))
-    parts.note_refusals(config, draft, STARTS, *of, release=config.version, **values)
+        **{name: getattr(strategy, name) for name in ("gpus", "dp", "tp", "pp", "cp")},
+    }
+    of, megatron = ("veRL", "vLLM") if vllm else ("veRL",), settings.backend == "megatron"
+    parts.note_refusals(config, draft, model, *of, megatron=megatron, release=config.version, **values)
 
 
 KEYS = (

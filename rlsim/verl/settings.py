@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlsim.errors import ConfigError
 from rlsim.init.settings import Settings
+from rlsim.init.tables import names
 from rlsim.verl.defaults import ACTOR
 
 STRATEGY = ACTOR + "strategy"
@@ -25,7 +26,7 @@ class VerlSettings(Settings):
     version: str = ""
 
     def __post_init__(self) -> None:
-        self.program, self.option = f"veRL {self.version}", "--from-verl"
+        self.program, self.option, self.names = f"veRL {self.version}", "--from-verl", names("verl")
 
     @property
     def megatron(self) -> bool:

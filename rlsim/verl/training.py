@@ -39,9 +39,9 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, mea
         for ours, theirs in keys.items()
         if config.is_given(ROLLOUT + theirs) or getattr(settings.engine, ours) != getattr(default, ours)
     }
-    block, eager = f"{ROLLOUT}engine_kwargs.vllm.block_size", ROLLOUT + "enforce_eager"
-    if config.is_given(block):
-        entries["page_tokens"] = config.entry(WHOLE, block)
+    eager = ROLLOUT + "enforce_eager"
+    if config.is_given("page_tokens"):
+        entries["page_tokens"] = config.entry("page_tokens")
     if config.flag(eager) and not measured:
         entries["graphs"] = Entry(False, f"{config.where(eager)}; launch times of an eager `generate`")
     draft.missing += add_offloading(config, draft, VLLM, SGLANG, settings.rollout_tp)
