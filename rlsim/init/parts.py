@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rlsim.init.names import (
     load_from,
     nearest_trace,
 )
-from rlsim.init.settings import INTEGER, NUMBER, TEXT, TYPE, WHOLE, Settings
+from rlsim.init.settings import INTEGER, TEXT, TYPE, WHOLE, Settings
 from rlsim.init.tables import names, unlike_rows, without
 from rlsim.init.unlike import unlike
 from rlsim.models import Model
@@ -242,21 +242,21 @@ def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use =
             entries[ours] = Entry(False, config.where(switch))
 
 
-def add_offloading(config: Settings, draft: Draft, vllm: str, sglang: str, gpus: int) -> list[str]:
-    """Host memory for the KV cache of a replica of so many GPUs, by the engines' own settings, whose keys begin so.
+def add_offloading(config: Settings, draft: Draft, gpus: int) -> list[str]:
+    """Host memory for the KV cache of a replica of so many GPUs, by the engines' own settings.
 
     Returns, in words, what is not read. vLLM's size is in GiB over all GPUs of a replica, SGLang's in GB for each.
     """
-    size, switch, each = vllm + "kv_offloading_size", sglang + "enable_hierarchical_cache", sglang + "hicache_size"
     entries = draft.entries["engine"]
     assert isinstance(entries, dict)
-    if (over := config.get(NUMBER, size)) is not None:
-        entries["kv_offloading_bytes"] = Entry(f"{over / gpus:g} GiB", f"{config.where(size)}, over {gpus} GPUs")
-    elif config.flag(switch) and (of_each := config.get(NUMBER, each)):
-        entries["kv_offloading_bytes"] = Entry(f"{of_each:g} GB", config.where(each))
-    elif config.flag(switch):
+    if (over := config.value("kv_offloading")) is not None:
+        said = f"{config.where('kv_offloading')}, over {gpus} GPUs"
+        entries["kv_offloading_bytes"] = Entry(f"{over / gpus:g} GiB", said)
+    elif config.flag("hierarchical") and (of_each := config.value("hicache")):
+        entries["kv_offloading_bytes"] = Entry(f"{of_each:g} GB", config.where("hicache"))
+    elif config.flag("hierarchical"):
         unlike = "host memory in proportion to the KV cache (hicache_ratio); give it as engine.kv_offloading_bytes"
-        return [f"{config.where(switch)}: {unlike}"]
+        return [f"{config.where('hierarchical')}: {unlike}"]
     return []
 
 
@@ -317,7 +317,7 @@ def filtering(config: Settings, draft: Draft) -> list[Any]:
     return ["dynamic_sampling"]
 
 
-def unlike_of(config: Settings, of: str, engine: str, *sections: str, but: Sequence[str] = ()) -> list[str]:
+def unlike_of(config: Settings, of: str, engine: str, *sections: str, but: Iterable[str] = ()) -> list[str]:
     """What a framework, and an engine below these sections, has that an experiment has not, `but` for some keys.
 
     Keys of the engine that are read are left out.

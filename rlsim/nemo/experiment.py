@@ -60,7 +60,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     parts.add_engine(config, draft, generation.engine, machines.gpu, "engine" if alone else "class", said)
     gpus = parts.add_replica(config, draft, generation.tp, "ep", "pp")
     generation = replace(generation, tp=gpus)
-    offloading = parts.add_offloading(config, draft, _VLLM, _SGLANG, gpus)
+    offloading = parts.add_offloading(config, draft, gpus)
     quantised = parts.add_precision(config, draft, "precision", {"fp8": "fp8_block"}, "kv_precision")
     _systems(config, draft, generation, over_nodes=gpus > machines.domain_gpus)
     draft.entries["weight_sync"] = _weight_sync(config, apart=apart)

@@ -13,21 +13,8 @@ VERSIONS = ("0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 TP = ROLLOUT + "tensor_model_parallel_size"
 NODES, GPUS_PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
-#: Groups whose rewards are all alike are dropped, and others generated: `dynamic_sampling`.
-FILTER = "algorithm.filter_groups.enable"
-#: Log-probs do not wait for rewards: `reward_beside`, or `workflow.reward.order`.
-REWARD_ASYNC = "reward_model.launch_reward_fn_async"
 
 _FSDP_ONLY = (ACTOR + "ulysses", ACTOR + "fsdp_config")
-#: Keys that have no default.
-WITHOUT_DEFAULT = (
-    ACTOR + "fsdp_config.ulysses_sequence_parallel_size",
-    ACTOR + "ppo_micro_batch_size_per_gpu",
-    ACTOR + "ppo_micro_batch_size",
-    ROLLOUT + "log_prob_micro_batch_size_per_gpu",
-    ROLLOUT + "log_prob_max_token_len_per_gpu",
-    ROLLOUT + "response_length",
-)
 
 
 def release(version: str) -> str:

@@ -21,17 +21,12 @@ from rlsim.verl.asynchronous import Apart
 from rlsim.verl.config import read_config
 from rlsim.verl.defaults import (
     ACTOR,
-    FILTER,
     GPUS_PER_NODE,
-    MODEL,
     NODES,
-    REWARD_ASYNC,
     ROLLOUT,
     TP,
     VERSIONS,
-    WITHOUT_DEFAULT,
 )
-from rlsim.verl.engines import DEGREES
 from rlsim.verl.log import VerlLog
 from rlsim.verl.run import RunSettings, replica_problem, settings_of
 from rlsim.verl.settings import STRATEGY, VerlSettings
@@ -48,20 +43,7 @@ _ALGORITHMS = {
     "gae": "ppo",
     "remax": "remax",
 }  # fmt: skip
-_ESTIMATOR, _MODEL, _CRITIC = "algorithm.adv_estimator", MODEL + "path", "critic.model.path"
-#: What switches a reward model on, and the key that names it.
-_REWARD_MODEL = {
-    "reward_model.enable": "reward_model.model.path",
-    "reward.reward_model.enable": "reward.reward_model.model_path",
-}
-#: Further keys that a misspelt one may have meant.
-_MORE_KEYS = (
-    _MODEL, _CRITIC, REWARD_ASYNC, *DEGREES, *_REWARD_MODEL, *_REWARD_MODEL.values(), *WITHOUT_DEFAULT,
-    ACTOR + "megatron.override_transformer_config.recompute_granularity",
-    ROLLOUT + "log_prob_micro_batch_size", ROLLOUT + "log_prob_use_dynamic_bsz",
-    MODEL + "enable_activation_offloading", MODEL + "use_fused_kernels",
-    "critic.ppo_micro_batch_size", "critic.enable",
-)  # fmt: skip
+_ESTIMATOR, _MODEL, _CRITIC = "algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.model.path"
 
 
 def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[-1]) -> Draft:
@@ -70,7 +52,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     Raises `RlsimError`s that say what is missing, unknown or unsupported.
     """
     config = read_config(sources, version)
-    config.check_keys((*config.default, *_MORE_KEYS, *notes.KEYS, *asynchronous.KEYS))
+    config.check_keys((*config.default, *config.keys(*config.names), *notes.KEYS))
     apart = asynchronous.apart_of(config)
     draft = Draft({}, missing=notes.missing(config), notes=list(config.notes))
     machines = apart.cluster(draft, options) if apart else _cluster(config, draft, options)
@@ -83,18 +65,16 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     _workflow(config, draft, settings, apart)
     _models(config, draft, options)
     add_engine(config, draft, settings, measured=options.calibration is not None)
-    dp_key = ROLLOUT + "data_parallel_size" if notes.experts_apart(config) else ""
+    dp_key = "rollout_dp" if notes.experts_apart(config) else ""
     if actor.quantised_parameters and str(config.told(TEXT, _MODEL)).lower().rstrip("/").endswith("-bf16"):
         draft.entries["engine"] |= {"precision": Entry("bf16", config.where(_MODEL))}  # type: ignore[operator]
-    replica = parts.add_replica(config, draft, settings.rollout_tp, notes.EXPERTS, notes.STAGES, dp_key)
+    replica = parts.add_replica(config, draft, settings.rollout_tp, "rollout_ep", "rollout_pp", dp_key)
     add_training(config, draft, settings)
     notes.note_refusals(config, draft, settings, actor, apart=apart is not None)
     asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
     _systems(config, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
-    share = ROLLOUT + "gpu_memory_utilization"
-    parts.add_memory(
-        draft, Entry(settings.memory_utilization, config.where(share)), options.folder, apart=apart is not None
-    )
+    share = Entry(settings.memory_utilization, config.where("memory"))
+    parts.add_memory(draft, share, options.folder, apart=apart is not None)
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
     draft.unread = [key for key in config.unasked() if key.startswith(ROLLOUT)]
     named = config.told(ANYTHING, "trainer.experiment_name")
@@ -139,10 +119,11 @@ def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apar
     try:
         return settings_of(log, apart.trainers(machines) if apart else machines, rollout=rollout)
     except ConfigError as error:
-        if not config.is_given(DEGREES[2]):
+        if not config.is_given("train_ep"):
             raise
-        cut = "" if config.is_given(DEGREES[3]) else f"; without {DEGREES[3]} Megatron cuts an expert over TP"
-        raise ConfigError(f"{config.where(DEGREES[2])}: {error}{cut}") from None
+        key = config.key("train_expert_tp")
+        cut = "" if config.is_given(key) else f"; without {key} Megatron cuts an expert over TP"
+        raise ConfigError(f"{config.where('train_ep')}: {error}{cut}") from None
 
 
 def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
@@ -158,20 +139,21 @@ def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
 
 
 def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options: Options) -> None:
-    key = ROLLOUT + "name"
-    engine = Entry(config.get(TEXT, key), config.where(key))
+    engine = Entry(config.value("engine"), config.where("engine"))
     if engine.value is None:
         engine = Entry("vllm", "assumed")
         if options.calibration is None:
-            draft.notes.append(f"{key} is not given, though veRL {config.version} requires it: vllm is taken")
+            draft.notes.append(
+                f"{config.key('engine')} is not given, though veRL {config.version} requires it: vllm is taken"
+            )
     parts.add_calibration(draft, options, machines, engine)
 
 
 def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettings, options: Options) -> None:
-    filters = FILTER if config.flag(FILTER) else ""
-    cap = Entry(settings.cap, config.where("data.max_response_length", ROLLOUT + "response_length"))
+    filters = config.key("filters") if config.flag("filters") else ""
+    cap = Entry(settings.cap, config.where("cap"))
     parts.add_trace(draft, options, actor, cap, filters, config.entry("prompts_longest"))
-    entries, longest = draft.entries["trace"], config.get(WHOLE, ROLLOUT + "max_model_len")
+    entries, longest = draft.entries["trace"], config.value("max_model_len")
     assert isinstance(entries, dict)
     if longest and longest < entries.get("max_model_len", Entry(longest + 1)).value:
         entries["max_model_len"] = config.entry("max_model_len")
@@ -201,9 +183,9 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
     scored = draft.entries["workflow"]["reward"]  # type: ignore[index]  # of `add_trace`
-    if config.told(FLAG, REWARD_ASYNC):
+    if config.told(FLAG, "reward_async"):
         scored = Entry(
-            {"order": "beside_log_probs", **scored.value}, joined(scored.comment, config.where(REWARD_ASYNC))
+            {"order": "beside_log_probs", **scored.value}, joined(scored.comment, config.where("reward_async"))
         )
     draft.entries["workflow"] = {**workflow, "reward": scored}
 
@@ -222,7 +204,8 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
                                    "be like the actor")  # fmt: skip
         if chosen != actor:
             models["critic"] = Entry(chosen, joined(config.where(_CRITIC), said))
-    for switch, path_key in _REWARD_MODEL.items():
+    for path_name in ("reward_model", "new_reward_model"):
+        switch, path_key = f"{path_name}_on", config.key(path_name)
         if config.told(FLAG, switch):
             named = reward_model or config.get(TEXT, path_key)
             if named is None:
