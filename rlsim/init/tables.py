@@ -2,7 +2,7 @@
 
 `rlsim/data/keys.csv` has a setting's name, kind and key (several in turn), `defaults.csv` a key's default since a
 release (empty: any), `unlike.csv` a key, when it matters, and what it does. They were read off
-github.com/verl-project/verl (the trainers' YAML of 0.2 to 0.9), NVIDIA-NeMo/RL
+github.com/verl-project/verl (YAML of its trainers, 0.2 to 0.9, and of its asynchronous recipes), NVIDIA-NeMo/RL
 (`GRPOConfig` and its kin, `examples/configs/grpo_math_1B.yaml`), inclusionAI/AReaL (`areal/api/cli_args.py`), all
 Apache-2.0, and the arguments of vLLM 0.9 to 0.26 and SGLang 0.5.
 """

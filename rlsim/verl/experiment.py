@@ -127,7 +127,7 @@ def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apar
 
 
 def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
-    path = options.model or config.get(TEXT, _MODEL)
+    path = options.model or config.value("model")
     if path is None and not config.has("actor_rollout_ref"):
         raise ConfigError(
             f"{config.name or 'the configuration'}: no setting of actor_rollout_ref: supervised fine-tuning and "
