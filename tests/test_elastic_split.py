@@ -79,7 +79,7 @@ def test_a_replica_without_work_trains_until_the_next_weights_come() -> None:
     # other one that has the short response.
     assert [(stays.gpus, stays.replica) for stays in outcome.stays] == [((0,), 0), ((1,), 1), ((0,), 2), ((1,), 3)]
     assert outcome.responses[1].started_at.tolist() == [29.0, 29.0]
-    assert [rollout.released_gpu_s for rollout in outcome.rollouts] == [0.0, 24.0]  # 3 s to 27 s
+    assert [rollout.released_gpu_s for rollout in outcome.rollouts] == [0.0, 24.0 + 25.0]  # 3 s to 27 s, 32 s to 57 s
     for step, responses in enumerate(outcome.responses):
         assert (responses.trained & (responses.version == step)).all()
 
