@@ -37,10 +37,11 @@ SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1, "certainty": 0}
 def pat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Switches, on one node; two seeds."""
     folder = tmp_path_factory.mktemp("pat") / "results"
+    pat = {"name": "pat", "use": [{"pat": {"redispatch": False}}]}
     rlsim.run(
         "pat_vs_static",
         seeds=2,
-        overrides={**SMALL, "calibration": "h100-vllm", "systems": [{"verl": {"tp": [2, 4]}}, "pat"], "baseline": None},
+        overrides={**SMALL, "calibration": "h100-vllm", "systems": [{"verl": {"tp": [2, 4]}}, pat], "baseline": None},
         out=folder,
     )
     return folder
