@@ -207,12 +207,16 @@ def test_a_sweep_draws_only_where_it_is_asked() -> None:
 
 
 def test_a_quick_advice_draws_only_where_it_is_asked() -> None:
-    assert [quick_settings(None, None, None, asked)["certainty"] for asked in (None, 0, 3)] == [0, 0, 3]
+    def drawn(**changes: Any) -> int:
+        experiment = load_experiment({**SMALL, **changes})[0]
+        return int(quick_settings(None, None, experiment, overlaps=False)["certainty"])
+
+    assert [drawn(), drawn(certainty=0), drawn(certainty=3)] == [0, 0, 3]
 
 
 def test_an_advice_draws_for_its_ranking() -> None:
     skip = [name for name in BUILTIN if name not in ("verl", "pat")]
-    found = advise({**SMALL, "seeds": 2, "trace": {"fixed": 64, "cap": 64}}, skip=skip, top=1, most=1, workers=1)
+    found = advise({**SMALL, "seeds": 2, "trace": {"fixed": 64, "cap": 64}}, skip=skip, what_if=False, workers=1)
     ranked = found.tables["ranking"].set_index("system")
     assert ranked.loc["verl-tp4", "speedup_model_low"] < ranked.loc["verl-tp4", "speedup_model_high"]
 

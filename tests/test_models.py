@@ -148,7 +148,7 @@ def test_biases_and_defaults(tmp_path: Path) -> None:
         ({"model_type": "mamba"}, r"config.json: model_type 'mamba' is not supported: no layer with a KV cache$"),
         ({"quantization_config": {"bits": 4}}, r"quantised weights are not supported"),
         ({"num_attention_heads": 3}, r"num_attention_heads must be a multiple of num_key_value_heads"),
-        ({"vocab_size": -1}, r"config.json: vocab_size: .*greater than 0"),
+        ({"vocab_size": -1}, r"config.json: vocab_size: .*more than 0"),
         ({"model_type": "qwen3_moe"}, r"'qwen3_moe' does not go with num_experts 0"),
     ],
 )

@@ -420,7 +420,8 @@ def test_the_bundled_script_is_kept_and_a_folder_that_cannot_be_written_does_not
     assert vega_script.__wrapped__() == script
     (file,) = kept.rglob("*.js")
     monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: pytest.fail("bundled again"))
-    assert vega_script.__wrapped__() == script == file.read_text(encoding="utf-8")
+    assert vega_script.__wrapped__() == script
+    assert file.read_text(encoding="utf-8").startswith(script)
     monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: script)
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # a file stands where the folder would be
     assert vega_script.__wrapped__() == script

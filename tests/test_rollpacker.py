@@ -339,7 +339,7 @@ def test_in_pieces_costs_about_as_much_as_at_once() -> None:
             {"systems": [{"name": "x", "use": ["tail_batching", "overcommit"]}]},
             "decide what to launch",
         ),
-        ({"systems": [{"tail_batching": {"eta": 0.5}}]}, "greater than or equal to 1"),
+        ({"systems": [{"tail_batching": {"eta": 0.5}}]}, "expected at least 1"),
         ({"trace": {"path": ["rollpacker-math", "rollpacker-math"], "cap": "2K"}}, "two have the same name"),
         ({"training": {"backend": "megatron", "tp": 4}, "workflow": APART}, "2 more are kept for the judge"),
     ],

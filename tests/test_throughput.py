@@ -195,8 +195,7 @@ def test_what_puts_its_longest_prompts_off_is_nowhere_the_fastest(tmp_path: Path
     (tmp_path / "x.json").write_text(json.dumps(config))
     for command in (["run", "--out"], ["sweep", "--grid", "trace.cap=[8K]", "--workers", "1", "--out"]):
         shown = output(command[0], tmp_path / "x.json", *command[1:], tmp_path / command[0])
-        assert re.search(r"\] +not comparable +", shown), shown
-        assert shown.count("not comparable") == 1, "verl is not marked"
+        assert len(re.findall(r"\] +not comparable\b", shown)) == 1, shown  # and verl is not marked
 
 
 def test_tail_batching_over_short_rounds_alone_says_what_it_put_off() -> None:

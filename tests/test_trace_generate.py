@@ -114,7 +114,7 @@ def test_from_a_fit_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompts": 0}, "prompts.*greater than or equal to 1"),
+        ({"prompts": 0}, "prompts: expected at least 1"),
         ({"groups": None}, "groups.icc is needed"),
         ({"lengths": {}}, "give facts, fit or model"),
         ({"lengths": {"facts": [{"above": 100}]}}, "give above and share, or quantile and tokens"),

@@ -93,10 +93,12 @@ def fits_table(fits: TransferFits) -> str:
     cells = []
     for fit in (fit for fit in fits.fits if fit.left_out and not fit.without):
         whole = fits.of(fit.engine)
-        found = [{name: value for name, value in one.host.model_dump(exclude={"source"}).items() if value}
-                 for one in (fit, whole)]  # fmt: skip
-        own, of_all = (", ".join(f"{n.removesuffix('_s')} {v * 1e6:.3g} us" for n, v in one.items()) for one in found)
-        if (fit.host.step_s, fit.front_end) == (whole.host.step_s, whole.front_end) and found[0] == found[1]:
+        found = [[part.model_dump(exclude={"source"}) for part in (one.host, one.front_end)] for one in (fit, whole)]
+        own, of_all = (
+            ", ".join(f"{n.removesuffix('_s')} {v * 1e6:.3g} us" for n, v in host.items() if v and n.endswith("_s"))
+            for host, _ in found
+        )
+        if found[0] == found[1]:
             own = "the same: this setting's fit leaves nothing out"
         cells.append((fit.left_out, of_all or "none", own))
     return markdown(("setting", "host time fitted to all settings", "fitted without it"), cells)
