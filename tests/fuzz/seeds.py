@@ -199,7 +199,8 @@ training: {backend: fsdp, micro_batch_tokens: 8K, zero_stage: 3, recompute: full
 def _documented(pattern: str) -> Iterable[tuple[str, str]]:
     for page in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]:
         for number, block in enumerate(_BLOCK.findall(page.read_text(encoding="utf-8"))):
-            if re.search(pattern, block, re.M) and not re.search(r"\b(spare|judges|under_way):", block):  # a module beside it
+            beside = re.search(r"\b(spare|judges|under_way):", block)  # a module
+            if re.search(pattern, block, re.M) and not beside:
                 yield f"{page.name} {number}", block
 
 
