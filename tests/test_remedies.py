@@ -80,7 +80,8 @@ def test_the_experiment_fits_with_each_way_out_that_is_named(case: str, tmp_path
         assert message_of({**settings, **way}) == "", way
 
 
-def test_random_configurations_that_do_not_fit_are_refused_with_what_helps() -> None:
+@pytest.mark.parametrize(("runs", "least"), [(6, 2), pytest.param(24, 8, marks=pytest.mark.slow)])
+def test_random_configurations_that_do_not_fit_are_refused_with_what_helps(runs: int, least: int) -> None:
     """Over models, backends, micro-batches and caps: what is named fits; where nothing is, nothing tried alone does."""
     rng, refused = np.random.default_rng(7), 0
     choices: dict[str, list[Any]] = {
@@ -94,7 +95,7 @@ def test_random_configurations_that_do_not_fit_are_refused_with_what_helps() -> 
         "training.recompute": ["none", "full"],
         "memory_utilization": [0.4, 0.9],
     }
-    for _ in range(16):
+    for _ in range(runs):
         drawn = {key: values[rng.integers(len(values))] for key, values in choices.items()}
         settings = {**SYSTEM, **{key: value for key, value in drawn.items() if value is not None}}
         if not (message := message_of(settings)):
@@ -103,7 +104,7 @@ def test_random_configurations_that_do_not_fit_are_refused_with_what_helps() -> 
         ways = ways_out(message)
         assert ways or "no setting that was tried makes it fit" in message
         assert all(message_of({**settings, **way}) == "" for way in ways), (settings, ways)
-    assert refused >= 5
+    assert refused >= least
 
 
 # ---- the worst that can meet -----------------------------------------------------------------------------------------

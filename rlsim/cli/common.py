@@ -44,7 +44,7 @@ Certainty = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Draw so many worlds from the calibration's errors, which give speedups an interval of the model "
+        help="Draw so many worlds from the calibration's errors, which widen the intervals of speedups "
         "(default: the experiment's, else one a seed where systems are compared; sweeps and --quick: none).",
     ),
 ]
