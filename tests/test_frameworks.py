@@ -608,6 +608,20 @@ def test_what_is_no_allocation(text: str) -> None:
         both_sides(text, "here")
 
 
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("megatron:d2t2e4", ""),
+        ("megatron:d2t2e8", "EP 8 × PP 1 do not divide the 4 GPUs that train: AReaL does not start with it"),
+        ("fsdp:d2p2", "FSDP has neither pipeline stages (2) nor expert parallelism (1)"),
+        ("archon:d2p2", ""),
+    ],
+)
+def test_what_areal_does_not_start_with(tmp_path: Path, backend: str, said: str) -> None:
+    notes = [note for note in areal(tmp_path, f"actor.backend={backend}").notes if "does not start" in note]
+    assert any(said in note for note in notes) if said else not notes
+
+
 def test_older_areal(tmp_path: Path) -> None:
     text = AREAL.replace('  backend: "sglang:d2t2"\n', "").replace('  backend: "fsdp:d2t2"\n', "")
     text = text.replace('ref: {backend: "${actor.backend}", ', "ref: {")
@@ -748,14 +762,18 @@ def test_every_setting_that_is_asked_for_is_refused_or_taken_whatever_its_kind(
     assert len(walked) > 50
 
 
-@pytest.mark.parametrize(("option", "text"), [("--from-nemo", BASE), ("--from-areal", AREAL), ("--from-verl", FULLY)])
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "text", "program"),
+    [("--from-nemo", BASE, "NeMo-RL 0.7"), ("--from-areal", AREAL, "AReaL 1.0"), ("--from-verl", FULLY, "veRL 0.9")],
+)
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, text: str, program: str) -> None:
     monkeypatch.chdir(tmp_path)
     name = "mine.sh" if option == "--from-verl" else "mine.yaml"
     Path(name).write_text(text)
     done = CliRunner().invoke(app, ["init", option, name, "--gpu", "h100", "--out", "made.yaml"])
     assert done.exit_code == 0, done.output
     assert "run it: rlsim run made.yaml" in done.output
+    assert f"\n  {program}'s default: [" in Path("made.yaml").read_text()  # of `sources`
     assert CliRunner().invoke(app, ["check", "made.yaml"]).exit_code == 0
     named = CliRunner().invoke(app, ["init", "other", option, name, "--cluster", "8xh100", "--model", "qwen3-8b"])
     assert "other.yaml" in named.output

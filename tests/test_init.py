@@ -804,6 +804,8 @@ FIXED = (
     f"{ACTOR}use_dynamic_bsz=False", f"{ACTOR}ppo_micro_batch_size_per_gpu=4", f"{ROLLOUT}mode=async",
     f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=4", f"{ROLLOUT}name=vllm",
 )  # fmt: skip
+MEGATRON = f"{ACTOR}megatron."
+STAGES = (f"{ACTOR}strategy=megatron", f"{MEGATRON}pipeline_model_parallel_size=8")
 #: What is set, the release, and what is said of it; "" if nothing is.
 STARTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((), "0.9", ""),
@@ -827,6 +829,9 @@ STARTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((f"{ROLLOUT}max_num_batched_tokens=2500", f"{ROLLOUT}mode=sync"), "0.5", "2,500 is below the longest"),
     ((f"{ROLLOUT}pipeline_model_parallel_size=2",), "0.9", "generation has no pipeline stages"),
     ((f"{ROLLOUT}expert_parallel_size=4",), "0.9", "expert_parallel_size 4 is not TP 2 × DP 1"),
+    (STAGES, "0.9", "8 pipeline stages do not divide the 28 layers"),
+    ((*STAGES, f"+{MEGATRON}override_transformer_config.num_layers_in_last_pipeline_stage=0"), "0.9", "8 pipeline"),
+    ((*STAGES, f"+{MEGATRON}override_transformer_config.num_layers_in_last_pipeline_stage=4"), "0.9", ""),
 )  # fmt: skip
 
 
@@ -850,9 +855,15 @@ def test_every_start_condition_has_a_source_and_words_for_its_names() -> None:
         ({"engine": {"max_num_batched_tokens": 512, "max_num_seqs": 1024}}, "512 is below max_num_seqs 1,024"),
         ({"engine": {"max_num_batched_tokens": 512}}, ""),  # vLLM takes as few sequences then
         ({"engine": {"max_num_batched_tokens": 512, "chunked_prefill": False}}, "must hold the longest sequence"),
-        ({"training": {"backend": "megatron", "tp": 8}}, "TP 8 does not divide the 4 KV heads"),
+        ({"training": {"backend": "megatron", "tp": 8}}, ""),  # two GPUs have a KV head, since core 0.16
+        ({"training": {"backend": "megatron", "tp": 8}, "framework": "veRL 0.6"}, "TP 8 does not divide the 4 KV heads"),
+        ({"training": {"backend": "megatron", "tp": 6}}, "TP 6 is neither a divisor nor a multiple of the 4 KV heads"),
         ({"training": {"backend": "megatron", "pp": 8}}, "8 pipeline stages do not divide the 28 layers"),
+        ({"training": {"backend": "megatron", "pp": 8}, "framework": "veRL 0.9"}, ""),  # its keys may say which has fewer
         ({"training": {"zero_stage": 1}}, "it has no ZeRO 1"),
+        ({"training": {"zero_stage": 0}}, ""),  # NO_SHARD
+        ({"training": {"pp": 2}, "framework": "veRL 0.9"}, "FSDP has no pipeline stages (2) in veRL"),
+        ({"training": {"pp": 2, "offload": True}, "framework": "NeMo-RL 0.7"}, "DTensor has no pipeline stages (2)"),
         ({"training": {"cp": 8}, "framework": "veRL 0.9"}, "neither with 28 heads"),
         ({"training": {"tp": 2}, "framework": "veRL 0.9"}, "FSDP has no TP (2) in veRL"),
         ({"training": {"mini_batches": 7}, "framework": "veRL 0.8"}, "7 mini-batches of 8"),
@@ -903,13 +914,12 @@ def test_a_file_that_hydra_composes(tmp_path: Path) -> None:
     assert "memory_utilization: 0.55" in draft.text()  # as a number that YAML can write
 
 
-MEGATRON = f"{ACTOR}strategy=megatron"
 #: What is set, the release, and what is said to be not represented; "" if nothing more is.
 UNLIKE: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((f"{MODEL}use_remove_padding=False",), "0.9", "model.use_remove_padding (as given) = False: training on padded"),
-    ((f"{MODEL}use_remove_padding=False", MEGATRON), "0.9", "model.use_remove_padding (as given) = False"),
-    ((f"{MODEL}use_remove_padding=False", MEGATRON), "0.6", ""),  # whose own key counted then
-    ((f"{ACTOR}megatron.use_remove_padding=False", MEGATRON), "0.6", "megatron.use_remove_padding (as given) = False"),
+    ((f"{MODEL}use_remove_padding=False", STAGES[0]), "0.9", "model.use_remove_padding (as given) = False"),
+    ((f"{MODEL}use_remove_padding=False", STAGES[0]), "0.6", ""),  # whose own key counted then
+    ((f"{ACTOR}megatron.use_remove_padding=False", STAGES[0]), "0.6", "megatron.use_remove_padding (as given) = False"),
     ((f"{ACTOR}megatron.use_remove_padding=False",), "0.9", ""),
     ((f"{ACTOR}entropy_from_logits_with_chunking=True",), "0.9", "logits of entropies by chunks"),
     ((f"{ROLLOUT}engine_kwargs.vllm.speculative_config={{method: eagle3, num_speculative_tokens: 3}}",), "0.9",

@@ -80,8 +80,8 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     parts.add_memory(draft, config.entry("memory"), options.folder, apart=not sides.shared)
     draft.missing = _missing(config, sides)
     values = {key: getattr(training, key) for key in ("tp", "pp", "cp", "ep", "gpus")}
-    of = ("AReaL", "FSDP") if training.engine == "fsdp" else ("AReaL",)
-    parts.note_refusals(config, draft, actor, *of, megatron=training.engine == "megatron", **values)
+    values |= {engine: training.engine == engine for engine in ("fsdp", "megatron")}
+    parts.note_refusals(config, draft, actor, "AReaL", **values)
     titles = config.value("title"), parts.own_name(config.name)
     config.check_spelling()
     draft.unread = config.unasked()
@@ -158,7 +158,7 @@ def _engine(config: Settings, draft: Draft, sides: _Sides, gpu: Gpu) -> None:
 
 def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:
     tp, where = sides.generation.tp * sides.generation.pp, sides.where
-    draft.entries["routing"] = Entry("round_robin", "AReaL's default (rollout.routing_strategy)")
+    draft.entries["routing"] = Entry("round_robin", f"{config.program}'s default (rollout.routing_strategy)")
     if sides.shared:
         parts.add_systems(draft, tp, where)
         return

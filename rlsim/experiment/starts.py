@@ -92,8 +92,8 @@ def starts_of(loaded: LoadedExperiment, systems: Any = None) -> list[str]:
         "seqs": written.get("max_num_seqs"),
         "chunked": written.get("chunked_prefill"),
         "longest": loaded.longest_sequence,
-        "groups": engine.data_parallel_attention,
         "megatron": megatron,
+        "uneven": bool(framework),  # its own keys may say which stage has fewer layers: `rlsim init` looked
         "tp": tp,
         "pp": pp,
         "cp": cp,

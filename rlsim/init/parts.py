@@ -340,6 +340,7 @@ def note_refusals(
     """
     asked = {name for row in conditions() for name in code_of(row.refused).co_names} & config.names.keys() - more.keys()
     values = {name: config.told(kind, name) for name, (kind, _) in config.names.items() if name in asked}
+    values["uneven"] = bool(values.get("uneven"))  # stages with layers that are dealt otherwise
     values |= shape_values(actor) | {"megatron": megatron, "vllm": "vLLM" in of, "sglang": "SGLang" in of} | more
     for row in unmet(values, *of, *(["Megatron"] if megatron else []), release=release):
         said = config.said(*(name for name in code_of(row.refused).co_names if name in asked and config.is_given(name)))

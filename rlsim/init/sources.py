@@ -10,7 +10,7 @@ from typing import Any
 from rlsim.errors import ConfigError
 from rlsim.init.interpolation import interpolate, parsed
 from rlsim.init.settings import Settings
-from rlsim.init.tables import default_values, names
+from rlsim.init.tables import default_values, names, newest
 from rlsim.reading import exists, is_folder, read_yaml
 
 _OVERRIDE = re.compile(r"(?:\+\+|\+|--)?(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
@@ -23,11 +23,12 @@ _REPLACES = "_override_"
 def read_sources(sources: Sequence[str], program: str, option: str, of: str = "") -> Settings:
     """What YAML files and overrides say together, later ones winning; a file may name its parents under `defaults`.
 
-    `of` is what the tables call the program; its defaults hold for the rest, and its settings have names.
+    `of` is what the tables call the program; its newest release's defaults hold for the rest, its settings have names.
 
     Raises `ConfigError` for what is no file and no override, and for files that cannot be read.
     """
-    config = Settings(program=program, option=option)
+    release = newest(of)
+    config = Settings(program=f"{program} {release}".strip(), option=option)
     for text in sources:
         found = _OVERRIDE.fullmatch(text)
         if exists(Path(text)) or not found:
@@ -39,7 +40,7 @@ def read_sources(sources: Sequence[str], program: str, option: str, of: str = ""
         else:
             _put(config, {found["key"]: parsed(found["value"])}, "as given")
     interpolate(config)
-    config.default, config.names = dict(default_values(of)), names(of)
+    config.default, config.names = dict(default_values(of, release)), names(of)
     return config
 
 

@@ -3,8 +3,8 @@
 `rlsim/data/keys.csv` has a setting's name, kind and key (several in turn), `defaults.csv` a key's default since a
 release (empty: any), `unlike.csv` a key, when it matters, and what it does. They were read off
 github.com/verl-project/verl (YAML of its trainers, 0.2 to 0.9, and of its asynchronous recipes), NVIDIA-NeMo/RL
-(`GRPOConfig` and its kin, `examples/configs/grpo_math_1B.yaml`), inclusionAI/AReaL (`areal/api/cli_args.py`), all
-Apache-2.0, and the arguments of vLLM 0.9 to 0.26 and SGLang 0.5.
+(`GRPOConfig` and its kin, `examples/configs/grpo_math_1B.yaml`; the same in 0.7 and 7ea279a), inclusionAI/AReaL
+(`areal/api/cli_args.py`, 1.0), all Apache-2.0, and the arguments of vLLM 0.9 to 0.26 and SGLang 0.5.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ def default_values(of: str, release: str = "") -> dict[str, Any]:
     """The default of every key that bears on time; None where there is none."""
     rows = _rows("defaults.csv", of)
     return {key: json.loads(value) for since, key, value in rows if _number(since) <= _number(release)}
+
+
+@cache
+def newest(of: str) -> str:
+    """The newest release of whose defaults the table knows; empty where it names none."""
+    return max((since for since, *_ in _rows("defaults.csv", of)), key=_number, default="")
 
 
 def _number(release: str) -> tuple[int, ...]:
