@@ -107,6 +107,15 @@ def test_random_configurations_that_do_not_fit_are_refused_with_what_helps(runs:
     assert refused >= least
 
 
+@pytest.mark.parametrize(("framework", "named"), [("", True), ("veRL 0.9", False)])
+def test_no_way_out_is_what_the_framework_does_not_start_with(framework: str, named: bool) -> None:
+    """Ulysses over 8 GPUs does not divide the 28 heads of Qwen2.5-7B; over 4 it is not enough."""
+    large = {"model": "qwen2.5-7b", "training.cp": 1, "trace.cap": "16K", "training.micro_batch_tokens": "512K"}
+    ways = ways_out(message_of({**SYSTEM, **large, "framework": framework}))
+    assert ({"training.cp": 8} in ways) == named
+    assert any("training.micro_batch_tokens" in way for way in ways)
+
+
 # ---- the worst that can meet -----------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Settings with which an experiment that does not fit does fit: each is tried before it is named."""
+"""Settings with which an experiment that does not fit does fit, and starts: each is tried before it is named."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import with_settings
 from rlsim.experiment.placed import SearchAheadError
 from rlsim.experiment.schema import TrainingSpec
+from rlsim.experiment.starts import starts_of
 from rlsim.hardware import Cluster
 
 #: Most settings that are combined, combinations of settings that are tried, and ways out that a message names.
@@ -27,8 +28,9 @@ Fits = Callable[[LoadedExperiment], object]
 def remedies(loaded: LoadedExperiment, fits: Fits) -> str:
     """The settings with which the experiment fits, alone or the fewest together, as the end of a message.
 
-    Empty where that depends on a search.
+    Empty where that depends on a search. No way out is what its framework or engine would not start with.
     """
+    refused = {*starts_of(loaded)}
     others = ([{key: value} for value in values] for key, values in _settings(loaded).items())
     ladders = [rungs for rungs in (_smaller_micro_batches(loaded.experiment.training), *others) if rungs]
     try:
@@ -36,7 +38,7 @@ def remedies(loaded: LoadedExperiment, fits: Fits) -> str:
             # Alone every value is tried, from the mildest on; together each setting at its mildest or furthest.
             rungs = ladders if size == 1 else [[one[0], *one[1:][-1:]] for one in ladders]
             tried = islice((product(*chosen) for chosen in combinations(rungs, size)), MOST_TRIED)
-            if found := [name for ways in tried if (name := _first(loaded, ways, fits))]:
+            if found := [name for ways in tried if (name := _first(loaded, ways, fits, refused))]:
                 alone = "" if size == 1 else "no setting that was tried does alone; "
                 return f"; {alone}it fits with {', or '.join(found[:MOST_NAMED])}"
     except SearchAheadError:
@@ -55,15 +57,17 @@ def changed(loaded: LoadedExperiment, changes: Change) -> LoadedExperiment:
     return made
 
 
-def _first(loaded: LoadedExperiment, ways: Iterable[tuple[Change, ...]], fits: Fits) -> str:
-    """The first of these ways with which the experiment fits; empty if none does."""
+def _first(loaded: LoadedExperiment, ways: Iterable[tuple[Change, ...]], fits: Fits, refused: set[str]) -> str:
+    """The first of these ways with which the experiment fits, for no more reasons `refused`; empty if there is none."""
     for way in ways:
         changes = {key: value for change in way for key, value in change.items()}
         try:
-            fits(changed(loaded, changes))
+            fits(made := changed(loaded, changes))
         except SearchAheadError:
             raise
         except RlsimError:
+            continue
+        if {*starts_of(made)} - refused:
             continue
         named = (
             f"{value} nodes" if key == "nodes" else f"{key}={str(value).lower()}" for key, value in changes.items()
@@ -94,12 +98,12 @@ def _settings(loaded: LoadedExperiment) -> dict[str, list[Any]]:
     experiment, training, cluster = loaded.experiment, loaded.experiment.training, loaded.cluster
     megatron, engine, judge = training.backend == "megatron", experiment.engine, experiment.workflow.reward.judge
     stage, kinds = 3 if training.backend == "fsdp" else 1, ["none", "selective", "full"]
-    places = ["resident", "offloaded", "apart"]
+    places, stages = ["resident", "offloaded", "apart"], _doubled(training.pp, 8 * training.pp) if megatron else []
     one_kind = isinstance(cluster, Cluster)  # of several it is not said which to add
     return {
         "training.cp": _doubled(training.cp, cluster.domain_gpus),
         "training.tp": _doubled(training.tp, cluster.domain_gpus) if megatron or training.tp > 1 else [],
-        "training.pp": _doubled(training.pp, 8 * training.pp) if megatron else [],
+        "training.pp": [pp for pp in stages if not loaded.model.num_hidden_layers % pp],
         "training.ep": _doubled(training.ep, cluster.gpus_per_node) if megatron else [],
         "training.zero_stage": [stage] if training.stage < stage else [],
         "training.recompute": kinds[kinds.index(training.recompute) + 1 :],
