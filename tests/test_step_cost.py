@@ -37,6 +37,21 @@ def test_decode_curve_equals_direct_evaluation(calibration: str, tp: int) -> Non
             assert all(value >= 0.0 for value in parts.values())
 
 
+@pytest.mark.parametrize(("overlapped", "graphs"), [(False, True), (True, True), (False, False)])
+def test_parts_of_a_step_with_host_time_and_sampling_add_up(*, overlapped: bool, graphs: bool) -> None:
+    """32 sequences: 1 ms + 32 · 10 us of the host, 32 · 128,256 · 1 ns of sampling; unless the GPU's work hides them."""
+    found = load_calibration("h100-vllm")
+    host = found.host.model_copy(update={"step_s": 1e-3, "sequence_s": 1e-5, "overlapped": overlapped})
+    made = found.model_copy(update={"host": host})
+    step = step_cost(LLAMA, 2, H100, made, sampling_s_per_logit=1e-9, graphs=graphs)
+    parts, kernels = step.breakdown(32, 32_000), RooflineStep(LLAMA, 2, H100, made).breakdown(32, 32_000)
+    assert sum(parts.values()) == pytest.approx(step.decode(32).step_s(32_000), rel=1e-12)
+    assert {name: parts[name] for name in kernels} == pytest.approx(kernels)
+    assert parts["sampling"] == pytest.approx(32 * 128_256e-9)
+    launch_s = 0.0 if graphs else max(0.0, made.eager.iteration_s(32, 2) - sum(kernels.values()) - parts["sampling"])
+    assert parts.get("host", 0.0) == pytest.approx((1.32e-3 + launch_s) * (not overlapped))
+
+
 def test_decode_curve_holds_every_change_of_slope() -> None:
     curve = roofline().decode(64)
     knots = curve.knots

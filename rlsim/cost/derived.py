@@ -21,11 +21,14 @@ class Change(NamedTuple):
 
 
 class DerivedStep(StepCost):
-    """`cost` with a change of each iteration: `change(sequences, prefills)`, where `prefills` is whether it does."""
+    """`cost` with a change of each iteration: `change(sequences, prefills)`, where `prefills` is whether it does.
 
-    def __init__(self, cost: StepCost, change: Callable[[int, bool], Change]) -> None:
+    `part` is what a step's parts call the time that it adds.
+    """
+
+    def __init__(self, cost: StepCost, change: Callable[[int, bool], Change], part: str = "host") -> None:
         self.tp, self.skew, self.kv = cost.tp, cost.skew, cost.kv
-        self._cost, self._change = cost, change
+        self._cost, self._change, self._part = cost, change, part
         self._curves = Curves(self._decode)
 
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
@@ -47,6 +50,13 @@ class DerivedStep(StepCost):
     def _changed(self, time_s: float, sequences: int) -> float:
         change = self._change(sequences, True)
         return max(time_s * change.scale + change.more_s, change.least_s)
+
+    def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
+        """Seconds of one decode step by part: those of the cost underneath, and what is added to them."""
+        change = self._change(batch, False)
+        parts = {name: change.scale * time_s for name, time_s in self._cost.breakdown(batch, context_tokens).items()}
+        added_s = max(change.more_s, change.least_s - sum(parts.values()), 0.0)
+        return parts | ({self._part: parts.get(self._part, 0.0) + added_s} if added_s else {})
 
     def lookups(self) -> Lookups:
         self._curves.pass_on(self._cost.decode)
@@ -91,4 +101,4 @@ def streamed(resident: StepCost, stream_s: float) -> StepCost:
 
     `stream_s` is the time to bring all those layers in once; every iteration needs each of them.
     """
-    return DerivedStep(resident, lambda *_: Change(least_s=stream_s))
+    return DerivedStep(resident, lambda *_: Change(least_s=stream_s), "weights from host memory")

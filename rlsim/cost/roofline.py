@@ -349,7 +349,7 @@ def sampled(kernels: StepCost, model: Model, s_per_logit: float, layout: Replica
     sequence_s = s_per_logit * model.vocab_size
     if not sequence_s:
         return kernels
-    return DerivedStep(kernels, lambda n, _: Change(more_s=sequence_s * math.ceil(n / layout.attention_dp)))
+    return DerivedStep(kernels, lambda n, _: Change(more_s=sequence_s * math.ceil(n / layout.attention_dp)), "sampling")
 
 
 def launched(kernels: StepCost, model: Model, calibration: Calibration, graphs: bool) -> StepCost:

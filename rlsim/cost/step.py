@@ -92,6 +92,10 @@ class StepCost(ABC):
     ) -> float:
         """Seconds of one iteration that decodes `batch` ≥ 1 sequences and prefills `chunks` (at least one)."""
 
+    def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
+        """Seconds of one decode step of equal contexts by part; they add up to it."""
+        return {"step": self.decode(batch).step_s(context_tokens)}
+
     def lookups(self) -> Lookups:
         """The distinct shapes asked for so far, by how far they rest on measurements; empty if nobody counts."""
         return Lookups()
