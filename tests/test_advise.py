@@ -90,7 +90,8 @@ class Timeline:
         stay = RUN | {"call": "generate", "response": number, "replica": replica}
         ends = [*again[:1], finish]
         for arrived_at, admitted_at, left_at in zip((arrived, *again[:1]), (start, *again[1:]), ends, strict=True):
-            self.stays.append(stay | {"arrived_at": arrived_at, "admitted_at": admitted_at, "left_at": left_at})
+            moments = {"arrived_at": arrived_at, "admitted_at": admitted_at, "decoding_at": admitted_at}
+            self.stays.append(stay | moments | {"left_at": left_at})
 
     def causes(self) -> pd.DataFrame:
         steps = pd.DataFrame([RUN | {"step_time_s": self.end, "steady": True}])
@@ -219,6 +220,8 @@ def test_replicas_of_several_gpus_count_once() -> None:
     [
         ([{"verl": {"tp": 1}}, "pat", {"rlhfuse": {"tp": 1, "remaining": 0.25}}, {"stream": {}}], {}),
         (["tail_batching", "rollpacker", "overcommit"], {"workflow.steps": 2}),
+        ([{"areal": {"tp": 1, "rollout_gpus": 4, "eta": 1}}, {"laminar": {"tp": 1, "rollout_gpus": 4}}],
+         {"workflow.steps": 3}),
         ([{"openrlhf": {"tp": 1}}, {"trl": {"tp": 1}}, {"nemo_aligner": {"tp": 1}}],
          {"workflow.algorithm": "ppo", "model": "qwen2.5-1.5b", "models": {"reward": "qwen2.5-1.5b"}}),
     ],
@@ -233,6 +236,33 @@ def test_the_causes_are_exactly_the_bubble(systems: list[Any], changes: dict[str
     np.testing.assert_allclose(found.reindex(expected.index).fillna(0.0), expected, atol=1e-9)
     assert (causes["idle_s"] > 0).all()
     assert causes["gpu"].between(0, 7).all()
+
+
+def test_a_rollout_that_never_stops_is_one_stage() -> None:
+    """Two replicas generate for a trainer. A and B begin at 0; B is trained a step later and ends at 3, A at 4. C and D
+    of that step begin at 4, both on replica 0, and end at 8; then nothing is begun before the last step has trained."""
+    line = Timeline(3, 12.0, (0.0, 4.0), mesh=2)
+    line.call("generate", "generate", 4.0, 8.0, 2)
+    for gpu, start, end, kind in ((0, 0.0, 8.0, "decode"), (1, 0.0, 3.0, "decode"), (2, 4.0, 6.0, "train")):
+        line.span(gpu, start, end, kind)
+    line.span(2, 8.0, 12.0, "train")
+    for start, end in ((4.0, 6.0), (8.0, 12.0)):
+        line.call("train", "train", start, end, 1)
+    for replica, finish, start in ((0, 4.0, 0.0), (1, 3.0, 0.0), (0, 8.0, 4.0), (0, 8.0, 4.0)):
+        line.response(replica, finish, start, arrived=start)
+    steps = pd.DataFrame([RUN | {"step": step, "step_time_s": 6.0, "steady": True} for step in (0, 1)])
+    of_call, of_response = [0, 1, 0, 1], [0, 1, 1, 1]
+    stays = pd.DataFrame(line.stays).assign(step=of_response)
+    tables = [pd.DataFrame(line.spans), pd.DataFrame(line.responses).assign(step=of_response), stays]
+    causes = idle_causes(steps, *tables, pd.DataFrame(line.calls).assign(step=of_call), 3)
+    assert causes.groupby(["step", "cause", "waits_for"])["idle_s"].sum().to_dict() == {
+        (0, "length_skew", ""): 1.0,  # 3 to 4: A alone holds the batch up
+        (0, "split_imbalance", ""): 2.0,  # 4 to 6, and 6 to 8: D could run on replica 1
+        (0, "stage_barrier", "generate"): 4.0,  # the trainer, for A
+        (1, "split_imbalance", ""): 2.0,
+        (1, "stage_barrier", "generate"): 2.0,
+        (1, "stage_barrier", "train"): 8.0,  # 8 to 12: nothing is under way
+    }
 
 
 def test_too_little_kv_shows_as_such() -> None:

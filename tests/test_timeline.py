@@ -145,6 +145,22 @@ def test_a_run_with_switches(pat: Path, tmp_path: Path) -> None:
     assert {name.removesuffix(" (2)") for name in trace.named("pat · seed 1")} == {"steps", *calls["call"]}
 
 
+def test_counters_of_a_rollout_that_never_stops_hold_all_its_responses(tmp_path: Path) -> None:
+    """AReaL's replicas generate for two steps and more at once: their stays overlap."""
+    few = {"workflow.prompts": 16, "workflow.responses": 4, "workflow.steps": 3, "trace.cap": "1K", "baseline": None}
+    areal = {"areal": {"tp": 2, "rollout_gpus": 4, "eta": 1}}
+    result = rlsim.run("pat_vs_static", overrides={**SMALL, **few, "systems": [areal]})
+    trace, stays = written(result, tmp_path), result.stays
+    [run] = [pid for pid, name in trace.groups.items() if name.startswith("areal")]
+    shown = dict(trace.counters[run, "active sequences"])
+    admitted, left = (np.rint(stays[name].to_numpy() * 1e6) for name in ("admitted_at", "left_at"))
+    moments = np.unique([*admitted, *left])
+    held = [int(((admitted <= at) & (at < left)).sum()) for at in moments]
+    at, value = map(np.array, zip(*sorted(shown.items()), strict=True))
+    assert value[np.searchsorted(at, moments, side="right") - 1].tolist() == held
+    assert stays.groupby("step")["arrived_at"].min().iloc[1] < stays.groupby("step")["left_at"].max().iloc[0]
+
+
 def test_the_kv_counter_comes_near_the_peak_of_the_steps(pat: Path, tmp_path: Path) -> None:
     """The peak is taken just before a response leaves; the counter shows what is held after that."""
     result = rlsim.read_result(pat)

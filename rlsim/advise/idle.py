@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from rlsim.experiment.tail import tail_stretches
+from rlsim.experiment.tail import never_stops, tail_stretches
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -86,14 +86,24 @@ def _runs(
 
 
 class _Stage(NamedTuple):
-    """One generation stage: its GPUs, their TP over time, and when its responses ended."""
+    """One generation stage: its GPUs, their TP over time, and when its responses ended.
+
+    A rollout that never stops (`endless`) is one stage of the whole run. What it lacks is prompts, if training is what
+    lets them in.
+    """
 
     start: float
     end: float
     mesh: Flags  # by GPU: whether the stage has it
     layouts: list[tuple[float, int, int]]  # from when on which GPU has which TP, in order of time
+    begun: Floats  # sorted: from when on each response is under way
     finished: Floats  # sorted: when each response ended, at the latest with the stage
     undelayed: Floats  # sorted: when each would have ended without its waits for admission
+    endless: bool = False
+
+    def under_way(self, ends: Floats, at: Floats) -> Integers:
+        """How many responses are under way at these moments, if they end then."""
+        return np.searchsorted(self.begun, at, side="right") - np.searchsorted(ends, at, side="right")
 
 
 def _stages(
@@ -101,6 +111,8 @@ def _stages(
 ) -> list[_Stage]:
     """The generation stages of one run."""
     generating = spans[spans["kind"].isin(GENERATING) & ~spans["shared"]]
+    if never_stops(stays[stays["call"].isin(calls.loc[calls["kind"] == "generate", "call"])], calls):
+        return [_endless(generating, responses, stays, calls, gpus)]
     by_step = dict(iter(generating.groupby("step")))
     launched = dict(iter(responses.groupby("step")))
     queued = dict(iter(stays.groupby(["step", "call"])))
@@ -121,11 +133,31 @@ def _stages(
                 end,
                 _mesh(np.unique(each["gpu"].to_numpy(np.int64)), int(call["gpus"]), gpus),
                 _layouts(each),
+                np.full(here.sum(), start),
                 np.sort(ended[here]),
                 np.sort((ended - waited)[here]),
             )
         )
     return found
+
+
+def _endless(
+    spans: pd.DataFrame, responses: pd.DataFrame, stays: pd.DataFrame, calls: pd.DataFrame, gpus: int
+) -> _Stage:
+    """The one stage of a rollout that never stops: each response is under way from its first stay on."""
+    generates = calls[calls["kind"] == "generate"]
+    end = float(max(spans["end_at"].max(), calls["end_at"].max()))
+    own = stays[stays["call"].isin(generates["call"])]
+    begun = own.groupby("response")["arrived_at"].min()
+    there = responses[responses["response"].isin(begun.index)]
+    ended = there["finish_at"].fillna(end).to_numpy(np.float64)
+    undelayed = ended - _waits(there, own, spans)
+    each = _by_gpu(spans)
+    mesh = _mesh(np.unique(each["gpu"].to_numpy(np.int64)), int(generates["gpus"].max()), gpus)
+    start = float(spans["start_at"].min())
+    return _Stage(
+        start, end, mesh, _layouts(each), np.sort(begun.to_numpy(np.float64)), np.sort(ended), np.sort(undelayed), True
+    )
 
 
 def _by_gpu(spans: pd.DataFrame) -> pd.DataFrame:
@@ -185,26 +217,32 @@ def _of_window(
     generating = _busy(own[own["kind"].isin(GENERATING)], edges, gpus)
     idle = ~(generating | _busy(own[~own["kind"].isin(GENERATING)], edges, gpus))
     seconds = {cause: np.zeros(gpus) for cause in CAUSES[:3]}
-    barrier = idle.copy()
+    trains = _running(running[~running["kind"].isin(("generate", "reward"))], middle) != ""
+    barrier, endless = idle.astype(np.float64), np.zeros(gpus, np.bool_)
     for stage in within:
         piece = (middle > stage.start) & (middle < stage.end)
-        left = len(stage.finished) - np.searchsorted(stage.finished, middle, side="right")
+        left = stage.under_way(stage.finished, middle)
         piece &= left > 0  # nothing left to generate: the stage waits for something else
-        held_up = piece & (np.searchsorted(stage.undelayed, middle, side="right") == len(stage.undelayed))
+        held_up = piece & (stage.under_way(stage.undelayed, middle) == 0)
         waiting = idle & stage.mesh[:, None] & piece[None, :]
-        barrier &= ~waiting
+        barrier[waiting] = 0.0
         seconds["kv_limit"] += (waiting[:, held_up] * width[held_up]).sum(axis=1)
         rest = np.flatnonzero(piece & ~held_up)
         if len(rest):
             uneven = _uneven_share(stage, waiting[:, rest], generating[:, rest], left[rest], middle[rest])
             lost = waiting[:, rest] * width[rest]
             seconds["split_imbalance"] += (lost * uneven).sum(axis=1)
-            seconds["length_skew"] += (lost * (1.0 - uneven)).sum(axis=1)
+            held_back = stage.endless & trains[rest]
+            barrier[:, rest] += waiting[:, rest] * (1.0 - uneven) * held_back
+            seconds["length_skew"] += (lost * (1.0 - uneven) * ~held_back).sum(axis=1)
+        endless |= stage.mesh & stage.endless
     rows = [_rows(cause, "", found) for cause, found in seconds.items()]
-    names = _running(running, middle)
-    for name in dict.fromkeys(names.tolist()):
-        chosen = names == name
-        rows.append(_rows("stage_barrier", name, (barrier[:, chosen] * width[chosen]).sum(axis=1)))
+    # A rollout that never stops waits for the others' calls; its own ones are when these wait for a batch.
+    for these, waited in ((~endless, running), (endless, running[running["kind"] != "generate"])):
+        names = _running(waited, middle)
+        for name in dict.fromkeys(names.tolist()):
+            chosen = names == name
+            rows.append(_rows("stage_barrier", name, these * (barrier[:, chosen] * width[chosen]).sum(axis=1)))
     return pd.concat(rows, ignore_index=True)
 
 

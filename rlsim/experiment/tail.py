@@ -30,8 +30,7 @@ def tail_stretches(stays: pd.DataFrame, spans: pd.DataFrame, calls: pd.DataFrame
     decoding = stays[stays["call"].isin(generating) & stays["decoding_at"].notna()]
     if decoding.empty:
         return pd.DataFrame({name: np.zeros(0) for name in COLUMNS})
-    began_at = calls[calls["kind"] == "generate"].set_index("step")["start_at"]
-    if (decoding["decoding_at"] < decoding["step"].map(began_at)).any():  # one rollout generates for all steps
+    if never_stops(decoding, calls):
         decoding, spans = decoding.assign(step=0), spans.assign(step=0)
     key = ["step", "replica"]
     place = decoding[[*key, "gpu", "gpus"]].drop_duplicates(key).sort_values(key, ignore_index=True)
@@ -52,6 +51,13 @@ def tail_stretches(stays: pd.DataFrame, spans: pd.DataFrame, calls: pd.DataFrame
     row, group = row[tail], group[tail]
     found = (gpu[group], gpus[group], start[row], end[row], decode_s[row])
     return pd.DataFrame(dict(zip(COLUMNS, found, strict=True)))
+
+
+def never_stops(stays: pd.DataFrame, calls: pd.DataFrame) -> bool:
+    """Whether one rollout generates for all steps of a run: its responses may decode long before the step that trains
+    on them waits for its batch."""
+    began_at = calls[calls["kind"] == "generate"].set_index("step")["start_at"]
+    return bool((stays["decoding_at"] < stays["step"].map(began_at)).any())
 
 
 def _constant_batches(decoding: pd.DataFrame, owner: Integers, spans: pd.DataFrame) -> tuple[Any, ...]:

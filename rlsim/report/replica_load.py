@@ -1,4 +1,4 @@
-"""What replicas held over time: active and waiting requests, and tokens of KV cache, from the stays of a step."""
+"""What replicas held over time: active and waiting requests, and tokens of KV cache, from the stays of a stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ POINTS = 24
 
 
 class Stays(NamedTuple):
-    """The stays of one step, those of a request one after the other; moments in seconds, NaN: it never happened."""
+    """The stays of one step, or of all steps that one rollout generates for, those of a request one after the other;
+    moments in seconds, NaN: it never happened."""
 
     place: Ints  # number of where the replica is: its GPUs, and the call that it works for
     replica: Ints  # number of the replica among all of the step's

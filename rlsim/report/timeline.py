@@ -53,7 +53,7 @@ def write_timeline(
 
     `results` are in memory or in a directory that `rlsim run` wrote. The run is the first case, its first system, the
     first seed and all steps, unless others are named. Without `requests`, GPUs and calls alone. Written as a stream:
-    the memory needed does not grow with the number of steps. The file appears whole or not at all.
+    the memory needed does not grow with the number of steps, but for a rollout that never stops. The file appears whole or not at all.
 
     Raises `CatalogueError` for a case, system, seed or step that the results don't have, and `ConfigError` for results
     without what a timeline needs, or a path that cannot be written.
@@ -85,6 +85,7 @@ def write_timeline(
                 if next_stays and next_stays[0] == step:
                     here, next_stays = next_stays[1], next(stays, None)
                 tracks.write(step, here, responses)
+            tracks.write_counters()
         writer.close()
     return Timeline(path, run, writer.slices, writer.samples, writer.arrows)
 

@@ -50,6 +50,7 @@ class RequestTracks:
         self._workers = Tracks(self._worker)
         self._last_scored_at = 0.0
         self._last_step = -1
+        self._held: list[Stays] = []  # of steps whose counters are to come: those that one rollout generated for
         self._paused: dict[int, list[_End | None]] = {}  # by prompt: where those that go on in a later step broke off
 
     def write(self, step: int, stays: pa.Table | None, responses: pa.Table) -> None:
@@ -61,7 +62,9 @@ class RequestTracks:
         if stays is not None:
             here = self._stays(stays)
             pid, tid = self._write_phases(step, here, responses)
-            self._write_counters(here)
+            if self._held and _last(self._held[-1]) <= _first(here):
+                self.write_counters()
+            self._held.append(here)
             judged = set(here.response[here.call > 0].tolist())
             self._note_paused(here, responses, pid, tid)
         self._write_rewards(step, responses, judged)
@@ -79,9 +82,8 @@ class RequestTracks:
         where = np.stack([call, columns["gpu"], columns["gpus"]])
         kinds, group = np.unique(where, axis=1, return_inverse=True)
         place = np.array([self._group(known[c], gpu, gpus) for c, gpu, gpus in kinds.T.tolist()])[group.ravel()]
-        _, replica = np.unique(np.stack([call, columns["replica"]]), axis=1, return_inverse=True)
         order = np.lexsort((columns["left_at"], columns["arrived_at"], columns["response"], call))
-        columns |= {"place": place, "replica": replica.ravel(), "call": call, "tp": columns["gpus"]}
+        columns |= {"place": place, "call": call, "tp": columns["gpus"]}
         return Stays(**{name: columns[name][order] for name in Stays._fields})
 
     def _group(self, call: str, gpu: int, gpus: int) -> int:
@@ -183,8 +185,14 @@ class RequestTracks:
 
     # ---- counters ----------------------------------------------------------------------------------------------------
 
-    def _write_counters(self, here: Stays) -> None:
-        held = held_by_replicas(here)
+    def write_counters(self) -> None:
+        """What replicas held; those of a rollout that never stops hold responses of several steps at once."""
+        if not self._held:
+            return
+        here = Stays(*map(np.concatenate, zip(*self._held, strict=True)))
+        self._held.clear()
+        _, replica = np.unique(np.stack([here.place, here.replica]), axis=1, return_inverse=True)
+        held = held_by_replicas(here._replace(replica=replica.ravel()))
         pid = np.array(self._pids)[held.place]
         counters = {"active sequences": held.active, "waiting requests": held.waiting, "KV tokens": held.kv_tokens}
         for name, values in counters.items():
@@ -225,6 +233,14 @@ class RequestTracks:
         assert self._workers_pid is not None
         self._writer.add_slices(('"score ', ids[rows], '"'), "reward", self._workers_pid, tid, start, end, args)
         self._last_scored_at = max(self._last_scored_at, float(end_at[rows].max()))
+
+
+def _first(here: Stays) -> float:
+    return float(here.arrived_at[here.call == 0].min(initial=np.inf))
+
+
+def _last(here: Stays) -> float:
+    return float(here.left_at[here.call == 0].max(initial=-np.inf))
 
 
 def _numbered(texts: pa.ChunkedArray) -> tuple[list[str], Ints]:
