@@ -856,10 +856,10 @@ def test_every_start_condition_has_a_source_and_words_for_its_names() -> None:
         ({"engine": {"max_num_batched_tokens": 512}}, ""),  # vLLM takes as few sequences then
         ({"engine": {"max_num_batched_tokens": 512, "chunked_prefill": False}}, "must hold the longest sequence"),
         ({"training": {"backend": "megatron", "tp": 8}}, ""),  # two GPUs have a KV head, since core 0.16
-        ({"training": {"backend": "megatron", "tp": 8}, "framework": "veRL 0.6"}, "TP 8 does not divide the 4 KV heads"),
-        ({"training": {"backend": "megatron", "tp": 6}}, "TP 6 is neither a divisor nor a multiple of the 4 KV heads"),
+        ({"training": {"backend": "megatron", "tp": 8}, "framework": "veRL 0.6"}, "TP 8 does not divide the 4"),
+        ({"training": {"backend": "megatron", "tp": 6}}, "TP 6 is neither a divisor nor a multiple"),
         ({"training": {"backend": "megatron", "pp": 8}}, "8 pipeline stages do not divide the 28 layers"),
-        ({"training": {"backend": "megatron", "pp": 8}, "framework": "veRL 0.9"}, ""),  # its keys may say which has fewer
+        ({"training": {"backend": "megatron", "pp": 8}, "framework": "veRL 0.9"}, ""),  # its keys may deal
         ({"training": {"zero_stage": 1}}, "it has no ZeRO 1"),
         ({"training": {"zero_stage": 0}}, ""),  # NO_SHARD
         ({"training": {"pp": 2}, "framework": "veRL 0.9"}, "FSDP has no pipeline stages (2) in veRL"),

@@ -39,7 +39,7 @@ def test_decode_curve_equals_direct_evaluation(calibration: str, tp: int) -> Non
 
 @pytest.mark.parametrize(("overlapped", "graphs"), [(False, True), (True, True), (False, False)])
 def test_parts_of_a_step_with_host_time_and_sampling_add_up(*, overlapped: bool, graphs: bool) -> None:
-    """32 sequences: 1 ms + 32 · 10 us of the host, 32 · 128,256 · 1 ns of sampling; unless the GPU's work hides them."""
+    """32 sequences: 1 ms + 32 · 10 us of the host, unless they overlap, and 32 · 128,256 · 1 ns of sampling."""
     found = load_calibration("h100-vllm")
     host = found.host.model_copy(update={"step_s": 1e-3, "sequence_s": 1e-5, "overlapped": overlapped})
     made = found.model_copy(update={"host": host})
