@@ -53,7 +53,8 @@ def write_timeline(
 
     `results` are in memory or in a directory that `rlsim run` wrote. The run is the first case, its first system, the
     first seed and all steps, unless others are named. Without `requests`, GPUs and calls alone. Written as a stream:
-    the memory needed does not grow with the number of steps, but for a rollout that never stops. The file appears whole or not at all.
+    the memory needed does not grow with the number of steps, but for a rollout that never stops. The file appears whole
+    or not at all.
 
     Raises `CatalogueError` for a case, system, seed or step that the results don't have, and `ConfigError` for results
     without what a timeline needs, or a path that cannot be written.
