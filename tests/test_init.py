@@ -805,6 +805,7 @@ FIXED = (
     f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=4", f"{ROLLOUT}name=vllm",
 )  # fmt: skip
 MEGATRON = f"{ACTOR}megatron."
+BUDGET = (f"{ACTOR}use_dynamic_bsz=True", f"{ACTOR}ppo_max_token_len_per_gpu=4000")
 STAGES = (f"{ACTOR}strategy=megatron", f"{MEGATRON}pipeline_model_parallel_size=8")
 #: What is set, the release, and what is said of it; "" if nothing is.
 STARTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -829,6 +830,9 @@ STARTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((f"{ROLLOUT}max_num_batched_tokens=2500", f"{ROLLOUT}mode=sync"), "0.5", "2,500 is below the longest"),
     ((f"{ROLLOUT}pipeline_model_parallel_size=2",), "0.9", "generation has no pipeline stages"),
     ((f"{ROLLOUT}expert_parallel_size=4",), "0.9", "expert_parallel_size 4 is not TP 2 × DP 1"),
+    (BUDGET, "0.7", "4,000 tokens on each of 1 GPUs of a sequence does not hold the longest, 6,144 tokens"),
+    ((*BUDGET, f"{ACTOR}ulysses_sequence_parallel_size=2"), "0.7", ""),
+    (BUDGET, "0.9", ""),
     (STAGES, "0.9", "8 pipeline stages do not divide the 28 layers"),
     ((*STAGES, f"+{MEGATRON}override_transformer_config.num_layers_in_last_pipeline_stage=0"), "0.9", "8 pipeline"),
     ((*STAGES, f"+{MEGATRON}override_transformer_config.num_layers_in_last_pipeline_stage=4"), "0.9", ""),

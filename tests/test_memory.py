@@ -151,7 +151,7 @@ def test_inference_by_hand() -> None:
     assert memory["parameters"] == 2 * (16 * (218_112_000 + norms) + 128_256 * 4096 + 4096) / 2
     assert list(memory) == ["parameters", "gathered layers", "activations", "logits"]
     assert memory["gathered layers"] == 0.0
-    assert (memory["activations"], memory["logits"]) == (0.0, 2 * 8192 * 128_256 / 2)  # most is held at the head
+    assert (memory["activations"], memory["logits"]) == (0.0, 4 * 8192 * 128_256 / 2)  # most is held at the head
     critic = call_bytes(LLAMA.as_critic(), TrainStrategy(tp=2, pp=2, dp=2), 8192, backward=False)
     layer = 8192 * 2 * (4 * 4096 + (2 * 4096 + 2 * 1024 + 3 * 14336) / 2)
     assert (critic["activations"], critic["logits"]) == (layer, 0.0)
@@ -273,7 +273,7 @@ def test_sequence_and_context_parallelism_cut_activations() -> None:
 
 @pytest.mark.parametrize(
     ("logits", "training", "log_probs", "old_log_probs"),
-    [("bf16", 2 * 2, 2, 2), ("fp32", 2 * 4, 2 + 4, 3 * 4)],  # bytes of a logit at the peak, as veRL's code holds them
+    [("bf16", 2 * 2, 2 * 2, 2 * 2), ("fp32", 2 * 4, 2 + 4, 3 * 4)],  # bytes of a logit at the peak, as veRL's code holds them
 )
 def test_logits_as_verl_computes_them(logits: str, training: int, log_probs: int, old_log_probs: int) -> None:
     strategy, words = TrainStrategy(tp=2, logits=logits), 128_256 / 2  # type: ignore[arg-type]

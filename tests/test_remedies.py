@@ -116,14 +116,29 @@ def test_no_way_out_is_what_the_framework_does_not_start_with(framework: str, na
     assert any("training.micro_batch_tokens" in way for way in ways)
 
 
+def test_a_way_out_is_enough_for_the_longest_that_may_meet() -> None:
+    """A budget below one sequence of the limits holds it all the same: the trace's own are of 100 tokens."""
+    source = {
+        "name": "budget", "cluster": "8xh100", "model": "llama-3.1-8b", "calibration": "h100-vllm", "seeds": 1,
+        "trace": {"fixed": 100, "cap": "120K"}, "workflow": {"prompts": 1024, "responses": 16, "steps": 1},
+        "training": {"micro_batch_tokens": "1M", "offload": True}, "systems": [{"verl": {"tp": 2}}],
+    }  # fmt: skip
+    with pytest.raises(CapacityError) as refused:
+        check_experiment(source)
+    ways = ways_out(str(refused.value))
+    assert ways
+    for way in ways:
+        assert not [note for note in check_experiment(source, way).notes if note.startswith("memory")], way
+
+
 # ---- the worst that can meet -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("source", "arguments", "expected"),
     [
-        # 4 · 28,672 tokens: 4 bytes for each of 152,064 logits are 69.76 GB
-        ("16/run.sh", ["--gpu", "h100"], r"train with 4 of 28,672 tokens .* logits 69\.76 GB .*= 103\.57 GB > 85\.03"),
+        # 4 · 28,672 tokens: 4 bytes for each of 152,064 logits are 69.76 GB; log-probs of 8 have twice as many
+        ("16/run.sh", ["--gpu", "h100"], r"old_log_prob with 8 of 28,672 tokens .* logits 139\.52 GB .*= 143\.85 GB > "),
         ("16/dyn.sh", ["--gpu", "h100"], r"does not run as it stands: .* logits 69\.76 GB .*= 103\.57 GB > 85\.03"),
         ("23/nemo.yaml", ["--gpu", "h100"], r"train with 8 of 32,768 tokens .* logits 159\.45 GB"),
         ("11/run.sh", ["--gpu", "h800"], r"does not run as it stands: .* logits 14\.95 GB .*= 113\.15 GB > 85\.03"),
@@ -144,17 +159,20 @@ def test_reported_ooms_are_refused_or_warned_of(
 
 
 def test_fixed_micro_batches_that_fit_at_the_limits_are_not_warned_of(tmp_path: Path, call: Command) -> None:
-    """Ulysses 2 halves what four sequences of 1,579 + 16,384 tokens need: 35,926 tokens on a GPU."""
+    """Ulysses 2 halves what four sequences of 1,579 + 16,384 tokens need in training, and eight in log-probs: at most
+    71,852 tokens on a GPU, whose logits of 4 bytes are 43.7 GB. Without Ulysses they are 87.4 GB."""
     made = str(tmp_path / "made.yaml")
     assert call("init", "--from-verl", str(CASES_OF_USERS / "23/verl453.sh"), "--gpu", "h100", "--out", made).code == 0
     assert "memory" not in call("check", made).out
+    (note,) = (note for note in check_experiment(made, {"training.cp": 1}).notes if note.startswith("memory"))
+    assert re.search(r"old_log_prob with 8 of 17,963 tokens .* has 143,704, .* logits 87\.41 GB .*training\.cp=2", note)
 
 
 def test_time_is_that_of_the_lengths_and_memory_that_of_the_limits() -> None:
     """Sequences of 100 tokens under a cap of 64K: a micro-batch of four is 400 tokens to compute, 256K to hold."""
     source = {
         "name": "fixed", "cluster": "8xh100", "model": "llama-3.1-8b", "calibration": "h100-vllm", "seeds": 1,
-        "trace": {"fixed": 100, "cap": "64K"}, "workflow": {"prompts": 16, "responses": 4, "steps": 1},
+        "trace": {"fixed": 100, "cap": "120K"}, "workflow": {"prompts": 16, "responses": 4, "steps": 1},
         "training": {"micro_batch_sequences": 4, "offload": True}, "systems": [{"verl": {"tp": 2}}],
     }  # fmt: skip
     (note,) = (note for note in check_experiment(source).notes if note.startswith("memory"))

@@ -276,11 +276,12 @@ def logits_bytes(
 ) -> float:
     """Bytes of the logits of `tokens` tokens on one GPU when most of them are there; TP divides the vocabulary.
 
-    As veRL computes log-probabilities (commit b178a3c; the same in v0.4.1):
+    As veRL computes log-probabilities (v0.4.1 to v0.9.0):
 
-    - `bf16`, FSDP (`verl/workers/actor/dp_actor.py`, `verl/utils/torch_functional.py`): the logits in bf16, divided by
-      the temperature in place. flash-attn's Triton cross entropy copies nothing and writes the gradient over them
-      (`inplace_backward`); the division's own gradient is a second tensor. Entropy, compiled or by chunks, keeps none.
+    - `bf16`, FSDP (`verl/workers/engine/fsdp/transformer_impl.py`, `verl/utils/torch_functional.py`): the logits in
+      bf16 and, divided by the temperature, in a second tensor (v0.9; in place before). flash-attn's Triton cross
+      entropy copies nothing and writes the gradient over these (`inplace_backward`), while the division's own gradient
+      takes the place of the first. Entropy, compiled or by chunks, keeps none.
     - `fp32`, Megatron (`megatron_actor.py`): `Float16Module` returns the logits in fp32 (beside the head's bf16);
       `VocabParallelCrossEntropy` works in place, and the division's gradient is a second tensor. With `entropy`, as for
       old log-probabilities, a clone and the softmax of `vocab_parallel_entropy` are there too.
@@ -293,7 +294,7 @@ def logits_bytes(
     if strategy.logits == "fused":
         tokens, each = min(tokens, FUSED_CHUNK_TOKENS), FUSED_LOGIT_BYTES
     elif strategy.logits == "bf16":
-        each = 2 * BF16 if backward else BF16
+        each = 2 * BF16
     elif backward:
         each = 2 * FP32
     else:

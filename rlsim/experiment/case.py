@@ -212,9 +212,16 @@ class Case:
         return True
 
     def remedies(self, spec: SystemSpec | None = None) -> str:
-        """The settings with which a system (the last) that does not fit does; empty where a search tells that."""
+        """The settings with which a system (the last) that does not fit does, even where the longest sequences that the
+        limits allow meet; empty where a search tells that."""
         spec = spec or self._specs[-1]
-        return remedies(self.loaded, lambda changed: check_system(Simulator(changed, search=False), spec))
+
+        def fits(changed: LoadedExperiment) -> None:
+            simulator = Simulator(changed, search=False)
+            check_system(simulator, spec)
+            simulator.placed(spec.make()).check_worst()
+
+        return remedies(self.loaded, fits)
 
     def _memory_notes(self) -> Iterable[str]:
         """What memory lacks for the longest responses, and for the batch of a static layout, each said once."""
@@ -224,14 +231,8 @@ class Case:
                 continue
             placed = self.simulator.placed(spec.make())
             if (note := worst_note(placed)) not in ("", *found):
-
-                def fits(changed: LoadedExperiment, spec: SystemSpec = spec) -> None:
-                    simulator = Simulator(changed, search=False)
-                    check_system(simulator, spec)
-                    simulator.placed(spec.make()).check_worst()
-
                 found[note] = None
-                yield note + remedies(self.loaded, fits)
+                yield note + self.remedies(spec)
             if len(alternatives) == 1 and not self.decides(spec) and placed.generates:
                 found[kv_note(placed, alternatives[0][0].make().initial_tp(placed.context))] = None
         yield from (note for note in found if note.startswith("KV"))

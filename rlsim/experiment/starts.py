@@ -103,6 +103,7 @@ def starts_of(loaded: LoadedExperiment, systems: Any = None) -> list[str]:
         "dp": loaded.cluster.gpus // (tp * pp * cp) or None if colocated else None,
         "prompts": workflow.prompts,
         "responses": workflow.responses,
+        "train_tokens": training.micro_batch_tokens,
         "dynamic": training.micro_batch_sequences is None,
         "minis": training.mini_batches,
         "offload": training.offload,

@@ -31,6 +31,7 @@ def note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, mod
         **{name: sum(map(config.is_given, config.keys(name))) for name in ("micro_sizes", "log_prob_sizes")},
         "longest": longest or config.whole("prompts_longest") + settings.cap,
         "positions": None if longest else model.max_position_embeddings or _CONTEXT,
+        "train_tokens": strategy.micro_batch_tokens,
         "prompts": None if apart else settings.prompts,
         **{name: getattr(strategy, name) for name in ("gpus", "dp", "tp", "pp", "cp")},
     }
