@@ -273,7 +273,7 @@ def test_sequence_and_context_parallelism_cut_activations() -> None:
 
 @pytest.mark.parametrize(
     ("logits", "training", "log_probs", "old_log_probs"),
-    [("bf16", 2 * 2, 2 * 2, 2 * 2), ("fp32", 2 * 4, 2 + 4, 3 * 4)],  # bytes of a logit at the peak, as veRL's code holds them
+    [("bf16", 4, 4, 4), ("fp32", 2 * 4, 2 + 4, 3 * 4)],  # bytes of a logit at the peak, as veRL's code holds them
 )
 def test_logits_as_verl_computes_them(logits: str, training: int, log_probs: int, old_log_probs: int) -> None:
     strategy, words = TrainStrategy(tp=2, logits=logits), 128_256 / 2  # type: ignore[arg-type]
