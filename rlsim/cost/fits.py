@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
@@ -76,6 +77,15 @@ class Correction(Fitted):
         if len(self.factor) != size:
             raise ValueError(f"factor must hold {size} positive numbers, one for each combination of knots")
         return self
+
+    @cached_property
+    def logarithms(self) -> tuple[list[list[float]], list[Any]]:
+        """Those of the knots by axis, and of the factor as lists within lists, one level for each axis."""
+        axes = [[math.log(knot) for knot in axis.knots] for axis in self.axes]
+        values: list[Any] = [math.log(factor) for factor in self.factor]
+        for knots in reversed(axes[1:]):
+            values = [values[i : i + len(knots)] for i in range(0, len(values), len(knots))]
+        return axes, values
 
     @classmethod
     def over(cls, axes: Mapping[str, Sequence[float]], factor: Sequence[float]) -> Correction:

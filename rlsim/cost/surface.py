@@ -21,11 +21,7 @@ class Surface:
         found = [axis.name for axis in correction.axes]
         if found != list(names):
             raise CalibrationError(f"a correction over {', '.join(found)}; expected {', '.join(names)}")
-        self._axes = [[log(knot) for knot in axis.knots] for axis in correction.axes]
-        values: list[Any] = [log(factor) for factor in correction.factor]
-        for knots in reversed(self._axes[1:]):
-            values = [values[i : i + len(knots)] for i in range(0, len(values), len(knots))]
-        self._values = values
+        self._axes, self._values = correction.logarithms
 
     def sliced(self, *coordinates: float) -> Surface:
         """The factor over the first axes alone, at these coordinates of the last ones."""
