@@ -62,15 +62,14 @@ class Studies(Schema):
 def section(options: Options) -> Section:
     """Every setting of every system (about five minutes)."""
     studies = load(options.evidence / "sensitivity.yaml", Studies)
-    shown = dict.fromkeys(("pat", "pat_batch", "pat_a40"), _pat)
-    shown |= {"timeouts": _timeouts, "preemptions": _preemptions, "fused": _fused, "real": _real}
+    shown = {"timeouts": _timeouts, "preemptions": _preemptions, "fused": _fused, "real": _real}
     tables = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in Studies.model_fields:
             options.progress(f"sensitivity: {name}")
             rows = []
             for what, result in getattr(studies, name).runs(Path(folder)):
-                rows += shown.get(name, _speedups)(what, result, options)
+                rows += shown.get(name, _pat if name.startswith("pat") else _speedups)(what, result, options)
             headings = dict.fromkeys(key for row in rows for key in row)
             tables[name] = markdown(list(headings), [[_figure(row.get(key)) for key in headings] for row in rows])
     return Section((), (), tables, None, "")
