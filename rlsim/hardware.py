@@ -240,10 +240,10 @@ AnyCluster: TypeAlias = Cluster | MixedCluster
 
 
 def one_kind(cluster: AnyCluster, what: str) -> Cluster:
-    """The cluster, if its GPUs are of one kind; else raises `ConfigError` about `what` needs that."""
-    if isinstance(cluster, Cluster):
-        return cluster
-    kinds = ", ".join(group.gpu.name for group in cluster.groups)
+    """The cluster, if its GPUs are of one kind, however spelled; else raises `ConfigError` about `what` needs that."""
+    if len(cluster.kinds) == 1:
+        return cluster.around(range(cluster.gpus))
+    kinds = ", ".join(cluster.kinds)
     raise ConfigError(f"{what} needs nodes of one kind; cluster {cluster.name} has groups of {kinds}")
 
 

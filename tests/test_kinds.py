@@ -126,6 +126,12 @@ def test_groups_of_one_kind_are_one_cluster() -> None:
         assert whole.manifest["lookups"] == groups.manifest["lookups"]
 
 
+def test_what_knows_one_kind_only_takes_groups_of_one_kind() -> None:
+    whole, groups = load_cluster("2x8xh100"), load_cluster("8xh100+8xh100")
+    assert groups == whole.model_copy(update={"name": groups.name})
+    assert search_plan(EXPERIMENT | {"cluster": groups.name, "calibration": "h100-vllm"}, evaluations=1)
+
+
 def test_each_side_is_as_fast_as_on_a_cluster_of_its_kind() -> None:
     """With equal GPUs on a side its calls take as long, and the sync as long as the trainer's: both have one link."""
     apart = {**SPLIT, "use": [{"verl": {"tp": 4}}, {"split": {"rollout_gpus": 16}}]}
