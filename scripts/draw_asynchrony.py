@@ -54,7 +54,7 @@ def details(summary: pd.DataFrame) -> str:
         (
             f"`{row['system']}`",
             rate(row["responses_per_s"]),
-            gained(row),
+            marked(number(row["speedup"], 2), row),
             number(row["staleness_mean"], 2),
             number(row["staleness_p95"], 1),
             share(row["bubble_fraction"]),
@@ -69,21 +69,23 @@ def details(summary: pd.DataFrame) -> str:
 def speedups(summary: pd.DataFrame) -> str:
     """Of all cases: throughput over the baseline's."""
     cases = list(dict.fromkeys(summary["case"]))
-    cells = summary.assign(gained=[gained(row) for row in summary.to_dict("records")])
-    wide = cells.pivot(index="system", columns="case", values="gained").loc[cells["system"].unique(), cases]
+    cells = [marked(number(row["speedup"], 2), row) for row in summary.to_dict("records")]
+    wide = summary.assign(cell=cells).pivot(index="system", columns="case", values="cell")
+    wide = wide.loc[summary["system"].unique(), cases]
     return markdown(("system", *cases), [(f"`{system}`", *row) for system, row in wide.iterrows()])
 
 
-def gained(row: Mapping[Hashable, Any]) -> str:
-    """Throughput over the baseline's, with a mark where it is not steady."""
-    return number(row["speedup"], 2) + (" †" if row["unsteady"] else "")
+def marked(throughput: str, row: Mapping[Hashable, Any]) -> str:
+    """A throughput of a row, with a mark where it is not steady."""
+    return throughput + (" †" if row["unsteady"] else "")
 
 
 def splits(summary: pd.DataFrame) -> str:
     """Throughput by how training gets its responses, and by the GPUs that generate."""
     names = summary["system"].str.extract(r"(?P<design>.+)-gpus(?P<gpus>\d+)")
-    wide = summary.assign(**names).pivot_table(index="design", columns="gpus", values="responses_per_s", sort=False)
-    rows = [(f"`{design}`", *map(rate, row)) for design, row in wide.iterrows()]
+    cells = [marked(rate(row["responses_per_s"]), row) for row in summary.to_dict("records")]
+    wide = summary.assign(**names, cell=cells).pivot(index="design", columns="gpus", values="cell")
+    rows = [(f"`{design}`", *row) for design, row in wide.loc[names["design"].unique()].iterrows()]
     return markdown(("responses/s", *(f"{gpus} + {32 - int(gpus)}" for gpus in wide.columns)), rows)
 
 

@@ -18,7 +18,7 @@ from rlsim.experiment.job import Job, Ran, simulated
 from rlsim.experiment.ledger import LedgerRecord
 from rlsim.experiment.load import with_settings
 from rlsim.experiment.memory_notes import kv_note, worst_note
-from rlsim.experiment.notes import idle_notes, kinds_note, preemption_notes, rate_notes
+from rlsim.experiment.notes import idle_notes, kinds_note, listed, luck_note, preemption_notes, rate_notes
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.remedies import remedies
@@ -32,9 +32,6 @@ from rlsim.policies.plan import part_of
 from rlsim.schema import place_of
 from rlsim.sim.control import decides
 from rlsim.usercode import blamed
-
-#: More systems than these are counted in notes, not listed.
-MOST_NAMES = 4
 
 
 def check_system(simulator: Simulator, spec: SystemSpec) -> None:
@@ -242,6 +239,7 @@ class Case:
         if ran:
             steps = pd.concat(self._steps(key).assign(system=name) for name, key in ran)
             yield from steady_notes(steps)
+            yield from luck_note(steps)
             yield from idle_notes(steps, {spec.name for spec in self.systems if self.decides(spec)})
             yield from rate_notes(steps, self.baseline, workflow.prompts * workflow.responses)
 
@@ -274,20 +272,24 @@ class Case:
         return next(spec for spec, _ in self.systems[own] if spec.key == self._ran[name])
 
     def reduced(self, names: Sequence[str]) -> Experiment:
-        """The experiment with these systems only, as they came out, one seed, and as few steps as they need."""
-        few = (
-            3 * max(self.simulator.overlap(spec.make()) for spec in self.systems)
-            + 1
-            + (self.experiment.workflow.warmup or 0)
-        )
+        """The experiment with these systems only, as they came out, one seed, and as few steps as count one block."""
+        seed = self.experiment.seed_list[0]
+        few = max(self._shortest(self.came_out(name), seed) for name in names)
         settings = {
             "systems": [self.came_out(name).entry for name in names],
             "baseline": self.baseline,
             "seeds": list(self.experiment.seed_list[:1]),
             "certainty": 0,
-            "workflow.steps": min(few, self.experiment.workflow.steps),
+            "workflow.steps": few,
         }
         return with_settings(self.experiment, settings, self._place[0])
+
+    def _shortest(self, spec: SystemSpec, seed: int) -> int:
+        """Steps of the shortest run whose means begin where they did under this seed, and count as much as a block."""
+        steps = self._done[spec.key, seed]["steps"]
+        first = steps.loc[steps["block"] == 0, "step"]
+        begins = 0 if self.experiment.workflow.warmup else 2 * int(first.min())  # no later than halfway
+        return min(max(int(first.max()) + 1 + self.simulator.window(spec.make()).lag, begins), len(steps))
 
     def again(self, experiment: Experiment, name: str) -> Case:
         """A case of another experiment in the same place, with the plans that were found; its systems need not fit."""
@@ -312,14 +314,10 @@ class Case:
             for tp, why in placed.context.infeasible.items():
                 unfit.setdefault(f"TP{tp} is infeasible%s: {why}", []).append(names)
         infeasible = [
-            note % (f" for {_listed(', '.join(names).split(', '))}" if len(names) < len(experiments) else "")
+            note % (f" for {listed(', '.join(names).split(', '))}" if len(names) < len(experiments) else "")
             for note, names in unfit.items()
         ]
         prefix = f"{self.name}: " if self.name else ""
         kinds = kinds_note(self.loaded.cluster.kinds)
         found = (*tuned, *rates, *preempted, *infeasible, *self.notes, *sampled, *scored, *kinds)
         return [prefix + note for note in found]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} systems, {names[0]} among them"

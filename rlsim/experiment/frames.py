@@ -66,9 +66,10 @@ def frames_of(
     rows = _steps(outcome, bound)
     durations_s = np.diff(edges)
     flow = Flow.of(outcome, sampler)
-    counted = window.counted([row["round"] for row in rows], flow.fill)
+    block = window.blocks([row["round"] for row in rows], flow.fill)
     columns: dict[str, Any] = {
-        "steady": [step in counted for step in range(len(rows))],
+        "steady": block >= 0,
+        "block": block,
         "filled": [step >= flow.fill for step in range(len(rows))],
         "outstanding_tokens": flow.outstanding,
         "dropped_tokens": flow.dropped,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import pandas as pd
 
 from rlsim.experiment.columns import ACTED
-from rlsim.experiment.summary import means, paired_ratio
+from rlsim.experiment.steadiness import unsteady
+from rlsim.experiment.summary import half_width, means, paired_ratio
 
 #: A ratio of responses that differs by more than this from that of tokens is explained.
 EXPLAINED = 0.02
+#: A mean step time that is not known to this share of itself by its own steps is noted.
+KNOWN = 0.03
+#: More systems than these are counted, not listed.
+MOST_NAMES = 4
 #: Columns of `steps` that say what becomes of what is not trained on.
 PUT_OFF = ("put_back", "paused", "resumed", "dropped")
 #: From this share of preempted responses on, the results say so. Each of them is prefilled a second time with all its
@@ -32,6 +38,28 @@ def idle_notes(steps: pd.DataFrame, deciding: Collection[str]) -> Iterator[str]:
     for system, own in steps.groupby("system", sort=False):
         if system in deciding and not own[[*ACTED, "paused", "borrowed_gpu_s"]].any(axis=None):
             yield f"{system} never acted: its controls switched, moved and released nothing in any step"
+
+
+def luck(steps: pd.DataFrame) -> float:
+    """The share of itself to which one system's mean step time is known, by its own steps (`half_width`)."""
+    return half_width(steps, "step_time_s") / float(steps.loc[steps["steady"], "step_time_s"].mean())
+
+
+def luck_note(steps: pd.DataFrame) -> Iterator[str]:
+    """Which steady systems have too few steps for their step time to be another draw's as well."""
+    found = {str(system): own for system, own in steps.groupby("system", sort=False)}
+    vague = {name: share for name, own in found.items() if (share := luck(own)) > KNOWN and not unsteady(own)}
+    if not vague:
+        return
+    of = "" if len(vague) == len(found) else f" of {listed(list(vague))}"
+    ends = dict.fromkeys(f"±{share:.1%}" for share in (min(vague.values()), max(vague.values())))
+    counts = [int(own["steady"].groupby(own["seed"]).sum().min()) for name, own in found.items() if name in vague]
+    seeds, times = steps["seed"].nunique(), (max(vague.values()) / KNOWN) ** 2
+    yield (
+        f"step times{of} are known to {' to '.join(ends)} by their own {min(counts)} steps"
+        f"{f' of {seeds} seeds' * (seeds > 1)}: ±{KNOWN:.0%} takes about {math.ceil(times)} times as many steps or "
+        "seeds. Ratios on the same draw are surer"
+    )
 
 
 def rate_notes(steps: pd.DataFrame, baseline: str, batch: int) -> Iterator[str]:
@@ -99,3 +127,8 @@ def preemption_notes(preemptions: Mapping[str, pd.Series[int]]) -> Iterator[str]
             "responses wait instead of being recomputed, and with engine.kv_offloading_bytes they are loaded from host "
             "memory"
         )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names of systems, or of many how many there are."""
+    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} systems, {names[0]} among them"

@@ -7,6 +7,7 @@ throughput and staleness from their first half to their second.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,8 @@ MOST_HELD_BACK = 0.03
 #: The drift of tokens/s (as a share) and of the mean staleness (in updates) from half to half, where it is larger than
 #: `CERTAIN` standard errors.
 MOST_DRIFT, MOST_AGING, CERTAIN = 0.05, 0.1, 3.0
+#: So many blocks, whose means tell the error of a run's, last as long as filling: most responses begin and end in one.
+BLOCK = 4
 #: Columns of `steps` that the tests need besides those of means.
 TESTED = ("filled", "outstanding_tokens", "dropped_tokens")
 #: No advice on steps says more than so many times those of the run.
@@ -94,26 +97,34 @@ class Window(NamedTuple):
                 f"run beside a step: {self.lag} at the end do not count, and of the others {self.lag + 1} are needed"
             )
 
-    def counted(self, rounds: Sequence[str], fill: int) -> range:
-        """The steps that count, in whole periods, or all if there are too few; `rounds`: the kind of each step's round.
+    def blocks(self, rounds: Sequence[str], fill: int) -> NDArray[np.int64]:
+        """The block of counted steps that each step is in, from 0, and -1 of steps that do not count.
 
-        A period is a cycle of rounds of several kinds; else steps that may run beside another end in bursts, which
-        come again every `lag` + 1 steps.
+        Whole periods count, or all steps if there are too few; `rounds`: the kind of each step's round. A period is a
+        cycle of rounds of several kinds; else steps that may run beside another end in bursts, which come again every
+        `lag` + 1 steps. A block is as few periods as last the `BLOCK`-th part of the fill.
         """
         steps = len(rounds)
         start, stop = self.warmup, steps - self.lag
         if start is None:
             start = min(max(fill, self.lag), steps // 2)
+        edges = [*range(start, stop + 1, self.lag + 1)]
         if len(set(rounds)) > 1:
             kind = rounds[0]
-            turns = [
+            edges = [
                 at
                 for at in range(start, stop + 1)
                 if (at == 0 or rounds[at - 1] != kind) and (at == steps or rounds[at] == kind)
             ]
-            return range(turns[0], turns[-1]) if len(turns) > 1 else range(self.warmup or 0, steps)
-        whole = (stop - start) // (self.lag + 1) * (self.lag + 1)
-        return range(start, start + whole) if whole > 0 else range(steps)
+        if len(edges) < 2:
+            edges = [self.warmup or 0, steps]
+        first, *inner, end = edges
+        starts = [first]
+        for at in inner:
+            if min(at - starts[-1], end - at) >= fill / BLOCK:
+                starts.append(at)
+        step = np.arange(steps)
+        return np.where(step < end, np.searchsorted(starts, step, side="right") - 1, -1)
 
 
 def held_back(steps: pd.DataFrame) -> float:

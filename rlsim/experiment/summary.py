@@ -13,6 +13,8 @@ from rlsim.experiment.columns import ACTED, SUMMARY
 from rlsim.experiment.steadiness import held_back, unsteady
 
 CONFIDENCE = 0.95
+#: One or two values say nothing of how far others would lie from them.
+FEWEST = 3
 #: Columns of `steps` whose means over steps are shown.
 _TIMES = (
     "step_time_s", "gen_time_s", "gen_p90_time_s", "gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s",
@@ -112,8 +114,8 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
     `token_speedup` that of trained tokens, `gen_speedup` that of trained responses per second of generation: geometric
     means over seeds on the same responses. Their 95% intervals are Student's t on the logarithms, missing with one
     seed; all ratios are missing where the baseline did not run. `speedup_model_low` and `_high`: `model_interval`.
-    `step_time_s_half` and `gen_time_s_half` are half the width of the 95% interval of these means over seeds. Raises
-    `ConfigError` for results of an older version.
+    `step_time_s_half` and `gen_time_s_half` are the `half_width` of these means. Raises `ConfigError` for results of an
+    older version.
     """
     baseline = manifest["baseline"]
     whole = means(steps, ["case", "system"])
@@ -124,13 +126,13 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
         for system in systems:
             if (case, system) not in whole.index:
                 continue
-            own = by_seed.loc[(case, system)]
+            own, its_steps = by_seed.loc[(case, system)], steps_of[case, system]
             row: dict[str, object] = {"case": case, "system": system, **whole.loc[(case, system)].to_dict()}
-            row |= {f"{time}_half": half_interval(own[time].tolist()) for time in ("step_time_s", "gen_time_s")}
+            row |= {f"{time}_half": half_width(its_steps, time) for time in ("step_time_s", "gen_time_s")}
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
             row |= ratios(own, reference)
             row |= model_interval(row["speedup"], manifest.get("worlds", {}).get(case, {}).get(system, ()))
-            row["held_back"], row["unsteady"] = (of(steps_of[case, system]) for of in (held_back, unsteady))
+            row["held_back"], row["unsteady"] = held_back(its_steps), unsteady(its_steps)
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 
@@ -155,6 +157,18 @@ def half_interval(values: Sequence[float]) -> float:
 
     quantile = float(stdtrit(len(values) - 1, 0.5 + CONFIDENCE / 2))
     return float(quantile * np.std(values, ddof=1) / np.sqrt(len(values)))
+
+
+def half_width(steps: pd.DataFrame, time: str) -> float:
+    """Half the width of the 95% interval of one system's mean of a column of `steps`, by its blocks in all seeds.
+
+    Batch means: of what each block takes more or less than the mean would have it take. NaN with fewer than `FEWEST`.
+    """
+    blocks = steps[steps["steady"]].groupby(["seed", "block"])[time].agg(["sum", "size"])
+    if len(blocks) < FEWEST:
+        return float("nan")
+    mean = blocks["sum"].sum() / blocks["size"].sum()
+    return half_interval(((blocks["sum"] - mean * blocks["size"]) / blocks["size"].mean()).tolist())
 
 
 def paired_ratio(own: pd.Series[float], reference: pd.Series[float]) -> tuple[float, float, float]:

@@ -15,7 +15,8 @@ from rlsim.validate.runs import run
 
 def section(options: Options) -> Section:
     """Every figure (about ten seconds), and the seconds of a step by chunk size."""
-    every = {"workflow.warmup": 0}  # the paper's figures are of a training from its start, overcommit's growth included
+    # The paper's figures are of a training from its start, overcommit's growth included.
+    every = {"workflow.warmup": 0, "systems.2.use.1": "overcommit", "systems.3.use.2": "overcommit"}
     placed, by_size = run("oppo_7b", overrides=every), chunk_seconds(run("oppo_chunk_size"))
     busy = {system: busy_share(placed, system) for system in ("trl", "oppo")}
     found: dict[Any, Any] = placed.summary().set_index("system").to_dict("index") | {"busy": busy}
