@@ -7,7 +7,6 @@ throughput and staleness from their first half to their second.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
