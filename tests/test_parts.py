@@ -240,11 +240,18 @@ def _complete_at(responses: pd.DataFrame, now: float) -> float:
     return best[1]
 
 
-@settings(
-    deadline=None, derandomize=True, max_examples=200, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-)
-@given(overlapping())
-def test_parts_are_what_the_trainer_did_and_waited_for(drawn: tuple[dict[str, Any], int]) -> None:
+@pytest.mark.parametrize("runs", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_parts_are_what_the_trainer_did_and_waited_for(runs: int) -> None:
+    settings(
+        deadline=None,
+        derandomize=True,
+        max_examples=runs,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )(given(overlapping())(_parts_are_those_of_spans))()
+
+
+def _parts_are_those_of_spans(drawn: tuple[dict[str, Any], int]) -> None:
     experiment, rollout = drawn
     try:
         found = rlsim.run(experiment)
