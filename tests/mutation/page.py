@@ -76,7 +76,7 @@ def _survivors(samples: Mapping[str, Records]) -> Iterable[tuple[str, ...]]:
 
 
 def _place(record: Mapping[str, Any]) -> str:
-    return f"`{record['path'].removeprefix('rlsim/')}:{record['line']}`"
+    return f"`{record['path'].removeprefix('rlsim/')}`"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
