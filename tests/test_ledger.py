@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_asynchronous import EXPERIMENT
 from test_frameworks import AREAL
 from test_frameworks import BASE as NEMO
 
@@ -197,6 +198,20 @@ def test_guessed_lengths_have_their_worth_in_seconds(tmp_path: Path) -> None:
     assert low.step_s < 0.25 * ledger.base.step_s < 0.25 * high.step_s
     assert "response lengths" in turns(ledger)
     assert f"{ledger.base.step_s:,.1f} s" in turns(ledger)
+
+
+def test_worths_are_of_whole_periods() -> None:
+    """Of a cycle of short rounds and a long one: 1.25 times; short rounds alone would say 1.34."""
+    trace, workflow = {"path": "rollpacker-math", "cap": "2K"}, {**EXPERIMENT["workflow"], "steps": 16}
+    made = {**EXPERIMENT, "trace": trace, "workflow": workflow, "systems": ["verl", "tail_batching"]}
+    found = rlsim.run(made, what_if=True)
+    of = {str(system): own for system, own in found.steps.groupby("system")}
+    cycle = (of["tail_batching"]["block"] == 0).sum()
+    rates = {name: own["trained"][:cycle].sum() / own["step_time_s"][:cycle].sum() for name, own in of.items()}
+    base = LedgerRecord.model_validate(found.manifest["ledger"][""]).base
+    assert base is not None
+    assert cycle > 2
+    assert base.speedups["tail_batching"] == pytest.approx(rates["tail_batching"] / rates["verl"])
 
 
 def end(step_s: float | None, **speedups: float) -> EndRecord:
