@@ -132,7 +132,7 @@ def compare(work: OpenWorkload) -> None:
     check_invariants(work, run)
 
 
-@settings(relaxed, max_examples=250)
+@settings(relaxed, max_examples=150)
 @given(open_workloads())
 def test_the_engine_equals_the_reference(work: OpenWorkload) -> None:
     compare(work)
@@ -158,7 +158,7 @@ def rolling(draw: st.DrawFn, clock: Clock) -> OpenWorkload:
     return draw(open_workloads(clock)).each(way, draw(seconds), draw(seconds))
 
 
-@settings(relaxed, max_examples=150)
+@settings(relaxed, max_examples=80)
 @given(st.sampled_from(CLOCKS).flatmap(rolling))
 def test_the_engine_equals_the_reference_where_each_replica_takes_weights_on_its_own(work: OpenWorkload) -> None:
     compare(work)
