@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hypothesis import strategies as st
-from open_workloads import GPUS_PER_NODE, REAL, Clock, Extension, Noted, OpenRun, OpenWorkload, Rule, open_workloads
+from open_workloads import (
+    GPUS_PER_NODE,
+    REAL,
+    Clock,
+    Extension,
+    Noted,
+    OpenRun,
+    OpenWorkload,
+    Rule,
+    open_workloads,
+    perhaps_timed,
+)
 from reference import RefEngine
 from reference_hybrid import HybridRollingRun, HybridRun, RefHybrid
 from reference_open import RefCheck
@@ -97,9 +108,9 @@ class Policy(Scripted):
 class NotedHybrid(Noted):
     """Notes down, too, what it was shown of GPUs that it may borrow."""
 
-    def on_finish(self, view: RolloutView) -> list[Action]:
+    def noted(self, view: RolloutView, answer: Action | Iterable[Action] | None) -> list[Action]:
         shown = view.borrowable, view.borrowed, view.wanted_back, view.batch_missing, view.idle
-        actions = super().on_finish(view)
+        actions = super().noted(view, answer)
         now_s, seen = self.notes[-1]
         self.notes[-1] = now_s, (*seen, shown)
         return actions
@@ -202,7 +213,9 @@ def hybrid_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension |
         seconds = REAL if clock == "real" else st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])
         way: Literal["interrupt", "drain"] = draw(st.sampled_from(("interrupt", "drain")))
         work, others = work.each(way, draw(seconds), draw(seconds)), []
-    control = NotedHybrid(Together((*others, borrowing(draw, work))))
+    control = NotedHybrid(
+        perhaps_timed(draw, Together((*others, borrowing(draw, work))), clock, work.costs.step(work.tp))
+    )
     return HybridWorkload(**{**vars(work), "control": control, "hybrid": draw(trainers(work, clock))})
 
 
@@ -326,6 +339,7 @@ def steps_workloads(draw: st.DrawFn, clock: Clock = "real") -> StepsWorkload:
     responses = work.prompts * len(work.sizes[0])
     kinds = _kinds(responses, math.gcd(*work.node_gpus))
     others = draw(st.sampled_from(["nothing", "nothing", "switch", "unused", "balance", "shrink"]))
+    control = Together((draw(kinds[others]), borrowing(draw, work)))
     return StepsWorkload(
         sizes=work.sizes,
         prompts=work.prompts,
@@ -340,7 +354,7 @@ def steps_workloads(draw: st.DrawFn, clock: Clock = "real") -> StepsWorkload:
         costs=work.costs,
         engine=work.engine,
         cap_tokens=work.cap_tokens,
-        control=NotedHybrid(Together((draw(kinds[others]), borrowing(draw, work)))),
+        control=NotedHybrid(perhaps_timed(draw, control, clock, work.costs.step(work.tp))),
         hybrid=draw(trainers(work, clock)),
         grouped=work.grouped and bool(windows),
     )

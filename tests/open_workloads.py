@@ -401,6 +401,16 @@ def controls(responses: int, gpus: int, lends: bool) -> st.SearchStrategy[Noted]
     return st.one_of(alone + mixed).map(Noted)
 
 
+def perhaps_timed(draw: st.DrawFn, control: Scripted, clock: Clock, step: LinearStep) -> Scripted:
+    """Asked at finishes alone, by a timer too, or by a timer alone; some iterations lie between two calls of that."""
+    if draw(st.booleans()):
+        return control
+    apart = draw(st.integers(1, 30)) * (1.0 if clock == "whole" else step.decode_s(4, 100.0))
+    if clock == "real":  # off the ends of iterations
+        apart *= draw(st.floats(1.01, 1.09))
+    return Timed(draw(st.sampled_from([control, Nothing()])), control, apart)
+
+
 @st.composite
 def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | None = None) -> OpenWorkload:
     """Whole runs. Capacities are tight, so that preemption is frequent, but fit the longest response alone.
@@ -472,9 +482,7 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
     control: Scripted = Nothing()
     if "control" in extensions:
         control = draw(controls(draw(st.integers(1, 2 * prompts * samples)), gpus, lends=not windows))
-        if draw(st.booleans()):
-            apart = seconds(1, 30.0)[0] + (1.0 if clock == "whole" else 2.0**-7)
-            control = Noted(Timed(draw(st.sampled_from([control.control, Nothing()])), control.control, apart))
+        control = Noted(perhaps_timed(draw, control.control, clock, iteration[tp]))
     return OpenWorkload(
         sizes=tuple(sizes),
         prompts=prompts,

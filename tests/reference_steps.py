@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from reference import RefEngine, RefRequest, RefResult
 from reference_hybrid import Hybrid, RefHybrid
 
-from rlsim.sim.control import Action, RolloutControl, RolloutCosts, decides
+from rlsim.sim.control import RolloutControl, RolloutCosts
 
 #: When each response was given to a worker that scores, and when it was scored; by its id.
 Scored = dict[int, tuple[float, float]]
@@ -77,29 +77,30 @@ class StepRollout(Hybrid):
         if self.train_from == math.inf and self.reached(self.train_wanted_at()) and self.has_gpus():
             self.train_from = self.now
 
-    def rest_of_moment(self, finished_on: set[int]) -> None:
+    def rest_of_moment(self, finished_on: set[int], looks: bool = False) -> None:
         while True:
             self.look_after_trainer()
             self.settle()
             self.look_after_trainer()
             self.begin_all()
-            if self.over() or not (self.asks or (finished_on and decides(self.control))):
+            finishes = bool(self.asks or finished_on)
+            if self.over() or not (finishes or looks):
                 return
             self.asks = False
-            answer = self.control.on_finish(self.view(finished_on))
-            for action in [answer] if isinstance(answer, Action) else list(answer or ()):
+            for action in self.answers(finished_on, finishes, looks):
                 self.note(action)
-            finished_on = set()
+            finished_on, looks = set(), False
 
     def to_the_end(self) -> None:
         self.rest_of_moment(set())
         while not self.over():
-            self.now = min(self.moments())
+            looks = self.next_look()
+            self.now = min([min(self.moments()), *looks])
             ending = [r for r in self.replicas if r.iteration is not None and self.reached(r.iteration.ends_at)]
             before = set(self.result.finished)
             finished_on = {replica.node for replica in ending if self.end(replica)}
             self.scores(sorted(self.result.finished - before))
-            self.rest_of_moment(finished_on)
+            self.rest_of_moment(finished_on, any(map(self.reached, looks)))
         self.close()
 
     def scores(self, ids: list[int]) -> None:

@@ -172,6 +172,25 @@ def test_room_is_asked_as_often_whoever_else_is_asked() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ticking(Scripted):
+    """Notes down the moments of its timer."""
+
+    seen: list[float]
+    every_s = 3.0
+
+    def on_timer(self, view: RolloutView) -> None:
+        self.seen.append(view.now_s)
+
+
+def test_a_timer_is_not_asked_at_the_moment_of_the_last_finish() -> None:
+    """The first response ends at 3 s, and the next begins with the weights at 9 s; the second has its last at 12 s."""
+    control = Ticking([])
+    work = OpenWorkload((((8, 2),),) * 2, 1, Rule("quota", 0), (4.0,) * 2, (2.0,) * 2, costs=COSTS)
+    assert moments(dataclasses.replace(work, control=control).simulate(), 0) == (3.0, 7.0, 7.0, 9.0)
+    assert control.seen == []
+
+
+@dataclasses.dataclass(frozen=True)
 class Once(Scripted):
     """One action, when so many responses have finished."""
 

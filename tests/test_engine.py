@@ -15,7 +15,7 @@ from reference import RefEngine, RefRequest, RefResult, RefStay
 from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, workloads
 
 from rlsim.cost.step import Chunk
-from rlsim.sim.control import Action, Migrate, Reconfigure, RolloutView, Stop
+from rlsim.sim.control import Action, Migrate, Reconfigure, Release, RolloutView, Stop
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import EngineConfig, Request
@@ -275,11 +275,13 @@ def test_a_timer_between_and_beside_the_ends_of_responses() -> None:
 
 
 @dataclass(frozen=True)
-class StopWhileSwitching(Scripted):
-    """Node 0 switches at the first finish, everything stops at the second."""
+class InTurn(Scripted):
+    """What to do at the first finish, at the second, and so on."""
 
-    def on_finish(self, view: RolloutView) -> Action | None:
-        return Reconfigure(0, 2) if view.finished == 1 else Stop()
+    turns: Sequence[Sequence[Action]]
+
+    def on_finish(self, view: RolloutView) -> Sequence[Action]:
+        return [] if view.finished > len(self.turns) else self.turns[view.finished - 1]
 
 
 def test_a_stop_breaks_off_a_switch() -> None:
@@ -293,7 +295,7 @@ def test_a_stop_breaks_off_a_switch() -> None:
         costs=StubCosts(steps=dict.fromkeys((1, 2), step), pages=dict.fromkeys((1, 2), 10_000), weights_s=40.0),
         engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
         cap_tokens=90,
-        control=StopWhileSwitching(),
+        control=InTurn([[Reconfigure(0, 2)], [Stop()]]),
         routing="contiguous",
     )
     rollout, recorder = simulate(work)
@@ -304,12 +306,25 @@ def test_a_stop_breaks_off_a_switch() -> None:
     assert next(s for s in recorder.spans if s.kind == "switch").start_at == 1.0
 
 
-@dataclass(frozen=True)
-class Overlapping(Scripted):
-    """Two migrations at once that both name request 1."""
-
-    def on_finish(self, view: RolloutView) -> list[Action] | None:
-        return [Migrate((1, 2), 0), Migrate((1, 3), 0)] if view.finished == 1 else None
+def test_what_arrives_where_its_target_stops_at_that_moment_is_dealt_anew() -> None:
+    """A second a token, and 1/8 s a token of a prompt. Request 3 leaves at 4 s, for 2.5 s; its target's iterations end
+    at 5.5 and 6.5 s, and it is to stop from 6 s on. Its own are dealt first, to the replica without a response.
+    """
+    sizes = [(8, 2), (8, 5), (12, 20), (8, 20)]
+    work = Workload(
+        requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
+        node_gpus=(3,),
+        tp=1,
+        costs=StubCosts({1: LinearStep(a=1.0, p=1 / 8)}, {1: 10_000}, transfer_base_s=2.5),
+        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
+        cap_tokens=20,
+        control=InTurn([[Migrate((3,), 2)], [Release((2,))]]),
+        routing="round_robin",
+    )
+    check(work)
+    rollout, _ = simulate(work)
+    assert rollout.released_at == {2: 6.5}
+    assert [rollout._requests[i].replica for i in (2, 3)] == [0, 1]
 
 
 def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -> None:
@@ -323,7 +338,7 @@ def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -
         costs=StubCosts(steps=dict.fromkeys((1, 2, 4), step), pages=dict.fromkeys((1, 2, 4), 10_000)),
         engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
         cap_tokens=16,
-        control=Overlapping(),
+        control=InTurn([[Migrate((1, 2), 0), Migrate((1, 3), 0)]]),
         routing="round_robin",
     )
     check(work)

@@ -319,7 +319,7 @@ class Timed(Scripted):
         return self.finish.on_finish(view)
 
     def on_timer(self, view: RolloutView) -> Action | Iterable[Action] | None:
-        return self.look.on_finish(view) if view.now_s < 25 * self.seconds else None
+        return self.look.on_finish(view) if view.now_s < 25.5 * self.seconds else None
 
 
 # ------------------------------------------------------------------------------------------------ whole rollouts

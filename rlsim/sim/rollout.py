@@ -67,8 +67,8 @@ class Rollout(RolloutState):
         self._homeless: list[Request] = []
         self._released: list[Replica] = []  # stopped at this moment
         self._emptied: list[Replica] = []  # had nothing left at this moment
-        #: Migrated to replicas that are gone, and there at this moment: by the number of the migration.
-        self._stranded: list[tuple[int, list[Request]]] = []
+        #: Migrated to replicas that are to stop, and there at this moment: by the number of the migration.
+        self._stranded: list[tuple[int, list[Request], Replica]] = []
         self._migrations = itertools.count()
         #: Nodes that start at this moment: TP, version of the weights, requests.
         self._starting: dict[int, tuple[int, int, Sequence[Request]]] = {}
@@ -298,7 +298,8 @@ class Rollout(RolloutState):
         self._due |= due
 
     def _ask(self) -> None:
-        due, self._due = sorted(self._due), set()
+        due = sorted((method, i) for method, i in self._due if method != "on_timer" or self._left)
+        self._due = set()
         if self.done.triggered or self._stopping:
             return
         view: RolloutView = LiveView(self)
@@ -329,8 +330,7 @@ class Rollout(RolloutState):
 
     def _tick(self, due: set[tuple[str, int]]) -> None:
         self._ticks = False
-        if self._left:
-            self._ask_at_end(due)
+        self._ask_at_end(due)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -497,11 +497,11 @@ class Rollout(RolloutState):
             fits = version is not None and self.updates.keeps(version, to.version)
             request.has_kv = fits and kv == "migrate"
         self._bound_for[to.node] -= len(arrivals)
-        if to.stopped is None or not to.stopped.triggered:
+        if to.stopped is None:
             self._give(to, arrivals)
-        else:
+        else:  # whether it stops at this very moment is known when that is over
             self._deal_at_end()
-            self._stranded.append((number, arrivals))
+            self._stranded.append((number, arrivals, to))
 
     def _is_near(self, one: Replica, other: Replica) -> bool:
         """Whether KV cache goes from one to the other without the network between nodes."""
@@ -538,8 +538,11 @@ class Rollout(RolloutState):
                 self.lent.append(replica)
             running, others = self._take(replica, "released")
             self._deal_to_active([*running, *others])
-        for _number, requests in stranded:
-            self._deal_to_active(requests)
+        for _number, requests, to in stranded:
+            if to.stopped and to.stopped.triggered:
+                self._deal_to_active(requests)
+            else:
+                self._give(to, requests)
 
     def _borrow(self, borrowing: Borrowing) -> Generator[simpy.Event, Any, None]:
         """Replicas on GPUs of training load its weights, which are those of the rollout, and begin."""
