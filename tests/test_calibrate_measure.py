@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,27 +19,17 @@ from typer.testing import CliRunner
 
 import rlsim
 from rlsim.calibrate.measure import suite as suite_module
-from rlsim.calibrate.measure.attention import contexts
 from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing, measure, timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
 from rlsim.calibrate.measure.host import MachineFacts, shape_hash
 from rlsim.calibrate.measure.journal import Journal, Point, Result, read_journal
-from rlsim.calibrate.measure.plan import (
-    FIRST,
-    SHARES,
-    GridSetup,
-    Phase,
-    Task,
-    coarse_to_fine,
-    doublings,
-    levels,
-    plan,
-)
-from rlsim.calibrate.measure.suite import ATTEMPTS, run_suite
+from rlsim.calibrate.measure.plan import FIRST, GridSetup, Task, coarse_to_fine, contexts, doublings, level, plan
+from rlsim.calibrate.measure.suite import ATTEMPTS, counts, run_suite
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cli import app
 from rlsim.cost.calibration import load_calibration
+from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.operators import gemm_of
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.roofline import RooflineStep, step_cost
@@ -99,41 +92,44 @@ class Clock:
 # The clock ------------------------------------------------------------------------------------------------------------
 
 
-def test_measure_gives_the_median_and_half_the_interquartile_range() -> None:
-    now, times = Clock(), iter([9.0, *([1.0, 2.0, 3.0, 4.0, 100.0] * 20)])
+def ticking(*seconds: float) -> tuple[Clock, Callable[[], None]]:
+    """A clock, and a run that takes these times in turn, the last one for ever."""
+    now, times = Clock(), itertools.chain(seconds, itertools.repeat(seconds[-1]))
 
     def run() -> None:
         now.at += next(times)
 
-    found = measure(run, device="cpu", effort=Effort(warmup=1), repeats=5, now=now)
+    return now, run
+
+
+def test_measure_gives_the_median_and_half_the_interquartile_range() -> None:
+    now, run = ticking(9.0, 1.0, 2.0, 3.0, 4.0, 100.0)
+    found = measure(run, device="cpu", effort=Effort(1, min_repeats=5, min_time_s=0.0, max_time_s=1e9), now=now)
     assert found == Timing(seconds=3.0, spread=(4.0 - 2.0) / 2 / 3.0, repeats=5)
 
 
-def test_short_calls_are_timed_in_batches() -> None:
-    now, calls = Clock(), []
-
-    def run() -> None:
-        calls.append(None)
-        now.at += 1e-6
-
-    found = measure(run, device="cpu", effort=Effort(1, min_repeats=3, min_time_s=0.0), now=now)
-    assert found.seconds == pytest.approx(1e-6)
-    assert 600 <= len(calls) - 1 <= 603  # batches of 200 us
+@pytest.mark.parametrize(("undo", "batch"), [(None, 200), (lambda: None, 1)])
+def test_short_calls_are_timed_in_batches_unless_each_is_taken_back(
+    undo: Callable[[], None] | None, batch: int
+) -> None:
+    now, run = ticking(1e-6)
+    found = measure(run, device="cpu", effort=Effort(1, min_repeats=3, min_time_s=0.0), undo=undo, calls=2, now=now)
+    assert found.seconds == pytest.approx(0.5e-6)
+    assert now.at == pytest.approx((1 + 3 * batch) * 1e-6, rel=0.01)  # batches of 200 us
 
 
 def test_measure_stops_at_its_time_but_not_before_three_repeats() -> None:
-    now = Clock()
-
-    def run() -> None:
-        now.at += 10.0
-
+    now, run = ticking(10.0)
     assert measure(run, device="cpu", now=now).repeats == 3
 
 
-def test_measured_time_of_real_work_grows_with_the_work() -> None:
-    short = measure(lambda: sum(range(2_000)), device="cpu", effort=Effort(min_time_s=0.02))
-    long = measure(lambda: sum(range(40_000)), device="cpu", effort=Effort(min_time_s=0.02))
-    assert 5.0 < long.seconds / short.seconds < 80.0
+def test_what_several_call_together_is_called_as_often_as_suits_the_slowest() -> None:
+    now, run = ticking(0.01)
+    effort = Effort(1, min_repeats=5, min_time_s=0.1, max_time_s=1.0)
+    repeats = [
+        measure(run, device="cpu", effort=effort, slowest=lambda _, s=s: s, now=now).repeats for s in (0.01, 1.0)
+    ]
+    assert repeats == [10, 3]
 
 
 def test_noisy_is_by_the_spread() -> None:
@@ -234,8 +230,9 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 
 
 def test_coarse_to_fine_visits_ends_then_middles() -> None:
-    assert levels(5) == [0, 2, 1, 2, 0]
-    assert levels(1) == [0]
+    assert [level(i, 5) for i in range(5)] == [0, 2, 1, 2, 0]
+    assert [level(i, 8) for i in range(8)] == [0, 3, 2, 3, 1, 3, 2, 0]
+    assert level(0, 1) == 0
     assert [x for (x,) in coarse_to_fine([10, 20, 30, 40, 50])] == [10, 50, 30, 20, 40]
     grid = list(coarse_to_fine([1, 2, 3], ["a", "b", "c"]))
     assert set(grid[:4]) == {(1, "a"), (1, "c"), (3, "a"), (3, "c")}
@@ -263,43 +260,56 @@ def test_operands_are_as_cold_as_in_a_step() -> None:
 
 def test_the_plan_has_every_operator_once_within_bounds() -> None:
     setup = GridSetup("cpu", tiny(), (1, 2), 2, 4e9, 0.05)
-    phases = plan(setup)
-    tasks = {operator: found for phase in phases for operator, found in phase.items()}
+    points = [task.point for task in plan(setup)]
+    assert len(points) == len(set(points))
+    rows = {operator: [point.row() for point in points if point.operator == operator] for operator in FIRST}
     imported = {gemm_of(precision) for precision in PRECISIONS[1:]}  # from others' tables alone: a bench runs bf16
     imported |= {"decode_attention_fp8", "prefill_attention_fp8", "experts", "exchange"}
-    assert set(tasks) <= set(SHARES) == set(FIRST) == set(KEYS) - imported
-    assert sum(SHARES.values()) == pytest.approx(1.01, abs=0.02)
-    for operator, found in tasks.items():
-        points = [task.point for task in found]
-        assert len(points) == len(set(points)) >= (1 if operator in ("reshard", "control") else 4), operator
-    shapes = {(task.point.row()["n"], task.point.row()["k"]) for task in tasks["gemm"]}
+    assert set(FIRST) == set(KEYS) - imported
+    for operator, found in rows.items():
+        assert len(found) >= {"reshard": 1, "control": 2, "graph_capture": 0}.get(operator, 4), operator
+    shapes = {(row["n"], row["k"]) for row in rows["gemm"]}
     model = tiny()
     for tp in (1, 2):
         assert {(linear.n_out, linear.k_in) for linear in [*model.layer.linears(tp), model.head(tp)]} <= shapes
-    assert any(task.point.row()["longest"] > task.point.row()["context"] for task in tasks["decode_attention"])
-    assert {task.point.row()["prior"] for task in tasks["prefill_attention"]} == {0, 512, 4096}
-    ops = {task.point.row()["op"] for task in tasks["collective"]}
-    assert ops == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"}
-    assert [sorted(phase)[0] for phase in phases] == ["collective", "decode_step", "decode_step", "control"]
-    alone = plan(replace(setup, workers=1, tps=(1,)))
-    assert [sorted(phase)[0] for phase in alone] == ["copy", "decode_step"]
-    small = plan(replace(setup, longest_call_s=0.001))[0]
-    assert len(small["gemm"]) < len(tasks["gemm"])
+    assert any(row["longest"] > row["context"] for row in rows["decode_attention"])
+    for row in rows["decode_attention"]:
+        assert sum(contexts(row["batch"], row["context"], row["longest"])) == row["batch"] * row["context"]
+    assert {row["prior"] for row in rows["prefill_attention"]} == {0, 512, 4096}
+    assert {row["op"] for row in rows["collective"]} == set(OPERATIONS)
+    alone = {task.point.operator for task in plan(replace(setup, workers=1, tps=(1,)))}
+    assert alone == set(FIRST) - {"collective", "reshard", "migrate", "control", "graph_capture"}
+    small = [task.point for task in plan(replace(setup, longest_call_s=0.001))]
+    assert sum(point.operator == "gemm" for point in small) < len(rows["gemm"])
+
+
+def test_every_round_of_the_plan_covers_the_whole_range() -> None:
+    """The first round has the first points of every operator; the decoder of a TP is built once a round."""
+    tasks = plan(GridSetup("cuda", tiny(dtype_bytes=2), (1, 2), 2, 80e9, 0.05))
+    assert [found.operator for task in tasks if (found := task.point).operator == "gemm"][: FIRST["gemm"]]
+    order = [task.point.operator for task in tasks]
+    first = order[: order.index("control") + 2]
+    assert {operator: first.count(operator) for operator in ("gemm", "copy", "migrate")} == {
+        "gemm": FIRST["gemm"], "copy": FIRST["copy"], "migrate": FIRST["migrate"]
+    }  # fmt: skip
+    degrees = [task.point.row()["tp"] for task in tasks if task.point.operator == "decode_step"]
+    assert [tp for tp, _ in itertools.groupby(degrees[: 6 * FIRST["decode_step"]])] == [1, 2, 1, 2]
+    contexts_first = {task.point.row()["context"] for task in tasks[: order.index("prefill_attention")]
+                      if task.point.operator == "decode_attention"}  # fmt: skip
+    assert {16, 2**17} <= contexts_first
 
 
 def test_the_whole_plan_grows_with_the_call_allowed() -> None:
-    def points(setup: GridSetup) -> int:
-        return sum(len(found) for phase in plan(setup) for found in phase.values())
-
-    counts = [points(GridSetup("cuda", tiny(dtype_bytes=2), (1,), 1, 80e9, seconds)) for seconds in (0.001, 0.01, 0.1)]
-    assert counts == sorted(counts)
-    assert counts[0] < counts[-1]
+    setups = [GridSetup("cuda", tiny(dtype_bytes=2), (1,), 1, 80e9, seconds) for seconds in (0.001, 0.01, 0.1)]
+    assert len(plan(setups[0])) < len(plan(setups[1])) < len(plan(setups[2]))
 
 
-def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, tasks: dict[str, list[Task]] | None = None):
+GEMMS = [gemm(m) for m in range(1, 41)]
+
+
+def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, tasks: list[Task] = GEMMS):
     """A run over fake outcomes: `outcome(task, attempt)` is (seconds it takes, what it finds)."""
     now, journal, order = Clock(), Journal.start(tmp_path / "j.jsonl", facts()), []
-    tasks = tasks or {"gemm": [gemm(m) for m in range(1, 41)]}
 
     def measure_task(task: Task) -> Timing | str:
         order.append(task.point)
@@ -307,8 +317,8 @@ def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, tasks: dict
         now.at += took
         return found
 
-    counts = run_suite([tasks], journal, measure_task, budget_s=budget_s, now=now)
-    return counts, journal, order
+    run_suite(tasks, journal, measure_task, budget_s=budget_s, now=now)
+    return counts(tasks, journal), journal, order
 
 
 GOOD, BAD = Timing(1e-6, 0.01, 7), Timing(1e-6, 0.5, 7)
@@ -321,7 +331,7 @@ def test_noisy_points_are_tried_again_later_and_then_refused(tmp_path: Path) -> 
             return 1.0, replace(BAD, spread=0.2 if attempt == 2 else 0.5)
         return 1.0, BAD if m == 2 and attempt == 1 else GOOD
 
-    counts, journal, order = suite(tmp_path, outcome)
+    found, journal, order = suite(tmp_path, outcome)
     assert order.count(gemm(1).point) == ATTEMPTS
     assert order[:4] == [gemm(m).point for m in (1, 2, 3, 4)], "the next attempt comes later"
     refused = journal.results[gemm(1).point]
@@ -329,47 +339,24 @@ def test_noisy_points_are_tried_again_later_and_then_refused(tmp_path: Path) -> 
     assert refused.spread == 0.2
     assert refused.took_s == ATTEMPTS
     assert journal.results[gemm(2).point].refused == ""
-    assert (counts["gemm"].measured, counts["gemm"].noisy, counts["gemm"].left) == (39, 1, 0)
+    assert (found["gemm"].measured, found["gemm"].noisy, found["gemm"].left) == (39, 1, 0)
     assert 1 not in journal.measurements().table("gemm").m.tolist()
     assert read_journal(journal.path).results == journal.results
 
 
 def test_what_the_device_cannot_do_is_recorded_once(tmp_path: Path) -> None:
-    counts, journal, order = suite(tmp_path, lambda task, _: (1.0, "out of memory" if task == gemm(3) else GOOD))
+    found, journal, order = suite(tmp_path, lambda task, _: (1.0, "out of memory" if task == gemm(3) else GOOD))
     assert order.count(gemm(3).point) == 1
     assert journal.results[gemm(3).point].refused == "impossible: out of memory"
-    assert counts["gemm"].impossible == 1
+    assert found["gemm"].impossible == 1
 
 
-def test_the_budget_is_shared_and_ends_the_run(tmp_path: Path) -> None:
-    tasks = {
-        "gemm": [gemm(m) for m in range(1, 1001)],
-        "optimizer": [Task.of("optimizer", n) for n in range(1, 1001)],
-        "copy": [Task.of("copy", "device", 1)],
-    }
-    counts, journal, _ = suite(tmp_path, lambda *_: (1.0, GOOD), budget_s=600.0, tasks=tasks)
-    assert counts["copy"].measured == 1
-    assert counts["gemm"].measured + counts["optimizer"].measured == 599
-    assert counts["gemm"].measured / counts["optimizer"].measured == pytest.approx(
-        SHARES["gemm"] / SHARES["optimizer"], rel=0.05
-    )
-    assert counts["gemm"].left == 1000 - counts["gemm"].measured
-    assert journal.spent_s == 600.0
-
-
-def test_every_operator_gets_its_first_points_even_of_a_tiny_budget(tmp_path: Path) -> None:
-    tasks = {
-        "gemm": [gemm(m) for m in range(1, 101)],
-        "memory_bound": [Task.of("memory_bound", 4, n, n) for n in range(1, 101)],
-    }
-    counts, _, _ = suite(
-        tmp_path,
-        lambda task, _: (50.0 if task.point.operator == "memory_bound" else 1.0, GOOD),
-        budget_s=325.0,
-        tasks=tasks,
-    )
-    assert counts["memory_bound"].measured >= FIRST["memory_bound"]
-    assert counts["gemm"].measured >= FIRST["gemm"]
+def test_the_budget_ends_the_run(tmp_path: Path) -> None:
+    tasks = [*GEMMS, *(Task.of("optimizer", n) for n in range(1, 11))]
+    found, journal, _ = suite(tmp_path, lambda *_: (2.0, GOOD), budget_s=85.0, tasks=tasks)
+    assert (found["gemm"].measured, found["gemm"].left) == (40, 0)
+    assert (found["optimizer"].measured, found["optimizer"].left) == (3, 7)
+    assert journal.spent_s == 86.0  # the point under way is finished
 
 
 def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
@@ -471,9 +458,11 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
     pytest.importorskip("torch")
     from rlsim.calibrate.measure import session
 
-    def first_points(setup: GridSetup) -> list[Phase]:
-        enough = {"gemm": 12, "collective": 18, "decode_step": 4, "prefill_step": 4}
-        return [{name: found[: enough.get(name, 7)] for name, found in phase.items()} for phase in plan(setup)]
+    def first_points(setup: GridSetup) -> list[Task]:
+        enough = {"gemm": 12, "collective": 18, "decode_step": 8, "prefill_step": 8}
+        seen = Counter[str]()
+        tasks = [(task, seen.update([task.point.operator]) or seen[task.point.operator]) for task in plan(setup)]
+        return [task for task, number in tasks if number <= enough.get(task.point.operator, 7)]
 
     monkeypatch.setattr(suite_module, "NOISY", float("inf"))
     monkeypatch.setattr(session, "plan", first_points)

@@ -111,7 +111,7 @@ def test_contexts_and_moves():
 
 def test_workers_keep_state_and_say_what_went_wrong():
     with Workers(2) as workers:
-        processes = [process.pid for process in workers._processes]
+        processes = workers.pids
         assert workers.call(_count) == [(0, 1), (1, 1)]
         assert workers.call(_count) == [(0, 2), (1, 2)]
         with pytest.raises(CalibrationError, match="measuring process 1: ValueError: one is enough"):

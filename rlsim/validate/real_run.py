@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from rlsim.calibrate.measure.batch import Batch
-from rlsim.calibrate.measure.clock import synchronize
+from rlsim.calibrate.measure.clock import CORE_SHARE, Lap, synchronize
 from rlsim.calibrate.measure.decoder import Decoder, KvCache, build_decoder
 from rlsim.calibrate.measure.layout import Move, migrate, reshard
-from rlsim.calibrate.measure.steps import CORE_SHARE, Lap, agree, step_times, together
+from rlsim.calibrate.measure.steps import step_times
 from rlsim.errors import CalibrationError
 from rlsim.models import Model
 
@@ -126,7 +126,9 @@ def switch_times(worker: Any, from_tp: int, to_tp: int, contexts: Sequence[int],
     with torch.inference_mode():
         batch = Batch(worker.state["decoders"][from_tp])
         batch.arrive(range(len(own)), own, [0] * len(own))
-        return step_times(worker, lambda: _switch(worker, batch, [], to_tp), lambda: together(worker), repeats + 1)[1:]
+        return step_times(
+            worker, lambda: _switch(worker, batch, [], to_tp), lambda: worker.all.together(), repeats + 1
+        )[1:]
 
 
 def rollout(worker: Any, plan: Plan) -> tuple[float, Run]:
@@ -151,15 +153,15 @@ def rollout(worker: Any, plan: Plan) -> tuple[float, Run]:
     try:
         with torch.inference_mode():
             worker.state["finished"][worker.rank] = 0
-            together(worker)
+            worker.all.together()
             began, busy = time.perf_counter(), time.process_time()
             replica.drain(plan.switch_at if plan.switch_to else -1)
             if plan.switch_to:
                 stopped = time.perf_counter()
                 batch, waiting = _switch(worker, replica.batch, replica.waiting, plan.switch_to)
                 resumed = time.perf_counter()
-                run.pause_s = resumed - max(agree(worker, stopped))
-                replica.follow(batch, waiting, sum(agree(worker, len(batch) + len(waiting))) // plan.switch_to)
+                run.pause_s = resumed - max(worker.all.agree(stopped))
+                replica.follow(batch, waiting, sum(worker.all.agree(len(batch) + len(waiting))) // plan.switch_to)
                 replica.drain(-1)
             run.core_share = min((time.process_time() - busy) / (time.perf_counter() - began), 1.0)
     finally:
@@ -252,7 +254,7 @@ def _switch(worker: Any, batch: Batch, waiting: Sequence[Ask], tp: int) -> tuple
     """
     old, target = batch.decoder, worker.state["decoders"][tp]
     own = list(zip(batch.ids, batch.contexts, batch.tokens[: len(batch)].tolist(), strict=True)), list(waiting)
-    found = agree(worker, own)[:: old.tp]
+    found = worker.all.agree(own)[:: old.tp]
     live = [
         (number, context, token, i, slot)
         for i, (running, _) in enumerate(found)
@@ -279,7 +281,7 @@ def _switch(worker: Any, batch: Batch, waiting: Sequence[Ask], tp: int) -> tuple
     mine = [item for item in live if place[item[0]] == here]
     following = Batch(target)
     following.arrive([item[0] for item in mine], [item[1] for item in mine], [item[2] for item in mine])
-    together(worker)
+    worker.all.together()
     return following, [ask for ask in others if place[ask.id] == here]
 
 

@@ -6,23 +6,13 @@ import importlib.util
 from functools import partial
 from typing import Any
 
+import torch
+from torch.nn import functional
+
 from rlsim.calibrate.measure.bench import Bench, Call
+from rlsim.calibrate.measure.plan import contexts
 
 PAGE_TOKENS = 16  # of a paged KV cache
-
-
-def contexts(batch: int, mean: int, longest: int) -> list[int]:
-    """`batch` context lengths with this mean and maximum: one of `longest` tokens, the rest alike.
-
-    Raises `ValueError` if there are none.
-    """
-    rest = batch * mean - longest
-    if batch == 1 or rest < batch - 1 or longest < mean:
-        if longest == mean:
-            return [mean] * batch
-        raise ValueError(f"{batch} contexts cannot have a mean of {mean} and a longest of {longest}")
-    base, more = divmod(rest, batch - 1)
-    return [longest, *(base + (i < more) for i in range(batch - 1))]
 
 
 def decode_kernel(device: str) -> str:
@@ -46,8 +36,6 @@ def decode_attention(
 def _decode_torch(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
     """As the decoder of the whole steps does it (`decoder.Decoder`): every sequence is read as far as the longest on
     the CPU, as far as it goes by CUDA's flash kernel."""
-    import torch
-
     batch, longest = len(lengths), max(lengths)
     copies = bench.copies(2 * batch * longest * kv_heads * head_dim * bench.dtype_bytes, kv=True)
     ends = torch.tensor(lengths, device=bench.device)
@@ -76,15 +64,11 @@ def _flash(query: Any, cache: Any, starts: tuple[Any, Any], longest: tuple[int, 
     `starts` and `longest` are the sequences' in queries and keys. With `used`, the tokens filled of each sequence's
     keys, it is a decode step; without, causal.
     """
-    import torch
-
     forward: Any = torch.ops.aten._flash_attention_forward
     return partial(forward, query, cache[0], cache[1], *starts, *longest, 0.0, used is None, False, seqused_k=used)
 
 
 def _decode_flash_attn(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
-    import torch
-
     attend: Any = importlib.import_module("flash_attn").flash_attn_with_kvcache
     batch, longest = len(lengths), max(lengths)
     copies = bench.copies(2 * sum(lengths) * kv_heads * head_dim * bench.dtype_bytes, kv=True)
@@ -95,8 +79,6 @@ def _decode_flash_attn(bench: Bench, lengths: list[int], q_heads: int, kv_heads:
 
 
 def _decode_flashinfer(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
-    import torch
-
     def integers(values: list[int]) -> Any:
         return torch.tensor(values, dtype=torch.int32, device=bench.device)
 
@@ -126,8 +108,6 @@ def prefill_attention(
     bench: Bench, batch: int, new: int, prior: int, q_heads: int, kv_heads: int, head_dim: int
 ) -> list[Call]:
     """`new` tokens of each of `batch` sequences over themselves, causally, and over `prior` cached tokens."""
-    import torch
-
     total = prior + new
     # without cached tokens, keys and values come straight from their product
     copies = bench.copies(batch * total * kv_heads * head_dim * 2 * bench.dtype_bytes, kv=True) if prior else 1
@@ -150,8 +130,6 @@ def prefill_attention(
 def causal_attention(query: Any, keys: Any, values: Any, mask: Any = None) -> Any:
     """Torch's causal attention, (batch, heads, tokens, head size) each. KV heads may be fewer than query heads. With
     cached tokens in front, `mask` says what each query sees."""
-    from torch.nn import functional
-
     group = query.shape[1] // keys.shape[1]
     if group > 1:
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))

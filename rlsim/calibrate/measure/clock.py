@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,9 @@ NOISY = 0.1
 #: The same for what happens once in a layout change, not thousands of times in a rollout: set-up work varies.
 NOISY_ONCE = 0.5
 
-FEWEST = 3  # repeats of a call that alone outlasts the time allowed
-BATCH_S = 200e-6  # shorter calls on the CPU are timed in batches this long: the scheduler's tick is not the kernel's
+FEWEST, MOST = 3, 200  # repeats
+BATCH_S = {"cpu": 200e-6, "cuda": 2e-3}  # shorter calls are timed in batches this long: the tick, or the last wait
+CORE_SHARE = 0.97  # of its core that a process has while nothing else runs there
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long one point is measured.
-
-    After `warmup` runs it is repeated until there are `min_repeats` over `min_time_s`, or until `max_time_s` is over
-    (three repeats at the least).
-    """
+    """How long one point is measured: after `warmup` runs until there are `min_repeats` over `min_time_s`, or until
+    `max_time_s` is over (three repeats at the least)."""
 
     warmup: int = 3
     min_repeats: int = 7
@@ -48,40 +46,67 @@ class Effort:
     max_time_s: float = 1.0
 
 
+class Lap(NamedTuple):
+    """One repeat of what is timed."""
+
+    seconds: float
+    core_share: float  # of the time that this process really ran; the rest of the core went to others
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something else ran on our core meanwhile."""
+        return self.core_share < CORE_SHARE
+
+
 def measure(
     run: Callable[[], object],
     *,
     device: str,
     effort: Effort = Effort(),
-    repeats: int | None = None,
     calls: int = 1,
+    undo: Callable[[], object] | None = None,
+    slowest: Callable[[float], float] = lambda seconds: seconds,
     now: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-    """Time `run()` on `device` ("cpu" or "cuda") with this effort.
+    """Time `run()` on `device` with this effort; it makes `calls` equal calls, and the time is that of one.
 
-    `repeats` fixes the number of repeats instead: what several processes call together must be called equally often by
-    all. `run` makes `calls` equal calls; the time is that of one. `now` is the CPU's clock.
-    On CUDA, events around each repeat give the device's time, the gaps of a host that lags behind included; capture
-    short kernels into a graph (`launcher`) to leave them out.
+    With `undo`, which takes a run back, every run is timed by itself. What several processes call together must be
+    called equally often by all: `slowest` gives the largest of their times of one run, and lets them begin together.
     """
-    timed = _on_cuda if device.startswith("cuda") else _on_cpu(now)
-    began, one = now(), 0.0
-    for _ in range(max(1, effort.warmup)):
-        one = timed(run, 1)
-        if repeats is None and now() - began > effort.max_time_s:
-            break
-    inner = 1
-    if not device.startswith("cuda") and repeats is None and 0.0 < one < BATCH_S:
-        inner = math.ceil(BATCH_S / one)
-    times: list[float] = []
-    began = now()
-    while True:
-        times.append(timed(run, inner) / (inner * calls))
-        over = now() - began
-        enough = over >= effort.min_time_s and len(times) >= effort.min_repeats
-        too_long = over >= effort.max_time_s and len(times) >= FEWEST
-        if (enough or too_long) if repeats is None else len(times) >= repeats:
-            return timing(times)
+    one = max(slowest(laps(run, max(effort.warmup, 1), device, undo, now=now)[-1].seconds), 1e-9)
+    inner = 1 if undo else max(1, math.ceil(BATCH_S[device.partition(":")[0]] / one))
+    wanted = max(effort.min_repeats, math.ceil(effort.min_time_s / (inner * one)))
+    repeats = max(FEWEST, min(wanted, math.floor(effort.max_time_s / (inner * one)), MOST))
+    return timing([lap.seconds / (inner * calls) for lap in laps(run, repeats, device, undo, inner, now)])
+
+
+def laps(
+    run: Callable[[], object],
+    repeats: int,
+    device: str,
+    undo: Callable[[], object] | None = None,
+    inner: int = 1,
+    now: Callable[[], float] = time.perf_counter,
+) -> list[Lap]:
+    """`repeats` times `inner` runs, until the device is done with them. The garbage collector waits meanwhile."""
+    busy, found = time.process_time, []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            worked, began = busy(), now()
+            for _ in range(inner):
+                run()
+            synchronize(device)
+            seconds, worked = now() - began, busy() - worked
+            found.append(Lap(seconds, min(worked / max(seconds, 1e-9), 1.0) if device == "cpu" else 1.0))
+            if undo:
+                undo()
+                synchronize(device)
+    finally:
+        if collecting:
+            gc.enable()
+    return found
 
 
 def timing(times: Sequence[float]) -> Timing:
@@ -94,58 +119,7 @@ def timing(times: Sequence[float]) -> Timing:
 
 def synchronize(device: str) -> None:
     """Wait until everything queued on `device` is done."""
-    if device.startswith("cuda"):
+    if device != "cpu":
         import torch
 
         torch.cuda.synchronize(device)
-
-
-def launcher(functions: Sequence[Callable[[], object]], device: str) -> tuple[Callable[[], object], int]:
-    """A `run` for `measure` that goes through `functions` in turn, and the calls it makes.
-
-    Equal work on different operands keeps what a step would find in memory out of the caches. On the CPU every run
-    is one call; on CUDA one run is a captured graph of all of them (at least eight calls), so that the host's launch
-    time does not count.
-    """
-    if not device.startswith("cuda"):
-        turns = itertools.cycle(functions)
-        return lambda: next(turns)(), 1
-    import torch
-
-    cuda: Any = torch.cuda
-    rounds = math.ceil(8 / len(functions))
-    stream = cuda.Stream(device)
-    stream.wait_stream(cuda.current_stream(device))
-    with cuda.stream(stream):  # a kernel's first launch may allocate or tune, which capture does not allow
-        for function in functions:
-            function()
-    cuda.current_stream(device).wait_stream(stream)
-    graph = cuda.CUDAGraph()
-    with cuda.graph(graph):
-        for _ in range(rounds):
-            for function in functions:
-                function()
-    return graph.replay, rounds * len(functions)
-
-
-def _on_cpu(now: Callable[[], float]) -> Callable[[Callable[[], object], int], float]:
-    def timed(run: Callable[[], object], inner: int) -> float:
-        began = now()
-        for _ in range(inner):
-            run()
-        return now() - began
-
-    return timed
-
-
-def _on_cuda(run: Callable[[], object], inner: int) -> float:
-    import torch
-
-    cuda: Any = torch.cuda
-    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(inner):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,6 @@ class Point:
 
     def row(self) -> dict[str, Any]:
         return dict(zip(KEYS[self.operator], self.values, strict=True))
-
-    @staticmethod
-    def of(operator: str, row: Mapping[str, Any]) -> Point:
-        """The point of a table's row; raises `KeyError` for an unknown operator or a missing column."""
-        return Point(operator, tuple(row[name] for name in KEYS[operator]))
-
-    def __str__(self) -> str:
-        return f"{self.operator} " + ", ".join(f"{name} {value}" for name, value in self.row().items())
 
 
 @dataclass(frozen=True)
@@ -69,15 +62,14 @@ class Journal:
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and path.stat().st_size and not fresh:
-                journal, whole = _read(path)
-                if journal is not None:
-                    machine.check_same(journal.machine, path)
-                    with path.open("r+b") as file:
-                        file.truncate(whole)
-                    return journal
-            if fresh and path.exists() and path.stat().st_size and not path.read_bytes()[:64].startswith(_BEGIN):
+            there = path.read_bytes() if path.exists() else b""
+            if fresh and there and not there.startswith(_BEGIN):
                 raise CalibrationError(f"{path}: is not rlsim's journal; move it away, or give another --out")
+            if not fresh and b"\n" in there:
+                journal = read_journal(path)
+                machine.check_same(journal.machine, path)
+                os.truncate(path, there.rindex(b"\n") + 1)
+                return journal
             first = json.dumps({"journal": VERSION, "machine": machine.model_dump(mode="json")})
             path.write_text(first + "\n", encoding="utf-8")
         except OSError as error:
@@ -87,7 +79,7 @@ class Journal:
     def add(self, result: Result) -> None:
         """Keeps a result, on disk before this returns."""
         line: dict[str, Any] = {"operator": result.point.operator, **result.point.row()}
-        line |= {"seconds": result.seconds, "spread": result.spread, "repeats": result.repeats, "took_s": result.took_s}
+        line |= {name: getattr(result, name) for name in ("seconds", "spread", "repeats", "took_s")}
         if result.refused:
             line["refused"] = result.refused
         try:
@@ -102,21 +94,17 @@ class Journal:
         """Seconds that measuring took so far, over all runs."""
         return sum(result.took_s for result in self.results.values())
 
-    def measured(self) -> list[Result]:
-        """The points with a time."""
-        return [result for result in self.results.values() if not result.refused]
-
     def refused(self) -> list[Result]:
-        """The points without: noisy, or beyond what the device can do."""
+        """The points without a time: noisy, or beyond what the device can do."""
         return [result for result in self.results.values() if result.refused]
 
     def measurements(self, notes: Iterable[str] = ()) -> Measurements:
         """The measured points as tables; refused points are in none."""
         rows: dict[str, list[dict[str, Any]]] = {}
-        for result in self.measured():
-            row = {**result.point.row(), "seconds": result.seconds, "spread": result.spread}
-            rows.setdefault(result.point.operator, []).append(row)
-        tables = {operator: pd.DataFrame(found) for operator, found in rows.items()}
+        for result in self.results.values():
+            if not result.refused:
+                row = {**result.point.row(), "seconds": result.seconds, "spread": result.spread}
+                rows.setdefault(result.point.operator, []).append(row)
         source = Source(
             project=f"own measurement on {self.machine.name}",
             commit=f"rlsim {self.machine.versions.get('rlsim', '')}".strip(),
@@ -124,26 +112,18 @@ class Journal:
             files=(self.path.name,),
             engine_version=f"torch {self.machine.versions.get('torch', '')}".strip(),
         )
-        return Measurements(tables, (source,), tuple(notes))
+        return Measurements({name: pd.DataFrame(found) for name, found in rows.items()}, (source,), tuple(notes))
 
 
 def read_journal(path: Path) -> Journal:
-    """The journal at `path`, to look at. Raises `CalibrationError` if it is missing, empty or damaged."""
+    """The journal at `path`, without a last line that was cut short. Raises `CalibrationError` if it is missing, empty
+    or damaged."""
     try:
-        journal, _ = _read(path)
+        *lines, _ = path.read_bytes().split(b"\n")  # what follows the last line break was cut short while written
     except OSError as error:
         raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
-    if journal is None:
-        raise CalibrationError(f"{path}: the journal is empty")
-    return journal
-
-
-def _read(path: Path) -> tuple[Journal | None, int]:
-    """The journal, None if not even its first line is whole, and the length of its whole lines in bytes."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1  # what follows the last line break was cut short while it was written
     journal: Journal | None = None
-    for number, raw in enumerate(data[:whole].splitlines(), 1):
+    for number, raw in enumerate(lines, 1):
         try:
             line = json.loads(raw)
             if not isinstance(line, dict):
@@ -158,7 +138,9 @@ def _read(path: Path) -> tuple[Journal | None, int]:
             raise CalibrationError(
                 f"{path}:{number}: damaged journal line: {reason}; mend it, or begin anew with --fresh"
             ) from None
-    return journal, whole
+    if journal is None:
+        raise CalibrationError(f"{path}: the journal is empty")
+    return journal
 
 
 def _machine(line: dict[str, Any]) -> MachineFacts:
@@ -167,15 +149,15 @@ def _machine(line: dict[str, Any]) -> MachineFacts:
     try:
         return MachineFacts.model_validate(line["machine"])
     except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise ValueError(f"machine.{where}: {error.errors()[0]['msg']}") from None
+        first = error.errors()[0]
+        raise ValueError(f"machine.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def _result(line: dict[str, Any]) -> Result:
     operator = line["operator"]
     if operator not in KEYS:
         raise ValueError(f"unknown operator {operator!r}")
-    point = Point.of(operator, line)
+    point = Point(operator, tuple(line[name] for name in KEYS[operator]))
     seconds, spread, refused = float(line["seconds"]), float(line["spread"]), str(line.get("refused", ""))
     if not refused and not (math.isfinite(seconds) and seconds > 0.0):
         raise ValueError(f"expected a positive time, got {line['seconds']!r}")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+from torch.nn import functional
+
 from rlsim.calibrate.measure.attention import causal_attention
 from rlsim.calibrate.measure.bench import Bench, Call
 from rlsim.models import Model
 
-DIRECTIONS = ("forward", "forward_backward")
-
 
 def copy(bench: Bench, kind: str, size: int) -> list[Call]:
     """`size` bytes copied on the device, or between it and pinned host memory."""
-    import torch
 
     def buffer(device: str) -> Any:
         pinned = device == "cpu" and bench.device != "cpu"
@@ -29,8 +29,6 @@ def copy(bench: Bench, kind: str, size: int) -> list[Call]:
 
 def gemm(bench: Bench, m: int, n: int, k: int) -> list[Call]:
     """`m` tokens through a linear layer with an (n, k) weight."""
-    from torch.nn import functional
-
     copies = bench.copies(n * k * bench.dtype_bytes)
     weights, tokens = bench.tensor(copies, n, k), bench.tensor(m, k)
     return [partial(functional.linear, tokens, weights[i]) for i in range(copies)]
@@ -41,9 +39,6 @@ def layer_elementwise(
 ) -> list[Call]:
     """All of a layer on `tokens` tokens that is neither product nor attention: twice residual and norm, the rotary
     embedding of queries and keys with the KV write, and the activation of a gated MLP of `width`."""
-    import torch
-    from torch.nn import functional
-
     x, residual, scale = bench.tensor(tokens, hidden), bench.tensor(tokens, hidden), bench.tensor(hidden)
     rotated, values = bench.tensor(tokens, heads + kv_heads, head_dim), bench.tensor(tokens, kv_heads, head_dim)
     cosine, sine = bench.tensor(tokens, 1, head_dim), bench.tensor(tokens, 1, head_dim)
@@ -69,8 +64,6 @@ def layer_elementwise(
 def train_block(bench: Bench, model: Model, direction: str, tokens: int, length: int) -> list[Call]:
     """One decoder layer over `tokens` tokens in sequences of `length`: forward without gradients (as a log-prob pass
     runs it), or forward and backward to weights and input, nothing recomputed."""
-    import torch
-
     backward = direction == "forward_backward"
     sequences, attention = tokens // length, model.attention
     weights = {
@@ -103,9 +96,6 @@ def train_block(bench: Bench, model: Model, direction: str, tokens: int, length:
 
 def block(x: Any, weights: dict[str, Any], rotation: tuple[Any, Any], model: Model) -> Any:
     """One llama-like layer over (sequences, length, hidden) activations, causal attention within each sequence."""
-    import torch
-    from torch.nn import functional
-
     sequences, length, hidden = x.shape
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     normed = functional.rms_norm(x, (hidden,), weights["norm1"], 1e-6)
@@ -125,8 +115,6 @@ def block(x: Any, weights: dict[str, Any], rotation: tuple[Any, Any], model: Mod
 
 def optimizer(bench: Bench, parameters: int) -> list[Call]:
     """One AdamW step over `parameters` fp32 parameters with fp32 moments, as mixed-precision training keeps them."""
-    import torch
-
     weight = torch.full((parameters,), 0.01, device=bench.device, requires_grad=True)
     weight.grad = torch.full_like(weight, 0.001)
     adam: Any = torch.optim.AdamW([weight], lr=1e-6, fused=True, capturable=bench.device != "cpu")

@@ -71,7 +71,7 @@ def migrate(worker: Any, cache: KvCache, from_tp: int, to_tp: int, moves: Sequen
             if peer != worker.rank
         }
         sends = {peer: tensor for peer, tensor in packed.items() if peer != worker.rank}
-        received = worker.ranks(worker.size).exchange(sends, sizes, source)
+        received = worker.all.exchange(sends, sizes, source)
         if worker.rank in packed:
             received[worker.rank] = packed[worker.rank]
         for peer, pieces in incoming.items():

@@ -1,41 +1,35 @@
-"""Which points to measure, and in which order: coarse over the whole range first, then ever finer."""
+"""Which points to measure, and in which order: in rounds, each over the whole range, ever finer."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsim.calibrate.measure.attention import contexts
 from rlsim.calibrate.measure.journal import Point
-from rlsim.calibrate.measure.kernels import DIRECTIONS
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.transfer import kv_rank_bytes
-from rlsim.layers import Linear
 from rlsim.models import Model
 
-#: Share of the budget that each operator gets (what one does not use goes to the others), and the points that it gets
-#: before the shares count, so that a small budget still gives something of everything.
-BUDGET = {
-    "decode_step": (0.26, 8),
-    "prefill_step": (0.10, 4),
-    "gemm": (0.18, 24),
-    "decode_attention": (0.12, 12),
-    "prefill_attention": (0.06, 12),
-    "memory_bound": (0.04, 6),
-    "copy": (0.03, 3),
-    "collective": (0.08, 18),
-    "train_block": (0.05, 4),
-    "optimizer": (0.02, 1),
-    "graph_capture": (0.02, 1),
-    "reshard": (0.02, 1),
-    "migrate": (0.02, 1),
-    "control": (0.01, 4),
+#: Points of every operator in the first round; the next has twice as many, and so on.
+FIRST = {
+    "gemm": 24,
+    "collective": 18,
+    "decode_attention": 12,
+    "prefill_attention": 12,
+    "decode_step": 8,
+    "memory_bound": 6,
+    "train_block": 4,
+    "prefill_step": 4,
+    "control": 4,
+    "copy": 3,
+    "optimizer": 1,
+    "graph_capture": 1,
+    "reshard": 1,
+    "migrate": 1,
 }
-SHARES = {operator: share for operator, (share, _) in BUDGET.items()}
-FIRST = {operator: points for operator, (_, points) in BUDGET.items()}
 
 
 @dataclass(frozen=True)
@@ -63,159 +57,131 @@ class GridSetup:
     memory_bytes: float
     longest_call_s: float
 
-    def call_s(self, flops: float, size: float) -> float:
-        """Seconds of a call of this work and footprint (bytes) on a slow core, or an old GPU: only bounds the grid."""
+    def quick(self, flops: float, size: float) -> bool:
+        """Whether a call of this work and these bytes is short enough on a slow core, or an old GPU."""
         flop_per_s, bytes_per_s = (3e10, 4e9) if self.device == "cpu" else (1e14, 6e11)
-        return flops / flop_per_s + size / bytes_per_s
+        return flops / flop_per_s + size / bytes_per_s <= self.longest_call_s
 
     def fits(self, flops: float, size: float) -> bool:
         """Whether a call of this work and footprint (bytes) is worth measuring here."""
-        return self.call_s(flops, size) <= self.longest_call_s and size <= self.memory_bytes / 4
+        return self.quick(flops, size) and size <= self.memory_bytes / 4
+
+    def scores(self, bytes_: float) -> float:
+        """Bytes of attention scores, which torch may keep on the CPU."""
+        return bytes_ if self.device == "cpu" else 0.0
+
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """(query heads, KV heads) on one device at every TP of the run."""
+        attention = self.model.attention
+        return list(dict.fromkeys((attention.heads // tp, attention.kv_heads_per_gpu(tp)) for tp in self.tps))
 
 
-#: The tasks of every operator, in the order to measure them.
-Phase = dict[str, list[Task]]
+def plan(setup: GridSetup) -> list[Task]:
+    """All points, each once, in the order to measure them.
+
+    Every operator has the first of its points in the first round (`FIRST`), and in every further round twice as many.
+    Within a round kernels and collectives come first, then whole steps of one TP after the other (the decoder fills the
+    memory and takes its time to build), then changes of the layout.
+    """
+    makers = (_copies, _gemms, _decode_attention, _prefill_attention, _elementwise, _train, _optimizer, _collectives)
+    phases = [[maker(setup) for maker in makers]]
+    phases += [[_decode_steps(setup, tp), _prefill_steps(setup, tp), _captures(setup, tp)] for tp in setup.tps]
+    phases += [[_reshards(setup), _migrations(setup), _controls(setup)]]
+    ranked = []
+    for phase, grids in enumerate(phases):
+        for grid in grids:
+            for index, task in enumerate({task.point: task for task in grid}.values()):
+                ranked.append(((1 + index // FIRST[task.point.operator]).bit_length(), phase, task))
+    return [task for *_, task in sorted(ranked, key=lambda found: found[:2])]
 
 
-def plan(setup: GridSetup) -> list[Phase]:
-    """Phases to go through one after another: kernels and collectives, whole steps of one TP after the other (the
-    decoder fills the memory and takes its time to build), and changes of the layout."""
-    cuda = setup.device == "cuda"
-    kernels = {
-        "copy": _copies(setup),
-        "gemm": _gemms(setup),
-        "decode_attention": _decode_attention(setup),
-        "prefill_attention": _prefill_attention(setup),
-        "memory_bound": _elementwise(setup),
-        "train_block": _train(setup),
-        "optimizer": _optimizer(setup),
-        "collective": _collectives(setup),
-    }
-    steps: list[Mapping[str, Iterable[Task]]] = [
-        {
-            "decode_step": _decode_steps(setup, tp),
-            "prefill_step": _prefill_steps(setup, tp),
-            "graph_capture": _captures(setup, tp) if cuda else (),
-        }
-        for tp in setup.tps
-    ]
-    controls = [Task.of("control", what) for what in ("pause", "group_create")] if setup.workers > 1 else []
-    changes = {"reshard": _reshards(setup), "migrate": _migrations(setup), "control": controls}
-    return [phase for phase in map(_distinct, [kernels, *steps, changes]) if phase]
-
-
-def _distinct(phase: Mapping[str, Iterable[Task]]) -> Phase:
-    tasks = {operator: list({task.point: task for task in found}.values()) for operator, found in phase.items()}
-    return {operator: found for operator, found in tasks.items() if found}
-
-
-def levels(count: int) -> list[int]:
-    """At which refinement each of `count` places in a row is first visited: the ends at 0, the middle at 1, the middles
-    of both halves at 2, and so on."""
-    found = [0] * count
-    ranges = [(0, count - 1)]
-    level = 0
-    while ranges:
-        level += 1
-        halves = []
-        for low, high in ranges:
-            if high - low >= 2:
-                middle = (low + high) // 2
-                found[middle] = level
-                halves += [(low, middle), (middle, high)]
-        ranges = halves
-    return found
+def level(place: int, count: int) -> int:
+    """At which refinement a place in a row of `count` is first visited: the ends at 0, then the middle, and so on."""
+    return 0 if place in (0, count - 1) else count.bit_length() - (place & -place).bit_length()
 
 
 def coarse_to_fine(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Every combination of the axes' values, those first that are coarse on all axes together."""
-    ranked = [list(zip(levels(len(axis)), axis, strict=True)) for axis in axes]
-    combinations = sorted(itertools.product(*ranked), key=lambda found: sum(level for level, _ in found))
+    ranked = [[(level(i, len(axis)), value) for i, value in enumerate(axis)] for axis in axes]
+    combinations = sorted(itertools.product(*ranked), key=lambda found: sum(rank for rank, _ in found))
     return (tuple(value for _, value in found) for found in combinations)
 
 
 def doublings(low: int, high: int, steps: int = 1) -> list[int]:
     """Whole numbers from `low` to at most `high`, `steps` to a doubling."""
-    found: list[int] = []
-    exponent = 0
-    while (value := round(low * 2 ** (exponent / steps))) <= high:
-        if not found or value > found[-1]:
-            found.append(value)
-        exponent += 1
-    return found
+    values = (round(low * 2 ** (exponent / steps)) for exponent in itertools.count())
+    return list(dict.fromkeys(itertools.takewhile(lambda value: value <= high, values)))
+
+
+def contexts(batch: int, mean: int, longest: int) -> list[int]:
+    """`batch` context lengths with this mean and maximum: one of `longest` tokens, the rest alike.
+
+    Raises `ValueError` if there are none.
+    """
+    rest = batch * mean - longest
+    if batch == 1 or rest < batch - 1 or longest < mean:
+        if longest == mean:
+            return [mean] * batch
+        raise ValueError(f"{batch} contexts cannot have a mean of {mean} and a longest of {longest}")
+    base, more = divmod(rest, batch - 1)
+    return [longest, *(base + (i < more) for i in range(batch - 1))]
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
 
 
 def _copies(setup: GridSetup) -> Iterator[Task]:
     kinds = ["device"] if setup.device == "cpu" else ["device", "host_to_device", "device_to_host"]
-    sizes = doublings(2**14, 2**32)
-    for (size,) in coarse_to_fine([size for size in sizes if setup.fits(0, 4 * size)]):
+    for (size,) in coarse_to_fine([size for size in doublings(2**14, 2**32) if setup.fits(0, 4 * size)]):
         yield from (Task.of("copy", kind, size) for kind in kinds)
 
 
-def _shapes(setup: GridSetup) -> list[tuple[int, int]]:
-    """(n, k) of the model's products at every TP it allows, the run's own first; then of narrower and wider models."""
-    model = setup.model
+def _gemms(setup: GridSetup) -> Iterator[Task]:
+    """Large squares first, for the peak rate; then the model's products at every TP it allows, the run's own first,
+    and those of narrower and wider models, all at few token counts and then at ever more: held-out points need shapes
+    enough."""
+    model, element = setup.model, setup.model.dtype_bytes
+
+    def fits(m: int, n: int, k: int) -> bool:
+        return setup.fits(2.0 * m * n * k, element * (n * k + m * (n + k)))
+
+    sides = [side for side in (512, 1024, 2048, 4096, 8192) if fits(side, side, side)]
+    yield from (Task.of("gemm", side, side, side) for side in sides[-2:])
     degrees = [*setup.tps, *(tp for tp in (1, 2, 4, 8) if tp not in setup.tps and model.supports_tp(tp))]
-    linears: list[Linear] = []
-    for tp in degrees:
-        linears += [*model.layer.linears(tp), model.head(tp)]
+    linears = [linear for tp in degrees for linear in (*model.layer.linears(tp), model.head(tp))]
     own = [(linear.n_out, linear.k_in) for linear in linears]
     others = [(round(n * a), round(k * b)) for a, b in ((0.5, 2), (2, 0.5), (0.75, 0.75), (1.5, 1.5)) for n, k in own]
-    return list(dict.fromkeys(shape for shape in [*own, *others] if min(shape) >= 16))
-
-
-def _gemms(setup: GridSetup) -> Iterator[Task]:
-    """All shapes at few token counts, then ever more: held-out points need shapes enough. Large products come first:
-    they give the peak rate."""
-    element = setup.model.dtype_bytes
-    own = len(setup.model.layer.linears()) + 1
-    counts = [*doublings(1, 64), *doublings(96, 16384, 2)]
+    shapes = [shape for shape in dict.fromkeys([*own, *others]) if min(shape) >= 16]
     ranked = []
-    for index, (n, k) in enumerate(_shapes(setup)):
-        tokens = [m for m in counts if setup.fits(2.0 * m * n * k, element * (n * k + m * (n + k)))]
-        ranked += [(level + index / own, n, k, m) for level, m in zip(levels(len(tokens)), tokens, strict=True)]
-    largest = [(-1.0, n, k, m) for n, k, m in _largest(setup)]
-    for _, n, k, m in sorted(largest + ranked, key=lambda found: found[0]):
-        yield Task.of("gemm", m, n, k)
-
-
-def _largest(setup: GridSetup) -> Iterator[tuple[int, int, int]]:
-    """Square products for the peak rate, as large as the time for one call allows."""
-    sides = [side for side in (512, 1024, 2048, 4096, 8192) if setup.fits(2.0 * side**3, 12.0 * side**2)]
-    return ((side, side, side) for side in sides[-2:])
-
-
-def _heads(setup: GridSetup) -> list[tuple[int, int]]:
-    """(query heads, KV heads) on one device at every TP of the run."""
-    attention = setup.model.attention
-    return list(dict.fromkeys((attention.heads // tp, attention.kv_heads_per_gpu(tp)) for tp in setup.tps))
+    for index, shape in enumerate(shapes):
+        tokens = [m for m in [*doublings(1, 64), *doublings(96, 16384, 2)] if fits(m, *shape)]
+        late = index / (len(own) / len(degrees))
+        ranked += [(level(place, len(tokens)) + late, (m, *shape)) for place, m in enumerate(tokens)]
+    yield from (Task.of("gemm", *values) for _, values in sorted(ranked, key=lambda found: found[0]))
 
 
 def _decode_attention(setup: GridSetup) -> Iterator[Task]:
     """Equal contexts, and after every other point the same batch and mean with one long straggler."""
-    model = setup.model
-    grid = itertools.product(coarse_to_fine(doublings(1, 512), doublings(16, 2**17)), _heads(setup))
+    dim = setup.model.head_dim
+    grid = itertools.product(coarse_to_fine(doublings(1, 512), doublings(16, 2**17)), setup.heads)
     for index, ((batch, context), (q, kv)) in enumerate(grid):
         for longest in (context, 2 * context) if batch > 1 and index % 2 else (context,):
-            token_bytes = 2.0 * kv * model.head_dim * model.dtype_bytes
-            try:
-                contexts(batch, context, longest)
-            except ValueError:
-                continue
-            if setup.fits(4.0 * batch * longest * q * model.head_dim, batch * longest * token_bytes):
-                yield Task.of("decode_attention", batch, context, longest, q, kv, model.head_dim)
+            read, shared = batch * longest, longest == context or batch > 2  # else nothing is left for the others
+            if shared and setup.fits(4.0 * read * q * dim, 2.0 * read * kv * dim * setup.model.dtype_bytes):
+                yield Task.of("decode_attention", batch, context, longest, q, kv, dim)
 
 
 def _prefill_attention(setup: GridSetup) -> Iterator[Task]:
-    """Whole prompts, and after every other point the same chunks on cached tokens."""
-    model = setup.model
-    grid = itertools.product(coarse_to_fine(doublings(16, 2**15), [1, 2, 4, 8, 16]), _heads(setup))
+    """Whole prompts, and after every fourth point the same chunks on cached tokens."""
+    dim = setup.model.head_dim
+    grid = itertools.product(coarse_to_fine(doublings(16, 2**15), [1, 2, 4, 8, 16]), setup.heads)
     for index, ((new, batch), (q, kv)) in enumerate(grid):
         for prior in (0, 512, 4096) if index % 4 == 3 else (0,):
-            flops = 4.0 * batch * new * (prior + new) * q * model.head_dim
-            scores = 4.0 * q * new * (prior + new) if setup.device == "cpu" else 0.0  # torch may keep them all
-            if setup.fits(flops, scores + 2.0 * batch * (prior + new) * (q + kv) * model.head_dim * model.dtype_bytes):
-                yield Task.of("prefill_attention", batch, new, prior, q, kv, model.head_dim)
+            pairs = float(new * (prior + new))
+            size = 2.0 * batch * (prior + new) * (q + kv) * dim * setup.model.dtype_bytes
+            if setup.fits(4.0 * batch * pairs * q * dim, setup.scores(4.0 * q * pairs) + size):
+                yield Task.of("prefill_attention", batch, new, prior, q, kv, dim)
 
 
 def _elementwise(setup: GridSetup) -> Iterator[Task]:
@@ -226,8 +192,8 @@ def _elementwise(setup: GridSetup) -> Iterator[Task]:
         width = model.layer.mlp.active_width // tp
         elements = 8 * model.hidden_size + (2 * heads + 3 * kv_heads) * model.head_dim + 3 * width
         size = int(tokens * elements * model.dtype_bytes)
-        arguments = (tokens, model.hidden_size, heads, kv_heads, model.head_dim, width)
         if setup.fits(0, 3 * size):
+            arguments = (tokens, model.hidden_size, heads, kv_heads, model.head_dim, width)
             yield Task.of("memory_bound", 4, tokens, size, arguments=arguments)
 
 
@@ -236,85 +202,68 @@ def _train(setup: GridSetup) -> Iterator[Task]:
     if model.num_experts:  # the block measured is dense
         return
     q_dim, weights = model.attention.q_dim, model.layer.parameters
-    for (tokens,), share, direction in itertools.product(coarse_to_fine(doublings(128, 2**15)), (1, 4), DIRECTIONS):
+    passes = (("forward", 1), ("forward_backward", 3))
+    for (tokens,), share, (direction, work) in itertools.product(coarse_to_fine(doublings(128, 2**15)), (1, 4), passes):
         length = tokens // share
         activations = tokens * (8 * model.hidden_size + 4 * q_dim + 4 * model.intermediate_size)
-        scores = share * length**2 * model.num_attention_heads if setup.device == "cpu" else 0
-        work = (3 if direction == "forward_backward" else 1) * (
-            2.0 * weights * tokens + 4.0 * share * length**2 * q_dim
-        )
-        if setup.fits(work, model.dtype_bytes * (2 * weights + 2 * activations) + 4.0 * scores):
-            yield Task.of(
-                "train_block", model.name, direction, tokens, length, arguments=(model, direction, tokens, length)
-            )
+        scores = setup.scores(4.0 * share * length**2 * model.num_attention_heads)
+        flops = work * (2.0 * weights * tokens + 4.0 * share * length**2 * q_dim)
+        if setup.fits(flops, model.dtype_bytes * (2 * weights + 2 * activations) + scores):
+            values = (direction, tokens, length)
+            yield Task.of("train_block", model.name, *values, arguments=(model, *values))
 
 
 def _optimizer(setup: GridSetup) -> Iterator[Task]:
-    sizes: Iterable[int] = doublings(2**14, 2**32)
-    for (size,) in coarse_to_fine([size for size in sizes if setup.fits(0, 28 * size)]):
+    for (size,) in coarse_to_fine([size for size in doublings(2**14, 2**32) if setup.fits(0, 28 * size)]):
         yield Task.of("optimizer", size)
 
 
 def _collectives(setup: GridSetup) -> Iterator[Task]:
     """Every operation at each group size; sizes are multiples of the group and of the element."""
     groups = [gpus for gpus in (2, 4, 8) if gpus <= setup.workers]
-    if not groups:
-        return
-    sizes = doublings(2**8, 2**30)
-    for (size,) in coarse_to_fine([size for size in sizes if setup.fits(0, 8 * size)]):
-        for gpus, op in itertools.product(groups, OPERATIONS):
-            if op != "send_recv" or gpus == 2:
-                yield Task.of("collective", op, gpus, size)
+    sizes = [size for size in doublings(2**8, 2**30) if setup.fits(0, 8 * size)]
+    for (size,), gpus, op in itertools.product(coarse_to_fine(sizes), groups, OPERATIONS):
+        if op != "send_recv" or gpus == 2:
+            yield Task.of("collective", op, gpus, size)
 
 
-def _kv_tokens(setup: GridSetup, tp: int) -> float:
-    """Tokens of KV that a replica may hold beside its weights, a little less than an engine would take."""
-    free = 0.8 * setup.memory_bytes - rollout_weight_bytes(setup.model, tp)
-    return free / kv_page_bytes(setup.model, tp, 1)
+# Whole steps ----------------------------------------------------------------------------------------------------------
 
 
 def _step_fits(setup: GridSetup, tp: int, tokens: float, pairs: float, cached: float) -> bool:
     """Whether a step over `tokens` new tokens with `pairs` of queries and keys and `cached` tokens read is short
-    enough."""
+    enough, and these tokens have room beside the weights, a little less than an engine would take."""
     model = setup.model
     flops = 2.0 * model.active_parameters * tokens + 4.0 * model.num_hidden_layers * model.attention.q_dim * pairs
-    size = rollout_weight_bytes(model, tp) + cached * kv_page_bytes(model, tp, 1)
-    return setup.call_s(flops / tp, size) <= setup.longest_call_s
+    weights, kv = rollout_weight_bytes(model, tp), cached * kv_page_bytes(model, tp, 1)
+    return weights + kv <= 0.8 * setup.memory_bytes and setup.quick(flops / tp, weights + kv)
 
 
 def _decode_steps(setup: GridSetup, tp: int) -> Iterator[Task]:
-    """Batches by mean contexts, denser below a few thousand tokens, within the KV budget; graphs before eager steps."""
-    batches, means = doublings(1, 512), [*doublings(16, 4096, 2), *doublings(8192, 2**17)]
-    ranked = []
-    for batch, coarse in zip(batches, levels(len(batches)), strict=True):
-        fit = [
-            mean
-            for mean in means
-            if batch * mean <= _kv_tokens(setup, tp) and _step_fits(setup, tp, batch, batch * mean, batch * mean)
-        ]
-        ranked += [(coarse + level, batch, mean) for level, mean in zip(levels(len(fit)), fit, strict=True)]
-    modes = ("graph", "eager") if setup.device == "cuda" else ("eager",)
-    for mode in modes:
-        for _, batch, mean in sorted(ranked):
-            values = (tp, mode, batch, batch * mean)
-            yield Task.of("decode_step", setup.model.name, *values, arguments=(setup.model, *values))
+    """Batches by mean contexts, denser below a few thousand tokens; graphs before eager steps."""
+    means = [*doublings(16, 4096, 2), *doublings(8192, 2**17)]
+    grid = list(coarse_to_fine(doublings(1, 512), means))
+    for mode in ("graph", "eager") if setup.device == "cuda" else ("eager",):
+        for batch, mean in grid:
+            if _step_fits(setup, tp, batch, batch * mean, batch * mean):
+                values = (tp, mode, batch, batch * mean)
+                yield Task.of("decode_step", setup.model.name, *values, arguments=(setup.model, *values))
 
 
 def _prefill_steps(setup: GridSetup, tp: int) -> Iterator[Task]:
     sizes = doublings(32, 2**14)
-    fit = [
-        (tokens, length)
-        for tokens, length in coarse_to_fine(sizes, sizes)
-        if length <= tokens <= _kv_tokens(setup, tp) and _step_fits(setup, tp, tokens, tokens * length, tokens)
-    ]
-    for tokens, length in fit:
-        arguments = (setup.model, tp, tokens, length)
-        yield Task.of("prefill_step", setup.model.name, tp, tokens, length, arguments=arguments)
+    for tokens, length in coarse_to_fine(sizes, sizes):
+        if length <= tokens and _step_fits(setup, tp, tokens, tokens * length, tokens):
+            values = (tp, tokens, length)
+            yield Task.of("prefill_step", setup.model.name, *values, arguments=(setup.model, *values))
 
 
 def _captures(setup: GridSetup, tp: int) -> Iterator[Task]:
-    for (batch,) in coarse_to_fine(doublings(1, 256)):
+    for (batch,) in coarse_to_fine(doublings(1, 256) if setup.device == "cuda" else []):
         yield Task.of("graph_capture", setup.model.name, tp, batch, arguments=(setup.model, tp, batch))
+
+
+# Changes of the layout ------------------------------------------------------------------------------------------------
 
 
 def _layouts(setup: GridSetup) -> list[tuple[int, int]]:
@@ -328,20 +277,21 @@ def reshard_bytes(model: Model, from_tp: int) -> float:
 
 def _reshards(setup: GridSetup) -> Iterator[Task]:
     """From TP 1 nothing is received, so there is no rate to measure."""
-    model = setup.model
-    for source, target in _layouts(setup):
-        if source > 1:
-            received = round(reshard_bytes(model, source))
-            values = (source, target, received)
-            yield Task.of("reshard", model.name, *values, arguments=(model, source, target))
+    for tps in _layouts(setup):
+        if tps[0] > 1:
+            received = round(reshard_bytes(setup.model, tps[0]))
+            yield Task.of("reshard", setup.model.name, *tps, received, arguments=(setup.model, *tps))
 
 
 def _migrations(setup: GridSetup) -> Iterator[Task]:
     """A few sequences of some length each, dealt over the replicas."""
     model = setup.model
-    for (tokens,), (source, target) in itertools.product(coarse_to_fine(doublings(32, 2**14)), _layouts(setup)):
-        contexts = [tokens] * (4 * setup.workers)
-        handled = round(kv_rank_bytes(model, sum(contexts), source))
+    for (tokens,), tps in itertools.product(coarse_to_fine(doublings(32, 2**14)), _layouts(setup)):
+        lengths = [tokens] * (4 * setup.workers)
+        handled = round(kv_rank_bytes(model, sum(lengths), tps[0]))
         if setup.fits(0, 4.0 * handled):
-            arguments = (model, source, target, contexts)
-            yield Task.of("migrate", model.name, source, target, handled, arguments=arguments)
+            yield Task.of("migrate", model.name, *tps, handled, arguments=(model, *tps, lengths))
+
+
+def _controls(setup: GridSetup) -> Iterator[Task]:
+    return (Task.of("control", what) for what in ("pause", "group_create") if setup.workers > 1)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import platform
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,25 @@ _LINE = 64  # bytes of a cache line: one counter each
 _SPINS = 2000  # before a waiting rank offers its core to others
 
 
-class Ranks(ABC):
-    """The ranks that share a replica. All of them must make the same calls in the same order."""
+class Ranks:
+    """The ranks of a torch.distributed group, or one alone. All must make the same calls in the same order."""
 
-    size: int
+    def __init__(self, group: Any, size: int, device: str) -> None:
+        self.group, self.size, self.device = group, size, device
 
-    @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> None:
         """Sum `x` (contiguous) over the ranks, in place; the same bits on every rank."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
 
-    @abstractmethod
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's `x` (contiguous, of the same shape), by rank."""
+        if self.size == 1:
+            return [x]
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(found, x, group=self.group)
+        return found
 
-    @abstractmethod
     def exchange(
         self, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], like: torch.Tensor
     ) -> dict[int, torch.Tensor]:
@@ -43,52 +48,28 @@ class Ranks(ABC):
 
         All are on the device and of the type of `like`.
         """
-
-
-class Alone(Ranks):
-    """A replica of one rank, which communicates with nobody."""
-
-    size = 1
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        """Leaves `x` as it is."""
-
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [x]
-
-    def exchange(
-        self,
-        sends: Mapping[int, torch.Tensor],  # noqa: ARG002 - there is nobody else
-        sizes: Mapping[int, int],  # noqa: ARG002
-        like: torch.Tensor,  # noqa: ARG002
-    ) -> dict[int, torch.Tensor]:
-        return {}
-
-
-class DistributedRanks(Ranks):
-    """The ranks of a torch.distributed group."""
-
-    def __init__(self, group: Any, size: int) -> None:
-        self.size, self._group = size, group
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        dist.all_reduce(x, group=self._group)
-
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(found, x, group=self._group)
-        return found
-
-    def exchange(
-        self, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], like: torch.Tensor
-    ) -> dict[int, torch.Tensor]:
-        first = dist.get_global_rank(self._group, 0)
-        found = {peer: torch.empty(size, device=like.device, dtype=like.dtype) for peer, size in sizes.items()}
+        if self.size == 1:
+            return {}
+        first = dist.get_global_rank(self.group, 0)
+        found = {peer: like.new_empty(size) for peer, size in sizes.items()}
         operations = [dist.P2POp(dist.isend, tensor, first + peer) for peer, tensor in sends.items()]
         operations += [dist.P2POp(dist.irecv, tensor, first + peer) for peer, tensor in found.items()]
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
         return found
+
+    def agree(self, own: Any) -> list[Any]:
+        """Every rank's picklable `own`, by rank, once all of them have come here: how a layout change begins."""
+        data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+        sizes = [int(size) for size in self.all_gather(torch.tensor([len(data)], device=self.device))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        found = self.all_gather(padded.to(self.device))
+        return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(found, sizes, strict=True)]
+
+    def together(self) -> None:
+        """Returns on all ranks at nearly the same time."""
+        self.all_reduce(torch.zeros(1, device=self.device))
 
 
 class SharedMemoryRanks(Ranks):
@@ -98,19 +79,15 @@ class SharedMemoryRanks(Ranks):
     so have read the first. Counters are plain stores, which only x86 keeps in order behind the data.
     """
 
-    def __init__(self, path: Path, index: int, size: int) -> None:
-        self.size, self._index = size, index
+    def __init__(self, group: Any, size: int, path: Path, index: int) -> None:
+        super().__init__(group, size, "cpu")
+        self._index = index
         head = size * _LINE
-        total = head + 2 * size * CAPACITY_BYTES
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(file, total)
-            self._map = mmap.mmap(file, total)
-        finally:
-            os.close(file)
+        with path.open("a+b") as file:
+            file.truncate(head + 2 * size * CAPACITY_BYTES)
+            self._map = mmap.mmap(file.fileno(), head + 2 * size * CAPACITY_BYTES)
         self._counters = memoryview(self._map)[:head].cast("q")
         self._places = [rank * _LINE // 8 for rank in range(size)]
-        self._others = [place for rank, place in enumerate(self._places) if rank != index]
         with torch.inference_mode(False):  # so that it can be written in and outside of inference mode
             data = torch.frombuffer(self._map, dtype=torch.uint8, offset=head)
             self._buffers = data.view(2, size, CAPACITY_BYTES)
@@ -120,18 +97,16 @@ class SharedMemoryRanks(Ranks):
 
     def all_reduce(self, x: torch.Tensor) -> None:
         step = CAPACITY_BYTES // x.element_size()
-        for start in range(0, x.numel(), step):
-            piece = x.view(-1)[start : start + step]
-            first, *rest = (buffer[: len(piece)] for buffer in self._post(piece))
-            torch.add(first, rest[0], out=piece)
-            for other in rest[1:]:
+        for piece in torch.split(x.view(-1), step):
+            first, second, *rest = (buffer[: len(piece)] for buffer in self._post(piece))
+            torch.add(first, second, out=piece)
+            for other in rest:
                 piece += other
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(x) for _ in range(self.size)]
         step = CAPACITY_BYTES // x.element_size()
-        for start in range(0, x.numel(), step):
-            piece = x.view(-1)[start : start + step]
+        for start, piece in zip(range(0, x.numel(), step), torch.split(x.view(-1), step), strict=True):
             for whole, buffer in zip(found, self._post(piece), strict=True):
                 whole.view(-1)[start : start + step] = buffer[: len(piece)]
         return found
@@ -158,16 +133,14 @@ class SharedMemoryRanks(Ranks):
         """The buffers of all ranks once each has written its piece; valid until the next post but one."""
         self._count += 1
         count = self._count
-        views = self._views.get(piece.dtype)
-        if views is None:
+        if piece.dtype not in self._views:
             with torch.inference_mode(False):
-                views = [[buffer.view(piece.dtype) for buffer in half] for half in self._buffers]
-            self._views[piece.dtype] = views
-        buffers = views[count & 1]
+                self._views[piece.dtype] = [[buffer.view(piece.dtype) for buffer in half] for half in self._buffers]
+        buffers = self._views[piece.dtype][count & 1]
         buffers[self._index][: len(piece)] = piece
         counters = self._counters
         counters[self._places[self._index]] = count
-        for place in self._others:
+        for place in self._places:
             spins = 0
             while counters[place] < count:
                 spins += 1
@@ -178,9 +151,7 @@ class SharedMemoryRanks(Ranks):
 
 def join_ranks(worker: Any, size: int, file: Path) -> Ranks:
     """The `size` consecutive workers that `worker` is one of; all workers must join together."""
-    group = worker.group(size)
-    if group is None:
-        return Alone()
-    if worker.device != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
-        return DistributedRanks(group, size)
-    return SharedMemoryRanks(file, worker.rank % size, size)
+    group = worker.create_groups(size) if size > 1 else None
+    if size == 1 or worker.device != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        return Ranks(group, size, worker.device)
+    return SharedMemoryRanks(group, size, file, worker.rank % size)

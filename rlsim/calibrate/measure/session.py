@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
-from rlsim.calibrate.measure.attention import decode_kernel
 from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, Effort, Timing
 from rlsim.calibrate.measure.describe import (
@@ -20,8 +19,7 @@ from rlsim.calibrate.measure.describe import (
 from rlsim.calibrate.measure.host import devices, machine_facts
 from rlsim.calibrate.measure.journal import Journal
 from rlsim.calibrate.measure.plan import GridSetup, Task, plan
-from rlsim.calibrate.measure.suite import Count, Progress, run_suite
-from rlsim.calibrate.measure.tasks import joined, run_task, warm_up
+from rlsim.calibrate.measure.suite import Count, Progress, counts, run_suite
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Reference
@@ -81,6 +79,8 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
     another set-up, and if no point could be measured; `ConfigError` for a model that does not split.
     """
     found = devices(request.device)
+    from rlsim.calibrate.measure.tasks import joined, run_task, warm_up  # there is a torch
+
     dtype, element = (CPU_DTYPE, 4) if request.device == "cpu" else (GPU_DTYPE, 2)
     shape = TINY if request.model is None and request.device == "cpu" else load_model(request.model or "llama-3.1-8b")
     model = shape.model_copy(update={"dtype_bytes": element})
@@ -102,20 +102,19 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
     weights = rollout_weight_bytes(model, tps[0])
     bench = Bench(request.device, dtype, element, weights, model.num_hidden_layers, facts.cache_bytes, effort)
     longest_s = min(0.5, request.budget_s / 1000.0)
-    setup = GridSetup(request.device, model, tps, workers, worker_memory_bytes(facts), longest_s)
-    phases = plan(setup)
+    tasks = plan(GridSetup(request.device, model, tps, workers, worker_memory_bytes(facts), longest_s))
     with Workers(workers, device=request.device, threads=THREADS) as team:
         team.call(warm_up)
 
         def measure_task(task: Task) -> Timing | str:
             return joined(team.call(run_task, bench, task.point.operator, task.arguments))
 
-        counts = run_suite(phases, journal, measure_task, budget_s=request.budget_s, report=report)
-    if not journal.measured():
+        run_suite(tasks, journal, measure_task, budget_s=request.budget_s, report=report)
+    if len(journal.refused()) == len(journal.results):
         reasons = {result.refused for result in journal.refused()}
         why = "; ".join(sorted(reasons)[:3]) or f"the budget of {request.budget_s:g} s was over before the first point"
         raise CalibrationError(f"nothing could be measured: {why}")
-    return Measured(folder, journal, model, counts)
+    return Measured(folder, journal, model, counts(tasks, journal))
 
 
 def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibration, tuple[Path, ...]]:
@@ -155,6 +154,8 @@ def _degrees(request: Request, found: int) -> tuple[int, ...]:
 
 
 def _notes(measured: Measured) -> tuple[str, ...]:
+    from rlsim.calibrate.measure.attention import decode_kernel  # needs torch
+
     facts, refused = measured.journal.machine, measured.journal.refused()
     noisy = sum(result.refused.startswith("noisy") for result in refused)
     return (

@@ -7,25 +7,20 @@ condition of a rollout with several replicas.
 
 from __future__ import annotations
 
-import gc
 import math
-import pickle
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from rlsim.calibrate.measure.batch import Batch
 from rlsim.calibrate.measure.bench import Bench
-from rlsim.calibrate.measure.clock import Effort, Timing, synchronize, timing
+from rlsim.calibrate.measure.clock import Effort, Lap, Timing, laps, measure
 from rlsim.calibrate.measure.decoder import Decoder, KvCache, random_weights
 from rlsim.calibrate.measure.layout import Move, migrate, reshard
 from rlsim.errors import CalibrationError
 from rlsim.models import Model
 
-MOST_REPEATS = 200
-CORE_SHARE = 0.97  # of its core that a process has while nothing else runs there
 ROOM = 8  # tokens of a slot beyond the context that is measured
 
 
@@ -66,14 +61,14 @@ def graph_capture(worker: Any, bench: Bench, model: Model, tp: int, batch: int) 
     running = Batch(_decoder(worker, bench, model, tp, math.ceil(batch / tp), 128))
     with torch.inference_mode():
         running.arrive(range(batch), [64] * batch, [0] * batch)
-        return _timed(worker, bench.effort, running.capture, lambda: None)
+        return _timed(worker, bench.effort, running.capture)
 
 
 def reshard_weights(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int) -> Timing:
     """All weights from one degree to another (see `plan.reshard_bytes` for the bytes that a rank receives)."""
     decoder = _decoder(worker, bench, model, from_tp, 1, 64)
     with torch.inference_mode():
-        return _timed(worker, bench.effort, lambda: reshard(worker, decoder, to_tp), lambda: None)
+        return _timed(worker, bench.effort, lambda: reshard(worker, decoder, to_tp))
 
 
 def migrate_kv(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int, contexts: Sequence[int]) -> Timing:
@@ -85,24 +80,22 @@ def migrate_kv(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int
     cache = worker.state["steps"]["cache"]
     moves = spread_moves(contexts, worker.size // from_tp, worker.size // to_tp)
     with torch.inference_mode():
-        return _timed(worker, bench.effort, lambda: migrate(worker, cache, from_tp, to_tp, moves), lambda: None)
+        return _timed(worker, bench.effort, lambda: migrate(worker, cache, from_tp, to_tp, moves))
 
 
-def control(worker: Any, bench: Bench, what: str) -> Timing | None:
-    """What a layout change costs beside moving bytes; None if there is one worker only, which has no such cost.
+def control(worker: Any, bench: Bench, what: str) -> Timing:
+    """What a layout change of several workers costs beside moving bytes.
 
     `what` is "pause" (all ranks stop and agree on what each holds) or "group_create" (a communication group is made).
     """
-    if worker.size == 1:
-        return None
     if what == "pause":
-        return _timed(worker, bench.effort, lambda: agree(worker, [(i, 1000, 0) for i in range(16)]), lambda: None)
+        return _timed(worker, bench.effort, lambda: worker.all.agree([(i, 1000, 0) for i in range(16)]))
     few = Effort(1, 7, 0.0, bench.effort.max_time_s)
-    return _timed(worker, few, lambda: worker.create_groups(worker.size), lambda: None)
+    return _timed(worker, few, lambda: worker.create_groups(worker.size))
 
 
 #: Operators of `measurements.KEYS` by their function; `arguments` of a task are what it takes after worker and bench.
-STEPS: Mapping[str, Callable[..., Timing | None]] = {
+STEPS: Mapping[str, Callable[..., Timing]] = {
     "decode_step": decode_step,
     "prefill_step": prefill_step,
     "graph_capture": graph_capture,
@@ -113,22 +106,6 @@ STEPS: Mapping[str, Callable[..., Timing | None]] = {
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
-
-
-def together(worker: Any) -> None:
-    """Returns on all workers at nearly the same time."""
-    worker.ranks(worker.size).all_reduce(torch.zeros(1, device=worker.device))
-
-
-def agree(worker: Any, own: Any) -> list[Any]:
-    """Every worker's picklable `own`, by rank, once all of them have come here: how a layout change begins."""
-    ranks = worker.ranks(worker.size)
-    data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-    sizes = [int(size) for size in ranks.all_gather(torch.tensor([len(data)], device=worker.device))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = data
-    found = ranks.all_gather(padded.to(worker.device))
-    return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(found, sizes, strict=True)]
 
 
 def equal_contexts(batch: int, total: int) -> list[int]:
@@ -146,47 +123,17 @@ def spread_moves(contexts: Sequence[int], from_replicas: int, to_replicas: int) 
     ]
 
 
-class Lap(NamedTuple):
-    """One run of what is timed."""
-
-    seconds: float
-    core_share: float  # of the time that this process really ran; the rest of the core went to others
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether something else ran on our core meanwhile."""
-        return self.core_share < CORE_SHARE
-
-
 def step_times(worker: Any, run: Callable[[], object], undo: Callable[[], object], repeats: int) -> list[Lap]:
-    """Each of `repeats` runs that all workers begin together. The garbage collector waits meanwhile."""
-    device, now, busy = worker.device, time.perf_counter, time.process_time
-    laps = []
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        together(worker)
-        for _ in range(repeats):
-            worked, began = busy(), now()
-            run()
-            synchronize(device)
-            seconds, worked = now() - began, busy() - worked
-            laps.append(Lap(seconds, min(worked / seconds, 1.0) if device == "cpu" else 1.0))
-            undo()
-            synchronize(device)
-    finally:
-        if collecting:
-            gc.enable()
-    return laps
+    """Each of `repeats` runs that all workers begin together."""
+    worker.all.together()
+    return laps(run, repeats, worker.device, undo)
 
 
-def _timed(worker: Any, effort: Effort, run: Callable[[], object], undo: Callable[[], object]) -> Timing:
-    """As often as `effort` asks for, and equally often on all workers."""
-    pilot = step_times(worker, run, undo, max(effort.warmup, 1) + 1)
-    one = max(agree(worker, pilot[-1].seconds))
-    wanted = max(effort.min_repeats, math.ceil(effort.min_time_s / one))
-    repeats = max(3, min(wanted, math.floor(effort.max_time_s / one), MOST_REPEATS))
-    return timing([lap.seconds for lap in step_times(worker, run, undo, repeats)])
+def _timed(worker: Any, effort: Effort, run: Callable[[], object], undo: Callable[[], object] = lambda: None) -> Timing:
+    """One run after the other, equally often on all workers."""
+    return measure(
+        run, device=worker.device, effort=effort, undo=undo, slowest=lambda seconds: max(worker.all.agree(seconds))
+    )
 
 
 def _decoder(worker: Any, bench: Bench, model: Model, tp: int, slots: int, max_tokens: int) -> Decoder:

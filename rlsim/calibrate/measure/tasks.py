@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlsim.calibrate.measure.attention import decode_attention, prefill_attention
 from rlsim.calibrate.measure.bench import Bench, Call
 from rlsim.calibrate.measure.clock import Timing
 from rlsim.calibrate.measure.collectives import collective
 from rlsim.calibrate.measure.kernels import copy, gemm, layer_elementwise, optimizer, train_block
+from rlsim.calibrate.measure.steps import STEPS
 from rlsim.calibrate.measure.workers import Worker
 from rlsim.errors import RlsimError
 
@@ -33,8 +35,6 @@ TRAINING = ("train_block", "optimizer")
 
 def warm_up(worker: Worker) -> None:
     """What torch does once only, seconds long, before the first point rather than in it."""
-    import torch
-
     weight = torch.ones(16, device=worker.device, requires_grad=True)
     torch.autograd.backward(weight.square().sum())
     torch.optim.AdamW([weight]).step()
@@ -43,38 +43,28 @@ def warm_up(worker: Worker) -> None:
 
 def run_task(worker: Worker, bench: Bench, operator: str, arguments: tuple[Any, ...]) -> Timing | str:
     """One task on this worker: its time, or why there is none."""
-    import torch
-
     bench = replace(bench, device=worker.device)
     try:
         with torch.inference_mode(operator not in TRAINING):
-            return _timing(worker, bench, operator, arguments)
+            if operator in STEPS:
+                return STEPS[operator](worker, bench, *arguments)
+            if bench.device != "cpu":
+                worker.state.pop("steps", None)  # the decoder's weights and cache: kernels need the memory
+            if operator == "collective":
+                return collective(worker, bench, *arguments)
+            return bench.time(KERNELS[operator](bench, *arguments))
     except (RuntimeError, MemoryError, RlsimError) as error:  # out of memory, or what this build of torch lacks
         if bench.device != "cpu":
             torch.cuda.empty_cache()
-        return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-
-
-def _timing(worker: Worker, bench: Bench, operator: str, arguments: tuple[Any, ...]) -> Timing | str:
-    from rlsim.calibrate.measure.steps import STEPS
-
-    if operator in STEPS:
-        found = STEPS[operator](worker, bench, *arguments)
-        return "one worker alone has none" if found is None else found
-    if bench.device != "cpu":
-        worker.state.pop("steps", None)  # the decoder's weights and cache: kernels need the memory
-    if operator == "collective":
-        return collective(worker, bench, *arguments)
-    return bench.time(KERNELS[operator](bench, *arguments))
+        return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def joined(found: Sequence[Timing | str]) -> Timing | str:
     """The workers' times as one: their mean, with the spread of the repeats or the difference between the workers,
     whichever is larger. A text if any of them could not."""
-    for one in found:
-        if isinstance(one, str):
-            return one
     timings = [one for one in found if isinstance(one, Timing)]
+    if len(timings) < len(found):
+        return next(one for one in found if isinstance(one, str))
     seconds = np.array([one.seconds for one in timings])
     mean = float(seconds.mean())
     apart = float(seconds.max() - seconds.min()) / 2.0 / mean if mean > 0.0 else 0.0
