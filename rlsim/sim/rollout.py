@@ -36,6 +36,7 @@ from rlsim.sim.control import (
     Stop,
     actions_of,
     asked,
+    one_of,
 )
 from rlsim.sim.dealing import Shares, by_context, by_number, evenly
 from rlsim.sim.moment import ASK, DEAL, IDLE, at, at_end, when_over
@@ -337,11 +338,11 @@ class Rollout(RolloutState):
             case Reconfigure(node, tp, kv):
                 self._check(node in self._active, action, f"there is no node {node}")
                 self._check(node < self.own_nodes, action, f"node {node} is training's, and keeps its layout")
-                gpus = len(self.mesh[node])
-                divides = isinstance(tp, int) and tp >= 1 and gpus % tp == 0
-                self._check(divides, action, f"{tp} does not divide the {gpus} GPUs of a node")
                 self._check(tp != self._tp[node], action, "the node has that layout already")
-                self._check_room(tp, action)
+                if why := self._unfit(node, tp):
+                    others = {*range(1, len(self.mesh[node]) + 1)} - {self._tp[node]}
+                    fits = [degree for degree in sorted(others) if not self._unfit(node, degree)]
+                    self._check(False, action, f"{why}; possible: {one_of(fits) if fits else 'none'}")
                 old = self._active[node]
                 if node not in self._switching and len(self.active(node)) == len(old) > 0:
                     self._switching.add(node)
@@ -379,19 +380,25 @@ class Rollout(RolloutState):
                 self._stopping = True
                 self.env.process(self._stop())
 
-    def _check_room(self, tp: int, action: Action) -> None:
-        """A layout must be able to hold every unfinished response at its full length."""
-        costs, page_tokens = self._stage.costs, self._stage.config.page_tokens
+    def _unfit(self, node: int, tp: int) -> str:
+        """Why replicas of `tp` GPUs cannot follow on a node, each able to hold every unfinished response at its full
+        length; empty if they can.
+        """
+        costs, page_tokens, gpus = self._stage.costs, self._stage.config.page_tokens, len(self.mesh[node])
+        if tp < 1 or gpus % tp:
+            return f"{tp} does not divide the {gpus} GPUs of a node"
         try:
             pages, kv = costs.capacity_pages(tp), costs.step(tp).kv
+            costs.switch(gpus, self._tp[node], tp, (), 0, "recompute", False)
         except RlsimError as error:
-            self._check(False, action, str(error))
+            return str(error)
         if self._longest is None or self._longest.finished or self._longest.aborted:
             unfinished = (r for r in self._requests.values() if not (r.finished or r.aborted))
             self._longest = max(unfinished, key=attrgetter("full_tokens"), default=None)
         longest = self._longest.full_tokens if self._longest else 0
-        fits, room = kv.fits(longest, page_tokens, pages), pages * page_tokens
-        self._check(fits, action, f"a replica holds {room} tokens of KV, too few for a whole response")
+        room = pages * page_tokens
+        fits = kv.fits(longest, page_tokens, pages)
+        return "" if fits else f"a replica holds {room} tokens of KV, too few for a whole response"
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:
