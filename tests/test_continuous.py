@@ -118,7 +118,7 @@ def test_a_prompt_that_is_too_stale_is_dropped() -> None:
     assert moments(done, 1)[0] == 19.5
     assert positions(done, 1, "trained") == [2]
     assert positions(done, 1, "dropped") == [1]
-    assert [rollout.settled.dropped for rollout in done.outcome.rollouts] == [0, 1]
+    assert [rollout.settled.dropped for rollout in done.outcome.rollouts] == [1, 0]
     assert not done.requests[1, 0].aborted
 
 
@@ -232,6 +232,7 @@ def test_a_prompt_is_dropped_when_a_control_has_aborted_a_response() -> None:
     assert not done.requests[1, 1].aborted
     assert done.requests[1, 1].finished  # the other one goes on; then the prompt is dropped and gives its place back
     assert positions(done, 1, "dropped") == [1, 1]
+    assert [rollout.aborted for rollout in done.outcome.rollouts] == [1, 0]
     assert rule.asked[-1][0].dropped == 1
 
 

@@ -194,8 +194,8 @@ def _parts(rows: pd.DataFrame) -> Table:
     }
     legend += "; gen: waited for, of any step; whole gen: its own" if overlaps else ""
     legend += "; paused: for switches" if switches else ""
-    legend += "; moved: responses" if rows["moved"].max() > 0 else ""
-    legend += "; released: replicas" if rows["released"].max() > 0 else ""
+    for name, what in {"moved": "responses", "released": "replicas", "aborted": "responses"}.items():
+        legend += f"; {name}: {what}" if rows[name].max() > 0 else ""
     legend += "\ntokens/s: trained on, prompts counted"
     legend += "; wasted: of the generated tokens" if wasted else ""
     return table(columns, written(columns, rows.to_dict("records")), caption=f"{legend}; bound: lower bound / gen")

@@ -63,6 +63,12 @@ class Abort:
     requests: tuple[int, ...]
 
 
+class Surplus(Abort):
+    """What a step's batching drops: nothing that a control did."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Extend:
     """Let those of these requests that have used up their budget go on, for so many tokens more."""

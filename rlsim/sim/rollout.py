@@ -34,6 +34,7 @@ from rlsim.sim.control import (
     RolloutCosts,
     RolloutView,
     Stop,
+    Surplus,
     actions_of,
     asked,
     one_of,
@@ -60,7 +61,8 @@ class Rollout(RolloutState):
         self.done = env.event()
         self.switches: list[tuple[float, int, int, int, SwitchCost]] = []  # when, node, from TP, to TP, what it cost
         self.released_at: dict[int, float] = {}  # GPU: when it was given up
-        self.moved = self.released = 0  # responses that left for another replica, replicas given up, by actions
+        #: By actions of controls: responses that left for another replica, replicas given up, responses dropped.
+        self.moved = self.released = self.aborted = 0
         self.replicas: list[Replica] = []  # all there ever were, by index
         self._stage = stage
         self._shared: Counter[int] = Counter()  # by GPU: how many other things run there too
@@ -367,10 +369,10 @@ class Rollout(RolloutState):
                 if borrowing and borrowing.offer():
                     borrowing.take()
                     self.env.process(self._borrow(borrowing))
-            case Abort(requests):
+            case Abort(requests) as abort:
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
                 for replica, ids in self._where(requests):
-                    replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i), urgent=True)  # type: ignore[misc]
+                    replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i, abort), urgent=True)  # type: ignore[misc]
             case Launch():
                 self.launch(action)
             case Extend(requests, tokens):
@@ -599,8 +601,9 @@ class Rollout(RolloutState):
         self._set_timer()
         self._deal_to_active(paused)
 
-    def _abort(self, replica: Replica, ids: frozenset[int]) -> None:
+    def _abort(self, replica: Replica, ids: frozenset[int], action: Abort) -> None:
         running, others = self._take(replica, "aborted", ids)
+        self.aborted += 0 if isinstance(action, Surplus) else len(running) + len(others)
         for request in (*running, *others):
             request.aborted = True
             self._left -= 1
