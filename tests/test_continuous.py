@@ -118,7 +118,7 @@ def test_a_prompt_that_is_too_stale_is_dropped() -> None:
     assert moments(done, 1)[0] == 19.5
     assert positions(done, 1, "trained") == [2]
     assert positions(done, 1, "dropped") == [1]
-    assert [rollout.settled.dropped for rollout in done.outcome.rollouts] == [1, 0]
+    assert [rollout.settled.dropped for rollout in done.outcome.rollouts] == [0, 1]
     assert not done.requests[1, 0].aborted
 
 
