@@ -24,12 +24,13 @@ from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing, mea
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
 from rlsim.calibrate.measure.host import MachineFacts, shape_hash
 from rlsim.calibrate.measure.journal import Journal, Point, Result, read_journal
-from rlsim.calibrate.measure.plan import FIRST, GridSetup, Task, coarse_to_fine, contexts, doublings, level, plan
+from rlsim.calibrate.measure.plan import FIRST, GridSetup, coarse_to_fine, contexts, doublings, level, plan
 from rlsim.calibrate.measure.suite import ATTEMPTS, counts, run_suite
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cli import app
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import OPERATIONS
+from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.operators import gemm_of
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.roofline import RooflineStep, step_cost
@@ -75,8 +76,8 @@ def facts(**changes: object) -> MachineFacts:
     return MachineFacts.model_validate({**given, **changes})
 
 
-def gemm(m: int) -> Task:
-    return Task.of("gemm", m, 64, 64)
+def gemm(m: int) -> Point:
+    return Point("gemm", (m, 64, 64))
 
 
 class Clock:
@@ -149,14 +150,14 @@ def test_noisy_is_by_the_spread() -> None:
 def written(path: Path, count: int = 3) -> Journal:
     journal = Journal.start(path, facts())
     for m in range(1, count + 1):
-        journal.add(Result(gemm(m).point, m * 1e-6, 0.01, 7, 0.1))
+        journal.add(Result(gemm(m), m * 1e-6, 0.01, 7, 0.1))
     return journal
 
 
 def test_journal_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "new" / "measurements.jsonl"
     journal = written(path)
-    journal.add(Result(gemm(9).point, 1e-6, 0.5, 7, 0.2, "noisy: spread 50%"))
+    journal.add(Result(gemm(9), 1e-6, 0.5, 7, 0.2, "noisy: spread 50%"))
     again = Journal.start(path, facts(date="2027-01-01", budget_s=99.0))
     assert again.results == journal.results
     assert again.spent_s == pytest.approx(0.5)
@@ -186,7 +187,7 @@ def test_a_last_line_cut_short_is_dropped(tmp_path: Path) -> None:
         file.write('{"operator": "gemm", "m": 4, "n"')
     assert len(read_journal(path).results) == 3
     journal = Journal.start(path, facts())
-    journal.add(Result(gemm(4).point, 1e-6, 0.0, 7, 0.1))
+    journal.add(Result(gemm(4), 1e-6, 0.0, 7, 0.1))
     assert len(read_journal(path).results) == 4
     assert len(path.read_text().splitlines()) == 5
 
@@ -251,16 +252,17 @@ def test_contexts_have_their_mean_and_maximum() -> None:
 
 
 def test_operands_are_as_cold_as_in_a_step() -> None:
-    bench = Bench("cpu", "float32", 4, weight_bytes=10e6, layers=4, cache_bytes=32e6, effort=Effort())
-    assert bench.copies(1e6) == 10, "a step of this model has 10 MB of weights"
+    bench = Bench("cpu", "float32", tiny(num_hidden_layers=4), 1, cache_bytes=32e6, effort=Effort())
+    weights = rollout_weight_bytes(bench.model, 1)
+    assert bench.copies(weights / 10) == 10
     assert bench.copies(20e6) == 1
-    assert bench.copies(20e6, kv=True) == 4, "64 of the 90 MB of weights and KV that pass evict everything"
+    assert bench.copies(20e6, kv=True) == 4, "64 of the 83 MB of weights and KV that pass evict everything"
     assert bench.copies(100.0) == 1024
 
 
 def test_the_plan_has_every_operator_once_within_bounds() -> None:
     setup = GridSetup("cpu", tiny(), (1, 2), 2, 4e9, 0.05)
-    points = [task.point for task in plan(setup)]
+    points = plan(setup)
     assert len(points) == len(set(points))
     rows = {operator: [point.row() for point in points if point.operator == operator] for operator in FIRST}
     imported = {gemm_of(precision) for precision in PRECISIONS[1:]}  # from others' tables alone: a bench runs bf16
@@ -277,25 +279,24 @@ def test_the_plan_has_every_operator_once_within_bounds() -> None:
         assert sum(contexts(row["batch"], row["context"], row["longest"])) == row["batch"] * row["context"]
     assert {row["prior"] for row in rows["prefill_attention"]} == {0, 512, 4096}
     assert {row["op"] for row in rows["collective"]} == set(OPERATIONS)
-    alone = {task.point.operator for task in plan(replace(setup, workers=1, tps=(1,)))}
+    alone = {point.operator for point in plan(replace(setup, workers=1, tps=(1,)))}
     assert alone == set(FIRST) - {"collective", "reshard", "migrate", "control", "graph_capture"}
-    small = [task.point for task in plan(replace(setup, longest_call_s=0.001))]
+    small = plan(replace(setup, longest_call_s=0.001))
     assert sum(point.operator == "gemm" for point in small) < len(rows["gemm"])
 
 
 def test_every_round_of_the_plan_covers_the_whole_range() -> None:
     """The first round has the first points of every operator; the decoder of a TP is built once a round."""
-    tasks = plan(GridSetup("cuda", tiny(dtype_bytes=2), (1, 2), 2, 80e9, 0.05))
-    assert [found.operator for task in tasks if (found := task.point).operator == "gemm"][: FIRST["gemm"]]
-    order = [task.point.operator for task in tasks]
+    points = plan(GridSetup("cuda", tiny(dtype_bytes=2), (1, 2), 2, 80e9, 0.05))
+    order = [point.operator for point in points]
     first = order[: order.index("control") + 2]
     assert {operator: first.count(operator) for operator in ("gemm", "copy", "migrate")} == {
         "gemm": FIRST["gemm"], "copy": FIRST["copy"], "migrate": FIRST["migrate"]
     }  # fmt: skip
-    degrees = [task.point.row()["tp"] for task in tasks if task.point.operator == "decode_step"]
+    degrees = [point.row()["tp"] for point in points if point.operator == "decode_step"]
     assert [tp for tp, _ in itertools.groupby(degrees[: 6 * FIRST["decode_step"]])] == [1, 2, 1, 2]
-    contexts_first = {task.point.row()["context"] for task in tasks[: order.index("prefill_attention")]
-                      if task.point.operator == "decode_attention"}  # fmt: skip
+    contexts_first = {point.row()["context"] for point in points[: order.index("prefill_attention")]
+                      if point.operator == "decode_attention"}  # fmt: skip
     assert {16, 2**17} <= contexts_first
 
 
@@ -307,53 +308,53 @@ def test_the_whole_plan_grows_with_the_call_allowed() -> None:
 GEMMS = [gemm(m) for m in range(1, 41)]
 
 
-def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, tasks: list[Task] = GEMMS):
-    """A run over fake outcomes: `outcome(task, attempt)` is (seconds it takes, what it finds)."""
+def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, points: list[Point] = GEMMS):
+    """A run over fake outcomes: `outcome(point, attempt)` is (seconds it takes, what it finds)."""
     now, journal, order = Clock(), Journal.start(tmp_path / "j.jsonl", facts()), []
 
-    def measure_task(task: Task) -> Timing | str:
-        order.append(task.point)
-        took, found = outcome(task, order.count(task.point))  # type: ignore[operator]
+    def measure_point(point: Point) -> Timing | str:
+        order.append(point)
+        took, found = outcome(point, order.count(point))  # type: ignore[operator]
         now.at += took
         return found
 
-    run_suite(tasks, journal, measure_task, budget_s=budget_s, now=now)
-    return counts(tasks, journal), journal, order
+    run_suite(points, journal, measure_point, budget_s=budget_s, now=now)
+    return counts(points, journal), journal, order
 
 
 GOOD, BAD = Timing(1e-6, 0.01, 7), Timing(1e-6, 0.5, 7)
 
 
 def test_noisy_points_are_tried_again_later_and_then_refused(tmp_path: Path) -> None:
-    def outcome(task: Task, attempt: int) -> tuple[float, Timing]:
-        m = task.point.row()["m"]
+    def outcome(point: Point, attempt: int) -> tuple[float, Timing]:
+        m = point.row()["m"]
         if m == 1:  # always noisy, the second time least
             return 1.0, replace(BAD, spread=0.2 if attempt == 2 else 0.5)
         return 1.0, BAD if m == 2 and attempt == 1 else GOOD
 
     found, journal, order = suite(tmp_path, outcome)
-    assert order.count(gemm(1).point) == ATTEMPTS
-    assert order[:4] == [gemm(m).point for m in (1, 2, 3, 4)], "the next attempt comes later"
-    refused = journal.results[gemm(1).point]
+    assert order.count(gemm(1)) == ATTEMPTS
+    assert order[:4] == [gemm(m) for m in (1, 2, 3, 4)], "the next attempt comes later"
+    refused = journal.results[gemm(1)]
     assert refused.refused.startswith("noisy: spread 20%")
     assert refused.spread == 0.2
     assert refused.took_s == ATTEMPTS
-    assert journal.results[gemm(2).point].refused == ""
+    assert journal.results[gemm(2)].refused == ""
     assert (found["gemm"].measured, found["gemm"].noisy, found["gemm"].left) == (39, 1, 0)
     assert 1 not in journal.measurements().table("gemm").m.tolist()
     assert read_journal(journal.path).results == journal.results
 
 
 def test_what_the_device_cannot_do_is_recorded_once(tmp_path: Path) -> None:
-    found, journal, order = suite(tmp_path, lambda task, _: (1.0, "out of memory" if task == gemm(3) else GOOD))
-    assert order.count(gemm(3).point) == 1
-    assert journal.results[gemm(3).point].refused == "impossible: out of memory"
+    found, journal, order = suite(tmp_path, lambda point, _: (1.0, "out of memory" if point == gemm(3) else GOOD))
+    assert order.count(gemm(3)) == 1
+    assert journal.results[gemm(3)].refused == "impossible: out of memory"
     assert found["gemm"].impossible == 1
 
 
 def test_the_budget_ends_the_run(tmp_path: Path) -> None:
-    tasks = [*GEMMS, *(Task.of("optimizer", n) for n in range(1, 11))]
-    found, journal, _ = suite(tmp_path, lambda *_: (2.0, GOOD), budget_s=85.0, tasks=tasks)
+    points = [*GEMMS, *(Point("optimizer", (n,)) for n in range(1, 11))]
+    found, journal, _ = suite(tmp_path, lambda *_: (2.0, GOOD), budget_s=85.0, points=points)
     assert (found["gemm"].measured, found["gemm"].left) == (40, 0)
     assert (found["optimizer"].measured, found["optimizer"].left) == (3, 7)
     assert journal.spent_s == 86.0  # the point under way is finished
@@ -368,8 +369,8 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
-    def outcome(task: Task, attempt: int) -> tuple[float, Timing]:
-        if task == gemm(6):
+    def outcome(point: Point, attempt: int) -> tuple[float, Timing]:
+        if point == gemm(6):
             raise KeyboardInterrupt
         return 1.0, GOOD
 
@@ -458,14 +459,16 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
     pytest.importorskip("torch")
     from rlsim.calibrate.measure import session
 
-    def first_points(setup: GridSetup) -> list[Task]:
+    def first_points(setup: GridSetup) -> list[Point]:
         enough = {"gemm": 12, "collective": 18, "decode_step": 8, "prefill_step": 8}
         seen = Counter[str]()
-        tasks = [(task, seen.update([task.point.operator]) or seen[task.point.operator]) for task in plan(setup)]
-        return [task for task, number in tasks if number <= enough.get(task.point.operator, 7)]
+        kinds = [(point, f"{point.operator} {point.row().get('tp')}") for point in plan(setup)]
+        numbered = [(point, seen.update([kind]) or seen[kind]) for point, kind in kinds]
+        return [point for point, number in numbered if number <= enough.get(point.operator, 7)]
 
     monkeypatch.setattr(suite_module, "NOISY", float("inf"))
     monkeypatch.setattr(session, "plan", first_points)
+    monkeypatch.setattr(session, "Effort", lambda **_: Effort(1, 3, 0.0, 0.02))
     out = tmp_path / "out"
     arguments = ["calibrate", "--device", "cpu", "--model", str(model_file(tmp_path)), "--tp", "1,2"]
     result = CliRunner().invoke(app, [*arguments, "--budget", "40s", "--out", str(out)])

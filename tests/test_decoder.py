@@ -14,10 +14,13 @@ from rlsim.calibrate.measure.batch import Batch  # noqa: E402
 from rlsim.calibrate.measure.bench import Bench  # noqa: E402
 from rlsim.calibrate.measure.clock import Effort, Timing  # noqa: E402
 from rlsim.calibrate.measure.decoder import KvCache, build_decoder, weight_splits  # noqa: E402
+from rlsim.calibrate.measure.journal import Point  # noqa: E402
 from rlsim.calibrate.measure.layout import migrate, reshard  # noqa: E402
 from rlsim.calibrate.measure.plan import reshard_bytes  # noqa: E402
 from rlsim.calibrate.measure.steps import spread_moves  # noqa: E402
+from rlsim.calibrate.measure.tasks import run_point  # noqa: E402
 from rlsim.calibrate.measure.workers import Workers  # noqa: E402
+from rlsim.cost.collectives import OPERATIONS  # noqa: E402
 from rlsim.errors import CalibrationError  # noqa: E402
 from rlsim.models import Model  # noqa: E402
 
@@ -33,7 +36,7 @@ TINY = Model(
     vocab_size=40,
     dtype_bytes=4,
 )
-BENCH = Bench("cpu", "float32", 4, TINY.weight_bytes, TINY.num_hidden_layers, 1e6, Effort(1, 3, 0.0, 0.05))
+BENCH = Bench("cpu", "float32", TINY, 1, 1e6, Effort(1, 3, 0.0, 0.05))
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 
 
@@ -81,17 +84,23 @@ def test_leaving_keeps_the_others_apart(two):
 
 
 def test_points_of_the_suite(two):
-    for arguments in (
-        ("decode_step", TINY, 1, "eager", 3, 40),
-        ("decode_step", TINY, 2, "eager", 3, 40),
-        ("prefill_step", TINY, 2, 10, 4),
-        ("reshard", TINY, 2, 1),
-        ("migrate", TINY, 1, 2, [5, 9, 3]),
+    for operator, *values in (
+        ("gemm", 3, 64, 32),
+        ("decode_attention", 3, 20, 40, 4, 2, 8),
+        ("prefill_attention", 2, 8, 5, 4, 2, 8),
+        ("memory_bound", 4, 5, 1),
+        ("train_block", "tiny", "forward_backward", 8, 4),
+        *(("collective", op, 2, 256) for op in OPERATIONS),
+        ("decode_step", "tiny", 1, "eager", 3, 40),
+        ("decode_step", "tiny", 2, "eager", 3, 40),
+        ("prefill_step", "tiny", 2, 10, 4),
+        ("reshard", "tiny", 2, 1, 99),
+        ("migrate", "tiny", 1, 2, 4096),
         ("control", "pause"),
         ("control", "group_create"),
     ):
-        for found in two.call(_point, *arguments):
-            assert isinstance(found, Timing)
+        for found in two.call(run_point, BENCH, Point(operator, tuple(values))):
+            assert isinstance(found, Timing), (operator, found)
             assert found.seconds > 0.0
             assert found.repeats >= 3
     assert reshard_bytes(TINY, 2) == TINY.weight_bytes / 2
@@ -162,7 +171,11 @@ def _logits(worker, model, tp, further):
         for token in (7, 8)[:further]:
             contexts = contexts + 1
             hidden = decoder.decode(torch.full((3,), token), contexts, int(contexts.max()))
-        return decoder.logits(hidden)[0]
+        return _all_logits(decoder, hidden)[0]
+
+
+def _all_logits(decoder, hidden):
+    return torch.cat(decoder.ranks.all_gather(torch.nn.functional.linear(hidden, decoder.head)), 1)
 
 
 def _reference_logits(model, tokens):
@@ -220,7 +233,7 @@ def _switched(worker, model, from_tp, to_tp):
         fresh.prefill(_flat(here), [len(p) for p in here], 0)
         contexts, tokens = torch.tensor([len(p) + 1 for p in here]), torch.full((len(here),), 11)
         step = tokens, contexts, int(contexts.max())
-        return fresh.logits(fresh.decode(*step)), target.logits(target.decode(*step))
+        return _all_logits(fresh, fresh.decode(*step)), _all_logits(target, target.decode(*step))
 
 
 def _parted(worker, model):
@@ -241,10 +254,6 @@ def _parted(worker, model):
             assert batch.longest == max(batch.contexts)
             found.append(said)
     return found
-
-
-def _point(worker, operator, *arguments):
-    return steps.STEPS[operator](worker, BENCH, *arguments)
 
 
 def _count(worker):

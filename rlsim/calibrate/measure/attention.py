@@ -42,30 +42,39 @@ def _decode_torch(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int,
     if bench.device != "cpu":
         flat = bench.tensor(copies, 2, batch * longest, kv_heads, head_dim)
         one = torch.arange(batch + 1, device=bench.device, dtype=torch.int32)
-        query = bench.tensor(batch, q_heads, head_dim)
-        used = ends.int()
-        return [_flash(query, flat[i], (one, one * longest), (1, longest), used=used) for i in range(copies)]
+        query, starts = bench.tensor(batch, q_heads, head_dim), (one, one * longest)
+        return [partial(flash, query, flat[i][0], flat[i][1], starts, (1, longest), ends.int()) for i in range(copies)]
     cache = bench.tensor(copies, 2, batch, kv_heads, longest, head_dim)
-    query = bench.tensor(batch, kv_heads, q_heads // kv_heads, head_dim)  # heads that share keys are rows of a product
-    mask = torch.zeros(batch, 1, 1, longest, dtype=bench.torch_dtype)
-    mask.masked_fill_((torch.arange(longest) >= ends[:, None])[:, None, None], -torch.inf)
-
-    def attend(keys: Any, values: Any) -> Any:
-        scores = torch.matmul(query * head_dim**-0.5, keys.transpose(-1, -2))
-        scores += mask
-        return torch.matmul(scores.softmax(-1), values)
-
-    return [partial(attend, *cache[i]) for i in range(copies)]
+    query = bench.tensor(batch, kv_heads, q_heads // kv_heads, head_dim)
+    mask = padding_mask(ends, longest, bench.torch_dtype)
+    return [partial(attend_padded, query, cache[i][0], cache[i][1], mask) for i in range(copies)]
 
 
-def _flash(query: Any, cache: Any, starts: tuple[Any, Any], longest: tuple[int, int], *, used: Any = None) -> Call:
-    """CUDA's flash kernel over packed (tokens, heads, head size) tensors, `cache` = keys and values.
+def padding_mask(contexts: torch.Tensor, longest: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `attend_padded` adds to scores: minus infinity beyond each sequence's context."""
+    beyond = torch.arange(longest) >= contexts[:, None]
+    return torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf)[:, None, None]
+
+
+def attend_padded(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Decode attention of (batch, KV heads, query heads of each, head size) over (batch, KV heads, tokens, head size)
+    as two batched products, in which the query heads of one KV head are rows."""
+    scores = torch.matmul(query * query.shape[-1] ** -0.5, keys.transpose(-1, -2))
+    scores += mask
+    return torch.matmul(scores.softmax(-1), values)
+
+
+def flash(
+    query: torch.Tensor, keys: Any, values: Any, starts: tuple[Any, Any], longest: tuple[int, int], used: Any = None
+) -> torch.Tensor:
+    """CUDA's flash kernel over packed (tokens, heads, head size) tensors.
 
     `starts` and `longest` are the sequences' in queries and keys. With `used`, the tokens filled of each sequence's
     keys, it is a decode step; without, causal.
     """
     forward: Any = torch.ops.aten._flash_attention_forward
-    return partial(forward, query, cache[0], cache[1], *starts, *longest, 0.0, used is None, False, seqused_k=used)
+    out: torch.Tensor = forward(query, keys, values, *starts, *longest, 0.0, used is None, False, seqused_k=used)[0]
+    return out
 
 
 def _decode_flash_attn(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
@@ -115,7 +124,9 @@ def prefill_attention(
         query = bench.tensor(batch * new, q_heads, head_dim)
         flat = bench.tensor(copies, 2, batch * total, kv_heads, head_dim)
         one = torch.arange(batch + 1, device=bench.device, dtype=torch.int32)
-        return [_flash(query, flat[i], (one * new, one * total), (new, total)) for i in range(copies)]
+        return [
+            partial(flash, query, flat[i][0], flat[i][1], (one * new, one * total), (new, total)) for i in range(copies)
+        ]
     queries = bench.tensor(batch, 1, q_heads, new, head_dim)
     cache = bench.tensor(copies, 2, batch, 1, kv_heads, total, head_dim)
     mask = torch.ones(new, total, dtype=torch.bool).tril(diagonal=prior) if prior else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlsim.calibrate.measure.bench import captured
 from rlsim.calibrate.measure.decoder import Decoder
 
 
@@ -69,20 +70,10 @@ class Batch:
 
     def capture(self) -> None:
         """Capture the step of a batch of the present size as a CUDA graph; `step` uses it from now on."""
-        cuda: Any = torch.cuda
-        batch = len(self)
-        state = self.tokens.clone(), self._contexts.clone()
-        stream = cuda.Stream()
-        stream.wait_stream(cuda.current_stream())
-        with cuda.stream(stream):  # the first launches may allocate or tune, which capture does not allow
-            self._advance(batch)
-        cuda.current_stream().wait_stream(stream)
-        graph = cuda.CUDAGraph()
-        with cuda.graph(graph):
-            self._advance(batch)
+        batch, state = len(self), (self.tokens.clone(), self._contexts.clone())
+        self._graphs[batch] = captured(lambda: self._advance(batch), self.decoder.device)
         self.tokens.copy_(state[0])
         self._contexts.copy_(state[1])
-        self._graphs[batch] = graph
 
     def rewind(self) -> None:
         """Take the last step back, so that the next one costs exactly the same."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsim.calibrate.measure.clock import Effort, Timing, measure
+from rlsim.cost.memory import rollout_weight_bytes
+from rlsim.models import Model
 
 Call = Callable[[], object]
 
@@ -20,18 +22,21 @@ _CALLS = 32  # at least, in one graph
 class Bench:
     """One device as a benchmark sees it. `dtype` is a torch dtype's name.
 
-    A model's step touches all its `weight_bytes` and the KV of all its `layers` between two uses of one operand. A
-    benchmark goes through as many bytes of copies, up to twice the cache, so that it finds its operands as cold, or as
-    warm, as the step does.
+    A step of the model at `tp` touches all weights and the KV of all layers between two uses of one operand. So a
+    benchmark goes through as many bytes of copies, up to twice the cache: it finds its operands as cold, or as warm, as
+    the step does.
     """
 
     device: str
     dtype: str
-    dtype_bytes: int
-    weight_bytes: float
-    layers: int
+    model: Model
+    tp: int
     cache_bytes: float
     effort: Effort
+
+    @property
+    def dtype_bytes(self) -> int:
+        return int(self.model.dtype_bytes)
 
     @property
     def torch_dtype(self) -> Any:
@@ -41,7 +46,8 @@ class Bench:
 
     def copies(self, operand_bytes: float, *, kv: bool = False) -> int:
         """How many copies of an operand a benchmark goes through in turn; `kv`: every layer has one of this size."""
-        between = self.weight_bytes + (self.layers * operand_bytes if kv else 0.0)
+        between = rollout_weight_bytes(self.model, self.tp)
+        between += self.model.num_hidden_layers * operand_bytes if kv else 0.0
         return min(max(math.ceil(min(between, 2.0 * self.cache_bytes) / operand_bytes), 1), _COPIES)
 
     def tensor(self, *shape: int) -> Any:

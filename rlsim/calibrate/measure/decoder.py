@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from rlsim.calibrate.measure.attention import causal_attention
+from rlsim.calibrate.measure.attention import attend_padded, causal_attention, flash, padding_mask
 from rlsim.calibrate.measure.ranks import Ranks
 from rlsim.errors import CalibrationError
 from rlsim.layers import FullAttention
@@ -75,12 +75,10 @@ def weight_splits(model: Model) -> list[dict[str, Split]]:
         layer["qkv_bias"] = Split((q + 2 * kv,), 0, (q, kv, kv))
     if attention.head_norms:
         layer["q_norm"] = layer["k_norm"] = Split((model.head_dim,), None, ())
-    around = {
-        "embedding": Split((model.vocab_size, hidden), 0, (model.vocab_size,)),
-        "norm": Split((hidden,), None, ()),
-    }
+    table = Split((model.vocab_size, hidden), 0, (model.vocab_size,))
+    around = {"embedding": table, "norm": Split((hidden,), None, ())}
     if not model.tie_word_embeddings:
-        around["head"] = around["embedding"]
+        around["head"] = table
     return [*(dict(layer) for _ in range(model.num_hidden_layers)), around]
 
 
@@ -92,6 +90,34 @@ def random_weight(split: Split, seed: int, device: str, dtype: torch.dtype) -> t
     generator = torch.Generator(device).manual_seed(seed)
     weight = torch.randn(split.shape, generator=generator, device=device, dtype=torch.float32)
     return weight.mul_(1.0 / math.sqrt(split.shape[-1])).to(dtype)
+
+
+def random_weights(model: Model, tp: int, index: int, device: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    """Rank `index`'s slices of the model's random weights, by layer as in `weight_splits`.
+
+    Raises `CalibrationError` unless every rank of `tp` gets the same whole share of the model.
+    """
+    check_degree(model, tp)
+    return [
+        {
+            name: split.slice(random_weight(split, number * 100 + place, device, dtype), tp, index)
+            for place, (name, split) in enumerate(layer.items())
+        }
+        for number, layer in enumerate(weight_splits(model))
+    ]
+
+
+def check_degree(model: Model, tp: int) -> None:
+    """Raises `CalibrationError` unless every rank of `tp` gets the same whole share of the model."""
+    counts = {
+        "KV heads": model.num_key_value_heads,
+        "heads": model.num_attention_heads,
+        "MLP columns": model.intermediate_size,
+        "tokens of the vocabulary": model.vocab_size,
+    }
+    for what, count in counts.items():
+        if count % tp:
+            raise CalibrationError(f"{model.name} at TP{tp}: {count} {what} do not divide evenly")
 
 
 class KvCache:
@@ -141,8 +167,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         model = self.model
-        self.splits = weight_splits(model)
-        self.q_heads, self.kv_heads = model.num_attention_heads // self.tp, model.num_key_value_heads // self.tp
+        self.heads = [count // self.tp for count in (model.num_attention_heads, *(model.num_key_value_heads,) * 2)]
         self.dtype = self.weights[-1]["norm"].dtype
         steps = torch.arange(0, model.head_dim, 2, device=self.device, dtype=torch.float32) / model.head_dim
         angles = torch.outer(torch.arange(self.cache.max_tokens, device=self.device), ROTARY_BASE**-steps)
@@ -150,10 +175,8 @@ class Decoder:
         self._sin = torch.cat((-angles.sin(), angles.sin()), 1).to(self.dtype)[:, None]
         self._kv = [self.cache.layer(i, self.tp).unbind() for i in range(model.num_hidden_layers)]
         self._rows = torch.arange(self.cache.slots(self.tp), device=self.device)
-        self._columns = torch.arange(self.cache.max_tokens, device=self.device)
         self._first = self.index * math.ceil(model.vocab_size / self.tp)  # of this rank's share of the vocabulary
-
-    # Steps ------------------------------------------------------------------------------------------------------------
+        self.head = self.weights[-1].get("head", self.weights[-1]["embedding"])
 
     def decode(self, tokens: torch.Tensor, contexts: torch.Tensor, longest: int) -> torch.Tensor:
         """One token for each of the first sequences of the cache.
@@ -162,26 +185,20 @@ class Decoder:
         `longest` the largest of them. Returns the hidden states [batch, hidden]. Attention reads as many tokens of
         every sequence as the longest has.
         """
-        batch = len(tokens)
-        positions, rows = contexts - 1, self._rows[:batch]
-        cos, sin = self._cos[positions], self._sin[positions]
-        mask = lengths = None
-        if self.cache.on_cpu:
-            mask = torch.zeros((batch, 1, 1, longest), dtype=self.dtype)
-            mask.masked_fill_((self._columns[:longest] >= contexts[:, None])[:, None, None], -torch.inf)
-        else:
-            lengths = contexts.int()
-        x = self._embed(tokens)
-        for weights, (keys, values) in zip(self.weights[:-1], self._kv, strict=True):
-            q, k, v = self._qkv(weights, x, cos, sin)
-            keys[rows, positions] = k
-            values[rows, positions] = v
-            if mask is not None:
-                attended = self._attend(q, keys[:batch, :longest], values[:batch, :longest], mask)
-            else:
-                attended = self._attend_flash(q, keys[:batch], values[:batch], lengths)
-            x = self._rest(weights, x, attended)
-        return self._norm(x, self.weights[-1]["norm"])
+        batch, on_cpu = len(tokens), self.cache.on_cpu
+        # the flash kernel reads lengths on the device, so that one captured graph serves all
+        seen = padding_mask(contexts, longest, self.dtype) if on_cpu else contexts.int()
+
+        def attend(q: torch.Tensor, _: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            if on_cpu:
+                keys, values = (x[:batch, :longest].transpose(1, 2) for x in (keys, values))
+                return attend_padded(q.view(batch, self.heads[1], -1, q.shape[-1]), keys, values, seen)
+            keys, values = (x[:batch].reshape(-1, *x.shape[2:]) for x in (keys, values))
+            one = torch.arange(batch + 1, device=self.device, dtype=torch.int32)
+            room = self.cache.max_tokens
+            return flash(q.contiguous(), keys, values, (one, one * room), (1, room), seen)
+
+        return self._layers(tokens, self._rows[:batch], contexts - 1, attend)
 
     def prefill(self, tokens: torch.Tensor, lengths: Sequence[int], first_slot: int) -> torch.Tensor:
         """Whole prompts, one after another in `tokens`, into the slots from `first_slot` on.
@@ -193,25 +210,20 @@ class Decoder:
         ends = counts.cumsum(0)
         rows = torch.repeat_interleave(torch.arange(first_slot, first_slot + len(lengths), device=device), counts)
         positions = torch.arange(len(tokens), device=device) - torch.repeat_interleave(ends - counts, counts)
-        cos, sin = self._cos[positions], self._sin[positions]
-        x = self._embed(tokens)
-        for weights, (keys, values) in zip(self.weights[:-1], self._kv, strict=True):
-            q, k, v = self._qkv(weights, x, cos, sin)
-            keys[rows, positions] = k
-            values[rows, positions] = v
-            x = self._rest(weights, x, self._attend_prompts(q, k, v, lengths))
-        return self._norm(x[ends - 1], self.weights[-1]["norm"])
+        starts, longest = F.pad(ends, (1, 0)).int(), max(lengths)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All logits [sequences, vocabulary], gathered over the ranks."""
-        own = F.linear(hidden, self._head())
-        if self.tp == 1:
-            return own
-        return torch.cat(self.ranks.all_gather(own), 1)
+        def attend(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], *_: Any) -> torch.Tensor:
+            if not self.cache.on_cpu:
+                q, k, v = (x.contiguous() for x in (q, *kv))
+                return flash(q, k, v, (starts, starts), (longest, longest))
+            prompts = zip(*(torch.split(x.transpose(0, 1), list(lengths), 1) for x in (q, *kv)), strict=True)
+            return torch.cat([causal_attention(*(x[None] for x in one))[0].transpose(0, 1) for one in prompts])
+
+        return self._layers(tokens, rows, positions, attend)[ends - 1]
 
     def sample(self, hidden: torch.Tensor) -> torch.Tensor:
         """The likeliest next tokens [sequences]: each rank gives its best, the best of all is taken."""
-        best, token = F.linear(hidden, self._head()).max(1)
+        best, token = F.linear(hidden, self.head).max(1)
         if self.tp == 1:
             return token
         own = torch.stack((best.double(), (token + self._first).double()))
@@ -219,11 +231,25 @@ class Decoder:
         winner = found[:, 0].argmax(0, keepdim=True)
         return found[:, 1].gather(0, winner)[0].long()
 
-    # Parts of a layer -------------------------------------------------------------------------------------------------
+    def _layers(self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+        """Hidden states of all tokens, whose keys and values go to these rows and positions of the cache.
 
-    def _head(self) -> torch.Tensor:
-        around = self.weights[-1]
-        return around.get("head", around["embedding"])
+        `attend` has the queries, the keys and values of these tokens, and the whole cache's.
+        """
+        cos, sin = self._cos[positions], self._sin[positions]
+        x = self._embed(tokens)
+        for weights, (keys, values) in zip(self.weights[:-1], self._kv, strict=True):
+            q, k, v = self._qkv(weights, x, cos, sin)
+            keys[rows, positions] = k
+            values[rows, positions] = v
+            out = F.linear(attend(q, (k, v), keys, values).reshape(len(x), -1), weights["o"])
+            self.ranks.all_reduce(out)
+            x = x + out
+            gate, up = F.linear(self._norm(x, weights["mlp_norm"]), weights["gate_up"]).chunk(2, 1)
+            out = F.linear(F.silu(gate) * up, weights["down"])
+            self.ranks.all_reduce(out)
+            x = x + out
+        return self._norm(x, self.weights[-1]["norm"])
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         table = self.weights[-1]["embedding"]
@@ -240,68 +266,15 @@ class Decoder:
 
     def _qkv(
         self, weights: dict[str, torch.Tensor], x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values [tokens, heads, head size], the first two rotated."""
-        dim, heads = self.model.head_dim, [self.q_heads, self.kv_heads, self.kv_heads]
         fused = F.linear(self._norm(x, weights["attention_norm"]), weights["qkv"], weights.get("qkv_bias"))
-        fused = fused.view(len(x), sum(heads), dim)
-        rotated, v = torch.split(fused, [self.q_heads + self.kv_heads, self.kv_heads], 1)
+        both, v = torch.split(fused.view(len(x), sum(self.heads), -1), [sum(self.heads[:2]), self.heads[2]], 1)
         if "q_norm" in weights:
-            q, k = torch.split(rotated, heads[:2], 1)
-            rotated = torch.cat((self._norm(q, weights["q_norm"]), self._norm(k, weights["k_norm"])), 1)
-        rotated = rotated * cos + rotated.roll(dim // 2, -1) * sin
-        q, k = torch.split(rotated, heads[:2], 1)
-        return q, k, v
-
-    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Decode attention [batch, heads · head size] as two batched products; the query heads of one KV head are its
-        rows."""
-        batch, dim = len(q), self.model.head_dim
-        q = q.view(batch, self.kv_heads, -1, dim) * (1.0 / math.sqrt(dim))
-        scores = torch.matmul(q, keys.permute(0, 2, 3, 1))
-        scores += mask
-        return torch.matmul(scores.softmax(-1), values.transpose(1, 2)).view(batch, -1)
-
-    def _attend_flash(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: Any) -> torch.Tensor:
-        """The same on CUDA, by the flash kernel: it reads lengths on the device, so one captured graph serves all."""
-        batch, tokens = keys.shape[:2]
-        starts = torch.arange(batch + 1, device=self.device, dtype=torch.int32)
-        flat = [x.reshape(batch * tokens, self.kv_heads, self.model.head_dim) for x in (keys, values)]
-        operators: Any = torch.ops.aten
-        out: torch.Tensor = operators._flash_attention_forward(
-            q.contiguous(), *flat, starts, starts * tokens, 1, tokens, 0.0, False, False, seqused_k=lengths
-        )[0]
-        return out.reshape(batch, -1)
-
-    def _attend_prompts(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]
-    ) -> torch.Tensor:
-        """Causal attention within every prompt, [tokens, heads · head size]."""
-        if not self.cache.on_cpu:
-            counts = torch.tensor([0, *lengths], device=self.device)
-            ends, longest = counts.cumsum(0).int(), max(lengths)
-            operators: Any = torch.ops.aten
-            packed = [x.contiguous() for x in (q, k, v)]
-            out: torch.Tensor = operators._flash_attention_forward(
-                *packed, ends, ends, longest, longest, 0.0, True, False
-            )[0]
-            return out.reshape(len(q), -1)
-        parts = []
-        for one in zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True):
-            queries, keys, values = (x.transpose(0, 1)[None] for x in one)
-            attended = causal_attention(queries, keys, values)
-            parts.append(attended[0].transpose(0, 1).reshape(len(one[0]), -1))
-        return torch.cat(parts)
-
-    def _rest(self, weights: dict[str, torch.Tensor], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Output product and MLP, each added to what came in."""
-        out = F.linear(attended, weights["o"])
-        self.ranks.all_reduce(out)
-        x = x + out
-        gate, up = F.linear(self._norm(x, weights["mlp_norm"]), weights["gate_up"]).chunk(2, 1)
-        out = F.linear(F.silu(gate) * up, weights["down"])
-        self.ranks.all_reduce(out)
-        return x + out
+            parts = zip(torch.split(both, self.heads[:2], 1), ("q_norm", "k_norm"), strict=True)
+            both = torch.cat([self._norm(part, weights[name]) for part, name in parts], 1)
+        both = both * cos + both.roll(self.model.head_dim // 2, -1) * sin
+        return (*torch.split(both, self.heads[:2], 1), v)
 
 
 def build_decoder(worker: Any, model: Model, tp: int, cache: KvCache, dtype: torch.dtype) -> Decoder:
@@ -311,28 +284,3 @@ def build_decoder(worker: Any, model: Model, tp: int, cache: KvCache, dtype: tor
     """
     weights = random_weights(model, tp, worker.rank % tp, worker.device, dtype)
     return Decoder(model, tp, worker.rank % tp, worker.ranks(tp), worker.device, weights, cache)
-
-
-def random_weights(model: Model, tp: int, index: int, device: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
-    """Rank `index`'s slices of the model's random weights, by layer as in `weight_splits`."""
-    check_degree(model, tp)
-    return [
-        {
-            name: split.slice(random_weight(split, number * 100 + place, device, dtype), tp, index)
-            for place, (name, split) in enumerate(layer.items())
-        }
-        for number, layer in enumerate(weight_splits(model))
-    ]
-
-
-def check_degree(model: Model, tp: int) -> None:
-    """Raises `CalibrationError` unless every rank of `tp` gets the same whole share of the model."""
-    counts = {
-        "KV heads": model.num_key_value_heads,
-        "heads": model.num_attention_heads,
-        "MLP columns": model.intermediate_size,
-        "tokens of the vocabulary": model.vocab_size,
-    }
-    for what, count in counts.items():
-        if count % tp:
-            raise CalibrationError(f"{model.name} at TP{tp}: {count} {what} do not divide evenly")

@@ -6,20 +6,12 @@ from pathlib import Path
 
 from rlsim import catalogue
 from rlsim.calibrate.fit.common import as_written
-from rlsim.calibrate.measure.host import MachineFacts
+from rlsim.calibrate.measure.host import RAM_SHARE, MachineFacts
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_record
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, Gpu, Link, load_gpu
 from rlsim.models import Model
-
-#: Share of the machine's memory that the workers of a CPU run divide among them, as if each were a GPU's own.
-RAM_SHARE = 0.5
-
-
-def worker_memory_bytes(facts: MachineFacts) -> float:
-    """Memory of one device: a GPU's own; on the CPU, its worker's part of half the machine's."""
-    return facts.memory_bytes if facts.device == "cuda" else facts.memory_bytes * RAM_SHARE / facts.workers
 
 
 def describe_cluster(measured: Measurements, facts: MachineFacts) -> Cluster:
@@ -76,7 +68,7 @@ def _measured_gpu(measured: Measurements, facts: MachineFacts) -> Gpu:
     return Gpu(
         name=facts.gpu,
         title=facts.name,
-        memory_bytes=worker_memory_bytes(facts),
+        memory_bytes=facts.worker_memory_bytes,
         memory_bytes_per_s=rate,
         bf16_flop_per_s=flops,
         l2_bytes=facts.cache_bytes,
@@ -94,7 +86,6 @@ def _link(measured: Measurements, facts: MachineFacts, memory_rate: float) -> Li
         return Link(name=f"{name}-not-measured", bytes_per_s=memory_rate, latency_s=1e-6)
     one_way = table[table.op.isin(["all_gather", "reduce_scatter", "send_recv"])]
     rows = one_way if len(one_way) else table
-    share = (rows.gpus - 1) / rows.gpus.where(rows.op != "send_recv", 2.0)
-    share = share.where(rows.op != "send_recv", 1.0)
+    share = (1.0 - 1.0 / rows.gpus).where(rows.op != "send_recv", 1.0)
     rate = float((share * rows.bytes / rows.seconds).max())
     return Link(name=name, bytes_per_s=rate, latency_s=float(table.seconds.min()))

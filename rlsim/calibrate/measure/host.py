@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +32,9 @@ GPU_NAMES = {
     "NVIDIA L40S": "l40s",
     "NVIDIA GH200 480GB": "gh200",
 }
+
+#: Share of the machine's memory that the workers of a CPU run divide among them, as if each were a GPU's own.
+RAM_SHARE = 0.5
 
 _CACHE_BYTES = 32 * 2**20  # where the system does not tell the last cache's size
 _LIBRARIES = ("flashinfer-python", "flash-attn", "triton")
@@ -63,6 +67,11 @@ class MachineFacts(Schema):
         slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", " ", self.name.lower())).strip("-")
         return slug if self.device == "cuda" else f"cpu-{slug.removeprefix('cpu-')}"
 
+    @property
+    def worker_memory_bytes(self) -> float:
+        """Memory of one device: a GPU's own; on the CPU, its worker's part of `RAM_SHARE` of the machine's."""
+        return self.memory_bytes if self.device == "cuda" else self.memory_bytes * RAM_SHARE / self.workers
+
     def check_same(self, other: MachineFacts, path: Path) -> None:
         """Raises `CalibrationError` if the points of `other`, the journal at `path`, cannot be mixed with ours."""
         ours, theirs = self._identity(), other._identity()
@@ -74,15 +83,13 @@ class MachineFacts(Schema):
             )
 
     def _identity(self) -> dict[str, str]:
-        versions = {what: self.versions.get(what, "none") for what in ("torch", "cuda", "driver", *_LIBRARIES)}
-        model = f"{self.model} ({self.model_shape})"
         return {
             "device": f"{self.device}, {self.name}",
             "workers": str(self.workers),
             "threads": str(self.threads),
             "number format": self.dtype,
-            "model": model,
-            **versions,
+            "model": f"{self.model} ({self.model_shape})",
+            **{what: self.versions.get(what, "none") for what in ("torch", "cuda", "driver", *_LIBRARIES)},
         }
 
 
@@ -92,36 +99,35 @@ def machine_facts(
     """The facts of this machine. Needs torch; `device` is "cpu" or "cuda"."""
     import torch
 
-    facts: dict[str, Any] = {
-        "device": device,
-        "workers": workers,
-        "threads": threads,
-        "dtype": dtype,
-        "model": model.name,
-        "model_shape": shape_hash(model),
-        "date": date.today().isoformat(),
-        "budget_s": budget_s,
-    }
     versions = {"rlsim": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     for library in _LIBRARIES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            continue
     if device == "cpu":
-        facts |= {"name": cpu_name(), "memory_bytes": ram_bytes(), "cache_bytes": cpu_cache_bytes(), "sm_count": 1}
         megahertz = _cpu_info("cpu MHz")
-        return MachineFacts(versions=versions, clocks={"cpu_mhz": megahertz} if megahertz else {}, **facts)
-    properties: Any = torch.cuda.get_device_properties(0)
-    facts |= {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "cache_bytes": getattr(properties, "L2_cache_size", 0) or _CACHE_BYTES,
-        "sm_count": properties.multi_processor_count,
-    }
-    clocks = _nvidia_smi()
-    versions |= {"cuda": str(torch.version.cuda), "driver": clocks.pop("driver_version", "unknown")}
-    return MachineFacts(versions=versions, clocks=clocks, **facts)
+        clocks = {"cpu_mhz": megahertz} if megahertz else {}
+        found: dict[str, Any] = {"name": cpu_name(), "cache_bytes": cpu_cache_bytes(), "sm_count": 1}
+        found["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        properties: Any = torch.cuda.get_device_properties(0)
+        clocks = _nvidia_smi()
+        versions |= {"cuda": str(torch.version.cuda), "driver": clocks.pop("driver_version", "unknown")}
+        found = {"name": properties.name, "memory_bytes": properties.total_memory}
+        found["cache_bytes"] = getattr(properties, "L2_cache_size", 0) or _CACHE_BYTES
+        found["sm_count"] = properties.multi_processor_count
+    return MachineFacts(
+        device=device,
+        workers=workers,
+        threads=threads,
+        dtype=dtype,
+        model=model.name,
+        model_shape=shape_hash(model),
+        versions=versions,
+        clocks=clocks,
+        date=date.today().isoformat(),
+        budget_s=budget_s,
+        **found,
+    )
 
 
 def devices(device: str) -> int:
@@ -161,11 +167,6 @@ def _cpu_info(what: str) -> str:
 def cpu_name() -> str:
     """The processor's name."""
     return _cpu_info("model name") or platform.processor() or platform.machine() or "CPU"
-
-
-def ram_bytes() -> float:
-    """The machine's memory."""
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def cpu_cache_bytes() -> float:

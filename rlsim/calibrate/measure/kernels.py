@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from rlsim.calibrate.measure.attention import causal_attention
 from rlsim.calibrate.measure.bench import Bench, Call
+from rlsim.calibrate.measure.plan import elementwise_shape
 from rlsim.models import Model
 
 
@@ -34,11 +35,11 @@ def gemm(bench: Bench, m: int, n: int, k: int) -> list[Call]:
     return [partial(functional.linear, tokens, weights[i]) for i in range(copies)]
 
 
-def layer_elementwise(
-    bench: Bench, tokens: int, hidden: int, heads: int, kv_heads: int, head_dim: int, width: int
-) -> list[Call]:
+def layer_elementwise(bench: Bench, _kernels: int, tokens: int, _bytes: int) -> list[Call]:
     """All of a layer on `tokens` tokens that is neither product nor attention: twice residual and norm, the rotary
-    embedding of queries and keys with the KV write, and the activation of a gated MLP of `width`."""
+    embedding of queries and keys with the KV write, and the activation of a gated MLP."""
+    heads, kv_heads, width = elementwise_shape(bench.model, bench.tp)
+    hidden, head_dim = bench.model.hidden_size, bench.model.head_dim
     x, residual, scale = bench.tensor(tokens, hidden), bench.tensor(tokens, hidden), bench.tensor(hidden)
     rotated, values = bench.tensor(tokens, heads + kv_heads, head_dim), bench.tensor(tokens, kv_heads, head_dim)
     cosine, sine = bench.tensor(tokens, 1, head_dim), bench.tensor(tokens, 1, head_dim)

@@ -6,16 +6,14 @@ Both go layer by layer, so that never more than one layer is there twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rlsim.calibrate.measure.decoder import Decoder, KvCache, check_degree, weight_splits
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """One sequence with `tokens` in the cache, from a slot of a replica of the old layout to one of the new."""
 
     tokens: int
@@ -56,63 +54,33 @@ def migrate(worker: Any, cache: KvCache, from_tp: int, to_tp: int, moves: Sequen
     A rank sends to every rank of the sequence's new replica the heads that one keeps. All workers call this together,
     with the same moves.
     """
-    model = cache.model
-    outgoing = _pieces(worker.rank, model.num_key_value_heads, from_tp, to_tp, moves)
-    incoming = _pieces(worker.rank, model.num_key_value_heads, to_tp, from_tp, [_reversed(move) for move in moves])
-    for layer in range(model.num_hidden_layers):
+    heads, own = cache.model.num_key_value_heads, worker.rank
+    outgoing = _parts(own, heads, from_tp, to_tp, moves)
+    incoming = _parts(own, heads, to_tp, from_tp, [Move(m.tokens, *m[3:], *m[1:3]) for m in moves])
+    for layer in range(cache.model.num_hidden_layers):
         source, target = cache.layer(layer, from_tp), cache.layer(layer, to_tp)
-        packed = {
-            peer: torch.cat([source[:, p.slot, : p.tokens, p.heads].reshape(-1) for p in pieces])
-            for peer, pieces in outgoing.items()
-        }
-        sizes = {
-            peer: sum(p.numbers(model.head_dim) for p in pieces)
-            for peer, pieces in incoming.items()
-            if peer != worker.rank
-        }
-        sends = {peer: tensor for peer, tensor in packed.items() if peer != worker.rank}
-        received = worker.all.exchange(sends, sizes, source)
-        if worker.rank in packed:
-            received[worker.rank] = packed[worker.rank]
-        for peer, pieces in incoming.items():
-            parts = torch.split(received[peer], [p.numbers(model.head_dim) for p in pieces])
-            for p, part in zip(pieces, parts, strict=True):
-                place = target[:, p.slot, : p.tokens, p.heads]
-                place.copy_(part.view(place.shape))
+        packed = {peer: torch.cat([source[part].reshape(-1) for part in parts]) for peer, parts in outgoing.items()}
+        places = {peer: [target[part] for part in parts] for peer, parts in incoming.items()}
+        sizes = {peer: sum(place.numel() for place in found) for peer, found in places.items() if peer != own}
+        received = worker.all.exchange({peer: x for peer, x in packed.items() if peer != own}, sizes, source)
+        for peer, found in places.items():
+            flat = packed[own] if peer == own else received[peer]
+            for place, x in zip(found, torch.split(flat, [place.numel() for place in found]), strict=True):
+                place.copy_(x.view(place.shape))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """What one rank sends another of one sequence: the sender's slot and heads, or the receiver's."""
-
-    slot: int
-    tokens: int
-    first_head: int
-    last_head: int  # exclusive
-
-    @property
-    def heads(self) -> slice:
-        return slice(self.first_head, self.last_head)
-
-    def numbers(self, head_dim: int) -> int:
-        return 2 * self.tokens * (self.last_head - self.first_head) * head_dim
-
-
-def _pieces(rank: int, heads: int, own_tp: int, other_tp: int, moves: Sequence[Move]) -> dict[int, list[_Piece]]:
-    """By peer, in the order of `moves`: what the sequences leaving `rank`'s replica have in common with the peer."""
+def _parts(rank: int, heads: int, own_tp: int, other_tp: int, moves: Sequence[Move]) -> dict[int, list[Any]]:
+    """By peer, in the order of `moves`: what the sequences leaving `rank`'s replica have in common with the peer, as
+    indices into this rank's layer of the cache."""
     own, other = heads // own_tp, heads // other_tp
     first = rank % own_tp * own
-    pieces: dict[int, list[_Piece]] = {}
+    parts: dict[int, list[Any]] = {}
     for move in moves:
         if move.from_replica != rank // own_tp:
             continue
         for index in range(other_tp):
             low, high = max(first, index * other), min(first + own, (index + 1) * other)
             if low < high:
-                piece = _Piece(move.from_slot, move.tokens, low - first, high - first)
-                pieces.setdefault(move.to_replica * other_tp + index, []).append(piece)
-    return pieces
-
-
-def _reversed(move: Move) -> Move:
-    return Move(move.tokens, move.to_replica, move.to_slot, move.from_replica, move.from_slot)
+                part = (slice(None), move.from_slot, slice(move.tokens), slice(low - first, high - first))
+                parts.setdefault(move.to_replica * other_tp + index, []).append(part)
+    return parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +30,9 @@ FIRST = {
     "reshard": 1,
     "migrate": 1,
 }
+MIGRATED = 4  # sequences a worker whose KV moves
 
-
-@dataclass(frozen=True)
-class Task:
-    """A point, and what its benchmark is called with: the point's values, unless the key alone does not tell."""
-
-    point: Point
-    arguments: tuple[Any, ...]
-
-    @staticmethod
-    def of(operator: str, *values: str | float, arguments: tuple[Any, ...] | None = None) -> Task:
-        """The task of a point by its values."""
-        return Task(Point(operator, values), values if arguments is None else arguments)
+Values = tuple[str | float, ...]  # of a point
 
 
 @dataclass(frozen=True)
@@ -62,13 +52,15 @@ class GridSetup:
         flop_per_s, bytes_per_s = (3e10, 4e9) if self.device == "cpu" else (1e14, 6e11)
         return flops / flop_per_s + size / bytes_per_s <= self.longest_call_s
 
-    def fits(self, flops: float, size: float) -> bool:
-        """Whether a call of this work and footprint (bytes) is worth measuring here."""
+    def fits(self, flops: float, size: float, scores: float = 0.0) -> bool:
+        """Whether a call of this work and footprint (bytes) is worth measuring here; on the CPU torch may keep the
+        scores of attention (bytes) too."""
+        size += scores if self.device == "cpu" else 0.0
         return self.quick(flops, size) and size <= self.memory_bytes / 4
 
-    def scores(self, bytes_: float) -> float:
-        """Bytes of attention scores, which torch may keep on the CPU."""
-        return bytes_ if self.device == "cpu" else 0.0
+    def sizes(self, low: int, high: int, footprint: float) -> list[tuple[int]]:
+        """Doublings as far as `footprint` bytes for each fit."""
+        return [*coarse_to_fine([size for size in doublings(low, high) if self.fits(0, footprint * size)])]
 
     @property
     def heads(self) -> list[tuple[int, int]]:
@@ -76,24 +68,50 @@ class GridSetup:
         attention = self.model.attention
         return list(dict.fromkeys((attention.heads // tp, attention.kv_heads_per_gpu(tp)) for tp in self.tps))
 
+    @property
+    def layouts(self) -> list[tuple[int, int]]:
+        """Changes of TP."""
+        return [(a, b) for a, b in itertools.permutations(self.tps, 2) if self.workers % max(a, b) == 0]
 
-def plan(setup: GridSetup) -> list[Task]:
+
+def plan(setup: GridSetup) -> list[Point]:
     """All points, each once, in the order to measure them.
 
     Every operator has the first of its points in the first round (`FIRST`), and in every further round twice as many.
     Within a round kernels and collectives come first, then whole steps of one TP after the other (the decoder fills the
     memory and takes its time to build), then changes of the layout.
     """
-    makers = (_copies, _gemms, _decode_attention, _prefill_attention, _elementwise, _train, _optimizer, _collectives)
-    phases = [[maker(setup) for maker in makers]]
-    phases += [[_decode_steps(setup, tp), _prefill_steps(setup, tp), _captures(setup, tp)] for tp in setup.tps]
-    phases += [[_reshards(setup), _migrations(setup), _controls(setup)]]
+    name = setup.model.name
+    kernels = {
+        "copy": _copies(setup),
+        "gemm": _gemms(setup),
+        "decode_attention": _decode_attention(setup),
+        "prefill_attention": _prefill_attention(setup),
+        "memory_bound": _elementwise(setup),
+        "train_block": ((name, *values) for values in _train(setup)),
+        "optimizer": setup.sizes(2**14, 2**32, 28),
+        "collective": _collectives(setup),
+    }
+    phases: list[dict[str, Iterable[Values]]] = [kernels]
+    for tp in setup.tps:
+        captures = doublings(1, 256) if setup.device == "cuda" else []
+        steps = {
+            "decode_step": _decode_steps(setup, tp),
+            "prefill_step": _prefill_steps(setup, tp),
+            "graph_capture": coarse_to_fine(captures),
+        }
+        phases.append({what: [(name, tp, *values) for values in grid] for what, grid in steps.items()})
+    changes = {
+        "reshard": _reshards(setup),
+        "migrate": _migrations(setup),
+        "control": [("pause",), ("group_create",)] if setup.workers > 1 else [],
+    }
     ranked = []
-    for phase, grids in enumerate(phases):
-        for grid in grids:
-            for index, task in enumerate({task.point: task for task in grid}.values()):
-                ranked.append(((1 + index // FIRST[task.point.operator]).bit_length(), phase, task))
-    return [task for *_, task in sorted(ranked, key=lambda found: found[:2])]
+    for phase, grids in enumerate([*phases, changes]):
+        for operator, grid in grids.items():
+            for index, values in enumerate(dict.fromkeys(grid)):
+                ranked.append(((1 + index // FIRST[operator]).bit_length(), phase, Point(operator, values)))
+    return [point for *_, point in sorted(ranked, key=lambda found: found[:2])]
 
 
 def level(place: int, count: int) -> int:
@@ -106,6 +124,12 @@ def coarse_to_fine(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     ranked = [[(level(i, len(axis)), value) for i, value in enumerate(axis)] for axis in axes]
     combinations = sorted(itertools.product(*ranked), key=lambda found: sum(rank for rank, _ in found))
     return (tuple(value for _, value in found) for found in combinations)
+
+
+def refined(rows: Iterable[tuple[float, Sequence[Values]]]) -> Iterator[Values]:
+    """The values of all rows, those first that are coarse in a row of low rank."""
+    ranked = [(rank + level(i, len(row)), values) for rank, row in rows for i, values in enumerate(row)]
+    return (values for _, values in sorted(ranked, key=lambda found: found[0]))
 
 
 def doublings(low: int, high: int, steps: int = 1) -> list[int]:
@@ -128,16 +152,15 @@ def contexts(batch: int, mean: int, longest: int) -> list[int]:
     return [longest, *(base + (i < more) for i in range(batch - 1))]
 
 
-# Kernels --------------------------------------------------------------------------------------------------------------
+# The grid of every operator: values of `measurements.KEYS` without the model's name and, of steps, the TP ------------
 
 
-def _copies(setup: GridSetup) -> Iterator[Task]:
+def _copies(setup: GridSetup) -> Iterator[Values]:
     kinds = ["device"] if setup.device == "cpu" else ["device", "host_to_device", "device_to_host"]
-    for (size,) in coarse_to_fine([size for size in doublings(2**14, 2**32) if setup.fits(0, 4 * size)]):
-        yield from (Task.of("copy", kind, size) for kind in kinds)
+    return ((kind, size) for (size,) in setup.sizes(2**14, 2**32, 4) for kind in kinds)
 
 
-def _gemms(setup: GridSetup) -> Iterator[Task]:
+def _gemms(setup: GridSetup) -> Iterator[Values]:
     """Large squares first, for the peak rate; then the model's products at every TP it allows, the run's own first,
     and those of narrower and wider models, all at few token counts and then at ever more: held-out points need shapes
     enough."""
@@ -146,33 +169,29 @@ def _gemms(setup: GridSetup) -> Iterator[Task]:
     def fits(m: int, n: int, k: int) -> bool:
         return setup.fits(2.0 * m * n * k, element * (n * k + m * (n + k)))
 
-    sides = [side for side in (512, 1024, 2048, 4096, 8192) if fits(side, side, side)]
-    yield from (Task.of("gemm", side, side, side) for side in sides[-2:])
+    yield from [(side,) * 3 for side in (512, 1024, 2048, 4096, 8192) if fits(side, side, side)][-2:]
     degrees = [*setup.tps, *(tp for tp in (1, 2, 4, 8) if tp not in setup.tps and model.supports_tp(tp))]
     linears = [linear for tp in degrees for linear in (*model.layer.linears(tp), model.head(tp))]
     own = [(linear.n_out, linear.k_in) for linear in linears]
     others = [(round(n * a), round(k * b)) for a, b in ((0.5, 2), (2, 0.5), (0.75, 0.75), (1.5, 1.5)) for n, k in own]
     shapes = [shape for shape in dict.fromkeys([*own, *others]) if min(shape) >= 16]
-    ranked = []
-    for index, shape in enumerate(shapes):
-        tokens = [m for m in [*doublings(1, 64), *doublings(96, 16384, 2)] if fits(m, *shape)]
-        late = index / (len(own) / len(degrees))
-        ranked += [(level(place, len(tokens)) + late, (m, *shape)) for place, m in enumerate(tokens)]
-    yield from (Task.of("gemm", *values) for _, values in sorted(ranked, key=lambda found: found[0]))
+    tokens = [*doublings(1, 64), *doublings(96, 16384, 2)]
+    rows = [[(m, *shape) for m in tokens if fits(m, *shape)] for shape in shapes]
+    yield from refined((index * len(degrees) / len(own), row) for index, row in enumerate(rows))
 
 
-def _decode_attention(setup: GridSetup) -> Iterator[Task]:
+def _decode_attention(setup: GridSetup) -> Iterator[Values]:
     """Equal contexts, and after every other point the same batch and mean with one long straggler."""
     dim = setup.model.head_dim
     grid = itertools.product(coarse_to_fine(doublings(1, 512), doublings(16, 2**17)), setup.heads)
     for index, ((batch, context), (q, kv)) in enumerate(grid):
-        for longest in (context, 2 * context) if batch > 1 and index % 2 else (context,):
-            read, shared = batch * longest, longest == context or batch > 2  # else nothing is left for the others
-            if shared and setup.fits(4.0 * read * q * dim, 2.0 * read * kv * dim * setup.model.dtype_bytes):
-                yield Task.of("decode_attention", batch, context, longest, q, kv, dim)
+        for longest in (context, 2 * context) if batch > 2 and index % 2 else (context,):
+            read = batch * longest
+            if setup.fits(4.0 * read * q * dim, 2.0 * read * kv * dim * setup.model.dtype_bytes):
+                yield batch, context, longest, q, kv, dim
 
 
-def _prefill_attention(setup: GridSetup) -> Iterator[Task]:
+def _prefill_attention(setup: GridSetup) -> Iterator[Values]:
     """Whole prompts, and after every fourth point the same chunks on cached tokens."""
     dim = setup.model.head_dim
     grid = itertools.product(coarse_to_fine(doublings(16, 2**15), [1, 2, 4, 8, 16]), setup.heads)
@@ -180,24 +199,26 @@ def _prefill_attention(setup: GridSetup) -> Iterator[Task]:
         for prior in (0, 512, 4096) if index % 4 == 3 else (0,):
             pairs = float(new * (prior + new))
             size = 2.0 * batch * (prior + new) * (q + kv) * dim * setup.model.dtype_bytes
-            if setup.fits(4.0 * batch * pairs * q * dim, setup.scores(4.0 * q * pairs) + size):
-                yield Task.of("prefill_attention", batch, new, prior, q, kv, dim)
+            if setup.fits(4.0 * batch * pairs * q * dim, size, 4.0 * q * pairs):
+                yield batch, new, prior, q, kv, dim
 
 
-def _elementwise(setup: GridSetup) -> Iterator[Task]:
-    """A layer's four kernels, with the bytes that the step model counts for them (`RooflineStep`)."""
+def elementwise_shape(model: Model, tp: int) -> tuple[int, int, int]:
+    """(query heads, KV heads, MLP width) of a layer on one device."""
+    attention = model.attention
+    return attention.heads // tp, attention.kv_heads_per_gpu(tp), model.layer.mlp.active_width // tp
+
+
+def _elementwise(setup: GridSetup) -> Iterator[Values]:
+    """A layer's four kernels at the run's first TP, with the bytes that the step model counts (`RooflineStep`)."""
     model = setup.model
-    for (tokens,), tp in itertools.product(coarse_to_fine(doublings(1, 2**15)), setup.tps):
-        heads, kv_heads = model.attention.heads // tp, model.attention.kv_heads_per_gpu(tp)
-        width = model.layer.mlp.active_width // tp
-        elements = 8 * model.hidden_size + (2 * heads + 3 * kv_heads) * model.head_dim + 3 * width
-        size = int(tokens * elements * model.dtype_bytes)
-        if setup.fits(0, 3 * size):
-            arguments = (tokens, model.hidden_size, heads, kv_heads, model.head_dim, width)
-            yield Task.of("memory_bound", 4, tokens, size, arguments=arguments)
+    heads, kv_heads, width = elementwise_shape(model, setup.tps[0])
+    elements = 8 * model.hidden_size + (2 * heads + 3 * kv_heads) * model.head_dim + 3 * width
+    token_bytes = int(elements * model.dtype_bytes)
+    return ((4, tokens, tokens * token_bytes) for (tokens,) in setup.sizes(1, 2**15, 3 * token_bytes))
 
 
-def _train(setup: GridSetup) -> Iterator[Task]:
+def _train(setup: GridSetup) -> Iterator[Values]:
     model = setup.model
     if model.num_experts:  # the block measured is dense
         return
@@ -206,28 +227,18 @@ def _train(setup: GridSetup) -> Iterator[Task]:
     for (tokens,), share, (direction, work) in itertools.product(coarse_to_fine(doublings(128, 2**15)), (1, 4), passes):
         length = tokens // share
         activations = tokens * (8 * model.hidden_size + 4 * q_dim + 4 * model.intermediate_size)
-        scores = setup.scores(4.0 * share * length**2 * model.num_attention_heads)
         flops = work * (2.0 * weights * tokens + 4.0 * share * length**2 * q_dim)
-        if setup.fits(flops, model.dtype_bytes * (2 * weights + 2 * activations) + scores):
-            values = (direction, tokens, length)
-            yield Task.of("train_block", model.name, *values, arguments=(model, *values))
+        size = model.dtype_bytes * (2 * weights + 2 * activations)
+        if setup.fits(flops, size, 4.0 * share * length**2 * model.num_attention_heads):
+            yield direction, tokens, length
 
 
-def _optimizer(setup: GridSetup) -> Iterator[Task]:
-    for (size,) in coarse_to_fine([size for size in doublings(2**14, 2**32) if setup.fits(0, 28 * size)]):
-        yield Task.of("optimizer", size)
-
-
-def _collectives(setup: GridSetup) -> Iterator[Task]:
+def _collectives(setup: GridSetup) -> Iterator[Values]:
     """Every operation at each group size; sizes are multiples of the group and of the element."""
     groups = [gpus for gpus in (2, 4, 8) if gpus <= setup.workers]
-    sizes = [size for size in doublings(2**8, 2**30) if setup.fits(0, 8 * size)]
-    for (size,), gpus, op in itertools.product(coarse_to_fine(sizes), groups, OPERATIONS):
+    for (size,), gpus, op in itertools.product(setup.sizes(2**8, 2**30, 8), groups, OPERATIONS):
         if op != "send_recv" or gpus == 2:
-            yield Task.of("collective", op, gpus, size)
-
-
-# Whole steps ----------------------------------------------------------------------------------------------------------
+            yield op, gpus, size
 
 
 def _step_fits(setup: GridSetup, tp: int, tokens: float, pairs: float, cached: float) -> bool:
@@ -235,39 +246,21 @@ def _step_fits(setup: GridSetup, tp: int, tokens: float, pairs: float, cached: f
     enough, and these tokens have room beside the weights, a little less than an engine would take."""
     model = setup.model
     flops = 2.0 * model.active_parameters * tokens + 4.0 * model.num_hidden_layers * model.attention.q_dim * pairs
-    weights, kv = rollout_weight_bytes(model, tp), cached * kv_page_bytes(model, tp, 1)
-    return weights + kv <= 0.8 * setup.memory_bytes and setup.quick(flops / tp, weights + kv)
+    size = rollout_weight_bytes(model, tp) + cached * kv_page_bytes(model, tp, 1)
+    return size <= 0.8 * setup.memory_bytes and setup.quick(flops / tp, size)
 
 
-def _decode_steps(setup: GridSetup, tp: int) -> Iterator[Task]:
+def _decode_steps(setup: GridSetup, tp: int) -> Iterator[Values]:
     """Batches by mean contexts, denser below a few thousand tokens; graphs before eager steps."""
-    means = [*doublings(16, 4096, 2), *doublings(8192, 2**17)]
-    grid = list(coarse_to_fine(doublings(1, 512), means))
-    for mode in ("graph", "eager") if setup.device == "cuda" else ("eager",):
-        for batch, mean in grid:
-            if _step_fits(setup, tp, batch, batch * mean, batch * mean):
-                values = (tp, mode, batch, batch * mean)
-                yield Task.of("decode_step", setup.model.name, *values, arguments=(setup.model, *values))
+    batches, means = doublings(1, 512), [*doublings(16, 4096, 2), *doublings(8192, 2**17)]
+    rows = [[(b, b * mean) for mean in means if _step_fits(setup, tp, b, b * mean, b * mean)] for b in batches]
+    steps = [*refined((level(place, len(rows)), row) for place, row in enumerate(rows))]
+    return ((mode, *step) for mode in (("graph", "eager") if setup.device == "cuda" else ("eager",)) for step in steps)
 
 
-def _prefill_steps(setup: GridSetup, tp: int) -> Iterator[Task]:
-    sizes = doublings(32, 2**14)
-    for tokens, length in coarse_to_fine(sizes, sizes):
-        if length <= tokens and _step_fits(setup, tp, tokens, tokens * length, tokens):
-            values = (tp, tokens, length)
-            yield Task.of("prefill_step", setup.model.name, *values, arguments=(setup.model, *values))
-
-
-def _captures(setup: GridSetup, tp: int) -> Iterator[Task]:
-    for (batch,) in coarse_to_fine(doublings(1, 256) if setup.device == "cuda" else []):
-        yield Task.of("graph_capture", setup.model.name, tp, batch, arguments=(setup.model, tp, batch))
-
-
-# Changes of the layout ------------------------------------------------------------------------------------------------
-
-
-def _layouts(setup: GridSetup) -> list[tuple[int, int]]:
-    return [(a, b) for a, b in itertools.permutations(setup.tps, 2) if setup.workers % max(a, b) == 0]
+def _prefill_steps(setup: GridSetup, tp: int) -> Iterator[Values]:
+    grid = coarse_to_fine(*[doublings(32, 2**14)] * 2)
+    return ((n, length) for n, length in grid if length <= n and _step_fits(setup, tp, n, n * length, n))
 
 
 def reshard_bytes(model: Model, from_tp: int) -> float:
@@ -275,23 +268,15 @@ def reshard_bytes(model: Model, from_tp: int) -> float:
     return model.weight_bytes * (1.0 - 1.0 / from_tp)
 
 
-def _reshards(setup: GridSetup) -> Iterator[Task]:
+def _reshards(setup: GridSetup) -> Iterator[Values]:
     """From TP 1 nothing is received, so there is no rate to measure."""
-    for tps in _layouts(setup):
-        if tps[0] > 1:
-            received = round(reshard_bytes(setup.model, tps[0]))
-            yield Task.of("reshard", setup.model.name, *tps, received, arguments=(setup.model, *tps))
+    name = setup.model.name
+    return ((name, a, b, round(reshard_bytes(setup.model, a))) for a, b in setup.layouts if a > 1)
 
 
-def _migrations(setup: GridSetup) -> Iterator[Task]:
-    """A few sequences of some length each, dealt over the replicas."""
-    model = setup.model
-    for (tokens,), tps in itertools.product(coarse_to_fine(doublings(32, 2**14)), _layouts(setup)):
-        lengths = [tokens] * (4 * setup.workers)
-        handled = round(kv_rank_bytes(model, sum(lengths), tps[0]))
+def _migrations(setup: GridSetup) -> Iterator[Values]:
+    """A few sequences of some length each, dealt over the replicas; the bytes are those that a rank handles."""
+    for (tokens,), tps in itertools.product(coarse_to_fine(doublings(32, 2**14)), setup.layouts):
+        handled = round(kv_rank_bytes(setup.model, tokens * MIGRATED * setup.workers, tps[0]))
         if setup.fits(0, 4.0 * handled):
-            yield Task.of("migrate", model.name, *tps, handled, arguments=(model, *tps, lengths))
-
-
-def _controls(setup: GridSetup) -> Iterator[Task]:
-    return (Task.of("control", what) for what in ("pause", "group_create") if setup.workers > 1)
+            yield setup.model.name, *tps, handled

@@ -10,20 +10,14 @@ from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, Effort, Timing
-from rlsim.calibrate.measure.describe import (
-    describe_cluster,
-    worker_memory_bytes,
-    write_cluster,
-    write_model,
-)
+from rlsim.calibrate.measure.describe import describe_cluster, write_cluster, write_model
 from rlsim.calibrate.measure.host import devices, machine_facts
-from rlsim.calibrate.measure.journal import Journal
-from rlsim.calibrate.measure.plan import GridSetup, Task, plan
+from rlsim.calibrate.measure.journal import Journal, Point
+from rlsim.calibrate.measure.plan import GridSetup, plan
 from rlsim.calibrate.measure.suite import Count, Progress, counts, run_suite
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Reference
-from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.errors import CalibrationError
 from rlsim.models import Model, load_model
 from rlsim.output import check_own_file
@@ -79,7 +73,7 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
     another set-up, and if no point could be measured; `ConfigError` for a model that does not split.
     """
     found = devices(request.device)
-    from rlsim.calibrate.measure.tasks import joined, run_task, warm_up  # there is a torch
+    from rlsim.calibrate.measure.tasks import joined, run_point, warm_up  # there is a torch
 
     dtype, element = (CPU_DTYPE, 4) if request.device == "cpu" else (GPU_DTYPE, 2)
     shape = TINY if request.model is None and request.device == "cpu" else load_model(request.model or "llama-3.1-8b")
@@ -99,22 +93,21 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
     quick = request.budget_s < QUICK_S
     most_s = max(0.05, request.budget_s / 200.0)
     effort = Effort(warmup=2, min_repeats=5, min_time_s=0.01, max_time_s=most_s) if quick else Effort()
-    weights = rollout_weight_bytes(model, tps[0])
-    bench = Bench(request.device, dtype, element, weights, model.num_hidden_layers, facts.cache_bytes, effort)
+    bench = Bench(request.device, dtype, model, tps[0], facts.cache_bytes, effort)
     longest_s = min(0.5, request.budget_s / 1000.0)
-    tasks = plan(GridSetup(request.device, model, tps, workers, worker_memory_bytes(facts), longest_s))
+    points = plan(GridSetup(request.device, model, tps, workers, facts.worker_memory_bytes, longest_s))
     with Workers(workers, device=request.device, threads=THREADS) as team:
         team.call(warm_up)
 
-        def measure_task(task: Task) -> Timing | str:
-            return joined(team.call(run_task, bench, task.point.operator, task.arguments))
+        def measure_point(point: Point) -> Timing | str:
+            return joined(team.call(run_point, bench, point))
 
-        run_suite(tasks, journal, measure_task, budget_s=request.budget_s, report=report)
+        run_suite(points, journal, measure_point, budget_s=request.budget_s, report=report)
     if len(journal.refused()) == len(journal.results):
         reasons = {result.refused for result in journal.refused()}
         why = "; ".join(sorted(reasons)[:3]) or f"the budget of {request.budget_s:g} s was over before the first point"
         raise CalibrationError(f"nothing could be measured: {why}")
-    return Measured(folder, journal, model, counts(tasks, journal))
+    return Measured(folder, journal, model, counts(points, journal))
 
 
 def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibration, tuple[Path, ...]]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from rlsim.calibrate.measure.batch import Batch
 from rlsim.calibrate.measure.bench import Bench
-from rlsim.calibrate.measure.clock import Effort, Lap, Timing, laps, measure
+from rlsim.calibrate.measure.clock import Lap, Timing, laps, measure
 from rlsim.calibrate.measure.decoder import Decoder, KvCache, random_weights
 from rlsim.calibrate.measure.layout import Move, migrate, reshard
+from rlsim.calibrate.measure.plan import MIGRATED
+from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.errors import CalibrationError
 from rlsim.models import Model
 
@@ -33,54 +34,43 @@ def decode_step(
     """
     contexts = equal_contexts(batch, round(context_tokens))
     running = Batch(_decoder(worker, bench, model, tp, math.ceil(batch / tp), max(contexts) + ROOM))
-    with torch.inference_mode():
-        running.arrive(range(batch), contexts, [0] * batch)
-        if mode == "graph":
-            if worker.device == "cpu":
-                raise CalibrationError("there are no graphs on the CPU: expected mode eager")
-            running.capture()
-        return _timed(worker, bench.effort, running.step, running.rewind)
+    running.arrive(range(batch), contexts, [0] * batch)
+    if mode == "graph":
+        if worker.device == "cpu":
+            raise CalibrationError("there are no graphs on the CPU: expected mode eager")
+        running.capture()
+    return _timed(worker, bench, running.step, running.rewind)
 
 
 def prefill_step(worker: Any, bench: Bench, model: Model, tp: int, tokens: int, length: int) -> Timing:
     """One prefill of `tokens` prompt tokens in sequences of `length` (a shorter last one takes what is left)."""
     lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
     running = Batch(_decoder(worker, bench, model, tp, math.ceil(len(lengths) / tp), length + ROOM))
-    prompts = [[i % model.vocab_size for i in range(n)] for n in lengths]
-    with torch.inference_mode():
-        return _timed(
-            worker,
-            bench.effort,
-            lambda: running.prefill(range(len(lengths)), prompts),
-            lambda: running.leave(range(len(running))),
-        )
+    prompts, ids = [[i % model.vocab_size for i in range(n)] for n in lengths], range(len(lengths))
+    return _timed(worker, bench, lambda: running.prefill(ids, prompts), lambda: running.leave(ids))
 
 
 def graph_capture(worker: Any, bench: Bench, model: Model, tp: int, batch: int) -> Timing:
     """Capture of the decode step of `batch` sequences as a CUDA graph."""
     running = Batch(_decoder(worker, bench, model, tp, math.ceil(batch / tp), 128))
-    with torch.inference_mode():
-        running.arrive(range(batch), [64] * batch, [0] * batch)
-        return _timed(worker, bench.effort, running.capture)
+    running.arrive(range(batch), [64] * batch, [0] * batch)
+    return _timed(worker, bench, running.capture)
 
 
-def reshard_weights(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int) -> Timing:
+def reshard_weights(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int, _bytes: float) -> Timing:
     """All weights from one degree to another (see `plan.reshard_bytes` for the bytes that a rank receives)."""
     decoder = _decoder(worker, bench, model, from_tp, 1, 64)
-    with torch.inference_mode():
-        return _timed(worker, bench.effort, lambda: reshard(worker, decoder, to_tp))
+    return _timed(worker, bench, lambda: reshard(worker, decoder, to_tp))
 
 
-def migrate_kv(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int, contexts: Sequence[int]) -> Timing:
-    """The KV of sequences of these contexts, dealt evenly over the replicas, to another degree.
-
-    A rank handles `rlsim.cost.transfer.kv_rank_bytes(model, sum(contexts), from_tp)` bytes.
-    """
-    _decoder(worker, bench, model, from_tp, math.ceil(len(contexts) / worker.size), max(contexts))
-    cache = worker.state["steps"]["cache"]
-    moves = spread_moves(contexts, worker.size // from_tp, worker.size // to_tp)
-    with torch.inference_mode():
-        return _timed(worker, bench.effort, lambda: migrate(worker, cache, from_tp, to_tp, moves))
+def migrate_kv(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int, size: float) -> Timing:
+    """The KV of `MIGRATED` equal sequences a worker, dealt evenly over the replicas, to another degree: `size` bytes
+    (`rlsim.cost.transfer.kv_rank_bytes`) that a rank handles."""
+    count = MIGRATED * worker.size
+    tokens = max(1, round(size / kv_rank_bytes(model, count, from_tp)))
+    cache = _decoder(worker, bench, model, from_tp, MIGRATED, tokens).cache
+    moves = spread_moves([tokens] * count, worker.size // from_tp, worker.size // to_tp)
+    return _timed(worker, bench, lambda: migrate(worker, cache, from_tp, to_tp, moves))
 
 
 def control(worker: Any, bench: Bench, what: str) -> Timing:
@@ -89,12 +79,12 @@ def control(worker: Any, bench: Bench, what: str) -> Timing:
     `what` is "pause" (all ranks stop and agree on what each holds) or "group_create" (a communication group is made).
     """
     if what == "pause":
-        return _timed(worker, bench.effort, lambda: worker.all.agree([(i, 1000, 0) for i in range(16)]))
-    few = Effort(1, 7, 0.0, bench.effort.max_time_s)
+        return _timed(worker, bench, lambda: worker.all.agree([(i, 1000, 0) for i in range(16)]))
+    few = replace(bench, effort=replace(bench.effort, warmup=1, min_repeats=7, min_time_s=0.0))
     return _timed(worker, few, lambda: worker.create_groups(worker.size))
 
 
-#: Operators of `measurements.KEYS` by their function; `arguments` of a task are what it takes after worker and bench.
+#: Operators of `measurements.KEYS` by their function, which takes a point's values after worker and bench.
 STEPS: Mapping[str, Callable[..., Timing]] = {
     "decode_step": decode_step,
     "prefill_step": prefill_step,
@@ -129,26 +119,26 @@ def step_times(worker: Any, run: Callable[[], object], undo: Callable[[], object
     return laps(run, repeats, worker.device, undo)
 
 
-def _timed(worker: Any, effort: Effort, run: Callable[[], object], undo: Callable[[], object] = lambda: None) -> Timing:
+def _timed(worker: Any, bench: Bench, run: Callable[[], object], undo: Callable[[], object] = lambda: None) -> Timing:
     """One run after the other, equally often on all workers."""
     return measure(
-        run, device=worker.device, effort=effort, undo=undo, slowest=lambda seconds: max(worker.all.agree(seconds))
+        run,
+        device=worker.device,
+        effort=bench.effort,
+        undo=undo,
+        slowest=lambda seconds: max(worker.all.agree(seconds)),
     )
 
 
 def _decoder(worker: Any, bench: Bench, model: Model, tp: int, slots: int, max_tokens: int) -> Decoder:
     """A decoder whose cache has `slots` at TP 1. Weights stay for the next call; on a GPU those of one degree only."""
-    kept = worker.state.setdefault("steps", {})
-    if kept.get("model") != model:
-        kept.clear()
-        kept.update(model=model, weights={}, shape=None)
-    weights: dict[int, Any] = kept["weights"]
-    if tp not in weights:
+    kept = worker.state.setdefault("steps", {"weights": {}, "shape": None})
+    if tp not in kept["weights"]:
         if worker.device != "cpu":
-            weights.clear()
-        weights[tp] = random_weights(model, tp, worker.rank % tp, worker.device, bench.torch_dtype)
+            kept["weights"].clear()
+        kept["weights"][tp] = random_weights(model, tp, worker.rank % tp, worker.device, bench.torch_dtype)
     if kept["shape"] != (slots, max_tokens):
         kept["cache"] = None  # the old one goes before the new one comes
         kept["cache"] = KvCache(model, slots, max_tokens, worker.device, bench.torch_dtype)
         kept["shape"] = (slots, max_tokens)
-    return Decoder(model, tp, worker.rank % tp, worker.ranks(tp), worker.device, weights[tp], kept["cache"])
+    return Decoder(model, tp, worker.rank % tp, worker.ranks(tp), worker.device, kept["weights"][tp], kept["cache"])

@@ -1,4 +1,4 @@
-"""The measuring itself: task after task until the budget is spent, and noisy points more than one chance."""
+"""The measuring itself: point after point until the budget is spent, and noisy points more than one chance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Timing
 from rlsim.calibrate.measure.journal import Journal, Point, Result
-from rlsim.calibrate.measure.plan import Task
 
 ATTEMPTS = 4  # at a noisy point
 BETWEEN = 10  # other points before the next attempt: what disturbs a machine passes
@@ -34,29 +33,28 @@ def limit(operator: str) -> float:
 
 
 def run_suite(
-    tasks: Sequence[Task],
+    points: Sequence[Point],
     journal: Journal,
-    measure_task: Callable[[Task], Timing | str],
+    measure_point: Callable[[Point], Timing | str],
     *,
     budget_s: float,
     report: Callable[[Progress], None] = lambda _: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Measures the tasks in their order into `journal` until they are done or `budget_s` seconds of measuring are
+    """Measures the points in their order into `journal` until they are done or `budget_s` seconds of measuring are
     spent, those of the journal included.
 
-    `measure_task` gives a time, or why the device has none. A noisy point is tried again after some others; after four
+    `measure_point` gives a time, or why the device has none. A noisy point is tried again after some others; after four
     attempts it is refused, with the smallest spread it had.
     """
-    waiting = deque(task for task in tasks if task.point not in journal.results)
+    waiting = deque(point for point in points if point not in journal.results)
     spent_s, noisy = journal.spent_s, dict[Point, list[Result]]()
     while waiting and spent_s < budget_s:
         left = len(waiting)
-        task = waiting.popleft()
-        point = task.point
-        report(Progress(spent_s, budget_s, len(tasks) - left, len(tasks), len(journal.refused()), point))
+        point = waiting.popleft()
+        report(Progress(spent_s, budget_s, len(points) - left, len(points), len(journal.refused()), point))
         began = now()
-        outcome = measure_task(task)
+        outcome = measure_point(point)
         took_s = now() - began
         spent_s += took_s
         if isinstance(outcome, str):
@@ -69,7 +67,7 @@ def run_suite(
             journal.add(replace(result, took_s=took_s))
         elif len(tried) < ATTEMPTS:
             noisy[point] = tried
-            waiting.insert(BETWEEN, task)
+            waiting.insert(BETWEEN, point)
         else:
             best = min(tried, key=lambda one: one.spread)
             reason = f"spread {best.spread:.0%} at the best of {ATTEMPTS} attempts, limit {limit(point.operator):.0%}"
@@ -86,12 +84,12 @@ class Count:
     left: int
 
 
-def counts(tasks: Sequence[Task], journal: Journal) -> dict[str, Count]:
+def counts(points: Sequence[Point], journal: Journal) -> dict[str, Count]:
     """What became of the planned points of every operator."""
     found = {}
-    for operator in dict.fromkeys(task.point.operator for task in tasks):
-        points = [task.point for task in tasks if task.point.operator == operator]
-        refused = [journal.results[point].refused for point in points if point in journal.results]
+    for operator in dict.fromkeys(point.operator for point in points):
+        own = [point for point in points if point.operator == operator]
+        refused = [journal.results[point].refused for point in own if point in journal.results]
         measured, noisy = refused.count(""), sum(reason.startswith("noisy") for reason in refused)
-        found[operator] = Count(measured, noisy, len(refused) - measured - noisy, len(points) - len(refused))
+        found[operator] = Count(measured, noisy, len(refused) - measured - noisy, len(own) - len(refused))
     return found

@@ -1,4 +1,4 @@
-"""One task on all workers at once, and one time out of theirs."""
+"""One point on all workers at once, and one time out of theirs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rlsim.calibrate.measure.attention import decode_attention, prefill_attentio
 from rlsim.calibrate.measure.bench import Bench, Call
 from rlsim.calibrate.measure.clock import Timing
 from rlsim.calibrate.measure.collectives import collective
+from rlsim.calibrate.measure.journal import Point
 from rlsim.calibrate.measure.kernels import copy, gemm, layer_elementwise, optimizer, train_block
 from rlsim.calibrate.measure.steps import STEPS
 from rlsim.calibrate.measure.workers import Worker
@@ -41,18 +42,19 @@ def warm_up(worker: Worker) -> None:
     torch.nn.functional.linear(weight, torch.ones(16, 16, device=worker.device))
 
 
-def run_task(worker: Worker, bench: Bench, operator: str, arguments: tuple[Any, ...]) -> Timing | str:
-    """One task on this worker: its time, or why there is none."""
-    bench = replace(bench, device=worker.device)
+def run_point(worker: Worker, bench: Bench, point: Point) -> Timing | str:
+    """One point on this worker: its time, or why there is none."""
+    operator, bench = point.operator, replace(bench, device=worker.device)
+    values: list[Any] = [bench.model if name == "model" else value for name, value in point.row().items()]
     try:
         with torch.inference_mode(operator not in TRAINING):
             if operator in STEPS:
-                return STEPS[operator](worker, bench, *arguments)
+                return STEPS[operator](worker, bench, *values)
             if bench.device != "cpu":
                 worker.state.pop("steps", None)  # the decoder's weights and cache: kernels need the memory
             if operator == "collective":
-                return collective(worker, bench, *arguments)
-            return bench.time(KERNELS[operator](bench, *arguments))
+                return collective(worker, bench, *values)
+            return bench.time(KERNELS[operator](bench, *values))
     except (RuntimeError, MemoryError, RlsimError) as error:  # out of memory, or what this build of torch lacks
         if bench.device != "cpu":
             torch.cuda.empty_cache()
