@@ -260,7 +260,7 @@ def _attention(config: Config, family: Family, kind: LayerType) -> Attention:
         chunked=kind == CHUNKED,
         qkv_bias=family.qkv_bias or config.attention_bias,
         o_bias=family.o_bias and config.attention_bias,
-        head_norms=family.head_norms or (config.model_type == "glm4_moe" and config.use_qk_norm),
+        head_norms=family.head_norms is True or (family.head_norms == "use_qk_norm" and config.use_qk_norm),
         whole_norms=family.whole_norms,
         gated=family.gated,
         sinks=family.sinks,

@@ -1,17 +1,18 @@
-"""Hugging Face's families of language models, each a `model_type`, and what sets their layers apart.
+"""Families of language models: rows of `rlsim/data/families.yaml`, each a `model_type` of Hugging Face.
 
-What a config.json leaves out is as transformers' configuration classes have it, what it does not say at all as in its
-modelling code (`models/*/configuration_*.py` and `modeling_*.py`, version 5).
+The same table has the words of their config.json, and what of them rlsim has no costs for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ruamel.yaml import YAML
+
 from rlsim.errors import shown
-from rlsim.unsupported import FEATURES
 
 LayerType = Literal[
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "mamba", "mlp", "moe"
@@ -20,28 +21,43 @@ FULL, SLIDING, CHUNKED, LINEAR, MAMBA, MLP, MOE = get_args(LayerType)
 #: Layers with a window of tokens, and layers that cache no token.
 WINDOWED, UNCACHED = (SLIDING, CHUNKED), (LINEAR, MAMBA, MLP, MOE)
 
+#: Layers that a model may have.
+MOST_LAYERS = 10_000
+
+_TABLE = YAML(typ="safe", pure=True).load(Path(__file__).parent / "data" / "families.yaml")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What a family's modelling code has beyond RMS norms, rotary embedding, gated MLPs and grouped-query attention.
 
-    `qkv_bias`: on q, k and v, whatever `attention_bias` says; `o_bias`: `attention_bias` is of o, too. `norms`: RMS
-    norms over the hidden state in a layer. `latent`: its attention is MLA. `experts`: whether it has any; None: as
-    `num_experts` says. `one_part`: a layer is attention or a feed-forward, as `layer_types` says. `narrow`: what it
-    calls `intermediate_size` is the width of an expert. `state`: the kind of its layers that keep one in the place of a
-    KV cache. `gated_mlp`: its MLPs, and experts, have a gate. The rest as in `FullAttention` and `Experts`. `defaults`:
-    of words that published configurations leave out.
+    - Attention: `qkv_bias` on q, k and v, whatever `attention_bias` says; `o_bias`: `attention_bias` is of o, too;
+      `latent`: it is MLA; the rest as in `FullAttention`. What is a text is the word of a configuration that says so.
+    - Layers: `norms` over the hidden state in each; `one_part`: one is attention or a feed-forward, as `layer_types`
+      says; `layers`: the letters of their kinds (`kinds` of the table), over and over, and `every` the words of a
+      configuration that say so otherwise: a pattern, how many have one full layer, or a number for each layer, 0 for
+      full. `windows`: under `use_sliding_window` only, of them the layers `after` or `before` `max_window_layers`, or
+      all (`asked`). `state`: the kind of layers that keep one in the place of a KV cache.
+    - Feed-forward: `gated_mlp`: MLPs and experts have a gate; `experts`: whether it has any, None as `num_experts`
+      says; `narrow`: its `intermediate_size` is the width of an expert; the rest as in `Experts`.
     """
 
+    also: Sequence[str] = ()
+    words: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    knows: Sequence[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False
     o_bias: bool = True
     latent: bool = False
-    head_norms: bool = False
+    head_norms: bool | str = False
     whole_norms: bool = False
     gated: bool = False
     sinks: bool = False
     norms: int = 2
     one_part: bool = False
+    layers: str = ""
+    every: Sequence[str] = ()
+    windows: str = ""
     state: str = ""
     gated_mlp: bool = True
     experts: bool | None = False
@@ -49,146 +65,47 @@ class Family:
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kinds(self) -> set[str]:
         """What its `layer_types` may be."""
         return {FULL, *WINDOWED, self.state, *((MLP, MOE) if self.one_part else ())}
 
+    def missing(self, config: Mapping[str, Any]) -> list[str]:
+        """What the words of a configuration of the family say of its model that rlsim has no costs for."""
+        return [
+            f"{row['is']} ({word})"
+            for word, row in _TABLE["means"].items()
+            if word not in self.knows and word not in self.words and _changes(config.get(word), row.get("but"))
+        ]
 
-_GRANITE_MOE = Family(experts=True, narrow=True)
-_GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
 
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "mixtral": Family(experts=True, narrow=True),
-    "qwen2": Family(qkv_bias=True, o_bias=False),
-    "qwen2_moe": Family(qkv_bias=True, o_bias=False, experts=True, shared_gate=True),
-    "qwen3": Family(head_norms=True),
-    "qwen3_moe": Family(head_norms=True, experts=True),
-    "qwen3_next": Family(head_norms=True, gated=True, state="linear_attention", experts=True, shared_gate=True),
-    "qwen3_5": Family(head_norms=True, gated=True, state="linear_attention"),
-    "qwen3_5_moe": Family(head_norms=True, gated=True, state="linear_attention", experts=True, shared_gate=True),
-    "phi3": Family(),
-    "granite": Family(),
-    "seed_oss": Family(o_bias=False),
-    "smollm3": Family(defaults={"tie_word_embeddings": True}),
-    "deepseek_v2": Family(latent=True, experts=True),
-    "deepseek_v3": Family(latent=True, experts=True, router_bias=True),
-    "kimi_k2": Family(latent=True, experts=True, router_bias=True),
-    "glm4": Family(qkv_bias=True, o_bias=False, norms=4),
-    "glm4_moe": Family(o_bias=False, experts=True, router_bias=True),
-    "gpt_oss": Family(
-        sinks=True,
-        experts=True,
-        narrow=True,
-        router_bias=True,
-        expert_bias=True,
-        defaults={"attention_bias": True},
-    ),
-    "glm4_moe_lite": Family(latent=True, experts=True, router_bias=True),
-    "hy_v3": Family(head_norms=True, experts=True, router_bias=True, defaults={"first_k_dense_replace": 1}),
-    "gemma": Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
-    "gemma2": Family(norms=4, defaults=_GEMMA),
-    "gemma3": Family(
-        head_norms=True,
-        norms=4,
-        defaults={
-            **_GEMMA,
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131_072,
-        },
-    ),
-    "llama4": Family(experts=True, narrow=True, defaults={"sliding_window": 8192, "head_dim": 128}),
-    "mimo": Family(qkv_bias=True, o_bias=False),
-    "olmo2": Family(whole_norms=True),
-    "olmo3": Family(whole_norms=True, defaults={"sliding_window": 4096}),
-    "olmoe": Family(whole_norms=True, experts=True, narrow=True),
-    "exaone4": Family(head_norms=True, defaults={"sliding_window": 4096}),
-    "ernie4_5": Family(defaults={"tie_word_embeddings": True}),
-    "ernie4_5_moe": Family(
-        experts=True, router_bias=True, defaults={"tie_word_embeddings": True, "first_k_dense_replace": 1}
-    ),
-    "minimax_m2": Family(whole_norms=True, experts=True, narrow=True, router_bias=True),
-    "glm4v_moe": Family(
-        o_bias=False,
-        experts=True,
-        router_bias=True,
-        defaults={"attention_bias": True, "first_k_dense_replace": 1},
-    ),
-    "granitemoe": _GRANITE_MOE,
-    "granitemoeshared": _GRANITE_MOE,
-    "granitemoehybrid": Family(
-        state="mamba",
-        experts=None,
-        narrow=True,
-        defaults={
-            "ssm_state_size": 256,
-            "mamba_num_heads": 128,
-            "n_groups": 1,
-            "conv_kernel": 4,
-            "chunk_size": 256,
-            "shared_expert_intermediate_size": 1024,
-        },
-    ),
-    "nemotron_h": Family(
-        norms=1,
-        one_part=True,
-        state="mamba",
-        gated_mlp=False,
-        experts=None,
-        router_bias=True,
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 21_504,
-            "ssm_state_size": 128,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "conv_kernel": 4,
-            "chunk_size": 128,
-            "mamba_ssm_dtype": "float32",
-            "n_shared_experts": 1,
-        },
-    ),
-}
+def _changes(value: Any, but: Sequence[Any] | None) -> bool:
+    """Whether a word with this value changes anything: one that says something, or (for lists has one) not in `but`."""
+    if value is None or but is None:
+        return bool(value)
+    values = value if isinstance(value, list) else [value]
+    return any((one.lower() if isinstance(one, str) else one) not in but for one in values)
 
-#: The text part of a multimodal model, by its own `model_type` or the whole model's, and the family that it is of.
-TEXT_PARTS = {
-    "gemma3_text": "gemma3",
-    "glm4v_text": "glm4",
-    "glm4v_moe_text": "glm4v_moe",
-    "llama4_text": "llama4",
-    "qwen2_vl": "qwen2",
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
 
-#: Layers that a model may have.
-MOST_LAYERS = 10_000
-
+FAMILIES = {name: Family(**row) for name, row in _TABLE["families"].items()}
+#: What all families call the words of `rlsim.architectures.Config` besides, and the kinds of layers.
+WORDS: Mapping[str, str] = _TABLE["words"]
+KINDS: Mapping[str, str] = _TABLE["kinds"]
 #: The families that are known.
 MODEL_TYPES = tuple(FAMILIES)
+_FAMILY_OF = {name: family for family, row in FAMILIES.items() for name in (family, *row.also)}
+_REFUSED = {name: why for why, names in _TABLE["refused"].items() for name in names}
 
 
 def unsupported(model_type: object) -> str:
     """What to say of a `model_type` that no family has."""
     said = f"model_type {shown(model_type)} is not supported"
-    if isinstance(model_type, str) and model_type in FEATURES:
-        return f"{said}: {FEATURES[model_type]}"
+    if isinstance(model_type, str) and model_type in _REFUSED:
+        return f"{said}: {_REFUSED[model_type]}"
     return f"{said}; one of: {', '.join(MODEL_TYPES)}"
 
 
 def family_name(model_type: Any) -> Any:
     """The family of a `model_type`; what is no family's name comes back as it is, and what is no text as none."""
-    return TEXT_PARTS.get(model_type, model_type) if isinstance(model_type, str) else None
+    return _FAMILY_OF.get(model_type, model_type) if isinstance(model_type, str) else None

@@ -21,17 +21,24 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Hook(NamedTuple):
-    """What a hook may return: in words, and whether a value (and the arguments of the call) fits them."""
+    """What a hook may return: in words, whether a value (and the arguments of the call) fits them, and what would in a
+    call with these arguments.
+    """
 
     expected: str
     fits: Callable[..., bool]
+    possible: Callable[..., object]
 
 
-def hook(expected: str = "", fits: Callable[..., bool] = lambda *_: True) -> Callable[[_Function], _Function]:
+def hook(
+    expected: str = "",
+    fits: Callable[..., bool] = lambda *_: True,
+    possible: Callable[..., object] = lambda *_: None,
+) -> Callable[[_Function], _Function]:
     """Marks a method, or the function of a property, as a hook; without arguments its value does not matter."""
 
     def mark(function: _Function) -> _Function:
-        function.hook = Hook(expected, fits)  # type: ignore[attr-defined]
+        function.hook = Hook(expected, fits, possible)  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -103,12 +110,16 @@ def _guarded(function: Callable[..., Any], name: str, kind: Hook) -> Callable[..
             value = function(self, *arguments, **keywords)
             if isinstance(value, Iterator):  # a generator runs here, where its exceptions are told
                 value = list(value)
-        except RlsimError:
+        except PolicyError:
             raise
+        except RlsimError as error:  # of what it asked: the costs of a layout that is none
+            raise type(error)(f"{type(self).__name__}.{name}: {error}") from error
         except (Exception, SystemExit) as error:
             raise PolicyError(f"{type(self).__name__}.{name}: {told(error, function)}") from error
         if not kind.fits(value, *arguments, *keywords.values()):
-            raise misused(self, name, f"returned {shown(value, 200)}, expected {kind.expected}")
+            here = kind.possible(*arguments, *keywords.values())
+            there_are = f", here {here}" if here else ""
+            raise misused(self, name, f"returned {shown(value, 200)}, expected {kind.expected}{there_are}")
         return value
 
     called.hook = kind  # type: ignore[attr-defined]

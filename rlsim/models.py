@@ -30,7 +30,6 @@ from rlsim.precision import (
 )
 from rlsim.reading import is_folder, read_json
 from rlsim.schema import load, validate
-from rlsim.unsupported import features
 
 
 class Model(Config):
@@ -324,7 +323,8 @@ def _from_config_json(path: Path) -> dict[str, Any]:
         config = {**tied, **whole, **text}
     if family_name(config.get("model_type")) not in MODEL_TYPES:
         raise ConfigError(f"{path}: {unsupported(config.get('model_type'))}")
-    if beyond := features(config, family_name(config["model_type"])):
+    family = FAMILIES[family_name(config["model_type"])]
+    if beyond := family.missing(config):
         raise ConfigError(f"{path}: a {config['model_type']} with {'; '.join(beyond)} is not supported")
     quantised = config.get("quantization_config")
     if quantised:
@@ -341,7 +341,7 @@ def _from_config_json(path: Path) -> dict[str, Any]:
             f"its {of} are published in {precision}: engines serve them so unless engine.precision says otherwise, "
             "training takes bf16"
         )
-        if experts_only and FAMILIES[family_name(config["model_type"])].one_part:
+        if experts_only and family.one_part:
             raise ConfigError(
                 f"{path}: a {config['model_type']} of which some products are not quantised is not supported; give the "
                 "config.json of the unquantised model"

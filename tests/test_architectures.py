@@ -413,7 +413,7 @@ def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | No
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "MM*E"}, "does not go with num_experts 0"),
         (
             {"model_type": "nemotron_h", "hybrid_override_pattern": 5},
-            "expected the kinds of the layers of a nemotron_h",
+            "expected the kinds of the layers, got 5",
         ),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*M*", "n_groups": 3}, "a multiple of n_groups"),
         ({"model_type": "granitemoehybrid", "hidden_size": [8]}, "hidden_size: expected a whole number"),

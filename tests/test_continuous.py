@@ -232,6 +232,7 @@ def test_a_prompt_is_dropped_when_a_control_has_aborted_a_response() -> None:
     assert not done.requests[1, 1].aborted
     assert done.requests[1, 1].finished  # the other one goes on; then the prompt is dropped and gives its place back
     assert positions(done, 1, "dropped") == [1, 1]
+    assert [rollout.aborted for rollout in done.outcome.rollouts] == [1, 0]
     assert rule.asked[-1][0].dropped == 1
 
 

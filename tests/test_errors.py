@@ -248,12 +248,27 @@ def test_through_a_process(folder: Path) -> None:
     ("command", "message"),
     [
         ("run frist.yaml", "frist.yaml: no such file; did you mean 'first.yaml'"),
-        ("advise run.sh", "run.sh: expected a mapping of keys to values; make an experiment of a run script or log of"),
+        (
+            "advise run.sh",
+            "run.sh: expected a mapping of keys to values; make an experiment of a configuration of veRL",
+        ),
+        (
+            "run other.sh",
+            "make an experiment of a run script or log of veRL: rlsim init --from-verl other.sh --gpu GPU",
+        ),
+        ("run nemo.yaml", "nemo.yaml is no experiment of rlsim; make an experiment of a configuration of NeMo-RL: "),
+        ("check nemo.yaml", "rlsim init --from-nemo nemo.yaml --gpu GPU"),
+        ("check areal.yaml", "rlsim init --from-areal areal.yaml --gpu GPU"),
+        ("advise slime.sh", "rlsim reads no configuration of slime: rlsim init NAME --model MODEL --cluster CLUSTER"),
         ("check run.sh", "rlsim init --from-verl run.sh --gpu GPU"),
     ],
 )
 def test_a_file_that_is_no_experiment_says_the_way_out(command: str, message: str, folder: Path, call: Command) -> None:
     (folder / "run.sh").write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=1\n")
+    (folder / "other.sh").write_text("python3 train.py\n")
+    (folder / "slime.sh").write_text("python3 train.py --actor-num-nodes 1 --rollout-num-gpus 8\n")
+    (folder / "nemo.yaml").write_text("grpo: {num_prompts_per_step: 32}\ncluster: {gpus_per_node: 8}\n")
+    (folder / "areal.yaml").write_text("experiment_name: a\nrollout:\n  max_concurrent_rollouts: 256\n")
     (folder / "first.yaml").write_text("name: first\n")
     printed = call(*command.split())
     assert printed.code == 2

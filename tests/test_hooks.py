@@ -99,11 +99,12 @@ def test_methods_of_the_authors_own_may_have_other_names() -> None:
     ("kind", "hook", "body", "message"),
     [
         ("RolloutControl", "initial_tp(self, context)", "return None", "returned None, expected a tensor-parallel"),
-        ("RolloutControl", "initial_tp(self, context)", "return 3", "returned 3, expected a tensor-parallel"),
+        ("RolloutControl", "initial_tp(self, context)", "return 3", "whole nodes, here TP 1, 2, 4, 8 (line"),
         ("RolloutControl", "initial_tp(self)", "return 2", "Mine.initial_tp() takes 1 positional argument but 2 were"),
         ("RolloutControl", "next_tp(self, report)", "return 3", "returned 3, expected one of report.feasible_tps"),
-        ("RolloutControl", "next_tp(self, report)", "return 16", "returned 16, expected one of report.feasible_tps"),
+        ("RolloutControl", "next_tp(self, report)", "return 16", "or None, here TP 1, 2, 4, 8 (line"),
         ("RolloutControl", "on_finish(self, view)", "yield 1 / 0", "ZeroDivisionError: division by zero (line 7: "),
+        ("RolloutControl", "on_finish(self, view)", "return Reconfigure(0, 3)", "of a node; possible: TP 2, 4, 8 ("),
         ("RolloutControl", "on_finish(self, view)", "return Abort((99,))", "Abort(requests=(99,)): there is no such"),
         ("RolloutControl", "on_finish(self, view)", "return Abort(99)", "returned Abort(requests=99), expected"),
         ("RolloutControl", "on_finish(self, view)", "return Reconfigure(0, 8, 'copy')", "kv='copy'), expected actions"),
@@ -125,6 +126,22 @@ def test_more_nonsense(failing: Failing, kind: str, hook: str, body: str, messag
     told = failing(base=write(failing.folder, module, kind, hook, body))
     assert told.startswith(f"base.yaml:10:5: system 'mine': Mine.{hook.partition('(')[0]}: {module}.py:")
     assert message in told
+
+
+@pytest.mark.parametrize(
+    ("cluster", "hook", "body", "message"),
+    [
+        ("6xh100", "initial_tp(self, context)", "return 3", "TP 3 does not divide its 32 heads, "),
+        ("2x6xh100", "initial_tp(self, context)", "return 12", "TP 12 does not divide its 32 heads, "),
+        ("8xh100", "setup(self, context)", "context.costs.step(0)", "a replica has 1 GPU or more, not 0"),
+    ],
+)
+def test_a_degree_that_the_model_has_not(failing: Failing, cluster: str, hook: str, body: str, message: str) -> None:
+    base = write(failing.folder, f"degree_{cluster[0]}", "RolloutControl", hook, body)
+    told = failing(base=base.replace("8xh100", cluster).replace("tp: 4", "tp: 2"))
+    assert told.startswith(f"base.yaml:10:5: system 'mine': Mine.{hook.partition('(')[0]}: ")
+    assert message in told
+    assert "setup" in hook or told.endswith("; feasible: TP 1, 2")
 
 
 def test_the_part_that_wanted_an_action_is_named(failing: Failing) -> None:

@@ -170,6 +170,16 @@ def test_links_are_followed_and_kept(tmp_path: Path, old: Path, new: Result, the
     assert name_in(target) == name_in(link) == "new"
 
 
+def test_run_writes_or_prints_all_that_it_says_as_json(folder: Path, call: Command) -> None:
+    Path("tiny.yaml").write_text(json.dumps(TINY))
+    printed = json.loads(call("run", "tiny.yaml", "--json", "-").out)
+    assert call("run", "tiny.yaml", "--json", "all.json").out.rstrip().endswith(printed["headlines"][""][-1])
+    assert json.loads(Path("all.json").read_text()) == printed
+    assert printed["directory"] == f"results/{TINY['name']}"
+    assert [row["system"] for row in printed["summary"]] == ["verl"]
+    assert printed["notes"] == list(rlsim.read_result(printed["directory"]).notes)
+
+
 def test_runs_that_write_the_same_directory_take_turns(copy: Path, new: Result) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(new.write, [copy] * 12))

@@ -165,7 +165,7 @@ def test_pat_deals_responses_anew_between_nodes_of_two_replicas() -> None:
     moved = found.steps.groupby("system")["moved"].sum()
     assert moved["pat"] > 0 == moved["even"] == moved["verl"]
     said = [note for note in found.notes if "never acted" in note]
-    assert said == ["even never acted: its controls switched, moved and released nothing in any step"]
+    assert said == ["even never acted: its controls switched, moved, released and aborted nothing in any step"]
 
 
 def test_pat_gains_on_a_long_tail() -> None:

@@ -164,6 +164,7 @@ def test_a_short_round_ends_with_its_first_prompts() -> None:
     assert responses.aborted.tolist() == [False, False, True, True, False, True, False, False, True]
     assert (rollout.settled.label, rollout.settled.launched, rollout.settled.put_back) == ("short", 9, 1)
     assert rollout.waiting == 1
+    assert rollout.aborted == 0, "no control did that"
 
 
 def test_the_queue_fills_over_short_rounds_and_a_long_round_empties_it() -> None:

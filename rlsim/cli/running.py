@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Certainty, Experiment, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
+from rlsim.cli.common import (
+    PRINTED,
+    Certainty,
+    Experiment,
+    Json,
+    Settings,
+    Warmup,
+    add_code_folders,
+    check_json,
+    echo,
+    progress_bar,
+    with_options,
+    write_json,
+)
 from rlsim.cli.tables import VERDICT_LEGEND, Table, print_ledgers, print_tables, relaxed_legend, table
 from rlsim.experiment.columns import ACTED
 from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, written
@@ -74,6 +88,7 @@ def run(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Also run each end of what is assumed: what it is worth.")
     ] = False,
+    json_file: Json = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the results only.")] = False,
 ) -> None:
     """Run an experiment, print a comparison, write the results.
@@ -84,9 +99,12 @@ def run(
     from rlsim.output import results_folder
 
     add_code_folders(experiment)
+    check_json(json_file)
     target = out or results_folder(load_experiment(experiment, settings or ())[0].name)
     settings = with_options(settings, warmup=warmup, certainty=certainty)
-    run_and_print(experiment, settings, target, seeds=seeds, strict=strict, what_if=what_if, quiet=quiet)
+    run_and_print(
+        experiment, settings, target, seeds=seeds, strict=strict, what_if=what_if, quiet=quiet, json_file=json_file
+    )
 
 
 def run_and_print(
@@ -98,25 +116,31 @@ def run_and_print(
     strict: bool = False,
     what_if: bool = False,
     quiet: bool = False,
+    json_file: Path | None = None,
 ) -> None:
-    """Run an experiment, print its tables and notes, write its results."""
+    """Run an experiment, print its tables and notes (`json_file`: write them as JSON), write its results."""
     from rlsim.experiment.directory import earlier
     from rlsim.experiment.run import run as run_experiment
 
     before, reported = earlier(target), (target / "report.html").is_file()
-    with progress_bar(quiet) as progress:
+    with progress_bar(quiet or json_file == PRINTED) as progress:
         result = run_experiment(
             experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, what_if=what_if, progress=progress
         )
-    if quiet:
-        typer.echo(str(target))
-        return
     from rlsim.cli.terminal import Console
     from rlsim.comparison.verdict import judge
     from rlsim.experiment.ledger import ledgers
 
-    cases = {str(case): rows for case, rows in result.summary().groupby("case", sort=False)}
+    summary = result.summary()
+    cases = {str(case): rows for case, rows in summary.groupby("case", sort=False)}
     verdicts = {case: judge(rows, str(result.manifest["baseline"])) for case, rows in cases.items()}
+    said = {case: one.sentences(result.manifest["tuned"].get(case)) for case, one in verdicts.items()}
+    document = {"directory": str(target), "headlines": said, "summary": json.loads(summary.to_json(orient="records"))}
+    if write_json(json_file, {**document, "notes": [*result.notes], "ledger": result.manifest["ledger"]}):
+        return
+    if quiet:
+        typer.echo(str(target))
+        return
     print_tables(table for case, rows in cases.items() for table in _tables(result, case, rows, verdicts[case]))
     print_ledgers(
         ledgers(result.manifest), "what each is worth: rlsim run --what-if; say what you know: --set KEY=VALUE"
@@ -125,9 +149,8 @@ def run_and_print(
     for note in result.notes:
         console.print(f"note: {note}", style="dim")
     console.print(f"results: {target}{_replaced(before, result.manifest, reported) if before else ''}\n")
-    for case, verdict in verdicts.items():
-        said = verdict.sentences(result.manifest["tuned"].get(case))
-        console.print(" ".join([*([f"{case}:"] if case else []), *said]), style="bold")
+    for case, sentences in said.items():
+        console.print(" ".join([*([f"{case}:"] if case else []), *sentences]), style="bold")
 
 
 def _replaced(before: Mapping[str, Any], after: Mapping[str, Any], reported: bool) -> str:
@@ -194,8 +217,8 @@ def _parts(rows: pd.DataFrame) -> Table:
     }
     legend += "; gen: waited for, of any step; whole gen: its own" if overlaps else ""
     legend += "; paused: for switches" if switches else ""
-    legend += "; moved: responses" if rows["moved"].max() > 0 else ""
-    legend += "; released: replicas" if rows["released"].max() > 0 else ""
+    for name, what in {"moved": "responses", "released": "replicas", "aborted": "responses"}.items():
+        legend += f"; {name}: {what}" if rows[name].max() > 0 else ""
     legend += "\ntokens/s: trained on, prompts counted"
     legend += "; wasted: of the generated tokens" if wasted else ""
     return table(columns, written(columns, rows.to_dict("records")), caption=f"{legend}; bound: lower bound / gen")

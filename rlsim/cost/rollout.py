@@ -86,6 +86,8 @@ class RolloutCostModel:
 
     def _stage_tp(self, tp: int) -> int:
         """GPUs of each stage; raises `ConfigError` if the stages do not share a replica's evenly."""
+        if tp < 1:
+            raise ConfigError(f"a replica has 1 GPU or more, not {tp}")
         if tp % self._pp:
             raise ConfigError(f"engine.pp {self._pp} does not divide the {tp} GPUs of a replica")
         return tp // self._pp

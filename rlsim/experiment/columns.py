@@ -40,5 +40,5 @@ _EVERY = _GROUPS.pop("every").values()
 TABLES: dict[str, tuple[Column, ...]] = {
     table: (*_EVERY, *own.values(), *(CALL_PARTS if table == "calls" else ())) for table, own in _GROUPS.items()
 }
-#: What rollout controls did: changes of degree, responses moved, replicas given up.
-ACTED = ("switches", "moved", "released")
+#: What rollout controls did: changes of degree, responses moved, replicas given up, responses dropped.
+ACTED = ("switches", "moved", "released", "aborted")

@@ -196,6 +196,7 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
         "initial_tp": summary.initial_tp,
         "moved": summary.moved,
         "released": summary.released,
+        "aborted": summary.aborted,
         "preemptions": summary.preemptions,
         "prefix_hit_tokens": summary.prefix_hit_tokens,
         "kv_loaded_tokens": summary.kv_loaded_tokens,

@@ -16,6 +16,14 @@ from rlsim.schema import validate
 
 #: Where a value is from that no file says, in messages.
 OVERRIDDEN = "as overridden"
+#: What only a framework's own files say, and the option of `rlsim init` that reads these, if there is one.
+_FRAMEWORKS = {
+    "veRL": (r"actor_rollout_ref|verl\.trainer", "--from-verl"),
+    "NeMo-RL": (r"^ *grpo[:.]|run_grpo|nemo_rl", "--from-nemo"),
+    "slime": (r"rollout[-_]num[-_]gpus|actor[-_]num[-_]nodes", ""),
+    "AReaL": (r"^allocation_mode:|max_head_offpolicyness|^ +max_concurrent_rollouts:|-m areal\.", "--from-areal"),
+}
+_LOOKED_AT = 100_000  # characters of a file
 
 
 def load_experiment(
@@ -53,6 +61,8 @@ def read_experiment(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, A
         raise ConfigError(f"{error}{_way_out(path)}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: expected a mapping of keys to values{_way_out(path)}")
+    if "systems" not in data and (way_out := _way_out(path)):
+        raise ConfigError(f"{source} is no experiment of rlsim{way_out}")
     return data, str(source), path.resolve().parent
 
 
@@ -86,6 +96,18 @@ def _find(path: Path) -> Path:
 
 def _way_out(path: Path) -> str:
     """What to do with a file that is no experiment: make one of it, or name the one beside it that was meant."""
+    if is_file(path):
+        try:
+            with path.open(encoding="utf-8", errors="replace") as opened:
+                text = opened.read(_LOOKED_AT)
+        except OSError:
+            return ""
+        found = [(name, option) for name, (mark, option) in _FRAMEWORKS.items() if re.search(mark, text, re.MULTILINE)]
+        for name, option in found[:1]:
+            if not option:
+                return f"; rlsim reads no configuration of {name}: rlsim init NAME --model MODEL --cluster CLUSTER"
+            file = path if name == "veRL" or path.suffix in (".yaml", ".yml") else "ITS_YAML"
+            return f"; make an experiment of a configuration of {name}: rlsim init {option} {file} --gpu GPU"
     if path.suffix in (".sh", ".log", ".py", ".ipynb"):
         return f"; make an experiment of a run script or log of veRL: rlsim init --from-verl {path} --gpu GPU"
     if is_file(path) or not path.suffix:

@@ -37,7 +37,7 @@ def idle_notes(steps: pd.DataFrame, deciding: Collection[str]) -> Iterator[str]:
     """Which systems that decide something while they generate never changed anything."""
     for system, own in steps.groupby("system", sort=False):
         if system in deciding and not own[[*ACTED, "paused", "borrowed_gpu_s"]].any(axis=None):
-            yield f"{system} never acted: its controls switched, moved and released nothing in any step"
+            yield f"{system} never acted: its controls switched, moved, released and aborted nothing in any step"
 
 
 def luck(steps: pd.DataFrame) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rlsim.errors import ConfigError
+from rlsim.errors import ConfigError, RlsimError
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Part, Placing, Rewiring, flattened
 from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.control import PLANNED, ControlContext, Controls, RolloutControl, asked
@@ -85,7 +85,11 @@ class System:
         if changes and context.replica_gpus is not None:
             name = type(self.layout).__name__
             raise ConfigError(f"{PLANNED.format(context.replica_gpus)}; {name} changes that while it runs")
-        return context.check_tp(self.layout.initial_tp(context))
+        tp = self.layout.initial_tp(context)
+        try:
+            return context.check_tp(tp)
+        except RlsimError as error:
+            raise type(error)(f"{type(self.layout).__name__}.initial_tp: {error}") from error
 
     def rewired(self, workflow: Workflow) -> Workflow:
         for part in self.rewirings:

@@ -30,6 +30,7 @@ from rlsim.sim.control import (
     RequestView,
     RolloutControl,
     RolloutView,
+    one_of,
 )
 from rlsim.units import Tokens
 
@@ -85,10 +86,8 @@ class PAT(Schema, RolloutControl):
         if self.start_tp != "auto":
             return context.check_tp(self.start_tp)
         if not self._profiles:
-            raise CapacityError(
-                f"none of the candidates TP {', '.join(map(str, self.candidates))} is feasible; "
-                f"feasible: TP {', '.join(map(str, context.feasible_tps))}"
-            )
+            few = f"none of the candidates {one_of(self.candidates)} is feasible"
+            raise CapacityError(f"{few}; feasible: {one_of(context.feasible_tps)}")
 
         def step_s(tp: int) -> float:
             batch = math.ceil(context.requests * tp / context.gpus)

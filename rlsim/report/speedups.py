@@ -41,6 +41,7 @@ _MEANINGS = {
     "switches": "changes of a node's TP, a step",
     "moved": "responses moved from one replica to another, a step",
     "released": "replicas given up before the end of generation, a step",
+    "aborted": "responses dropped unfinished, a step",
     "bound": "lower bound of generation over generation time; 100% is the best possible",
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlsim.errors import PolicyError
 from rlsim.hooks import Hooked, hook, is_whole
-from rlsim.sim.control import Abort, Action, Extend, Launch, Prompt, RolloutControl, RolloutView, Stop, is_launch
+from rlsim.sim.control import Action, Extend, Launch, Prompt, RolloutControl, RolloutView, Stop, Surplus, is_launch
 from rlsim.sim.request import Request
 
 #: A step that launches so many times the prompts it needs, because their rewards do not count, is given up.
@@ -353,7 +353,7 @@ class StepBatch(RolloutControl):
             if group.settled or len(group.finished) < needed:
                 continue
             if group.left:
-                yield Abort(tuple(sorted(group.left)))
+                yield Surplus(tuple(sorted(group.left)))
                 group.left.clear()
             batch = group.finished[:needed]
             if self._batching.needs_rewards and not all(request.scored for request in batch):

@@ -63,6 +63,12 @@ class Abort:
     requests: tuple[int, ...]
 
 
+class Surplus(Abort):
+    """What a step's batching drops: nothing that a control did."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Extend:
     """Let those of these requests that have used up their budget go on, for so many tokens more."""
@@ -265,6 +271,11 @@ class RolloutView(Protocol):
         """The active replicas of one node or of all, with their requests."""
 
 
+def one_of(tps: Iterable[int]) -> str:
+    """Degrees in a message."""
+    return f"TP {', '.join(map(str, tps))}"
+
+
 def divides_nodes(tp: int, node_gpus: Sequence[int]) -> bool:
     """Whether replicas of `tp` GPUs fill every node, or each as many whole nodes, all alike."""
     if tp < 1:
@@ -311,6 +322,12 @@ class ControlContext:
         """`tp` if every node can run it, or whole nodes together; else `CapacityError` (too small), or `ConfigError`:
         the plan says another degree, or it divides neither the GPUs of a node nor the nodes.
         """
+        try:
+            return self._checked(tp)
+        except (CapacityError, ConfigError) as error:
+            raise type(error)(f"{error}; feasible: {one_of(self.feasible_tps)}") from None
+
+    def _checked(self, tp: int) -> int:
         if self.replica_gpus not in (None, tp):
             raise ConfigError(f"{PLANNED.format(self.replica_gpus)}; the system's layout would begin with {tp}")
         if tp in self.infeasible:
@@ -327,7 +344,8 @@ class ControlContext:
                 raise CapacityError(f"tp {tp} has room for {tokens:,} tokens of KV cache; a response needs {needed:,}")
             return tp
         if tp not in self.feasible_tps:
-            raise CapacityError(self.infeasible.get(tp, f"tp {tp} is not feasible"))
+            self.costs.capacity_pages(tp)  # says why
+            raise ConfigError(f"tp {tp} is not feasible")
         return tp
 
     def check_switches(self, tps: Iterable[int]) -> None:
@@ -432,6 +450,7 @@ class RolloutControl(Hooked):
     @hook(
         "a tensor-parallel degree that divides the GPUs of every node, or those of whole nodes",
         lambda tp, context: is_whole(tp) and divides_nodes(tp, context.node_gpus),
+        lambda context: one_of(context.feasible_tps),
     )
     def initial_tp(self, context: ControlContext) -> int:  # noqa: ARG002
         """Called once, after `setup`: the tensor-parallel degree of every replica when a step begins, one of
@@ -466,6 +485,7 @@ class RolloutControl(Hooked):
     @hook(
         "one of report.feasible_tps, or None",
         lambda tp, report: tp is None or (is_whole(tp) and tp in report.feasible_tps),
+        lambda report: one_of(report.feasible_tps),
     )
     def next_tp(self, report: RolloutReport) -> int | None:  # noqa: ARG002
         """A step's generation is over: the tensor-parallel degree that the next one starts with, or None to leave that

@@ -216,7 +216,7 @@ class Generation:
         released = sum(end - at for at in rollout.released_at.values())
         waiting = self._what.batching.waiting()
         borrowed = self._borrowing.settle() if self._borrowing else 0.0
-        counted = (settled, waiting, released, hits, loaded, borrowed, rollout.moved, rollout.released)
+        counted = (settled, waiting, released, hits, loaded, borrowed, rollout.moved, rollout.released, rollout.aborted)
         self._outcome.rollouts.append(RolloutSummary(step, self._tp, preemptions, peak, *counted))
         lengths = tuple(r.generated for r in rollout.requests if r.finished)
         loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in rollout.requests)

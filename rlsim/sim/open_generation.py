@@ -106,7 +106,7 @@ class OpenGeneration(RolloutControl):
         self._drained: simpy.Event | None = None
         self._ids = self._ready = self._taken = self._dropped = 0
         self._launched_since_update = self._left_at_update = 0
-        self._noted = [0] * 8  # what `_note` counts, so far
+        self._noted = [0] * 9  # what `_note` counts, so far
         self._rollout = self._begin(call, what.plan.of(call.name))
         for launch in self._launches():
             self._rollout.launch(launch)
@@ -394,8 +394,9 @@ class OpenGeneration(RolloutControl):
             state.requests += group.requests
         counted = ("preemptions", "hit_tokens", "loaded_tokens")
         counts = [sum(map(attrgetter(of), rollout.replicas)) for of in counted]
-        so_far = [self._ids, self._dropped, *counts, rollout.moved, rollout.released, len(rollout.switches)]
-        launched, dropped, preemptions, hits, loaded, moved, released, _ = (
+        acted = rollout.moved, rollout.released, rollout.aborted
+        so_far = [self._ids, self._dropped, *counts, *acted, len(rollout.switches)]
+        launched, dropped, preemptions, hits, loaded, *did, _ = (
             now - before for now, before in zip(so_far, self._noted, strict=True)
         )
         self._note_switches(step)
@@ -412,8 +413,7 @@ class OpenGeneration(RolloutControl):
             hits,
             loaded,
             self._borrowing.settle() if self._borrowing else 0.0,
-            moved,
-            released,
+            *did,
         )
         self._discarded, self._uncounted, self._relaunched, self._stale, self._lent_gpu_s = [], 0, 0, 0, 0.0
         return summary

@@ -56,6 +56,7 @@ class RolloutSummary(NamedTuple):
     borrowed_gpu_s: float = 0.0  # GPU time that generation had on GPUs of training
     moved: int = 0  # responses that a control moved to another replica
     released: int = 0  # replicas that one gave up
+    aborted: int = 0  # responses that one dropped
 
     def with_rest(self, rest: RolloutSummary) -> RolloutSummary:
         """This, and what happened from when the last step had its batch to the end of the run."""
@@ -74,6 +75,7 @@ _SUMS = (
     "borrowed_gpu_s",
     "moved",
     "released",
+    "aborted",
 )
 
 

@@ -34,8 +34,10 @@ from rlsim.sim.control import (
     RolloutCosts,
     RolloutView,
     Stop,
+    Surplus,
     actions_of,
     asked,
+    one_of,
 )
 from rlsim.sim.dealing import Shares, by_context, by_number, evenly
 from rlsim.sim.moment import ASK, DEAL, IDLE, at, at_end, when_over
@@ -59,7 +61,8 @@ class Rollout(RolloutState):
         self.done = env.event()
         self.switches: list[tuple[float, int, int, int, SwitchCost]] = []  # when, node, from TP, to TP, what it cost
         self.released_at: dict[int, float] = {}  # GPU: when it was given up
-        self.moved = self.released = 0  # responses that left for another replica, replicas given up, by actions
+        #: By actions of controls: responses that left for another replica, replicas given up, responses dropped.
+        self.moved = self.released = self.aborted = 0
         self.replicas: list[Replica] = []  # all there ever were, by index
         self._stage = stage
         self._shared: Counter[int] = Counter()  # by GPU: how many other things run there too
@@ -337,11 +340,11 @@ class Rollout(RolloutState):
             case Reconfigure(node, tp, kv):
                 self._check(node in self._active, action, f"there is no node {node}")
                 self._check(node < self.own_nodes, action, f"node {node} is training's, and keeps its layout")
-                gpus = len(self.mesh[node])
-                divides = isinstance(tp, int) and tp >= 1 and gpus % tp == 0
-                self._check(divides, action, f"{tp} does not divide the {gpus} GPUs of a node")
                 self._check(tp != self._tp[node], action, "the node has that layout already")
-                self._check_room(tp, action)
+                if why := self._unfit(node, tp):
+                    others = {*range(1, len(self.mesh[node]) + 1)} - {self._tp[node]}
+                    fits = [degree for degree in sorted(others) if not self._unfit(node, degree)]
+                    self._check(False, action, f"{why}; possible: {one_of(fits) if fits else 'none'}")
                 old = self._active[node]
                 if node not in self._switching and len(self.active(node)) == len(old) > 0:
                     self._switching.add(node)
@@ -366,10 +369,10 @@ class Rollout(RolloutState):
                 if borrowing and borrowing.offer():
                     borrowing.take()
                     self.env.process(self._borrow(borrowing))
-            case Abort(requests):
+            case Abort(requests) as abort:
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
                 for replica, ids in self._where(requests):
-                    replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i), urgent=True)  # type: ignore[misc]
+                    replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i, abort), urgent=True)  # type: ignore[misc]
             case Launch():
                 self.launch(action)
             case Extend(requests, tokens):
@@ -379,19 +382,25 @@ class Rollout(RolloutState):
                 self._stopping = True
                 self.env.process(self._stop())
 
-    def _check_room(self, tp: int, action: Action) -> None:
-        """A layout must be able to hold every unfinished response at its full length."""
-        costs, page_tokens = self._stage.costs, self._stage.config.page_tokens
+    def _unfit(self, node: int, tp: int) -> str:
+        """Why replicas of `tp` GPUs cannot follow on a node, each able to hold every unfinished response at its full
+        length; empty if they can.
+        """
+        costs, page_tokens, gpus = self._stage.costs, self._stage.config.page_tokens, len(self.mesh[node])
+        if tp < 1 or gpus % tp:
+            return f"{tp} does not divide the {gpus} GPUs of a node"
         try:
             pages, kv = costs.capacity_pages(tp), costs.step(tp).kv
+            costs.switch(gpus, self._tp[node], tp, (), 0, "recompute", False)
         except RlsimError as error:
-            self._check(False, action, str(error))
+            return str(error)
         if self._longest is None or self._longest.finished or self._longest.aborted:
             unfinished = (r for r in self._requests.values() if not (r.finished or r.aborted))
             self._longest = max(unfinished, key=attrgetter("full_tokens"), default=None)
         longest = self._longest.full_tokens if self._longest else 0
-        fits, room = kv.fits(longest, page_tokens, pages), pages * page_tokens
-        self._check(fits, action, f"a replica holds {room} tokens of KV, too few for a whole response")
+        room = pages * page_tokens
+        fits = kv.fits(longest, page_tokens, pages)
+        return "" if fits else f"a replica holds {room} tokens of KV, too few for a whole response"
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:
@@ -592,8 +601,9 @@ class Rollout(RolloutState):
         self._set_timer()
         self._deal_to_active(paused)
 
-    def _abort(self, replica: Replica, ids: frozenset[int]) -> None:
+    def _abort(self, replica: Replica, ids: frozenset[int], action: Abort) -> None:
         running, others = self._take(replica, "aborted", ids)
+        self.aborted += 0 if isinstance(action, Surplus) else len(running) + len(others)
         for request in (*running, *others):
             request.aborted = True
             self._left -= 1
