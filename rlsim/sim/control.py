@@ -331,6 +331,7 @@ class ControlContext:
         if self.replica_gpus not in (None, tp):
             raise ConfigError(f"{PLANNED.format(self.replica_gpus)}; the system's layout would begin with {tp}")
         if tp in self.infeasible:
+            self.costs.step(tp)  # no room mends a degree that the model has not
             raise CapacityError(self.infeasible[tp])
         if not divides_nodes(tp, self.node_gpus):
             odd = next((gpus for gpus in self.node_gpus if tp < 1 or gpus % tp), self.node_gpus[0])
@@ -344,7 +345,7 @@ class ControlContext:
                 raise CapacityError(f"tp {tp} has room for {tokens:,} tokens of KV cache; a response needs {needed:,}")
             return tp
         if tp not in self.feasible_tps:
-            self.costs.capacity_pages(tp)  # says why
+            self.costs.step(tp)  # says why
             raise ConfigError(f"tp {tp} is not feasible")
         return tp
 

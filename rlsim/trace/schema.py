@@ -219,7 +219,7 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
 
     null = np.asarray(series.isna(), np.bool_)
     if column.required:
-        refuse(null, "is missing or NaN")
+        refuse(null, "is missing or NaN: leave out the rows that have none")
     match column.kind:
         case "id":
             return _checked_ids(series, refuse)

@@ -171,12 +171,20 @@ def _counted(frame: pd.DataFrame, path: Path, notes: list[str]) -> pd.DataFrame:
 
     Raises `TraceError` with the options to give if the response's tokens are in such a list.
     """
+    maps = [str(name) for name in frame if frame[name].map(lambda one: isinstance(one, Mapping)).any()]
+    if "response_tokens" not in frame and maps:
+        leaves = [leaf for name in maps for leaf in _leaves(name, frame[name].dropna().iloc[0])]
+        near = [leaf for leaf in leaves if re.search("(response|completion|output)_tokens$", leaf)]
+        raise TraceError(
+            f"{path}: {', '.join(maps)} hold mappings; write out what is in them first, as with "
+            f"jq -c '{{response_tokens: .{(near or leaves)[0]}}}' {path.name}"
+        )
     lists = [str(name) for name in frame if frame[name].map(lambda one: isinstance(one, list | np.ndarray)).all()]
     if "response_tokens" not in frame and lists:
         options = []
         for ours, words in (("response_tokens", "response|completion|output"), ("prompt_tokens", "prompt")):
-            near = (name for name in lists if re.search(f"({words}).*(id|token)", name))
-            options += [f"--column {ours}={name}" for name in itertools.islice(near, 1)]
+            fits = (name for name in lists if re.search(f"({words}).*(id|token)", name))
+            options += [f"--column {ours}={name}" for name in itertools.islice(fits, 1)]
         if options and "response_tokens" in options[0]:
             raise TraceError(f"{path}: {', '.join(lists)} hold lists; to count their tokens give {' '.join(options)}")
     for name in lists:
@@ -188,6 +196,13 @@ def _counted(frame: pd.DataFrame, path: Path, notes: list[str]) -> pd.DataFrame:
         else:
             frame = frame.drop(columns=name)
     return frame
+
+
+def _leaves(name: str, value: object) -> list[str]:
+    """What lies in nested mappings, by the path to it."""
+    if not isinstance(value, Mapping) or not value:
+        return [name]
+    return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
 
 
 def _numbered(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
