@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -12,33 +11,15 @@ from torch.nn import functional
 from rlsim.calibrate.measure.bench import Bench, Call
 from rlsim.calibrate.measure.plan import contexts
 
-PAGE_TOKENS = 16  # of a paged KV cache
-
-
-def decode_kernel(device: str) -> str:
-    """The decode attention measured on `device`: flashinfer or flash_attn where importable, else torch's own."""
-    if device.startswith("cuda"):
-        for name in ("flashinfer", "flash_attn"):
-            if importlib.util.find_spec(name) is not None:
-                return name
-    return "torch"
-
 
 def decode_attention(
     bench: Bench, batch: int, context: int, longest: int, q_heads: int, kv_heads: int, head_dim: int
 ) -> list[Call]:
-    """One new token of each of `batch` sequences over cached contexts of mean `context` and maximum `longest`."""
-    lengths = contexts(batch, context, longest)
-    make = {"flashinfer": _decode_flashinfer, "flash_attn": _decode_flash_attn, "torch": _decode_torch}
-    return make[decode_kernel(bench.device)](bench, lengths, q_heads, kv_heads, head_dim)
-
-
-def _decode_torch(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
-    """As the decoder of the whole steps does it (`decoder.Decoder`): every sequence is read as far as the longest on
-    the CPU, as far as it goes by CUDA's flash kernel."""
-    batch, longest = len(lengths), max(lengths)
+    """One new token of each of `batch` sequences over cached contexts of mean `context` and maximum `longest`, as the
+    decoder of the whole steps does it (`decoder.Decoder`): every sequence is read as far as the longest on the CPU, as
+    far as it goes by CUDA's flash kernel."""
     copies = bench.copies(2 * batch * longest * kv_heads * head_dim * bench.dtype_bytes, kv=True)
-    ends = torch.tensor(lengths, device=bench.device)
+    ends = torch.tensor(contexts(batch, context, longest), device=bench.device)
     if bench.device != "cpu":
         flat = bench.tensor(copies, 2, batch * longest, kv_heads, head_dim)
         one = torch.arange(batch + 1, device=bench.device, dtype=torch.int32)
@@ -75,42 +56,6 @@ def flash(
     forward: Any = torch.ops.aten._flash_attention_forward
     out: torch.Tensor = forward(query, keys, values, *starts, *longest, 0.0, used is None, False, seqused_k=used)[0]
     return out
-
-
-def _decode_flash_attn(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
-    attend: Any = importlib.import_module("flash_attn").flash_attn_with_kvcache
-    batch, longest = len(lengths), max(lengths)
-    copies = bench.copies(2 * sum(lengths) * kv_heads * head_dim * bench.dtype_bytes, kv=True)
-    cache = bench.tensor(copies, 2, batch, longest, kv_heads, head_dim)
-    query = bench.tensor(batch, 1, q_heads, head_dim)
-    ends = torch.tensor(lengths, device=bench.device, dtype=torch.int32)
-    return [partial(attend, query, cache[i, 0], cache[i, 1], cache_seqlens=ends) for i in range(copies)]
-
-
-def _decode_flashinfer(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
-    def integers(values: list[int]) -> Any:
-        return torch.tensor(values, dtype=torch.int32, device=bench.device)
-
-    pages = [-(-length // PAGE_TOKENS) for length in lengths]
-    starts = [sum(pages[:i]) for i in range(len(pages) + 1)]
-    copies = bench.copies(2 * sum(lengths) * kv_heads * head_dim * bench.dtype_bytes, kv=True)
-    cache = bench.tensor(copies, starts[-1], 2, PAGE_TOKENS, kv_heads, head_dim)
-    query = bench.tensor(len(lengths), q_heads, head_dim)
-    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=bench.device)
-    flashinfer: Any = importlib.import_module("flashinfer")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=q_heads > kv_heads)
-    wrapper.plan(
-        integers(starts),
-        torch.randperm(starts[-1], device=bench.device).to(torch.int32),  # pages lie anywhere, as in an engine
-        integers([length - (count - 1) * PAGE_TOKENS for length, count in zip(lengths, pages, strict=True)]),
-        q_heads,
-        kv_heads,
-        head_dim,
-        PAGE_TOKENS,
-        q_data_type=bench.torch_dtype,
-        kv_data_type=bench.torch_dtype,
-    )
-    return [partial(wrapper.run, query, cache[i]) for i in range(copies)]
 
 
 def prefill_attention(

@@ -6,11 +6,8 @@ import hashlib
 import os
 import platform
 import re
-import shutil
 import subprocess
-from contextlib import suppress
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,6 @@ GPU_NAMES = {
 RAM_SHARE = 0.5
 
 _CACHE_BYTES = 32 * 2**20  # where the system does not tell the last cache's size
-_LIBRARIES = ("flashinfer-python", "flash-attn", "triton")
 
 
 class MachineFacts(Schema):
@@ -53,7 +49,7 @@ class MachineFacts(Schema):
     dtype: str = Field(description="bfloat16 or float32")
     model: str
     model_shape: str = Field(description="hash of the model's fields")
-    versions: dict[str, str] = Field(description="rlsim, python, torch, cuda, driver, kernel libraries")
+    versions: dict[str, str] = Field(description="rlsim, python, torch, cuda, driver")
     clocks: dict[str, str] = Field(default={}, description="as the driver or system reports them at the start")
     date: str
     budget_s: float
@@ -89,7 +85,7 @@ class MachineFacts(Schema):
             "threads": str(self.threads),
             "number format": self.dtype,
             "model": f"{self.model} ({self.model_shape})",
-            **{what: self.versions.get(what, "none") for what in ("torch", "cuda", "driver", *_LIBRARIES)},
+            **{what: self.versions.get(what, "none") for what in ("torch", "cuda", "driver")},
         }
 
 
@@ -100,9 +96,6 @@ def machine_facts(
     import torch
 
     versions = {"rlsim": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    for library in _LIBRARIES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[library] = metadata.version(library)
     if device == "cpu":
         megahertz = _cpu_info("cpu MHz")
         clocks = {"cpu_mhz": megahertz} if megahertz else {}
@@ -181,11 +174,8 @@ def cpu_cache_bytes() -> float:
 
 def _nvidia_smi() -> dict[str, str]:
     """Driver version and clocks of the first GPU; nothing where the tool is missing."""
-    tool = shutil.which("nvidia-smi")
     wanted = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
-    if tool is None:
-        return {}
-    query = [tool, f"--query-gpu={','.join(wanted)}", "--format=csv,noheader", "--id=0"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(wanted)}", "--format=csv,noheader", "--id=0"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -147,13 +147,11 @@ def _degrees(request: Request, found: int) -> tuple[int, ...]:
 
 
 def _notes(measured: Measured) -> tuple[str, ...]:
-    from rlsim.calibrate.measure.attention import decode_kernel  # needs torch
-
     facts, refused = measured.journal.machine, measured.journal.refused()
     noisy = sum(result.refused.startswith("noisy") for result in refused)
     return (
         f"{facts.dtype}; medians of repeats; {noisy} points with a spread above {NOISY:.0%} refused",
-        f"all {facts.workers} devices measured at once; decode attention by {decode_kernel(facts.device)}",
+        f"all {facts.workers} devices measured at once; attention by torch",
         "operands are as cold as in a step of the model: a benchmark goes through as many bytes between two uses",
         *(f"{what}: {value}" for what, value in {**facts.versions, **facts.clocks}.items()),
     )
