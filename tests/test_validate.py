@@ -188,6 +188,20 @@ def test_the_command_writes_json_and_a_page(stub: dict[str, Section | Skipped], 
     assert list(read_sections(page)) == ["serving"]
 
 
+def test_a_narrow_terminal_breaks_no_name_and_tells_remarks_below(
+    stub: dict[str, Section | Skipped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    case = "llama-3.1-8b on 8 x A40, 128 responses, static TP8"
+    stub["pat"] = Section((Row("pat", case, "step time over PAT's", 1.4, 1.0, "a remark"),), ())
+    lines = CliRunner().invoke(app, ["validate", "pat"]).output.splitlines()
+    assert f"{case}, step time over PAT's: a remark" in lines
+    below = lines[lines.index("") + 1 :]
+    assert below[0].split() == ["what", "published", "rlsim", "error", "target"]
+    assert "-28.6%" in below[1]
+    assert max(map(len, below[:3])) <= 80
+
+
 def test_the_command_fails_beyond_a_bound_and_on_a_stale_page(
     stub: dict[str, Section | Skipped], tmp_path: Path
 ) -> None:

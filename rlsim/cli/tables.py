@@ -139,11 +139,11 @@ def print_ledgers(ledgers: Iterable[tuple[str, LedgerRecord]], how: str = "") ->
             Console(soft_wrap=True).print(f"{said}\n", style="bold")
 
 
-def print_tables(tables: Iterable[Table]) -> None:
+def print_tables(tables: Iterable[Table], *, stderr: bool = False) -> None:
     """Print tables with a blank line after each."""
     from rlsim.cli.terminal import Console
 
-    console = Console(soft_wrap=True)
+    console = Console(stderr=stderr, soft_wrap=True)
     width = console.width if console.is_terminal or os.environ.get("COLUMNS") else MOST_WIDTH
     for one in tables:
         if one.title:

@@ -9,6 +9,7 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import PRINTED, Json, check_json, write_json
+from rlsim.cli.tables import Table, print_tables
 from rlsim.validate.parts import PARTS, REPEATABLE
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 #: Parts with more comparisons than these show their summaries.
 _ROWS_SHOWN = 80
-_WIDTH = 120  # where there is no terminal
 
 
 def validate(
@@ -101,29 +101,23 @@ def _run(wanted: Iterable[str], options: Options, targets: Targets, *, hidden: b
 
 def _print(name: str, section: Section, targets: Targets, *, stderr: bool) -> bool:
     """One part's comparisons, or their summaries where they are many; whether all are within their bounds."""
-    from rich.table import Table
-
     from rlsim.cli.terminal import Console
     from rlsim.validate.targets import bounds_of, verdicts
 
-    console = Console(stderr=stderr)
-    console = console if console.is_terminal else Console(stderr=stderr, width=_WIDTH)
-    table = Table(box=None, pad_edge=False, header_style="bold", title=f"{name}", title_justify="left")
-    few = len(section.rows) <= _ROWS_SHOWN and not section.summarised
-    headings = (
-        (section.reference, "rlsim", "error", "target") if few else ("rows", "mean |error|", "median", "p90", "bias")
-    )
-    for heading in ("what", "quantity", "kind"):
-        table.add_column(heading)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    if few:
-        table.add_column("remark", style="dim")
-    for row in section.rows if few else ():
-        table.add_row(*row.cells, targets.cell(row).replace("**", ""), row.note)
-    for summary in () if few else section.summaries:
-        table.add_row(*summary.cells)
-    console.print(table)
+    remarks: dict[str, list[str]] = {}
+    if len(section.rows) <= _ROWS_SHOWN and not section.summarised:
+        headings = ["what", "quantity", "kind", section.reference, "rlsim", "error", "target"]
+        rows = [[*row.cells, targets.cell(row).replace("**", "")] for row in section.rows]
+        for row in section.rows:
+            remarks.setdefault(row.note, []).append(f"{row.case}, {row.quantity}")
+    else:
+        headings = ["what", "quantity", "kind", "rows", "mean |error|", "median", "p90", "bias"]
+        rows = [[*summary.cells] for summary in section.summaries]
+    print_tables([Table(headings, rows, title=name, words=(0, 1, 2), prose=0)], stderr=stderr)
+    console = Console(stderr=stderr, soft_wrap=True)
+    for remark, of in remarks.items():
+        if remark:
+            console.print(f"{'; '.join(of)}: {remark}", style="dim")
     bounds = bounds_of(targets, section.rows, section.summaries)
     for line in verdicts(targets, section.rows, bounds):
         console.print(line)
