@@ -25,7 +25,7 @@ from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import RlsimError
-from rlsim.experiment.system import System, is_layout
+from rlsim.experiment.systems import System, is_layout
 from rlsim.hardware import load_cluster
 from rlsim.hooks import overridden
 from rlsim.models import load_model

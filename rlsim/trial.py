@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from rlsim.experiment.system import System
+from rlsim.experiment.systems import System
 from rlsim.hooks import misused
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.batching import PromptFeed, StepBatch

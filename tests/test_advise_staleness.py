@@ -27,7 +27,7 @@ from rlsim.experiment.job import in_turn
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.staleness import Bound
+from rlsim.experiment.summary import Bound
 from rlsim.experiment.systems import parse_systems
 from rlsim.init.keys import Keys, line_of
 from rlsim.reading import parse_yaml

@@ -26,7 +26,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import CalibrationError, ConfigError
-from rlsim.experiment.check import check_experiment
+from rlsim.experiment.run import check_experiment
 from rlsim.hardware import load_cluster
 from rlsim.layers import FullAttention, LatentAttention, LinearAttention, Mamba2, NoAttention, NoFeedForward
 from rlsim.models import Model, load_model

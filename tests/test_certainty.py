@@ -22,10 +22,9 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
-from rlsim.experiment.check import check_experiment
 from rlsim.experiment.job import Execute, in_turn
 from rlsim.experiment.load import load_experiment
-from rlsim.experiment.run import run_loaded
+from rlsim.experiment.run import check_experiment, run_loaded
 from rlsim.experiment.summary import model_interval
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model

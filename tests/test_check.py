@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import BASE, Command
 
-from rlsim.experiment.check import check_experiment
+from rlsim.experiment.run import check_experiment
 
 CASES = BASE.replace(
     "  - pat\n", "  - pat\n  - real\ncases:\n  a: {trace.cap: 1K}\n  b: {trace.cap: 512, workflow.steps: 2}\n"

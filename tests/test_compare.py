@@ -17,8 +17,7 @@ from result_tables import RUN, table
 from scipy import stats
 
 import rlsim
-from rlsim.comparison.baseline import Baseline
-from rlsim.comparison.compare import _difference_s, paired, unpaired, why_unpaired
+from rlsim.comparison.compare import Baseline, _difference_s, paired, unpaired, why_unpaired
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.sweeps import run as running

@@ -29,7 +29,7 @@ from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.step import Chunk
 from rlsim.errors import CapacityError, ConfigError, RlsimError
-from rlsim.experiment.check import check_experiment
+from rlsim.experiment.run import check_experiment
 from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft
 from rlsim.layers import Experts

@@ -15,10 +15,9 @@ from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
-from rlsim.experiment.refusals import code_of
+from rlsim.experiment.refusals import code_of, conditions, starts_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.starts import conditions, starts_of
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster, load_gpu
 from rlsim.init.draft import Draft, Entry

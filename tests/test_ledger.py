@@ -17,9 +17,22 @@ from rlsim.cli.tables import print_ledgers
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.errors import ConfigError
-from rlsim.experiment.assumptions import ASSUMED, GIVEN, OWN, facts_of, ledger_of, source_of, table, value_at
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.ledger import AssumedRecord, EndRecord, LedgerRecord, ledgers, turns
+from rlsim.experiment.ledger import (
+    ASSUMED,
+    GIVEN,
+    OWN,
+    AssumedRecord,
+    EndRecord,
+    LedgerRecord,
+    facts_of,
+    ledger_of,
+    ledgers,
+    source_of,
+    table,
+    turns,
+    value_at,
+)
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.refusals import holds
 from rlsim.experiment.result import Result, read_result

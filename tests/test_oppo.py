@@ -26,7 +26,7 @@ from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.system import System
+from rlsim.experiment.systems import System
 from rlsim.hardware import load_cluster
 from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve, adapted

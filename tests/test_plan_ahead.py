@@ -18,10 +18,9 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment import planning
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
-from rlsim.experiment.meshes import borders
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.plan_report import search_plan
-from rlsim.experiment.planning import PlanSpace
+from rlsim.experiment.planning import PlanSpace, borders
 from rlsim.policies.plan import part_of
 from rlsim.policies.relaxed import Lagged
 from rlsim.search import Budget

@@ -12,8 +12,8 @@ import pytest
 from conftest import Command
 
 from rlsim.errors import CapacityError, RlsimError
-from rlsim.experiment.check import check_experiment
 from rlsim.experiment.load import parse_overrides
+from rlsim.experiment.run import check_experiment
 
 CASES_OF_USERS = Path(__file__).parent / "cases"
 PPO = {"workflow.algorithm": "ppo", "workflow.responses": 1}

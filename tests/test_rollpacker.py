@@ -21,10 +21,10 @@ from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
-from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import RewardSpec
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
+from rlsim.experiment.workflows import TraceScoring
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.request import Request

@@ -17,7 +17,7 @@ from workloads import LinearStep, StubCosts
 import rlsim
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
-from rlsim.experiment.system import System
+from rlsim.experiment.systems import System
 from rlsim.hardware import load_cluster
 from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.planner import Planner

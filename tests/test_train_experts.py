@@ -26,9 +26,9 @@ from rlsim.cost.transfer import gather_s
 from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.check import check_experiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import PlanSpace
+from rlsim.experiment.run import check_experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import Cluster, load_cluster

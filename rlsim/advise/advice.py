@@ -27,11 +27,11 @@ from rlsim.experiment.ledger import LedgerRecord, turns
 from rlsim.experiment.load import load_experiment, parse_overrides
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.result import Result, open_results
+from rlsim.experiment.run import Progress
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.staleness import Bound
+from rlsim.experiment.summary import Bound
 from rlsim.experiment.systems import SystemSpec, parse_systems
-from rlsim.experiment.worlds import Progress
 from rlsim.hardware import Cluster, one_kind
 from rlsim.init.keys import Keys
 from rlsim.records import file_sha256
@@ -130,7 +130,7 @@ def advise(
 
     `case` names one of the experiment's cases; `seeds` and `steps` go before its own, of which at most `SEEDS` seeds
     are taken. `skip` are shipped policies to leave out. `quick`: see `rlsim.advise.quick`. With
-    `max_staleness` (a number of updates by the setting, or `mean:1`, `p95:2`, `max:1`: `rlsim.experiment.staleness`),
+    `max_staleness` (a number of updates by the setting, or `mean:1`, `p95:2`, `max:1`: `rlsim.experiment.summary`),
     systems are tried by themselves that train on what older weights have generated, with the best split of the GPUs
     where they generate on GPUs of their own (`rlsim.advise.splits`); those that break the bound are left out.
     `what_if` runs the best at both ends of what is assumed, too: its worth is in the result's ledger, and in the

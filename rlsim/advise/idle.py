@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from rlsim.experiment.tail import never_stops, tail_stretches
+from rlsim.experiment.parts import never_stops, tail_stretches
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -52,7 +52,7 @@ def idle_causes(
 def tail_seconds(
     steps: pd.DataFrame, spans: pd.DataFrame, stays: pd.DataFrame, calls: pd.DataFrame, gpus: int
 ) -> pd.DataFrame:
-    """Seconds of every GPU in the tail of generation (`rlsim.experiment.tail`), from the tables of a result.
+    """Seconds of every GPU in the tail of generation (`rlsim.experiment.parts`), from the tables of a result.
 
     One row per case, system, seed, step and `gpu` with `tail_s`, the seconds within the step.
     """

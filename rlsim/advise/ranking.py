@@ -12,9 +12,9 @@ from rlsim.comparison.verdict import judge
 from rlsim.errors import RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.case import check_system
+from rlsim.experiment.refusals import starts_of
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.starts import starts_of
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
 

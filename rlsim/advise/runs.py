@@ -10,8 +10,7 @@ from typing import Any
 from rlsim.experiment.job import Execute
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
-from rlsim.experiment.run import run_loaded
-from rlsim.experiment.worlds import Progress
+from rlsim.experiment.run import Progress, run_loaded
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.run import checked_cases
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.staleness import NONE, Bound, staleness
+from rlsim.experiment.summary import NONE, Bound, staleness
 from rlsim.experiment.systems import parse_systems
 
 #: Periods of steady steps in every run of a full advice, and of a quick one.

@@ -16,7 +16,7 @@ from rlsim.cli import complete
 from rlsim.errors import printable
 
 if TYPE_CHECKING:
-    from rlsim.experiment.worlds import Progress
+    from rlsim.experiment.run import Progress
 
 
 def named(text: str, offered: complete.Completer, *flags: str, **more: Any) -> Any:

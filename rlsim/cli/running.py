@@ -57,7 +57,7 @@ def check(
 
     Example: rlsim check experiments/pat_vs_static.yaml --set trace.cap=8K
     """
-    from rlsim.experiment.check import check_experiment
+    from rlsim.experiment.run import check_experiment
     from rlsim.sweeps.points import check_sweep, is_sweep
 
     add_code_folders(file)

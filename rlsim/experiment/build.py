@@ -20,9 +20,8 @@ from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import check_served
 from rlsim.cost.step import PLAIN_KV
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, unknown_name
-from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment, TraceSpec
-from rlsim.experiment.workflows import workflow_of
+from rlsim.experiment.workflows import TraceScoring, workflow_of
 from rlsim.hardware import AnyCluster, Cluster, load_any_cluster, node_types
 from rlsim.models import Model, load_model
 from rlsim.reading import is_file

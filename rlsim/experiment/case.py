@@ -11,20 +11,18 @@ import pandas as pd
 
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
-from rlsim.experiment.assumptions import ledger_of
 from rlsim.experiment.build import LoadedExperiment, placing
 from rlsim.experiment.frames import Frames, named
 from rlsim.experiment.job import Job, Ran, simulated
-from rlsim.experiment.ledger import LedgerRecord
+from rlsim.experiment.ledger import LedgerRecord, ledger_of
 from rlsim.experiment.load import with_settings
-from rlsim.experiment.memory_notes import kv_note, worst_note
 from rlsim.experiment.notes import idle_notes, kinds_note, listed, luck_note, preemption_notes, rate_notes
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.planning import FoundPlans
-from rlsim.experiment.remedies import remedies
+from rlsim.experiment.refusals import starts_of
+from rlsim.experiment.remedies import kv_note, remedies, worst_note
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.starts import starts_of
 from rlsim.experiment.steadiness import steady_notes
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems

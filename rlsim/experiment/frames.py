@@ -14,10 +14,9 @@ import pandas as pd
 from rlsim.cost.bound import GenerationBound
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.columns import CALL_PARTS, TABLES
-from rlsim.experiment.parts import ROUNDING, Floats, Stretches, floats, parts_of_steps
+from rlsim.experiment.parts import ROUNDING, Floats, Stretches, floats, parts_of_steps, tail_stretches
 from rlsim.experiment.steadiness import Flow, Window
 from rlsim.experiment.summary import percentile_of_counts
-from rlsim.experiment.tail import tail_stretches
 from rlsim.sim.outcome import CallRecord, Outcome, RolloutSummary
 from rlsim.sim.recorder import NO_STEP, Span
 from rlsim.sim.responses import Responses

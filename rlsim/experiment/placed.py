@@ -19,8 +19,7 @@ from rlsim.cost.strategy import TrainStrategy, logits_of
 from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.engines import beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
-from rlsim.experiment.judge import JUDGE, Judge
+from rlsim.experiment.engines import JUDGE, Judge, beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext, PlanSearch
 from rlsim.sim.control import ControlContext, divides_nodes

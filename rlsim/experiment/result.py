@@ -1,21 +1,29 @@
-"""The results of an experiment: tables in memory, and the directory they are written to."""
+"""The results of an experiment: tables in memory, how they came to be, and the directory they are written to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
 
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.case import Case
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import MANIFEST, reading, replacing
+from rlsim.experiment.frames import Frames
 from rlsim.experiment.parquet import read_parquet, to_arrow, to_pandas, write_parquet
+from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import summarise
 from rlsim.records import file_sha256, sealed
+from rlsim.version import __version__
 
 
 @dataclass(frozen=True)
@@ -90,3 +98,69 @@ def read_result(directory: str | Path) -> Result:
     """All tables of the results in a directory; raises `ConfigError` if there are none, or they are damaged."""
     with open_results(directory) as found:
         return Result(**{table: found.table(table) for table in TABLES}, manifest=found.manifest)
+
+
+# ---- how they came to be --------------------------------------------------------------------------------------------
+
+
+def manifest_of(experiment: Experiment, cases: Sequence[Case], collected: list[Frames]) -> dict[str, Any]:
+    """The manifest of a result, as docs/results.md describes it; `collected`: the tables of all runs."""
+    loaded = cases[0].loaded
+    return {
+        "rlsim": __version__,
+        "experiment": experiment.model_dump(mode="json"),
+        "cluster": loaded.cluster.model_dump(mode="json"),
+        "model": loaded.model.model_dump(mode="json"),
+        "calibration": _calibration_record(loaded),
+        "setups": {case.name: _setup_record(case.loaded) for case in cases},
+        "seeds": list(experiment.seed_list),
+        "baseline": cases[0].baseline,
+        "systems": {case.name: [spec.name for spec in case.systems] for case in cases},
+        "tuned": {case.name: case.chosen for case in cases},
+        "plans": {case.name: case.plans() for case in cases},
+        "worlds": {},
+        "judge": {
+            case.name: {names: placed.record() for names, placed in case.experiments().items()} for case in cases
+        },
+        "lookups": {case.name: case.lookups().table() for case in cases},
+        "ledger": {case.name: case.ledger.model_dump() for case in cases},
+        "notes": list(dict.fromkeys(note for case in cases for note in case.all_notes())),
+        "hashes": {"trace": _sha256(loaded.trace_paths), "results": _digest(collected)},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("numpy", "pandas", "pyarrow", "scipy", "simpy")},
+        },
+    }
+
+
+def _setup_record(loaded: LoadedExperiment) -> dict[str, Any]:
+    """What a case's figures refer to: cases may differ in cluster, model, cap and calibration."""
+    return {
+        "cluster": loaded.cluster.name,
+        "gpus": loaded.cluster.gpus,
+        "gpus_per_node": loaded.cluster.gpus_per_node,
+        "model": loaded.model.name,
+        "cap_tokens": loaded.experiment.trace.cap,
+        "batch": loaded.experiment.workflow.prompts * loaded.experiment.workflow.responses,
+        "responses": loaded.experiment.workflow.responses,
+        "calibration": _calibration_record(loaded),
+    }
+
+
+def _calibration_record(loaded: LoadedExperiment) -> dict[str, Any] | list[dict[str, Any]]:
+    """The calibration; of several kinds of GPU a list."""
+    told = {"name", "gpu", "engine", "provenance", "residuals"}
+    records = [known.model_dump(mode="json", include=told) for known in loaded.calibrations.values()]
+    return records if len(records) > 1 else records[0]
+
+
+def _sha256(paths: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def _digest(collected: list[Frames]) -> str:
+    """A hash of all step times: equal results have equal hashes, on any machine with the same library versions."""
+    digest = hashlib.sha256()
+    for frames in collected:
+        digest.update(frames["steps"]["step_time_s"].to_numpy().tobytes())
+    return digest.hexdigest()

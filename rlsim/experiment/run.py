@@ -1,9 +1,9 @@
-"""Runs an experiment: every case × system × seed, paired on the same responses."""
+"""Runs an experiment: every case × system × seed, on the same responses; checks it, and weighs what it rests on."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,13 +17,12 @@ from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
 from rlsim.experiment.frames import Frames
 from rlsim.experiment.job import Execute, Job, Ran
+from rlsim.experiment.ledger import EndRecord, LedgerRecord
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.planning import FoundPlans
-from rlsim.experiment.provenance import manifest_of
-from rlsim.experiment.result import Result
+from rlsim.experiment.result import Result, manifest_of
 from rlsim.experiment.schema import Experiment
-from rlsim.experiment.what_if import weighed
-from rlsim.experiment.worlds import Progress, Together, in_worlds
+from rlsim.experiment.summary import means
 
 
 def run(
@@ -192,3 +191,189 @@ def _settle_baseline(cases: Sequence[Case]) -> None:
         note = f"no speedups: the baseline {case.baseline} was left out"
         if names and case.baseline not in names and note not in case.notes:
             case.notes.append(note)
+
+
+# ---- checked as `run` checks it, and counted; nothing is simulated or searched for ----------------------------------
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An experiment that would run. A run is one system in one case, on one seed as calibrated or in one world."""
+
+    name: str
+    systems: tuple[int, ...]  # that can run, by case
+    seeds: int
+    worlds: int
+    notes: tuple[str, ...]
+    refused: bool  # by the framework or engine, as notes say
+
+    @property
+    def runs(self) -> int:
+        return sum(self.systems) * (self.seeds + self.worlds)
+
+    @property
+    def counted(self) -> str:
+        seeds = _span((self.seeds,), "seed")
+        if self.worlds:
+            seeds = f"({seeds} + {_span((self.worlds,), 'world')})"
+        parts = (_span(self.systems, "system"), seeds, _span((len(self.systems),), "case"))
+        return f"{' × '.join(parts)} = {_span((self.runs,), 'run')}"
+
+
+def check_experiment(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    seeds: int | None = None,
+) -> Checked:
+    """Check an experiment with its settings; the arguments and errors are those of `run`."""
+    experiment, shown, folder = load_experiment(source, overrides, seeds)
+    return check_loaded(experiment, folder, shown)
+
+
+def check_loaded(experiment: Experiment, folder: Path, shown: str) -> Checked:
+    """Check an experiment as `load_experiment` gave it; raises `RlsimError` for whatever does not exist or fit."""
+    cases = checked_cases(experiment, folder, shown)
+    notes = [f"{case.name}: {note}" if case.name else note for case in cases for note in case.notes]
+    later = list(dict.fromkeys(name for case in cases for name in case.searched))
+    if later:
+        notes.append(
+            f"whether the plans of {', '.join(later)} fit is known after the search that `rlsim run` begins with"
+        )
+    return Checked(
+        experiment.name,
+        tuple(len(case.systems) for case in cases),
+        len(experiment.seed_list),
+        worlds_of(experiment, cases),
+        tuple(notes),
+        any(case.refused for case in cases),
+    )
+
+
+def _span(counts: tuple[int, ...], what: str) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low:,} {what}{'' if high == 1 else 's'}" if low == high else f"{low:,} to {high:,} {what}s"
+
+
+# ---- worlds that the calibration's errors allow (`rlsim.cost.draw`) -------------------------------------------------
+
+
+#: Called with (runs done, runs in all, what runs next).
+Progress = Callable[[int, int, str], None]
+
+
+class Together:
+    """Tells of the runs as calibrated and of those in worlds, one seed each, as of one number of runs."""
+
+    def __init__(self, told: Progress, seeds: int, worlds: int) -> None:
+        self.worlds = worlds
+        self._told, self._seeds, self._before = told, seeds, 0
+
+    def calibrated(self, done: int, runs: int, what: str) -> None:
+        """Told of the runs as calibrated."""
+        self._before = runs
+        self._told(done, runs + self.worlds * (runs // self._seeds), what)
+
+    def world(self, number: int) -> Progress:
+        """Told of the runs of a world."""
+
+        def told(done: int, runs: int, what: str) -> None:
+            before = self._before + (number - 1) * runs
+            self._told(before + done, self._before + self.worlds * runs, f"world {number} of {self.worlds}: {what}")
+
+        return told
+
+
+def in_worlds(
+    number: int, seeds: Sequence[int], baseline: str, calibrated: pd.DataFrame, run: Callable[[int, int], pd.DataFrame]
+) -> dict[str, dict[str, list[float]]]:
+    """By case and system: how many times as large its speedup is in worlds 1 to `number` as it is `calibrated`.
+
+    Worlds take the seeds in turn, one each, and are compared on the same one. `run` is given the number of a world and
+    a seed, and runs all systems in it; what it returns and `calibrated` are rows of `steps`. A world in which a system
+    does not fit is missing in that system's list.
+    """
+    known = {seed: _speedups(steps, baseline) for seed, steps in calibrated.groupby("seed")}
+    found: dict[str, dict[str, list[float]]] = {}
+    for world in range(1, number + 1):
+        seed = seeds[(world - 1) % len(seeds)]
+        for (case, system), speedup in _speedups(run(world, seed), baseline).items():
+            if known[seed].get((case, system)):
+                found.setdefault(case, {}).setdefault(system, []).append(speedup / known[seed][case, system])
+    return found
+
+
+def _speedups(steps: pd.DataFrame, baseline: str) -> dict[tuple[str, str], float]:
+    """Those of one seed, by case and system; none in a case whose baseline did not run."""
+    rows = means(steps, ["case", "system"]).reset_index()
+    rates = dict(zip(zip(rows["case"], rows["system"], strict=True), rows["responses_per_s"], strict=True))
+    return {
+        (case, system): rate / rates[case, baseline]
+        for (case, system), rate in rates.items()
+        if (case, baseline) in rates
+    }
+
+
+# ---- what each assumption is worth: a run at each end of its range, on the same responses ---------------------------
+
+
+#: Systems that run at the ends beside the baseline: the fastest, in order.
+OTHERS = 2
+#: Runs all systems of some cases; gives their tables.
+Runs = Callable[[Sequence[Case]], Sequence[Frames]]
+
+
+def weighed(case: Case, rates: Mapping[str, float], run: Runs) -> LedgerRecord:
+    """The ledger of a case that ran, with the worth of every assumption.
+
+    `rates` are the responses that its systems trained on per second, the fastest first: the baseline and the first
+    others are tried, of those that are as fast one. All runs are of the case's first seed and of few steps; tuned and
+    searched systems keep what they came out as.
+    """
+    ledger = case.ledger
+    if case.baseline not in rates or not ledger.assumed:
+        return ledger
+    distinct = {rate: name for name, rate in rates.items()}
+    others = [name for rate, name in distinct.items() if rate != rates[case.baseline]]
+    trial = case.reduced([case.baseline, *others[:OTHERS]])
+    base = EndRecord(settings={}, shown="as taken")
+    named = {"as taken": base} | {f"{row.name} {end.shown}": end for row in ledger.assumed for end in row.ends}
+    ends = list(named.values())
+    made = [_made(trial, case, end, name) for name, end in named.items()]
+    found = _steps_of([one for one in made if isinstance(one, Case)], run)
+    done = [_done(end, one, found, case.baseline) for end, one in zip(ends, made, strict=True)]
+    rest = iter(done[1:])
+    rows = [row.model_copy(update={"ends": [next(rest) for _ in row.ends]}) for row in ledger.assumed]
+    return ledger.model_copy(update={"assumed": rows, "base": done[0], "baseline": case.baseline})
+
+
+def _made(trial: Experiment, case: Case, end: EndRecord, name: str) -> Case | str:
+    """The case at an end, or why it cannot run."""
+    try:
+        made = case.again(with_settings(trial, end.settings, name), name)
+    except RlsimError as error:
+        return str(error)
+    return made if made.compares else str(made.notes[-1])
+
+
+def _steps_of(cases: Sequence[Case], run: Runs) -> dict[str, pd.DataFrame | str]:
+    """The steps of each case by its name, or why it did not run; where one of them fails they run one by one."""
+    try:
+        steps = pd.concat([frames["steps"] for frames in run(cases)])
+        return {str(name): own for name, own in steps.groupby("case")}
+    except RlsimError as error:
+        if len(cases) == 1:
+            return {cases[0].name: str(error)}
+        found = dict[str, pd.DataFrame | str]()
+        for case in cases:
+            found |= _steps_of([case], run)
+        return found
+
+
+def _done(end: EndRecord, made: Case | str, found: Mapping[str, pd.DataFrame | str], baseline: str) -> EndRecord:
+    steps = found[made.name] if isinstance(made, Case) else made
+    if isinstance(steps, str):
+        return end.model_copy(update={"problem": steps})
+    mean = means(steps, ["system"])
+    rate = mean["responses_per_s"]
+    speedups = {str(name): float(rate[name] / rate[baseline]) for name in rate.index}
+    return end.model_copy(update={"step_s": float(mean["step_time_s"][baseline]), "speedups": speedups})

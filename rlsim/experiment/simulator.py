@@ -9,13 +9,12 @@ import numpy as np
 from rlsim.cost.lookups import Lookups
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
-from rlsim.experiment.guests import check_elastic
-from rlsim.experiment.hybrid import check_hybrid, hybrid_of
+from rlsim.experiment.guests import check_elastic, check_hybrid, hybrid_of
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import Plans
 from rlsim.experiment.refusals import check_calls, endless, refuse
 from rlsim.experiment.steadiness import Window
-from rlsim.experiment.system import System
+from rlsim.experiment.systems import System
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.continuous import Continuous

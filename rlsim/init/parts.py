@@ -11,10 +11,9 @@ from typing import Any
 
 from rlsim.errors import CatalogueError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment, find_trace
-from rlsim.experiment.refusals import code_of
+from rlsim.experiment.refusals import code_of, conditions, shape_values, unmet
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.starts import conditions, shape_values, unmet
 from rlsim.hardware import Cluster, Gpu, load_cluster
 from rlsim.init.draft import ASSUMED, Draft, Entry
 from rlsim.init.engines import Use, own_limits
@@ -334,7 +333,7 @@ def between_steps(config: Settings, *often: str, sign: str = " and ", what: str 
 def note_refusals(
     config: Settings, draft: Draft, actor: Model, *of: str, megatron: bool, release: str = "", **more: Any
 ) -> None:
-    """Notes of what a framework, its engines and Megatron would not start with (`rlsim.experiment.starts`).
+    """Notes of what a framework, its engines and Megatron would not start with (`rlsim.experiment.refusals`).
 
     What the conditions ask for are settings by their names, the actor's shape, and `more`, which follows from others.
     """

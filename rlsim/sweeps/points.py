@@ -10,8 +10,8 @@ from typing import Any
 
 from rlsim import catalogue
 from rlsim.errors import ConfigError, RlsimError, check_arguments, unknown_name
-from rlsim.experiment.check import Checked, check_loaded
 from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
+from rlsim.experiment.run import Checked, check_loaded
 from rlsim.experiment.schema import Experiment
 from rlsim.reading import is_file, plain, read_yaml
 from rlsim.schema import validate
