@@ -93,6 +93,9 @@ def test_the_headline_divides_by_no_baseline_that_puts_off_its_work() -> None:
 
 # The user's words -----------------------------------------------------------------------------------------------------
 
+APART = ("actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1", "rollout.n_gpus_per_node=4",
+         "trainer.n_gpus_per_node=4", "async_training.staleness_threshold=0.5", "rollout.total_rollout_steps=6400",
+         "actor_rollout_ref.actor.ppo_mini_batch_size=16")  # fmt: skip
 NEMO = ("grpo.num_prompts_per_step=64", "grpo.num_generations_per_prompt=4", "policy.model_name=Qwen/Qwen2.5-7B",
         "policy.max_total_sequence_length=4096", "cluster.gpus_per_node=8", "cluster.num_nodes=1",
         "policy.generation.backend=vllm", "policy.train_micro_batch_size=1", "policy.logprob_batch_size=1",
@@ -109,6 +112,7 @@ AREAL = ("actor.path=Qwen/Qwen2.5-7B", "train_dataset.batch_size=64", "gconfig.n
         (from_verl, VERL, "veRL", {"verl": {"tp": 4}}),
         (from_verl, VERL, "veRL", {"verl": {"tp": 1}}),
         (from_verl, VERL, "veRL", {"dynamic_sampling": {}}),
+        (from_verl, (*VERL, *APART), "veRL", {"verl_fully_async": {"trigger_parameter_sync_step": 2}}),
         (from_nemo, NEMO, "NeMo-RL", {"verl": {"tp": 4}}),
         (from_nemo, NEMO, "NeMo-RL", {"dynamic_sampling": {}}),
         (from_areal, AREAL, "AReaL", {"areal": {"tp": 4}}),
