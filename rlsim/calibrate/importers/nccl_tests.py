@@ -9,10 +9,10 @@ tags that mpirun and srun put before them and between what a process wrote at di
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -58,20 +58,7 @@ _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
 _VERSION = re.compile(r"NCCL version\s+([\d.]+)|nccl-library=(\d+)")
 
 
-@dataclass
-class _Test:
-    """What the lines before a table say about it."""
-
-    program: str = ""
-    ranks: set[int] = field(default_factory=set)
-    hosts: set[str] = field(default_factory=set)
-    devices: set[str] = field(default_factory=set)
-    local: int = 0  # threads x GPUs of one process
-    nccl: str = ""
-
-
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     """A row as it is printed: bytes, microseconds, GB/s twice, and the count of wrong elements."""
 
     where: str
@@ -80,6 +67,23 @@ class _Row:
     alg_bw: float
     bus_bw: float
     nwrong: float
+
+
+@dataclass
+class _Test:
+    """A test's rows, and what is said about it."""
+
+    program: str = ""
+    ranks: set[int] = field(default_factory=set)
+    hosts: set[str] = field(default_factory=set)
+    devices: set[str] = field(default_factory=set)
+    local: int = 0  # threads x GPUs of one process
+    nccl: str = ""
+    rows: list[_Row] = field(default_factory=list)
+
+    @property
+    def gpus(self) -> int:
+        return max(len(self.ranks), self.local)
 
 
 def read(paths: Iterable[Path], *, gpu: str = "", reference: Reference | None = None) -> Measurements:
@@ -94,12 +98,14 @@ def read(paths: Iterable[Path], *, gpu: str = "", reference: Reference | None = 
         raise CalibrationError("no nccl-tests output given")
     parts, notes, versions = [], [], set()
     for path in files:
-        found, version, left = _read_json(path, gpu) if _is_json(path) else _read_text(path, gpu)
-        for rows in found:
-            check_messages(path, rows.reset_index(drop=True), reference, "bytes", "microseconds", OTHER_LINK)
-        parts.extend(found)
-        versions.update(version)
-        notes.extend(left)
+        is_json = read_text(path).lstrip().startswith("{")
+        for test in [_read_json(path)] if is_json else _read_text(path):
+            if test.program not in PROGRAMS:
+                notes.append(f"{path.name}: {test.program} is of no use to the simulator and left out")
+                continue
+            parts.append(_table(path, test, gpu))
+            check_messages(path, parts[-1], reference, "bytes", "microseconds", OTHER_LINK)
+            versions |= {test.nccl} - {""}
     if not parts:
         raise CalibrationError(
             f"{', '.join(map(str, files))}: no test of {', '.join(PROGRAMS)}{f' ({notes[0]})' if notes else ''}"
@@ -116,94 +122,60 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-def _is_json(path: Path) -> bool:
-    return read_text(path).lstrip().startswith("{")
-
-
-# Text -----------------------------------------------------------------------------------------------------------------
-
-
-def _read_text(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list[str]]:
-    """Every test's table in a text file, the NCCL versions, and notes on tests left out."""
+def _read_text(path: Path) -> Iterator[_Test]:
+    """Every test of a text file."""
     test = _Test(program=_from_name(path))
-    columns: list[str] | None = None
-    rows: list[_Row] = []
-    found: list[pd.DataFrame] = []
-    versions: set[str] = set()
-    notes: list[str] = []
-    last, sums = 0, False
+    columns: list[str] = []  # of the table that is being read
+    last, sums, count = 0, False, 0
     for number, raw in enumerate(read_text(path).splitlines(), 1):
         tag = _TAG.match(raw)
         line = raw[tag.end() :].replace(tag[1], " ") if tag else raw
-        where = f"line {number}"
-        starts = _STARTS.search(line)
-        if starts and (rows or columns):
-            raise _cut(path, last)
+        starts, rank, program, version = (found.search(line) for found in (_STARTS, _RANK, _PROGRAM, _VERSION))
         if starts:
+            if columns:
+                break
             test = _Test(program=test.program, local=int(starts[1]) * int(starts[2]), nccl=test.nccl)
-        _describe(test, line, before_table=columns is None)
+        if rank:
+            test.ranks.add(int(rank[1]))
+            test.hosts.add(rank[2])
+            test.devices.add(rank[3].strip())
+        if program and program[1] in (*PROGRAMS, *UNUSED) and not columns:
+            test.program = program[1]
+        if version:
+            test.nccl = version[1] or _version(int(version[2]))
         words = line.lstrip("# \t").split()
         if words[:2] == ["size", "count"]:
             columns = words
         elif columns and words[:1] == ["(B)"]:
             times = [unit for name, unit in zip(_measured(columns), words[2:], strict=False) if name.endswith("time")]
             if times and times[0] != "(us)":
-                raise CalibrationError(f"{path}: {where}: times in {times[0]}; nccl-tests prints microseconds")
+                raise CalibrationError(f"{path}: line {number}: times in {times[0]}; nccl-tests prints microseconds")
         elif columns and re.match(r"\s*\d+\s+\d+\s", line):
-            rows.append(_row(path, where, line, columns))
+            test.rows.append(_text_row(path, f"line {number}", line, columns))
             sums, last = " sum " in line, number
         elif columns and "Avg bus bandwidth" in line:
-            test.program = test.program or _told_by(rows, max(len(test.ranks), test.local), sums)
+            test.program = test.program or (_told_by(test) if sums else "")
             if not test.program:
                 raise CalibrationError(
-                    f"{path}: {where}: which collective is this? Expected a line such as "
+                    f"{path}: line {number}: which collective is this? Expected a line such as "
                     f"'# Collective test starting: all_reduce_perf', or a file name with one of {', '.join(PROGRAMS)}"
                 )
-            if test.program in PROGRAMS:
-                found.append(_table(path, test, rows, gpu))
-                versions.update({test.nccl} - {""})
-            else:
-                notes.append(_left_out(path, test.program))
-            columns, rows = None, []
-            test = _Test(nccl=test.nccl)
-    if columns is not None:
-        raise _cut(path, last)
-    if not found and not notes:
+            yield test
+            test, columns, count = _Test(nccl=test.nccl), [], count + 1
+    if columns:
+        after = f"after line {last}" if last else "before the first row"
+        raise CalibrationError(f"{path}: cut off {after}: no 'Avg bus bandwidth' ends the table")
+    if not count:
         raise CalibrationError(f"{path}: no table of nccl-tests (a header with size, count, time, algbw, busbw)")
-    return found, versions, notes
 
 
-def _describe(test: _Test, line: str, before_table: bool) -> None:
-    """Takes from a line what it says about the test."""
-    rank, program, version = _RANK.search(line), _PROGRAM.search(line), _VERSION.search(line)
-    if rank:
-        test.ranks.add(int(rank[1]))
-        test.hosts.add(rank[2])
-        test.devices.add(rank[3].strip())
-    if program and (program[1] in PROGRAMS or program[1] in UNUSED) and before_table:
-        test.program = program[1]
-    if version:
-        test.nccl = version[1] or _version(int(version[2]))
-
-
-def _told_by(rows: Sequence[_Row], gpus: int, sums: bool) -> str:
+def _told_by(test: _Test) -> str:
     """The program that a reduction over so many GPUs and the ratio of its bandwidths tell; empty if they tell none."""
-    ratios = [row.bus_bw / row.alg_bw for row in rows if row.alg_bw > RATIO_CLEAR]
-    if not sums or not ratios or gpus < 2:
+    ratios = [row.bus_bw / row.alg_bw for row in test.rows if row.alg_bw > RATIO_CLEAR]
+    if not ratios or test.gpus < 2:
         return ""
-    near = (
-        name for name in ("all_reduce", "reduce_scatter") if abs(ratios[-1] * gpus / (gpus - 1) / BUS[name] - 1) < 0.1
-    )
-    return next(near, "")
-
-
-def _left_out(path: Path, program: str) -> str:
-    return f"{path.name}: {program} is of no use to the simulator and left out"
-
-
-def _cut(path: Path, line: int) -> CalibrationError:
-    after = f"after line {line}" if line else "before the first row"
-    return CalibrationError(f"{path}: cut off {after}: no 'Avg bus bandwidth' ends the table")
+    whole = ratios[-1] * test.gpus / (test.gpus - 1)
+    return next((name for name in ("all_reduce", "reduce_scatter") if abs(whole / BUS[name] - 1) < 0.1), "")
 
 
 def _measured(columns: list[str]) -> list[str]:
@@ -212,24 +184,20 @@ def _measured(columns: list[str]) -> list[str]:
     return [name for name in columns[first:] if name != "timestamp"]
 
 
-def _row(path: Path, where: str, line: str, columns: list[str]) -> _Row:
-    names = _measured(columns)
-    words = line.split()
-    if "timestamp" in columns:
-        words = words[:-2]
+def _text_row(path: Path, where: str, line: str, columns: list[str]) -> _Row:
+    names, words = _measured(columns), line.split()
+    stamped = "timestamp" in columns
+    words = words[:-2] if stamped else words
     if names[:1] == ["cputime"]:
         raise CalibrationError(f"{path}: {where}: CPU times (-C 1); run without it for the device's")
-    described = len(columns) - len(names) - ("timestamp" in columns)
-    if len(words) < 2 + len(names) or len(words) > described + len(names) or "time" not in names:
+    if not 2 + len(names) <= len(words) <= len(columns) - stamped or "time" not in names:
         raise CalibrationError(
             f"{path}: {where}: {len(words)} values, the header names {len(columns)} (a line cut off?)"
         )
     values = dict(zip(reversed(names), reversed(words[-len(names) :]), strict=True))  # the first of each name
-    wrong = next((values[name] for name in ("#wrong", "error") if name in values), "0")
-    wrong_count = "0" if wrong == "N/A" or "error" in values else wrong
-    texts = {"size": words[0], "time": values["time"], "alg_bw": values.get("algbw"), "bus_bw": values.get("busbw"),
-             "nwrong": wrong_count}  # fmt: skip
-    return _Row(where, **_amounts(path, where, texts))
+    wrong = values.get("#wrong", "0")
+    counted = "0" if wrong == "N/A" or "error" in values else wrong
+    return _row(path, where, words[0], values["time"], values.get("algbw"), values.get("busbw"), counted)
 
 
 def _from_name(path: Path) -> str:
@@ -244,11 +212,8 @@ def _version(number: int) -> str:
     return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
 
 
-# JSON -----------------------------------------------------------------------------------------------------------------
-
-
-def _read_json(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list[str]]:
-    """The table of a JSON report, its NCCL version, and a note if the test is left out."""
+def _read_json(path: Path) -> _Test:
+    """The test of a JSON report."""
     data = read_json(path)
     if not isinstance(data, dict) or not isinstance(data.get("config"), dict) or not _records(data.get("results")):
         raise CalibrationError(f"{path}: not a report of nccl-tests: expected keys config and results")
@@ -256,23 +221,29 @@ def _read_json(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list
         raise CalibrationError(f"{path}: the report has no results")
     if "average_bus_bandwidth" not in data:
         raise CalibrationError(f"{path}: cut off: no average_bus_bandwidth ends the results")
-    config = data["config"]
+    config, number = data["config"], data.get("nccl_version")
     devices = config.get("devices", [])
     local = [config.get(key, 1) for key in ("nthreads", "ngpus")]
     if not _records(devices) or not all(type(count) is int and 1 <= count <= MOST_GPUS for count in local):
         raise CalibrationError(f"{path}: config: expected whole numbers nthreads and ngpus, and devices as a list")
-    test = _Test(program=_json_program(path, data), nccl=_json_version(data))
-    test.local = local[0] * local[1]
-    # a process lists its first device only
-    test.ranks = set(range(max(1, len(devices)) * test.local))
-    test.hosts = {str(one.get("hostname")) for one in devices}
-    test.devices = {str(one.get("device_info", "")) for one in devices}
+    test = _Test(
+        program=_json_program(path, data),
+        ranks=set(range(max(1, len(devices)) * local[0] * local[1])),  # a process lists its first device only
+        hosts={str(one.get("hostname")) for one in devices},
+        devices={str(one.get("device_info", "")) for one in devices},
+        nccl=_version(number) if isinstance(number, int) else "",
+    )
     if not test.program:
         raise CalibrationError(f"{path}: which collective is this? Neither args, experiment_name nor the file name say")
-    if test.program in UNUSED:
-        return [], set(), [_left_out(path, test.program)]
-    rows = [_json_row(path, i, item) for i, item in enumerate(data["results"])]
-    return [_table(path, test, rows, gpu)], {test.nccl} - {""}, []
+    for i, item in enumerate(data["results"] if test.program in PROGRAMS else []):
+        where, body = f"results[{i}]", item.get("out_of_place") or item.get("in_place")
+        if not isinstance(body, dict) or "size" not in item:
+            raise CalibrationError(f"{path}: {where}: expected size and out_of_place")
+        if "cpu_time" in body:
+            raise CalibrationError(f"{path}: {where}: CPU times (-C 1); run without it for the device's")
+        figures = (body.get(key) for key in ("time", "alg_bw", "bus_bw"))
+        test.rows.append(_row(path, where, item["size"], *figures, body.get("nwrong") or 0.0))
+    return test
 
 
 def _records(value: Any) -> bool:
@@ -283,48 +254,26 @@ def _records(value: Any) -> bool:
 def _json_program(path: Path, data: Mapping[str, Any]) -> str:
     args = data.get("args")
     named = _PROGRAM.search(str(args[0])) if isinstance(args, list) and args else None
-    if named:
-        return named[1]
     name = str(data["results"][0].get("experiment_name", "")).lower()
     known = {program.replace("_", ""): program for program in (*PROGRAMS, *UNUSED)}
-    return known.get(name, "") or _from_name(path)
+    return named[1] if named else known.get(name, "") or _from_name(path)
 
 
-def _json_version(data: Mapping[str, Any]) -> str:
-    number = data.get("nccl_version")
-    return _version(number) if isinstance(number, int) else ""
-
-
-def _json_row(path: Path, index: int, item: Mapping[str, Any]) -> _Row:
-    where = f"results[{index}]"
-    body = item.get("out_of_place") or item.get("in_place")
-    if not isinstance(body, dict) or "size" not in item:
-        raise CalibrationError(f"{path}: {where}: expected size and out_of_place")
-    if "cpu_time" in body:
-        raise CalibrationError(f"{path}: {where}: CPU times (-C 1); run without it for the device's")
-    values = {"size": item["size"], **{key: body.get(key) for key in ("time", "alg_bw", "bus_bw")},
-              "nwrong": body.get("nwrong") or 0.0}  # fmt: skip
-    return _Row(where, **_amounts(path, where, values))
-
-
-# Both -----------------------------------------------------------------------------------------------------------------
-
-
-def _amounts(path: Path, where: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """These values as numbers. Raises `CalibrationError` with the row for one that is none, or cannot be measured."""
-    numbers = {key: number_of(value) for key, value in values.items()}
-    for key, number in numbers.items():
+def _row(path: Path, where: str, *values: Any) -> _Row:
+    """These values as a row. Raises `CalibrationError` for one that is no number, or cannot be measured."""
+    row = _Row(where, *map(number_of, values))
+    for key, number, value in zip(row._fields[1:], row[1:], values, strict=True):
         if not 0.0 <= number <= LARGEST:
             raise CalibrationError(
-                f"{path}: {where}: not a row of nccl-tests: {key} is {str(values[key])[:40]!r}, expected a number of "
-                "zero or more"
+                f"{path}: {where}: not a row of nccl-tests: {key} is {str(value)[:40]!r}, expected a number of zero "
+                "or more"
             )
-    return numbers
+    return row
 
 
-def _table(path: Path, test: _Test, rows: list[_Row], gpu: str) -> pd.DataFrame:
+def _table(path: Path, test: _Test, gpu: str) -> pd.DataFrame:
     """The rows of one test as op, gpus, bytes, seconds, after every check that the output allows."""
-    op = PROGRAMS[test.program]
+    op, gpus, rows = PROGRAMS[test.program], test.gpus, test.rows
     if not rows:
         raise CalibrationError(f"{path}: the table of {test.program} has no rows")
     if len(test.hosts) > 1:
@@ -336,32 +285,32 @@ def _table(path: Path, test: _Test, rows: list[_Row], gpu: str) -> pd.DataFrame:
         )
     for device in test.devices:
         check_device(path, device, gpu)
-    gpus = max(len(test.ranks), test.local)
     if not 2 <= gpus <= MOST_RANKS:
         raise CalibrationError(
             f"{path}: {test.program} ran on {gpus or 'an unknown number of'} GPUs; expected 2 to {MOST_RANKS:,}"
         )
-    kept = []
+    rows = [row for row in rows if row.size]
     for row in rows:
-        if row.size == 0:
-            continue
-        if row.time == 0:
-            raise CalibrationError(f"{path}: {row.where}: a time of {row.time:g} us; expected a positive number")
-        if row.nwrong:
-            raise CalibrationError(
-                f"{path}: {row.where}: {row.nwrong:.0f} wrong elements: the run did not compute right"
-            )
-        rate = row.size / row.time / 1e3
-        if max(row.alg_bw, rate) > CLEAR and abs(row.alg_bw / rate - 1.0) > TOLERANCE:
-            raise CalibrationError(
-                f"{path}: {row.where}: {row.size:.0f} in {row.time:g} is {rate:.3g} GB/s, but the row says "
-                f"{row.alg_bw:g}: sizes are expected in bytes and times in microseconds"
-            )
-        expected = BUS[op] * (gpus - 1) / gpus if op in BUS else 1.0
-        if row.alg_bw > RATIO_CLEAR and abs(row.bus_bw / row.alg_bw / expected - 1.0) > RATIO_TOLERANCE:
-            raise CalibrationError(
-                f"{path}: {row.where}: busbw / algbw is {row.bus_bw / row.alg_bw:.3g}; {op} on {gpus} GPUs has "
-                f"{expected:.3g}"
-            )
-        kept.append((op, gpus, row.size, row.time * US))
+        wrong = _contradiction(row, op, gpus)
+        if wrong:
+            raise CalibrationError(f"{path}: {row.where}: {wrong}")
+    kept = [(op, gpus, row.size, row.time * US) for row in rows]
     return pd.DataFrame(kept, columns=["op", "gpus", "bytes", "seconds"])
+
+
+def _contradiction(row: _Row, op: str, gpus: int) -> str:
+    """What a row says against itself, nothing if it is sound."""
+    if row.time == 0:
+        return "a time of 0 us; expected a positive number"
+    if row.nwrong:
+        return f"{row.nwrong:.0f} wrong elements: the run did not compute right"
+    rate = row.size / row.time / 1e3
+    if max(row.alg_bw, rate) > CLEAR and abs(row.alg_bw / rate - 1.0) > TOLERANCE:
+        return (
+            f"{row.size:.0f} in {row.time:g} is {rate:.3g} GB/s, but the row says {row.alg_bw:g}: sizes are expected "
+            "in bytes and times in microseconds"
+        )
+    expected = BUS[op] * (gpus - 1) / gpus if op in BUS else 1.0
+    if row.alg_bw > RATIO_CLEAR and abs(row.bus_bw / row.alg_bw / expected - 1.0) > RATIO_TOLERANCE:
+        return f"busbw / algbw is {row.bus_bw / row.alg_bw:.3g}; {op} on {gpus} GPUs has {expected:.3g}"
+    return ""
