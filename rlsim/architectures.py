@@ -30,6 +30,7 @@ from rlsim.layers import (
     Experts,
     FeedForward,
     FullAttention,
+    Index,
     LatentAttention,
     Layer,
     LinearAttention,
@@ -49,6 +50,7 @@ _LINEAR_SIZES: tuple[str, ...] = (
 )
 _MAMBA_SIZES = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "chunk_size")
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_INDEX_SIZES = ("q_lora_rank", "index_n_heads", "index_head_dim", "index_topk")
 
 
 class Config(Schema):
@@ -90,7 +92,7 @@ class Config(Schema):
     num_key_value_heads: int = Field(gt=0, le=100_000)
     head_dim: int = Field(gt=0, le=100_000)
     attention_bias: bool = Field(default=False, description="biases on q, k, v and o (qwen2: always on q, k, v only)")
-    use_qk_norm: bool = Field(default=False, description="glm4_moe: a norm on each query and key head")
+    use_qk_norm: bool = Field(default=False, description="glm4_moe, bailing_moe: a norm on each query and key head")
     layer_types: tuple[LayerType, ...] = Field(
         default=(),
         description="the attention of every layer; none: full_attention. nemotron_h: the one part of every layer",
@@ -104,6 +106,22 @@ class Config(Schema):
     qk_nope_head_dim: int = Field(default=0, ge=0, le=100_000)
     qk_rope_head_dim: int = Field(default=0, ge=0, le=100_000)
     v_head_dim: int = Field(default=0, ge=0, le=100_000)
+    index_n_heads: int = Field(default=0, ge=0, le=100_000, description="sparse attention: heads of its index")
+    index_head_dim: int = Field(default=0, ge=0, le=100_000)
+    index_topk: int = Field(default=0, ge=0, le=10_000_000, description="tokens that a query sees, by its index")
+    num_global_key_value_heads: int = Field(
+        default=0, ge=0, le=100_000, description="gemma4: of layers without a window; 0: as all"
+    )
+    global_head_dim: int = Field(default=0, ge=0, le=100_000, description="gemma4: of layers without a window")
+    attention_k_eq_v: bool = Field(
+        default=False, description="gemma4: one projection for both where there is no window"
+    )
+    swa_num_attention_heads: int = Field(
+        default=0, ge=0, le=100_000, description="mimo_v2_flash: of layers with a window; 0: as all"
+    )
+    swa_num_key_value_heads: int = Field(default=0, ge=0, le=100_000)
+    swa_head_dim: int = Field(default=0, ge=0, le=100_000)
+    swa_v_head_dim: int = Field(default=0, ge=0, le=100_000)
     linear_num_key_heads: int = Field(default=0, ge=0, le=100_000, description="linear attention: heads and their size")
     linear_num_value_heads: int = Field(default=0, ge=0, le=100_000)
     linear_key_head_dim: int = Field(default=0, ge=0, le=100_000)
@@ -147,8 +165,10 @@ class Config(Schema):
     def _check(self) -> Config:
         if self.model_type not in MODEL_TYPES:
             raise ValueError(unsupported(self.model_type))
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        windowed = self.swa_num_attention_heads or self.num_attention_heads
+        for kv_heads in (self.num_key_value_heads, self.num_global_key_value_heads, self.swa_num_key_value_heads):
+            if kv_heads and (self.num_attention_heads % kv_heads or windowed % kv_heads):
+                raise ValueError("num_attention_heads must be a multiple of num_key_value_heads, in all layers")
         family = FAMILIES[self.model_type]
         experts = MOE in self.layer_types if family.one_part else family.experts
         if experts is not None and experts != bool(self.num_experts):
@@ -168,6 +188,7 @@ class Config(Schema):
         needed = _LINEAR_SIZES if LINEAR in self.layer_types else ()
         needed += _MAMBA_SIZES if MAMBA in self.layer_types else ()
         needed += _LATENT_SIZES if family.latent else ()
+        needed += _INDEX_SIZES if family.sparse else ()
         if MAMBA in self.layer_types and self.n_groups and self.mamba_num_heads % self.n_groups:
             raise ValueError("mamba_num_heads must be a multiple of n_groups")
         if missing := [name for name in needed if not getattr(self, name)]:
@@ -199,7 +220,7 @@ def _layer(config: Config, kind: LayerType, experts: bool) -> Layer:
         hidden=config.hidden_size,
         attention=_attention(config, family, kind),
         mlp=NoFeedForward() if alone else _feed_forward(config, family, experts or kind == MOE),
-        norms=family.norms,
+        norms=family.norms + (family.expert_norms if experts else 0),
     )
 
 
@@ -212,7 +233,7 @@ def _feed_forward(config: Config, family: Family, experts: bool) -> FeedForward:
         width=config.moe_intermediate_size,
         shared_width=config.shared_expert_intermediate_size,
         shared_gate=family.shared_gate,
-        router_bias=family.router_bias,
+        router_bias=_said(config, family.router_bias),
         bias=family.expert_bias,
         gated=family.gated_mlp,
         latent_width=config.moe_latent_size,
@@ -240,9 +261,11 @@ def _attention(config: Config, family: Family, kind: LayerType) -> Attention:
             key_dim=config.linear_key_head_dim,
             value_dim=config.linear_value_head_dim,
             kernel=config.linear_conv_kernel_dim,
+            gate_rank=config.linear_value_head_dim if family.channel_gates else 0,
             state_scale=state_scale,
         )
     if family.latent and config.kv_lora_rank:
+        index = Index(heads=config.index_n_heads, head_dim=config.index_head_dim, topk=config.index_topk)
         return LatentAttention(
             heads=config.num_attention_heads,
             q_rank=config.q_lora_rank,
@@ -251,20 +274,36 @@ def _attention(config: Config, family: Family, kind: LayerType) -> Attention:
             rope_dim=config.qk_rope_head_dim,
             v_dim=config.v_head_dim,
             bias=config.attention_bias,
+            index=index if family.sparse else None,
         )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim, v_dim = config.head_dim, config.v_head_dim
+    if kind == FULL:
+        head_dim = config.global_head_dim or head_dim
+        kv_heads = (config.attention_k_eq_v and config.num_global_key_value_heads) or kv_heads
+    else:
+        heads, kv_heads = config.swa_num_attention_heads or heads, config.swa_num_key_value_heads or kv_heads
+        head_dim, v_dim = config.swa_head_dim or head_dim, config.swa_v_head_dim or v_dim
     return FullAttention(
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_dim=0 if v_dim == head_dim else v_dim,
         window_tokens=None if kind == FULL else config.sliding_window,
         chunked=kind == CHUNKED,
         qkv_bias=family.qkv_bias or config.attention_bias,
         o_bias=family.o_bias and config.attention_bias,
-        head_norms=family.head_norms is True or (family.head_norms == "use_qk_norm" and config.use_qk_norm),
+        head_norms=_said(config, family.head_norms),
         whole_norms=family.whole_norms,
         gated=family.gated,
-        sinks=family.sinks,
+        sinks=family.sinks if isinstance(family.sinks, bool) else kind == family.sinks,
+        one_kv=kind == FULL and config.attention_k_eq_v,
     )
+
+
+def _said(config: Config, flag: bool | str) -> bool:
+    """Whether a family has what its row says, or the word that it names."""
+    return flag if isinstance(flag, bool) else bool(getattr(config, flag))
 
 
 def _has_experts(config: Config, index: int) -> bool:

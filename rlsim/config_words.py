@@ -18,6 +18,7 @@ from rlsim.families import (
     WORDS,
     Family,
     family_name,
+    flat,
 )
 
 
@@ -27,8 +28,8 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in FAMILIES:
         return dict(config)
     family, data = FAMILIES[kind], dict[str, Any]()
-    for word, value in {**family.defaults, **config}.items():
-        data |= dict.fromkeys(family.words.get(word, (WORDS.get(word, word),)), value)
+    for word, value in flat({**family.defaults, **config}).items():
+        data |= dict.fromkeys(family.words.get(word) or WORDS.get(word) or (word,), value)
     for word, value in family.defaults.items():
         if isinstance(value, str) and data[word] == value:  # the name of another word
             data[word] = data.get(value, value)
@@ -75,6 +76,9 @@ def _layers(family: Family, data: dict[str, Any]) -> None:
 
 def _pattern(family: Family, data: dict[str, Any]) -> tuple[str, ...]:
     """The kinds of a family's layers, over and over, as the configuration says or else the table."""
+    layers, numbers = data.get("num_hidden_layers"), data.pop(family.numbers, None)
+    if isinstance(numbers, list | tuple) and isinstance(layers, int):
+        return tuple(family.state if number + 1 in numbers else FULL for number in range(min(layers, MOST_LAYERS)))
     letters = found = family.layers or "G"
     for word in reversed(family.every):
         said = data.pop(word, None)
@@ -107,8 +111,14 @@ def _experts(family: Family, data: dict[str, Any]) -> None:
             data["intermediate_size"] = data.get("shared_expert_intermediate_size")
     if family.one_part and MOE not in data.get("layer_types", ()):
         data.pop("num_experts", None)
-    layers = data.get("num_hidden_layers")
+    for word in ("num_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"):
+        each = data.get(word)
+        if isinstance(each, list | tuple) and len({*map(str, each)}) == 1:  # hunyuan: of each layer
+            data[word] = each[0]
+    layers, freq = data.get("num_hidden_layers"), data.get("moe_layer_freq")
     parts = data.pop("mlp_layer_types", None)  # what transformers 5 writes in the place of first_k_dense_replace
+    if isinstance(freq, list | tuple):  # mimo_v2_flash
+        parts = ["sparse" if one else "dense" for one in freq]
     if parts is not None:
         if not isinstance(parts, list | tuple) or {*map(str, parts)} - {"dense", "sparse"} or len(parts) != layers:
             raise ValueError(f'mlp_layer_types: expected "dense" or "sparse" for each layer, got {shown(parts)}')

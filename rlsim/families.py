@@ -32,12 +32,15 @@ class Family:
     """What a family's modelling code has beyond RMS norms, rotary embedding, gated MLPs and grouped-query attention.
 
     - Attention: `qkv_bias` on q, k and v, whatever `attention_bias` says; `o_bias`: `attention_bias` is of o, too;
-      `latent`: it is MLA; the rest as in `FullAttention`. What is a text is the word of a configuration that says so.
-    - Layers: `norms` over the hidden state in each; `one_part`: one is attention or a feed-forward, as `layer_types`
-      says; `layers`: the letters of their kinds (`kinds` of the table), over and over, and `every` the words of a
-      configuration that say so otherwise: a pattern, how many have one full layer, or a number for each layer, 0 for
-      full. `windows`: under `use_sliding_window` only, of them the layers `after` or `before` `max_window_layers`, or
-      all (`asked`). `state`: the kind of layers that keep one in the place of a KV cache.
+      `latent`: it is MLA, `sparse`: with an index; `channel_gates`: linear attention has a decay for each channel;
+      `sinks`: in all layers, or those of a kind; the rest as in `FullAttention`. `head_norms`, `router_bias`: a text is
+      the word of a configuration that says so.
+    - Layers: `norms` over the hidden state in each, `expert_norms` more where experts are; `one_part`: one is attention
+      or a feed-forward, as `layer_types` says; `layers`: the letters of their kinds (`kinds` of the table), over and
+      over; `every`: the words of a configuration that say so otherwise: a pattern, how many have one full layer, or a
+      number for each layer, 0 for full; `numbers`: the word that counts up the layers of its `state`. `windows`: under
+      `use_sliding_window` only, of them the layers `after` or `before` `max_window_layers`, or all (`asked`). `state`:
+      the kind of layers that keep one in the place of a KV cache.
     - Feed-forward: `gated_mlp`: MLPs and experts have a gate; `experts`: whether it has any, None as `num_experts`
       says; `narrow`: its `intermediate_size` is the width of an expert; the rest as in `Experts`.
     """
@@ -49,21 +52,25 @@ class Family:
     qkv_bias: bool = False
     o_bias: bool = True
     latent: bool = False
+    sparse: bool = False
+    channel_gates: bool = False
     head_norms: bool | str = False
     whole_norms: bool = False
     gated: bool = False
-    sinks: bool = False
+    sinks: bool | str = False
     norms: int = 2
+    expert_norms: int = 0
     one_part: bool = False
     layers: str = ""
     every: Sequence[str] = ()
+    numbers: str = ""
     windows: str = ""
     state: str = ""
     gated_mlp: bool = True
     experts: bool | None = False
     narrow: bool = False
     shared_gate: bool = False
-    router_bias: bool = False
+    router_bias: bool | str = False
     expert_bias: bool = False
 
     @property
@@ -73,6 +80,7 @@ class Family:
 
     def missing(self, config: Mapping[str, Any]) -> list[str]:
         """What the words of a configuration of the family say of its model that rlsim has no costs for."""
+        config = flat(config)
         return [
             f"{row['is']} ({word})"
             for word, row in _TABLE["means"].items()
@@ -90,12 +98,20 @@ def _changes(value: Any, but: Sequence[Any] | None) -> bool:
 
 FAMILIES = {name: Family(**row) for name, row in _TABLE["families"].items()}
 #: What all families call the words of `rlsim.architectures.Config` besides, and the kinds of layers.
-WORDS: Mapping[str, str] = _TABLE["words"]
+WORDS: Mapping[str, Sequence[str]] = {
+    word: [meant] if isinstance(meant, str) else meant for word, meant in _TABLE["words"].items()
+}
 KINDS: Mapping[str, str] = _TABLE["kinds"]
 #: The families that are known.
 MODEL_TYPES = tuple(FAMILIES)
 _FAMILY_OF = {name: family for family, row in FAMILIES.items() for name in (family, *row.also)}
 _REFUSED = {name: why for why, names in _TABLE["refused"].items() for name in names}
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the words of the records in it besides, as `record.word`."""
+    inner = {word: value for word, value in config.items() if isinstance(value, dict)}
+    return {**config, **{f"{word}.{key}": one for word, value in inner.items() for key, one in value.items()}}
 
 
 def unsupported(model_type: object) -> str:

@@ -75,6 +75,8 @@ class Model(Config):
             return "yes; linear attention not measured"
         if Mamba2 in kinds:
             return "yes; Mamba-2 not measured"
+        if any(layer.attention.index_bytes for layer in self.groups):
+            return "yes; sparse attention not measured, on GPUs with tables of latent attention"
         return "yes; latent attention on GPUs with its tables" if LatentAttention in kinds else "yes"
 
     @property
@@ -187,7 +189,8 @@ class Model(Config):
     def cached_elements(self, layer: Layer, tp: int = 1) -> float:
         """Numbers that a GPU's KV cache has room for in a layer, for each token that it keeps there."""
         windowed = layer.attention.window_tokens is not None and self.kv_window_share is not None
-        return layer.attention.cached_elements(tp) * (self.kv_window_share or 0.0 if windowed else 1.0)
+        share = self.kv_window_share or 0.0 if windowed else 1.0
+        return layer.attention.cached_elements(tp) * share + layer.attention.index_bytes / self.kv_element_bytes
 
     @property
     def weight_bytes(self) -> float:
@@ -205,8 +208,8 @@ class Model(Config):
     @property
     def kv_bytes_per_token(self) -> float:
         """KV cache of one token over all GPUs of a replica, in the layers that keep it: no replicated heads."""
-        cached = sum(count * layer.attention.cached_elements() for layer, count in self.groups.items())
-        return cached * self.kv_element_bytes
+        each = {layer: layer.attention.cached_elements() * self.kv_element_bytes for layer in self.groups}
+        return sum(count * (each[layer] + layer.attention.index_bytes) for layer, count in self.groups.items())
 
     @property
     def kv_element_bytes(self) -> float:

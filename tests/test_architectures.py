@@ -38,6 +38,7 @@ H100 = load_cluster("8xh100")
 PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_419_200,
+    "kimi-linear-48b-a3b": 49_122_681_728,
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
@@ -129,6 +130,28 @@ CONFIGS = {
                moe_intermediate_size=2560, shared_expert_intermediate_size=20480),
         57_408_658_944,
     ),
+    "dots.llm1": (
+        config("dots1", 4096, 10944, 62, 32, 32, 152064, n_routed_experts=128, n_shared_experts=2,
+               num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1),
+        142_774_381_696,
+    ),
+    "Ling-mini-2.0": (
+        config("bailing_moe", 2048, 5120, 20, 16, 4, 157184, num_experts=256, num_shared_experts=1,
+               num_experts_per_tok=8, moe_intermediate_size=512, first_k_dense_replace=1, use_qk_norm=True),
+        16_255_643_392,
+    ),
+    "Hunyuan-A13B": (
+        config("hunyuan_v1_moe", 4096, 3072, 32, 32, 8, 128167, head_dim=128, num_experts=64, moe_topk=[8] * 32,
+               num_shared_expert=[1] * 32, moe_intermediate_size=[3072] * 32, tie_word_embeddings=True),
+        80_393_183_232,
+    ),
+    "Apertus-8B": (  # two numbers of each activation (xIELU) apart
+        config("apertus", 4096, 21504, 32, 32, 8, 131072), 8_053_338_176 - 64,
+    ),
+    "internlm2.5-7b": (config("internlm2", 4096, 14336, 32, 32, 8, 92544, bias=False), 7_737_708_544),
+    "internlm3-8b": (config("internlm3", 4096, 10240, 48, 32, 2, 128512, head_dim=128), 8_804_241_408),
+    "MiniCPM-2B": (config("minicpm", 2304, 5760, 40, 36, 36, 122753), 2_724_880_896),
+    "glm-4-9b-hf": (config("glm", 4096, 13696, 40, 32, 2, 151552, attention_bias=True), 9_399_951_360),
 }  # fmt: skip
 
 TINY = config("llama", 64, 128, 4, 4, 2, 100)
@@ -180,6 +203,10 @@ def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
     assert air.parameters + air.mtp_parameters + air.embedding_parameters == 110_468_824_832
     assert load_model("deepseek-v3").mtp_parameters == pytest.approx(11.5e9, rel=0.01)  # its README_WEIGHTS
     assert load_model("mixtral-8x7b").mtp_parameters == 0
+    sparse = load_model("glm-5")  # 62 or 79 layers have an index; the pages of DeepSeek's count its two scales, too
+    assert sparse.parameters + sparse.mtp_parameters == 753_864_139_008
+    indexed = load_model("deepseek-v3.2").layers[-1].parameters - load_model("deepseek-v3").layers[-1].parameters
+    assert 62 * (indexed + 64 * 12 + 56) == 685_396_921_376 - 684_531_386_000
     flash = load_model("glm-4.7-flash")  # the same, of latent attention
     assert flash.parameters + flash.mtp_parameters + flash.embedding_parameters == 31_221_488_576
     tencent = load_model("hy3")  # its card: 295B, and 3.8B for multi-token prediction
@@ -197,10 +224,40 @@ def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
         ("glm-4.5", 32),
         ("hy3", 21),
         ("qwen3.5-397b-a17b", 17),
+        ("deepseek-v3.2", 37),
+        ("glm-5", 40),
+        ("gemma-4-26b-a4b", 3.8),
+        ("mimo-v2-flash", 15),
     ],
 )
 def test_active_parameters(name: str, billions: float) -> None:
     assert load_model(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.055)
+
+
+@pytest.mark.parametrize(
+    ("words", "billions", "active"),  # as the model cards round them
+    [
+        (config("exaone_moe", 6144, 18432, 48, 64, 8, 153600, head_dim=128, num_experts=128, num_experts_per_tok=8,
+                moe_intermediate_size=2048, sliding_window=128), 236, 23),
+        (config("solar_open", 4096, 10240, 48, 64, 8, 196608, head_dim=128, n_routed_experts=128, n_shared_experts=1,
+                num_experts_per_tok=8, moe_intermediate_size=1280), 102, 12),
+        (config("bailing_moe_v2", 4096, 9216, 32, 32, 4, 157184, num_experts=256, num_shared_experts=1,
+                num_experts_per_tok=8, moe_intermediate_size=1024, first_k_dense_replace=1,
+                use_qk_norm=True), 103, 6.1),
+        (config("ministral3", 4096, 14336, 34, 32, 8, 131072, head_dim=128), 8.4, 8.4),
+        (config("ministral3", 3072, 9216, 26, 32, 8, 131072, head_dim=128, tie_word_embeddings=True), 3.4, 3.4),
+        (config("cwm", 6144, 21504, 64, 48, 8, 128256), 32, 32),
+        (config("hunyuan_v1_dense", 4096, 14336, 32, 32, 8, 128167, head_dim=128, tie_word_embeddings=True), 7.5, 7.5),
+        ("gemma-4-31b", 30.7, 30.7),
+        ("gemma-4-26b-a4b", 25.2, 3.8),
+        ("mimo-v2-flash", 309, 15),
+        ("glm-5", 744, 40),
+    ],
+)  # fmt: skip
+def test_rounded_counts(words: dict[str, Any] | str, billions: float, active: float) -> None:
+    found = load_model(words) if isinstance(words, str) else Model(name="-", **words)
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=0.02)
+    assert found.active_parameters / 1e9 == pytest.approx(active, rel=0.055)
 
 
 def test_what_a_sequence_caches() -> None:
@@ -218,6 +275,25 @@ def test_what_a_sequence_caches() -> None:
     assert hybrid.sequence_bytes(1000, 1000) == 2 * hybrid.sequence_bytes(1000)
     gemma = load_model("gemma-3-27b")  # every sixth of 62 layers is full
     assert sum(layer.attention.window_tokens is None for layer in gemma.layers) == 10
+
+
+def test_heads_that_differ_from_layer_to_layer() -> None:
+    windowed, full = load_model("gemma-4-31b").layers[4:6]
+    assert (windowed.attention.cached_elements(), full.attention.cached_elements()) == (2 * 16 * 256, 2 * 4 * 512)
+    assert [one.n_out for one in (windowed.linears()[0], full.linears()[0])] == [8192 + 2 * 4096, 16384 + 2048]
+    full, windowed = load_model("mimo-v2-flash").layers[:2]
+    assert (full.attention.cached_elements(8), windowed.attention.cached_elements(8)) == (192 + 128, 192 + 128)
+    assert (full.linears()[1].k_in, windowed.attention.cached_elements()) == (64 * 128, 8 * (192 + 128))
+    assert windowed.attention.parameters(4096, 1) - full.attention.parameters(4096, 1) == 4096 * 4 * 320 + 64  # sinks
+
+
+def test_an_index_caches_its_keys_whatever_the_precision() -> None:
+    sparse = load_model("deepseek-v3.2")
+    assert sparse.kv_bytes_per_token == 61 * (576 * 2 + 128 + 4)
+    eight = sparse.served(kv_precision="fp8")
+    assert kv_page_bytes(eight, 8, 1) == eight.kv_bytes_per_token == eight.sequence_bytes(1) == 61 * (576 + 128 + 4)
+    shape = kv_shape(sparse, 8)  # what is beyond the tokens that a query sees stays
+    assert (shape.window_tokens, shape.units(9000, 16)) == (2048, 563)
 
 
 def test_nemotrons_by_their_patterns() -> None:
@@ -437,10 +513,16 @@ def test_shapes_that_say_too_little(tmp_path: Path, words: dict[str, Any], messa
     ("words", "message"),
     [
         (
-            {"model_type": "deepseek_v32"},
-            r"model_type 'deepseek_v32' is not supported: sparse attention \(index_topk\)$",
+            {"model_type": "longcat_flash"},
+            r"model_type 'longcat_flash' is not supported: experts that compute nothing$",
         ),
-        ({"model_type": "glm_moe_dsa"}, r"not supported: sparse attention \(index_topk\)$"),
+        (
+            {"model_type": "deepseek_v32", "index_topk_freq": 4},
+            r"deepseek_v32 with an index that layers share \(index_t",
+        ),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"]}, "an index that layers share"),
+        ({"model_type": "kimi_linear", "linear_attn_config": {"use_full_rank_gate": True}}, "with gates of full rank"),
+        ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 256}, "embeddings of every layer"),
         ({"model_type": "gemma3n_text"}, r"layers that share the KV cache of others \(num_kv_shared_layers\)"),
         ({"model_type": "qwen2_audio"}, "not supported: a model that hears and speaks"),
         ({"model_type": "t5"}, "not supported: an encoder beside the decoder"),
@@ -482,6 +564,26 @@ def test_words_of_families(tmp_path: Path) -> None:
     assert dense.layers[0].mlp.widths == (96,)
     assert dense.layers[0].attention.split == {"Mamba heads": 4}
     assert dense.mamba_head_dim == 2 * 64 // 4
+
+
+def test_words_of_a_record_and_of_each_layer(tmp_path: Path) -> None:
+    linear = {
+        "num_heads": 4,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [1, 2, 3],
+        "full_attn_layers": [4],
+    }
+    kimi = read(tmp_path, model_type="kimi_linear", linear_attn_config=linear, **MLA)
+    assert kimi.layer_types == (*("linear_attention",) * 3, "full_attention")
+    assert [one.n_out for one in kimi.layers[0].linears()[:6]] == [3 * 64, 4, 2 * 16, 64, 64, 64]
+    assert kimi.state_bytes == 3 * (4 * 4 * 16 * 16 + 2 * 3 * 3 * 64)
+    mixed = {"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "swa_num_key_value_heads": 4}
+    found = read(tmp_path, model_type="mimo_v2_flash", sliding_window=8, **EXPERTS, **mixed).layers
+    assert [layer.attention.window_tokens for layer in found] == [None, 8, 8, None]
+    assert [bool(layer.expert_weights()) for layer in found] == [False, True, True, True]
+    dots = {"model_type": "dots1", **EXPERTS, "sliding_window": 8, "max_window_layers": 3}
+    assert [layer.attention.window_tokens for layer in read(tmp_path, **dots).layers] == [None, None, None, 8]
 
 
 def test_words_that_family_defaults_do_not_replace(tmp_path: Path) -> None:
@@ -638,6 +740,30 @@ def test_communication_of_training_layers_that_are_one_part() -> None:
     assert talk_s("-") == 5 * 2  # each layer gathers and scatters once
     assert talk_s("E", n_shared_experts=0) == 2 + 4 * 2  # experts alone: two all-to-alls
     assert talk_s("E", moe_shared_expert_intermediate_size=512) == 2 + 4 * (2 + 2)
+
+
+def test_sparse_attention_reads_what_its_index_chooses() -> None:
+    sizes = config("deepseek_v32", 1024, 4096, 2, 128, 128, 32000, q_lora_rank=512, first_k_dense_replace=2, **MLA)
+    sparse = Model(name="sparse", **sizes, **EXPERTS, index_n_heads=64, index_head_dim=128, index_topk=2048)
+    dense = Model(name="dense", **{**sizes, "model_type": "deepseek_v3"}, **EXPERTS)
+    cost, other = step(sparse), step(dense)
+    attention, keys = (
+        [kernels.breakdown(32, 32 * tokens)["attention"] for tokens in (2048, 40_000, 80_000)]
+        for kernels in (other, cost)
+    )
+    index_s = keys[0] - attention[0]  # of the tokens that both see
+    assert 0 < index_s < attention[0]
+    grows = (keys[2] - keys[1]) / (attention[2] - attention[1])
+    assert grows == pytest.approx((128 + 4 + 8) / (2 * 576), rel=0.05)  # bytes of a token, of one and the other
+    (_, latent), (_, index) = cost._attentions
+    assert latent.prefill_s([(2048, 0)]) == pytest.approx(other._attentions[0][1].prefill_s([(2048, 0)]), rel=1e-12)
+    later = [latent.prefill_s([(4096, prior)]) for prior in (2**16, 2**17)]
+    assert later[0] == pytest.approx(later[1], rel=0.02)
+    assert index.prefill_s([(4096, 2**17)]) == pytest.approx(2 * index.prefill_s([(4096, 2**16)]), rel=0.05)
+    cost.prefill_s([Chunk(1000, 0)])
+    assert "sparse_attention" in " ".join(cost.lookups().note())
+    work = attention_work(sparse.layers[0].attention).pair_flops
+    assert work - attention_work(dense.layers[0].attention).pair_flops == 2 * 64 * 128
 
 
 def test_what_no_table_has_is_named() -> None:

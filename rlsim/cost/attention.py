@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 from rlsim.cost.attention_work import attention_work
 from rlsim.cost.curve import DecodeCurve
-from rlsim.cost.latent import LatentKernels
+from rlsim.cost.latent import LatentKernels, padded_heads
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError
-from rlsim.layers import Attention, FullAttention, LatentAttention, Layer, Linear, Mamba2, NoAttention, Recurrent
+from rlsim.layers import Attention, FullAttention, Index, LatentAttention, Layer, Linear, Mamba2, NoAttention, Recurrent
+from rlsim.precision import KV_BYTES
 
 
 class LayerAttention(ABC):
@@ -24,6 +26,11 @@ class LayerAttention(ABC):
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
         self._curves: dict[int, DecodeCurve] = {}
+
+    @property
+    def parts(self) -> tuple[LayerAttention, ...]:
+        """What its attention is made of; each reads as many tokens as its own `window_tokens` says."""
+        return (self,)
 
     def linears(self, layer: Layer, tp: int) -> tuple[Linear, ...]:
         """The products of a layer with this attention that run over all of an iteration's tokens."""
@@ -78,7 +85,7 @@ class GroupedQueries(LayerAttention):
         return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
     def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
-        shape = batch, self._kv_heads, self._attention.head_dim
+        shape = batch, self._kv_heads, self._attention.head_elements // 2
         totals, times = self._operators.decode_attention_curve(*shape)
         if self.window_tokens is None or self.chunked:
             return totals, times
@@ -86,7 +93,7 @@ class GroupedQueries(LayerAttention):
         return totals, [time * factor for time in times]
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
-        shape = self._q_heads, self._kv_heads, self._attention.head_dim
+        shape = self._q_heads, self._kv_heads, self._attention.head_elements // 2
         if self.window_tokens is not None and self.chunked:
             apart = [piece for new, prior in chunks for piece in _in_chunks(new, prior, self.window_tokens)]
             return self._operators.prefill_attention_s(apart, *shape)
@@ -134,6 +141,99 @@ class Latent(LayerAttention):
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
         return "latent_attention", {"batch": batch, "context": read_tokens / batch, "heads": self._heads}
+
+
+class SparseLatent(Latent):
+    """Latent attention over the tokens that an index chooses, beside the index (DeepSeek-V3.2): neither is measured.
+
+    Decode is latent attention over no more than `topk` tokens. In a prompt each FLOP takes as long as one of latent
+    attention over all tokens before; prompts that reach beyond `topk` tokens work in the latent.
+    """
+
+    def __init__(self, operators: Operators, attention: LatentAttention, tp: int) -> None:
+        super().__init__(operators, attention, tp)
+        assert attention.index is not None
+        assert operators.fits.latent_attention is not None
+        self._index, self.window_tokens = attention.index, attention.index.topk
+        made = attention.nope_dim + attention.v_dim
+        self._pair_flop = 2.0 * self._heads * (made + attention.rope_dim)
+        self._made_flop = 2.0 * self._heads * made * attention.kv_rank
+        self._flop = 2.0 * self._heads * (attention.head_elements + attention.kv_rank)
+        read_s = attention.head_elements * KV_BYTES[operators.fits.latent_attention.kv_precision]
+        ref = operators.reference
+        computed_s = 2.0 * padded_heads(self._heads) * (attention.head_elements + attention.kv_rank)
+        self._least_s = max(read_s / ref.memory_bytes_per_s, computed_s / ref.bf16_flop_per_s)
+
+    @property
+    def parts(self) -> tuple[LayerAttention, ...]:
+        return self, SparseIndex(self._operators, self._index, self)
+
+    def elementwise_s(self, tokens: float) -> float:
+        """With the index's queries, of which FP8 is made."""
+        made = tokens * 3 * self._index.heads * self._index.head_dim
+        return super().elementwise_s(tokens) + self._operators.memory_bound_s(made, tokens)
+
+    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
+        topk, flop = self._index.topk, 0.0
+        for new, prior in chunks:
+            latent = self._flop * _pairs(new, prior, topk) + self._made_flop * new
+            flop += latent if new + prior > topk else self._dense_flop(new, prior)
+        return self.prompt_flop_s(chunks) * flop
+
+    def reached(self, batch: int) -> float:
+        """Share of its roofline that decode of `batch` sequences reaches over long contexts."""
+        curve, long = self.curve(batch), batch * _LONG_TOKENS
+        return self._least_s * long / (curve.step_s(2 * long) - curve.step_s(long))
+
+    def prompt_flop_s(self, chunks: Sequence[tuple[float, float]]) -> float:
+        """Seconds of a FLOP of these prompts over all tokens before, those that make keys of latents among them."""
+        return super().prefill_s(chunks) / sum([self._dense_flop(new, prior) for new, prior in chunks])
+
+    def _dense_flop(self, new: float, prior: float) -> float:
+        return self._pair_flop * _pairs(new, prior) + self._made_flop * (new + prior)
+
+
+_LONG_TOKENS = 65_536
+
+
+def _pairs(new: float, prior: float, most: float = math.inf) -> float:
+    """Pairs of new queries and the keys that they see, at most so many each."""
+    below = min(max(most - prior, 0.0), new)
+    return below * (prior + (below + 1) / 2) + (new - below) * (most if below < new else 0.0)
+
+
+class SparseIndex(LayerAttention):
+    """The scores of all tokens before and the choice among them, on every GPU of a TP group whole.
+
+    Keys are read in FP8, a score of four bytes for each is written and read; it reaches the share of its roofline that
+    latent attention does.
+    """
+
+    def __init__(self, operators: Operators, index: Index, latent: SparseLatent) -> None:
+        super().__init__(operators)
+        self._index, self._latent = index, latent
+
+    @property
+    def _pair_s(self) -> float:
+        ref = self._operators.reference
+        return 2.0 * self._index.heads * self._index.head_dim / (ref.fp8_flop_per_s or ref.bf16_flop_per_s)
+
+    def elementwise_s(self, tokens: float) -> float:  # noqa: ARG002
+        return 0.0
+
+    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
+        read_s = (self._index.key_bytes + 8) / self._operators.reference.memory_bytes_per_s
+        each_s = max(read_s, self._pair_s) / self._latent.reached(batch)
+        launches_s = 2 * self._operators.memory_bound_s(batch * self._index.topk * 4, batch)
+        return [0.0, 1e6], [launches_s, launches_s + 1e6 * each_s]
+
+    def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
+        return "sparse_attention", {"batch": batch, "context": read_tokens / batch}
+
+    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
+        self._operators.count("sparse_attention", tokens=sum([new for new, _ in chunks]))
+        slower = self._pair_s * self._operators.reference.bf16_flop_per_s
+        return slower * self._latent.prompt_flop_s(chunks) * sum([_pairs(new, prior) for new, prior in chunks])
 
 
 class State(LayerAttention):
@@ -199,7 +299,7 @@ def layer_attention(
     """
     match attention:
         case LatentAttention():
-            return Latent(operators, attention, tp)
+            return (SparseLatent if attention.index else Latent)(operators, attention, tp)
         case Recurrent():
             return State(operators, attention, tp, dtype_bytes, recurrent)
         case FullAttention():

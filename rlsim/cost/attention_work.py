@@ -62,11 +62,12 @@ class AttentionWork:
 def attention_work(attention: Attention) -> AttentionWork:
     """The work of a layer with such attention.
 
-    - Grouped queries: 4 · q_dim FLOPs a pair (Narayanan et al. 2021); rotary embedding reads and writes queries and
-      keys; a gate of the output (qwen3_next) reads both and writes one.
+    - Grouped queries: 4 · q_dim FLOPs a pair (Narayanan et al. 2021), fewer with smaller values; rotary embedding reads
+      and writes queries and keys; a gate of the output (qwen3_next) reads both and writes one.
     - Latent attention (DeepSeek-V2 2024, section 2.1) is not absorbed in training: keys of nope + rope numbers and
       values of v_dim are made for every head, so that a pair costs 2 · heads · (nope + rope + v_dim) FLOPs. Queries and
-      keys are put together and turned (read and written), both latents normed.
+      keys are put together and turned (read and written), both latents normed. Where an index chooses tokens, all pairs
+      are computed and masked, as Megatron Core's `dsa.py` does, and 2 · heads · head_dim of the index come to each.
     - A gated delta net in chunks of C tokens (Yang et al. 2024, section 3): for each value head and token three
       products with the state, 6 · k_dim · v_dim, and inside the chunk 6 · C · k_dim + 4 · C · v_dim; inverting a
       chunk's triangle is left out. The convolution reads and writes queries, keys and values, the norm of queries and
@@ -80,23 +81,23 @@ def attention_work(attention: Attention) -> AttentionWork:
     """
     match attention:
         case FullAttention():
-            q_dim, kv_dim = attention.q_dim, attention.kv_dim
+            q_dim, out_dim, both = attention.q_dim, attention.out_dim, attention.cached_elements()
             return AttentionWork(
                 reach=Reach(attention.window_tokens, attention.chunked),
-                pair_flops=4.0 * q_dim,
-                kept=2 * q_dim + 2 * kv_dim + attention.gated * q_dim,
-                moved=2 * (q_dim + kv_dim) + attention.gated * 3 * q_dim,
-                exchanged=2 * kv_dim,
+                pair_flops=2.0 * (q_dim + out_dim),
+                kept=q_dim + out_dim + both + attention.gated * q_dim,
+                moved=2 * (q_dim + attention.kv_dim) + attention.gated * 3 * q_dim,
+                exchanged=both,
             )
         case LatentAttention():
             q_dim, v_dim = (
                 attention.heads * (attention.nope_dim + attention.rope_dim),
                 attention.heads * attention.v_dim,
             )
-            ranks = (attention.q_rank or 0) + attention.kv_rank
+            ranks, index = (attention.q_rank or 0) + attention.kv_rank, attention.index
             return AttentionWork(
                 reach=Reach(),
-                pair_flops=2.0 * (q_dim + v_dim),
+                pair_flops=2.0 * (q_dim + v_dim + (index.heads * index.head_dim if index else 0)),
                 kept=2 * (q_dim + v_dim),
                 moved=4 * q_dim,
                 exchanged=q_dim + v_dim,

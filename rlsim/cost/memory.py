@@ -118,7 +118,7 @@ def kv_shape(model: Model, tp: int) -> KvShape:
         always = everything
     state = sum(count * layer.attention.state_elements / tp for layer, count in model.groups.items())
     state *= model.dtype_bytes / model.kv_element_bytes  # stays in the model's type, whatever that of the KV cache
-    window = max((tokens for tokens in elements if tokens), default=None)
+    window = max((tokens for layer in model.groups if (tokens := layer.attention.read_tokens)), default=None)
     unit = math.gcd(everything, always) if window is not None else everything
     return KvShape(
         window_tokens=window,

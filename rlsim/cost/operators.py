@@ -29,7 +29,7 @@ BF16_BYTES = 2.0
 #: Columns of the widest blocks of products. What is narrower than that (a router) is one column of blocks.
 BLOCK_COLUMNS = 256
 #: Operators without a fit: what no calibration has measured of them counts as extrapolated.
-ROOFLINES = ("linear_attention", "state_space")
+ROOFLINES = ("linear_attention", "sparse_attention", "state_space")
 A = TypeVar("A", DecodeAttentionFit, PrefillAttentionFit)
 _ANY_DIM = 0  # heads of another size than those that were measured apart
 

@@ -89,7 +89,7 @@ class RooflineStep(StepCost):
         counts = Counter(layer.attention for layer in model.layers)
         shape = self._group_tp, model.dtype_bytes, calibration.costs.recurrent_served
         kinds = {one: layer_attention(self.operators, one, *shape) for one in counts}
-        self._attentions = tuple((count, kinds[one]) for one, count in counts.items())
+        self._attentions = tuple((count, part) for one, count in counts.items() for part in kinds[one].parts)
         self._attention_of = {layer: kinds[layer.attention] for layer in model.groups}
         self.kv = kv_shape(model, self._group_tp)
         self._layers = tuple(

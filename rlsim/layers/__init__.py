@@ -10,6 +10,7 @@ of transformers' modelling code (`models/*/modeling_*.py`, version 5).
 from rlsim.layers.attention import (
     Attention,
     FullAttention,
+    Index,
     LatentAttention,
     LinearAttention,
     Mamba2,
@@ -26,6 +27,7 @@ __all__ = [
     "Experts",
     "FeedForward",
     "FullAttention",
+    "Index",
     "LatentAttention",
     "Layer",
     "Linear",

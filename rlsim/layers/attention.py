@@ -26,8 +26,18 @@ class Attention(ABC):
         return None
 
     @property
+    def read_tokens(self) -> int | None:
+        """The most of them that a query sees; None for all."""
+        return self.window_tokens
+
+    @property
     def state_elements(self) -> float:
         """Numbers of the model's type kept for each sequence, whatever its length."""
+        return 0
+
+    @property
+    def index_bytes(self) -> float:
+        """Bytes cached for each token that is kept, on every GPU and whatever the precision of the KV cache."""
         return 0
 
     @abstractmethod
@@ -101,13 +111,15 @@ class FullAttention(Attention):
 
     `chunked`: not over the last tokens, but over those of the same chunk of `window_tokens` (llama4). `head_norms`: an
     RMS norm over each query and key head (qwen3). `whole_norms`: one over all query heads together and one over all key
-    heads (olmo2). `gated`: the queries' projection also gives a gate of the output
-    (qwen3_next). `sinks`: a learned logit per head that takes attention from the tokens (gpt_oss).
+    heads (olmo2). `gated`: the queries' projection also gives a gate of the output (qwen3_next). `sinks`: a learned
+    logit per head that takes attention from the tokens (gpt_oss). `v_dim`: numbers of a value, if not as many as of a
+    key (mimo_v2_flash). `one_kv`: one projection makes keys and values (gemma4), which are cached apart.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
+    v_dim: int = 0
     window_tokens: int | None = None
     chunked: bool = False
     qkv_bias: bool = False
@@ -116,6 +128,7 @@ class FullAttention(Attention):
     whole_norms: bool = False
     gated: bool = False
     sinks: bool = False
+    one_kv: bool = False
 
     @property
     def q_dim(self) -> int:
@@ -124,14 +137,20 @@ class FullAttention(Attention):
 
     @property
     def kv_dim(self) -> int:
-        """Width of all key heads together (as much again for values)."""
+        """Width of all key heads together."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def out_dim(self) -> int:
+        """Width of what all query heads give."""
+        return self.heads * (self.v_dim or self.head_dim)
+
     def _qkv_dim(self, tp: int) -> int:
-        return (1 + self.gated) * (self.q_dim // tp) + 2 * self.kv_heads_per_gpu(tp) * self.head_dim
+        made = self.head_dim if self.one_kv else self.head_elements
+        return (1 + self.gated) * (self.q_dim // tp) + self.kv_heads_per_gpu(tp) * made
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
-        return Linear("qkv", self._qkv_dim(tp), hidden), Linear("o", hidden, self.q_dim // tp)
+        return Linear("qkv", self._qkv_dim(tp), hidden), Linear("o", hidden, self.out_dim // tp)
 
     def parameters(self, hidden: int, tp: int) -> int:
         biases = self.qkv_bias * self._qkv_dim(tp) + self.o_bias * hidden
@@ -143,12 +162,12 @@ class FullAttention(Attention):
     @property
     def head_elements(self) -> int:
         """A key and a value."""
-        return 2 * self.head_dim
+        return self.head_dim + (self.v_dim or self.head_dim)
 
     @property
     def tensors(self) -> int:
         norms = 2 * (self.head_norms or self.whole_norms)
-        return 4 + 3 * self.qkv_bias + self.o_bias + norms + self.sinks
+        return 4 - self.one_kv + (3 - self.one_kv) * self.qkv_bias + self.o_bias + norms + self.sinks
 
     @property
     def split(self) -> dict[str, int]:
@@ -166,11 +185,35 @@ class FullAttention(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Index:
+    """What chooses the `topk` tokens that a query of sparse attention sees (DeepSeek-V3.2 2025, section 2).
+
+    `heads` queries of `head_dim`, made of the queries' latent, meet one key of each token before, in FP8; how much each
+    of them counts is a number for each head. Every GPU of a TP group does all of it (vLLM: `Indexer`).
+    """
+
+    heads: int
+    head_dim: int
+    topk: int
+
+    def linears(self, hidden: int, q_rank: int) -> tuple[Linear, ...]:
+        """Its products over all tokens."""
+        queries, key = Linear("index_q", self.heads * self.head_dim, q_rank), Linear("index_k", self.head_dim, hidden)
+        return queries, key, Linear("index_weights", self.heads, hidden, quantised=False)
+
+    @property
+    def key_bytes(self) -> float:
+        """Bytes cached of a token: its key in FP8, and a scale of four for each 128 numbers."""
+        return self.head_dim + 4 * -(-self.head_dim // 128)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentAttention(Attention):
     """Multi-head latent attention (MLA, DeepSeek-V2 2024, section 2.1): keys and values are made of a cached latent.
 
     Queries come through a latent of `q_rank`, or straight from the hidden state where that is None. A key head has
-    `nope_dim` numbers of its own and `rope_dim`, with the position, that all heads share.
+    `nope_dim` numbers of its own and `rope_dim`, with the position, that all heads share. With an `index` a query sees
+    no more than its `topk` tokens.
     """
 
     heads: int
@@ -180,6 +223,7 @@ class LatentAttention(Attention):
     rope_dim: int
     v_dim: int
     bias: bool = False  # of the projections from the hidden state and of o
+    index: Index | None = None
 
     kv_heads = 1  # the latent, which every GPU of a TP group needs whole
 
@@ -190,7 +234,8 @@ class LatentAttention(Attention):
         output = Linear("o", hidden, heads * self.v_dim)
         if self.q_rank is None:
             return Linear("q", q_dim, hidden), cached, made, output
-        return Linear("q_a", self.q_rank, hidden), Linear("q_b", q_dim, self.q_rank), cached, made, output
+        chosen = self.index.linears(hidden, self.q_rank) if self.index else ()
+        return Linear("q_a", self.q_rank, hidden), Linear("q_b", q_dim, self.q_rank), cached, *chosen, made, output
 
     def kv_b(self, tp: int) -> Linear:
         """The product that makes keys and values of latents."""
@@ -199,7 +244,8 @@ class LatentAttention(Attention):
     def parameters(self, hidden: int, tp: int) -> int:
         q_rank = self.q_rank or 0
         biases = self.bias * (q_rank + self.kv_rank + self.rope_dim + hidden)
-        return weights_of(self.linears(hidden, tp)) + q_rank + self.kv_rank + biases
+        norm = 2 * self.index.head_dim if self.index else 0
+        return weights_of(self.linears(hidden, tp)) + q_rank + self.kv_rank + biases + norm
 
     @property
     def head_elements(self) -> int:
@@ -209,7 +255,15 @@ class LatentAttention(Attention):
     @property
     def tensors(self) -> int:
         through_latent = self.q_rank is not None
-        return 5 + 2 * through_latent + self.bias * (2 + through_latent)
+        return 5 + 2 * through_latent + self.bias * (2 + through_latent) + 5 * bool(self.index)
+
+    @property
+    def index_bytes(self) -> float:
+        return self.index.key_bytes if self.index else 0
+
+    @property
+    def read_tokens(self) -> int | None:
+        return self.index.topk if self.index else None
 
     @property
     def split(self) -> dict[str, int]:
@@ -217,7 +271,7 @@ class LatentAttention(Attention):
 
     @property
     def special(self) -> tuple[str, ...]:
-        return ("latent attention (MLA)",)
+        return ("latent attention (MLA)", *(["sparse attention"] if self.index else []))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,24 +310,33 @@ class Recurrent(Attention):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttention(Recurrent):
-    """A gated delta net (Yang et al. 2024; qwen3_next)."""
+    """A gated delta net (Yang et al. 2024; qwen3_next).
+
+    `gate_rank`: the decay is one of each channel of a key, and it and the output's gate come through a latent of so
+    many numbers (Kimi delta attention, Kimi Linear 2025); 0: one of each head, as products of the hidden state.
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int  # of one head
     value_dim: int
+    gate_rank: int = 0
 
     def _widths(self, tp: int) -> tuple[int, int]:
         return self.key_heads // tp * self.key_dim, self.value_heads // tp * self.value_dim
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
-        key, value = self._widths(tp)
-        into = Linear("qkvz", 2 * key + 2 * value, hidden), Linear("ba", 2 * (self.value_heads // tp), hidden)
-        return (*into, Linear("o", hidden, value))
+        (key, value), heads, rank = self._widths(tp), self.value_heads // tp, self.gate_rank
+        if not rank:
+            into = Linear("qkvz", 2 * key + 2 * value, hidden), Linear("ba", 2 * heads, hidden)
+            return (*into, Linear("o", hidden, value))
+        gates = Linear("fg_a", 2 * rank, hidden), Linear("f_b", key, rank), Linear("g_b", value, rank)
+        return (Linear("qkv", 2 * key + value, hidden), Linear("b", heads, hidden), *gates, Linear("o", hidden, value))
 
     def parameters(self, hidden: int, tp: int) -> int:
         key, value = self._widths(tp)
-        small = self.kernel * (2 * key + value) + 2 * (self.value_heads // tp) + self.value_dim
+        heads = self.value_heads // tp
+        small = self.kernel * (2 * key + value) + heads + (key if self.gate_rank else heads) + self.value_dim
         return weights_of(self.linears(hidden, tp)) + small
 
     @property
@@ -292,7 +355,7 @@ class LinearAttention(Recurrent):
 
     @property
     def tensors(self) -> int:
-        return 7
+        return 15 if self.gate_rank else 7
 
     @property
     def split(self) -> dict[str, int]:
