@@ -5,8 +5,9 @@ The same table has the words of their config.json, and what of them rlsim has no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -85,6 +86,15 @@ class Family:
             f"{row['is']} ({word})"
             for word, row in _TABLE["means"].items()
             if word not in self.knows and word not in self.words and _changes(config.get(word), row.get("but"))
+        ]
+
+    def unread(self, config: Mapping[str, Any], read: Collection[str]) -> list[str]:
+        """Words of a configuration that say something and mean nothing here; `read` are those of the shape."""
+        known = {*read, *self.words, *WORDS, *_TABLE["means"], *self.every, self.numbers}
+        return [
+            word
+            for word, value in config.items()
+            if value and word not in known and not any(fnmatchcase(word, idle) for idle in _TABLE["idle"])
         ]
 
 

@@ -291,7 +291,7 @@ def load_model(name_or_path: str | Path) -> Model:
     """A model by its name in the catalogue (letter case does not matter), or from a file or folder.
 
     A path may lead to a Hugging Face `config.json`, to the folder it lies in, or to a YAML file as in
-    `rlsim/data/models`; keys of a `config.json` that say nothing about the shape are passed over. Raises
+    `rlsim/data/models`; keys of a `config.json` that are not known are noted. Raises
     `CatalogueError` for an unknown name and `ConfigError` for a file that is missing, damaged, incomplete, of
     an unsupported `model_type`, or quantised to what no engine's measured kernels multiply.
     """
@@ -354,6 +354,8 @@ def _from_config_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     given = {key: data[key] for key in Model.model_fields if key in data}
+    if strange := family.unread(config, Model.model_fields):
+        notes.append(f"words of its config.json that are not known, taken to change nothing: {', '.join(strange)}")
     if "expert_precision" in types and not data.get("num_experts"):
         raise ConfigError(
             f"{path}: weights of which attention is not quantised are supported where the others are experts; give the "

@@ -548,6 +548,12 @@ def test_words_that_change_nothing_are_passed_over(tmp_path: Path) -> None:
     assert read(tmp_path, **idle) == read(tmp_path)
 
 
+def test_words_that_nobody_knows_are_noted(tmp_path: Path) -> None:
+    known = {"rope_theta": 1e4, "bos_token_id": 1, "rms_norm_eps": 1e-6, "n_group": 8, "use_cache": True, "hyper": None}
+    assert not read(tmp_path, **known).note
+    assert read(tmp_path, **known, hyper_widths=[8]).note.endswith("taken to change nothing: hyper_widths")
+
+
 def test_words_of_families(tmp_path: Path) -> None:
     ernie = {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8}
     found = read(tmp_path, **ernie, moe_num_shared_experts=2, moe_layer_end_index=2).layers
