@@ -9,21 +9,20 @@ after tensor-parallel sharding, heads those of one GPU; no KV heads means one fo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from rlsim.calibrate.importers import experts
 from rlsim.calibrate.importers.reading import (
-    MS,
     check_device,
     check_kernels,
     check_messages,
     choose,
     imported,
+    in_seconds,
+    launches,
     medians,
-    numbers,
     read_table,
     reference_of,
     subfolders,
@@ -47,6 +46,8 @@ QUANTISED: tuple[Precision, ...] = ("fp8", "fp8_block", "nvfp4")
 NOT_CAPTURED = {("vllm", "fp8_block")}
 OPERATIONS = {"alltoall": "all_to_all"}  # where the names differ
 ELEMENT_BYTES = 2.0
+MESSAGE = ["num_gpus", "message_size"]
+SHAPE = ["num_heads", "num_key_value_heads", "batch_size", "isl", "step"]  # of attention, beside the head size
 #: Products and heads of the sizes that RL runs use.
 SIZES = {"m": (1, 32768), "n": (256, 65536), "k": (256, 32768)}
 MOST_HEADS = 64
@@ -56,50 +57,42 @@ def read(
     folder: Path, backend: str, version: str | None = None, *, gpu: str = "", reference: Reference | None = None
 ) -> Measurements:
     """GEMM, decode and prompt attention and mixtures of experts of `backend`, each in every precision, its own
-    all-reduce, DeepEP's exchange, and NCCL's
-    collectives, from the folder of one GPU.
+    all-reduce, DeepEP's exchange, and NCCL's collectives, from the folder of one GPU.
 
     `version` is a release of the backend, the newest one with all three kernel tables by default; NCCL is the newest.
     With `gpu` (a catalogue name) and `reference`, tables of another GPU or in other units are refused. Raises
     `CalibrationError` for an unknown backend or version and for damaged tables.
     """
-    roots = {family: _root(folder, family, backend) for family in ("gemm", "attention")}
     version = _version(folder, backend, version)
-    sources = {table: _table(roots[family], version, table) for table, family in KERNEL_TABLES.items()}
-    paths = {table: path for table, path in sources.items() if path is not None}
+    found = {name: _table(_root(folder, family, backend), version, name) for name, family in KERNEL_TABLES.items()}
     notes: list[str] = []
-    tables = {
-        "gemm": gemms(paths["gemm_perf"], reference, notes),
-        "decode_attention": decode_attention(paths["generation_attention_perf"], reference, notes),
-        "prefill_attention": prefill_attention(paths["context_attention_perf"], reference, notes),
-    }
-    for precision in precisions(paths["gemm_perf"]):
-        if (backend, precision) in NOT_CAPTURED:
-            notes.append(f"products in {precision} were timed without a CUDA graph, so with the host's time: left out")
-        else:
-            tables[gemm_of(precision)] = gemms(paths["gemm_perf"], reference, notes, precision)
-    if all(has_fp8_kv(paths[name]) for name in ("generation_attention_perf", "context_attention_perf")):
-        tables["decode_attention_fp8"] = decode_attention(paths["generation_attention_perf"], reference, notes, "fp8")
-        tables["prefill_attention_fp8"] = prefill_attention(paths["context_attention_perf"], reference, notes, "fp8")
-    collectives = []
-    nccl_version, found = _newest(_existing(folder / "comm" / "nccl", folder / "nccl"), "nccl_perf")
-    if found is not None:
-        paths["nccl_perf"] = found
-        collectives.append(nccl(found, reference))
-    own_root, own_version = _existing(folder / "comm" / backend, folder / backend), version
-    found = _table(own_root, version, "custom_allreduce_perf")
-    if found is None:
-        own_version, found = _newest(own_root, "custom_allreduce_perf")
-    if found is not None:
-        paths["custom_allreduce_perf"] = found
-        collectives.append(custom_all_reduce(found, reference))
-        if own_version != version:
-            notes.append(f"the engine's all-reduce is {backend} {own_version}'s; {version} has no table of it")
-    else:
+    own = _existing(folder / "comm" / backend, folder / backend)
+    nccl_version, found["nccl_perf"] = _newest(_existing(folder / "comm" / "nccl", folder / "nccl"), "nccl_perf")
+    for what, name, root in (
+        ("the engine's all-reduce is", "custom_allreduce_perf", own),
+        ("mixtures of experts are", "moe_perf", _existing(folder / "moe" / backend)),
+    ):
+        release, found[name] = version, _table(root, version, name)
+        if found[name] is None:
+            release, found[name] = _newest(root, name)
+        if release not in (version, ""):
+            notes.append(f"{what} {backend} {release}'s; {version} has no table of it")
+    exchange = [f"wideep_deepep_{kind}_perf" for kind in ("ll", "normal")]
+    newest = {name: _newest(folder / "comm" / backend, name)[1] for name in exchange}
+    if found["moe_perf"] is not None and all(newest.values()):
+        found |= newest
+    paths = {name: path for name, path in found.items() if path is not None}
+    tables = _kernels(paths, backend, reference, notes)
+    readers = {"nccl_perf": nccl, "custom_allreduce_perf": custom_all_reduce}
+    collectives = [reader(paths[name], reference) for name, reader in readers.items() if name in paths]
+    if "custom_allreduce_perf" not in paths:
         notes.append(f"no all-reduce of {backend}'s own is measured: NCCL's alone")
     if collectives:
         tables["collective"] = pd.concat(collectives, ignore_index=True)
-    _mixtures(folder, backend, version, paths, tables, reference, notes)
+    if "moe_perf" in paths:
+        tables["experts"] = experts.experts(paths["moe_perf"], reference, notes)
+    if exchange[0] in paths:
+        tables["exchange"] = experts.exchanges(*(paths[name] for name in exchange))
     for path in paths.values():
         for device in read_table(path, ["device"]).device.unique():
             check_device(path, str(device), gpu)
@@ -109,30 +102,25 @@ def read(
     return Measurements(tables, (source,), tuple(notes))
 
 
-def _mixtures(
-    folder: Path,
-    backend: str,
-    version: str,
-    paths: dict[str, Path],
-    tables: dict[str, pd.DataFrame],
-    reference: Reference | None,
-    notes: list[str],
-) -> None:
-    """Adds the tables of mixtures of experts and of their all-to-all, where there are any, to `paths` and `tables`."""
-    root = _existing(folder / "moe" / backend)
-    own, found = version, _table(root, version, "moe_perf")
-    if found is None:
-        own, found = _newest(root, "moe_perf")
-    if found is None:
-        return
-    paths["moe_perf"] = found
-    tables["experts"] = experts.experts(found, reference, notes)
-    if own != version:
-        notes.append(f"mixtures of experts are {backend} {own}'s; {version} has no table of them")
-    exchange = [_newest(folder / "comm" / backend, f"wideep_deepep_{kind}_perf")[1] for kind in ("ll", "normal")]
-    if exchange[0] is not None and exchange[1] is not None:
-        paths |= {path.stem: path for path in exchange if path is not None}
-        tables["exchange"] = experts.exchanges(*exchange)  # type: ignore[arg-type]
+def _kernels(
+    paths: dict[str, Path], backend: str, reference: Reference | None, notes: list[str]
+) -> dict[str, pd.DataFrame]:
+    """Products and attention, in every precision that their tables have."""
+    gemm, decode, prefill = (paths[name] for name in KERNEL_TABLES)
+    tables = {
+        "gemm": gemms(gemm, reference, notes),
+        "decode_attention": decode_attention(decode, reference, notes),
+        "prefill_attention": prefill_attention(prefill, reference, notes),
+    }
+    for precision in precisions(gemm):
+        if (backend, precision) in NOT_CAPTURED:
+            notes.append(f"products in {precision} were timed without a CUDA graph, so with the host's time: left out")
+        else:
+            tables[gemm_of(precision)] = gemms(gemm, reference, notes, precision)
+    if has_fp8_kv(decode) and has_fp8_kv(prefill):
+        tables["decode_attention_fp8"] = decode_attention(decode, reference, notes, "fp8")
+        tables["prefill_attention_fp8"] = prefill_attention(prefill, reference, notes, "fp8")
+    return tables
 
 
 def gpu_folder(folder: Path, gpu: str) -> Path:
@@ -206,9 +194,7 @@ def gemms(
     Quantised ones come with the kernel that quantises their bf16 activations: the project times the engines' own layers
     (vLLM, TensorRT-LLM), or both kernels (SGLang). Only fp8 of vLLM 0.14 takes the activations' scales as given.
     """
-    table = read_table(path, ["gemm_dtype", "m", "n", "k", "latency"])
-    wanted = BF16 if precision == "bf16" else (precision,)
-    table = _timed(path, choose(path, table, "gemm_dtype", wanted), ["m", "n", "k"])
+    table = launches(path, ["m", "n", "k"], {"gemm_dtype": BF16 if precision == "bf16" else (precision,)})
     m, n, k = (table[name].to_numpy(float) for name in ("m", "n", "k"))
     flops = 2.0 * m * n * k
     if ref is not None:  # as many as bf16 would need for the same time
@@ -274,33 +260,22 @@ def windows(path: Path) -> pd.DataFrame:
 
 def nccl(path: Path, ref: Reference | None = None) -> pd.DataFrame:
     """NCCL's collectives: op, gpus, bytes, seconds."""
-    table = read_table(path, ["nccl_dtype", "op_name", "num_gpus", "message_size", "latency"])
-    table = choose(path, table, "nccl_dtype", ("half", "bfloat16"))
+    table = launches(path, MESSAGE, {"nccl_dtype": ("half", "bfloat16")}, ["op_name"])
     return _collectives(path, table.assign(op=table.op_name.replace(OPERATIONS)), ref)
 
 
 def custom_all_reduce(path: Path, ref: Reference | None = None) -> pd.DataFrame:
     """An engine's own all-reduce, as captured in a graph where both kinds were measured: op, gpus, bytes, seconds."""
-    table = read_table(path, ["num_gpus", "message_size", "latency"])
+    table = read_table(path, [*MESSAGE, "latency"])
     if "backend" in table:
         table = table[table.backend.astype(str).str.endswith("_graph")]
         if table.empty:
             raise CalibrationError(f"{path}: no rows whose backend ends in _graph")
-    return _collectives(path, table.assign(op="custom_all_reduce"), ref)
+    return _collectives(path, in_seconds(path, table, MESSAGE).assign(op="custom_all_reduce"), ref)
 
 
 def _attention(path: Path, kv: KvPrecision = "bf16", *, windows: bool = False) -> pd.DataFrame:
-    needed = [
-        "attn_dtype",
-        "kv_cache_dtype",
-        "head_dim",
-        "num_heads",
-        "num_key_value_heads",
-        "batch_size",
-        "isl",
-        "step",
-    ]
-    table = read_table(path, [*needed, "latency"])
+    table = read_table(path, ["attn_dtype", "kv_cache_dtype", "head_dim", *SHAPE, "latency"])
     if kv == "bf16":
         table = choose(path, choose(path, table, "attn_dtype", BF16), "kv_cache_dtype", BF16)
     else:
@@ -312,7 +287,7 @@ def _attention(path: Path, kv: KvPrecision = "bf16", *, windows: bool = False) -
     if windows or "window_size" in table:
         sizes = table.get("window_size", pd.Series(0, index=table.index))
         table = table.assign(window_size=sizes)[(sizes > 0) == windows]
-    table = _of_engines_choice(_timed(path, table, needed[2:]))
+    table = _of_engines_choice(in_seconds(path, table, ["head_dim", *SHAPE]))
     table = table.assign(
         kv_heads=table.num_key_value_heads.where(table.num_key_value_heads > 0, table.num_heads),
         q_heads=table.num_heads,
@@ -329,29 +304,20 @@ def _of_engines_choice(table: pd.DataFrame) -> pd.DataFrame:
     """
     if "kernel_source" not in table or table.empty:
         return table
-    shape = ["num_heads", "num_key_value_heads", "batch_size", "isl", "step"]
     kept = []
     for _, rows in table.groupby("head_dim", sort=False):
         most = rows.kernel_source.value_counts().index[0]
-        measured = pd.MultiIndex.from_frame(rows.loc[rows.kernel_source == most, shape])
-        shared = pd.MultiIndex.from_frame(rows[shape]).isin(measured)
+        measured = pd.MultiIndex.from_frame(rows.loc[rows.kernel_source == most, SHAPE])
+        shared = pd.MultiIndex.from_frame(rows[SHAPE]).isin(measured)
         beside = set(rows.kernel_source[shared]) - {most}
         kept.append(rows[~rows.kernel_source.isin(beside)])
     return pd.concat(kept).sort_index()
 
 
 def _collectives(path: Path, table: pd.DataFrame, ref: Reference | None) -> pd.DataFrame:
-    table = _timed(path, table, ["num_gpus", "message_size"])
-    table = table.assign(gpus=table.num_gpus.astype(int), bytes=table.message_size * ELEMENT_BYTES)
+    table = table.assign(gpus=table.num_gpus, bytes=table.message_size * ELEMENT_BYTES)
     check_messages(path, table, ref, "elements", "milliseconds")
     return medians(table, "collective")
-
-
-def _timed(path: Path, table: pd.DataFrame, whole: Sequence[str]) -> pd.DataFrame:
-    """Checked numbers, `whole` as integers, and seconds beside the latency."""
-    table = numbers(path, table, whole)
-    table = numbers(path, table, ["latency"], positive=True)
-    return table.astype(dict.fromkeys(whole, int)).assign(seconds=table.latency * MS)
 
 
 # Layout ---------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlsim.calibrate.importers.reading import MS, check_kernels, medians, numbers, read_table
+from rlsim.calibrate.importers.reading import check_kernels, launches, medians, numbers, read_table
 from rlsim.cost.calibration import Reference
 from rlsim.cost.experts import BLOCK_ROWS, MXFP8
 from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
@@ -67,9 +67,7 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     An engine of its own accord takes that kernel on this GPU: the collector builds the engine's layer and notes what it
     chose. Raises `CalibrationError` for damaged tables.
     """
-    table = read_table(path, ["moe_dtype", "kernel_source", "distribution", "device", *SIZES, "latency"])
-    table = numbers(path, table, SIZES)
-    table = numbers(path, table, ["latency"], positive=True).astype(dict.fromkeys(SIZES, int))
+    table = launches(path, SIZES, needed=["moe_dtype", "kernel_source", "distribution", "device"])
     shape = [*zip(table.hidden_size, table.inter_size, strict=True)]
     misrouted = pd.Series([pair in MISROUTED for pair in shape], table.index) & (table.moe_ep_size > 1)
     sglang = table.kernel_source.str.startswith("sglang")
@@ -81,7 +79,6 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     kept &= table.distribution.eq("balanced") | table.distribution.str.fullmatch(r"power_law_\d+(\.\d+)?")
     table = table[kept & (table.inter_size % table.moe_tp_size == 0) & (table.num_experts % table.moe_ep_size == 0)]
     table = table.assign(
-        seconds=table.latency * MS,
         precision=table.moe_dtype.map(PRECISIONS),
         kernel=table.kernel_source.map(_family) + np.where(table.moe_dtype.str.endswith(MXFP8), MXFP8, ""),
         parallel=table.moe_ep_size > 1,

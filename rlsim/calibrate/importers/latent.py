@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from rlsim.calibrate.importers.reading import MS, choose, numbers, read_table, subfolders, version_key
+from rlsim.calibrate.importers.reading import launches, read_table, subfolders, version_key
 from rlsim.precision import KvPrecision
 
 BF16 = ("bfloat16",)
@@ -43,13 +43,10 @@ def in_blocks(path: Path) -> bool:
 def rows(path: Path, kv: KvPrecision = "bf16") -> pd.DataFrame:
     """Rows of one table, in bf16 on a KV cache of `kv`: batch, heads, new (tokens of each sequence), prior (those
     cached before), seconds."""
-    whole = ["num_heads", "batch_size", "isl", "step"]
-    table = read_table(path, ["mla_dtype", "kv_cache_dtype", *whole, "latency"])
-    table = choose(path, table, "kv_cache_dtype", (CACHES[kv],))
-    for column in ("mla_dtype", "gemm_type"):
-        table = choose(path, table, column, BF16) if column in table else table
-    table = numbers(path, numbers(path, table, whole), ["latency"], positive=True)
+    chosen = {"kv_cache_dtype": (CACHES[kv],), "mla_dtype": BF16}
+    if "gemm_type" in read_table(path, []):
+        chosen["gemm_type"] = BF16
+    table = launches(path, ["num_heads", "batch_size", "isl", "step"], chosen)
     table = table.rename(columns={"batch_size": "batch", "num_heads": "heads", "isl": "new", "step": "prior"})
-    table = table.assign(seconds=table.latency * MS)
     keys = ["batch", "heads", "new", "prior"]
-    return table.groupby(keys, as_index=False)[["seconds"]].median().astype(dict.fromkeys(keys, int))
+    return table.groupby(keys, as_index=False)[["seconds"]].median()

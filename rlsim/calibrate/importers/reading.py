@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,26 @@ def choose(path: Path, table: pd.DataFrame, column: str, wanted: Sequence[str]) 
     raise CalibrationError(
         f"{path}: no rows with {column} {' or '.join(wanted)}; there are: {', '.join(sorted(found))}"
     )
+
+
+def launches(
+    path: Path, whole: Sequence[str], chosen: Mapping[str, Sequence[str]] | None = None, needed: Sequence[str] = ()
+) -> pd.DataFrame:
+    """The rows of a table with a latency in milliseconds, as `seconds`.
+
+    Of every column in `chosen` the first of its values that occurs; columns `whole` as integers, `needed` as they are.
+    """
+    chosen = chosen or {}
+    table = read_table(path, [*chosen, *needed, *whole, "latency"])
+    for column, wanted in chosen.items():
+        table = choose(path, table, column, wanted)
+    return in_seconds(path, table, whole)
+
+
+def in_seconds(path: Path, table: pd.DataFrame, whole: Sequence[str]) -> pd.DataFrame:
+    """Checked numbers, `whole` as integers, and seconds beside the latency in milliseconds."""
+    table = numbers(path, numbers(path, table, whole), ["latency"], positive=True)
+    return table.astype(dict.fromkeys(whole, int)).assign(seconds=table.latency * MS)
 
 
 def check_kernels(
