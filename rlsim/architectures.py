@@ -109,6 +109,9 @@ class Config(Schema):
     index_n_heads: int = Field(default=0, ge=0, le=100_000, description="sparse attention: heads of its index")
     index_head_dim: int = Field(default=0, ge=0, le=100_000)
     index_topk: int = Field(default=0, ge=0, le=10_000_000, description="tokens that a query sees, by its index")
+    indexer_types: tuple[Literal["full", "shared"], ...] = Field(
+        default=(), description="whether each layer has an index, or the tokens of one before; none: all have"
+    )
     num_global_key_value_heads: int = Field(
         default=0, ge=0, le=100_000, description="gemma4: of layers without a window; 0: as all"
     )
@@ -175,10 +178,10 @@ class Config(Schema):
             raise ValueError(f"model_type {self.model_type!r} does not go with num_experts {self.num_experts}")
         if self.num_experts and not (0 < self.num_experts_per_tok <= self.num_experts and self.moe_intermediate_size):
             raise ValueError("experts need moe_intermediate_size and num_experts_per_tok, at most num_experts")
-        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}"
-            )
+        for word in ("layer_types", "indexer_types"):
+            named = len(getattr(self, word))
+            if named not in (0, self.num_hidden_layers):
+                raise ValueError(f"{word} names {named} layers, num_hidden_layers is {self.num_hidden_layers}")
         if set(WINDOWED) & set(self.layer_types) and not self.sliding_window:
             raise ValueError("layers with a window need sliding_window")
         if strange := set(self.layer_types + self.mtp_layer_types) - family.kinds:
@@ -199,26 +202,28 @@ class Config(Schema):
 @lru_cache(maxsize=512)
 def layers_of(config: Config) -> tuple[Layer, ...]:
     """The layers of a model, first to last."""
-    kinds = config.layer_types or (FULL,) * config.num_hidden_layers
-    made = {
-        key: _layer(config, *key)
-        for key in dict.fromkeys((kind, _has_experts(config, i)) for i, kind in enumerate(kinds))
-    }
-    return tuple(made[kind, _has_experts(config, index)] for index, kind in enumerate(kinds))
+    layers = config.num_hidden_layers
+    kinds = config.layer_types or (FULL,) * layers
+    indices = config.indexer_types or ("full",) * layers
+    each = [(kind, _has_experts(config, i), indices[i] == "shared") for i, kind in enumerate(kinds)]
+    made = {key: _layer(config, *key) for key in dict.fromkeys(each)}
+    return tuple(made[key] for key in each)
 
 
 @lru_cache(maxsize=512)
 def following_layers_of(config: Config) -> tuple[Layer, ...]:
     """The layers of each of a model's layers for multi-token prediction: one like its last, if it says nothing."""
-    return tuple(_layer(config, kind, kind == MOE) for kind in config.mtp_layer_types) or layers_of(config)[-1:]
+    last, kinds = config.num_hidden_layers - 1, config.layer_types or (FULL,)
+    following = [(kind, kind == MOE) for kind in config.mtp_layer_types] or [(kinds[-1], _has_experts(config, last))]
+    return tuple(_layer(config, kind, experts) for kind, experts in following)
 
 
-def _layer(config: Config, kind: LayerType, experts: bool) -> Layer:
+def _layer(config: Config, kind: LayerType, experts: bool, shared: bool = False) -> Layer:
     family = FAMILIES[config.model_type]
     alone = family.one_part and kind not in (MLP, MOE)
     return Layer(
         hidden=config.hidden_size,
-        attention=_attention(config, family, kind),
+        attention=_attention(config, family, kind, shared),
         mlp=NoFeedForward() if alone else _feed_forward(config, family, experts or kind == MOE),
         norms=family.norms + (family.expert_norms if experts else 0),
     )
@@ -240,7 +245,7 @@ def _feed_forward(config: Config, family: Family, experts: bool) -> FeedForward:
     )
 
 
-def _attention(config: Config, family: Family, kind: LayerType) -> Attention:
+def _attention(config: Config, family: Family, kind: LayerType, shared: bool) -> Attention:
     if kind in (MLP, MOE):
         return NoAttention()
     state_scale = 4 / config.dtype_bytes if config.mamba_ssm_dtype == "float32" else 1
@@ -265,7 +270,7 @@ def _attention(config: Config, family: Family, kind: LayerType) -> Attention:
             state_scale=state_scale,
         )
     if family.latent and config.kv_lora_rank:
-        index = Index(heads=config.index_n_heads, head_dim=config.index_head_dim, topk=config.index_topk)
+        sizes = {"heads": config.index_n_heads, "head_dim": config.index_head_dim, "topk": config.index_topk}
         return LatentAttention(
             heads=config.num_attention_heads,
             q_rank=config.q_lora_rank,
@@ -274,7 +279,7 @@ def _attention(config: Config, family: Family, kind: LayerType) -> Attention:
             rope_dim=config.qk_rope_head_dim,
             v_dim=config.v_head_dim,
             bias=config.attention_bias,
-            index=index if family.sparse else None,
+            index=Index(**sizes, shared=shared) if family.sparse else None,
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim, v_dim = config.head_dim, config.v_head_dim

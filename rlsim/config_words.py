@@ -43,7 +43,22 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
         data["mamba_head_dim"] = sizes[0] * sizes[1] // sizes[2]
     _layers(family, data)
     _experts(family, data)
+    _indices(family, data)
     return data
+
+
+def _indices(family: Family, data: dict[str, Any]) -> None:
+    """Which layers of sparse attention have an index of their own (transformers: `GlmMoeDsaConfig`)."""
+    pattern, offset = data.pop("index_topk_pattern", None), data.pop("index_skip_topk_offset", 2)
+    layers: Any = data.get("num_hidden_layers")
+    every = data.pop("index_topk_freq", 1)
+    if not family.sparse or not all(isinstance(count, int) for count in (layers, every, offset)):
+        return
+    if isinstance(pattern, str | list | tuple):
+        data.setdefault("indexer_types", tuple({"F": "full", "S": "shared"}.get(one, one) for one in pattern))
+    elif every > 1 and layers <= MOST_LAYERS:
+        own = (max(index - offset + 1, 0) % every == 0 for index in range(layers))
+        data.setdefault("indexer_types", tuple("full" if one else "shared" for one in own))
 
 
 def _layers(family: Family, data: dict[str, Any]) -> None:

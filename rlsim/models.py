@@ -318,7 +318,7 @@ def _from_config_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a config.json: expected an object")
     notes: list[str] = []
     types: dict[str, Precision] = {}
-    text = config.get("text_config")
+    text = config.get("text_config", config.get("llm_config"))  # the second as InternVL has it
     if isinstance(text, dict):
         notes = [f"the text part of {config.get('model_type')}; its other parts are not counted"]
         whole = {key: config[key] for key in ("architectures", "model_type", "quantization_config") if key in config}

@@ -205,6 +205,9 @@ def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
     assert load_model("mixtral-8x7b").mtp_parameters == 0
     sparse = load_model("glm-5")  # 62 or 79 layers have an index; the pages of DeepSeek's count its two scales, too
     assert sparse.parameters + sparse.mtp_parameters == 753_864_139_008
+    shared = load_model("glm-5.2")
+    assert shared.parameters + shared.mtp_parameters == 753_329_940_480
+    assert sum(bool(layer.attention.index_bytes) for layer in shared.layers) == 21
     indexed = load_model("deepseek-v3.2").layers[-1].parameters - load_model("deepseek-v3").layers[-1].parameters
     assert 62 * (indexed + 64 * 12 + 56) == 685_396_921_376 - 684_531_386_000
     flash = load_model("glm-4.7-flash")  # the same, of latent attention
@@ -244,6 +247,8 @@ def test_active_parameters(name: str, billions: float) -> None:
         (config("bailing_moe_v2", 4096, 9216, 32, 32, 4, 157184, num_experts=256, num_shared_experts=1,
                 num_experts_per_tok=8, moe_intermediate_size=1024, first_k_dense_replace=1,
                 use_qk_norm=True), 103, 6.1),
+        (config("afmoe", 2048, 6144, 32, 32, 4, 200192, num_experts=128, num_experts_per_tok=8, num_shared_experts=1,
+                num_dense_layers=2, moe_intermediate_size=1024, sliding_window=2048), 26, 3.3),
         (config("ministral3", 4096, 14336, 34, 32, 8, 131072, head_dim=128), 8.4, 8.4),
         (config("ministral3", 3072, 9216, 26, 32, 8, 131072, head_dim=128, tie_word_embeddings=True), 3.4, 3.4),
         (config("cwm", 6144, 21504, 64, 48, 8, 128256), 32, 32),
@@ -481,6 +486,10 @@ def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | No
         ({"model_type": "deepseek_v3", **EXPERTS}, "the attention of deepseek_v3 needs kv_lora_rank, qk_nope_head_dim"),
         ({"model_type": "qwen3_next", **EXPERTS}, "the attention of qwen3_next needs linear_num_key_heads"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types names 2 layers, num_hidden_layers is 4"),
+        (
+            {"model_type": "glm_moe_dsa", **EXPERTS, **MLA, "q_lora_rank": 8, "index_topk_pattern": "FS"},
+            "indexer_types names 2 layers",
+        ),
         ({"layer_types": ["sliding_attention"] * 4}, "layers with a window need sliding_window"),
         ({"layer_types": ["mamba2"] * 4}, "layer_types.0: .*'full_attention'"),
         ({"layer_types": ["mamba"] * 4}, "llama has no layers of mamba"),
@@ -517,10 +526,9 @@ def test_shapes_that_say_too_little(tmp_path: Path, words: dict[str, Any], messa
             r"model_type 'longcat_flash' is not supported: experts that compute nothing$",
         ),
         (
-            {"model_type": "deepseek_v32", "index_topk_freq": 4},
-            r"deepseek_v32 with an index that layers share \(index_t",
+            {"model_type": "glm_moe_dsa", "index_kpool": 4},
+            r"a glm_moe_dsa with an index over pooled keys \(index_kpool\)",
         ),
-        ({"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"]}, "an index that layers share"),
         ({"model_type": "kimi_linear", "linear_attn_config": {"use_full_rank_gate": True}}, "with gates of full rank"),
         ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 256}, "embeddings of every layer"),
         ({"model_type": "gemma3n_text"}, r"layers that share the KV cache of others \(num_kv_shared_layers\)"),

@@ -166,10 +166,12 @@ class SparseLatent(Latent):
 
     @property
     def parts(self) -> tuple[LayerAttention, ...]:
-        return self, SparseIndex(self._operators, self._index, self)
+        return (self,) if self._index.shared else (self, SparseIndex(self._operators, self._index, self))
 
     def elementwise_s(self, tokens: float) -> float:
         """With the index's queries, of which FP8 is made."""
+        if self._index.shared:
+            return super().elementwise_s(tokens)
         made = tokens * 3 * self._index.heads * self._index.head_dim
         return super().elementwise_s(tokens) + self._operators.memory_bound_s(made, tokens)
 

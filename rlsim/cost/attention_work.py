@@ -97,7 +97,7 @@ def attention_work(attention: Attention) -> AttentionWork:
             ranks, index = (attention.q_rank or 0) + attention.kv_rank, attention.index
             return AttentionWork(
                 reach=Reach(),
-                pair_flops=2.0 * (q_dim + v_dim + (index.heads * index.head_dim if index else 0)),
+                pair_flops=2.0 * (q_dim + v_dim + (index.heads * index.head_dim if index and not index.shared else 0)),
                 kept=2 * (q_dim + v_dim),
                 moved=4 * q_dim,
                 exchanged=q_dim + v_dim,

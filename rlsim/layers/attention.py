@@ -189,22 +189,26 @@ class Index:
     """What chooses the `topk` tokens that a query of sparse attention sees (DeepSeek-V3.2 2025, section 2).
 
     `heads` queries of `head_dim`, made of the queries' latent, meet one key of each token before, in FP8; how much each
-    of them counts is a number for each head. Every GPU of a TP group does all of it (vLLM: `Indexer`).
+    of them counts is a number for each head. Every GPU of a TP group does all of it (vLLM: `Indexer`). `shared`: the
+    tokens are those that a layer before has chosen (GLM-5.2).
     """
 
     heads: int
     head_dim: int
     topk: int
+    shared: bool = False
 
     def linears(self, hidden: int, q_rank: int) -> tuple[Linear, ...]:
         """Its products over all tokens."""
+        if self.shared:
+            return ()
         queries, key = Linear("index_q", self.heads * self.head_dim, q_rank), Linear("index_k", self.head_dim, hidden)
         return queries, key, Linear("index_weights", self.heads, hidden, quantised=False)
 
     @property
     def key_bytes(self) -> float:
         """Bytes cached of a token: its key in FP8, and a scale of four for each 128 numbers."""
-        return self.head_dim + 4 * -(-self.head_dim // 128)
+        return 0 if self.shared else self.head_dim + 4 * -(-self.head_dim // 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +248,7 @@ class LatentAttention(Attention):
     def parameters(self, hidden: int, tp: int) -> int:
         q_rank = self.q_rank or 0
         biases = self.bias * (q_rank + self.kv_rank + self.rope_dim + hidden)
-        norm = 2 * self.index.head_dim if self.index else 0
+        norm = 2 * self.index.head_dim if self.index_bytes and self.index else 0
         return weights_of(self.linears(hidden, tp)) + q_rank + self.kv_rank + biases + norm
 
     @property
@@ -255,7 +259,7 @@ class LatentAttention(Attention):
     @property
     def tensors(self) -> int:
         through_latent = self.q_rank is not None
-        return 5 + 2 * through_latent + self.bias * (2 + through_latent) + 5 * bool(self.index)
+        return 5 + 2 * through_latent + self.bias * (2 + through_latent) + 5 * bool(self.index_bytes)
 
     @property
     def index_bytes(self) -> float:
