@@ -19,7 +19,6 @@ MOST = 400  # points drawn for one operator; the worst are always among them
 WORST = 20
 COLUMNS = 3
 SIDE = 230  # pixels of a panel
-GAPS = {"row": 95, "column": 75}  # room for titles above and labels left of the panels
 _FITTED, _HELD_OUT, _BAND = "#7f8c99", "#d55e00", "#56b4e9"  # grey, vermilion, sky blue: told apart by anyone
 _SEEN, _UNSEEN = "used for the fit", "held out"
 TITLES = {
@@ -34,7 +33,6 @@ TITLES = {
     "decode_step": "decode step, interpolated",
     "train_block": "training, one layer",
 }
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def write_chart(points: pd.DataFrame, path: str | Path) -> None:
@@ -47,85 +45,71 @@ def write_chart(points: pd.DataFrame, path: str | Path) -> None:
     save_chart(calibration_chart(points), path, CalibrationError)
 
 
-def calibration_chart(points: pd.DataFrame) -> alt.ConcatChart:
+def calibration_chart(points: pd.DataFrame) -> alt.FacetChart:
     """The chart of `points`: log-log panels with the ±15% band; the error is in the tooltip and each panel's title."""
     import altair as alt
 
     if points.empty:
         raise CalibrationError("no points to draw")
-    panels = [_panel(str(operator), rows) for operator, rows in points.groupby("operator", sort=False)]
+    parts = []
+    for operator, rows in points.groupby("operator", sort=False):
+        shown = _sample(rows).sort_values("held_out")  # held-out points lie on top
+        times = shown[["measured_s", "fitted_s"]].to_numpy(float)
+        ends = pd.DataFrame({"at": [times.min() / 1.3, times.max() * 1.3]})
+        ends = ends.assign(low=ends["at"] * (1 - BAND), high=ends["at"] * (1 + BAND))
+        seen = np.where(shown.held_out, _UNSEEN, _SEEN)
+        parts.append(pd.concat([shown.assign(seen=seen), ends]).assign(panel=_title(str(operator), rows, len(shown))))
+    columns = ["panel", "label", "measured_s", "fitted_s", "error", "seen", "at", "low", "high"]
+    base = alt.Chart(pd.concat(parts, ignore_index=True)[columns])
+    log = alt.Scale(type="log", nice=False)
+    axis = alt.Axis(format="~s", tickCount=5, labelOverlap=True)
+    line = base.transform_filter("isValid(datum.at)").encode(
+        x=alt.X("at:Q", scale=log, axis=axis, title="measured (s)")
+    )
+    band = line.mark_area(color=_BAND, opacity=0.3, clip=True).encode(
+        y=alt.Y("low:Q", scale=log, axis=axis, title="fitted (s)"), y2="high:Q"
+    )
+    diagonal = line.mark_line(color="#444444", strokeWidth=1).encode(y="at:Q")
+    domain = [_SEEN, _UNSEEN]
+    dots = base.transform_filter("isValid(datum.label)").mark_point(filled=True, size=26, opacity=0.65, clip=True)
+    dots = dots.encode(
+        x="measured_s:Q",
+        y="fitted_s:Q",
+        color=alt.Color("seen:N", title=None, scale=alt.Scale(domain=domain, range=[_FITTED, _HELD_OUT])),
+        shape=alt.Shape("seen:N", title=None, scale=alt.Scale(domain=domain, range=["circle", "diamond"])),
+        tooltip=[
+            alt.Tooltip("label:N", title="point"),
+            alt.Tooltip("measured_s:Q", title="measured (s)", format=".4~g"),
+            alt.Tooltip("fitted_s:Q", title="fitted (s)", format=".4~g"),
+            alt.Tooltip("error:Q", format="+.1%"),
+            alt.Tooltip("seen:N", title="in the fit"),
+        ],
+    )
+    header = alt.Header(title=None, labelAnchor="start", labelFontSize=11, labelExpr="split(datum.label, '\\n')")
+    facet = alt.layer(band, diagonal, dots).properties(width=SIDE, height=SIDE)
     title = alt.TitleParams(
         "Fitted against measured times",
         subtitle=f"on the diagonal both agree; shaded: within {BAND:.0%}; held out: points that the fit has not seen",
         anchor="start",
         offset=14,
     )
-    config = {
-        "view": {"stroke": None},
-        "axis": {"gridOpacity": 0.35, "labelFontSize": 10, "titleFontSize": 11},
-        "legend": {"orient": "top", "offset": 14, "symbolSize": 60, "labelFontSize": 11},
-    }
-    return alt.concat(*panels, columns=COLUMNS, title=title, spacing=GAPS, bounds="flush", config=config)
+    panels = facet.facet(alt.Facet("panel:N", header=header, sort=None), columns=COLUMNS, title=title)
+    chart: alt.FacetChart = panels.resolve_scale(x="independent", y="independent").configure_view(stroke=None)
+    return chart
 
 
-def _panel(operator: str, rows: pd.DataFrame) -> alt.LayerChart:
-    import altair as alt
-
-    shown = _sample(rows).assign(seen=lambda frame: np.where(frame.held_out, _UNSEEN, _SEEN))
-    shown = shown.sort_values("held_out")  # held-out points lie on top
-    low = float(min(shown.measured_s.min(), shown.fitted_s.min())) / 1.3
-    high = float(max(shown.measured_s.max(), shown.fitted_s.max())) * 1.3
-    factor, unit = next((u for u in _UNITS if high >= 2.0 * u[0]), _UNITS[-1])
-    low, high = low / factor, high / factor
-    shown = shown.assign(measured=shown.measured_s / factor, fitted=shown.fitted_s / factor)
-    scale = alt.Scale(type="log", domain=[low, high], nice=False)
-    axis = alt.Axis(format="~r", values=_ticks(low, high))
-    x, y = f"measured ({unit})", f"fitted ({unit})"
-    ends = pd.DataFrame({"at": [low, high]})
-    ends = ends.assign(low=ends["at"] * (1 - BAND), high=ends["at"] * (1 + BAND))
-    line = alt.Chart(ends).encode(x=alt.X("at:Q", scale=scale, axis=axis, title=x))
-    band = line.mark_area(color=_BAND, opacity=0.3, clip=True).encode(
-        y=alt.Y("low:Q", scale=scale, axis=axis, title=y), y2="high:Q"
-    )
-    diagonal = line.mark_line(color="#444444", strokeWidth=1).encode(y=alt.Y("at:Q", scale=scale))
-    domain = [_SEEN, _UNSEEN]
-    kind = alt.Color("seen:N", title=None, scale=alt.Scale(domain=domain, range=[_FITTED, _HELD_OUT]))
-    form = alt.Shape("seen:N", title=None, scale=alt.Scale(domain=domain, range=["circle", "diamond"]))
-    dots = (
-        alt.Chart(shown[["label", "measured", "fitted", "measured_s", "fitted_s", "error", "seen"]])
-        .mark_point(filled=True, size=26, opacity=0.65, clip=True)
-        .encode(
-            x=alt.X("measured:Q", scale=scale),
-            y=alt.Y("fitted:Q", scale=scale),
-            color=kind,
-            shape=form,
-            tooltip=[
-                alt.Tooltip("label:N", title=_name(operator)),
-                alt.Tooltip("measured:Q", title=x, format=".4~g"),
-                alt.Tooltip("fitted:Q", title=y, format=".4~g"),
-                alt.Tooltip("error:Q", format="+.1%"),
-                alt.Tooltip("seen:N", title="point"),
-            ],
-        )
-    )
-    title = _title(operator, rows, len(shown))
-    return alt.LayerChart(layer=[band, diagonal, dots], width=SIDE, height=SIDE, title=title)
-
-
-def _title(operator: str, rows: pd.DataFrame, shown: int) -> alt.TitleParams:
-    import altair as alt
-
+def _title(operator: str, rows: pd.DataFrame, shown: int) -> str:
     unseen = rows[rows.held_out]
-    which = "held out" if len(unseen) else "in sample"
     error = (unseen if len(unseen) else rows).error.abs()
     count = f"{len(error):,} point{'s' * (len(error) != 1)}"
-    text = f"{which}: median {error.median():.1%}, p90 {error.quantile(0.9):.1%}, {count}"
-    lines = [text] if shown == len(rows) else [text, f"{shown:,} of {len(rows):,} drawn, the worst among them"]
-    return alt.TitleParams(_name(operator), subtitle=lines, anchor="start", fontSize=13, subtitleFontSize=10)
-
-
-def _name(operator: str) -> str:
-    return TITLES.get(operator, operator.replace("_", " "))
+    which = "held out" if len(unseen) else "in sample"
+    lines = [
+        TITLES.get(operator, operator.replace("_", " ")),
+        f"{which}: median {error.median():.1%}, p90 {error.quantile(0.9):.1%}, {count}",
+    ]
+    if shown < len(rows):
+        lines.append(f"{shown:,} of {len(rows):,} drawn, the worst among them")
+    return "\n".join(lines)
 
 
 def _sample(rows: pd.DataFrame) -> pd.DataFrame:
@@ -136,12 +120,3 @@ def _sample(rows: pd.DataFrame) -> pd.DataFrame:
     even = ordered.iloc[np.linspace(0, len(rows) - 1, MOST - WORST).astype(int)]
     worst = rows.loc[rows.error.abs().sort_values(ascending=False).index[:WORST]]
     return pd.concat([even, worst]).drop_duplicates()
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, every second one over more than six decades; 1, 2, 5 of each below two decades, more below one."""
-    decades = np.log10(high / low)
-    steps = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)
-    every = 2 if decades > 6 else 1
-    exponents = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    return [step * 10.0**e for e in exponents if e % every == 0 for step in steps if low <= step * 10.0**e <= high]

@@ -86,7 +86,7 @@ def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     if table.empty:
         raise CalibrationError(f"{path}: the table has no rows")
     for name in columns:
-        if table[name].map(pd.api.types.is_list_like).any():
+        if table[name].dtype == object and table[name].map(pd.api.types.is_list_like).any():
             raise CalibrationError(f"{path}: column {name!r} holds lists; expected one value a row")
     return table
 
