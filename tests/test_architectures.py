@@ -363,6 +363,17 @@ def test_a_hybrid_without_experts() -> None:
     assert hybrid.mtp_parameters == hybrid.layers[-1].parameters + 2 * 5120**2 + 3 * 5120
 
 
+def test_a_hybrid_of_olmo_by_hand() -> None:
+    sizes = {"linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_key_head_dim": 96}
+    hybrid = Model(
+        name="-", **config("olmo_hybrid", 3840, 11008, 32, 30, 30, 100352), **sizes, linear_value_head_dim=192
+    )
+    key, value = 30 * 96, 30 * 192
+    linear = 3840 * (2 * key + 3 * value + 2 * 30) + 4 * (2 * key + value) + 2 * 30 + 192
+    full, around = 4 * 3840**2 + 2 * 3840, 3 * 3840 * 11008 + 2 * 3840
+    assert hybrid.parameters == 24 * linear + 8 * full + 32 * around + 2 * 100352 * 3840 + 3840
+
+
 def test_kinds_of_layers() -> None:
     kinds = {name: {type(layer.attention) for layer in load_model(name).groups} for name in ("kimi-k2", "glm-4.5")}
     assert kinds == {"kimi-k2": {LatentAttention}, "glm-4.5": {FullAttention}}
