@@ -379,6 +379,7 @@ def test_generation_apart_without_asynchrony(tmp_path: Path) -> None:
         ),
         (["policy.generation.vllm_kwargs.max_num_seqs=64"], "engine", {"max_num_seqs": 64}),
         (["policy.generation.vllm_cfg.enforce_eager=true"], "engine", {"graphs": False}),
+        (["+policy.generation.vllm_kwargs.async_scheduling=true"], "engine", {"async_scheduling": True}),
         (
             ["policy.generation.backend=sglang", "+policy.generation.sglang_cfg.disable_radix_cache=true"],
             "engine",

@@ -295,8 +295,9 @@ def test_limits_that_an_engine_sets_itself(tmp_path: Path, gpu: str, tokens: int
 
 def test_an_eager_engine_has_no_graphs(tmp_path: Path) -> None:
     eager = "actor_rollout_ref.rollout.enforce_eager=True"
-    engine = draft_of(tmp_path, eager, "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32").data()["engine"]
-    assert engine == {"max_num_seqs": 256, "graphs": False, "page_tokens": 32}
+    more = [f"+{ROLLOUT}engine_kwargs.vllm.{one}" for one in ("block_size=32", "async_scheduling=false")]
+    engine = draft_of(tmp_path, eager, *more).data()["engine"]
+    assert engine == {"max_num_seqs": 256, "graphs": False, "page_tokens": 32, "async_scheduling": False}
     # A calibration that was given has the launches in its host time.
     assert "graphs" not in draft_of(tmp_path, eager, calibration="h100-sglang").data()["engine"]
 
@@ -928,7 +929,6 @@ UNLIKE: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((f"{ROLLOUT}engine_kwargs.vllm.speculative_config={{method: eagle3, num_speculative_tokens: 3}}",), "0.9",
      "speculative_config (as given) = method=eagle3, num_speculative_tokens=3: speculative decoding"),
     ((f"{ROLLOUT}engine_kwargs.vllm.cpu_offload_gb=4",), "0.9", "weights in host memory"),
-    ((f"{ROLLOUT}engine_kwargs.vllm.async_scheduling=False",), "0.9", "scheduling that does not overlap"),
     ((f"{ROLLOUT}engine_kwargs.sglang.chunked_prefill_size=512", f"{ROLLOUT}name=sglang"), "0.9",
      "prefills in chunks of that size"),
 )  # fmt: skip

@@ -278,6 +278,12 @@ class Calibration(Fitted):
         found._draw, found._costs = Draw(number), costs
         return found
 
+    def scheduled(self, ahead: bool | None) -> Calibration:
+        """The same with the host's work beside the GPU's (`ahead`) or between its iterations; None: as it is."""
+        if ahead is None or ahead == self.host.overlapped:
+            return self
+        return self.model_copy(update={"host": self.host.model_copy(update={"overlapped": ahead})})
+
     def on_kv(self, precision: KvPrecision, *, latent: bool) -> Calibration:
         """The same with attention on a KV cache of that precision, which `check_precision` takes.
 

@@ -224,7 +224,14 @@ class RooflineStep(StepCost):
             for count, layer, _ in self._layers
             if exchanged and isinstance(layer.mlp, Experts)
         )
-        return all_reduces * self._all_reduce_s(own), exchange_s
+        return all_reduces * self._all_reduce_s(own) + self._norms_s(own), exchange_s
+
+    def _norms_s(self, tokens: float) -> float:
+        """Seconds in which GPUs that cut the heads sum the squares of queries and of keys, two numbers in fp32 a token,
+        where a norm is over all heads (vLLM's `MiniMaxText01RMSNormTP`)."""
+        normed = sum(count for count, layer, _ in self._layers if getattr(layer.attention, "whole_norms", False))
+        each = self.collectives.time_s("all_reduce", 8 * tokens, self._group_tp, self._group_domains) if normed else 0.0
+        return normed * each
 
     def _exchange_s(self, tokens: float, own: float, experts: Experts) -> float:
         """Seconds in which the tokens of all groups reach the experts of one layer, and what these make of them comes

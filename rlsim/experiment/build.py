@@ -354,7 +354,8 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, sho
 
 
 def _calibration(name: str, experiment: Experiment, folder: Path) -> Calibration:
-    return load_calibration(beside(name, folder)).drawn(experiment.draw, experiment.costs)
+    found = load_calibration(beside(name, folder)).drawn(experiment.draw, experiment.costs)
+    return found.scheduled(experiment.engine.async_scheduling)
 
 
 def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:

@@ -234,8 +234,9 @@ def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use =
     for limit in ("max_num_seqs", "max_num_batched_tokens", "page_tokens"):
         if limit in config.names and config.get(INTEGER, limit) not in (None, -1):  # -1: SGLang's for no chunks
             entries[limit] = config.entry(limit)
-    if "chunked_prefill" in config.names and config.is_given("chunked_prefill"):
-        entries["chunked_prefill"] = config.entry("chunked_prefill")
+    for switch in ("chunked_prefill", "async_scheduling"):
+        if switch in config.names and config.is_given(switch):
+            entries[switch] = config.entry(switch)
     for ours, switch in (("graphs", "eager"), ("enable_prefix_caching", "no_prefix_caching")):
         if switch in config.names and config.flag(switch):
             entries[ours] = Entry(False, config.where(switch))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
 import simpy
 
 from rlsim.cost.calibration import FrontEndFit
@@ -18,9 +19,11 @@ from rlsim.sim.request import EngineConfig, Request
 
 @dataclass(frozen=True)
 class Load:
-    """What a benchmark's client sends: `requests` in all, never more than `concurrency` unanswered, all alike.
+    """What a benchmark's client sends: `requests` in all, never more than `concurrency` unanswered.
 
-    With `simulated` only so many of them run; the others are taken to go like those after the first `concurrency`.
+    All have these lengths, or, with a `shortest` share below 1, lengths drawn evenly from that share of them up to
+    them, prompts and responses apart, as the client of vLLM's and InferenceX' benchmarks does. With `simulated` only so
+    many of the requests run; the others are taken to go like those after the first `concurrency`.
     """
 
     prompt_tokens: int
@@ -28,6 +31,16 @@ class Load:
     concurrency: int
     requests: int
     simulated: int | None = None
+    shortest: float = 1.0
+
+    def lengths(self) -> Iterator[tuple[int, int]]:
+        """Tokens of prompt and response of one request after another, the same ones each time."""
+        rng = np.random.default_rng(0)
+        longest = np.array([self.prompt_tokens, self.response_tokens])
+        least = np.maximum((self.shortest * longest).astype(int), 1)
+        while True:
+            prompt, response = rng.integers(least, longest + 1).tolist()
+            yield prompt, response
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,7 @@ class _Run:
         self.env = simpy.Environment()
         self._load, self._front_end = load, front_end
         self._number = load.requests if load.simulated is None else min(load.simulated, load.requests)
+        self._lengths = load.lengths()
         self._requests: list[Request] = []
         self._sent_at: list[float] = []
         self._first_at: dict[int, float] = {}
@@ -76,29 +90,33 @@ class _Run:
     def served(self) -> Served:
         """The means, once all is over."""
         load, requests = self._load, self._requests
-        later, burst = load.response_tokens - 1, min(load.concurrency, len(requests))
+        burst = min(load.concurrency, len(requests))
         each = (load.requests - burst) / max(len(requests) - burst, 1)  # requests that one after the burst stands for
 
         def mean(values: Sequence[float]) -> float:
             return (sum(values[:burst]) + each * sum(values[burst:])) / load.requests
 
         ttft_s = mean([self._first_at[request.id] - at for request, at in zip(requests, self._sent_at, strict=True)])
-        decoded_s = mean([request.finished_at - self._first_at[request.id] for request in requests])
-        return Served(ttft_s, decoded_s / later if later else float("nan"), self._replica.preemptions)
+        if load.response_tokens == 1:
+            return Served(ttft_s, float("nan"), self._replica.preemptions)
+        decoded = [request.finished_at - self._first_at[request.id] for request in requests]
+        later = [max(request.response_tokens - 1, 1) for request in requests]
+        tpot_s = mean([time_s / tokens for time_s, tokens in zip(decoded, later, strict=True)])
+        return Served(ttft_s, tpot_s, self._replica.preemptions)
 
     # ---- client and front end ---------------------------------------------------------------------------------------
 
     def _send(self, number: int, after_s: float) -> Generator[simpy.Event, None, None]:
         """So many requests, `after_s` from now: each waits for its turn in the front end."""
-        env, load, first = self.env, self._load, len(self._requests)
-        sent = [Request(i, i, load.prompt_tokens, load.response_tokens) for i in range(first, first + number)]
+        env, first = self.env, len(self._requests)
+        sent = [Request(i, i, *next(self._lengths)) for i in range(first, first + number)]
         self._requests += sent
         self._sent_at += [env.now + after_s] * number
         if after_s + self._front_end.delay_s:
             yield env.timeout(after_s + self._front_end.delay_s)
         self._look()
         for request in sent:
-            self._work(self._front_end.prompt_token_s * load.prompt_tokens)
+            self._work(self._front_end.prompt_token_s * request.prompt_tokens)
             env.process(self._arrive(request, self._free_at))
 
     def _arrive(self, request: Request, at: float) -> Generator[simpy.Event, None, None]:

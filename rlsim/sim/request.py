@@ -28,6 +28,7 @@ class EngineConfig(Schema):
         "context_length": "trace.max_model_len",
         "data_parallel_size": "data_parallel_attention",
         "disable_cuda_graph": "graphs: false",
+        "disable_overlap_schedule": "async_scheduling: false",
         "disable_radix_cache": "enable_prefix_caching: false",
         "dp_size": "data_parallel_attention",
         "enable_chunked_prefill": "chunked_prefill",
@@ -88,6 +89,11 @@ class EngineConfig(Schema):
         ge=0,
         le=1,
         description="GPU time for each vocabulary entry of a sampled token; 0: fused sampling, as serving engines have",
+    )
+    async_scheduling: bool | None = Field(
+        default=None,
+        description="whether the host prepares an iteration while the GPU is at the one before, so that the longer of "
+        "the two counts, not their sum; default: as the calibration's release does (vLLM: on since 0.14)",
     )
     precision: Precision | None = Field(
         default=None,

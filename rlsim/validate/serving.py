@@ -22,21 +22,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 
+from rlsim import catalogue
 from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit, load_calibration
 from rlsim.cost.derived import hosted
 from rlsim.cost.engine_memory import engine_memory_of
 from rlsim.cost.memory import rollout_memory
+from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
 from rlsim.errors import CalibrationError
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.hardware import Cluster, load_cluster
+from rlsim.layers import LatentAttention
+from rlsim.models import Model, load_model
+from rlsim.precision import Precision
 from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 from rlsim.validate.charts import error_panels
@@ -44,7 +48,7 @@ from rlsim.validate.parts import Options, Section
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
 
 TABLE = "h100_serving.csv"
-CLUSTER = "8xh100"
+TODAY = "today_serving.csv"
 MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
 
 #: Whose kernels each engine's runs are simulated with: of SGLang the release nearest to the one that was measured.
@@ -79,7 +83,11 @@ PROFILED_SEQUENCES = 1024
 
 @dataclass(frozen=True)
 class ServingRun:
-    """One measured run: lengths in tokens, means over its requests in seconds."""
+    """One measured run: lengths in tokens, means over its requests in seconds.
+
+    `precision` is that of the weights (`mxfp4`: of experts alone, as published). `lengths`: `equal`, or `uniform` from
+    0.8 of them on.
+    """
 
     engine: Engine
     model: str
@@ -89,6 +97,12 @@ class ServingRun:
     concurrency: int
     ttft_s: float
     tpot_s: float
+    gpu: str = "h100-sxm"
+    release: str = ""
+    precision: Precision = "bf16"
+    dp: int = 1
+    ep: int = 1
+    lengths: Literal["equal", "uniform"] = "equal"
 
     @property
     def case(self) -> str:
@@ -99,7 +113,35 @@ class ServingRun:
     @property
     def setting(self) -> str:
         """`vllm/qwen3-32b/tp2`."""
-        return f"{self.engine}/{self.model}/tp{self.tp}"
+        degrees = "".join(f"-{name}{n}" for name, n in (("ep", self.ep), ("dp", self.dp)) if n > 1)
+        return f"{self.engine}/{self.model}/tp{self.tp}{degrees}"
+
+    @property
+    def family(self) -> str:
+        """Model, GPU and engine: `b200-sxm/vllm/gpt-oss-120b`. What a fit that leaves it out has not seen."""
+        return f"{self.gpu}/{self.engine}/{self.model}"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the replica."""
+        return self.tp * self.dp
+
+    @property
+    def cluster(self) -> Cluster:
+        """A node of its GPUs."""
+        return load_cluster(f"8x{self.gpu.removesuffix('-sxm')}")
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """What cuts the model beside TP."""
+        return ReplicaLayout(ep=self.ep, attention_dp=self.dp)
+
+    @property
+    def served(self) -> Model:
+        """The model as it was served. FP8 and FP4 weights have an FP8 KV cache under TensorRT-LLM and on Blackwell."""
+        small = self.precision != "bf16" and (self.engine == "trtllm" or self.gpu.startswith("b"))
+        published = None if self.precision == "mxfp4" else self.precision
+        return load_model(self.model).served(published, "fp8" if small else "bf16")
 
 
 @dataclass(frozen=True)
@@ -117,16 +159,18 @@ class Protocol:
         if self.rounds is not None:
             requests = self.rounds * users
         else:
-            requests = 10 * users if run.engine == "vllm" else min(20 * users, 2000)
+            few = run.engine == "vllm" or run.lengths == "uniform"
+            requests = 10 * users if few else min(20 * users, 2000)
         simulated = None if self.simulated_rounds is None else self.simulated_rounds * users
-        return Load(run.prompt_tokens, run.response_tokens, users, requests, simulated)
+        shortest = 0.8 if run.lengths == "uniform" else 1.0
+        return Load(run.prompt_tokens, run.response_tokens, users, requests, simulated, shortest)
 
     def config(self, run: ServingRun) -> EngineConfig:
         """The engine's settings. vLLM's V1 scheduler and the other two keep no pages free when admitting."""
         prompt, users = run.prompt_tokens, run.concurrency
-        idle = self.idle_slots if self.idle_slots is not None else int(run.engine == "trtllm")
-        if self.batched_tokens is not None:
-            budget = self.batched_tokens
+        idle = self.idle_slots if self.idle_slots is not None else int(run.engine == "trtllm" and run.lengths == "equal")
+        if self.batched_tokens is not None or run.lengths == "uniform":
+            budget = self.batched_tokens or 8192
         elif run.engine == "sglang":
             budget = prompt + 1500
         elif run.engine == "trtllm":
@@ -135,7 +179,7 @@ class Protocol:
             budget = users + prompt + 1500
         return EngineConfig(
             chunked_prefill=run.engine != "sglang",
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=max(budget, prompt) if run.engine == "sglang" else budget,
             max_num_seqs=users - idle,
             watermark=0.0,
         )
@@ -144,38 +188,43 @@ class Protocol:
         """KV pages of the engine."""
         config = self.config(run)
         memory = rollout_memory(
-            load_model(run.model),
-            load_cluster(CLUSTER).gpu,
-            run.tp,
+            run.served,
+            run.cluster.gpu,
+            run.gpus,
+            layout=run.layout,
             page_tokens=config.page_tokens,
             memory_utilization=SHARES[run.engine],
             max_batched_tokens=config.max_num_batched_tokens,
             max_sequences=max(config.max_num_seqs, self.profiled_sequences)
             if run.engine == "vllm"
             else run.concurrency,
-            rule=engine_memory_of(run.engine, SERVED[run.engine] if run.engine == "vllm" else ""),
+            rule=engine_memory_of(run.engine, run.release if run.engine == "vllm" else ""),
         )
         return memory.pages
 
 
-#: Columns of the table of runs: names, whole numbers, and other numbers.
+#: Columns of a table of runs: names, whole numbers, and other numbers; those of today's engines are optional.
 _NAMES, _WHOLE = ["model", "backend"], ["tp", "prompt_tokens", "response_tokens", "concurrency"]
 _NUMBERS = [*_WHOLE, "ttft_ms", "tpot_ms"]
+_MORE = ["gpu", "precision", "dp", "ep", "lengths"]
 
 
-def read_runs(evidence: Path) -> list[ServingRun]:
+def read_runs(evidence: Path, name: str = TABLE) -> list[ServingRun]:
     """The measured runs of a folder, by engine, TP, lengths and concurrency.
 
     Raises `CalibrationError` if the table is missing or damaged, with the row.
     """
-    table = _read_table(evidence / TABLE)
+    table = _read_table(evidence / name)
+    more = [column for column in _MORE if column in table and name != TABLE]
     return [
         ServingRun(
             engine=row["backend"],
-            model=MODELS[row["model"]],
+            model=MODELS.get(row["model"], row["model"]),
             **{name: int(row[name]) for name in _WHOLE},
             ttft_s=row["ttft_ms"] * 1e-3,
             tpot_s=row["tpot_ms"] * 1e-3,
+            release=str(row["backend_version"]),
+            **{column: row[column] for column in more},
         )
         for row in table.sort_values(["backend", *_WHOLE]).to_dict("records")
     ]
@@ -183,7 +232,7 @@ def read_runs(evidence: Path) -> list[ServingRun]:
 
 def _read_table(path: Path) -> pd.DataFrame:
     try:
-        table = pd.read_csv(path)
+        table = pd.read_csv(path, dtype={"backend_version": str}, keep_default_na=False)
     except (OSError, ValueError) as error:
         raise CalibrationError(f"{path}: cannot be read as a table of serving runs: {error}") from None
     needed = [*_NAMES, *_NUMBERS]
@@ -193,7 +242,8 @@ def _read_table(path: Path) -> pd.DataFrame:
         )
     if table.empty:
         raise CalibrationError(f"{path}: holds no serving run")
-    for known, column in ((SERVED, "backend"), (MODELS, "model")):
+    known_models = catalogue.names("models") if path.name == TODAY else {*MODELS}
+    for known, column in ((SERVED, "backend"), (known_models, "model")):
         strange = table[~table[column].isin(known)]
         if len(strange):
             row, value = strange.index[0] + 2, strange[column].iloc[0]
@@ -209,15 +259,29 @@ def _read_table(path: Path) -> pd.DataFrame:
     return table.assign(**numbers)
 
 
-@cache
-def kernels(engine: Engine, model: str, tp: int) -> StepCost:
-    """The shipped H100 calibration's step cost without host time."""
-    return kernels_of(load_calibration(CALIBRATIONS[engine]), model, tp)
+def calibration_of(run: ServingRun) -> str:
+    """The name of the calibration that has the engine's kernels on the run's GPU."""
+    return CALIBRATIONS[run.engine] if run.precision == "bf16" else f"{run.gpu}-{run.engine}"
 
 
-def kernels_of(calibration: Calibration, model: str, tp: int) -> StepCost:
-    """A calibration's step cost on the GPUs of the runs, without host time."""
-    return step_cost(load_model(model), tp, load_cluster(CLUSTER), calibration.model_copy(update={"host": NO_HOST}))
+def kernels_of(calibration: Calibration, run: ServingRun) -> StepCost:
+    """A calibration's step cost of the run's model in its layout, without host time."""
+    bare = calibration.model_copy(update={"host": NO_HOST})
+    if run.served.kv_precision != "bf16":
+        latent = any(isinstance(layer.attention, LatentAttention) for layer in run.served.groups)
+        bare = bare.on_kv(run.served.kv_precision, latent=latent)
+    return step_cost(run.served, run.gpus, run.cluster, bare, run.layout)
+
+
+_KERNELS: dict[tuple[object, ...], StepCost] = {}
+
+
+def kernels(run: ServingRun) -> StepCost:
+    """That of the shipped calibration, made once for each setting."""
+    key = (run.gpu, run.setting, run.precision)
+    if key not in _KERNELS:
+        _KERNELS[key] = kernels_of(load_calibration(calibration_of(run)), run)
+    return _KERNELS[key]
 
 
 def simulate(
@@ -225,7 +289,7 @@ def simulate(
 ) -> Served:
     """The run on rlsim's engine, whose kernels take the times of `bare`."""
     protocol = protocol or Protocol()
-    cost = hosted(bare, host)
+    cost = hosted(bare, host, run.dp)
     return closed_loop(cost, protocol.pages(run), protocol.config(run), protocol.load(run), front_end)
 
 
@@ -233,7 +297,7 @@ def run_rows(
     part: str, run: ServingRun, kind: Kind, host: HostFit, front_end: FrontEndFit, protocol: Protocol | None = None
 ) -> list[Row]:
     """Two rows of a run, `tpot_s` and `ttft_s`, with the shipped kernels."""
-    served = simulate(run, kernels(run.engine, run.model, run.tp), host, front_end, protocol)
+    served = simulate(run, kernels(run), host, front_end, protocol)
     note = f"{served.preemptions} preemptions" if served.preemptions else ""
     return [Row(part, run.case, name, getattr(run, name), getattr(served, name), note, kind) for name in QUANTITIES]
 

@@ -144,7 +144,8 @@ def nemo_experiment(
         start.write_text("grpo: {max_num_epochs: 1}\n", encoding="utf-8")
         options = InitOptions(Path(folder), gpu=GPUS[int(recipe["gpus_per_node"])], model=model, trace=SHAPE)
         made = from_nemo([str(start), *given], options).data()
+    engine = made.get("engine", {}) | {"async_scheduling": False}  # vLLM before 0.14
     trace = {"cap": int(recipe["max_total_len"]) - prompt_tokens, "default_prompt_tokens": prompt_tokens}
     workflow = made["workflow"] | {"steps": STEPS_OFF if recipe["async_on"] else STEPS}
     configured = {"systems": made["systems"][:1], "baseline": made["systems"][0]["name"]}
-    return made | configured | {"trace": trace, "workflow": workflow, "seeds": 1}
+    return made | configured | {"engine": engine, "trace": trace, "workflow": workflow, "seeds": 1}

@@ -95,7 +95,7 @@ def verl_experiment(run: Mapping[str, Any], stack: Stack) -> tuple[dict[str, Any
         "cluster": cluster,
         "model": "qwen2.5-7b",
         "calibration": stack.calibration,
-        "engine": {"chunked_prefill": stack.gpu != "a800"},
+        "engine": {"chunked_prefill": stack.gpu != "a800", "async_scheduling": False},
         "memory_utilization": stack.memory_utilization,
         "trace": {"cap": int(run["max_response"]), "default_prompt_tokens": round(prompt)},
         "workflow": {"prompts": prompts, "responses": responses, "steps": 2, "reference": False},

@@ -23,14 +23,15 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, mea
     `measured`: its calibration is one that was given, whose host time is that of the run.
     """
     values, default = settings.engine.model_dump(), EngineConfig().model_dump()
-    own = "" if config.value("engine") != "sglang" else "SGLang's own: veRL does not hand it on"
+    by = "" if config.value("engine") != "sglang" else "SGLang's own: veRL does not hand it on"
     entries = draft.entries["engine"] = {
-        limit: Entry(values[limit], own if own and limit != "max_num_seqs" else config.where(limit))
+        limit: Entry(values[limit], by if by and limit != "max_num_seqs" else config.where(limit))
         for limit in ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "enable_prefix_caching")
         if config.is_given(limit) or values[limit] != default[limit]
     }
-    if config.is_given("page_tokens"):
-        entries["page_tokens"] = config.entry("page_tokens")
+    for own in ("page_tokens", "async_scheduling"):
+        if config.is_given(own):
+            entries[own] = config.entry(own)
     if config.flag("eager") and not measured:
         entries["graphs"] = Entry(False, f"{config.where('eager')}; launch times of an eager `generate`")
     draft.missing += add_offloading(config, draft, settings.rollout_tp)

@@ -13,6 +13,8 @@ from calibration.measured import HotRows, against_hot_rows, fit_measured
 from rlsim.cost.calibration import Calibration, Engine
 from rlsim.validate.transfer import shipped_fits
 
+#: Since this release vLLM schedules an iteration while the one before runs, unless it is told not to.
+ASYNC_SCHEDULING = (0, 14)
 SERVED_ON = "h100-sxm"  # the GPU of the serving runs
 
 
@@ -67,8 +69,9 @@ class Catalogue:
         """With the host time and front end that the serving runs of its engine give."""
         fit = shipped_fits().of(kernels.engine)
         reused = "" if kernels.gpu == SERVED_ON else "; reused from H100, host CPUs may differ"
+        ahead = kernels.engine == "vllm" and tuple(map(int, kernels.release.split(".")[:2])) >= ASYNC_SCHEDULING
         update = {
             name: record.model_copy(update={"source": record.source + reused})
             for name, record in (("host", fit.host), ("front_end", fit.front_end))
         }
-        return kernels.model_copy(update=update)
+        return kernels.model_copy(update=update).scheduled(True if ahead else None)

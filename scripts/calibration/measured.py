@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from calibration.gpus import Gpu
-from calibration.provenance import BORROWED, COMMON, GROUPED, LENT, SLOW_LATENTS, provenance, vidur_source
+from calibration.provenance import BORROWED, COMMON, GROUPED, LENT, LENT_MXFP8, SLOW_LATENTS, provenance, vidur_source
 from calibration.runtime import runtime_of
 from calibration.tables import all_gemms, all_precisions, latent_tables, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
@@ -58,11 +58,11 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     quantised = list(quantised_kernels(measured, ref, engine, cold=False))
     mixtures, exchange = _mixtures(measured, ref)
     sources = [*measured.sources, vidur_source(gpu.vidur)]
-    if engine == "sglang" and (lent := _mixtures_of_vllm(data, gpu, mixtures.fit, ref)):
+    if lent := _lent_mixtures(data, gpu, engine, mixtures.fit, ref):
         found_there, source = lent
         one, several = mixtures.fit
         residuals = {**mixtures.residuals, **found_there.residuals}
-        mixtures = Fitted(({**one, **found_there.fit}, several), residuals, mixtures.points, (LENT,))
+        mixtures = Fitted(({**one, **found_there.fit}, several), residuals, mixtures.points, found_there.notes)
         sources.append(source)
     notes = [*COMMON, *(measured.notes if mixtures.residuals else (MIXTURE,))]
     if borrowed := _block_products(data, gpu, engine, ref):
@@ -99,7 +99,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         engine=engine,
         provenance=provenance(dict.fromkeys(sources), dict.fromkeys(notes)),
         reference=ref,
-        operators=with_quantised(fits, [part.fit for part in quantised]),
+        operators=_in_an_engine(with_quantised(fits, [part.fit for part in quantised]), engine),
         collectives=_in_order(collectives.fit).model_copy(update={"deepep": exchange.fit}),
         host=NO_HOST,
         runtime=runtime_of(engine),
@@ -150,23 +150,36 @@ def _windows(data: Path, source: Source) -> dict[str, pd.DataFrame]:
     return found
 
 
-def _mixtures_of_vllm(
-    data: Path, gpu: Gpu, own: Experts, ref: Reference
+def _lent_mixtures(
+    data: Path, gpu: Gpu, engine: Engine, own: Experts, ref: Reference
 ) -> tuple[Fitted[dict[Precision, ExpertsFit]], Source] | None:
-    """vLLM's experts on one GPU, in precisions that SGLang's table has on several GPUs only: MXFP4, for which both
-    engines run OpenAI's `triton_kernels` there."""
-    missing = [precision for precision in own[1] if precision not in own[0]]
-    if not missing:
+    """The other engine's experts in MXFP4 on one GPU, where this one runs the same kernel and its own table lacks it:
+    SGLang on Hopper OpenAI's `triton_kernels`, vLLM on Blackwell FlashInfer's on activations turned into MXFP8."""
+    one, several = own
+    if engine == "sglang" and "mxfp4" in several and "mxfp4" not in one:
+        lender, note = "vllm", LENT
+    elif engine == "vllm" and ref.fp4_flop_per_s and "mxfp4" in one:
+        lender, note = "sglang", LENT_MXFP8
+    else:
         return None
-    measured = operator_tables(data, gpu, "vllm")
+    measured = operator_tables(data, gpu, lender)
     table = measured.table("experts")
-    lent = kernel_experts(table[table.precision.isin(missing)], ref)
-    note = f"of {gpu.name}-vllm, not measured here"
+    lent = kernel_experts(table[table.precision == "mxfp4"], ref)
+    about = f"of {gpu.name}-{lender}, not measured here"
     residuals = {
-        name: item.model_copy(update={"note": f"{note}: {item.note}"}) for name, item in lent.residuals.items()
+        name: item.model_copy(update={"note": f"{about}: {item.note}"}) for name, item in lent.residuals.items()
     }
     files = tuple(file for file in measured.sources[0].files if file.endswith("moe_perf.parquet"))
-    return Fitted(lent.fit[0], residuals), measured.sources[0].model_copy(update={"files": files})
+    return Fitted(lent.fit[0], residuals, notes=(note,)), measured.sources[0].model_copy(update={"files": files})
+
+
+def _in_an_engine(fits: OperatorFits, engine: Engine) -> OperatorFits:
+    """Quantised products with the launch that they have in an engine's graph: that of the product in bf16 and of the
+    elementwise kernel that quantises activations, which TensorRT-LLM fuses with the norm or activation before. Tiny
+    ones were measured as long as Python takes to launch them: 14.5 us in FP8 of TensorRT-LLM, in blocks on Blackwell."""
+    most = fits.gemm.launch_s + (0.0 if engine == "trtllm" else fits.memory_bound.launch_s)
+    quantised = [fit.model_copy(update={"launch_s": min(fit.launch_s, most)}) for fit in fits.quantised_gemm]
+    return as_written(fits.model_copy(update={"quantised_gemm": tuple(quantised)}))
 
 
 def _mixtures(measured: Measurements, ref: Reference) -> tuple[Fitted[Experts], Fitted[dict[int, ExchangeFit]]]:

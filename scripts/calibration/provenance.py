@@ -28,6 +28,11 @@ LENT = (
     "vLLM does, and its own table has only Triton's kernel on weights turned into bf16, which it runs with experts on "
     "several GPUs"
 )
+LENT_MXFP8 = (
+    "experts in mxfp4 are SGLang's of the same GPU, FlashInfer's kernel on activations turned into MXFP8: vLLM runs it "
+    "with VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1, as its recipe for gpt-oss and public benchmarks have it; its default, "
+    "which its table times, keeps activations in bf16 and takes up to twice as long"
+)
 COMMON = (COLD, SKEW, INTER, PAIR)
 
 
