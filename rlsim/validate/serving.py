@@ -168,7 +168,9 @@ class Protocol:
     def config(self, run: ServingRun) -> EngineConfig:
         """The engine's settings. vLLM's V1 scheduler and the other two keep no pages free when admitting."""
         prompt, users = run.prompt_tokens, run.concurrency
-        idle = self.idle_slots if self.idle_slots is not None else int(run.engine == "trtllm" and run.lengths == "equal")
+        idle = (
+            self.idle_slots if self.idle_slots is not None else int(run.engine == "trtllm" and run.lengths == "equal")
+        )
         if self.batched_tokens is not None or run.lengths == "uniform":
             budget = self.batched_tokens or 8192
         elif run.engine == "sglang":

@@ -176,7 +176,8 @@ def _lent_mixtures(
 def _in_an_engine(fits: OperatorFits, engine: Engine) -> OperatorFits:
     """Quantised products with the launch that they have in an engine's graph: that of the product in bf16 and of the
     elementwise kernel that quantises activations, which TensorRT-LLM fuses with the norm or activation before. Tiny
-    ones were measured as long as Python takes to launch them: 14.5 us in FP8 of TensorRT-LLM, in blocks on Blackwell."""
+    ones were measured as long as Python takes to launch them: 14.5 us in FP8 of TensorRT-LLM, in blocks of Blackwell.
+    """
     most = fits.gemm.launch_s + (0.0 if engine == "trtllm" else fits.memory_bound.launch_s)
     quantised = [fit.model_copy(update={"launch_s": min(fit.launch_s, most)}) for fit in fits.quantised_gemm]
     return as_written(fits.model_copy(update={"quantised_gemm": tuple(quantised)}))
