@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -209,6 +209,7 @@ class Protocol:
 _NAMES, _WHOLE = ["model", "backend"], ["tp", "prompt_tokens", "response_tokens", "concurrency"]
 _NUMBERS = [*_WHOLE, "ttft_ms", "tpot_ms"]
 _MORE = ["gpu", "precision", "dp", "ep", "lengths"]
+_COUNTS = {*_WHOLE, "dp", "ep"}
 
 
 def read_runs(evidence: Path, name: str = TABLE) -> list[ServingRun]:
@@ -217,19 +218,14 @@ def read_runs(evidence: Path, name: str = TABLE) -> list[ServingRun]:
     Raises `CalibrationError` if the table is missing or damaged, with the row.
     """
     table = _read_table(evidence / name)
-    more = [column for column in _MORE if column in table and name != TABLE]
-    return [
-        ServingRun(
-            engine=row["backend"],
-            model=MODELS.get(row["model"], row["model"]),
-            **{name: int(row[name]) for name in _WHOLE},
-            ttft_s=row["ttft_ms"] * 1e-3,
-            tpot_s=row["tpot_ms"] * 1e-3,
-            release=str(row["backend_version"]),
-            **{column: row[column] for column in more},
-        )
-        for row in table.sort_values(["backend", *_WHOLE]).to_dict("records")
-    ]
+    more = [*_WHOLE, *(column for column in _MORE if column in table and name != TABLE)]
+    runs = []
+    for row in table.sort_values(["backend", *_WHOLE]).to_dict("records"):
+        values: dict[str, Any] = {"engine": row["backend"], "release": row["backend_version"]}
+        values |= {column: int(row[column]) if column in _COUNTS else row[column] for column in more}
+        values |= {column: row[column.replace("_s", "_ms")] * 1e-3 for column in ("ttft_s", "tpot_s")}
+        runs.append(ServingRun(model=MODELS.get(row["model"], row["model"]), **values))
+    return runs
 
 
 def _read_table(path: Path) -> pd.DataFrame:
