@@ -262,7 +262,7 @@ def test_host_fit_finds_what_made_its_data(monkeypatch: pytest.MonkeyPatch) -> N
     for tp in (2, 8):
         for users in (2, 16, 48):
             run = ServingRun("vllm", "qwen3-32b", tp, 512, 32, users, 1.0, 1.0)
-            bare = kernels_of(calibration, run.model, tp)
+            bare = kernels_of(calibration, run)
             served = simulate(run, bare, host, FrontEndFit(client_s=CLIENT_S), ROUNDS)
             runs.append(replace(run, ttft_s=served.ttft_s, tpot_s=served.tpot_s))
     serving = Serving("vllm", runs, Serial())  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,18 @@ def test_a_user_without_a_place_waits_for_a_response() -> None:
     served = loop(Load(10, 3, concurrency=2, requests=3), max_num_seqs=1)
     assert served.ttft_s == pytest.approx((0.1 + 0.22 + 0.22) / 3)
     assert served.tpot_s == pytest.approx(0.01)
+
+
+def test_lengths_of_a_client_that_draws_them() -> None:
+    """From 0.8 of each up to it, the same ones every time; TPOT is the mean over requests, each by its own tokens."""
+    drawn = list(islice(Load(1000, 500, 1, 1, shortest=0.8).lengths(), 2000))
+    prompts, responses = map(np.array, zip(*drawn, strict=True))
+    assert (prompts.min(), prompts.max(), responses.min(), responses.max()) == (800, 1000, 400, 500)
+    assert np.corrcoef(prompts, responses)[0, 1] == pytest.approx(0, abs=0.1)
+    assert list(islice(Load(1000, 500, 1, 1, shortest=0.8).lengths(), 5)) == drawn[:5]
+    served = loop(Load(10, 3, concurrency=1, requests=8, shortest=0.4))  # responses of 1, 2 or 3 tokens
+    tokens = [response for _, response in islice(Load(10, 3, 1, 8, shortest=0.4).lengths(), 8)]
+    assert served.tpot_s == pytest.approx(sum(0.01 for n in tokens if n > 1) / 8)
 
 
 def test_front_end_handles_one_request_at_a_time() -> None:

@@ -52,6 +52,28 @@ def test_parts_of_a_step_with_host_time_and_sampling_add_up(*, overlapped: bool,
     assert parts.get("host", 0.0) == pytest.approx((1.32e-3 + launch_s) * (not overlapped))
 
 
+def test_a_host_that_plans_ahead_hides_behind_the_gpu() -> None:
+    """vLLM since 0.14: 55.57 us for each of 8 sequences is less than a step's kernels; on 512 it is more."""
+    found = load_calibration("h100-vllm")
+    assert found.host.overlapped
+    kernels, ahead = RooflineStep(LLAMA, 2, H100, found), step_cost(LLAMA, 2, H100, found)
+    between = step_cost(LLAMA, 2, H100, found.scheduled(False))
+    each = found.host.sequence_s
+    for batch, hidden in ((8, True), (512, False)):
+        kernel_s = kernels.decode(batch).step_s(batch * 500)
+        assert (each * batch < kernel_s) is hidden
+        assert ahead.decode(batch).step_s(batch * 500) == pytest.approx(max(kernel_s, each * batch), rel=1e-9)
+        assert between.decode(batch).step_s(batch * 500) == pytest.approx(kernel_s + each * batch, rel=1e-9)
+
+
+def test_norms_over_all_heads_sum_across_the_gpus_that_cut_them() -> None:
+    """Two numbers in fp32 a token and layer: MiniMax-M2, 62 layers; one GPU sums none."""
+    model, cost = load_model("minimax-m2"), roofline(8, "h100-vllm", "minimax-m2")
+    one = cost.collectives.time_s("all_reduce", 16 * 8, 8)
+    own = cost.collectives.time_s("all_reduce", 16 * model.hidden_size * 2, 8)
+    assert cost.breakdown(16, 16_000)["all_reduce"] == pytest.approx((2 * 62 + 1) * own + 62 * one)
+
+
 def test_decode_curve_holds_every_change_of_slope() -> None:
     curve = roofline().decode(64)
     knots = curve.knots

@@ -20,6 +20,7 @@ engines' own code:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
 
 TABLE = "h100_serving.csv"
 TODAY = "today_serving.csv"
+AISIMULATE = "aisimulate.csv"
 MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
 
 #: Whose kernels each engine's runs are simulated with: of SGLang the release nearest to the one that was measured.
@@ -103,6 +105,9 @@ class ServingRun:
     dp: int = 1
     ep: int = 1
     lengths: Literal["equal", "uniform"] = "equal"
+    of: str = ""  # which rows of a comparison it is one of, and what another simulator said of it
+    peer_ttft_s: float = math.nan
+    peer_tpot_s: float = math.nan
 
     @property
     def case(self) -> str:
@@ -120,6 +125,14 @@ class ServingRun:
     def family(self) -> str:
         """Model, GPU and engine: `b200-sxm/vllm/gpt-oss-120b`. What a fit that leaves it out has not seen."""
         return f"{self.gpu}/{self.engine}/{self.model}"
+
+    @property
+    def plans_ahead(self) -> bool | None:
+        """Whether vLLM schedules a step while the one before runs: InferenceX' scripts ask for it (lengths that differ
+        are its client's), releases since 0.14 do so by themselves; None for other engines."""
+        if self.engine != "vllm":
+            return None
+        return self.lengths == "uniform" or tuple(map(int, self.release.split(".")[:2])) >= (0, 14)
 
     @property
     def gpus(self) -> int:
@@ -208,7 +221,8 @@ class Protocol:
 #: Columns of a table of runs: names, whole numbers, and other numbers; those of today's engines are optional.
 _NAMES, _WHOLE = ["model", "backend"], ["tp", "prompt_tokens", "response_tokens", "concurrency"]
 _NUMBERS = [*_WHOLE, "ttft_ms", "tpot_ms"]
-_MORE = ["gpu", "precision", "dp", "ep", "lengths"]
+_MORE = ["gpu", "precision", "dp", "ep", "lengths", "of"]
+_TIMES = ["ttft", "tpot", "peer_ttft", "peer_tpot"]
 _COUNTS = {*_WHOLE, "dp", "ep"}
 
 
@@ -223,7 +237,7 @@ def read_runs(evidence: Path, name: str = TABLE) -> list[ServingRun]:
     for row in table.sort_values(["backend", *_WHOLE]).to_dict("records"):
         values: dict[str, Any] = {"engine": row["backend"], "release": row["backend_version"]}
         values |= {column: int(row[column]) if column in _COUNTS else row[column] for column in more}
-        values |= {column: row[column.replace("_s", "_ms")] * 1e-3 for column in ("ttft_s", "tpot_s")}
+        values |= {f"{time}_s": row[f"{time}_ms"] * 1e-3 for time in _TIMES if f"{time}_ms" in row}
         runs.append(ServingRun(model=MODELS.get(row["model"], row["model"]), **values))
     return runs
 
@@ -240,7 +254,7 @@ def _read_table(path: Path) -> pd.DataFrame:
         )
     if table.empty:
         raise CalibrationError(f"{path}: holds no serving run")
-    known_models = catalogue.names("models") if path.name == TODAY else {*MODELS}
+    known_models = catalogue.names("models") if path.name != TABLE else {*MODELS}
     for known, column in ((SERVED, "backend"), (known_models, "model")):
         strange = table[~table[column].isin(known)]
         if len(strange):
@@ -308,7 +322,7 @@ def serving_rows(evidence: Path, protocol: Protocol | None = None, *, hosted: bo
     """
     rows = []
     for run in read_runs(evidence):
-        calibration = load_calibration(CALIBRATIONS[run.engine])
+        calibration = load_calibration(CALIBRATIONS[run.engine]).scheduled(run.plans_ahead)
         fits = (calibration.host, calibration.front_end) if hosted else (NO_HOST, FrontEndFit())
         rows += run_rows("serving", run, "input", *fits, protocol)
     return rows

@@ -23,6 +23,7 @@ from rlsim.validate.coverage import errors_by_setting, inside, level_spread
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
 from rlsim.validate.serving import QUANTITIES, SERVED, ServingRun, read_runs, run_rows, runs_chart
+from rlsim.validate.today import families_table, peer_table, today_rows
 
 FITS = Path(__file__).with_name("transfer_fits.yaml")
 WHOLE = ""  # the left-out setting or term of a fit that leaves out none
@@ -75,9 +76,14 @@ def section(options: Options) -> Section:
     left_out = [row for row in rows if row.kind == "left-out"]
     summaries = tuple(summarise(rows, depth=3))
     engines = tuple(summarise(rows, depth=1))
+    today = today_rows(options.evidence, options.progress)
+    families = (*summarise(today, depth=4), *summarise(today, depth=1))
     spread = f"{level_spread(shipped_calls().log_errors(outlier=False)):.0%}"
     tables = {
         "engines": summary_table(engines),
+        "families": families_table(today),
+        "today": summary_table(summarise(today, depth=1)),
+        "peers": peer_table(options.evidence),
         "settings": summary_table(summaries),
         "fits": fits_table(fits),
         "coverage": coverage_table(left_out),
@@ -85,7 +91,7 @@ def section(options: Options) -> Section:
         "ablation": "" if options.quick else _ablation(runs, fits, options.progress),
     }
     chart = runs_chart(left_out, "Runs of settings that no fit has seen")
-    return Section(tuple(rows), (*summaries, *engines), tables, chart, "", summarised=True)
+    return Section((*rows, *today), (*summaries, *engines, *families), tables, chart, "", summarised=True)
 
 
 def fits_table(fits: TransferFits) -> str:

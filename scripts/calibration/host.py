@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from scipy.optimize import OptimizeResult, least_squares
 
 from rlsim.calibrate.fit.common import Array, rounded
 from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit
+from rlsim.cost.step import StepCost
 from rlsim.validate.serving import QUANTITIES, SERVED, Protocol, ServingRun, kernels_of, simulate
 from rlsim.validate.transfer import WHOLE, SettingFit
 
@@ -62,18 +62,22 @@ _CALIBRATIONS: dict[str, Calibration] = {}  # of a worker process, by engine
 
 def _begin(calibrations: Mapping[str, Calibration]) -> None:
     _CALIBRATIONS.update(calibrations)
-    _bare.cache_clear()
+    _BARE.clear()
 
 
-@cache
-def _bare(engine: Engine, model: str, tp: int):  # type: ignore[no-untyped-def]
-    return kernels_of(_CALIBRATIONS[engine], model, tp)
+_BARE: dict[str, StepCost] = {}  # by setting
+
+
+def _bare(run: ServingRun) -> StepCost:
+    if run.setting not in _BARE:
+        _BARE[run.setting] = kernels_of(_CALIBRATIONS[run.engine], run)
+    return _BARE[run.setting]
 
 
 def _ratios(task: tuple[ServingRun, HostFit, FrontEndFit]) -> list[float]:
     """Simulated over measured: TPOT and TTFT."""
     run, host, front_end = task
-    served = simulate(run, _bare(run.engine, run.model, run.tp), host, front_end, ROUNDS)
+    served = simulate(run, _bare(run), host, front_end, ROUNDS)
     return [getattr(served, name) / getattr(run, name) for name in QUANTITIES]
 
 

@@ -205,7 +205,8 @@ def _serving(fits: TransferFits) -> str:
 
 Each measured serving run is repeated on rlsim's own engine in the same closed loop, and the times below are fitted to
 TPOT and TTFT of all runs of an engine (`scripts/fit_serving.py`), and once more without each TP. TensorRT-LLM's host
-works beside the GPU (the longer of the two counts), the other engines' host after it. The front end and the delays
+works beside the GPU (the longer of the two counts), the other engines' host after it; vLLM's too since 0.14, whose
+kernels the calibrations have (`engine.async_scheduling`). The front end and the delays
 belong to the server and its client, not to the engine: rollouts have none of them. How far a fit is off on the setting
 that it has not seen is in [validation.md](validation.md). Precision of these runs is not stated; bf16 is assumed.
 
