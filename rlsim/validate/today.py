@@ -33,10 +33,10 @@ ROUNDS = Protocol(simulated_rounds=4)
 CLIENT_S = 1e-3  # from a response to the next request, of an HTTP client on the same machine
 BEYOND = 0.15  # mean error of TPOT from which a family's cause is named
 CAUSES = {
-    "b200-sxm/sglang/qwen3.5-397b-a17b": "without expert parallelism steps of few users are shorter, and grow faster, than "
-    "measured kernels allow, as under speculative decoding, of which the source says nothing",
-    "h200-sxm/vllm/qwen3-235b-a22b": "52 to 56 ms a step whatever the users (4 to 20): no CUDA graphs, or blocks of experts "
-    "that 0.12 had not tuned; the kernels here are 0.24's",
+    "b200-sxm/sglang/qwen3.5-397b-a17b": "without expert parallelism steps of few users are shorter, and grow faster, "
+    "than measured kernels allow, as under speculative decoding, of which the source says nothing",
+    "h200-sxm/vllm/qwen3-235b-a22b": "52 to 56 ms a step whatever the users (4 to 20): no CUDA graphs, or blocks of "
+    "experts that 0.12 had not tuned; the kernels here are 0.24's",
     "h200-sxm/sglang/deepseek-v3": "0.5.9 is faster than 0.5.6 by a tenth, and than the kernels of 0.5.14 here by two",
     "h200-sxm/trtllm/llama-3.1-70b": "norms, activations and quantising are fused there, and counted one by one here",
 }
