@@ -50,6 +50,12 @@ def with_half(row: Row, name: str) -> str:
     return number(row[name], 1) + ("" if is_missing(half) else f" ±{half:.1f}")
 
 
+def with_model(row: Row, name: str) -> str:
+    """`with_half`, and the 95% interval over the calibration's errors (`…_model_low`, `…_high`) where it was drawn."""
+    low, high = (row[f"{name}_model_{end}"] for end in ("low", "high"))
+    return with_half(row, name) + ("" if is_missing(low) else f" [{number(low, 0)}, {number(high, 0)}]")
+
+
 def with_choice(system: str, tuned: Mapping[str, str]) -> str:
     """The name of a system, with what it chose if it is a tuned one."""
     return f"{system} ({tuned[system]})" if system in tuned else system

@@ -23,10 +23,11 @@ from calibration.training_report import gemm_shares
 from rlsim.calibrate.write import write_record
 from rlsim.cost.draw import TransferErrors
 from rlsim.validate.calls import CALLS, LeftOutCalls, TransferCalls
-from rlsim.validate.coverage import errors_by_setting, level_spread, line, spread
+from rlsim.validate.coverage import errors_by_setting, level_spread, spread
 from rlsim.validate.parts import Options
 from rlsim.validate.serving import read_runs
-from rlsim.validate.transfer import kind_rows, shipped_fits
+from rlsim.validate.today import today_rows
+from rlsim.validate.transfer import kind_rows, shipped_fits, unseen_rows
 from rlsim.validate.weight_sync import predicted_errors, read_syncs
 
 SCRIPT = "scripts/fit_transfer.py"
@@ -36,10 +37,12 @@ SOURCE = "rl_timings/verl_steps.csv, rl_timings/rl_steps_async.csv (logs of veRL
 def transfer_errors(calls: TransferCalls) -> TransferErrors:
     """From the measured rows, and the errors of calls."""
     evidence = Options().evidence
-    rows = kind_rows(read_runs(evidence), shipped_fits(), "left-out")
-    rollout = spread(line(errors) for errors in errors_by_setting(rows, "tpot_s").values())
+    rows = unseen_rows(kind_rows(read_runs(evidence), shipped_fits(), "left-out"), today_rows(evidence, print))
+    rollout = spread(errors_by_setting(rows, "tpot_s"))
     syncs = predicted_errors(read_syncs(evidence))
-    return TransferErrors(rollout.level, rollout.tilt, level_spread(calls.log_errors()), level_spread(syncs))
+    return TransferErrors(
+        rollout.family, rollout.setting, rollout.tilt, level_spread(calls.log_errors()), level_spread(syncs)
+    )
 
 
 def left_out_calls(cases: tuple[Case, ...]) -> TransferCalls:

@@ -27,7 +27,7 @@ from rlsim.cli.common import (
 )
 from rlsim.cli.tables import VERDICT_LEGEND, Table, print_ledgers, print_tables, relaxed_legend, table
 from rlsim.experiment.columns import ACTED
-from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, written
+from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, with_model, written
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -180,7 +180,7 @@ def _comparison(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict)
         "by tokens": column("token_speedup", number),
         "95% interval": lambda row: verdict[row["system"]].interval,
         "verdict": lambda row: verdict[row["system"]].outcome,
-        "step s": column("step_time_s", number, 1),
+        "step s": lambda row: with_model(row, "step_time_s"),
         "bubble": column("bubble_fraction", share, 1),
         "tail": column("tail_fraction", share),
     }

@@ -95,7 +95,7 @@ def table(
 
 VERDICT_LEGEND = (
     "95% interval: of the speedup, or by tokens where lengths differ, over seeds and, if drawn,\n"
-    "the calibration's errors; it decides the verdict"
+    "the calibration's errors; it decides the verdict. step s: in brackets over these errors"
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -16,15 +16,16 @@ import numpy as np
 MIDDLE_BATCH = 16
 SMALLEST_BATCH, LARGEST_BATCH = 1, 128
 
-Family = Literal["rollout", "tilt", "inference", "train", "sync"]
-_FAMILIES: tuple[Family, ...] = ("rollout", "tilt", "inference", "train", "sync")
+Part = Literal["rollout", "tilt", "inference", "train", "sync", "family"]
+_PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True)
 class TransferErrors:
     """Standard deviations, over settings that no fit has seen, of log(simulated / measured)."""
 
-    rollout: float  # iterations of an engine at one TP, with `MIDDLE_BATCH` sequences
+    family: float  # iterations of a model on a GPU under an engine, over all its TPs
+    rollout: float  # beside that, those at one TP, with `MIDDLE_BATCH` sequences
     tilt: float  # what that grows by with each doubling of the sequences
     calls: float  # training calls, and inference calls on their own
     sync: float  # weight syncs into an engine
@@ -32,15 +33,15 @@ class TransferErrors:
 
 #: Printed by `scripts/fit_transfer.py`; `rlsim validate transfer` and `weight_sync` say how many left-out measurements
 #: lie inside. Without veRL's row 4, a run whose calls the model of training stacks cannot tell, calls would be 0.120.
-MEASURED = TransferErrors(rollout=0.027, tilt=0.026, calls=0.266, sync=0.174)
+MEASURED = TransferErrors(family=0.130, rollout=0.084, tilt=0.041, calls=0.266, sync=0.174)
 
 
 @dataclass(frozen=True)
 class Draw:
     """The world of a number; 0 is the calibration as it was fitted.
 
-    Every TP has a rollout error of its own, drawn from the same distribution; it does not depend on the GPU, the engine
-    or the model, so that a number stands for one world in all experiments.
+    All iterations share one error, as they are of one model, GPU and engine; every TP has one of its own beside it.
+    None depends on the GPU, the engine or the model, so that a number stands for one world in all experiments.
     """
 
     number: int = 0
@@ -48,9 +49,10 @@ class Draw:
 
     def iteration(self, tp: int, sequences: int) -> float:
         """How many times as long as calibrated an iteration of so many sequences takes at a TP."""
-        level, tilt = self._normal("rollout", tp), self._normal("tilt", tp)
+        family, level, tilt = self._normal("family"), self._normal("rollout", tp), self._normal("tilt", tp)
         doublings = math.log2(min(max(sequences, SMALLEST_BATCH), LARGEST_BATCH) / MIDDLE_BATCH)
-        return math.exp(level * self.errors.rollout + tilt * self.errors.tilt * doublings)
+        errors = self.errors
+        return math.exp(family * errors.family + level * errors.rollout + tilt * errors.tilt * doublings)
 
     def call(self, kind: Literal["inference", "train"]) -> float:
         """How many times as long as calibrated the computation of inference or training calls takes."""
@@ -60,10 +62,10 @@ class Draw:
         """How many times as long as calibrated a weight sync into an engine takes."""
         return math.exp(self._normal("sync") * self.errors.sync)
 
-    def _normal(self, family: Family, tp: int = 0) -> float:
-        return _normal(self.number, _FAMILIES.index(family), tp) if self.number else 0.0
+    def _normal(self, part: Part, tp: int = 0) -> float:
+        return _normal(self.number, _PARTS.index(part), tp) if self.number else 0.0
 
 
 @cache
-def _normal(number: int, family: int, tp: int) -> float:
-    return float(np.random.default_rng([number, family, tp]).standard_normal())
+def _normal(number: int, part: int, tp: int) -> float:
+    return float(np.random.default_rng([number, part, tp]).standard_normal())

@@ -119,6 +119,7 @@ def manifest_of(experiment: Experiment, cases: Sequence[Case], collected: list[F
         "tuned": {case.name: case.chosen for case in cases},
         "plans": {case.name: case.plans() for case in cases},
         "worlds": {},
+        "world_steps": {},
         "judge": {
             case.name: {names: placed.record() for names, placed in case.experiments().items()} for case in cases
         },

@@ -101,7 +101,7 @@ def run_loaded(
         return pd.concat([frames["steps"] for frames in _ran(there, together.world(number), execute)])
 
     drawn = in_worlds(worlds, experiment.seed_list, cases[0].baseline, result.steps, in_world)
-    return replace(result, manifest={**result.manifest, "worlds": drawn})
+    return replace(result, manifest={**result.manifest, **drawn})
 
 
 def _ran(cases: Sequence[Case], told: Progress, execute: Execute | None, strict: bool = False) -> list[Frames]:
@@ -259,6 +259,8 @@ def _span(counts: tuple[int, ...], what: str) -> str:
 
 #: Called with (runs done, runs in all, what runs next).
 Progress = Callable[[int, int, str], None]
+#: By case and system: how many times as large as calibrated, in each world.
+Ratios = dict[str, dict[str, list[float]]]
 
 
 class Together:
@@ -285,32 +287,36 @@ class Together:
 
 def in_worlds(
     number: int, seeds: Sequence[int], baseline: str, calibrated: pd.DataFrame, run: Callable[[int, int], pd.DataFrame]
-) -> dict[str, dict[str, list[float]]]:
-    """By case and system: how many times as large its speedup is in worlds 1 to `number` as it is `calibrated`.
+) -> dict[str, Ratios]:
+    """How many times as large a system's speedup (`worlds`) and its step (`world_steps`) are in worlds 1 to `number` as
+    they are `calibrated`.
 
     Worlds take the seeds in turn, one each, and are compared on the same one. `run` is given the number of a world and
     a seed, and runs all systems in it; what it returns and `calibrated` are rows of `steps`. A world in which a system
     does not fit is missing in that system's list.
     """
-    known = {seed: _speedups(steps, baseline) for seed, steps in calibrated.groupby("seed")}
-    found: dict[str, dict[str, list[float]]] = {}
+    known = {seed: _measured(steps, baseline) for seed, steps in calibrated.groupby("seed")}
+    found: dict[str, Ratios] = {"worlds": {}, "world_steps": {}}
     for world in range(1, number + 1):
         seed = seeds[(world - 1) % len(seeds)]
-        for (case, system), speedup in _speedups(run(world, seed), baseline).items():
-            if known[seed].get((case, system)):
-                found.setdefault(case, {}).setdefault(system, []).append(speedup / known[seed][case, system])
+        for name, values in _measured(run(world, seed), baseline).items():
+            for (case, system), value in values.items():
+                if before := known[seed][name].get((case, system)):
+                    found[name].setdefault(case, {}).setdefault(system, []).append(value / before)
     return found
 
 
-def _speedups(steps: pd.DataFrame, baseline: str) -> dict[tuple[str, str], float]:
-    """Those of one seed, by case and system; none in a case whose baseline did not run."""
+def _measured(steps: pd.DataFrame, baseline: str) -> dict[str, dict[tuple[str, str], float]]:
+    """Speedups and seconds of a step of one seed, by case and system; no speedup where the baseline did not run."""
     rows = means(steps, ["case", "system"]).reset_index()
-    rates = dict(zip(zip(rows["case"], rows["system"], strict=True), rows["responses_per_s"], strict=True))
-    return {
+    keys = list(zip(rows["case"], rows["system"], strict=True))
+    rates, times = (dict(zip(keys, rows[name], strict=True)) for name in ("responses_per_s", "step_time_s"))
+    speedups = {
         (case, system): rate / rates[case, baseline]
         for (case, system), rate in rates.items()
         if (case, baseline) in rates
     }
+    return {"worlds": speedups, "world_steps": times}
 
 
 # ---- what each assumption is worth: a run at each end of its range, on the same responses ---------------------------

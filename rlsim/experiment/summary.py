@@ -115,7 +115,8 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
     The columns are `rlsim.experiment.columns.SUMMARY`. `speedup` is the ratio of trained responses per second,
     `token_speedup` that of trained tokens, `gen_speedup` that of trained responses per second of generation: geometric
     means over seeds on the same responses. Their 95% intervals are Student's t on the logarithms, missing with one
-    seed; all ratios are missing where the baseline did not run. `speedup_model_low` and `_high`: `model_interval`.
+    seed; all ratios are missing where the baseline did not run. `speedup_model_…` and `step_time_s_model_…`:
+    `model_interval`.
     `step_time_s_half` and `gen_time_s_half` are the `half_width` of these means. Raises `ConfigError` for results of an
     older version.
     """
@@ -133,22 +134,23 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
             row |= {f"{time}_half": half_width(its_steps, time) for time in ("step_time_s", "gen_time_s")}
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
             row |= ratios(own, reference)
-            row |= model_interval(row["speedup"], manifest.get("worlds", {}).get(case, {}).get(system, ()))
+            for name, drawn in (("speedup", "worlds"), ("step_time_s", "world_steps")):
+                row |= model_interval(name, row[name], manifest.get(drawn, {}).get(case, {}).get(system, ()))
             row["held_back"], row["unsteady"] = held_back(its_steps), unsteady(its_steps)
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 
 
-def model_interval(speedup: Any, worlds: Sequence[float]) -> dict[str, float]:
-    """The 95% interval of a speedup over the calibration's errors: `speedup_model_low` and `_high`.
+def model_interval(name: str, value: Any, worlds: Sequence[float]) -> dict[str, float]:
+    """The 95% interval of a figure of that name over the calibration's errors: `…_model_low` and `_high`.
 
     `worlds`: how many times as large it was in each world drawn as in the calibration's own, on the same seed. The
     errors are Student's t on the logarithms; missing with fewer than two worlds.
     """
     logs = np.log(worlds)
     half = half_interval(logs.tolist()) * np.sqrt(len(logs))  # of one world more, not of their mean
-    ends = speedup * np.exp([-half, half])
-    return dict(zip(("speedup_model_low", "speedup_model_high"), ends.tolist(), strict=True))
+    ends = value * np.exp([-half, half])
+    return dict(zip((f"{name}_model_low", f"{name}_model_high"), ends.tolist(), strict=True))
 
 
 def half_interval(values: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ from rlsim.comparison.verdict import RATES, Verdict, judge
 from rlsim.experiment.columns import ACTED
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
-from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, written
+from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, with_model, written
 from rlsim.report.page import Block, Figure, Section, Table, Text
 from rlsim.report.setups import CaseSetup
 from rlsim.report.style import GREY, GRID, INK, WIDTH, bar_height, by_name, data, finished, label_angle
@@ -33,7 +33,8 @@ _MEANINGS = {
     "by tokens": "the same of tokens, prompts counted",
     "95% interval": "of the speedup, or by tokens where systems train on other lengths; over seeds and, where these "
     "were drawn, over the calibration's errors; it decides the verdict",
-    "step (s)": "± is half the 95% interval of a mean, by how far its own steps differ in all seeds",
+    "step (s)": "± is half the 95% interval of a mean, by how far its own steps differ in all seeds; in brackets that "
+    "over the calibration's errors",
     "tokens/s": "trained on, prompts counted",
     "idle": "share of GPU time",
     "tail": "share of busy GPU time that decodes at less than half of the full batch's throughput",
@@ -153,7 +154,7 @@ def _comparison_table(rows: pd.DataFrame, verdict: Verdict, result: Result, setu
         "by tokens": column("token_speedup", number, 3),
         "95% interval": lambda row: verdict[row["system"]].interval,
         "verdict": lambda row: verdict[row["system"]].outcome,
-        "step (s)": lambda row: with_half(row, "step_time_s"),
+        "step (s)": lambda row: with_model(row, "step_time_s"),
         "generation (s)": lambda row: with_half(row, "gen_time_s"),
         "tokens/s": column("tokens_per_s", number, 0),
         "idle": column("bubble_fraction", share, 1),

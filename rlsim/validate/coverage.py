@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -38,27 +39,55 @@ def errors_by_setting(rows: Iterable[Row], quantity: str) -> dict[str, Floats]:
 
 
 def line(errors: Floats) -> Line:
-    """The straight line through the errors of one setting."""
+    """The straight line through the errors of one setting; flat through runs of fewer than three numbers of users."""
+    if len(np.unique(errors[:, 0])) < 3:
+        return Line(float(errors[:, 1].mean()), math.nan, float(errors[:, 1].std()))
     tilt, level = np.polyfit(errors[:, 0], errors[:, 1], 1)
     rest = errors[:, 1] - level - tilt * errors[:, 0]
     return Line(float(level), float(tilt), float(np.sqrt((rest**2).sum() / max(len(rest) - 2, 1))))
 
 
-def spread(lines: Iterable[Line]) -> Line:
-    """Standard deviations of `level`, `tilt` and `noise` over the settings, around zero."""
-    return Line(*np.sqrt((np.array(list(lines)) ** 2).mean(axis=0)).tolist())
+class Spread(NamedTuple):
+    """Standard deviations of log errors around zero, over families: a model on a GPU under an engine.
+
+    `family`: of the mean of a family's settings; `setting`: of a setting's level beside it. `tilt` and
+    `noise`: see `Line`.
+    """
+
+    family: float
+    setting: float
+    tilt: float
+    noise: float
+
+
+def spread(errors: Mapping[str, Floats]) -> Spread:
+    """Of errors by setting, whose name begins with its family's (all but its last component)."""
+    lines = {setting: line(own) for setting, own in errors.items()}
+    levels: dict[str, list[float]] = {}
+    for setting, one in lines.items():
+        levels.setdefault(_family(setting), []).append(one.level)
+    means = {family: float(np.mean(own)) for family, own in levels.items()}
+    freedom = len(lines) / max(len(lines) - len(means), 1)  # each family's mean is made of its settings
+    beside = np.sqrt(freedom) * np.array([one.level - means[_family(setting)] for setting, one in lines.items()])
+    tilts, noises = (np.array([getattr(one, name) for one in lines.values()]) for name in ("tilt", "noise"))
+    columns = (np.array(list(means.values())), beside, tilts, noises)
+    return Spread(*(float(np.sqrt(np.nanmean(column**2))) for column in columns))
 
 
 def inside(errors: Mapping[str, Floats]) -> dict[str, float]:
-    """By setting: the share of its runs inside the 90% interval that the *other* settings' errors allow."""
-    lines = {setting: line(own) for setting, own in errors.items()}
+    """By setting: the share of its runs inside the 90% interval that the errors of the *other* families allow."""
     found = {}
     for setting, own in errors.items():
-        others = [other for name, other in lines.items() if name != setting]
-        level, tilt, noise = spread(others)
-        half = quantile(len(others)) * np.sqrt(level**2 + (tilt * own[:, 0]) ** 2 + noise**2)
+        others = {name: other for name, other in errors.items() if _family(name) != _family(setting)}
+        family, level, tilt, noise = spread(others)
+        half = np.sqrt(family**2 + level**2 + (tilt * own[:, 0]) ** 2 + noise**2)
+        half *= quantile(len({_family(name) for name in others}))
         found[setting] = float((np.abs(own[:, 1]) <= half).mean())
     return found
+
+
+def _family(setting: str) -> str:
+    return setting.rpartition("/")[0]
 
 
 def level_spread(errors: Mapping[str, Floats]) -> float:

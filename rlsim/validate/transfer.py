@@ -7,7 +7,8 @@ structural term left out. This part simulates the runs with them; nothing is fit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rlsim.cost.draw import MEASURED
 from rlsim.cost.fits import Fitted
 from rlsim.schema import load
 from rlsim.validate.calls import calls_table, shipped_calls
-from rlsim.validate.coverage import errors_by_setting, inside, level_spread
+from rlsim.validate.coverage import errors_by_setting, inside, level_spread, spread
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
 from rlsim.validate.serving import QUANTITIES, SERVED, ServingRun, read_runs, run_rows, runs_chart
@@ -86,7 +87,7 @@ def section(options: Options) -> Section:
         "peers": peer_table(options.evidence),
         "settings": summary_table(summaries),
         "fits": fits_table(fits),
-        "coverage": coverage_table(left_out),
+        "coverage": coverage_table(unseen_rows(left_out, today)),
         "calls": f"{calls_table()}\nWithout veRL's row 4 calls scatter by {spread}, with it by {MEASURED.calls:.0%}.",
         "ablation": "" if options.quick else _ablation(runs, fits, options.progress),
     }
@@ -110,15 +111,32 @@ def fits_table(fits: TransferFits) -> str:
     return markdown(("setting", "host time fitted to all settings", "fitted without it"), cells)
 
 
-def coverage_table(left_out: Sequence[Row]) -> str:
-    """How many runs lie inside the 90% interval that the errors of the other settings allow."""
-    errors = {quantity: errors_by_setting(left_out, quantity) for quantity in QUANTITIES}
+def unseen_rows(left_out: Iterable[Row], today: Iterable[Row]) -> list[Row]:
+    """The runs of settings that no fit has seen, named by their families alike."""
+    return [*(replace(row, case=f"today/h100-sxm/{row.case}") for row in left_out), *today]
+
+
+def coverage_table(unseen: Sequence[Row]) -> str:
+    """How many runs lie inside the 90% interval that the errors of the other families allow, by engine."""
+    errors = {quantity: errors_by_setting(unseen, quantity) for quantity in QUANTITIES}
     shares = {quantity: inside(errors[quantity]) for quantity in QUANTITIES}
-    runs = {setting: len(own) for setting, own in errors[QUANTITIES[0]].items()}
-    cells = [(name, str(runs[name]), *(f"{shares[q][name]:.0%}" for q in QUANTITIES)) for name in runs]
-    means = [np.average([shares[q][name] for name in runs], weights=list(runs.values())) for q in QUANTITIES]
-    cells.append(("all", str(sum(runs.values())), *(f"{mean:.0%}" for mean in means)))
-    return markdown(("setting", "runs", "TPOT inside", "TTFT inside"), cells)
+    settings = [*errors[QUANTITIES[0]]]
+    runs = np.array([len(errors[QUANTITIES[0]][setting]) for setting in settings])
+    engines = np.array([setting.split("/")[2] for setting in settings])
+    cells = []
+    for engine in (*dict.fromkeys(engines), "all"):
+        own = (engines == engine) | (engine == "all")
+        means = (
+            np.average([shares[q][setting] for setting in np.array(settings)[own]], weights=runs[own])
+            for q in QUANTITIES
+        )
+        cells.append((str(engine), str(runs[own].sum()), *(f"{mean:.0%}" for mean in means)))
+    found = spread(errors["tpot_s"])
+    spreads = ", ".join(f"{value:.3f}" for value in found[:3])
+    drawn = ", ".join(f"{value:.3f}" for value in (MEASURED.family, MEASURED.rollout, MEASURED.tilt))
+    told = "families, settings of one beside that, and doublings of users"
+    table = markdown(("engine", "runs", "TPOT inside", "TTFT inside"), cells)
+    return f"{table}\nLog errors of TPOT scatter by {spreads} over {told}; worlds draw {drawn}.\n"
 
 
 def kind_rows(runs: Sequence[ServingRun], fits: TransferFits, kind: Kind, without: str = WHOLE) -> list[Row]:
