@@ -69,9 +69,9 @@ def spread(errors: Mapping[str, Floats]) -> Spread:
     means = {family: float(np.mean(own)) for family, own in levels.items()}
     freedom = len(lines) / max(len(lines) - len(means), 1)  # each family's mean is made of its settings
     beside = np.sqrt(freedom) * np.array([one.level - means[_family(setting)] for setting, one in lines.items()])
-    tilts, noises = (np.array([getattr(one, name) for one in lines.values()]) for name in ("tilt", "noise"))
-    columns = (np.array(list(means.values())), beside, tilts, noises)
-    return Spread(*(float(np.sqrt(np.nanmean(column**2))) for column in columns))
+    tilts = [one.tilt for one in lines.values() if not math.isnan(one.tilt)] or [0.0]
+    columns = (list(means.values()), beside, tilts, [one.noise for one in lines.values()])
+    return Spread(*(float(np.sqrt(np.mean(np.square(column)))) for column in columns))
 
 
 def inside(errors: Mapping[str, Floats]) -> dict[str, float]:
