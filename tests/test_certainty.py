@@ -288,8 +288,8 @@ def test_spreads_over_families_and_their_settings_by_hand() -> None:
     the root of 4 / 2. One setting's errors grow by 0.1 a doubling."""
     users = np.arange(-1.0, 2.0)
     levels = {"a/x": 0.3, "a/y": 0.1, "b/x": 0.0, "b/y": -0.4}
-    errors = {name: np.stack([users, level + (0.1 * users if name == "a/x" else 0.0)], axis=1)
-              for name, level in levels.items()}  # fmt: skip
+    slopes = {"a/x": 0.1}
+    errors = {name: np.stack([users, level + slopes.get(name, 0.0) * users], axis=1) for name, level in levels.items()}
     found = spread(errors)
     assert found == pytest.approx((0.2, math.sqrt(2 * (0.01 + 0.04) / 2), 0.05, 0.0), abs=1e-12)
     assert inside(errors)["a/y"] == 1.0
