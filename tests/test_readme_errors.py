@@ -88,6 +88,10 @@ def transferred(engine: str) -> str:
     return size(means("transfer", engine, "tpot_s"))
 
 
+def today(quantity: str, column: int = 4) -> str:
+    return size(means("transfer", "today", quantity, column))
+
+
 def pat(engine: str) -> str:
     verl, own = f"h100-24k{engine}-verl", f"h100-24k{engine}"
     seconds = [one("pat", case, quantity) for quantity in ("gen_time_s", "step_time_s") for case in (verl, own)]
@@ -105,6 +109,13 @@ STATED = {
         f"vLLM {transferred('vllm')}, SGLang {transferred('sglang')} (its fits leave nothing out), TensorRT-LLM "
         f"{transferred('trtllm')} (TP8 {transferred('trtllm/llama-3.1-8b/tp8')}); first token "
         f"{size(means('transfer', 'vllm|sglang|trtllm', 'ttft_s'))}"
+    ),
+    "today": lambda: (
+        f"mean {today('tpot_s')}, median {today('tpot_s', 5)}, worst family "
+        f"{size([max(Decimal(row[2].strip('%')) for row in cells('transfer') if len(row) == 8 and row[1].isdigit())])}; first token {today('ttft_s')}"
+    ),
+    "peers": lambda: "{}, AISimulate {}; first token {}, {}".format(
+        *next(row for row in cells("transfer") if row[0] == "all" and len(row) == 6)[2:]
     ),
     "rollout": lambda: (
         f"{size(errors('rollout', 'cpu/[a-z0-9]*', 'makespan_s'))}; single steps "
