@@ -98,6 +98,7 @@ def pat(engine: str) -> str:
     return "generation {} and {}, step {} and {}".format(*seconds)
 
 
+FAMILIES = [Decimal(row[2].strip("%")) for row in cells("transfer") if len(row) == 8 and row[1].isdigit()]
 KERNELS = "h[12]00-sxm-(vllm|sglang|trtllm)"
 H20, A100 = "verl/row-(10|11|12|28|29)", "verl/row-[234]"
 ASYNC, TUNED = "asynchronous", "speedup over the tuned best"
@@ -112,7 +113,7 @@ STATED = {
     ),
     "today": lambda: (
         f"mean {today('tpot_s')}, median {today('tpot_s', 5)}, worst family "
-        f"{size([max(Decimal(row[2].strip('%')) for row in cells('transfer') if len(row) == 8 and row[1].isdigit())])}; first token {today('ttft_s')}"
+        f"{size([max(FAMILIES)])}; first token {today('ttft_s')}"
     ),
     "peers": lambda: "{}, AISimulate {}; first token {}, {}".format(
         *next(row for row in cells("transfer") if row[0] == "all" and len(row) == 6)[2:]
