@@ -94,7 +94,7 @@ class Family:
         return [
             word
             for word, value in config.items()
-            if value and word not in known and not any(fnmatchcase(word, idle) for idle in _TABLE["idle"])
+            if value and word not in known and not any(fnmatchcase(word, idle) for idle in _TABLE["idle"].split())
         ]
 
 
