@@ -13,7 +13,7 @@ from rlsim.calibrate.measure import steps  # noqa: E402
 from rlsim.calibrate.measure.batch import Batch  # noqa: E402
 from rlsim.calibrate.measure.bench import Bench  # noqa: E402
 from rlsim.calibrate.measure.clock import Effort, Timing  # noqa: E402
-from rlsim.calibrate.measure.decoder import KvCache, build_decoder, weight_splits  # noqa: E402
+from rlsim.calibrate.measure.decoder import KvCache, build_decoder, check_degree, weight_splits  # noqa: E402
 from rlsim.calibrate.measure.journal import Point  # noqa: E402
 from rlsim.calibrate.measure.layout import migrate, reshard  # noqa: E402
 from rlsim.calibrate.measure.plan import reshard_bytes  # noqa: E402
@@ -52,14 +52,14 @@ def test_shapes_add_up_to_the_models_parameters():
         assert total == model.parameters
 
 
-def test_what_cannot_be_built_is_refused(two):
+def test_what_cannot_be_built_is_refused():
     experts = TINY.model_copy(update={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8})
     with pytest.raises(CalibrationError, match="experts"):
         weight_splits(experts)
     with pytest.raises(CalibrationError, match="norms over all heads are not built"):
         weight_splits(TINY.model_copy(update={"model_type": "olmo2"}))
-    with pytest.raises(CalibrationError, match="41 tokens of the vocabulary do not divide"), Workers(2) as workers:
-        workers.call(_logits, TINY.model_copy(update={"vocab_size": 41}), 2, 0)
+    with pytest.raises(CalibrationError, match="41 tokens of the vocabulary do not divide"):
+        check_degree(TINY.model_copy(update={"vocab_size": 41}), 2)
 
 
 def test_every_degree_gives_the_same_logits(two):

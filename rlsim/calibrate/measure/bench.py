@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsim.calibrate.measure.clock import Effort, Timing, measure
+from rlsim.calibrate.measure.clock import BATCH_S, Effort, Timing, laps, measure
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.models import Model
 
@@ -71,13 +71,15 @@ class Bench:
 def _launcher(functions: Sequence[Call], device: str) -> tuple[Call, int]:
     """What goes through `functions` in turn, and the calls it makes at once.
 
-    On the CPU it makes one call; on CUDA it is a captured graph of all of them, so that the host's launch time does not
-    count.
+    On the CPU it makes one call; on CUDA it is a captured graph of all of them, many times over if they are short, so
+    that the host's launch time does not count.
     """
     if device == "cpu":
         turns = itertools.cycle(functions)
         return lambda: next(turns)(), 1
-    calls = [function for _ in range(math.ceil(_CALLS / len(functions))) for function in functions]
+    pilot = laps(lambda: [function() for function in functions], 2, device)[-1]
+    rounds = math.ceil(_CALLS / len(functions)) if pilot.seconds < BATCH_S["cuda"] else 1
+    calls = [function for _ in range(rounds) for function in functions]
     return captured(lambda: [function() for function in calls], device).replay, len(calls)
 
 

@@ -185,7 +185,9 @@ class Decoder:
         `longest` the largest of them. Returns the hidden states [batch, hidden]. Attention reads as many tokens of
         every sequence as the longest has.
         """
-        batch, on_cpu = len(tokens), self.cache.on_cpu
+        batch, on_cpu, room = len(tokens), self.cache.on_cpu, self.cache.max_tokens
+        one = torch.arange(batch + 1, device=self.device, dtype=torch.int32)
+        starts = one, one * room
         # the flash kernel reads lengths on the device, so that one captured graph serves all
         seen = padding_mask(contexts, longest, self.dtype) if on_cpu else contexts.int()
 
@@ -194,9 +196,7 @@ class Decoder:
                 keys, values = (x[:batch, :longest].transpose(1, 2) for x in (keys, values))
                 return attend_padded(q.view(batch, self.heads[1], -1, q.shape[-1]), keys, values, seen)
             keys, values = (x[:batch].reshape(-1, *x.shape[2:]) for x in (keys, values))
-            one = torch.arange(batch + 1, device=self.device, dtype=torch.int32)
-            room = self.cache.max_tokens
-            return flash(q.contiguous(), keys, values, (one, one * room), (1, room), seen)
+            return flash(q.contiguous(), keys, values, starts, (1, room), seen)
 
         return self._layers(tokens, self._rows[:batch], contexts - 1, attend)
 

@@ -96,7 +96,7 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
     bench = Bench(request.device, dtype, model, tps[0], facts.cache_bytes, effort)
     longest_s = min(0.5, request.budget_s / 1000.0)
     points = plan(GridSetup(request.device, model, tps, workers, facts.worker_memory_bytes, longest_s))
-    with Workers(workers, device=request.device, threads=THREADS) as team:
+    with Workers(workers, device=request.device) as team:
         team.call(warm_up)
 
         def measure_point(point: Point) -> Timing | str:

@@ -70,17 +70,17 @@ class Worker:
 class Workers:
     """`count` processes on `device` ("cpu" or "cuda"), each pinned to its own core or given its own GPU.
 
-    On the CPU each has `threads` threads, and as many cores to itself if there are enough. Use as a context manager;
-    after a failure all of them are gone. They are started afresh (spawn), so a script that uses them needs the usual
-    `if __name__ == "__main__"`. Raises `CalibrationError` if they cannot start.
+    On the CPU each has one thread. Use as a context manager; after a failure all of them are gone. They are started
+    afresh (spawn), so a script that uses them needs the usual `if __name__ == "__main__"`. Raises `CalibrationError` if
+    they cannot start.
     """
 
-    def __init__(self, count: int, device: str = "cpu", threads: int = 1) -> None:
-        if count < 1 or threads < 1:
-            raise CalibrationError(f"{count} workers of {threads} threads: expected at least one of each")
+    def __init__(self, count: int, device: str = "cpu") -> None:
+        if count < 1:
+            raise CalibrationError(f"{count} workers: expected at least one")
         if device not in ("cpu", "cuda"):
             raise CalibrationError(f"unknown device {device!r}; expected cpu or cuda")
-        self.count, self.device, self.threads = count, device, threads
+        self.count, self.device = count, device
         self.pids: list[int] = []
         self._pools: list[ProcessPoolExecutor] = []  # one a worker: a call goes to each, not to whichever is free
 
@@ -90,7 +90,7 @@ class Workers:
         self._pools = [ProcessPoolExecutor(1, get_context("spawn")) for _ in range(self.count)]
         self.pids = self._results([pool.submit(os.getpid) for pool in self._pools])
         folder = Path(self._scratch.name)
-        places = [(rank, self.count, self.device, self.threads, folder) for rank in range(self.count)]
+        places = [(rank, self.count, self.device, folder) for rank in range(self.count)]
         self._results([pool.submit(_join, *place) for pool, place in zip(self._pools, places, strict=True)])
         return self
 
@@ -143,12 +143,12 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return function(_here[0], *args)
 
 
-def _join(rank: int, count: int, device: str, threads: int, folder: Path) -> None:
+def _join(rank: int, count: int, device: str, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if device == "cpu" and hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[(rank * threads + i) % len(cores)] for i in range(threads)})
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # gloo greets on standard output
@@ -158,7 +158,7 @@ def _join(rank: int, count: int, device: str, threads: int, folder: Path) -> Non
     except ImportError:
         raise CalibrationError("measuring needs PyTorch: pip install 'rlsim[gpu]'") from None
     if device == "cpu":
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
     elif torch.cuda.device_count() < count:
         raise CalibrationError(f"{count} GPUs are needed, there are {torch.cuda.device_count()}")
     else:
