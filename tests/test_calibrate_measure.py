@@ -245,7 +245,7 @@ def test_contexts_have_their_mean_and_maximum() -> None:
     lengths = contexts(5, 10, 20)
     assert max(lengths) == 20
     assert sum(lengths) == 50
-    with pytest.raises(ValueError, match="cannot have"):
+    with pytest.raises(CalibrationError, match="1 sequences cannot have -5 tokens"):
         contexts(2, 10, 25)
 
 

@@ -11,6 +11,7 @@ from rlsim.calibrate.measure.journal import Point
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.transfer import kv_rank_bytes
+from rlsim.errors import CalibrationError
 from rlsim.models import Model
 
 #: Points of every operator in the first round; the next has twice as many, and so on.
@@ -138,18 +139,20 @@ def doublings(low: int, high: int, steps: int = 1) -> list[int]:
     return list(dict.fromkeys(itertools.takewhile(lambda value: value <= high, values)))
 
 
+def equal_contexts(batch: int, total: int) -> list[int]:
+    """`batch` whole numbers, as equal as possible, that add up to `total`, at least one each."""
+    if total < batch:
+        raise CalibrationError(f"{batch} sequences cannot have {total} tokens together")
+    return [total // batch + (i < total % batch) for i in range(batch)]
+
+
 def contexts(batch: int, mean: int, longest: int) -> list[int]:
     """`batch` context lengths with this mean and maximum: one of `longest` tokens, the rest alike.
 
-    Raises `ValueError` if there are none.
+    Raises `CalibrationError` if there are none.
     """
-    rest = batch * mean - longest
-    if batch == 1 or rest < batch - 1 or longest < mean:
-        if longest == mean:
-            return [mean] * batch
-        raise ValueError(f"{batch} contexts cannot have a mean of {mean} and a longest of {longest}")
-    base, more = divmod(rest, batch - 1)
-    return [longest, *(base + (i < more) for i in range(batch - 1))]
+    alike = longest == mean
+    return [mean] * batch if alike else [longest, *equal_contexts(batch - 1, batch * mean - longest)]
 
 
 # The grid of every operator: values of `measurements.KEYS` without the model's name and, of steps, the TP ------------

@@ -1,7 +1,8 @@
 """Communication between the ranks of one replica in every layer: all-reduce and all-gather.
 
-On CUDA it is NCCL. On the CPU it is memory that the processes share: gloo's own threads compete with the computing
-thread for the core, and a step's many small sums would each wait for the scheduler's tick, milliseconds long.
+On CUDA it is NCCL. On the CPU sums and gathers go through memory that the processes share: gloo's own threads compete
+with the computing thread for the core, and a step's many small sums would each wait for the scheduler's tick,
+milliseconds long. What is exchanged in a change of layout is large, and gloo's.
 """
 
 from __future__ import annotations
@@ -109,24 +110,6 @@ class SharedMemoryRanks(Ranks):
         for start, piece in zip(range(0, x.numel(), step), torch.split(x.view(-1), step), strict=True):
             for whole, buffer in zip(found, self._post(piece), strict=True):
                 whole.view(-1)[start : start + step] = buffer[: len(piece)]
-        return found
-
-    def exchange(
-        self, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], like: torch.Tensor
-    ) -> dict[int, torch.Tensor]:
-        """Every rank posts what it has for all others, one after another; each copies what is meant for it."""
-        own = torch.tensor([len(sends[peer]) if peer in sends else 0 for peer in range(self.size)])
-        tables = torch.stack(self.all_gather(own)).tolist()  # by sender and receiver
-        stream = torch.cat([sends[peer] for peer in sorted(sends)]) if sends else like.new_empty(0)
-        found = {peer: like.new_empty(size) for peer, size in sizes.items()}
-        step = CAPACITY_BYTES // like.element_size()
-        for start in range(0, max(sum(table) for table in tables), step):
-            buffers = self._post(stream[start : start + step])
-            for peer, tensor in found.items():
-                first = sum(tables[peer][: self._index])
-                low, high = max(first, start), min(first + len(tensor), start + step)
-                if low < high:
-                    tensor[low - first : high - first] = buffers[peer][low - start : high - start]
         return found
 
     def _post(self, piece: torch.Tensor) -> list[torch.Tensor]:

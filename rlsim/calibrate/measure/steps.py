@@ -17,7 +17,7 @@ from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import Lap, Timing, laps, measure
 from rlsim.calibrate.measure.decoder import Decoder, KvCache, random_weights
 from rlsim.calibrate.measure.layout import Move, migrate, reshard
-from rlsim.calibrate.measure.plan import MIGRATED
+from rlsim.calibrate.measure.plan import MIGRATED, equal_contexts
 from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.errors import CalibrationError
 from rlsim.models import Model
@@ -96,13 +96,6 @@ STEPS: Mapping[str, Callable[..., Timing]] = {
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
-
-
-def equal_contexts(batch: int, total: int) -> list[int]:
-    """`batch` whole numbers, as equal as possible, that add up to `total`, at least one each."""
-    if total < batch:
-        raise CalibrationError(f"{batch} sequences cannot have {total} tokens together")
-    return [total // batch + (i < total % batch) for i in range(batch)]
 
 
 def spread_moves(contexts: Sequence[int], from_replicas: int, to_replicas: int) -> list[Move]:
