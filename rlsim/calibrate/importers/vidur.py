@@ -179,34 +179,32 @@ def _attention(path: Path, ref: Reference | None, notes: list[str]) -> Tables:
     table = read_table(path, [*whole, "is_prefill", _median("attn_decode"), _median("attn_prefill")])
     table = numbers(path, table, whole)
     table = numbers(path, table, ["n_q_head", "num_tensor_parallel_workers"], positive=True)  # they divide
-    tp = table.num_tensor_parallel_workers
+    tp, cached = table.num_tensor_parallel_workers, table.kv_cache_size.astype(int)
     table = table.assign(
         head_dim=(table.n_embd / table.n_q_head).astype(int),
         q_heads=(table.n_q_head / tp).astype(int),
         kv_heads=np.maximum(1, table.n_kv_head / tp).astype(int),
         batch=table.batch_size.astype(int),
+        context=cached + 1,
+        longest=cached + 1,
+        new=table.prefill_chunk_size.astype(int),
+        prior=cached,
     )
-    prompt = table.is_prefill.astype(str).str.lower() == "true"
-    decode = numbers(path, table[~prompt], [_median("attn_decode")])
-    decode = decode.assign(
-        context=decode.kv_cache_size.astype(int) + 1,
-        longest=decode.kv_cache_size.astype(int) + 1,
-        seconds=decode[_median("attn_decode")] * MS,
-    )
-    prefill = numbers(path, table[prompt], [_median("attn_prefill")])
-    prefill = prefill.assign(
-        new=prefill.prefill_chunk_size.astype(int),
-        prior=prefill.kv_cache_size.astype(int),
-        seconds=prefill[_median("attn_prefill")] * MS,
-    )
-    decode, prefill = _timed(decode, path, notes), _timed(prefill, path, notes)
-    each = 4.0 * decode.batch * decode.context * decode.head_dim
-    decode = check_kernels(path, decode, each * decode.q_heads, each * decode.kv_heads, ref, notes)
-    pairs = prefill.batch * prefill.new * (prefill.prior + 0.5 * prefill.new)
-    flops = 4.0 * pairs * prefill.q_heads * prefill.head_dim
-    prefill = check_kernels(path, prefill, flops, np.zeros(len(prefill)), ref, notes)
-    found = {"decode_attention": decode, "prefill_attention": prefill}
-    return {name: rows[[*KEYS[name], "seconds"]] for name, rows in found.items() if len(rows)}
+    is_prompt = table.is_prefill.astype(str).str.lower() == "true"
+    found = {}
+    for operator, time, prompts in (
+        ("decode_attention", _median("attn_decode"), False),
+        ("prefill_attention", _median("attn_prefill"), True),
+    ):
+        rows = numbers(path, table[is_prompt == prompts], [time])
+        rows = _timed(rows.assign(seconds=rows[time] * MS), path, notes)
+        pairs = rows.new * (rows.prior + 0.5 * rows.new) if prompts else rows.context
+        each = 4.0 * rows.batch * pairs * rows.head_dim
+        read = 0.0 * each if prompts else each * rows.kv_heads
+        rows = check_kernels(path, rows, each * rows.q_heads, read, ref, notes)
+        if len(rows):
+            found[operator] = rows[[*KEYS[operator], "seconds"]]
+    return found
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
@@ -216,14 +214,9 @@ def collectives(path: Path, op: str, ref: Reference | None = None, notes: list[s
     """One collective inside a node: op, gpus, bytes, seconds; in older files the size is tokens of a hidden width."""
     notes = [] if notes is None else notes
     time = _median(op)
-    table = read_table(path, [time, "num_workers"])
-    if "size" in table:
-        table = numbers(path, table, ["size", "num_workers", time])
-        table = table.assign(bytes=table["size"])
-    else:
-        table = read_table(path, ["n_embd", "num_tokens"])
-        table = numbers(path, table, ["n_embd", "num_tokens", "num_workers", time])
-        table = table.assign(bytes=table.n_embd * table.num_tokens * 2.0)
+    sized = ["size"] if "size" in read_table(path, [time, "num_workers"]) else ["n_embd", "num_tokens"]
+    table = numbers(path, read_table(path, sized), [*sized, "num_workers", time])
+    table = table.assign(bytes=table["size"] if sized == ["size"] else table.n_embd * table.num_tokens * 2.0)
     if "devices_per_node" in table:
         table = numbers(path, table, ["devices_per_node"])
         across = table.num_workers > table.devices_per_node
