@@ -328,30 +328,11 @@ def mlp_rows() -> pd.DataFrame:
 
 def vidur_attention_rows() -> pd.DataFrame:
     shape = {"n_embd": 8192, "n_q_head": 64, "n_kv_head": 8, "block_size": 16, "num_tensor_parallel_workers": 2}
-    decode = [
-        {
-            "batch_size": b,
-            "prefill_chunk_size": 0,
-            "kv_cache_size": c,
-            "is_prefill": False,
-            "decode": 0.01 + b * c * 2e-6,
-        }
-        for b in (1, 8, 64)
-        for c in (32, 1024, 4000)
-    ]
-    prefill = [
-        {
-            "batch_size": 1,
-            "prefill_chunk_size": n,
-            "kv_cache_size": c,
-            "is_prefill": True,
-            "prefill": 0.02 + n * (c + n) * 3e-7,
-        }
-        for n in (64, 128, 256, 512, 1024)
-        for c in (0, 512)
-    ]
-    names = {"decode": "time_stats.attn_decode.median", "prefill": "time_stats.attn_prefill.median"}
-    return pd.DataFrame([{**shape, **row} for row in decode + prefill]).rename(columns=names)
+    decode = [(b, 0, c, False, 0.01 + b * c * 2e-6, None) for b in (1, 8, 64) for c in (32, 1024, 4000)]
+    prefill = [(1, n, c, True, None, 0.02 + n * (c + n) * 3e-7) for n in (64, 128, 256, 512, 1024) for c in (0, 512)]
+    columns = ["batch_size", "prefill_chunk_size", "kv_cache_size", "is_prefill"]
+    columns += ["time_stats.attn_decode.median", "time_stats.attn_prefill.median"]
+    return pd.DataFrame(decode + prefill, columns=columns).assign(**shape)
 
 
 def network_rows(op: str, new: bool = True) -> pd.DataFrame:
@@ -738,25 +719,14 @@ def real() -> Built:
 def test_real_tables_give_what_is_shipped(real: Built) -> None:
     calibration = real.calibration
     mine = Operators(calibration.operators, calibration.reference)
-    ratios = {
-        "gemm": [
-            mine.gemm_s(m, n, k) / OPERATORS.gemm_s(m, n, k)
-            for m in (1, 64, 2048)
-            for n, k in ((6144, 4096), (4096, 14336), (1280, 5120))
-        ],
-        "decode": [
-            mine.decode_attention_s(b, b * c, 32, 8, 128) / OPERATORS.decode_attention_s(b, b * c, 32, 8, 128)
-            for b in (1, 32, 256)
-            for c in (128, 2048, 16384)
-        ],
-        "prefill": [
-            mine.prefill_attention_s([(n, 0)] * b, 32, 8, 128) / OPERATORS.prefill_attention_s([(n, 0)] * b, 32, 8, 128)
-            for b in (1, 8)
-            for n in (128, 1024, 8192)
-        ],
+    shapes = {
+        "gemm_s": [(m, n, k) for m in (1, 64, 2048) for n, k in ((6144, 4096), (4096, 14336), (1280, 5120))],
+        "decode_attention_s": [(b, b * c, 32, 8, 128) for b in (1, 32, 256) for c in (128, 2048, 16384)],
+        "prefill_attention_s": [([(n, 0)] * b, 32, 8, 128) for b in (1, 8) for n in (128, 1024, 8192)],
     }
-    for operator, values in ratios.items():
-        assert np.abs(np.array(values) - 1.0).max() < 0.03, operator
+    for name, calls in shapes.items():
+        ratios = [getattr(mine, name)(*call) / getattr(OPERATORS, name)(*call) for call in calls]
+        assert np.abs(np.array(ratios) - 1.0).max() < 0.03, name
     for operator in ("gemm", "decode_attention", "prefill_attention"):
         mine_error, shipped = calibration.residuals[operator], H100.residuals[operator]
         assert mine_error.count == shipped.count
