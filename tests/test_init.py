@@ -873,6 +873,7 @@ def test_every_start_condition_has_a_source_and_words_for_its_names() -> None:
         ({"training": {"mini_batches": 7}, "framework": "veRL 0.8"}, "7 mini-batches of 8"),
         ({"workflow": {"prompts": 9, "responses": 5}, "framework": "veRL 0.8"}, "among 8 ranks"),
         ({"framework": "NeMo-RL"}, "training states leave the GPUs"),
+        ({"framework": "NeMo-RL", "systems": [{"name": "s", "use": [{"verl": {"tp": 2}}, {"split": {}}]}]}, ""),
     ],
 )
 def test_an_experiment_that_its_engine_or_framework_would_not_start_with(

@@ -100,7 +100,7 @@ def unfit(simulator: Simulator, spec: SystemSpec) -> str | None:
         check_system(simulator, spec)
     except RlsimError as error:
         return str(error).removeprefix(f"{spec.shown}: ")
-    mine, its = starts_of(simulator.loaded), starts_of(simulator.loaded, [repr(spec.parts)])
+    mine, its = starts_of(simulator.loaded), starts_of(simulator.loaded, [spec])
     return next((reason for reason in its if reason not in mine), None)
 
 

@@ -3,8 +3,7 @@ engine does not start (`rlsim/data/starts.yaml`). Conditions of all tables are h
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.systems import System
+from rlsim.experiment.systems import System, SystemSpec, parse_systems
 from rlsim.layers import FullAttention
 from rlsim.models import Model
 from rlsim.reading import read_yaml
@@ -140,7 +139,7 @@ def shape_values(model: Model) -> dict[str, Any]:
     }
 
 
-def starts_of(loaded: LoadedExperiment, systems: Any = None) -> list[str]:
+def starts_of(loaded: LoadedExperiment, systems: Sequence[SystemSpec] = ()) -> list[str]:
     """Why the framework or engine of an experiment would not start with it, in words; empty if nothing is known to.
 
     Of other `systems` if any are given. What is not written in it, the engine and the framework settle themselves.
@@ -150,7 +149,7 @@ def starts_of(loaded: LoadedExperiment, systems: Any = None) -> list[str]:
     written = {key: value for key, value in engine if key in engine.model_fields_set}
     framework, _, release = experiment.framework.partition(" ")
     (engine_name, *others) = {calibration.engine for calibration in loaded.calibrations.values()}
-    colocated = "rollout_gpus" not in json.dumps(systems or experiment.systems, default=str)
+    colocated = not any(spec.make().placing for spec in systems or parse_systems(experiment.systems))
     megatron, tp, pp, cp = training.backend == "megatron", training.tp, training.pp, training.cp
     values = {
         **shape_values(loaded.model),
