@@ -276,6 +276,7 @@ def cost_of(tmp_path: Path, case: str, **costs: Any) -> RolloutCostModel:
     from rlsim.experiment.simulator import Simulator
 
     data = {**drafted(case, tmp_path).data(), "costs": costs}
+    data["engine"] = data["engine"] | {"async_scheduling": False}  # the host's time adds to a step
     return Simulator(LoadedExperiment.of(load_experiment(data)[0], tmp_path)).placed().rollout_costs
 
 

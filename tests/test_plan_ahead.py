@@ -76,6 +76,7 @@ def test_the_space_has_the_splits_that_an_experiment_runs_and_the_bound_holds_fo
         "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "8K"},
         "workflow": {"algorithm": "grpo", "prompts": 64, "responses": 8, "steps": 4, "reference": False},
         "training": {"micro_batch_tokens": "16K", "recompute": "full", "mini_batches": 2},
+        "engine": {"async_scheduling": False},
         "systems": ["verl"],
     }
     plans = space_of(given)

@@ -59,6 +59,7 @@ def machine(cluster: str, calibration: str) -> PlacedExperiment:
             "calibration": calibration,
             "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "16K"},
             "workflow": {"prompts": 16, "responses": 8, "steps": 1},
+            "engine": {"async_scheduling": False},  # host time is what a large TP cannot shrink
             "training": {"offload": True, "cp": 2},  # a sequence of 16K tokens is too much for one A40
             "systems": ["pat"],
         }

@@ -299,8 +299,8 @@ FAULTS = (
         "timer",
         "at finishes alone",
         _SIM + "rollout.py",
-        "        if self._left:\n            self._ask_at_end(due)",
-        "        pass",
+        "        self._ticks = False\n        self._ask_at_end(due)",
+        "        self._ticks = False",
     ),
     Fault(
         "popularity of experts",
