@@ -469,7 +469,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
     monkeypatch.setattr(session, "Effort", lambda **_: Effort(1, 3, 0.0, 0.02))
     out = tmp_path / "out"
     arguments = ["calibrate", "--device", "cpu", "--model", str(model_file(tmp_path)), "--tp", "1,2"]
-    result = CliRunner().invoke(app, [*arguments, "--budget", "40s", "--out", str(out)])
+    result = CliRunner().invoke(app, [*arguments, "--budget", "110s", "--out", str(out)])
     assert result.exit_code == 0, result.exception
     assert "on points that its fits have not seen" in result.stdout
     calibration = load_calibration(next(out.glob("cpu-*-torch.yaml")))
