@@ -51,9 +51,10 @@ def with_half(row: Row, name: str) -> str:
 
 
 def with_model(row: Row, name: str) -> str:
-    """`with_half`, and the 95% interval over the calibration's errors (`…_model_low`, `…_high`) where it was drawn."""
+    """The column `name` of a row with its 95% interval over the calibration's errors (`…_model_low`, `…_high`), or with
+    half that of its mean where none was drawn."""
     low, high = (row[f"{name}_model_{end}"] for end in ("low", "high"))
-    return with_half(row, name) + ("" if is_missing(low) else f" [{number(low, 0)}, {number(high, 0)}]")
+    return with_half(row, name) if is_missing(low) else f"{number(row[name], 1)} [{number(low, 0)}, {number(high, 0)}]"
 
 
 def with_choice(system: str, tuned: Mapping[str, str]) -> str:

@@ -116,6 +116,7 @@ def test_predictions_have_the_error_that_was_asked_for() -> None:
 def test_knowing_lengths_shortens_a_tail_and_a_bad_predictor_does_not() -> None:
     systems = [use("dealt"), use("known", {"skewness_dispatch": {"error": 0, "long": 0.1}})]
     systems.append(use("guessed", {"skewness_dispatch": {"error": 3, "long": 0.1}}))
-    found = run(*systems, trace={**EXPERIMENT["trace"], "cap": "8K"}, workflow={"prompts": 32, "steps": 3})
+    trace = {**EXPERIMENT["trace"], "cap": "8K"}
+    found = run(*systems, trace=trace, workflow={"prompts": 32, "steps": 3}, engine={"async_scheduling": False})
     gen_s = found.steps.groupby("system")["gen_time_s"].mean()
     assert gen_s["known"] < gen_s["dealt"] < gen_s["guessed"]

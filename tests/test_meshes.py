@@ -157,7 +157,7 @@ def test_openrlhf_cuts_where_it_is_told() -> None:
     [
         (
             split((0, 11), (12, 15), {"verl": {"tp": 8}}),
-            "TP 8 does not divide its 12 heads, 2 KV heads and MLP width 8960",
+            "TP 8 does not divide the 4 GPUs of a node that generation has",
         ),
         (
             split((0, 10), (11, 15), {"verl": {"tp": 2}}),

@@ -33,8 +33,8 @@ _MEANINGS = {
     "by tokens": "the same of tokens, prompts counted",
     "95% interval": "of the speedup, or by tokens where systems train on other lengths; over seeds and, where these "
     "were drawn, over the calibration's errors; it decides the verdict",
-    "step (s)": "± is half the 95% interval of a mean, by how far its own steps differ in all seeds; in brackets that "
-    "over the calibration's errors",
+    "step (s)": "± is half the 95% interval of a mean, by how far its own steps differ in all seeds; brackets: the "
+    "95% interval over the calibration's errors, where they were drawn",
     "tokens/s": "trained on, prompts counted",
     "idle": "share of GPU time",
     "tail": "share of busy GPU time that decodes at less than half of the full batch's throughput",

@@ -331,7 +331,6 @@ class ControlContext:
         if self.replica_gpus not in (None, tp):
             raise ConfigError(f"{PLANNED.format(self.replica_gpus)}; the system's layout would begin with {tp}")
         if tp in self.infeasible:
-            self.costs.step(tp)  # no room mends a degree that the model has not
             raise CapacityError(self.infeasible[tp])
         if not divides_nodes(tp, self.node_gpus):
             odd = next((gpus for gpus in self.node_gpus if tp < 1 or gpus % tp), self.node_gpus[0])

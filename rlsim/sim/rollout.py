@@ -506,7 +506,7 @@ class Rollout(RolloutState):
             fits = version is not None and self.updates.keeps(version, to.version)
             request.has_kv = fits and kv == "migrate"
         self._bound_for[to.node] -= len(arrivals)
-        if to.stopped is None:
+        if to.stopped is None or (self._stopping and not to.stopped.triggered):
             self._give(to, arrivals)
         else:  # whether it stops at this very moment is known when that is over
             self._deal_at_end()
