@@ -44,6 +44,8 @@ RATIOS = {
 }
 #: A ratio's column, and its interval's.
 ENDS = ("", "_low", "_high")
+#: Worlds from which the seconds of a step have an interval: fewer know their spread by a factor of several.
+FEWEST_WORLDS = 5
 
 
 def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -135,7 +137,9 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
             row |= ratios(own, reference)
             for name, drawn in (("speedup", "worlds"), ("step_time_s", "world_steps")):
-                row |= model_interval(name, row[name], manifest.get(drawn, {}).get(case, {}).get(system, ()))
+                found = manifest.get(drawn, {}).get(case, {}).get(system, ())
+                enough = name == "speedup" or len(found) >= FEWEST_WORLDS
+                row |= model_interval(name, row[name], found if enough else ())
             row["held_back"], row["unsteady"] = held_back(its_steps), unsteady(its_steps)
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
