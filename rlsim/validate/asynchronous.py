@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from scipy.optimize import brentq
 
+from rlsim.reading import read_yaml
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import measured_section
 from rlsim.validate.rows import Row, markdown, ratio_row
@@ -21,6 +23,7 @@ from rlsim.validate.steps_verl import STEPS, stacks, verl_experiment
 
 ASYNCHRONOUS = "async_steps.csv"
 THROUGHPUT = "async_throughput.csv"
+STATED = "runs_2026.yaml"
 #: AReaL's runs: the mean response (tokens) is what its throughput and step leave of 2,048 sequences of a step (as in
 #: its recipe), less a prompt of 100; steps after which a run is steady; the bound of the asynchronous one.
 AREAL_BATCH = {"prompts": 128, "responses": 16}
@@ -52,7 +55,22 @@ def section(options: Options) -> Section:
     found += fully_async_rows(_record(table, 1), _record(table, 2), _record(synchronous, 10))
     options.progress("veRL v1, a mixture of experts")
     found += v1_rows(_record(table, 23), _record(table, 26))
+    options.progress("runs of 2026")
+    found += stated_rows(options.evidence / STATED)
     return measured_section(found, 2, curve=_curve_table(curve))
+
+
+def stated_rows(path: Path) -> Iterator[Row]:
+    """Runs that are experiments as their sources state them: each arm's steps and calls, in seconds."""
+    for run in read_yaml(path)["runs"]:
+        for arm in run["arms"]:
+            parts = [{name: parameters} for name, parameters in arm["system"].items()]
+            system = {"name": arm["name"], "use": parts}
+            own = {"name": run["case"], **run["common"], **arm.get("set", {}), "seeds": 1, "systems": [system]}
+            for call, found_s in seconds(own, arm["mean"]).items():
+                if call in arm:
+                    quantity = "step_time_s" if call == "step" else f"{call}_s"
+                    yield row(f"{run['case']}/{arm['name']}", quantity, arm[call], found_s, run["source"])
 
 
 def _record(table: pd.DataFrame, number: int) -> dict[str, Any]:
