@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlsim.cli import app
+from rlsim.cli.tables import Table
 from rlsim.errors import ConfigError
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
@@ -291,3 +292,9 @@ def test_what_an_input_was_fitted_to_never_stands_alone() -> None:
     fitted = [case for case, row in rows.items() if row.note.startswith("training efficiency fitted")]
     assert len(fitted) == 8
     assert all("the calibration's" in rows[f"{case}-unfitted"].note for case in fitted)
+
+
+def test_a_column_without_heading_or_text_is_no_error() -> None:
+    """As of a study whose rows have no remark."""
+    ((heading, lines),) = Table(["study", ""], [["engine", ""], ["batch", ""]]).parts(80)
+    assert (heading, lines) == ("study", ["engine", "batch"])

@@ -39,7 +39,7 @@ class Table:
         """Heading and lines of every part of at most so many characters, as long as no column alone has more."""
         cells = [[printable(cell) for cell in row] for row in self.rows]
         texts = [[*heading.split(" "), *(row[i] for row in cells)] for i, heading in enumerate(self.headings)]
-        widths = [max(map(_width, own), default=0) for own in texts]
+        widths = [max(1, *map(_width, own)) for own in texts]
         last = len(widths) - 1
         names = [i for i in range(last) if set(range(i + 1)) <= set(self.words) - {self.prose}] or [0]
         if self.prose >= 0:
