@@ -64,7 +64,7 @@ def luck_note(steps: pd.DataFrame) -> Iterator[str]:
 
 def rate_notes(steps: pd.DataFrame, baseline: str, batch: int) -> Iterator[str]:
     """Notes on the systems of one case, by name in `steps`: a batch is `batch` responses."""
-    by_seed, trained = means(steps, ["system", "seed"]).sort_index(), means(steps, ["system"])["trained"]
+    trained = steps[steps["steady"]].groupby("system", sort=False)["trained"].mean()
     mine = {str(system): own for system, own in steps.groupby("system", sort=False)}
     for system in mine:
         if trained[system] < batch * (1 - 1e-9):
@@ -72,7 +72,10 @@ def rate_notes(steps: pd.DataFrame, baseline: str, batch: int) -> Iterator[str]:
                 f"{system} trains on {trained[system] / batch:.1%} of a batch each step: its step is shorter for that; "
                 "speedups count the responses trained on per second"
             )
-    for system, own in mine.items() if baseline in mine else ():
+    if len(mine) == 1 or baseline not in mine:
+        return
+    by_seed = means(steps, ["system", "seed"]).sort_index()
+    for system, own in mine.items():
         rates = by_seed.loc[system], by_seed.loc[baseline]
         ratios = [paired_ratio(*(one[rate] for one in rates))[0] for rate in ("responses_per_s", "tokens_per_s")]
         yield from ratio_note(system, own, baseline, mine[baseline], *ratios)

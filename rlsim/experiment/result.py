@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -127,11 +128,14 @@ def manifest_of(experiment: Experiment, cases: Sequence[Case], collected: list[F
         "ledger": {case.name: case.ledger.model_dump() for case in cases},
         "notes": list(dict.fromkeys(note for case in cases for note in case.all_notes())),
         "hashes": {"trace": _sha256(loaded.trace_paths), "results": _digest(collected)},
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("numpy", "pandas", "pyarrow", "scipy", "simpy")},
-        },
+        "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Of the libraries that results hang on; reading them takes milliseconds."""
+    return {name: version(name) for name in ("numpy", "pandas", "pyarrow", "scipy", "simpy")}
 
 
 def _setup_record(loaded: LoadedExperiment) -> dict[str, Any]:
