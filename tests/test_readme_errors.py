@@ -159,6 +159,10 @@ STATED = {
         f"{one(ASYNC, 'verl/one-step-off-16', 'gain')}; fully {one(ASYNC, 'verl/fully-async-32', 'step_time_s')}, gain "
         f"{one(ASYNC, 'verl/fully-async-32', 'gain')}"
     ),
+    "runs of 2026": lambda: (
+        f"okoge {span(errors(ASYNC, 'okoge/.*', 'step_time_s'))}; px {span(errors(ASYNC, 'px/.*', 'step_time_s'))}, "
+        f"its updates {span(errors(ASYNC, 'px/.*', 'train_s'))}"
+    ),
     "verl v1": lambda: (
         f"{span(errors(ASYNC, 'verl-v1/.*', 'step_time_s'))}, gain {one(ASYNC, 'verl-v1/separate-async-24', 'gain')}"
     ),
