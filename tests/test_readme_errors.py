@@ -98,7 +98,7 @@ def pat(engine: str) -> str:
     return "generation {} and {}, step {} and {}".format(*seconds)
 
 
-FAMILIES = [Decimal(row[2].strip("%")) for row in cells("transfer") if len(row) == 8 and row[1].isdigit()]
+FAMILIES = [Decimal(row[2].strip("%")) for row in cells("transfer") if len(row) == 7 and row[1].isdigit()]
 KERNELS = "h[12]00-sxm-(vllm|sglang|trtllm)"
 H20, A100 = "verl/row-(10|11|12|28|29)", "verl/row-[234]"
 ASYNC, TUNED = "asynchronous", "speedup over the tuned best"

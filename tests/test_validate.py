@@ -90,7 +90,7 @@ def test_every_row_has_a_target_and_no_bound_has_grown() -> None:
     targets = load_targets(ROOT / "evidence")
     assert all(targets.within(Row(part, "x", "y", 1, 1, kind=kind)) <= 0.2
                for part in PARTS for kind in ("input", "output", "left-out", "fitted"))  # fmt: skip
-    most = {"pat": (49, 6.95), "rollpacker": (46, 11.86), "oppo": (6, 1.9), "real": (23, 7.52), "targets": (52, 9.62)}
+    most = {"pat": (49, 6.95), "rollpacker": (46, 11.86), "oppo": (6, 1.9), "real": (23, 7.52), "targets": (54, 10.03)}
     found = {part: [row.bound for row in figures(Options(), part).rows] for part in PAPERS}
     found["targets"] = [bound.limit for bound in targets.bounds]
     for part, (count, total) in most.items():

@@ -99,16 +99,6 @@ class Correction(Fitted):
         return {axis.name: axis.knots for axis in self.axes}[name]
 
 
-class KernelFit(Fitted):
-    """`launch + roofline(work) · table(shape)` (`cost.kernel`): the one form of all kernels."""
-
-    kernel: str = Field(default="", description="the kernel that was measured, where an engine has several")
-    launch_s: KernelSeconds = Field(description="time of an empty kernel")
-    efficiency: dict[str, Efficiency] = Field(description="share of each of the data sheet's rates that is reached")
-    added_s: dict[str, KernelSeconds] = Field(default={}, description="for each unit of work beside the roofline")
-    table: Correction | None = Field(default=None, description="measured over roofline, by shape")
-
-
 class Tile(Fitted):
     """One block shape that a GEMM kernel may use."""
 

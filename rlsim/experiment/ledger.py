@@ -250,6 +250,8 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "columns": set(frame.columns),
         "rewarded": any(call.kind == "reward" for call in loaded.algorithm.calls),
         "experts": any(isinstance(layer.mlp, Experts) for layer in layers),
+        "mxfp4": loaded.model.of_experts == "mxfp4",
+        "blackwell": calibration.reference.fp4_flop_per_s is not None,
         "recurrent": any(isinstance(layer.attention, Recurrent) for layer in layers),
         "skew_derived": any("skew" in note and "derived" in note for note in calibration.provenance.notes),
         "prompts": float(frame["prompt_tokens"].mean()) if "prompt_tokens" in frame else 0.0,

@@ -1,8 +1,8 @@
 """Today's engines in part `transfer`: FP8, FP4 and mixtures on H100, H200 and B200, of which no fit has seen a row.
 
-Nothing is fitted to these runs. A family is a model on a GPU under an engine; all its rows are predicted from kernels
-that were measured alone, and from host time of another family. The same rows beside what another simulator said of
-them before either had seen them (`aisimulate.csv`).
+No constant is fitted to these runs, but what is priced was chosen with them in view (docs/validation.md). A family is a
+model on a GPU under an engine; its rows are predicted from kernels that were measured alone, and from host time of
+another family. The same rows beside what another simulator said of them (`aisimulate.csv`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,6 @@ from rlsim.validate.serving import (
 #: Rounds of requests that are simulated where lengths differ. Those of equal lengths stay in step for long: all run.
 ROUNDS = Protocol(simulated_rounds=4)
 CLIENT_S = 1e-3  # from a response to the next request, of an HTTP client on the same machine
-BEYOND = 0.15  # mean error of TPOT from which a family's cause is named
-CAUSES = {
-    "b200-sxm/sglang/qwen3.5-397b-a17b": "without expert parallelism steps of few users are shorter, and grow faster, "
-    "than measured kernels allow, as under speculative decoding, of which the source says nothing",
-    "h200-sxm/vllm/qwen3-235b-a22b": "52 to 56 ms a step whatever the users (4 to 20): no CUDA graphs, or blocks of "
-    "experts that 0.12 had not tuned; the kernels here are 0.24's",
-    "h200-sxm/sglang/deepseek-v3": "0.5.9 is faster than 0.5.6 by a tenth, and than the kernels of 0.5.14 here by two",
-    "h200-sxm/trtllm/llama-3.1-70b": "norms, activations and quantising are fused there, and counted one by one here",
-}
 
 
 def predicted(run: ServingRun) -> Served:
@@ -71,18 +62,16 @@ def today_rows(evidence: Path, progress: Callable[[str], None]) -> list[Row]:
 
 
 def families_table(rows: Iterable[Row]) -> str:
-    """Errors by family: TPOT, then TTFT; families whose TPOT is far off with the cause, as far as it is known."""
+    """Errors by family: TPOT, then TTFT. Causes, as far as they are known, are those of the bounds."""
     by_family: dict[str, dict[str, Summary]] = {}
     for summary in summarise(rows, depth=4):
         by_family.setdefault(summary.group, {})[summary.quantity] = summary
     cells = []
     for family, found in by_family.items():
         tpot, ttft = (found[name] for name in QUANTITIES)
-        name = family.partition("/")[2]
-        why = CAUSES.get(name, "") if tpot.mean > BEYOND else ""
         errors = f"{tpot.mean:.1%}", f"{tpot.median:.1%}", f"{tpot.bias:+.1%}", f"{ttft.mean:.0%}", f"{ttft.median:.0%}"
-        cells.append((name, f"{tpot.count}", *errors, why))
-    headings = ("family", "runs", "TPOT mean error", "median", "bias", "TTFT mean error", "median", "cause")
+        cells.append((family.partition("/")[2], f"{tpot.count}", *errors))
+    headings = ("family", "runs", "TPOT mean error", "median", "bias", "TTFT mean error", "median")
     return markdown(headings, cells)
 
 
