@@ -164,7 +164,9 @@ STATED = {
         f"its updates {span(errors(ASYNC, 'px/.*', 'train_s'))}"
     ),
     "verl v1": lambda: (
-        f"{span(errors(ASYNC, 'verl-v1/.*', 'step_time_s'))}, gain {one(ASYNC, 'verl-v1/separate-async-24', 'gain')}"
+        f"{span(errors(ASYNC, 'verl-v1/.*', 'step_time_s'))}, gain {one(ASYNC, 'verl-v1/separate-async-24', 'gain')}; "
+        f"{span(errors(ASYNC, 'verl-v1-ahead/.*', 'step_time_s'))}, gain "
+        f"{one(ASYNC, 'verl-v1-ahead/separate-async-24', 'gain')}"
     ),
 }
 
