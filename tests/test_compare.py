@@ -17,9 +17,11 @@ from result_tables import RUN, table
 from scipy import stats
 
 import rlsim
-from rlsim.comparison.compare import Baseline, _difference_s, paired, unpaired, why_unpaired
+from rlsim.comparison import compare
+from rlsim.comparison.compare import Baseline, difference_s, welch_ratio, why_unpaired
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import CatalogueError, ConfigError
+from rlsim.experiment.summary import paired_ratio
 from rlsim.sweeps import run as running
 from rlsim.sweeps.task import Answer
 
@@ -107,12 +109,11 @@ def test_runs_of_the_same_responses_are_paired_by_seed(results: Path, short: str
 def test_a_difference_is_for_the_work_of_a_step_of_the_baseline() -> None:
     """10 s for 8 responses are 20 s for the baseline's 16, which takes 12: 8 s more, by hand."""
 
-    def of(trained: int, step_time_s: float) -> Run:
-        row = RUN | {"trained": trained, "tokens": trained, "step_time_s": step_time_s}
-        return Run("", "", {}, "", "a", "a", {}, "", "", table("steps", row))
+    def of(trained: int, step_time_s: float) -> pd.DataFrame:
+        return pd.DataFrame({"trained": [trained], "step_time_s": [step_time_s]})
 
-    assert _difference_s(of(8, 10.0), of(16, 12.0), "step_time_s", is_paired=True) == pytest.approx(8.0)
-    assert _difference_s(of(16, 12.0), of(8, 10.0), "step_time_s", is_paired=False) == pytest.approx(-4.0)
+    assert difference_s(of(8, 10.0), of(16, 12.0), "step_time_s", is_paired=True) == pytest.approx(8.0)
+    assert difference_s(of(16, 12.0), of(8, 10.0), "step_time_s", is_paired=False) == pytest.approx(-4.0)
 
 
 def test_only_the_seeds_that_both_have_are_paired(results: Path) -> None:
@@ -250,22 +251,21 @@ GEN_RATE = "responses_per_gen_s"
 
 @pytest.mark.filterwarnings("error")
 def test_times_of_zero_have_no_speedup() -> None:
-    def run(gen_s: Sequence[float]) -> Run:
+    def rates(gen_s: Sequence[float]) -> pd.Series:
         steps = (RUN | {"seed": i, "step_time_s": 1.0, "trained": 8, "gen_time_s": s} for i, s in enumerate(gen_s))
-        return Run("d", "", {}, "", "a", "a", {}, "", "", table("steps", *steps))
+        return Run("d", "", {}, "", "a", "a", {}, "", "", table("steps", *steps)).by_seed[GEN_RATE]
 
-    some, none, few = run([2.0, 4.0, 8.0]), run([0.0] * 3), run([1.0, 2.0, 0.0])
+    some, none, few = rates([2.0, 4.0, 8.0]), rates([0.0] * 3), rates([1.0, 2.0, 0.0])
     for one, other in ((some, none), (none, some), (none, none)):
-        assert np.isnan([*paired(one, other, GEN_RATE), *unpaired(one, other, GEN_RATE)]).all()
-    assert paired(few, some, GEN_RATE) == pytest.approx((2.0, 2.0, 2.0)), "of the seeds that have both"
+        assert np.isnan([*paired_ratio(one, other), *welch_ratio(one, other)]).all()
+    assert paired_ratio(few, some) == pytest.approx((2.0, 2.0, 2.0)), "of the seeds that have both"
 
 
 def test_the_work_to_find_baselines_grows_with_the_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = pd.DataFrame({"seed": [0]})
     runs = [Run("d", f"p{i}", {"x": i}, "", name, "a", {}, "", "", steps) for i in range(200) for name in "ab"]
     looked_at: list[Run] = []
-    matches = Baseline._matches
-    monkeypatch.setattr(Baseline, "_matches", lambda self, run, one: looked_at.append(one) or matches(self, run, one))
+    monkeypatch.setattr(compare, "_has", lambda run, settings: looked_at.append(run) or not settings)
     baseline = Baseline(runs, None)
     found = [baseline.of(run) for run in runs]
     assert [(one.point, one.system) for one in found if one] == [(run.point, "a") for run in runs]

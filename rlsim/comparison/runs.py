@@ -85,51 +85,39 @@ class Run:
 def runs_in(directory: str | Path) -> list[Run]:
     """Every run of a directory that `rlsim run` or `rlsim sweep` wrote; raises `ConfigError` if there is none."""
     folder = Path(directory)
-    is_sweep = (folder / DEFINITION).is_file()
-    found = _with_all_seeds(_of_sweep(folder)) if is_sweep else list(_of_run(folder))
-    if not found:
-        raise ConfigError(f"{folder}: no point of the sweep is done")
-    return found
-
-
-def _of_run(folder: Path) -> Iterator[Run]:
-    with open_results(folder) as found:
-        manifest, steps = found.manifest, found.table("steps", _COLUMNS)
-    yield from _runs(str(folder), "", {}, manifest, steps)
-
-
-def _of_sweep(folder: Path) -> Iterator[Run]:
-    sweep = read_sweep(folder)
+    if not (folder / DEFINITION).is_file():
+        with open_results(folder) as result:
+            return list(_runs(str(folder), "", {}, result.manifest, result.table("steps", _COLUMNS)))
+    sweep, found = read_sweep(folder), list[Run]()
     steps = dict(tuple(sweep.table("steps", ["point", *_COLUMNS]).groupby("point", sort=False)))
     for row in sweep.points.to_dict("records"):
         if row["status"] == "done":
             axes = {axis.key: None if pd.isna(row[axis.name]) else row[axis.name] for axis in sweep.axes}
-            yield from _runs(str(folder), row["point"], axes, sweep.record(row["point"]), steps[row["point"]])
+            found += _runs(str(folder), row["point"], axes, sweep.record(row["point"]), steps[row["point"]])
+    if not found:
+        raise ConfigError(f"{folder}: no point of the sweep is done")
+    return list(_with_all_seeds(found))
 
 
-def _with_all_seeds(runs: Iterable[Run]) -> list[Run]:
+def _with_all_seeds(runs: Iterable[Run]) -> Iterator[Run]:
     """Points of a sweep over `seeds` that differ in nothing else, and have none in common, as one run."""
     together: dict[str, list[Run]] = {}
     for run in runs:
         others = {key: value for key, value in run.axes.items() if key != "seeds"}
         together.setdefault(json.dumps([others, run.case, run.system], default=str), []).append(run)
-    found: list[Run] = []
     for parts in together.values():
         seeds = [seed for part in parts for seed in part.by_seed.index]
         if len(parts) == 1 or len(set(seeds)) < len(seeds):
-            found += parts
-            continue
-        first = parts[0]
-        whole = replace(
-            first,
-            point="",
-            axes={key: value for key, value in first.axes.items() if key != "seeds"},
-            config={**first.config, "seeds": seeds},
-            tuned=" or ".join(dict.fromkeys(part.tuned for part in parts if part.tuned)),
-            steps=pd.concat([part.steps for part in parts], ignore_index=True),
-        )
-        found.append(whole)
-    return found
+            yield from parts
+        else:
+            yield replace(
+                parts[0],
+                point="",
+                axes={key: value for key, value in parts[0].axes.items() if key != "seeds"},
+                config={**parts[0].config, "seeds": seeds},
+                tuned=" or ".join(dict.fromkeys(part.tuned for part in parts if part.tuned)),
+                steps=pd.concat([part.steps for part in parts], ignore_index=True),
+            )
 
 
 def _runs(
@@ -137,24 +125,21 @@ def _runs(
 ) -> Iterator[Run]:
     experiment = {**manifest["experiment"], "seeds": manifest["seeds"]}
     mine = dict(tuple(steps.groupby(["case", "system"], sort=False)))
-    configs = _by_case(experiment, directory)
-    for case, systems in manifest["systems"].items():
-        config = configs[case]
+    for case, config in _by_case(experiment, directory):
         path, first = config["trace"].get("path"), experiment["trace"].get("path")
         traced = manifest["hashes"]["trace"] if path == first else json.dumps(path)  # only the first one's is known
-        for system in systems:
-            tuned = manifest["tuned"].get(case, {}).get(system, "")
-            yield Run(
-                directory, point, axes, case, system, manifest["baseline"], config, traced, tuned, mine[case, system]
-            )
+        for system in manifest["systems"].get(case, ()):
+            tuned, own = manifest["tuned"].get(case, {}).get(system, ""), mine[case, system]
+            yield Run(directory, point, axes, case, system, manifest["baseline"], config, traced, tuned, own)
 
 
-def _by_case(experiment: Mapping[str, Any], directory: str) -> dict[str, Mapping[str, Any]]:
+def _by_case(experiment: Mapping[str, Any], directory: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The configuration of every case, its settings resolved: it may write `4K`, or set a whole block."""
     if not experiment.get("cases"):
-        return {"": experiment}
+        yield "", experiment
+        return
     try:
-        cases = cases_of(validate(copy.deepcopy(dict(experiment)), Experiment, directory), directory)
-        return {name: {**case.model_dump(mode="json"), "cases": experiment["cases"]} for name, case in cases}
+        for name, case in cases_of(validate(copy.deepcopy(dict(experiment)), Experiment, directory), directory):
+            yield name, {**case.model_dump(mode="json"), "cases": experiment["cases"]}
     except ConfigError as error:
         raise ConfigError(f"{error}\nits cases are not those of this version of rlsim: run it again") from None

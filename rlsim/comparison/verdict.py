@@ -8,7 +8,7 @@ of those that are known, over seeds and over the calibration's errors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,9 +21,9 @@ Outcome = Literal["baseline", "faster", "as fast", "not told apart", "slower", "
 
 #: Decimals of an interval: it decides by what is in print.
 DIGITS = 3
-#: By unit: the column of the ratio, and that of the amount per second.
-_RATIO = {"responses": "speedup", "tokens": "token_speedup"}
+#: By unit: the column of the amount per second, and that of the ratio.
 RATES = {"responses": "responses_per_s", "tokens": "tokens_per_s"}
+_RATIO = {"responses": "speedup", "tokens": "token_speedup"}
 #: Names in a sentence, at most.
 _MOST_NAMES = 4
 
@@ -43,12 +43,22 @@ class Judged(NamedTuple):
     @property
     def interval(self) -> str:
         """The interval that decides, for a table."""
-        return "" if math.isnan(self.low) else f"[{self.low:.{self.digits}f}, {self.high:.{self.digits}f}]"
+        return "" if math.isnan(self.low) else f"[{self._text(self.low)}, {self._text(self.high)}]"
 
     @property
-    def digits(self) -> int:
-        """Decimals that tell its figures from 1."""
-        return DIGITS if any(0.9 < value < 1.1 for value in (self.ratio, self.low, self.high)) else 2
+    def span(self) -> str:
+        """The interval that decides, for a sentence."""
+        return f"{self._text(self.low)} to {self._text(self.high)}"
+
+    @property
+    def times(self) -> str:
+        """The ratio, for a sentence."""
+        return f"{self._text(self.ratio)} times"
+
+    def _text(self, figure: float) -> str:
+        """A figure with the decimals that tell this system's from 1."""
+        near = any(0.9 < value < 1.1 for value in (self.ratio, self.low, self.high))
+        return f"{figure:.{DIGITS if near else 2}f}"
 
 
 @dataclass(frozen=True)
@@ -81,16 +91,14 @@ class Verdict:
     def runner_up(self) -> Judged | None:
         """The best row beside the baseline, and beside what is as fast if there is any other; None if there is none."""
         others = [row for row in self.rows if row.system != self.baseline]
-        unlike = [row for row in others if row.outcome != "as fast"]
-        return next(iter(unlike or others), None)
+        return next((row for row in others if row.outcome != "as fast"), others[0] if others else None)
 
     def gain(self, row: Judged, tuned: Mapping[str, str] | None = None) -> str:
         """How a row compares with the baseline: ratio, interval, and both rates."""
-        interval = f"95% interval {row.low:.{row.digits}f} to {row.high:.{row.digits}f} over {row.over}"
+        over = f"95% interval {row.span} over {row.over}" if row.over else "one seed, no interval"
         return (
-            f"{row.ratio:.{row.digits}f} times the {self.unit} per second of {self._named(self.baseline, tuned)} "
-            f"({interval if row.over else 'one seed, no interval'}; {rate(row.per_s)} against "
-            f"{rate(self[self.baseline].per_s)})"
+            f"{row.times} the {self.unit} per second of {with_choice(self.baseline, tuned or {})} "
+            f"({over}; {rate(row.per_s)} against {rate(self[self.baseline].per_s)})"
         )
 
     def sentences(self, tuned: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -103,44 +111,35 @@ class Verdict:
             if row.why:
                 late.setdefault(row.why, []).append(row.system)
         whose = "; ".join(f"{', '.join(names)} ({why})" for why, names in late.items())
-        return (self._answer(tuned), *((f"Not comparable: {whose}.",) if whose and len(self.rows) > 1 else ()))
+        return (self._answer(tuned or {}), *((f"Not comparable: {whose}.",) if whose and len(self.rows) > 1 else ()))
 
-    def _answer(self, tuned: Mapping[str, str] | None) -> str:
-        first, base = self.first, self._named(self.baseline, tuned)
+    def _answer(self, tuned: Mapping[str, str]) -> str:
+        first, known, base = self.first, self.runner_up, with_choice(self.baseline, tuned)
         if len(self.rows) == 1:
             (row,) = self.rows
-            return f"{self._named(row.system, tuned)} trains on {self._rate(row)}; there is nothing to compare it with."
-        if first is None or (known := self.runner_up) is None or known.why:
+            return f"{with_choice(row.system, tuned)} trains on {self._rate(row)}; there is nothing to compare it with."
+        if first is None or known is None or known.why:
             return f"No system can be compared with {base} yet."
         if first.outcome == "no speedup":
-            best = self._named(first.system, tuned)
+            best = with_choice(first.system, tuned)
             return f"{best} trains on the most: {self._rate(first)}. The baseline {self.baseline} did not run."
-        top, gain = self._named(known.system, tuned), self.gain(known, tuned)
-        equal = [row.system for row in self.rows if row.outcome == "as fast"]
-        as_fast = f" {_listed(equal)} {'is' if len(equal) == 1 else 'are'} as fast as {base}." if equal else ""
+        top, gain = with_choice(known.system, tuned), self.gain(known, tuned)
         if known.outcome == "faster":
             return f"{top} is the fastest: {gain}."
         if self.faster:
             surest = self.faster[0]
-            may = (
-                f"{known.ratio:.{known.digits}f} times ({known.low:.{known.digits}f} to {known.high:.{known.digits}f})"
-            )
-            name = self._named(surest.system, tuned)
-            return f"{name} is faster than {base}: {self.gain(surest, tuned)}. {top} may be faster still, with {may}."
+            sure = f"{with_choice(surest.system, tuned)} is faster than {base}: {self.gain(surest, tuned)}."
+            return f"{sure} {top} may be faster still, with {known.times} ({known.span})."
         if known.outcome == "as fast":
             return f"All systems are as fast: {self._rate(known)}."
-        if known.outcome == "slower":
-            return f"Nothing beats {base}: {top} comes next, with {gain}.{as_fast}"
-        if known.ratio > 1:
-            return f"Nothing is surely faster than {base}: {top} cannot be told apart from it, with {gain}.{as_fast}"
-        return f"Nothing beats {base}: {top} cannot be told apart from it, with {gain}.{as_fast}"
+        apart = known.outcome != "slower"
+        nothing = f"Nothing {'is surely faster than' if apart and known.ratio > 1 else 'beats'} {base}"
+        equal = [row.system for row in self.rows if row.outcome == "as fast"]
+        as_fast = f" {_listed(equal)} {'is' if len(equal) == 1 else 'are'} as fast as {base}." if equal else ""
+        return f"{nothing}: {top} {'cannot be told apart from it' if apart else 'comes next'}, with {gain}.{as_fast}"
 
     def _rate(self, row: Judged) -> str:
         return f"{rate(row.per_s)} {self.unit} per second"
-
-    @staticmethod
-    def _named(system: str, tuned: Mapping[str, str] | None) -> str:
-        return with_choice(system, tuned or {})
 
 
 def judge(rows: pd.DataFrame | Iterable[Row], baseline: str) -> Verdict:
@@ -151,32 +150,22 @@ def judge(rows: pd.DataFrame | Iterable[Row], baseline: str) -> Verdict:
     may be missing.
     """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
-    late = {str(row["system"]): why for row in records if (why := why_not_comparable(row))}
-    unit = _unit(records)
+    unit, late = _unit(records), {str(row["system"]): _unsteady(row) for row in records}
     judged = [_judged(row, unit, baseline, late) for row in records]
-    missing = -math.inf
-    judged.sort(
-        key=lambda row: (
-            row.system not in late,
-            missing if math.isnan(row.ratio) else row.ratio,
-            missing if math.isnan(row.per_s) else row.per_s,
-        ),
-        reverse=True,
-    )
-    return Verdict(baseline, unit, tuple(judged))
+
+    def rank(row: Judged) -> tuple[float, ...]:
+        return (not late[row.system], *(-math.inf if math.isnan(one) else one for one in (row.ratio, row.per_s)))
+
+    return Verdict(baseline, unit, tuple(sorted(judged, key=rank, reverse=True)))
 
 
 def decided(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows, with the ratio and the interval that decide as their `speedup`, `speedup_low` and `speedup_high`."""
+    """The rows, with the ratio and the interval that decide as their `speedup` and as their `token_speedup`."""
     records = rows.to_dict("records")
     unit = _unit(records)
-    found = [_decided(row, unit)[:3] for row in records]
-    names = ("speedup", "speedup_low", "speedup_high")
-    ratios = pd.DataFrame(found, columns=names, index=rows.index, dtype=float)
-    return rows.drop(columns=["speedup_model_low", "speedup_model_high"], errors="ignore").assign(
-        **ratios, token_speedup=ratios["speedup"], token_speedup_low=ratios["speedup_low"],
-        token_speedup_high=ratios["speedup_high"],
-    )  # fmt: skip
+    found = pd.DataFrame([_decided(row, unit)[:3] for row in records], index=rows.index, dtype=float)
+    columns = {f"{name}{end}": found[i] for name in _RATIO.values() for i, end in enumerate(("", "_low", "_high"))}
+    return rows.drop(columns=["speedup_model_low", "speedup_model_high"], errors="ignore").assign(**columns)
 
 
 def outcome(ratio: float, low: float, high: float) -> Outcome:
@@ -187,19 +176,15 @@ def outcome(ratio: float, low: float, high: float) -> Outcome:
     if math.isnan(ratio):
         return "no speedup"
     low, high = (ratio, ratio) if math.isnan(low) else (low, high)
-    if _is_one(ratio) and (not low <= 1 <= high or (_is_one(low) and _is_one(high))):
+    one, *ends = (f"{figure:.2f}" == "1.00" for figure in (ratio, low, high))
+    if one and (not low <= 1 <= high or all(ends)):
         return "as fast"
     return "faster" if low > 1 else "slower" if high < 1 else "not told apart"
 
 
-def why_not_comparable(row: Row) -> str:
-    """Why a row's throughput would not last; "" if it would."""
-    return "" if is_missing(why := row.get("unsteady")) else str(why)
-
-
 def _judged(row: Row, unit: str, baseline: str, late: Mapping[str, str]) -> Judged:
     name, per_s = str(row["system"]), _figure(row, RATES[unit])
-    why = late.get(name) or ("its baseline cannot be compared" if baseline in late else "")
+    why = late[name] or ("its baseline cannot be compared" if late.get(baseline) else "")
     ratio, low, high, over = _decided(row, unit)
     if name == baseline:
         return Judged(name, "baseline", ratio, math.nan, math.nan, "", per_s, why)
@@ -208,26 +193,28 @@ def _judged(row: Row, unit: str, baseline: str, late: Mapping[str, str]) -> Judg
 
 def _decided(row: Row, unit: str) -> tuple[float, float, float, str]:
     """The ratio that decides, its interval, and what that is taken over."""
-    column = _RATIO[unit]
-    ratio = _figure(row, column)
+    ratio, ends = _figure(row, _RATIO[unit]), dict[str, tuple[float, ...]]()
     scale = ratio / _figure(row, "speedup")  # the calibration's errors are known of responses; lengths stay as they are
-    seeds = [_figure(row, f"{column}{end}") for end in ("_low", "_high")]
-    model = [scale * _figure(row, f"speedup_model{end}") for end in ("_low", "_high")]
-    known = {"seeds": seeds, "the calibration's errors": model}
-    known = {what: ends for what, ends in known.items() if not math.isnan(ends[0])}
-    ends = [end for pair in known.values() for end in pair] or [math.nan]
-    return ratio, round(min(ends), DIGITS), round(max(ends), DIGITS), " and ".join(known)
+    for over, name, times in (("seeds", _RATIO[unit], 1.0), ("the calibration's errors", "speedup_model", scale)):
+        both = tuple(times * _figure(row, f"{name}{end}") for end in ("_low", "_high"))
+        if not math.isnan(both[0]):
+            ends[over] = both
+    known = [end for both in ends.values() for end in both] or [math.nan]
+    return ratio, round(min(known), DIGITS), round(max(known), DIGITS), " and ".join(ends)
 
 
 def _unit(records: Iterable[Row]) -> str:
-    """Tokens where a comparable system trains on other lengths than the baseline, else responses."""
-    return "tokens" if any(not why_not_comparable(row) and _lengths_differ(row) for row in records) else "responses"
+    """Tokens where a comparable system trains on other lengths than the baseline (its ratio by tokens is another)."""
+    for row in records:
+        responses, tokens = _figure(row, "speedup"), _figure(row, "token_speedup")
+        if not _unsteady(row) and tokens and abs(responses / tokens - 1) > EXPLAINED:
+            return "tokens"
+    return "responses"
 
 
-def _lengths_differ(row: Row) -> bool:
-    """Whether a system trains on other lengths than the baseline: its ratio by tokens is another."""
-    responses, tokens = _figure(row, "speedup"), _figure(row, "token_speedup")
-    return abs(responses / tokens - 1) > EXPLAINED if tokens else False
+def _unsteady(row: Row) -> str:
+    """Why a row's throughput would not last; "" if it would."""
+    return "" if is_missing(why := row.get("unsteady")) else str(why)
 
 
 def _figure(row: Row, name: str) -> float:
@@ -235,11 +222,6 @@ def _figure(row: Row, name: str) -> float:
     return math.nan if is_missing(value) else float(value or 0.0)
 
 
-def _is_one(ratio: float) -> bool:
-    """Whether a ratio is 1.00 in print."""
-    return f"{ratio:.2f}" == "1.00"
-
-
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,17 +179,20 @@ def half_width(steps: pd.DataFrame, time: str) -> float:
     return half_interval(((blocks["sum"] - mean * blocks["size"]) / blocks["size"].mean()).tolist())
 
 
+#: The ratio of two systems' rates by seed, and its interval.
+Ratio = Callable[["pd.Series[float]", "pd.Series[float]"], tuple[float, float, float]]
+
+
 def paired_ratio(own: pd.Series[float], reference: pd.Series[float]) -> tuple[float, float, float]:
     """`mean_ratio` of own / reference over the seeds that both have (their index)."""
     return mean_ratio((own / reference).dropna().tolist())
 
 
-def ratios(own: pd.DataFrame, reference: pd.DataFrame, names: Iterable[str] = RATIOS) -> dict[str, float]:
-    """These `RATIOS` of the `means` of each seed, with their intervals: `speedup`, `speedup_low`, `speedup_high`, …"""
+def ratios(own: pd.DataFrame, reference: pd.DataFrame, ratio: Ratio = paired_ratio) -> dict[str, float]:
+    """The `RATIOS` of the `means` of each seed, with their intervals: `speedup`, `speedup_low`, `speedup_high`, …"""
     found: dict[str, float] = {}
-    for name in names:
-        ratio = paired_ratio(own[RATIOS[name]], reference[RATIOS[name]])
-        found |= zip((f"{name}{end}" for end in ENDS), ratio, strict=True)
+    for name, rate in RATIOS.items():
+        found |= zip((f"{name}{end}" for end in ENDS), ratio(own[rate], reference[rate]), strict=True)
     return found
 
 
