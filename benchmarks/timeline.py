@@ -1,7 +1,7 @@
 """How fast a run becomes a timeline: slices a second on one core, and the memory that it takes.
 
     python benchmarks/timeline.py            # 64 GPUs, 12 steps of 4,096 responses under PAT
-    python benchmarks/timeline.py --quick    # 2 steps of 512
+    python benchmarks/timeline.py --quick    # 2 steps of 128
 
 A third as many steps show that memory does not grow with them. CPU times of this process, the least of the repeats.
 The last line of output is JSON.
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--simulate", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--peak-memory", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    prompts = 64 if arguments.quick else 512
+    prompts = 16 if arguments.quick else 512
     if arguments.simulate:
         out, count = arguments.simulate
         rlsim.run(PAT, overrides={"workflow.steps": int(count), "workflow.prompts": prompts}, out=out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,14 @@ def results(*command: str) -> Any:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+def points(script: str, capsys: pytest.CaptureFixture[str], *given: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """What a benchmark of one process for each point prints of these, all in this one."""
+    run = runpy.run_path(str(BENCHMARKS / script))["run"]
+    for point in given:
+        run(*point)
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
 def test_a_whole_system_from_yaml_to_tables() -> None:
     result = results("rollpacker.py", "--quick")
     assert result["steps"] == 5
@@ -34,7 +43,7 @@ def test_a_whole_system_from_yaml_to_tables() -> None:
 
 def test_a_run_as_a_timeline() -> None:
     result = results("timeline.py", "--quick", "--repeats", "1")
-    assert result["slices"] > 2 * 512 * 2  # prefill and decode of every response
+    assert result["slices"] > 2 * 128 * 2  # prefill and decode of every response
     assert result["events"] > result["slices"]
     assert all(value > 0 for value in result.values())
 
@@ -61,22 +70,29 @@ def test_quick_benchmark_ends_with_its_results_as_json() -> None:
     }
     assert all(value > 0 and math.isfinite(value) for value in result.values())
     # Jumping: a timeout for each response at most, and a few for the prefills of a replica, whatever the tokens.
-    assert result["responses"] == 4 * 4_096
+    assert result["responses"] == 4 * 1_024
     assert result["tokens"] > 1_000 * result["responses"]
     assert 0.5 * result["responses"] < result["timeouts"] < 1.5 * result["responses"]
 
 
-def test_growth_at_every_kind_of_size() -> None:
+def test_growth_at_every_kind_of_size(capsys: pytest.CaptureFixture[str]) -> None:
     """The large models too, whose memory must hold what the engine keeps."""
-    found = results("scale.py", "--quick", "--most", "2560")
-    assert [point["system"] for point in found][-2:] == ["235b-h200", "235b-h100"]
-    assert len(found) == 8
+    scale = runpy.run_path(str(BENCHMARKS / "scale.py"))
+    small = [(system, gpus, responses // 4) for system, gpus, responses in scale["QUICK"] if responses < 4_096]
+    found = points("scale.py", capsys, *small)
+    assert {point["system"] for point in found} == {*scale["SYSTEMS"], *scale["LARGE"]}
     assert all(point["cpu_s"] > 0 < point["peak_mb"] for point in found)
+    assert len(results("scale.py", "--quick", "--system", "verl", "--most", "2048")) == 1
 
 
-@pytest.mark.parametrize("script", ["asynchronous.py", "plan_search.py"])
-def test_the_other_benchmarks_end_small(script: str) -> None:
-    assert results(script, "--quick")
+def test_growth_with_the_steps_of_asynchronous_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    systems = runpy.run_path(str(BENCHMARKS / "asynchronous.py"))["SYSTEMS"]
+    found = points("asynchronous.py", capsys, *((system, 2, True) for system in systems))
+    assert [point["system"] for point in found] == list(systems)
+
+
+def test_a_search_for_plans() -> None:
+    assert {row["method"] for row in results("plan_search.py", "--quick", "--seconds", "0.2")} > {"descent", "mcmc"}
 
 
 def test_beside_aisimulate_says_how_to_get_it(tmp_path: Path) -> None:

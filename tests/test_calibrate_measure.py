@@ -458,7 +458,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
     from rlsim.calibrate.measure import session
 
     def first_points(setup: GridSetup) -> list[Point]:
-        enough = {"gemm": 12, "collective": 18, "decode_step": 8, "prefill_step": 8}
+        enough = {"gemm": 9, "collective": 18, "decode_step": 5, "prefill_step": 5}
         seen = Counter[str]()
         kinds = [(point, f"{point.operator} {point.row().get('tp')}") for point in plan(setup)]
         numbered = [(point, seen.update([kind]) or seen[kind]) for point, kind in kinds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from rlsim.areal.experiment import from_areal
 from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.init.draft import Draft
+from rlsim.init.interpolation import parsed
 from rlsim.init.parts import Options, check
 from rlsim.init.settings import Kind, Settings
 from rlsim.init.sources import read_sources
 from rlsim.nemo.experiment import from_nemo
+from rlsim.reading import read_yaml
 from rlsim.verl.experiment import from_verl
 
 #: What makes a made experiment small enough to be run here.
@@ -753,6 +756,9 @@ def test_every_setting_that_is_asked_for_is_refused_or_taken_whatever_its_kind(
         return get(self, kind, *keys)
 
     for text in texts:
+        # What is the same for all is read once.
+        monkeypatch.setattr("rlsim.init.sources.read_yaml", cache(read_yaml))
+        monkeypatch.setattr("rlsim.verl.config.parsed", cache(parsed))
         with monkeypatch.context() as patched:
             patched.setattr(Settings, "get", noting)
             read(tmp_path, text=text)

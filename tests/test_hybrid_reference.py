@@ -40,13 +40,13 @@ def compare_steps(work: StepsWorkload) -> None:
                 assert (request.score_started_at, request.scored_at) == tuple(map(near, step.scored[i]))
 
 
-@settings(relaxed, max_examples=80)
+@settings(relaxed, max_examples=40)
 @given(st.sampled_from(CLOCKS).flatmap(hybrid_workloads))
 def test_the_engine_equals_the_reference_where_the_trainer_generates(work: HybridWorkload) -> None:
     compare(work)
 
 
-@settings(relaxed, max_examples=80)
+@settings(relaxed, max_examples=40)
 @given(st.sampled_from(CLOCKS).flatmap(steps_workloads))
 def test_the_engine_equals_the_reference_where_the_trainer_generates_for_its_step(work: StepsWorkload) -> None:
     compare_steps(work)

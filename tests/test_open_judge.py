@@ -159,7 +159,7 @@ def unless_it_halts(*args: Any, **kwargs: Any) -> OpenRun | None:
     return None
 
 
-@settings(relaxed, max_examples=150)
+@settings(relaxed, max_examples=60)
 @given(st.sampled_from(CLOCKS).flatmap(open_workloads).map(OpenWorkload.plain), st.booleans())
 def test_a_judge_that_no_load_slows_down_is_as_a_rule_of_that_duration(work: OpenWorkload, drops: bool) -> None:
     """Every response has a replica, or a worker, of its own."""
@@ -184,7 +184,7 @@ def test_a_judge_that_no_load_slows_down_is_as_a_rule_of_that_duration(work: Ope
         assert other.trained.tolist() == one.trained.tolist()
 
 
-@settings(relaxed, max_examples=150)
+@settings(relaxed, max_examples=60)
 @given(
     st.sampled_from(CLOCKS).flatmap(open_workloads).map(OpenWorkload.plain),
     st.sampled_from([1, 2, 3]),

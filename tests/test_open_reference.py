@@ -132,19 +132,19 @@ def compare(work: OpenWorkload) -> None:
     check_invariants(work, run)
 
 
-@settings(relaxed, max_examples=150)
+@settings(relaxed, max_examples=60)
 @given(open_workloads())
 def test_the_engine_equals_the_reference(work: OpenWorkload) -> None:
     compare(work)
 
 
-@settings(relaxed, max_examples=150)
+@settings(relaxed, max_examples=80)
 @given(open_workloads("whole"))
 def test_the_engine_equals_the_reference_where_much_happens_at_once(work: OpenWorkload) -> None:
     compare(work)
 
 
-@settings(relaxed, max_examples=100)
+@settings(relaxed, max_examples=60)
 @given(open_workloads("grid"))
 def test_the_engine_equals_the_reference_on_a_grid_of_times(work: OpenWorkload) -> None:
     compare(work)
@@ -158,7 +158,7 @@ def rolling(draw: st.DrawFn, clock: Clock) -> OpenWorkload:
     return draw(open_workloads(clock)).each(way, draw(seconds), draw(seconds))
 
 
-@settings(relaxed, max_examples=80)
+@settings(relaxed, max_examples=40)
 @given(st.sampled_from(CLOCKS).flatmap(rolling))
 def test_the_engine_equals_the_reference_where_each_replica_takes_weights_on_its_own(work: OpenWorkload) -> None:
     compare(work)

@@ -296,7 +296,8 @@ def test_a_layout_that_contradicts_the_plan_is_refused(layout: Any) -> None:
     assert rlsim.run(experiment(systems=planned(changed(generate={}), layout))).steps["initial_tp"].gt(0).all()
 
 
-def test_a_plan_beyond_a_gpu_is_refused_by_run() -> None:
+def test_a_plan_beyond_a_gpu_is_refused_by_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsim.experiment.case.remedies", lambda *_: "")  # they take seconds: test_remedies.py
     message = refusal(APART, model="llama-3-34b")
     assert "llama-3-34b: call train (DP 2, TP 2, PP 1, ZeRO 1) does not fit on GPU 0: parameters 35.32 GB + " in message
     assert "GB > 85.03 GB of h100-sxm" in message

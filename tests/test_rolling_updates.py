@@ -129,7 +129,7 @@ def test_room_is_refused_in_plain_words(room: Any) -> None:
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-@settings(relaxed, max_examples=150)
+@settings(relaxed, max_examples=80)
 @given(
     open_workloads().map(OpenWorkload.plain),
     st.sampled_from(["interrupt", "drain"]),

@@ -133,7 +133,7 @@ def test_a_system_that_trains_on_less_is_never_shown_faster_than_its_throughput(
         assert 0 < max(drawn_speedups(page, "stopper")) < 1.1 * true
     skip = [name for name in BUILTIN if name not in ("verl", "pat")]
     options = [option for name in skip for option in ("--skip", name)]
-    options += ["--workers", "1"]
+    options += ["--workers", "1", "--no-what-if"]
     texts["advise"] = output("advise", "x.json", "--out", advised, *options)
     result = rlsim.read_result(ran)
     texts["findings"] = " ".join(findings(result))

@@ -377,7 +377,7 @@ def check_held(work: Workload) -> int:
     return compared
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=100)
+@settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=40)
 @given(workloads())
 def test_what_replicas_hold_equals_stepping(work: Workload) -> None:
     event(f"compared at {min(check_held(work), 3)} moments or more")

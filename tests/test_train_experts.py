@@ -473,7 +473,14 @@ def test_published_iterations_of_megatron_core_are_near() -> None:
     assert all(abs(error) < 0.08 for case, error in errors.items() if case.endswith("-full"))
 
 
-def test_measured_rows_of_mixtures_run_or_say_why_not() -> None:
+def test_measured_rows_of_mixtures_fit_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rlsim validate steps` runs them."""
+
+    def checked(experiment: dict[str, Any], mean_tokens: float) -> dict[str, float]:
+        check_experiment({**experiment, "trace": {**experiment["trace"], "fixed": round(mean_tokens)}})
+        return dict.fromkeys(("step", "generate", "old_log_prob", "ref_log_prob", "train", "weight_sync"), 1.0)
+
+    monkeypatch.setattr("rlsim.validate.steps_nemo.seconds", checked)
     rows, refused, _ = nemo_rows(Options())
     cases = {row.case for row in rows if row.quantity == "step_time_s"}
     assert {"nemo-rl-moe/qwen3-30b-a3b/on-policy", "nemo-rl-moe/qwen3-30b-a3b/one-step-off"} <= cases

@@ -206,7 +206,6 @@ class LoadedExperiment:
     def batch(self) -> BatchSize:
         spec, capped, training = self.experiment.workflow, self._cut[0], self.experiment.training
         counted = training.micro_batch_sequences or training.log_prob_micro_batch_sequences
-        step = self.sampler(self.experiment.seed_list[0]).step(0) if counted else None
         return BatchSize(
             spec.prompts * spec.responses,
             float(self._prompt_tokens.mean()) + float(capped.mean()),
@@ -214,8 +213,14 @@ class LoadedExperiment:
             training.mini_batches,
             spec.prompts * self.algorithm.baseline_responses,
             self.experiment.trace.max_model_len or self.longest_sequence,
-            *([step.prompt_tokens + step.response_tokens] if step else []),
+            *([self.first_step] if counted else []),
         )
+
+    @cached_property
+    def first_step(self) -> npt.NDArray[np.int64]:
+        """Prompt and response together of what the first seed draws for the first step (tokens)."""
+        step = self.sampler(self.experiment.seed_list[0]).step(0)
+        return step.prompt_tokens + step.response_tokens
 
     @property
     def mean_response_tokens(self) -> float:
