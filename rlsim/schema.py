@@ -13,10 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from rlsim.errors import ConfigError, shown
 from rlsim.reading import read_yaml
+from rlsim.refusals import refusal
 
 #: What pydantic says that it expected, and how people say it.
 _WORDS = (
@@ -34,11 +35,17 @@ _WORDS = (
 
 
 class Schema(BaseModel):
-    """A frozen record that refuses unknown keys."""
+    """A frozen record that refuses unknown keys, and values that a row of `rlsim/data/refusals.yaml` refuses."""
 
     #: What other programs call a key, and how it is said here: for messages.
     also_called: ClassVar[Mapping[str, str]] = {}
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if said := refusal(f"{type(self).__module__}.{type(self).__name__}", {"self": self, **self.__dict__}):
+            raise ValueError(said)
+        return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields set to other values; what cached properties made of the old ones is left behind."""

@@ -15,7 +15,8 @@ from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
-from rlsim.experiment.refusals import code_of, conditions, starts_of
+from rlsim.experiment.refusals import conditions, starts_of
+from rlsim.refusals import code_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems

@@ -34,7 +34,7 @@ from rlsim.experiment.ledger import (
     value_at,
 )
 from rlsim.experiment.load import load_experiment, with_settings
-from rlsim.experiment.refusals import holds
+from rlsim.refusals import holds
 from rlsim.experiment.result import Result, read_result
 from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft

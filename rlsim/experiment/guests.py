@@ -23,8 +23,9 @@ from rlsim.cost.memory import RESERVED_BYTES, call_bytes, rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.placed import PlacedExperiment, layout_of
-from rlsim.experiment.refusals import planner, refuse
+from rlsim.experiment.refusals import planner
 from rlsim.experiment.systems import System
+from rlsim.refusals import refuse
 from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.control import divides_nodes
 from rlsim.sim.elastic import Guests

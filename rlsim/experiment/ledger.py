@@ -12,19 +12,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter
 
 from rlsim.cost.calibration import calibration_names
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import one_line
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.refusals import holds
 from rlsim.experiment.schema import Experiment
 from rlsim.formats import number
 from rlsim.hardware import MixedCluster
 from rlsim.layers import Experts, Recurrent
 from rlsim.reading import read_yaml
 from rlsim.records import Record
+from rlsim.refusals import holds
 from rlsim.schema import Schema
 
 #: What an assumption moves by less than this, as a share of the step or of a speedup, does not matter.
@@ -188,12 +188,6 @@ class Assumption(Schema):
     times: tuple[float, float] | None = None
     taken: str = ""
     why: str
-
-    @model_validator(mode="after")
-    def _ends(self) -> Assumption:
-        if (self.range is None) == (self.times is None):
-            raise ValueError("give either range or times")
-        return self
 
 
 @cache

@@ -1,50 +1,22 @@
 """What does not go together: parts of a system (`rlsim/data/refusals.yaml`), and settings with which a framework or its
-engine does not start (`rlsim/data/starts.yaml`). Conditions of all tables are held here."""
+engine does not start (`rlsim/data/starts.yaml`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
-from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.systems import System, SystemSpec, parse_systems
 from rlsim.layers import FullAttention
 from rlsim.models import Model
 from rlsim.reading import read_yaml
+from rlsim.refusals import DATA, code_of, holds, refuse
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import asked
 from rlsim.workflow import Workflow
-
-DATA = Path(__file__).resolve().parents[1] / "data"
-
-
-@cache
-def code_of(condition: str) -> CodeType:
-    """A condition of a table that ships with rlsim: an expression; the names in it are those of values."""
-    return compile(condition, condition, "eval")
-
-
-def holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether such a condition holds of these values."""
-    return bool(eval(code_of(condition), {"__builtins__": {}}, values))
-
-
-@cache
-def _rows() -> dict[str, list[dict[str, str]]]:
-    found: dict[str, list[dict[str, str]]] = read_yaml(DATA / "refusals.yaml")
-    return found
-
-
-def refuse(group: str, **values: Any) -> None:
-    """Raises `ConfigError` with the words of the first row of a group whose condition holds."""
-    for row in _rows()[group]:
-        if holds(row["if"], values):
-            raise ConfigError(row["says"].format(**values))
 
 
 def endless(system: System) -> str:

@@ -12,10 +12,11 @@ from rlsim.experiment.engines import scorer_of, streamed_calls
 from rlsim.experiment.guests import check_elastic, check_hybrid, hybrid_of
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import Plans
-from rlsim.experiment.refusals import check_calls, endless, refuse
+from rlsim.experiment.refusals import check_calls, endless
 from rlsim.experiment.steadiness import Window
 from rlsim.experiment.systems import System
 from rlsim.experiment.times import ExperimentTimes
+from rlsim.refusals import refuse
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import Prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rlsim.schema import Name, Schema
 from rlsim.units import Tokens
@@ -23,17 +23,6 @@ class Distribution(Schema):
     choice: Annotated[tuple[Any, ...], Field(min_length=1)] | None = Field(
         default=None, description="values, each as likely as any other"
     )
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Distribution:
-        given = [bounds for bounds in (self.uniform, self.loguniform, self.whole) if bounds is not None]
-        if len(given) + (self.choice is not None) != 1:
-            raise ValueError("give one of uniform, loguniform, int or choice")
-        if any(low > high for low, high in given):
-            raise ValueError("the lowest value is above the highest")
-        if self.loguniform and self.loguniform[0] <= 0:
-            raise ValueError("loguniform needs numbers above 0")
-        return self
 
 
 class RandomBlock(Schema):
@@ -55,12 +44,6 @@ class Block(Schema):
         default=None, alias="list", description="mappings of key.path to value, one for each point"
     )
     random: RandomBlock | None = Field(default=None, description="points drawn at random")
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Block:
-        if sum(part is not None for part in (self.grid, self.zipped, self.listed, self.random)) != 1:
-            raise ValueError("a block is one of grid, zip, list or random")
-        return self
 
     @field_validator("grid", "zipped")
     @classmethod
