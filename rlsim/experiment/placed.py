@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from math import gcd
 
@@ -20,6 +20,7 @@ from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import JUDGE, Judge, beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
+from rlsim.experiment.schema import TrainingSpec
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext, PlanSearch
 from rlsim.sim.control import ControlContext, divides_nodes
@@ -28,6 +29,10 @@ from rlsim.workflow import Placement, Plan, Workflow, colocated
 from rlsim.workflow.graph import CallKind
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_mesh, check_meshes
+
+#: Keys of `training` that are fields of `TrainStrategy`: degrees, and all others.
+_DEGREES = ("tp", "pp", "cp", "ep", "expert_tp")
+_SWITCHES = [one.name for one in fields(TrainStrategy) if one.name in {*TrainingSpec.model_fields} - {*_DEGREES}]
 
 #: Searches for the best plan of an experiment.
 Planner = Callable[["PlacedExperiment", PlanSearch], Plan]
@@ -64,10 +69,6 @@ class PlacedExperiment:
         self._calls: dict[str, CallCosts] = {}  # by GPU
         self._bounds: dict[tuple[int, ...], GenerationBound] = {}  # by the degrees of replicas
 
-    @property
-    def _generate_calls(self) -> list[str]:
-        return [call.name for call in self.workflow.calls if call.kind == "generate"]
-
     @cached_property
     def _judge(self) -> Judge | None:
         """The judge; None if no response is to be judged.
@@ -79,7 +80,7 @@ class PlacedExperiment:
         spec, model = self.loaded.experiment.workflow.reward.judge, self.loaded.judge_model
         if spec is None or model is None or not self.loaded.scoring.judged.any():
             return None
-        may_join = self._placing is None and bool(self._generate_calls)
+        may_join = self._placing is None and self.generates
         return Judge(self.loaded, spec, model, self._judge_beside, may_join=may_join)
 
     @property
@@ -105,10 +106,10 @@ class PlacedExperiment:
 
     @cached_property
     def judge(self) -> RewardModelEngine | None:
-        judge = self._judge
-        if judge is None:
+        """The judge's engine."""
+        if (own := self._judge) is None:
             return None
-        return judge.engine(self.ledger.staying(judge.gpus, but=JUDGE)[1] if judge.joins else 0.0)
+        return own.engine(self.ledger.staying(own.gpus, but=JUDGE)[1] if own.joins else 0.0)
 
     def record(self) -> dict[str, object] | None:
         return self._judge.record(len(self.gpus)) if self._judge else None
@@ -140,36 +141,16 @@ class PlacedExperiment:
             )
         if training.ep > 1 and not any(model.num_experts for model in self.loaded.models.values()):
             raise ConfigError(f"training.ep {training.ep}: {self.loaded.model.name} has no experts to share out")
-        return replace(
-            self.style,
-            dp=gpus // share,
-            tp=training.tp,
-            pp=training.pp,
-            cp=training.cp,
-            ep=training.ep,
-            expert_tp=training.expert_tp,
-            sequence_parallel=training.tp > 1,
-        )
+        degrees = {name: getattr(training, name) for name in _DEGREES}
+        return replace(self.style, dp=gpus // share, sequence_parallel=training.tp > 1, **degrees)
 
     @property
     def style(self) -> TrainStrategy:
         """The switches of training: micro-batches, ZeRO stage, recomputation, offload; no degrees."""
         training = self.loaded.experiment.training
-        return TrainStrategy(
-            micro_batch_tokens=training.micro_batch_tokens,
-            log_prob_micro_batch_tokens=training.log_prob_micro_batch_tokens,
-            micro_batch_sequences=training.micro_batch_sequences,
-            log_prob_micro_batch_sequences=training.log_prob_micro_batch_sequences,
-            shard_gpus=training.shard_gpus,
-            expert_imbalance=training.expert_imbalance,
-            gradients=training.gradients,
-            zero_stage=training.stage,
-            recompute=training.recompute,
-            packing=training.packing,
-            offload=training.offload,
-            host_memory=training.host_memory,
-            logits=logits_of(training.backend, training.fused_kernels),
-        )
+        switches = {name: getattr(training, name) for name in _SWITCHES}
+        logits = logits_of(training.backend, training.fused_kernels)
+        return TrainStrategy(**{**switches, "zero_stage": training.stage}, logits=logits)
 
     @cached_property
     def plan(self) -> Plan:
@@ -177,12 +158,12 @@ class PlacedExperiment:
         self._check(self.unchecked_plan)
         return self.unchecked_plan
 
-    def _check(self, plan: Plan) -> None:
-        self.memory.check(self.ledger_of(plan), plan)
+    def _check(self, plan: Plan, *, worst: bool = False) -> None:
+        self.memory.check(self.ledger_of(plan, worst=worst), plan)
 
     def check_worst(self) -> None:
         """Raises `CapacityError` if the plan does not fit where the longest sequences that the limits allow meet."""
-        self.memory.check(self.ledger_of(self.plan, worst=True), self.plan)
+        self._check(self.plan, worst=True)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -201,38 +182,32 @@ class PlacedExperiment:
                 check_mesh(call, plan.of(call.name), self.loaded.cluster)
         else:
             plan = self._placing.plan(self.plan_context)
-            self._check_numbering()
+            if self.gpus != tuple(range(len(self.gpus))):
+                raise ConfigError(
+                    f"workflow.reward.judge keeps {len(self._gpus_apart)} GPUs, some of every node: a system that "
+                    "places its calls needs the judge on whole nodes, or beside the calls"
+                )
             check_meshes(workflow, plan, self.loaded.cluster)
             plan = self._without_idle_syncs(plan)
         return beside_generation(plan, workflow, self._streamed)
 
-    def _check_numbering(self) -> None:
-        """Raises `ConfigError` unless the GPUs that calls may have are numbered as the cluster numbers them."""
-        if self.gpus != tuple(range(len(self.gpus))):
-            raise ConfigError(
-                f"workflow.reward.judge keeps {len(self._gpus_apart)} GPUs, some of every node: a system that places "
-                "its calls needs the judge on whole nodes, or beside the calls"
-            )
-
     def _without_idle_syncs(self, plan: Plan) -> Plan:
         """The plan with no GPUs for weight syncs where every GPU has the weights that it needs already."""
         workflow, placements = self.workflow, dict(plan.placements)
-        for call in workflow.calls:
-            if call.kind == "sync":
-                sources, targets = workflow.beside(call.name)
-                ends = [plan.of(name) for name in (*sources, *targets)]
-                if all(end.strategy is not None for end in ends):
-                    source, *others = (layout_of(end) for end in ends)
-                    moving = (
-                        self.moving(call.model, ends[0], name, end) for name, end in zip(targets, ends[1:], strict=True)
-                    )
-                    if not any(time_s(source, other) for time_s, other in zip(moving, others, strict=True)):
-                        placements[call.name] = Placement(())
+        for call in (call for call in workflow.calls if call.kind == "sync"):
+            (source, *_), targets = workflow.beside(call.name)
+            trainer, ends = plan.of(source), {name: plan.of(name) for name in targets}
+            if all(end.strategy is not None for end in (trainer, *ends.values())) and not any(
+                self.moving(call.model, trainer, name, end)(layout_of(trainer), layout_of(end))
+                for name, end in ends.items()
+            ):
+                placements[call.name] = Placement(())
         return Plan(placements)
 
     @property
     def generates(self) -> bool:
-        return bool(self._generate_calls)
+        """Whether a call generates."""
+        return any(call.kind == "generate" for call in self.workflow.calls)
 
     @property
     def has_placing(self) -> bool:
@@ -270,12 +245,10 @@ class PlacedExperiment:
         """Costs of inference and training calls on these GPUs, which are of one kind."""
         loaded, training = self.loaded, self.loaded.experiment.training
         cluster, calibration = loaded.kind(gpus)
-        known = self._calls.get(cluster.gpu.name)
-        if known is None:
-            cluster = self.left_of(cluster)
-            known = CallCosts(
+        if cluster.gpu.name not in self._calls:
+            self._calls[cluster.gpu.name] = CallCosts(
                 loaded.models,
-                cluster,
+                self.left_of(cluster),
                 calibration,
                 training.backend,
                 training.efficiency,
@@ -283,8 +256,7 @@ class PlacedExperiment:
                 rollout=loaded.model,
                 replica=loaded.replica,
             )
-            self._calls[cluster.gpu.name] = known
-        return known
+        return self._calls[cluster.gpu.name]
 
     def loads(self, call: str) -> bool:
         """Whether a call generates in an engine that loads new weights, be they on its GPUs already or not."""
@@ -326,8 +298,9 @@ class PlacedExperiment:
 
     @cached_property
     def generation(self) -> Placement:
-        generate = self._generate_calls
-        return self.unchecked_plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
+        generate = (call.name for call in self.workflow.calls if call.kind == "generate")
+        first = next(generate, None)
+        return self.unchecked_plan.of(first) if first else Placement(self.gpus)  # none: responses are given
 
     @property
     def rollout_pp(self) -> int:
@@ -368,7 +341,7 @@ class PlacedExperiment:
         planned = self.generation.strategy
         replica = None if planned is None else planned.tp * planned.pp
         node_gpus = tuple(map(len, self.generation.rollout_mesh(self.loaded.cluster)))
-        if self._generate_calls:
+        if self.generates:
             degrees = powers_of_two(gcd(*node_gpus)) if replica is None else (replica,)
             feasible, infeasible = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, degrees)
             if replica is None and (not feasible or self.rollout_pp > 1):  # too large for a node, or stages over nodes
@@ -390,9 +363,8 @@ class PlacedExperiment:
                 f"engine.pp {self.rollout_pp} divides no replica's GPUs: {', '.join(map(str, infeasible))}"
             )
         if not feasible:
-            raise CapacityError(
-                "no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items())
-            )
+            reasons = [f"TP{tp}: {why}" for tp, why in infeasible.items()]
+            raise CapacityError("\n".join(["no TP degree is feasible:", *reasons]))
         return ControlContext(
             costs=self.rollout_costs,
             feasible_tps=feasible,
@@ -412,14 +384,12 @@ class PlacedExperiment:
         """What no schedule beats, with replicas of any feasible degree or of `tp` GPUs (0: of none other)."""
         tps = tuple(sorted({*self.context.feasible_tps, tp} - {0}))
         if tps not in self._bounds:
-            self._bounds[tps] = self._bound(tps)
+            steps = {tp: self.rollout_costs.step(tp) for tp in tps}
+            batch = min(self.context.requests, self.loaded.experiment.engine.max_num_seqs)
+            hybrid = {tp: self.hybrid_costs.step(tp) for tp in tps} if self.hybrid_gpus else {}
+            gpus = len(self.generation.gpus) + len(self.hybrid_gpus)
+            self._bounds[tps] = GenerationBound(steps, gpus, batch, hybrid)
         return self._bounds[tps]
-
-    def _bound(self, tps: tuple[int, ...]) -> GenerationBound:
-        steps = {tp: self.rollout_costs.step(tp) for tp in tps}
-        batch = min(self.context.requests, self.loaded.experiment.engine.max_num_seqs)
-        hybrid = {tp: self.hybrid_costs.step(tp) for tp in tps} if self.hybrid_gpus else {}
-        return GenerationBound(steps, len(self.generation.gpus) + len(self.hybrid_gpus), batch, hybrid)
 
     @cached_property
     def reward_placement(self) -> Placement:
