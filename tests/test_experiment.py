@@ -23,11 +23,11 @@ from pydantic import Field
 import rlsim
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.case import Case
 from rlsim.experiment.columns import CALL_PARTS, SUMMARY, TABLES
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.notes import preemption_notes
 from rlsim.experiment.result import Result, read_result
+from rlsim.experiment.simulator import Simulator
 from rlsim.schema import Schema
 from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView
 
@@ -272,14 +272,15 @@ def test_progress_is_told_once_a_run() -> None:
 
 def test_tuning_takes_the_largest_geometric_mean_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the speedup does: TP 2 has rates of 2.5 and 0.1, all others of 1."""
-    simulate = Case.simulate
+    tables = Simulator.tables
 
-    def timed(case: Any, spec: Any, seed: int) -> None:
-        simulate(case, spec, seed)
-        steps = case._done[spec.key, seed]["steps"]
+    def timed(simulator: Simulator, spec: Any, seed: int) -> Any:
+        frames = tables(simulator, spec, seed)
+        steps = frames["steps"]
         steps["step_time_s"] = steps["trained"] / ((2.5, 0.1)[seed] if steps["initial_tp"].iloc[0] == 2 else 1.0)
+        return frames
 
-    monkeypatch.setattr(Case, "simulate", timed)
+    monkeypatch.setattr(Simulator, "tables", timed)
     result = rlsim.run(experiment(systems=[{"verl": {"tp": "best"}}], baseline=None), overrides={"trace.cap": "1K"})
     assert result.manifest["tuned"] == {"": {"verl": "tp 1"}}
 

@@ -16,7 +16,6 @@ from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.refusals import conditions, starts_of
-from rlsim.refusals import code_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
@@ -29,6 +28,7 @@ from rlsim.init.settings import Unknown
 from rlsim.init.starter import starter
 from rlsim.models import load_model
 from rlsim.reading import read_yaml
+from rlsim.refusals import code_of
 from rlsim.verl.config import read_config
 from rlsim.verl.defaults import VERSIONS, defaults, release
 from rlsim.verl.experiment import from_verl

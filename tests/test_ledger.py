@@ -34,12 +34,12 @@ from rlsim.experiment.ledger import (
     value_at,
 )
 from rlsim.experiment.load import load_experiment, with_settings
-from rlsim.refusals import holds
 from rlsim.experiment.result import Result, read_result
 from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft
 from rlsim.init.parts import RULE_CHECK, Options
 from rlsim.nemo.experiment import from_nemo
+from rlsim.refusals import holds
 from rlsim.verl.experiment import from_verl
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."

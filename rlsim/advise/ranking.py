@@ -11,7 +11,6 @@ import pandas as pd
 from rlsim.comparison.verdict import judge
 from rlsim.errors import RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.case import check_system
 from rlsim.experiment.refusals import starts_of
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
@@ -97,7 +96,7 @@ def _is_stale(simulator: Simulator, spec: SystemSpec) -> bool:
 def unfit(simulator: Simulator, spec: SystemSpec) -> str | None:
     """Why a system cannot run; None if it can."""
     try:
-        check_system(simulator, spec)
+        simulator.check_all(spec)
     except RlsimError as error:
         return str(error).removeprefix(f"{spec.shown}: ")
     mine, its = starts_of(simulator.loaded), starts_of(simulator.loaded, [spec])

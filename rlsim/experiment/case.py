@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment, placing
 from rlsim.experiment.frames import Frames, named
-from rlsim.experiment.job import Job, Ran, simulated
+from rlsim.experiment.job import Job, Ran
 from rlsim.experiment.ledger import LedgerRecord, ledger_of
 from rlsim.experiment.load import with_settings
 from rlsim.experiment.notes import idle_notes, kinds_note, listed, luck_note, preemption_notes, rate_notes
@@ -29,17 +31,6 @@ from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.plan import part_of
 from rlsim.schema import place_of
 from rlsim.sim.control import decides
-from rlsim.usercode import blamed
-
-
-def check_system(simulator: Simulator, spec: SystemSpec) -> None:
-    """Raises `RlsimError` if a system, or one that it stands for, cannot run or does not fit.
-
-    `SearchAheadError` if that depends on a plan and none is to be searched for: all else is checked then.
-    """
-    with blamed(spec.shown):
-        for alternative, _ in spec.alternatives(simulator.placed(spec.make()).context):
-            simulator.check(alternative.make())
 
 
 def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
@@ -82,16 +73,16 @@ class Case:
         self.baseline = ""  # settled for all cases together
         if experiment.baseline is not None and experiment.baseline not in self.names:
             raise unknown_name("baseline system", experiment.baseline, self.names)
-        self._samplers = {seed: self.loaded.sampler(seed) for seed in experiment.seed_list}
         self._done: dict[tuple[str, int], Frames] = {}
         self._ran: dict[str, str] = {}  # by system: the key of what it came out as
         self._missed: dict[str, RlsimError] = {}  # by key: why no plan was found
-        self._looked_up: list[Lookups] = []  # of jobs
+        self._looked_up: list[Lookups] = []  # by jobs with simulators of their own
         self._settle()
 
-    def search(self) -> None:
+    def search(self, told: Callable[[int, int, str], None]) -> None:
         """Search for the plans that systems leave to a search; raises `RlsimError` if one does not fit."""
         if self.searched:
+            told(0, len(self.jobs(0)), f"{self.name} plan of {', '.join(self.searched)}".strip())
             self.simulator.plans.search = True
             self._settle()
 
@@ -104,48 +95,49 @@ class Case:
         self.memory_notes = list(self._memory_notes())
         self.notes += self.memory_notes
 
-    def pending(self) -> list[tuple[SystemSpec, int]]:
-        """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
-        needed: dict[str, SystemSpec] = {}
-        for alternatives in self.systems.values():
-            for spec, _ in alternatives:
-                needed.setdefault(spec.key, spec)
-        return [(spec, seed) for spec in needed.values() for seed in self._samplers]
-
-    def simulate(self, spec: SystemSpec, seed: int) -> None:
-        self._done[spec.key, seed] = simulated(self.simulator, spec, self._samplers[seed])
+    @cached_property
+    def _config(self) -> str:
+        """The experiment as jobs have it: without systems, and with the seed that searches take."""
+        seeds = list(self.experiment.seed_list[:1])
+        bare: dict[str, Any] = {"systems": ["verl"], "baseline": None, "cases": {}, "certainty": 0, "seeds": seeds}
+        return json.dumps({**self.experiment.model_dump(mode="json"), **bare})
 
     def jobs(self, first: int) -> list[Job]:
-        """The same as jobs, numbered from `first`: one a run, but all of a system whose plan is to be searched for."""
-        runs: list[tuple[SystemSpec, tuple[int, ...]]] = []
-        for spec, seed in self.pending():
-            if spec.name not in self.searched:
-                runs.append((spec, (seed,)))
-            elif seed == self.experiment.seed_list[0]:
-                runs.append((spec, self.experiment.seed_list))
-        plans = dict(self.simulator.plans.found)
+        """The runs to do, numbered from `first`; two systems with the same policy and parameters share theirs.
+
+        A job is one run, or all of a system whose plan is to be searched for.
+        """
+        needed: dict[str, SystemSpec] = {}
+        for spec, _ in chain.from_iterable(self.systems.values()):
+            needed.setdefault(spec.key, spec)
+        seeds, plans = self.experiment.seed_list, dict(self.simulator.plans.found)
+        runs = [
+            (spec, own)
+            for spec in needed.values()
+            for own in ([seeds] if spec.name in self.searched else [(seed,) for seed in seeds])
+        ]
         return [
-            Job.of(f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, plans)
-            for n, (spec, seeds) in enumerate(runs, first)
+            Job(f"{n}: {self.name} {spec.name}", spec.key, self._config, *self._place, spec.plain, own, plans)
+            for n, (spec, own) in enumerate(runs, first)
         ]
 
     def take(self, done: Mapping[Job, Ran | RlsimError]) -> None:
         """Take what jobs came to."""
+        searched, ran = set(self.searched), dict[Job, Ran]()
         for job, answer in done.items():
             if isinstance(answer, RlsimError):
                 self._missed[job.key] = answer
-            else:
-                self.simulator.plans.found |= answer.plans
-                self._looked_up.append(answer.lookups)
-        searched = set(self.searched)
+                continue
+            ran[job] = answer
+            self.simulator.plans.found |= answer.plans
+            self._looked_up += [answer.lookups] if answer.lookups else []
         if searched:
             self._settle()
         stands_for = {spec.name: [s.key for s, _ in found] for spec, found in self.systems.items()}
-        for job, answer in done.items():
-            if isinstance(answer, Ran):
-                keys = stands_for[job.system.name] if job.system.name in searched else [job.key]
-                for key, own in zip(keys, answer.frames, strict=True):
-                    self._done |= {(key, seed): frames for seed, frames in zip(job.seeds, own, strict=True)}
+        for job, answer in ran.items():
+            keys = stands_for[job.system.name] if job.system.name in searched else [job.key]
+            for key, own in zip(keys, answer.frames, strict=True):
+                self._done |= {(key, seed): frames for seed, frames in zip(job.seeds, own, strict=True)}
 
     def left_out(self, spec: SystemSpec, error: RlsimError) -> bool:
         """Whether a system is left out with a note because of this: it does not fit, and is one variant of several or
@@ -175,11 +167,15 @@ class Case:
                 best, chosen = max(alternatives, key=lambda item: self._responses_per_s(item[0]))
                 self.chosen[spec.name] = chosen
             self._ran[spec.name] = best.key
-            collected += [named(self._done[best.key, seed], self.name, spec.name, seed) for seed in self._samplers]
+            collected += [named(frames, self.name, spec.name, seed) for seed, frames in self._frames(best.key)]
         return collected
 
+    def _frames(self, key: str) -> list[tuple[int, Frames]]:
+        """The tables of a system's runs by seed."""
+        return [(seed, self._done[key, seed]) for seed in self.experiment.seed_list]
+
     def _steps(self, key: str) -> pd.DataFrame:
-        return pd.concat(self._done[key, seed]["steps"].assign(seed=seed) for seed in self._samplers)
+        return pd.concat(frames["steps"].assign(seed=seed) for seed, frames in self._frames(key))
 
     def _responses_per_s(self, spec: SystemSpec) -> float:
         return mean_ratio(means(self._steps(spec.key), ["seed"])["responses_per_s"].tolist())[0]
@@ -195,7 +191,7 @@ class Case:
         try:
             if spec.key in self._missed:
                 raise self._missed[spec.key]
-            check_system(self.simulator, spec)
+            self.simulator.check_all(spec)
         except SearchAheadError:
             self.searched.append(spec.name)
         except (CapacityError, ConfigError) as error:
@@ -213,7 +209,7 @@ class Case:
 
         def fits(changed: LoadedExperiment) -> None:
             simulator = Simulator(changed, search=False)
-            check_system(simulator, spec)
+            simulator.check_all(spec)
             simulator.placed(spec.make()).check_worst()
 
         return remedies(self.loaded, fits)
@@ -243,7 +239,7 @@ class Case:
 
     def _preemptions(self) -> dict[str, pd.Series[int]]:
         return {
-            name: pd.concat(self._done[key, seed]["responses"]["preemptions"] for seed in self._samplers)
+            name: pd.concat(frames["responses"]["preemptions"] for _, frames in self._frames(key))
             for name, key in self._ran.items()
         }
 
@@ -303,7 +299,8 @@ class Case:
 
     def all_notes(self) -> list[str]:
         """Everything worth knowing about this case's numbers."""
-        sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
+        samplers = map(self.simulator.sampler, self.experiment.seed_list)
+        sampled = dict.fromkeys(note for sampler in samplers for note in sampler.notes)
         scored = self.loaded.scoring.notes
         tuned = [f"{name} ran with {what}, its fastest setting on these seeds" for name, what in self.chosen.items()]
         rates, preempted = self._rate_notes(), preemption_notes(self._preemptions())

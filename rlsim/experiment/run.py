@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,9 @@ from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.result import Result, manifest_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import means
+
+#: Called with (runs done, runs in all, what runs next).
+Progress = Callable[[int, int, str], None]
 
 
 def run(
@@ -73,43 +77,63 @@ def run_loaded(
     from the calibration's errors, systems keep the plans that it led to as it was fitted.
     """
     cases = checked_cases(experiment, folder, shown, optional, plans)
-    worlds = worlds_of(experiment, cases)
+    worlds, seeds = worlds_of(experiment, cases), experiment.seed_list
     experiment = experiment.model_copy(update={"certainty": worlds})  # for the manifest
-    together = Together(progress or (lambda *_: None), len(experiment.seed_list), worlds)
-    collected = _ran(cases, together.calibrated, execute, strict)
+    told, before = progress or (lambda *_: None), 0  # runs as calibrated
+
+    def calibrated(done: int, runs: int, what: str) -> None:
+        nonlocal before
+        before = runs
+        told(done, runs + worlds * (runs // len(seeds)), what)
+
+    collected = _ran(cases, calibrated, execute, strict)
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
     result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
     if what_if:
-        runs, summary = partial(_ran, told=progress or (lambda *_: None), execute=execute), result.summary()
-        rated = "responses_per_s"
-        rates = {
-            str(case): {
-                str(name): float(rate) for rate, name in sorted(zip(own[rated], own["system"], strict=True))[::-1]
-            }
-            for case, own in summary.groupby("case")
-        }
-        ledger = {case.name: weighed(case, rates.get(case.name, {}), runs).model_dump() for case in cases}
+        own, runs = dict(iter(result.summary().groupby("case"))), partial(_ran, told=told, execute=execute)
+        ledger = {case.name: weighed(case, own.get(case.name), runs).model_dump() for case in cases}
         result = replace(result, manifest={**result.manifest, "ledger": ledger})
     if not worlds:
         return result
-    found = {case.name: case.simulator.plans.found for case in cases}
-    settled = with_settings(experiment, {"baseline": cases[0].baseline, "certainty": 0}, shown)
+    baseline, found = cases[0].baseline, {case.name: case.simulator.plans.found for case in cases}
+    settled = with_settings(experiment, {"baseline": baseline, "certainty": 0}, shown)
 
     def in_world(number: int, seed: int) -> pd.DataFrame:
+        def said(done: int, runs: int, what: str) -> None:
+            told(before + (number - 1) * runs + done, before + worlds * runs, f"world {number} of {worlds}: {what}")
+
         world = with_settings(settled, {"draw": number, "seeds": [seed]}, shown)
         there = checked_cases(world, folder, shown, optional, found)
-        return pd.concat([frames["steps"] for frames in _ran(there, together.world(number), execute)])
+        return pd.concat([frames["steps"] for frames in _ran(there, said, execute)])
 
-    drawn = in_worlds(worlds, experiment.seed_list, cases[0].baseline, result.steps, in_world)
+    drawn = in_worlds(worlds, seeds, baseline, result.steps, in_world)
     return replace(result, manifest={**result.manifest, **drawn})
 
 
-def _ran(cases: Sequence[Case], told: Progress, execute: Execute | None, strict: bool = False) -> list[Frames]:
+def _ran(cases: Sequence[Case], told: Progress, execute: Execute | None = None, strict: bool = False) -> list[Frames]:
     """The tables of all runs of these cases, done; raises `CapacityError` if no system could run."""
     if execute is None:
-        _simulate(cases, told)
+        for case in cases:
+            case.search(told)
+    owner, done = dict[Job, Case](), dict[Job, Ran | RlsimError]()
+    for case in cases:
+        owner |= dict.fromkeys(case.jobs(len(owner)), case)
+    if execute is None:  # one after the other; those of a case share what they look up
+        for job, case in owner.items():
+            told(len(done), len(owner), job.name)
+            done[job] = Ran(job.tables(case.simulator))
+        told(len(owner), len(owner), "")
     else:
-        _execute(cases, told, execute)
+        # Plans are searched for first and layouts that change while they run come next, as these take longest.
+        order = sorted(owner, key=lambda job: (not owner[job].waits(job), not owner[job].decides(job.system)))
+        for job, answer in execute(order, lambda job: told(len(done), len(owner), job.name)):
+            case = owner[job]
+            if isinstance(answer, RlsimError) and not (case.waits(job) and case.left_out(job.system, answer)):
+                raise answer
+            done[job] = answer
+            told(len(done), len(owner), job.name)
+    for case in cases:  # in the order of the jobs, whoever was done first
+        case.take({job: done[job] for job in owner if owner[job] is case})
     _settle_baseline(cases)
     collected: list[Frames] = []
     for case in cases:
@@ -119,35 +143,6 @@ def _ran(cases: Sequence[Case], told: Progress, execute: Execute | None, strict:
     if not collected:
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     return collected
-
-
-def _simulate(cases: Sequence[Case], told: Progress) -> None:
-    """All runs one after the other; those of a case share what they look up."""
-    for case in cases:
-        if case.searched:
-            told(0, len(case.pending()), f"{case.name} plan of {', '.join(case.searched)}".strip())
-        case.search()
-    runs = [(case, spec, seed) for case in cases for spec, seed in case.pending()]
-    for done, (case, spec, seed) in enumerate(runs):
-        told(done, len(runs), f"{case.name} {spec.name}".strip())
-        case.simulate(spec, seed)
-    told(len(runs), len(runs), "")
-
-
-def _execute(cases: Sequence[Case], told: Progress, execute: Execute) -> None:
-    """All runs as jobs; what they come to is taken in the order of the jobs, whoever is done first."""
-    owner, done = dict[Job, Case](), dict[Job, Ran | RlsimError]()
-    for case in cases:
-        owner |= dict.fromkeys(case.jobs(len(owner)), case)
-    # Plans are searched for first and layouts that change while they run come next, as these take longest.
-    order = sorted(owner, key=lambda job: (not owner[job].waits(job), not owner[job].decides(job.system)))
-    for job, answer in execute(order, lambda job: told(len(done), len(owner), job.name)):
-        if isinstance(answer, RlsimError) and not (owner[job].waits(job) and owner[job].left_out(job.system, answer)):
-            raise answer
-        done[job] = answer
-        told(len(done), len(owner), job.name)
-    for case in cases:
-        case.take({job: done[job] for job in owner if owner[job] is case})
 
 
 def checked_cases(
@@ -257,32 +252,8 @@ def _span(counts: tuple[int, ...], what: str) -> str:
 # ---- worlds that the calibration's errors allow (`rlsim.cost.draw`) -------------------------------------------------
 
 
-#: Called with (runs done, runs in all, what runs next).
-Progress = Callable[[int, int, str], None]
 #: By case and system: how many times as large as calibrated, in each world.
 Ratios = dict[str, dict[str, list[float]]]
-
-
-class Together:
-    """Tells of the runs as calibrated and of those in worlds, one seed each, as of one number of runs."""
-
-    def __init__(self, told: Progress, seeds: int, worlds: int) -> None:
-        self.worlds = worlds
-        self._told, self._seeds, self._before = told, seeds, 0
-
-    def calibrated(self, done: int, runs: int, what: str) -> None:
-        """Told of the runs as calibrated."""
-        self._before = runs
-        self._told(done, runs + self.worlds * (runs // self._seeds), what)
-
-    def world(self, number: int) -> Progress:
-        """Told of the runs of a world."""
-
-        def told(done: int, runs: int, what: str) -> None:
-            before = self._before + (number - 1) * runs
-            self._told(before + done, self._before + self.worlds * runs, f"world {number} of {self.worlds}: {what}")
-
-        return told
 
 
 def in_worlds(
@@ -299,24 +270,21 @@ def in_worlds(
     found: dict[str, Ratios] = {"worlds": {}, "world_steps": {}}
     for world in range(1, number + 1):
         seed = seeds[(world - 1) % len(seeds)]
-        for name, values in _measured(run(world, seed), baseline).items():
-            for (case, system), value in values.items():
-                if before := known[seed][name].get((case, system)):
-                    found[name].setdefault(case, {}).setdefault(system, []).append(value / before)
+        there = _measured(run(world, seed), baseline)
+        ratios = there / known[seed].reindex(there.index)
+        for name, of in found.items():
+            for (case, system), ratio in zip(ratios.index.tolist(), ratios[name].tolist(), strict=True):
+                if not math.isnan(ratio):
+                    of.setdefault(case, {}).setdefault(system, []).append(ratio)
     return found
 
 
-def _measured(steps: pd.DataFrame, baseline: str) -> dict[str, dict[tuple[str, str], float]]:
+def _measured(steps: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Speedups and seconds of a step of one seed, by case and system; no speedup where the baseline did not run."""
-    rows = means(steps, ["case", "system"]).reset_index()
-    keys = list(zip(rows["case"], rows["system"], strict=True))
-    rates, times = (dict(zip(keys, rows[name], strict=True)) for name in ("responses_per_s", "step_time_s"))
-    speedups = {
-        (case, system): rate / rates[case, baseline]
-        for (case, system), rate in rates.items()
-        if (case, baseline) in rates
-    }
-    return {"worlds": speedups, "world_steps": times}
+    rows = means(steps, ["case", "system"])
+    rates, case, system = rows["responses_per_s"], *map(rows.index.get_level_values, ("case", "system"))
+    base = rates[system == baseline].droplevel("system").reindex(case).to_numpy()
+    return pd.DataFrame({"worlds": rates / base, "world_steps": rows["step_time_s"]})
 
 
 # ---- what each assumption is worth: a run at each end of its range, on the same responses ---------------------------
@@ -328,58 +296,54 @@ OTHERS = 2
 Runs = Callable[[Sequence[Case]], Sequence[Frames]]
 
 
-def weighed(case: Case, rates: Mapping[str, float], run: Runs) -> LedgerRecord:
-    """The ledger of a case that ran, with the worth of every assumption.
+def weighed(case: Case, summary: pd.DataFrame | None, run: Runs) -> LedgerRecord:
+    """The ledger of a case that ran, with the worth of every assumption; `summary`: the case's rows, if it has any.
 
-    `rates` are the responses that its systems trained on per second, the fastest first: the baseline and the first
-    others are tried, of those that are as fast one. All runs are of the case's first seed and of few steps; tuned and
-    searched systems keep what they came out as.
+    The baseline and the fastest others are tried, of those that are as fast one. All runs are of the case's first seed
+    and of few steps; tuned and searched systems keep what they came out as.
     """
     ledger = case.ledger
-    if case.baseline not in rates or not ledger.assumed:
+    if summary is None or not summary["system"].eq(case.baseline).any() or not ledger.assumed:
         return ledger
-    distinct = {rate: name for name, rate in rates.items()}
-    others = [name for rate, name in distinct.items() if rate != rates[case.baseline]]
+    ranked = sorted(zip(summary["responses_per_s"], summary["system"], strict=True), reverse=True)
+    own = next(rate for rate, name in ranked if name == case.baseline)
+    others = [name for rate, name in dict(ranked).items() if rate != own]
     trial = case.reduced([case.baseline, *others[:OTHERS]])
-    base = EndRecord(settings={}, shown="as taken")
-    named = {"as taken": base} | {f"{row.name} {end.shown}": end for row in ledger.assumed for end in row.ends}
-    ends = list(named.values())
-    made = [_made(trial, case, end, name) for name, end in named.items()]
-    found = _steps_of([one for one in made if isinstance(one, Case)], run)
-    done = [_done(end, one, found, case.baseline) for end, one in zip(ends, made, strict=True)]
-    rest = iter(done[1:])
-    rows = [row.model_copy(update={"ends": [next(rest) for _ in row.ends]}) for row in ledger.assumed]
-    return ledger.model_copy(update={"assumed": rows, "base": done[0], "baseline": case.baseline})
+    ends = {"as taken": EndRecord(settings={}, shown="as taken")}
+    ends |= {f"{row.name} {end.shown}": end for row in ledger.assumed for end in row.ends}
+    cases, problems = list[Case](), dict[str, str]()
+    for name, end in ends.items():
+        try:
+            made = case.again(with_settings(trial, end.settings, name), name)
+        except RlsimError as error:
+            problems[name] = str(error)
+            continue
+        if made.compares:
+            cases.append(made)
+        else:
+            problems[name] = str(made.notes[-1])
+    found = _steps_of(cases, run, problems)
+    for name, steps in found.items():
+        mean = means(steps, ["system"])
+        rates, seconds = mean["responses_per_s"], float(mean["step_time_s"][case.baseline])
+        speedups = {str(system): float(rates[system] / rates[case.baseline]) for system in rates.index}
+        ends[name] = ends[name].model_copy(update={"step_s": seconds, "speedups": speedups})
+    for name, problem in problems.items():
+        ends[name] = ends[name].model_copy(update={"problem": problem})
+    rows = [
+        row.model_copy(update={"ends": [ends[f"{row.name} {end.shown}"] for end in row.ends]}) for row in ledger.assumed
+    ]
+    return ledger.model_copy(update={"assumed": rows, "base": ends["as taken"], "baseline": case.baseline})
 
 
-def _made(trial: Experiment, case: Case, end: EndRecord, name: str) -> Case | str:
-    """The case at an end, or why it cannot run."""
-    try:
-        made = case.again(with_settings(trial, end.settings, name), name)
-    except RlsimError as error:
-        return str(error)
-    return made if made.compares else str(made.notes[-1])
-
-
-def _steps_of(cases: Sequence[Case], run: Runs) -> dict[str, pd.DataFrame | str]:
-    """The steps of each case by its name, or why it did not run; where one of them fails they run one by one."""
+def _steps_of(cases: Sequence[Case], run: Runs, problems: dict[str, str]) -> dict[str, pd.DataFrame]:
+    """The steps of each case by its name; why another did not run is put into `problems`. Where one of them fails they
+    run one by one."""
     try:
         steps = pd.concat([frames["steps"] for frames in run(cases)])
         return {str(name): own for name, own in steps.groupby("case")}
     except RlsimError as error:
         if len(cases) == 1:
-            return {cases[0].name: str(error)}
-        found = dict[str, pd.DataFrame | str]()
-        for case in cases:
-            found |= _steps_of([case], run)
-        return found
-
-
-def _done(end: EndRecord, made: Case | str, found: Mapping[str, pd.DataFrame | str], baseline: str) -> EndRecord:
-    steps = found[made.name] if isinstance(made, Case) else made
-    if isinstance(steps, str):
-        return end.model_copy(update={"problem": steps})
-    mean = means(steps, ["system"])
-    rate = mean["responses_per_s"]
-    speedups = {str(name): float(rate[name] / rate[baseline]) for name in rate.index}
-    return end.model_copy(update={"step_s": float(mean["step_time_s"][baseline]), "speedups": speedups})
+            problems[cases[0].name] = str(error)
+            return {}
+        return {name: steps for case in cases for name, steps in _steps_of([case], run, problems).items()}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 
 from rlsim.cost.lookups import Lookups
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
+from rlsim.experiment.frames import Frames, check_steps, frames_of
 from rlsim.experiment.guests import check_elastic, check_hybrid, hybrid_of
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import Plans
 from rlsim.experiment.refusals import check_calls, endless
 from rlsim.experiment.steadiness import Window
-from rlsim.experiment.systems import System
+from rlsim.experiment.systems import System, SystemSpec
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.refusals import refuse
 from rlsim.sim.batching import PromptFeed
@@ -26,6 +30,7 @@ from rlsim.sim.run import simulate
 from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler
+from rlsim.usercode import blamed
 from rlsim.workflow import Workflow
 
 
@@ -39,6 +44,7 @@ class Simulator:
     def __init__(self, loaded: LoadedExperiment, *, search: bool = True) -> None:
         self.loaded = loaded
         self.plans = Plans(search)
+        self.sampler = cache(loaded.sampler)
         self._placed: dict[str, PlacedExperiment] = {}
 
     def workflow(self, system: System) -> Workflow:
@@ -58,6 +64,15 @@ class Simulator:
         window = Window(self.workflow(system).overlap, workflow.warmup)
         window.check(workflow.steps)
         return window
+
+    def check_all(self, spec: SystemSpec) -> None:
+        """Raises `RlsimError` if a system, or one that it stands for, cannot run or does not fit.
+
+        `SearchAheadError` if that depends on a plan and none is to be searched for: all else is checked then.
+        """
+        with blamed(spec.shown):
+            for alternative, _ in spec.alternatives(self.placed(spec.make()).context):
+                self.check(alternative.make())
 
     def check(self, system: System) -> None:
         """Raises `RlsimError` if the system cannot run or does not fit."""
@@ -98,6 +113,19 @@ class Simulator:
             call.name: scorer_of(self.loaded, call, placed.plan.of(call.name), streaming)
             for call in streamed_calls(placed.workflow)
         }
+
+    def tables(self, spec: SystemSpec, seed: int) -> Frames:
+        """The tables of one run, without the columns that name it."""
+        system, sampler = spec.make(), self.sampler(seed)
+        with _few_collections():
+            with blamed(spec.shown):
+                outcome = self.simulate(system, sampler)
+            placed = self.placed(system)
+            bound = placed.bound(max([rollout.initial_tp for rollout in outcome.rollouts], default=0))
+            sides = placed.gpus_of("generate"), placed.gpus_of("train")
+            frames = frames_of(outcome, sampler, bound, self.loaded.cluster.gpus, self.window(system), *sides)
+        check_steps(frames, spec.shown)
+        return frames
 
     def simulate(self, system: System, sampler: StepSampler) -> Outcome:
         loaded, placed = self.loaded, self.placed(system)
@@ -147,3 +175,14 @@ class _Requests:
             for request, factor in zip(made, factors.tolist(), strict=True):
                 request.predicted_tokens = request.response_tokens * factor
         return made
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Collect garbage rarely: a run makes many small objects and no cycles worth looking for (a fifth of its time)."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 1_000_000), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -21,6 +21,7 @@ from pydantic.errors import PydanticUserError
 from rlsim.errors import ConfigError, RlsimError, shown
 from rlsim.policies.parts import ChunkStreaming, Composition, JudgePlacement, Part, Placing, Rewiring, flattened
 from rlsim.policies.registry import load_policy
+from rlsim.reading import plain
 from rlsim.schema import name_of, place_of, placed, validate
 from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.control import PLANNED, ControlContext, Controls, RolloutControl, asked
@@ -75,6 +76,11 @@ class SystemSpec:
     def entry(self) -> dict[str, Any]:
         """The system as an experiment spells it."""
         return {"name": self.name, "use": [{part.policy: dict(part.parameters)} for part in self.parts]}
+
+    @property
+    def plain(self) -> SystemSpec:
+        """The same of plain values, which can be sent anywhere."""
+        return replace(self, parts=tuple(replace(part, parameters=plain(part.parameters)) for part in self.parts))
 
     def make(self) -> System:
         """A new system; raises `ConfigError` if a part does not take its parameters or the parts do not go together."""
