@@ -11,7 +11,7 @@ from typing import Any
 
 from rlsim.errors import CatalogueError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment, find_trace
-from rlsim.experiment.refusals import code_of, conditions, shape_values, unmet
+from rlsim.experiment.refusals import conditions, shape_values, unmet
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.hardware import Cluster, Gpu, load_cluster
@@ -31,6 +31,7 @@ from rlsim.init.tables import names, unlike_rows, without
 from rlsim.init.unlike import unlike
 from rlsim.models import Model
 from rlsim.precision import Precision
+from rlsim.refusals import code_of
 from rlsim.schema import validate
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace, read_trace
