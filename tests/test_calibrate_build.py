@@ -12,11 +12,12 @@ from rlsim.calibrate.build import Built, build_calibration
 from rlsim.calibrate.chart import MOST, calibration_chart, write_chart
 from rlsim.calibrate.fit.kernels import operators_with
 from rlsim.calibrate.measurements import Measurements
+from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import COLUMNS
-from rlsim.calibrate.steps import fit_profiles
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Reference, Source, load_calibration
-from rlsim.cost.profile import ProfileStep
+from rlsim.cost.profile import prompts_of
+from rlsim.cost.roofline import step_cost
 from rlsim.errors import CalibrationError
 from rlsim.models import load_model
 
@@ -169,15 +170,16 @@ def test_heads_of_another_size_keep_their_bytes(built: Built) -> None:
 # Whole steps ----------------------------------------------------------------------------------------------------------
 
 
-def test_whole_steps_become_profiles_that_give_the_measured_times(built: Built) -> None:
-    table = small_tables()["decode_step"]
-    assert {(p.model, p.tp) for p in built.calibration.decode_profile} == {("tiny", 1), ("tiny", 2)}
-    for row in table.to_dict("records"):
-        record = built.calibration.profile("tiny", row["tp"])
-        assert record is not None
-        step = ProfileStep.from_record(record)
-        assert step.decode(row["batch"]).step_s(row["context_tokens"]) == pytest.approx(row["seconds"], rel=1e-3)
-    assert built.calibration.residuals["decode_step"].p90 < 0.02
+def test_whole_steps_become_tables_that_give_the_measured_times(built: Built) -> None:
+    tables = small_tables()
+    assert {(one.model, one.tp) for one in built.calibration.iterations} == {("tiny", 1), ("tiny", 2)}
+    for tp in (1, 2):
+        step = step_cost(TINY, tp, measured_node("cpu", CPU), built.calibration)
+        for row in tables["decode_step"].query("tp == @tp").to_dict("records"):
+            assert step.decode(row["batch"]).step_s(row["context_tokens"]) == pytest.approx(row["seconds"], rel=2e-3)
+        for row in tables["prefill_step"].query("tp == @tp").to_dict("records"):  # of 64 tokens and 256 two each
+            assert step.prefill_s(prompts_of(row["tokens"], row["length"])) == pytest.approx(row["seconds"], rel=0.1)
+    assert built.calibration.residuals["decode_step"].p90 < 0.05
 
 
 def test_steps_from_graphs_are_preferred() -> None:
@@ -186,21 +188,17 @@ def test_steps_from_graphs_are_preferred() -> None:
     tables["decode_step"] = pd.concat([tables["decode_step"], graphs])
     tables["graph_capture"] = frame("model tp batch seconds", [("tiny", 1, b, 0.02) for b in (1, 4, 8)])
     calibration = build(tables).calibration
-    record = calibration.profile("tiny", 1)
-    assert record is not None
-    first = graphs.query("tp == 1 and batch == 1").seconds.min()
-    assert record.step_s[0][0] == pytest.approx(first, rel=1e-3)
+    first = graphs.query("tp == 1 and batch == 1").iloc[0]
+    step = step_cost(TINY, 1, measured_node("cpu", CPU), calibration)
+    assert step.decode(1).step_s(first.context_tokens) == pytest.approx(first.seconds, rel=2e-3)
     assert calibration.runtime.graph_capture_s == 0.02
     assert calibration.runtime.graph_batch_sizes == (1, 4, 8)
 
 
-def test_prefill_cells_that_were_not_measured_are_filled_and_noted(built: Built) -> None:
-    record = built.calibration.profile("tiny", 1)
-    assert record is not None
-    assert record.prefill_s[0][1] == pytest.approx(1e-4 + 64e-6 + 64 * 256e-9, rel=0.05)
-    notes = built.calibration.provenance.notes
-    assert any("1 of 6 cells not measured" in note for note in notes)
-    assert any("TP2: not measured; the operators' sum" in note for note in notes)
+def test_a_model_whose_shape_is_not_known_has_no_table() -> None:
+    built = build(small_tables(), base=H100, models={})
+    assert built.calibration.iterations == ()
+    assert any("no table of whole iterations of tiny: its shape" in note for note in built.calibration.provenance.notes)
 
 
 def test_host_time_is_what_steps_leave_over_the_operators() -> None:
@@ -208,13 +206,8 @@ def test_host_time_is_what_steps_leave_over_the_operators() -> None:
     tables = {name: table for name, table in small_tables().items() if name not in ("decode_step", "prefill_step")}
     bare = build(tables, base=H100).calibration
     host = H100.host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
-    bare = bare.model_copy(update={"host": host, "decode_profile": ()})
+    bare = bare.model_copy(update={"host": host, "iterations": ()})
     batches = (1, 2, 4, 8, 16, 32)
-    empty = Measurements({"decode_step": frame("model tp mode batch context_tokens seconds", [])}, (OWN,))
-    assert fit_profiles(empty, bare, lambda _: TINY).fit == ()
-    from rlsim.calibrate.node import measured_node
-    from rlsim.cost.roofline import step_cost
-
     step = step_cost(TINY, 1, measured_node("cpu", CPU), bare)
     rows = [
         ("tiny", 1, "eager", b, b * c, step.decode(b).step_s(b * c) + 2e-3 + 5e-5 * b)

@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 import simpy
 
-from rlsim.calibrate.from_run import FromRun, from_run, write
+from rlsim.calibrate.from_run import FromRun, from_run
 from rlsim.calibrate.run_fit import HostTimes, doubts
+from rlsim.calibrate.write import write
 from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.memory import kept_bytes

@@ -32,8 +32,8 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.operators import gemm_of
-from rlsim.cost.profile import ProfileStep
 from rlsim.cost.roofline import RooflineStep, step_cost
+from rlsim.cost.served import ServedStep
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
@@ -480,7 +480,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
         step = RooflineStep(model, tp, cluster, calibration)
         assert 0.0 < step.decode(2).step_s(128) < step.decode(2).step_s(4096) < 1.0
         assert 0.0 < step.prefill_s([Chunk(64, 0)]) < 1.0
-    assert isinstance(step_cost(model, 1, cluster, calibration), ProfileStep)
+    assert isinstance(step_cost(model, 1, cluster, calibration), ServedStep)
     experiment = {
         "name": "own-machine",
         "cluster": str(out / "cluster.yaml"),

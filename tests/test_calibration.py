@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsim.cost.calibration import Calibration, DecodeProfile, calibration_names, load_calibration
+from rlsim.cost.calibration import Calibration, EngineFit, calibration_names, load_calibration
 from rlsim.cost.operators import Operators
-from rlsim.cost.profile import ProfileStep
-from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.load import set_path
 from rlsim.hardware import load_gpu
@@ -318,35 +316,24 @@ def test_numbers_at_the_edge_of_what_makes_sense_are_taken(path: str, value: obj
     assert found == value
 
 
-PROFILE: dict[str, Any] = {
-    "model": "llama-3.1-8b", "tp": 1, "batches": [1, 8, 64],
-    "context_tokens": [[1.0, 1000.0], [800.0, 8000.0, 80000.0], [6400.0, 640000.0]],
-    "step_s": [[0.009, 0.008], [0.001, 0.01, 0.02], [0.01, 0.05]],
-    "prefill_tokens": [16.0, 8192.0], "prefill_lengths": [16.0, 8192.0], "prefill_s": [[0.01, 0.011], [0.2, 0.3]],
+SERVED: dict[str, Any] = {
+    "model": "llama-3.1-8b", "model_type": "llama", "tp": 1, "level": 1.1, "source": "a test",
+    "decode": {"axes": [{"name": "batch", "knots": [1, 8]}, {"name": "context", "knots": [9]}], "factor": [1.1, 1.2]},
 }  # fmt: skip
-
-
-def test_profiles_never_fall_below_zero_outside_what_was_measured() -> None:
-    step = ProfileStep.from_record(DecodeProfile.model_validate(PROFILE))
-    for batch in (1, 2, 8, 30, 64, 700, 5000):
-        times = [step.decode(batch).step_s(context) for context in (batch, 300 * batch, 9000 * batch, 10**7)]
-        assert times == sorted(times)
-        assert times[0] > 0
-        assert step.mixed_s(batch, 300.0 * batch, [Chunk(64, 0)]) > 0
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("batches", [8, 1, 64]),
-        ("batches", [1, 8]),
-        ("context_tokens", [[1000.0, 1.0], [8.0, 800.0, 8000.0], [64.0, 6400.0]]),
-        ("step_s", [[0.008], [0.009, 0.01, 0.02], [0.01, 0.05]]),
-        ("step_s", [[0.008, -1.0], [0.009, 0.01, 0.02], [0.01, 0.05]]),
-        ("prefill_s", [[0.01, 0.011]]),
-        ("prefill_s", [[0.01, math.nan], [0.2, 0.3]]),
+        ("decode", {**SERVED["decode"], "factor": [1.1]}),
+        ("decode", {**SERVED["decode"], "factor": [1.1, math.nan]}),
+        ("decode", {"axes": [{"name": "tokens", "knots": [1, 8]}], "factor": [1.1, 1.2]}),
+        ("prefill", SERVED["decode"]),
+        ("level", 0),
+        ("tp", 0),
     ],
 )
-def test_profiles_that_do_not_fit_together_are_refused(key: str, value: object) -> None:
+def test_tables_of_iterations_that_cannot_be_are_refused(key: str, value: object) -> None:
+    validate(SERVED, EngineFit, "p.yaml")
     with pytest.raises(ConfigError, match=r"p\.yaml"):
-        validate({**PROFILE, key: value}, DecodeProfile, "p.yaml")
+        validate({**SERVED, key: value}, EngineFit, "p.yaml")

@@ -1,5 +1,6 @@
 """The calibration scripts: what is written is what was fitted, and fits find what generated their data."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,7 @@ from calibration.training_report import gemm_shares  # noqa: E402
 from fit_expert_launch import fitted_s  # noqa: E402
 from fit_transfer import left_out_calls  # noqa: E402
 
-from calibration import across, kv  # noqa: E402
+from calibration import across, kv, windows  # noqa: E402
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
 from rlsim.calibrate.fit.common import held_out, rounded  # noqa: E402
 from rlsim.calibrate.fit.gemm import kernel_gemm  # noqa: E402
@@ -317,6 +318,15 @@ def test_kv_caches_are_what_engines_print() -> None:
     weights = [abs(e["weights"]) / log.stated["weights"] for log, e in zip(logs, errors, strict=True) if "weights" in e]
     assert np.median(weights) < 0.01
     assert kv.kv_section(errors).strip() in (ROOT / "docs" / "calibration.md").read_text()
+
+
+def test_half_an_engines_iterations_tell_the_other_half() -> None:
+    """Within 4% on average, where the calibration that was there before is at least 1.5 times as far off."""
+    section = windows.engine_section()
+    errors = re.findall(r"\| (\d+\.\d)% / [\d.]+% / [\d.]+ ms \| (\d+\.\d)% /", section)
+    assert len(errors) == 3
+    assert all(float(after) < 4.0 and float(before) > 1.5 * float(after) for before, after in errors)
+    assert section.strip() in (ROOT / "docs" / "calibration.md").read_text()
 
 
 def test_a_published_sum_comes_out_whole() -> None:

@@ -5,11 +5,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rlsim.cost.calibration import Calibration, DecodeProfile, load_calibration
+from rlsim.cost.calibration import Calibration, EngineFit, load_calibration
 from rlsim.cost.curve import REACHED, DecodeCurve
+from rlsim.cost.draw import MEASURED
 from rlsim.cost.experts import expert_load
-from rlsim.cost.fits import MemoryOpFit
-from rlsim.cost.profile import ProfileStep, profile_of
+from rlsim.cost.fits import Correction, MemoryOpFit
+from rlsim.cost.pipeline import pipelined_step_cost
+from rlsim.cost.profile import ProfileStep, profile_of, rising
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
@@ -226,11 +228,7 @@ def test_a_profile_beyond_its_batches_takes_no_smaller_share_and_no_less_time() 
 
 
 def test_a_measured_curve_never_falls_below_zero_towards_no_context() -> None:
-    record = DecodeProfile(
-        model="llama-3.1-8b", tp=1, batches=(2,), context_tokens=((100.0, 200.0),), step_s=((0.1, 1.0),),
-        prefill_tokens=(1.0,), prefill_lengths=(1.0,), prefill_s=((1.0,),),
-    )  # fmt: skip
-    curve = ProfileStep.from_record(record).decode(2)
+    curve = rising(2, [100.0, 200.0], [0.1, 1.0])
     assert [curve.step_s(tokens) for tokens in (0, 50, 100, 150)] == pytest.approx([0.0, 0.05, 0.1, 0.55])
 
 
@@ -302,22 +300,90 @@ def test_profile_mistakes() -> None:
         profile_of(roofline(), (64,), (1024,), kv_budget_tokens=1000)
 
 
-def test_step_cost_prefers_a_measured_profile() -> None:
-    base = load_calibration("h100-sglang")
-    record = DecodeProfile(
-        model="llama-3.1-8b",
-        tp=2,
-        batches=(1, 2),
-        context_tokens=((100.0, 200.0), (200.0, 400.0)),
-        step_s=((1.0, 2.0), (2.0, 3.0)),
-        prefill_tokens=(100.0,),
-        prefill_lengths=(100.0,),
-        prefill_s=((1.0,),),
+# --- whole iterations -------------------------------------------------------------------------------------------------
+
+BASE = load_calibration("h100-sglang")
+SERVED = EngineFit(
+    model="llama-3.1-8b",
+    model_type="llama",
+    tp=2,
+    level=1.5,
+    decode=Correction.over({"batch": (4, 16), "context": (1000, 4000)}, (1.0, 1.2, 2.0, 1.5)),
+    prefill=Correction.over({"tokens": (100, 10_000)}, (1.1, 1.3)),
+    source="a test",
+)
+ENGINE = BASE.model_copy(update={"iterations": (SERVED,)})
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "factor"),
+    [
+        (4, 1000, 1.0),
+        (16, 4000, 1.5),
+        (8, 1000, 2**0.5),  # half-way between 1 and 2 in logarithms
+        (1, 10, 1.0),  # beyond the table that at its edge
+        (64, 50_000, 1.5),
+    ],
+)
+def test_whole_iterations_take_the_tables_times(batch: int, context: int, factor: float) -> None:
+    plain, served = (step_cost(LLAMA, 2, H100, one) for one in (BASE, ENGINE))
+    want = factor * plain.decode(batch).step_s(batch * context)
+    assert served.decode(batch).step_s(batch * context) == pytest.approx(want)
+    assert sum(served.breakdown(batch, batch * context).values()) == pytest.approx(want)
+
+
+def test_whole_iterations_are_stepped_in_closed_form_and_prefilled_by_tokens() -> None:
+    plain, served = (step_cost(LLAMA, 2, H100, one) for one in (BASE, ENGINE))
+    curve = served.decode(8)
+    tokens = range(8 * 900, 8 * 900 + 8 * 5000, 8)
+    assert curve.steps_s(8 * 900, 5000) == pytest.approx(sum(map(curve.step_s, tokens)))
+    chunks = [Chunk(500, 0)] * 2
+    assert served.prefill_s(chunks) == pytest.approx((1.1 * 1.3) ** 0.5 * plain.prefill_s(chunks))
+    assert served.mixed_s(9000, 9e6, chunks) == pytest.approx(1.3 * plain.mixed_s(9000, 9e6, chunks))
+    unprefilled = ENGINE.model_copy(update={"iterations": (SERVED.model_copy(update={"prefill": None}),)})
+    assert step_cost(LLAMA, 2, H100, unprefilled).prefill_s(chunks) == pytest.approx(1.5 * plain.prefill_s(chunks))
+    assert served.lookups().table() == {"whole iterations": {"exact": 0, "interpolated": 2, "extrapolated": 1}}
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "graphs", "factor"),
+    [
+        ("llama-3.1-8b", 4, True, 1.5),  # another TP, a sibling, and others
+        ("llama-3.1-70b", 8, True, 1.5),
+        ("qwen2.5-7b", 2, True, 1.0),
+        ("llama-3.1-8b", 2, False, 1.0),
+    ],
+)
+def test_elsewhere_a_family_has_the_level_of_its_engine(model: str, tp: int, graphs: bool, factor: float) -> None:
+    shape = load_model(model)
+    plain, served = (step_cost(shape, tp, H100, one, graphs=graphs) for one in (BASE, ENGINE))
+    assert served.decode(8).step_s(8000) == pytest.approx(factor * plain.decode(8).step_s(8000))
+    assert "gemm" in served.lookups().table()
+    two = pipelined_step_cost(shape, tp // 2, 2, H100, ENGINE, graphs=graphs)
+    assert two.decode(8).step_s(8000) == pytest.approx(
+        factor * pipelined_step_cost(shape, tp // 2, 2, H100, BASE, graphs=graphs).decode(8).step_s(8000)
     )
-    calibration: Calibration = base.model_copy(update={"decode_profile": (record,)})
-    assert isinstance(step_cost(LLAMA, 2, H100, calibration), ProfileStep)
-    assert step_cost(LLAMA, 2, H100, calibration).decode(1).step_s(150) == pytest.approx(1.5)
-    assert isinstance(step_cost(LLAMA, 4, H100, calibration), RooflineStep)
+
+
+def test_worlds_differ_less_where_the_engine_was_measured() -> None:
+    def spread(tp: int, calibration: Calibration) -> float:
+        """Standard deviation of log times over worlds."""
+        plain = step_cost(LLAMA, tp, H100, calibration).decode(16).step_s(16_000)
+        worlds = [step_cost(LLAMA, tp, H100, calibration.drawn(n)).decode(16).step_s(16_000) for n in range(1, 400)]
+        return float(np.std(np.log(np.array(worlds) / plain)))
+
+    assert spread(4, BASE) == pytest.approx((MEASURED.family**2 + MEASURED.rollout**2) ** 0.5, rel=0.15)
+    assert spread(4, ENGINE) == pytest.approx(2**0.5 * MEASURED.rollout, rel=0.15)
+    assert spread(2, ENGINE) == 0.0
+
+
+def test_the_host_works_as_it_did_in_what_was_fitted() -> None:
+    hosted = load_calibration("h100-trtllm").model_copy(update={"iterations": (SERVED,)})
+    between = hosted.scheduled(False), hosted.scheduled(True)
+    alike = [step_cost(LLAMA, 2, H100, one).decode(8).step_s(8000) for one in between]
+    other = [step_cost(LLAMA, 4, H100, one).decode(8).step_s(8000) for one in between]
+    assert alike[0] == alike[1]
+    assert other[0] > other[1]
 
 
 # --- against published latencies -------------------------------------------------------------------------------------

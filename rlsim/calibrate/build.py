@@ -21,7 +21,7 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join
 from rlsim.calibrate.runtime import copy_notes, fit_runtime, fit_training
-from rlsim.calibrate.steps import NO_HOST, fit_host, fit_profiles
+from rlsim.calibrate.steps import NO_HOST, fit_host, fit_tables
 from rlsim.cost.calibration import (
     Calibration,
     Engine,
@@ -179,13 +179,13 @@ def _given(part: T | None) -> T:
 def _with_steps(
     parts: _Parts, draft: Calibration, shape: Callable[[str], Model | None], others: Sequence[Fitted[object]]
 ) -> Built:
-    """`draft` with its host time, its profiles, and all residuals and notes, those of `others` among them."""
+    """`draft` with its host time, whole iterations, and all residuals and notes, those of `others` among them."""
     steps = fit_host(parts.measured, draft, shape)
     host = steps.fit or parts.borrow("host time", _why_no_host(parts.measured, shape), _host_from)
     parts.check()
     draft = draft.model_copy(update={"host": host})
-    profiles = fit_profiles(parts.measured, draft, shape)
-    for part in (steps, profiles, *others):
+    tables = fit_tables(parts.measured, draft, shape)
+    for part in (steps, tables, *others):
         parts.add(part)
     if parts.borrowed and parts.base is not None:
         parts.notes.append(f"not measured, from {parts.base.name}: {', '.join(parts.borrowed)}")
@@ -194,7 +194,7 @@ def _with_steps(
     update = {
         "provenance": draft.provenance.model_copy(update={"sources": sources, "notes": notes}),
         "residuals": parts.residuals,
-        "decode_profile": profiles.fit,
+        "iterations": tables.fit,
     }
     return Built(as_written(draft.model_copy(update=update)), join(parts.points))
 

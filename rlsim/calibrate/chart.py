@@ -30,7 +30,8 @@ TITLES = {
     "custom_all_reduce": "engine's own all-reduce",
     "collective_derived": "broadcast, send/receive, derived",
     "step_from_operators": "decode step, operators and host",
-    "decode_step": "decode step, interpolated",
+    "decode_step": "whole decode step, from others",
+    "prefill_step": "whole prefill, from others",
     "train_block": "training, one layer",
 }
 

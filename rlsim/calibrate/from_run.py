@@ -6,8 +6,6 @@ docs/calibrating-from-a-run.md says what is taken from the log and what is assum
 
 from __future__ import annotations
 
-import datetime
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +14,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Array, as_written, percent
+from rlsim.calibrate.fit.common import Array, percent
 from rlsim.calibrate.points import join, point_rows, residual_of
 from rlsim.calibrate.run_experiment import arguments_of
 from rlsim.calibrate.run_fit import HostTimes, Run, TrainingShares, check_mfu, doubts, fit_host, fit_training
 from rlsim.calibrate.run_rollout import Progress, RolloutTimes, host_fit, rollout_times
-from rlsim.calibrate.write import write_yaml
-from rlsim.cost.calibration import Calibration, Residual, Source, load_calibration
+from rlsim.calibrate.write import extended
+from rlsim.cost.calibration import Calibration, Residual, load_calibration
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model
-from rlsim.output import check_own_file
 from rlsim.reading import read_yaml
 from rlsim.trace import read_trace
 from rlsim.trace.metrics import METRICS
@@ -118,6 +115,8 @@ def from_run(
         engine={**said.pop("engine", {}), **(engine or {})},
         **said,
     )
+    if base.known(shape, settings.rollout_tp).fit is None:  # tables of others hold with the host time they are on
+        base = base.model_copy(update={"iterations": ()})
     steps, excluded = _usable(read, warmup)
     dealt = _dealt(read, steps, settings, trace)
     batches, used = [ways[0] for ways in dealt], [place % 2 == 0 for place in range(len(steps))]
@@ -155,21 +154,6 @@ def _fitted(
     fitted, held_out = (tuple(int(step) for step in run.steps.index[rows]) for rows in (used, ~used))
     result = FromRun(run.base, errors, fitted, held_out, excluded, points, tuple(dict.fromkeys(notes)))
     return replace(result, calibration=_calibration(result, run, training, host, mfu, name))
-
-
-def write(result: FromRun, out: str | Path) -> Path:
-    """The calibration as a YAML file: `out` itself if it ends in .yaml, else `out/NAME.yaml`. Returns the path."""
-    out = Path(out)
-    calibration = result.calibration
-    if out.suffix == ".yaml":
-        calibration, out = calibration.model_copy(update={"name": out.stem}), out.parent
-    elif out.is_dir():
-        check_own_file(out / f"{calibration.name}.yaml", CalibrationError)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        return write_yaml(calibration, out)
-    except OSError as error:
-        raise CalibrationError(f"{out}: cannot be written: {error.strerror}") from None
 
 
 def _with_prompts(log: VerlLog, mean: float | None) -> tuple[VerlLog, list[str]]:
@@ -373,33 +357,22 @@ def _calibration(
         }
     )
     source = f"{host.how}; rollouts at TP{settings.rollout_tp} of {whence}; before, of {base.name}: {base.host.source}"
-    provenance = base.provenance.model_copy(
-        update={
-            "date": datetime.date.today().isoformat(),
-            "script": SCRIPT,
-            "sources": (
-                Source(project="own veRL run", commit="as logged", licence="own", files=(log,)),
-                *base.provenance.sources,
-            ),
-            "notes": (
-                *base.provenance.notes,
-                f"training ({settings.backend}) and host time fitted to {whence}; everything else is {base.name}'s",
-                f"errors on {len(result.held_out)} steps of the same run that were not fitted: {tested}",
-                *result.notes,
-            ),
-        }
+    notes = (
+        f"training ({settings.backend}) and host time fitted to {whence}",
+        f"errors on {len(result.held_out)} steps of the same run that were not fitted: {tested}",
+        *result.notes,
     )
-    residuals = {**base.residuals, **_residuals(result.points, run)}
-    calibration = base.model_copy(
-        update={
-            "name": name or _plain(f"{base.name}-{run.log.path.stem}"),
-            "training": training,
-            "host": host_fit(base, host.step_s, host.sequence_s, source),
-            "provenance": provenance,
-            "residuals": residuals,
-        }
+    return extended(
+        base,
+        run.log.path,
+        SCRIPT,
+        "own veRL run",
+        notes,
+        name=name,
+        training=training,
+        host=host_fit(base, host.step_s, host.sequence_s, source),
+        residuals={**base.residuals, **_residuals(result.points, run)},
     )
-    return as_written(calibration)
 
 
 def _residuals(points: pd.DataFrame, run: Run) -> dict[str, Residual]:
@@ -410,7 +383,3 @@ def _residuals(points: pd.DataFrame, run: Run) -> dict[str, Residual]:
         f"run_{str(quantity).removesuffix('_s')}": residual_of(part, ranges, note)
         for quantity, part in points.groupby("operator", sort=False)
     }
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

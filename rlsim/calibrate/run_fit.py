@@ -182,7 +182,7 @@ def fit_host(run: Run, times: RolloutTimes) -> HostTimes:
     assert measured is not None
     _check_kernels(run, times.total_s(0.0, 0.0), measured)
     if times.fixed:
-        whole = f"{run.base.name} has whole decode steps of {run.model.name} at TP{run.settings.rollout_tp}"
+        whole = f"{run.base.name} has whole iterations of {run.model.name} at TP{run.settings.rollout_tp}"
         return HostTimes(base.step_s, base.sequence_s, f"not fitted: {whole}, host time included")
     # What a unit of each parameter adds is about the whole of gen.
     units = np.array(

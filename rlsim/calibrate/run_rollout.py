@@ -28,7 +28,7 @@ class RolloutTimes:
     Arrays of shape (steps, deals, replicas); a deal is one way in which a step's lengths may have fallen to prompts.
     Exact: in a static layout host time moves no decision of the engine, it only adds to every iteration. `sequences` is
     the sum of running sequences over iterations. `before_s` (by step) is the rollout with the calibration's own host
-    time. `fixed` if the calibration has whole steps of this model and TP: then host time is in them already.
+    time. `fixed` if the calibration has whole iterations of this model and TP: then `kernels_s` has host time in it.
     """
 
     kernels_s: Array
@@ -60,13 +60,10 @@ def rollout_times(
 
     Raises `CapacityError` if the model does not fit, `PolicyError` or `ConfigError` if it cannot be cut that way.
     """
-    fixed = calibration.profile(model.name, settings.rollout_tp) is not None
-    kinds = [(0.0, 0.0)] if fixed else [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
+    fixed = calibration.known(model, settings.rollout_tp).fit is not None
+    kinds = [] if fixed else [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
     hosts = [host_fit(calibration, *kind, "") for kind in kinds] + [calibration.host]
-    candidates = [
-        _costs(model, cluster, calibration.model_copy(update={"host": host}), settings)
-        for host in (hosts[:1] if fixed else hosts)
-    ]
+    candidates = [_costs(model, cluster, calibration.model_copy(update={"host": host}), settings) for host in hosts]
     rows = []
     for done, dealt in enumerate(batches):
         if progress is not None:

@@ -1,47 +1,54 @@
-"""Whole steps as measured: decode profiles, and the host time that they leave over the operators' sum."""
+"""Whole iterations as measured: tables of them over what a calibration says, and the host time that they leave over the
+operators' sum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 
-from rlsim.calibrate.fit.common import Array, rounded
+from rlsim.calibrate.fit.common import Array, columns_of, rounded
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
-from rlsim.cost.calibration import Calibration, DecodeProfile, HostFit
-from rlsim.cost.profile import ProfileStep, prompts_of
+from rlsim.cost.calibration import DECODE_AXES, PREFILL_AXES, Calibration, EngineFit, HostFit, Residual
+from rlsim.cost.fits import Correction
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.step import StepCost
+from rlsim.cost.served import ServedStep
+from rlsim.cost.step import Chunk, StepCost
 from rlsim.models import Model
 
 NO_HOST = HostFit(step_s=0.0, sequence_s=0.0, source="none")
+#: What an iteration is: sequences that decode and the tokens of their contexts; new tokens, the prompts that they are
+#: of, and tokens of these that were cached.
+ITERATION = ("batch", "context_tokens", "prefill_tokens", "prefill_sequences", "cached_tokens")
 FEWEST_STEPS = 4  # rows of whole steps from which host time is fitted
 Shape = Callable[[str], Model | None]
 
 
+#: Knots of the tables of iterations in each doubling of an axis: one for the rows around it, where there are any.
+KNOTS = {"batch": 2, "context": 1, "tokens": 1}
+
+
 def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> Fitted[HostFit | None]:
-    """Host time per step and per sequence: decode steps less the kernels of `calibration`, none below zero.
+    """Host time per step and per sequence: decode steps less the kernels of `calibration`, none below zero; and that of
+    a prefill, the median of what is left of those.
 
     Least squares of relative errors with a soft-L1 loss; every third batch size of a model and TP is held out. Without
     whole steps, or without the shape of their model, there is none.
     """
-    kernels = _Kernels(calibration.model_copy(update={"host": NO_HOST}), shape)
-    rows = _decode_rows(measured.table("decode_step"))
-    rows = rows[[kernels.knows(str(model)) for model in rows.model]] if len(rows) else rows
+    bare = calibration.model_copy(update={"host": NO_HOST})
+    parts = [rows.assign(shown=iteration_times(cost, rows)) for rows, cost, _ in _measured(measured, bare, shape)]
+    rows = pd.concat(parts) if parts else pd.DataFrame(columns=["kind"])
+    prefills, rows = rows[rows.kind == "prefill_step"], rows[rows.kind == "decode_step"]
     if len(rows) < FEWEST_STEPS:
         return Fitted(None)
-    batch, y = rows.batch.to_numpy(float), rows.seconds.to_numpy(float)
-    shown = np.array(
-        [
-            kernels.step(str(row["model"]), int(row["tp"])).decode(int(row["batch"])).step_s(row["context_tokens"])
-            for row in rows.to_dict("records")
-        ]
-    )
-    order = rows.groupby(["model", "tp"]).batch.transform(lambda b: b.rank(method="dense")).to_numpy(int)
+    batch, y, shown = columns_of(rows, ["batch", "seconds", "shown"])
+    order = rows.groupby("whose").batch.transform(lambda b: b.rank(method="dense")).to_numpy(int)
     test = order % 3 == 2
     if (~test).sum() < FEWEST_STEPS:
         test = np.zeros(len(rows), dtype=bool)
@@ -53,173 +60,151 @@ def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> 
         return np.asarray(design[~test] @ (np.abs(p) * 1e-6) - target[~test])
 
     step_s, sequence_s = np.abs(least_squares(error, start * 1e6, loss="soft_l1", f_scale=0.05).x) * 1e-6
-    values = shown + step_s + sequence_s * batch
-    points = point_rows("step_from_operators", _step_labels(rows), y, values, test)
-    models = ", ".join(sorted({f"{row.model} at TP{row.tp} ({row.mode})" for row in rows.itertuples()}))
-    prefill_s = _prefill_host(measured.table("prefill_step"), kernels, float(step_s), float(sequence_s))
+    points = point_rows("step_from_operators", _labels(rows), y, shown + step_s + sequence_s * batch, test)
+    left = prefills.seconds - prefills.shown - step_s - sequence_s * prefills.prefill_sequences
     host = HostFit(
         step_s=rounded(float(step_s)),
         sequence_s=rounded(float(sequence_s)),
-        prefill_s=rounded(prefill_s),
-        source=f"what {len(rows)} measured decode steps leave over the operators' sum: {models}",
+        prefill_s=rounded(max(0.0, float(left.median()))) if len(left) else 0.0,
+        source=f"what {len(rows)} measured decode steps leave over the operators' sum: "
+        + ", ".join(rows.whose.unique()),
     )
-    note = "operators and host time, batch sizes not fitted"
-    residual = residual_of(points, rows[["batch", "context_tokens"]], note)
+    residual = residual_of(points, rows[["batch", "context_tokens"]], "operators and host time, batch sizes not fitted")
     return Fitted(host, {"step_from_operators": residual}, points)
 
 
-def _prefill_host(table: pd.DataFrame, kernels: _Kernels, step_s: float, sequence_s: float) -> float:
-    """The median time of a prefill over its kernels and the host time of a decode step; zero if it takes less."""
-    left = []
-    for row in table.to_dict("records"):
-        if kernels.knows(str(row["model"])):
-            chunks = prompts_of(int(row["tokens"]), int(row["length"]))
-            kernel_s = kernels.step(str(row["model"]), int(row["tp"])).prefill_s(chunks)
-            left.append(float(row["seconds"]) - kernel_s - step_s - sequence_s * len(chunks))
-    return max(0.0, float(np.median(left))) if left else 0.0
-
-
-def fit_profiles(measured: Measurements, calibration: Calibration, shape: Shape) -> Fitted[tuple[DecodeProfile, ...]]:
-    """One profile for every model and TP with decode steps: as measured, nothing fitted.
-
-    Steps from CUDA graphs are taken where there are any. A batch size needs two contexts. Cells of the prefill grid
-    that were not measured are filled (see `_prefill_grid`). The points say how far interpolation is off: every inner
-    batch size, or inner context if there are fewer than three batch sizes, is left out in turn.
-    """
-    table = _decode_rows(measured.table("decode_step"))
-    prefills = measured.table("prefill_step")
-    kernels = _Kernels(calibration, shape)
-    profiles, parts, notes = [], [], []
-    for (model, tp), rows in table.groupby(["model", "tp"]):
-        model, tp = str(model), int(str(tp))
-        counts = rows.groupby("batch").context_tokens.nunique()
-        single = [int(batch) for batch in counts.index[counts < 2]]
-        rows = rows[~rows.batch.isin(single)]
-        if single:
-            notes.append(
-                f"decode steps of {model} at TP{tp}, batch {', '.join(map(str, single))}: one context only, left out"
-            )
-        if rows.empty:
-            continue
-        grid = _prefill_grid(prefills[(prefills.model == model) & (prefills.tp == tp)], kernels, model, tp)
-        if grid is None:
-            notes.append(f"no decode profile of {model} at TP{tp}: no prefill measured and its shape is not known")
-            continue
-        prefill, filled = grid
-        if filled:
-            notes.append(f"prefill profile of {model} at TP{tp}: {filled}")
-        record = DecodeProfile.model_validate({"model": model, "tp": tp, **_grid(rows), **prefill})
-        profiles.append(record)
-        parts.append(_left_out(record, rows, calibration.operators.decode_attention.skew))
-    points = join(parts)
-    residuals = {}
-    if len(points):
-        note = "interpolated from the other batch sizes"
-        residuals["decode_step"] = residual_of(points, table[["batch", "context_tokens"]], note)
-    return Fitted(tuple(profiles), residuals, points, tuple(notes))
-
-
-class _Kernels:
-    """Step costs of a calibration's operators and host time, by model and TP."""
-
-    def __init__(self, calibration: Calibration, shape: Shape) -> None:
-        self._calibration, self._shape = calibration, shape
-        self._node = measured_node(calibration.gpu, calibration.reference)
-        self._steps: dict[tuple[str, int], StepCost] = {}
-
-    def knows(self, model: str) -> bool:
-        return self._shape(model) is not None
-
-    def step(self, model: str, tp: int) -> StepCost:
-        shape = self._shape(model)
-        assert shape is not None
-        if (model, tp) not in self._steps:
-            self._steps[model, tp] = step_cost(shape, tp, self._node, self._calibration)
-        return self._steps[model, tp]
-
-
-def _decode_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """One row a step: those from graphs where a model and TP has any, medians of repeats."""
-    if table.empty:
-        return table
-    keys = ["model", "tp", "mode", "batch", "context_tokens"]
-    table = table.groupby(keys, as_index=False)[["seconds"]].median()
-    graphs = (table["mode"] == "graph").groupby([table.model, table.tp]).transform("any")
-    return table[~graphs | (table["mode"] == "graph")].reset_index(drop=True)
-
-
-def _grid(rows: pd.DataFrame) -> dict[str, tuple[object, ...]]:
-    """The fields of a profile that decode steps give."""
-    by_batch = [(int(str(batch)), part.sort_values("context_tokens")) for batch, part in rows.groupby("batch")]
-    return {
-        "batches": tuple(batch for batch, _ in by_batch),
-        "context_tokens": tuple(tuple(part.context_tokens.astype(float)) for _, part in by_batch),
-        "step_s": tuple(tuple(part.seconds.astype(float)) for _, part in by_batch),
-    }
-
-
-def _left_out(record: DecodeProfile, rows: pd.DataFrame, skew: float) -> pd.DataFrame:
-    """Every step with its time from a profile without it, where it lies inside; its own time at the edges."""
-    rows = rows.sort_values(["batch", "context_tokens"]).reset_index(drop=True)
-    values, test = rows.seconds.to_numpy(float).copy(), np.zeros(len(rows), dtype=bool)
-    edges = {record.batches[0], record.batches[-1]}
-    for i, (batch, tokens) in enumerate(zip(rows.batch.astype(int), rows.context_tokens.astype(float), strict=True)):
-        if len(record.batches) >= 3:
-            if batch in edges:
-                continue
-            rest = rows[rows.batch != batch]
-        else:
-            own = rows[rows.batch == batch].context_tokens
-            if tokens in (own.min(), own.max()):
-                continue
-            rest = rows[rows.index != i]
-        profile = ProfileStep.from_record(record.model_copy(update=_grid(rest)), skew=skew)
-        values[i], test[i] = profile.decode(batch).step_s(tokens), True
-    return point_rows("decode_step", _step_labels(rows), rows.seconds, values, test)
-
-
-def _step_labels(rows: pd.DataFrame) -> list[str]:
-    return [
-        f"{row.model} TP{row.tp}, {row.batch} sequences, {row.context_tokens:.0f} tokens ({row.mode})"
-        for row in rows.itertuples()
+def fit_tables(measured: Measurements, calibration: Calibration, shape: Shape) -> Fitted[tuple[EngineFit, ...]]:
+    """A table of whole iterations for every model and TP with decode steps, over what `calibration` says of them."""
+    fits = [
+        fit_iterations(rows, cost, model, calibration, f"{len(rows)} measured steps of {rows.whose.iloc[0]}")
+        for rows, cost, model in _measured(measured, calibration, shape)
     ]
+    points, residuals = iteration_points([shown for _, shown in fits])
+    names = sorted({str(name) for name in measured.table("decode_step").model if shape(str(name)) is None})
+    notes = [f"no table of whole iterations of {name}: its shape is not known" for name in names]
+    return Fitted(tuple(fit for fit, _ in fits), residuals, points, tuple(notes))
 
 
-def _prefill_grid(table: pd.DataFrame, kernels: _Kernels, model: str, tp: int) -> tuple[dict[str, object], str] | None:
-    """The fields of a profile with token counts, lengths and the seconds of every pair, and what was done about pairs
-    that were not measured.
+def _measured(
+    measured: Measurements, calibration: Calibration, shape: Shape
+) -> Iterator[tuple[pd.DataFrame, StepCost, Model]]:
+    """The iterations of every model and TP with decode steps, those from CUDA graphs if there are any, medians of
+    repeats; and what `calibration` says that they cost. Models without a shape are passed over."""
+    node = measured_node(calibration.gpu, calibration.reference)
+    prefill = measured.table("prefill_step")
+    for (name, tp), rows in measured.table("decode_step").groupby(["model", "tp"]):
+        if (model := shape(str(name))) is None:
+            continue
+        mode = "graph" if (rows["mode"] == "graph").any() else "eager"
+        decodes = rows[rows["mode"] == mode].groupby(["batch", "context_tokens"], as_index=False).seconds.median()
+        own = prefill[(prefill.model == name) & (prefill.tp == tp)]
+        tokens, length, seconds = columns_of(own, ["tokens", "length", "seconds"])
+        prompts = {"prefill_tokens": tokens, "prefill_sequences": np.ceil(tokens / length), "seconds": seconds}
+        cached = np.maximum(length - tokens, 0.0) // 2  # as in `prompts_of`
+        found = as_iterations(pd.concat([decodes, pd.DataFrame({**prompts, "cached_tokens": cached})]))
+        yield (
+            found.assign(whose=f"{name} at TP{tp} ({mode})"),
+            step_cost(model, int(str(tp)), node, calibration),
+            model,
+        )
 
-    A missing pair takes seconds = a + b · tokens + c · tokens · length, fitted to the measured ones (the last term is
-    attention), times what the nearest measured pair of the same token count is off by. With nothing measured it is
-    all from the operators and the host time. None if the model's shape is needed and not known.
+
+def as_iterations(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with all columns of `ITERATION`, and their `kind`."""
+    more = [name for name in rows.columns if name not in ITERATION]
+    rows = rows.reindex(columns=[*ITERATION, *more]).fillna(dict.fromkeys(ITERATION, 0.0)).reset_index(drop=True)
+    rows = rows.astype(dict.fromkeys(ITERATION, float))
+    return rows.assign(kind=np.where(rows.prefill_tokens > 0, "prefill_step", "decode_step"))
+
+
+def fit_iterations(
+    rows: pd.DataFrame, cost: StepCost, model: Model, calibration: Calibration, source: str
+) -> tuple[EngineFit, pd.DataFrame]:
+    """The tables through all rows, and the rows with their `kind`, what `cost` says of them (`base_s`) and what tables
+    say (`fitted_s`) that have not seen those left out (`held_out`).
+
+    A row is an iteration of `seconds`, with columns of `ITERATION`. Left out is every third batch size, or number of
+    prefilled tokens; if there are fewer than three, every third block of rows in their order.
     """
-    if table.empty:
-        if not kernels.knows(model):
-            return None
-        sizes = [128, 512, 2048, 8192]
-        step = kernels.step(model, tp)
-        seconds = [[step.prefill_s(prompts_of(tokens, length)) for length in sizes] for tokens in sizes]
-        grid = {"prefill_tokens": sizes, "prefill_lengths": sizes, "prefill_s": seconds}
-        return grid, "not measured; the operators' sum and host time"
-    measured = table.groupby(["tokens", "length"]).seconds.median()
-    tokens = sorted({float(t) for t, _ in measured.index})
-    lengths = sorted({float(length) for _, length in measured.index})
-    t, length = (np.array([key[i] for key in measured.index], float) for i in (0, 1))
-    y = measured.to_numpy(float)
-    design = np.stack([np.ones(len(y)), t, t * length], axis=1)
-    scale = design.max(axis=0)
-    weights = nnls(design / scale / y[:, None], np.ones(len(y)))[0] / scale
+    rows = as_iterations(rows)
+    rows["context"] = (rows.context_tokens / rows.batch.clip(lower=1)).clip(lower=1.0)
+    rows["tokens"] = rows.batch + rows.prefill_tokens
+    rows["base_s"] = iteration_times(cost, rows)
+    rows["factor"] = rows.seconds / rows.base_s
+    prefills = rows.kind == "prefill_step"
+    rows["held_out"] = False
+    for part, axis in ((rows[~prefills], "batch"), (rows[prefills], "tokens")):
+        rows.loc[part.index, "held_out"] = _left_out(part, axis)
 
-    def plane(a: float, b: float) -> float:
-        return float(weights @ [1.0, a, a * b])
+    def fitted(part: pd.DataFrame) -> EngineFit:
+        decode, prefill = part[part.kind == "decode_step"], part[part.kind == "prefill_step"]
+        return EngineFit(
+            model=model.name,
+            model_type=model.model_type,
+            precision=model.precision,
+            kv_precision=model.kv_precision,
+            tp=cost.tp,
+            overlapped=calibration.host.overlapped,
+            level=float(np.exp(np.log(decode.factor).mean())),
+            decode=_table(decode, DECODE_AXES),
+            prefill=_table(prefill, PREFILL_AXES) if len(prefill) else None,
+            source=source,
+        )
 
-    def at(a: float, b: float) -> float:
-        if (a, b) in measured.index:
-            return float(measured.loc[(a, b)])
-        near = min(range(len(y)), key=lambda i: (abs(np.log(t[i] / a)), abs(np.log(length[i] / b))))
-        return plane(a, b) * float(y[near]) / plane(t[near], length[near])
+    rows["fitted_s"] = iteration_times(ServedStep(cost, fitted(rows[~rows.held_out])), rows)
+    return fitted(rows), rows
 
-    missing = len(tokens) * len(lengths) - len(y)
-    note = f"{missing} of {len(tokens) * len(lengths)} cells not measured, filled by a plane through the others"
-    seconds = [[at(a, b) for b in lengths] for a in tokens]
-    return {"prefill_tokens": tokens, "prefill_lengths": lengths, "prefill_s": seconds}, note if missing else ""
+
+def iteration_points(parts: Sequence[pd.DataFrame]) -> tuple[pd.DataFrame, dict[str, Residual]]:
+    """Whole iterations as points, and by kind how far off tables are on those that they have not seen."""
+    points, residuals = [], {}
+    for kind, axes in (("decode_step", ["batch", "context_tokens"]), ("prefill_step", ["tokens"])):
+        rows = pd.concat([part[part.kind == kind] for part in parts]) if parts else pd.DataFrame()
+        if len(rows):
+            points.append(point_rows(kind, _labels(rows), rows.seconds, rows.fitted_s, rows.held_out.to_numpy(bool)))
+            residuals[kind] = residual_of(points[-1], rows[axes], "whole iterations, from a table of the others")
+    return join(points), residuals
+
+
+def iteration_times(cost: StepCost, rows: pd.DataFrame) -> Array:
+    """Seconds of each iteration; prompts of one share its new and its cached tokens evenly."""
+    found = []
+    for batch, context, tokens, sequences, cached in rows[list(ITERATION)].itertuples(index=False):
+        count = max(round(sequences), 1)
+        chunks = [Chunk(max(round(tokens / count), 1), round(cached / count))] * count if tokens else []
+        if batch and chunks:
+            found.append(cost.mixed_s(round(batch), context, chunks))
+        else:
+            found.append(cost.prefill_s(chunks) if chunks else cost.decode(round(batch)).step_s(context))
+    return np.array(found)
+
+
+def _bands(rows: pd.DataFrame, axis: str) -> NDArray[np.int64]:
+    """The number of the knot that each row belongs to."""
+    return np.asarray(np.rint(np.log2(rows[axis].clip(lower=1)) * KNOTS[axis]), dtype=int)
+
+
+def _left_out(rows: pd.DataFrame, axis: str) -> NDArray[np.bool_]:
+    different, bands = np.unique(_bands(rows, axis), return_inverse=True)
+    blocks = np.arange(len(rows)) * 12 // max(len(rows), 1)
+    return np.asarray((bands if len(different) >= 3 else blocks) % 3 == 1)
+
+
+def _table(rows: pd.DataFrame, axes: Sequence[str]) -> Correction:
+    """The median factor in each cell of a grid, with knots where there are rows, at their median; a cell without rows
+    has the factor of the nearest one, in doublings."""
+    bands = [_bands(rows, axis) for axis in axes]
+    knots = [rows[axis].clip(lower=1).groupby(band).median() for axis, band in zip(axes, bands, strict=True)]
+    known = rows.factor.groupby(bands).median()
+    where = np.array(known.index.to_list(), float).reshape(len(known), -1) / [KNOTS[axis] for axis in axes]
+    grid = np.array(list(product(*(knot.index for knot in knots))), float) / [KNOTS[axis] for axis in axes]
+    nearest = np.abs(grid[:, None] - where[None]).sum(axis=2).argmin(axis=1)
+    return Correction.over(
+        {axis: [float(x) for x in knot] for axis, knot in zip(axes, knots, strict=True)},
+        known.to_numpy(float)[nearest].tolist(),
+    )
+
+
+def _labels(rows: pd.DataFrame) -> list[str]:
+    columns = columns_of(rows, ["batch", "context_tokens", "prefill_tokens"])
+    return [f"{b:.0f} sequences, {c:.0f} tokens, {new:.0f} prefilled" for b, c, new in zip(*columns, strict=True)]

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
 import io
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from rlsim.calibrate.fit.common import rounded
-from rlsim.cost.calibration import Calibration
+from rlsim.calibrate.fit.common import as_written, rounded
+from rlsim.cost.calibration import Calibration, Source
 from rlsim.errors import CalibrationError
-from rlsim.output import write_text
+from rlsim.output import check_own_file, write_text
+
+
+class Result(Protocol):
+    """What a fit to a user's own log gives."""
+
+    @property
+    def calibration(self) -> Calibration: ...
 
 
 def write_yaml(calibration: Calibration, folder: Path) -> Path:
@@ -22,6 +32,42 @@ def write_yaml(calibration: Calibration, folder: Path) -> Path:
     comment = f"Fitted by {calibration.provenance.script}; change that, not this. Units: seconds, bytes, FLOP/s."
     write_record(calibration.model_dump(exclude_defaults=True), path, comment)
     return path
+
+
+def write(result: Result, out: str | Path) -> Path:
+    """The calibration as a YAML file: `out` itself if it ends in .yaml, else `out/NAME.yaml`. Returns the path."""
+    out, calibration = Path(out), result.calibration
+    if out.suffix == ".yaml":
+        calibration, out = calibration.model_copy(update={"name": out.stem}), out.parent
+    elif out.is_dir():
+        check_own_file(out / f"{calibration.name}.yaml", CalibrationError)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return write_yaml(calibration, out)
+    except OSError as error:
+        raise CalibrationError(f"{out}: cannot be written: {error.strerror}") from None
+
+
+def extended(
+    base: Calibration, log: Path, script: str, whose: str, notes: Sequence[str], release: str = "", **update: Any
+) -> Calibration:
+    """`base` with what `script` fitted to a log, and where that is from; its engine's release unless one is said.
+
+    Without a `name` it is called after both.
+    """
+    said = base.provenance
+    version = f"{base.engine} {release}" if release else said.sources[0].engine_version
+    own = Source(project=whose, commit="as logged", licence="own", files=(log.name,), engine_version=version)
+    update["provenance"] = said.model_copy(
+        update={
+            "date": datetime.date.today().isoformat(),
+            "script": script,
+            "sources": (own, *said.sources),
+            "notes": (*said.notes, *notes, f"everything else is {base.name}'s"),
+        }
+    )
+    name = update.get("name") or re.sub(r"[^a-z0-9.]+", "-", f"{base.name}-{log.stem}".lower()).strip("-")
+    return as_written(base.model_copy(update={**update, "name": name}))
 
 
 def write_record(data: dict[str, Any], path: Path, comment: str) -> None:

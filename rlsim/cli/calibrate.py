@@ -16,6 +16,7 @@ from rlsim.cli.tables import Table, print_tables, table
 from rlsim.errors import CalibrationError
 
 if TYPE_CHECKING:
+    from rlsim.calibrate.from_engine import FromEngine
     from rlsim.calibrate.from_run import FromRun
     from rlsim.calibrate.measure.session import Measured, Request
     from rlsim.calibrate.measure.suite import Progress as State
@@ -153,7 +154,8 @@ def from_run_(
     Example: rlsim calibrate from-run verl.log my-run.yaml
     Example: rlsim calibrate from-run verl.log --model qwen2.5-7b --cluster 8xh100 --calibration h100-vllm
     """
-    from rlsim.calibrate.from_run import from_run, write
+    from rlsim.calibrate.from_run import from_run
+    from rlsim.calibrate.write import write
 
     given = _keys(settings or [])
     result = from_run(
@@ -161,7 +163,49 @@ def from_run_(
         cap=None if cap is None else _cap(cap), prompt_tokens=prompt_tokens, backend=backend, train=given["train"],
         engine=given["engine"], trace=trace, name=name, warmup=warmup,
     )  # fmt: skip
-    _print_steps(result, write(result, out))
+    _print_errors(result, f"Errors on {len(result.held_out)} steps not fitted", write(result, out))
+
+
+@app.command("from-engine")
+def from_engine_(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="Log of an SGLang or vLLM server, or a .csv.")],
+    model: Annotated[str, named("Model that was served: name or config.json.", complete.models)],
+    tp: Annotated[int, typer.Option(min=1, help="TP that it was served at.")],
+    base: Annotated[
+        str,
+        named("Calibration of that GPU and engine that the rest comes from.", complete.calibrations, "--calibration"),
+    ],
+    precision: Annotated[
+        str | None,
+        named(
+            "Precision of the weights (default: as published).",
+            complete.one_of("bf16", "fp8", "fp8_block", "nvfp4", "mxfp4"),
+        ),
+    ] = None,
+    kv_precision: Annotated[str, named("Of the KV cache: bf16 or fp8.", complete.one_of("bf16", "fp8"))] = "bf16",
+    release: Annotated[str, typer.Option(help="Release of the engine (default: as logged).")] = "",
+    name: Annotated[str | None, typer.Option(help="Name of the calibration.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder or .yaml to write to.")] = Path(),
+) -> None:
+    """Fit whole iterations to what your engine logs in service, and test them on batch sizes left out of the fit.
+
+    A .csv has columns batch, context_mean (tokens of a sequence) or context_total (of all), seconds, and where prompts
+    run too prefill_tokens, prefill_sequences, cached_tokens.
+
+    \b
+    Example: rlsim calibrate from-engine server.log --model qwen2.5-7b --tp 2 --calibration h100-sglang
+    Example: rlsim calibrate from-engine steps.csv --model llama-3.1-8b --tp 1 --calibration h100-vllm --out mine.yaml
+    """
+    from rlsim.calibrate.from_engine import from_engine
+    from rlsim.calibrate.write import write
+
+    result = from_engine(
+        log, model=model, tp=tp, calibration=base, precision=precision, kv_precision=kv_precision, release=release,
+        name=name,
+    )  # fmt: skip
+    _print_errors(
+        result, f"Errors on iterations of {model} at TP{tp} that were left out of the fit", write(result, out)
+    )
 
 
 def _cap(text: str) -> int:
@@ -187,12 +231,12 @@ def _keys(items: list[str]) -> dict[str, dict[str, object]]:
     return data
 
 
-def _print_steps(result: FromRun, path: Path) -> None:
-    headings = [name.replace("_", " ") for name in result.errors.columns]
+def _print_errors(result: FromRun | FromEngine, title: str, path: Path) -> None:
+    headings = [name.removesuffix("_s").replace("_", " ") for name in result.errors.columns]
     rows = [[_error(str(name), value) for name, value in row.items()] for row in result.errors.to_dict("records")]
-    print_tables([table(headings, rows, title=f"Errors on {len(result.held_out)} steps not fitted")])
+    print_tables([table(headings, rows, title=title)])
     for reason, count in result.excluded.items():
-        echo(f"left out: {count} steps: {reason}")
+        echo(f"left out: {count}: {reason}")
     for note in result.notes:
         echo(f"note: {note}")
     echo(f"wrote {path}")
@@ -203,7 +247,9 @@ def _error(name: str, value: object) -> str:
         return str(value)
     if math.isnan(value):
         return "–"
-    return f"{value:+.1%}" if name == "bias" else f"{value:.1%}"
+    if name.endswith("_s"):
+        return f"{1e3 * value:.3g} ms"
+    return f"{value:+.1%}" if name.endswith("bias") else f"{value:.1%}"
 
 
 def _degrees(text: str) -> tuple[int, ...]:

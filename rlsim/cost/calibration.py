@@ -7,9 +7,10 @@ are from and how far off the fit is on shapes it has not seen. Efficiencies are 
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -18,21 +19,23 @@ from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
 from rlsim.cost.draw import Draw
 from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
 from rlsim.cost.fits import (
-    Amount,
     CollectiveFits,
+    Correction,
     Count,
+    Factor,
     Fitted,
     KernelSeconds,
     OperatorFits,
     Share,
-    StepSeconds,
-    ascend,
 )
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, shown, unknown_name
 from rlsim.hardware import Cluster
 from rlsim.precision import KvPrecision, Precision, peak_flop_per_s
 from rlsim.schema import Schema, load
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
+
+if TYPE_CHECKING:
+    from rlsim.models import Model
 
 Engine = Literal["sglang", "vllm", "trtllm", "torch"]
 Range = tuple[float, float]
@@ -181,31 +184,51 @@ class Residual(Fitted):
     note: str = ""
 
 
-class DecodeProfile(Fitted):
-    """Whole decode steps as measured or sampled, for one model and TP: one list of contexts and times a batch size."""
+#: Axes of a table of iterations: sequences and tokens of each that decode; tokens of an iteration that prefills, those
+#: of the sequences that decode in it among them.
+DECODE_AXES, PREFILL_AXES = ("batch", "context"), ("tokens",)
+
+
+class EngineFit(Fitted):
+    """A whole engine's iterations of one model at one TP: how many times as long as this calibration says they take
+    by kernels and host time.
+
+    Without a table of iterations that prefill these take the level, too.
+    """
 
     model: str
+    model_type: str = Field(description="its family, whose other members take the level")
+    precision: Precision = Field(default="bf16", description="of the weights")
+    kv_precision: KvPrecision = "bf16"
     tp: Count
-    batches: tuple[Count, ...] = Field(min_length=1, description="sequences, ascending")
-    context_tokens: tuple[tuple[Amount, ...], ...] = Field(description="per batch: sum of contexts, ascending")
-    step_s: tuple[tuple[StepSeconds, ...], ...]
-    prefill_tokens: tuple[Amount, ...] = Field(min_length=1, description="new tokens of one iteration, ascending")
-    prefill_lengths: tuple[Amount, ...] = Field(min_length=1, description="tokens per sequence, ascending")
-    prefill_s: tuple[tuple[StepSeconds, ...], ...] = Field(description="seconds, one row per prefill_tokens")
+    overlapped: bool = Field(default=False, description="the host works beside the GPU in what the factors are on")
+    level: Factor = Field(description="geometric mean of the factors of iterations that only decode")
+    decode: Correction = Field(description=f"over {' and '.join(DECODE_AXES)}, of iterations that only decode")
+    prefill: Correction | None = Field(default=None, description="over tokens, of the others")
+    source: str = Field(description="what it is fitted to")
 
     @model_validator(mode="after")
-    def _grids(self) -> Self:
-        for name in ("batches", "prefill_tokens", "prefill_lengths"):
-            ascend(getattr(self, name), name)
-        for contexts in self.context_tokens:
-            ascend(contexts, "context_tokens of a batch")
-        if [len(row) for row in self.step_s] != [len(row) for row in self.context_tokens]:
-            raise ValueError("step_s must have a time for each of context_tokens")
-        if len(self.step_s) != len(self.batches) or not all(self.step_s):
-            raise ValueError("context_tokens and step_s must have a row for each of batches, of one context or more")
-        if [len(row) for row in self.prefill_s] != [len(self.prefill_lengths)] * len(self.prefill_tokens):
-            raise ValueError("prefill_s must have a row for each of prefill_tokens, a time for each of prefill_lengths")
+    def _axes(self) -> Self:
+        for table, axes in ((self.decode, DECODE_AXES), (self.prefill, PREFILL_AXES)):
+            if table is not None and tuple(axis.name for axis in table.axes) != axes:
+                raise ValueError(f"a table of iterations is over {', '.join(axes)}")
         return self
+
+    def of(self, model: Model) -> bool:
+        """Whether it is this model's, in these precisions."""
+        own = self.model, self.precision, self.kv_precision
+        return own == (model.name, model.precision, model.kv_precision)
+
+
+class Known(NamedTuple):
+    """What whole iterations tell of a model at a TP: their table (`fit`), or else their level elsewhere.
+
+    `own`: the level is the model's at other TPs, not its family's.
+    """
+
+    fit: EngineFit | None = None
+    level: float = 1.0
+    own: bool = False
 
 
 class Calibration(Fitted):
@@ -224,7 +247,7 @@ class Calibration(Fitted):
     runtime: RuntimeFit
     training: TrainingFit
     residuals: dict[str, Residual] = Field(description="by operator, on held-out shapes")
-    decode_profile: tuple[DecodeProfile, ...] = ()
+    iterations: tuple[EngineFit, ...] = Field(default=(), description="of whole engines, by model and TP")
     _draw: Draw = PrivateAttr(default=Draw())
     _costs: AssumedCosts = PrivateAttr(default=PLAIN_COSTS)
 
@@ -316,9 +339,13 @@ class Calibration(Fitted):
                 f"KV cache of {', '.join(known_kv)} only"
             )
 
-    def profile(self, model: str, tp: int) -> DecodeProfile | None:
-        """The measured decode profile of `model` at `tp`, if the file carries one."""
-        return next((p for p in self.decode_profile if p.model == model and p.tp == tp), None)
+    def known(self, model: Model, tp: int | None = None) -> Known:
+        """What whole iterations tell of `model` at `tp`; None: of replicas that none was measured of."""
+        kin = [fit for fit in self.iterations if fit.model_type == model.model_type]
+        own = [fit for fit in kin if fit.of(model)]
+        exact = next((fit for fit in own if fit.tp == tp), None)
+        levels = [fit.level for fit in own or kin]
+        return Known(exact, math.prod(levels) ** (1 / max(len(levels), 1)), bool(own))
 
 
 def calibration_names() -> dict[str, Path]:

@@ -168,6 +168,16 @@ def over_all(
     return DecodeCurve(batch, [(knot - base) / share for knot in knots], list(map(curve.step_s, knots)))
 
 
+def times(curve: DecodeCurve, factor: Callable[[float], float], knots: Sequence[float]) -> DecodeCurve:
+    """`curve` times `factor(T)` at its knots and at these, linear in between; for context totals of zero and more.
+
+    `factor` stays what it is beyond the outermost of `knots`.
+    """
+    at = sorted({0.0, *knots, *(knot for knot in curve.knots if knot > 0.0)})
+    at.append(at[-1] + _BEYOND_TOKENS)
+    return DecodeCurve(curve.batch, at, [curve.step_s(knot) * factor(knot) for knot in at])
+
+
 def at_least(curve: DecodeCurve, floor_s: float) -> DecodeCurve:
     """`curve` where it takes longer than `floor_s`, else `floor_s`; for context totals of zero and more."""
     return longer(curve, DecodeCurve(curve.batch, [0.0], [floor_s]))

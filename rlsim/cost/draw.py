@@ -6,7 +6,7 @@ A world is drawn as a whole: all systems and seeds run in the same one, so that 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, get_args
 
@@ -53,6 +53,11 @@ class Draw:
         doublings = math.log2(min(max(sequences, SMALLEST_BATCH), LARGEST_BATCH) / MIDDLE_BATCH)
         errors = self.errors
         return math.exp(family * errors.family + level * errors.rollout + tilt * errors.tilt * doublings)
+
+    def of_level(self) -> Draw:
+        """The same where a model's level was measured at another TP: it is off by what one TP is off by itself."""
+        errors = self.errors
+        return replace(self, errors=replace(errors, family=min(errors.family, errors.rollout)))
 
     def call(self, kind: Literal["inference", "train"]) -> float:
         """How many times as long as calibrated the computation of inference or training calls takes."""

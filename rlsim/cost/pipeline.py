@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlsim.cost.calibration import Calibration
+from rlsim.cost.calibration import Calibration, Known
 from rlsim.cost.curve import Curves, DecodeCurve, InWindows, at_least, longer
 from rlsim.cost.derived import HostTime
 from rlsim.cost.groups import CollectiveTime, Groups
@@ -15,7 +15,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import pack
 from rlsim.cost.replica import PLAIN, ReplicaLayout
-from rlsim.cost.roofline import RooflineStep, calibration_for, drawn, launched, sampled, step_cost
+from rlsim.cost.roofline import RooflineStep, calibration_for, in_service, launched, sampled, step_cost
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Cluster
@@ -196,9 +196,9 @@ def pipelined_step_cost(
     """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs each; with `pp` 1 that of `step_cost`.
 
     Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from `first_gpu` on. Sampling comes after the head,
-    on the last stage. With several stages the kernels decide, even where the calibration has a profile of whole decode
-    steps at this `tp`: that does not tell head and host time. Raises `ConfigError` if the model cannot be cut that way,
-    `CapacityError` if the replicas exceed the cluster, `CalibrationError` if the calibration was made for another GPU.
+    on the last stage. Of whole iterations several stages take the level alone. Raises `ConfigError` if the model cannot
+    be cut that way, `CapacityError` if the replicas exceed the cluster, `CalibrationError` if the calibration was made
+    for another GPU.
     """
     calibration = calibration_for(cluster, calibration)
     roofline = RooflineStep(model, tp, cluster, calibration, layout)
@@ -223,4 +223,4 @@ def pipelined_step_cost(
         ),
         host=HostTime(calibration.host, layout.attention_dp),
     )
-    return drawn(cost, calibration)
+    return in_service(cost, calibration, calibration.known(model) if graphs else Known())

@@ -1,4 +1,4 @@
-"""A replica's iterations from whole-step measurements: PAT's offline profile, or one sampled from another step cost."""
+"""A replica's iterations from whole steps at a few shapes: PAT's offline profile, sampled from another step cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsim.cost.calibration import DecodeProfile
 from rlsim.cost.curve import DecodeCurve, InWindows, StackedCurves
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.step import Chunk, StepCost
@@ -66,15 +65,6 @@ class ProfileStep(StepCost):
         self._used: dict[int, DecodeCurve] = {}
         self._stacked = StackedCurves(self.decode)
 
-    @classmethod
-    def from_record(cls, record: DecodeProfile, *, skew: float = 0.0) -> ProfileStep:
-        """The profile that a calibration file carries."""
-        curves = [
-            _rising(batch, contexts, times)
-            for batch, contexts, times in zip(record.batches, record.context_tokens, record.step_s, strict=True)
-        ]
-        return cls(record.tp, curves, record.prefill_tokens, record.prefill_lengths, record.prefill_s, skew=skew)
-
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:  # noqa: ARG002
         """The profiled curve of `batch`, or the blend of its neighbours at the same sum of contexts."""
         known = self._used.get(batch)
@@ -94,7 +84,7 @@ class ProfileStep(StepCost):
             times = [max(time, low.step_s(x) * batch / self._batches[0]) for x, time in zip(knots, times, strict=True)]
         elif batch > self._batches[-1]:
             times = [max(time, high.step_s(x)) for x, time in zip(knots, times, strict=True)]
-        curve = _rising(batch, knots, times)
+        curve = rising(batch, knots, times)
         self._used[batch] = curve
         return curve
 
@@ -185,7 +175,7 @@ class ProfileStep(StepCost):
         return _along(self._tokens[i : i + 2], [_along(self._lengths, row, length) for row in rows], tokens)
 
 
-def _rising(batch: int, knots: Sequence[float], times: Sequence[float]) -> DecodeCurve:
+def rising(batch: int, knots: Sequence[float], times: Sequence[float]) -> DecodeCurve:
     """The curve through these points with times that never fall, as no step does whose context grows, nor reach zero
     below the first knot: measured slopes are noisy."""
     rising = list(accumulate(times, max))

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from rlsim.cost.attention import LayerAttention, layer_attention
-from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.calibration import Calibration, Known, load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.curve import Curves, DecodeCurve, InWindows, over_all, read_of_equal, sum_of
 from rlsim.cost.derived import Change, DerivedStep, hosted
+from rlsim.cost.draw import Draw
 from rlsim.cost.experts import expert_load
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import kv_shape
 from rlsim.cost.operators import Operators
 from rlsim.cost.packing import pack
-from rlsim.cost.profile import ProfileStep
 from rlsim.cost.replica import PLAIN, ReplicaLayout
+from rlsim.cost.served import ServedStep
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.hardware import Cluster
@@ -320,23 +321,22 @@ def step_cost(
     sampling_s_per_logit: float = 0.0,
     graphs: bool = True,
 ) -> StepCost:
-    """The step cost of `model` at `tp`: the calibration's own decode profile if it has one, else the roofline.
+    """The step cost of `model` at `tp`: the roofline with host time, times what whole iterations tell (`in_service`).
 
     `sampling_s_per_logit` is what the GPU takes for each entry of a sampled token's vocabulary: nothing for the fused
     kernels of serving engines, much for a framework that sorts all logits of one sequence after another. Without
-    `graphs` an iteration takes at least as long as the host needs to launch its kernels (`EagerFit`); a profile of
-    whole decode steps says nothing about that, so the roofline decides.
+    `graphs` an iteration takes at least as long as the host needs to launch its kernels (`EagerFit`), and a
+    serving engine's whole iterations say nothing of it.
 
     Raises `CalibrationError` if the calibration was made for another GPU.
     """
     calibration = calibration_for(cluster, calibration)
-    profile = calibration.profile(model.name, tp) if layout.plain and graphs else None
-    if profile is not None and model == model.served("bf16"):  # as profiles were measured, host time included
-        measured = ProfileStep.from_record(profile, skew=calibration.skew)
-        return drawn(sampled(measured, model, sampling_s_per_logit, layout), calibration)
+    known = calibration.known(model, tp if layout.plain else None) if graphs else Known()
+    if known.fit is not None:
+        calibration = calibration.scheduled(known.fit.overlapped)
     roofline = RooflineStep(model, tp, cluster, calibration, layout)
     kernels = launched(sampled(roofline, model, sampling_s_per_logit, layout), model, calibration, graphs)
-    return drawn(hosted(kernels, calibration.host, layout.attention_dp), calibration)
+    return in_service(hosted(kernels, calibration.host, layout.attention_dp), calibration, known)
 
 
 def calibration_for(cluster: Cluster, calibration: Calibration | str) -> Calibration:
@@ -367,9 +367,15 @@ def launched(kernels: StepCost, model: Model, calibration: Calibration, graphs: 
     return DerivedStep(kernels, lambda *_: Change(least_s=launch_s))
 
 
-def drawn(cost: StepCost, calibration: Calibration) -> StepCost:
-    """The step cost in the world that the calibration is drawn for, and as long as its kernels are said to take."""
+def in_service(cost: StepCost, calibration: Calibration, known: Known) -> StepCost:
+    """The step cost as far as whole iterations of the engine are known, in the world that the calibration is drawn for,
+    and as long as its kernels are said to take."""
     draw, times = calibration.draw, calibration.costs.kernels
+    if known.fit is not None:
+        cost, draw = ServedStep(cost, known.fit), Draw()
+    else:
+        times *= known.level
+        draw = draw.of_level() if known.own else draw
     if not draw.number and times == 1.0:
         return cost
     return DerivedStep(cost, lambda n, _: Change(scale=times * draw.iteration(cost.tp, n)))

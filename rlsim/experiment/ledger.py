@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter
 
 from rlsim.cost.calibration import calibration_names
 from rlsim.cost.lookups import Lookups
+from rlsim.cost.served import ITERATIONS
 from rlsim.errors import one_line
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.schema import Experiment
@@ -222,7 +223,8 @@ def value_at(experiment: Experiment, key: str) -> Any:
 
 
 #: What the names of a rollout engine's kernels begin with.
-_KERNELS = ("gemm", "experts", "memory_bound", "decode", "prefill", "latent")
+_ATTENTION = ("decode", "prefill", "latent")
+_KERNELS = ("gemm", "experts", "memory_bound", *_ATTENTION)
 
 
 def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
@@ -240,6 +242,8 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "reward": reward,
         "cluster": cluster,
         "calibration": calibration,
+        "known": calibration.known(loaded.model),
+        "whole": ITERATIONS in counts and not any(name.startswith(_ATTENTION) for name in counts),
         "shipped": calibration.name in calibration_names(),
         "columns": set(frame.columns),
         "rewarded": any(call.kind == "reward" for call in loaded.algorithm.calls),

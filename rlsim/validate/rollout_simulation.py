@@ -33,7 +33,7 @@ class MeasuredCosts:
     def __init__(self, fitted: Fitted, capacity_tokens: int) -> None:
         self.fitted = fitted
         self._pages = capacity_tokens // PAGE_TOKENS
-        self._steps = {tp: ProfileStep.from_record(p, skew=fitted.skew) for tp, p in fitted.profiles.items()}
+        self._steps = {tp: profile(skew=fitted.skew) for tp, profile in fitted.profiles.items()}
 
     def step(self, tp: int) -> ProfileStep:
         return self._steps[tp]

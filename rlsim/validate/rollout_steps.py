@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize_scalar, nnls
 
-from rlsim.cost.calibration import DecodeProfile, RuntimeFit
-from rlsim.cost.profile import ProfileStep
+from rlsim.cost.calibration import RuntimeFit
+from rlsim.cost.profile import ProfileStep, rising
 from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.models import Model
 from rlsim.trace.files import read_trace
@@ -168,15 +169,15 @@ class Fitted:
     """The calibration: a profile for each TP, what a switch costs, and the share of padding that is paid for."""
 
     model: Model
-    profiles: Mapping[int, DecodeProfile]
+    profiles: Mapping[int, Callable[..., ProfileStep]]  # of a skew
     runtime: RuntimeFit
     skew: float
 
 
 def fit(model: Model, samples: Samples, effort: Effort) -> Fitted:
     """Means of the repeats as profiles; the skew and the switch by least squares of relative errors."""
-    profiles = {tp: _profile(model, tp, samples, effort) for tp in (1, 2)}
-    steps = {tp: ProfileStep.from_record(profile) for tp, profile in profiles.items()}
+    profiles = {tp: _profile(tp, samples, effort) for tp in (1, 2)}
+    steps = {tp: profile() for tp, profile in profiles.items()}
     unequal = [(tp, contexts, _expected(t)) for (tp, contexts), t in samples.decode.items() if len(set(contexts)) > 1]
 
     def loss(skew: float) -> float:
@@ -198,7 +199,7 @@ def fit(model: Model, samples: Samples, effort: Effort) -> Fitted:
     return Fitted(model, profiles, runtime, skew)
 
 
-def _profile(model: Model, tp: int, samples: Samples, effort: Effort) -> DecodeProfile:
+def _profile(tp: int, samples: Samples, effort: Effort) -> Callable[..., ProfileStep]:
     equal = {
         (len(contexts), contexts[0]): _expected(times)
         for (degree, contexts), times in samples.decode.items()
@@ -210,16 +211,10 @@ def _profile(model: Model, tp: int, samples: Samples, effort: Effort) -> DecodeP
         for (degree, lengths), times in samples.prefill.items()
         if degree == tp
     }
-    return DecodeProfile(
-        model=model.name,
-        tp=tp,
-        batches=tuple(batches),
-        context_tokens=tuple(tuple(float(b * c) for c in effort.contexts) for b in batches),
-        step_s=tuple(tuple(equal[b, c] for c in effort.contexts) for b in batches),
-        prefill_tokens=tuple(float(t) for t in effort.prefill_tokens),
-        prefill_lengths=tuple(float(length) for length in effort.prefill_lengths),
-        prefill_s=tuple(tuple(prefills[t, length] for length in effort.prefill_lengths) for t in effort.prefill_tokens),
-    )
+    tokens, lengths = effort.prefill_tokens, effort.prefill_lengths
+    curves = [rising(b, [b * c for c in effort.contexts], [equal[b, c] for c in effort.contexts]) for b in batches]
+    grid = [[prefills[t, length] for length in lengths] for t in tokens]
+    return partial(ProfileStep, tp, curves, tokens, lengths, grid)
 
 
 def _expected(times: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from calibration.measured import HotRows
 from calibration.provenance import SCRIPT
 from calibration.tables import cpu_overheads, decode_sums
 from calibration.training_report import training_section
+from calibration.windows import engine_section
 from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, HostFit, Residual
@@ -305,5 +306,6 @@ def report(catalogue: Catalogue) -> str:
         across_section(),
         _carried(catalogue),
         kv_section(),
+        engine_section(),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"

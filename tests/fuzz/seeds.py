@@ -299,17 +299,17 @@ def settings(_: Path) -> Iterable[Seed]:
 
 @collected
 def calibrations(_: Path) -> Iterable[Seed]:
-    """The smallest of the shipped calibrations, and one that carries whole decode steps: to parse one takes long."""
+    """The smallest of the shipped calibrations, and one that carries whole iterations: to parse one takes long."""
     for path in sorted((ROOT / "calibration").glob("*.yaml"), key=lambda path: path.stat().st_size)[:4]:
         yield Seed(path.stem, {"c.yaml": path.read_bytes()}, "c.yaml")
-    profile = {
-        "model": "llama-3.1-8b", "tp": 1, "batches": [1, 8, 64],
-        "context_tokens": [[1.0, 1000.0], [8.0, 8000.0, 80000.0], [64.0, 640000.0]],
-        "step_s": [[0.008, 0.009], [0.009, 0.01, 0.02], [0.01, 0.05]],
-        "prefill_tokens": [16.0, 8192.0], "prefill_lengths": [16.0, 8192.0], "prefill_s": [[0.01, 0.011], [0.2, 0.3]],
+    served = {
+        "model": "llama-3.1-8b", "model_type": "llama", "tp": 1, "level": 1.1, "source": "a log",
+        "decode": {"axes": [{"name": "batch", "knots": [1, 8, 64]}, {"name": "context", "knots": [100, 9000]}],
+                   "factor": [1.1, 1.2, 1.0, 0.9, 1.3, 1.1]},
+        "prefill": {"axes": [{"name": "tokens", "knots": [16, 8192]}], "factor": [1.4, 1.1]},
     }  # fmt: skip
-    text = (ROOT / "calibration" / "a40-vllm.yaml").read_text() + f"decode_profile: [{json.dumps(profile)}]\n"
-    yield Seed("profile", {"c.yaml": text.encode()}, "c.yaml")
+    text = (ROOT / "calibration" / "a40-vllm.yaml").read_text() + f"iterations: [{json.dumps(served)}]\n"
+    yield Seed("iterations", {"c.yaml": text.encode()}, "c.yaml")
 
 
 @collected
@@ -318,7 +318,7 @@ def calibration_values(_: Path) -> Iterable[Seed]:
     from rlsim.reading import parse_yaml
 
     texts = {path.stem: path.read_bytes() for path in sorted((ROOT / "calibration").glob("*.yaml"))}
-    texts["profile"] = next(seed.files["c.yaml"] for seed in calibrations() if seed.name == "profile")
+    texts["iterations"] = next(seed.files["c.yaml"] for seed in calibrations() if seed.name == "iterations")
     for name, text in texts.items():
         yield Seed(name, {"c.json": json.dumps(parse_yaml(text.decode(), name)).encode()}, "c.json")
 

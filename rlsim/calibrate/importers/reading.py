@@ -56,10 +56,10 @@ def row_name(path: Path, index: int) -> str:
     return f"row {index + 1}" if path.suffix == ".parquet" else f"line {index + 2}"
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, errors: str = "strict") -> str:
     """The text of a file. Raises `CalibrationError` if it is missing, empty, not text or a Git LFS pointer."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig", errors=errors)
     except FileNotFoundError:
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise CalibrationError(f"{path}: no such file{'; ' + nearest(path.name, beside) if beside else ''}") from None

@@ -1,0 +1,185 @@
+"""`rlsim calibrate from-engine`: logs made of a known factor give it back, what is wrong is refused, and its use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import rlsim
+from rlsim.calibrate.engine_log import read_engine_log
+from rlsim.calibrate.from_engine import from_engine
+from rlsim.cli import app
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.roofline import step_cost
+from rlsim.cost.step import Chunk
+from rlsim.errors import CalibrationError, CatalogueError
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+
+MODEL, H100 = "qwen2.5-7b", load_cluster("8xh100")
+BATCHES = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+POOL = 600_000
+STARTS = (
+    "\x1b[36m(EngineCore_DP0 pid=7)\x1b[0m INFO [core.py:93] Initializing a V1 LLM engine (v0.11.0) with config: ...",
+    f"(EngineCore_DP0 pid=7) INFO [kv_cache_utils.py] GPU KV cache size: {POOL:,} tokens",
+)
+
+
+def step_s(engine: str, batch: int, context: float) -> float:
+    """Of an engine whose decode steps take 1.2 times as long as shipped, with 32 sequences or more 1.5 times."""
+    factor = 1.5 if batch >= 32 else 1.2
+    return factor * step_cost(load_model(MODEL), 2, H100, f"h100-{engine}").decode(batch).step_s(batch * context)
+
+
+def sglang() -> list[str]:
+    prefill_s = 1.1 * step_cost(load_model(MODEL), 2, H100, "h100-sglang").prefill_s([Chunk(1024, 0)] * 8)
+    prefill = (
+        "[2026-04-05 20:02:51 TP0] Prefill batch, #new-seq: 8, #new-token: 8192, #cached-token: 0, token usage: 0.1, "
+        f"#running-req: 0, #queue-req: 9, cuda graph: False, input throughput (token/s): {8192 / prefill_s:.2f}"
+    )
+    decodes = [
+        f"[2026-04-05 20:02:51 TP0] Decode batch, #running-req: {batch}, #token: {batch * context}, token usage: 0.1, "
+        f"cuda graph: True, gen throughput (token/s): {batch / step_s('sglang', batch, context):.3f}, #queue-req: 0"
+        for batch in BATCHES
+        for context in (1000, 1000, 4000, 4000)  # the first after each change tells of both
+    ]
+    return [prefill, prefill, prefill, *decodes]
+
+
+def vllm() -> list[str]:
+    return [
+        *STARTS,
+        *(
+            "(APIServer pid=9) INFO [loggers.py:127] Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation "
+            f"throughput: {batch / step_s('vllm', batch, context):.2f} tokens/s, Running: {batch} reqs, "
+            f"Waiting: 0 reqs, GPU KV cache usage: {100 * batch * context / POOL:.3f}%, Prefix cache hit rate: 0.0%"
+            for batch in BATCHES
+            for context in (1000, 1000, 4000, 4000)
+        ),
+    ]
+
+
+def iterations() -> list[str]:
+    """vLLM's lines of single iterations."""
+    form = (
+        "Iteration(7): 0 context requests, 0 context tokens, {} generation requests, {} generation tokens, iteration "
+        "elapsed time: {}"
+    )
+    return [
+        STARTS[1],
+        form.format(0, 0, "3.21 ms (dummy)"),
+        *(
+            form.format(batch, batch, f"{1e3 * step_s('vllm', batch, context):.4f} ms, GPU KV cache usage: ")
+            + f"{100 * batch * context / POOL:.3f}%"
+            for batch in BATCHES
+            for context in (1000, 4000)
+        ),
+    ]
+
+
+def table() -> list[str]:
+    rows = [f"{b},{c},0,{step_s('vllm', b, c)}" for b in BATCHES for c in (1000, 4000)]
+    return ["batch,context_mean,prefill_tokens,seconds", *rows]
+
+
+def written(folder: Path, lines: list[str], name: str = "log.txt") -> Path:
+    (folder / name).write_text("\n".join([*lines, ""]))
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("lines", "engine", "release"),
+    [(sglang, "sglang", "0.5.14"), (vllm, "vllm", "0.11.0"), (iterations, "vllm", "0.24.0"), (table, "vllm", "0.24.0")],
+)
+def test_a_log_of_a_known_factor_gives_it_back(lines, engine: str, release: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    log = written(tmp_path, lines(), "log.csv" if lines is table else "log.txt")
+    found = from_engine(log, model=MODEL, tp=2, calibration=f"h100-{engine}")
+    served = step_cost(load_model(MODEL), 2, H100, found.calibration)
+    for batch in BATCHES:
+        for context in (1000, 4000):
+            want = step_s(engine, batch, context)
+            assert served.decode(batch).step_s(batch * context) == pytest.approx(want, rel=0.01)
+    assert found.calibration.release == release
+    errors = found.errors.set_index("iterations").loc["decode_step"]
+    assert errors.base_mean == pytest.approx(0.2, abs=0.06)
+    assert errors["mean"] < 0.04 < errors.base_p90
+    assert errors.off_s < 0.2 * errors.base_off_s
+    assert found.calibration.residuals["decode_step"].count == errors.held_out
+    if lines is sglang:
+        prefill = found.calibration.iterations[0].prefill
+        assert prefill is not None
+        assert prefill.factor == (1.1,)
+
+
+def test_what_is_no_single_iteration_is_left_out(tmp_path: Path) -> None:
+    lines = sglang()
+    speculative = lines[-1].replace("cuda graph", "accept len: 2.8, accept rate: 0.7, cuda graph")
+    found = read_engine_log(written(tmp_path, ["Started", *lines, speculative, lines[0], lines[-1]]))
+    assert found.excluded == {
+        "other work or a pause in its time": 4,  # the first prefill, and what follows another kind
+        "of another size than the line before": 11,
+        "speculative decoding": 1,
+    }
+    assert len(found.rows) == len(lines) - 2 - 11
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "message"),
+    [
+        (["Decode batch, #running-req: many, #token: 3", "x"], "a.log", r":1: not as sglang writes.*\n.*32.*\n.*csv"),
+        ([vllm()[5]], "a.log", r"a\.log:1: the log does not say before how large the KV cache is.*\n.*559,232"),
+        (["hello"], "a.log", r"a\.log: no iteration of an engine; expected lines such as\n  Decode batch"),
+        (sglang()[:1], "a.log", r"no iteration of an engine; 1 lines: other work or a pause"),
+        ([], "a.log", "the file is empty"),
+        (sglang(), "a.log", "a log of sglang; calibration h100-sxm-vllm is for vllm"),
+        (table()[:5], "a.csv", "4 iterations that only decode; at least 6 are needed"),
+        (["batch,contxt_mean,seconds", "1,2,3"], "a.csv", "column 'contxt_mean'; did you mean 'context_mean'"),
+        (["batch,context_mean,time", "1,2,3"], "a.csv", "no column 'seconds'"),
+        (["batch,seconds", "1,3"], "a.csv", "give either column 'context_mean'"),
+        (["batch,context_mean,seconds", "1,2,3", "0,2,3"], "a.csv", "line 3: an iteration of nothing"),
+        (["batch,context_mean,seconds", "1,2,soon"], "a.csv", "line 2"),
+        (["batch,context_mean,seconds", *(f"{b},900,{b + 5}" for b in range(1, 9))], "a.csv", "are the times in ms"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_with_its_line(lines: list[str], name: str, message: str, tmp_path: Path) -> None:
+    log = written(tmp_path, lines, name)
+    with pytest.raises(CalibrationError, match=message):
+        from_engine(log, model=MODEL, tp=2, calibration="h100-vllm")
+    arguments = ["calibrate", "from-engine", str(log), "--model", MODEL, "--tp", "2", "--calibration", "h100-vllm"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
+    assert result.exit_code != 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_precision_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(CatalogueError, match="unknown precision 'fp7'; did you mean 'fp8'"):
+        from_engine(written(tmp_path, vllm()), model=MODEL, tp=2, calibration="h100-vllm", precision="fp7")
+
+
+def test_the_command_prints_its_errors_and_its_file_serves_a_run(tmp_path: Path) -> None:
+    log, out = written(tmp_path, table(), "steps.csv"), tmp_path / "mine.yaml"
+    arguments = ["calibrate", "from-engine", str(log), "--model", MODEL, "--tp", "2", "--calibration", "h100-vllm"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.exception
+    assert "decode_step" in result.stdout
+    found, base = load_calibration(out), load_calibration("h100-vllm")
+    assert (found.name, len(found.iterations)) == ("mine", 1)
+    assert found.operators == base.operators
+    assert from_engine(log, model=MODEL, tp=2, calibration=out).calibration.iterations == found.iterations  # once more
+
+    def run(calibration: str, tp: int) -> rlsim.Result:
+        experiment = {
+            "name": "own", "cluster": "8xh100", "model": MODEL, "calibration": calibration, "seeds": 1,
+            "trace": {"path": "rollpacker-math", "cap": 512}, "systems": [{"verl": {"tp": tp}}],
+            "workflow": {"prompts": 32, "responses": 4, "steps": 1},
+        }  # fmt: skip
+        return rlsim.run(experiment)
+
+    own, elsewhere = run(str(out), 2), run(str(out), 4)
+    ratio = own.steps.gen_time_s.iloc[0] / run("h100-vllm", 2).steps.gen_time_s.iloc[0]
+    assert 1.1 < ratio < 1.5
+    rows = [{row["name"] for row in one.manifest["ledger"][""]["assumed"]} for one in (own, elsewhere)]
+    assert not {"engine at another TP", "host beside the GPU"} & rows[0]
+    assert {"engine at another TP", "host beside the GPU"} <= rows[1]
