@@ -42,9 +42,6 @@ SLOW = (
     "planner",
     "megatron",
 )
-#: All others that systems of one's own need not stand beside.
-ON_POLICY = (*SLOW, "pat", "rollpacker", "tail_batching", "rollout_log_probs", "deepspeed_chat", "async_reward",
-             "reward_beside")  # fmt: skip
 RUN = {"case": "", "system": "s", "seed": 0, "step": 0}
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -491,9 +488,8 @@ def test_mistakes_cost_no_run(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    options = "--workers 1 --no-what-if --seeds 1 --steps 1"
-    options += " --set trace.cap=128 --set workflow.prompts=2 --set workflow.responses=1"
-    skipped = [part for name in ON_POLICY if name != "pat" for part in ("--skip", name)]
+    options = "--no-what-if --seeds 1 --steps 1 --set trace.cap=128 --set workflow.prompts=2 --set workflow.responses=1"
+    skipped = [part for name in (*SLOW, "rollpacker", "tail_batching", "deepspeed_chat") for part in ("--skip", name)]
     command = ["advise", "pat_vs_static", *options.split(), *skipped]
     done = CliRunner().invoke(app, command, env={"COLUMNS": "150"})
     assert done.exit_code == 0, done.output

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from test_advise import ON_POLICY, SLOW, SMALL, result_of
+from test_advise import SLOW, SMALL, result_of
 from typer.testing import CliRunner
 
 from rlsim.advise.advice import Advice, advise
@@ -159,7 +159,7 @@ def test_results_are_the_same_bytes_on_any_number_of_workers(tmp_path: Path) -> 
     seen: list[tuple[int, int, str]] = []
     stated = {"training": {"recompute": "full", "micro_batch_tokens": 4096}, "costs": {"host_per_sequence": 5e-5},
               "weight_sync": "naive", "workflow.reward.time_per_response": 0.01, "memory_utilization": 0.8}  # fmt: skip
-    given: dict[str, Any] = {"overrides": {**TINY, **stated, "cluster": "4xh100"}, "skip": ON_POLICY}
+    given: dict[str, Any] = {"overrides": {**TINY, **stated, "cluster": "4xh100"}, "skip": SLOW}
     for workers in (1, 2):
         advise(SMALL, **given, workers=workers, out=tmp_path / str(workers), progress=lambda *now: seen.append(now))
     one, two = (sorted((tmp_path / name).iterdir()) for name in ("1", "2"))

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from result_tables import table
-from test_advise import ON_POLICY, SMALL
+from test_advise import SLOW, SMALL
 from typer.testing import CliRunner
 
 import rlsim
@@ -38,6 +38,9 @@ SHORT: dict[str, Any] = {
     "trace": {"path": "deepscaler-llama-3.1-8b", "cap": 512},
     "workflow": {"prompts": 8, "responses": 4, "steps": 4},
 }
+#: Systems on policy that a test of staleness need not run.
+ON_POLICY = (*SLOW, "pat", "rollpacker", "tail_batching", "rollout_log_probs", "deepspeed_chat", "async_reward",
+             "reward_beside")  # fmt: skip
 
 
 # The peak -------------------------------------------------------------------------------------------------------------
@@ -253,7 +256,7 @@ def test_a_bound_is_of_what_its_user_means(bound: str, left_out: list[str]) -> N
 @pytest.fixture(scope="module", params=[True, False], ids=["quick", "full"])
 def bounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
     out = tmp_path_factory.mktemp("bounded") / "out"
-    skip = [*ON_POLICY, "colocated_async", "partial_rollout", "nemo_async", "streamrl", "laminar", "verl_fully_async"]
+    skip = [*ON_POLICY, "colocated_async", "partial_rollout", "nemo_async", "streamrl"]
     return advise(SHORT, max_staleness=1, quick=request.param, what_if=False, skip=skip, out=out), out
 
 

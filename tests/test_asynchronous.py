@@ -192,7 +192,7 @@ def test_dropping_wastes_what_waiting_keeps() -> None:
 def test_prompts_that_are_generated_again_are_trained_on_once() -> None:
     """A batch has four responses of a prompt, of one launch, whether it is the first or a later one."""
     rules = {stale: {"bounded_staleness": {"eta": 1, "stale": stale}} for stale in ("drop", "regenerate")}
-    found = run(*(use(name, rule) for name, rule in rules.items()), workflow={"steps": 12})
+    found = run(*(use(name, rule) for name, rule in rules.items()), workflow={"steps": 16})
     launched, trained = {}, {}
     for name in rules:
         responses = found.responses[found.responses["system"] == name]

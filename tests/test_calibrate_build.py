@@ -156,8 +156,9 @@ def test_unequal_contexts_give_the_skew(built: Built) -> None:
     assert built.calibration.operators.decode_attention.skew == pytest.approx(0.5, abs=0.02)
     tables = small_tables()
     tables["decode_attention"] = tables["decode_attention"].query("longest == context")
-    derived = build(tables).calibration
-    assert any("skew of unequal contexts is derived" in note for note in derived.provenance.notes)
+    equal = build(tables).calibration
+    assert equal.operators.decode_attention.skew == 0
+    assert any("skew of unequal contexts was not measured" in note for note in equal.provenance.notes)
 
 
 def test_heads_of_another_size_keep_their_bytes(built: Built) -> None:
@@ -179,7 +180,7 @@ def test_whole_steps_become_tables_that_give_the_measured_times(built: Built) ->
             assert step.decode(row["batch"]).step_s(row["context_tokens"]) == pytest.approx(row["seconds"], rel=2e-3)
         for row in tables["prefill_step"].query("tp == @tp").to_dict("records"):  # of 64 tokens and 256 two each
             assert step.prefill_s(prompts_of(row["tokens"], row["length"])) == pytest.approx(row["seconds"], rel=0.1)
-    assert built.calibration.residuals["decode_step"].p90 < 0.05
+    assert built.calibration.residuals["decode_step"].p90 < 0.1  # three batch sizes: the inner one by the outer two
 
 
 def test_steps_from_graphs_are_preferred() -> None:
@@ -263,9 +264,12 @@ def test_what_is_not_measured_comes_from_the_base_and_says_so() -> None:
     assert any("not measured, from h100-sxm-vllm: decode_attention" in note for note in calibration.provenance.notes)
 
 
-def test_another_gpus_corrections_are_not_taken_over() -> None:
-    assert H100.operators.decode_attention.correction is not None
-    assert build({"gemm": small_gemms()}, base=H100).calibration.operators.decode_attention.correction is None
+def test_another_gpus_corrections_are_not_taken_over_but_its_attentions_tables_are() -> None:
+    assert H100.operators.gemm.table is not None
+    table = small_tables()["decode_attention"]
+    operators = build({"decode_attention": table}, base=H100).calibration.operators
+    assert operators.gemm.table is None
+    assert operators.prefill_attention == H100.operators.prefill_attention
 
 
 def test_collectives_keep_the_bases_group_sizes() -> None:
@@ -309,9 +313,8 @@ def test_nothing_measured() -> None:
 
 def test_large_tables_get_the_full_fits_and_their_held_out_rows() -> None:
     """Times from the formulas of the H100: the points' held-out rows are those that the fits' residuals count."""
-    formulas = ("gemm", "decode_attention", "prefill_attention")
-    plain = {name: getattr(H100.operators, name).model_copy(update={"correction": None}) for name in formulas}
-    operators = operators_with(H100.reference, **plain)
+    names = ("gemm", "decode_attention", "prefill_attention")
+    operators = operators_with(H100.reference, **{name: getattr(H100.operators, name) for name in names})
     widths, tokens = (1024, 4096, 6144, 8192, 16384, 28672), (1, 4, 16, 64, 256, 1024, 4096)
     gemm = [(m, n, k, operators.gemm_s(m, n, k)) for n in widths for k in widths for m in tokens]
     heads = ((8, 1), (16, 2), (32, 4), (32, 8))

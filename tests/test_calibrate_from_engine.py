@@ -70,7 +70,6 @@ def iterations() -> list[str]:
     return [
         STARTS[1],
         form.format(0, 0, "3.21 ms (dummy)"),
-        form.format(0, 0, "3.21 ms"),
         *(
             form.format(batch, batch, f"{1e3 * step_s('vllm', batch, context):.4f} ms, GPU KV cache usage: ")
             + f"{100 * batch * context / POOL:.3f}%"

@@ -735,5 +735,5 @@ def test_summaries_of_real_runs_are_plausible_to_the_checks(tmp_path: Path) -> N
             memory_utilization=0.6,
         )
         assert 0.1 < result.calibration.training.flop_efficiency[backend] < 0.8
-        assert result.calibration.host.step_s < 0.05
+        assert result.calibration.host.step_s < 0.06
         assert not any("veRL logs an MFU" in note for note in result.notes)

@@ -54,8 +54,6 @@ TARGET = (0.05, 0.15)  # median and 90th percentile of the errors on shapes that
 QUANTISED_TARGET = (0.06, 0.18)  # of products and attention in other precisions, and of windows
 #: Where the target is missed, the reason, and the bound that holds instead.
 MISSED = {
-    # rows served from L2 in part, which the benchmark's repeats bring about
-    ("trtllm", "decode_attention"): (0.055, 0.18),
     # jumps between algorithms, and each size judged by its neighbours at half and twice the size
     ("sglang", "custom_all_reduce"): (0.05, 0.16),
     ("vllm", "custom_all_reduce"): (0.05, 0.24),
@@ -65,18 +63,19 @@ MISSED = {
     ("trtllm", "nccl"): (0.05, 0.16),
     # the same product of PyTorch's, as measured by SGLang 0.5.14 and by vLLM 0.24.0 on H200, differs by 5% at the
     # median and 22% at the 90th percentile: no fit comes nearer to one of them than that
-    ("h200-sxm-sglang", "gemm"): (0.055, 0.16),
-    # SGLang's of the release that runs as old a DeepGEMM, at vLLM's rate: another engine's fit, just over 6% on H100
-    ("vllm", "gemm_fp8_block"): (0.061, 0.16),
+    ("h200-sxm-sglang", "gemm"): (0.059, 0.155),
+    ("h200-sxm-sglang", "gemm_fp8"): (0.066, 0.171),  # likewise
+    # SGLang's of the release that runs as old a DeepGEMM, at vLLM's rate: another engine's fit, 3% too slow on H100
+    ("vllm", "gemm_fp8_block"): (0.058, 0.145, 0.032),
+    # a product of few rows takes what its blocks do, which neither rows nor DeepGEMM's rule of 2026 say
+    ("trtllm", "gemm_fp8_block"): (0.058, 0.187),
     # heads of 64: few rows, of which held-out pairs of batch and heads are a fifth
-    ("sglang", "prefill_attention_heads_of_64"): (0.065, 0.18),
-    # rows served from L2 in part, as for heads of 128
-    ("trtllm", "decode_attention_heads_of_64"): (0.065, 0.21),
+    ("sglang", "prefill_attention_heads_of_64"): (0.045, 0.165),
     # this kernel reads more than the window, the more the longer the context, which the factor knows nothing of
     ("trtllm", "decode_attention_windows"): (0.13, 0.61),
     # FlashMLA's kernel on an FP8 cache computes 64 heads at a time: of 64 heads, left out here, rows of fewer (bound by
     # memory) and of 128 (by FLOPs) say little. What steps are costed with has seen them, and is off by 1 and 3% on all
-    ("vllm", "latent_attention_fp8"): (0.045, 0.33),
+    ("vllm", "latent_attention_fp8"): (0.047, 0.30),
 }
 #: The same on other GPUs: the largest median and bias.
 ELSEWHERE = {
@@ -85,9 +84,10 @@ ELSEWHERE = {
     # SGLang's 90th percentiles on B200 are 19% in fp8, 20% in fp8_block and 21% in NVFP4: the same product of
     # PyTorch's, in its table and vLLM's, differs by 3% at the median and 21% there; one row in ten takes over 20%
     # longer in SGLang's
-    # vLLM's on H100 is within 3% on Hopper, and these are of it
-    "gemm_fp8_block": (0.061, 0.03),
-    "latent_attention_prompts": (0.06, 0.03),  # B200's 90th percentile is 17%
+    # vLLM's on H100 is 3% too slow on Hopper, and these are of it
+    "gemm_fp8_block": (0.058, 0.032),
+    "latent_attention_prompts": (0.04, 0.03),
+    "latent_attention_fp8": (0.085, 0.03),  # as below
 }
 EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
 #: What keeps these on B200 too: attention, balanced mixtures, and products in bf16. Not attention on latents in FP8,
@@ -96,8 +96,8 @@ EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
 ON_B200 = re.compile(
     r"decode_attention|prefill_attention|latent_attention(?!_fp8$)|experts_[a-z0-9_]*(?<!_skewed)$|gemm$"
 )
-#: What is fitted to nothing like it: median, 90th percentile and bias.
-SKEWED = (0.09, 0.25, 0.08)  # experts of unequal popularity
+#: Median, 90th percentile and bias.
+SKEWED = (0.06, 0.18, 0.045)  # experts of unequal popularity
 EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
 
 
@@ -109,7 +109,8 @@ def bounds(name: str, engine: str, operator: str) -> tuple[float, float, float]:
         return SKEWED if operator.endswith("_skewed") else (*EXPERTS, 0.05)
     quantised = operator.endswith("_windows") or any(f"_{precision}" in operator for precision in PRECISIONS)
     target = MISSED.get((engine, operator), QUANTISED_TARGET if quantised else TARGET)
-    return (*MISSED.get((name, operator), target), 0.03)
+    median, p90, *bias = MISSED.get((name, operator), target)
+    return (median, p90, *(bias or [0.03]))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("h100", "h200"))])
@@ -125,22 +126,20 @@ def test_kernels_on_hopper_keep_the_target(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("h100", "h200"))])
 def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
     for operator, found in load_calibration(name).residuals.items():
-        usual = (0.12, 0.1) if operator.startswith("experts") else (0.08, 0.04)  # B200's under a power law: 0.11 in fp8
+        usual = (0.07, 0.045) if operator.startswith("experts") else (0.08, 0.04)
         median, bias = ELSEWHERE.get(operator, usual)
         assert found.median < median, operator
         assert abs(found.bias) < bias, operator
         if operator == "gemm":
             assert found.p90 < 0.18
         if name.startswith("b200") and ON_B200.match(operator):
-            assert (found.median <= EXPERTS[0]) & (found.p90 <= EXPERTS[1]), operator
+            assert (found.median <= 0.065) & (found.p90 <= EXPERTS[1]), operator  # NVFP4 over 6%
 
 
 #: What a product in another precision may take more than in bf16, where both are launches above all: quantising the
-#: activations is a launch of its own. TensorRT-LLM's tables have 14.6 us for an empty product in fp8 on Hopper,
-#: SGLang's 14 us in fp8_block on B200, in which vLLM's are taken to be the same. DeepGEMM multiplies 64 rows at least,
-#: which H20's FLOPs do not hide.
+#: activations is a launch of its own. DeepGEMM multiplies 64 rows at least, which H20's FLOPs do not hide.
 MORE_S, MUCH_MORE_S = 6e-6, 13e-6
-MUCH_MORE = re.compile(r"(h100|h200|h800|gh200|h20|l40s).*trtllm.fp8$|(b|gb)[23]00.*fp8_block|h20-sglang.fp8_block")
+MUCH_MORE = re.compile(r"h20-.*fp8_block")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -266,13 +265,12 @@ def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyP
         ("operators.memory_bound.correction.factor.3", math.nan),
         ("operators.memory_bound.correction.factor.3", math.inf),
         ("operators.memory_bound.correction.axes.0.knots.6", math.inf),
-        ("operators.decode_attention.efficiency.0", 0.0),
-        ("operators.decode_attention.efficiency.0", math.nan),
-        ("operators.prefill_attention.efficiency.1", -0.3),
-        ("operators.prefill_attention.keys.0", 500.0),
-        ("operators.prefill_attention.blend", 1e6),
+        ("operators.decode_attention.heads.128.efficiency.memory", 0.0),
+        ("operators.decode_attention.heads.128.efficiency.memory", math.nan),
+        ("operators.prefill_attention.heads.128.table.factor.1", -0.3),
+        ("operators.prefill_attention.heads.128.blend", 1e6),
         ("operators.gemm.launch_s", 1e300),
-        ("operators.gemm.splits.0", 0),
+        ("operators.gemm.efficiency.memory", 0.0),
         ("collectives.nccl.all_reduce.8.time_s.0", 0.0),
         ("collectives.nccl.all_reduce.8.message_bytes.0", 0.0),
         ("collectives.nccl.all_reduce", {1: {"message_bytes": [1, 2], "time_s": [1, 2]}}),

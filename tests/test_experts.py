@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlsim
-from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_experts, load_of
+from rlsim.calibrate.fit.experts import LEFT_OUT, calls_of, kernel_exchange, kernel_experts
 from rlsim.calibrate.importers.experts import W4A8, _balanced, _power_law, _serves_gpt_oss, exchanges, experts
 from rlsim.cost.calibration import HostFit, Reference, load_calibration
 from rlsim.cost.collectives import Collectives, exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, expert_load
-from rlsim.cost.fits import Correction, ExpertsFit, Tile
+from rlsim.cost.fits import Correction, ExpertsFit
 from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
 from rlsim.cost.operators import Operators
 from rlsim.cost.pipeline import pipelined_step_cost
@@ -55,27 +55,23 @@ REF = Reference(
 )
 
 
-def fit(**changes: object) -> ExpertsFit:
+ADDED = ("rows", "rows_hidden", "rows_width", "selections", "selections_hidden", "selections_width", "tokens_hidden")
+
+
+def fit(added: dict[str, float] | None = None, **changes: object) -> ExpertsFit:
     plain = {
         "kernel": "made up",
         "launch_s": 0.5,
-        "parallel_s": 0.25,
-        "memory_efficiency": 0.5,
-        "k_overhead": 0.0,
-        "blend": 1.0,
-        "wave_rounding": 0.0,
-        "tiles": (Tile(m=16, n=10, efficiency=1.0),),
-        "row_hidden_bytes": 0.0,
-        "row_width_bytes": 0.0,
-        "selection_hidden_bytes": 0.0,
-        "selection_width_bytes": 0.0,
+        "efficiency": {"rows_16": 1.0, "memory": 0.5},
+        "added_s": {**dict.fromkeys((*ADDED, "experts"), 0.0), "parallel": 0.25, **(added or {})},
+        "block_rows": (16,),
     }
     return ExpertsFit.model_validate({**plain, **changes})
 
 
 def load(rows: float, hit: float, *, experts: float = 4, tokens: float = 8, parallel: float = 0.0) -> ExpertLoad:
     blocks = tuple(hit * math.ceil(rows / hit / size) for size in BLOCK_ROWS)
-    return ExpertLoad(2 * tokens, tokens, rows, hit, experts, parallel, blocks)
+    return ExpertLoad(2 * tokens, tokens, rows, hit, experts, parallel, 0.0, blocks)
 
 
 # Loads ----------------------------------------------------------------------------------------------------------------
@@ -119,58 +115,60 @@ def test_no_expert_is_chosen_more_than_once_by_a_token() -> None:
 # The kernel -----------------------------------------------------------------------------------------------------------
 
 
+BLEND = 3.0
+
+
+def both(compute_s: float, memory_s: float) -> float:
+    return (compute_s**BLEND + memory_s**BLEND) ** (1 / BLEND)
+
+
 def test_seconds_by_hand() -> None:
-    # gate-up: 2 hit experts · 1 block of 16 rows · ceil(20 / 10) columns = 4 blocks of 2 · 16 · 10 · 30 FLOPs;
-    # down: 2 · 1 · 3 blocks of 2 · 16 · 10 · 10
-    compute = (4 * 9600 + 6 * 3200) / 1e6
-    memory = 3 * 30 * 10 * 2 * 2.0 / 500.0
+    # gate-up: 2 hit experts · 1 block of 16 rows · ceil(200 / 128) columns = 4 blocks of 2 · 16 · 128 · 30 FLOPs;
+    # down: 2 · 1 · 1 blocks of 2 · 16 · 128 · 100
+    compute = (4 * 30 + 2 * 100) * 4096 / 1e6
+    memory = 3 * 30 * 100 * 2 * 2.0 / 500.0
     kernel = FusedExperts(fit(), REF, "bf16")
-    assert kernel(load(10, 2), 30, 10) == pytest.approx(0.5 + compute + memory)
-    assert kernel(load(10, 2, parallel=1.0), 30, 10) == pytest.approx(0.75 + compute + memory)
-    moves = fit(
-        row_hidden_bytes=2.0,
-        row_width_bytes=3.0,
-        selection_hidden_bytes=5.0,
-        selection_width_bytes=7.0,
-        token_hidden_bytes=11.0,
-    )
-    moved = (10 * (2 * 30 + 3 * 10) + 16 * (5 * 30 + 7 * 10) + 8 * 11 * 30) / 1000.0
-    assert FusedExperts(moves, REF, "bf16")(load(10, 2), 30, 10) == pytest.approx(0.5 + compute + memory + moved)
-    half = FusedExperts(fit(), REF, "fp8")(load(10, 2), 30, 10)
-    assert half == pytest.approx(0.5 + (compute + memory) / 2)
-    quarter = memory * 9 / 32
-    assert FusedExperts(fit(), REF, "nvfp4")(load(10, 2), 30, 10) == pytest.approx(0.5 + compute / 6 + quarter)
+    assert kernel(load(10, 2), 30, 100) == pytest.approx(0.5 + both(compute, memory))
+    assert kernel(load(10, 2, parallel=1.0), 30, 100) == pytest.approx(0.75 + both(compute, memory))
+    amounts = (10, 10 * 0.06, 10 * 0.2, 16, 16 * 0.06, 16 * 0.2, 8 * 0.06)  # 2 bytes of 30 and of 100 at 1000 byte/s
+    for name, amount in zip(ADDED, amounts, strict=True):
+        more = FusedExperts(fit({name: 3.0}), REF, "bf16")(load(10, 2), 30, 100)
+        assert more == pytest.approx(0.5 + both(compute, memory) + 3.0 * amount)
+    half = FusedExperts(fit(), REF, "fp8")(load(10, 2), 30, 100)
+    assert half == pytest.approx(0.5 + both(compute, memory) / 2)
+    quarter = FusedExperts(fit(), REF, "nvfp4")(load(10, 2), 30, 100)
+    assert quarter == pytest.approx(0.5 + both(compute / 6, memory * 9 / 32))
     for rate, speed in ((None, 1), ("fp8", 2)):  # MXFP4 is multiplied in bf16, or in fp8 by kernels with MXFP8
         kernel = FusedExperts(fit(multiplied_in=rate), REF, "mxfp4")
-        assert kernel(load(10, 2), 30, 10) == pytest.approx(0.5 + compute / speed + memory * 17 / 64)
+        assert kernel(load(10, 2), 30, 100) == pytest.approx(0.5 + both(compute / speed, memory * 17 / 64))
 
 
 @pytest.mark.parametrize(("experts", "hit", "factor"), [(4, 4, 1.0), (4, 2, 2.0), (8, 2, 2.0), (2, 2, 2.0)])
-def test_a_correction_is_looked_up_at_the_rows_of_an_expert_that_has_any(experts: int, hit: int, factor: float) -> None:
-    """8 rows over 4 experts are 2 each, over 2 of however many 4 each: twice as long as the formula says."""
-    correction = Correction.over({"rows": [2, 4], "width": [1], "bytes": [1]}, [1.0, 2.0])
-    plain, kernel = (FusedExperts(fit(correction=one), REF, "bf16") for one in (None, correction))
+def test_a_table_is_looked_up_at_the_rows_of_an_expert_that_has_any(experts: int, hit: int, factor: float) -> None:
+    """8 rows over 4 experts are 2 each, over 2 of however many 4 each: twice as long as the roofline says."""
+    table = Correction.over({"rows": [2, 4], "width": [1], "bytes": [1], "popularity": [1]}, [1.0, 2.0])
+    plain, kernel = (FusedExperts(fit(launch_s=0.0, table=one), REF, "bf16") for one in (None, table))
     call = load(8, hit, experts=experts)
     assert kernel(call, 10, 10) == pytest.approx(factor * plain(call, 10, 10))
 
 
 def test_default_blocks_where_none_are_tuned() -> None:
-    slow = (Tile(m=16, n=10, efficiency=0.5), Tile(m=64, n=10, efficiency=0.25))
-    default = FusedExperts(fit(default_tiles=slow, tuned=((4, 10),)), REF, "bf16")
-    compute, rest = (4 * 9600 + 6 * 3200) / 1e6, 0.5 + 3 * 30 * 10 * 2 * 2.0 / 500.0
-    assert default(load(10, 2, experts=4), 30, 10) == pytest.approx(rest + compute)
-    assert default(load(10, 2, experts=8), 30, 10) == pytest.approx(rest + 2 * compute)
-    assert default(load(10, 2, experts=5), 30, 10) == pytest.approx(rest + 4 * 4 * compute)  # more tokens than experts
+    shares = {"rows_16": 1.0, "default_16": 0.5, "default_64": 0.25, "memory": 100.0}
+    default = FusedExperts(
+        fit(efficiency=shares, default_blocks=((16, 128), (64, 128)), tuned=((4, 100),)), REF, "bf16"
+    )
+    compute = (4 * 30 + 2 * 100) * 4096 / 1e6
+    for held, times in ((4, 1), (8, 2), (5, 16)):  # five: more tokens than experts
+        assert default(load(10, 2, experts=held), 30, 100) == pytest.approx(0.5 + times * compute, rel=0.01)
 
 
 @pytest.mark.parametrize(("tokens", "which"), [(1, 0), (32, 0), (33, 1), (64, 1), (65, 2), (900, 2)])
 def test_blocks_that_follow_from_the_mean_rows_of_an_expert(tokens: float, which: int) -> None:
-    tiles = tuple(Tile(m=m, n=10, efficiency=0.5) for m in (8, 16, 32))  # of two selections a token, over four experts
-    by_mean, alone = (
-        FusedExperts(fit(tiles=own, tile_by_mean=True), REF, "bf16") for own in (tiles, tiles[which : which + 1])
-    )
+    rows = (8, 16, 32)  # of two selections a token, over four experts
+    by_mean, alone = (FusedExperts(fit(block_rows=own), REF, "bf16") for own in (rows, rows[which : which + 1]))
     call = load(40, 2, tokens=tokens)
-    assert by_mean(call, 30, 10) == alone(call, 30, 10)
+    found, own = (kernel.work(call, 30, 10).resources for kernel in (by_mean, alone))
+    assert {name: seconds for name, seconds in found.items() if seconds} == own
 
 
 @pytest.mark.parametrize("name", ["h100-sglang", "h100-vllm", "h200-vllm"])
@@ -364,10 +362,7 @@ def test_experts_without_a_gate_which_no_fit_has_seen(gpu: str, name: str, monke
         cut = table.width.isin([width // tp for tp in (1, 2, 4, 8)])
         rows = table[table.hidden.eq(hidden) & cut & table.precision.eq("bf16") & table.routing.eq("balanced")]
         kernels = Operators(calibration.operators, calibration.reference)
-        *plain, blocks = load_of(rows)
-        own = np.array(plain).T.tolist(), np.array(blocks).T.tolist()
-        loads = [ExpertLoad._make([*fields, tuple(counts)]) for fields, counts in zip(*own, strict=True)]
-        found = [kernels.experts_s(load, hidden, int(w), "bf16", 1) for load, w in zip(loads, rows.width, strict=True)]
+        found = [kernels.experts_s(load, hidden, int(w), "bf16", 1) for load, _, w in calls_of(rows)]
         assert len(found) > 200
         assert float(np.median(abs(np.array(found) / rows.seconds - 1))) < 0.1
 

@@ -174,16 +174,17 @@ def test_what_the_cases_assume(tmp_path: Path) -> None:
 
 
 def test_no_headline_hangs_on_check_times_that_nobody_gave(tmp_path: Path) -> None:
-    """Case 24: the trace's 0.63 s a check on 16 workers were a third of the step, and turned the advice."""
+    """Cases 24 and 01: the trace's 0.63 s a check on 16 workers were a third of the step, and turned the advice."""
     systems = [{"name": "as-configured", "use": [{"verl": {"tp": 2}}]},
                {"name": "beside", "use": [{"verl": {"tp": 2}}, "reward_beside"]}]  # fmt: skip
-    ledger, result = ran("24", tmp_path, *systems)
-    assert result.steps["reward_time_s"].iloc[0] == pytest.approx(64 * 5 * 0.21e-3, rel=0.01)
-    assert ledger.base is not None
-    assert ledger.base.speedups["beside"] < 1.01
-    low, high = (one.speedups["beside"] for one in row_of(ledger, "time of a reward check").ends)
-    assert low < 1.01
-    assert high < 1.08  # the ledger tells what a slow check would be worth
+    for case in ("24", "01"):
+        ledger, result = ran(case, tmp_path, *systems)
+        assert result.steps["reward_time_s"].iloc[0] == pytest.approx(64 * 5 * 0.21e-3, rel=0.01)
+        assert ledger.base is not None
+        assert ledger.base.speedups["beside"] < 1.01
+        low, high = (one.speedups["beside"] for one in row_of(ledger, "time of a reward check").ends)
+        assert low < 1.01
+        assert high < (1.08 if case == "24" else 1.25)  # the ledger tells what a slow check would be worth
 
 
 def test_a_roofline_of_linear_attention_is_loud(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
+from rlsim.calibrate.fit.attention import attention_kernels
 from rlsim.calibrate.fit.collectives import kernel_collectives
 from rlsim.calibrate.fit.common import as_written
-from rlsim.calibrate.fit.decode import kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import kernel_gemm
-from rlsim.calibrate.fit.prefill import kernel_prefill_attention
-from rlsim.calibrate.fit.quantised import quantised_kernels, quantised_of, with_quantised
+from rlsim.calibrate.fit.quantised import quantised_products
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join
@@ -33,7 +32,8 @@ from rlsim.cost.calibration import (
     TrainingFit,
     calibration_names,
 )
-from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits
+from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits, ProductFit
+from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError, RlsimError
 from rlsim.models import Model, load_model
 from rlsim.schema import Schema
@@ -214,54 +214,56 @@ def _shapes(models: Mapping[str, Model]) -> Callable[[str], Model | None]:
     return shape
 
 
-#: Fields of the operators that only a base on the same GPU gives, and their residuals.
-BORROWED_ALONE = {
-    "latent_attention": "latent_attention",
-    "latent_attention_fp8": "latent_attention_fp8",
-    "decode_windows": "decode_attention_windows",
-    "prefill_windows": "prefill_attention_windows",
-    "masked_prefill": "prefill_attention_windows",
-}
-
-
 def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
     """The kernels' fits, None if any is missing."""
-    reference, engine = parts.reference, parts.engine
-    fitters: dict[str, Callable[[pd.DataFrame], Fitted[Schema]]] = {
-        "gemm": lambda table: kernel_gemm(table, reference, cold),
-        "decode_attention": lambda table: kernel_decode_attention(table, reference, engine, cold),
-        "prefill_attention": lambda table: kernel_prefill_attention(table, reference),
-        "memory_bound": lambda table: kernel_memory_bound(table, reference),
-    }
-    found: dict[str, object] = {}
-    for operator, fitter in fitters.items():
-        if operator in parts.measured:
-            found[operator] = parts.add(fitter(parts.measured.table(operator)))
+    measured, reference = parts.measured, parts.reference
+    fits: dict[str, Fitted[Any]] = dict(attention_kernels(measured, reference, parts.engine, cold))
+    if "gemm" in measured:
+        fits["gemm"] = kernel_gemm(measured.table("gemm"), reference, cold)
+    if "memory_bound" in measured:
+        fits["memory_bound"] = kernel_memory_bound(measured.table("memory_bound"), reference)
+    found: dict[str, Any] = {}
+    for operator in ("gemm", "decode_attention", "prefill_attention", "memory_bound"):
+        if operator in fits:
+            found[operator] = parts.add(fits[operator])
         else:
             found[operator] = parts.borrow(operator, operator, partial(_kernel_from, operator))
             parts.borrow_residuals(operator)
+    for operator in ("decode_attention_fp8", "prefill_attention_fp8"):
+        if operator in fits:
+            found[operator] = parts.add(fits[operator])
+        elif parts.base is not None:
+            _lend(parts, found, operator, _kernel_from(operator, parts.base, parts.gpu))
     if parts.base is not None and parts.base.gpu == parts.gpu:
-        for field, residual in BORROWED_ALONE.items():
-            if lent := getattr(parts.base.operators, field):
-                found[field] = lent
-                if residual not in parts.borrowed:
-                    parts.borrowed.append(residual)
-                parts.borrow_residuals(residual)
+        for operator in ("latent_attention", "latent_attention_fp8"):
+            _lend(parts, found, operator, getattr(parts.base.operators, operator))
+        for operator in ("decode_attention", "prefill_attention"):
+            if operator in fits and (windows := getattr(parts.base.operators, operator).windows):
+                own = found[operator].model_copy(update={"windows": windows})
+                _lend(parts, found, operator, own, f"{operator}_windows")
     found["experts"], found["parallel_experts"] = _experts(parts)
-    return None if parts.missing else with_quantised(OperatorFits.model_validate(found), _quantised(parts, cold))
+    found["quantised_gemm"] = _quantised(parts, cold)
+    return None if parts.missing else OperatorFits.model_validate(found)
 
 
-def _quantised(parts: _Parts, cold: bool) -> list[Any]:
-    """The fits of other precisions than bf16: what was measured, and the base's of the rest."""
-    fits = [parts.add(part) for part in quantised_kernels(parts.measured, parts.reference, parts.engine, cold)]
-    if parts.base is None:
-        return fits
-    lent = {
-        name: fit for name, fit in quantised_of(_base_operators(parts.base, parts.gpu)) if name not in parts.measured
-    }
-    parts.borrowed.extend(lent)
-    parts.borrow_residuals(*lent)
-    return [*fits, *lent.values()]
+def _lend(parts: _Parts, found: dict[str, Any], operator: str, fit: Schema | None, what: str = "") -> None:
+    """The base's `fit` of an operator, if it has one; `what` of it is the base's, by default all."""
+    if fit is not None:
+        found[operator] = fit
+        parts.borrowed.append(what or operator)
+        parts.borrow_residuals(what or operator)
+
+
+def _quantised(parts: _Parts, cold: bool) -> tuple[ProductFit, ...]:
+    """Products in other precisions than bf16: what was measured, and the base's of the rest."""
+    fits = [parts.add(part) for part in quantised_products(parts.measured, parts.reference, cold)]
+    if parts.base is not None:
+        for fit in _base_operators(parts.base, parts.gpu).quantised_gemm:
+            if (name := gemm_of(fit.precision)) not in parts.measured:
+                fits.append(fit)
+                parts.borrowed.append(name)
+                parts.borrow_residuals(name)
+    return tuple(fits)
 
 
 def _experts(parts: _Parts) -> Experts:
@@ -277,9 +279,8 @@ def _experts(parts: _Parts) -> Experts:
     return {}, {}
 
 
-def _kernel_from(operator: str, base: Calibration, gpu: str) -> Schema:
-    fit: Schema = getattr(_base_operators(base, gpu), operator)
-    return fit
+def _kernel_from(operator: str, base: Calibration, gpu: str) -> Any:
+    return getattr(_base_operators(base, gpu), operator)
 
 
 def _base_operators(base: Calibration, gpu: str) -> OperatorFits:

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.importers.reading import LARGEST, numbers, read_table, read_text, row_name
+from rlsim.calibrate.importers.reading import numbers, read_table, read_text, row_name
 from rlsim.calibrate.steps import ITERATION, as_iterations
 from rlsim.errors import CalibrationError
 from rlsim.reading import plain, read_yaml
-from rlsim.tables import number_of
 
 LIKE = 0.2  # share by which two lines of averages may differ in their size: the mean of both stands for it
-MOST = 100_000  # sequences of an iteration
 #: Columns of a table; of the contexts either, tokens of each sequence or of all.
 COLUMNS = ("batch", "context_mean", "context_total", "prefill_tokens", "prefill_sequences", "cached_tokens", "seconds")
 SPECULATIVE, OTHER = "speculative decoding", "other work or a pause in its time"
@@ -61,8 +59,6 @@ def read_engine_log(path: str | Path) -> EngineLog:
             f"{path}: no iteration of an engine{why}; expected lines such as\n  {known}\nor a table named .csv with "
             f"columns {', '.join(COLUMNS)}"
         )
-    if (most := found.rows[["batch", "prefill_sequences"]].to_numpy(float).max()) > MOST:
-        raise CalibrationError(f"{path}: an iteration of {most:.3g} sequences; expected up to {MOST:,}")
     return found
 
 
@@ -76,8 +72,9 @@ def _table(path: Path) -> EngineLog:
         raise CalibrationError(
             f"{path}: give either column 'context_mean' (tokens of a sequence) or 'context_total' (of the whole batch)"
         )
-    known = [name for name in COLUMNS if name in table]
-    table = numbers(path, table[known], known)
+    table = numbers(path, table, [name for name in COLUMNS if name in table])[
+        [name for name in COLUMNS if name in table]
+    ]
     numbers(path, table, ["seconds"], positive=True)
     if "context_mean" in table:
         table["context_total"] = table.context_mean * table.batch
@@ -98,17 +95,16 @@ def _log(path: Path) -> EngineLog:
         for form, mark, numbered in _FORMS:
             if not (at := mark.search(line)):
                 continue
-            found = numbered.search(line)
-            values = {name: text for name, text in found.groupdict().items() if text} if found else {}
-            said |= {"engine": form["engine"]} | ({"release": values.pop("release")} if "release" in values else {})
-            now = {name: number_of(text.replace(",", "")) for name, text in values.items()}
-            if found is None and number == len(lines):
-                continue  # cut while it was written
-            if found is None or not all(0.0 <= value <= LARGEST for value in now.values()):
+            if not (found := numbered.search(line)):
+                if number == len(lines):
+                    continue  # cut while it was written
                 raise CalibrationError(
                     f"{path}:{number}: not as {form['engine']} writes such a line; expected\n  {form['example']}\n"
                     f"Take the line out, or {OTHERWISE}"
                 )
+            values = {name: text for name, text in found.groupdict().items() if text}
+            said |= {"engine": form["engine"]} | ({"release": values.pop("release")} if "release" in values else {})
+            now = {name: float(text.replace(",", "").rstrip(".")) for name, text in values.items()}
             last |= {name: now[name] for name in last if name in now}
             if "kind" not in form:
                 continue
@@ -139,7 +135,7 @@ def _row(kind: str, now: Mapping[str, float], kind_before: str, before: Mapping[
     if now.get("batch") and not now["context_tokens"]:
         return SHORT
     if kind == "iteration":
-        return {**now, "seconds": now["ms"] / 1e3} if now["ms"] * (now["batch"] + now["prefill_tokens"]) else OTHER
+        return {**now, "seconds": now["ms"] / 1e3} if now["ms"] else OTHER
     decodes = kind == "averages"
     size, rate = ("batch", "rate") if decodes else ("prefill_tokens", "prompt_rate")
     alone = not now.get("prompt_rate") if decodes else before.get("waiting")

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+from rlsim.cost.attention_kernels import BLOCK_QUERIES
 from rlsim.cost.attention_work import attention_work
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.latent import LatentKernels, padded_heads
@@ -64,9 +65,9 @@ class LayerAttention(ABC):
 class GroupedQueries(LayerAttention):
     """Grouped-query attention over all tokens before, or over a window or a chunk of them.
 
-    A window's kernel is that of as many tokens, times a factor where it was measured; chunks are sequences of their
-    own, as in vLLM's `make_local_attention_virtual_batches`. Attention sinks and soft-capped
-    logits cost nothing; an output gate is one more elementwise kernel (its projection is part of the queries').
+    A window's kernel is that of as many tokens where it was not measured; chunks are sequences of their own, as in
+    vLLM's `make_local_attention_virtual_batches`. Attention sinks and soft-capped logits cost nothing; an output gate
+    is one more elementwise kernel (its projection is part of the queries').
     """
 
     def __init__(self, operators: Operators, attention: FullAttention, tp: int, dtype_bytes: float) -> None:
@@ -85,12 +86,8 @@ class GroupedQueries(LayerAttention):
         return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
     def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
-        shape = batch, self._kv_heads, self._attention.head_elements // 2
-        totals, times = self._operators.decode_attention_curve(*shape)
-        if self.window_tokens is None or self.chunked:
-            return totals, times
-        factor = self._operators.decode_window_factor(*shape, self.window_tokens)
-        return totals, [time * factor for time in times]
+        window = None if self.chunked else self.window_tokens
+        return self._operators.decode_attention_curve(batch, self._kv_heads, self._attention.head_elements // 2, window)
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
         shape = self._q_heads, self._kv_heads, self._attention.head_elements // 2
@@ -255,6 +252,9 @@ class State(LayerAttention):
         self._state_bytes = attention.state_elements / tp * dtype_bytes
         self._token_flop = attention_work(attention).token_flops / tp
         self._widths = (attention.convolved / tp, attention.inner / tp)
+        # What attention reaches on many prompts of one block, whose pairs it computes all.
+        blocks_s = operators.prompt_kernels.time_s([(BLOCK_QUERIES, 0)] * 256, 16, 4, 128)
+        self._rate = 4.0 * 128 * 16 * 256 * BLOCK_QUERIES**2 / blocks_s
 
     def elementwise_s(self, tokens: float) -> float:
         convolved, inner = self._widths
@@ -268,11 +268,9 @@ class State(LayerAttention):
         return self._operator, {"batch": batch}
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
-        ref, fit = self._operators.reference, self._operators.fits.prefill_attention
         tokens = sum([new for new, _ in chunks])
         self._operators.count(self._operator, tokens=tokens)
-        # The rate that prompt attention reaches on its smallest blocks.
-        computed = fit.launch_s + tokens * self._token_flop / (ref.bf16_flop_per_s * fit.efficiency[0])
+        computed = tokens * self._token_flop / self._rate
         return self._times * max(computed, self._operators.memory_bound_s(2 * len(chunks) * self._state_bytes, tokens))
 
 

@@ -319,6 +319,11 @@ class Calibration(Fitted):
         known = {
             name: self.residuals[f"{name}_{precision}"] for name in names if f"{name}_{precision}" in self.residuals
         }
+        if not latent:  # windows were measured on bf16 alone
+            fits = {
+                name: fit.model_copy(update={"windows": fit.windows or getattr(self.operators, name).windows})
+                for name, fit in fits.items()
+            }
         update = {"operators": self.operators.model_copy(update=fits), "residuals": {**self.residuals, **known}}
         return self.model_copy(update=update)
 

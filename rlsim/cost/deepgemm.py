@@ -1,4 +1,4 @@
-"""Seconds of DeepGEMM's blocks on Hopper, which scale FP8 products by blocks of 128 × 128 weights.
+"""The work of DeepGEMM's blocks on Hopper, which scale FP8 products by blocks of 128 × 128 weights.
 
 The library compiles a kernel for each product by its own estimate of the traffic of every block shape that it has
 (release 2.3 of 2026, `csrc/jit_kernels/heuristics/sm90.hpp`). How long the chosen block takes is fitted: some choices
@@ -11,11 +11,12 @@ from math import ceil, gcd, inf
 from typing import NamedTuple
 
 from rlsim.cost.calibration import Reference
-from rlsim.cost.fits import DeepGemmFit
 
 SCALED = 128  # elements of k, and columns, that share a scale
 ROWS = (16, 32, 64, 128, 256)  # of a block; 16 and 32 only for no more tokens than that
 LEAST_ROWS = 64  # that the tensor cores multiply at once
+#: Resources: products by rows of a block, and those whose columns two scales share.
+KINDS = ("rows_64", "rows_128", "rows_256", "uneven_64", "uneven_128", "uneven_256")
 COLUMNS = (*range(16, SCALED + 1, 16), 144, 160, 192)  # with more than 128 rows: up to 128
 #: What the library takes an SM to load from its L1, and from L2, of which there is no more than for the whole chip.
 L1_BYTES_PER_CYCLE = 128
@@ -71,44 +72,49 @@ def quantising_blocks(m: float, k: int) -> float:
 
 
 class DeepGemm:
-    """The blocks of one GPU's products."""
+    """The work of the blocks of one GPU's products.
 
-    def __init__(self, fit: DeepGemmFit, reference: Reference, peak_flop_per_s: float) -> None:
-        self._fit, self._sms = fit, reference.sm_count
-        self._per_sm = peak_flop_per_s / reference.sm_count
+    Blocks of up to 64, of 128 and of 256 rows reach shares of the peak of their own, and lower ones where two scales
+    share their columns. Each step of 128 elements of k takes its time beside the products; so do the start and end of a
+    block, and registers that are moved out and back where a block wants more than there are.
+    """
+
+    def __init__(self, reference: Reference, peak_flop_per_s: float) -> None:
+        self._sms, self._per_sm = reference.sm_count, peak_flop_per_s / reference.sm_count
         self._blocks: dict[int, list[tuple[float, Block]]] = {}
-        self._times: dict[tuple[int, int, int, float], float] = {}
+        self._chosen: dict[tuple[int, int, int, float], tuple[Block, int]] = {}
 
-    def time_s(self, m: float, n: int, k: int, groups: float) -> float:
-        """Seconds of all waves. They depend on m by its number of blocks alone, which many m share."""
+    def work(self, m: float, n: int, k: int, groups: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Resources (seconds at the peak by kind of block, all but one 0) and what comes on top."""
+        block, waves = self._choice(m, n, k, groups)
+        area, steps = max(block.rows, LEAST_ROWS) * block.columns, waves * k / SCALED
+        resources = dict.fromkeys(KINDS, 0.0)
+        kind = max(0, ROWS.index(block.rows) - 2) + (3 if SCALED % block.columns else 0)
+        resources[KINDS[kind]] = 2.0 * SCALED * area * steps / self._per_sm
+        spilled = _spills(block)
+        return resources, {
+            "quantising_blocks": quantising_blocks(m * groups, k),
+            "steps": steps,
+            "blocks": waves * area / SCALED**2,
+            "few_spilled": steps * (spilled == 1),
+            "many_spilled": steps * (spilled == 2),
+        }
+
+    def _choice(self, m: float, n: int, k: int, groups: float) -> tuple[Block, int]:
+        """It depends on m by its number of blocks alone, which many m share."""
         rows = LEAST_ROWS if m > 32 else 16
         key = (ceil(m / rows) * rows, n, k, groups)
-        known = self._times.get(key)
+        known = self._chosen.get(key)
         if known is None:
             blocks = self._blocks.get(k)
             if blocks is None:
                 blocks = self._blocks[k] = blocks_of(k, self._sms)
-            block, waves = choose(m, n, blocks, self._sms, groups)
-            known = self._times[key] = waves * self._block_s(block, k)
+            known = self._chosen[key] = choose(m, n, blocks, self._sms, groups)
         return known
 
-    def quantise_s(self, m: float, k: int) -> float:
-        """Least seconds of quantising m × k activations."""
-        return self._fit.quantise_block_s * quantising_blocks(m, k)
 
-    def _block_s(self, block: Block, k: int) -> float:
-        fit = self._fit
-        area = max(block.rows, LEAST_ROWS) * block.columns
-        step = 2.0 * SCALED * area / (self._per_sm * fit.efficiency[max(0, ROWS.index(block.rows) - 2)])
-        if SCALED % block.columns:
-            step *= fit.uneven
-        steps = k / SCALED * (fit.step_s + step + spilled_s(block, fit.spilled_s))
-        return steps + fit.end_s * area / SCALED**2
-
-
-def spilled_s(block: Block, seconds: tuple[float, float]) -> float:
-    """How much longer each of its steps takes for want of registers: what is moved out of them and back takes its time
-    beside the products, however fast these are."""
+def _spills(block: Block) -> int:
+    """0: it has registers enough; 1: 128 × 160 without multicast; 2: 128 × 192 or 256 × 128."""
     if block.multicast or block.rows * block.columns < 128 * 160:
-        return 0.0
-    return seconds[block.rows * block.columns > 128 * 160]
+        return 0
+    return 1 + (block.rows * block.columns > 128 * 160)

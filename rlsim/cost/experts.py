@@ -1,31 +1,35 @@
 """A mixture of experts on one GPU: which tokens reach its experts, and the seconds of the fused kernel that they share.
 
 The kernel is what engines run in place of an MLP: choose experts, sort tokens by expert, two grouped products with the
-activation between them, and the weighted sum over a token's experts. Its formula is that of a product
-(`Operators.gemm_s`) with one addition: rows are written and read again between the four parts.
+activation between them, and the weighted sum over a token's experts: rows are written and read again between the four
+parts.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rlsim.cost.calibration import Reference
-from rlsim.cost.fits import ExpertsFit, Tile
-from rlsim.cost.surface import Surface
+from rlsim.cost.fits import ExpertsFit
+from rlsim.cost.kernel import Kernel, Work
 from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
 
 Array = npt.NDArray[np.float64]
-Numbers = float | Array
+
+BF16_BYTES = 2.0
+TILE_COLUMNS = 128
 
 #: Rows of a block of the grouped products: every expert's rows are filled up to whole blocks.
 BLOCK_ROWS = (8, 16, 32, 64, 128)
 MXFP8 = "_mxfp8"  # ends the name of a kernel that turns activations into it
-#: Axes of the correction: rows for each expert that has any, width on this GPU, bytes of the weights that are read.
-EXPERT_AXES = ("rows", "width", "bytes")
+#: Axes of the table: rows for each expert that has any, width on this GPU, bytes of the weights that are read, and one
+#: more than the exponent of the power law that popularity follows.
+EXPERT_AXES = ("rows", "width", "bytes", "popularity")
 
 #: How many times as popular the most popular expert is as the least, where popularity follows a power law: the range
 #: that aiconfigurator's collector draws few tokens from, taken for any number (its own grows with the tokens).
@@ -34,15 +38,16 @@ _DEALS = 16  # random dealings of experts to GPUs that the busiest GPU is averag
 
 
 class ExpertLoad(NamedTuple):
-    """What one call brings to the experts of one GPU; each field a number, or an array with one for every call."""
+    """What one call brings to the experts of one GPU."""
 
-    selections: Numbers  # pairs of a token and an expert of its choice, over all GPUs
-    tokens: Numbers  # over all GPUs
-    rows: Numbers  # selections of experts on this GPU
-    hit: Numbers  # experts on this GPU that some token chose
-    experts: Numbers  # experts on this GPU
-    parallel: Numbers  # 1 if experts lie on several GPUs, else 0
-    blocks: tuple[Numbers, ...]  # for each of BLOCK_ROWS: blocks of so many rows, over the experts that are hit
+    selections: float  # pairs of a token and an expert of its choice, over all GPUs
+    tokens: float  # over all GPUs
+    rows: float  # selections of experts on this GPU
+    hit: float  # experts on this GPU that some token chose
+    experts: float  # experts on this GPU
+    parallel: float  # 1 if experts lie on several GPUs, else 0
+    exponent: float  # of the power law of popularity; 0: all are as popular
+    blocks: tuple[float, ...]  # for each of BLOCK_ROWS: blocks of so many rows, over the experts that are hit
 
 
 def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, exponent: float = 0.0) -> ExpertLoad:
@@ -69,6 +74,7 @@ def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, expone
         hit=float(some.sum(axis=1).mean()),
         experts=experts // ep,
         parallel=float(ep > 1),
+        exponent=exponent,
         blocks=blocks,
     )
 
@@ -118,64 +124,54 @@ class FusedExperts:
     def __init__(self, fit: ExpertsFit, reference: Reference, precision: Precision) -> None:
         self._fit, self._reference, self._precision = fit, reference, precision
         self._peak = peak_of(reference, fit.multiplied_in or precision)
-        self._factor = None if fit.correction is None else Surface(fit.correction, EXPERT_AXES)
+        self._kernel, self._tuned = Kernel(fit, EXPERT_AXES), frozenset(fit.tuned)
+        defaults = [f"default_{rows}" for rows, _ in fit.default_blocks or ()]
+        self._kinds = [*(f"rows_{rows}" for rows in fit.block_rows), *defaults]
 
     def __call__(self, load: ExpertLoad, hidden: float, width: float, projections: int = 2) -> float:
-        """Seconds of one call; never less than the data sheet allows where there is a correction."""
-        time = float(self.formula_s(load, hidden, width, projections))
-        if self._factor is None:
+        """Seconds of one call; never less than the data sheet allows where there is a table."""
+        work = self.work(load, hidden, width, projections)
+        size = self.weight_bytes(load, hidden, width, projections)
+        time = self._kernel.time_s(work, load.rows / load.hit, width, size, 1.0 + load.exponent)
+        if self._fit.table is None:
             return time
-        size = float(self.weight_bytes(load, hidden, width, projections))
-        factor = self._factor(float(load.rows / load.hit), width, size)
-        return max(time * factor, float(self._fastest_s(load, hidden, width, projections)))
+        flops = 2.0 * (projections + 1) * load.rows * hidden * width
+        return max(time, flops / self._peak, size / self._reference.memory_bytes_per_s)
 
-    def formula_s(self, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int = 2) -> Array:
-        """Seconds without the correction.
-
-        `launch + (compute^p + memory^p)^(1/p) + activations`: `compute` takes the fastest block shape (or the engine's
-        default one) in both products, in waves of blocks over the SMs; `memory` reads the weights of the experts that
-        are hit, cold; `activations` are the bytes written and read again for each row of this GPU, selection and token.
-        """
-        fit, bandwidth = self._fit, self._reference.memory_bytes_per_s
-        tuned = np.isin(1e6 * load.experts + width, [1e6 * experts + own for experts, own in fit.tuned])
-        compute = self._product_s(load, tuned, projections * width, hidden)
-        compute = compute + self._product_s(load, tuned, hidden, width)
-        memory = self.weight_bytes(load, hidden, width, projections) / (bandwidth * fit.memory_efficiency)
-        high, low = np.maximum(compute, memory), np.minimum(compute, memory)
-        moved = load.rows * (fit.row_hidden_bytes * hidden + fit.row_width_bytes * width)
-        moved = moved + load.selections * (fit.selection_hidden_bytes * hidden + fit.selection_width_bytes * width)
-        moved = moved + load.tokens * fit.token_hidden_bytes * hidden
-        launch = fit.launch_s + fit.parallel_s * load.parallel
-        core = high * (1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend)
-        return np.asarray(launch + core + moved / bandwidth)
-
-    def weight_bytes(self, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int = 2) -> Numbers:
+    def weight_bytes(self, load: ExpertLoad, hidden: float, width: float, projections: int = 2) -> float:
         """Bytes of the weights that are read: gate, up and down of every expert that is hit."""
         return (projections + 1.0) * hidden * width * load.hit * WEIGHT_BYTES[self._precision]
 
-    def _fastest_s(self, load: ExpertLoad, hidden: Numbers, width: Numbers, projections: int) -> Array:
-        """Seconds that no kernel can beat: the data sheet's FLOP/s and bandwidth."""
-        flops = 2.0 * (projections + 1) * load.rows * hidden * width
-        size = self.weight_bytes(load, hidden, width, projections)
-        return np.maximum(flops / self._peak, size / self._reference.memory_bytes_per_s)
-
-    def _product_s(self, load: ExpertLoad, tuned: npt.NDArray[np.bool_], n_out: Numbers, k_in: Numbers) -> Array:
-        """Seconds of one grouped product's blocks."""
-        fit, sm_count = self._fit, self._reference.sm_count
-        per_sm = self._peak / sm_count
-
-        def waves_s(tile: Tile) -> Array:
-            waves = load.blocks[BLOCK_ROWS.index(tile.m)] * np.ceil(n_out / tile.n) / sm_count
-            waves = np.maximum(1.0, waves + fit.wave_rounding * (np.ceil(waves) - waves))
-            return np.asarray(waves * 2.0 * tile.m * tile.n * (k_in + fit.k_overhead) / (per_sm * tile.efficiency))
-
-        times = np.array([waves_s(tile) for tile in fit.tiles])
-        if fit.tile_by_mean:
-            mean = np.asarray(load.selections) / load.experts
-            larger = [mean > 2 * tile.m for tile in fit.tiles[:-1]]  # the next block is taken beyond twice its rows
-            return np.asarray(np.choose(np.count_nonzero(larger, axis=0), times))
-        fastest = times.min(axis=0)
-        if fit.default_tiles is None:
-            return np.asarray(fastest)
-        few, many = (waves_s(tile) for tile in fit.default_tiles)
-        return np.where(tuned, fastest, np.where(load.tokens <= load.experts, few, many))
+    def work(self, load: ExpertLoad, hidden: float, width: float, projections: int = 2) -> Work:
+        """Blocks of both products, each kind at a share of the peak of its own, and the weights of the experts that are
+        hit, cold. On top: what is done for each row of this GPU, selection, token and expert, and the bytes (at the
+        memory's rate) that are written and read again for them."""
+        fit, bandwidth = self._fit, self._reference.memory_bytes_per_s
+        resources = dict.fromkeys(self._kinds, 0.0)
+        if fit.default_blocks is not None and (load.experts, width) not in self._tuned:
+            rows, columns = fit.default_blocks[load.tokens > load.experts]
+            kind = f"default_{rows}"
+        else:
+            mean, columns = load.selections / load.experts, TILE_COLUMNS
+            rows = next((one for one in fit.block_rows if mean <= 2 * one), fit.block_rows[-1])
+            kind = f"rows_{rows}"
+        blocks, sms = load.blocks[BLOCK_ROWS.index(rows)], self._reference.sm_count
+        for n_out, k_in in ((projections * width, hidden), (hidden, width)):
+            waves = max(1.0, blocks * ceil(n_out / columns) / sms)
+            resources[kind] += waves * 2.0 * rows * columns * k_in * sms / self._peak
+        resources["memory"] = self.weight_bytes(load, hidden, width, projections) / bandwidth
+        of_hidden, of_width = hidden * BF16_BYTES / bandwidth, width * BF16_BYTES / bandwidth
+        return Work(
+            resources,
+            {
+                "rows": load.rows,
+                "rows_hidden": load.rows * of_hidden,
+                "rows_width": load.rows * of_width,
+                "selections": load.selections,
+                "selections_hidden": load.selections * of_hidden,
+                "selections_width": load.selections * of_width,
+                "tokens_hidden": load.tokens * of_hidden,
+                "experts": load.experts,
+                "parallel": load.parallel,
+            },
+        )

@@ -99,6 +99,19 @@ class Correction(Fitted):
         return {axis.name: axis.knots for axis in self.axes}[name]
 
 
+class KernelFit(Fitted):
+    """`launch + roofline(work) · table(shape)` (`cost.kernel`): the one form of all kernels."""
+
+    kernel: str = Field(default="", description="the kernel that was measured, where an engine has several")
+    launch_s: KernelSeconds = Field(description="time of an empty kernel")
+    efficiency: dict[str, Efficiency] = Field(description="share of each of the data sheet's rates that is reached")
+    blend: Annotated[float, Field(ge=1, le=10)] = Field(
+        default=3.0, description="p: how sharply the slowest of the rates hides the others"
+    )
+    added_s: dict[str, KernelSeconds] = Field(default={}, description="for each unit of work beside the roofline")
+    table: Correction | None = Field(default=None, description="measured over roofline, by shape")
+
+
 class Tile(Fitted):
     """One block shape that a GEMM kernel may use."""
 
@@ -108,129 +121,47 @@ class Tile(Fitted):
     from_rows: Count = Field(default=1, description="of a product: with fewer, another block is taken")
 
 
-class GemmFit(Fitted):
-    """`launch + quantise + (compute^p + memory^p)^(1/p)`; compute = waves of the best tile shape and split of k.
-
-    `quantise` is the traffic of turning bf16 activations into the precision's own, which the engines do just before.
-    """
+class ProductFit(KernelFit):
+    """Matrix products in one precision (`cost.products`), over m, n, k; quantising the activations is among them."""
 
     precision: Precision = Field(default="bf16", description="of the weights")
-    launch_s: KernelSeconds = Field(description="time of an empty kernel, with that which quantises activations")
-    memory_efficiency: Share = Field(description="share of peak bandwidth, weights cold")
-    k_overhead: float = Field(ge=0, le=1e6, description="start and end of a tile, as extra depth in elements of k")
-    split_s: KernelSeconds = Field(description="cost of splitting k over blocks")
-    blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
-    wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
+    blocks: Literal["deepgemm"] | None = Field(default=None, description="the library whose choice of blocks is known")
     tiles: tuple[Tile, ...] = Field(
-        min_length=1, description="block shapes: of those with the largest from_rows that is reached, the fastest"
+        default=(),
+        description="block shapes where the kernel's choice is fitted: of those with the largest from_rows that is "
+        "reached, the fastest; none: the FLOPs alone count",
     )
-    splits: tuple[Count, ...] = Field(min_length=1, description="numbers of blocks that k may be split over")
-    correction: Correction | None = Field(default=None, description="over m, n, k")
-
-
-class DeepGemmFit(Fitted):
-    """`launch + quantise + (compute^p + memory^p)^(1/p)` of DeepGEMM on Hopper: compute = waves of the block that it
-    chooses (`cost.deepgemm`), each `k / 128 · step + ends`."""
-
-    precision: Literal["fp8_block"] = "fp8_block"
-    launch_s: KernelSeconds = Field(description="time of an empty kernel, with that which quantises activations")
-    quantise_block_s: KernelSeconds = Field(description="least time for each thread block of the kernel that quantises")
-    memory_efficiency: Share = Field(description="share of peak bandwidth, weights cold")
-    blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
-    step_s: KernelSeconds = Field(description="of 128 elements of k: what goes beside the products themselves")
-    efficiency: tuple[Efficiency, Efficiency, Efficiency] = Field(
-        description="share of an SM's peak beside step_s, in blocks of up to 64, of 128 and of 256 rows; above 1 where "
-        "two groups of warps hide a part of it"
+    splits: tuple[Count, ...] = Field(default=(1,), description="numbers of blocks that k may be split over")
+    split_s: KernelSeconds = Field(default=0.0, description="cost of splitting k over blocks")
+    k_overhead: float = Field(default=0.0, ge=0, le=1e6, description="start and end of a tile, in elements of k")
+    wave_rounding: float = Field(
+        default=1.0, ge=0, le=1, description="1: a started wave costs a whole one; 0: its share"
     )
-    uneven: Factor = Field(description="how much longer the products of a block take whose columns two scales share")
-    spilled_s: tuple[KernelSeconds, KernelSeconds] = Field(
-        description="of 128 elements of k more, in blocks that want more registers than there are: without multicast "
-        "of 128 x 160, and of 128 x 192 or 256 x 128"
-    )
-    end_s: KernelSeconds = Field(description="start and end of a block of 128 x 128; as its area for others")
-    correction: Correction | None = Field(default=None, description="over m, n, k")
 
 
-ProductFit = GemmFit | DeepGemmFit
-
-
-class DecodeAttentionFit(Fitted):
-    """`max(floor, stream)`: both grow with sequences and KV heads, stream also with the KV bytes."""
+class AttentionFit(Fitted):
+    """Attention with grouped queries, of decode or of prompts, on one kind of KV cache (`cost.attention_kernels`)."""
 
     kv_precision: KvPrecision = "bf16"
-    floor_s: KernelSeconds = Field(description="shortest kernel")
-    floor_tile_s: KernelSeconds = Field(description="per sequence and KV head, tiny contexts")
-    floor_sequence_s: KernelSeconds = Field(description="per sequence, tiny contexts")
-    stream_s: KernelSeconds = Field(description="fixed cost once the KV is split over blocks")
-    stream_tile_s: KernelSeconds = Field(description="per sequence and KV head")
-    stream_sequence_s: KernelSeconds = Field(description="per sequence")
-    parallelism: tuple[float, ...] = Field(min_length=1, description="ascending knots: log2(sequences * KV heads)")
-    efficiency: tuple[Efficiency, ...] = Field(description="share of peak bandwidth at the knots, KV cold")
-    skew: float = Field(ge=0, le=1, description="share of the padding of unequal contexts that is paid for (derived)")
-    correction: Correction | None = Field(default=None, description="over batch, context, kv_heads")
-    head_dims: dict[Count, DecodeAttentionFit] = Field(
-        default={}, description="head size -> the kernel for it, where it was measured; others: as for heads of 128"
+    heads: dict[Count, KernelFit] = Field(
+        min_length=1, description="size of a head -> its kernel; heads of a size that is not here: as the first"
     )
-
-    @model_validator(mode="after")
-    def _knots(self) -> Self:
-        _check_knots(self, "parallelism", "efficiency")
-        return self
-
-
-class PrefillAttentionFit(Fitted):
-    """`launch + (total^p + longest^p)^(1/p)`: all work over all SMs, and the longest block on one SM."""
-
-    kv_precision: KvPrecision = "bf16"
-    launch_s: KernelSeconds
-    block_tokens: Count = Field(description="queries per block")
-    packed: bool = Field(default=False, description="a block holds queries of all heads that share a KV head")
-    overhead_tokens: float = Field(ge=0, le=1e6, description="start and end of a block, as extra keys")
-    blend: Blend
-    keys: tuple[Amount, ...] = Field(min_length=1, description="ascending knots: mean keys per query")
-    efficiency: tuple[Efficiency, ...] = Field(description="share of peak FLOP/s at the knots, all SMs busy")
-    single_efficiency: Share = Field(description="share of an SM's peak that one lone block reaches")
-    memory_efficiency: Share = Field(description="share of peak bandwidth for q, k, v and output")
-    correction: Correction | None = Field(default=None, description="over sequences, new, q_heads, group")
-    head_dims: dict[Count, PrefillAttentionFit] = Field(
-        default={}, description="head size -> the kernel for it, where it was measured; others: as for heads of 128"
+    windows: dict[Count, KernelFit] = Field(
+        default={}, description="the same of sequences beyond a sliding window; a size that is not here: as without"
     )
-
-    @model_validator(mode="after")
-    def _knots(self) -> Self:
-        _check_knots(self, "keys", "efficiency")
-        return self
+    skew: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="share of the padding of unequal contexts that decode pays for"
+    )
 
 
 class LatentAttentionFit(Fitted):
-    """Latent attention (MLA) beside its products with the model's weights.
-
-    Decode works in the latent: a launch, and for each cached token the blend of its bytes and of the FLOPs of all
-    heads. A prompt's attention is that of grouped queries over keys and values made of the latent;
-    prompts of few tokens may work in the latent as decode does.
-    """
+    """Latent attention (MLA) beside its products with the model's weights (`cost.latent`)."""
 
     kv_precision: KvPrecision = "bf16"
-    launch_s: KernelSeconds = Field(description="all small kernels of a layer")
-    sequence_s: KernelSeconds = Field(description="per sequence")
-    head_s: KernelSeconds = Field(description="per sequence and head")
-    parallelism: tuple[float, ...] = Field(min_length=1, description="ascending knots: log2(sequences)")
-    efficiency: tuple[Efficiency, ...] = Field(description="share of peak bandwidth at the knots")
-    flop_efficiency: Share = Field(description="share of peak FLOP/s of attention in the latent")
-    correction: Correction | None = Field(default=None, description="over batch, context, heads")
-    prompt_launch_s: KernelSeconds = Field(description="all small kernels of a layer in a prefill")
-    prompt_head_s: KernelSeconds = Field(description="of copies and elementwise kernels, per new token and head")
-    prompt_keys: tuple[float, ...] = Field(min_length=1, description="ascending knots: log2(mean keys per query)")
-    prompt_speed: tuple[Annotated[float, Field(ge=0.1, le=10)], ...] = Field(
-        description="prompt attention at the knots, times as fast as with grouped queries"
+    decode: KernelFit
+    prompts: KernelFit | None = Field(
+        default=None, description="none: as that of grouped queries, over keys and values made of the latents"
     )
-    latent_prompt_tokens: int = Field(ge=0, le=1_000_000, description="longest prompt that works in the latent")
-
-    @model_validator(mode="after")
-    def _knots(self) -> Self:
-        _check_knots(self, "parallelism", "efficiency")
-        _check_knots(self, "prompt_keys", "prompt_speed")
-        return self
 
 
 class MemoryOpFit(Fitted):
@@ -241,42 +172,27 @@ class MemoryOpFit(Fitted):
     correction: Correction | None = Field(default=None, description="over tokens, bytes (of one kernel)")
 
 
-class ExpertsFit(Fitted):
-    """`launch + (compute^p + memory^p)^(1/p) + activations`: all that stands in an MLP's place (`cost.experts`)."""
+class ExpertsFit(KernelFit):
+    """All that stands in an MLP's place (`cost.experts`), over rows, width, bytes (of the weights that are read)."""
 
-    kernel: str = Field(description="the kernel that was measured, which the engine chooses by itself")
     multiplied_in: Precision | None = Field(
         default=None,
         description="whose peak rate the products have, if not that of the weights' precision: MXFP4 weights are "
         "multiplied in bf16, or in fp8 where the kernel turns activations into MXFP8",
     )
-    launch_s: KernelSeconds = Field(description="routing and the launches of an empty call")
-    parallel_s: KernelSeconds = Field(description="added where experts lie on several GPUs")
-    memory_efficiency: Share = Field(description="share of peak bandwidth, weights cold")
-    k_overhead: float = Field(ge=0, le=1e6, description="start and end of a block, as extra depth in elements of k")
-    blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
-    wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
-    tiles: tuple[Tile, ...] = Field(min_length=1, description="block shapes, of which the fastest is taken")
-    tile_by_mean: bool = Field(
-        default=False,
-        description="instead of the fastest: the first whose doubled rows hold the mean of selections for an expert "
+    block_rows: tuple[Count, ...] = Field(
+        min_length=1,
+        description="of the blocks: the first is taken whose doubled rows hold the mean of selections for an expert "
         "here, those of experts elsewhere among them (FlashInfer's `selectDefaultTileN`)",
     )
-    default_tiles: tuple[Tile, Tile] | None = Field(
+    default_blocks: tuple[tuple[Count, Count], tuple[Count, Count]] | None = Field(
         default=None,
-        description="blocks that the engine takes where it has none tuned: for no more tokens than experts, and beyond",
+        description="rows and columns of the blocks that the engine takes where it has none tuned: for no more tokens "
+        "than experts, and beyond",
     )
     tuned: tuple[tuple[Count, Count], ...] = Field(
-        default=(), description="beside default_tiles: (experts on a GPU, their width there) that have tuned blocks"
+        default=(), description="beside default_blocks: (experts on a GPU, their width there) that have tuned blocks"
     )
-    row_hidden_bytes: float = Field(ge=0, le=1e6, description="moved for each row, per element of the hidden state")
-    row_width_bytes: float = Field(ge=0, le=1e6, description="moved for each row, per element of an expert's width")
-    selection_hidden_bytes: float = Field(
-        ge=0, le=1e6, description="the same for every selection, also of experts on other GPUs"
-    )
-    selection_width_bytes: float = Field(ge=0, le=1e6, description="and per element of the width")
-    token_hidden_bytes: float = Field(default=0.0, ge=0, le=1e6, description="the same for every token")
-    correction: Correction | None = Field(default=None, description="over rows, width, bytes (of the experts hit)")
 
 
 class OperatorFits(Fitted):
@@ -285,28 +201,15 @@ class OperatorFits(Fitted):
     `experts` are measured mixtures, by precision; where there are none a mixture is approximated from plain GEMMs.
     """
 
-    gemm: GemmFit
-    decode_attention: DecodeAttentionFit
-    prefill_attention: PrefillAttentionFit
+    gemm: ProductFit
+    decode_attention: AttentionFit
+    prefill_attention: AttentionFit
     memory_bound: MemoryOpFit
     quantised_gemm: tuple[ProductFit, ...] = Field(
         default=(), description="one for each other precision that was measured"
     )
-    decode_attention_fp8: DecodeAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
-    prefill_attention_fp8: PrefillAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
-    decode_windows: dict[Count, Correction] = Field(
-        default={},
-        description="head size -> time of attention in a window over that of as many tokens: tiles (KV heads of the "
-        "batch), window",
-    )
-    prefill_windows: dict[Count, Correction] = Field(
-        default={}, description="the same of prompts, over sequences, tokens (of each), kv_heads, group"
-    )
-    masked_prefill: dict[Count, PrefillAttentionFit] = Field(
-        default={},
-        description="head size -> the kernel for prompts beyond their window, where it goes through all keys before a "
-        "query and masks those out of the window",
-    )
+    decode_attention_fp8: AttentionFit | None = Field(default=None, description="on an FP8 KV cache")
+    prefill_attention_fp8: AttentionFit | None = Field(default=None, description="on an FP8 KV cache")
     latent_attention: LatentAttentionFit | None = Field(default=None, description="none: not measured on this GPU")
     latent_attention_fp8: LatentAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
     experts: dict[Precision, ExpertsFit] = Field(default={}, description="mixtures of experts, by precision")
@@ -350,11 +253,12 @@ class OperatorFits(Fitted):
             if isinstance(fit, tuple):
                 return tuple(map(bare, fit))
             if isinstance(fit, dict):
-                return {name: bare(one) for name, one in fit.items() if not isinstance(one, Correction)}
-            if fit is None or isinstance(fit, MemoryOpFit):
+                return {name: bare(one) for name, one in fit.items()}
+            if isinstance(fit, ProductFit | ExpertsFit):
+                return fit.model_copy(update={"table": None})
+            if not hasattr(fit, "correction") or isinstance(fit, MemoryOpFit):
                 return fit
-            heads: dict[str, Any] = {"head_dims": {}} if hasattr(fit, "head_dims") else {}
-            return fit.model_copy(update={"correction": None, **heads})
+            return fit.model_copy(update={"correction": None})
 
         return self.model_copy(update={name: bare(fit) for name, fit in self})
 

@@ -9,20 +9,19 @@ again. *Over keys and values*, as long prompts do, kv_b makes them of the latent
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log2
 
+from rlsim.cost.attention_kernels import BF16_BYTES, bent
 from rlsim.cost.fits import LatentAttentionFit
-from rlsim.cost.operators import BF16_BYTES, Operators, bent, interpolate
-from rlsim.cost.surface import surface_of
+from rlsim.cost.kernel import Kernel, Work
+from rlsim.cost.operators import Operators
 from rlsim.layers import LatentAttention
 from rlsim.precision import KV_BYTES
 
-#: Axes of the correction of decode, in order.
+#: Axes of the tables, in order. `new`: of the prompt with as many keys for a query.
 LATENT_AXES = ("batch", "context", "heads")
-BLEND = 4.0  # how sharply the slower of latents' bytes and FLOPs hides the other
-
-
+LATENT_PROMPT_AXES = ("batch", "new", "heads")
 HEAD_BLOCK = 64  # rows of a block of the kernel: the queries of so many heads for one token
+ABSORBING = 0.7  # share of both peaks that products into and out of the latent reach (assumed)
 
 
 def padded_heads(heads: int) -> int:
@@ -33,31 +32,33 @@ def padded_heads(heads: int) -> int:
 class LatentKernels:
     """Latent attention of `heads` heads on one GPU, in bf16 on the KV cache of `fit`.
 
-    Raises `CalibrationError` for a correction over other axes than `LATENT_AXES`.
+    Raises `CalibrationError` for a table over other axes.
     """
 
     def __init__(self, operators: Operators, fit: LatentAttentionFit, attention: LatentAttention, heads: int) -> None:
-        self._operators, self._fit, self._heads = operators, fit, heads
+        self._operators, self._heads = operators, heads
         self._rank = attention.kv_rank
         self._cached = attention.cached_elements()
         self._cached_bytes = self._cached * KV_BYTES[fit.kv_precision]
         self._norms = (attention.q_rank or 0) + attention.kv_rank
         self._rope = attention.rope_dim
         self._made = attention.nope_dim + attention.v_dim
-        self._mean_dim = (attention.nope_dim + attention.rope_dim + attention.v_dim) / 2
-        factor = surface_of(fit.correction, LATENT_AXES)
-        self._factor = factor.sliced(heads) if factor is not None else None
+        self._pair_flop = 2.0 * heads * (self._made + self._rope)
+        self._decode = Kernel(fit.decode, LATENT_AXES).at(heads)
+        self._prompts = Kernel(fit.prompts, LATENT_PROMPT_AXES).at(heads) if fit.prompts else None
+
+    def decode_work(self, batch: int, tokens: float) -> Work:
+        """Bytes of so many latents, and the FLOPs of all heads: scores over all of a latent, values over its rank."""
+        ref, heads = self._operators.reference, self._heads
+        flop = 2.0 * padded_heads(heads) * (self._cached + self._rank) * tokens
+        read_s = tokens * self._cached_bytes / ref.memory_bytes_per_s
+        resources = {"memory": read_s, "compute": flop / ref.bf16_flop_per_s}
+        return Work(resources, {"sequences": batch, "heads": batch * heads})
 
     def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
         """Knots of T, the sum of the batch's context tokens, and one layer's seconds there."""
-        fit, ref, heads = self._fit, self._operators.reference, self._heads
-        launch = fit.launch_s + fit.sequence_s * batch + fit.head_s * batch * heads
-        least = self._cached_bytes / ref.memory_bytes_per_s
-        read = least / interpolate(fit.parallelism, fit.efficiency, log2(batch))
-        computed = padded_heads(heads) / heads * self._token_flop / (ref.bf16_flop_per_s * fit.flop_efficiency)
-        slope = float((read**BLEND + computed**BLEND) ** (1.0 / BLEND))
-        factor = self._factor.along(batch) if self._factor is not None else None
-        knots, times = bent(batch, 0.0, launch, slope, least, fit.correction, factor)
+        least = self._cached_bytes / self._operators.reference.memory_bytes_per_s
+        knots, times = bent(self._decode, batch, batch, lambda total: self.decode_work(batch, total), least)
         absorb = self.absorb_s(batch)
         return knots, [time + absorb for time in times]
 
@@ -66,35 +67,30 @@ class LatentKernels:
         each = (2 * self._norms, 2 * (self._heads + 1) * self._rope + self._cached)
         return sum([self._operators.memory_bound_s(tokens * one * BF16_BYTES, tokens) for one in each])
 
-    @property
-    def _token_flop(self) -> float:
-        """FLOPs of all heads for one query and one latent: scores over all of it, values over its rank."""
-        return 2.0 * self._heads * (self._cached + self._rank)
-
     def absorb_s(self, tokens: float) -> float:
         """Seconds in which the queries of so many tokens go into the latent and their results come out: each head's
         part of kv_b is read once, in one of two products, and multiplied with all of them."""
-        ref, gemm, weights = self._operators.reference, self._operators.fits.gemm, self._heads * self._rank * self._made
-        read = BF16_BYTES * weights / (ref.memory_bytes_per_s * gemm.memory_efficiency)
-        computed = 2.0 * weights * tokens / (ref.bf16_flop_per_s * self._fit.flop_efficiency)
-        return 2 * gemm.launch_s + max(read, computed)
+        ref, weights = self._operators.reference, self._heads * self._rank * self._made
+        slowest = max(BF16_BYTES * weights / ref.memory_bytes_per_s, 2.0 * weights * tokens / ref.bf16_flop_per_s)
+        return 2 * self._operators.fits.gemm.launch_s + slowest / ABSORBING
+
+    def prompt_work(self, chunks: Sequence[tuple[float, float]]) -> tuple[Work, float]:
+        """FLOPs of making keys and values of all latents, as vLLM does, and of all pairs; kv_b's bytes; new tokens of
+        all heads. And the new tokens of a prompt with as many keys for a query."""
+        ref, heads = self._operators.reference, self._heads
+        tokens = sum([new for new, _ in chunks])
+        pairs = sum([new * (prior + new / 2) for new, prior in chunks])
+        weights = heads * self._made * self._rank
+        flop = self._pair_flop * pairs + 2.0 * weights * sum([new + prior for new, prior in chunks])
+        read_s = BF16_BYTES * weights / ref.memory_bytes_per_s
+        resources = {"compute": flop / ref.bf16_flop_per_s, "memory": read_s}
+        return Work(resources, {"heads": tokens * heads}), 2.0 * pairs / tokens
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
-        """Seconds of one layer's attention over `chunks` of (new tokens, tokens already cached), kv_b included.
-
-        For chunks with cached tokens keys and values are made of all latents anew, as vLLM does.
-        """
-        fit, operators, heads = self._fit, self._operators, self._heads
-        short = [chunk for chunk in chunks if chunk[0] <= fit.latent_prompt_tokens]
-        long = [chunk for chunk in chunks if chunk[0] > fit.latent_prompt_tokens]
-        total = fit.prompt_launch_s + fit.prompt_head_s * heads * sum([new for new, _ in chunks])
-        if short:
-            pairs = sum([new * (prior + (new + 1) / 2) for new, prior in short])
-            rate = operators.reference.bf16_flop_per_s * fit.flop_efficiency
-            total += self.absorb_s(sum([new for new, _ in short])) + self._token_flop * pairs / rate
-        if long:
-            total += operators.gemm_s(sum([new + prior for new, prior in long]), heads * self._made, self._rank)
-            keys = sum([new * (prior + new / 2) for new, prior in long]) / sum([new for new, _ in long])
-            speed = interpolate(fit.prompt_keys, fit.prompt_speed, log2(keys))
-            total += operators.prefill_attention_s(long, heads, heads, self._mean_dim) / speed
-        return total
+        """Seconds of one layer's attention over `chunks` of (new tokens, tokens already cached), kv_b included."""
+        operators, heads = self._operators, self._heads
+        if self._prompts is not None:
+            work, new = self.prompt_work(chunks)
+            return self._prompts.time_s(work, len(chunks), new)
+        made_s = operators.gemm_s(sum([new + prior for new, prior in chunks]), heads * self._made, self._rank)
+        return made_s + operators.prefill_attention_s(chunks, heads, heads, (self._made + self._rope) / 2)

@@ -251,7 +251,7 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "mxfp4": loaded.model.of_experts == "mxfp4",
         "blackwell": calibration.reference.fp4_flop_per_s is not None,
         "recurrent": any(isinstance(layer.attention, Recurrent) for layer in layers),
-        "skew_derived": any("skew" in note and "derived" in note for note in calibration.provenance.notes),
+        "skew_assumed": any("skew" in note and "not measured" in note for note in calibration.provenance.notes),
         "prompts": float(frame["prompt_tokens"].mean()) if "prompt_tokens" in frame else 0.0,
         "check": seconds_text(reward.time_per_response),
         "workers": f"{reward.workers} worker{'s' * (reward.workers > 1)}",

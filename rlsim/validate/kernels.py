@@ -7,12 +7,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from rlsim.calibrate.fit.attention import HEAD_DIM, kernel_decode_attention, kernel_prefill_attention
 from rlsim.calibrate.fit.collectives import kernel_collectives
-from rlsim.calibrate.fit.decode import kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.gemm import kernel_gemm
-from rlsim.calibrate.fit.heads import HEAD_DIM
-from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.importers import aiconfigurator, vidur
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import join

@@ -15,11 +15,10 @@ from rlsim.calibrate.fit.collectives import fit_collective
 from rlsim.calibrate.fit.common import as_written, rounded
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.gemm import kernel_gemm
-from rlsim.calibrate.fit.skew import derived_skew
 from rlsim.calibrate.importers import vidur
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, HostFit, Reference
-from rlsim.cost.fits import CollectiveFit, CollectiveFits, DecodeAttentionFit, OperatorFits
+from rlsim.cost.fits import AttentionFit, CollectiveFit, CollectiveFits, KernelFit, OperatorFits
 from rlsim.cost.roofline import RooflineStep
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
@@ -64,7 +63,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
         operators=OperatorFits(
             gemm=gemm.fit,
             decode_attention=_decode_attention(ref),
-            prefill_attention=donor.operators.without_corrections().prefill_attention,
+            prefill_attention=donor.operators.prefill_attention,
             memory_bound=memory.fit,
         ),
         collectives=_collectives(small, 60e-6, 4e9),
@@ -80,7 +79,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
 
 def under_engine(a40: Calibration, donor: Calibration) -> Calibration:
     """`a40`'s GPU and links under `donor`'s engine: its host time, prompt attention and graph batch sizes."""
-    prompt = donor.operators.without_corrections().prefill_attention
+    prompt = donor.operators.prefill_attention
     shared = tuple(note for note in a40.provenance.notes if not note.startswith("prefill attention"))
     notes = (f"derived: {a40.name} under another engine", _prefill_note(donor), *shared)
     update = {
@@ -99,20 +98,10 @@ def _prefill_note(donor: Calibration) -> str:
     return f"prefill attention: no A40 table; efficiencies of {donor.name} (nearest SM type)"
 
 
-def _decode_attention(ref: Reference) -> DecodeAttentionFit:
+def _decode_attention(ref: Reference) -> AttentionFit:
     """0.0089 ms + KV bytes / 582 GB/s describes measured LLaMA-2-7B rows with 3% mean error."""
-    fit = DecodeAttentionFit(
-        floor_s=8.9e-6,
-        floor_tile_s=0.0,
-        floor_sequence_s=0.0,
-        stream_s=8.9e-6,
-        stream_tile_s=0.0,
-        stream_sequence_s=0.0,
-        parallelism=(0.0,),
-        efficiency=(582e9 / ref.memory_bytes_per_s,),
-        skew=derived_skew(ref, uniform=False),
-    )
-    return as_written(fit)
+    kernel = KernelFit(launch_s=8.9e-6, efficiency={"memory": 582e9 / ref.memory_bytes_per_s})
+    return as_written(AttentionFit(heads={128: kernel}))
 
 
 def _collectives(small: dict[int, CollectiveFit], latency_s: float, bytes_per_s: float) -> CollectiveFits:

@@ -9,10 +9,9 @@ import pandas as pd
 from calibration.derived import carried_operators
 from calibration.gpus import GPUS
 from calibration.tables import operator_tables
-from rlsim.calibrate.fit import decode, gemm, prefill
-from rlsim.calibrate.fit.decode import decode_rows
+from rlsim.calibrate.fit import gemm
+from rlsim.calibrate.fit.attention import DECODE, HEAD_DIM, PROMPTS, decode_rows, usual_groups
 from rlsim.calibrate.fit.gemm import gemm_rows
-from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
 from rlsim.calibrate.fit.kernels import predict
 from rlsim.calibrate.points import residual
 from rlsim.cost.calibration import Calibration, Reference, Residual
@@ -33,10 +32,10 @@ def carried_errors(data: Path, source: Calibration, target: str) -> dict[str, Re
     gemms = measured.table("gemm")
     rows = {
         gemm.KERNEL: gemms[~gemm_rows(gemms, ref).hot],
-        decode.KERNEL: _usual(measured.table("decode_attention"), "decode_attention"),
-        prefill.KERNEL: _usual(measured.table("prefill_attention"), "prefill_attention"),
+        DECODE: _usual(measured.table("decode_attention"), "decode_attention"),
+        PROMPTS: _usual(measured.table("prefill_attention"), "prefill_attention"),
     }
-    rows[decode.KERNEL] = rows[decode.KERNEL][decode_rows(rows[decode.KERNEL], ref).streamed]
+    rows[DECODE] = rows[DECODE][decode_rows(rows[DECODE], ref).streamed]
     return {
         kernel.operator: residual(predict(kernel, getattr(fits, kernel.operator), ref, some), some.seconds, {})
         for kernel, some in rows.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,26 +16,29 @@ from calibration.runtime import runtime_of
 from calibration.tables import all_gemms, all_precisions, latent_tables, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
 from rlsim.calibrate.build import MIXTURE
-from rlsim.calibrate.fit import decode
+from rlsim.calibrate.fit import attention
+from rlsim.calibrate.fit.attention import (
+    attention_kernels,
+    decode_rows,
+    kv_bytes,
+    usual_groups,
+    with_windows,
+)
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.common import as_written
-from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of
-from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
 from rlsim.calibrate.fit.kernels import Kernel, compared, operators_with, predict
 from rlsim.calibrate.fit.latent import kernel_latent_attention
-from rlsim.calibrate.fit.prefill import kernel_prefill_attention
-from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
-from rlsim.calibrate.fit.windows import with_windows
+from rlsim.calibrate.fit.quantised import quantised_products
 from rlsim.calibrate.importers import aiconfigurator, latent, vidur
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual, residual_of
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
-from rlsim.cost.fits import CollectiveFits, DeepGemmFit, ExchangeFit, ExpertsFit, MemoryOpFit, OperatorFits, ProductFit
+from rlsim.cost.fits import CollectiveFits, ExchangeFit, ExpertsFit, MemoryOpFit, OperatorFits, ProductFit
 from rlsim.cost.operators import gemm_of
 from rlsim.hardware import load_cluster
 from rlsim.precision import WEIGHT_BYTES, KvPrecision, Precision
@@ -51,11 +55,10 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     measured = operator_tables(data, gpu, engine)
     kernels: dict[str, Fitted[Schema]] = {
         "gemm": kernel_gemm(measured.table("gemm"), ref, cold=False),
-        "decode_attention": kernel_decode_attention(measured.table("decode_attention"), ref, engine, cold=False),
-        "prefill_attention": kernel_prefill_attention(measured.table("prefill_attention"), ref),
+        **attention_kernels(measured, ref, engine, cold=False),
         "memory_bound": _elementwise(data, gpu),
     }
-    quantised = list(quantised_kernels(measured, ref, engine, cold=False))
+    quantised = list(quantised_products(measured, ref, cold=False))
     mixtures, exchange = _mixtures(measured, ref)
     sources = [*measured.sources, vidur_source(gpu.vidur)]
     if lent := _lent_mixtures(data, gpu, engine, mixtures.fit, ref):
@@ -77,6 +80,12 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
             module = latent.TABLES[engine][2]
             kernels[slot] = kernel_latent_attention(*tables, others, module=module, blocks=blocks, kv=kv)
             sources.append(source)
+    in_windows: dict[str, Residual] = {}
+    for operator, table in _windows(data, measured.sources[0]).items():
+        part = kernels[operator]
+        fit, residuals = with_windows(part.fit, ref, operator, table)
+        kernels[operator] = replace(part, fit=fit)
+        in_windows |= residuals
     fits = OperatorFits.model_validate({name: part.fit for name, part in kernels.items()})
     node = measured_node(gpu.name, ref)
     collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
@@ -91,15 +100,15 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     parts = (*kernels.values(), *quantised, mixtures, exchange)
     residuals = {name: item for part in parts for name, item in part.residuals.items()}
     one, several = mixtures.fit
-    fits = fits.model_copy(update={"experts": one, "parallel_experts": several})
-    fits, in_windows = with_windows(fits, ref, _windows(data, measured.sources[0]))
+    products = tuple(part.fit for part in quantised)
+    fits = fits.model_copy(update={"experts": one, "parallel_experts": several, "quantised_gemm": products})
     return Calibration(
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
         engine=engine,
         provenance=provenance(dict.fromkeys(sources), dict.fromkeys(notes)),
         reference=ref,
-        operators=_in_an_engine(with_quantised(fits, [part.fit for part in quantised]), engine),
+        operators=_in_an_engine(fits, engine),
         collectives=_in_order(collectives.fit).model_copy(update={"deepep": exchange.fit}),
         host=NO_HOST,
         runtime=runtime_of(engine),
@@ -132,16 +141,14 @@ def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fit
 
 
 def _at_rate(fit: ProductFit, factor: float) -> ProductFit:
-    """`fit` with the blocks' share of the peak times `factor`."""
-    if isinstance(fit, DeepGemmFit):
-        return as_written(fit.model_copy(update={"efficiency": tuple(one * factor for one in fit.efficiency)}))
-    tiles = tuple(tile.model_copy(update={"efficiency": min(tile.efficiency * factor, 1.0)}) for tile in fit.tiles)
-    return as_written(fit.model_copy(update={"tiles": tiles}))
+    """`fit` with the share of the peak times `factor`."""
+    rates = {name: share if name == "memory" else share * factor for name, share in fit.efficiency.items()}
+    return as_written(fit.model_copy(update={"efficiency": rates}))
 
 
 def _windows(data: Path, source: Source) -> dict[str, pd.DataFrame]:
-    """Attention in windows as it was measured, by the slot of its fit."""
-    slots = {"generation": "decode_windows", "context": "prefill_windows"}
+    """Attention in windows as it was measured, by operator."""
+    slots = {"generation": "decode_attention", "context": "prefill_attention"}
     found = {}
     for file in source.files:
         slot = slots.get(Path(file).stem.partition("_attention_perf")[0])
@@ -203,12 +210,12 @@ class HotRows(NamedTuple):
 def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, HotRows]:
     """The kernels of `calibration` by operator, products in every precision that its own engine measured."""
     measured, ref = operator_tables(data, gpu, calibration.engine), calibration.reference
-    attention = _usual_heads(measured.table("decode_attention"))
-    steps = decode_rows(attention, ref)
-    in_l2 = ~steps.beyond & (attention.context >= 128) & steps.test & (attention.batch <= 512)
-    kv_bytes = decode.TOKEN_BYTES * attention.batch * attention.context * attention.kv_heads
+    table = measured.table("decode_attention")
+    table = usual_groups(table[table.head_dim == attention.HEAD_DIM], "decode_attention")
+    steps = decode_rows(table, ref)
+    in_l2 = ~steps.beyond & (table.context >= 128) & steps.test & (table.batch <= 512)
     fit: Schema = calibration.operators.decode_attention
-    hot = [(decode.KERNEL, fit, attention.assign(size=kv_bytes)[in_l2])]
+    hot = [(attention.DECODE, fit, table.assign(size=kv_bytes(table))[in_l2])]
     for precision, fit in calibration.operators.gemms.items():
         table = measured.table(gemm_of(precision))
         if len(table):
@@ -223,10 +230,6 @@ def _hot_rows(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -
     with_read = shown / (seconds + rows["size"].to_numpy(float) / ref.memory_bytes_per_s) - 1.0
     below, above = float((shown < 0.85 * seconds).mean()), float((with_read > 0.15).mean())
     return HotRows(residual(shown, seconds, {}), float(np.median(with_read)), below, above)
-
-
-def _usual_heads(table: pd.DataFrame) -> pd.DataFrame:
-    return usual_groups(table[table.head_dim == HEAD_DIM], "decode_attention")
 
 
 def _elementwise(data: Path, gpu: Gpu) -> Fitted[MemoryOpFit]:

@@ -10,7 +10,7 @@ from rlsim.cost.calibration import Provenance, Source
 DATE = "2026-11-24"
 SCRIPT = "scripts/fit_calibrations.py"
 
-SKEW = "skew of unequal contexts is derived by list scheduling of the kernel's split, not measured"
+SKEW = "skew of unequal contexts was not measured and is taken as none"
 GROUPED = (
     "decode attention is fitted to rows with one query head per KV head: with grouped queries this engine's rows imply "
     "1.2 to 1.7 times the peak bandwidth however large the KV cache, so they cannot have read what they state"

@@ -37,7 +37,7 @@ relative errors, `p90` the 90th percentile, `bias` the
 median signed error (positive: predicted too slow), on shapes that the fit has not seen unless a row says so.
 
 Experts are judged on Qwen3-235B-A22B and DeepSeek-V3, by a fit that has seen no row of either (or on a quarter of the
-models where neither was measured); "skewed" rows route by a power law, which no fit has seen.
+models where neither was measured); "skewed" rows route by a power law.
 
 ## Cold weights and KV
 
@@ -240,23 +240,15 @@ generation settings ask for top-k and top-p sampling, for which this vLLM sorts 
 """
 
 
-def _derived(made: dict[str, Calibration]) -> str:
-    measured = [name for name in sorted(made) if made[name].gpu not in DERIVED]
-    skews = {name: made[name].operators.decode_attention.skew for name in measured}
+def _derived() -> str:
     notes = "\n".join(
         f"- {gpu}: {about.note}. Its residuals are those of {about.source}." for gpu, about in DERIVED.items()
     )
-    skew = table(["calibration", "skew"], [(name, f"{value:.2f}") for name, value in skews.items()])
     return f"""## Derived, not measured
 
 {notes}
-- **Skew** (share of the padding of unequal contexts that decode attention pays for): list scheduling of split-KV
-blocks over
-  the SMs, lognormal contexts (sigma 0.6), a lone block at most twice its share of the bandwidth. No table measures
-  unequal contexts.
-
-{skew}
-
+- **Skew** (share of the padding of unequal contexts that decode attention pays for): no table measures unequal
+  contexts; none is taken.
 - Chunks of a prompt on top of cached tokens; mixtures of experts where the table above has none; broadcast,
   send/receive inside a node.
 - Host time on GPUs other than H100 is H100's of the same engine. Graph capture and control of a layout change are
@@ -276,14 +268,13 @@ A derived calibration is one GPU's efficiencies on another's data-sheet figures.
 with nothing fitted to them: the same chip with other memory (H100 to H200) is as far off as a fit of its own; a
 generation further (A100 to H100, H100 to B200) or another family (A100 to L40S) is not. B300, GB200 and GB300 are of
 B200's chip, L20 of L40S's, A800 of A100's, H800, H20 and GH200 of H100's; the RTX PRO 6000 is a generation after its
-source. Where the SMs are others, the formulas alone are carried, and blocks of a product may have 16 rows: the fits'
-least is 64, hidden by the weights' way from memory on every measured GPU, and would make decoding compute-bound on
-H20, with an eighth of the FLOPs for its bandwidth. For the same reason a block of few rows, of experts or of a product
-in another precision, that reaches little of an SM's peak is taken to last as long on an SM with fewer FLOP/s, and so to
-reach more of its peak, up to what the best block of 64 rows or more does; likewise the blocks that SGLang takes for
-experts that it has none tuned for. What DeepGEMM's blocks lose to a want of registers is carried in
-seconds, too. No kernel of H20 is measured here, and the runs on it do not state how long their responses were, so
-nothing tests that.
+source. Where the SMs are others, rooflines are carried without tables. Blocks of bf16 products may then have 16 rows:
+the fits' least is 64, hidden by the weights' way from memory on every measured GPU, and would make decoding
+compute-bound on H20, with an eighth of the FLOPs for its bandwidth. For the same reason a block, of experts or of a
+product in another precision, that reaches little of an SM's peak is taken to last as long on an SM with fewer FLOP/s,
+and so to reach more of its peak, up to what the best block does. What DeepGEMM's blocks lose to a want of registers is
+carried in seconds, too. No kernel of H20 is measured here, and the runs on it do not state how long their responses
+were, so nothing tests that.
 
 {table(["from, to", "engine", "operator", "median", "p90", "bias", "rows"], rows)}
 """
@@ -302,7 +293,7 @@ def report(catalogue: Catalogue) -> str:
         _serving(shipped_fits()),
         _host_check(cpu_overheads(catalogue.data), shipped_fits().of("vllm").host),
         training_section(catalogue.data, made),
-        _derived(made),
+        _derived(),
         across_section(),
         _carried(catalogue),
         kv_section(),

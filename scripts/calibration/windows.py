@@ -89,14 +89,12 @@ differ; at other TPs of that model the 13% that models scatter by become the 8% 
 - **SGLang**: the lines `Decode batch` (each is 40 iterations: `--decode-log-interval`) and `Prefill batch`; of prefills
   those count that follow another of about the same size.
 - **vLLM, averages**: the lines `Avg prompt throughput`, every 10 s, and `GPU KV cache size` before them. Those with
-  prompts are left out, so prefills take the level.
+  prompts are left out, so prefills take the level. What samples share of a prompt is in the KV cache once: contexts
+  come out short.
 - **vLLM, iterations**: `--enable-logging-iteration-details`, with `--no-async-scheduling`: else it times no more than a
   wait.
 - **A table** (.csv): `batch`, `context_mean` or `context_total`, `seconds`; with prompts `prefill_tokens`,
   `prefill_sequences`, `cached_tokens`.
-
-What samples share of a prompt is in the KV cache once: where they share much, contexts come out short in the lines of
-both engines.
 
 Every third batch size (of fewer than three every third block of time) is left out of a first table and predicted from
 it; the errors are printed beside BASE's. Shown on three runs of vLLM 0.19 on RTX PRO 6000

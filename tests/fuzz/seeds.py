@@ -363,16 +363,6 @@ def measurements(folder: Path) -> Iterable[Seed]:
 
 
 @collected
-def engine_logs(_: Path) -> Iterable[Seed]:
-    """What engines log in service, and a table of it."""
-    import test_calibrate_from_engine as samples
-
-    for lines in (samples.sglang, samples.vllm, samples.iterations, samples.table):
-        name = "a.csv" if lines is samples.table else "a.log"
-        yield Seed(lines.__name__, {name: "\n".join(lines()[:40]).encode()}, name)
-
-
-@collected
 def logs(_: Path) -> Iterable[Seed]:
     """veRL's metrics in every form."""
     import test_calibrate_from_run as samples

@@ -203,15 +203,6 @@ def from_run(main: Path, _: Seed, rng: random.Random) -> None:
         command("calibrate", "from-run", main, *run_of, *batch, "--out", "made.yaml")
 
 
-def from_engine(main: Path, _: Seed, rng: random.Random) -> None:
-    from rlsim.calibrate.engine_log import read_engine_log
-
-    read_engine_log(main)
-    if rng.random() < 0.05:
-        run_of = ("--model", "qwen2.5-7b", "--calibration", "h100-vllm", "--tp", "2")
-        command("calibrate", "from-engine", main, *run_of, "--out", "made.yaml")
-
-
 def init(main: Path, seed: Seed, __: random.Random) -> None:
     command("init", "made", *seed.options, main, "--gpu", "h100", "--trace", "rollpacker-math", "--out", "made.yaml")
 
@@ -243,7 +234,6 @@ TARGETS = {
         Target("calibration-values", seeds.calibration_values, calibration_values, 16),
         Target("calibrate-import", seeds.measurements, calibrate_import, 6),
         Target("calibrate-from-run", seeds.logs, from_run, 18),
-        Target("calibrate-from-engine", seeds.engine_logs, from_engine, 18),
         Target("run", seeds.experiments, run, 1),
         Target("sweep", seeds.sweeps, sweep, 1),
         Target("set", seeds.settings, setting, 12),

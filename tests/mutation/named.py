@@ -263,8 +263,8 @@ FAULTS = (
         "experts",
         "correction at rows over experts",
         _COST + "experts.py",
-        "load.rows / load.hit)",
-        "load.rows / load.experts)",
+        "load.rows / load.hit, width",
+        "load.rows / load.experts, width",
     ),
     Fault(
         "offloading",

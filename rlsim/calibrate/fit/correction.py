@@ -13,15 +13,18 @@ from scipy.sparse.linalg import spsolve
 from rlsim.calibrate.fit.common import Array, rounded
 from rlsim.cost.fits import Correction
 
-SMOOTH = 0.02  # weight of the difference of neighbouring knots, beside one of every row
-TO_ONE = 0.02  # weight of the pull to "no correction", for knots without rows
-SCALE = 0.05  # log errors beyond this count less and less (soft L1)
-ROWS_PER_KNOT = 1.0  # fewer, and there is no correction
+SMOOTH = 0.05  # weight of the difference of neighbouring knots, beside one of every row
+TO_ONE = 0.005  # weight of the pull to "no correction", for knots without rows
+SCALE = 0.1  # log errors beyond this count less and less (soft L1)
+ROWS_PER_KNOT = 1.2  # fewer, and there is no correction
 ROUNDS = 6  # of reweighting
 
 
-def fit_correction(rows: pd.DataFrame, knots: Mapping[str, Sequence[float]], log_error: Array) -> Correction | None:
-    """The factor exp(g) with g multilinear in the logs of columns through `log_error` = log(measured / formula).
+def fit_correction(
+    rows: pd.DataFrame, knots: Mapping[str, Sequence[float]], log_error: Array, share: Array | float = 1.0
+) -> Correction | None:
+    """The factor exp(g) with g multilinear in the logs of columns through `log_error` = log(measured / formula), where
+    the formula is that `share` of each row's time.
 
     Least squares with a soft-L1 loss (iteratively reweighted), a penalty on the differences of neighbouring knots, and
     a pull to 1 where there are no rows. `knots` are each axis' knots, `rows` have a column for each axis. Knots beyond
@@ -37,6 +40,7 @@ def fit_correction(rows: pd.DataFrame, knots: Mapping[str, Sequence[float]], log
     )
     if len(log_error) < ROWS_PER_KNOT * design.shape[1]:
         return None
+    design, log_error = sparse.diags(np.broadcast_to(share, log_error.shape)) @ design, share * log_error
     weight = np.ones(len(log_error))
     solution = np.zeros(design.shape[1])
     for _ in range(ROUNDS):

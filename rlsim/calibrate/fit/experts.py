@@ -8,48 +8,31 @@ import numpy as np
 import pandas as pd
 
 from rlsim.calibrate.fit.collectives import fit_collective
-from rlsim.calibrate.fit.common import (
-    Array,
-    Mask,
-    as_written,
-    columns_of,
-    descend,
-    held_out_rows,
-    soft_l1,
-    squash,
-)
-from rlsim.calibrate.fit.correction import fit_correction
+from rlsim.calibrate.fit.common import Array, Mask, as_written, held_out_rows
+from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
 from rlsim.calibrate.fit.kernels import FEWEST
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.collectives import exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, MXFP8, ExpertLoad, FusedExperts, peak_of
-from rlsim.cost.fits import ExchangeFit, ExpertsFit, Tile
+from rlsim.cost.fits import ExchangeFit, ExpertsFit
 from rlsim.precision import WEIGHT_BYTES, Precision
 
 #: Models that are left out whole when errors are measured: Qwen3-235B-A22B and DeepSeek-V3.
 LEFT_OUT = ("4096 x 1536, 8 of 128", "7168 x 2048, 8 of 256")
 KNOTS = {
-    "rows": [1.0, 16.0, 128.0, 1024.0],
+    "rows": [4.0**e for e in range(6)],
     "width": [64.0, 512.0, 4096.0],
-    "bytes": [1e8, 1e9, 1e10],
+    "bytes": [1e6, 1e7, 1e8, 1e9, 1e10],
+    "popularity": [1.0, 2.0],
 }
-CORRECTED_MODELS = 5  # distinct models: with fewer, a correction says more about them than about others
-TILE_COLUMNS = 128
-ANY_ROWS = (16, 32, 64, 128)  # rows of the blocks of which the fastest is taken
-BY_MEAN = "flashinfer_trtllm"  # the kernel whose blocks follow from the mean rows of an expert
+ANY_ROWS = (16, 32, 64, 128)  # rows of blocks
+BY_MEAN = "flashinfer_trtllm"  # the kernel with blocks of its own
 #: Rows of its blocks: FlashInfer's `getSupportedTileNums` without the largest, which it only takes when tuned.
 MEAN_ROWS: Mapping[Precision, tuple[int, ...]] = {"nvfp4": (8, 16, 32, 64, 128), "mxfp4": (8, 16, 32)}
 MEAN_ROWS_ELSE = (8, 16, 32, 64)
 MEAN_ROWS_MXFP8 = (8, 16, 32, 64, 128)
-DEFAULT_TILES = ((16, 32), (64, 64))  # of SGLang's Triton kernel: for no more tokens than experts, and beyond
-#: log launch and parallel launch (us), efficiency, log k overhead, log (blend - 1), logs of four bytes, rounding, and
-#: the log of the fifth bytes.
-START = (2.5, 1.5, 2.0, 4.6, 1.0, 1.4, 1.4, 0.7, 0.7, 0.0, 1.4)
-TILE_START = dict(zip(BLOCK_ROWS, (-3.0, -2.0, -1.0, 0.0, 0.5), strict=True))  # efficiencies by rows of a block
-ROUNDS = 25
-MOST_ROWS = 3000  # of the search for the constants
-GUARD = 6.0  # what no row tells goes no further than this from its start
+DEFAULT_BLOCKS = ((16, 32), (64, 64))  # of SGLang's Triton kernel: for no more tokens than experts, and beyond
 
 Experts = tuple[dict[Precision, ExpertsFit], dict[Precision, ExpertsFit]]
 
@@ -57,18 +40,20 @@ Experts = tuple[dict[Precision, ExpertsFit], dict[Precision, ExpertsFit]]
 def kernel_experts(table: pd.DataFrame, ref: Reference) -> Fitted[Experts]:
     """The mixtures of `table` (columns of `KEYS`, seconds): for experts on one GPU, and on several by another kernel.
 
-    Constants are fitted to balanced rows. Errors are those of a second fit that has not seen the models of `LEFT_OUT`
-    (or a quarter of the models where neither was measured), on these; those under a power law, which no fit has seen,
-    are told apart, and so are those of a kernel that was measured with experts on several GPUs only. Rows whose weights
-    the L2 may have held are neither fitted nor judged.
+    Constants are fitted to balanced rows, the table to all. Errors are those of a second fit that has not seen the
+    models of `LEFT_OUT` (or a quarter of the models where neither was measured), on these; those under a power law are
+    told apart, and so are those of a kernel that was measured with experts on several GPUs only. Rows whose weights
+    the L2 may have held are not judged; those that it held for certain are fitted, with bytes at a rate of its own.
     """
     one: dict[Precision, ExpertsFit] = {}
     several: dict[Precision, ExpertsFit] = {}
     points, residuals = [], {}
     for precision in WEIGHT_BYTES:
-        rows = table[(table.precision == precision) & ~_hot(table, ref, precision)]
-        if len(rows) < FEWEST["experts"]:
+        own = table[table.precision == precision]
+        hot, in_l2 = _hot(own, ref, precision)
+        if (~hot).sum() < FEWEST["experts"]:
             continue
+        rows = own.assign(hot=hot, in_l2=in_l2)[~hot | in_l2]
         alone = rows.ep == 1
         parts = [(one, rows[alone]), (several, rows[~alone])]
         if alone.any() and rows.kernel.nunique() == 1:
@@ -81,8 +66,8 @@ def kernel_experts(table: pd.DataFrame, ref: Reference) -> Fitted[Experts]:
         points.append(found)
         for operator, own in found.groupby("operator"):
             skewed = str(operator).endswith("_skewed")
-            note = "power-law routing, never fitted" if skewed else "models left out of the fit"
-            residuals[str(operator)] = residual_of(own, _ranges(rows), note)
+            note = f"{'power-law routing, ' if skewed else ''}models left out of the fit"
+            residuals[str(operator)] = residual_of(own, _ranges(rows[~rows.hot]), note)
     return Fitted((one, several), residuals, join(points))
 
 
@@ -123,11 +108,12 @@ def _ranges(rows: pd.DataFrame) -> Mapping[str, Array]:
     }
 
 
-def _hot(table: pd.DataFrame, ref: Reference, precision: Precision) -> Mask:
-    """Rows that memory bounds and whose weights are under 1.5 L2."""
+def _hot(table: pd.DataFrame, ref: Reference, precision: Precision) -> tuple[Mask, Mask]:
+    """Rows that memory bounds and whose weights are under 1.5 L2, and of these those under half of L2."""
     size = 3.0 * table.hidden * table.width * table.hit * WEIGHT_BYTES[precision]
     ridge = peak_of(ref, precision) * WEIGHT_BYTES[precision] / 2.0 / ref.memory_bytes_per_s
-    return np.asarray((size < 1.5 * ref.l2_bytes) & (table.rows / table.hit <= ridge), dtype=bool)
+    hot = np.asarray((size < 1.5 * ref.l2_bytes) & (table.rows / table.hit <= ridge), dtype=bool)
+    return hot, hot & np.asarray(size < 0.5 * ref.l2_bytes, dtype=bool)
 
 
 def _judged(name: str, rows: pd.DataFrame, ref: Reference, precision: Precision) -> pd.DataFrame:
@@ -137,6 +123,7 @@ def _judged(name: str, rows: pd.DataFrame, ref: Reference, precision: Precision)
         test = held_out_rows(rows.model)
     fit = fit_experts(rows[~test], ref, precision)
     skewed = (rows.routing != "balanced").to_numpy(bool)
+    test = test & ~rows.hot.to_numpy(bool)
     parts = [(name, test & ~skewed), (f"{name}_skewed", test & skewed)]
     return join([_points(operator, fit, ref, precision, rows[mask]) for operator, mask in parts if mask.any()])
 
@@ -148,76 +135,59 @@ def _points(name: str, fit: ExpertsFit, ref: Reference, precision: Precision, ro
 
 def predict_experts(fit: ExpertsFit, ref: Reference, precision: Precision, rows: pd.DataFrame) -> Array:
     """Seconds of each of `rows` by the code that the simulator runs."""
-    kernel, load = FusedExperts(fit, ref, precision), load_of(rows)
-    hidden, width = columns_of(rows, ("hidden", "width"))
-    *plain, blocks = load
-    own = np.array(plain).T.tolist(), np.array(blocks).T.tolist()
-    loads = [ExpertLoad._make([*fields, tuple(counts)]) for fields, counts in zip(*own, strict=True)]
-    return np.array([kernel(*one) for one in zip(loads, hidden, width, strict=True)])
+    kernel = FusedExperts(fit, ref, precision)
+    return np.array([kernel(*one) for one in calls_of(rows)])
 
 
-def load_of(rows: pd.DataFrame) -> ExpertLoad:
-    """The loads of the rows of a table, as arrays."""
-    tokens, active, own, hit, experts, ep = columns_of(rows, ("tokens", "active", "rows", "hit", "experts", "ep"))
-    blocks = columns_of(rows, [f"blocks_{size}" for size in BLOCK_ROWS])
-    parallel = (ep > 1).astype(float)
-    return ExpertLoad(tokens * active, tokens, own, hit, experts, parallel, tuple(blocks))
+def calls_of(rows: pd.DataFrame) -> list[tuple[ExpertLoad, float, float]]:
+    """Load, hidden size and width of each row of a table."""
+    rows = rows.assign(selections=rows.tokens * rows.active, parallel=rows.ep > 1, exponent=exponents_of(rows.routing))
+    plain = rows[[*ExpertLoad._fields[:-1], "hidden", "width"]].to_numpy(float).tolist()
+    blocks = rows[[f"blocks_{size}" for size in BLOCK_ROWS]].to_numpy(float).tolist()
+    return [(ExpertLoad._make([*own, tuple(counts)]), h, w) for (*own, h, w), counts in zip(plain, blocks, strict=True)]
+
+
+def exponents_of(routing: pd.Series) -> pd.Series:
+    """Those of the power laws that routings are named by; 0 for balanced ones."""
+    return pd.to_numeric(routing.str.rpartition("_")[2], errors="coerce").fillna(0.0)
 
 
 def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> ExpertsFit:
-    """Fit one kernel to the balanced rows of `table`, all in `precision`."""
-    rows = table[table.routing == "balanced"]
-    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:MOST_ROWS])
-    load, (hidden, width, seconds) = load_of(rows), columns_of(rows, ("hidden", "width", "seconds"))
+    """Fit one kernel to the rows of `table`, all in `precision`."""
+    rows = table.assign(exponent=exponents_of(table.routing))
+    rows = rows[(rows.exponent == 0) | ~rows.in_l2]
     pairs = sorted(set(zip(rows.experts[rows.tuned], rows.width[rows.tuned], strict=True)))
-    tuned = () if rows.tuned.all() else tuple((int(experts), int(own)) for experts, own in pairs)
+    all_tuned = bool(rows.tuned.all())
     kernel = str(rows.kernel.iloc[0])
     by_mean, in_mxfp8 = kernel.startswith(BY_MEAN), kernel.endswith(MXFP8)
     own_rows = MEAN_ROWS.get(precision, MEAN_ROWS_ELSE) if by_mean else ANY_ROWS
-    own_rows = MEAN_ROWS_MXFP8 if by_mean and in_mxfp8 else own_rows
-    shapes = [*((m, TILE_COLUMNS) for m in own_rows), *(DEFAULT_TILES if tuned else ())]
-    start = np.array([*START, *(TILE_START[m] for m, _ in shapes)])
-
-    def made(p: Array) -> ExpertsFit:
-        launch, parallel, k_overhead = np.exp(p[[0, 1, 3]])
-        moved, shares = np.exp(p[[5, 6, 7, 8, 10]]), np.clip(squash(p[[2, 9, *range(11, len(p))]]), 1e-4, 0.9999)
-        efficiency, rounding, *own = shares.tolist()
-        tiles = [Tile(m=m, n=n, efficiency=e) for (m, n), e in zip(shapes, own, strict=True)]
-        return ExpertsFit.model_construct(
-            kernel=kernel,
-            multiplied_in="fp8" if in_mxfp8 else None,
-            launch_s=float(launch * 1e-6),
-            parallel_s=float(parallel * 1e-6),
-            memory_efficiency=efficiency,
-            k_overhead=float(k_overhead),
-            blend=float(1.0 + np.exp(min(p[4], 3.0))),
-            wave_rounding=rounding,
-            tiles=tuple(tiles[: len(own_rows)]),
-            tile_by_mean=by_mean,
-            default_tiles=(tiles[-2], tiles[-1]) if tuned else None,
-            tuned=tuned,
-            row_hidden_bytes=float(moved[0]),
-            row_width_bytes=float(moved[1]),
-            selection_hidden_bytes=float(moved[2]),
-            selection_width_bytes=float(moved[3]),
-            token_hidden_bytes=float(moved[4]),
-            correction=None,
-        )
-
-    some, sizes, measured = load_of(rows.iloc[chosen]), (hidden[chosen], width[chosen]), seconds[chosen]
-
-    def loss(p: Array) -> float:
-        far = np.maximum(0.0, np.abs(p - start) - GUARD).sum()
-        error = np.log(FusedExperts(made(p), ref, precision).formula_s(some, *sizes) / measured)
-        return float(np.mean(2.0 * soft_l1(error)) + 0.1 * far)
-
-    best = min((descend(loss, start + shift, ROUNDS) for shift in (0.0, 0.3)), key=lambda pair: pair[1])[0]
-    fit = as_written(made(best))
-    if rows.model.nunique() < CORRECTED_MODELS:
-        return fit
-    fused = FusedExperts(fit, ref, precision)
-    axes = pd.DataFrame(
-        {"rows": load.rows / load.hit, "width": width, "bytes": fused.weight_bytes(load, hidden, width)}
+    kind = ExpertsFit(
+        kernel=kernel,
+        launch_s=0.0,
+        efficiency={},
+        multiplied_in="fp8" if in_mxfp8 else None,
+        block_rows=MEAN_ROWS_MXFP8 if by_mean and in_mxfp8 else own_rows,
+        default_blocks=None if all_tuned else DEFAULT_BLOCKS,
+        tuned=() if all_tuned else tuple((int(experts), int(own)) for experts, own in pairs),
     )
-    error = np.log(seconds / fused.formula_s(load, hidden, width))
-    return fit.model_copy(update={"correction": fit_correction(axes, KNOTS, error)})
+    fused = FusedExperts(kind, ref, precision)
+    calls = calls_of(rows)
+    size = [fused.weight_bytes(*one) for one in calls]
+    shape = pd.DataFrame(
+        {"rows": rows.rows / rows.hit, "width": rows.width, "bytes": size, "popularity": 1.0 + rows.exponent}
+    )
+    work = stacked(fused.work(*one) for one in calls)
+    seconds, in_l2 = rows.seconds.to_numpy(float), rows.in_l2.to_numpy(bool)
+    begin = equal_parts(work, seconds)
+    fit = fit_kernel(
+        work,
+        seconds,
+        shape,
+        KNOTS,
+        kernel=kernel,
+        added_s=begin,
+        in_l2=in_l2,
+        telling=rows.exponent.to_numpy() == 0,
+        by_share=True,
+    )
+    return as_written(kind.model_copy(update=dict(fit)))

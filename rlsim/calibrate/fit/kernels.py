@@ -27,7 +27,18 @@ FULL = 60  # rows to fit from which the full fits, with their dozen constants, a
 SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
 
 #: Stands for an operator that is not asked for: the look-ups prepare products and corrections for all of them.
-_ABSENT = SimpleNamespace(tiles=(), correction=None, precision="bf16", kv_precision="bf16")
+_ABSENT = SimpleNamespace(
+    correction=None,
+    precision="bf16",
+    kv_precision="bf16",
+    heads={},
+    windows={},
+    tiles=(),
+    blocks=None,
+    table=None,
+    efficiency={},
+    added_s={},
+)
 
 
 class Kernel(NamedTuple):

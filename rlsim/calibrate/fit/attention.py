@@ -1,0 +1,326 @@
+"""Attention with grouped queries: which rows of a table are fitted, over which axes, and how far a fit is off.
+
+Each size of heads has kernels of its own. Rows are held out by batch and heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from rlsim.calibrate.fit.common import Mask, columns_of, held_out, held_out_rows, percent, rounded
+from rlsim.calibrate.fit.kernel import fit_kernel, stacked
+from rlsim.calibrate.fit.kernels import (
+    FULL,
+    Kernel,
+    Knots,
+    check_enough,
+    compared,
+    distinct,
+    enough_for_all_constants,
+    few_constants,
+    operators_with,
+)
+from rlsim.calibrate.fit.skew import measured_skew
+from rlsim.calibrate.measurements import Measurements
+from rlsim.calibrate.points import Fitted, join, residual, residual_of
+from rlsim.cost.attention_kernels import DecodeKernels, PromptKernels
+from rlsim.cost.calibration import Engine, Reference, Residual
+from rlsim.cost.fits import AttentionFit, KernelFit
+from rlsim.cost.kernel import Work
+from rlsim.precision import KV_BYTES, KvPrecision
+
+HEAD_DIM = 128  # the size of heads that stands for those that were not measured
+OTHER_HEAD_DIMS = (64, 256)  # of gpt-oss and gemma: they have kernels of their own
+GROUP = 8  # query heads per KV head in the models RL runs use
+PLAUSIBLE = 0.95  # rows that would need more of the peak bandwidth were served from L2 in part
+SHORTEST_PROMPT = 16  # tokens of the shortest prompts that are fitted where there are many
+LONG_PROMPT = 1024  # tokens of the prompts that have a residual of their own
+#: Windows of this size are Llama 4's chunks (SGLang's rows take the time of chunks, not of windows). A prompt's chunks
+#: are sequences of their own to rlsim.
+CHUNK = 8192
+DECODE_KNOTS: Knots = {
+    "tiles": [*(2.0**e for e in range(14)), 32768.0],
+    "context": [2.0, 8.0, 32.0, *(2.0**e for e in (6, 7, 8, 10, 12, 14, 15, 16, 17))],
+    "kv_heads": [1.0, 2.0, 4.0, 8.0, 16.0, 64.0],
+}
+#: Its kernels split the work by tiles: of few numbers of KV heads more is told than of many.
+TRTLLM_KNOTS: Knots = {**DECODE_KNOTS, "kv_heads": [1.0, 8.0, 64.0]}
+PROMPT_KNOTS: Knots = {
+    "sequences": [4.0**e for e in range(5)],
+    "new": [2.0**e for e in range(15)],
+    "q_heads": [1.0, 4.0, 16.0, 64.0],
+    "group": [1.0, 2.0, 8.0],
+}
+#: With few KV heads over the whole batch kernels do not split what a window holds over the SMs.
+WINDOW_KNOTS: Mapping[str, Knots] = {
+    "decode_attention": {
+        "tiles": [1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 1024.0, 4096.0, 16384.0],
+        "window": [128.0, 1024.0, 8192.0],
+    },
+    "prefill_attention": {
+        "sequences": [4.0**e for e in range(5)],
+        "new": [128.0, 256.0, 1024.0, 4096.0, 16384.0],
+        "kv_heads": [1.0, 4.0, 16.0, 64.0],
+        "group": [1.0, 8.0],
+    },
+}
+#: Few prompts tell the share of the bandwidth: a free one stands for something else and does not carry to other GPUs.
+OF_PROMPTS = {"held": {"memory": 0.8}, "blend": 2.0}
+MASKS = 0.1  # of the time at the peak of pairs that a window masks out: with less the kernel leaves them out
+WINDOWS_NOTE = "sequences beyond their window; (batch, heads) not fitted; KV from L2 too"
+#: Where the search for what a unit of work takes begins: KV heads and sequences of decode, queries of prompts, and of
+#: pairs that a window masks out the share of the time that they would take at the peak.
+ADDED_S = {"tiles": 1e-8, "sequences": 1e-8, "queries": 1e-11, "masked": 0.1}
+
+
+def _prompt_label(row: Any) -> str:
+    cached = f" on {row.prior:.0f}" if row.prior else ""
+    return f"{row.batch:.0f} x {row.new:.0f} tokens{cached}, {row.q_heads:.0f}/{row.kv_heads:.0f} heads"
+
+
+DECODE = Kernel(
+    "decode_attention",
+    lambda operators, row: operators.decode_attention_s(
+        int(row.batch), row.batch * row.context, int(row.q_heads), int(row.kv_heads), int(row.head_dim)
+    ),
+    lambda row: f"{row.batch:.0f} x {row.context:.0f} tokens, {row.q_heads:.0f}/{row.kv_heads:.0f} heads",
+)
+PROMPTS = Kernel(
+    "prefill_attention",
+    lambda operators, row: operators.prefill_attention_s(
+        [(float(row.new), float(row.prior))] * int(row.batch), int(row.q_heads), int(row.kv_heads), int(row.head_dim)
+    ),
+    _prompt_label,
+)
+
+
+def attention_kernels(
+    measured: Measurements, ref: Reference, engine: Engine, cold: bool
+) -> dict[str, Fitted[AttentionFit]]:
+    """Those of every table in `measured`, by its name; on an FP8 cache only if decode and prompts both were."""
+    found = {}
+    decode, prompts = (measured.table(f"{name}_attention_fp8") for name in ("decode", "prefill"))
+    decode, prompts = (table[table.head_dim == HEAD_DIM] for table in (decode, prompts))  # one fit, for files' size
+    if len(decode) and len(prompts):
+        found["decode_attention_fp8"] = kernel_decode_attention(decode, ref, engine, cold, "fp8")
+        found["prefill_attention_fp8"] = kernel_prefill_attention(prompts, ref, "fp8")
+    if "decode_attention" in measured:
+        found["decode_attention"] = kernel_decode_attention(measured.table("decode_attention"), ref, engine, cold)
+    if "prefill_attention" in measured:
+        found["prefill_attention"] = kernel_prefill_attention(measured.table("prefill_attention"), ref)
+    return found
+
+
+def heads_of(table: pd.DataFrame) -> pd.Series:
+    """The key by which attention rows are held out: batch and heads."""
+    return table.batch.astype(str) + "/" + table.q_heads.astype(str) + "/" + table.kv_heads.astype(str)
+
+
+def usual_groups(table: pd.DataFrame, operator: str) -> pd.DataFrame:
+    """The rows with at most 8 query heads for each KV head; raises `CalibrationError` if they are too few."""
+    rows = table[table.q_heads <= GROUP * table.kv_heads].reset_index(drop=True)
+    check_enough(operator, len(rows), f"with at most {GROUP} query heads for each KV head")
+    return rows
+
+
+def _of_every_head_dim(
+    table: pd.DataFrame, kv: KvPrecision, operator: str, fitted: Callable[[pd.DataFrame], Fitted[AttentionFit]]
+) -> Fitted[AttentionFit]:
+    """The fit of heads of 128 (or of the commonest size), and in it those of `OTHER_HEAD_DIMS` with enough rows."""
+    rows = table.head_dim.value_counts()
+    others = [dim for dim in OTHER_HEAD_DIMS if HEAD_DIM in rows.index and rows.get(dim, 0) >= FULL]
+    dim = HEAD_DIM if HEAD_DIM in rows.index else int(rows.index[0])
+    unused = sorted(int(one) for one in rows.index if one != dim and one not in others)
+    notes = f"{operator}: heads of {dim}; rows with heads of {', '.join(map(str, unused))} are left out"
+    own = {size: fitted(table[table.head_dim == size].reset_index(drop=True)) for size in (dim, *others)}
+    found = own[dim]
+    residuals = dict(found.residuals)
+    for size in others:
+        residuals[f"{operator}_heads_of_{size}"] = own[size].residuals[operator]
+    heads = {size: one.fit.heads[size] for size, one in own.items()}
+    points = found.points
+    if kv != "bf16":
+        named = f"{operator}_{kv}"
+        residuals = {name.replace(operator, named): item for name, item in residuals.items()}
+        points = points.assign(operator=points.operator.str.replace(operator, named))
+    fit = found.fit.model_copy(update={"heads": heads})
+    return Fitted(fit, residuals, points, (*((notes,) if unused else ()), *found.notes))
+
+
+def _works(kernels: DecodeKernels | PromptKernels, rows: pd.DataFrame) -> Work:
+    """The work of each row, of whole sequences or of windows."""
+
+    def one(row: Any) -> Work:
+        heads = int(row.kv_heads), int(row.head_dim)
+        window = getattr(row, "window", None)
+        if isinstance(kernels, DecodeKernels):
+            return kernels.work(int(row.batch), row.batch * (window or row.context), *heads)
+        return kernels.work(
+            [(float(row.new), float(row.prior))] * int(row.batch), int(row.q_heads), *heads, window
+        ).work
+
+    return stacked(one(row) for row in rows.itertuples(index=False))
+
+
+def _kernel(kernels: DecodeKernels | PromptKernels, rows: pd.DataFrame, knots: Knots) -> KernelFit:
+    shape = rows.assign(sequences=rows.batch, tiles=rows.batch * rows.kv_heads, group=rows.q_heads / rows.kv_heads)
+    own: dict[str, Any] = OF_PROMPTS if isinstance(kernels, PromptKernels) else {}
+    work, seconds = _works(kernels, rows), rows.seconds.to_numpy(float)
+    fit = fit_kernel(work, seconds, shape, knots, added_s=ADDED_S, **own)
+    if fit.added_s.get("masked", MASKS) >= MASKS:
+        return fit
+    unmasked = {name: amount for name, amount in work.added.items() if name != "masked"}
+    return fit_kernel(work._replace(added=unmasked), seconds, shape, knots, added_s=ADDED_S, **own)
+
+
+def _of(kv: KvPrecision, heads: dict[int, KernelFit], skew: float = 0.0) -> AttentionFit:
+    return AttentionFit.model_construct(kv_precision=kv, heads=heads, windows={}, skew=skew)
+
+
+def kernel_decode_attention(
+    table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv: KvPrecision = "bf16"
+) -> Fitted[AttentionFit]:
+    """Decode attention of `table` (columns as in `KEYS`, seconds), unequal contexts apart.
+
+    Equal contexts give the fit, unequal ones the skew; without those there is none. `cold`: KV was brought from
+    memory, so every row counts; otherwise rows whose KV the L2 may have held are left out, as `decode_rows` says.
+    """
+
+    def fitted(rows: pd.DataFrame) -> Fitted[AttentionFit]:
+        return _decode(rows, ref, engine, cold, kv)
+
+    return _of_every_head_dim(table, kv, "decode_attention", fitted)
+
+
+def _decode(table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv: KvPrecision) -> Fitted[AttentionFit]:
+    equal = table[table.longest <= table.context * 1.0001]
+    unequal = table[table.longest > table.context * 1.0001]
+    equal = distinct(equal, "decode_attention", ["batch", "context", "q_heads", "kv_heads", "head_dim"])
+    equal = usual_groups(equal, "decode_attention")
+    test, tiny, streamed, beyond = decode_rows(equal, ref, kv, include_hot=cold)
+    used = tiny | streamed
+    full = enough_for_all_constants(ref, used & ~test) and (tiny & ~test).sum() >= 4 and (used & test).any()
+    if full and (streamed & ~tiny & ~test).sum() >= 12:
+        note = "KV beyond L2 or contexts of at most 64 tokens; "
+        note += f"{percent(float(np.mean(~streamed[beyond])))} of the former dropped as impossible"
+    else:
+        used, test, note = np.ones(len(equal), dtype=bool), held_out_rows(heads_of(equal)), ""
+    dim = int(equal.head_dim.iloc[0])
+    kernels = DecodeKernels(_of(kv, {}), ref)
+    fit = _of(
+        kv,
+        {dim: _kernel(kernels, equal[used & ~test], TRTLLM_KNOTS if engine == "trtllm" else DECODE_KNOTS)},
+    )
+    points = compared(DECODE, fit, ref, equal[used], test[used])
+    ranges = equal[["batch", "context", "kv_heads"]].assign(group=equal.q_heads / equal.kv_heads)
+    note = f"(batch, heads) not fitted; {note or few_constants(points)}"
+    residuals = {"decode_attention": residual_of(points, ranges, note)}
+    if unequal.empty:
+        return Fitted(fit, residuals, points, ("skew of unequal contexts was not measured and is taken as none",))
+    skew, extra = measured_skew(fit, ref, unequal, equal)
+    note = "unequal contexts, rows not fitted"
+    residuals["decode_attention_unequal"] = residual_of(extra, unequal[["batch", "context"]], note)
+    note = f"skew of unequal contexts: {percent(skew)} of the padding, fitted to {len(unequal)} measured rows"
+    return Fitted(fit.model_copy(update={"skew": rounded(skew)}), residuals, join([points, extra]), (note,))
+
+
+class DecodeRows(NamedTuple):
+    """Which rows of a table count for what, as masks."""
+
+    test: Mask  # held out: every row of some (batch, heads)
+    tiny: Mask  # contexts of at most 64 tokens, in L2: they give the floor
+    streamed: Mask  # KV beyond 1.2 L2, and no faster than memory: they give the rest
+    beyond: Mask  # KV beyond 1.2 L2, however fast
+
+
+def kv_bytes(table: pd.DataFrame, kv: KvPrecision = "bf16") -> pd.Series:
+    """What decode reads of the cache in each row."""
+    return 2.0 * KV_BYTES[kv] * table.batch * table.context * table.kv_heads * table.head_dim
+
+
+def decode_rows(
+    table: pd.DataFrame, ref: Reference, kv: KvPrecision = "bf16", *, include_hot: bool = False
+) -> DecodeRows:
+    """The rows of `table`; with `include_hot` whatever L2 holds counts.
+
+    Rows that imply more than 95% of the peak bandwidth cannot have read their KV from memory and are not streamed,
+    however large (TensorRT-LLM's grouped-query rows).
+    """
+    s, y = columns_of(table, ("context", "seconds"))
+    size = kv_bytes(table, kv).to_numpy(float)
+    plausible = (size / y < PLAUSIBLE * ref.memory_bytes_per_s) | include_hot
+    large, long = size > 1.2 * ref.l2_bytes, s >= 128
+    tiny = (s <= 64) & (size < 0.5 * ref.l2_bytes)
+    return DecodeRows(held_out(heads_of(table)), tiny, (large | include_hot) & long & plausible, large & long)
+
+
+def kernel_prefill_attention(table: pd.DataFrame, ref: Reference, kv: KvPrecision = "bf16") -> Fitted[AttentionFit]:
+    """Prompt attention of `table` (columns as in `KEYS`, seconds).
+
+    Of many rows those with nothing cached are fitted and compared with the others; few rows are all fitted.
+    """
+    return _of_every_head_dim(table, kv, "prefill_attention", lambda rows: _prompts(rows, ref, kv))
+
+
+def _prompts(table: pd.DataFrame, ref: Reference, kv: KvPrecision) -> Fitted[AttentionFit]:
+    table = distinct(table, "prefill_attention", ["batch", "new", "prior", "q_heads", "kv_heads", "head_dim"])
+    table = usual_groups(table, "prefill_attention")
+    cached = table[table.prior > 0]
+    whole = table[(table.prior <= 0) & (table.new >= SHORTEST_PROMPT)].reset_index(drop=True)
+    test = held_out(heads_of(whole)) if len(whole) else np.zeros(0, dtype=bool)
+    long = (whole.new >= LONG_PROMPT).to_numpy()
+    full = enough_for_all_constants(ref, ~test) and (test & long).any()
+    if full:
+        table, note = whole, "prompts of 16 tokens or more"
+    else:
+        test, cached, note = held_out_rows(heads_of(table)), cached.head(0), ""
+    kernels = PromptKernels(_of(kv, {}), ref)
+    fit = _of(kv, {int(table.head_dim.iloc[0]): _kernel(kernels, table[~test], PROMPT_KNOTS)})
+    points = compared(PROMPTS, fit, ref, table, test)
+    ranges = table[["new"]].assign(context=table.new + table.prior, group=table.q_heads / table.kv_heads)
+    unseen = "(batch, heads) not fitted"
+    residuals = {"prefill_attention": residual_of(points, ranges, f"{unseen}; {note or few_constants(points)}")}
+    if full:
+        note = f"{unseen}; prompts of {LONG_PROMPT} tokens or more"
+        residuals["prefill_attention_long"] = residual_of(points[long], ranges, note)
+    if len(cached):
+        extra = compared(PROMPTS, fit, ref, cached, True, "prefill_attention_cached")
+        note = "chunks on cached tokens, none fitted"
+        residuals["prefill_attention_cached"] = residual_of(extra, cached[["new", "prior"]], note)
+        points = join([points, extra])
+    return Fitted(fit, residuals, points)
+
+
+def with_windows(
+    fit: AttentionFit, ref: Reference, operator: str, table: pd.DataFrame
+) -> tuple[AttentionFit, dict[str, Residual]]:
+    """`fit` of an operator with kernels of `table` (batch, tokens, window, q_heads, kv_heads, head_dim, seconds), and
+    their residual, of batches and heads that no fit has seen."""
+    used = (table.q_heads <= GROUP * table.kv_heads) & table.head_dim.isin((HEAD_DIM, *OTHER_HEAD_DIMS))
+    decode = operator == "decode_attention"
+    rows = table[used if decode else used & (table.window < CHUNK)].reset_index(drop=True)
+    if rows.empty:
+        return fit, {}
+    rows, test = rows.assign(new=rows.tokens, prior=0), held_out(heads_of(rows))
+    kernels = DecodeKernels(fit, ref) if decode else PromptKernels(fit, ref)
+    own = {int(dim): ~test & (rows.head_dim == dim) for dim in sorted(rows.head_dim.unique())}
+    windows = {dim: _kernel(kernels, rows[mask], WINDOW_KNOTS[operator]) for dim, mask in own.items() if mask.any()}
+    fit = fit.model_copy(update={"windows": windows})
+    operators = operators_with(ref, **{operator: fit})
+
+    def window_s(row: Any) -> float:
+        heads, window = (int(row.kv_heads), int(row.head_dim)), int(row.window)
+        if decode:
+            totals, times = operators.decode_attention_curve(int(row.batch), *heads, window)
+            return float(np.interp(row.batch * window, totals, times))
+        return operators.prefill_attention_s(
+            [(float(row.tokens), 0.0)] * int(row.batch), int(row.q_heads), *heads, window
+        )
+
+    shown = [window_s(row) for row in rows[test].itertuples(index=False)]
+    ranges = rows[["batch", "tokens", "window", "head_dim"]]
+    return fit, {f"{operator}_windows": residual(shown, rows[test].seconds, ranges, WINDOWS_NOTE)}
