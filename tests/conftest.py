@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from ruamel.yaml import YAML
 
 from rlsim.cli import main
 
@@ -36,6 +38,17 @@ systems:
   - pat
 """
 LENGTHS = "prompt_id,sample_id,response_tokens\n" + "".join(f"{i // 4},{i % 4},{37 * i % 400 + 1}\n" for i in range(32))
+
+
+def cases(table: str, of: str) -> pytest.MarkDecorator:
+    """The rows of a table in `cases/TABLE.yaml`, one a case; its first row names the parameters."""
+    names, *rows = _tables(table)[of]
+    return pytest.mark.parametrize(names, rows)
+
+
+@cache
+def _tables(name: str) -> Any:
+    return YAML(typ="safe", pure=True).load(Path(__file__).parent / "cases" / f"{name}.yaml")
 
 
 class Called(NamedTuple):

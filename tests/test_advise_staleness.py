@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from conftest import cases
 from result_tables import table
 from test_advise import SLOW, SMALL
 from typer.testing import CliRunner
@@ -226,18 +227,7 @@ def test_the_command_refuses_a_negative_bound() -> None:
         Bound.of("p90:1")
 
 
-@pytest.mark.parametrize(
-    ("bound", "left_out"),
-    [
-        ("1", []),
-        ("eta:1", []),
-        ("mean:1", []),
-        ("p95:2", []),
-        ("p95:1", ["old"]),
-        ("max:1", ["old"]),
-        ("mean:0.5", ["old", "one"]),
-    ],
-)
+@cases("advise_staleness", "a bound is of what its user means")
 def test_a_bound_is_of_what_its_user_means(bound: str, left_out: list[str]) -> None:
     """A response in a hundred that is three updates old excludes no system whose setting or mean is one."""
     old = {"staleness_mean": 1.02, "staleness_p95": 2.0, "staleness_max": 3, "staleness_counts": "1:90 2:9 3:1"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import cases
 
 from rlsim.cost.attention_work import attention_work
 from rlsim.cost.calibration import load_calibration
@@ -529,34 +530,7 @@ def test_shapes_that_say_too_little(tmp_path: Path, words: dict[str, Any], messa
         read(tmp_path, **words)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            {"model_type": "longcat_flash"},
-            r"model_type 'longcat_flash' is not supported: experts that compute nothing$",
-        ),
-        (
-            {"model_type": "glm_moe_dsa", "index_kpool": 4},
-            r"a glm_moe_dsa with an index over pooled keys \(index_kpool\)",
-        ),
-        ({"model_type": "kimi_linear", "linear_attn_config": {"use_full_rank_gate": True}}, "with gates of full rank"),
-        ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 256}, "embeddings of every layer"),
-        ({"model_type": "gemma3n_text"}, r"layers that share the KV cache of others \(num_kv_shared_layers\)"),
-        ({"model_type": "qwen2_audio"}, "not supported: a model that hears and speaks"),
-        ({"model_type": "t5"}, "not supported: an encoder beside the decoder"),
-        ({"index_topk": 2048}, r"a llama with sparse attention \(index_topk\) is not supported$"),
-        ({"num_kv_shared_layers": 2}, "share the KV cache of others"),
-        ({"hidden_act": "relu2"}, r"a llama with an activation without a gate \(hidden_act\)"),
-        ({"moe_latent_size": 8}, r"a llama with experts in a latent \(moe_latent_size\)"),
-        (
-            {"block_configs": [{}], "is_encoder_decoder": True},
-            r"\(block_configs\); an encoder .*\(is_encoder_decoder\)",
-        ),
-        ({"model_type": "nemotron_h", "use_conv_bias": False}, "Mamba-2 without a bias on its convolution"),
-        ({"model_type": "minimax_m2", "attn_type_list": [1, 0]}, r"lightning attention \(attn_type_list\)"),
-    ],
-)
+@cases("architectures", "what is not supported is named")
 def test_what_is_not_supported_is_named(tmp_path: Path, words: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, **words)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import cases
 
 from rlsim.calibrate.build import Built, build_calibration
 from rlsim.calibrate.importers import FORMATS, aiconfigurator, import_calibration, nccl_tests, read_format, vidur
@@ -262,22 +263,7 @@ def test_aiconfigurator_cut_parquet(systems: Path, keep: float) -> None:
         gpu_read(systems)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "framework,gemm_dtype,m,n,k,latency\nVLLM,bfloat16,1,1024,1024,0.004\nVLLM,bfloat16,1,10",
-            ["line 3", "cut off"],
-        ),
-        ("framework,gemm_dtype,m,n,k,latency\nVLLM,bfloat16,1,1024,1024,fast\n", ["line 2", "latency is fast"]),
-        ("framework,gemm_dtype,m,n,k,latency\n", ["no rows"]),
-        ("", ["empty"]),
-        (
-            "version https://git-lfs.github.com/spec/v1\noid sha256:6aa8\nsize 1344111\n",
-            ["Git LFS pointer", "git lfs pull"],
-        ),
-    ],
-)
+@cases("calibrate_import", "aiconfigurator broken text")
 def test_aiconfigurator_broken_text(tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "gemm_perf.txt"
     path.write_text(text)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import cases
 from typer.testing import CliRunner
 
 import rlsim
@@ -190,19 +191,7 @@ def test_a_last_line_cut_short_is_dropped(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 5
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{not json", "Expecting property name"),
-        ("[1, 2]", "expected an object"),
-        ('{"operator": "gemm", "m": 1, "n": 2}', "lacks 'k'"),
-        ('{"operator": "gemn"}', "unknown operator 'gemn'"),
-        (
-            '{"operator": "optimizer", "parameters": 1, "seconds": -1, "spread": 0, "repeats": 1, "took_s": 1}',
-            "positive",
-        ),
-    ],
-)
+@cases("calibrate_measure", "a damaged line is named")
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "measurements.jsonl"
     written(path)
@@ -423,18 +412,7 @@ def model_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "tpu"], "expected cpu or cuda"),
-        (["--device", "cpu", "--tp", "1,x"], "--tp 1,x: expected whole numbers"),
-        (["--device", "cpu", "--tp", "4096"], "--tp 4096: expected degrees from 1 to"),
-        (["--device", "cpu", "--budget", "ten"], "--budget: expected a time"),
-        (["--device", "cpu", "--budget", "0s"], "more than nothing"),
-        (["--device", "cpu", "--model", "llama-9"], "unknown model 'llama-9'"),
-        (["--device", "cpu", "--base", "h101-sglang"], "unknown calibration"),
-    ],
-)
+@cases("calibrate_measure", "mistakes are named")
 def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     pytest.importorskip("torch")
     result = CliRunner().invoke(app, ["calibrate", *arguments])
@@ -469,7 +447,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
     monkeypatch.setattr(session, "Effort", lambda **_: Effort(1, 3, 0.0, 0.02))
     out = tmp_path / "out"
     arguments = ["calibrate", "--device", "cpu", "--model", str(model_file(tmp_path)), "--tp", "1,2"]
-    result = CliRunner().invoke(app, [*arguments, "--budget", "110s", "--out", str(out)])
+    result = CliRunner().invoke(app, [*arguments, "--budget", "300s", "--out", str(out)])
     assert result.exit_code == 0, result.exception
     assert "on points that its fits have not seen" in result.stdout
     calibration = load_calibration(next(out.glob("cpu-*-torch.yaml")))

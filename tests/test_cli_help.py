@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from conftest import cases
 
 from rlsim import catalogue
 from rlsim.cli import app, complete
@@ -80,19 +81,7 @@ def test_bash_completes_experiments() -> None:
     assert completed("rlsim run pat_v") == ["pat_vs_static"]
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("rlsim init --gpu h10", "h100-sxm"),
-        ("rlsim init --model qwen2.5-1.5", "qwen2.5-1.5b"),
-        ("rlsim init --trace rollpacker-m", "rollpacker-math"),
-        ("rlsim init --verl-version 0.9", "0.9"),
-        ("rlsim advise pat_vs_static --set trace.c", "trace.cap="),
-        ("rlsim advise pat_vs_static --skip rea", "real"),
-        ("rlsim sweep pat_g", "pat_gain"),
-        ("rlsim sweep pat_gain --set trace.c", "trace.cap="),
-    ],
-)
+@cases("cli_help", "bash completes options")
 def test_bash_completes_options(line: str, expected: str) -> None:
     assert completed(line) == [expected]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import cases
 from dump_samples import jsonl, verl_row
 from typer.testing import CliRunner
 
@@ -80,18 +81,7 @@ def test_without_derive_a_metric_log_is_refused(tmp_path: Path, write: object, n
     assert np.unique(trace.frame["epoch"]).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--derive"], "prompts and responses of a step (--batch, such as 128x8;"),
-        (["--derive", "--batch", "16x4"], "the log does not say: the cap of a response (--cap;"),
-        (["--derive", "--batch", "16", "--cap", "1K"], "--batch 16: expected PROMPTSxRESPONSES"),
-        (["--derive", "--batch", "0x4", "--cap", "1K"], "expected at least 1x1"),
-        (["--derive", "--batch", "16x4", "--cap", "512"], "exceed the cap of 512"),
-        (["--derive", "--format", "verl", "--batch", "2x2", "--cap", "1K"], "--format does not go with --derive"),
-        (["--batch", "16x4"], "--batch goes with --derive"),
-    ],
-)
+@cases("derive_trace", "derive near misses")
 def test_derive_near_misses(tmp_path: Path, arguments: list[str], message: str) -> None:
     log, out = console(tmp_path / "l.log"), tmp_path / "o.parquet"
     result = CliRunner().invoke(app, ["import", str(log), str(out), *arguments])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import cases
 from test_init import SCRIPT
 from typer.testing import CliRunner
 
@@ -107,18 +108,7 @@ def test_fully_async_scripts(tmp_path: Path) -> None:
     runs(draft, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("async_training.use_rollout_log_probs=False", {"recompute_log_probs": True}),
-        ("async_training.compute_prox_log_prob=True", {"recompute_log_probs": True}),
-        ("algorithm.rollout_correction.bypass_mode=False", {"recompute_log_probs": True}),
-        ("async_training.partial_rollout=False", {"partial_rollout": False, "recompute_log_probs": False}),
-        ("async_training.staleness_threshold=1", {"staleness_threshold": 1.0}),
-        ("async_training.concurrent_samples_per_replica=4", {"per_replica": 4}),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", {"tp": 2}),
-    ],
-)
+@cases("frameworks", "settings of fully async")
 def test_settings_of_fully_async(tmp_path: Path, setting: str, expected: dict[str, Any]) -> None:
     draft = verl(tmp_path, setting)
     assert some(system(draft)[0]["verl_fully_async"], expected) == expected
@@ -167,19 +157,7 @@ def test_nodes_of_both_sides(tmp_path: Path, training: tuple[int, int], rollout:
     assert named.data()["cluster"] == cluster
 
 
-@pytest.mark.parametrize(
-    ("settings", "more", "message"),
-    [
-        (["rollout.n_gpus_per_node=3", "trainer.nnodes=2"], {}, r"15 GPUs are no whole nodes of 8: give --cluster"),
-        ([], {"gpu": None, "cluster": "4xh100"}, r"8 GPUs, cluster 4xh100 has 4"),
-        (["rollout.nnodes=0"], {}, r"rollout.nnodes: expected a whole number of at least 1, got 0"),
-        (["async_training.require_batches=many"], {}, r"require_batches: expected a whole number of at least 1, got"),
-        (["async_training.staleness_threshold=-1"], {}, r"staleness_threshold: expected a number of at least 0"),
-        (["async_training.partial_rollout=3"], {}, r"partial_rollout: expected true or false, got 3"),
-        (["async_training.staleness_treshold=1"], {}, r"did you mean async_training.staleness_threshold"),
-        (["actor_rollout_ref.rollout.tensor_model_parallel_size=4"], {}, r"it does not divide the 2 GPUs of a node"),
-    ],
-)
+@cases("frameworks", "mistakes in asynchronous scripts")
 def test_mistakes_in_asynchronous_scripts(
     tmp_path: Path, settings: list[str], more: dict[str, Any], message: str
 ) -> None:
@@ -360,40 +338,7 @@ def test_generation_apart_without_asynchrony(tmp_path: Path) -> None:
     runs(off, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "section", "expected"),
-    [
-        (["loss_fn.reference_policy_kl_penalty=0"], "workflow", {"reference": False}),
-        (["+loss_fn.force_on_policy_ratio=true"], "workflow", {"old_log_probs": False}),
-        (
-            ["loss_fn.force_on_policy_ratio=true", "++grpo.seq_logprob_error_threshold=2"],
-            "workflow", {"old_log_probs": True},
-        ),
-        (["grpo.adv_estimator.name=reinforce_plus_plus"], "workflow", {"algorithm": "grpo"}),
-        (["policy.sequence_packing.train_mb_tokens=4096"], "training", {"micro_batch_tokens": 4096}),
-        (["policy.dtensor_cfg.activation_checkpointing=false"], "training", {"recompute": "none"}),
-        (["policy.train_global_batch_size=64"], "training", {"mini_batches": 1}),
-        (["policy.train_global_batch_size=24"], "training", {"mini_batches": 3}),
-        (
-            ["policy.megatron_cfg={enabled: true, pipeline_model_parallel_size: 2, activation_checkpointing: true}",
-             "policy.megatron_cfg.recompute_granularity=selective"],
-            "training",
-            {"backend": "megatron", "tp": 1, "pp": 2, "cp": 1, "recompute": "selective", "gradients": "bf16"},
-        ),
-        (["policy.generation.vllm_kwargs.max_num_seqs=64"], "engine", {"max_num_seqs": 64}),
-        (["policy.generation.vllm_cfg.enforce_eager=true"], "engine", {"graphs": False}),
-        (["+policy.generation.vllm_kwargs.async_scheduling=true"], "engine", {"async_scheduling": True}),
-        (
-            ["policy.generation.backend=sglang", "+policy.generation.sglang_cfg.disable_radix_cache=true"],
-            "engine",
-            {"enable_prefix_caching": False},
-        ),
-        (
-            ["policy.generation.backend=sglang", "policy.generation.sglang_cfg.max_running_requests=32"],
-            "engine", {"max_num_seqs": 32},
-        ),
-    ],
-)  # fmt: skip
+@cases("frameworks", "settings of nemo")
 def test_settings_of_nemo(tmp_path: Path, settings: list[str], section: str, expected: dict[str, Any]) -> None:
     draft = nemo(tmp_path, *settings)
     assert some(draft.data()[section], expected) == expected
@@ -646,23 +591,7 @@ def test_training_may_be_cut_otherwise_than_generation(tmp_path: Path) -> None:
     assert check(areal(tmp_path, "rollout.backend=sglang:d2", "actor.backend=fsdp:d3t2"), tmp_path) == ""
 
 
-@pytest.mark.parametrize(
-    ("settings", "section", "expected"),
-    [
-        (["actor.kl_ctl=0.1"], "workflow", {"reference": True}),
-        (["actor.use_decoupled_loss=false", "actor.recompute_logprob=false"], "workflow", {"old_log_probs": False}),
-        (["actor.prox_logp_method=loglinear"], "workflow", {"old_log_probs": False}),
-        (["critic.path=${actor.path}"], "workflow", {"algorithm": "ppo"}),
-        (["actor.gradient_checkpointing=false"], "training", {"recompute": "none"}),
-        (["actor.backend=megatron:d2p2t1"], "training", {"backend": "megatron", "pp": 2, "tp": None}),
-        (["actor.grad_reduce_dtype=bfloat16"], "training", {"gradients": "bf16"}),
-        (["enable_offload=true"], "training", {"offload": True}),
-        (["rollout.backend=vllm:d2t2", "vllm.enforce_eager=true"], "engine",
-         {"graphs": False, "max_num_seqs": 256, "chunked_prefill": True, "enable_prefix_caching": False}),
-        (["sglang.max_running_requests=48"], "engine", {"max_num_seqs": 48, "enable_prefix_caching": False}),
-        (["sglang.disable_radix_cache=false"], "engine", {"enable_prefix_caching": None}),
-    ],
-)  # fmt: skip
+@cases("frameworks", "settings of areal")
 def test_settings_of_areal(tmp_path: Path, settings: list[str], section: str, expected: dict[str, Any]) -> None:
     draft = areal(tmp_path, *settings)
     assert some(draft.data()[section], expected) == expected
@@ -691,20 +620,7 @@ def test_what_areal_says_and_rlsim_has_not(tmp_path: Path) -> None:
     assert any("Archon" in item for item in piped.missing)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["cluster.n_gpus_per_node=4"], r"8 GPUs, but cluster.n_nodes .* are 4"),
-        (["cluster={n_nodes: 2, n_gpus_per_node: 6}"], r"8 GPUs are no whole nodes of 6"),
-        (["actor.backend=null"], "actor.backend has no value: expected text"),
-        (["actor.backend=sglang:d4"], r"actor.backend \(as given\): 'sglang:d4': sglang is not simulated here"),
-        (["rollout.backend=trtllm:d4"], "trtllm is not simulated here"),
-        (["train_dataset.batch_size=null"], "train_dataset.batch_size has no value: expected a whole number"),
-        (["rollout.max_head_offpolicyness=-1"], "expected a whole number of at least 0, got -1"),
-        (["actor.path=Qwen/Qwen9-9B"], r"actor.path \(as given\): .*give --model"),
-        (["rollout.scheduling_strategy.type=colocation", "actor.backend=fsdp:d8"], "expected the same number"),
-    ],
-)
+@cases("frameworks", "mistakes in areal")
 def test_mistakes_in_areal(tmp_path: Path, settings: list[str], message: str) -> None:
     with pytest.raises(RlsimError, match=message):
         areal(tmp_path, *settings)

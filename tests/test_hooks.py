@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LENGTHS, TINY, Command, Failing, edited, files
+from conftest import LENGTHS, TINY, Command, Failing, cases, edited, files
 
 import rlsim
 from rlsim.errors import PolicyError
@@ -95,32 +95,7 @@ def test_methods_of_the_authors_own_may_have_other_names() -> None:
         type("Bad", (RolloutControl,), {"on_the_whole": lambda self: None, "__module__": __name__})
 
 
-@pytest.mark.parametrize(
-    ("kind", "hook", "body", "message"),
-    [
-        ("RolloutControl", "initial_tp(self, context)", "return None", "returned None, expected a tensor-parallel"),
-        ("RolloutControl", "initial_tp(self, context)", "return 3", "whole nodes, here TP 1, 2, 4, 8 (line"),
-        ("RolloutControl", "initial_tp(self)", "return 2", "Mine.initial_tp() takes 1 positional argument but 2 were"),
-        ("RolloutControl", "next_tp(self, report)", "return 3", "returned 3, expected one of report.feasible_tps"),
-        ("RolloutControl", "next_tp(self, report)", "return 16", "or None, here TP 1, 2, 4, 8 (line"),
-        ("RolloutControl", "on_finish(self, view)", "yield 1 / 0", "ZeroDivisionError: division by zero (line 7: "),
-        ("RolloutControl", "on_finish(self, view)", "return Reconfigure(0, 3)", "of a node; possible: TP 2, 4, 8 ("),
-        ("RolloutControl", "on_finish(self, view)", "return Abort((99,))", "Abort(requests=(99,)): there is no such"),
-        ("RolloutControl", "on_finish(self, view)", "return Abort(99)", "returned Abort(requests=99), expected"),
-        ("RolloutControl", "on_finish(self, view)", "return Reconfigure(0, 8, 'copy')", "kv='copy'), expected actions"),
-        ("RolloutControl", "on_finish(self, view)", "return Stop", "<class 'rlsim.sim.control.Stop'>, expected"),
-        ("RolloutControl", "on_finish(self, view)", "return view.nothing", "'LiveView' object has no attribute"),
-        ("RolloutControl", "on_finish(self, view)", "raise StopIteration", "StopIteration (line 7: raise"),
-        ("RolloutControl", "on_finish(self, view)", "exit(3)", "it leaves Python (exit code 3) (line 7: exit(3))"),
-        ("Batching", "launch(self, feed)", "return None", "returned None, expected a Launch of different"),
-        ("Batching", "launch(self, feed)", "return Launch(2, 4)", "expected a Launch of different Prompts"),
-        ("Batching", "launch(self, feed)", "return Launch(2 * feed.take(2), 4)", "a Launch of different Prompts"),
-        ("Batching", "launch(self, feed)", "return Launch(feed.take(2), 4, resume=(Prompt(9),))", "9 was not kept"),
-        ("Batching", "launch(self, feed)", "return Launch(feed.take(2), 4, resume=9)", "a Launch of different Prompts"),
-        ("Batching", "counts(self, rewards)", "pass", "returned None, expected True or False"),
-        ("RewardControl", "timeout_s(self, kind, prompt, test, limit_s)", "return -1", "returned -1, expected seconds"),
-    ],
-)  # fmt: skip
+@cases("hooks", "more nonsense")
 def test_more_nonsense(failing: Failing, kind: str, hook: str, body: str, message: str) -> None:
     module = f"more_{abs(hash((hook, body)))}"
     told = failing(base=write(failing.folder, module, kind, hook, body))

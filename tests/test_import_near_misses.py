@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import cases
 from dump_samples import areal_row, jsonl, nemo_row, roll_step, slime, slime_sample, tokenizer, trl, verl_row
 
 from rlsim.errors import TraceError
@@ -132,24 +133,7 @@ def test_layouts_mixed_in_a_folder(tmp_path: Path) -> None:
         import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (
-            [
-                {
-                    "id": "r1",
-                    "response": {"status_code": 200, "body": {"usage": {"completion_tokens": 300}, "choices": []}},
-                }
-            ],
-            r"response hold mappings; .*: \.response\.body\.usage\.completion_tokens\}' 1.jsonl",
-        ),
-        (
-            [{"timestamp": 0, "input_length": 6, "output_length": 5}, {"timestamp": 1, "input_length": 8}],
-            r"line 2: response_tokens is missing or NaN: leave out the rows that have none \(got None\)",
-        ),
-    ],
-)
+@cases("import_near_misses", "rows without a length that can be read say the way out")
 def test_rows_without_a_length_that_can_be_read_say_the_way_out(tmp_path: Path, rows: list[Row], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         import_trace(jsonl(tmp_path / "1.jsonl", rows))

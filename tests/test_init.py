@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import cases
 from test_calibrate_import import nccl_text
 from typer.testing import CliRunner, Result
 
@@ -184,19 +185,7 @@ def test_what_slurm_tells_a_script(tmp_path: Path) -> None:
     assert draft_of(tmp_path, "SLURM_JOB_NUM_NODES=4", text=text).data()["cluster"] == "4x8xh100"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "torchrun -m verl.trainer.sft_trainer data.train_batch_size=64",
-            "no setting of actor_rollout_ref: supervised",
-        ),
-        (
-            "python3 -m verl.trainer.main_generation_server actor_rollout_ref.model.path=a/Qwen3-8B",
-            "which only generates",
-        ),
-    ],
-)
+@cases("init", "what is no rl training")
 def test_what_is_no_rl_training(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         draft_of(tmp_path, text=text)
@@ -331,19 +320,7 @@ def test_places_of_files_need_not_be_known(tmp_path: Path, folder: str) -> None:
     assert draft_of(tmp_path, text=SCRIPT.replace("$HOME/models", folder)).data()["model"] == "qwen2.5-7b"
 
 
-@pytest.mark.parametrize(
-    ("title", "chosen", "degrees"),
-    [
-        ("VeOmni", "model_engine=veomni",
-         ("veomni.ulysses_parallel_size=2", "veomni.expert_parallel_size=4", "veomni.param_offload=False")),
-        ("FSDP-Turbo", "actor_rollout_ref.actor.strategy=fsdp_turbo",
-         ("fsdp_config.turbo_config.distributed.ulysses_parallel_size=2",
-          "fsdp_config.turbo_config.distributed.expert_parallel_size=4")),
-        ("torchtitan", "model_engine=torchtitan",
-         ("torchtitan.context_parallel_size=2", "torchtitan.expert_parallel_size=4")),
-        ("Megatron Lite", "actor@actor_rollout_ref.actor=mlite_actor", ("engine.cp=2", "engine.ep=4")),
-    ],
-)  # fmt: skip
+@cases("init", "engines that shard as fsdp2 does")
 def test_engines_that_shard_as_fsdp2_does(tmp_path: Path, title: str, chosen: str, degrees: tuple[str, ...]) -> None:
     settings = [chosen, "MODEL_PATH=Qwen/Qwen3-30B-A3B", *(f"actor_rollout_ref.actor.{one}" for one in degrees)]
     draft = draft_of(tmp_path, *settings)
@@ -424,19 +401,7 @@ def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
     assert kv_bytes == pytest.approx(own * 16 * placed.rollout_costs.model.kv_bytes_per_token / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (["algorithm.adv_estimator=gae"], {"algorithm": "ppo"}),
-        (["algorithm.adv_estimator=remax"], {"algorithm": "remax"}),
-        (["algorithm.adv_estimator=reinforce_plus_plus"], {"algorithm": "grpo"}),
-        (["algorithm.adv_estimator=rloo"], {"algorithm": "grpo"}),
-        (["actor_rollout_ref.actor.use_kl_loss=False"], {"reference": False}),
-        (["actor_rollout_ref.actor.use_kl_loss=False", "algorithm.use_kl_in_reward=True"], {"reference": True}),
-        (["algorithm.rollout_correction.bypass_mode=True"], {"old_log_probs": False}),
-        (["reward_model.launch_reward_fn_async=True"], {"reward": {"order": "beside_log_probs", "from_trace": True}}),
-    ],
-)
+@cases("init", "algorithms")
 def test_algorithms(tmp_path: Path, settings: list[str], expected: dict[str, object]) -> None:
     draft = draft_of(tmp_path, *settings)
     workflow = draft.data()["workflow"]
@@ -554,37 +519,7 @@ def test_the_configuration_in_a_log(tmp_path: Path) -> None:
     assert from_verl([str(log)], Options(tmp_path, "h100")).data()["workflow"]["responses"] == 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ([], {"gpu": None}, r"give --gpu \(.*h100-sxm.*\) or --cluster \(.*8xh100"),
-        ([], {"gpu": "h10"}, "unknown GPU 'h10'; did you mean .*'h100-sxm'"),
-        ([], {"gpu": None, "cluster": "2x8xh100"}, r"run.sh:\d+: trainer.nnodes is 1, cluster 2x8xh100 has 2"),
-        (["actor_rollout_ref.rollout.tensor_parallel_size=4"], {}, "did you mean .*tensor_model_parallel_size"),
-        (["actor_rollout_ref.rolout.n=4"], {}, r"did you mean actor_rollout_ref.rollout.n\?"),
-        (
-            ["data.train_batch_sise=4"],
-            {},
-            r"as given: unknown key data.train_batch_sise; did you mean data.train_batch",
-        ),
-        (
-            ["data.train_batch_size=many"],
-            {},
-            "data.train_batch_size: expected a whole number of at least 1, got 'many'",
-        ),
-        (["actor_rollout_ref.actor.use_kl_loss=3"], {}, "expected true or false, got 3"),
-        (["algorithm.adv_estimator=grop"], {}, "did you mean 'grpo'"),
-        (["actor_rollout_ref.rollout.name=hf"], {}, "unknown rollout engine 'hf'"),
-        (["actor_rollout_ref.actor.strategy=mindspeed"], {}, "mindspeed is not simulated"),
-        (["trainer.v1.trainer_mode=separate_async"], {}, "but no GPUs of generation"),
-        (["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], {}, "does not divide the 8 GPUs"),
-        (["actor_rollout_ref.model.path=Qwen/Qwen9-8B"], {}, "its shape is not known; the nearest .*give --model"),
-        (["critic.enable=True"], {}, "critic.enable = True with algorithm.adv_estimator=grpo"),
-        (["nothing"], {}, "--from-verl nothing: no such file"),
-        (["what=[1"], {}, None),
-        (["a b=1"], {}, "neither a file, nor a key of veRL"),
-    ],
-)
+@cases("init", "mistakes")
 def test_mistakes(tmp_path: Path, settings: list[str], options: dict[str, Any], message: str | None) -> None:
     if message is None:
         draft_of(tmp_path, *settings, **options)  # a variable that no script uses
@@ -607,31 +542,7 @@ def test_an_unknown_value_is_an_error_only_where_it_is_needed(tmp_path: Path) ->
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("Qwen/Qwen2.5-32B-Instruct", "qwen2.5-32b"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
-        ("/ckpt/DeepSeek-R1-Distill-Qwen-7B/", "r1-distill-qwen-7b"),
-        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
-        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
-        ("google/gemma-3-4b-it", "gemma-3-4b"),
-        ("zai-org/GLM-4.5-Air", "glm-4.5-air"),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "r1-distill-qwen-1.5b"),
-        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b-2507"),
-        ("Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"),
-        ("lmsys/gpt-oss-20b-bf16", "gpt-oss-20b"),
-        ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"),
-        ("Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3-30b-a3b"),
-        ("checkpoint/multiturn-sft-qwen-2.5-7b-instruct/global_step_372", "qwen2.5-7b"),
-        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "nemotron-3-nano-30b-a3b"),
-        ("nvidia/NVIDIA-Nemotron-Nano-12B-v2", "nemotron-nano-12b-v2"),
-        ("nvidia/Nemotron-H-8B-Base-8K", "nemotron-h-8b"),
-        ("MiniMaxAI/MiniMax-M2.7", "minimax-m2"),
-        ("allenai/Olmo-3-7B-Think", "olmo-3-7b"),
-    ],
-)
+@cases("init", "models by their published names")
 def test_models_by_their_published_names(tmp_path: Path, path: str, expected: str) -> None:
     assert find_model(path, tmp_path)[0] == expected
 
@@ -764,22 +675,7 @@ def test_a_variable_without_quotes_is_several_settings() -> None:
     assert any("the settings in $MORE are not known" in note for note in read_script(text, "run.sh", {}).notes)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("data.train_batch_size=0", "expected a whole number of at least 1, got 0"),
-        ("data.max_response_length=-1", "expected a whole number of at least 1, got -1"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "expected a whole number of at least 1, got 0"),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0", "expected a whole number of at least 1, got 0"),
-        ("actor_rollout_ref.rollout.gpu_memory_utilization=1.5", "expected a number above 0 and up to 1, got 1.5"),
-        ("actor_rollout_ref.rollout.name=[vllm]", "expected text"),
-        ("actor_rollout_ref.rollout.n={train: 8}", "n: expected a whole number of at least 1, got keys below it"),
-        ("actor_rollout_ref.rollout=8", "expected keys below it, got 8"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "tensor_model_parallel_size (as given) = 3"),
-        ("actor_rollout_ref.rollout.n=${oc.env:SAMPLES}", "${oc.env:SAMPLES} has no value here"),
-        ("data.train_batch_size=${data.train_batch_size}", "has no value here"),
-    ],
-)
+@cases("init", "values that verl does not take")
 def test_values_that_verl_does_not_take(tmp_path: Path, setting: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         draft_of(tmp_path, setting)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Command
+from conftest import Command, cases
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_problems import fits
@@ -568,21 +568,7 @@ def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(folder: Path, 
     assert json.loads((folder / "again.json").read_text())["plan"] == found["plan"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--method", "annealing"], "unknown search method 'annealing'"),
-        (["--seconds", "0"], "a search budget must be positive"),
-        (["--seconds", "-1"], "--seconds"),
-        (["--evaluations", "0"], "--evaluations"),
-        (["--chart", "search.txt"], "search.txt: a chart is written as one of .html, .svg, .png"),
-        (["--out", "nowhere/plan.yaml", "--json", "plan.json"], "nowhere does not exist"),
-        (["--json", "."], "is a folder"),
-        (["--set", "model=llama-3-70b"], "call train fits on no mesh of 8xh100: it needs"),
-        (["--set", "cases={a: {seeds: 2}}"], "a plan is searched for one case"),
-        (["--set", "model=llama-3-71b"], "unknown model 'llama-3-71b'"),
-    ],
-)
+@cases("plans", "a failing search says why and writes nothing")
 def test_a_failing_search_says_why_and_writes_nothing(
     arguments: list[str], expected: str, folder: Path, call: Command
 ) -> None:

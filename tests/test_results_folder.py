@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Command
+from conftest import TINY, Command, cases
 
 import rlsim
 from rlsim.charts import vega_script
@@ -92,20 +92,7 @@ def test_a_worker_of_a_pool_sweeps_by_itself(tmp_path: Path) -> None:
         assert pool.apply(swept, (tmp_path / "sweep",)) == {}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"source": 3}, "source: expected a file, a name or a mapping, got 3"),
-        ({"seeds": "2"}, "seeds: expected a number of seeds, got '2'"),
-        ({"seeds": True}, "seeds: expected a number of seeds, got True"),
-        ({"overrides": "trace.cap=8K"}, "overrides: expected KEY=VALUE texts or a mapping of keys to values, got"),
-        ({"overrides": 5}, "overrides: expected KEY=VALUE texts"),
-        ({"overrides": [5]}, "--set 5: expected key.path=value"),
-        ({"out": 5}, "out: expected a directory, got 5"),
-        ({"strict": "yes"}, "strict: expected True or False, got 'yes'"),
-        ({"progress": 1}, "progress: expected a function, got 1"),
-    ],
-)
+@cases("results_folder", "arguments of another type are told")
 def test_arguments_of_another_type_are_told(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         rlsim.run(**{"source": TINY, **given})

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from conftest import TINY, Command
+from conftest import TINY, Command, cases
 
 import rlsim
 from rlsim.cli.tables import setting_texts
@@ -104,22 +104,7 @@ def test_random_points_are_reproducible_and_grow_at_the_end() -> None:
     assert frame["i"].between(1024, 2048).all()
 
 
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ([{"zip": {"trace.cap": [1, 2], "seeds": [1]}}], "as many values of each"),
-        ([{"grid": {"trace.cap": 8}}], "trace.cap: expected a list of values"),
-        ([{"grid": {"trace.cap": []}}], "trace.cap: expected a list of values"),
-        ([{"grid": {}}], "expected keys"),
-        ([{"list": ["8K"]}], "expected settings such as"),
-        ([{"grid": {"seeds": [1]}, "zip": {"trace.cap": [1]}}], "one of grid, zip, list or random"),
-        ([{"random": {"points": 2, "keys": {"trace.cap": {"uniform": [2, 1]}}}}], "above the highest"),
-        ([{"random": {"points": 2, "keys": {"trace.cap": {"loguniform": [0, 1]}}}}], "above 0"),
-        ([{"random": {"points": 2, "keys": {"trace.cap": {}}}}], "give one of uniform"),
-        ([{"grids": {"trace.cap": [1]}}], "did you mean 'grid'?"),
-        ([{"grid": {"trace.cap": [1]}}, {"list": [{"trace": {"cap": 2, "fixed": 2}}]}], "two blocks set trace.cap"),
-    ],
-)
+@cases("sweep", "axes that make no sense are refused")
 def test_axes_that_make_no_sense_are_refused(axes: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_sweep(a_sweep(*axes))
@@ -147,18 +132,7 @@ def test_every_mistake_of_every_point_is_told_with_its_line(tmp_path: Path, monk
     assert "3 of 6 points, such as trace.cap=256, workflow.prompts=0" in second
 
 
-@pytest.mark.parametrize(
-    ("axis", "message"),
-    [
-        ({"trace.cup": [1]}, "trace.cup: unknown key; did you mean 'cap'?"),
-        ({"model": ["llama-3.1-8b", "lama-3.1-8b"]}, "did you mean .llama-3.1-8b.* .1 of 2 points, such as model=lama"),
-        ({"trace.path": ["nowhere.parquet"]}, "no such file"),
-        ({"systems.0.verl.tpp": [1]}, "tpp: unknown key"),
-        ({"systems.4": ["pat"]}, "systems.4: there is no '4'"),
-        ({"calibration": ["h200-vlm"]}, "unknown calibration"),
-        ({"cluster": ["8xh1000"]}, "unknown cluster"),
-    ],
-)
+@cases("sweep", "points that cannot be are found before anything runs")
 def test_points_that_cannot_be_are_found_before_anything_runs(axis: dict[str, Any], message: str) -> None:
     with pytest.raises(RlsimError, match=message):
         load_sweep(a_sweep({"grid": axis}))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import cases
 
 from rlsim.errors import TraceError
 from rlsim.trace import COLUMNS, TraceMeta, make_trace, read_trace, write_trace
@@ -68,22 +69,7 @@ def test_lengths_no_response_can_have(tmp_path: Path, value: float, message: str
         read_trace(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"response_tokens": ["100", "many", "30"]}, "line 3: response_tokens is not a number .got 'many'"),
-        ({"prompt_tokens": [10, -3, None]}, "line 3: prompt_tokens is negative"),
-        ({"prompt_tokens": [10, 0, None]}, "line 3: prompt_tokens is zero"),
-        ({"sample_id": [0, 0.5, 0]}, "line 3: sample_id is not a whole number"),
-        ({"prompt_id": ["a", None, "b"]}, "line 3: prompt_id is missing"),
-        ({"capped": ["yes!", "0", "0"]}, "line 2: capped is neither true nor false"),
-        ({"reward_time_s": [1.0, -0.5, 0]}, "line 3: reward_time_s is negative"),
-        ({"test_run_s": ["[1, 2]", "[1, -2]", "[]"]}, "line 3: test_run_s is not a list of finite numbers"),
-        ({"sample_id": [0, 0, 0]}, "line 3: prompt_id a, sample_id 0, epoch 0 stands already in line 2"),
-        ({"epochs": [0, 0, 0]}, "unknown column 'epochs'; did you mean 'epoch'"),
-        ({"Response_Tokens": [1, 1, 1], "response_tokens": None}, "did you mean 'response_tokens'"),
-    ],
-)
+@cases("trace_files", "other bad values")
 def test_other_bad_values(tmp_path: Path, change: dict[str, list[object] | None], message: str) -> None:
     frame = GOOD.assign(**change)
     frame = frame.drop(columns=[name for name, values in change.items() if values is None])

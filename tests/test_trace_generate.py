@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import cases
 
 from rlsim.catalogue import data_dir, names
 from rlsim.errors import ConfigError, TraceError
@@ -111,21 +112,7 @@ def test_from_a_fit_file(tmp_path: Path) -> None:
         load_recipe(tmp_path / "r.yaml")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompts": 0}, "prompts: expected at least 1"),
-        ({"groups": None}, "groups.icc is needed"),
-        ({"lengths": {}}, "give facts, fit or model"),
-        ({"lengths": {"facts": [{"above": 100}]}}, "give above and share, or quantile and tokens"),
-        ({"lengths": {"facts": [{"above": 100, "shares": 0.1}]}}, "lengths.facts.0.shares: unknown key"),
-        ({"cap_tokens": "8 GiB"}, "unknown unit 'GiB'"),
-        ({"growth": {"factors": [1], "epochs": 2}}, "give either factors, or curve"),
-        ({"growth": {"factors": [1, -1]}}, "every factor must be above 0"),
-        ({"prompt_tokens": {"median": 10, "p95": 5}}, "expected min <= median <= p95 <= max"),
-        ({"prompt": 4}, "unknown key; did you mean 'prompts'"),
-    ],
-)
+@cases("trace_generate", "bad recipes")
 def test_bad_recipes(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(**changes)
