@@ -267,10 +267,10 @@ def test_look_ups_outside_the_measured_ranges_are_counted() -> None:
     measured = Residual(count=1, median=0.0, p90=0.0, bias=0.0, ranges={"m": (1, 16), "n": (1, 4096), "k": (1, 4096)})
     o = Operators(fits(), REFERENCE, {"gemm": measured})
     o.gemm_s(16, 4096, 4096)
-    assert o.lookups.table() == {"gemm": {"exact": 0, "interpolated": 1, "extrapolated": 0}}
+    assert o.lookups.table() == {"gemm": {"interpolated": 1, "extrapolated": 0}}
     for _ in range(2):
         o.gemm_s(17, 4096, 4096)
-    assert o.lookups.table() == {"gemm": {"exact": 0, "interpolated": 1, "extrapolated": 1}}
+    assert o.lookups.table() == {"gemm": {"interpolated": 1, "extrapolated": 1}}
     assert o.lookups.examples == {"gemm": "m 17, measured 1 to 16"}
     with pytest.raises(CalibrationError, match=r"'probe' was not measured .* gemm \(1 shapes, e.g. m 17"):
         o.lookups.refuse_extrapolated("probe")
@@ -281,7 +281,7 @@ def test_an_output_narrower_than_a_block_is_between_a_launch_and_the_narrowest_m
     ranges = {"m": (1, 16), "n": (256, 4096), "k": (1, 4096)}
     o = Operators(fits(), REFERENCE, {"gemm": Residual(count=1, median=0.0, p90=0.0, bias=0.0, ranges=ranges)})
     o.gemm_s(16, 32, 4096)
-    assert o.lookups.table()["gemm"] == {"exact": 0, "interpolated": 1, "extrapolated": 0}
+    assert o.lookups.table()["gemm"] == {"interpolated": 1, "extrapolated": 0}
     o.gemm_s(17, 32, 4096)
     assert o.lookups.examples == {"gemm": "m 17, measured 1 to 16"}
     ranges["n"] = (512, 4096)  # the narrowest is more than a block

@@ -1,4 +1,4 @@
-"""How far a simulation's costs rest on measurements: every distinct look-up is exact, interpolated or extrapolated."""
+"""How far a simulation's costs rest on measurements: every distinct look-up is interpolated or extrapolated."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Literal
 
 from rlsim.errors import CalibrationError
 
-#: At a measured point; between measured points or in the range that a fit was made over; outside both.
-Kind = Literal["exact", "interpolated", "extrapolated"]
-KINDS: tuple[Kind, ...] = ("exact", "interpolated", "extrapolated")
+#: In the range that a fit was made over; outside.
+Kind = Literal["interpolated", "extrapolated"]
+KINDS: tuple[Kind, ...] = ("interpolated", "extrapolated")
 _EVERYWHERE = (-inf, inf)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsim.cost.curve import DecodeCurve, InWindows, StackedCurves
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError
 
@@ -33,7 +32,7 @@ class ProfileStep(StepCost):
 
     `curves` are the decode curves at the profiled batch sizes (ascending). `prefill_s[i][j]` are the seconds of one
     prefill of `prefill_tokens[i]` new tokens in sequences of `prefill_lengths[j]` tokens. Outside the profiled
-    region the edge slope continues, and the look-up counts as extrapolated. Raises `CalibrationError` for grids that
+    region the edge slope continues. Raises `CalibrationError` for grids that
     do not fit together.
     """
 
@@ -49,7 +48,6 @@ class ProfileStep(StepCost):
     ) -> None:
         self.tp = tp
         self.skew = skew
-        self._prefills = Lookups()
         self._curves = {curve.batch: curve for curve in curves}
         self._batches = [float(curve.batch) for curve in curves]
         if not curves or self._batches != sorted(set(self._batches)):
@@ -119,26 +117,6 @@ class ProfileStep(StepCost):
             active -= int(sequences)
         return time_s
 
-    def lookups(self) -> Lookups:
-        """Prefills, and every batch size decoded so far: measured itself, between two that were, or outside in its
-        size or in the largest sum of contexts it was used at."""
-        own = Lookups()
-        for batch, curve in self._used.items():
-            if not curve.furthest_tokens:
-                continue  # looked at, by a policy or a bound, but never run
-            i, _ = _segment(self._batches, batch)
-            around = {self._batches[i], self._batches[min(i + 1, len(self._batches) - 1)]}
-            measured = max(self._curves[int(b)].knots[-1] for b in around)
-            if batch not in self._curves and not self._batches[0] <= batch <= self._batches[-1]:
-                example = f"batch {batch}, measured {self._batches[0]:g} to {self._batches[-1]:g}"
-                own.add("decode profile", "extrapolated", example)
-            elif curve.furthest_tokens > measured:
-                example = f"{curve.furthest_tokens:g} context tokens at batch {batch}, measured up to {measured:g}"
-                own.add("decode profile", "extrapolated", example)
-            else:
-                own.add("decode profile", "exact" if batch in self._curves else "interpolated")
-        return own.merge([self._prefills])
-
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         """Bilinear in the new tokens and the equivalent sequence length, which gives the same (query, key) pairs.
 
@@ -166,10 +144,6 @@ class ProfileStep(StepCost):
         return self._prefill_at(tokens + batch, length) + curve.step_s(context_tokens) - curve.step_s(0.0)
 
     def _prefill_at(self, tokens: float, length: float) -> float:
-        inside = self._tokens[0] <= tokens <= self._tokens[-1] and self._lengths[0] <= length <= self._lengths[-1]
-        where = f"{tokens:g} tokens in sequences of {length:g}"
-        exact = tokens in self._tokens and length in self._lengths
-        self._prefills.add("prefill profile", "exact" if exact else "interpolated" if inside else "extrapolated", where)
         i, _ = _segment(self._tokens, tokens)
         rows = self._prefill[i : i + 2]
         return _along(self._tokens[i : i + 2], [_along(self._lengths, row, length) for row in rows], tokens)

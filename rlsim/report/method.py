@@ -109,10 +109,10 @@ def _lookups(tables: Lookups) -> Table:
         for operator, count in counts.items()
     ]
     caption = (
-        "Distinct shapes whose time was looked up: at a measured point, between measured points (or within the range "
-        "of a fit), and outside, where the times are least certain"
+        "Distinct shapes whose time was looked up: within the range of a fit, and outside, where the times are least "
+        "certain"
     )
-    return Table(caption, ("operator", "measured", "between", "outside", "share outside"), rows)
+    return Table(caption, ("operator", "within", "outside", "share outside"), rows)
 
 
 def ledger_section(result: Result) -> Section:
