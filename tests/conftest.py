@@ -42,12 +42,13 @@ LENGTHS = "prompt_id,sample_id,response_tokens\n" + "".join(f"{i // 4},{i % 4},{
 
 def cases(table: str, of: str) -> pytest.MarkDecorator:
     """The rows of a table in `cases/TABLE.yaml`, one a case; its first row names the parameters."""
-    names, *rows = _tables(table)[of]
+    names, *rows = tables(table)[of]
     return pytest.mark.parametrize(names, rows)
 
 
 @cache
-def _tables(name: str) -> Any:
+def tables(name: str) -> Any:
+    """All that is in `cases/NAME.yaml`."""
     return YAML(typ="safe", pure=True).load(Path(__file__).parent / "cases" / f"{name}.yaml")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import cases
+from conftest import cases, tables
 
 from rlsim.cost.attention_work import attention_work
 from rlsim.cost.calibration import load_calibration
@@ -34,54 +34,7 @@ from rlsim.models import Model, load_model
 
 H100 = load_cluster("8xh100")
 
-# Sums over the tensors of the published checkpoints (safetensors metadata on the model's page, its index's total_size,
-# or the model's paper), without layers for multi-token prediction and vision parts.
-PUBLISHED = {
-    "deepseek-v2-lite": 15_706_484_224,
-    "deepseek-v3": 671_026_419_200,
-    "kimi-linear-48b-a3b": 49_122_681_728,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-2-9b": 9_241_705_984,
-    "gemma-2-27b": 27_227_128_320,
-    "gemma-3-1b": 999_885_952,
-    "gemma-3-12b": 11_766_034_176,  # llama.cpp's count of the text part
-    "ernie-4.5-0.3b": 360_748_032,
-    "glm-4-9b-0414": 9_400_279_040,
-    "glm-4.5": 352_797_829_024,
-    "glm-4.5-air": 106_852_251_264,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
-    "kimi-k2": 1_026_408_232_448,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-405b": 405_853_388_800,
-    "mistral-7b-v0.1": 7_241_732_096,
-    "mistral-7b-v0.3": 7_248_023_552,
-    "deepseek-llm-7b": 6_910_365_696,
-    "mistral-nemo-12b": 12_247_782_400,
-    "mistral-small-24b-2501": 23_572_403_200,
-    "seed-oss-36b": 36_151_104_512,
-    "minimax-m2": 228_689_764_864,
-    "nemotron-nano-9b-v2": 8_888_227_328,
-    "nemotron-3-super-120b-a12b": 120_668_707_840,  # llama.cpp's count
-    "olmo-2-7b": 7_298_617_344,
-    "olmo-2-13b": 13_716_198_400,
-    "olmo-2-32b": 32_234_279_936,
-    "olmo-3-7b": 7_298_011_136,
-    "olmo-3-32b": 32_233_522_176,
-    "olmoe-1b-7b": 6_919_161_856,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_620_634_112,
-    "qwen1.5-moe-a2.7b": 14_315_784_192,
-    "qwen2.5-72b": 72_706_203_648,
-    "qwen3-235b-a22b": 235_093_634_560,
-    "qwen3-235b-a22b-2507": 235_093_634_560,
-    "qwen3-30b-a3b-2507": 30_532_122_624,
-    "qwen3-4b-2507": 4_022_468_096,
-    "qwen3-coder-480b-a35b": 480_154_875_392,
-    "qwen3-next-80b-a3b": 79_674_391_296,
-    "r1-distill-llama-70b": 70_553_706_496,
-    "r1-distill-qwen-7b": 7_615_616_512,
-}
+PUBLISHED: dict[str, int] = tables("architectures")["published"]
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", *_HEADS, "vocab_size")
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -90,70 +43,6 @@ MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_
 def config(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
     return {"model_type": model_type, **dict(zip(_SIZES, sizes, strict=True)), **more}
 
-
-# The same for models that are not in the catalogue: what their config.json says of the shape.
-CONFIGS = {
-    "Llama-2-13b": (config("llama", 5120, 13824, 40, 40, 40, 32000), 13_015_864_320),
-    "Llama-2-70b": (config("llama", 8192, 28672, 80, 64, 8, 32000), 68_976_648_192),
-    "Mistral-Nemo-12B": (config("mistral", 5120, 14336, 40, 32, 8, 131072, head_dim=128), 12_247_782_400),
-    "gemma-7b": (config("gemma", 3072, 24576, 28, 16, 16, 256000, head_dim=256), 8_537_680_896),
-    "phi-4": (config("phi3", 5120, 17920, 40, 40, 10, 100352), 14_659_507_200),
-    "Seed-OSS-36B": (
-        config("seed_oss", 5120, 27648, 64, 80, 8, 155136, head_dim=128, attention_bias=True),
-        36_151_104_512,
-    ),
-    "SmolLM3-3B": (config("smollm3", 2048, 11008, 36, 16, 4, 128256), 3_075_098_624),
-    "gemma-3-270m": (config("gemma3_text", 640, 2048, 18, 4, 1, 262144, sliding_window=512), 268_098_176),
-    "DeepSeek-V2": (
-        config("deepseek_v2", 5120, 12288, 60, 128, 128, 102400, n_routed_experts=160, n_shared_experts=2,
-               num_experts_per_tok=6, moe_intermediate_size=1536, first_k_dense_replace=1, q_lora_rank=1536, **MLA),
-        235_741_434_880,
-    ),
-    "GLM-4.5V": (  # its language model has the shape of GLM-4.5-Air's
-        config("glm4v_moe_text", 4096, 10944, 46, 96, 8, 151552, head_dim=128, n_routed_experts=128, n_shared_experts=1,
-               num_experts_per_tok=8, moe_intermediate_size=1408),
-        106_852_251_264,
-    ),
-    "MiMo-7B": (config("mimo", 4096, 11008, 36, 32, 8, 151680), 7_622_619_136),  # as the catalogue has it
-    "granite-guardian-3.2-3b-a800m": (
-        config("granitemoe", 1536, 512, 32, 24, 8, 49155, num_local_experts=40, num_experts_per_tok=8,
-               tie_word_embeddings=True),
-        3_298_793_472,
-    ),
-    "granite-4.0-h-small": (
-        config("granitemoehybrid", 4096, 768, 40, 32, 8, 100352, num_local_experts=72, num_experts_per_tok=10,
-               shared_intermediate_size=1536, mamba_d_state=128, mamba_n_heads=128, mamba_d_head=64,
-               tie_word_embeddings=True, layer_types=(["mamba"] * 9 + ["attention"]) * 4),
-        32_207_337_984,
-    ),
-    "Qwen2-57B-A14B": (
-        config("qwen2_moe", 3584, 18944, 28, 28, 4, 151936, num_experts=64, num_experts_per_tok=8,
-               moe_intermediate_size=2560, shared_expert_intermediate_size=20480),
-        57_408_658_944,
-    ),
-    "dots.llm1": (
-        config("dots1", 4096, 10944, 62, 32, 32, 152064, n_routed_experts=128, n_shared_experts=2,
-               num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1),
-        142_774_381_696,
-    ),
-    "Ling-mini-2.0": (
-        config("bailing_moe", 2048, 5120, 20, 16, 4, 157184, num_experts=256, num_shared_experts=1,
-               num_experts_per_tok=8, moe_intermediate_size=512, first_k_dense_replace=1, use_qk_norm=True),
-        16_255_643_392,
-    ),
-    "Hunyuan-A13B": (
-        config("hunyuan_v1_moe", 4096, 3072, 32, 32, 8, 128167, head_dim=128, num_experts=64, moe_topk=[8] * 32,
-               num_shared_expert=[1] * 32, moe_intermediate_size=[3072] * 32, tie_word_embeddings=True),
-        80_393_183_232,
-    ),
-    "Apertus-8B": (  # two numbers of each activation (xIELU) apart
-        config("apertus", 4096, 21504, 32, 32, 8, 131072), 8_053_338_176 - 64,
-    ),
-    "internlm2.5-7b": (config("internlm2", 4096, 14336, 32, 32, 8, 92544, bias=False), 7_737_708_544),
-    "internlm3-8b": (config("internlm3", 4096, 10240, 48, 32, 2, 128512, head_dim=128), 8_804_241_408),
-    "MiniCPM-2B": (config("minicpm", 2304, 5760, 40, 36, 36, 122753), 2_724_880_896),
-    "glm-4-9b-hf": (config("glm", 4096, 13696, 40, 32, 2, 151552, attention_bias=True), 9_399_951_360),
-}  # fmt: skip
 
 TINY = config("llama", 64, 128, 4, 4, 2, 100)
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -168,9 +57,9 @@ def test_published_counts(name: str, parameters: int) -> None:
     assert load_model(name).parameters == parameters
 
 
-@pytest.mark.parametrize(("words", "parameters"), CONFIGS.values(), ids=CONFIGS)
+@cases("architectures", "published of other configurations")
 def test_published_counts_of_other_configurations(words: dict[str, Any], parameters: int) -> None:
-    assert Model(name="-", **words).parameters == parameters
+    assert Model(**words).parameters == parameters
 
 
 def test_multimodal_models_of_one_family_have_the_same_vision_part() -> None:

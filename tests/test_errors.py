@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from conftest import Command, Failing, cases, edited
 
-from rlsim.catalogue import data_dir
 from rlsim.output import results_folder
 
 BIG = {
@@ -50,18 +49,6 @@ def test_a_trace_with_a_mistake(failing: Failing, folder: Path, rows: str, messa
     assert message in text
 
 
-def test_damaged_trace_files(failing: Failing, folder: Path) -> None:
-    whole = (data_dir("traces") / "rollpacker-math.parquet").read_bytes()
-    (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    assert "cut.parquet: not a readable Parquet file (truncated or damaged?)" in failing(
-        "--set", "trace.path=cut.parquet"
-    )
-    (folder / "lengths.csv").write_text("")
-    assert "lengths.csv: the file is empty" in failing()
-    (folder / "lengths.csv").write_text("a,b\n1,2\n")
-    assert "lengths.csv: no column 'prompt_id' and 'sample_id'" in failing()
-
-
 def test_experiment_files_that_are_not_there(folder: Path, call: Command) -> None:
     (folder / "empty.yaml").write_text("")
     (folder / "list.yaml").write_text("- 1\n")
@@ -96,26 +83,6 @@ def test_a_system_too_big_is_an_error_but_one_of_several_is_left_out(
     assert "note: verl-tp1 left out: llama-3-70b rollout at TP 1 does not fit: weights 141" in printed
     assert "note: no speedups: the baseline verl-tp1 was left out" in printed
     assert "verl-tp8" in printed
-
-
-def test_the_output_is_never_written_over_other_files(
-    failing: Failing, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("nothing runs before the output directory is known to be free")
-
-    monkeypatch.setattr("rlsim.experiment.simulator.Simulator.simulate", refuse)
-    (folder / "other").mkdir()
-    (folder / "other" / "thesis.tex").write_text("years of work")
-    (folder / "file").write_text("")
-    assert failing("--out", "other") == "other exists and holds no rlsim results; choose another directory"
-    assert failing("--out", "file") == "file is a file; give a directory"
-    assert (folder / "other" / "thesis.tex").read_text() == "years of work"
-
-
-def test_an_output_that_cannot_be_made(failing: Failing, folder: Path) -> None:
-    (folder / "file").write_text("")
-    assert failing("--out", "file/deep/out").startswith("file/deep/out: cannot be written: ")
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", r"..\x", "..", "."])
