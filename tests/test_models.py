@@ -8,27 +8,6 @@ from rlsim.errors import CatalogueError, ConfigError
 from rlsim.layers import Dense, Experts, Linear
 from rlsim.models import Model, load_model
 
-# Sums over the tensors of the published checkpoints (model cards, safetensors indices).
-PUBLISHED = {
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3-70b": 70_553_706_496,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "r1-distill-qwen-1.5b": 1_777_088_000,
-    "qwen2.5-3b": 3_085_938_688,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-14b": 14_770_033_664,
-    "qwen2.5-32b": 32_763_876_352,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264,
-    "qwen3-30b-a3b": 30_532_122_624,
-}
-
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -49,11 +28,6 @@ def write(path: Path, **changes: object) -> Path:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(data))
     return path
-
-
-@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
-def test_published_parameter_counts(name: str, parameters: int) -> None:
-    assert load_model(name).parameters == parameters
 
 
 @pytest.mark.parametrize("name", catalogue.names("models"))
