@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from rlsim.experiment.ledger import (
     source_of,
     table,
     turns,
-    value_at,
 )
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.result import Result, read_result
@@ -140,12 +140,12 @@ def test_sources_survive_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", table(), ids=lambda row: f"{row.name} {row.key}")
 def test_rows_of_the_table_fit_the_schema(row: Any, tmp_path: Path) -> None:
     experiment = load_experiment(drafted("24", tmp_path).data())[0]
-    value_at(experiment, row.key)
+    attrgetter(row.key)(experiment)
     facts = facts_of(LoadedExperiment.of(experiment, tmp_path), Lookups())
     assert holds(row.when, facts) in (True, False)
     assert (row.taken + row.why).format(**facts)
     for end in row.range or ():
-        with_settings(experiment, {row.key: value_at(experiment, row.key) if end == "same" else end}, row.name)
+        with_settings(experiment, {row.key: attrgetter(row.key)(experiment) if end == "same" else end}, row.name)
 
 
 def ledger_rows(case: str, folder: Path, **more: Any) -> dict[str, str]:

@@ -25,6 +25,7 @@ from rlsim.experiment.workflows import TraceScoring, workflow_of
 from rlsim.hardware import AnyCluster, Cluster, load_any_cluster, node_types
 from rlsim.models import Model, load_model
 from rlsim.reading import is_file
+from rlsim.refusals import refuse
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import StepSampler, Trace, TraceMeta, limits, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
@@ -113,12 +114,14 @@ class LoadedExperiment:
         rollout = self.model.within(longest)
         rollout = rollout.served(engine.precision, engine.kv_precision, share(rollout.model_type))
         judge = self.judge_model and self.judge_model.served(window_share=share(self.judge_model.model_type))
-        if self.experiment.weight_sync == "reshard" and rollout.quantised_parameters:
-            raise ConfigError(
-                f"{shown}: weight_sync: reshard leaves weights as they are trained, in bf16, but the rollout of "
-                f"{rollout.name} has others; give engine.precision: bf16, or a weight_sync into an engine (bucketed)"
-            )
-        self._check_offloading(rollout, shown)
+        refuse(
+            "loaded",
+            shown=shown,
+            experiment=self.experiment,
+            caching=self.engine.enable_prefix_caching,
+            rollout=rollout,
+            plain_kv=kv_shape(rollout, 1) == PLAIN_KV,
+        )
         if len(self.calibrations) == 1:  # of several kinds of GPU only those that generate and train count
             (calibration,) = self.calibrations.values()
             with _measured(f"{shown}: engine"):
@@ -135,17 +138,6 @@ class LoadedExperiment:
     def _models_in_use(self) -> list[Model]:
         used = {call.model for call in self.algorithm.calls}
         return [model for role, model in self.models.items() if role in used]
-
-    def _check_offloading(self, rollout: Model, shown: str) -> None:
-        """KV pages go to host memory, and come back from it, by way of the prefix cache."""
-        if not self.experiment.engine.kv_offloading_bytes:
-            return
-        at = f"{shown}: engine.kv_offloading_bytes offloads pages of the prefix cache"
-        if not self.engine.enable_prefix_caching:
-            why = "engine.data_parallel_attention" if self.experiment.engine.enable_prefix_caching else "this engine"
-            raise ConfigError(f"{at}, which {why} is without; leave it out")
-        if kv_shape(rollout, 1) != PLAIN_KV:
-            raise ConfigError(f"{at}, which rlsim has only where every layer keeps all tokens, unlike {rollout.name}")
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -208,7 +200,7 @@ class LoadedExperiment:
         counted = training.micro_batch_sequences or training.log_prob_micro_batch_sequences
         return BatchSize(
             spec.prompts * spec.responses,
-            float(self._prompt_tokens.mean()) + float(capped.mean()),
+            float(self.prompt_lengths.mean()) + float(capped.mean()),
             min(self.longest_prompt + int(capped.max()), self.longest_sequence),
             training.mini_batches,
             spec.prompts * self.algorithm.baseline_responses,
@@ -222,21 +214,16 @@ class LoadedExperiment:
         step = self.sampler(self.experiment.seed_list[0]).step(0)
         return step.prompt_tokens + step.response_tokens
 
-    @property
-    def mean_response_tokens(self) -> float:
-        """The mean length of a response under the cap (tokens)."""
-        return float(self._cut[0].mean())
-
     @cached_property
     def longest_prompt(self) -> int:
         """The longest prompt of the trace (tokens)."""
-        return int(self._prompt_tokens.max())
+        return int(self.prompt_lengths.max())
 
     @cached_property
     def longest_response(self) -> int:
         """The longest that a response can get (tokens): up to the cap, and to what its prompt leaves."""
         trace = self.experiment.trace
-        return int(limits(self._prompt_tokens, trace.cap, trace.max_model_len).max())
+        return int(limits(self.prompt_lengths, trace.cap, trace.max_model_len).max())
 
     @property
     def longest_sequence(self) -> int:
@@ -244,37 +231,21 @@ class LoadedExperiment:
         longest, trace = self.longest_prompt + self.experiment.trace.cap, self.experiment.trace
         return min(longest, trace.max_model_len or longest)
 
-    @cached_property
-    def judged_tokens(self) -> int:
-        """Mean length of prompt and capped response together, of those that a judge reads (tokens)."""
-        judged = self.scoring.judged
-        return round(float(self._prompt_tokens[judged].mean()) + float(self._cut[0][judged].mean()))
-
-    @property
-    def mean_prompt(self) -> float:
-        """The mean prompt of the trace (tokens)."""
-        return float(self._prompt_tokens.mean())
-
     @property
     def response_lengths(self) -> npt.NDArray[np.int64]:
         """The trace's lengths as they are generated, under the cap (tokens)."""
         return self._cut[0]
 
-    @property
-    def longest_answer(self) -> int:
-        """The longest answer of a judge (tokens)."""
-        known = self.trace.frame.get("judge_tokens")
-        return 0 if known is None else int(known.fillna(0).max())
-
     @cached_property
-    def _prompt_tokens(self) -> pd.Series[int]:
+    def prompt_lengths(self) -> pd.Series[int]:
+        """The trace's prompts (tokens)."""
         return _prompt_tokens(self.trace, self.experiment.trace)
 
     @cached_property
     def _cut(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The trace's lengths as they are generated, and which responses do not end."""
         trace = self.experiment.trace
-        return self.trace.cut(limits(self._prompt_tokens, trace.cap, trace.max_model_len))
+        return self.trace.cut(limits(self.prompt_lengths, trace.cap, trace.max_model_len))
 
     def sampler(self, seed: int) -> StepSampler:
         workflow, trace = self.experiment.workflow, self.experiment.trace
@@ -290,12 +261,8 @@ class LoadedExperiment:
 
 
 def _prompt_tokens(trace: Trace, spec: TraceSpec) -> pd.Series[int]:
-    known = trace.frame.get("prompt_tokens")
-    return (
-        pd.Series(spec.default_prompt_tokens, trace.frame.index)
-        if known is None
-        else known.fillna(spec.default_prompt_tokens)
-    )
+    known, default = trace.frame.get("prompt_tokens"), spec.default_prompt_tokens
+    return pd.Series(default, trace.frame.index) if known is None else known.fillna(default)
 
 
 def _scaled(trace: Trace, spec: TraceSpec) -> Trace:
@@ -346,21 +313,17 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, sho
             )
         given = {kinds[0]: given}
     named = {nodes[kind].gpu.name if kind in nodes else kind: name for kind, name in given.items()}
-    found = {}
+    found: dict[str, Calibration] = {}
     for kind in kinds:
         if kind not in named:
             raise ConfigError(f"{shown}: none for {kind} of cluster {cluster.name}; expected {kind}: <gpu>-<engine>")
-        found[kind] = _calibration(named[kind], experiment, folder)
+        read = load_calibration(beside(named[kind], folder)).drawn(experiment.draw, experiment.costs)
+        found[kind] = read.scheduled(experiment.engine.async_scheduling)
         if found[kind].gpu != kind:
             raise CalibrationError(
                 f"{shown}: {found[kind].name} is for GPU {found[kind].gpu!r}, cluster {cluster.name!r} has {kind!r}"
             )
     return found
-
-
-def _calibration(name: str, experiment: Experiment, folder: Path) -> Calibration:
-    found = load_calibration(beside(name, folder)).drawn(experiment.draw, experiment.costs)
-    return found.scheduled(experiment.engine.async_scheduling)
 
 
 def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:

@@ -41,11 +41,9 @@ def streamed_calls(workflow: Workflow) -> tuple[Call, ...]:
 def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) -> Plan:
     """The plan, with `streamed` calls beside generation where they want its GPUs."""
     generating = {g for call in workflow.calls if call.kind == "generate" for g in plan.of(call.name).gpus}
-    placements: dict[str, Placement] = dict(plan.placements)
-    for call in streamed:
-        placement = plan.of(call.name)
-        placements[call.name] = replace(placement, shared=not generating.isdisjoint(placement.gpus))
-    return Plan(placements)
+    own = {call.name: plan.of(call.name) for call in streamed}
+    shared = {name: replace(one, shared=not generating.isdisjoint(one.gpus)) for name, one in own.items()}
+    return Plan({**plan.placements, **shared})
 
 
 def _engine(loaded: LoadedExperiment, kind: Kind, model: Model, share: float, **other: Any) -> RolloutCostModel:
@@ -176,7 +174,8 @@ class Judge:
         self.gpus = reserved_gpus(spec, loaded.cluster) if beside is None else ()  # its own
         on = self.gpus or range(loaded.cluster.gpus)
         self._kind = loaded.kind(on, "workflow.reward.judge")
-        self._cluster, self._calibration = self._kind
+        self._cluster, calibration = self._kind
+        self._resident = step_cost(model, spec.tp, self._cluster, calibration)
         self.joins = may_join and beside is None and spec.while_training != "apart"
 
     @property
@@ -194,14 +193,12 @@ class Judge:
             cost = streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, self._cluster.host))
         elif self.joins and spec.while_training == "offloaded":
             load_s = host_copy_s(math.ceil(rollout_weight_bytes(model, spec.tp)), self._cluster.host)
-        longest = loaded.longest_sequence + spec.prompt_tokens + loaded.longest_answer
+        answers = loaded.trace.frame.get("judge_tokens")
+        answer = 0 if answers is None else int(answers.fillna(0).max())
+        longest = loaded.longest_sequence + spec.prompt_tokens + answer
         slowdown = self.beside.slowdown if self.beside else None
         made = scoring_engine(loaded, self._kind, model, cost, longest, JUDGE, slowdown, resident_bytes)
         return made._replace(load_s=load_s)
-
-    @cached_property
-    def _resident(self) -> StepCost:
-        return step_cost(self._model, self._spec.tp, self._cluster, self._calibration)
 
     @cached_property
     def offloaded_layers(self) -> int:
@@ -210,7 +207,9 @@ class Judge:
             return 0
         if self.beside.offload != "auto":
             return round(self.beside.offload * self._model.num_hidden_layers)
-        typical = self._spec.prompt_tokens + self._loaded.judged_tokens
+        judged = self._loaded.scoring.judged
+        lengths = (self._loaded.prompt_lengths, self._loaded.response_lengths)
+        typical = self._spec.prompt_tokens + round(sum(float(each[judged].mean()) for each in lengths))
         batched = self._loaded.experiment.engine.max_num_batched_tokens
         return layers_to_offload(self._model, self._resident, self._cluster.host, batched, typical)
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from rlsim.cost.bound import GenerationBound
 from rlsim.errors import ConfigError, PolicyError
-from rlsim.experiment.columns import CALL_PARTS, TABLES
+from rlsim.experiment.columns import ACTED, CALL_PARTS, TABLES
 from rlsim.experiment.parts import ROUNDING, Floats, Stretches, floats, parts_of_steps, tail_stretches
 from rlsim.experiment.steadiness import Flow, Window
 from rlsim.experiment.summary import percentile_of_counts
@@ -27,6 +27,12 @@ Frames = dict[str, pd.DataFrame]
 
 #: Tables whose times are all known when a run ends; those of a response that was aborted are not.
 _COMPLETE = ("steps", "calls", "spans")
+#: Columns of `steps` that what becomes of a step's prompts, and the summary of its rollout, have under the same name.
+_SETTLED = ("launched", "put_back", "resumed", "paused", "dropped")
+_OF_ROLLOUT = (
+    *ACTED[1:], "waiting", "initial_tp", "preemptions", "prefix_hit_tokens", "kv_loaded_tokens", "released_gpu_s",
+    "borrowed_gpu_s",
+)  # fmt: skip
 #: Columns of `responses` that `rlsim.sim.responses.Responses` has under another name.
 _RESPONSE_FIELDS = {
     "response_tokens": "generated_tokens",
@@ -85,14 +91,13 @@ def frames_of(
 
 def named(frames: Frames, case: str, system: str, seed: int) -> Frames:
     """The tables of a run with the columns that name it, in the order and types of `columns`."""
-    run: dict[str, str | int] = {"case": case, "system": system, "seed": seed}
+    run: dict[str, Any] = {"case": case, "system": system, "seed": seed}
     result = {}
     for table, frame in frames.items():
-        columns = TABLES[table]
-        if unknown := {*map(str, frame), *run} - {c.name for c in columns}:
+        given: dict[Any, Any] = {**frame, **run}
+        if unknown := given.keys() - {c.name for c in TABLES[table]}:
             raise ValueError(f"{table}: no column says what {', '.join(sorted(unknown))} is")
-        given = ((c, run[c.name] if c.name in run else frame[c.name]) for c in columns)
-        values = {c.name: _values(value, len(frame), c.dtype) for c, value in given}
+        values = {c.name: _values(given[c.name], len(frame), c.dtype) for c in TABLES[table]}
         result[table] = pd.DataFrame(values, index=frame.index)
     return result
 
@@ -173,35 +178,22 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
 
 def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
     """How many responses and tokens the step launched, trained on, wasted and put off, and what held them."""
-    kept, settled = responses.trained, summary.settled
+    kept, settled, generated = responses.trained, summary.settled, responses.generated_tokens
     return {
         "tokens": responses.total_tokens[kept].sum(),
-        "trained_response_tokens": responses.generated_tokens[kept].sum(),
-        "response_tokens": (responses.generated_tokens - responses.resumed_tokens).sum(),
-        "wasted_tokens": responses.generated_tokens[~(kept | responses.paused | responses.baseline)].sum(),
-        "paused_tokens": responses.generated_tokens[responses.paused].sum(),
-        "baseline_tokens": responses.generated_tokens[responses.baseline].sum(),
+        "trained_response_tokens": generated[kept].sum(),
+        "response_tokens": (generated - responses.resumed_tokens).sum(),
+        "wasted_tokens": generated[~(kept | responses.paused | responses.baseline)].sum(),
+        "paused_tokens": generated[responses.paused].sum(),
+        "baseline_tokens": generated[responses.baseline].sum(),
         "resumed_tokens": responses.resumed_tokens.sum(),
-        "launched": settled.launched,
         "trained": kept.sum(),
-        "put_back": settled.put_back,
-        "resumed": settled.resumed,
-        "paused": settled.paused,
-        "dropped": settled.dropped,
         "dropped_stale": settled.stale,
-        "waiting": summary.waiting,
         "timeouts": (responses.timed_out & kept).sum(),
-        "longest_tokens": responses.generated_tokens[kept].max(initial=0),
-        "initial_tp": summary.initial_tp,
-        "moved": summary.moved,
-        "released": summary.released,
-        "aborted": summary.aborted,
-        "preemptions": summary.preemptions,
-        "prefix_hit_tokens": summary.prefix_hit_tokens,
-        "kv_loaded_tokens": summary.kv_loaded_tokens,
-        "released_gpu_s": summary.released_gpu_s,
-        "borrowed_gpu_s": summary.borrowed_gpu_s,
+        "longest_tokens": generated[kept].max(initial=0),
         "kv_peak_tokens": summary.peak_kv_tokens,
+        **{name: getattr(settled, name) for name in _SETTLED},
+        **{name: getattr(summary, name) for name in _OF_ROLLOUT},
     }
 
 
@@ -222,12 +214,8 @@ def _staleness(responses: Responses, step: int) -> dict[str, Any]:
 def _gpu_seconds(held: Iterable[Sequence[float]], edges: Floats) -> Floats:
     """GPU-seconds in each step; `held` has start, end and GPUs of each stretch, which may reach over several steps."""
     start, end, gpus = floats(held, 3)
-    return np.array(
-        [
-            (np.clip(np.minimum(end, last) - np.maximum(start, first), 0.0, None) * gpus).sum()
-            for first, last in itertools.pairwise(edges)
-        ]
-    )
+    shares = (np.minimum(end, last) - np.maximum(start, first) for first, last in itertools.pairwise(edges))
+    return np.array([(np.clip(share, 0.0, None) * gpus).sum() for share in shares])
 
 
 def uncovered(spans: Sequence[Span]) -> Sequence[Span]:
@@ -250,15 +238,15 @@ def uncovered(spans: Sequence[Span]) -> Sequence[Span]:
 def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
     frames, names = [], np.asarray([str(name) for name in sampler.prompt_ids])
     for step, responses in enumerate(outcome.responses):
-        columns: dict[str, Any] = {
+        made: dict[str, Any] = {
             "step": step,
             "prompt_id": names[sampler.prompts_at(responses.position)],
             "tp_history": [">".join(map(str, tps)) for tps in responses.tps],
             "staleness": step - responses.version,
         }
-        others = [name for name in _own_columns("responses") if name not in columns]
-        columns |= {name: getattr(responses, _RESPONSE_FIELDS.get(name, name)) for name in others}
-        frames.append(pd.DataFrame(columns))
+        for name in (name for name in _own_columns("responses") if name not in made):
+            made[name] = getattr(responses, _RESPONSE_FIELDS.get(name, name))
+        frames.append(pd.DataFrame(made))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -295,6 +283,5 @@ def _span_rows(spans: Iterable[Span]) -> Iterable[tuple[Any, ...]]:
 @lru_cache(maxsize=10_000)
 def _runs(gpus: tuple[int, ...]) -> Sequence[tuple[int, int]]:
     """Contiguous runs of GPU numbers: (first, how many)."""
-    groups = itertools.groupby(enumerate(sorted(gpus)), key=lambda at: at[1] - at[0])
-    runs = [list(group) for _, group in groups]
-    return [(run[0][1], len(run)) for run in runs]
+    runs = itertools.groupby(enumerate(sorted(gpus)), key=lambda at: at[1] - at[0])
+    return [((its := [gpu for _, gpu in run])[0], len(its)) for _, run in runs]

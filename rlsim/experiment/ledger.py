@@ -214,11 +214,6 @@ def source_of(experiment: Experiment, key: str) -> str:
     return GIVEN
 
 
-def value_at(experiment: Experiment, key: str) -> Any:
-    """The value of a dotted key."""
-    return attrgetter(key)(experiment)
-
-
 # ---- what holds in a run --------------------------------------------------------------------------------------------
 
 
@@ -277,7 +272,7 @@ def ledger_of(loaded: LoadedExperiment, lookups: Lookups) -> LedgerRecord:
 
 
 def _record(row: Assumption, experiment: Experiment, facts: Mapping[str, Any]) -> AssumedRecord:
-    value = value_at(experiment, row.key)
+    value = attrgetter(row.key)(experiment)
     if row.times is not None:
         whole = isinstance(value, int)
         ends = [(max(round(value * one), 1) if whole else value * one, f"× {one:g}") for one in row.times]

@@ -170,7 +170,8 @@ def kv_note(placed: PlacedExperiment, tp: int) -> str:
     memory, shape = costs.memory(tp), kv_shape(loaded.model, loaded.replica.attention_tp(tp // placed.rollout_pp))
     given = math.ceil(workflow.prompts * loaded.launched_responses * tp / gpus)
     running = min(given, engine.max_num_seqs)
-    prompt, lengths = loaded.mean_prompt * (not engine.enable_prefix_caching), np.sort(loaded.response_lengths)
+    prompt = float(loaded.prompt_lengths.mean()) * (not engine.enable_prefix_caching)
+    lengths = np.sort(loaded.response_lengths)
     at = np.linspace(0, len(lengths) - 1, 65).astype(int)
     left = 1.0 - at / len(lengths)  # of the responses when those of this length end
 

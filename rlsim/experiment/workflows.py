@@ -56,28 +56,28 @@ def _make(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
 
 
 def _loaded(name: str) -> Workflow:
+    """The workflow that a function makes; it is not called if it cannot be one that does."""
     what = f"workflow.algorithm: {name}"
     function = load_object(name, what)
-    _check_function(function, name, what)
+    home = getattr(function if inspect.isfunction(function) else type(function), "__module__", None)
+    if not callable(function) or isinstance(function, type) or home != name.partition(":")[0]:
+        raise ConfigError(f"{what} is no function that is defined in that module")
+    signature = inspect.signature(function)
+    needed = [
+        one.name
+        for one in signature.parameters.values()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if needed:
+        raise ConfigError(f"{what} needs {', '.join(needed)}; it is called without arguments")
+    returns = signature.return_annotation
+    if returns not in (signature.empty, Workflow) and "Workflow" not in str(returns):
+        raise ConfigError(f"{what} returns {returns} by its annotation, expected a rlsim.workflow.Workflow")
     with blamed(what):
         made = function()
     if not isinstance(made, Workflow):
         raise ConfigError(f"{what} made {shown(made)}, expected a rlsim.workflow.Workflow")
     return made
-
-
-def _check_function(function: Any, name: str, what: str) -> None:
-    """Raises `ConfigError`, without calling it, for what cannot be a function that makes a workflow."""
-    home = getattr(function if inspect.isfunction(function) else type(function), "__module__", None)
-    if not callable(function) or isinstance(function, type) or home != name.partition(":")[0]:
-        raise ConfigError(f"{what} is no function that is defined in that module")
-    parameters = inspect.signature(function).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if needed:
-        raise ConfigError(f"{what} needs {', '.join(needed)}; it is called without arguments")
-    returns = inspect.signature(function).return_annotation
-    if returns is not inspect.Signature.empty and returns is not Workflow and "Workflow" not in str(returns):
-        raise ConfigError(f"{what} returns {returns} by its annotation, expected a rlsim.workflow.Workflow")
 
 
 # ---- rewards --------------------------------------------------------------------------------------------------------
