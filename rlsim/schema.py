@@ -169,6 +169,11 @@ def place_of(value: Any) -> str:
     return "" if marks is None or marks.line is None else f"{marks.line + 1}:{marks.col + 1}"
 
 
+def located(source: str, value: Any) -> str:
+    """The file that a value is from, and where it stands there, for messages."""
+    return ":".join(filter(None, (source, place_of(value))))
+
+
 def _keys_of(location: Sequence[int | str], data: Any, missing: bool) -> tuple[int | str, ...]:
     """A pydantic location without the tags of union members, which are no keys of the data."""
     keys: list[int | str] = []

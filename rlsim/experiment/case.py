@@ -29,7 +29,7 @@ from rlsim.experiment.steadiness import steady_notes
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.plan import part_of
-from rlsim.schema import place_of
+from rlsim.schema import located
 from rlsim.sim.control import decides
 
 
@@ -41,7 +41,7 @@ def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experime
     if not experiment.cases:
         yield "", experiment
     for name, settings in experiment.cases.items():
-        where = ":".join(part for part in (shown, place_of(settings)) if part)
+        where = located(shown, settings)
         for key in ("seeds", "baseline"):
             if key in settings:
                 raise ConfigError(f"{where}: case {name!r}: {key} are the same for all cases: set them beside `cases`")

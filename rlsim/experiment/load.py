@@ -112,9 +112,8 @@ def _way_out(path: Path) -> str:
         return f"; make an experiment of a run script or log of veRL: rlsim init --from-verl {path} --gpu GPU"
     if is_file(path) or not path.suffix:
         return ""
-    beside = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    near = nearest(str(path), {*beside, *catalogue.names("experiments")}, "experiments that ship with rlsim")
-    return f"; {near}"
+    known = {*map(str, path.parent.glob("*.y*ml")), *catalogue.names("experiments")}
+    return f"; {nearest(str(path), known, 'experiments that ship with rlsim')}"
 
 
 def _copied(value: Any) -> Any:
@@ -125,17 +124,16 @@ def _copied(value: Any) -> Any:
 
 def parse_overrides(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """`key.path=value` texts as a mapping of key paths to values; `option` is where they are from."""
-    return dict(_parse_override(text, option) for text in texts)
-
-
-def _parse_override(text: str, option: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
-    if not equals or not key:
-        raise ConfigError(f"{option} {text}: expected key.path=value")
-    try:
-        return key, parse_yaml(value, f"{option} {key}")
-    except SyntaxConfigError:
-        return key, value
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
+        if not equals or not key:
+            raise ConfigError(f"{option} {text}: expected key.path=value")
+        try:
+            found[key] = parse_yaml(value, f"{option} {key}")
+        except SyntaxConfigError:
+            found[key] = value
+    return found
 
 
 def set_path(data: Any, key: str, value: Any, shown: str = "") -> None:

@@ -25,6 +25,9 @@ from rlsim.search.greedy import start
 from rlsim.search.scheduling import schedule_one
 from rlsim.workflow import Plan
 
+#: What the table of calls has of a strategy.
+_OF_STRATEGY = ("gpus", "tp", "pp", "dp", "micro_batches", "zero_stage", "offload")
+
 
 @dataclass(frozen=True)
 class PlanReport:
@@ -74,33 +77,19 @@ class PlanReport:
         rows = []
         for call, index, time_s in zip(self.space.calls, self.found.plan, seconds.tolist(), strict=True):
             first, option = self.space.options[call.name][index]
-            strategy = option.strategy
-            rows.append(
-                {
-                    "call": call.name,
-                    "model": call.model,
-                    "first_gpu": first,
-                    "gpus": strategy.gpus,
-                    "tp": strategy.tp,
-                    "pp": strategy.pp,
-                    "dp": strategy.dp,
-                    "micro_batches": strategy.micro_batches if call.kind != "generate" else None,
-                    "zero_stage": strategy.zero_stage if call.kind != "generate" else None,
-                    "offload": strategy.offload,
-                    "time_s": time_s,
-                    "resident_bytes": option.resident_bytes,
-                    "active_bytes": option.active_bytes,
-                }
-            )
+            row = {"call": call.name, "model": call.model, "first_gpu": first}
+            row |= {name: getattr(option.strategy, name) for name in _OF_STRATEGY}
+            if call.kind == "generate":
+                row |= {"micro_batches": None, "zero_stage": None}
+            row |= {"time_s": time_s, "resident_bytes": option.resident_bytes, "active_bytes": option.active_bytes}
+            rows.append(row)
         return pd.DataFrame(rows).astype({"micro_batches": "Int64", "zero_stage": "Int64"})
 
     def reallocations(self) -> pd.DataFrame:
         problem = self.space.problem
         _, (seconds,) = problem.durations(np.array([self.found.plan]))
-        ways = [(move.source, move.target) for move in problem.reallocations]
-        return pd.DataFrame(
-            [(*way, s) for way, s in zip(ways, seconds.tolist(), strict=True)], columns=["source", "target", "time_s"]
-        )
+        moves = zip(problem.reallocations, seconds.tolist(), strict=True)
+        return pd.DataFrame([{"source": one.source, "target": one.target, "time_s": s} for one, s in moves])
 
     @property
     def peak_bytes(self) -> float:

@@ -78,29 +78,24 @@ class PlanSpace:
         self._lengths = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
         self._ahead = max((lag - 1 for *_, lag in self._moves()), default=0)
         self._borders = borders(self._cluster.gpus) if self._ahead else ()
+        self._trained = {call.model for call in self.calls if call.kind == "train"}
         self.options: dict[str, list[tuple[int, Candidate]]] = {}  # first GPU and candidate of each option
         made: dict[tuple[str, int, int], list[Candidate]] = {}
         self._least_bytes: dict[str, float] = {}  # of the strategies of a call that did not fit
         for call in self.calls:
             shape = repr((call.kind, loaded.models[call.model], call.model in self._trained))
-            found = []
+            found: list[tuple[int, Candidate]] = []
             for first, gpus in self._meshes(call):
-                place = first % self._cluster.domain_gpus
-                if place + gpus <= self._cluster.domain_gpus:  # in a domain GPUs are alike
-                    place = 0
-                key = (shape, place, gpus)
+                place, domain = first % self._cluster.domain_gpus, self._cluster.domain_gpus
+                key = (shape, place if place + gpus > domain else 0, gpus)  # in a domain GPUs are alike
                 if key not in made:
-                    made[key] = list(self._candidates(call, place, gpus))
+                    made[key] = list(self._candidates(call, *key[1:]))
                 found += [(first, candidate) for candidate in made[key]]
             if not found:
                 least = self._least_bytes.get(call.name)
                 why = f": it needs {least / 1e9:.2f} GB of a GPU's {self.gpu.memory_bytes / 1e9:.2f}" if least else ""
                 raise CapacityError(f"call {call.name} fits on no mesh of {self._cluster.name}{why}")
             self.options[call.name] = found
-
-    @property
-    def _trained(self) -> set[str]:
-        return {call.model for call in self.calls if call.kind == "train"}
 
     @cached_property
     def problem(self) -> Problem:
@@ -136,26 +131,24 @@ class PlanSpace:
         """The plans of each split of the GPUs that leaves every call some; where there are no splits, all plans."""
         if not self._ahead:
             return [self]
-        made = [self._split(border) for border in self._borders]
-        if fitting := [space for space in made if all(space.options.values())]:
-            return fitting
-        raise CapacityError(
-            f"no split of the {self._cluster.gpus} GPUs of {self._cluster.name} leaves both generation and the other "
-            "calls as many as they need"
-        )
-
-    def _split(self, border: int) -> PlanSpace:
-        """The plans under which generation has the GPUs before `border`, and the other calls those from it on."""
-        space = copy(self)
-        space.options = {
-            call.name: [
-                (first, candidate)
-                for first, candidate in self.options[call.name]
-                if (candidate.strategy.gpus == border if call.kind == "generate" else first >= border)
-            ]
-            for call in self.calls
-        }
-        return space
+        found = []
+        for border in self._borders:  # generation has the GPUs before it, the other calls those from it on
+            space = copy(self)
+            space.options = {
+                call.name: [
+                    (first, candidate)
+                    for first, candidate in self.options[call.name]
+                    if (candidate.strategy.gpus == border if call.kind == "generate" else first >= border)
+                ]
+                for call in self.calls
+            }
+            found += [space] if all(space.options.values()) else []
+        if not found:
+            raise CapacityError(
+                f"no split of the {self._cluster.gpus} GPUs of {self._cluster.name} leaves both generation and the "
+                "other calls as many as they need"
+            )
+        return found
 
     def search(
         self,
@@ -183,15 +176,8 @@ class PlanSpace:
     # ---- arrays -----------------------------------------------------------------------------------------------------
 
     def _columns(self, name: str) -> Options:
-        options = self.options[name]
-        return Options(
-            call=name,
-            first_gpu=np.array([first for first, _ in options]),
-            gpus=np.array([c.strategy.gpus for _, c in options]),
-            time_s=np.array([c.time_s for _, c in options]),
-            resident_bytes=np.array([c.resident_bytes for _, c in options]),
-            active_bytes=np.array([c.active_bytes for _, c in options]),
-        )
+        rows = [(first, c.strategy.gpus, c.time_s, c.resident_bytes, c.active_bytes) for first, c in self.options[name]]
+        return Options(name, *(np.array(column) for column in zip(*rows, strict=True)))
 
     def _layouts(self, name: str) -> list[Layout]:
         return [Layout.of(first, c.strategy) for first, c in self.options[name]]
@@ -347,17 +333,15 @@ class PlanSpace:
             yield Candidate(strategy, time_s, 0.0, engine_bytes, memory_share)
 
     def _rollout_s(self, dealt: Sequence[tuple[int, int, int]], costs: RolloutCostModel, replica: int) -> float:
-        rollout = run_rollout(
-            GenerationStage(
-                requests=[Request(i, *sequence) for i, sequence in enumerate(dealt)],
-                mesh=[tuple(range(replica))],
-                tp=replica,
-                costs=costs,
-                config=self._loaded.engine,
-                cap_tokens=self._loaded.longest_response,
-            )
+        stage = GenerationStage(
+            requests=[Request(i, *sequence) for i, sequence in enumerate(dealt)],
+            mesh=[tuple(range(replica))],
+            tp=replica,
+            costs=costs,
+            config=self._loaded.engine,
+            cap_tokens=self._loaded.longest_response,
         )
-        return rollout.env.now
+        return run_rollout(stage).env.now
 
 
 #: By workflow, and what `PlanContext.search` is given.

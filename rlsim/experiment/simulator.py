@@ -13,13 +13,12 @@ from rlsim.cost.lookups import Lookups
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
 from rlsim.experiment.frames import Frames, check_steps, frames_of
-from rlsim.experiment.guests import check_elastic, check_hybrid, hybrid_of
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import Plans
 from rlsim.experiment.refusals import check_calls, endless
 from rlsim.experiment.steadiness import Window
 from rlsim.experiment.systems import System, SystemSpec
-from rlsim.experiment.times import ExperimentTimes
+from rlsim.experiment.times import ExperimentTimes, check_elastic, check_hybrid, hybrid_of
 from rlsim.refusals import refuse
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.continuous import Continuous

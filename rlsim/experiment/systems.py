@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
@@ -22,7 +22,7 @@ from rlsim.errors import ConfigError, RlsimError, shown
 from rlsim.policies.parts import ChunkStreaming, Composition, JudgePlacement, Part, Placing, Rewiring, flattened
 from rlsim.policies.registry import load_policy
 from rlsim.reading import plain
-from rlsim.schema import name_of, place_of, placed, validate
+from rlsim.schema import located, name_of, placed, validate
 from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.control import PLANNED, ControlContext, Controls, RolloutControl, asked
 from rlsim.sim.reward import RewardControl
@@ -89,21 +89,15 @@ class SystemSpec:
 
     def alternatives(self, context: ControlContext) -> Iterator[tuple[SystemSpec, str]]:
         """The systems that a tuned one stands for, each with what it chose; itself if nothing is to be tuned."""
-        choices: list[list[tuple[PartSpec, str]]] = []
+        choices: list[list[tuple[PartSpec, Mapping[str, object]]]] = []
         for part in self.parts:
             made = part.make(self.shown)
             with blamed(self.shown):
                 tried = list(made.alternatives(context)) if isinstance(made, RolloutControl | Composition) else []
-            found = [
-                (
-                    replace(part, parameters={**part.parameters, **choice}),
-                    ", ".join(f"{k} {v}" for k, v in choice.items()),
-                )
-                for choice in tried
-            ]
-            choices.append(found or [(part, "")])
+            found = [(replace(part, parameters={**part.parameters, **choice}), choice) for choice in tried]
+            choices.append([*found] or [(part, {})])
         for combination in itertools.product(*choices):
-            chosen = ", ".join(what for _, what in combination if what)
+            chosen = ", ".join(f"{key} {value}" for _, choice in combination for key, value in choice.items())
             yield replace(self, parts=tuple(part for part, _ in combination)), chosen
 
 
@@ -125,7 +119,7 @@ def parse_systems(entries: Sequence[Any], source: str = "") -> tuple[SystemSpec,
 
 
 def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
-    where = ":".join(part for part in (source, place_of(entry)) if part)
+    where = located(source, entry)
     if isinstance(entry, Mapping) and "use" in entry:
         unknown = set(entry) - {"name", "use"}
         if unknown or not entry.get("name"):
@@ -162,10 +156,10 @@ def _with_layout(parts: tuple[PartSpec, ...], shown: str) -> tuple[PartSpec, ...
 
 def _parse_part(entry: Any, source: str) -> Iterator[tuple[str, str, PartSpec]]:
     """Each part that an entry stands for: its label, the suffix that names the variant, and itself."""
-    where = ":".join(part for part in (source, place_of(entry)) if part)
+    where = located(source, entry)
+    parameters: Mapping[str, Any] = {}
     if isinstance(entry, str):
         policy = str(entry)
-        parameters: Mapping[str, Any] = {}
     elif isinstance(entry, Mapping) and len(entry) == 1:
         ((policy, parameters),) = entry.items()
         policy, parameters = str(policy), {} if parameters is None else parameters
@@ -229,9 +223,6 @@ def _label(key: str, value: Any) -> str:
 # ---- the parts that one run is made of, each in its place -----------------------------------------------------------
 
 
-_Kind = TypeVar("_Kind")
-
-
 def is_layout(part: object) -> bool:
     """Whether the part says which layout a rollout starts with."""
     return isinstance(part, RolloutControl) and type(part).initial_tp is not RolloutControl.initial_tp
@@ -254,13 +245,13 @@ class System:
     def of(cls, parts: Iterable[Part], shown: str = "") -> System:
         """The system of these parts; raises `ConfigError` if two of them decide the same thing, or none the layout."""
         every = list(flattened(parts))
-        layouts: list[Part] = [part for part in every if is_layout(part)]
+        layouts = [part for part in every if is_layout(part)]
+        kinds = RolloutControl, Batching, RewardControl, Rewiring, JudgePlacement, Placing, ChunkStreaming
+        found: list[list[Any]] = [[part for part in every if isinstance(part, kind)] for kind in kinds]
+        controls, batchings, rewards, rewirings, judges, placings, streams = found
         if len(layouts) != 1:
             what = "none of its parts decides" if not layouts else f"{_names(layouts)} all decide"
             raise ConfigError(f"{shown}: {what} the layout that a rollout starts with; exactly one does")
-        controls, batchings = _of_kind(every, RolloutControl), _of_kind(every, Batching)
-        rewards, judges = _of_kind(every, RewardControl), _of_kind(every, JudgePlacement)
-        placings, streams = _of_kind(every, Placing), _of_kind(every, ChunkStreaming)
         launching = [part for part in batchings if part.launches_its_own]
         for deciding, what in (
             (launching, "what to launch"),
@@ -278,17 +269,13 @@ class System:
                 f"{shown}: {_names(batchings[:1])} trains on the prompts that are complete when generation ends, and "
                 f"{_names(deciding)} drops prompts by rewards that need not be there by then; they cannot go together"
             )
-        layout = layouts[0]
-        assert isinstance(layout, RolloutControl)
         return cls(
-            layout,
+            controls[controls.index(layouts[0])],
             controls[0] if len(controls) == 1 else Controls(controls),
             batchings[0] if len(batchings) == 1 else Batchings(batchings) if batchings else Batching(),
             rewards[0] if rewards else RewardControl(),
-            tuple(_of_kind(every, Rewiring)),
-            judges[0] if judges else None,
-            placings[0] if placings else None,
-            streams[0] if streams else None,
+            tuple(rewirings),
+            *(next(iter(parts), None) for parts in (judges, placings, streams)),
         )
 
     def initial_tp(self, context: ControlContext) -> int:
@@ -311,10 +298,6 @@ class System:
         for part in self.rewirings:
             workflow = part.rewired(workflow)
         return workflow
-
-
-def _of_kind(parts: Iterable[object], kind: type[_Kind]) -> list[_Kind]:
-    return [part for part in parts if isinstance(part, kind)]
 
 
 def _names(parts: Iterable[object]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlsim.errors import ConfigError
-from rlsim.schema import place_of
+from rlsim.schema import located
 from rlsim.sweeps.schema import Block, Distribution, RandomBlock
 
 
@@ -82,7 +82,7 @@ def _where(source: str, mark: tuple[int, int] | None) -> str:
 def _drawn(block: RandomBlock, source: str) -> Iterator[Settings]:
     """Every key has a stream of its own, so that neither a new key nor more points change what was drawn before."""
     streams = {key: np.random.default_rng([block.seed, zlib.crc32(key.encode())]) for key in block.keys}
-    place = ":".join(part for part in (source, place_of(block)) if part)
+    place = located(source, block)
     for _ in range(block.points):
         yield {key: Value(_draw(block.keys[key], rng), place) for key, rng in streams.items()}
 
