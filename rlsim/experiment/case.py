@@ -146,10 +146,6 @@ class Case:
             return isinstance(error, CapacityError | ConfigError)
         return isinstance(error, CapacityError) and spec.variant
 
-    def waits(self, job: Job) -> bool:
-        """Whether the job begins with a search."""
-        return job.system.name in self.searched
-
     def decides(self, spec: SystemSpec) -> bool:
         """Whether a system decides on layouts or places while it generates."""
         return decides(spec.make().control)

@@ -122,28 +122,23 @@ def starts_of(loaded: LoadedExperiment, systems: Sequence[SystemSpec] = ()) -> l
     framework, _, release = experiment.framework.partition(" ")
     (engine_name, *others) = {calibration.engine for calibration in loaded.calibrations.values()}
     colocated = not any(spec.make().placing for spec in systems or parse_systems(experiment.systems))
-    megatron, tp, pp, cp = training.backend == "megatron", training.tp, training.pp, training.cp
+    gpus = loaded.cluster.gpus if colocated else None
     values = {
+        **{name: getattr(training, name) for name in ("tp", "pp", "cp", "ep", "offload")},
+        **{name: getattr(workflow, name) for name in ("prompts", "responses")},
         **shape_values(loaded.model),
         "budget": written.get("max_num_batched_tokens"),
         "seqs": written.get("max_num_seqs"),
         "chunked": written.get("chunked_prefill"),
         "longest": loaded.longest_sequence,
-        "megatron": megatron,
+        "megatron": training.backend == "megatron",
         "uneven": bool(framework),  # its own keys may say which stage has fewer layers: `rlsim init` looked
-        "tp": tp,
-        "pp": pp,
-        "cp": cp,
-        "ep": training.ep,
         "zero": training.zero_stage,
-        "gpus": loaded.cluster.gpus if colocated else None,
-        "dp": loaded.cluster.gpus // (tp * pp * cp) or None if colocated else None,
-        "prompts": workflow.prompts,
-        "responses": workflow.responses,
+        "gpus": gpus,
+        "dp": (gpus and gpus // (training.tp * training.pp * training.cp)) or None,
         "train_tokens": training.micro_batch_tokens,
         "dynamic": training.micro_batch_sequences is None,
         "minis": training.mini_batches,
-        "offload": training.offload,
         "colocated": colocated,
     }
     serves = {"vllm": "vLLM"}.get(engine_name, "") if not others else ""

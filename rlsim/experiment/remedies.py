@@ -76,12 +76,11 @@ def _first(loaded: LoadedExperiment, ways: Iterable[tuple[Change, ...]], fits: F
             raise
         except RlsimError:
             continue
-        if {*starts_of(made)} - refused:
-            continue
-        named = (
-            f"{value} nodes" if key == "nodes" else f"{key}={str(value).lower()}" for key, value in changes.items()
-        )
-        return " and ".join(named)
+        if not {*starts_of(made)} - refused:
+            named = [
+                (f"{value} nodes" if key == "nodes" else f"{key}={value}".lower()) for key, value in changes.items()
+            ]
+            return " and ".join(named)
     return ""
 
 

@@ -127,9 +127,16 @@ def manifest_of(experiment: Experiment, cases: Sequence[Case], collected: list[F
         "lookups": {case.name: case.lookups().table() for case in cases},
         "ledger": {case.name: case.ledger.model_dump() for case in cases},
         "notes": list(dict.fromkeys(note for case in cases for note in case.all_notes())),
-        "hashes": {"trace": _sha256(loaded.trace_paths), "results": _digest(collected)},
+        "hashes": {  # equal results have equal hashes, on any machine with the same library versions
+            "trace": _hash(path.read_bytes() for path in loaded.trace_paths),
+            "results": _hash(frames["steps"]["step_time_s"].to_numpy().tobytes() for frames in collected),
+        },
         "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 @cache
@@ -153,19 +160,7 @@ def _setup_record(loaded: LoadedExperiment) -> dict[str, Any]:
 
 
 def _calibration_record(loaded: LoadedExperiment) -> dict[str, Any] | list[dict[str, Any]]:
-    """The calibration; of several kinds of GPU a list."""
+    """The calibration; a list where there are several kinds of GPU."""
     told = {"name", "gpu", "engine", "provenance", "residuals"}
-    records = [known.model_dump(mode="json", include=told) for known in loaded.calibrations.values()]
-    return records if len(records) > 1 else records[0]
-
-
-def _sha256(paths: Iterable[Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-
-
-def _digest(collected: list[Frames]) -> str:
-    """A hash of all step times: equal results have equal hashes, on any machine with the same library versions."""
-    digest = hashlib.sha256()
-    for frames in collected:
-        digest.update(frames["steps"]["step_time_s"].to_numpy().tobytes())
-    return digest.hexdigest()
+    first, *others = (known.model_dump(mode="json", include=told) for known in loaded.calibrations.values())
+    return [first, *others] if others else first

@@ -125,10 +125,10 @@ def _ran(cases: Sequence[Case], told: Progress, execute: Execute | None = None, 
         told(len(owner), len(owner), "")
     else:
         # Plans are searched for first and layouts that change while they run come next, as these take longest.
-        order = sorted(owner, key=lambda job: (not owner[job].waits(job), not owner[job].decides(job.system)))
+        waits = {job: job.system.name in case.searched for job, case in owner.items()}
+        order = sorted(owner, key=lambda job: (not waits[job], not owner[job].decides(job.system)))
         for job, answer in execute(order, lambda job: told(len(done), len(owner), job.name)):
-            case = owner[job]
-            if isinstance(answer, RlsimError) and not (case.waits(job) and case.left_out(job.system, answer)):
+            if isinstance(answer, RlsimError) and not (waits[job] and owner[job].left_out(job.system, answer)):
                 raise answer
             done[job] = answer
             told(len(done), len(owner), job.name)

@@ -100,8 +100,8 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 def _percentile(steps: Iterable[str]) -> int:
     """The 95th percentile of the staleness of the responses of these steps, of each its `staleness_counts`."""
     counts: Counter[int] = Counter()
-    for one in steps:
-        counts.update({int(updates): int(count) for updates, _, count in (pair.partition(":") for pair in one.split())})
+    for updates, _, count in (pair.partition(":") for one in steps for pair in one.split()):
+        counts[int(updates)] += int(count)
     return percentile_of_counts(counts)
 
 
@@ -125,23 +125,21 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
     baseline = manifest["baseline"]
     whole = means(steps, ["case", "system"])
     by_seed = means(steps, ["case", "system", "seed"]).sort_index()
-    rows: list[dict[str, object]] = []
     steps_of = dict(iter(steps.groupby(["case", "system"], sort=False)))
-    for case, systems in manifest["systems"].items():
-        for system in systems:
-            if (case, system) not in whole.index:
-                continue
-            own, its_steps = by_seed.loc[(case, system)], steps_of[case, system]
-            row: dict[str, object] = {"case": case, "system": system, **whole.loc[(case, system)].to_dict()}
-            row |= {f"{time}_half": half_width(its_steps, time) for time in ("step_time_s", "gen_time_s")}
-            reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
-            row |= ratios(own, reference)
-            for name, drawn in (("speedup", "worlds"), ("step_time_s", "world_steps")):
-                found = manifest.get(drawn, {}).get(case, {}).get(system, ())
-                enough = name == "speedup" or len(found) >= FEWEST_WORLDS
-                row |= model_interval(name, row[name], found if enough else ())
-            row["held_back"], row["unsteady"] = held_back(its_steps), unsteady(its_steps)
-            rows.append(row)
+    rows: list[dict[str, object]] = []
+    for case, system in ((case, system) for case, systems in manifest["systems"].items() for system in systems):
+        if (case, system) not in whole.index:
+            continue
+        own, its_steps = by_seed.loc[(case, system)], steps_of[case, system]
+        row: dict[str, object] = {"case": case, "system": system, **whole.loc[(case, system)].to_dict()}
+        row |= {f"{time}_half": half_width(its_steps, time) for time in ("step_time_s", "gen_time_s")}
+        compared = baseline in manifest["systems"][case]
+        row |= ratios(own, by_seed.loc[(case, baseline)] if compared else own.iloc[:0])
+        for name, drawn in (("speedup", "worlds"), ("step_time_s", "world_steps")):
+            found = manifest.get(drawn, {}).get(case, {}).get(system, ())
+            enough = name == "speedup" or len(found) >= FEWEST_WORLDS
+            row |= model_interval(name, row[name], found if enough else ())
+        rows.append(row | {"held_back": held_back(its_steps), "unsteady": unsteady(its_steps)})
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 
 
@@ -229,14 +227,14 @@ class Bound(NamedTuple):
 
         Raises `ConfigError` for anything else.
         """
-        kind, colon, number = str(given).partition(":") if isinstance(given, str) else ("eta", ":", given)
+        kind, colon, number = str(given).partition(":")
         if not colon:
             kind, number = "eta", kind
         if kind not in KINDS:
             raise unknown_name("kind of staleness bound", kind, KINDS)
         try:
-            most = math.nan if isinstance(number, bool) else float(number)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+            most = float(number)
+        except ValueError:
             most = math.nan
         if not 0 <= most < math.inf or (kind == "eta" and most != int(most)):
             whole = "a whole number of updates" if kind == "eta" else "a number of updates"

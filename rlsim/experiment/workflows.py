@@ -28,8 +28,7 @@ def workflow_of(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
     for call in workflow.calls:
         if call.kind != "reward" and call.model not in roles:
             raise unknown_name(f"model of the call {call.name} (see `models`)", call.model, roles)
-    unused = set(roles) - {"actor", "reference", "critic", *(call.model for call in workflow.calls)}
-    if unused:
+    if unused := set(roles) - {"actor", "reference", "critic", *(call.model for call in workflow.calls)}:
         known = sorted({call.model for call in workflow.calls if call.kind != "reward"} - {"actor"})
         raise unknown_name(f"model role for {workflow.name}", min(unused), known)
     return workflow
