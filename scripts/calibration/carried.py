@@ -10,13 +10,14 @@ from calibration.derived import carried_operators
 from calibration.gpus import GPUS
 from calibration.tables import operator_tables
 from rlsim.calibrate.fit import gemm
-from rlsim.calibrate.fit.attention import DECODE, HEAD_DIM, PROMPTS, decode_rows, usual_groups
+from rlsim.calibrate.fit.attention import DECODE, GROUP, HEAD_DIM, PROMPTS, decode_rows, usual_groups
 from rlsim.calibrate.fit.gemm import gemm_rows
 from rlsim.calibrate.fit.kernels import predict
 from rlsim.calibrate.points import residual
 from rlsim.cost.calibration import Calibration, Reference, Residual
 from rlsim.hardware import load_cluster
 
+FEW_ROWS = 64  # of products that decode
 #: Source and target: the same chip with other memory, the next generation, the one before.
 PAIRS = (("h100-sxm", "h200-sxm"), ("h100-sxm", "b200-sxm"), ("a100-sxm-80gb", "h100-sxm"), ("a100-sxm-80gb", "l40s"))
 
@@ -39,6 +40,30 @@ def carried_errors(data: Path, source: Calibration, target: str) -> dict[str, Re
     return {
         kernel.operator: residual(predict(kernel, getattr(fits, kernel.operator), ref, some), some.seconds, {})
         for kernel, some in rows.items()
+    }
+
+
+def measured_there(data: Path, derived: Calibration) -> dict[str, Residual]:
+    """Errors of a `derived` calibration of H20 or H800 on rows that InferSim measured there: products of DeepGEMM by
+    rows, decode attention by query heads for each KV head."""
+    table = pd.read_csv(data / "kernels/infersim/infersim_h20_h800.csv")
+    table = table[table.gpu == derived.gpu.partition("-")[0]].assign(seconds=table.latency_us * 1e-6)
+    products, fit = table[table.op == "gemm"], derived.operators.gemms["fp8_block"]
+    decode = table[(table.op == "mha/decode") & (table.kv_dtype == "bf16")].rename(
+        columns={"batch_size": "batch", "kv_len": "context"}
+    )
+    decode[["q_heads", "kv_heads", "head_dim"]] = decode["shape"].str.split("-", expand=True).astype(int)
+    few, many = products.m <= FEW_ROWS, decode.q_heads > GROUP * decode.kv_heads
+    block, kv = gemm.kernel_of("fp8_block"), derived.operators.decode_attention
+    parts = {
+        f"products in fp8_block, up to {FEW_ROWS} rows": (block, fit, products[few]),
+        "products in fp8_block, more rows": (block, fit, products[~few]),
+        f"decode attention, up to {GROUP} query heads for each KV head": (DECODE, kv, decode[~many]),
+        "decode attention, more": (DECODE, kv, decode[many]),
+    }
+    return {
+        name: residual(predict(kernel, own, derived.reference, rows), rows.seconds, {})
+        for name, (kernel, own, rows) in parts.items()
     }
 
 

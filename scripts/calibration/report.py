@@ -8,7 +8,7 @@ import pandas as pd
 
 from calibration.a40 import PAT_CONTEXT, PAT_LATENCIES
 from calibration.across import across_section
-from calibration.carried import PAIRS, carried_errors
+from calibration.carried import PAIRS, carried_errors, measured_there
 from calibration.catalogue import Catalogue
 from calibration.gpus import DERIVED
 from calibration.host import CLIENT_S
@@ -19,6 +19,7 @@ from calibration.provenance import SCRIPT
 from calibration.tables import cpu_overheads, decode_sums
 from calibration.training_report import training_section
 from calibration.windows import engine_section
+from rlsim.calibrate.fit.attention import GROUP
 from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, HostFit, Residual
@@ -262,6 +263,11 @@ def _carried(catalogue: Catalogue) -> str:
         for engine in ("vllm", "sglang"):
             found = carried_errors(catalogue.data, catalogue.calibration(f"{source}-{engine}"), target)
             rows += [(f"{source} to {target}", engine, NAMES[key], *_errors(item)) for key, item in found.items()]
+    there = []
+    for gpu in ("h20", "h800-sxm"):
+        for engine in ("vllm", "sglang"):
+            judged = measured_there(catalogue.data, catalogue.calibration(f"{gpu}-{engine}"))
+            there += [(gpu, engine, name, *_errors(item)) for name, item in judged.items()]
     return f"""## How far efficiencies carry over
 
 A derived calibration is one GPU's efficiencies on another's data-sheet figures. Done to GPUs that are measured too,
@@ -272,11 +278,17 @@ source. Where the SMs are others, rooflines are carried without tables. Blocks o
 the fits' least is 64, hidden by the weights' way from memory on every measured GPU, and would make decoding
 compute-bound on H20, with an eighth of the FLOPs for its bandwidth. For the same reason a block, of experts or of a
 product in another precision, that reaches little of an SM's peak is taken to last as long on an SM with fewer FLOP/s,
-and so to reach more of its peak, up to what the best block does. What DeepGEMM's blocks lose to a want of registers is
-carried in seconds, too. No kernel of H20 is measured here, and the runs on it do not state how long their responses
-were, so nothing tests that.
+and so to reach more of its peak, up to what the best block does. What DeepGEMM's blocks lose to a want of registers
+hides behind products that take longer.
 
 {table(["from, to", "engine", "operator", "median", "p90", "bias", "rows"], rows)}
+
+Two derived GPUs were measured by others (alibaba/InferSim@f2293da: DeepGEMM and attention; nothing is fitted to it).
+H20's memory serves decode attention at 83% of its bandwidth where H100's, carried over, reaches 95%. With many query
+heads for each KV head H20 is bound by FLOPs there, which the fits (up to {GROUP}) do not know. On H800, H100's chip,
+DeepGEMM of SGLang's release loses to a want of registers with many rows what InferSim's does not.
+
+{table(["GPU", "engine", "operator", "median", "p90", "bias", "rows"], there)}
 """
 
 
