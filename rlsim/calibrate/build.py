@@ -14,8 +14,7 @@ from rlsim.calibrate.fit.collectives import kernel_collectives
 from rlsim.calibrate.fit.common import as_written
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
-from rlsim.calibrate.fit.gemm import kernel_gemm
-from rlsim.calibrate.fit.quantised import quantised_products
+from rlsim.calibrate.fit.gemm import kernel_gemm, quantised_products
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join

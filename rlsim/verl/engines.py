@@ -10,8 +10,6 @@ from rlsim.verl.defaults import ACTOR, ROLLOUT
 from rlsim.verl.settings import STRATEGY, VerlSettings
 
 _MEGATRON_DEGREE = re.compile(rf"{re.escape(ACTOR)}megatron\.\w+_parallel_size")
-#: Names of degrees, which other engines than Megatron have under its keys too, once they are settled.
-DEGREES = ("train_tp", "train_pp", "train_ep", "train_expert_tp")
 #: Engines whose keys `rlsim/data/keys.csv` has by the names of what FSDP and Megatron call so.
 _TITLES = {"veomni": "VeOmni", "fsdp_turbo": "FSDP-Turbo", "torchtitan": "torchtitan", "mlite": "Megatron Lite"}
 

@@ -28,10 +28,9 @@ from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.common import as_written
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
-from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of
+from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of, quantised_products
 from rlsim.calibrate.fit.kernels import Kernel, compared, operators_with, predict
 from rlsim.calibrate.fit.latent import kernel_latent_attention
-from rlsim.calibrate.fit.quantised import quantised_products
 from rlsim.calibrate.importers import aiconfigurator, latent, vidur
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node

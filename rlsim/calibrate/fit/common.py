@@ -62,37 +62,6 @@ def fit_logs(
     return least_squares(error, start, loss="soft_l1", f_scale=SCALE, bounds=(start - within, start + within))
 
 
-def descend(loss: Callable[[Array], float], start: Array, rounds: int = 40) -> tuple[Array, float]:
-    """Coordinate descent with growing and shrinking steps: for losses with the jumps of whole waves."""
-    point, best = start.copy(), loss(start)
-    step = np.full(len(start), 0.4)
-    for _ in range(rounds):
-        for i in range(len(start)):
-            moved = False
-            for sign in (1.0, -1.0):
-                while True:
-                    trial = point.copy()
-                    trial[i] += sign * step[i]
-                    value = loss(trial)
-                    if value >= best - 1e-6:
-                        break
-                    point, best, moved = trial, value, True
-                if moved:
-                    break
-            step[i] *= 1.2 if moved else 0.5
-    return point, best
-
-
-def squash(x: Array) -> Array:
-    """Any number to (0, 1)."""
-    return np.asarray(1.0 / (1.0 + np.exp(-x)))
-
-
-def unsquash(y: float) -> float:
-    """The inverse of `squash`."""
-    return math.log(y / (1.0 - y))
-
-
 def rounded(value: Any) -> Any:
     """Floats to four significant digits, everywhere in a nested record."""
     if isinstance(value, float):

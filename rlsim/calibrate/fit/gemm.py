@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +19,14 @@ from rlsim.calibrate.fit.kernels import (
     few_constants,
     predict,
 )
+from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.points import Fitted, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import ProductFit, Tile
 from rlsim.cost.operators import gemm_of
 from rlsim.cost.products import ProductWork
 from rlsim.errors import CalibrationError
-from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
+from rlsim.precision import PRECISIONS, WEIGHT_BYTES, Precision, peak_flop_per_s
 
 KNOTS = {
     "m": [1.0, *(2.0**e for e in range(4, 15))],  # kernels change their block shape at powers of two of m
@@ -35,7 +36,6 @@ KNOTS = {
 L2_SPEED = 2.0  # rate of L2 over that of the memory, in the search for blocks
 HOST = 1.5  # times as long as a product of more rows: the host takes that, no kernel
 SHORT_S = 40e-6  # longer products hide the host
-BETTER = 0.9  # a choice of blocks must bring the loss on rows of other weights down to that share
 MOST_ROWS = 1500  # of the search for blocks
 ROUNDS = 3  # of it
 BLEND = 3.0  # in it, as of a kernel by default
@@ -87,6 +87,13 @@ def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool, precision: Prec
     points = compared(kernel, fit, ref, table[~rows.hot], rows.test[~rows.hot])
     note = f"shapes (n, k) not fitted; {'weights beyond L2 or compute-bound' if full else few_constants(points)}"
     return Fitted(fit, {kernel.operator: residual_of(points, table[["m", "n", "k"]], note)}, points)
+
+
+def quantised_products(measured: Measurements, ref: Reference, cold: bool) -> Iterator[Fitted[ProductFit]]:
+    """A fit of every table of products in `measured` that is not of bf16."""
+    for precision in PRECISIONS[1:]:
+        if gemm_of(precision) in measured:
+            yield kernel_gemm(measured.table(gemm_of(precision)), ref, cold, precision)
 
 
 class GemmRows(NamedTuple):
