@@ -33,7 +33,7 @@ from rlsim.validate.transfer import SettingFit, TransferFits, shipped_fits
 INTRO = f"""# Calibration: what the kernel costs are fitted to, and how far off they are
 
 Written by `{SCRIPT}` from measured tables that are not part of this project (NVIDIA aiconfigurator,
-Apache-2.0; Microsoft Vidur, MIT). The files in `calibration/` hold fitted constants only. Errors below are absolute
+Apache-2.0; Microsoft Vidur, MIT). The files in `calibration/` hold fitted constants and tables of what they leave over. Errors below are absolute
 relative errors, `p90` the 90th percentile, `bias` the
 median signed error (positive: predicted too slow), on shapes that the fit has not seen unless a row says so.
 
@@ -44,9 +44,9 @@ models where neither was measured); "skewed" rows route by a power law.
 
 A decode step reads every layer's weights and KV once, so by the time a layer comes round again, the others have
 displaced it from L2. Microbenchmarks repeat one small kernel and find its operands in L2. The fits therefore take
-bandwidths from footprints beyond L2 (GEMM: four times L2 for the bandwidth, 1.5 times for the rest; KV: 1.2 times)
+bandwidths from footprints beyond L2 (weights: 1.5 times, KV: 1.2 times)
 and use them for every size. Quantised weights are so small that next to no product of few tokens is left: for these,
-rows whose weights are under half of L2 are fitted too, by the same formula with weights at a rate of L2's own, which
+rows whose weights are under half of L2 are fitted too, by the same roofline with weights at a rate of L2's own, which
 is found beside the constants and thrown away. Without them nothing told the launch and the blocks of few rows.
 
 The table "against L2-hot rows" shows what this comes to. A product with its weights in memory takes the hot
@@ -63,10 +63,11 @@ in both engines' tables, yet 11% of SGLang's rows take over 20% longer than vLLM
 none the other way. In bf16, fp8 and NVFP4 10 to 12% of its rows take over 15% longer than a larger product with the
 same weights (vLLM's: 4% in bf16 and NVFP4). Its 90th percentiles of 15 to 21% are made of these.
 SGLang's fp8_block on B200 is fitted with Hopper's choice of blocks, which describes rows not fitted better than tiles;
-DeepGEMM's own rule for Blackwell is another and was not tried. vLLM's fp8 on B200 (CUTLASS) jumps between blocks: 16%
-of its rows take over 15% longer than a larger product. SGLang on B200 runs Triton's attention for hybrids of linear
+DeepGEMM's own rule for Blackwell is another and was not tried. In vLLM's fp8 on B200 (CUTLASS) every
+product of one row, and one short product of twenty, takes over 1.5 times as long as one of more rows: the host was
+timed, and such rows are not fitted in any table. SGLang on B200 runs Triton's attention for hybrids of linear
 attention, not the kernel fitted here: its rows of heads of 256 take 3.4 times as long at the median for prompts, 1.2
-times in decode. TensorRT-LLM's decode in windows and skewed routing were not looked into again.
+times in decode. TensorRT-LLM's decode in windows was not looked into again.
 Latent attention is judged at 16 and 64 heads on a GPU. With FP8 KV vLLM takes less time at 64 heads than at 32 where
 sequences are many and short (H100, 1,024 of 129 tokens: 633 and 679 us), which no curve through the other head counts
 shows: at 16 it is 2% off at the 90th percentile, at 64 45%. Steps are costed with a fit that has seen all of them.
