@@ -33,8 +33,8 @@ from rlsim.validate.transfer import SettingFit, TransferFits, shipped_fits
 INTRO = f"""# Calibration: what the kernel costs are fitted to, and how far off they are
 
 Written by `{SCRIPT}` from measured tables that are not part of this project (NVIDIA aiconfigurator,
-Apache-2.0; Microsoft Vidur, MIT). The files in `calibration/` hold fitted constants and tables of what they leave over. Errors below are absolute
-relative errors, `p90` the 90th percentile, `bias` the
+Apache-2.0; Microsoft Vidur, MIT). The files in `calibration/` hold fitted constants and tables of what they leave
+over. Errors below are absolute relative errors, `p90` the 90th percentile, `bias` the
 median signed error (positive: predicted too slow), on shapes that the fit has not seen unless a row says so.
 
 Experts are judged on Qwen3-235B-A22B and DeepSeek-V3, by a fit that has seen no row of either (or on a quarter of the
