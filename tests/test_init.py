@@ -373,6 +373,9 @@ def test_prefix_caching_is_what_the_configuration_says(tmp_path: Path) -> None:
 
 def test_defaults_are_those_of_the_release(tmp_path: Path) -> None:
     vllm = draft_of(tmp_path, "actor_rollout_ref.rollout.name=vllm", version="0.8").data()["engine"]
+    assert "async_scheduling" not in vllm
+    before = draft_of(tmp_path, "actor_rollout_ref.rollout.name=vllm", version="0.7")  # its vLLM is older than 0.14
+    assert before.data()["engine"]["async_scheduling"] is False
     assert vllm["chunked_prefill"] is True
     assert "max_num_seqs" not in draft_of(tmp_path, version="0.8").data()["engine"]  # 1,024, as rlsim's
     without_mode = SCRIPT.replace("    actor_rollout_ref.rollout.mode=sync \\\n", "")

@@ -30,7 +30,8 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, mea
         if config.is_given(limit) or values[limit] != default[limit]
     }
     for own in ("page_tokens", "async_scheduling"):
-        if config.is_given(own):
+        early = own == "async_scheduling" and not by and config.value(own) is False  # a release with vLLM before 0.14
+        if early or config.is_given(own):
             entries[own] = config.entry(own)
     if config.flag("eager") and not measured:
         entries["graphs"] = Entry(False, f"{config.where('eager')}; launch times of an eager `generate`")
