@@ -208,6 +208,42 @@ def from_engine_(
     )
 
 
+@app.command("show")
+def show_(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="CALIBRATION", help="A name or a file.", autocompletion=complete.calibrations),
+    ],
+    out: Annotated[Path | None, typer.Option(help="Chart to write: .html, .svg or .png.")] = None,
+) -> None:
+    """Show what kernels reach of the data sheet's FLOP/s or bandwidth, by shape.
+
+    \b
+    Example: rlsim calibrate show h100-vllm
+    Example: rlsim calibrate show my-gpu/calibration.yaml --out efficiency.html
+    """
+    from rlsim.calibrate.show import efficiencies, write_efficiencies
+    from rlsim.cost.calibration import load_calibration
+
+    calibration = load_calibration(name)
+    found = efficiencies(calibration)
+    if out is not None:
+        write_efficiencies(found, f"{calibration.name}: share of the data sheet's rate", out)
+    parts = []
+    for kernel, rows in found.groupby("kernel", sort=False):
+        shares = rows.pivot_table("share", "line", "at", sort=False)
+        heads = [rows.axis.iloc[0], *(f"{at:,.0f}" for at in shares.columns)]
+        lines = [
+            (str(line), *(f"{share:.0%}" for share in row))
+            for line, row in zip(shares.index, shares.to_numpy(), strict=True)
+        ]
+        parts.append(table(heads, lines, title=str(kernel).replace("_", " ")))
+    print_tables(parts)
+    echo(f"Seconds at {calibration.gpu}'s data sheet over those of a kernel, launch included. Over 100%: from caches.")
+    if out is not None:
+        echo(f"chart: {out}")
+
+
 def _cap(text: str) -> int:
     from rlsim.units import token_count
 

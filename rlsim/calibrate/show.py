@@ -1,0 +1,100 @@
+"""What kernels reach of the data sheet, by shape: the tables of a calibration as one reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from rlsim.charts import save_chart
+from rlsim.cost.calibration import Calibration
+from rlsim.cost.experts import FusedExperts, expert_load, peak_of
+from rlsim.cost.operators import Operators, gemm_of
+from rlsim.cost.products import Products
+from rlsim.errors import CalibrationError
+from rlsim.precision import WEIGHT_BYTES, peak_flop_per_s
+
+if TYPE_CHECKING:
+    import altair as alt
+
+ROWS = (1, 16, 64, 256, 1024, 4096, 16384)  # of products, and tokens of experts
+WEIGHTS = (1024, 4096, 16384)  # n = k
+CONTEXTS = (64, 256, 1024, 4096, 16384, 65536)
+SEQUENCES = (1, 8, 64, 256)
+HEADS = (32, 8, 128)  # query heads, KV heads and their size
+EXPERTS = (128, 8, 4096, 1536)  # of Qwen3-235B-A22B: experts, of them for a token, hidden size, width
+SIDE = 260  # pixels of a panel
+
+
+def efficiencies(calibration: Calibration) -> pd.DataFrame:
+    """Columns kernel, line, axis (what `at` counts), at and share: the least seconds that the data sheet's FLOP/s and
+    bandwidth allow, over those of the kernel. A share above 1 is a cache's."""
+    return pd.DataFrame([*_products(calibration), *_attention(calibration), *_experts(calibration)]).reset_index(
+        drop=True
+    )
+
+
+def _products(calibration: Calibration) -> Iterator[dict[str, object]]:
+    for precision, fit in calibration.operators.gemms.items():
+        if peak_flop_per_s(calibration.reference, precision) is None:
+            continue
+        products = Products(fit, calibration.reference)
+        for side in WEIGHTS:
+            for m in ROWS:
+                share = products.work.fastest_s(m, side, side, 1) / products.time_s(m, side, side)
+                yield _row(gemm_of(precision), f"n = k = {side:,}", "rows", m, share)
+
+
+def _attention(calibration: Calibration) -> Iterator[dict[str, object]]:
+    operators, ref = Operators(calibration.operators, calibration.reference), calibration.reference
+    q, kv, dim = HEADS
+    for batch in SEQUENCES:
+        for tokens in CONTEXTS:
+            read = 4.0 * batch * tokens * kv * dim / ref.memory_bytes_per_s
+            time = operators.decode_attention_s(batch, float(batch * tokens), q, kv, dim)
+            yield _row("decode_attention", f"{batch} sequence{'s' * (batch > 1)}", "context", tokens, read / time)
+    for tokens in CONTEXTS:
+        flop = 2.0 * q * dim * tokens**2
+        time = operators.prefill_attention_s([(float(tokens), 0.0)], q, kv, dim)
+        yield _row("prefill_attention", "one prompt", "context", tokens, flop / ref.bf16_flop_per_s / time)
+
+
+def _experts(calibration: Calibration) -> Iterator[dict[str, object]]:
+    experts, active, hidden, width = EXPERTS
+    ref = calibration.reference
+    for precision, fit in calibration.operators.experts.items():
+        kernel, peak = FusedExperts(fit, ref, precision), peak_of(ref, fit.multiplied_in or precision)
+        for tokens in ROWS:
+            load = expert_load(tokens, experts, active)
+            flop, size = 6.0 * load.rows * hidden * width, 3.0 * hidden * width * load.hit * WEIGHT_BYTES[precision]
+            share = max(flop / peak, size / ref.memory_bytes_per_s) / kernel(load, hidden, width)
+            yield _row(f"experts_{precision}", f"{experts} experts", "tokens", tokens, share)
+
+
+def _row(kernel: str, line: str, axis: str, at: float, share: float) -> dict[str, object]:
+    return {"kernel": kernel, "line": line, "axis": axis, "at": at, "share": share}
+
+
+def write_efficiencies(found: pd.DataFrame, title: str, path: Path) -> None:
+    """A panel for every kernel, as .html, .svg or .png; raises `CalibrationError` for another ending."""
+    save_chart(_chart(found, title), path, CalibrationError)
+
+
+def _chart(found: pd.DataFrame, title: str) -> alt.FacetChart:
+    import altair as alt
+
+    panel = found.kernel.str.replace("_", " ") + ", by " + found.axis
+    lines = alt.Chart(found.assign(panel=panel)).mark_line(point=True)
+    lines = lines.encode(
+        x=alt.X("at:Q", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(format="~s", tickCount=5), title=None),
+        y=alt.Y("share:Q", axis=alt.Axis(format="%"), title="of the data sheet's rate"),
+        color=alt.Color("line:N", title=None, sort=None),
+        tooltip=["line:N", alt.Tooltip("at:Q", format=","), alt.Tooltip("share:Q", format=".1%")],
+    )
+    panels = lines.properties(width=SIDE, height=SIDE * 0.7).facet(
+        alt.Facet("panel:N", title=None, sort=None), columns=3, title=title
+    )
+    chart: alt.FacetChart = panels.resolve_scale(x="independent")
+    return chart
