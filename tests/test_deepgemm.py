@@ -87,15 +87,16 @@ def test_the_shipped_fit_knows_the_poor_choices() -> None:
     assert 1.5 * next_one < spilled  # measured: 95 and 50 us
 
 
-def test_on_fewer_sms_blocks_share_nothing_and_registers_cost_what_they_did() -> None:
-    """H20 has L2's bandwidth for its 78 SMs, so that no block is shared. Moving registers takes as long as on H100."""
+def test_on_fewer_sms_blocks_share_nothing_and_products_hide_the_registers() -> None:
+    """H20 has L2's bandwidth for its 78 SMs, so that no block is shared. Registers move beside slower products."""
     h20 = load_calibration("h20-sglang")
     block, waves = choose(8192, 8192, blocks_of(8192, 78), 78)
     assert (block, waves) == (Block(256, 128, False), 27)
     product_s = Operators(h20.operators, h20.reference).gemm_s(8192, 8192, 8192, precision="fp8_block")
     bf16_s = Operators(h20.operators, h20.reference).gemm_s(8192, 8192, 8192)
-    spilled_s = 27 * 64 * H100.operators.gemms["fp8_block"].added_s["many_spilled"]
-    assert product_s - spilled_s > 2 * 8192**3 / 296e12, "without it still no faster than the data sheet"
+    assert H100.operators.gemms["fp8_block"].added_s["many_spilled"] > 0
+    assert h20.operators.gemms["fp8_block"].added_s["many_spilled"] == 0
+    assert product_s > 2 * 8192**3 / 296e12, "no faster than the data sheet"
     assert product_s < bf16_s
 
 
