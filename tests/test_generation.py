@@ -60,26 +60,27 @@ def generate(
     nodes: int = 1,
     tp: int = 1,
     costs: StubCosts = COSTS,
+    gpus: int = 2,
     **settings: Any,
 ) -> Outcome:
-    """Steps of so many prompt and response tokens, on nodes of two GPUs; pages of one token."""
+    """Steps of so many prompt and response tokens, on nodes of so many GPUs; pages of one token."""
 
     def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
         each = [(prompt.position, *sizes[prompt.position % len(sizes)]) for prompt in launched]
         return [Request(first_id + i, *size) for i, size in enumerate(each)]
 
-    cluster = load_cluster("2x8xh100").model_copy(update={"gpus_per_node": 2, "nodes": nodes})
+    cluster = load_cluster("2x8xh100").model_copy(update={"gpus_per_node": gpus, "nodes": nodes})
     return simulate(
         Simulation(
             workflow=GENERATION,
-            plan=Plan({"generate": Placement(tuple(range(2 * nodes)))}),
+            plan=Plan({"generate": Placement(tuple(range(gpus * nodes)))}),
             cluster=cluster,
             control=control,
             initial_tp=tp,
             feed=PromptFeed(len(sizes), 1),
             requests=requests,
             costs=costs,
-            feasible_tps=(1, 2),
+            feasible_tps=tuple(costs.steps),
             times=Times(),
             scoring=Checks(),
             config=EngineConfig(page_tokens=1, watermark=0.0, **settings),
@@ -146,6 +147,14 @@ def test_a_layout_must_hold_every_response_that_is_left_at_its_full_length(contr
     assert [(s.from_tp, s.to_tp) for s in outcome.switches] == [(2, 1)]
     with pytest.raises(PolicyError, match="a replica holds 40 tokens of KV, too few for a whole response"):
         generate(control, [over, (1, 2), (1, 3), (1, 40)], tp=2)
+
+
+def test_the_longest_that_a_layout_must_hold_is_asked_for_anew_once_it_is_over() -> None:
+    """TP4 holds the longest response; when that is over TP1, which would not have, holds the rest."""
+    costs = StubCosts({tp: LinearStep(a=1.0, tp=tp) for tp in (1, 2, 4)}, {1: 40, 2: 100, 4: 200})
+    control = Controls([Once(1, [Reconfigure(0, 4, "recompute")]), Once(3, [DOWN])])
+    outcome = generate(control, [(50, 3), (1, 1), (1, 3), (1, 39)], tp=2, costs=costs, gpus=4)
+    assert [(s.from_tp, s.to_tp) for s in outcome.switches] == [(2, 4), (4, 1)]
 
 
 def test_going_back_to_the_first_layout_is_free_unless_its_graphs_are_lost() -> None:
