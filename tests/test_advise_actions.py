@@ -18,7 +18,7 @@ from rlsim.areal.experiment import from_areal
 from rlsim.cli import app
 from rlsim.errors import CapacityError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.job import Job, Ran, in_turn, remembering
+from rlsim.experiment.case import Job, Ran, in_turn, remembering
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.run import run_loaded
 from rlsim.experiment.simulator import Simulator

@@ -24,7 +24,7 @@ from rlsim.advise.texts import texts
 from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.job import in_turn
+from rlsim.experiment.case import in_turn
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator

@@ -23,7 +23,7 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
-from rlsim.experiment.job import Execute, in_turn
+from rlsim.experiment.case import Execute, in_turn
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.run import check_experiment, run_loaded
 from rlsim.experiment.summary import model_interval

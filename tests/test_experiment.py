@@ -25,9 +25,9 @@ from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.columns import CALL_PARTS, SUMMARY, TABLES
 from rlsim.experiment.load import load_experiment
-from rlsim.experiment.notes import preemption_notes
 from rlsim.experiment.result import Result, read_result
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.summary import preemption_notes
 from rlsim.schema import Schema
 from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView
 

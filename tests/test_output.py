@@ -444,7 +444,7 @@ def test_a_seed_that_is_not_there_and_a_file_that_cannot_be_read(copy: Path, mon
     def refuse(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("rlsim.experiment.parquet.file_sha256", refuse)
+    monkeypatch.setattr("rlsim.experiment.columns.file_sha256", refuse)
     with pytest.raises(ConfigError, match=r"steps.parquet: cannot be read: Permission denied"):
         read_result(copy)
 

@@ -9,9 +9,8 @@ from result_tables import RUN, table
 from test_asynchronous import run
 
 from rlsim.errors import ConfigError
-from rlsim.experiment.notes import KNOWN, luck, luck_note
 from rlsim.experiment.steadiness import Window, held_back, unsteady
-from rlsim.experiment.summary import half_width
+from rlsim.experiment.summary import KNOWN, half_width, luck, luck_note
 
 SHORT = 24
 STATIC = {"name": "static", "use": [{"verl": {"tp": 1}}]}

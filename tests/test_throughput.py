@@ -17,10 +17,9 @@ from typer.testing import CliRunner
 import rlsim
 from rlsim.cli import app
 from rlsim.errors import ConfigError, PolicyError
-from rlsim.experiment.notes import rate_notes
 from rlsim.experiment.parts import PARTS_OF_A_STEP, tail_stretches
 from rlsim.experiment.result import Result
-from rlsim.experiment.summary import means
+from rlsim.experiment.summary import means, rate_notes
 from rlsim.policies.registry import BUILTIN
 from rlsim.report.headline import findings
 from rlsim.report.shares import batch_parts, gpu_shares

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from rlsim.comparison.verdict import Verdict, decided, judge
-from rlsim.experiment.notes import EXPLAINED
+from rlsim.experiment.summary import EXPLAINED
 from rlsim.report.headline import cases_sentence
 from rlsim.report.speedups import VERDICTS, speedups
 

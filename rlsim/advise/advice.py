@@ -21,12 +21,11 @@ from rlsim.advise.runs import Runner
 from rlsim.advise.staleness import Allowed, allowed_steps, allowing
 from rlsim.errors import CapacityError, ConfigError, PolicyError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.directory import check_target
-from rlsim.experiment.job import remembering
+from rlsim.experiment.case import remembering
 from rlsim.experiment.ledger import LedgerRecord, turns
 from rlsim.experiment.load import load_experiment, parse_overrides
 from rlsim.experiment.placed import PlacedExperiment
-from rlsim.experiment.result import Result, open_results
+from rlsim.experiment.result import Result, check_target, open_results
 from rlsim.experiment.run import Progress
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator

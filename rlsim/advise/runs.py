@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsim.experiment.job import Execute
+from rlsim.experiment.case import Execute
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import Progress, run_loaded

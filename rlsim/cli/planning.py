@@ -84,8 +84,8 @@ def plan(
 
 def _target(experiment: str, settings: list[str] | None) -> Path:
     """Where the results of the experiment go; raises `ConfigError` if they cannot be written there."""
-    from rlsim.experiment.directory import check_target
     from rlsim.experiment.load import load_experiment
+    from rlsim.experiment.result import check_target
     from rlsim.output import results_folder
 
     target = results_folder(load_experiment(experiment, settings or ())[0].name)

@@ -119,7 +119,7 @@ def run_and_print(
     json_file: Path | None = None,
 ) -> None:
     """Run an experiment, print its tables and notes (`json_file`: write them as JSON), write its results."""
-    from rlsim.experiment.directory import earlier
+    from rlsim.experiment.result import earlier
     from rlsim.experiment.run import run as run_experiment
 
     before, reported = earlier(target), (target / "report.html").is_file()

@@ -192,7 +192,7 @@ def _print(found: SweepResult, definition: Definition) -> None:
     """The summary of every point, if they are few."""
     from rlsim.cli.terminal import Console
     from rlsim.comparison.verdict import judge
-    from rlsim.experiment.notes import EXPLAINED
+    from rlsim.experiment.summary import EXPLAINED
 
     summary = found.summary()
     unlike = (summary["speedup"] / summary["token_speedup"] - 1).abs() > EXPLAINED

@@ -14,9 +14,8 @@ import pandas as pd
 
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import ConfigError, unknown_name
-from rlsim.experiment.notes import ratio_note
 from rlsim.experiment.steadiness import unsteady
-from rlsim.experiment.summary import CONFIDENCE, means, paired_ratio, ratios
+from rlsim.experiment.summary import CONFIDENCE, means, paired_ratio, ratio_note, ratios
 from rlsim.sweeps.differences import differences
 from rlsim.sweeps.tables import value_at
 from rlsim.units import token_count

@@ -14,11 +14,10 @@ import pandas as pd
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.case import cases_of
-from rlsim.experiment.notes import PUT_OFF
 from rlsim.experiment.result import open_results
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.steadiness import TESTED
-from rlsim.experiment.summary import MEASURED, means
+from rlsim.experiment.summary import MEASURED, PUT_OFF, means
 from rlsim.schema import validate
 from rlsim.sweeps.read import read_sweep
 from rlsim.sweeps.store import DEFINITION

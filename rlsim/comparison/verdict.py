@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import pandas as pd
 
-from rlsim.experiment.notes import EXPLAINED
+from rlsim.experiment.summary import EXPLAINED
 from rlsim.formats import Row, is_missing, rate, with_choice
 
 Outcome = Literal["baseline", "faster", "as fast", "not told apart", "slower", "not comparable", "no speedup"]

@@ -1,4 +1,4 @@
-"""Every column of every result table: name, type, unit, meaning. Feeds the tables, their metadata and the docs.
+"""Every column of every result table: name, type, unit, meaning; and tables of them as Parquet files.
 
 They are rows of `rlsim/data/columns.csv`. `every` table begins with the same columns; the parts of a call add up to its
 time on its GPUs. Where a row of the summary says no more than a name, the column is that of `steps`.
@@ -7,8 +7,18 @@ time on its GPUs. Where a row of the summary says no more than a name, the colum
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlsim.errors import ConfigError
+from rlsim.output import reason
+from rlsim.records import file_sha256
 
 
 class Column(NamedTuple):
@@ -42,3 +52,64 @@ TABLES: dict[str, tuple[Column, ...]] = {
 }
 #: What rollout controls did: changes of degree, responses moved, replicas given up, responses dropped.
 ACTED = ("switches", "moved", "released", "aborted")
+
+
+# ---- as Parquet files, read only with their recorded SHA-256 ---------------------------------------------------------
+
+
+TYPES = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string(), "bool": pa.bool_()}
+
+
+def field_of(name: str, dtype: str, unit: str, meaning: str) -> Any:
+    """A column's field."""
+    return pa.field(name, TYPES[dtype], metadata={"unit": unit, "meaning": meaning})
+
+
+def to_arrow(frame: pd.DataFrame, columns: Sequence[Column]) -> pa.Table:
+    """A table in Arrow, with the types, units and meanings of its columns."""
+    arrays = [pa.array(frame[c.name], type=TYPES[c.dtype], from_pandas=True) for c in columns]
+    return pa.Table.from_arrays(arrays, schema=pa.schema([field_of(*column) for column in columns]))
+
+
+def to_pandas(rows: pa.Table) -> pd.DataFrame:
+    """A table as a frame, texts in pandas' own type as in the frames that `to_arrow` takes."""
+    texts = dict.fromkeys((pa.string(), pa.large_string(), pa.string_view()), pd.StringDtype())
+    frame: pd.DataFrame = rows.replace_schema_metadata().to_pandas(types_mapper=texts.get)
+    return frame
+
+
+def write_parquet(rows: pa.Table, target: Any) -> None:
+    """Write a table, to a path or an Arrow stream; equal tables give equal bytes."""
+    pq.write_table(rows, target, compression="zstd", write_page_checksum=True)
+
+
+def to_bytes(rows: pa.Table) -> bytes:
+    """The Parquet file of a table."""
+    sink = pa.BufferOutputStream()
+    write_parquet(rows, sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+@contextmanager
+def opened(path: Path, columns: Sequence[Column], sha256: str) -> Iterator[pq.ParquetFile]:
+    """A Parquet file, open to be read, once it is known that it has its SHA-256 and these columns.
+
+    Raises `ConfigError`, naming the file, for one that is missing, cannot be read, is damaged, or lacks such columns.
+    """
+    try:
+        if file_sha256(path) != sha256:
+            raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
+        with pq.ParquetFile(path) as file:
+            for name in [column.name for column in columns if column.name not in file.schema_arrow.names]:
+                raise ConfigError(f"{path}: has no column {name}: written by another version of rlsim; run it again")
+            yield file
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing: the results are damaged, or of a version of rlsim without it") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
+
+
+def read_parquet(path: Path, columns: Sequence[Column], sha256: str) -> pa.Table:
+    """These columns of a Parquet file, checked as `opened` does."""
+    with opened(path, columns, sha256) as file:
+        return file.read(columns=[column.name for column in columns], use_threads=False)

@@ -13,15 +13,13 @@ from typing import Any
 import pandas as pd
 
 from rlsim.errors import CapacityError, RlsimError, check_arguments
-from rlsim.experiment.case import Case, cases_of
+from rlsim.experiment.case import Case, Execute, Job, Ran, cases_of
 from rlsim.experiment.columns import TABLES
-from rlsim.experiment.directory import check_target
 from rlsim.experiment.frames import Frames
-from rlsim.experiment.job import Execute, Job, Ran
 from rlsim.experiment.ledger import EndRecord, LedgerRecord
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.planning import FoundPlans
-from rlsim.experiment.result import Result, manifest_of
+from rlsim.experiment.result import Result, check_target, manifest_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import means
 

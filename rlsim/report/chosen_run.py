@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
-from rlsim.experiment.columns import TABLES
-from rlsim.experiment.parquet import opened
+from rlsim.experiment.columns import TABLES, opened
 
 if TYPE_CHECKING:
     import pandas as pd

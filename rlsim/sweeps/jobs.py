@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 from rlsim.errors import RlsimError
-from rlsim.experiment.job import Execute, Job, Ran, in_turn
+from rlsim.experiment.case import Execute, Job, Ran, in_turn
 from rlsim.sweeps.local import cores, run_locally
 from rlsim.sweeps.task import Failed
 

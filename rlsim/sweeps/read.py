@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 from rlsim.errors import ConfigError
-from rlsim.experiment.parquet import TYPES
+from rlsim.experiment.columns import TYPES
 from rlsim.sweeps.store import DEFINITION, Store
 from rlsim.sweeps.tables import COLUMNS, AxisColumn
 

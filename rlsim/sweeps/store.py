@@ -28,8 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlsim.errors import ConfigError
-from rlsim.experiment.columns import Column
-from rlsim.experiment.parquet import opened, to_bytes
+from rlsim.experiment.columns import Column, opened, to_bytes
 from rlsim.output import check_writable, flush, reason, resolved
 from rlsim.records import read_record, sealed
 from rlsim.sweeps.points import Point

@@ -13,9 +13,8 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from rlsim import units
-from rlsim.experiment.columns import SUMMARY, TABLES, Column
+from rlsim.experiment.columns import SUMMARY, TABLES, TYPES, Column, field_of
 from rlsim.experiment.load import place_in
-from rlsim.experiment.parquet import TYPES, field_of
 from rlsim.experiment.schema import Experiment
 from rlsim.records import Record
 from rlsim.schema import model_within

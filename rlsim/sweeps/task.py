@@ -65,7 +65,7 @@ class Task:
         return validate(plain(self.config), Experiment, self.shown)
 
     def _files(self) -> dict[str, bytes]:
-        from rlsim.experiment.parquet import to_arrow, to_bytes
+        from rlsim.experiment.columns import to_arrow, to_bytes
         from rlsim.experiment.run import run_loaded
         from rlsim.sweeps.identity import inputs_of
         from rlsim.sweeps.tables import COLUMNS, of_point
