@@ -2,8 +2,8 @@
 
     python scripts/fit_training.py [--data DIR]
 
-The outcome is written down in `scripts/calibration/training.py`, from where `fit_calibrations.py` takes it; the tables
-are those of docs/calibration.md.
+The outcome is written down in `rlsim.cost.train_efficiency` (`TRAFFIC`) and `scripts/calibration/training.py`; the
+tables are those of docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from calibration.stacks import fit_stacks
 from calibration.tables import DATA
-from calibration.training import efficiency_of
 from calibration.training_report import gemm_shares, real_table, stacks_table
 
+from rlsim.cost.train_efficiency import efficiency_of
 from rlsim.hardware import load_gpu
 
 

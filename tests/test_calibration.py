@@ -19,7 +19,7 @@ from rlsim.schema import validate
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
-NAMES = sorted(calibration_names())
+NAMES = calibration_names()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rlsim.cost.calibration import calibration_names, load_calibration
+from rlsim.cost.calibration import calibration_names, derived_gpus, load_calibration
 from rlsim.validate import steps_verl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,13 +21,11 @@ sys.path.insert(0, str(SCRIPTS))
 
 from calibration.carried import carried_errors  # noqa: E402
 from calibration.catalogue import Catalogue  # noqa: E402
-from calibration.derived import derive  # noqa: E402
-from calibration.gpus import DERIVED  # noqa: E402
 from calibration.host import ABLATIONS, CLIENT_S, ROUNDS, TERMS, Serving, _begin  # noqa: E402
 from calibration.real import check_real  # noqa: E402
 from calibration.stacks import Fit, fit_stacks  # noqa: E402
 from calibration.tables import DATA  # noqa: E402
-from calibration.training import DRIVER_S, TRAFFIC, large_gemm_share, training_fit  # noqa: E402
+from calibration.training import DRIVER_S, large_gemm_share, training_fit  # noqa: E402
 from calibration.training_report import gemm_shares  # noqa: E402
 from fit_expert_launch import fitted_s  # noqa: E402
 from fit_transfer import left_out_calls  # noqa: E402
@@ -40,23 +38,23 @@ from rlsim.calibrate.fit.kernels import operators_with  # noqa: E402
 from rlsim.calibrate.points import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost import engine_memory  # noqa: E402
-from rlsim.cost.calibration import FrontEndFit, HostFit  # noqa: E402
+from rlsim.cost.calibration import FrontEndFit, HostFit, Reference  # noqa: E402
 from rlsim.cost.experts import FusedExperts, expert_load  # noqa: E402
 from rlsim.cost.fits import ACROSS  # noqa: E402
 from rlsim.cost.operators import Operators  # noqa: E402
-from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S  # noqa: E402
+from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S, TRAFFIC  # noqa: E402
+from rlsim.hardware import load_cluster  # noqa: E402
 from rlsim.precision import Precision  # noqa: E402
 from rlsim.validate.calls import shipped_calls  # noqa: E402
 from rlsim.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 
-NAMES = sorted(calibration_names())
+NAMES, DERIVED = calibration_names(), derived_gpus()
 tables = pytest.mark.skipif(
     not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project"
 )
 
 
 def test_the_scripts_make_every_shipped_calibration_and_no_other() -> None:
-    assert Catalogue.names() == NAMES
     assert Catalogue.names() == sorted(path.stem for path in (ROOT / "calibration").glob("*.yaml"))
 
 
@@ -71,13 +69,17 @@ def test_a_file_read_and_written_again_says_the_same(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("gpu", sorted(DERIVED))
-def test_derived_files_are_what_deriving_gives(gpu: str, tmp_path: Path) -> None:
-    for engine in DERIVED[gpu].engines:
-        derived = derive(load_calibration(f"{DERIVED[gpu].source}-{engine}"), gpu)
-        write_yaml(derived, tmp_path)
-        assert (tmp_path / f"{derived.name}.yaml").read_bytes() == (
-            ROOT / f"calibration/{derived.name}.yaml"
-        ).read_bytes()
+def test_a_derived_gpu_has_its_own_figures_and_says_whose_kernels(gpu: str) -> None:
+    row = DERIVED[gpu]
+    own = Reference.of(load_cluster(row.cluster))
+    for engine in row.engines:
+        source, derived = load_calibration(f"{row.source}-{engine}"), load_calibration(f"{gpu}-{engine}")
+        assert (derived.name, derived.gpu, derived.engine) == (f"{gpu}-{engine}", gpu, engine)
+        assert derived.provenance.notes == (f"derived from {source.name}: {row.note}", *source.provenance.notes)
+        assert derived.reference == own.model_copy(update={"link_bytes_per_s": source.reference.link_bytes_per_s})
+        assert (derived.collectives, derived.host) == (source.collectives, source.host)
+        assert (derived.operators == source.operators) == (own.sm_count == source.reference.sm_count)
+        assert all(f"of {row.source}; not measured on {gpu}" in item.note for item in derived.residuals.values())
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

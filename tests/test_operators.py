@@ -290,7 +290,7 @@ def test_an_output_narrower_than_a_block_is_between_a_launch_and_the_narrowest_m
     assert o.lookups.examples == {"gemm": "n 32, measured 512 to 4096"}
 
 
-@pytest.mark.parametrize("name", sorted(calibration_names()))
+@pytest.mark.parametrize("name", calibration_names())
 def test_routers_take_no_longer_than_the_narrowest_measured_product(name: str) -> None:
     calibration = load_calibration(name)
     o = Operators(calibration.operators, calibration.reference)

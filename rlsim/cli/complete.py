@@ -33,7 +33,6 @@ experiments = _of_catalogue("experiments")
 sweeps = _of_catalogue("sweeps", "experiments")  # a sweep is made of either
 models = _of_catalogue("models")
 gpus = _of_catalogue("gpus")
-calibrations = _of_catalogue("calibration")
 traces = _of_catalogue("traces", suffix=".parquet")
 
 
@@ -42,6 +41,13 @@ def clusters(incomplete: str) -> list[str]:
     nodes, several, _ = incomplete.partition("x")
     names = list(catalogue.names("clusters"))
     return _fitting([*names, *(f"{nodes}x{name}" for name in names if several and nodes.isdecimal())], incomplete)
+
+
+def calibrations(incomplete: str) -> list[str]:
+    """Calibrations of the catalogue."""
+    from rlsim.cost.calibration import calibration_names
+
+    return _fitting(calibration_names(), incomplete)
 
 
 def verl_versions(incomplete: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The fitted constants of one GPU under one engine: `calibration/<gpu>-<engine>.yaml`.
+"""The fitted constants of one GPU under one engine: `calibration/<gpu>-<engine>.yaml`, or another GPU's carried over.
 
 A calibration holds few numbers, each the outcome of a fit to measured kernels, and says where the measurements
 are from and how far off the fit is on shapes it has not seen. Efficiencies are relative to the data-sheet figures in
@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim import catalogue
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
+from rlsim.cost.carried import Derived, derive
 from rlsim.cost.draw import Draw
 from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
 from rlsim.cost.fits import (
@@ -29,7 +30,7 @@ from rlsim.cost.fits import (
     Share,
 )
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, shown, unknown_name
-from rlsim.hardware import Cluster
+from rlsim.hardware import Cluster, load_cluster
 from rlsim.precision import KvPrecision, Precision, peak_flop_per_s
 from rlsim.schema import Schema, load
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
@@ -87,6 +88,11 @@ class Reference(Fitted):
             l2_bytes=gpu.l2_bytes,
             link_bytes_per_s=cluster.intra.bytes_per_s,
         )
+
+    @property
+    def flops_per_byte(self) -> float:
+        """The peak bf16 rate over the memory bandwidth."""
+        return self.bf16_flop_per_s / self.memory_bytes_per_s
 
 
 class HostFit(Fitted):
@@ -353,23 +359,34 @@ class Calibration(Fitted):
         return Known(exact, math.prod(levels) ** (1 / max(len(levels), 1)), bool(own))
 
 
-def calibration_names() -> dict[str, Path]:
-    """Every calibration of the catalogue, by full name, and its path."""
-    return catalogue.names("calibration")
+def derived_gpus() -> dict[str, Derived]:
+    """The GPUs without tables, by name."""
+    return {gpu: load(path, Derived) for gpu, path in catalogue.names("calibration/derived").items()}
+
+
+def calibration_names() -> list[str]:
+    """Every calibration of the catalogue, by full name."""
+    return sorted([*catalogue.names("calibration"), *_derived_names()])
+
+
+def _derived_names() -> dict[str, tuple[str, str]]:
+    """The full names of derived calibrations: which GPU's, and the name of the one it is made of."""
+    rows = derived_gpus().items()
+    return {f"{gpu}-{engine}": (gpu, f"{row.source}-{engine}") for gpu, row in rows for engine in row.engines}
 
 
 _NAME = re.compile(rf"(?P<gpu>.+)-(?P<engine>{'|'.join(get_args(Engine))})(?:-(?P<release>\d[\w.]*))?")
 
 
-def _resolve(name: str) -> Path:
-    """The file of a full or short name.
+def _full(name: str) -> str:
+    """The full name of a full or short one.
 
     `h100-sglang` is `h100-sxm-sglang` if only one GPU begins that way; `h100-sglang-0.5` is the release of the engine
     that begins so, if it is one.
     """
     known = calibration_names()
     if name.lower() in known:
-        return known[name.lower()]
+        return name.lower()
     wanted = _NAME.fullmatch(name.lower())
     if wanted is None:
         raise unknown_name("calibration", name, known)
@@ -377,9 +394,9 @@ def _resolve(name: str) -> Path:
     same = [full for full in known if full.startswith(f"{gpu}-") and f"-{engine}" in full]
     near = [full for full in same if _is_release(full, release)]
     if len(near) == 1:
-        return known[near[0]]
+        return near[0]
     if release is not None and same:
-        shipped = ", ".join(f"{_load(known[full]).release} ({full})" for full in same)
+        shipped = ", ".join(f"{_of_catalogue(full).release} ({full})" for full in same)
         raise CatalogueError(f"unknown calibration {shown(name)}; releases of {engine} that ship: {shipped}")
     fitting = [one for one in catalogue.names("gpus") if f"{one}-".startswith(f"{gpu}-")]
     if fitting and not any(full.startswith(f"{gpu}-") for full in known):
@@ -395,7 +412,16 @@ def _is_release(full: str, release: str | None) -> bool:
     if release is None:
         named = _NAME.fullmatch(full)
         return named is not None and named["release"] is None
-    return f"{_load(calibration_names()[full]).release}.".startswith(f"{release}.")
+    return f"{_of_catalogue(full).release}.".startswith(f"{release}.")
+
+
+def _of_catalogue(full: str) -> Calibration:
+    """The calibration of a full name."""
+    if path := catalogue.names("calibration").get(full):
+        return _load(path)
+    gpu, source = _derived_names()[full]
+    row = derived_gpus()[gpu]
+    return derive(_of_catalogue(source), gpu, row.note, Reference.of(load_cluster(row.cluster)))
 
 
 def _load(path: Path) -> Calibration:
@@ -414,4 +440,4 @@ def load_calibration(name_or_path: str | Path) -> Calibration:
     """
     if isinstance(name_or_path, Path) or name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path:
         return _load(Path(name_or_path))
-    return _load(_resolve(name_or_path))
+    return _of_catalogue(_full(name_or_path))

@@ -10,6 +10,17 @@ from rlsim.errors import ConfigError
 #: Core's dispatcher waits for the number of every expert's tokens, so that the host cannot launch ahead. Fitted to one
 #: published iteration of pre-training on H800 (`scripts/fit_expert_launch.py`).
 EXPERT_LAUNCH_S = 4.12e-3
+#: Bytes that a training framework moves for each FLOP of its linear layers, at the data sheet's bandwidth: kernels that
+#: are not fused, and gaps between kernels. Fitted to runs of veRL and NeMo-RL (`scripts/fit_training.py`).
+TRAFFIC = 2.35e-3
+
+
+def efficiency_of(gemm_share: float, flops_per_byte: float, traffic: float = TRAFFIC) -> float:
+    """Share of the peak that linear layers reach, with `traffic` bytes moved for each of their FLOPs.
+
+    `gemm_share`: what large products alone reach; `flops_per_byte`: the GPU's peak over its memory bandwidth.
+    """
+    return 1.0 / (1.0 / gemm_share + traffic * flops_per_byte)
 
 
 @dataclass(frozen=True, kw_only=True)

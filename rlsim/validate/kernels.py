@@ -43,7 +43,7 @@ def section(options: Options) -> Section | Skipped:
 def _with_tables() -> list[str]:
     """Calibrations fitted to aiconfigurator's tables of their own GPU."""
     found = []
-    for name in sorted(calibration_names()):
+    for name in calibration_names():
         calibration = load_calibration(name)
         source = calibration.provenance.sources[0]
         own = source.files[0].split("/")[0].replace("_", "-") if source.project == "NVIDIA aiconfigurator" else ""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from calibration.derived import carried_operators
 from calibration.gpus import GPUS
 from calibration.tables import operator_tables
 from rlsim.calibrate.fit import gemm
@@ -15,6 +14,7 @@ from rlsim.calibrate.fit.gemm import gemm_rows
 from rlsim.calibrate.fit.kernels import predict
 from rlsim.calibrate.points import residual
 from rlsim.cost.calibration import Calibration, Reference, Residual
+from rlsim.cost.carried import carried_operators
 from rlsim.hardware import load_cluster
 
 FEW_ROWS = 64  # of products that decode

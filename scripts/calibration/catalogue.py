@@ -7,8 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from calibration.a40 import fit_a40, under_engine
-from calibration.derived import derive
-from calibration.gpus import DERIVED, ENGINES, GPUS, OLDER
+from calibration.gpus import ENGINES, GPUS, OLDER
 from calibration.measured import HotRows, against_hot_rows, fit_measured
 from rlsim.cost.calibration import Calibration, Engine
 from rlsim.validate.transfer import shipped_fits
@@ -28,10 +27,9 @@ class Catalogue:
 
     @staticmethod
     def names() -> list[str]:
-        """Every calibration."""
+        """Every calibration that is fitted."""
         measured = [f"{name}-{engine}" for name, gpu in GPUS.items() for engine in gpu.versions]
-        derived = [f"{name}-{engine}" for name, about in DERIVED.items() for engine in about.engines]
-        return sorted(["a40-sglang", "a40-vllm", *measured, *derived, *OLDER])
+        return sorted(["a40-sglang", "a40-vllm", *measured, *OLDER])
 
     def all(self) -> dict[str, Calibration]:
         """Every calibration by name."""
@@ -60,8 +58,6 @@ class Catalogue:
             return (
                 fit_a40(self.data, donor) if engine == "sglang" else under_engine(self.calibration("a40-sglang"), donor)
             )
-        if gpu in DERIVED:
-            return derive(self.calibration(f"{DERIVED[gpu].source}-{engine}"), gpu)
         return self._served(self.kernels(gpu, engine))
 
     @staticmethod

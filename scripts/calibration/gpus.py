@@ -35,16 +35,6 @@ class Gpu:
         return self.gemm("sglang", self.training)
 
 
-@dataclass(frozen=True)
-class Derived:
-    """A GPU without tables: everything relative is another one's, the data-sheet figures are its own."""
-
-    source: str
-    cluster: str
-    note: str
-    engines: tuple[Engine, ...] = ("sglang", "vllm")
-
-
 ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
 
 #: Vidur's layer tables, by GPU and model; the only tables there are of the A40.
@@ -72,58 +62,3 @@ GPUS = {
 
 #: Older releases that a calibration is kept of, named with it: the serving runs' SGLang is 0.5.1.
 OLDER: dict[str, tuple[str, Engine, str]] = {"h100-sxm-sglang-0.5.10": ("h100-sxm", "sglang", "0.5.10")}
-
-DERIVED = {
-    "h800-sxm": Derived(
-        "h100-sxm",
-        "2x8xh800",
-        "H100 kernels; NVLink part of the collectives stretched by the ratio of the link rates",
-        ENGINES,
-    ),
-    "h20": Derived(
-        "h100-sxm",
-        "4x8xh20",
-        "H100 efficiencies on H20's own peak rates and SM count; no H20 kernel is measured here",
-        ENGINES,
-    ),
-    "gh200": Derived(
-        "h100-sxm",
-        "8xgh200",
-        "H100 efficiencies on GH200's own peak rates; no GH200 kernel is measured here",
-        ENGINES,
-    ),
-    "a800-sxm-80gb": Derived(
-        "a100-sxm-80gb",
-        "8xa800",
-        "A100 kernels; NVLink part of the collectives stretched by the ratio of the link rates",
-        ENGINES,
-    ),
-    "b300-sxm": Derived(
-        "b200-sxm",
-        "8xb300",
-        "B200 efficiencies on B300's own peak rates; no B300 kernel is measured here",
-    ),
-    "gb200": Derived(
-        "b200-sxm",
-        "4xgb200",
-        "B200 efficiencies on GB200's own peak rates and SM count; no GB200 kernel is measured here, and no collective "
-        "beyond eight GPUs",
-    ),
-    "gb300": Derived(
-        "b200-sxm",
-        "4xgb300",
-        "B200 efficiencies on GB300's own peak rates and SM count; no GB300 kernel is measured here, and no collective "
-        "beyond eight GPUs",
-    ),
-    "l20": Derived(
-        "l40s",
-        "8xl20",
-        "L40S efficiencies on L20's own peak rates and SM count; no L20 kernel is measured here",
-    ),
-    "rtx-pro-6000": Derived(
-        "l40s",
-        "8xrtx-pro-6000",
-        "L40S efficiencies on the RTX PRO 6000's own peak rates and SM count, a generation later; none of its kernels "
-        "is measured here; the PCIe part of the collectives is stretched by the ratio of the link rates",
-    ),
-}

@@ -10,7 +10,6 @@ from calibration.a40 import PAT_CONTEXT, PAT_LATENCIES
 from calibration.across import across_section
 from calibration.carried import PAIRS, carried_errors, measured_there
 from calibration.catalogue import Catalogue
-from calibration.gpus import DERIVED
 from calibration.host import CLIENT_S
 from calibration.kv import kv_section
 from calibration.markdown import table
@@ -22,7 +21,7 @@ from calibration.windows import engine_section
 from rlsim.calibrate.fit.attention import GROUP
 from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.steps import NO_HOST
-from rlsim.cost.calibration import Calibration, HostFit, Residual
+from rlsim.cost.calibration import Calibration, HostFit, Residual, derived_gpus, load_calibration
 from rlsim.cost.roofline import RooflineStep
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
@@ -244,7 +243,7 @@ generation settings ask for top-k and top-p sampling, for which this vLLM sorts 
 
 def _derived() -> str:
     notes = "\n".join(
-        f"- {gpu}: {about.note}. Its residuals are those of {about.source}." for gpu, about in DERIVED.items()
+        f"- {gpu}: {about.note}. Its residuals are those of {about.source}." for gpu, about in derived_gpus().items()
     )
     return f"""## Derived, not measured
 
@@ -267,7 +266,7 @@ def _carried(catalogue: Catalogue) -> str:
     there = []
     for gpu in ("h20", "h800-sxm"):
         for engine in ("vllm", "sglang"):
-            judged = measured_there(catalogue.data, catalogue.calibration(f"{gpu}-{engine}"))
+            judged = measured_there(catalogue.data, load_calibration(f"{gpu}-{engine}"))
             there += [(gpu, engine, name, *_errors(item)) for name, item in judged.items()]
     return f"""## How far efficiencies carry over
 
@@ -298,7 +297,7 @@ DeepGEMM of SGLang's release loses to a want of registers with many rows what In
 def report(catalogue: Catalogue) -> str:
     """The whole page."""
     made = catalogue.all()
-    measured = {name: made[name].residuals for name in sorted(made) if made[name].gpu not in DERIVED}
+    measured = {name: made[name].residuals for name in sorted(made)}
     parts = [
         INTRO,
         "## Operators on held-out shapes\n\n" + _residuals(measured) + "\n\n" + MISSED,

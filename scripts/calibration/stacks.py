@@ -21,11 +21,10 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import brentq, minimize_scalar
 
-from calibration.training import efficiency_of
 from rlsim.calibrate.fit.common import Array
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TrainEfficiency
+from rlsim.cost.train_efficiency import TrainEfficiency, efficiency_of
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibration.gpus import A40_VIDUR, DERIVED, ENGINES, GPUS
+from calibration.gpus import A40_VIDUR, ENGINES, GPUS
 from calibration.markdown import table
 from calibration.real import CALLS, check_real
 from calibration.stacks import Fit, Timing, fit_stacks
 from calibration.tables import all_gemms, vidur_layers
-from calibration.training import DRIVER_S, LARGE_GEMMS, TRAFFIC, large_gemm_share
+from calibration.training import DRIVER_S, LARGE_GEMMS, large_gemm_share
 from rlsim.calibrate.importers import vidur
-from rlsim.cost.calibration import Calibration
+from rlsim.cost.calibration import Calibration, derived_gpus, load_calibration
+from rlsim.cost.train_efficiency import TRAFFIC
 from rlsim.hardware import load_gpu
 
 
@@ -78,8 +79,8 @@ def _gpus(data: Path, made: dict[str, Calibration]) -> str:
         rows.append((gpu.name, *shares, _efficiency(made[f"{gpu.name}-sglang"])))
     a40 = large_gemm_share(vidur.gemm_table(vidur_layers(data, A40_VIDUR)), load_gpu("a40").bf16_flop_per_s)
     rows.append(("a40", f"{a40:.2f} (Vidur)", "", "", _efficiency(made["a40-sglang"])))
-    derived = [item for item in made.values() if item.gpu in DERIVED and item.engine == "sglang"]
-    rows += [(item.gpu, "carried over", "", "", _efficiency(item)) for item in derived]
+    derived = ((gpu, load_calibration(f"{gpu}-sglang")) for gpu in derived_gpus())
+    rows += [(gpu, "carried over", "", "", _efficiency(item)) for gpu, item in derived]
     engines = [f"GEMM, {engine}" for engine in ENGINES]
     return table(["GPU", *engines, "training"], rows)
 

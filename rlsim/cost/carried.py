@@ -1,15 +1,20 @@
-"""The calibration of a GPU without tables: another one's efficiencies on its own data-sheet figures."""
+"""The calibration of a GPU without tables: another one's efficiencies on its own data-sheet figures.
+
+Each such GPU is a row, `calibration/derived/<gpu>.yaml`; `load_calibration` makes the calibration of it.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from calibration.gpus import DERIVED
-from calibration.training import carried_over
-from rlsim.calibrate.fit.common import rounded
-from rlsim.cost.calibration import Calibration, Reference
+from pydantic import Field
+
 from rlsim.cost.fits import KernelFit, OperatorFits, ProductFit
-from rlsim.hardware import load_cluster
+from rlsim.cost.train_efficiency import efficiency_of
+from rlsim.schema import Schema
+
+if TYPE_CHECKING:
+    from rlsim.cost.calibration import Calibration, Reference, TrainingFit
 
 #: The fewest rows that a block of a product is padded to: matrix instructions take tokens by 8 (PTX ISA, `wgmma` and
 #: `mma.m16n8k16`), in the other operand's place where they are few. Where tables are from, the weights' way from memory
@@ -18,25 +23,44 @@ FEWEST_ROWS = 16
 K = TypeVar("K", bound=KernelFit)
 
 
-def derive(source: Calibration, gpu: str) -> Calibration:
-    """`source`'s efficiencies on `gpu`; the link stays that of the measured node."""
-    about = DERIVED[gpu]
-    reference = Reference.of(load_cluster(about.cluster))
-    notes = (f"derived: {about.note}", *source.provenance.notes)
+class Derived(Schema):
+    """A GPU without tables: everything relative is another one's, the data-sheet figures are its own."""
+
+    source: str = Field(description="the other GPU")
+    cluster: str = Field(description="of the catalogue: a node as sold")
+    engines: tuple[str, ...] = Field(description="of the source's calibrations, those that are carried over")
+    note: str = Field(description="what is carried over, and what is not known")
+
+
+def derive(source: Calibration, gpu: str, note: str, reference: Reference) -> Calibration:
+    """`source`'s efficiencies on `gpu`, whose figures are `reference`; the link stays that of the measured node."""
     residuals = {
         key: value.model_copy(update={"note": f"of {source.gpu}; not measured on {gpu}. {value.note}".strip()})
         for key, value in source.residuals.items()
     }
+    notes = (f"derived from {source.name}: {note}", *source.provenance.notes)
     update = {
         "operators": carried_operators(source, reference),
-        "name": f"{gpu}-{source.engine}",
+        "name": source.name.replace(source.gpu, gpu, 1),
         "gpu": gpu,
         "reference": reference.model_copy(update={"link_bytes_per_s": source.reference.link_bytes_per_s}),
         "provenance": source.provenance.model_copy(update={"notes": notes}),
         "residuals": residuals,
-        "training": carried_over(source.training, source.reference, gpu, reference),
+        "training": _training(source, gpu, reference),
     }
     return source.model_copy(update=update)
+
+
+def _training(source: Calibration, gpu: str, reference: Reference) -> TrainingFit:
+    """The source's large GEMMs, with the GPU's own peak and memory bandwidth."""
+    more = reference.flops_per_byte - source.reference.flops_per_byte
+    shares = source.training.flop_efficiency.items()
+    about = f"nothing of this is measured on {gpu}: large GEMMs are taken to reach the same share of its peak"
+    update = {
+        "flop_efficiency": {name: round(efficiency_of(share, more), 3) for name, share in shares},
+        "source": f"{about}; there: {source.training.source}",
+    }
+    return source.training.model_copy(update=update)
 
 
 def carried_operators(source: Calibration, reference: Reference) -> OperatorFits:
@@ -84,4 +108,5 @@ def _by_block(fit: K, slower: float) -> K:
 
 
 def _share(efficiency: float, slower: float, best: float) -> float:
-    return float(rounded(max(efficiency, min(efficiency * slower, best))))
+    """To four digits, as shares are written."""
+    return float(f"{max(efficiency, min(efficiency * slower, best)):.4g}")
