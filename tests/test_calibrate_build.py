@@ -16,6 +16,7 @@ from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import COLUMNS
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Reference, Source, load_calibration
+from rlsim.cost.carried import carried_operators
 from rlsim.cost.profile import prompts_of
 from rlsim.cost.roofline import step_cost
 from rlsim.errors import CalibrationError
@@ -269,6 +270,7 @@ def test_another_gpus_corrections_are_not_taken_over_but_its_attentions_tables_a
     table = small_tables()["decode_attention"]
     operators = build({"decode_attention": table}, base=H100).calibration.operators
     assert operators.gemm.table is None
+    assert operators.gemm == carried_operators(H100, CPU).gemm
     assert operators.prefill_attention == H100.operators.prefill_attention
 
 

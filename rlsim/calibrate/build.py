@@ -31,6 +31,7 @@ from rlsim.cost.calibration import (
     TrainingFit,
     calibration_names,
 )
+from rlsim.cost.carried import carried_operators
 from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits, ProductFit
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError, RlsimError
@@ -79,13 +80,18 @@ class _Parts:
         self.notes.extend(part.notes)
         return part.fit
 
-    def borrow(self, what: str, otherwise: str, taken: Callable[[Calibration, str], T]) -> T | None:
-        """What is `taken` from the base for this GPU; without one, `otherwise` is missing."""
+    @property
+    def carried(self) -> OperatorFits | None:
+        """The base's kernels on this GPU."""
+        return None if self.base is None else carried_operators(self.base, self.reference)
+
+    def borrow(self, what: str, otherwise: str, taken: Callable[[Calibration], T]) -> T | None:
+        """What is `taken` from the base; without one, `otherwise` is missing."""
         if self.base is None:
             self.missing.append(otherwise)
             return None
         self.borrowed.append(what)
-        return taken(self.base, self.gpu)
+        return taken(self.base)
 
     def borrow_residuals(self, *operators: str) -> None:
         """The base's residuals of these operators, marked as not this calibration's own."""
@@ -150,7 +156,7 @@ def build_calibration(
     collectives = _collectives(parts)
     runtime = fit_runtime(measured, base, parts.missing)
     training = fit_training(measured, reference, gpu, shape, base.training if base else None)
-    training_fit = training.fit or parts.borrow("training efficiency", "train_block", _training_from)
+    training_fit = training.fit or parts.borrow("training efficiency", "train_block", partial(_training_from, gpu=gpu))
     if "decode_step" not in measured and base is None:
         parts.missing.append("decode_step (host time)")
     parts.check()
@@ -222,17 +228,14 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
     if "memory_bound" in measured:
         fits["memory_bound"] = kernel_memory_bound(measured.table("memory_bound"), reference)
     found: dict[str, Any] = {}
-    for operator in ("gemm", "decode_attention", "prefill_attention", "memory_bound"):
+    needed = ("gemm", "decode_attention", "prefill_attention", "memory_bound")
+    for operator in (*needed, "decode_attention_fp8", "prefill_attention_fp8"):
         if operator in fits:
             found[operator] = parts.add(fits[operator])
-        else:
-            found[operator] = parts.borrow(operator, operator, partial(_kernel_from, operator))
-            parts.borrow_residuals(operator)
-    for operator in ("decode_attention_fp8", "prefill_attention_fp8"):
-        if operator in fits:
-            found[operator] = parts.add(fits[operator])
-        elif parts.base is not None:
-            _lend(parts, found, operator, _kernel_from(operator, parts.base, parts.gpu))
+        elif parts.carried is not None:
+            _lend(parts, found, operator, getattr(parts.carried, operator))
+        elif operator in needed:
+            parts.missing.append(operator)
     if parts.base is not None and parts.base.gpu == parts.gpu:
         for operator in ("latent_attention", "latent_attention_fp8"):
             _lend(parts, found, operator, getattr(parts.base.operators, operator))
@@ -256,8 +259,8 @@ def _lend(parts: _Parts, found: dict[str, Any], operator: str, fit: Schema | Non
 def _quantised(parts: _Parts, cold: bool) -> tuple[ProductFit, ...]:
     """Products in other precisions than bf16: what was measured, and the base's of the rest."""
     fits = [parts.add(part) for part in quantised_products(parts.measured, parts.reference, cold)]
-    if parts.base is not None:
-        for fit in _base_operators(parts.base, parts.gpu).quantised_gemm:
+    if carried := parts.carried:
+        for fit in carried.quantised_gemm:
             if (name := gemm_of(fit.precision)) not in parts.measured:
                 fits.append(fit)
                 parts.borrowed.append(name)
@@ -278,14 +281,6 @@ def _experts(parts: _Parts) -> Experts:
     return {}, {}
 
 
-def _kernel_from(operator: str, base: Calibration, gpu: str) -> Any:
-    return getattr(_base_operators(base, gpu), operator)
-
-
-def _base_operators(base: Calibration, gpu: str) -> OperatorFits:
-    return base.operators if base.gpu == gpu else base.operators.without_corrections()
-
-
 def _collectives(parts: _Parts) -> CollectiveFits | None:
     """All collectives; whatever operation and number of GPUs was not measured is the base's.
 
@@ -297,7 +292,7 @@ def _collectives(parts: _Parts) -> CollectiveFits | None:
             parts.notes.append("one device was measured: no collectives, so no TP beyond 1")
             return CollectiveFits(nccl={})
         parts.borrow_residuals("nccl", "custom_all_reduce")
-        return parts.borrow("collectives", "collective", lambda base, _: base.collectives)
+        return parts.borrow("collectives", "collective", lambda base: base.collectives)
     node = measured_node(parts.gpu, parts.reference)
     fits = parts.add(kernel_collectives(measured.table("collective"), parts.reference, node))
     if "exchange" in measured:
@@ -340,7 +335,7 @@ def _training_from(base: Calibration, gpu: str) -> TrainingFit:
     return base.training.model_copy(update={"source": f"{about}: {base.training.source}"})
 
 
-def _host_from(base: Calibration, _gpu: str) -> HostFit:
+def _host_from(base: Calibration) -> HostFit:
     return base.host.model_copy(update={"source": f"not measured, from {base.name}: {base.host.source}"})
 
 

@@ -64,7 +64,8 @@ def _training(source: Calibration, gpu: str, reference: Reference) -> TrainingFi
 
 
 def carried_operators(source: Calibration, reference: Reference) -> OperatorFits:
-    """The kernels' fits for a GPU with these figures: where its SMs are as many, as they are; else without tables.
+    """The kernels' fits for a GPU with these figures: as they are where its SMs are as many. Elsewhere products and
+    experts have no tables: what a roofline leaves over on one GPU says little about another with other SMs.
 
     A block of few rows that reaches little of an SM's peak is not bound by the products but by what is moved and issued
     for them. On SMs with fewer FLOP/s that takes as long: the block reaches as much more of their peak, up to what the
@@ -73,16 +74,15 @@ def carried_operators(source: Calibration, reference: Reference) -> OperatorFits
     operators = source.operators
     if reference.sm_count == source.reference.sm_count:
         return operators
-    plain = operators.without_corrections()
     per_sm = [ref.bf16_flop_per_s / ref.sm_count for ref in (source.reference, reference)]
     slower = max(1.0, per_sm[0] / per_sm[1])
     update = {
-        "gemm": _of_products(plain.gemm, slower),
-        "quantised_gemm": tuple(_of_products(fit, slower) for fit in plain.quantised_gemm),
-        "experts": {name: _by_block(fit, slower) for name, fit in plain.experts.items()},
-        "parallel_experts": {name: _by_block(fit, slower) for name, fit in plain.parallel_experts.items()},
+        "gemm": _of_products(operators.gemm, slower),
+        "quantised_gemm": tuple(_of_products(fit, slower) for fit in operators.quantised_gemm),
+        "experts": {name: _by_block(fit, slower) for name, fit in operators.experts.items()},
+        "parallel_experts": {name: _by_block(fit, slower) for name, fit in operators.parallel_experts.items()},
     }
-    return plain.model_copy(update=update)
+    return operators.model_copy(update=update)
 
 
 def _of_products(fit: ProductFit, slower: float) -> ProductFit:
@@ -104,7 +104,7 @@ def _by_block(fit: K, slower: float) -> K:
     """On SMs whose peak is so many times lower, with a share of it for each kind of block."""
     best = max(share for name, share in fit.efficiency.items() if name != "memory")
     shares = {name: one if name == "memory" else _share(one, slower, best) for name, one in fit.efficiency.items()}
-    return fit.model_copy(update={"efficiency": shares})
+    return fit.model_copy(update={"efficiency": shares, "table": None})
 
 
 def _share(efficiency: float, slower: float, best: float) -> float:

@@ -245,23 +245,6 @@ class OperatorFits(Fitted):
         """The same of latent attention."""
         return ("bf16", "fp8") if self.latent_attention_fp8 else ("bf16",)
 
-    def without_corrections(self) -> Self:
-        """The formulas alone: what they leave over on one GPU says little about another with other SMs. An elementwise
-        kernel keeps its correction, which is about bytes."""
-
-        def bare(fit: Any) -> Any:
-            if isinstance(fit, tuple):
-                return tuple(map(bare, fit))
-            if isinstance(fit, dict):
-                return {name: bare(one) for name, one in fit.items()}
-            if isinstance(fit, ProductFit | ExpertsFit):
-                return fit.model_copy(update={"table": None})
-            if not hasattr(fit, "correction") or isinstance(fit, MemoryOpFit):
-                return fit
-            return fit.model_copy(update={"correction": None})
-
-        return self.model_copy(update={name: bare(fit) for name, fit in self})
-
 
 class CollectiveFit(Fitted):
     """Time of one collective, linear in log-log between knots; flat below, proportional to the bytes above."""

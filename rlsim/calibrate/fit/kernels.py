@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from rlsim.calibrate.fit.common import Array, Mask
-from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.calibrate.points import point_rows
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import OperatorFits
@@ -18,7 +17,6 @@ from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError
 from rlsim.schema import Schema
 
-F = TypeVar("F", bound=Schema)
 Knots = Mapping[str, Sequence[float]]  # of a correction, by axis
 
 #: Fewest distinct rows that a fit is made of; below that there is an error, not a guess.
@@ -74,12 +72,6 @@ def compared(
     """The points of `rows`, under the operator's name unless there is another."""
     labels = [kernel.label(row) for row in rows.itertuples(index=False)]
     return point_rows(name or kernel.operator, labels, rows.seconds, predict(kernel, fit, ref, rows), held_out)
-
-
-def corrected(kernel: Kernel, fit: F, ref: Reference, rows: pd.DataFrame, knots: Knots) -> F:
-    """`fit` with the factor that it leaves over on `rows`, which have a column for each axis of `knots`."""
-    error = np.log(rows.seconds.to_numpy(float) / predict(kernel, fit, ref, rows))
-    return fit.model_copy(update={"correction": fit_correction(rows, knots, error)})
 
 
 def enough_for_all_constants(ref: Reference, train: Mask) -> bool:
