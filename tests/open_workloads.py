@@ -492,12 +492,7 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
         sync_s=seconds(steps, often / 3),
         node_gpus=node_gpus,
         tp=tp,
-        costs=StubCosts(
-            iteration,
-            {degree: max(full) + draw(room) for degree in iteration},
-            other_node=2.0,
-            **moving,
-        ),
+        costs=StubCosts(iteration, {degree: max(full) + draw(room) for degree in iteration}, other_node=2.0, **moving),
         engine=engine,
         routing=draw(st.sampled_from(["contiguous", "round_robin"])),
         control=control,

@@ -397,10 +397,7 @@ def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | No
         ({"layer_types": ["mlp"] * 4}, "llama has no layers of mlp"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "MMM-"}, "without any layer that has a KV cache"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "MM*E"}, "does not go with num_experts 0"),
-        (
-            {"model_type": "nemotron_h", "hybrid_override_pattern": 5},
-            "expected the kinds of the layers, got 5",
-        ),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": 5}, "expected the kinds of the layers, got 5"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*M*", "n_groups": 3}, "a multiple of n_groups"),
         ({"model_type": "granitemoehybrid", "hidden_size": [8]}, "hidden_size: expected a whole number"),
         ({"model_type": "granitemoehybrid", "num_hidden_layers": 10**10}, "num_hidden_layers: .*10000"),

@@ -193,13 +193,7 @@ def test_two_seeds_of_two_systems_draw_a_world_each() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"seeds": 2, "certainty": 0},
-        {"seeds": 1},
-        {"seeds": 2, "systems": ["verl"]},
-        {"seeds": 2, "draw": 3},
-    ],
+    "changes", [{"seeds": 2, "certainty": 0}, {"seeds": 1}, {"seeds": 2, "systems": ["verl"]}, {"seeds": 2, "draw": 3}]
 )
 def test_nothing_is_drawn_where_nothing_is_compared_or_it_is_not_wanted(changes: dict[str, Any]) -> None:
     found = run(**changes)

@@ -124,8 +124,7 @@ def test_only_the_seeds_that_both_have_are_paired(results: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "why"),
-    [("capped", "trace.cap is 1024 against 2048"), ("other-seeds", "they have no seed in common")],
+    ("other", "why"), [("capped", "trace.cap is 1024 against 2048"), ("other-seeds", "they have no seed in common")]
 )
 def test_other_responses_are_not_paired_and_it_says_so(results: Path, other: str, why: str) -> None:
     found = rlsim.compare([results / "base", results / other])
@@ -275,10 +274,7 @@ def test_the_work_to_find_baselines_grows_with_the_runs_alone(monkeypatch: pytes
 def test_keys_in_which_directories_differ(results: Path) -> None:
     found = rlsim.compare([results / "base", results / "sglang", results / "capped"])
     named = {key: [*values.values()] for key, values in found.differences.items()}
-    assert named == {
-        "calibration": ["h100-vllm", "h100-sglang", "h100-vllm"],
-        "trace.cap": [2048, 2048, 1024],
-    }
+    assert named == {"calibration": ["h100-vllm", "h100-sglang", "h100-vllm"], "trace.cap": [2048, 2048, 1024]}
 
 
 def test_one_directory_written_in_two_ways_is_one(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

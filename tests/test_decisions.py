@@ -215,10 +215,7 @@ def test_pat_deals_as_the_engine_does_after_a_switch() -> None:
     shown: Any = moment(held, 1)
     two, one = pat._spread_out(shown, 0, 2), pat._spread_out(shown, 0, 4)
     # contexts of 50, 40, 30, 20 and 10: 50 + 20 + 10 and 40 + 30
-    assert [own.tolist() for own in two] == [
-        [[1000, 10, 1], [990, 20, 1], [960, 50, 1]],
-        [[980, 30, 1], [970, 40, 1]],
-    ]
+    assert [own.tolist() for own in two] == [[[1000, 10, 1], [990, 20, 1], [960, 50, 1]], [[980, 30, 1], [970, 40, 1]]]
     assert [len(own) for own in one] == [5]
     as_they_are = [own.tolist() for own in pat._spread_out(shown, 0, None)]
     assert as_they_are == [[[1000, 10, 1], [990, 20, 1]], [[970, 40, 1], [960, 50, 1]], [[980, 30, 1]]]

@@ -163,13 +163,7 @@ class Runner:
 
     def process(self, command: list[str], folder: Path, expected: int) -> str:
         done = subprocess.run(
-            command,
-            cwd=folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=300,
+            command, cwd=folder, env=self.environment, capture_output=True, text=True, encoding="utf-8", timeout=300
         )
         assert done.returncode == expected, f"{command[-1]}\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr

@@ -11,10 +11,7 @@ from conftest import Command, Failing, cases, edited
 
 from rlsim.output import results_folder
 
-BIG = {
-    "cluster: 8xh100": "cluster: 16x8xh100",
-    "model: llama-3.1-8b": "model: llama-3-70b",
-}
+BIG = {"cluster: 8xh100": "cluster: 16x8xh100", "model: llama-3.1-8b": "model: llama-3-70b"}
 
 
 @cases("errors", "an experiment with a mistake")

@@ -136,9 +136,7 @@ DOWN = Reconfigure(0, 1, "recompute")
 
 
 @pytest.mark.parametrize(
-    "control",
-    [Once(2, [DOWN]), Controls([Once(1, [Abort((0,))]), Once(2, [DOWN])])],
-    ids=["finished", "aborted"],
+    "control", [Once(2, [DOWN]), Controls([Once(1, [Abort((0,))]), Once(2, [DOWN])])], ids=["finished", "aborted"]
 )
 def test_a_layout_must_hold_every_response_that_is_left_at_its_full_length(control: RolloutControl) -> None:
     """A prompt token and 39 response tokens fill the 40 pages of TP1; who is finished or aborted needs no room."""

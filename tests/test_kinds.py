@@ -264,10 +264,7 @@ def test_memory_is_that_of_the_gpus_of_each_call() -> None:
         ),
         ({"calibration": "h20-vllm"}, r"calibration: cluster .* several kinds of GPU; expected {h20: …, h100-sxm: …}"),
         ({"calibration": {"h20": "h20-vllm"}}, "calibration: none for h100-sxm of cluster 2x8xh20"),
-        (
-            {"calibration": KINDS | {"h100": "h20-vllm"}},
-            "calibration: h20-vllm is for GPU 'h20', cluster",
-        ),
+        ({"calibration": KINDS | {"h100": "h20-vllm"}}, "calibration: h20-vllm is for GPU 'h20', cluster"),
         ({"calibration": KINDS | {"h100": "h10-vllm"}}, "unknown calibration 'h10-vllm'"),
         ({"cluster": "2x8xh20+8xh1000"}, "experiment: unknown cluster '8xh1000'"),
     ],

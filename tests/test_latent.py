@@ -28,9 +28,7 @@ DATA = Path(os.environ.get("RLSIM_DATA", Path(__file__).parents[2] / "shared" / 
 MEASURED_TABLES = pytest.mark.skipif(not DATA.is_dir(), reason="no measured kernel tables here (RLSIM_DATA)")
 FIT = LatentAttentionFit(
     decode=KernelFit(
-        launch_s=20e-6,
-        efficiency={"memory": 0.9, "compute": 0.6},
-        added_s={"sequences": 1e-8, "heads": 1e-9},
+        launch_s=20e-6, efficiency={"memory": 0.9, "compute": 0.6}, added_s={"sequences": 1e-8, "heads": 1e-9}
     )
 )
 

@@ -208,10 +208,7 @@ def test_model_parallelism_divides_the_states() -> None:
 
 def test_activations_by_hand() -> None:
     width = 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
-    assert activation_bytes_per_token(LAYER, TrainStrategy(recompute="none")) == (
-        2 * width,
-        2 * width,
-    )
+    assert activation_bytes_per_token(LAYER, TrainStrategy(recompute="none")) == (2 * width, 2 * width)
     kept, everything = activation_bytes_per_token(LAYER, TrainStrategy(recompute="full"))
     assert (kept, everything) == (8192, 2 * width)
     memory = call_bytes(LLAMA, TrainStrategy(recompute="full"), 1000, backward=True)

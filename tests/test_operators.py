@@ -13,15 +13,7 @@ from pydantic import ValidationError
 
 from rlsim.cost.calibration import Reference, Residual, calibration_names, load_calibration
 from rlsim.cost.curve import DecodeCurve
-from rlsim.cost.fits import (
-    AttentionFit,
-    Correction,
-    KernelFit,
-    MemoryOpFit,
-    OperatorFits,
-    ProductFit,
-    Tile,
-)
+from rlsim.cost.fits import AttentionFit, Correction, KernelFit, MemoryOpFit, OperatorFits, ProductFit, Tile
 from rlsim.cost.operators import Operators
 from rlsim.cost.surface import Surface
 from rlsim.errors import CalibrationError
@@ -43,9 +35,7 @@ def attention(table: Correction | None = None, **constants: float) -> AttentionF
 def fits(**changes: object) -> OperatorFits:
     parts = {
         "gemm": ProductFit(
-            launch_s=1e-6,
-            efficiency={"compute": 1.0, "memory": 0.5},
-            tiles=(Tile(m=100, n=100, efficiency=0.5),),
+            launch_s=1e-6, efficiency={"compute": 1.0, "memory": 0.5}, tiles=(Tile(m=100, n=100, efficiency=0.5),)
         ),
         "decode_attention": attention(memory=0.5, tiles=1e-9, sequences=2e-9),
         "prefill_attention": attention(compute=0.5, block=0.5, memory=1.0, queries=0.0),

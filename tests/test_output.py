@@ -247,12 +247,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_results(
     ],
 )
 def test_a_bad_directory_is_told_before_the_work(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    call: Command,
-    command: str,
-    out: str,
-    why: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command, command: str, out: str, why: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")

@@ -41,11 +41,7 @@ class Toy(StepCost):
         return 8e-3 + 1e-6 * sum(chunk.new_tokens for chunk in chunks) + HEAD_S
 
     def mixed_s(
-        self,
-        batch: int,
-        context_tokens: float,
-        chunks: Sequence[Chunk],
-        in_windows: InWindows | None = None,
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
         return self.prefill_s(chunks) + self.decode(batch).step_s(context_tokens) - 8e-3 - HEAD_S
 

@@ -25,14 +25,7 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.policies.pat import PAT
 from rlsim.policies.planner import Planner
 from rlsim.policies.verl import VeRL
-from rlsim.sim.control import (
-    Action,
-    ControlContext,
-    KvHandling,
-    Reconfigure,
-    RolloutControl,
-    RolloutView,
-)
+from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.stage import GenerationStage

@@ -201,11 +201,7 @@ def test_attention_on_an_fp8_cache_is_of_the_engines_kernel(tmp_path: Path) -> N
     """Queries are bf16 where that kernel was measured with these, else fp8; other kernels' do not count."""
     shape = (1, 64, 8, 1, 128, 0)
     columns = ["batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "step"]
-    rows = [
-        ("triton", "bfloat16", *shape, 9.0),
-        ("fa3", "fp8", *shape, 1.0),
-        ("fa3", "fp8", 2, *shape[1:], 2.0),
-    ]
+    rows = [("triton", "bfloat16", *shape, 9.0), ("fa3", "fp8", *shape, 1.0), ("fa3", "fp8", 2, *shape[1:], 2.0)]
     path = tmp_path / "context_attention_perf.parquet"
     names = ["kernel_source", "attn_dtype", *columns, "latency"]
     pd.DataFrame(rows, columns=names).assign(kv_cache_dtype="fp8").to_parquet(path)

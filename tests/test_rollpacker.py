@@ -335,10 +335,7 @@ def test_in_pieces_costs_about_as_much_as_at_once() -> None:
             "training.mini_batches: 1",
         ),
         ({"systems": [{"name": "x", "use": []}]}, "`use` names no part"),
-        (
-            {"systems": [{"name": "x", "use": ["tail_batching", "overcommit"]}]},
-            "decide what to launch",
-        ),
+        ({"systems": [{"name": "x", "use": ["tail_batching", "overcommit"]}]}, "decide what to launch"),
         ({"systems": [{"tail_batching": {"eta": 0.5}}]}, "expected at least 1"),
         ({"trace": {"path": ["rollpacker-math", "rollpacker-math"], "cap": "2K"}}, "two have the same name"),
         ({"training": {"backend": "megatron", "tp": 4}, "workflow": APART}, "2 more are kept for the judge"),

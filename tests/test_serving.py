@@ -39,11 +39,7 @@ class FixedTimes(StepCost):
         return PREFILL_S
 
     def mixed_s(
-        self,
-        batch: int,
-        context_tokens: float,
-        chunks: Sequence[Chunk],
-        in_windows: InWindows | None = None,
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
         return MIXED_S
 

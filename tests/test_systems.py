@@ -75,10 +75,7 @@ class Times(CallTimes):
         if call.kind == "sync":
             return [("weights", 0.0)]
         update = [("optimizer", 1.0)] if call.kind == "train" else []
-        return [
-            ("compute", 0.1 * sum(r.context for r in samples) / len(placement.gpus)),
-            *update,
-        ]
+        return [("compute", 0.1 * sum(r.context for r in samples) / len(placement.gpus)), *update]
 
     def pieces(self, call: Call) -> Pieces:
         finish = [("optimizer", 1.0)] if call.kind == "train" else []

@@ -162,10 +162,7 @@ EXPERIMENT: dict[str, Any] = {
     "systems": [
         {"verl": {"tp": 2}},
         {"name": "apart", "use": [{"verl": {"tp": 2}}, {"plan": {"calls": APART | {"train": {"gpus": "4-7"}}}}]},
-        {
-            "name": "planned",
-            "use": [{"plan": {"calls": ALIKE}}],
-        },
+        {"name": "planned", "use": [{"plan": {"calls": ALIKE}}]},
     ],
 }
 
