@@ -9,15 +9,28 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from fuzz.case import Seed
-
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 48  # of a shipped trace
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Files as a user would have them, by path; `main` is the file or folder that a command is given.
+
+    `options` go with the command. `fixed` are files that stay as they are.
+    """
+
+    name: str
+    files: Mapping[str, bytes]
+    main: str
+    options: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
 
 
 def collected(make: Callable[[Path], Iterable[Seed]]) -> Callable[[], Sequence[Seed]]:

@@ -6,15 +6,28 @@ import functools
 import io
 import json
 import random
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from fuzz import checks, seeds
-from fuzz.case import Seed, Target
+from fuzz.seeds import Seed
 from rlsim.errors import ConfigError
+
+
+class Target(NamedTuple):
+    """What reads the files of a seed: `run(main, seed, rng)` raises `RlsimError` to refuse them.
+
+    `share` is how many of the cases of a long run it gets, in comparison with the others.
+    """
+
+    seeds: Callable[[], Sequence[Seed]]
+    run: Callable[[Path, Seed, random.Random], None]
+    share: float
+
 
 MOST_GPUS = 64  # of an experiment that is run
 _LARGEST = {"workflow.prompts": 2, "workflow.responses": 2, "workflow.steps": 1, "trace.cap": 256}
@@ -224,24 +237,21 @@ def report(main: Path, _: Seed, rng: random.Random) -> None:
 
 
 TARGETS = {
-    target.name: target
-    for target in (
-        Target("trace-import", seeds.rollouts, trace_import, 16),
-        Target("trace-describe", seeds.traces, trace_describe, 10),
-        Target("trace-generate", seeds.recipes, trace_generate, 0.1),
-        Target("trace-derive", seeds.logs, derive, 16),
-        Target("calibration", seeds.calibrations, calibration, 0.3),
-        Target("calibration-values", seeds.calibration_values, calibration_values, 16),
-        Target("calibrate-import", seeds.measurements, calibrate_import, 6),
-        Target("calibrate-from-run", seeds.logs, from_run, 18),
-        Target("run", seeds.experiments, run, 1),
-        Target("sweep", seeds.sweeps, sweep, 1),
-        Target("set", seeds.settings, setting, 12),
-        Target("init", seeds.frameworks, init, 0.5),
-        Target("compare", seeds.results, compare, 1),
-        Target("compare-sweep", seeds.swept, compare, 0.5),
-        Target("timeline", seeds.results, timeline, 1),
-        Target("report", seeds.results, report, 0.05),
-        Target("report-sweep", seeds.swept, report, 0.05),
-    )
+    "trace-import": Target(seeds.rollouts, trace_import, 16),
+    "trace-describe": Target(seeds.traces, trace_describe, 10),
+    "trace-generate": Target(seeds.recipes, trace_generate, 0.1),
+    "trace-derive": Target(seeds.logs, derive, 16),
+    "calibration": Target(seeds.calibrations, calibration, 0.3),
+    "calibration-values": Target(seeds.calibration_values, calibration_values, 16),
+    "calibrate-import": Target(seeds.measurements, calibrate_import, 6),
+    "calibrate-from-run": Target(seeds.logs, from_run, 18),
+    "run": Target(seeds.experiments, run, 1),
+    "sweep": Target(seeds.sweeps, sweep, 1),
+    "set": Target(seeds.settings, setting, 12),
+    "init": Target(seeds.frameworks, init, 0.5),
+    "compare": Target(seeds.results, compare, 1),
+    "compare-sweep": Target(seeds.swept, compare, 0.5),
+    "timeline": Target(seeds.results, timeline, 1),
+    "report": Target(seeds.results, report, 0.05),
+    "report-sweep": Target(seeds.swept, report, 0.05),
 }
