@@ -26,7 +26,6 @@ from rlsim.cli.common import (
     write_json,
 )
 from rlsim.cli.tables import VERDICT_LEGEND, Table, print_ledgers, print_tables, relaxed_legend, table
-from rlsim.experiment.columns import ACTED
 from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, with_model, written
 
 if TYPE_CHECKING:
@@ -197,6 +196,8 @@ def _comparison(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict)
 
 def _parts(rows: pd.DataFrame) -> Table:
     """Where a step's time goes, and throughput in tokens."""
+    from rlsim.experiment.columns import ACTED
+
     parts = {"gen": "gen_exposed_s", "prep": "prep_time_s", "train": "train_time_s", "sync": "sync_time_s"}
     legend = f"seconds of a step, each in one of {', '.join(parts)}"
     if rows["waiting_time_s"].max() > ROUNDING * rows["step_time_s"].max():

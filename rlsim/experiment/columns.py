@@ -1,7 +1,7 @@
 """Every column of every result table: name, type, unit, meaning; and tables of them as Parquet files.
 
 They are rows of `rlsim/data/columns.csv`. `every` table begins with the same columns; the parts of a call add up to its
-time on its GPUs. Where a row of the summary says no more than a name, the column is that of `steps`.
+time on its GPUs. Where a row of the summary has no meaning of its own, it is that of the column of `steps`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from rlsim.errors import ConfigError
 from rlsim.output import reason
 from rlsim.records import file_sha256
+from rlsim.refusals import code_of
 
 
 class Column(NamedTuple):
@@ -28,6 +29,7 @@ class Column(NamedTuple):
     dtype: str  # as pandas names it
     unit: str
     meaning: str
+    of: str = ""  # an expression over what is known of a step, its responses, or sums over steps; else code makes it
 
 
 def _groups() -> dict[str, dict[str, Column]]:
@@ -35,8 +37,10 @@ def _groups() -> dict[str, dict[str, Column]]:
     path = Path(__file__).resolve().parents[1] / "data" / "columns.csv"
     with path.open(encoding="utf-8", newline="") as file:
         _, *rows = csv.reader(file)
-    for group, name, *rest in rows:
-        known = Column(name, *rest) if any(rest) else {**found["every"], **found["steps"]}[name]
+    for group, name, *told, of in rows:
+        known = (
+            Column._make((name, *told, of)) if any(told) else {**found["every"], **found["steps"]}[name]._replace(of=of)
+        )
         found.setdefault(group, {})[name] = known
     return found
 
@@ -46,6 +50,8 @@ _GROUPS = _groups()
 CALL_PARTS = tuple(_GROUPS.pop("call parts").values())
 #: Columns of `Result.summary()`, one row per case and system; means are over the steady steps of all seeds.
 SUMMARY = tuple(_GROUPS.pop("summary").values())
+#: Such means that only ratios are taken of.
+MEANS = tuple(_GROUPS.pop("means").values())
 _EVERY = _GROUPS.pop("every").values()
 TABLES: dict[str, tuple[Column, ...]] = {
     table: (*_EVERY, *own.values(), *(CALL_PARTS if table == "calls" else ())) for table, own in _GROUPS.items()
@@ -54,21 +60,26 @@ TABLES: dict[str, tuple[Column, ...]] = {
 ACTED = ("switches", "moved", "released", "aborted")
 
 
+def computed(columns: Sequence[Column], **known: Any) -> dict[str, Any]:
+    """Those of these columns that are expressions over what is `known`, by name."""
+    return {column.name: eval(code_of(column.of), known) for column in columns if column.of}
+
+
 # ---- as Parquet files, read only with their recorded SHA-256 ---------------------------------------------------------
 
 
 TYPES = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string(), "bool": pa.bool_()}
 
 
-def field_of(name: str, dtype: str, unit: str, meaning: str) -> Any:
+def field_of(column: Any) -> Any:
     """A column's field."""
-    return pa.field(name, TYPES[dtype], metadata={"unit": unit, "meaning": meaning})
+    return pa.field(column.name, TYPES[column.dtype], metadata={"unit": column.unit, "meaning": column.meaning})
 
 
 def to_arrow(frame: pd.DataFrame, columns: Sequence[Column]) -> pa.Table:
     """A table in Arrow, with the types, units and meanings of its columns."""
     arrays = [pa.array(frame[c.name], type=TYPES[c.dtype], from_pandas=True) for c in columns]
-    return pa.Table.from_arrays(arrays, schema=pa.schema([field_of(*column) for column in columns]))
+    return pa.Table.from_arrays(arrays, schema=pa.schema(map(field_of, columns)))
 
 
 def to_pandas(rows: pa.Table) -> pd.DataFrame:

@@ -13,11 +13,11 @@ import pandas as pd
 
 from rlsim.cost.bound import GenerationBound
 from rlsim.errors import ConfigError, PolicyError
-from rlsim.experiment.columns import ACTED, CALL_PARTS, TABLES
+from rlsim.experiment.columns import CALL_PARTS, TABLES, computed
 from rlsim.experiment.parts import ROUNDING, Floats, Stretches, floats, parts_of_steps, tail_stretches
 from rlsim.experiment.steadiness import Flow, Window
 from rlsim.experiment.summary import percentile_of_counts
-from rlsim.sim.outcome import CallRecord, Outcome, RolloutSummary
+from rlsim.sim.outcome import CallRecord, Outcome
 from rlsim.sim.recorder import NO_STEP, Span
 from rlsim.sim.responses import Responses
 from rlsim.sim.stays import Stays
@@ -27,20 +27,6 @@ Frames = dict[str, pd.DataFrame]
 
 #: Tables whose times are all known when a run ends; those of a response that was aborted are not.
 _COMPLETE = ("steps", "calls", "spans")
-#: Columns of `steps` that what becomes of a step's prompts, and the summary of its rollout, have under the same name.
-_SETTLED = ("launched", "put_back", "resumed", "paused", "dropped")
-_OF_ROLLOUT = (
-    *ACTED[1:], "waiting", "initial_tp", "preemptions", "prefix_hit_tokens", "kv_loaded_tokens", "released_gpu_s",
-    "borrowed_gpu_s",
-)  # fmt: skip
-#: Columns of `responses` that `rlsim.sim.responses.Responses` has under another name.
-_RESPONSE_FIELDS = {
-    "response_tokens": "generated_tokens",
-    "response": "id",
-    "start_at": "started_at",
-    "finish_at": "finished_at",
-    "score_start_at": "score_started_at",
-}
 
 
 def frames_of(
@@ -151,64 +137,31 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
     for step, began_at in enumerate([0.0, *outcome.step_ends[:-1]]):
         generate = next((call for call in calls[step] if call.kind == "generate"), None)
         began, ended = (generate.start_at, generate.end_at) if generate else (began_at, began_at)
-        responses, summary = outcome.responses[step], outcome.rollouts[step]
-        switches = [s for s in outcome.switches if s.step == step]
-        rewards = Stretches.merged((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward")
-        kept = responses.trained
-        new_tokens = responses.generated_tokens - responses.resumed_tokens
-        here = (kept | responses.baseline) & (new_tokens > 0) & (generate is not None)
+        responses, rollout = outcome.responses[step], outcome.rollouts[step]
+        kept, new = responses.trained, responses.generated_tokens - responses.resumed_tokens
+        behind = step - responses.version[kept]  # the weights that it trains have had `step` updates
         finished = np.sort(responses.finished_at[kept])
-        p90_at = finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else ended
-        rows.append(
-            {
-                "step": step,
-                "round": summary.settled.label,
-                "gen_time_s": ended - began,
-                "gen_p90_time_s": max(p90_at - began, 0.0),
-                "gen_bound_s": bound_s((responses.prompt_tokens + responses.resumed_tokens)[here], new_tokens[here]),
-                "reward_time_s": (rewards.end - rewards.start).sum(),
-                **_counts(responses, summary),
-                "switches": len(switches),
-                "switch_time_s": sum(s.weights_s + s.kv_s + s.graph_s + s.control_s for s in switches),
-                **_staleness(responses, step),
-            }
+        own = computed(
+            TABLES["steps"],
+            responses=responses,
+            kept=kept,
+            generated=responses.generated_tokens,
+            new=new,
+            here=(kept | responses.baseline) & (new > 0) & (generate is not None),
+            rollout=rollout,
+            settled=rollout.settled,
+            switches=[s for s in outcome.switches if s.step == step],
+            rewards=Stretches.merged((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
+            began=began,
+            ended=ended,
+            p90_at=finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else ended,
+            bound_s=bound_s,
+            behind=behind,
+            counts=Counter(behind.tolist()),
+            percentile_of_counts=percentile_of_counts,
         )
+        rows.append({"step": step, **own})
     return rows
-
-
-def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
-    """How many responses and tokens the step launched, trained on, wasted and put off, and what held them."""
-    kept, settled, generated = responses.trained, summary.settled, responses.generated_tokens
-    return {
-        "tokens": responses.total_tokens[kept].sum(),
-        "trained_response_tokens": generated[kept].sum(),
-        "response_tokens": (generated - responses.resumed_tokens).sum(),
-        "wasted_tokens": generated[~(kept | responses.paused | responses.baseline)].sum(),
-        "paused_tokens": generated[responses.paused].sum(),
-        "baseline_tokens": generated[responses.baseline].sum(),
-        "resumed_tokens": responses.resumed_tokens.sum(),
-        "trained": kept.sum(),
-        "dropped_stale": settled.stale,
-        "timeouts": (responses.timed_out & kept).sum(),
-        "longest_tokens": generated[kept].max(initial=0),
-        "kv_peak_tokens": summary.peak_kv_tokens,
-        **{name: getattr(settled, name) for name in _SETTLED},
-        **{name: getattr(summary, name) for name in _OF_ROLLOUT},
-    }
-
-
-def _staleness(responses: Responses, step: int) -> dict[str, Any]:
-    """How old the weights are that generated what a step trains on; those it trains have had `step` updates."""
-    kept = responses.trained
-    behind, tokens = step - responses.version[kept], responses.generated_tokens[kept].sum()
-    counts = Counter(behind.tolist())
-    return {
-        "staleness_mean": behind.mean() if len(behind) else 0.0,
-        "staleness_p95": percentile_of_counts(counts),
-        "staleness_max": behind.max(initial=0),
-        "staleness_counts": " ".join(f"{updates}:{counts[updates]}" for updates in sorted(counts)),
-        "stale_token_share": responses.stale_tokens[kept].sum() / max(tokens, 1),
-    }
 
 
 def _gpu_seconds(held: Iterable[Sequence[float]], edges: Floats) -> Floats:
@@ -236,18 +189,12 @@ def uncovered(spans: Sequence[Span]) -> Sequence[Span]:
 
 
 def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
-    frames, names = [], np.asarray([str(name) for name in sampler.prompt_ids])
-    for step, responses in enumerate(outcome.responses):
-        made: dict[str, Any] = {
-            "step": step,
-            "prompt_id": names[sampler.prompts_at(responses.position)],
-            "tp_history": [">".join(map(str, tps)) for tps in responses.tps],
-            "staleness": step - responses.version,
-        }
-        for name in (name for name in _own_columns("responses") if name not in made):
-            made[name] = getattr(responses, _RESPONSE_FIELDS.get(name, name))
-        frames.append(pd.DataFrame(made))
-    return pd.concat(frames, ignore_index=True)
+    names = np.asarray([str(name) for name in sampler.prompt_ids])
+    made = [
+        {"step": step} | computed(TABLES["responses"], step=step, responses=responses, names=names, sampler=sampler)
+        for step, responses in enumerate(outcome.responses)
+    ]
+    return pd.concat(map(pd.DataFrame, made), ignore_index=True)
 
 
 def stays_frame(stays: Sequence[Stays], responses: Sequence[Responses] = ()) -> pd.DataFrame:

@@ -14,18 +14,13 @@ import numpy as np
 import pandas as pd
 
 from rlsim.errors import ConfigError, unknown_name
-from rlsim.experiment.columns import ACTED, SUMMARY
+from rlsim.experiment.columns import ACTED, MEANS, SUMMARY, TABLES, computed
 from rlsim.experiment.steadiness import held_back, unsteady
+from rlsim.refusals import code_of
 
 CONFIDENCE = 0.95
 #: One or two values say nothing of how far others would lie from them.
 FEWEST = 3
-#: Columns of `steps` whose means over steps are shown.
-_TIMES = (
-    "step_time_s", "gen_time_s", "gen_p90_time_s", "gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s",
-    "waiting_time_s", "switch_time_s",
-)  # fmt: skip
-_COUNTS = ("trained", "tokens", "trained_response_tokens", "response_tokens", "wasted_tokens", *ACTED)
 #: Columns of `steps` that are a mean or share of another column.
 _SHARES = {
     "staleness_mean": "trained",
@@ -33,11 +28,13 @@ _SHARES = {
     "rollout_idle": "step_time_s",
     "trainer_idle": "step_time_s",
 }
+#: What else of steps means need the sum of, as their rows say.
+_SUMMED = sorted(
+    {name for column in (*SUMMARY, *MEANS) if column.of for name in code_of(column.of).co_names}
+    & {column.name for column in TABLES["steps"]} - {*_SHARES, "staleness_p95", "staleness_max"}
+)
 #: Columns of `steps` that `means` needs.
-MEASURED = (
-    "steady", *_TIMES, *_COUNTS, "bubble_fraction", "tail_fraction", "gen_bound_s", "rollout_idle", "trainer_idle",
-    "staleness_mean", "staleness_counts", "staleness_max", "stale_token_share",
-)  # fmt: skip
+MEASURED = ("steady", *_SUMMED, *_SHARES, "bubble_fraction", "tail_fraction", "staleness_counts", "staleness_max")
 #: Ratios that are shown, and the column of `means` whose ratio each is; all of them count trained work per second.
 RATIOS = {
     "speedup": "responses_per_s",
@@ -54,14 +51,8 @@ FEWEST_WORLDS = 5
 def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """What the steady ones of these rows of `steps` come to, a row for each value of the columns `by`.
 
-    Times (`…_s`) and what controls did (`ACTED`) are means over steps, `trained` the responses that a step trains on;
-    `staleness_max` is the largest of any step, `staleness_mean` and `staleness_p95` are those of all responses trained
-    on; shares (`bubble_fraction`, `tail_fraction`, `wasted_fraction`, `stale_token_share`, `rollout_idle`,
-    `trainer_idle`, `bound_share`) are of the sums.
-    Rates, per second of step
-    time: `responses_per_s` and `tokens_per_s` (prompts counted) trained on, `response_tokens_per_s` of these without
-    prompts, `generated_tokens_per_s` whether trained on or not; `responses_per_gen_s` and `responses_per_gen_p90_s` are
-    trained responses per second of generation, and of its time to 90% of them (NaN where nothing is generated).
+    The columns are those of `SUMMARY` and `MEANS` that are expressions: over sums of columns of `steps`, the `count` of
+    steps, and seconds of generation (NaN where nothing is generated).
     """
     rows = steps[steps["steady"]]
     held_s = rows["step_time_s"]
@@ -72,32 +63,17 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
         "tail_s": rows["tail_fraction"] * busy_s,
         **{share: rows[share] * rows[whole] for share, whole in _SHARES.items()},
     }
-    kept = rows[[*by, *_TIMES, *_COUNTS, "gen_bound_s", "staleness_counts", "staleness_max"]]
+    kept = rows[[*by, *_SUMMED, "staleness_counts", "staleness_max"]]
     grouped = pd.concat([kept, pd.DataFrame(weighted)], axis=1).groupby(list(by), sort=False)
-    sums = grouped[[*_TIMES, *_COUNTS, "bubble_s", "busy_s", "tail_s", "gen_bound_s"]].sum().astype(float)
-    shares = grouped[[*_SHARES]].sum(min_count=1)
-    total = {str(name): sums[name].to_numpy() for name in sums}
-    generated_s, generated_p90_s = (np.where(total[time] > 0, total[time], np.nan) for time in _TIMES[1:3])
-    count = grouped.size().to_numpy()
+    sums = grouped[[*_SUMMED, "bubble_s", "busy_s", "tail_s"]].sum().astype(float)
+    tables = (sums, grouped[[*_SHARES]].sum(min_count=1), grouped[["staleness_max"]].max())
+    known: dict[str, Any] = {str(name): own.to_numpy() for table in tables for name, own in table.items()}
+    known |= {"count": grouped.size().to_numpy(), "staleness_p95": grouped["staleness_counts"].agg(_percentile)}
+    for part in ("", "_p90"):
+        seconds = known[f"gen{part}_time_s"]
+        known[f"generated{part}_s"] = np.where(seconds > 0, seconds, np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
-        tail = total["tail_s"] / total["busy_s"]
-        found = {
-            **{name: total[name] / count for name in (*_TIMES, *ACTED, "trained")},
-            "staleness_p95": grouped["staleness_counts"].agg(_percentile),
-            "staleness_max": grouped["staleness_max"].max(),
-            **{share: shares[share].to_numpy() / total[whole] for share, whole in _SHARES.items()},
-            "bubble_fraction": total["bubble_s"] / total["step_time_s"],
-            "tail_fraction": np.where(np.isnan(tail), 0.0, tail),
-            "wasted_fraction": total["wasted_tokens"] / np.maximum(total["response_tokens"], 1.0),
-            "bound_share": total["gen_bound_s"] / generated_s,
-            "responses_per_s": total["trained"] / total["step_time_s"],
-            "tokens_per_s": total["tokens"] / total["step_time_s"],
-            "response_tokens_per_s": total["trained_response_tokens"] / total["step_time_s"],
-            "generated_tokens_per_s": total["response_tokens"] / total["step_time_s"],
-            "responses_per_gen_s": total["trained"] / generated_s,
-            "responses_per_gen_p90_s": total["trained"] / generated_p90_s,
-        }
-    return pd.DataFrame(found, index=sums.index)
+        return pd.DataFrame(computed((*SUMMARY, *MEANS), np=np, **known), index=sums.index)
 
 
 def _percentile(steps: Iterable[str]) -> int:

@@ -55,7 +55,7 @@ class Axis(NamedTuple):
 def of_point(rows: pa.Table, axes: Sequence[Axis], record: Mapping[str, Any]) -> pa.Table:
     """`rows` of a point after the columns of its axes, with the point's record in their metadata."""
     arrays = [pa.array([a.value] * len(rows), type=TYPES[a.column.dtype]) for a in axes]
-    fields = [field_of(a.column.name, a.column.dtype, a.column.unit, a.column.meaning) for a in axes]
+    fields = [field_of(a.column) for a in axes]
     metadata = {RECORD: json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")}
     return pa.Table.from_arrays([*arrays, *rows.columns], schema=pa.schema([*fields, *rows.schema], metadata=metadata))
 
