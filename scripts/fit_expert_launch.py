@@ -2,7 +2,7 @@
 
     python scripts/fit_expert_launch.py
 
-Of the iterations of `rlsim.validate.steps_megatron` the one with the smallest micro-batches (1,024 tokens on a GPU) is
+Of the iterations of `rlsim.validate.steps_trainer` the one with the smallest micro-batches (1,024 tokens on a GPU) is
 the only one that the GPU's work and its messages leave far too fast. `EXPERT_LAUNCH_S` is what brings it to its
 measured seconds; all others take longer than that for each layer, so they say nothing of it.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from scipy.optimize import brentq
 
-from rlsim.validate.steps_megatron import iterations
+from rlsim.validate.steps_trainer import iterations
 
 
 def fitted_s() -> float:

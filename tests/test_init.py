@@ -426,6 +426,9 @@ def test_training(tmp_path: Path) -> None:
     fused = draft_of(tmp_path, "actor_rollout_ref.model.use_fused_kernels=True")
     assert fused.data()["training"]["fused_kernels"] is True
     assert not any("fused" in text for text in fused.missing)
+    hopper = draft_of(tmp_path, "+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_3")
+    assert hopper.data()["training"]["attention"] == "flash_attention_3"
+    assert "attention" not in fused.data()["training"]
     ulysses = draft_of(tmp_path, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4")
     assert ulysses.data()["training"]["cp"] == 4
     assert ulysses.data()["training"]["micro_batch_tokens"] == 4 * 20000

@@ -197,7 +197,7 @@ def test_zero_stages_as_in_its_paper(stage: int, per_parameter: float) -> None:
 
 def test_model_parallelism_divides_the_states() -> None:
     one = call_bytes(LLAMA, TrainStrategy(), backward=True)
-    tp = call_bytes(LLAMA, TrainStrategy(tp=8), backward=True)
+    tp = call_bytes(LLAMA, TrainStrategy(tp=8, sequence_parallel=True), backward=True)
     norms = 2 * 32 * 2 * 4096  # bytes of the layers', which every GPU has
     assert tp["parameters"] == pytest.approx((one["parameters"] - norms) / 8 + norms)
     assert tp["logits"] == pytest.approx(one["logits"] / 8)
@@ -208,13 +208,14 @@ def test_model_parallelism_divides_the_states() -> None:
 
 def test_activations_by_hand() -> None:
     width = 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
-    assert activation_bytes_per_token(LAYER, TrainStrategy(recompute="none")) == (2 * width, 2 * width)
-    kept, everything = activation_bytes_per_token(LAYER, TrainStrategy(recompute="full"))
-    assert (kept, everything) == (8192, 2 * width)
+    gradients = 2 * (4096 + 3 * 14336)  # of the MLP's output; of its product, gate and up
+    assert activation_bytes_per_token(LAYER, TrainStrategy(recompute="none")) == (2 * width, 2 * width, gradients)
+    assert activation_bytes_per_token(LAYER, TrainStrategy(recompute="full")) == (8192, 2 * width, gradients)
     memory = call_bytes(LLAMA, TrainStrategy(recompute="full"), 1000, backward=True)
     assert (memory["activations"], memory["logits"]) == (1000 * 32 * 8192, 1000 * 128_256 * 4)  # at the head
     critic = call_bytes(LLAMA.as_critic(), TrainStrategy(recompute="full"), 1000, backward=True)
-    assert (critic["activations"], critic["logits"]) == (1000 * (32 * 8192 + 2 * width), 0.0)  # inside a layer
+    inside = 1000 * (32 * 8192 + 2 * width + gradients)  # of a layer
+    assert (critic["activations"], critic["logits"]) == (inside, 0.0)
     order = [
         call_bytes(LLAMA, TrainStrategy(recompute=r), backward=True)["activations"]
         for r in ("none", "selective", "full")
@@ -244,16 +245,16 @@ def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages
     whole, cut = (
         call_bytes(LLAMA.as_critic(), TrainStrategy(pp=pp, recompute="none"), 1000, backward=True) for pp in (1, 4)
     )
-    layer = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14_336)
-    assert whole["activations"] == 1000 * 32 * layer
-    assert cut["activations"] == 1000 * 4 * 8 * layer
+    layer, gradients = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14_336), 2 * (4096 + 3 * 14_336)
+    assert whole["activations"] == 1000 * (32 * layer + gradients)
+    assert cut["activations"] == 1000 * (4 * 8 * layer + gradients)
     uneven = call_bytes(LLAMA.as_critic(), TrainStrategy(pp=3, recompute="none"), 1000, backward=True)
-    assert uneven["activations"] == 1000 * 3 * 11 * layer  # eleven of 32 layers
-    selective, _ = activation_bytes_per_token(LAYER, TrainStrategy(recompute="selective"))
+    assert uneven["activations"] == 1000 * (3 * 11 * layer + gradients)  # eleven of 32 layers
+    selective, *_ = activation_bytes_per_token(LAYER, TrainStrategy(recompute="selective"))
     assert selective == 2 * (2 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336)  # neither normed inputs nor the product
-    both, _ = activation_bytes_per_token(LAYER, TrainStrategy(tp=4, sequence_parallel=True, recompute="selective"))
+    both, *_ = activation_bytes_per_token(LAYER, TrainStrategy(tp=4, sequence_parallel=True, recompute="selective"))
     assert both == selective / 4
-    alone, _ = activation_bytes_per_token(LAYER, TrainStrategy(tp=4, recompute="selective"))
+    alone, *_ = activation_bytes_per_token(LAYER, TrainStrategy(tp=4, recompute="selective"))
     assert alone == 2 * (2 * 4096 + (2 * 4096 + 2 * 1024 + 2 * 14_336) / 4)
 
 

@@ -25,6 +25,8 @@ def add_training(config: Settings, draft: Draft, strategy: Allocation, where: st
         said = f"no {config.key('tokens')}; {config.where('parts')}"
         entries["micro_batch_sequences"] = Entry(max(sequences, 1), said)
     entries["recompute"] = recompute(config, "checkpoints", "granularity" if backend == "megatron" else "")
+    if backend == "fsdp" and config.value("attention") == "flash_attention_3":
+        entries["attention"] = config.entry("attention")
     if offloads := [name for name in ("offload", "all_offload") if config.flag(name)]:
         entries["offload"] = Entry(True, config.said(*offloads))
     entries["mini_batches"] = config.entry("mini_batches")

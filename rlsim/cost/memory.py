@@ -246,29 +246,34 @@ def _local(layer: Layer, strategy: TrainStrategy) -> float:
     return sum(layer_parts(layer, strategy))
 
 
-def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[float, float]:
-    """Bytes per token kept from forward to backward in one layer: (kept under `strategy.recompute`, all of a layer).
+def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[float, float, float]:
+    """Bytes per token of one layer: kept from forward to backward under `strategy.recompute`, all of a layer, and the
+    gradients that its backward pass holds beside them.
 
     All of a layer, in elements: for each of its blocks the input of the norm and its output (2 · hidden); q, k, v and
     the attention output (`AttentionWork.kept`: 2 · q_dim + 2 · kv_dim for grouped queries); gate, up and their product
     (3 · the width of the MLP, or of all experts that a token passes; 2 without a gate), and a copy of the token for
     each of these, as its expert gets it. TP divides all but the first group, sequence parallelism the first too.
     `selective` keeps neither norm outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an
-    eager implementation keeps more. Experts get equal shares of the tokens.
+    eager implementation keeps more. Experts get equal shares of the tokens. Gradients are most in the MLP: of its
+    output, its product, gate and up, and of the experts' copies.
     """
     tp = strategy.tp
     outside = tp if strategy.sequence_parallel else 1
     work = attention_work(layer.attention)
     hidden, blocks, heads = layer.hidden, layer.blocks, work.kept
     projected, product = layer.mlp.projections * layer.mlp.active_width, layer.mlp.active_width
+    copies = 0.0
     if isinstance(layer.mlp, Experts):
-        heads += layer.mlp.active * layer.mlp.token_width(hidden) * strategy.expert_tp_degree
+        copies = layer.mlp.active * layer.mlp.token_width(hidden) * strategy.expert_tp_degree
+    heads += copies
+    gradients = BF16 * (hidden / outside + (copies + projected + product) / tp)
     everything = BF16 * (2 * blocks * hidden / outside + (heads + projected + product) / tp) + BF16 * work.latent
     if strategy.recompute == "full":
-        return BF16 * hidden / outside, everything
+        return BF16 * hidden / outside, everything, gradients
     if strategy.recompute == "selective":
-        return BF16 * (blocks * hidden / outside + (heads + projected) / tp) + BF16 * work.latent, everything
-    return everything, everything
+        return BF16 * (blocks * hidden / outside + (heads + projected) / tp) + BF16 * work.latent, everything, gradients
+    return everything, everything, gradients
 
 
 def logits_bytes(
@@ -328,11 +333,12 @@ def call_bytes(
     tokens = (tokens or strategy.budget(backward=backward)) / strategy.cp
     zero, parts = strategy.zero_stage, stage_parts(model, strategy)
     each = {layer: activation_bytes_per_token(layer, strategy) for layer in model.groups}
-    kept, working = 0.0, tokens * max(everything for _, everything in each.values())
+    kept, working = 0.0, tokens * max(everything for _, everything, _ in each.values())
     if backward:
         stages = model.stages(strategy.pp)
         kept = tokens * strategy.pp * max(sum(count * each[at][0] for at, count in stage.items()) for stage in stages)
-        working *= strategy.recompute != "none"
+        live = (everything * (strategy.recompute != "none") + gradients for _, everything, gradients in each.values())
+        working = tokens * max(live)
     logits = logits_bytes(model, strategy, tokens, backward=backward, entropy=entropy)
 
     def sharded(bytes_per_parameter: int, stage: int) -> float:

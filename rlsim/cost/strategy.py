@@ -14,6 +14,7 @@ GradientType = Literal["fp32", "bf16"]
 Packing = Literal["balanced", "first_fit"]
 HostMemory = Literal["pinned", "pageable"]
 Logits = Literal["bf16", "fp32", "fused"]
+AttentionKernel = Literal["flash_attention_2", "flash_attention_3", "cudnn"]
 
 
 def logits_of(backend: str, fused_kernels: bool = False) -> Logits:
@@ -21,6 +22,11 @@ def logits_of(backend: str, fused_kernels: bool = False) -> Logits:
     if fused_kernels:
         return "fused"
     return "bf16" if backend == "fsdp" else "fp32"
+
+
+def attention_of(backend: str) -> AttentionKernel:
+    """What a training backend computes attention with: Hugging Face's default under FSDP, else Transformer Engine's."""
+    return "flash_attention_2" if backend == "fsdp" else "cudnn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +66,8 @@ class TrainStrategy:
     - `logits`: what log-probabilities are computed from: all logits of a micro-batch in `bf16` (veRL's FSDP, with flash
       attention's cross entropy) or in `fp32` (Megatron's vocabulary-parallel cross entropy), or `fused`: those of a
       chunk of tokens at a time (veRL's `use_fused_kernels`).
+    - `attention`: the kernel. `flash_attention_2` has none of Hopper's instructions, nor of later ones:
+      `TrainEfficiency.attention_on`. The two others are taken as equally fast.
 
     Raises `ConfigError` for a degree below 1 or a combination that no framework offers.
     """
@@ -85,6 +93,7 @@ class TrainStrategy:
     host_memory: HostMemory = "pinned"
     sequence_parallel: bool = False
     logits: Logits = "bf16"
+    attention: AttentionKernel = "cudnn"
 
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "cp", "ep", "micro_batch_tokens"):

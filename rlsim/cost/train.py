@@ -175,6 +175,7 @@ class TrainCost:
         if isinstance(layer.attention, Recurrent):
             flops, memory = flops / efficiency.recurrent, memory / efficiency.recurrent
         split = strategy.tp * strategy.cp
+        attention = flops * efficiency.attention_on(self.cluster.gpu, strategy.attention)
         linear_flops, (own, routed) = 2.0 * layer.active_weights, layer_parts(layer, strategy)
         apart: dict[str, Any] = {"blocks": layer.blocks}
         if strategy.experts_apart and isinstance(layer.mlp, Experts):
@@ -193,8 +194,8 @@ class TrainCost:
             linear_s=linear_flops / split / (flops * efficiency.layers),
             weights_s=BF16 * own / memory,
             memory_s=self._elementwise_bytes(layer) / strategy.cp / memory,
-            pair_s=work.pair_flops / split / (flops * efficiency.attention),
-            attention_token_s=work.token_flops / split / (flops * efficiency.attention),
+            pair_s=work.pair_flops / split / attention,
+            attention_token_s=work.token_flops / split / attention,
             kv_bytes=work.exchanged * BF16 / strategy.tp,
             parts=(own, *([routed] if routed else [])),
             launch_s=efficiency.expert_launch_s if isinstance(layer.mlp, Experts) else 0.0,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlsim.cost.strategy import AttentionKernel
 from rlsim.errors import ConfigError
+from rlsim.hardware import Gpu
 
 #: The host's seconds to launch the forward pass of a layer with experts; the backward pass takes twice that. Megatron
 #: Core's dispatcher waits for the number of every expert's tokens, so that the host cannot launch ahead. Fitted to one
@@ -21,6 +23,10 @@ def efficiency_of(gemm_share: float, flops_per_byte: float, traffic: float = TRA
     `gemm_share`: what large products alone reach; `flops_per_byte`: the GPU's peak over its memory bandwidth.
     """
     return 1.0 / (1.0 / gemm_share + traffic * flops_per_byte)
+
+#: What FlashAttention-2 reaches of an SM with Ampere's matrix instructions, however fast Hopper's and later ones are:
+#: 35% of the peak on an H100 SXM5 of 132 SMs (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608).
+FLASH_ATTENTION_2_FLOP_PER_S = 0.35 * 989.4e12 / 132
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,12 @@ class TrainEfficiency:
         for key in ("flop", "forward", "attention", "memory"):
             if getattr(self, key) is not None and not 0 < getattr(self, key) <= 1:
                 raise ConfigError(f"training efficiency: {key} must lie in (0, 1], got {getattr(self, key)}")
+
+    def attention_on(self, gpu: Gpu, kernel: AttentionKernel) -> float:
+        """The share of that GPU's bf16 peak that an attention kernel reaches on long sequences."""
+        if kernel != "flash_attention_2":
+            return self.attention
+        return min(self.attention, FLASH_ATTENTION_2_FLOP_PER_S * gpu.sm_count / gpu.bf16_flop_per_s)
 
     @property
     def layers(self) -> float:

@@ -150,7 +150,8 @@ class PlacedExperiment:
         training = self.loaded.experiment.training
         switches = {name: getattr(training, name) for name in _SWITCHES}
         logits = logits_of(training.backend, training.fused_kernels)
-        return TrainStrategy(**{**switches, "zero_stage": training.stage}, logits=logits)
+        own = {"zero_stage": training.stage, "attention": training.attention_kernel, "logits": logits}
+        return TrainStrategy(**{**switches, **own})
 
     @cached_property
     def plan(self) -> Plan:

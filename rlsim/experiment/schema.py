@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
-from rlsim.cost.strategy import GradientType, HostMemory, Packing, Recompute
+from rlsim.cost.strategy import AttentionKernel, GradientType, HostMemory, Packing, Recompute, attention_of
 from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import shown, unknown_name
 from rlsim.schema import Name, Schema, name_of, placed
@@ -246,6 +246,12 @@ class TrainingSpec(Schema):
     fused_kernels: bool = Field(
         default=False, description="veRL's `use_fused_kernels`: log-probs by chunks of tokens, never all logits at once"
     )
+    attention: AttentionKernel | None = Field(
+        default=None,
+        description="attention kernel: flash_attention_2 has none of Hopper's or Blackwell's instructions and reaches "
+        "35% of an H100's peak; flash_attention_3, or cudnn (Transformer Engine); default: flash_attention_2 under "
+        "fsdp, as Hugging Face's models and veRL have it, cudnn under megatron",
+    )
     driver_per_token: Seconds = Field(
         default=0.0,
         ge=0,
@@ -262,6 +268,11 @@ class TrainingSpec(Schema):
     )
     mini_batches: int = Field(default=1, ge=1, le=10_000, description="optimizer steps per training step")
     epochs: int = Field(default=1, ge=1, le=1000, description="passes over a step's batch")
+
+    @property
+    def attention_kernel(self) -> AttentionKernel:
+        """As given, or the backend's own."""
+        return self.attention or attention_of(self.backend)
 
     @property
     def stage(self) -> int:

@@ -14,8 +14,8 @@ from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import measured_section
 from rlsim.validate.rows import Kind, Row
 from rlsim.validate.runs import run
-from rlsim.validate.steps_megatron import megatron_rows
 from rlsim.validate.steps_nemo import SPENT, nemo_rows
+from rlsim.validate.steps_trainer import trainer_rows
 from rlsim.validate.steps_verl import verl_rows
 
 REALHF = "realhf_steps.csv"
@@ -38,8 +38,8 @@ def section(options: Options) -> Section:
     realhf = list(realhf_rows(pd.read_csv(options.evidence / REALHF), options))
     order = spearmanr([one.reference for one in realhf], [one.simulated for one in realhf])[0]
     nemo, refused, spent = nemo_rows(options)
-    options.progress("Megatron, mixtures of experts")
-    found = [*realhf, *nemo, *megatron_rows(options.evidence), *verl_rows(options)]
+    options.progress("trainers alone")
+    found = [*realhf, *nemo, *trainer_rows(options.evidence), *verl_rows(options)]
     not_run = "\n".join(("Rows that cannot run, and why:", "", *refused)) if refused else "All rows run as published."
     tables = {
         "realhf_order": f"Rank correlation of rlsim's steps of ReaLHF with the measured ones: {order:.2f}.",

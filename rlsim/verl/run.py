@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from rlsim.cost.strategy import GradientType, Recompute, TrainStrategy, logits_of
+from rlsim.cost.strategy import GradientType, Recompute, TrainStrategy, attention_of, logits_of
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, Gpu
 from rlsim.init.engines import own_limits
@@ -255,6 +255,7 @@ def _strategies(
         "offload": _offload(given, find),
         "sequence_parallel": tp > 1,
         "gradients": _gradients(backend, find),
+        "attention": attention_of(backend),
         "logits": logits_of(backend, bool(find.logged(FLAG, MODEL + "use_fused_kernels"))),
     }
     train = _micro_batches(find, "ppo", cp, given.micro_batch_tokens, given.micro_batch_sequences)

@@ -89,6 +89,8 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> N
     add("recompute", strategy.recompute, *(["granularity"] if megatron else []), "checkpoints")
     if strategy.logits == "fused":
         add("fused_kernels", True, "fused")
+    if not megatron and config.value("attention") == "flash_attention_3":
+        add("attention", "flash_attention_3", "attention")
     if strategy.offload != default.offload:
         keys = (f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in _OFFLOADED)
         add("offload", strategy.offload, *(key for key in keys if config.flag(key)))

@@ -111,7 +111,7 @@ def lengths(count: int, prompt: float, response: float, cap: float, spread: floa
 
 def verl_stacks(data: Path, bus_bytes_per_s: float) -> dict[int, Stack]:
     """veRL's rows with known lengths: 2 and 3 with FSDP, 4 with Megatron; one machine, at a bus rate."""
-    fsdp = TrainStrategy(dp=8, zero_stage=3, micro_batch_sequences=16)
+    fsdp = TrainStrategy(dp=8, zero_stage=3, micro_batch_sequences=16, attention="flash_attention_2")
     megatron = TrainStrategy(
         dp=2, tp=2, pp=2, zero_stage=1, micro_batch_sequences=4, sequence_parallel=True, recompute="none", logits="fp32"
     )
@@ -128,7 +128,9 @@ def verl_stacks(data: Path, bus_bytes_per_s: float) -> dict[int, Stack]:
 
 def nemo_stacks(data: Path) -> list[Stack]:
     """NeMo-RL v0.3, LLaMA-3.1-8B on 8 H100: log-probs of policy and reference together."""
-    dtensor = TrainStrategy(dp=8, zero_stage=3, micro_batch_tokens=4096, log_prob_micro_batch_tokens=8192)
+    dtensor = TrainStrategy(
+        dp=8, zero_stage=3, micro_batch_tokens=4096, log_prob_micro_batch_tokens=8192, attention="flash_attention_2"
+    )
     megatron = TrainStrategy(
         dp=4, pp=2, zero_stage=1, micro_batch_tokens=4096, log_prob_micro_batch_tokens=16384, recompute="none",
         logits="fp32",
@@ -154,7 +156,7 @@ def h20_stacks(data: Path) -> list[Stack]:
         row = table.loc[number]
         gpus, cap, count = int(row.n_gpus), int(row.max_response), 512 * responses
         fsdp = TrainStrategy(dp=gpus // 4, cp=4, zero_stage=3, shard_gpus=shard or None, offload=True,
-                             micro_batch_tokens=8 * (cap + 2048))  # fmt: skip
+                             micro_batch_tokens=8 * (cap + 2048), attention="flash_attention_2")  # fmt: skip
         cluster = load_cluster(f"{gpus // 8}x8xh20")
         batch = lengths(count, PROMPTS["verl"], H20_RESPONSE, cap, SPREADS["dapo"])
         strategy, times = fsdp if shard else megatron, (row.old_logprob_s, row.update_actor_s)
