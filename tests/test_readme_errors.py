@@ -143,6 +143,15 @@ STATED = {
         f"{span(errors('steps', 'megatron-moe/.*', 'iteration_s', 'output'))}, mean "
         f"{size([mean(map(abs, errors('steps', 'megatron-moe/.*', 'iteration_s', 'output')))])}"
     ),
+    "trainers": lambda: "; ".join(
+        span(errors("steps", f"prime-.*/qwen3-{case}", quantity))
+        for case, quantity in (
+            ("4b.*", "iteration_s"),
+            ("30b.*", "iteration_s"),
+            ("0.6b.*", "iteration_s"),
+            (".*", "peak_gib"),
+        )
+    ),
     "verl": lambda: (
         f"A100 {span(errors('steps', A100, 'step_time_s'))}; H20 {span(errors('steps', H20, 'step_time_s'))}, "
         f"generation {span(errors('steps', H20, 'generate_s'))}"

@@ -477,12 +477,14 @@ def test_trainers_with_fsdp_are_as_far_off_as_the_page_says() -> None:
     """Nothing is fitted to them; FlashAttention-2's share of the peak is that of its successor's paper."""
     rows = [row for row in trainer_rows() if row.case.startswith("prime")]
     peaks = [row.error for row in rows if row.quantity == "peak_gib"]
-    assert len(peaks) == 10 and all(-0.14 < error <= 0 for error in peaks)
+    assert len(peaks) == 10
+    assert all(-0.14 < error <= 0 for error in peaks)
     seconds = {row.case: row.error for row in rows if row.quantity == "iteration_s"}
     slow = [error for case, error in seconds.items() if "flash_attention_2" in case]
     long = [error for case, error in seconds.items() if "4b-2507/8-of-8xh" in case and "65536" in case]
-    assert len(slow) == 5 and all(-0.33 < error < 0 for error in slow), "down to -67% with the attention of Hopper"
-    assert len(long) == 2 and all(abs(error) < 0.06 for error in long)
+    assert (len(slow), len(long)) == (5, 2)
+    assert all(-0.33 < error < 0 for error in slow), "down to -67% with the attention of Hopper"
+    assert all(abs(error) < 0.06 for error in long)
 
 
 def test_measured_rows_of_mixtures_fit_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

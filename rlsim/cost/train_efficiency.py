@@ -14,7 +14,7 @@ from rlsim.hardware import Gpu
 EXPERT_LAUNCH_S = 4.12e-3
 #: Bytes that a training framework moves for each FLOP of its linear layers, at the data sheet's bandwidth: kernels that
 #: are not fused, and gaps between kernels. Fitted to runs of veRL and NeMo-RL (`scripts/fit_training.py`).
-TRAFFIC = 2.35e-3
+TRAFFIC = 2.29e-3
 
 
 def efficiency_of(gemm_share: float, flops_per_byte: float, traffic: float = TRAFFIC) -> float:
@@ -23,6 +23,7 @@ def efficiency_of(gemm_share: float, flops_per_byte: float, traffic: float = TRA
     `gemm_share`: what large products alone reach; `flops_per_byte`: the GPU's peak over its memory bandwidth.
     """
     return 1.0 / (1.0 / gemm_share + traffic * flops_per_byte)
+
 
 #: What FlashAttention-2 reaches of an SM with Ampere's matrix instructions, however fast Hopper's and later ones are:
 #: 35% of the peak on an H100 SXM5 of 132 SMs (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608).

@@ -18,8 +18,8 @@ FITTED = (
     "rows 49 to 52 (LLaMA-3.1-8B, Megatron and DTensor on 8 H100), one number for both frameworks"
 )
 OTHERS = (
-    "each of the three left out, -16% to +27%; veRL row 4 (Megatron, micro-batches of 1,000 tokens) -57% and -44%; "
-    "REAL's calls on H100 -59% to +125%"
+    "each of the three left out, -14% to +26%; veRL row 4 (Megatron, micro-batches of 1,000 tokens) -57% and -44%; "
+    "REAL's calls on H100 -59% to +123%"
 )
 
 
