@@ -145,12 +145,7 @@ STATED = {
     ),
     "trainers": lambda: "; ".join(
         span(errors("steps", f"prime-.*/qwen3-{case}", quantity))
-        for case, quantity in (
-            ("4b.*", "iteration_s"),
-            ("30b.*", "iteration_s"),
-            ("0.6b.*", "iteration_s"),
-            (".*", "peak_gib"),
-        )
+        for case, quantity in (*((f"{size}b.*", "iteration_s") for size in ("4", "30", "0.6")), (".*", "peak_gib"))
     ),
     "verl": lambda: (
         f"A100 {span(errors('steps', A100, 'step_time_s'))}; H20 {span(errors('steps', H20, 'step_time_s'))}, "
