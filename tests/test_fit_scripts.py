@@ -154,8 +154,8 @@ def test_large_gemm_share_is_the_median_of_large_products() -> None:
 def test_the_source_of_training_states_rows_and_errors() -> None:
     reference = load_calibration("a100-sglang").reference
     fit = training_fit(0.5, reference, "some table")
-    assert fit.flop_efficiency["fsdp"] == fit.flop_efficiency["megatron"] == pytest.approx(0.424, abs=1e-3)
-    for words in ("0.500 of peak", "some table", "rows 2 and 3", "49 to 52", "row 4", "-16% to +27%", "+125%"):
+    assert fit.flop_efficiency["fsdp"] == fit.flop_efficiency["megatron"] == pytest.approx(0.425, abs=1e-3)
+    for words in ("0.500 of peak", "some table", "rows 2 and 3", "49 to 52", "row 4", "-14% to +26%", "+123%"):
         assert words in fit.source
 
 
@@ -200,7 +200,7 @@ def test_quoted_errors_of_reals_calls() -> None:
     calls = check_real(load_calibration("h100-sglang").training.flop_efficiency["megatron"])
     errors = [timing.error for _, timings in calls for timing in timings]
     assert min(errors) == pytest.approx(-0.59, abs=0.005)
-    assert max(errors) == pytest.approx(1.25, abs=0.005)
+    assert max(errors) == pytest.approx(1.23, abs=0.005)
 
 
 # Fits -----------------------------------------------------------------------------------------------------------------
