@@ -134,7 +134,7 @@ def test_the_ledger_of_a_small_plan_by_hand() -> None:
         "train": {
             "gradients": 4 * half,
             "gathered layers": 0.0,
-            "activations": 200 * (4 * 1024 + everything),
+            "activations": 200 * (4 * 1024 + everything + 2 * (1024 + 3 * 4096) / 2),  # and the MLP's gradients
             "logits": 0.0,
             **context,
         },
