@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from calibration.markdown import table
+from calibration.markdown import section, table
 from rlsim.calibrate.fit.common import percent
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
@@ -117,34 +117,15 @@ def across_section(errors: Sequence[float] | None = None) -> str:
         collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         time_s = collectives.exchange_s(128, 8, 7168 * 2, gpus, gpus // 8)
         exchanges.append((f"EP{gpus}", f"{us} us", f"{time_s * 1e6:.0f} us", f"{time_s * 1e6 / us - 1:+.0%}"))
-    return f"""## Across nodes
-
-No network was measured by this project. What is known of others' is a formula of few constants, the same for every
-calibration (`rlsim/cost/collectives.py`, [costs](costs.md#collectives)). The latency of an empty message is that of
-NCCL's own tuning model for its LL protocol, as published (src/graph/tuning.cc of 2.21), and not fitted. Three constants
-are, by `scripts/fit_across.py` to {len(measured)} points of nccl-tests that users have published: the share of the link
-that large messages reach ({ACROSS.efficiency:g}), and how much chunks and protocols of those in between cost
-({ACROSS.ramp:g}, growing with the power {ACROSS.power:g} of the bytes).
-
-The model stands for what NCCL chooses by itself: trees of NVLink SHARP (NVLSTree) between two nodes, rings beyond, no
-SHARP in the network's switches. Errors are by a fit that has seen no point of the cluster:
-
-{table(["operation", "size", "median", "p90", "bias", "points"], rows)}
-
-{table(["cluster", "source", "tables", "median", "p90", "bias", "points"], clusters)}
-
-- **Before** this formula a hierarchical ring at 80% of the link was assumed, one hop's latency each: 36% off at the
-  median, all-reduces 60% too slow from 64 MiB on, gathers and all-to-alls of up to 16 MiB half as long as measured.
-- **Networks differ**, most between 256 KiB and 16 MiB: the same all-gather of 64 MiB takes 235 us on one cluster of
-  B200 and 490 us on another. On EFA a message takes longer than the 2.7 us of a cluster's file: 22 us on p5, 11.5 us on
-  p6-b300 make their smallest messages come out right; set `inter.latency_s`. Over Google's TCPX the smallest all-reduce
-  takes 123 us, as if it were 52 us.
-- **Racks** (two of GB200 NVL72, 64 GPUs of each) take 182 us for the smallest all-reduce, where the formula says 92.
-- **Experts across nodes** where the engine has DeepEP (SGLang): its low-latency kernels as its authors measured them
-  on H800, 128 tokens of DeepSeek-V3, dispatch in FP8 and combine in bf16. Only the 47 us one way are fitted, to EP16:
-
-{table(["GPUs", "measured", "rlsim", "error"], exchanges)}
-"""
+    errors_of = ("median", "p90", "bias", "points")
+    return section(
+        "across",
+        points=len(measured),
+        fit=ACROSS,
+        operations=table(["operation", "size", *errors_of], rows),
+        clusters=table(["cluster", "source", "tables", *errors_of], clusters),
+        exchanges=table(["GPUs", "measured", "rlsim", "error"], exchanges),
+    )
 
 
 @cache

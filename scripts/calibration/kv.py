@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.markdown import table
+from calibration.markdown import section, table
 from rlsim.calibrate.fit.common import percent
 from rlsim.cost import engine_memory as shipped
 from rlsim.cost.engine_memory import GIB, EngineMemory, engine_memory_of
@@ -182,39 +182,16 @@ def kv_section(errors: Sequence[dict[str, float]] | None = None) -> str:
         (log.setting, *(_shown(log, error, part) for part in PARTS), _tokens(error), log.source, log.assumed)
         for log, error in both
     ]
-    library, doubling = shipped.LIBRARY_BYTES / GIB, shipped.LIBRARY_BYTES_PER_DOUBLING / GIB
-    return f"""## KV cache
-
-How many tokens fit into a rollout replica (`rlsim/cost/memory.py`, [costs](costs.md#memory)) against what engines print
-when they start: {len(measured)} starts from {len({log.source for log in measured})} published threads and logs
-(`scripts/calibration/kv_logs.yaml`). The rules are those of the engines' sources. Fitted by `scripts/fit_kv.py`, to
-vLLM's starts, are only bytes for each logit while it samples ({shipped.SORTED_SAMPLING_BYTES:g} where PyTorch sorts, up
-to 0.20; {shipped.SAMPLING_BYTES:g} since) and what libraries take: {library:.2f} GiB, and {doubling:.2f} more for each
-doubling of TP. Errors are by a fit that has seen no log of the model; positive: rlsim says more.
-
-{table(["engine", "of the KV tokens", "p90", "bias", "starts"], tokens)}
-
-{table(["engine", "part", "median error, GiB", "p90", "bias", "starts"], rows)}
-
-- **Before** these rules (10 bytes a logit, 2 GiB for all else, memory as the driver counts it) the KV tokens of vLLM
-  were 8% off at the median and 97% at the ninth decile, those of SGLang 6% and 40%. Most was vLLM's sampling of
-  `max_num_seqs` sequences: 5.6 GiB for 1,024 of a Qwen3, where 1.5 was assumed.
-- **Others' words** agree where no log is whole: NeMo-RL found vLLM 0.25's KV cache several GiB larger than 0.20's at
-  the same share (https://github.com/NVIDIA-NeMo/RL/pull/3280), which is sampling without a sort; and generation of
-  Qwen3-235B-A22B on H100 to take 137 s in place of 174 with a share of 0.88 in place of 0.80
-  (https://github.com/NVIDIA-NeMo/RL/pull/3278): at TP 8 that is 2.4 times the KV here.
-- **Far off** are GPUs that weights nearly fill (gpt-oss-120b on one H100: 1.5 GiB of 80 are 86% of its KV), what
-  linear attention's kernels take of the GPU (Qwen3-Next: 0.6 GiB more than others), and the DeepSeek of early 2025,
-  whose latent attention kept more copies.
-- **Little is known** of today's vLLM (five starts, of which no model of 32B or more is sampled in earnest), of SGLang
-  under TP with NVLink (one start gives {shipped.NVLINK_BUFFER_BYTES / GIB:.1f} GiB of buffers), and of CUDA graphs in
-  vLLM's share: it expects {shipped.GRAPH_BYTES / GIB:.1f} GiB at the median of eight logs of 0.19 to 0.26, from 0.2 to
-  5.0, and its newest runner expects none. Nothing was found of TensorRT-LLM.
-
-Each start; errors in GiB, of the KV tokens in percent:
-
-{table(["start", *(_NAMES[part] for part in PARTS), "KV tokens", "source", "assumed"], each)}
-"""
+    return section(
+        "kv",
+        starts=len(measured),
+        sources=len({log.source for log in measured}),
+        shipped=shipped,
+        gib=GIB,
+        tokens=table(["engine", "of the KV tokens", "p90", "bias", "starts"], tokens),
+        parts=table(["engine", "part", "median error, GiB", "p90", "bias", "starts"], rows),
+        each=table(["start", *(_NAMES[part] for part in PARTS), "KV tokens", "source", "assumed"], each),
+    )
 
 
 _NAMES = {

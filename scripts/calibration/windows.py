@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import lsq_linear
 
-from calibration.markdown import table
+from calibration.markdown import section, table
 from rlsim.calibrate.engine_log import read_engine_log
 from rlsim.calibrate.from_engine import from_engine
 from rlsim.calibrate.node import measured_node
@@ -76,32 +76,4 @@ def engine_section() -> str:
             rows = windows(requests[requests.model == model])
             cells, by_batch = halves(rows, model, Path(folder))
             lines.append((f"{model} at TP{TPS[model]}", len(rows), *cells, f"{by_batch:.1%}"))
-    return f"""## Your own engine
-
-`rlsim calibrate from-engine LOG --model MODEL --tp TP --calibration BASE` fits whole iterations to what an engine logs
-in service. The file that it writes is BASE with a table for this model at this TP: how many times as long as BASE says
-an iteration takes, over sequences and context where it only decodes, over tokens where it prefills. A knot is the
-median of the rows around it. At that TP the table decides, the host's time included. At other TPs, for models of the
-same type, in pipeline stages and in other layouts all iterations take the table's level, the geometric mean of its
-factors, which the assumptions of a run list with its range. Where the table decides, the worlds of a run do not
-differ; at other TPs of that model the 13% that models scatter by become the 8% of a TP.
-
-- **SGLang**: the lines `Decode batch` (each is 40 iterations: `--decode-log-interval`) and `Prefill batch`; of prefills
-  those count that follow another of about the same size.
-- **vLLM, averages**: the lines `Avg prompt throughput`, every 10 s, and `GPU KV cache size` before them. Those with
-  prompts are left out, so prefills take the level. What samples share of a prompt is in the KV cache once: contexts
-  come out short.
-- **vLLM, iterations**: `--enable-logging-iteration-details`, with `--no-async-scheduling`: else it times no more than a
-  wait.
-- **A table** (.csv): `batch`, `context_mean` or `context_total`, `seconds`; with prompts `prefill_tokens`,
-  `prefill_sequences`, `cached_tokens`.
-
-Every third batch size (of fewer than three every third block of time) is left out of a first table and predicted from
-it; the errors are printed beside BASE's. Shown on three runs of vLLM 0.19 on RTX PRO 6000
-(`evidence/vllm_requests.csv`): half seconds without prefills, whose steps follow from the first and the last token of
-each request (`scripts/calibration/windows.py`). None of BASE's kernels was measured on that GPU. The source states no
-TP: the larger models are taken to be at TP2. Neighbouring windows are tied a little, so that batch sizes left out are
-the harder test.
-
-{table(HEAD, lines)}
-"""
+    return section("engine", runs=table(HEAD, lines))
