@@ -288,7 +288,7 @@ def test_synchronous_nemo(tmp_path: Path) -> None:
         "reward": {"from_trace": True},
     }  # fmt: skip
     assert data["training"] == {
-        "backend": "fsdp", "tp": 2, "micro_batch_tokens": 8192, "log_prob_micro_batch_tokens": 8192,
+        "backend": "fsdp", "logits": "torch", "tp": 2, "micro_batch_tokens": 8192, "log_prob_micro_batch_tokens": 8192,
         "recompute": "full", "packing": "first_fit", "offload": True, "host_memory": "pageable", "mini_batches": 2,
     }  # fmt: skip
     assert data["weight_sync"] == "naive"

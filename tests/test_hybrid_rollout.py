@@ -345,7 +345,7 @@ def test_bad_combinations_are_refused_with_the_reason(parts: list[Any], changes:
 
 
 def test_replicas_must_fit_beside_the_states_of_training() -> None:
-    training = {"backend": "fsdp", "fused_kernels": True, "micro_batch_tokens": "4K"}
+    training = {"backend": "fsdp", "logits": "fused", "micro_batch_tokens": "4K"}
 
     def steps(offload: bool, *parts: str) -> int:
         system = {"name": "large", "use": [TP1, FOUR, RULE, *parts]}

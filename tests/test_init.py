@@ -424,7 +424,7 @@ def test_training(tmp_path: Path) -> None:
         "backend": "megatron", "tp": 2, "pp": 2, "cp": 1, "recompute": "selective",
     }  # fmt: skip
     fused = draft_of(tmp_path, "actor_rollout_ref.model.use_fused_kernels=True")
-    assert fused.data()["training"]["fused_kernels"] is True
+    assert fused.data()["training"]["logits"] == "fused"
     assert not any("fused" in text for text in fused.missing)
     hopper = draft_of(tmp_path, "+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_3")
     assert hopper.data()["training"]["attention"] == "flash_attention_3"

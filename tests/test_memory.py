@@ -271,9 +271,10 @@ def test_sequence_and_context_parallelism_cut_activations() -> None:
 
 @pytest.mark.parametrize(
     ("logits", "training", "log_probs", "old_log_probs"),
-    [("bf16", 4, 4, 4), ("fp32", 2 * 4, 2 + 4, 3 * 4)],  # bytes of a logit at the peak, as veRL's code holds them
+    # bytes of a logit at the peak, as veRL's code and NeMo-RL's DTensor hold them
+    [("bf16", 4, 4, 4), ("fp32", 2 * 4, 2 + 4, 3 * 4), ("torch", 2 + 3 * 4 + 2, 2 + 2 * 4, 2 + 2 * 4)],
 )
-def test_logits_as_verl_computes_them(logits: str, training: int, log_probs: int, old_log_probs: int) -> None:
+def test_logits_as_frameworks_compute_them(logits: str, training: int, log_probs: int, old_log_probs: int) -> None:
     strategy, words = TrainStrategy(tp=2, logits=logits), 128_256 / 2  # type: ignore[arg-type]
     assert logits_bytes(LLAMA, strategy, 1000, backward=True) == training * 1000 * words
     assert logits_bytes(LLAMA, strategy, 1000, backward=False) == log_probs * 1000 * words

@@ -290,6 +290,8 @@ def logits_bytes(
     - `fp32`, Megatron (`megatron_actor.py`): `Float16Module` returns the logits in fp32 (beside the head's bf16);
       `VocabParallelCrossEntropy` works in place, and the division's gradient is a second tensor. With `entropy`, as for
       old log-probabilities, a clone and the softmax of `vocab_parallel_entropy` are there too.
+    - `torch`, NeMo-RL's DTensor (`nemo_rl/algorithms/loss`, v0.4) and prime-rl's supervised training: bf16, a copy in
+      fp32, its `log_softmax`, and the gradients of the latter two.
     - `fused`, `use_fused_kernels`: one chunk's.
 
     With `entropy_coeff` 0, as in veRL's scripts, training computes no entropy.
@@ -300,6 +302,8 @@ def logits_bytes(
         tokens, each = min(tokens, FUSED_CHUNK_TOKENS), FUSED_LOGIT_BYTES
     elif strategy.logits == "bf16":
         each = 2 * BF16
+    elif strategy.logits == "torch":
+        each = BF16 + 2 * FP32 + backward * (FP32 + BF16)
     elif backward:
         each = 2 * FP32
     else:

@@ -13,7 +13,7 @@ Recompute = Literal["none", "selective", "full"]
 GradientType = Literal["fp32", "bf16"]
 Packing = Literal["balanced", "first_fit"]
 HostMemory = Literal["pinned", "pageable"]
-Logits = Literal["bf16", "fp32", "fused"]
+Logits = Literal["bf16", "fp32", "torch", "fused"]
 AttentionKernel = Literal["flash_attention_2", "flash_attention_3", "cudnn"]
 
 
@@ -64,8 +64,9 @@ class TrainStrategy:
       anew each time (`tensor.to("cpu")`: NeMo-RL's Megatron worker).
     - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
     - `logits`: what log-probabilities are computed from: all logits of a micro-batch in `bf16` (veRL's FSDP, with flash
-      attention's cross entropy) or in `fp32` (Megatron's vocabulary-parallel cross entropy), or `fused`: those of a
-      chunk of tokens at a time (veRL's `use_fused_kernels`).
+      attention's cross entropy) or in `fp32` (Megatron's vocabulary-parallel cross entropy), by `torch` itself
+      (`log_softmax` of a copy in fp32: NeMo-RL's DTensor), or `fused`: those of a chunk of tokens at a time (veRL's
+      `use_fused_kernels`).
     - `attention`: the kernel. `flash_attention_2` has none of Hopper's instructions, nor of later ones:
       `TrainEfficiency.attention_on`. The two others are taken as equally fast.
 

@@ -15,7 +15,7 @@ from rlsim.cost.ledger import Ledger, Row
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.step import StepCost
-from rlsim.cost.strategy import TrainStrategy, logits_of
+from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -149,9 +149,7 @@ class PlacedExperiment:
         """The switches of training: micro-batches, ZeRO stage, recomputation, offload; no degrees."""
         training = self.loaded.experiment.training
         switches = {name: getattr(training, name) for name in _SWITCHES}
-        logits = logits_of(training.backend, training.fused_kernels)
-        own = {"zero_stage": training.stage, "attention": training.attention_kernel, "logits": logits}
-        return TrainStrategy(**{**switches, **own})
+        return TrainStrategy(**{**switches, **training.kinds})
 
     @cached_property
     def plan(self) -> Plan:

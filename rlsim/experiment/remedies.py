@@ -115,7 +115,7 @@ def _settings(loaded: LoadedExperiment) -> dict[str, list[Any]]:
         "training.ep": _doubled(training.ep, cluster.gpus_per_node) if megatron else [],
         "training.zero_stage": [stage] if training.stage < stage else [],
         "training.recompute": kinds[kinds.index(training.recompute) + 1 :],
-        "training.fused_kernels": [] if training.fused_kernels else [True],
+        "training.logits": [] if training.logits == "fused" else ["fused"],
         "training.offload": [] if training.offload else [True],
         "workflow.reward.judge.while_training": places[places.index(judge.while_training) + 1 :] if judge else [],
         "memory_utilization": [share for share in (0.8, 0.85, 0.9, 0.95) if share > experiment.memory_utilization],

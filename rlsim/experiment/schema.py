@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
-from rlsim.cost.strategy import AttentionKernel, GradientType, HostMemory, Packing, Recompute, attention_of
+from rlsim.cost.strategy import (
+    AttentionKernel,
+    GradientType,
+    HostMemory,
+    Logits,
+    Packing,
+    Recompute,
+    attention_of,
+    logits_of,
+)
 from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import shown, unknown_name
 from rlsim.schema import Name, Schema, name_of, placed
@@ -243,8 +252,11 @@ class TrainingSpec(Schema):
         "(veRL); first_fit: longest first, each where it has room, padded to the longest where there are pipeline "
         "stages (NeMo-RL's sequence_packing)",
     )
-    fused_kernels: bool = Field(
-        default=False, description="veRL's `use_fused_kernels`: log-probs by chunks of tokens, never all logits at once"
+    logits: Logits | None = Field(
+        default=None,
+        description="what log-probs are computed from: all logits of a micro-batch in bf16 (veRL's FSDP) or fp32 "
+        "(Megatron's cross entropy), by torch's own log_softmax (NeMo-RL's DTensor), or fused: by chunks of tokens, "
+        "never all at once (veRL's `use_fused_kernels`); default: bf16 under fsdp, fp32 under megatron",
     )
     attention: AttentionKernel | None = Field(
         default=None,
@@ -270,9 +282,10 @@ class TrainingSpec(Schema):
     epochs: int = Field(default=1, ge=1, le=1000, description="passes over a step's batch")
 
     @property
-    def attention_kernel(self) -> AttentionKernel:
-        """As given, or the backend's own."""
-        return self.attention or attention_of(self.backend)
+    def kinds(self) -> dict[str, Any]:
+        """ZeRO stage, attention kernel and logits: as given, or the backend's own."""
+        attention, logits = self.attention or attention_of(self.backend), self.logits or logits_of(self.backend)
+        return {"zero_stage": self.stage, "attention": attention, "logits": logits}
 
     @property
     def stage(self) -> int:

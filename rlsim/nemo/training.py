@@ -24,6 +24,8 @@ def add_training(config: Settings, draft: Draft, *, apart: bool, has_experts: bo
     _add_experts(config, entries, megatron, has_experts)
     if megatron and not config.flag("sharded"):
         entries["zero_stage"] = Entry(0, config.where("sharded"))
+    if not megatron:
+        entries["logits"] = Entry("torch", "DTensor's loss: log_softmax of a copy in fp32")
     if megatron and not config.flag("reduced"):
         entries["gradients"] = Entry("bf16", config.where("reduced"))
     # Tokens, a budget, with packing or dynamic batching; else sequences.

@@ -4,8 +4,8 @@
 sequences, load forced to be balanced (30B: tokens beyond an expert's capacity dropped), all-to-all dispatcher,
 distributed optimizer. Of XTuner's table, rows with DeepEP, dropped tokens, recomputation of the MoE part alone or ZeRO
 and TP overlapped are left out: rlsim has none of these. `prime-rl`: full training of dense models and mixtures with
-FSDP2, one sequence a micro-batch, two of them a GPU. Left out: LoRA, offloaded activations, GPUs without a calibration,
-and the peaks of supervised training, whose plain cross entropy holds 16 bytes of each logit.
+FSDP2, one sequence a micro-batch, two of them a GPU; `prime-sft`: supervised. Left out: LoRA,
+offloaded activations and GPUs without a calibration.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings) -> N
     entries["driver_per_token"] = Entry("0.185 us", about)
     add("recompute", strategy.recompute, *(["granularity"] if megatron else []), "checkpoints")
     if strategy.logits == "fused":
-        add("fused_kernels", True, "fused")
+        add("logits", "fused", "fused")
     if not megatron and config.value("attention") == "flash_attention_3":
         add("attention", "flash_attention_3", "attention")
     if strategy.offload != default.offload:
