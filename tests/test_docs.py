@@ -3,8 +3,8 @@
 Every fenced block of a page says what it is. In one temporary folder a page, from top to bottom:
 
 - `<!-- file: NAME -->` before a block writes it there; a Python file is only written, not run.
-- ```sh blocks run, line by line; ```python blocks run as scripts. Lines that only call `rlsim` run in this process, as
-  starting one for each of them takes longer than most do; scripts and all other lines run in processes of their own.
+- ```sh blocks run, line by line; ```python blocks run as scripts. Scripts and lines that only call `rlsim` run in this
+  process, as starting one for each of them takes longer than most do; all other lines run in processes of their own.
 - `<!-- run with: OPTIONS -->` adds options to the `rlsim` lines of a block that run or search (small sizes). Where no
   output is shown, `rlsim run` draws no worlds.
 - `<!-- in a checkout -->` runs a block in the repository; `<!-- fails -->` expects exit code 2.
@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -41,6 +44,7 @@ FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 SHELL = set("|&;<>()$`\\*?[~")  # what means something to a shell
+QUOTED = r"""'[^']*'|"[^"$`\\]*\""""  # but not there
 ROOMS = r"(?:rlsim|docs|scripts|traces|calibration|experiments|tests)/[\w./-]+\w"
 
 
@@ -133,7 +137,7 @@ class Runner:
             case "sh", _:
                 self.output = "".join(self.shell(line, block) for line in block.text.splitlines() if line.strip())
             case "python", "":
-                self.output = self.process(["python", "-c", block.text], self.folder, 0)
+                self.output = self.script(block.text)
             case _:
                 pytest.fail(f"a block of {block.language or 'no language'} that no comment explains")
 
@@ -146,20 +150,34 @@ class Runner:
             line = f"{command} {' '.join(options)} {hash_}{comment}"
         folder = ROOT if block.kind == "in a checkout" else self.folder
         expected = 2 if block.kind == "fails" else 0
-        if line.startswith("rlsim ") and not SHELL & set(line.partition("#")[0]):
+        if line.startswith("rlsim ") and not SHELL & set(re.sub(QUOTED, "", line).partition("#")[0]):
             return self.command(line, folder, expected)
         return self.process(["sh", "-c", line], folder, expected)
 
-    def command(self, line: str, folder: Path, expected: int) -> str:
-        """A command of rlsim as a process of its own would do it: it has seen no code of the page before."""
+    @contextmanager
+    def here(self, folder: Path) -> Iterator[None]:
+        """As in a process of its own, which has seen no code of the page before."""
         importlib.invalidate_caches()
         self.monkeypatch.chdir(folder)
-        done = self.rlsim(*shlex.split(line, comments=True)[1:])
+        yield
         for name, module in list(sys.modules.items()):
             if (getattr(module, "__file__", None) or "").startswith(str(self.folder)):
                 del sys.modules[name]
+
+    def command(self, line: str, folder: Path, expected: int) -> str:
+        with self.here(folder):
+            done = self.rlsim(*shlex.split(line, comments=True)[1:])
         assert done.code == expected, f"{line}\n{done.out}{done.err}"
         return done.out + done.err
+
+    def script(self, text: str) -> str:
+        printed = io.StringIO()
+        with self.here(self.folder), self.monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("default")
+            patch.setattr(sys, "path", [str(self.folder), *sys.path])
+            with redirect_stdout(printed), redirect_stderr(printed):
+                exec(compile(text, "script", "exec"), {"__name__": "__main__"})
+        return printed.getvalue()
 
     def process(self, command: list[str], folder: Path, expected: int) -> str:
         done = subprocess.run(
