@@ -399,7 +399,7 @@ def asynchronous(draw: st.DrawFn) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, derandomize=True, max_examples=12, suppress_health_check=list(HealthCheck))
 @given(asynchronous())
 def test_every_system_keeps_every_invariant(drawn: tuple[Any, dict[str, Any], dict[str, Any]]) -> None:
     system, sizes, training = drawn
@@ -450,7 +450,7 @@ def combined(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any], int]:
     return parts, {**sizes, "reward": {"workers": draw(st.sampled_from([2, 64]))}}, windows
 
 
-@settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, derandomize=True, max_examples=12, suppress_health_check=list(HealthCheck))
 @given(drawn=combined())
 def test_combined_parts_keep_every_invariant_or_are_refused(
     drawn: tuple[list[Any], dict[str, Any], int], trained: list[int]

@@ -162,7 +162,7 @@ def test_an_iteration_takes_as_long_as_all_that_it_loads() -> None:
     assert found == 8
 
 
-@settings(relaxed, max_examples=50)
+@settings(relaxed, max_examples=25)
 @given(workloads(prefixes=True, offloaded=True, max_requests=20))
 def test_offloading_equals_stepping_token_by_token(work: Workload) -> None:
     check(work)
@@ -186,14 +186,14 @@ class Counted(PrefixCache):
         assert not any(one.offloaded for one in cached if one.holders)
 
 
-@settings(relaxed, max_examples=50)
+@settings(relaxed, max_examples=25)
 @given(workloads(prefixes=True, offloaded=True, max_requests=20))
 def test_pages_are_where_they_are_counted(work: Workload) -> None:
     with patch("rlsim.sim.scheduler.PrefixCache", Counted):
         simulate(work)
 
 
-@settings(relaxed, max_examples=25)
+@settings(relaxed, max_examples=12)
 @given(workloads(prefixes=True, offloaded=True, kinds=("nothing",), mixtures=False, max_requests=24))
 def test_what_is_loaded_is_not_prefilled(work: Workload) -> None:
     """Every context that is admitted is found on the GPU, loaded or prefilled; host memory never holds more than it
@@ -214,13 +214,13 @@ def test_what_is_loaded_is_not_prefilled(work: Workload) -> None:
 # ------------------------------------------------------------------------------------------------- random rollouts
 
 
-@settings(relaxed, max_examples=40)
+@settings(relaxed, max_examples=20)
 @given(workloads(prefixes=True, max_requests=20))
 def test_the_engine_equals_stepping_token_by_token(work: Workload) -> None:
     check(work)
 
 
-@settings(relaxed, max_examples=40)
+@settings(relaxed, max_examples=20)
 @given(workloads(prefixes=True, most_samples=1, kinds=("nothing",), mixtures=False, max_requests=20))
 def test_it_does_where_each_prompt_has_one_sample(work: Workload) -> None:
     """Nothing is kept of them before the first one is preempted."""
@@ -245,7 +245,7 @@ def check_savings(work: Workload) -> None:
 STATIC = workloads(prefixes=True, kinds=("nothing",), mixtures=False, max_requests=24)
 
 
-@settings(relaxed, max_examples=25)
+@settings(relaxed, max_examples=12)
 @given(STATIC)
 def test_a_static_rollout_gets_no_slower(work: Workload) -> None:
     check_savings(work)
@@ -258,7 +258,7 @@ def test_a_static_rollout_gets_no_slower_on_many(work: Workload) -> None:
     check_savings(work)
 
 
-@settings(relaxed, max_examples=50)
+@settings(relaxed, max_examples=25)
 @given(STATIC)
 def test_with_room_for_all_each_prompt_is_prefilled_once_on_each_replica(work: Workload) -> None:
     room = dict.fromkeys(work.costs.pages, 10**6)
