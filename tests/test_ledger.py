@@ -15,8 +15,12 @@ from test_frameworks import BASE as NEMO
 import rlsim
 from rlsim.areal.experiment import from_areal
 from rlsim.cli.tables import print_ledgers
+from rlsim.cost.assumed import AssumedCosts
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.calls import CallCosts
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel
+from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.ledger import (
@@ -38,6 +42,7 @@ from rlsim.experiment.result import Result, read_result
 from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft
 from rlsim.init.parts import RULE_CHECK, Options
+from rlsim.models import load_model
 from rlsim.nemo.experiment import from_nemo
 from rlsim.refusals import holds
 from rlsim.verl.experiment import from_verl
@@ -292,6 +297,18 @@ def test_stated_costs_change_what_they_say(tmp_path: Path) -> None:
     data = {**drafted("16", tmp_path).data(), "costs": {"network": 0.5}}
     halved = LoadedExperiment.of(load_experiment(data)[0], tmp_path).cluster
     assert halved.inter.bytes_per_s == load_cluster("4x8xh100").inter.bytes_per_s / 2  # type: ignore[union-attr]
+
+
+def test_products_of_experts_under_fsdp_are_assumed_and_can_be_stated(tmp_path: Path) -> None:
+    assert "experts under FSDP" not in ledger_rows("24", tmp_path)
+    assert "experts under FSDP" in ledger_rows("24", tmp_path, model="qwen3-30b-a3b")
+    calibration = load_calibration("h100-vllm")
+    plain, twice = (
+        CallCosts({"actor": load_model("qwen3-30b-a3b")}, load_cluster("8xh100"), one, "fsdp")
+        for one in (calibration, calibration.drawn(0, AssumedCosts(training=2.0)))
+    )
+    shares = [costs.of("actor", TrainStrategy()).efficiency.flop for costs in (plain, twice)]
+    assert shares[1] == shares[0] / 2
 
 
 def test_scaled_lengths(tmp_path: Path) -> None:

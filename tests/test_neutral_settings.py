@@ -82,6 +82,7 @@ NEUTRAL: tuple[tuple[str, Any, str, float], ...] = (
     ("trace.scale", 1, "dense", EXACT),
     ("trace.prompt_scale", 1, "dense", EXACT),
     *((f"costs.{cost}", 1, "", EXACT) for cost in ("kernels", "recurrent", "recurrent_served", "expert_launch")),
+    ("costs.training", 1, "", EXACT),
     ("costs.network", 1, "mixture", EXACT),
     ("calibration", {"h100": "h100-vllm"}, "", EXACT),
     ("cluster", "1x8xh100+1x8xh100", "mixture", EXACT),

@@ -35,6 +35,9 @@ class AssumedCosts(Schema):
         default=1.0,
         description="launches of a layer with experts in training: times 4.12 ms, which one published iteration gave",
     )
+    training: Factor = Field(
+        default=1.0, description="products in training and log-probs: how many times as long as calibrated they take"
+    )
     network: Factor = Field(default=1.0, description="bandwidth between nodes, times the cluster's `inter`")
     skew: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,

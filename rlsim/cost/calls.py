@@ -52,8 +52,10 @@ class CallCosts:
             )
         self.models, self.cluster = models, cluster
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
-        flop = efficiency or known[backend]
+        slower = calibration.costs.training
+        flop = (efficiency or known[backend]) / slower
         forward = None if efficiency else calibration.training.forward_efficiency.get(backend)
+        forward = forward / slower if forward else None
         self._draw = calibration.draw
         if self._draw.number:
             forward = min((forward or flop) / self._draw.call("inference"), 1.0)
