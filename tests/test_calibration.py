@@ -262,9 +262,9 @@ def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("operators.memory_bound.correction.factor.3", math.nan),
-        ("operators.memory_bound.correction.factor.3", math.inf),
-        ("operators.memory_bound.correction.axes.0.knots.6", math.inf),
+        ("operators.memory_bound.table.factor.3", math.nan),
+        ("operators.memory_bound.table.factor.3", math.inf),
+        ("operators.memory_bound.table.axes.1.knots.6", math.inf),
         ("operators.decode_attention.heads.128.efficiency.memory", 0.0),
         ("operators.decode_attention.heads.128.efficiency.memory", math.nan),
         ("operators.prefill_attention.heads.128.table.factor.1", -0.3),

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from rlsim.cost.calibration import Reference, Residual, calibration_names, load_calibration
 from rlsim.cost.curve import DecodeCurve
-from rlsim.cost.fits import AttentionFit, Correction, KernelFit, MemoryOpFit, OperatorFits, ProductFit, Tile
+from rlsim.cost.fits import AttentionFit, Correction, KernelFit, OperatorFits, ProductFit, Tile
 from rlsim.cost.operators import Operators
 from rlsim.cost.surface import Surface
 from rlsim.errors import CalibrationError
@@ -39,7 +39,7 @@ def fits(**changes: object) -> OperatorFits:
         ),
         "decode_attention": attention(memory=0.5, tiles=1e-9, sequences=2e-9),
         "prefill_attention": attention(compute=0.5, block=0.5, memory=1.0, queries=0.0),
-        "memory_bound": MemoryOpFit(launch_s=2e-6, efficiency=0.5),
+        "memory_bound": KernelFit(launch_s=2e-6, efficiency={"memory": 0.5}),
     }
     return OperatorFits(**{**parts, **changes})  # type: ignore[arg-type]
 
@@ -129,8 +129,7 @@ def test_prompts_that_their_window_cuts_have_its_pairs_and_a_share_of_the_masked
 
 def corrected(operator: str, axes: dict[str, tuple[float, ...]], factor: tuple[float, ...]) -> Operators:
     plain = fits()
-    slot = "table" if operator == "gemm" else "correction"
-    fit = getattr(plain, operator).model_copy(update={slot: Correction.over(axes, factor)})
+    fit = getattr(plain, operator).model_copy(update={"table": Correction.over(axes, factor)})
     return Operators(plain.model_copy(update={operator: fit}), REFERENCE)
 
 
@@ -378,7 +377,6 @@ def test_prefill_attention_moves_q_k_v_and_output_by_hand() -> None:
         (kernel_of_decode(), "launch_s", [-1e-9, 3600.0], [0.0, 1.0]),
         (kernel_of_decode(), "efficiency", [{"memory": 0.0}], [{"memory": 1.5}]),  # what caches hold is faster
         (kernel_of_decode(), "added_s", [{"tiles": -1e-9}], [{"tiles": 0.0}]),
-        (fits().memory_bound, "efficiency", [0.0, 1.01], [1.0]),
         (Correction.over({"m": [1.0]}, [1.0]), "axes", [()], []),
         (Correction.over({"m": [1.0, 2.0]}, [1.0, 2.0]), "factor", [(1.0,), (1.0, 0.0)], [(0.5, 2.0)]),
         (Residual(count=0, median=0.0, p90=0.0, bias=-0.5, ranges={}), "count", [-1], [1]),

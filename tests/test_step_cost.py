@@ -9,7 +9,7 @@ from rlsim.cost.calibration import Calibration, EngineFit, load_calibration
 from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.draw import MEASURED
 from rlsim.cost.experts import expert_load
-from rlsim.cost.fits import Correction, MemoryOpFit
+from rlsim.cost.fits import Correction, KernelFit
 from rlsim.cost.pipeline import pipelined_step_cost
 from rlsim.cost.profile import ProfileStep, profile_of, rising
 from rlsim.cost.roofline import RooflineStep, step_cost
@@ -390,7 +390,9 @@ def test_elementwise_kernels_of_a_decode_step_by_hand() -> None:
     """Of each token and layer in bf16: two norms (input and residual read, sum and norm written), rotary embedding (q
     and k read and written, v written), activation (two inputs, one output); then embedding and last norm."""
     known = load_calibration("h100-sglang")
-    operators = known.operators.model_copy(update={"memory_bound": MemoryOpFit(launch_s=1e-6, efficiency=0.5)})
+    operators = known.operators.model_copy(
+        update={"memory_bound": KernelFit(launch_s=1e-6, efficiency={"memory": 0.5})}
+    )
     reference = known.reference.model_copy(update={"memory_bytes_per_s": 2e12})
     made_up = known.model_copy(update={"operators": operators, "reference": reference})
 

@@ -164,14 +164,6 @@ class LatentAttentionFit(Fitted):
     )
 
 
-class MemoryOpFit(Fitted):
-    """`launch + bytes / (bandwidth * efficiency)`: norms, rotary embedding, activation."""
-
-    launch_s: KernelSeconds
-    efficiency: Share
-    correction: Correction | None = Field(default=None, description="over tokens, bytes (of one kernel)")
-
-
 class ExpertsFit(KernelFit):
     """All that stands in an MLP's place (`cost.experts`), over rows, width, bytes (of the weights that are read)."""
 
@@ -204,7 +196,7 @@ class OperatorFits(Fitted):
     gemm: ProductFit
     decode_attention: AttentionFit
     prefill_attention: AttentionFit
-    memory_bound: MemoryOpFit
+    memory_bound: KernelFit = Field(description="norms, rotary embedding, activation: over bytes (of one), tokens")
     quantised_gemm: tuple[ProductFit, ...] = Field(
         default=(), description="one for each other precision that was measured"
     )

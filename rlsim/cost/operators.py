@@ -19,9 +19,9 @@ from rlsim.cost.calibration import Reference, Residual
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.experts import ExpertLoad, FusedExperts
 from rlsim.cost.fits import OperatorFits
+from rlsim.cost.kernel import Kernel, Work
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.products import Products
-from rlsim.cost.surface import Surface, surface_of
 from rlsim.precision import Precision
 
 #: Columns of the widest blocks of products. What is narrower than that (a router) is one column of blocks.
@@ -30,8 +30,8 @@ BLOCK_COLUMNS = 256
 ROOFLINES = ("linear_attention", "sparse_attention", "state_space")
 
 
-#: Axes of the corrections, in order.
-MEMORY_AXES = ("tokens", "bytes")
+#: Axes of the table of elementwise kernels, in order.
+MEMORY_AXES = ("bytes", "tokens")
 
 
 def gemm_of(precision: Precision) -> str:
@@ -58,8 +58,8 @@ class Operators:
         self._decode: dict[tuple[int, int, int], DecodeCurve] = {}
         self.decode_kernels = DecodeKernels(fits.decode_attention, reference)
         self.prompt_kernels = PromptKernels(fits.prefill_attention, reference)
-        self._memory_factor = surface_of(fits.memory_bound.correction, MEMORY_AXES)
-        self._memory_factor_at: tuple[float, Surface | None] = (nan, None)
+        self._memory = Kernel(fits.memory_bound, MEMORY_AXES)
+        self._memory_at = nan, self._memory
         self._memory_range = self._ranges.get("memory_bound", {}).get("bytes", (-inf, inf))
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
@@ -167,17 +167,14 @@ class Operators:
 
     def memory_bound_s(self, size_bytes: float, tokens: float) -> float:
         """Seconds of an elementwise kernel or norm over `tokens` tokens that moves `size_bytes` to and from memory."""
-        fit, ref = self.fits.memory_bound, self.reference
         low, high = self._memory_range
         if low <= size_bytes <= high:
             self._lookups.add("memory_bound", "interpolated")
         else:
             self.count("memory_bound", bytes=size_bytes)
-        time = fit.launch_s + size_bytes / (ref.memory_bytes_per_s * fit.efficiency)
-        if self._memory_factor is not None:
-            at, factor = self._memory_factor_at  # the last number of tokens: all kernels of an iteration have the same
-            if factor is None or at != tokens:
-                factor = self._memory_factor.along(tokens)
-                self._memory_factor_at = (tokens, factor)
-            time = max(time * factor(size_bytes), size_bytes / ref.memory_bytes_per_s)
-        return time
+        at, kernel = self._memory_at  # the last number of tokens: all kernels of an iteration have the same
+        if at != tokens:
+            kernel = self._memory.at(tokens)
+            self._memory_at = tokens, kernel
+        peak_s = size_bytes / self.reference.memory_bytes_per_s
+        return max(kernel.time_s(Work({"memory": peak_s}, {"launches": 1.0}), size_bytes), peak_s)

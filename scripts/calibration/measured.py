@@ -37,7 +37,7 @@ from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual, residual_of
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
-from rlsim.cost.fits import CollectiveFits, ExchangeFit, ExpertsFit, MemoryOpFit, OperatorFits, ProductFit
+from rlsim.cost.fits import CollectiveFits, ExchangeFit, ExpertsFit, KernelFit, OperatorFits, ProductFit
 from rlsim.cost.operators import gemm_of
 from rlsim.hardware import load_cluster
 from rlsim.precision import WEIGHT_BYTES, KvPrecision, Precision
@@ -184,7 +184,7 @@ def _in_an_engine(fits: OperatorFits, engine: Engine) -> OperatorFits:
     elementwise kernel that quantises activations, which TensorRT-LLM fuses with the norm or activation before. Tiny
     ones were measured as long as Python takes to launch them: 14.5 us in FP8 of TensorRT-LLM, in blocks of Blackwell.
     """
-    most = fits.gemm.launch_s + (0.0 if engine == "trtllm" else fits.memory_bound.launch_s)
+    most = fits.gemm.launch_s + (0.0 if engine == "trtllm" else fits.memory_bound.added_s["launches"])
     quantised = [fit.model_copy(update={"launch_s": min(fit.launch_s, most)}) for fit in fits.quantised_gemm]
     return as_written(fits.model_copy(update={"quantised_gemm": tuple(quantised)}))
 
@@ -231,7 +231,7 @@ def _hot_rows(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -
     return HotRows(residual(shown, seconds, {}), float(np.median(with_read)), below, above)
 
 
-def _elementwise(data: Path, gpu: Gpu) -> Fitted[MemoryOpFit]:
+def _elementwise(data: Path, gpu: Gpu) -> Fitted[KernelFit]:
     """Fitted on the data-sheet figures of the GPU that was measured."""
     table = vidur.elementwise_table(vidur_layers(data, gpu.vidur))
     return fit_elementwise(table, Reference.of(load_cluster(f"8x{gpu.elementwise_donor}")), ELEMENTWISE_NOTE)

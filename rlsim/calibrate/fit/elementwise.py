@@ -1,21 +1,20 @@
-"""Norms, rotary embedding and activation: launch plus bytes over bandwidth."""
+"""Norms, rotary embedding and activation: launch plus bytes over bandwidth, both under the table."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Array, columns_of, fit_logs, held_out, rounded, squash
-from rlsim.calibrate.fit.correction import fit_correction
+from rlsim.calibrate.fit.common import held_out
+from rlsim.calibrate.fit.kernel import fit_kernel
 from rlsim.calibrate.fit.kernels import Kernel, compared, distinct
 from rlsim.calibrate.points import Fitted, residual_of
 from rlsim.cost.calibration import Reference
-from rlsim.cost.fits import MemoryOpFit
-from rlsim.schema import validate
+from rlsim.cost.fits import KernelFit
+from rlsim.cost.kernel import Work
 
-KNOTS = {"tokens": [4.0**e for e in range(8)], "bytes": [4.0**e for e in range(6, 16)]}
+KNOTS = {"bytes": [4.0**e for e in range(6, 16)], "tokens": [4.0**e for e in range(8)]}
+START_S = 2.7e-6  # of a launch, where the search begins
 KERNEL = Kernel(
     "memory_bound",
     lambda operators, row: row.kernels * operators.memory_bound_s(row.bytes / row.kernels, row.tokens),
@@ -23,7 +22,7 @@ KERNEL = Kernel(
 )
 
 
-def kernel_memory_bound(table: pd.DataFrame, ref: Reference) -> Fitted[MemoryOpFit]:
+def kernel_memory_bound(table: pd.DataFrame, ref: Reference) -> Fitted[KernelFit]:
     """Elementwise kernels of `table` (columns as in `KEYS`, seconds); token counts are held out."""
     table = distinct(table, "memory_bound", ["kernels", "tokens", "bytes"])
     labels = [KERNEL.label(row) for row in table.itertuples(index=False)]
@@ -31,7 +30,7 @@ def kernel_memory_bound(table: pd.DataFrame, ref: Reference) -> Fitted[MemoryOpF
     return fit_elementwise(table.assign(key=key), ref, "token counts not fitted")
 
 
-def fit_elementwise(table: pd.DataFrame, ref: Reference, note: str) -> Fitted[MemoryOpFit]:
+def fit_elementwise(table: pd.DataFrame, ref: Reference, note: str) -> Fitted[KernelFit]:
     """Fit elementwise kernels and norms. `table`: kernels (launches in the row), tokens, bytes (of all of them),
     seconds, key (rows that are held out together); `note` is the residual's.
 
@@ -40,17 +39,10 @@ def fit_elementwise(table: pd.DataFrame, ref: Reference, note: str) -> Fitted[Me
     left out there but moves its bytes in the step's model.
     """
     table = table.astype(dict.fromkeys(("kernels", "tokens", "bytes", "seconds"), float))
-    test = held_out(table.key)
-    rows = table[~test]
-    n, size, y = columns_of(rows, ("kernels", "bytes", "seconds"))
-
-    def shown(p: Array) -> Array:
-        return np.asarray(n * np.exp(p[0]) * 1e-6 + size / (ref.memory_bytes_per_s * squash(p[1])))
-
-    p = fit_logs(shown, y, np.array([1.0, 1.0])).x
-    fit = validate(rounded({"launch_s": math.exp(p[0]) * 1e-6, "efficiency": float(squash(p[1]))}), MemoryOpFit)
-    correction = fit_correction(rows.assign(bytes=size / n), KNOTS, -np.log(shown(p) / y))
-    fit = fit.model_copy(update={"correction": correction})
+    test, one = held_out(table.key), table[["bytes", "seconds"]].div(table.kernels, axis=0).assign(tokens=table.tokens)
+    rows = one[~test]
+    work = Work({"memory": rows.bytes.to_numpy() / ref.memory_bytes_per_s}, {"launches": np.ones(len(rows))})
+    start = {"launches": START_S}
+    fit = fit_kernel(work, rows.seconds.to_numpy(), rows, KNOTS, launch_s=0.0, blend=1.0, added_s=start)
     points = compared(KERNEL, fit, ref, table, test)
-    ranges = {"bytes": table.bytes / table.kernels}
-    return Fitted(fit, {"memory_bound": residual_of(points, ranges, note)}, points)
+    return Fitted(fit, {"memory_bound": residual_of(points, {"bytes": one.bytes}, note)}, points)

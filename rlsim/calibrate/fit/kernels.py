@@ -26,7 +26,6 @@ SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
 
 #: Stands for an operator that is not asked for: the look-ups prepare products and corrections for all of them.
 _ABSENT = SimpleNamespace(
-    correction=None,
     precision="bf16",
     kv_precision="bf16",
     heads={},
