@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ class CapacityError(RlsimError):
 
 class PolicyError(RlsimError):
     """A policy asked for something that makes no sense at that moment."""
+
+
+@contextmanager
+def about(what: str, kind: type[RlsimError] = RlsimError) -> Iterator[None]:
+    """Errors of this kind in the block begin with `what` they are about."""
+    try:
+        yield
+    except kind as error:
+        raise type(error)(f"{what}: {error}") from None
 
 
 #: Arguments of functions that users call: the types that each may have, and these in words.

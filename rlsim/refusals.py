@@ -16,7 +16,14 @@ from rlsim.errors import ConfigError
 from rlsim.reading import read_yaml
 
 DATA = Path(__file__).resolve().parent / "data"
-_FUNCTIONS = {"any": any, "bool": bool}
+_FUNCTIONS = {
+    "any": any,
+    "bool": bool,
+    "is_list": lambda value: isinstance(value, tuple),
+    "len": len,
+    "min": min,
+    "set": set,
+}
 
 
 @cache

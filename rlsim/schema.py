@@ -13,7 +13,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from rlsim.errors import ConfigError, shown
 from rlsim.reading import read_yaml
@@ -40,6 +48,13 @@ class Schema(BaseModel):
     #: What other programs call a key, and how it is said here: for messages.
     also_called: ClassVar[Mapping[str, str]] = {}
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _allowed(cls, value: Any, info: ValidationInfo) -> Any:
+        if said := refusal(f"{cls.__module__}.{cls.__name__}.{info.field_name}", {"value": value}):
+            raise ValueError(said)
+        return value
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import rlsim
 from rlsim.advise.advice import ALLOWING, Advice, advise, read_tables
 from rlsim.advise.asynchronous import MOST_AGE, families, steps_for
+from rlsim.advise.bound import Bound
 from rlsim.advise.headline import headline
 from rlsim.advise.peak import peak, together
 from rlsim.advise.runs import Runner
@@ -28,7 +29,6 @@ from rlsim.experiment.case import in_turn
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.summary import Bound
 from rlsim.experiment.systems import parse_systems
 from rlsim.init.keys import Keys, line_of
 from rlsim.reading import parse_yaml

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.advise.bound import Bound
 from rlsim.advise.conclusions import conclusions
 from rlsim.advise.headline import Headline, headline, settings_of
 from rlsim.advise.idle import idle_causes, idle_shares, tail_seconds, waits
@@ -29,7 +30,6 @@ from rlsim.experiment.result import Result, check_target, open_results
 from rlsim.experiment.run import Progress
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.summary import Bound
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.hardware import Cluster, one_kind
 from rlsim.init.keys import Keys
@@ -129,7 +129,7 @@ def advise(
 
     `case` names one of the experiment's cases; `seeds` and `steps` go before its own, of which at most `SEEDS` seeds
     are taken. `skip` are shipped policies to leave out. `quick`: see `rlsim.advise.quick`. With
-    `max_staleness` (a number of updates by the setting, or `mean:1`, `p95:2`, `max:1`: `rlsim.experiment.summary`),
+    `max_staleness` (a number of updates by the setting, or `mean:1`, `p95:2`, `max:1`: `rlsim.advise.bound`),
     systems are tried by themselves that train on what older weights have generated, with the best split of the GPUs
     where they generate on GPUs of their own (`rlsim.advise.splits`); those that break the bound are left out.
     `what_if` runs the best at both ends of what is assumed, too: its worth is in the result's ledger, and in the

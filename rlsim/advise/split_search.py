@@ -6,13 +6,13 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlsim.advise.asynchronous import Family
+from rlsim.advise.bound import KINDS, Bound, staleness
 from rlsim.advise.peak import peak, together
 from rlsim.advise.ranking import unfit
 from rlsim.advise.runs import Runner
 from rlsim.advise.splits import MEASURED, NOTHING, Point, Probe, Splits
 from rlsim.cost.rollout import powers_of_two
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.summary import KINDS, Bound, staleness
 
 #: From so many nodes on they are not cut: whole nodes are as fine a choice then as the GPUs of one node are.
 WHOLE_NODES = 8

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.advise.asynchronous import Family, families, steps_for
+from rlsim.advise.bound import NONE, Bound, staleness
 from rlsim.advise.ranking import STALE, free_name, ranking
 from rlsim.advise.runs import Runner
 from rlsim.advise.split_search import Search
@@ -18,7 +19,6 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.run import checked_cases
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.summary import NONE, Bound, staleness
 from rlsim.experiment.systems import parse_systems
 
 #: Periods of steady steps in every run of a full advice, and of a quick one.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,7 @@ from rlsim.cost.memory import kv_shape
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import check_served
 from rlsim.cost.step import PLAIN_KV
-from rlsim.errors import CalibrationError, CatalogueError, ConfigError, unknown_name
+from rlsim.errors import CalibrationError, ConfigError, about, unknown_name
 from rlsim.experiment.schema import Experiment, TraceSpec
 from rlsim.experiment.workflows import TraceScoring, workflow_of
 from rlsim.hardware import AnyCluster, Cluster, load_any_cluster, node_types
@@ -30,24 +29,6 @@ from rlsim.sim.request import EngineConfig
 from rlsim.trace import StepSampler, Trace, TraceMeta, limits, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
-
-
-@contextmanager
-def placing(shown: str, case: str) -> Iterator[None]:
-    """Names the experiment and the case in errors about names that nothing has."""
-    try:
-        yield
-    except CatalogueError as error:
-        raise CatalogueError(f"{shown}: {f'case {case!r}: ' if case else ''}{error}") from None
-
-
-@contextmanager
-def _measured(section: str) -> Iterator[None]:
-    """Names a section of the experiment in errors about what the calibration lacks."""
-    try:
-        yield
-    except CalibrationError as error:
-        raise CalibrationError(f"{section}: {error}") from None
 
 
 class Kind(NamedTuple):
@@ -124,12 +105,12 @@ class LoadedExperiment:
         )
         if len(self.calibrations) == 1:  # of several kinds of GPU only those that generate and train count
             (calibration,) = self.calibrations.values()
-            with _measured(f"{shown}: engine"):
+            with about(f"{shown}: engine", CalibrationError):
                 check_served(rollout, calibration)
             if self.judge_model:
-                with _measured(f"{shown}: workflow.reward.judge"):
+                with about(f"{shown}: workflow.reward.judge", CalibrationError):
                     check_served(self.judge_model, calibration)
-            with _measured(f"{shown}: training"):
+            with about(f"{shown}: training", CalibrationError):
                 calibration.check_precision(self.experiment.training.precision)
         models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
         return replace(self, model=rollout, models=models, judge_model=judge)

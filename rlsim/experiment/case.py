@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 
 from rlsim.cost.lookups import Lookups
-from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
-from rlsim.experiment.build import LoadedExperiment, placing
+from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError, about, unknown_name
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.frames import Frames, named
 from rlsim.experiment.ledger import LedgerRecord, ledger_of
 from rlsim.experiment.load import with_settings
@@ -71,7 +71,7 @@ class Case:
         self.name = name
         self.experiment = experiment
         self._place, self._optional = (shown, folder), optional
-        with placing(shown, name):
+        with about(f"{shown}: case {name!r}" if name else shown, CatalogueError):
             self.loaded = LoadedExperiment.of(experiment, folder, shown)
         self.simulator = Simulator(self.loaded, search=False)
         self.simulator.plans.found |= plans
@@ -241,12 +241,6 @@ class Case:
             yield from idle_notes(steps, {spec.name for spec in self.systems if self.decides(spec)})
             yield from rate_notes(steps, self.baseline, workflow.prompts * workflow.responses)
 
-    def _preemptions(self) -> dict[str, pd.Series[int]]:
-        return {
-            name: pd.concat(frames["responses"]["preemptions"] for _, frames in self._frames(key))
-            for name, key in self._ran.items()
-        }
-
     def experiments(self) -> dict[str, PlacedExperiment]:
         """Where the systems run, by the names of those that run there."""
         found: dict[int, tuple[PlacedExperiment, list[str]]] = {}
@@ -307,7 +301,11 @@ class Case:
         sampled = dict.fromkeys(note for sampler in samplers for note in sampler.notes)
         scored = self.loaded.scoring.notes
         tuned = [f"{name} ran with {what}, its fastest setting on these seeds" for name, what in self.chosen.items()]
-        rates, preempted = self._rate_notes(), preemption_notes(self._preemptions())
+        preemptions = {
+            name: pd.concat(frames["responses"]["preemptions"] for _, frames in self._frames(key))
+            for name, key in self._ran.items()
+        }
+        rates, preempted = self._rate_notes(), preemption_notes(preemptions)
         experiments, unfit = self.experiments(), dict[str, list[str]]()
         for names, placed in experiments.items():
             for tp, why in placed.context.infeasible.items():

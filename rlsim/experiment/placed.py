@@ -16,7 +16,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.weight_sync import WeightSync
+from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import JUDGE, Judge, beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
@@ -264,27 +264,25 @@ class PlacedExperiment:
 
     def moving(self, model: str, source: Placement, call: str, target: Placement) -> Callable[[Layout, Layout], float]:
         """Seconds of a model's new weights from the layout of its training to one of the call, each on its GPUs."""
-        trainer, receiver = self.calls_on(source.gpus), self.calls_on(target.gpus)
         if self.loads(call):
-            return self._weight_sync(model, trainer, receiver).time_s
-        return trainer.reallocation(model, receiver).time_s
+            return self.weight_sync(model, source.gpus, target.gpus).time_s
+        return self.calls_on(source.gpus).reallocation(model, self.calls_on(target.gpus)).time_s
 
     def colocated_sync_s(self, model: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int) -> float:
         """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on."""
-        calls = self.calls_on((first_gpu,))
         target = Layout(first_gpu=first_gpu, tp=rollout_tp // self.rollout_pp, pp=self.rollout_pp)
         if self.loaded.experiment.weight_sync == "reshard":
-            return calls.sync_s(model, strategy, target)
-        return self._weight_sync(model, calls, calls).time_s(Layout.of(first_gpu, strategy), target)
+            return self.calls_on((first_gpu,)).sync_s(model, strategy, target)
+        sync = self.weight_sync(model, (first_gpu,), (first_gpu,))
+        return sync.time_s(Layout.of(first_gpu, strategy), target)
 
-    def relaying(self, model: str, source: Sequence[int], target: Sequence[int]) -> WeightSync:
-        """Of a model's new weights that every replica takes on its own, whatever `weight_sync` says."""
-        offload = self.loaded.experiment.training.offload
-        return self.calls_on(source).weight_sync(model, "bucketed", self.calls_on(target), offload=offload)
-
-    def _weight_sync(self, model: str, trainer: CallCosts, receiver: CallCosts) -> WeightSync:
-        experiment = self.loaded.experiment
-        return trainer.weight_sync(model, experiment.weight_sync, receiver, offload=experiment.training.offload)
+    def weight_sync(
+        self, model: str, source: Sequence[int], target: Sequence[int], method: SyncMethod | None = None
+    ) -> WeightSync:
+        """Of a model's new weights from GPUs of training to others, by this method or that of the experiment."""
+        experiment, receiver = self.loaded.experiment, self.calls_on(target)
+        offload, method = experiment.training.offload, method or experiment.weight_sync
+        return self.calls_on(source).weight_sync(model, method, receiver, offload=offload)
 
     def gpus_of(self, kind: CallKind) -> frozenset[int]:
         """The GPUs of the calls of a kind; all GPUs where there is none."""

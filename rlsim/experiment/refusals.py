@@ -69,8 +69,7 @@ class Condition:
     def unmet(self, values: Mapping[str, Any], release: str) -> bool:
         """Whether these values are refused by that release (empty: any); false where one is not known."""
         known = all(values.get(name) is not None for name in code_of(self.refused).co_names)
-        number = _number(release)
-        within = not number or (_number(self.since) <= number and (not self.until or number <= _number(self.until)))
+        within = _number(self.since) <= _number(release) <= _number(self.until or "9999") or not release
         return known and within and holds(self.refused, values)
 
     def text(self, values: Mapping[str, Any], release: str) -> str:
@@ -87,11 +86,7 @@ def _number(release: str) -> tuple[int, ...]:
 def conditions() -> tuple[Condition, ...]:
     """All rows of the table."""
     table = read_yaml(DATA / "starts.yaml")
-    return tuple(
-        Condition(of, row["if"], row["says"], row["at"], row.get("since", ""), row.get("until", ""))
-        for of, rows in table.items()
-        for row in rows
-    )
+    return tuple(Condition(of, row.pop("if"), **row) for of, rows in table.items() for row in map(dict, rows))
 
 
 def unmet(values: Mapping[str, Any], *of: str, release: str = "") -> list[Condition]:

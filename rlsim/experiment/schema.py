@@ -58,13 +58,6 @@ class TraceSpec(Schema):
     scale: float = Field(default=1.0, gt=0, le=1000, description="every response so many times as long, before the cap")
     prompt_scale: float = Field(default=1.0, gt=0, le=1000, description="every prompt so many times as long")
 
-    @field_validator("path")
-    @classmethod
-    def _some_path(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if value is not None and not value:
-            raise ValueError("name at least one trace")
-        return value
-
 
 class JudgeSpec(Schema):
     """The LLM that judges responses whose trace has `judge_tokens`."""
@@ -365,26 +358,6 @@ class Experiment(Schema):
         description="whose values these are: `assumed: [trace.path]`, `veRL 0.9's default: [training.recompute]`; "
         "what is not listed is given by you. Of keys that cover a value the longest counts",
     )
-
-    @field_validator("seeds")
-    @classmethod
-    def _some_seeds(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
-        if value in (0, ()) or (isinstance(value, int) and value < 0):
-            raise ValueError("at least one seed is needed")
-        if isinstance(value, tuple) and len(set(value)) != len(value):
-            raise ValueError("the seeds must differ")
-        if isinstance(value, tuple) and len(value) > MOST_SEEDS:
-            raise ValueError(f"at most {MOST_SEEDS:,} seeds")
-        if isinstance(value, tuple) and min(value) < 0:
-            raise ValueError("a seed is 0 or more")
-        return value
-
-    @field_validator("certainty")
-    @classmethod
-    def _an_interval(cls, value: int | None) -> int | None:
-        if value == 1:
-            raise ValueError("one world gives no interval; expected 2 or more, or 0 for none")
-        return value
 
     @field_validator("systems", mode="before")
     @classmethod

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from rlsim.errors import ConfigError, RlsimError, shown
+from rlsim.errors import ConfigError, about, shown
 from rlsim.policies.parts import ChunkStreaming, Composition, JudgePlacement, Part, Placing, Rewiring, flattened
 from rlsim.policies.registry import load_policy
 from rlsim.reading import plain
@@ -169,10 +169,8 @@ def _parse_part(entry: Any, source: str) -> Iterator[tuple[str, str, PartSpec]]:
             )
     else:
         raise ConfigError(f"{where}: systems: expected a policy's name, or one with parameters, got {shown(entry)}")
-    try:
+    with about(where):
         kind = load_policy(policy)
-    except RlsimError as error:
-        raise type(error)(f"{where}: {error}") from None
     label = policy.rpartition(":")[2].lower() if ":" in policy else policy
     axes = [
         key for key, value in parameters.items() if isinstance(value, Sequence) and not _takes_list(kind, key, value)
@@ -253,15 +251,10 @@ class System:
             what = "none of its parts decides" if not layouts else f"{_names(layouts)} all decide"
             raise ConfigError(f"{shown}: {what} the layout that a rollout starts with; exactly one does")
         launching = [part for part in batchings if part.launches_its_own]
-        for deciding, what in (
-            (launching, "what to launch"),
-            (rewards, "timeouts"),
-            (judges, "where the judge runs"),
-            (placings, "where the calls run"),
-            (streams, "the chunks of responses"),
-        ):
-            if len(deciding) > 1:
-                raise ConfigError(f"{shown}: {_names(deciding)} all decide {what}; at most one may")
+        single = {"what to launch": launching, "timeouts": rewards, "where the judge runs": judges}
+        single |= {"where the calls run": placings, "the chunks of responses": streams}
+        if several := next((what for what, deciding in single.items() if len(deciding) > 1), None):
+            raise ConfigError(f"{shown}: {_names(single[several])} all decide {several}; at most one may")
         batchings.sort(key=lambda part: part not in launching)
         deciding = [part for part in batchings if part.needs_rewards]
         if deciding and batchings[0].ends_early:
@@ -289,10 +282,8 @@ class System:
             name = type(self.layout).__name__
             raise ConfigError(f"{PLANNED.format(context.replica_gpus)}; {name} changes that while it runs")
         tp = self.layout.initial_tp(context)
-        try:
+        with about(f"{type(self.layout).__name__}.initial_tp"):
             return context.check_tp(tp)
-        except RlsimError as error:
-            raise type(error)(f"{type(self.layout).__name__}.initial_tp: {error}") from error
 
     def rewired(self, workflow: Workflow) -> Workflow:
         for part in self.rewirings:

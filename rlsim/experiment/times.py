@@ -92,8 +92,8 @@ class ExperimentTimes:
         placed, (source, *_) = self._placed, self._workflow.beside(call.name)[0]
         training, rollout = placed.plan.of(source), placed.generation
         assert training.strategy is not None
-        sync, start = placed.relaying(call.model, training.gpus, rollout.gpus), layout_of(training)
-        pp = placed.rollout_pp
+        sync = placed.weight_sync(call.model, training.gpus, rollout.gpus, "bucketed")  # each replica takes them alone
+        start, pp = layout_of(training), placed.rollout_pp
         return Relay(sync.push_s(start), sync.spread_s(start, layout_of(rollout)), lambda tp: sync.pull_s(tp // pp, pp))
 
     def _weights_s(self, call: Call, rollout_tp: int) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsim.errors import CatalogueError, ConfigError, RlsimError, unknown_name
+from rlsim.errors import CatalogueError, ConfigError, RlsimError, about, unknown_name
 from rlsim.experiment.build import LoadedExperiment, find_trace
 from rlsim.experiment.refusals import conditions, shape_values, unmet
 from rlsim.experiment.schema import Experiment
@@ -77,10 +77,8 @@ def joined(*parts: str) -> str:
 def add_cluster(draft: Draft, options: Options, nodes: int, per_node: int, where: str) -> Cluster:
     """The cluster of `nodes` × `per_node` GPUs; one that is named must have as many."""
     if options.cluster is None:
-        try:
+        with about(where, CatalogueError):
             found = find_cluster(options.gpu, nodes, per_node)
-        except CatalogueError as error:
-            raise CatalogueError(f"{where}: {error}") from None
         draft.entries["cluster"] = Entry(found.name, joined(f"--gpu {options.gpu}", where))
         if found.gpus_per_node < per_node:
             draft.notes.append(

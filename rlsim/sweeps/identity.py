@@ -12,7 +12,8 @@ from typing import Any
 
 from rlsim import catalogue
 from rlsim.cost.calibration import load_calibration
-from rlsim.experiment.build import find_model, find_trace, placing
+from rlsim.errors import CatalogueError, about
+from rlsim.experiment.build import find_model, find_trace
 from rlsim.experiment.case import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
@@ -64,7 +65,7 @@ def inputs_of(experiment: Experiment, shown: str, folder: Path, known: dict[str,
         found[what] = known[what]
 
     for case_name, case in cases_of(experiment, shown):
-        with placing(shown, case_name):
+        with about(f"{shown}: case {case_name!r}" if case_name else shown, CatalogueError):
             for kind, given in _named(case):
                 add(kind, given if isinstance(given, str) else json.dumps(given, sort_keys=True), given)
         for module, file in modules_of(case, shown):
