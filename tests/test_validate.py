@@ -86,7 +86,7 @@ def test_a_kept_bound_above_its_target_is_a_miss() -> None:
 
 
 def test_every_row_has_a_target_and_no_bound_has_grown() -> None:
-    """By file: how many bounds, and their sum; a bound may only shrink (three of the targets' came with prime-rl's rows)."""
+    """By file: how many bounds, and their sum; a bound may only shrink (prime-rl's rows brought three targets)."""
     targets = load_targets(ROOT / "evidence")
     assert all(targets.within(Row(part, "x", "y", 1, 1, kind=kind)) <= 0.2
                for part in PARTS for kind in ("input", "output", "left-out", "fitted"))  # fmt: skip
