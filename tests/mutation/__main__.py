@@ -41,8 +41,7 @@ def main() -> int:
             return int(any(record["outcome"] == "survived" for record in records))
         case "page":
             samples = {path.stem.partition("-")[2]: _read(path) for path in sorted(SCRATCH.glob("sample-*.jsonl"))}
-            counts = {path: (len(found), sum(map(len, found))) for path, found in places(ROOT).items()}
-            rewrite(PAGE, counts, samples, _read(SCRATCH / "named.jsonl"))
+            rewrite(PAGE, samples, _read(SCRATCH / "named.jsonl"))
     return 0
 
 

@@ -14,8 +14,8 @@ from mutation.named import FAULTS
 Records = Sequence[Mapping[str, Any]]
 
 
-def rewrite(page: Path, counts: Mapping[str, tuple[int, int]], samples: Mapping[str, Records], named: Records) -> None:
-    """Put the tables between the page's marks; `counts` are places and mutants by file, `samples` results by seed."""
+def rewrite(page: Path, samples: Mapping[str, Records], named: Records) -> None:
+    """Put the tables between the page's marks; `samples` are results by seed."""
     parts = {
         "named": _table(("topic", "fault", "file", "outcome"), _named(named)),
         "samples": _table(
@@ -31,8 +31,6 @@ def rewrite(page: Path, counts: Mapping[str, tuple[int, int]], samples: Mapping[
             ),
             [_shares(f"{seed}", found) for seed, found in samples.items()],
         ),
-        "files": _table(("file", "places", "mutants", "sampled", "killed", "survived"), _files(counts, samples)),
-        "survivors": _table(("place", "operator", "change"), _survivors(samples)),
     }
     mark = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end measured -->)", re.DOTALL)
     page.write_text(mark.sub(lambda found: f"{found[1]}\n{parts[found[2]]}\n\n{found[3]}", page.read_text()))
@@ -56,23 +54,6 @@ def _named(found: Records) -> Iterable[tuple[str, ...]]:
     for record in sorted(found, key=lambda record: order.index(record["key"])):
         yield "" if record["topic"] == topic else record["topic"], record["what"], _place(record), record["outcome"]
         topic = record["topic"]
-
-
-def _files(counts: Mapping[str, tuple[int, int]], samples: Mapping[str, Records]) -> Iterable[tuple[str, ...]]:
-    every = [record for found in samples.values() for record in found]
-    for path, (places, mutants) in counts.items():
-        own = [record for record in every if record["path"] == path]
-        survived = _count(own, "survived")
-        yield f"`{path}`", f"{places:,}", f"{mutants:,}", str(len(own)), str(len(own) - survived), str(survived)
-    survived = _count(every, "survived")
-    totals = [f"{sum(column):,}" for column in zip(*counts.values(), strict=True)]
-    yield "all", *totals, str(len(every)), str(len(every) - survived), str(survived)
-
-
-def _survivors(samples: Mapping[str, Records]) -> Iterable[tuple[str, ...]]:
-    found = [r for records in samples.values() for r in records if r["outcome"] == "survived"]
-    for record in sorted(found, key=lambda r: (r["path"], r["line"])):
-        yield _place(record), record["operator"], "<br>".join(f"`{line}`" for line in record["diff"])
 
 
 def _place(record: Mapping[str, Any]) -> str:
