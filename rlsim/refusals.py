@@ -38,10 +38,14 @@ def holds(condition: str, values: Mapping[str, Any]) -> bool:
 
 
 @cache
+def _groups() -> dict[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = read_yaml(DATA / "refusals.yaml")
+    return found
+
+
 def rows_of(group: str) -> list[dict[str, str]]:
     """The rows of a group; none where the table has no such group."""
-    found: dict[str, list[dict[str, str]]] = read_yaml(DATA / "refusals.yaml")
-    return found.get(group, [])
+    return _groups().get(group, [])
 
 
 def refusal(group: str, values: Mapping[str, Any]) -> str:
