@@ -83,7 +83,8 @@ class _Parts:
     @property
     def carried(self) -> OperatorFits | None:
         """The base's kernels on this GPU."""
-        return None if self.base is None else carried_operators(self.base, self.reference)
+        base = self.base
+        return None if base is None else carried_operators(base.operators, base.reference, self.reference)
 
     def borrow(self, what: str, otherwise: str, taken: Callable[[Calibration], T]) -> T | None:
         """What is `taken` from the base; without one, `otherwise` is missing."""

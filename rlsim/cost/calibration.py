@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim import catalogue
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
-from rlsim.cost.carried import Derived, derive
+from rlsim.cost.carried import Derived, carried_operators
 from rlsim.cost.draw import Draw
 from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
 from rlsim.cost.fits import (
@@ -29,6 +29,7 @@ from rlsim.cost.fits import (
     OperatorFits,
     Share,
 )
+from rlsim.cost.train_efficiency import efficiency_of
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, shown, unknown_name
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.precision import KvPrecision, Precision, peak_flop_per_s
@@ -357,6 +358,37 @@ class Calibration(Fitted):
         exact = next((fit for fit in own if fit.tp == tp), None)
         levels = [fit.level for fit in own or kin]
         return Known(exact, math.prod(levels) ** (1 / max(len(levels), 1)), bool(own))
+
+
+def derive(source: Calibration, gpu: str, note: str, reference: Reference) -> Calibration:
+    """`source`'s efficiencies on `gpu`, whose figures are `reference`; the link stays that of the measured node."""
+    residuals = {
+        key: value.model_copy(update={"note": f"of {source.gpu}; not measured on {gpu}. {value.note}".strip()})
+        for key, value in source.residuals.items()
+    }
+    notes = (f"derived from {source.name}: {note}", *source.provenance.notes)
+    update = {
+        "operators": carried_operators(source.operators, source.reference, reference),
+        "name": source.name.replace(source.gpu, gpu, 1),
+        "gpu": gpu,
+        "reference": reference.model_copy(update={"link_bytes_per_s": source.reference.link_bytes_per_s}),
+        "provenance": source.provenance.model_copy(update={"notes": notes}),
+        "residuals": residuals,
+        "training": _training(source, gpu, reference),
+    }
+    return source.model_copy(update=update)
+
+
+def _training(source: Calibration, gpu: str, reference: Reference) -> TrainingFit:
+    """The source's large GEMMs, with the GPU's own peak and memory bandwidth."""
+    more = reference.flops_per_byte - source.reference.flops_per_byte
+    shares = source.training.flop_efficiency.items()
+    about = f"nothing of this is measured on {gpu}: large GEMMs are taken to reach the same share of its peak"
+    update = {
+        "flop_efficiency": {name: round(efficiency_of(share, more), 3) for name, share in shares},
+        "source": f"{about}; there: {source.training.source}",
+    }
+    return source.training.model_copy(update=update)
 
 
 def derived_gpus() -> dict[str, Derived]:

@@ -1,26 +1,32 @@
-"""The calibration of a GPU without tables: another one's efficiencies on its own data-sheet figures.
+"""The kernels of a GPU without tables: another one's efficiencies on its own data-sheet figures.
 
 Each such GPU is a row, `calibration/derived/<gpu>.yaml`; `load_calibration` makes the calibration of it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import Field
 
 from rlsim.cost.fits import KernelFit, OperatorFits, ProductFit
-from rlsim.cost.train_efficiency import efficiency_of
 from rlsim.schema import Schema
-
-if TYPE_CHECKING:
-    from rlsim.cost.calibration import Calibration, Reference, TrainingFit
 
 #: The fewest rows that a block of a product is padded to: matrix instructions take tokens by 8 (PTX ISA, `wgmma` and
 #: `mma.m16n8k16`), in the other operand's place where they are few. Where tables are from, the weights' way from memory
 #: hides how few rows a block has, so the fits' smallest is 64. On a GPU with few FLOPs for its bandwidth it would not.
 FEWEST_ROWS = 16
 K = TypeVar("K", bound=KernelFit)
+
+
+class Rates(Protocol):
+    """The figures of a GPU that decide how its kernels carry over."""
+
+    @property
+    def bf16_flop_per_s(self) -> float: ...
+
+    @property
+    def sm_count(self) -> int: ...
 
 
 class Derived(Schema):
@@ -32,49 +38,18 @@ class Derived(Schema):
     note: str = Field(description="what is carried over, and what is not known")
 
 
-def derive(source: Calibration, gpu: str, note: str, reference: Reference) -> Calibration:
-    """`source`'s efficiencies on `gpu`, whose figures are `reference`; the link stays that of the measured node."""
-    residuals = {
-        key: value.model_copy(update={"note": f"of {source.gpu}; not measured on {gpu}. {value.note}".strip()})
-        for key, value in source.residuals.items()
-    }
-    notes = (f"derived from {source.name}: {note}", *source.provenance.notes)
-    update = {
-        "operators": carried_operators(source, reference),
-        "name": source.name.replace(source.gpu, gpu, 1),
-        "gpu": gpu,
-        "reference": reference.model_copy(update={"link_bytes_per_s": source.reference.link_bytes_per_s}),
-        "provenance": source.provenance.model_copy(update={"notes": notes}),
-        "residuals": residuals,
-        "training": _training(source, gpu, reference),
-    }
-    return source.model_copy(update=update)
+def carried_operators(operators: OperatorFits, source: Rates, reference: Rates) -> OperatorFits:
+    """Kernels' fits of `source` for a GPU with these figures: as they are where its SMs are as many.
 
-
-def _training(source: Calibration, gpu: str, reference: Reference) -> TrainingFit:
-    """The source's large GEMMs, with the GPU's own peak and memory bandwidth."""
-    more = reference.flops_per_byte - source.reference.flops_per_byte
-    shares = source.training.flop_efficiency.items()
-    about = f"nothing of this is measured on {gpu}: large GEMMs are taken to reach the same share of its peak"
-    update = {
-        "flop_efficiency": {name: round(efficiency_of(share, more), 3) for name, share in shares},
-        "source": f"{about}; there: {source.training.source}",
-    }
-    return source.training.model_copy(update=update)
-
-
-def carried_operators(source: Calibration, reference: Reference) -> OperatorFits:
-    """The kernels' fits for a GPU with these figures: as they are where its SMs are as many. Elsewhere products and
-    experts have no tables: what a roofline leaves over on one GPU says little about another with other SMs.
+    Elsewhere products and experts have no tables: what a roofline leaves over on one GPU says little about another.
 
     A block of few rows that reaches little of an SM's peak is not bound by the products but by what is moved and issued
     for them. On SMs with fewer FLOP/s that takes as long: the block reaches as much more of their peak, up to what the
     best block does.
     """
-    operators = source.operators
-    if reference.sm_count == source.reference.sm_count:
+    if reference.sm_count == source.sm_count:
         return operators
-    per_sm = [ref.bf16_flop_per_s / ref.sm_count for ref in (source.reference, reference)]
+    per_sm = [ref.bf16_flop_per_s / ref.sm_count for ref in (source, reference)]
     slower = max(1.0, per_sm[0] / per_sm[1])
     update = {
         "gemm": _of_products(operators.gemm, slower),

@@ -29,7 +29,7 @@ def carried_errors(data: Path, source: Calibration, target: str) -> dict[str, Re
     """
     gpu, engine = GPUS[target], source.engine
     ref = Reference.of(load_cluster(gpu.cluster))
-    fits, measured = carried_operators(source, ref), operator_tables(data, gpu, engine)
+    fits, measured = carried_operators(source.operators, source.reference, ref), operator_tables(data, gpu, engine)
     gemms = measured.table("gemm")
     rows = {
         gemm.KERNEL: gemms[~gemm_rows(gemms, ref).hot],
