@@ -299,6 +299,15 @@ def test_stated_costs_change_what_they_say(tmp_path: Path) -> None:
     assert halved.inter.bytes_per_s == load_cluster("4x8xh100").inter.bytes_per_s / 2  # type: ignore[union-attr]
 
 
+def test_the_attention_kernel_is_assumed_where_the_usual_one_is_slow(tmp_path: Path) -> None:
+    """FSDP on H100 is; FSDP on A800, where that kernel reaches what others do, and Megatron on H800 are not."""
+    name = "attention kernel of training"
+    assert ledger_rows("24", tmp_path)[name] == "flash_attention_2"
+    assert name not in ledger_rows("24", tmp_path, cluster="8xa800", calibration="a800-vllm")
+    assert name not in ledger_rows("24", tmp_path, **{"training.attention": "flash_attention_3"})
+    assert name not in ledger_rows("09", tmp_path)
+
+
 def test_products_of_experts_under_fsdp_are_assumed_and_can_be_stated(tmp_path: Path) -> None:
     assert "experts under FSDP" not in ledger_rows("24", tmp_path)
     assert "experts under FSDP" in ledger_rows("24", tmp_path, model="qwen3-30b-a3b")
