@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.comparison.runs import Run, runs_in
+from rlsim.comparison.runs import NOT_SETTINGS, Run, runs_in
+from rlsim.comparison.verdict import listed
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.steadiness import unsteady
 from rlsim.experiment.summary import CONFIDENCE, means, paired_ratio, ratio_note, ratios
@@ -31,7 +32,7 @@ SHOWN = (
     "staleness_mean", "staleness_p95", "staleness_max", "stale_token_share",
 )  # fmt: skip
 #: Times of which the table has the difference for equal work.
-DIFFERENCES = {"step": "step_time_s", "gen": "gen_time_s", "gen_p90": "gen_p90_time_s"}
+DIFFERENCES = ("step", "gen", "gen_p90")
 
 
 @dataclass(frozen=True)
@@ -72,51 +73,50 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
     if not directories:
         raise ConfigError("name at least one directory of results")
     runs = [run for directory in dict.fromkeys(map(Path, directories)) for run in runs_in(directory)]
-    choose = Baseline(runs, baseline)
-    axes = list(dict.fromkeys(key for run in runs for key in run.axes))
-    between = differences([run.settings for run in runs])
-    beside = [key for key in between if not any(f"{key}.".startswith(f"{axis}.") for axis in axes)]
-    columns = {key: f"experiment.{key}" if key in OWN_COLUMNS else key for key in [*axes, *beside]}
-    rows, reasons, notes, late = [], defaultdict[str, list[str]](list), list[str](), list[str]()
+    choose, settings = Baseline(runs, baseline), _settings(runs)
+    rows, apart = list[dict[str, Any]](), defaultdict[str, list[str]](list)
+    late, other = list[str](), list[str]()
     for i, run in enumerate(runs):
         against = choose.of(run)
         why = why_unpaired(run, against) if against else ""
-        if against and why:
-            reasons[why].append(f"{run.name} against {against.name}")
-        row: dict[str, Any] = {name: getattr(run, name) for name in ("directory", "point", "case", "system", "tuned")}
-        row |= {columns[key]: run.axes.get(key, value_at(run.config, key)) for key in axes}
-        row |= {columns[key]: between[key][i] for key in beside}
-        (whole,) = means(run.steps.assign(run=0), ["run"]).to_dict("records")
-        row |= {"seeds": len(run.by_seed)} | {name: whole[name] for name in SHOWN} | _compared(run, against, why)
+        row = {name: getattr(run, name) for name in OWN_COLUMNS[:5]} | {key: own[i] for key, own in settings.items()}
+        rows.append(row := row | _figures(run, against, is_paired=not why))
+        late += [f"{run.name}: not steady: {row['unsteady']}"] if row["unsteady"] else []
         if against:
-            notes += ratio_note(run.name, run.steps, against.name, against.steps, row["speedup"], row["token_speedup"])
-        row["unsteady"] = unsteady(run.steps)
-        if row["unsteady"]:
-            late.append(f"{run.name}: not steady: {row['unsteady']}")
-        rows.append(row)
-    told = (
-        *_few(late, "are not steady"),
-        *_few(notes, "train on other responses than what they are compared with"),
-        *(f"not paired ({why}): {_first(pairs)}; their intervals are Welch's, of independent samples"
-          for why, pairs in reasons.items()),
-        *([f"no baseline with the same settings: {_first(choose.missing)}"] if choose.missing else []),
-    )  # fmt: skip
-    return Comparison(pd.DataFrame(rows), tuple(columns.values()), _by_directory(runs), told)
+            other += ratio_note(run.name, run.steps, against.name, against.steps, row["speedup"], row["token_speedup"])
+            apart[why].append(f"{run.name} against {against.name}")
+    notes = [*_few(late, "are not steady"), *_few(other, "train on other responses than what they are compared with")]
+    for why, pairs in apart.items():
+        if why:
+            notes.append(f"not paired ({why}): {listed(pairs, 1)}; their intervals are Welch's, of independent samples")
+    if choose.missing:
+        notes.append(f"no baseline with the same settings: {listed(choose.missing, 1)}")
+    return Comparison(pd.DataFrame(rows), tuple(settings), _by_directory(runs), tuple(notes))
 
 
-def _compared(run: Run, against: Run | None, why: str) -> dict[str, Any]:
-    """The columns that compare a run: `why` it is not paired, if so. They are missing where there is no baseline."""
-    row: dict[str, Any] = {"baseline": "", "is_baseline": against is run, "paired": against is not None and not why}
-    if against is None:
-        row |= ratios(run.by_seed, run.by_seed.iloc[:0])
-        return row | {f"{name}_difference_s": float("nan") for name in DIFFERENCES}
-    other = [f"{key}={value}" for key, value in against.axes.items() if value != run.axes.get(key, value)]
-    where = [against.directory] if against.directory != run.directory else []
-    row["baseline"] = ":".join([*where, *other, against.system])
-    row |= ratios(run.by_seed, against.by_seed, welch_ratio if why else paired_ratio)
-    for name, time in DIFFERENCES.items():
-        row[f"{name}_difference_s"] = difference_s(run.by_seed, against.by_seed, time, is_paired=not why)
-    return row
+def _settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The keys in which the runs differ, axes first, with the value of every run."""
+    axes = list(dict.fromkeys(key for run in runs for key in run.axes))
+    found = {key: [run.axes.get(key, value_at(run.config, key)) for run in runs] for key in axes}
+    between = differences([{key: own for key, own in run.config.items() if key not in NOT_SETTINGS} for run in runs])
+    found |= {key: own for key, own in between.items() if not any(f"{key}.".startswith(f"{axis}.") for axis in axes)}
+    return {f"experiment.{key}" if key in OWN_COLUMNS else key: values for key, values in found.items()}
+
+
+def _figures(run: Run, against: Run | None, *, is_paired: bool) -> dict[str, Any]:
+    """A run's means, and how they compare with another's; ratios and differences are missing where there is none."""
+    (whole,) = means(run.steps.assign(run=0), ["run"]).to_dict("records")
+    row: dict[str, Any] = {"seeds": len(run.by_seed)} | {name: whole[name] for name in SHOWN}
+    row |= {"baseline": "", "is_baseline": against is run, "paired": against is not None and is_paired}
+    theirs = run.by_seed.iloc[:0]
+    if against:
+        axes = [f"{key}={value}" for key, value in against.axes.items() if value != run.axes.get(key, value)]
+        where = [against.directory] * (against.directory != run.directory)
+        row["baseline"], theirs = ":".join([*where, *axes, against.system]), against.by_seed
+    row |= ratios(run.by_seed, theirs, paired_ratio if is_paired else welch_ratio)
+    for name in DIFFERENCES:
+        row[f"{name}_difference_s"] = difference_s(run.by_seed, theirs, f"{name}_time_s", is_paired=is_paired)
+    return row | {"unsteady": unsteady(run.steps)}
 
 
 def difference_s(own: pd.DataFrame, theirs: pd.DataFrame, time: str, *, is_paired: bool) -> float:
@@ -141,16 +141,10 @@ def _few(notes: Sequence[str], what: str) -> list[str]:
     return [*notes[:MOST_NOTES], *(more if len(notes) > MOST_NOTES else [])]
 
 
-def _first(names: Sequence[str]) -> str:
-    return f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}"
-
-
 def why_unpaired(run: Run, baseline: Run) -> str:
     """Why two runs cannot be paired seed by seed; empty if they can: they saw the same responses."""
-    theirs = baseline.workload
-    for key, value in run.workload.items():
-        if value != theirs.get(key):
-            return "the traces differ" if key == "trace" else f"{key} is {value} against {theirs.get(key)}"
+    for key, (own, theirs) in differences([run.workload, baseline.workload]).items():
+        return "the traces differ" if key == "trace" else f"{key} is {own} against {theirs}"
     if not set(run.by_seed.index) & set(baseline.by_seed.index):
         return "they have no seed in common"
     both = pd.concat([run.plain_tokens, baseline.plain_tokens], axis=1, join="inner", keys=["own", "theirs"]).dropna()
@@ -168,20 +162,17 @@ def welch_ratio(own: pd.Series[float], reference: pd.Series[float]) -> tuple[flo
     Welch, Biometrika 34 (1947) 28, with the degrees of freedom that he and Satterthwaite (Biometrics 2 (1946) 110)
     give.
     """
-    rates = own.to_numpy(), reference.to_numpy()
-    if not all((values > 0).all() for values in rates):
+    if not all((rates > 0).all() for rates in (own, reference)):
         return (float("nan"),) * 3
-    logs = [np.log(values) for values in rates]
-    centre, half = float(logs[0].mean() - logs[1].mean()), float("nan")
-    if min(map(len, logs)) > 1:
-        from scipy.special import stdtrit
+    from scipy.special import stdtrit
 
-        shares = [float(np.var(one, ddof=1) / len(one)) for one in logs]
-        below = sum(share**2 / (len(one) - 1) for share, one in zip(shares, logs, strict=True))
-        spread = sum(shares)
-        half = float(stdtrit(spread**2 / below, 0.5 + CONFIDENCE / 2)) * spread**0.5 if spread else 0.0
-    low, middle, high = (float(np.exp(centre + side)) for side in (-half, 0, half))
-    return middle, low, high
+    logs = [np.log(rates) for rates in (own, reference)]
+    counts = np.array([len(one) for one in logs])
+    shares = np.array([one.var() for one in logs]) / counts
+    spread = shares.sum()  # missing with a single value
+    freedom = spread**2 / (shares**2 / (counts - 1)).sum() if spread else 1.0
+    centre, half = logs[0].mean() - logs[1].mean(), stdtrit(freedom, 0.5 + CONFIDENCE / 2) * spread**0.5
+    return float(np.exp(centre)), float(np.exp(centre - half)), float(np.exp(centre + half))
 
 
 # ---- which run each is compared with --------------------------------------------------------------------------------
@@ -195,13 +186,14 @@ class Baseline:
 
     def __init__(self, runs: Sequence[Run], asked: str | None) -> None:
         self.missing: list[str] = []  # runs without one
-        self._by_directory = defaultdict[str, list[Run]](list)
+        self._by_directory, self._axes = defaultdict[str, list[Run]](list), defaultdict[str, dict[str, Any]](dict)
         for run in runs:
             self._by_directory[run.directory].append(run)
+            self._axes[run.directory] |= run.axes
         self._default = asked is None
         self._directory = self._system = ""
-        self._settings: dict[str, str] = {}  # of axes, as the user writes them
-        systems = dict.fromkeys(run.system for run in runs)
+        self._settings: Mapping[str, Any] = {}  # of axes
+        systems = {run.system for run in runs}
         if asked is None:
             self._directory = next(iter(self._by_directory)) if len(self._by_directory) > 1 else ""
             return
@@ -212,62 +204,57 @@ class Baseline:
             self._directory = str(Path(asked))
         elif colon and str(Path(directory)) in self._by_directory and system in systems:
             self._directory, self._system = str(Path(directory)), system
-        elif settings := _settings_in(asked, runs):
-            self._settings = settings
-        else:
+        elif not (settings := _settings_in(asked, runs)):
             values = {f"{key}={value}" for run in runs for key, value in run.axes.items()}
             raise unknown_name("baseline", asked, {*systems, *self._by_directory, *values})
+        else:
+            self._settings = settings
 
     def of(self, run: Run) -> Run | None:
-        """The run that `run` is compared with; None, and it is noted, if there is none, or not one alone."""
-        there = list(self._like(run))
-        wanted = [self._system or (run.system if self._directory or self._settings else run.baseline)]
+        """The run that `run` is compared with: in the baseline's directory, with the named settings and else the same.
+
+        None, and it is noted, if there is none, or not one alone.
+        """
+        directory, wanted = self._directory or run.directory, {**run.axes, **self._settings}
+        keys = tuple(key for key in wanted if key in self._axes[directory] or key in self._settings)
+        alike = self._index(directory, keys)[tuple(wanted[key] for key in keys)]
+        there = [one for one in alike if run.case == one.case or not (run.case and one.case)]
+        systems = [self._system or (run.system if self._directory or self._settings else run.baseline)]
         if self._directory and self._default and there:
-            wanted.append(there[0].baseline)
-        for system in wanted:
+            systems.append(there[0].baseline)
+        for system in systems:
             found = [one for one in there if one.system == system]
             if len(found) == 1:
                 return found[0]
         self.missing.append(run.name)
         return None
 
-    def _like(self, run: Run) -> Iterator[Run]:
-        """Runs of the baseline's directory, of the same case, with the named settings and else the same axes."""
-        directory = self._directory or run.directory
-        for keys in {tuple(one.axes): None for one in self._by_directory[directory]}:
-            shared = tuple(key for key in keys if key in run.axes and key not in self._settings)
-            for one in self._index(directory, keys, shared).get(tuple(run.axes[key] for key in shared), ()):
-                if run.case == one.case or not (run.case and one.case):
-                    yield one
-
     @cache  # noqa: B019 (a comparison is short)
-    def _index(self, directory: str, keys: tuple[str, ...], shared: tuple[str, ...]) -> Mapping[Any, list[Run]]:
-        """The directory's runs with these axes that have the named settings, by their values of the shared ones."""
+    def _index(self, directory: str, keys: tuple[str, ...]) -> defaultdict[Any, list[Run]]:
+        """The directory's runs by their values of these axes."""
         found = defaultdict[Any, list[Run]](list)
         for one in self._by_directory[directory]:
-            if tuple(one.axes) == keys and _has(one, self._settings):
-                found[tuple(one.axes[key] for key in shared)].append(one)
+            found[tuple(one.axes.get(key) for key in keys)].append(one)
         return found
 
 
-def _settings_in(asked: str, runs: Sequence[Run]) -> dict[str, str]:
-    """`KEY=VALUE` of an axis, or several with commas between, if some run has these values; else empty."""
+def _settings_in(asked: str, runs: Sequence[Run]) -> Mapping[str, Any]:
+    """`KEY=VALUE` of an axis, or several with commas between, as some run has these values; else empty."""
     for texts in ([asked], asked.split(",")):  # a value may have commas of its own
-        found = {key.strip(): value.strip() for key, equals, value in (text.partition("=") for text in texts) if equals}
-        if len(found) == len(texts) and any(_has(run, found) for run in runs):
-            return found
+        parts = [text.partition("=") for text in texts]
+        found = {key.strip(): value.strip() for key, equals, value in parts if equals}
+        if len(found) == len(texts) and (run := next((run for run in runs if _has(run, found)), None)):
+            return {key: run.axes[key] for key in found}
     return {}
 
 
 def _has(run: Run, settings: Mapping[str, str]) -> bool:
     """Whether a run's axes have these values, written as `4K` or `4096`."""
-    return all(_is(run.axes.get(key), text) for key, text in settings.items())
+    return all(key in run.axes and _is(run.axes[key], text) for key, text in settings.items())
 
 
 def _is(value: Any, text: str) -> bool:
-    if str(value) == text:
-        return True
     try:
-        return not isinstance(value, str) and value is not None and bool(value == token_count(text))
+        return str(value) == text or (not isinstance(value, str) and bool(value == token_count(text)))
     except ValueError:
         return False

@@ -25,7 +25,7 @@ from rlsim.sweeps.store import DEFINITION
 #: Columns of `steps` that are read.
 _COLUMNS = ("case", "system", "seed", "step", "launched", *TESTED, *MEASURED, *PUT_OFF)
 #: Keys that say nothing about what a run does, or that other columns show.
-_NOT_SETTINGS = ("name", "description", "framework", "cases", "systems", "baseline", "seeds", "certainty")
+NOT_SETTINGS = ("name", "description", "framework", "cases", "systems", "baseline", "seeds", "certainty")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +47,6 @@ class Run:
     def name(self) -> str:
         settings = ", ".join(f"{key}={value}" for key, value in self.axes.items())
         return " ".join(part for part in (self.directory, settings, self.case, self.system) if part)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Its configuration without names, systems and seeds."""
-        return {key: value for key, value in self.config.items() if key not in _NOT_SETTINGS}
 
     @cached_property
     def by_seed(self) -> pd.DataFrame:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from rlsim.experiment.summary import EXPLAINED
-from rlsim.formats import Row, is_missing, rate, with_choice
+from rlsim.experiment.summary import ENDS, EXPLAINED
+from rlsim.formats import Row, rate, with_choice
 
 Outcome = Literal["baseline", "faster", "as fast", "not told apart", "slower", "not comparable", "no speedup"]
 
@@ -24,8 +25,6 @@ DIGITS = 3
 #: By unit: the column of the amount per second, and that of the ratio.
 RATES = {"responses": "responses_per_s", "tokens": "tokens_per_s"}
 _RATIO = {"responses": "speedup", "tokens": "token_speedup"}
-#: Names in a sentence, at most.
-_MOST_NAMES = 4
 
 
 class Judged(NamedTuple):
@@ -41,24 +40,16 @@ class Judged(NamedTuple):
     why: str  # why it cannot be compared; "" if it can
 
     @property
+    def texts(self) -> list[str]:
+        """The ratio and the interval's ends, with the decimals that tell this system's from 1."""
+        figures = (self.ratio, self.low, self.high)
+        digits = DIGITS if any(0.9 < figure < 1.1 for figure in figures) else 2
+        return [f"{figure:.{digits}f}" for figure in figures]
+
+    @property
     def interval(self) -> str:
         """The interval that decides, for a table."""
-        return "" if math.isnan(self.low) else f"[{self._text(self.low)}, {self._text(self.high)}]"
-
-    @property
-    def span(self) -> str:
-        """The interval that decides, for a sentence."""
-        return f"{self._text(self.low)} to {self._text(self.high)}"
-
-    @property
-    def times(self) -> str:
-        """The ratio, for a sentence."""
-        return f"{self._text(self.ratio)} times"
-
-    def _text(self, figure: float) -> str:
-        """A figure with the decimals that tell this system's from 1."""
-        near = any(0.9 < value < 1.1 for value in (self.ratio, self.low, self.high))
-        return f"{figure:.{DIGITS if near else 2}f}"
+        return "" if math.isnan(self.low) else "[{1}, {2}]".format(*self.texts)
 
 
 @dataclass(frozen=True)
@@ -95,9 +86,10 @@ class Verdict:
 
     def gain(self, row: Judged, tuned: Mapping[str, str] | None = None) -> str:
         """How a row compares with the baseline: ratio, interval, and both rates."""
-        over = f"95% interval {row.span} over {row.over}" if row.over else "one seed, no interval"
+        ratio, low, high = row.texts
+        over = f"95% interval {low} to {high} over {row.over}" if row.over else "one seed, no interval"
         return (
-            f"{row.times} the {self.unit} per second of {with_choice(self.baseline, tuned or {})} "
+            f"{ratio} times the {self.unit} per second of {with_choice(self.baseline, tuned or {})} "
             f"({over}; {rate(row.per_s)} against {rate(self[self.baseline].per_s)})"
         )
 
@@ -115,31 +107,28 @@ class Verdict:
 
     def _answer(self, tuned: Mapping[str, str]) -> str:
         first, known, base = self.first, self.runner_up, with_choice(self.baseline, tuned)
+        per_s = f"{rate((first or self.rows[0]).per_s)} {self.unit} per second"
+        best = with_choice((first or self.rows[0]).system, tuned)
         if len(self.rows) == 1:
-            (row,) = self.rows
-            return f"{with_choice(row.system, tuned)} trains on {self._rate(row)}; there is nothing to compare it with."
+            return f"{best} trains on {per_s}; there is nothing to compare it with."
         if first is None or known is None or known.why:
             return f"No system can be compared with {base} yet."
         if first.outcome == "no speedup":
-            best = with_choice(first.system, tuned)
-            return f"{best} trains on the most: {self._rate(first)}. The baseline {self.baseline} did not run."
+            return f"{best} trains on the most: {per_s}. The baseline {self.baseline} did not run."
         top, gain = with_choice(known.system, tuned), self.gain(known, tuned)
         if known.outcome == "faster":
             return f"{top} is the fastest: {gain}."
         if self.faster:
-            surest = self.faster[0]
+            surest, (ratio, low, high) = self.faster[0], known.texts
             sure = f"{with_choice(surest.system, tuned)} is faster than {base}: {self.gain(surest, tuned)}."
-            return f"{sure} {top} may be faster still, with {known.times} ({known.span})."
+            return f"{sure} {top} may be faster still, with {ratio} times ({low} to {high})."
         if known.outcome == "as fast":
-            return f"All systems are as fast: {self._rate(known)}."
+            return f"All systems are as fast: {rate(known.per_s)} {self.unit} per second."
         apart = known.outcome != "slower"
         nothing = f"Nothing {'is surely faster than' if apart and known.ratio > 1 else 'beats'} {base}"
         equal = [row.system for row in self.rows if row.outcome == "as fast"]
-        as_fast = f" {_listed(equal)} {'is' if len(equal) == 1 else 'are'} as fast as {base}." if equal else ""
+        as_fast = f" {listed(equal)} {'is' if len(equal) == 1 else 'are'} as fast as {base}." if equal else ""
         return f"{nothing}: {top} {'cannot be told apart from it' if apart else 'comes next'}, with {gain}.{as_fast}"
-
-    def _rate(self, row: Judged) -> str:
-        return f"{rate(row.per_s)} {self.unit} per second"
 
 
 def judge(rows: pd.DataFrame | Iterable[Row], baseline: str) -> Verdict:
@@ -149,23 +138,48 @@ def judge(rows: pd.DataFrame | Iterable[Row], baseline: str) -> Verdict:
     `…_high`, `responses_per_s`, `tokens_per_s` and `unsteady`, as in `Result.summary`; all but `system` and `speedup`
     may be missing.
     """
-    records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
-    unit, late = _unit(records), {str(row["system"]): _unsteady(row) for row in records}
-    judged = [_judged(row, unit, baseline, late) for row in records]
-
-    def rank(row: Judged) -> tuple[float, ...]:
-        return (not late[row.system], *(-math.inf if math.isnan(one) else one for one in (row.ratio, row.per_s)))
-
-    return Verdict(baseline, unit, tuple(sorted(judged, key=rank, reverse=True)))
+    table = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
+    unit, figures, over = _decided(table)
+    names, late = table["system"].astype(str).to_numpy(), _unsteady(table)
+    per_s = table.reindex(columns=[RATES[unit]]).to_numpy(float)[:, 0]
+    waits = "its baseline cannot be compared" if (late[names == baseline] != "").any() else ""
+    judged = []
+    for i in np.lexsort((-per_s, -figures[:, 0], late != "")).tolist():  # what is missing comes last
+        name, why, (ratio, low, high), known = str(names[i]), str(late[i]) or waits, figures[i].tolist(), over[i]
+        said = "not comparable" if why else outcome(ratio, low, high)
+        if name == baseline:
+            said, low, high, known = "baseline", math.nan, math.nan, ""
+        judged.append(Judged(name, said, ratio, low, high, known, float(per_s[i]), why))
+    return Verdict(baseline, unit, tuple(judged))
 
 
 def decided(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows, with the ratio and the interval that decide as their `speedup` and as their `token_speedup`."""
-    records = rows.to_dict("records")
-    unit = _unit(records)
-    found = pd.DataFrame([_decided(row, unit)[:3] for row in records], index=rows.index, dtype=float)
-    columns = {f"{name}{end}": found[i] for name in _RATIO.values() for i, end in enumerate(("", "_low", "_high"))}
+    _, figures, _ = _decided(rows)
+    columns = {f"{name}{end}": figures[:, i] for name in _RATIO.values() for i, end in enumerate(ENDS)}
     return rows.drop(columns=["speedup_model_low", "speedup_model_high"], errors="ignore").assign(**columns)
+
+
+def _decided(rows: pd.DataFrame) -> tuple[str, Any, list[str]]:
+    """The unit that decides; of every row the ratio in it, with the interval that decides; and what that is over.
+
+    Tokens decide where a comparable system trains on other lengths than the baseline: its ratio by tokens is another.
+    """
+    columns = [f"{name}{end}" for name in (*_RATIO.values(), "speedup_model") for end in ENDS]
+    responses, tokens, errors = np.split(rows.reindex(columns=columns).to_numpy(float), 3, axis=1)
+    unlike = abs(responses[:, 0] / tokens[:, 0] - 1) > EXPLAINED
+    unit, own = ("tokens", tokens) if (unlike & (_unsteady(rows) == "")).any() else ("responses", responses)
+    errors = errors * own[:, :1] / responses[:, :1]  # they are known of responses; lengths stay as they are
+    ends = np.fmin(own, errors)[:, 1], np.fmax(own, errors)[:, 2]
+    known = ~np.isnan([own[:, 1], errors[:, 1]]).T
+    over = [" and ".join(np.array(["seeds", "the calibration's errors"])[row]) for row in known]
+    return unit, np.column_stack([own[:, 0], *(end.round(DIGITS) for end in ends)]), over
+
+
+def _unsteady(rows: pd.DataFrame) -> Any:
+    """Why each row's throughput would not last; "" if it would."""
+    found = rows.reindex(columns=["unsteady"])["unsteady"]
+    return found.where(found.notna(), "").to_numpy(str)
 
 
 def outcome(ratio: float, low: float, high: float) -> Outcome:
@@ -182,46 +196,6 @@ def outcome(ratio: float, low: float, high: float) -> Outcome:
     return "faster" if low > 1 else "slower" if high < 1 else "not told apart"
 
 
-def _judged(row: Row, unit: str, baseline: str, late: Mapping[str, str]) -> Judged:
-    name, per_s = str(row["system"]), _figure(row, RATES[unit])
-    why = late[name] or ("its baseline cannot be compared" if late.get(baseline) else "")
-    ratio, low, high, over = _decided(row, unit)
-    if name == baseline:
-        return Judged(name, "baseline", ratio, math.nan, math.nan, "", per_s, why)
-    return Judged(name, "not comparable" if why else outcome(ratio, low, high), ratio, low, high, over, per_s, why)
-
-
-def _decided(row: Row, unit: str) -> tuple[float, float, float, str]:
-    """The ratio that decides, its interval, and what that is taken over."""
-    ratio, ends = _figure(row, _RATIO[unit]), dict[str, tuple[float, ...]]()
-    scale = ratio / _figure(row, "speedup")  # the calibration's errors are known of responses; lengths stay as they are
-    for over, name, times in (("seeds", _RATIO[unit], 1.0), ("the calibration's errors", "speedup_model", scale)):
-        both = tuple(times * _figure(row, f"{name}{end}") for end in ("_low", "_high"))
-        if not math.isnan(both[0]):
-            ends[over] = both
-    known = [end for both in ends.values() for end in both] or [math.nan]
-    return ratio, round(min(known), DIGITS), round(max(known), DIGITS), " and ".join(ends)
-
-
-def _unit(records: Iterable[Row]) -> str:
-    """Tokens where a comparable system trains on other lengths than the baseline (its ratio by tokens is another)."""
-    for row in records:
-        responses, tokens = _figure(row, "speedup"), _figure(row, "token_speedup")
-        if not _unsteady(row) and tokens and abs(responses / tokens - 1) > EXPLAINED:
-            return "tokens"
-    return "responses"
-
-
-def _unsteady(row: Row) -> str:
-    """Why a row's throughput would not last; "" if it would."""
-    return "" if is_missing(why := row.get("unsteady")) else str(why)
-
-
-def _figure(row: Row, name: str) -> float:
-    value = row.get(name)
-    return math.nan if is_missing(value) else float(value or 0.0)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first of many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
