@@ -117,7 +117,7 @@ class PlanSpace:
             reallocations=reallocations,
             gpus=self._cluster.gpus,
             memory_bytes=self._cluster.gpu.memory_bytes - RESERVED_BYTES,
-            iterations=1 + self._ahead + 2 * max(self._ahead, 1),
+            iterations=1 + 2 * self._ahead + 2 * max(self._ahead, 1),
             order=[name for name in workflow.order() if name in names],
         )
 

@@ -28,7 +28,7 @@ class Graph:
     numbered in the order that decides between equal ready times: by iteration, then by `order`, a reallocation just
     before its target (with a lag above 1: just after it, see `Reallocation`). `ended_by`: the kinds whose ends are the
     end of an iteration, all calls or, where there are any, the reallocations with a lag above 1. What counts are the
-    `periods` from the end of iteration number `first` on: those before fill the pipeline. Raises `ConfigError` for
+    `periods` from the end of iteration number `first` on: those before fill the pipeline and settle. Raises `ConfigError` for
     unknown names, lags that are too small and calls that wait for each other.
     """
 
@@ -70,7 +70,8 @@ class Graph:
                     self.parents[call].append((move, 0))
         self.ahead = [move for move, lag in enumerate(lags, start=len(calls)) if lag > 1]
         self.ended_by = self.ahead or list(range(len(calls)))
-        self.first = max(lags, default=1) - 1
+        self._filled = max(lags, default=1) - 1  # the first iteration with parameters that lag
+        self.first = 2 * self._filled
         self.periods = iterations - 1 - self.first
         if self.periods < 1:
             raise ConfigError(f"the seconds of an iteration need at least {self.first + 2} of them, not {iterations}")
@@ -105,8 +106,8 @@ class Graph:
     @cached_property
     def nodes(self) -> list[tuple[int, int]]:
         """(iteration, kind) of every node; parameters that lag are numbered with what else their source makes ready."""
-        early = dict.fromkeys(self.ahead, self.first - 1)
-        every = [(iteration, kind) for iteration in range(self.iterations) for kind in self.order]
+        early = dict.fromkeys(self.ahead, self._filled - 1)
+        every = [(k, kind) for k in range(self.iterations) for kind in self.order if k >= self._since(kind)]
         return sorted(every, key=lambda node: (node[0] - early.get(node[1], 0), self.order.index(node[1])))
 
     def place(self, node: int) -> tuple[int, int]:
@@ -122,8 +123,8 @@ class Graph:
         return self._numbers[iteration, kind]
 
     def _since(self, kind: int) -> int:
-        """The first iteration in which others wait for this kind: calls that run ahead start on initial parameters."""
-        return self.first if kind in self.ahead else 0
+        """The first iteration that has this kind: calls that run ahead start on initial parameters."""
+        return self._filled if kind in self.ahead else 0
 
     @cached_property
     def node_parents(self) -> list[list[int]]:
