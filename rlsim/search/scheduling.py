@@ -28,8 +28,8 @@ class Graph:
     numbered in the order that decides between equal ready times: by iteration, then by `order`, a reallocation just
     before its target (with a lag above 1: just after it, see `Reallocation`). `ended_by`: the kinds whose ends are the
     end of an iteration, all calls or, where there are any, the reallocations with a lag above 1. What counts are the
-    `periods` from the end of iteration number `first` on: those before fill the pipeline and settle. Raises `ConfigError` for
-    unknown names, lags that are too small and calls that wait for each other.
+    `periods` from the end of iteration number `first` on: those before fill the pipeline and settle. Raises
+    `ConfigError` for unknown names, lags that are too small and calls that wait for each other.
     """
 
     def __init__(
