@@ -31,6 +31,8 @@ from rlsim.verl.defaults import TP
 from rlsim.verl.experiment import from_verl
 
 TINY: dict[str, Any] = {"trace.cap": 256, "workflow.prompts": 2, "workflow.responses": 2}
+#: Left out too where a few systems show as much as all.
+MORE = ("pat", "rollpacker", "tail_batching", "deepspeed_chat", "async_reward", "reward_beside")
 #: On so few GPUs a plan is found in a tenth of the time.
 PAIR: dict[str, Any] = {**TINY, "cluster": "2xh100"}
 VERL = ("data.train_batch_size=64", "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B", "actor_rollout_ref.rollout.n=5",
@@ -159,7 +161,7 @@ def test_results_are_the_same_bytes_on_any_number_of_workers(tmp_path: Path) -> 
     seen: list[tuple[int, int, str]] = []
     stated = {"training": {"recompute": "full", "micro_batch_tokens": 4096}, "costs": {"host_per_sequence": 5e-5},
               "weight_sync": "naive", "workflow.reward.time_per_response": 0.01, "memory_utilization": 0.8}  # fmt: skip
-    given: dict[str, Any] = {"overrides": {**TINY, **stated, "cluster": "4xh100"}, "skip": SLOW}
+    given: dict[str, Any] = {"overrides": {**TINY, **stated, "cluster": "4xh100"}, "skip": [*SLOW, *MORE]}
     for workers in (1, 2):
         advise(SMALL, **given, workers=workers, out=tmp_path / str(workers), progress=lambda *now: seen.append(now))
     one, two = (sorted((tmp_path / name).iterdir()) for name in ("1", "2"))

@@ -246,7 +246,16 @@ def test_a_bound_is_of_what_its_user_means(bound: str, left_out: list[str]) -> N
 @pytest.fixture(scope="module", params=[True, False], ids=["quick", "full"])
 def bounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
     out = tmp_path_factory.mktemp("bounded") / "out"
-    skip = [*ON_POLICY, "colocated_async", "partial_rollout", "nemo_async", "streamrl"]
+    skip = [
+        *ON_POLICY,
+        "colocated_async",
+        "partial_rollout",
+        "nemo_async",
+        "streamrl",
+        "laminar",
+        "areal",
+        "overcommit",
+    ]
     return advise(SHORT, max_staleness=1, quick=request.param, what_if=False, skip=skip, out=out), out
 
 

@@ -128,7 +128,7 @@ def test_throughput_is_that_of_the_slower_side(concurrent: int, batch: int, trai
     assert played.step_s(steps // 2, steps // 2 + 6 * period) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_throughput_of_generation_without_memory(seed: int) -> None:
     """C renewal processes: in t seconds C · t / mean responses, with a variance of as many (exponential service)."""
     concurrent, batch, steps, mean = 32, 8, 1000, 200
@@ -166,7 +166,9 @@ def test_throughput_under_a_bound_of_staleness(train_s: float, sync_s: float) ->
     assert found[UNBOUNDED] == pytest.approx(train_s + sync_s, rel=1e-12)
 
 
-@pytest.mark.parametrize(("concurrent", "train_s"), [(16, 50.0), (16, 20.0), (48, 50.0)])
+@pytest.mark.parametrize(
+    ("concurrent", "train_s"), [(16, 20.0), *(pytest.param(n, 50.0, marks=pytest.mark.slow) for n in (16, 48))]
+)
 def test_throughput_without_memory_grows_with_the_bound_to_that_of_the_slower_side(
     concurrent: int, train_s: float
 ) -> None:
@@ -301,8 +303,7 @@ def test_staleness_is_what_is_in_the_system_over_a_batch(most: int, batch: int, 
     assert (staleness[most // batch + 1 :] == most // batch).all()
 
 
-@pytest.mark.parametrize("train_s", [5.0, 60.0])
-@pytest.mark.parametrize("most", [20, 36])
+@pytest.mark.parametrize(("most", "train_s"), [(20, 60.0), (36, 5.0)])
 def test_mean_staleness_does_not_depend_on_the_service(most: int, train_s: float) -> None:
     """Little's law on the clock of updates: B leave at each, N are there, so a prompt stays for N / B of them."""
     batch, steps = 8, 400
@@ -384,7 +385,7 @@ def error_of_mean(values: Floats, blocks: int = 20) -> float:
     return float(means.std(ddof=1)) / math.sqrt(blocks)
 
 
-@pytest.mark.parametrize(("load", "seed"), [(0.5, 21), (0.8, 22)])
+@pytest.mark.parametrize(("load", "seed"), [pytest.param(0.5, 21, marks=pytest.mark.slow), (0.8, 22)])
 def test_waiting_in_the_queue_is_that_of_batch_service(load: float, seed: int) -> None:
     """Responses without memory leave a station of C as a Poisson process; training takes B of them in T seconds.
 

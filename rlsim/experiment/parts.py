@@ -161,18 +161,22 @@ def tail_stretches(stays: pd.DataFrame, spans: pd.DataFrame, calls: pd.DataFrame
     decoding = stays[stays["call"].isin(generating) & stays["decoding_at"].notna()]
     if decoding.empty:
         return pd.DataFrame({name: np.zeros(0) for name in COLUMNS})
+    step, replica = (decoding[name].to_numpy(np.int64) for name in ("step", "replica"))
+    kinds = spans["kind"].to_numpy()
+    numbers = {f"replica {number}": number for number in np.unique(replica).tolist()}
+    spans = spans[((kinds == "decode") | (kinds == "mixed")) & spans["label"].isin(numbers)]
+    of_span = spans["step"].to_numpy(np.int64)
     if never_stops(decoding, calls):
-        decoding, spans = decoding.assign(step=0), spans.assign(step=0)
-    key = ["step", "replica"]
-    place = decoding[[*key, "gpu", "gpus"]].drop_duplicates(key).sort_values(key, ignore_index=True)
-    place["owner"] = place.index  # the number of a replica among all of the run
-    numbers = {f"replica {number}": number for number in place["replica"]}
-    iterating = spans[spans["kind"].isin(("decode", "mixed")) & spans["label"].isin(numbers)]
-    iterating = iterating.assign(replica=iterating["label"].map(numbers).astype(np.int64)).merge(place, on=key)
-    owner = decoding[key].merge(place, how="left", on=key)["owner"].to_numpy(np.int64)
-    of, start, end, tokens, decode_s, busy_s = _constant_batches(decoding, owner, iterating)
+        step, of_span = np.zeros_like(step), np.zeros_like(of_span)
+    # A replica's number among all of the run is the place of its step and its own number.
+    places, first, owner = np.unique(step * 2**32 + replica, return_index=True, return_inverse=True)
+    place = of_span * 2**32 + np.array([numbers[label] for label in spans["label"]], np.int64)
+    of_span = np.minimum(np.searchsorted(places, place), len(places) - 1)
+    known = places[of_span] == place
+    of, start, end, tokens, decode_s, busy_s = _constant_batches(decoding, owner, spans[known], of_span[known])
     throughput = np.divide(tokens, busy_s, out=np.zeros(len(of)), where=busy_s > 0)
-    of_group, gpu, gpus, least = _thresholds(place, of, throughput)
+    gpu, gpus = (decoding[name].to_numpy(np.int64)[first] for name in ("gpu", "gpus"))
+    of_group, gpu, gpus, least = _thresholds(step[first], gpu, gpus, of, throughput)
     # Every replica's stretches once for each group of its GPUs that have the same threshold; mostly there is one.
     first = np.searchsorted(of, of_group)
     count = np.searchsorted(of, of_group, side="right") - first
@@ -191,7 +195,9 @@ def never_stops(stays: pd.DataFrame, calls: pd.DataFrame) -> bool:
     return bool((stays["decoding_at"] < stays["step"].map(began_at)).any())
 
 
-def _constant_batches(decoding: pd.DataFrame, owner: Integers, spans: pd.DataFrame) -> tuple[Any, ...]:
+def _constant_batches(
+    decoding: pd.DataFrame, owner: Integers, spans: pd.DataFrame, of_span: Integers
+) -> tuple[Any, ...]:
     """Stretches of time in which a replica's batch did not change, by replica and time.
 
     Arrays of: the replica's number, start and end (s), tokens decoded, and the seconds in it of iterations that only
@@ -202,7 +208,7 @@ def _constant_batches(decoding: pd.DataFrame, owner: Integers, spans: pd.DataFra
     # A prefill gives the first token with it; KV that was migrated joins the batch as it is.
     offset = started + (joined_at > decoding["admitted_at"].to_numpy(np.float64)) - joined
     begins, ends = (spans[name].to_numpy(np.float64) for name in ("start_at", "end_at"))
-    of_span, decodes = spans["owner"].to_numpy(np.int64), (spans["kind"] == "decode").astype(int).to_numpy(np.int64)
+    decodes = (spans["kind"].to_numpy() == "decode").astype(np.int64)
     n, m = len(decoding), len(spans)
     replica = np.concatenate([owner, owner, of_span, of_span])
     at = np.concatenate([joined_at, left_at, begins, ends])
@@ -228,20 +234,22 @@ def _constant_batches(decoding: pd.DataFrame, owner: Integers, spans: pd.DataFra
     return tuple(column[kept] for column in columns)
 
 
-def _thresholds(place: pd.DataFrame, of: Integers, throughput: Floats) -> tuple[Integers, Integers, Integers, Floats]:
+def _thresholds(
+    step: Integers, first: Integers, gpus: Integers, of: Integers, throughput: Floats
+) -> tuple[Integers, Integers, Integers, Floats]:
     """Replica by replica, neighbouring GPUs that have the same threshold: replica, first GPU, how many, tokens/s.
 
-    The threshold is of the replica's throughput, which all of its GPUs share.
+    `step`, `first` GPU and `gpus` are of each replica. The threshold is of the replica's throughput, which all of its
+    GPUs share.
     """
-    gpus = place["gpus"].to_numpy(np.int64)
-    most = np.zeros(len(place))
+    most = np.zeros(len(step))
     np.maximum.at(most, of, throughput)
-    replica = np.repeat(np.arange(len(place)), gpus)
-    gpu = place["gpu"].to_numpy(np.int64)[replica] + np.arange(len(replica)) - np.repeat(gpus.cumsum() - gpus, gpus)
-    _, cell = np.unique(place["step"].to_numpy(np.int64)[replica] * (gpu.max() + 1) + gpu, return_inverse=True)
+    replica = np.repeat(np.arange(len(step)), gpus)
+    gpu = first[replica] + np.arange(len(replica)) - np.repeat(gpus.cumsum() - gpus, gpus)
+    _, cell = np.unique(step[replica] * (gpu.max() + 1) + gpu, return_inverse=True)
     reached = np.zeros(cell.max() + 1)
     np.maximum.at(reached, cell, (most / gpus)[replica])
     least = TAIL_SHARE * reached[cell] * gpus[replica]
-    first = np.flatnonzero(np.append(True, (np.diff(replica) != 0) | (np.diff(least) != 0)))
-    count = np.diff(np.append(first, len(replica)))
-    return replica[first], gpu[first], count, least[first]
+    begins = np.flatnonzero(np.append(True, (np.diff(replica) != 0) | (np.diff(least) != 0)))
+    count = np.diff(np.append(begins, len(replica)))
+    return replica[begins], gpu[begins], count, least[begins]
