@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 def plan(
     experiment: Experiment,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="descent (coordinate descent, restarts), mcmc (REAL's), brute (exact), auto (brute in small spaces)."
-        ),
-    ] = "auto",
+    method: Annotated[str, typer.Option(help="descent (coordinate descent, restarts) or mcmc (REAL's).")] = "descent",
     seconds: Annotated[
         float | None, typer.Option(min=0.0, help="Time budget of the search (default: 10, if there is no other).")
     ] = None,

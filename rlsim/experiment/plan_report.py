@@ -22,7 +22,7 @@ from rlsim.policies.plan import part_of
 from rlsim.policies.relaxed import Lagged
 from rlsim.search import Budget, Found, Improvement
 from rlsim.search.greedy import start
-from rlsim.search.scheduling import schedule_one
+from rlsim.search.scheduling import schedule
 from rlsim.workflow import Plan
 
 #: What the table of calls has of a strategy.
@@ -66,7 +66,7 @@ class PlanReport:
         for side in ("generation", "other calls"):
             its = [(kind == "generate") == (side == "generation") for kind in kinds]
             alone_s = [time_s if mine else 0.0 for time_s, mine in zip(calls_s, its, strict=True)]
-            time_s = single.iteration_s(schedule_one(single.graph, alone_s, moves_s, single.meshes(plan)))
+            time_s = single.iteration_s(schedule(single.graph, alone_s, moves_s, single.meshes(plan)))
             rows.append({"side": side, "time_s": time_s, "idle": max(1 - time_s / self.found.cost_s, 0.0)})
         return pd.DataFrame(rows)
 
@@ -123,7 +123,7 @@ def search_plan(
     source: str | Path | Mapping[str, Any],
     *,
     overrides: Iterable[str] | Mapping[str, Any] = (),
-    method: str = "auto",
+    method: str = "descent",
     seconds: float | None = None,
     evaluations: int | None = None,
     seed: int = 0,

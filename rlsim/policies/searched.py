@@ -18,14 +18,11 @@ class REAL(Schema, Placing, Rewiring):
     Its runtime starts a call when its data and GPUs are there: log-probs and values do not wait for rewards.
     """
 
-    method: Literal["auto", "descent", "mcmc", "brute"] = Field(
-        default="auto",
-        description="descent: coordinate descent with restarts; mcmc: as published; brute: branch and bound, exact; "
-        "auto: brute where that ends soon, else descent",
+    method: Literal["descent", "mcmc"] = Field(
+        default="descent",
+        description="descent: coordinate descent with restarts; mcmc: as published",
     )
-    evaluations: int = Field(
-        default=500_000, ge=1, le=1_000_000_000, description="plans that descent or mcmc may judge"
-    )
+    evaluations: int = Field(default=500_000, ge=1, le=1_000_000_000, description="plans that it may judge")
     seed: int = Field(default=0, ge=0, description="of the search")
     pipelined_generation: bool = Field(
         default=True,

@@ -28,9 +28,11 @@ from functools import reduce
 
 import numpy as np
 
-from rlsim.search.options import Meshes
+from rlsim.search.options import Meshes, PairCost
 from rlsim.search.problem import Problem
 from rlsim.search.scheduling import Floats, Graph
+
+PAIRS = 20_000_000  # pairs of options, of all edges together, beyond which no bound of all plans is computed
 
 
 class LowerBound:
@@ -177,3 +179,34 @@ def _reach_any(starts: Iterable[int], neighbours: list[list[int]]) -> set[int]:
     for start in starts:
         reached |= {start} | _reach(start, neighbours)
     return reached
+
+
+def least_s(problem: Problem) -> float:
+    """Seconds of an iteration that no plan of a problem beats; 0 where there are too many plans to say.
+
+    Every call and reallocation takes the least seconds and work that any option allows, wherever its GPUs are.
+    """
+    if (
+        sum(int(problem.sizes[p.source] * problem.sizes[p.target]) for p in (*problem.transfers, *problem.moves))
+        > PAIRS
+    ):
+        return 0.0
+    calls_s = np.array([options.time_s.min() for options in problem.options])
+    by_option = [options.time_s.copy() for options in problem.options]
+    for pair in problem.transfers:
+        into = _least_into(problem, pair)
+        calls_s[pair.target] += into.min()
+        by_option[pair.target] += into
+    moves_s = np.array([_least_into(problem, pair).min() for pair in problem.moves])
+    work = np.array([(o.gpus * seconds).min() for o, seconds in zip(problem.options, by_option, strict=True)])
+    anywhere = np.zeros((1, len(calls_s)), dtype=np.int64)
+    return float(LowerBound(problem).of(calls_s[None], moves_s[None], Meshes(anywhere, anywhere), work[None])[0])
+
+
+def _least_into(problem: Problem, pair: PairCost) -> Floats:
+    """The least cost of any source for every option of the target."""
+    source, target = (np.arange(problem.sizes[call]) for call in (pair.source, pair.target))
+    if pair.source == pair.target:  # a call to itself an iteration later has the same option
+        return pair.of(target, target)
+    least: Floats = pair.of(source[:, None], target[None]).min(axis=0)
+    return least

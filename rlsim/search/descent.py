@@ -14,7 +14,6 @@ from rlsim.search.scheduling import Floats, Ints
 
 HOPELESS = 1.02  # a restart so much worse than the best, once no single call improves it, is given up
 CHUNK = 16_384  # candidates whose bound is computed at once
-FIRST = 128  # candidates scheduled at first; more if none of them ends the search among the rest
 PAIRS = 65_536  # above so many pairs of options of two calls, only the fastest of each mesh are paired
 
 
@@ -124,18 +123,17 @@ class _Descent:
         factors = self._factors(peaks)
         bounds = self._bound.of(*self.problem.durations(candidates), self.problem.meshes(candidates)) * factors
         promising = np.flatnonzero(bounds < self._score_s)
-        order = promising[np.argsort(bounds[promising], kind="stable")]
-        done, size = 0, FIRST
-        while done < len(order) and self.trace.left and bounds[order[done]] < self._score_s:
-            rows = order[done : done + size]
-            costs_s = self.problem.cost_s(candidates[rows])
-            self.trace.see(candidates[rows], costs_s, peaks[rows])
-            scores_s = costs_s * factors[rows]
-            at = int(scores_s.argmin())
-            if scores_s[at] < self._score_s:
-                self._plan, self._score_s = candidates[rows[at]].copy(), float(scores_s[at])
-            done, size = done + len(rows), size * 4
-        self.trace.pass_over(len(candidates) - done)
+        seen = 0
+        for row in promising[np.argsort(bounds[promising], kind="stable")].tolist():
+            if not self.trace.left or bounds[row] >= self._score_s:
+                break
+            plan = candidates[row].tolist()
+            cost_s = self.problem.single.cost_s(plan)
+            self.trace.see(plan, cost_s, float(peaks[row]))
+            seen += 1
+            if cost_s * factors[row] < self._score_s:
+                self._plan, self._score_s = candidates[row].copy(), float(cost_s * factors[row])
+        self.trace.pass_over(len(candidates) - seen)
 
     def _factors(self, peaks_bytes: Floats) -> Floats:
         full = peaks_bytes / self.problem.memory_bytes

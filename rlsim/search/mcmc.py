@@ -25,8 +25,8 @@ def mcmc(trace: Trace, seed: int) -> Found:
     single, sizes, plan = problem.single, problem.sizes, start(problem).tolist()
 
     def evaluate(plan: list[int]) -> float:
-        cost, peak = single.cost_s(plan), single.peak_bytes(plan)
-        trace.see_one(plan, cost, peak)
+        cost, peak = single.cost_s(plan), float(problem.peak_bytes([plan])[0])
+        trace.see(plan, cost, peak)
         return cost * CROWDED if peak > problem.memory_bytes else cost
 
     scale = BETA / single.cost_s(plan)

@@ -105,18 +105,18 @@ class PairCost:
     names: tuple[str, str]
     cost: OfPair
 
-    def of(self, plans: Ints) -> Floats:
-        """The cost of the options that plans (n, C) give to the two calls, (n,).
+    def of(self, source: Ints, target: Ints) -> Floats:
+        """The cost of options of the two calls, indices that broadcast to the shape of what is returned.
 
         Raises `ConfigError` where it is missing (NaN), infinite or negative.
         """
-        given = self.cost(plans[:, self.source], plans[:, self.target])
-        values = np.broadcast_to(np.asarray(given, dtype=float), (len(plans),))
+        source, target = np.broadcast_arrays(source, target)
+        values = np.broadcast_to(np.asarray(self.cost(source, target), dtype=float), source.shape)
         if not (values.min(initial=0.0) >= 0 and values.max(initial=0.0) < np.inf):  # NaN fails both comparisons
-            row = int((~(values >= 0) | np.isinf(values)).argmax())
+            at = np.unravel_index(int((~(values >= 0) | np.isinf(values)).argmax()), values.shape)
             raise ConfigError(
                 f"the {self.kind} {self.names[0]} -> {self.names[1]} has no valid cost between options "
-                f"{plans[row, self.source]} and {plans[row, self.target]}: {values[row]} {self.unit}"
+                f"{source[at]} and {target[at]}: {values[at]} {self.unit}"
             )
         return values
 
@@ -129,12 +129,6 @@ class Meshes:
     last: Ints
 
     @cached_property
-    def overlap(self) -> Bools:
-        """(n, C, C): whether two calls share a GPU."""
-        first, last = self.first, self.last
-        return (first[:, :, None] < last[:, None, :]) & (first[:, None, :] < last[:, :, None])
-
-    @cached_property
     def covers(self) -> Bools:
         """(n, C, C): whether call j's mesh holds the first GPU of call i's mesh, at [., i, j].
 
@@ -142,11 +136,3 @@ class Meshes:
         """
         points = self.first[:, :, None]
         return (self.first[:, None, :] <= points) & (points < self.last[:, None, :])
-
-
-def loads_of(meshes: Meshes, resident_bytes: Floats, active_bytes: Floats) -> Floats:
-    """Sum of resident bytes plus largest active bytes on the first GPU of each mesh; all (n, C)."""
-    covers = meshes.covers
-    resident = np.matmul(covers.astype(np.float64), resident_bytes[:, :, None])[:, :, 0]
-    loads: Floats = resident + (covers * active_bytes[:, None, :]).max(axis=2)
-    return loads

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rlsim.errors import ConfigError
-from rlsim.search.options import Dependency, Meshes, OfPair, Options, PairCost, Reallocation, loads_of
-from rlsim.search.scheduling import Floats, Graph, Ints, schedule_batch
-from rlsim.search.single import Single
+from rlsim.search.options import Dependency, Meshes, OfPair, Options, PairCost, Reallocation
+from rlsim.search.scheduling import Floats, Graph, Ints, schedule
 
-BATCH = 4096  # plans scheduled at once: their arrays stay in the cache of a core
+BATCH = 4096  # plans whose bytes are summed at once: their arrays stay in the cache of a core
+REMEMBERED = 1_000_000  # pairs of options whose cost is kept, per edge
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +65,6 @@ class Problem:
     def space(self) -> float:
         return float(np.prod(self.sizes.astype(float)))
 
-    @cached_property
-    def _offsets(self) -> Ints:
-        return np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
-
-    @cached_property
-    def _columns(self) -> dict[str, npt.NDArray[np.float64] | Ints]:
-        """All calls' options one after another, for one look-up per quantity."""
-        names = ("first_gpu", "gpus", "time_s", "resident_bytes", "active_bytes")
-        return {name: np.concatenate([getattr(options, name) for options in self.options]) for name in names}
-
     def _pair(self, kind: str, unit: str, edge: Dependency | Reallocation, cost: OfPair) -> PairCost:
         source, target = self.calls.index(edge.source), self.calls.index(edge.target)
         return PairCost(kind, unit, source, target, (edge.source, edge.target), cost)
@@ -94,6 +84,8 @@ class Problem:
         copied = [(edge, edge.resident_bytes) for edge in self.reallocations]
         return [self._pair("copy", "bytes", edge, size) for edge, size in copied if size is not None]
 
+    # ---- many plans -------------------------------------------------------------------------------------------------
+
     def checked(self, plans: npt.ArrayLike) -> Ints:
         """Plans as (n, C) integers; raises `ConfigError` where an index is no option of its call."""
         array = np.asarray(plans, dtype=np.int64)
@@ -104,21 +96,34 @@ class Problem:
             raise ConfigError(f"the call {self.calls[call]} has no option {array[row, call]}")
         return array
 
+    @cached_property
+    def _columns(self) -> dict[str, npt.NDArray[np.float64] | Ints]:
+        """All calls' options one after another, for one look-up per quantity."""
+        names = ("first_gpu", "gpus", "time_s", "resident_bytes", "active_bytes")
+        return {name: np.concatenate([getattr(options, name) for options in self.options]) for name in names}
+
+    @cached_property
+    def _offsets(self) -> Ints:
+        return np.cumsum(self.sizes) - self.sizes
+
+    def _of(self, name: str, plans: Ints) -> Floats:
+        found: Floats = self._columns[name][plans + self._offsets].astype(np.float64)
+        return found
+
     def meshes(self, plans: Ints) -> Meshes:
         """GPUs of each call of checked plans."""
-        at = plans + self._offsets
-        first = self._columns["first_gpu"][at].astype(np.int64)
-        return Meshes(first, first + self._columns["gpus"][at].astype(np.int64))
+        first, gpus = (self._of(name, plans).astype(np.int64) for name in ("first_gpu", "gpus"))
+        return Meshes(first, first + gpus)
 
     def durations(self, plans: Ints) -> tuple[Floats, Floats]:
         """Seconds of calls, transfers included (n, C), and of reallocations (n, R), of checked plans.
 
         Raises `ConfigError` if a transfer or reallocation has no cost (NaN), or an infinite or negative one.
         """
-        calls_s = self._columns["time_s"][plans + self._offsets].astype(np.float64)
-        for transfer in self.transfers:
-            calls_s[:, transfer.target] += transfer.of(plans)
-        moves_s = [move.of(plans) for move in self.moves]
+        calls_s = self._of("time_s", plans)
+        for pair in self.transfers:
+            calls_s[:, pair.target] += pair.of(plans[:, pair.source], plans[:, pair.target])
+        moves_s = [pair.of(plans[:, pair.source], plans[:, pair.target]) for pair in self.moves]
         return calls_s, np.stack(moves_s, axis=1) if moves_s else np.empty((len(plans), 0))
 
     def cost_s(self, plans: npt.ArrayLike) -> Floats:
@@ -130,22 +135,11 @@ class Problem:
         ahead and the last ones catch up: a few iterations then show too short a time on shared GPUs, and `iterations`
         should be many times the lag. Raises `ConfigError` for indices out of range and for missing costs.
         """
-        array = self.checked(plans)
-        parts = [self._cost_s(array[at : at + BATCH]) for at in range(0, len(array), BATCH)]
-        return np.concatenate(parts) if parts else np.empty(0)
-
-    def _cost_s(self, plans: Ints) -> Floats:
-        if len(plans) < 8:  # the loop over nodes costs more in numpy than in Python for so few
-            return np.array([self.single.cost_s(plan.tolist()) for plan in plans])
-        calls_s, reallocations_s = self.durations(plans)
-        ends_at = schedule_batch(self.graph, calls_s, reallocations_s, self.meshes(plans).overlap)
-        first, last = ends_at[:, self.graph.end_nodes].max(axis=2).T
-        cost: Floats = (last - first) / self.graph.periods
-        return cost
+        return np.array([self.single.cost_s(plan) for plan in self.checked(plans).tolist()])
 
     @cached_property
     def single(self) -> Single:
-        return Single(self.graph, self.options, self.transfers, self.moves, self.copies)
+        return Single(self)
 
     def loads_bytes(self, plans: npt.ArrayLike) -> Floats:
         """Bytes on the first GPU of each call's mesh over the iteration, (n, C) -> (n, C); the fullest is among them.
@@ -158,14 +152,66 @@ class Problem:
         return np.concatenate(parts) if parts else np.empty(array.shape)
 
     def _loads_bytes(self, plans: Ints) -> Floats:
-        at = plans + self._offsets
-        resident = self._columns["resident_bytes"][at].astype(np.float64)
-        active = self._columns["active_bytes"][at].astype(np.float64)
-        for copy in self.copies:
-            resident[:, copy.target] += copy.of(plans)
-        return loads_of(self.meshes(plans), resident, active)
+        resident, active = self._of("resident_bytes", plans), self._of("active_bytes", plans)
+        for pair in self.copies:
+            resident[:, pair.target] += pair.of(plans[:, pair.source], plans[:, pair.target])
+        covers = self.meshes(plans).covers
+        kept = np.matmul(covers.astype(np.float64), resident[:, :, None])[:, :, 0]
+        loads: Floats = kept + (covers * active[:, None, :]).max(axis=2)
+        return loads
 
     def peak_bytes(self, plans: npt.ArrayLike) -> Floats:
         """Bytes on the fullest GPU over the iteration, (n, C) -> (n,)."""
         peak: Floats = self.loads_bytes(plans).max(axis=1)
         return peak
+
+
+class Single:
+    """Seconds of one plan at a time, a list of valid option indices, in plain Python; no pair is asked for twice."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.graph, options = problem.graph, problem.options
+        self._times: list[list[float]] = [o.time_s.tolist() for o in options]
+        self._meshes = [list(zip(o.first_gpu.tolist(), (o.first_gpu + o.gpus).tolist(), strict=True)) for o in options]
+        self._transfers = [_Remembered(pair) for pair in problem.transfers]
+        self._moves = [_Remembered(pair) for pair in problem.moves]
+
+    def meshes(self, plan: list[int]) -> list[tuple[int, int]]:
+        """First GPU of each call's mesh, and the one after its last."""
+        return [meshes[option] for meshes, option in zip(self._meshes, plan, strict=True)]
+
+    def seconds(self, plan: list[int]) -> tuple[list[float], list[float]]:
+        """Seconds of each call, transfers included, and of each reallocation."""
+        calls_s = [times[option] for times, option in zip(self._times, plan, strict=True)]
+        for transfer in self._transfers:
+            calls_s[transfer.pair.target] += transfer.of(plan)
+        return calls_s, [move.of(plan) for move in self._moves]
+
+    def spans(self, plan: list[int]) -> list[tuple[float, float]]:
+        """Start and end of every node of the graph."""
+        return schedule(self.graph, *self.seconds(plan), self.meshes(plan))
+
+    def cost_s(self, plan: list[int]) -> float:
+        return self.iteration_s(self.spans(plan))
+
+    def iteration_s(self, spans: Sequence[tuple[float, float]]) -> float:
+        """Seconds of an iteration in a schedule, from the start and end of every node."""
+        first, last = (max(spans[node][1] for node in nodes) for nodes in self.graph.end_nodes)
+        return float(last - first) / self.graph.periods
+
+
+class _Remembered:
+    """A cost between the options of two calls, each asked for once."""
+
+    def __init__(self, pair: PairCost) -> None:
+        self.pair = pair
+        self._known: dict[tuple[int, int], float] = {}
+
+    def of(self, plan: list[int]) -> float:
+        options = plan[self.pair.source], plan[self.pair.target]
+        value = self._known.get(options)
+        if value is None:
+            value = float(self.pair.of(*map(np.array, options)))
+            if len(self._known) < REMEMBERED:
+                self._known[options] = value
+        return value

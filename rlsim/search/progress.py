@@ -10,7 +10,6 @@ import numpy as np
 
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.search.problem import Problem
-from rlsim.search.scheduling import Floats, Ints
 
 #: A plan's seconds count so many times where a GPU's memory is exceeded.
 CROWDED = 100.0
@@ -74,6 +73,7 @@ class Trace:
     on_improvement: Callable[[Improvement], None] | None = None
     evaluations: int = 0
     scheduled: int = 0
+    at_least_s: float = 0.0  # no plan of the problem takes less
     best_cost_s: float = np.inf
     best: tuple[int, ...] | None = None
     improvements: list[Improvement] = field(default_factory=list)
@@ -86,47 +86,36 @@ class Trace:
 
     @property
     def left(self) -> int:
-        """Evaluations that the budget still allows; none once its seconds are over."""
+        """Evaluations that the budget still allows; none once its seconds are over, or no plan can be better."""
         if self.budget.seconds is not None and self.elapsed_s >= self.budget.seconds:
+            return 0
+        if self.best_cost_s <= self.at_least_s * (1 + 1e-12):  # but for rounding
             return 0
         if self.budget.evaluations is None:
             return 2**62
         return max(0, self.budget.evaluations - self.evaluations)
 
-    def following(self, problem: Problem, budget: Budget, share: float) -> Trace:
+    def following(self, problem: Problem, budget: Budget, share: float, at_least_s: float) -> Trace:
         """Goes on with another problem and a share of what is left of a budget, for plans better than those so far."""
         left_s = max(share * ((budget.seconds or 0.0) - self.elapsed_s), 1e-3)
         left = max(round(share * ((budget.evaluations or 0) - self.evaluations)), 1)
         part = Budget(budget.seconds and left_s, budget.evaluations and left).plus(self.elapsed_s, self.evaluations)
-        return replace(self, problem=problem, budget=part, best=None)
+        return replace(self, problem=problem, budget=part, at_least_s=at_least_s, best=None)
 
-    def see(self, plans: Ints, costs_s: Floats, peaks_bytes: Floats) -> None:
-        """Count evaluated plans (n, C) with their seconds and bytes (n,), and keep the best that fits."""
-        self.evaluations += len(plans)
-        self.scheduled += len(plans)
-        self._least_bytes = min(self._least_bytes, float(peaks_bytes.min(initial=np.inf)))
-        fitting = np.where(peaks_bytes <= self.problem.memory_bytes, costs_s, np.inf)
-        at = int(fitting.argmin())
-        if fitting[at] < self.best_cost_s:
-            self._improve(tuple(plans[at].tolist()), float(fitting[at]))
-
-    def see_one(self, plan: Sequence[int], cost_s: float, peak_bytes: float) -> None:
+    def see(self, plan: Sequence[int], cost_s: float, peak_bytes: float) -> None:
+        """Count a plan that was scheduled, and keep it if it is the best that fits."""
         self.evaluations += 1
         self.scheduled += 1
         self._least_bytes = min(self._least_bytes, peak_bytes)
         if cost_s < self.best_cost_s and peak_bytes <= self.problem.memory_bytes:
-            self._improve(tuple(plan), cost_s)
+            self.best, self.best_cost_s = tuple(plan), cost_s
+            self.improvements.append(Improvement(self.elapsed_s, self.evaluations, cost_s))
+            if self.on_improvement is not None:
+                self.on_improvement(self.improvements[-1])
 
     def pass_over(self, plans: int) -> None:
         """Count plans that their lower bounds exclude."""
         self.evaluations += plans
-
-    def _improve(self, plan: tuple[int, ...], cost_s: float) -> None:
-        self.best, self.best_cost_s = plan, cost_s
-        improvement = Improvement(self.elapsed_s, self.evaluations, cost_s)
-        self.improvements.append(improvement)
-        if self.on_improvement is not None:
-            self.on_improvement(improvement)
 
     def found(self, method: str, seed: int | None) -> Found:
         """The result; raises `CapacityError` if no plan seen fits into memory."""

@@ -1,4 +1,4 @@
-"""List scheduling of calls on exclusive GPUs: one plan in plain Python, and many plans at once in numpy.
+"""List scheduling of calls on exclusive GPUs.
 
 The rule (Mei et al. 2024, REAL, Algorithm 1; first come first served, as the simulator hands out GPUs): of the nodes
 whose parents are done, take the one that became ready first; it starts when it is ready and every node taken before it
@@ -142,16 +142,12 @@ class Graph:
         return children
 
     @cached_property
-    def end_nodes(self) -> Ints:
-        """(2, n): the nodes whose ends are the end of the first and of the last iteration that count."""
-        return np.array([[self.node(k, kind) for kind in self.ended_by] for k in (self.first, self.iterations - 1)])
-
-    @cached_property
-    def tables(self) -> _Tables:
-        return _Tables(self)
+    def end_nodes(self) -> list[list[int]]:
+        """The nodes whose ends are the end of the first and of the last iteration that count."""
+        return [[self.node(k, kind) for kind in self.ended_by] for k in (self.first, self.iterations - 1)]
 
 
-def schedule_one(
+def schedule(
     graph: Graph, calls_s: Sequence[float], reallocations_s: Sequence[float], meshes: Sequence[tuple[int, int]]
 ) -> list[tuple[float, float]]:
     """Start and end of every node of one plan, from each call's seconds and GPUs (first, last + 1)."""
@@ -184,69 +180,3 @@ def schedule_one(
             if not missing[child]:
                 heapq.heappush(queue, (ready_at[child], child))
     return spans
-
-
-def schedule_batch(graph: Graph, calls_s: Floats, reallocations_s: Floats, overlap: Bools) -> Floats:
-    """End of every node (n, nodes) of n plans in lock-step, from seconds (n, C) and (n, R) and `overlap` (n, C, C).
-
-    Each plan takes its nodes in its own order: a step takes one node of every plan.
-    """
-    plans, kinds = len(calls_s), len(graph.names)
-    seconds = np.concatenate([calls_s, reallocations_s], axis=1)
-    sharing = _sharing(graph, overlap, reallocations_s > 0).reshape(plans * kinds, kinds)
-    tables = graph.tables
-    width = len(graph.nodes) + 1  # one more node that nobody waits for fills up short lists of children
-    kind_row, node_row = np.arange(plans) * kinds, np.arange(plans) * width
-    key = np.tile(tables.start_key, (plans, 1))  # ready time of nodes that could be taken, infinite for all others
-    ready_at = np.zeros(plans * width)
-    missing = np.tile(tables.missing, plans)
-    free_at = np.zeros((plans, kinds))
-    ends_at = np.empty((plans, width))
-    flat_key, flat_ends, flat_free, flat_seconds = key.ravel(), ends_at.ravel(), free_at.ravel(), seconds.ravel()
-    for _ in range(width - 1):
-        node = key.argmin(axis=1)  # the first of equal ones: nodes are numbered so that this is the rule
-        kind_at = kind_row + tables.kind[node]
-        node_at = node_row + node
-        end = np.maximum(flat_key[node_at], flat_free[kind_at]) + flat_seconds[kind_at]
-        flat_ends[node_at] = end
-        flat_key[node_at] = np.inf
-        np.maximum(free_at, sharing[kind_at] * end[:, None], out=free_at)
-        for column in tables.children:
-            child_at = node_row + column[node]
-            reached = np.maximum(ready_at[child_at], end)
-            ready_at[child_at] = reached
-            left = missing[child_at] - 1
-            missing[child_at] = left
-            flat_key[child_at] = np.where(left == 0, reached, np.inf)
-    ends: Floats = ends_at[:, :-1]
-    return ends
-
-
-def _sharing(graph: Graph, overlap: Bools, moves: Bools) -> Floats:
-    """(n, kinds, kinds): 1 where two kinds share a GPU; a reallocation shares what either of its calls does."""
-    calls = len(graph.calls)
-    sharing = np.zeros((len(overlap), len(graph.names), len(graph.names)))
-    sharing[:, :calls, :calls] = overlap
-    for r, (source, target) in enumerate(graph.ends):
-        both = np.maximum(sharing[:, source], sharing[:, target]) * moves[:, r, None]
-        sharing[:, calls + r, :calls] = both[:, :calls]
-        sharing[:, :calls, calls + r] = both[:, :calls]
-    for r, (source, target) in enumerate(graph.ends):
-        theirs = np.maximum(sharing[:, calls:, source], sharing[:, calls:, target])
-        sharing[:, calls:, calls + r] = theirs * moves[:, r, None]
-    return sharing
-
-
-class _Tables:
-    """The graph as arrays with one more node, which has no parents left to wait for and is never taken."""
-
-    def __init__(self, graph: Graph) -> None:
-        nobody = len(graph.nodes)
-        self.kind = np.array([kind for _, kind in graph.nodes])
-        self.missing = np.array([len(parents) for parents in graph.node_parents] + [0], dtype=np.int64)
-        self.start_key = np.where(self.missing == 0, 0.0, np.inf)
-        self.start_key[nobody] = np.inf
-        widest = max(len(children) for children in graph.node_children)
-        # children[i][node]: the i-th node that waits for `node`.
-        padded = [children + [nobody] * (widest - len(children)) for children in graph.node_children]
-        self.children = list(np.array(padded, dtype=np.int64).reshape(nobody, widest).T.copy())
