@@ -6,7 +6,7 @@
 - The token-by-token reference of the tests, on a size that it can do.
 
     python benchmarks/rollout.py            # a minute
-    python benchmarks/rollout.py --quick    # seconds, a fortieth of the size, for CI
+    python benchmarks/rollout.py --quick    # seconds, an eightieth of the size, for CI
 
 The contenders take turns, and medians of their CPU times are compared: a machine that is busy with other things slows
 them all. The last line of output is JSON.
@@ -222,13 +222,13 @@ def medians(contenders: dict[str, Callable[[], object]], repeats: int) -> dict[s
 def main() -> None:
     """Run everything and print it."""
     parser = argparse.ArgumentParser(description="How fast the engine is.")
-    parser.add_argument("--quick", action="store_true", help="a fortieth of the size, for CI")
+    parser.add_argument("--quick", action="store_true", help="an eightieth of the size, for CI")
     parser.add_argument("--peak-memory", action="store_true", help="only do the run once and print this process's MB")
     parser.add_argument("--repeats", type=int, default=5, help="medians of so many (5)")
     arguments = parser.parse_args()
     gc.set_threshold(1_000_000)  # as runs of experiments do
-    steps, responses, part = (4, 1_024, 1) if arguments.quick else (40, 4_096, 10)
-    small = 16 if arguments.quick else 64
+    steps, responses, part = (2, 1_024, 1) if arguments.quick else (40, 4_096, 10)
+    small, median_tokens = (8, 500) if arguments.quick else (64, 4_000)
 
     if arguments.peak_memory:
         run_engine(h800s(nodes=8), draw(steps, responses))
@@ -242,7 +242,7 @@ def main() -> None:
     short = draw(part, responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
     twice = draw(part, 2 * responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
     long = times_as_long(short, 8)
-    node, few = h800s(nodes=1), draw(1, small, median_tokens=4_000)
+    node, few = h800s(nodes=1), draw(1, small, median_tokens)
     reference = run_token_by_token(node, few[0])
     check_equal(run_engine(node, few), reference)
     reruns = 20  # of what takes less than a millisecond

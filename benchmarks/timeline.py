@@ -50,7 +50,8 @@ def main() -> None:
     prompts = 16 if arguments.quick else 512
     if arguments.simulate:
         out, count = arguments.simulate
-        rlsim.run(PAT, overrides={"workflow.steps": int(count), "workflow.prompts": prompts}, out=out)
+        size = {"workflow.steps": int(count), "workflow.prompts": prompts, "certainty": 0}
+        rlsim.run(PAT, seeds=1, overrides=size, out=out)
         return
     if arguments.peak_memory:
         rlsim.write_timeline(*arguments.peak_memory)
