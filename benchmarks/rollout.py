@@ -242,7 +242,7 @@ def main() -> None:
     short = draw(part, responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
     twice = draw(part, 2 * responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
     long = times_as_long(short, 8)
-    node, few = h800s(nodes=1), draw(1, small, median_tokens)
+    node, few = h800s(nodes=1), draw(1, small, median_tokens=median_tokens)
     reference = run_token_by_token(node, few[0])
     check_equal(run_engine(node, few), reference)
     reruns = 20  # of what takes less than a millisecond
