@@ -1,4 +1,4 @@
-"""Damaged input of every kind through the commands that read it (docs/fuzzing.md).
+"""Damaged input of every kind through the commands that read it.
 
 A case is a seed (files as a user would have them), a few mutations of one of the files, and a target that feeds them to
 the code that a command runs. It passes if the target succeeds with sane results or raises `RlsimError`, within the time

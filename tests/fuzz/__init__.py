@@ -1,1 +1,1 @@
-"""What `test_fuzz.py` feeds to the commands: seeds, their mutations, and the targets (docs/fuzzing.md)."""
+"""What `test_fuzz.py` feeds to the commands: seeds, their mutations, and the targets."""
