@@ -41,9 +41,8 @@ def blocks(section: Section, targets: Targets) -> dict[str, str]:
         headings = ("case", "quantity", "kind", section.reference, "rlsim", "error", "target", "remark")
         cells = [(*row.cells, targets.cell(row), row.note) for row in section.rows]
         found["figures"] = markdown(headings, cells)
-    groups = [
-        (b.what, b.quantity, b.statistic, f"{b.value:.1%}", b.shown, b.why) for b in bounds if b.statistic != "row"
-    ]
+    told = [b for b in bounds if b.statistic != "row" and (b.why or not b.fine)]  # the verdict counts the others
+    groups = [(b.what, b.quantity, b.statistic, f"{b.value:.1%}", b.shown, b.why) for b in told]
     if groups:
         found["bounds"] = markdown(("what", "quantity", "of the errors", "now", "bound", "why it is off"), groups)
     return {key: text for key, text in (found | dict(section.tables)).items() if text}
