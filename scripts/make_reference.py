@@ -4,6 +4,7 @@
     python scripts/make_reference.py --check    change nothing, exit 1 if a page is stale
 
 A generated part lies between `<!-- generated: NAME -->` and `<!-- end generated -->`. The tests fail if one is stale.
+Where a page has `<!-- on the site: NAME -->`, the part is made when the site is built and kept nowhere.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from reference_code import api, call, cli, table  # beside this file, wherever i
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+ON_SITE = re.compile(r"<!-- on the site: ([\w-]+) -->")
 
 #: How a value with a unit is written in YAML, by the function that reads it: type, unit inside rlsim.
 UNITS: dict[Callable[..., Any], tuple[str, str]] = {
@@ -305,6 +307,11 @@ PARTS: dict[str, Callable[[], str]] = {
 def refreshed(text: str) -> str:
     """A page with its generated parts made anew."""
     return PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n\n{found[3]}", text)
+
+
+def for_site(text: str) -> str:
+    """A page with the parts that only the site shows."""
+    return ON_SITE.sub(lambda found: PARTS[found[1]](), text)
 
 
 def main(arguments: Sequence[str]) -> int:

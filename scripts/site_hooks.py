@@ -2,13 +2,20 @@
 
 - `<!-- file: NAME -->` before a block becomes the block's title, `<!-- same as: FILE -->` and `<!-- output -->` too.
 - A link whose text is a page's file name shows the page's title.
+- `<!-- on the site: NAME -->` becomes that part of the reference.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from make_reference import for_site  # beside this file
 
 FENCE = re.compile(
     r"^<!-- (?P<kind>file|same as|output)(?:: (?P<value>[^\n]*?))? -->\n+```(?P<language>\w+)$", re.MULTILINE
@@ -37,4 +44,4 @@ def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
         page, anchor = found["page"], found["anchor"] or ""
         return f"[{known.get(page, page)}]({page}{anchor})"
 
-    return LINK.sub(link, FENCE.sub(fence, markdown))
+    return for_site(LINK.sub(link, FENCE.sub(fence, markdown)))
