@@ -330,6 +330,9 @@ class _View:
     def context_tokens(self, node: int) -> int:
         return sum(r.context_tokens for replica in self.replicas(node) for r in replica.requests)
 
+    def requests_on(self, node: int) -> Mapping[int, int]:
+        return {replica.index: len(replica.requests) for replica in self.replicas(node)}
+
     def gpus(self, node: int) -> int:
         return self._rollout.node_gpus[node]
 

@@ -132,11 +132,10 @@ class PAT(Schema, RolloutControl):
 
         Half of the difference in number moves: those that wait, which cost nothing, then those with the least context.
         """
-        profile, replicas = self._profiles[view.tp(node)], view.replicas(node)
-        held = {replica.index: list(replica.requests) for replica in replicas}
-        numbers = sorted(map(len, held.values()))
-        if numbers[-1] - numbers[0] < 2:
+        numbers = view.requests_on(node).values()
+        if max(numbers) - min(numbers) < 2:
             return None
+        profile, held = self._profiles[view.tp(node)], {r.index: list(r.requests) for r in view.replicas(node)}
         remaining_s = {index: profile.drain_s(_batch(view, own)) if own else 0.0 for index, own in held.items()}
         last, first = max(remaining_s, key=remaining_s.__getitem__), min(remaining_s, key=remaining_s.__getitem__)
         count = (len(held[last]) - len(held[first])) // 2

@@ -224,6 +224,9 @@ class RolloutView(Protocol):
     def context_tokens(self, node: int) -> int:
         """Prompt and generated tokens of all unfinished requests of the node. Cheap."""
 
+    def requests_on(self, node: int) -> Mapping[int, int]:
+        """How many unfinished requests each active replica of the node has, by the replica's index. Cheap."""
+
     def gpus(self, node: int) -> int:
         """How many of the node's GPUs generate; they all have one layout."""
 

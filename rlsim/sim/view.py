@@ -69,6 +69,9 @@ class LiveView:
     def context_tokens(self, node: int) -> int:
         return sum(replica.context_tokens() for replica in self._rollout.active(node))
 
+    def requests_on(self, node: int) -> Mapping[int, int]:
+        return {replica.index: replica.unfinished for replica in self._rollout.active(node)}
+
     def gpus(self, node: int) -> int:
         return len(self._rollout.mesh[node])
 
