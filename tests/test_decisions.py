@@ -97,6 +97,7 @@ def moment(replicas: Sequence[Sequence[Any]], tp: int, **more: Any) -> Any:
         tp=lambda node: tp,
         generated=lambda node: Counter(r.generated_tokens for r in every),
         context_tokens=lambda node: sum(r.context_tokens for r in every),
+        requests_on=lambda node: {index: len(own) for index, own in enumerate(replicas)},
         used_tps=lambda node: {tp, *more.get("used", ())},
         replicas=lambda node=0: shown,
         label=more.get("label", ""),
