@@ -3,7 +3,7 @@
     python benchmarks/timeline.py            # 64 GPUs, 12 steps of 4,096 responses under PAT
     python benchmarks/timeline.py --quick    # 2 steps of 128
 
-A third as many steps show that memory does not grow with them. CPU times of this process, the least of the repeats.
+A third as many steps show how memory grows with them. CPU times of this process, the least of the repeats.
 The last line of output is JSON.
 """
 

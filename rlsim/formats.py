@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,6 +60,11 @@ def with_model(row: Row, name: str) -> str:
 def with_choice(system: str, tuned: Mapping[str, str]) -> str:
     """The name of a system, with what it chose if it is a tuned one."""
     return f"{system} ({tuned[system]})" if system in tuned else system
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first of many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def column(name: str, shown: Callable[..., str] = str, *how: Any) -> Callable[[Row], str]:

@@ -252,6 +252,16 @@ def test_steps_are_chosen(pat: Path, tmp_path: Path) -> None:
     assert one.named("pat · seed 0")["steps"] == both.named("pat · seed 0")["steps"][1:]  # at the moments of the run
 
 
+def test_many_requests_have_tracks_in_first_steps(pat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsim.report.timeline_requests.MOST_STAYS", 200)
+    assert write_timeline(pat, tmp_path / "timeline.json", system="pat").with_requests == (0,)
+    trace, stays = Trace(tmp_path / "timeline.json"), rlsim.read_result(pat).stays
+    check_requests(trace, rows(stays, "pat").query("step == 0"))
+    assert [s.name for s in trace.named("pat · seed 0")["steps"]] == ["step 0", "step 1"]
+    done = CliRunner().invoke(app, ["timeline", str(pat), "--system", "pat", "--out", str(tmp_path / "timeline.json")])
+    assert "requests have tracks in step 0: --steps chooses others" in done.output
+
+
 def test_names_that_are_not_there(pat: Path, tmp_path: Path) -> None:
     out = tmp_path / "timeline.json"
     for chosen, message in (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli.common import echo
+from rlsim.formats import listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,6 +94,8 @@ def timeline(
     for line in _others(run):
         echo(line)
     typer.echo(f"{written.slices:,} slices, {written.samples:,} counter values, {written.arrows:,} arrows")
+    if requests and written.with_requests != run.steps:
+        echo(f"requests have tracks in {_steps(written.with_requests)}: --steps chooses others")
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it at https://ui.perfetto.dev")
 
 
@@ -128,6 +131,5 @@ def _others(run: ChosenRun) -> list[str]:
     for option, chosen in (("case", run.case), ("system", run.system), ("seed", run.seed)):
         others = [str(name) for name in run.others[option] if name != chosen]
         if others:
-            more = f" and {len(others) - MOST_NAMES} more" if len(others) > MOST_NAMES else ""
-            lines.append(f"  --{option} chooses another: {', '.join(others[:MOST_NAMES])}{more}")
+            lines.append(f"  --{option} chooses another: {listed(others, MOST_NAMES)}")
     return lines

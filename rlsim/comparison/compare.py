@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 
 from rlsim.comparison.runs import NOT_SETTINGS, Run, runs_in
-from rlsim.comparison.verdict import listed
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.steadiness import unsteady
 from rlsim.experiment.summary import CONFIDENCE, means, paired_ratio, ratio_note, ratios
+from rlsim.formats import listed
 from rlsim.sweeps.differences import differences
 from rlsim.sweeps.tables import value_at
 from rlsim.units import token_count

@@ -8,7 +8,7 @@ of those that are known, over seeds and over the calibration's errors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.experiment.summary import ENDS, EXPLAINED
-from rlsim.formats import Row, rate, with_choice
+from rlsim.formats import Row, listed, rate, with_choice
 
 Outcome = Literal["baseline", "faster", "as fast", "not told apart", "slower", "not comparable", "no speedup"]
 
@@ -127,7 +127,7 @@ class Verdict:
         apart = known.outcome != "slower"
         nothing = f"Nothing {'is surely faster than' if apart and known.ratio > 1 else 'beats'} {base}"
         equal = [row.system for row in self.rows if row.outcome == "as fast"]
-        as_fast = f" {listed(equal)} {'is' if len(equal) == 1 else 'are'} as fast as {base}." if equal else ""
+        as_fast = f" {listed(equal, 4)} {'is' if len(equal) == 1 else 'are'} as fast as {base}." if equal else ""
         return f"{nothing}: {top} {'cannot be told apart from it' if apart else 'comes next'}, with {gain}.{as_fast}"
 
 
@@ -194,8 +194,3 @@ def outcome(ratio: float, low: float, high: float) -> Outcome:
     if one and (not low <= 1 <= high or all(ends)):
         return "as fast"
     return "faster" if low > 1 else "slower" if high < 1 else "not told apart"
-
-
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """The first of many names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,23 +1,21 @@
-"""One run among the results of an experiment: by case, system, seed and steps; and its rows, read as a stream."""
+"""One run among the results of an experiment: by case, system, seed and steps; and its rows."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
-from rlsim.experiment.columns import TABLES, opened
+from rlsim.experiment.columns import TABLES, opened, to_pandas
+from rlsim.formats import listed
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from rlsim.experiment.result import Result, Results
 
 #: Rows read at a time.
@@ -50,30 +48,26 @@ class ChosenRun:
         found: Mapping[str, Any] = self.manifest["setups"][self.case]
         return found
 
-    def rows(self, table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """The run's rows of a table, in their order, some at a time."""
-        for rows in _batches(self._source, table, [*_RUN, *(name for name in columns if name != "step")]):
-            chosen = pc.is_in(rows["step"], pa.array(self.steps))
-            for name, value in zip(_RUN, (self.case, self.system, self.seed), strict=False):
-                chosen = pc.and_(chosen, pc.equal(rows[name], value))
-            found = rows.filter(chosen).select(list(columns))
-            if found.num_rows:
-                yield found
-
-    def by_step(self, table: str, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-        """The same, step by step; a table holds the rows of a run by step."""
-        step, parts = -1, list[pa.Table]()
-        for rows in self.rows(table, ["step", *columns]):
-            steps = rows["step"].to_numpy()
-            edges = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
-            for first, last in itertools.pairwise(edges):
-                if steps[first] != step and parts:
-                    yield step, pa.concat_tables(parts)
-                    parts = []
-                step = int(steps[first])
-                parts.append(rows.slice(first, last - first))
-        if parts:
-            yield step, pa.concat_tables(parts)
+    def rows(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
+        """The run's rows of a table, in their order."""
+        wanted = [column for column in TABLES[table] if column.name in (*_RUN, *columns)]
+        run = (self.case, self.system, self.seed)
+        if isinstance(self._source, Mapping):
+            rows = self._source[table]
+            chosen = rows["step"].isin(self.steps)
+            for name, value in zip(_RUN, run, strict=False):
+                chosen &= rows[name] == value
+            return rows.loc[chosen, list(columns)].reset_index(drop=True)
+        found = []
+        # Page by page: a file has the rows of all runs.
+        with opened(self._source.path(table), wanted, self._source.sha256(table)) as file:
+            for rows in file.iter_batches(ROWS, columns=[column.name for column in wanted], use_threads=False):
+                chosen = pc.is_in(rows["step"], pa.array(self.steps))
+                for name, value in zip(_RUN, run, strict=False):
+                    chosen = pc.and_(chosen, pc.equal(rows[name], value))
+                found.append(rows.filter(chosen).select(list(columns)))
+            kinds = pa.schema([file.schema_arrow.field(name) for name in columns])
+        return to_pandas(pa.Table.from_batches(found, kinds))
 
 
 def choose_run(
@@ -132,22 +126,7 @@ def not_run(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
         return unknown_name(kind, wanted, map(str, known))
     numbers = sorted(known)
     if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        listed = f"{numbers[0]} to {numbers[-1]}"
+        known_ones = f"{numbers[0]} to {numbers[-1]}"
     else:
-        more = "" if len(numbers) <= MOST_LISTED else f" and {len(numbers) - MOST_LISTED} more"
-        listed = ", ".join(map(str, numbers[:MOST_LISTED])) + more
-    return CatalogueError(f"the results have no {kind} {wanted}, only {listed}")
-
-
-def _batches(source: Results | Mapping[str, pd.DataFrame], table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """A table some rows at a time, whether it lies in a file or in memory."""
-    if isinstance(source, Mapping):
-        frame = source[table]
-        for first in range(0, len(frame), ROWS):
-            yield pa.Table.from_pandas(frame.iloc[first : first + ROWS], columns=list(columns), preserve_index=False)
-        return
-    wanted = [column for column in TABLES[table] if column.name in columns]
-    # Page by page: a data set would hold a whole group of rows.
-    with opened(source.path(table), wanted, source.sha256(table)) as file:
-        for batch in file.iter_batches(batch_size=ROWS, columns=list(columns), use_threads=False):
-            yield pa.Table.from_batches([batch])
+        known_ones = listed([*map(str, numbers)], MOST_LISTED)
+    return CatalogueError(f"the results have no {kind} {wanted}, only {known_ones}")

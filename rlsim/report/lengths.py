@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from rlsim.experiment.result import Result
+from rlsim.formats import listed
 from rlsim.report.page import Block, Section, Table, Text
 from rlsim.report.setups import CaseSetup
 from rlsim.report.shares import RUN
@@ -99,9 +100,7 @@ def lengths_chart(groups: list[Lengths], cap_tokens: int) -> Any:
 
 
 def _name(systems: tuple[str, ...], groups: int) -> str:
-    if groups == 1:
-        return "all systems"
-    return systems[0] if len(systems) == 1 else f"{systems[0]} and {len(systems) - 1} more"
+    return "all systems" if groups == 1 else listed(systems, 1)
 
 
 def _ticks(low: float, high: int) -> list[int]:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 
 from rlsim.errors import ConfigError
 from rlsim.output import atomic_path, check_own_file
 from rlsim.report.chosen_run import ChosenRun, choose_run
-from rlsim.report.timeline_requests import RequestTracks
+from rlsim.report.timeline_requests import write_requests
 from rlsim.report.trace_events import TraceWriter, Tracks, json_texts, microseconds
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Timeline(NamedTuple):
     slices: int
     samples: int  # of counters
     arrows: int
+    with_requests: tuple[int, ...]  # steps whose requests have tracks
 
 
 def write_timeline(
@@ -52,9 +54,8 @@ def write_timeline(
     """Writes one run of an experiment as trace events (JSON; compressed if the path ends in .json.gz).
 
     `results` are in memory or in a directory that `rlsim run` wrote. The run is the first case, its first system, the
-    first seed and all steps, unless others are named. Without `requests`, GPUs and calls alone. Written as a stream:
-    the memory needed does not grow with the number of steps, but for a rollout that never stops. The file appears whole
-    or not at all.
+    first seed and all steps, unless others are named. Without `requests`, GPUs and calls alone; with many, the requests
+    of the first steps. The file appears whole or not at all.
 
     Raises `CatalogueError` for a case, system, seed or step that the results don't have, and `ConfigError` for results
     without what a timeline needs, or a path that cannot be written.
@@ -77,18 +78,9 @@ def write_timeline(
         _write_steps(writer, run, pid)
         generate = _write_calls(writer, run, pid)
         _write_gpus(writer, run)
-        if requests:
-            tracks = RequestTracks(writer, pid, generate, places=(REQUESTS, REWARDS))
-            stays = run.by_step("stays", RequestTracks.STAYS)
-            next_stays = next(stays, None)
-            for step, responses in run.by_step("responses", RequestTracks.RESPONSES):
-                here = None
-                if next_stays and next_stays[0] == step:
-                    here, next_stays = next_stays[1], next(stays, None)
-                tracks.write(step, here, responses)
-            tracks.write_counters()
+        shown = write_requests(writer, run, pid, generate, places=(REQUESTS, REWARDS)) if requests else 0
         writer.close()
-    return Timeline(path, run, writer.slices, writer.samples, writer.arrows)
+    return Timeline(path, run, writer.slices, writer.samples, writer.arrows, run.steps[:shown])
 
 
 def check_timeline_path(path: Path) -> None:
@@ -115,20 +107,18 @@ def _opened(path: Path, compressed: bool) -> Iterator[BinaryIO]:
 def _write_steps(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
     """One slice a step: they follow each other without a gap."""
     tid = writer.thread(pid, "steps", 0)
-    columns = ["step", "round", "tokens", "trained", "switches", "bubble_fraction"]
-    for rows in run.rows("steps", columns):
-        steps = rows["step"].to_numpy()
-        end = np.array([run.step_ends[step] for step in steps.tolist()])
-        start = np.array([run.step_ends.get(step - 1, 0.0) for step in steps.tolist()])
-        args = {
-            "round": json_texts(rows["round"]),
-            "tokens": rows["tokens"].to_numpy(),
-            "responses trained on": rows["trained"].to_numpy(),
-            "switches": rows["switches"].to_numpy(),
-            "bubble_fraction": np.round(rows["bubble_fraction"].to_numpy(), 4),
-        }
-        name, start_us, end_us = ('"step ', steps, '"'), microseconds(start), microseconds(end)
-        writer.add_slices(name, "step", pid, tid, start_us, end_us, args)
+    rows = run.rows("steps", ["step", "round", "tokens", "trained", "switches", "bubble_fraction"])
+    steps = rows["step"].to_numpy()
+    end = microseconds([run.step_ends[step] for step in steps.tolist()])
+    start = microseconds([run.step_ends.get(step - 1, 0.0) for step in steps.tolist()])
+    args = {
+        "round": json_texts(pa.array(rows["round"])),
+        "tokens": rows["tokens"].to_numpy(),
+        "responses trained on": rows["trained"].to_numpy(),
+        "switches": rows["switches"].to_numpy(),
+        "bubble_fraction": np.round(rows["bubble_fraction"].to_numpy(), 4),
+    }
+    writer.add_slices(('"step ', steps, '"'), "step", pid, tid, start, end, args)
 
 
 def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
@@ -136,29 +126,24 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
 
     Returns the call that generates, if there is one.
     """
-    names: list[str] = []
-    generate = ""
+    rows = run.rows("calls", ["step", "call", "kind", "model", "ready_at", "start_at", "end_at", "gpus"])
+    key, names = pd.factorize(rows["call"])
 
     def track_of(key: int, number: int) -> int:
         return writer.thread(pid, names[key] if not number else f"{names[key]} ({number + 1})", 1 + key)
 
-    tracks = Tracks(track_of)
-    for rows in run.rows("calls", ["step", "call", "kind", "model", "ready_at", "start_at", "end_at", "gpus"]):
-        calls = rows["call"].to_pylist()
-        names += [name for name in dict.fromkeys(calls) if name not in names]
-        generate = dict(zip(rows["kind"].to_pylist(), calls, strict=True)).get("generate", generate)
-        ready, start, end = (microseconds(rows[c].to_numpy()) for c in ("ready_at", "start_at", "end_at"))
-        ready = np.minimum(ready, start)
-        tid = tracks.place(np.array([names.index(name) for name in calls]), ready, end)
-        args = {
-            "step": rows["step"].to_numpy(),
-            "kind": json_texts(rows["kind"]),
-            "model": json_texts(rows["model"]),
-            "gpus": rows["gpus"].to_numpy(),
-        }
-        writer.add_slices(('"waits for GPUs"',), "call", pid, tid, ready, start, args)
-        writer.add_slices((json_texts(rows["call"]),), "call", pid, tid, start, end, args)
-    return generate
+    ready, start, end = (microseconds(rows[c]) for c in ("ready_at", "start_at", "end_at"))
+    ready = np.minimum(ready, start)
+    tid = Tracks(track_of).place(key, ready, end)
+    args = {
+        "step": rows["step"].to_numpy(),
+        "kind": json_texts(pa.array(rows["kind"])),
+        "model": json_texts(pa.array(rows["model"])),
+        "gpus": rows["gpus"].to_numpy(),
+    }
+    writer.add_slices(('"waits for GPUs"',), "call", pid, tid, ready, start, args)
+    writer.add_slices((json_texts(pa.array(rows["call"])),), "call", pid, tid, start, end, args)
+    return next(iter(rows.loc[rows["kind"] == "generate", "call"]), "")
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
@@ -167,9 +152,13 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
 def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
     """A track for each GPU, by node; what runs beside other work (a judge) on tracks of its own."""
     per_node, all_gpus = int(run.setup["gpus_per_node"]), int(run.setup["gpus"])
+    all_rows = run.rows("spans", ["step", "gpu", "gpus", "start_at", "end_at", "kind", "tp", "label", "shared"])
+    low, high = all_rows["gpu"].min(), (all_rows["gpu"] + all_rows["gpus"]).max() - 1
+    if not 0 <= low <= high < all_gpus:
+        raise ConfigError(f"spans: expected GPUs 0 to {all_gpus - 1}, got {low} to {high}")
+    work, beside = pd.factorize(all_rows["kind"].where(all_rows["shared"]))  # -1: alone
     nodes: dict[int, int] = {}  # node: process
     of_node: dict[int, int] = {}  # track: process
-    beside: list[str] = []  # kinds of work that share GPUs
 
     def track_of(key: int, number: int) -> int:
         kind, gpu = divmod(key, ALL_GPUS)
@@ -182,38 +171,14 @@ def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
         return tid
 
     tracks = Tracks(track_of)
-    for all_rows in run.rows("spans", ["step", "gpu", "gpus", "start_at", "end_at", "kind", "tp", "label", "shared"]):
-        for rows in _parts(all_rows):
-            gpus = rows["gpus"].to_numpy()
-            which = np.repeat(np.arange(len(gpus)), gpus)  # a slice for every GPU of a span
-            gpu = rows["gpu"].to_numpy()[which] + _counts(gpus)
-            if len(gpu) and not 0 <= gpu.min() <= gpu.max() < all_gpus:
-                raise ConfigError(f"spans: expected GPUs 0 to {all_gpus - 1}, got {gpu.min()} to {gpu.max()}")
-            shared = rows["shared"].to_numpy(zero_copy_only=False)
-            kinds = np.zeros(len(gpus), np.int64)
-            for i in np.flatnonzero(shared).tolist():
-                kind = rows["kind"][i].as_py()
-                if kind not in beside:
-                    beside.append(kind)
-                kinds[i] = 1 + beside.index(kind)
-            start, end = (microseconds(rows[c].to_numpy())[which] for c in ("start_at", "end_at"))
-            tid = tracks.place(kinds[which] * ALL_GPUS + gpu, start, end)
-            pid = np.array([of_node[t] for t in tid.tolist()])
-            take = pa.array(which)
-            args = {name: rows[name].to_numpy()[which] for name in ("step", "tp")}
-            args["label"] = json_texts(rows["label"]).take(take)
-            writer.add_slices((json_texts(rows["kind"]).take(take),), "gpu", pid, tid, start, end, args)
-
-
-def _parts(rows: pa.Table) -> Iterator[pa.Table]:
-    """The rows in consecutive parts, each of at most `MOST_SLICES` slices (a row makes one slice per GPU)."""
-    most = max(int(np.max(rows["gpus"].to_numpy())), 1)
-    size = max(MOST_SLICES // most, 1)
-    for first in range(0, rows.num_rows, size):
-        yield rows.slice(first, size)
-
-
-def _counts(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The numbers 0 to n - 1 for each length n, one length after the other."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    size = max(MOST_SLICES // int(all_rows["gpus"].max()), 1)  # a row makes a slice for each of its GPUs
+    for first in range(0, len(all_rows), size):
+        rows = all_rows[first : first + size]
+        which = np.repeat(np.arange(len(rows)), rows["gpus"])
+        gpu = rows["gpu"].to_numpy()[which] + np.arange(len(which)) - np.searchsorted(which, which)
+        start, end = (microseconds(rows[c])[which] for c in ("start_at", "end_at"))
+        tid = tracks.place((work[first : first + size] + 1)[which] * ALL_GPUS + gpu, start, end)
+        pid = np.array([of_node[t] for t in tid.tolist()])
+        kind, label = (json_texts(pa.array(rows[name])).take(pa.array(which)) for name in ("kind", "label"))
+        args = {**{name: rows[name].to_numpy()[which] for name in ("step", "tp")}, "label": label}
+        writer.add_slices((kind,), "gpu", pid, tid, start, end, args)

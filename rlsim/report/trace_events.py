@@ -27,7 +27,7 @@ Numbers: TypeAlias = NDArray[Any]
 Piece: TypeAlias = "str | int | Numbers | pa.Array"
 
 
-def microseconds(seconds: Numbers) -> NDArray[np.int64]:
+def microseconds(seconds: Any) -> NDArray[np.int64]:
     """Moments in whole microseconds."""
     return np.rint(np.asarray(seconds, np.float64) * 1e6).astype(np.int64)
 
