@@ -50,10 +50,10 @@ def frames_of(
         "spans": pd.DataFrame(list(_span_rows(outcome.spans)), columns=_own_columns("spans")),
     }
     edges = np.array([0.0, *outcome.step_ends])
-    busy_s = _gpu_seconds([(s.start_at, s.end_at, len(s.gpus)) for s in uncovered(outcome.spans)], edges)
+    busy_s = gpu_seconds([(s.start_at, s.end_at, len(s.gpus)) for s in uncovered(outcome.spans)], edges)
     tail = tail_stretches(frames["stays"], frames["spans"], frames["calls"])
     share = tail["gpus"] * tail["tail_s"] / (tail["end_at"] - tail["start_at"])
-    tail_s = _gpu_seconds(np.stack([tail["start_at"], tail["end_at"], share], axis=1), edges)
+    tail_s = gpu_seconds(np.stack([tail["start_at"], tail["end_at"], share], axis=1), edges)
     rows = _steps(outcome, bound)
     durations_s = np.diff(edges)
     flow = Flow.of(outcome, sampler)
@@ -164,7 +164,7 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
     return rows
 
 
-def _gpu_seconds(held: Iterable[Sequence[float]], edges: Floats) -> Floats:
+def gpu_seconds(held: Iterable[Sequence[float]], edges: Floats) -> Floats:
     """GPU-seconds in each step; `held` has start, end and GPUs of each stretch, which may reach over several steps."""
     start, end, gpus = floats(held, 3)
     shares = (np.minimum(end, last) - np.maximum(start, first) for first, last in itertools.pairwise(edges))

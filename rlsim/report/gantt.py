@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from rlsim.experiment.frames import gpu_seconds
 from rlsim.experiment.result import Result
 from rlsim.report.choice import Choice
 from rlsim.report.page import Block, Figure, Section, Text
@@ -120,7 +121,8 @@ def by_group(spans: pd.DataFrame, edges: list[int], duration_s: float, bins: int
         base = np.zeros(bins)
         for kind in kinds:
             own = mine[mine["kind"] == kind]
-            share = np.diff(_gpu_seconds(own, times)) / ((end - first) * duration_s / bins)
+            share = gpu_seconds(own[["start_s", "end_s", "held"]].to_numpy(float), times)
+            share /= (end - first) * duration_s / bins
             frames.append(_stretches(times, base, base + share, row).assign(kind=kind))
             base = base + share
     marks = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=MARKS)
@@ -138,20 +140,6 @@ def _stretches(times: Floats, base: Floats, top: Floats, row: int) -> pd.DataFra
     return pd.DataFrame(
         {"start_s": times[kept], "end_s": times[after], "low": low, "high": high, "what": pd.Series(what, dtype=str)}
     )
-
-
-def _gpu_seconds(spans: pd.DataFrame, times: Floats) -> Floats:
-    """GPU-seconds of the spans before each of `times`; exact."""
-    total = np.zeros(len(times))
-    for column, sign in (("start_s", 1.0), ("end_s", -1.0)):
-        at = spans[column].to_numpy(dtype=float)
-        order = np.argsort(at, kind="stable")
-        weight = spans["held"].to_numpy(dtype=float)[order]
-        count = np.concatenate([[0.0], np.cumsum(weight)])
-        moment = np.concatenate([[0.0], np.cumsum(weight * at[order])])
-        index = np.searchsorted(at[order], times, side="right")
-        total += sign * (count[index] * times - moment[index])
-    return total
 
 
 def gantt_chart(shown: Gantt, system: str, colours: dict[str, str], until_s: float) -> Any:

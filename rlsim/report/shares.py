@@ -68,26 +68,16 @@ def gpu_shares(result: Result, gpus: Mapping[str, int]) -> pd.DataFrame:
 
 def exclusive(spans: pd.DataFrame) -> pd.DataFrame:
     """The spans, those on shared GPUs cut down to the time in which their GPUs did nothing else."""
-    beside = spans[spans["shared"]]
-    if beside.empty:
+    if not spans["shared"].any():
         return spans
-    runs = beside[RUN].drop_duplicates()
-    mixed = spans.merge(runs, on=RUN)
-    others = spans.merge(runs, on=RUN, how="left", indicator=True).query("_merge == 'left_only'")
-    pieces = [others.drop(columns="_merge")]
-    for run, rows in mixed.groupby(RUN, sort=False):
-        cut = uncovered([_span(row) for row in rows.itertuples(index=False)])
-        pieces.append(pd.DataFrame([dict(zip(RUN, run, strict=True)) | _row(span) for span in cut]))
-    return pd.concat(pieces, ignore_index=True)
-
-
-def _span(row: Any) -> Span:
-    held = tuple(range(row.gpu, row.gpu + row.gpus))
-    return Span(held, row.start_at, row.end_at, row.kind, row.tp, row.step, row.label, row.shared)
-
-
-def _row(span: Span) -> dict[str, object]:
-    return {**span._asdict(), "gpu": span.gpus[0], "gpus": len(span.gpus)}
+    held = [tuple(range(first, first + count)) for first, count in zip(spans["gpu"], spans["gpus"], strict=True)]
+    runs = spans.assign(gpus=pd.Series(held, spans.index)).groupby(RUN, sort=False)
+    cut = {
+        run: pd.DataFrame(uncovered([Span(*row) for row in rows[[*Span._fields]].itertuples(index=False)]))
+        for run, rows in runs
+    }
+    found = pd.concat(cut, names=RUN).reset_index(RUN)
+    return found.assign(gpu=found["gpus"].str[0], gpus=found["gpus"].str.len())
 
 
 def batch_parts_chart(parts: pd.DataFrame, batch: int) -> Any:
