@@ -178,11 +178,6 @@ class Judge:
         self._resident = step_cost(model, spec.tp, self._cluster, calibration)
         self.joins = may_join and beside is None and spec.while_training != "apart"
 
-    @property
-    def gpus_apart(self) -> tuple[int, ...]:
-        """GPUs that log-probs and training never have."""
-        return () if self.joins else self.gpus
-
     def engine(self, resident_bytes: float) -> RewardModelEngine:
         """Its engine, where log-probs and training that it joins keep so many bytes on its GPUs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import gcd
 
@@ -25,7 +25,7 @@ from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext, PlanSearch
 from rlsim.sim.control import ControlContext, divides_nodes
 from rlsim.sim.server import RewardModelEngine
-from rlsim.workflow import Placement, Plan, Workflow, colocated
+from rlsim.workflow import Call, Placement, Plan, Workflow, colocated
 from rlsim.workflow.graph import CallKind
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_mesh, check_meshes
@@ -42,32 +42,24 @@ class SearchAheadError(RlsimError):
     """Where calls run is known only after a search that has been put off."""
 
 
+@dataclass(eq=False)
 class PlacedExperiment:
-    """One experiment with its calls where `placing` puts them (None: all on the same GPUs).
+    """One experiment with its calls where `placing` puts them. Raises `RlsimError`s that say what does not fit."""
 
-    `workflow`: the calls and edges that are placed. The experiment's judge, if it has one, generates on GPUs of its own
-    (`judge` None) or beside the other calls. `streaming`: how calls that take responses by the chunk do, on the GPUs of
-    the others. `planner`: searches for a plan if `placing` asks for one; without, that raises `SearchAheadError`.
-    Raises `RlsimError`s that say what does not fit.
-    """
+    loaded: LoadedExperiment
+    workflow: Workflow  # the calls and edges that are placed
+    judge_beside: JudgePlacement | None  # how a judge, if there is one, works beside the calls; None: on its own GPUs
+    placing: Placing | None  # None: all calls are on the same GPUs
+    streaming: ChunkStreaming | None = None  # how calls that take responses by the chunk do, on the GPUs of the others
+    planner: Planner | None = None  # searches for a plan if `placing` asks; without, that raises `SearchAheadError`
+    searched: bool = False
+    _crowded_steps: dict[int, StepCost] = field(default_factory=dict)
+    _calls: dict[str, CallCosts] = field(default_factory=dict)  # by GPU
+    _bounds: dict[tuple[int, ...], GenerationBound] = field(default_factory=dict)  # by the degrees of replicas
 
-    def __init__(
-        self,
-        loaded: LoadedExperiment,
-        workflow: Workflow,
-        judge: JudgePlacement | None,
-        placing: Placing | None,
-        streaming: ChunkStreaming | None = None,
-        *,
-        planner: Planner | None = None,
-    ) -> None:
-        self.loaded, self.workflow = loaded, workflow
-        self._judge_beside, self._placing, self._streaming, self._planner = judge, placing, streaming, planner
-        self._streamed = streamed_calls(workflow) if streaming else ()
-        self.searched = False
-        self._crowded_steps: dict[int, StepCost] = {}
-        self._calls: dict[str, CallCosts] = {}  # by GPU
-        self._bounds: dict[tuple[int, ...], GenerationBound] = {}  # by the degrees of replicas
+    @property
+    def _streamed(self) -> tuple[Call, ...]:
+        return streamed_calls(self.workflow) if self.streaming else ()
 
     @cached_property
     def _judge(self) -> Judge | None:
@@ -80,12 +72,13 @@ class PlacedExperiment:
         spec, model = self.loaded.experiment.workflow.reward.judge, self.loaded.judge_model
         if spec is None or model is None or not self.loaded.scoring.judged.any():
             return None
-        may_join = self._placing is None and self.generates
-        return Judge(self.loaded, spec, model, self._judge_beside, may_join=may_join)
+        may_join = self.placing is None and self.generates
+        return Judge(self.loaded, spec, model, self.judge_beside, may_join=may_join)
 
     @property
     def _gpus_apart(self) -> tuple[int, ...]:
-        return self._judge.gpus_apart if self._judge else ()
+        """A judge's own GPUs, which log-probs and training never have."""
+        return self._judge.gpus if self._judge and not self._judge.joins else ()
 
     @cached_property
     def gpus(self) -> tuple[int, ...]:
@@ -173,14 +166,14 @@ class PlacedExperiment:
     def unchecked_plan(self) -> Plan:
         """The plan, which need not fit into memory."""
         workflow = self.workflow
-        if self._placing is None:
+        if self.placing is None:
             strategy, kept = self.training_strategy(len(self.gpus)), self._judge.gpus if self._judge else ()
             generating = tuple(gpu for gpu in self.gpus if gpu not in kept)
             plan = colocated(workflow, self.gpus, strategy, self.reward_placement, generating)
             for call in workflow.calls:
                 check_mesh(call, plan.of(call.name), self.loaded.cluster)
         else:
-            plan = self._placing.plan(self.plan_context)
+            plan = self.placing.plan(self.plan_context)
             if self.gpus != tuple(range(len(self.gpus))):
                 raise ConfigError(
                     f"workflow.reward.judge keeps {len(self._gpus_apart)} GPUs, some of every node: a system that "
@@ -208,10 +201,6 @@ class PlacedExperiment:
         """Whether a call generates."""
         return any(call.kind == "generate" for call in self.workflow.calls)
 
-    @property
-    def has_placing(self) -> bool:
-        return self._placing is not None
-
     @cached_property
     def plan_context(self) -> PlanContext:
         loaded = self.loaded
@@ -228,10 +217,10 @@ class PlacedExperiment:
         )
 
     def _search(self, how: PlanSearch) -> Plan:
-        if self._planner is None:
+        if self.planner is None:
             raise SearchAheadError
         self.searched = True
-        return self._planner(self, how)
+        return self.planner(self, how)
 
     @cached_property
     def memory(self) -> PlanMemory:
@@ -350,7 +339,7 @@ class PlacedExperiment:
             feasible, infeasible = (1,), {}  # responses are given: one layout is as good as another
         for tp in powers_of_two(self.loaded.cluster.domain_gpus) if replica is None else ():
             if odd := [gpus for gpus in node_gpus if gpus % tp]:
-                who = "workflow.reward.judge leaves" if self._placing is None else "generation has"
+                who = "workflow.reward.judge leaves" if self.placing is None else "generation has"
                 infeasible[tp] = f"TP {tp} does not divide the {odd[0]} GPUs of a node that {who}"
         if not feasible and replica is not None:
             gpu, _ = self.ledger.staying(self.generation.gpus)
@@ -407,7 +396,7 @@ class PlacedExperiment:
     def crowded(self, tp: int) -> StepCost:
         """A rollout replica's steps while a colocated judge, or a model that takes chunks, works on its GPUs."""
         if tp not in self._crowded_steps:
-            beside = (self._judge and self._judge.beside, self._streaming)
+            beside = (self._judge and self._judge.beside, self.streaming)
             factor = max(part.slowdown if part else 1.0 for part in beside)
             self._crowded_steps[tp] = crowded(self.rollout_costs.step(tp), factor)
         return self._crowded_steps[tp]

@@ -67,14 +67,42 @@ class Result:
         Earlier results there are replaced. Files that rlsim did not write stay; where they are in the way, or it is no
         directory of results, `ConfigError` is raised and nothing is changed.
         """
-        with replacing(directory, extra) as scratch:
-            for table, columns in TABLES.items():
-                write_parquet(to_arrow(getattr(self, table), columns), scratch / f"{table}.parquet")
-            for name, text in extra.items():
-                (scratch / name).write_text(text, encoding="utf-8")
-            files = {path.name: file_sha256(path) for path in sorted(scratch.iterdir())}
-            (scratch / MANIFEST).write_bytes(sealed({**self.manifest, "files": files}))
+        check_target(directory, extra)
+        target = resolved(directory)
+        made = [folder for folder in (target, *target.parents) if not folder.exists()]
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            with _locked(target) as alone:
+                _check(target, directory, extra)  # again: others may have written there since
+                for left in target.glob(f"{_NEW}*") if alone else ():
+                    shutil.rmtree(left, ignore_errors=True)
+                scratch = Path(tempfile.mkdtemp(prefix=_NEW, dir=target))
+                try:
+                    self._write_whole(scratch, extra)
+                    scratch.rename(target / _NEXT)
+                except BaseException:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                    raise
+                _finish(target)
+        except BaseException as error:
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
+            if isinstance(error, OSError):
+                raise ConfigError(f"{directory}: cannot be written: {reason(error)}") from None
+            raise
         return Path(directory)
+
+    def _write_whole(self, scratch: Path, extra: Mapping[str, str]) -> None:
+        """Write everything to a new folder, down to the disk."""
+        for table, columns in TABLES.items():
+            write_parquet(to_arrow(getattr(self, table), columns), scratch / f"{table}.parquet")
+        for name, text in extra.items():
+            (scratch / name).write_text(text, encoding="utf-8")
+        files = {path.name: file_sha256(path) for path in sorted(scratch.iterdir())}
+        (scratch / MANIFEST).write_bytes(sealed({**self.manifest, "files": files}))
+        for path in (*scratch.iterdir(), scratch):
+            flush(path)
 
 
 @dataclass(frozen=True)
@@ -102,10 +130,26 @@ class Results:
 def open_results(directory: str | Path) -> Iterator[Results]:
     """The results in a directory that `Result.write` made, which nobody replaces while the block runs.
 
-    Raises `ConfigError` if there are none.
+    Waits for who replaces them, and goes on with a replacement that was interrupted when the new ones were there.
+    Raises `ConfigError` if there are none, or they are not as they were written.
     """
-    with reading(Path(directory)) as found:
-        yield Results(Path(directory), *found)
+    folder = Path(directory)
+    if (folder / _NEXT).is_dir():
+        try:
+            with _locked(folder):
+                _finish(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: writing results was interrupted, and cannot go on: {reason(error)}; "
+                f"the new ones are in {folder / _NEXT}"
+            ) from None
+    with _locked(folder, shared=True):
+        try:
+            manifest = read_record(folder / MANIFEST)
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} holds no rlsim results (no {MANIFEST})") from None
+        files = manifest.pop("files")
+        yield Results(folder, manifest, files)
 
 
 def read_result(directory: str | Path) -> Result:
@@ -204,75 +248,13 @@ def check_target(directory: str | Path, extra: Collection[str] = (), name: str |
         check_writable(next(parent for parent in target.parents if parent.exists()), directory)
 
 
-@contextmanager
-def replacing(directory: str | Path, extra: Collection[str] = ()) -> Iterator[Path]:
-    """A folder to write new results to, which are those of `directory` when the block ends well.
-
-    Links are followed. Raises `ConfigError` as `check_target` does; then nothing is changed.
-    """
-    check_target(directory, extra)
-    target = resolved(directory)
-    made = [folder for folder in (target, *target.parents) if not folder.exists()]
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        with _locked(target) as alone:
-            _check(target, directory, extra)  # again: others may have written there since
-            for left in target.glob(f"{_NEW}*") if alone else ():
-                shutil.rmtree(left, ignore_errors=True)
-            scratch = Path(tempfile.mkdtemp(prefix=_NEW, dir=target))
-            try:
-                yield scratch
-                for path in (*scratch.iterdir(), scratch):
-                    flush(path)
-                scratch.rename(target / _NEXT)
-            except BaseException:
-                shutil.rmtree(scratch, ignore_errors=True)
-                raise
-            _finish(target)
-    except BaseException as error:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
-        if isinstance(error, OSError):
-            raise ConfigError(f"{directory}: cannot be written: {reason(error)}") from None
-        raise
-
-
-def earlier(directory: str | Path) -> dict[str, Any] | None:
+def earlier(directory: str | Path) -> Mapping[str, Any] | None:
     """The manifest of the results in a directory; None if there are none that can be read."""
     try:
-        with reading(Path(directory)) as (manifest, _):
-            return manifest
+        with open_results(directory) as found:
+            return found.manifest
     except ConfigError:
         return None
-
-
-def finish(directory: Path) -> None:
-    """Go on with a replacement that was interrupted when the new results were there; raises `ConfigError`."""
-    if (directory / _NEXT).is_dir():
-        try:
-            with _locked(directory):
-                _finish(directory)
-        except OSError as error:
-            raise ConfigError(
-                f"{directory}: writing results was interrupted, and cannot go on: {reason(error)}; "
-                f"the new ones are in {directory / _NEXT}"
-            ) from None
-
-
-@contextmanager
-def reading(folder: Path) -> Iterator[tuple[dict[str, Any], Mapping[str, str]]]:
-    """The manifest of a results directory, and the SHA-256 of its files by name; nobody replaces them in the block.
-
-    Waits for who replaces them. Raises `ConfigError` if there is none, or it is not as it was written.
-    """
-    finish(folder)
-    with _locked(folder, shared=True):
-        try:
-            manifest = read_record(folder / MANIFEST)
-        except FileNotFoundError:
-            raise ConfigError(f"{folder} holds no rlsim results (no {MANIFEST})") from None
-        yield manifest, manifest.pop("files")
 
 
 def _check(target: Path, shown: str | Path, extra: Collection[str]) -> None:
@@ -295,7 +277,7 @@ def _check(target: Path, shown: str | Path, extra: Collection[str]) -> None:
 
 
 def _finish(target: Path) -> None:
-    """`finish` for a directory whose lock is held."""
+    """Move new results that are whole to their places; the lock of the directory is held."""
     new = target / _NEXT
     if not new.is_dir():
         return

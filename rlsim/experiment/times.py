@@ -104,7 +104,7 @@ class ExperimentTimes:
         total = 0.0
         for name in targets:
             target = plan.of(name)
-            if target.strategy is None and (target.gpus == source.gpus or not self._placed.has_placing):
+            if target.strategy is None and (target.gpus == source.gpus or self._placed.placing is None):
                 total += self._placed.colocated_sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
             elif self._placed.loads(name) or not same_weights(source, target):
                 both = (layout_of(one, rollout_tp, self._placed.rollout_pp) for one in (source, target))
@@ -113,7 +113,7 @@ class ExperimentTimes:
 
     def _data_s(self, call: Call, tokens: float, rollout_tp: int) -> float:
         """What the calls before it have made on its way to this call; nothing to speak of where all are colocated."""
-        if not self._placed.has_placing:
+        if self._placed.placing is None:
             return 0.0
         target, total, pp = self._placed.plan.of(call.name), 0.0, self._placed.rollout_pp
         receiver, to = self._placed.calls_on(target.gpus), layout_of(target, rollout_tp, pp)
