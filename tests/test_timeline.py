@@ -24,11 +24,10 @@ import rlsim
 from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.frames import stays_frame
-from rlsim.report.replica_load import Stays, held_by_replicas
+from rlsim.report.replica_load import held_by_replicas
 from rlsim.report.timeline import write_timeline
 from rlsim.report.trace_events import Tracks
 from rlsim.sim.control import Reconfigure, RolloutView
-from rlsim.sim.stays import LEFT
 
 SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1, "certainty": 0}
 
@@ -358,10 +357,7 @@ def check_held(work: Workload) -> int:
     expected: RefResult = work.simulate()
     frame = stays_frame(recorder.stays)
     gpus = [stays.gpus for stays in recorder.stays]
-    columns = {name: frame[name].to_numpy() for name in Stays._fields if name in frame}
-    columns |= {"place": columns["replica"], "call": np.zeros(len(frame), np.int64), "tp": frame["gpus"].to_numpy()}
-    columns["left"] = np.array([LEFT.index(left) for left in frame["left"]])
-    held = held_by_replicas(Stays(**columns))
+    held = held_by_replicas(frame.assign(place=frame["replica"], call=0))
 
     def moments(name: str, stays: pd.DataFrame) -> set[tuple[int, int]]:
         return {(r, round(at * 1e6)) for r, at in zip(stays["replica"], stays[name], strict=True) if at == at}
@@ -370,10 +366,8 @@ def check_held(work: Workload) -> int:
     own = frame["left"].isin(["finished", "preempted"]) & frame["decoding_at"].notna()
     exact = (moments("decoding_at", frame) | moments("left_at", frame)) - moments("left_at", frame[~own])
     compared = 0
-    for replica, at, active, waiting, kv in zip(
-        held.replica.tolist(), held.at.tolist(), held.active.tolist(), held.waiting.tolist(), held.kv_tokens.tolist(),
-        strict=True,
-    ):  # fmt: skip
+    columns = held[["replica", "at", "active", "waiting", "kv_tokens"]]
+    for replica, at, active, waiting, kv in columns.itertuples(index=False):
         assert min(active, waiting, kv) >= 0
         if (replica, at) not in exact:
             continue

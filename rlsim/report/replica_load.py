@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from rlsim.report.trace_events import microseconds
@@ -17,44 +19,19 @@ Floats = NDArray[np.float64]
 POINTS = 24
 
 
-class Stays(NamedTuple):
-    """The stays of one step, or of all steps that one rollout generates for, those of a request one after the other;
-    moments in seconds, NaN: it never happened."""
-
-    place: Ints  # number of where the replica is: its GPUs, and the call that it works for
-    replica: Ints  # number of the replica among all of the step's
-    call: Ints
-    response: Ints
-    tp: Ints
-    arrived_at: Floats
-    admitted_at: Floats
-    decoding_at: Floats
-    left_at: Floats
-    start_tokens: Ints
-    end_tokens: Ints
-    iteration: Ints
-    left: Ints  # why: number in `rlsim.sim.stays.LEFT`
-
-
-class Held(NamedTuple):
-    """What replicas held at moments (µs), those of a replica one after the other: requests, and tokens of context."""
-
-    place: Ints
-    replica: Ints
-    call: Ints
-    at: Ints
-    active: Ints  # admitted: in prefill or decoding
-    waiting: Ints
-    kv_tokens: Ints  # contexts of the active ones
-
-
-def held_by_replicas(here: Stays) -> Held:
+def held_by_replicas(stays: pd.DataFrame) -> pd.DataFrame:
     """What each replica held whenever a request arrived, was admitted, joined the batch or left, and in between.
+
+    `stays` are those of one step, or of all steps that one rollout generates for, those of a request one after the
+    other: as in results, with numbers for `call`, `replica` (among all) and `place` (its GPUs, and the call that it
+    works for). Rows are moments `at` (µs), those of a replica one after the other: how many requests are `active`
+    (admitted: in prefill or decoding) and `waiting`, and the contexts of the active ones, `kv_tokens`.
 
     Between two of these moments the contexts in the decoding batch grow by a token each an iteration. How many
     iterations a replica had done is known at every moment at which a request joined or left the batch; between two of
     these, it is taken to grow evenly.
     """
+    here = SimpleNamespace(**{str(name): column.to_numpy() for name, column in stays.items()})
     joined = ~np.isnan(here.decoding_at)
     prefilled = here.decoding_at > here.admitted_at  # not, if its KV came with it
     # A context less the iterations of its replica does not change while it decodes.
@@ -85,11 +62,12 @@ def held_by_replicas(here: Stays) -> Held:
     of = np.zeros(replicas.max() + 1, np.int64)
     of[replicas] = first
     row = of[replica[newest]]
-    columns = (np.ascontiguousarray(column[newest]) for column in (active, waiting, kv))
-    return Held(here.place[row], replica[newest], here.call[row], at_us[newest], *columns)
+    columns = {"active": active, "waiting": waiting, "kv_tokens": kv, "replica": replica}
+    found = pd.DataFrame({name: column[newest] for name, column in columns.items()})
+    return found.assign(place=here.place[row], call=here.call[row], at=at_us[newest])
 
 
-def _changes(here: Stays, joined: NDArray[np.bool_], offset: Ints) -> tuple[Floats, Ints]:
+def _changes(here: SimpleNamespace, joined: NDArray[np.bool_], offset: Ints) -> tuple[Floats, Ints]:
     """What each stay changes, and when: requests waiting, active, decoding; sums of offsets and of prefilled contexts.
 
     Four moments of every stay, one after the other; NaN for those that never happened.
@@ -107,7 +85,7 @@ def _changes(here: Stays, joined: NDArray[np.bool_], offset: Ints) -> tuple[Floa
     return at, np.concatenate([np.stack(change, axis=1) for _, *change in parts])
 
 
-def _iterations(here: Stays, joined: NDArray[np.bool_], offset: Ints, at: Floats, replica: Ints) -> Floats:
+def _iterations(here: SimpleNamespace, joined: NDArray[np.bool_], offset: Ints, at: Floats, replica: Ints) -> Floats:
     """Iterations with decodes that these replicas had done at these moments."""
     if not joined.any():
         return np.zeros(len(at))

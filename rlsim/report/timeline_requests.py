@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from rlsim.errors import ConfigError
 from rlsim.report.chosen_run import ChosenRun
-from rlsim.report.replica_load import Ints, Stays, held_by_replicas
+from rlsim.report.replica_load import Ints, held_by_replicas
 from rlsim.report.trace_events import Piece, TraceWriter, Tracks, json_texts, microseconds
 from rlsim.sim.stays import LEFT
 
@@ -161,18 +159,18 @@ def _write_counters(writer: TraceWriter, stays: pd.DataFrame, pids: Ints, run_pi
     rollout = (ends["first"] >= ends["last"].shift()).cumsum()
     rollout = stays["step"].map(rollout).fillna(-1)
     replica = stays.assign(rollout=rollout).groupby(["place", "replica", "rollout"]).ngroup()
-    columns: dict[str, Any] = {name: stays[name].to_numpy() for name in Stays._fields}
-    held = held_by_replicas(Stays(**{**columns, "replica": replica.to_numpy()}))
-    pid = pids[held.place]
-    counters = {"active sequences": held.active, "waiting requests": held.waiting, "KV tokens": held.kv_tokens}
-    for name, values in counters.items():
+    held = held_by_replicas(stays.assign(replica=replica))
+    at, pid, made = held["at"].to_numpy(), pids[held["place"]], (held["call"] == 0).to_numpy()
+    counters = {"active sequences": "active", "waiting requests": "waiting", "KV tokens": "kv_tokens"}
+    for name, column in counters.items():
+        values = held[column].to_numpy()
         change = np.diff(values, prepend=0)  # also from replica to replica: each begins and ends with nothing
-        writer.add_samples(name, pid, held.at, values, change != 0)
+        writer.add_samples(name, pid, at, values, change != 0)
         # All replicas that generate together: whenever one of them has something new.
-        mine = np.flatnonzero((change != 0) & (held.call == 0))
-        mine = mine[np.argsort(held.at[mine], kind="stable")]
-        newest = np.append(np.diff(held.at[mine]) > 0, True)[: len(mine)]
-        writer.add_samples(name, run_pid, held.at[mine], np.cumsum(change[mine]), newest)
+        mine = np.flatnonzero((change != 0) & made)
+        mine = mine[np.argsort(at[mine], kind="stable")]
+        newest = np.append(np.diff(at[mine]) > 0, True)[: len(mine)]
+        writer.add_samples(name, run_pid, at[mine], np.cumsum(change[mine]), newest)
 
 
 # ---- rewards ---------------------------------------------------------------------------------------------------------
