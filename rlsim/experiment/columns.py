@@ -7,9 +7,10 @@ time on its GPUs. Where a row of the summary has no meaning of its own, it is th
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -120,7 +121,10 @@ def opened(path: Path, columns: Sequence[Column], sha256: str) -> Iterator[pq.Pa
         raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
 
 
-def read_parquet(path: Path, columns: Sequence[Column], sha256: str) -> pa.Table:
-    """These columns of a Parquet file, checked as `opened` does."""
-    with opened(path, columns, sha256) as file:
-        return file.read(columns=[column.name for column in columns], use_threads=False)
+def read_parquet(
+    path: Path, columns: Sequence[Column], sha256: str, only: Mapping[str, Collection[Any]] = MappingProxyType({})
+) -> pa.Table:
+    """These columns of a Parquet file, checked as `opened` does: of the rows whose values are among those of `only`."""
+    with opened(path, columns, sha256):
+        names, rows = [column.name for column in columns], [(name, "in", list(values)) for name, values in only.items()]
+        return pq.read_table(path, columns=names, filters=rows or None, use_threads=False)

@@ -40,6 +40,10 @@ _NEW, _NEXT = ".rlsim-new-", ".rlsim-next"
 _DERIVED = ("report.html", "timeline.json", "timeline.json.gz")
 
 
+#: By column: the values of rows that are wanted.
+Only = Mapping[str, Collection[Any]]
+
+
 @dataclass(frozen=True)
 class Result:
     """Tables of an experiment (see rlsim.experiment.columns) and the manifest that says how they came to be."""
@@ -60,6 +64,13 @@ class Result:
     def summary(self) -> pd.DataFrame:
         """One row per case and system: mean times, speedup with its interval, bubble share, switches."""
         return summarise(self.steps, self.manifest)
+
+    def table(self, name: str, columns: Sequence[str], only: Only) -> pd.DataFrame:
+        """These columns of a table, of the rows whose values are among those of `only`."""
+        rows: pd.DataFrame = getattr(self, name)
+        for column, values in only.items():
+            rows = rows[rows[column].isin(values)]
+        return rows[list(columns)].reset_index(drop=True)
 
     def write(self, directory: str | Path, extra: Mapping[str, str] = MappingProxyType({})) -> Path:
         """Write all tables, `extra` texts by file name, and the manifest to `directory`, all or nothing.
@@ -113,17 +124,11 @@ class Results:
     manifest: Mapping[str, Any]
     files: Mapping[str, str]  # name -> SHA-256
 
-    def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """A table, or these columns of it; raises `ConfigError`, naming the file, if it is damaged."""
-        wanted = [column for column in TABLES[name] if columns is None or column.name in columns]
-        return to_pandas(read_parquet(self.path(name), wanted, self.sha256(name)))
-
-    def path(self, name: str) -> Path:
-        return self.folder / f"{name}.parquet"
-
-    def sha256(self, name: str) -> str:
-        """What the file of a table hashes to."""
-        return self.files[f"{name}.parquet"]
+    def table(self, name: str, columns: Sequence[str] | None = None, only: Only = MappingProxyType({})) -> pd.DataFrame:
+        """A table, or these columns of it, of rows whose values are among those of `only`; raises `ConfigError`, naming
+        the file, if it is damaged."""
+        wanted, file = [one for one in TABLES[name] if columns is None or one.name in columns], f"{name}.parquet"
+        return to_pandas(read_parquet(self.folder / file, wanted, self.files[file], only))
 
 
 @contextmanager

@@ -7,26 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
-from rlsim.experiment.columns import TABLES, opened, to_pandas
 from rlsim.formats import listed
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from rlsim.experiment.result import Result, Results
 
-#: Rows read at a time.
-ROWS = 16_384
 #: More seeds or steps than these are counted in messages, not listed.
 MOST_LISTED = 20
-#: Columns that name a run and its step.
-_RUN = ("case", "system", "seed", "step")
-_STEPS = [*_RUN, "steady", "step_time_s", "trained", "tokens"]
-#: Tables that a timeline needs beside that of the steps.
-_NEEDED = ("spans", "stays", "calls", "responses")
 
 
 @dataclass(frozen=True)
@@ -40,7 +30,7 @@ class ChosenRun:
     step_ends: Mapping[int, float]  # by step: when all of its calls are done (s)
     others: Mapping[str, Sequence[Any]]  # by `case`, `system`, `seed`, `step`: all that the results have
     manifest: Mapping[str, Any]
-    _source: Results | Mapping[str, pd.DataFrame] = field(repr=False)
+    _source: Results | Result = field(repr=False)
 
     @property
     def setup(self) -> Mapping[str, Any]:
@@ -50,24 +40,8 @@ class ChosenRun:
 
     def rows(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
         """The run's rows of a table, in their order."""
-        wanted = [column for column in TABLES[table] if column.name in (*_RUN, *columns)]
-        run = (self.case, self.system, self.seed)
-        if isinstance(self._source, Mapping):
-            rows = self._source[table]
-            chosen = rows["step"].isin(self.steps)
-            for name, value in zip(_RUN, run, strict=False):
-                chosen &= rows[name] == value
-            return rows.loc[chosen, list(columns)].reset_index(drop=True)
-        found = []
-        # Page by page: a file has the rows of all runs.
-        with opened(self._source.path(table), wanted, self._source.sha256(table)) as file:
-            for rows in file.iter_batches(ROWS, columns=[column.name for column in wanted], use_threads=False):
-                chosen = pc.is_in(rows["step"], pa.array(self.steps))
-                for name, value in zip(_RUN, run, strict=False):
-                    chosen = pc.and_(chosen, pc.equal(rows[name], value))
-                found.append(rows.filter(chosen).select(list(columns)))
-            kinds = pa.schema([file.schema_arrow.field(name) for name in columns])
-        return to_pandas(pa.Table.from_batches(found, kinds))
+        run = {"case": [self.case], "system": [self.system], "seed": [self.seed], "step": self.steps}
+        return self._source.table(table, columns, run)[list(columns)]
 
 
 def choose_run(
@@ -84,8 +58,8 @@ def choose_run(
     Raises `CatalogueError` for what the results don't have, with the nearest names, and `ConfigError` for a directory
     that holds no results.
     """
-    manifest, source = _opened(results)
-    runs = source.table("steps", _STEPS) if not isinstance(source, Mapping) else source["steps"][_STEPS]
+    source = _opened(results) if isinstance(results, str | Path) else results
+    runs = source.table("steps", ["case", "system", "seed", "step", "step_time_s"], {})
     others: dict[str, list[Any]] = {}
     chosen: dict[str, Any] = {}
     for column, wanted in (("case", case), ("system", system), ("seed", seed)):
@@ -101,21 +75,20 @@ def choose_run(
             raise not_run("step", step, others["step"])
     ends = dict(zip(others["step"], runs["step_time_s"].cumsum().tolist(), strict=True))
     wanted_steps = tuple(sorted(set(steps or others["step"])))
-    return ChosenRun(**chosen, steps=wanted_steps, step_ends=ends, others=others, manifest=manifest, _source=source)
+    return ChosenRun(
+        **chosen, steps=wanted_steps, step_ends=ends, others=others, manifest=source.manifest, _source=source
+    )
 
 
-def _opened(results: Result | str | Path) -> tuple[Mapping[str, Any], Results | Mapping[str, pd.DataFrame]]:
-    """The manifest and the tables; `ConfigError` where there is not what a timeline needs."""
-    if not isinstance(results, str | Path):
-        return results.manifest, {name: getattr(results, name) for name in ("steps", *_NEEDED)}
+def _opened(folder: str | Path) -> Results:
+    """The results in a directory; `ConfigError` where there is not what a timeline needs."""
     from rlsim.experiment.result import open_results
     from rlsim.sweeps.store import DEFINITION
 
-    folder = Path(results)
-    if (folder / DEFINITION).is_file():
+    if (Path(folder) / DEFINITION).is_file():
         raise ConfigError(f"{folder} is a sweep, which has no timeline: run one of its points with rlsim run")
     with open_results(folder) as source:
-        return source.manifest, source
+        return source
 
 
 def not_run(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
