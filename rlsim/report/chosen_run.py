@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,12 @@ class ChosenRun:
 
     def rows(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
         """The run's rows of a table, in their order."""
-        run = {"case": [self.case], "system": [self.system], "seed": [self.seed], "step": self.steps}
+        run: dict[str, Collection[Any]] = {
+            "case": [self.case],
+            "system": [self.system],
+            "seed": [self.seed],
+            "step": self.steps,
+        }
         return self._source.table(table, columns, run)[list(columns)]
 
 

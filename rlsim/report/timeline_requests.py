@@ -160,14 +160,14 @@ def _write_counters(writer: TraceWriter, stays: pd.DataFrame, pids: Ints, run_pi
     rollout = stays["step"].map(rollout).fillna(-1)
     replica = stays.assign(rollout=rollout).groupby(["place", "replica", "rollout"]).ngroup()
     held = held_by_replicas(stays.assign(replica=replica))
-    at, pid, made = held["at"].to_numpy(), pids[held["place"]], (held["call"] == 0).to_numpy()
+    at, pid, generates = held["at"].to_numpy(), pids[held["place"]], (held["call"] == 0).to_numpy()
     counters = {"active sequences": "active", "waiting requests": "waiting", "KV tokens": "kv_tokens"}
     for name, column in counters.items():
         values = held[column].to_numpy()
         change = np.diff(values, prepend=0)  # also from replica to replica: each begins and ends with nothing
         writer.add_samples(name, pid, at, values, change != 0)
         # All replicas that generate together: whenever one of them has something new.
-        mine = np.flatnonzero((change != 0) & made)
+        mine = np.flatnonzero((change != 0) & generates)
         mine = mine[np.argsort(at[mine], kind="stable")]
         newest = np.append(np.diff(at[mine]) > 0, True)[: len(mine)]
         writer.add_samples(name, run_pid, at[mine], np.cumsum(change[mine]), newest)
