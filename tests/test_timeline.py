@@ -24,6 +24,7 @@ import rlsim
 from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.frames import stays_frame
+from rlsim.experiment.load import read_experiment
 from rlsim.report.replica_load import held_by_replicas
 from rlsim.report.timeline import write_timeline
 from rlsim.report.trace_events import Tracks
@@ -218,7 +219,8 @@ def test_responses_that_go_on_in_a_later_step(oppo: rlsim.Result, tmp_path: Path
 
 
 def test_plans_on_two_nodes(tmp_path: Path) -> None:
-    small = {"workflow.steps": 2, "workflow.prompts": 16, "trace.cap": 512}
+    systems = read_experiment("real_7b_7b")[0]["systems"][:2]  # the third searches for its plan
+    small = {"workflow.steps": 2, "workflow.prompts": 16, "trace.cap": 512, "systems": systems}
     result = rlsim.run("real_7b_7b", seeds=1, overrides=small)
     for system in result.manifest["systems"][""]:
         trace = written(result, tmp_path, system=system)
