@@ -16,7 +16,7 @@ from rlsim.report.choice import Choice
 from rlsim.report.page import Block, Figure, Section, Text
 from rlsim.report.setups import CaseSetup
 from rlsim.report.shares import exclusive
-from rlsim.report.style import FAINT, by_name, data, finished, kind_colours
+from rlsim.report.style import FAINT, along, by_name, data, exactly, finished, kind_colours
 
 Floats = npt.NDArray[np.float64]
 MOST_GPUS = 32  # drawn one by one
@@ -148,24 +148,13 @@ def gantt_chart(shown: Gantt, system: str, colours: dict[str, str], until_s: flo
     each = 22 if rows <= 16 else 15
     present = {kind: colour for kind, colour in colours.items() if kind in set(shown.marks["kind"])}
     labels = "[" + ",".join(f"'{row}'" for row in shown.rows) + "]"
-    x = alt.X(
-        "start_s:Q",
-        title="time since the step began (s)",
-        axis=alt.Axis(format=",~f", tickCount=10),
-        scale=alt.Scale(domain=[0, until_s], nice=False),
-    )
-    names = alt.Axis(
-        values=[row + 0.5 for row in range(rows)],
-        labelExpr=f"{labels}[floor(datum.value)]",
-        grid=False,
-        ticks=False,
-        labelColor=FAINT,
-    )
+    names = {"values": [row + 0.5 for row in range(rows)], "labelExpr": f"{labels}[floor(datum.value)]"}
+    scale = alt.Scale(domain=[0, rows], reverse=True, nice=False)
     marks = alt.Chart(data(shown.marks)).mark_rect(strokeWidth=0.5)  # in the fill's colour: no seams between neighbours
     chart = marks.encode(
-        x=x,
+        x=along(alt.X, "start_s", "time since the step began (s)", exactly(0, until_s), format=",~f", tickCount=10),
         x2="end_s:Q",
-        y=alt.Y("low:Q", title=None, scale=alt.Scale(domain=[0, rows], reverse=True, nice=False), axis=names),
+        y=along(alt.Y, "low", None, scale, **names, grid=False, ticks=False, labelColor=FAINT),
         y2="high:Q",
         color=by_name(alt.Color, "kind", present),
         stroke=by_name(alt.Stroke, "kind", present),

@@ -13,7 +13,7 @@ from rlsim.experiment.result import Result
 from rlsim.report.choice import Choice
 from rlsim.report.page import Block, Figure, Section, Text
 from rlsim.report.setups import CaseSetup
-from rlsim.report.style import ENGINE, SWITCH, TP_SHADES, WIDTH, by_name, data, finished
+from rlsim.report.style import ENGINE, SWITCH, TP_SHADES, WIDTH, along, by_name, data, exactly, finished
 
 Floats = npt.NDArray[np.float64]
 MOMENTS = 300
@@ -125,7 +125,7 @@ def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) ->
 
     The axes end at `until_s` seconds, `most` active sequences and all `gpus`, so that systems can be compared.
     """
-    scale = alt.Scale(domain=[0, until_s], nice=False)
+    scale = exactly(0, until_s)
     rules, labels = _switches(shown.switches, scale, until_s)
     active = _sequences(shown.sequences, "active", "active sequences", ENGINE["decode"], [0, most], scale)
     batch = _sequences(shown.sequences, "batch", "per replica", "#009E73", alt.Undefined, scale)
@@ -137,14 +137,11 @@ def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) ->
 
 def _seconds(title: str | None, scale: Any) -> Any:
     """The axis of time; without a title, without labels."""
-    return alt.X(
-        "at_s:Q", title=title, scale=scale, axis=alt.Axis(labels=title is not None, format=",~f", tickCount=10)
-    )
+    return along(alt.X, "at_s", title, scale, labels=title is not None, format=",~f", tickCount=10)
 
 
 def _sequences(frame: pd.DataFrame, column: str, title: str, colour: str, domain: Any, scale: Any) -> Any:
-    axis = alt.Axis(minExtent=48, format=",~f", tickCount=4)
-    y = alt.Y(f"{column}:Q", title=title, axis=axis, scale=alt.Scale(domain=domain, nice=True))
+    y = along(alt.Y, column, title, alt.Scale(domain=domain, nice=True), minExtent=48, format=",~f", tickCount=4)
     base = alt.Chart(data(frame)).encode(x=_seconds(None, scale), y=y)
     area = base.mark_area(interpolate="step-after", color=colour, opacity=0.18)
     return area + base.mark_line(interpolate="step-after", color=colour, strokeWidth=1.8)
@@ -156,15 +153,10 @@ def _layouts(frame: pd.DataFrame, gpus: int, scale: Any) -> Any:
     shades = {f"TP {tp}": TP_SHADES[min(tp.bit_length() - 1, len(TP_SHADES) - 1)] for tp in degrees}
     rows = data(frame.assign(degree="TP " + frame["tp"].astype(str)))
     area = alt.Chart(rows).mark_area(interpolate="step-after", stroke="#FFFFFF", strokeWidth=0.4)
+    height = along(alt.Y, "gpus", "GPUs by TP degree", exactly(0, gpus), minExtent=48, tickCount=4, format=",~f")
     return area.encode(
         x=_seconds("time since generation began (s)", scale),
-        y=alt.Y(
-            "gpus:Q",
-            title="GPUs by TP degree",
-            stack="zero",
-            scale=alt.Scale(domain=[0, gpus], nice=False),
-            axis=alt.Axis(minExtent=48, tickCount=4, format=",~f"),
-        ),
+        y=height.stack("zero"),
         color=by_name(alt.Color, "degree", shades),
         order="tp:Q",
     )

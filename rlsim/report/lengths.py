@@ -14,7 +14,7 @@ from rlsim.formats import listed
 from rlsim.report.page import Block, Section, Table, Text
 from rlsim.report.setups import CaseSetup
 from rlsim.report.shares import RUN
-from rlsim.report.style import CAP, DASHES, GREY, SERIES, by_name, data, finished
+from rlsim.report.style import CAP, DASHES, GREY, SERIES, along, by_name, data, finished
 
 _POINTS = 250  # of a curve
 _OTHERS = "others"
@@ -70,15 +70,10 @@ def lengths_chart(groups: list[Lengths], cap_tokens: int) -> Any:
     low = max(float(min(group.tokens[0] for group in groups)), 1)
     high = max(int(max(group.tokens[-1] for group in groups)), cap_tokens)
     low = min(low, high / 2)  # where all are equal there is still an axis
-    x = alt.X(
-        "tokens:Q",
-        title="response length (tokens, log scale)",
-        scale=alt.Scale(type="log", domain=[low, high * 1.04], nice=False),
-        axis=alt.Axis(values=_ticks(low, high), format=",d", labelOverlap="greedy"),
-    )
-    y = alt.Y(
-        "share:Q", title="responses at least this long", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".0%")
-    )
+    scale, ticks = alt.Scale(type="log", domain=[low, high * 1.04], nice=False), _ticks(low, high)
+    title = "response length (tokens, log scale)"
+    x = along(alt.X, "tokens", title, scale, values=ticks, format=",d", labelOverlap="greedy")
+    y = along(alt.Y, "share", "responses at least this long", alt.Scale(domain=[0, 1]), format=".0%")
     line = alt.Chart(data(rows)).mark_line(interpolate="step-before", strokeWidth=2)
     line = line.encode(
         x=x,

@@ -15,7 +15,7 @@ from rlsim.experiment.summary import means
 from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, with_model, written
 from rlsim.report.page import Block, Figure, Section, Table, Text
 from rlsim.report.setups import CaseSetup
-from rlsim.report.style import GREY, GRID, INK, WIDTH, bar_height, by_name, data, finished, label_angle
+from rlsim.report.style import GREY, GRID, INK, WIDTH, along, bar_height, by_name, data, finished, label_angle
 
 #: Colour and shape of each verdict; shape too, for those who print in grey.
 VERDICTS: dict[str, tuple[str, str]] = {
@@ -69,12 +69,8 @@ def speedup_chart(verdict: Verdict, by_seed: pd.DataFrame) -> Any:
     order = frame["system"].tolist()
     y = alt.Y("system:N", sort=order, title=None, axis=alt.Axis(grid=True))
     scale = alt.Scale(zero=False, nice=True, padding=12)
-    x = alt.X(
-        "speedup:Q",
-        title=f"{verdict.unit} trained on per second, over those of {verdict.baseline} (times)",
-        scale=scale,
-        axis=alt.Axis(tickCount=10),
-    )
+    title = f"{verdict.unit} trained on per second, over those of {verdict.baseline} (times)"
+    x = along(alt.X, "speedup", title, scale, tickCount=10)
     present = {name: look for name, look in VERDICTS.items() if name in set(frame["verdict"])}
     colours, shapes = ({name: look[i] for name, look in present.items()} for i in (0, 1))
     hue, shape = by_name(alt.Color, "verdict", colours), by_name(alt.Shape, "verdict", shapes)

@@ -15,7 +15,7 @@ from rlsim.experiment.summary import half_interval, means
 from rlsim.report.generation import covering
 from rlsim.report.page import Block, Figure, Section
 from rlsim.report.setups import CaseSetup
-from rlsim.report.style import GREY, INK, SERIES, WIDTH, by_name, data, finished
+from rlsim.report.style import GREY, INK, SERIES, WIDTH, along, by_name, data, exactly, finished
 
 _HEIGHT, _LINE, _CHARACTER = 360, 15, 6.6  # px: of the plot, of a line of text, of a character
 _SAME = 0.005  # throughputs that differ by no more than this share are equal, as is such a difference of staleness
@@ -153,14 +153,14 @@ def queue_lengths(result: Result, case: str, system: str, seed: int, at: Any) ->
 def queue_chart(rows: pd.DataFrame) -> Any:
     """A panel for each system: the prompts that wait (columns at_s, prompts, system), on the same axes."""
     systems = list(dict.fromkeys(rows["system"]))
-    x_scale = alt.Scale(domain=[0, float(rows["at_s"].max())], nice=False)
+    x_scale = exactly(0, float(rows["at_s"].max()))
     y_scale = alt.Scale(domain=[0, max(int(rows["prompts"].max()), 1)], nice=True)
     panels = []
     for system in systems:
         last = system == systems[-1]
-        axis = alt.Axis(labels=last, format=",~f", tickCount=10)
-        x = alt.X("at_s:Q", title="time since the run began (s)" if last else None, scale=x_scale, axis=axis)
-        y = alt.Y("prompts:Q", title="prompts", scale=y_scale, axis=alt.Axis(minExtent=40, format=",~f", tickCount=3))
+        title = "time since the run began (s)" if last else None
+        x = along(alt.X, "at_s", title, x_scale, labels=last, format=",~f", tickCount=10)
+        y = along(alt.Y, "prompts", "prompts", y_scale, minExtent=40, format=",~f", tickCount=3)
         base = alt.Chart(data(rows[rows["system"] == system]), title=system).encode(x=x, y=y)
         area = base.mark_area(interpolate="step-after", color=SERIES[0], opacity=0.18)
         line = base.mark_line(interpolate="step-after", color=SERIES[0], strokeWidth=1.2)

@@ -100,6 +100,16 @@ def finished(chart: Any, *, description: str, fit: bool = True) -> Any:
     return chart
 
 
+def along(channel: Any, field: str, title: str | None, scale: Any, **look: Any) -> Any:
+    """A channel (`alt.X`, `alt.Y`) for a column of numbers, with the look of its axis."""
+    return channel(f"{field}:Q", title=title, scale=scale, axis=alt.Axis(**look))
+
+
+def exactly(low: float, high: float) -> Any:
+    """A scale from one number to another."""
+    return alt.Scale(domain=[low, high], nice=False)
+
+
 def by_name(channel: Any, field: str, looks: Mapping[str, Any], *, key: bool = True) -> Any:
     """A channel (`alt.Color`, `alt.Shape`, …) that gives each name of a column its look, with a legend if `key`."""
     names = list(looks)
