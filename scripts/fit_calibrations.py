@@ -1,37 +1,50 @@
-"""Fit `calibration/*.yaml` and write `docs/calibration.md` from measured kernel tables.
+"""Fit `calibration/*.yaml` and write `docs/calibration.md` from measured kernel tables, or fit other constants.
 
     python scripts/fit_calibrations.py [--data DIR] [--only GPU-ENGINE] [--out DIR]
+    python scripts/fit_calibrations.py PART [--data DIR] [--only ENGINE]
 
 DIR holds `kernels/aiconfigurator`, `kernels/vidur`, `engine` and `rl_timings` (default: `../shared/data`). The tables
 themselves are never copied; what is written are fitted constants, their residuals on held-out shapes and where they
 come from. Running it again on the same data gives the same bytes. With `--only` one file is fitted and written, and
-the page is left as it is.
+the page is left as it is. The A40's two files stay as they are: what fitted them went after the commit that they name.
+
+Other parts print the constants that rlsim's code or files hold:
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
+from importlib import import_module
 from pathlib import Path
 
-from calibration.catalogue import Catalogue
-from calibration.report import report
 from calibration.tables import DATA
 
 from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.write import write_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+PARTS = {
+    "across": "across:main",
+    "eager": "published:eager",
+    "expert-launch": "published:expert_launch",
+    "kv": "kv:main",
+    "serving": "host:main",
+    "stage-shares": "published:stage_shares",
+    "training": "training:main",
+    "transfer": "transfer:main",
+    "weight-sync": "published:weight_sync",
+}
 
 
-def main() -> None:
-    """Fit and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the measured tables")
-    parser.add_argument("--only", choices=Catalogue.names(), metavar="GPU-ENGINE", help="fit and write this one only")
-    parser.add_argument("--out", type=Path, default=ROOT, help="where calibration/ and docs/ are written")
-    options = parser.parse_args()
-    catalogue = Catalogue(options.data)
-    folder = options.out / "calibration"
+def calibrations(options: argparse.Namespace) -> None:
+    """Fit and write the files, and the page."""
+    from calibration.catalogue import Catalogue
+    from calibration.report import report
+
+    catalogue, folder = Catalogue(options.data), options.out / "calibration"
+    if options.only not in (None, *catalogue.names()):
+        raise SystemExit(f"--only {options.only}: expected one of {', '.join(catalogue.names())}")
     folder.mkdir(parents=True, exist_ok=True)
     for name in [options.only] if options.only else catalogue.names():
         calibration = catalogue.calibration(name)
@@ -42,6 +55,24 @@ def main() -> None:
         page = options.out / "docs" / "calibration.md"
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(report(catalogue), encoding="utf-8")
+
+
+def main() -> None:
+    """Run one part."""
+    parts = {"calibrations": calibrations}
+    for name, place in PARTS.items():
+        module, _, function = place.partition(":")
+        parts[name] = getattr(import_module(f"calibration.{module}"), function)
+    said = "\n".join(f"  {name:14}{inspect.getdoc(parts[name])}".replace("\n", "\n" + " " * 16) for name in PARTS)
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\n{said}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", nargs="?", default="calibrations", choices=parts)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with the measured tables")
+    parser.add_argument("--only", metavar="NAME", help="fit and write this calibration, or this engine's, only")
+    parser.add_argument("--out", type=Path, default=ROOT, help="where calibration/ and docs/ are written")
+    options = parser.parse_args()
+    parts[options.part](options)
 
 
 if __name__ == "__main__":

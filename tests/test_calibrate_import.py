@@ -12,7 +12,7 @@ import pytest
 from conftest import cases
 
 from rlsim.calibrate.build import Built, build_calibration
-from rlsim.calibrate.importers import FORMATS, aiconfigurator, import_calibration, nccl_tests, read_format, vidur
+from rlsim.calibrate.importers import FORMATS, aiconfigurator, import_calibration, nccl_tests, read_format
 from rlsim.calibrate.importers.reading import version_key
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import load_calibration
@@ -107,18 +107,11 @@ def systems(tmp_path: Path) -> Path:
         path = gpu / f"{name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         table.to_parquet(path)
-    (tmp_path / "aic" / "systems").mkdir()
-    (tmp_path / "aic" / "systems" / "h100_sxm.yaml").write_text(
-        "data_dir: data/h100_sxm\ngpu:\n  mem_bw: 3350000000000\n  bfloat16_tc_flops: 989000000000000\n"
-        "node:\n  num_gpus_per_node: 8\n  intra_node_bw: 450000000000\n"
-    )
     return tmp_path / "aic"
 
 
 def gpu_read(systems: Path, version: str | None = None) -> Measurements:
-    folder = systems / "h100_sxm"
-    reference = aiconfigurator.reference(folder, load_gpu("h100-sxm"), 450e9)
-    return aiconfigurator.read(folder, "vllm", version, gpu="h100-sxm", reference=reference)
+    return aiconfigurator.read(systems / "h100_sxm", "vllm", version, gpu="h100-sxm", reference=H100.reference)
 
 
 def test_aiconfigurator_units_and_rows(systems: Path) -> None:
@@ -151,32 +144,6 @@ def test_aiconfigurator_takes_the_attention_kernel_that_the_engine_chooses(syste
     elsewhere = instead.assign(batch_size=9)  # the same kernel, where the engine's own was not measured
     pd.concat([by_shape, instead, elsewhere]).to_parquet(path)
     pd.testing.assert_frame_equal(gpu_read(systems).table("decode_attention"), before)
-
-
-def test_aiconfigurator_published_rates(systems: Path) -> None:
-    reference = aiconfigurator.reference(systems / "h100_sxm", load_gpu("h100-sxm"), None)
-    assert reference.memory_bytes_per_s == 3.35e12
-    assert (reference.link_bytes_per_s, reference.sm_count) == (450e9, 132)
-    with refused("h100_sxm.yaml", "another GPU's tables"):
-        aiconfigurator.reference(systems / "h100_sxm", load_gpu("a100-sxm-80gb"), None)
-
-
-def test_aiconfigurator_older_layout(systems: Path, tmp_path: Path) -> None:
-    """Comma-separated .txt files under the backend, every 16-bit float called float16, no device column checks lost."""
-    new = gpu_read(systems)
-    old = tmp_path / "old" / "h100_sxm"
-    for path in systems.rglob("*_perf.parquet"):
-        family, backend, version = path.parts[-4:-1]
-        if version == "2.3":
-            continue
-        target = old / backend / version / f"{path.stem}.txt"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        table = pd.read_parquet(path).replace("bfloat16", "float16")
-        table.to_csv(target, index=False)
-        assert family in ("gemm", "attention", "comm")
-    read = aiconfigurator.read(old, "vllm")
-    for operator, table in new.tables.items():
-        pd.testing.assert_frame_equal(read.tables[operator], table, rtol=1e-9)
 
 
 def test_aiconfigurator_follows_reuse(systems: Path) -> None:
@@ -284,150 +251,6 @@ def test_aiconfigurator_unknown_names(systems: Path, tmp_path: Path) -> None:
     (folder / "attention" / "vllm" / "0.14.0" / "context_attention_perf.parquet").unlink()
     with refused("vllm 0.14.0 has no context_attention_perf"):
         aiconfigurator.read(folder, "vllm", "0.14.0")
-
-
-# Vidur ----------------------------------------------------------------------------------------------------------------
-
-
-def mlp_rows() -> pd.DataFrame:
-    a100 = load_calibration("a100-sxm-80gb-vllm")
-    operators = Operators(a100.operators, a100.reference)
-    rows = []
-    for tp in (1, 2):
-        for tokens in (1, 8, 64, 512, 2048):
-            times = {
-                "attn_pre_proj": operators.gemm_s(tokens, 6144 // tp, 4096),
-                "attn_post_proj": operators.gemm_s(tokens, 4096, 4096 // tp),
-                "mlp_up_proj": operators.gemm_s(tokens, 28672 // tp, 4096),
-                "mlp_down_proj": operators.gemm_s(tokens, 4096, 14336 // tp),
-            }
-            small = ("input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act")
-            times.update(dict.fromkeys(small, 3e-6 + tokens * 2e-8))
-            row = {f"time_stats.{name}.median": value * 1e3 for name, value in times.items()}
-            row.update({f"time_stats.{name}.mean": 99.0 for name in times})
-            shape = {"n_head": 32, "n_kv_head": 8, "n_embd": 4096, "n_expanded_embd": 14336, "vocab_size": 128256}
-            rows.append(
-                {**row, **shape, "use_gated_mlp": True, "num_tokens": tokens, "num_tensor_parallel_workers": tp}
-            )
-    return pd.DataFrame(rows)
-
-
-def vidur_attention_rows() -> pd.DataFrame:
-    shape = {"n_embd": 8192, "n_q_head": 64, "n_kv_head": 8, "block_size": 16, "num_tensor_parallel_workers": 2}
-    decode = [(b, 0, c, False, 0.01 + b * c * 2e-6, None) for b in (1, 8, 64) for c in (32, 1024, 4000)]
-    prefill = [(1, n, c, True, None, 0.02 + n * (c + n) * 3e-7) for n in (64, 128, 256, 512, 1024) for c in (0, 512)]
-    columns = ["batch_size", "prefill_chunk_size", "kv_cache_size", "is_prefill"]
-    columns += ["time_stats.attn_decode.median", "time_stats.attn_prefill.median"]
-    return pd.DataFrame(decode + prefill, columns=columns).assign(**shape)
-
-
-def network_rows(op: str, new: bool = True) -> pd.DataFrame:
-    rows = []
-    for gpus, per_node in ((2, 2), (8, 8), (16, 8)) if op == "all_reduce" else ((2, 2), (2, 1)):
-        for size in (2048, 65536, 2**20, 2**25):
-            row = {f"time_stats.{op}.median": 0.02 + size / 150e9 * 1e3, f"time_stats.{op}.mean": 99.0, "rank": 0}
-            sized = (
-                {"size": size, "devices_per_node": per_node} if new else {"n_embd": 4096, "num_tokens": size // 8192}
-            )
-            rows.append({**row, "num_workers": gpus, **sized})
-    return pd.DataFrame(rows)
-
-
-@pytest.fixture
-def profiling(tmp_path: Path) -> Path:
-    root = tmp_path / "data" / "profiling"
-    files = {
-        "compute/a100/meta-llama/Meta-Llama-3-8B/mlp.csv": mlp_rows(),
-        "compute/a100/meta-llama/Meta-Llama-3-8B/attention.csv": vidur_attention_rows(),
-        "compute/h100/meta-llama/Meta-Llama-3-8B/mlp.csv": mlp_rows(),
-        "network/a100_dgx/all_reduce.csv": network_rows("all_reduce"),
-        "network/a100_dgx/send_recv.csv": network_rows("send_recv"),
-    }
-    for name, table in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(root / name, index="network" in name)
-    return root
-
-
-def test_vidur_units_and_rows(profiling: Path) -> None:
-    read = vidur.read(profiling, "a100-sxm-80gb", reference=load_calibration("a100-sxm-80gb-vllm").reference)
-    gemm = read.table("gemm")
-    assert set(zip(gemm.n, gemm.k, strict=True)) >= {(6144, 4096), (14336, 4096), (4096, 2048), (28672, 4096)}
-    row = mlp_rows().query("num_tokens == 64 and num_tensor_parallel_workers == 2").iloc[0]
-    up = gemm.query("m == 64 and n == 14336 and k == 4096").seconds.item()
-    assert up == pytest.approx(row["time_stats.mlp_up_proj.median"] * 1e-3)
-    bound = read.table("memory_bound")
-    assert set(bound.kernels) == {4}
-    assert bound.query("tokens == 1").seconds.iloc[0] == pytest.approx(4 * (3e-6 + 2e-8))
-    decode, prefill = read.table("decode_attention"), read.table("prefill_attention")
-    assert set(zip(decode.q_heads, decode.kv_heads, decode.head_dim, strict=True)) == {(32, 4, 128)}
-    assert sorted(decode.context.unique()) == [33, 1025, 4001]
-    assert sorted(prefill.prior.unique()) == [0, 512]
-    collective = read.table("collective")
-    assert set(zip(collective.op, collective.gpus, strict=True)) == {
-        ("all_reduce", 2),
-        ("all_reduce", 8),
-        ("send_recv", 2),
-    }
-    largest = collective.query("op == 'all_reduce' and gpus == 8").bytes.max()
-    assert largest == 2**25  # bytes, not elements
-    assert "all_reduce.csv: 4 rows across nodes are left out" in read.notes
-
-
-def test_vidur_older_all_reduce_counts_elements(tmp_path: Path) -> None:
-    path = tmp_path / "a40_all_reduce.csv"
-    network_rows("all_reduce", new=False).to_csv(path)
-    table = vidur.read(path, "a40").table("collective")
-    assert sorted(table.bytes.unique()) == [65536, 2**20, 2**25]  # zero tokens left out
-
-
-def test_vidur_zeros_are_left_out_and_noted(profiling: Path) -> None:
-    path = profiling / "network/a100_dgx/all_reduce.csv"
-    table = pd.read_csv(path)
-    table.loc[0, "time_stats.all_reduce.median"] = 0.0
-    table.to_csv(path, index=False)
-    assert "all_reduce.csv: 1 rows timed as zero are left out" in vidur.read(profiling, "a100-sxm-80gb").notes
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        ("mlp.csv", lambda t: t.apply(lambda c: c / 1e3 if "time" in c.name else c), ["longer unit"]),
-        ("mlp.csv", lambda t: t.apply(lambda c: c * 1e3 if "time" in c.name else c), ["shorter unit"]),
-        ("mlp.csv", lambda t: t.drop(columns="n_kv_head"), ["no column 'n_kv_head'", "did you mean 'n_head'"]),
-        (
-            "attention.csv",
-            lambda t: t.assign(batch_size=t.batch_size.where(t.index != 2)),
-            ["line 4", "batch_size is nan"],
-        ),
-        ("attention.csv", lambda t: t.drop(columns="is_prefill"), ["no column 'is_prefill'"]),
-        ("all_reduce.csv", lambda t: t.assign(size=-t["size"]), ["line 2", "size is -2048"]),
-        ("all_reduce.csv", lambda t: t.apply(lambda c: c * 1e3 if "time" in c.name else c), ["shorter unit"]),
-        ("all_reduce.csv", lambda t: t.head(0), ["no rows"]),
-    ],
-)
-def test_vidur_broken_tables(profiling: Path, name: str, change: object, words: list[str]) -> None:
-    path = next(p for p in profiling.rglob(name) if "a100" in str(p.relative_to(profiling)))
-    change(pd.read_csv(path)).to_csv(path, index=False)  # type: ignore[operator]
-    with refused(str(path), *words):
-        vidur.read(profiling, "a100-sxm-80gb", reference=load_calibration("a100-sxm-80gb-vllm").reference)
-
-
-def test_vidur_cut_file_and_unknown_names(profiling: Path, tmp_path: Path) -> None:
-    path = profiling / "network/a100_dgx/send_recv.csv"
-    text = path.read_text()
-    path.write_text(text[: len(text) - 12])
-    with refused(str(path), "line 9", "cut off"):
-        vidur.read(path, "a100-sxm-80gb")
-    with refused("no tables of GPU 'l40s'", "a100"):
-        vidur.read(profiling, "l40s")
-    with refused("no such file or folder"):
-        vidur.read(tmp_path / "nowhere", "a40")
-    other = profiling / "network/a100_pairwise_nvlink"
-    other.mkdir()
-    network_rows("all_reduce").to_csv(other / "all_reduce.csv")
-    with refused("several kinds of node", "a100_dgx, a100_pairwise_nvlink"):
-        vidur.read(profiling, "a100-sxm-80gb")
 
 
 # nccl-tests -----------------------------------------------------------------------------------------------------------
@@ -550,12 +373,6 @@ def test_nccl_tests_tagged_lines(tmp_path: Path) -> None:
         assert nccl_read(tmp_path, "\n".join(lines)).table("collective").equals(plain)
 
 
-@pytest.mark.parametrize("program", ["all_reduce", "reduce_scatter"])
-def test_nccl_tests_without_a_name_are_told_by_their_bandwidths(tmp_path: Path, program: str) -> None:
-    named = nccl_read(tmp_path, nccl_text(program)).table("collective")
-    assert nccl_read(tmp_path, nccl_text(program, named=False), "log.txt").table("collective").equals(named)
-
-
 def test_nccl_tests_json_and_text_agree(tmp_path: Path) -> None:
     text = nccl_read(tmp_path, nccl_text()).table("collective")
     report = nccl_read(tmp_path, json.dumps(nccl_json()), "r.json").table("collective")
@@ -578,7 +395,6 @@ def test_nccl_tests_broken_text(tmp_path: Path) -> None:
             f"line {number}",
             "microseconds",
         ],
-        text.replace("(us)", "(ms)"): ["times in (ms)"],
         text.replace(large, large.replace("       0", "      17")): [f"line {number}", "17 wrong elements"],
         text.replace(DEVICE, "NVIDIA A100-SXM4-80GB"): ["measured on NVIDIA A100"],
         nccl_text(hosts=2): ["over 2 nodes"],
@@ -623,23 +439,17 @@ def test_nccl_tests_of_no_use(tmp_path: Path) -> None:
 # Straight to a calibration --------------------------------------------------------------------------------------------
 
 
-def test_import_of_each_format_writes_a_calibration_and_its_chart(
-    systems: Path, profiling: Path, tmp_path: Path
-) -> None:
+def test_import_of_each_format_writes_a_calibration_and_its_chart(systems: Path, tmp_path: Path) -> None:
     log = tmp_path / "all_reduce.txt"
     log.write_text(nccl_text())
     out = tmp_path / "out"
     out.mkdir()
-    paths = {"aiconfigurator": systems, "vidur": profiling, "nccl-tests": log}
-    for format_name in FORMATS:
-        gpu = "a100-sxm-80gb" if format_name == "vidur" else "h100-sxm"
-        path = import_calibration(
-            format_name, [paths[format_name]], gpu=gpu, engine="vllm", base=f"{gpu}-vllm", name=format_name, out=out
-        )
+    for name, path in zip(FORMATS, (systems, log), strict=True):
+        path = import_calibration(name, [path], gpu="h100-sxm", engine="vllm", base="h100-sxm-vllm", name=name, out=out)
         calibration = load_calibration(path)
-        assert (calibration.gpu, calibration.name) == (gpu, format_name)
+        assert (calibration.gpu, calibration.name) == ("h100-sxm", name)
         assert calibration.provenance.script == "rlsim calibrate import"
-        assert any(note.startswith(f"not measured, from {gpu}-vllm") for note in calibration.provenance.notes)
+        assert any(note.startswith("not measured, from h100-sxm-vllm") for note in calibration.provenance.notes)
     names = sorted(path.name for path in out.iterdir())
     assert names == sorted(f"{name}{suffix}" for name in FORMATS for suffix in (".yaml", ".html"))
 
@@ -726,20 +536,3 @@ def test_points_of_real_tables_are_those_the_residuals_count(real: Built) -> Non
         residual = real.calibration.residuals[operator]
         assert residual.count == len(unseen)
         assert residual.median == pytest.approx(unseen.error.abs().median(), rel=0.01)
-
-
-@tables
-@pytest.mark.parametrize(
-    ("gpu", "folders"),
-    [
-        (
-            "a40",
-            ["head/data/profiling/compute", "history/a40_all_reduce_6d98aa8.csv", "history/a40_all_reduce_c211fca.csv"],
-        ),
-        ("a100-sxm-80gb", ["head/data/profiling/network/a100_dgx", "history/a100_attention.csv"]),
-    ],
-)
-def test_real_vidur_tables_of_both_layouts_are_read(gpu: str, folders: list[str]) -> None:
-    read, _ = read_format("vidur", [DATA / "vidur" / folder for folder in folders], load_gpu(gpu), "vllm", None)
-    assert len(read.table("collective")) > 1000
-    assert ("decode_attention" in read) == (gpu != "a40")

@@ -16,13 +16,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_calibrate_import import collective_rows, nccl_json, network_rows
+from test_calibrate_import import collective_rows, nccl_json
 
 from rlsim import tables
-from rlsim.calibrate.importers import aiconfigurator, nccl_tests, vidur
+from rlsim.calibrate.importers import aiconfigurator, nccl_tests
 from rlsim.calibrate.importers.reading import read_table
 from rlsim.errors import CalibrationError, ConfigError, TraceError
-from rlsim.hardware import load_gpu
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
 from rlsim.trace.importers import import_trace
@@ -223,24 +222,6 @@ def test_more_ranks_than_any_cluster_has(tmp_path: Path) -> None:
     one_error(CalibrationError, "r.json", of=lambda: nccl_tests.read([tmp_path / "r.json"]))
 
 
-@pytest.mark.parametrize("value", [".nan", ".inf", "0", "-1", "x"])
-def test_rates_of_a_gpu_that_are_no_rates(tmp_path: Path, value: str) -> None:
-    (tmp_path / "systems").mkdir()
-    text = f"gpu: {{bfloat16_tc_flops: 989e12, mem_bw: {value}}}\nnode: {{intra_node_bw: 450e9}}\n"
-    (tmp_path / "systems" / "h100_sxm.yaml").write_text(text)
-    folder = tmp_path / "data" / "h100_sxm"
-    wanted = "h100_sxm.yaml: expected gpu.mem_bw"
-    one_error(CalibrationError, wanted, of=lambda: aiconfigurator.reference(folder, load_gpu("h100-sxm"), None))
-
-
-def test_vidur_nodes_that_are_no_number(tmp_path: Path) -> None:
-    table = network_rows("all_reduce").astype({"devices_per_node": object})
-    table.loc[2, "devices_per_node"] = "eight"
-    table.to_csv(tmp_path / "all_reduce.csv", index=False)
-    one_error(CalibrationError, "line 4: devices_per_node is eight",
-              of=lambda: vidur.read(tmp_path / "all_reduce.csv", "a100-sxm-80gb"))  # fmt: skip
-
-
 def test_lists_in_a_column_of_a_table(tmp_path: Path) -> None:
     pq.write_table(pa.table({"device": pa.array([[1, 2], [3]])}), tmp_path / "t.parquet")
     one_error(
@@ -265,18 +246,10 @@ def test_texts_of_a_table_that_are_no_utf8(tmp_path: Path) -> None:
     one_error(TraceError, "not a readable Parquet file", of=lambda: read_trace(tmp_path / "t.parquet"))
 
 
-@pytest.mark.parametrize("column", ["n_q_head", "num_tensor_parallel_workers"])
-def test_counts_of_vidur_that_divide_are_not_zero(tmp_path: Path, column: str) -> None:
-    row = {"n_embd": 8192, "n_q_head": 64, "n_kv_head": 8, "block_size": 16, "num_tensor_parallel_workers": 2,
-           "batch_size": 1, "prefill_chunk_size": 0, "kv_cache_size": 32, "is_prefill": False,
-           "time_stats.attn_decode.median": 0.01, "time_stats.attn_prefill.median": None}  # fmt: skip
-    pd.DataFrame([row, row | {column: 0}]).to_csv(tmp_path / "attention.csv", index=False)
-    one_error(CalibrationError, f"{column} is 0", of=lambda: vidur.read(tmp_path / "attention.csv", "a100-sxm-80gb"))
-
-
 def test_versions_that_are_no_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "vllm" / "0.1"
+    folder = tmp_path / "gemm" / "vllm" / "0.1"
     folder.mkdir(parents=True)
+    (tmp_path / "attention" / "vllm").mkdir(parents=True)
     for name in ("x" * 400, "../.."):
         (folder / "reuse.yaml").write_text(f'reuse: [{{table: gemm_perf, from_version: "{name}"}}]\n')
         one_error(CalibrationError, "no version of vllm", of=lambda: aiconfigurator.read(tmp_path, "vllm"))

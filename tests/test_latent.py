@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlsim.calibrate.fit.latent import MEASURED, UNSEEN, kernel_latent_attention
-from rlsim.calibrate.importers import latent
+from rlsim.calibrate.importers import aiconfigurator
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.fits import KernelFit, LatentAttentionFit, OperatorFits
@@ -113,12 +113,12 @@ def test_a_fit_finds_what_made_the_rows() -> None:
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 @pytest.mark.parametrize(("engine", "median", "p90"), [("vllm", 0.02, 0.06), ("sglang", 0.03, 0.10)])
 def test_head_counts_that_no_fit_has_seen(gpu: str, engine: str, median: float, p90: float) -> None:
-    paths = latent.paths(DATA / f"{gpu}_sxm", engine)
+    paths = aiconfigurator.latent_tables(DATA / f"{gpu}_sxm", engine)
     assert paths is not None
     calibration = load_calibration(f"{gpu}-{engine}")
     others = Operators(calibration.operators, calibration.reference)
-    module, blocks = latent.TABLES[engine][2], latent.in_blocks(paths[0])
-    found = kernel_latent_attention(*map(latent.rows, paths), others, module=module, blocks=blocks)
+    module, blocks = aiconfigurator.LATENT[engine][2], aiconfigurator.in_blocks(paths[0])
+    found = kernel_latent_attention(*map(aiconfigurator.latent, paths), others, module=module, blocks=blocks)
     residual = found.residuals["latent_attention"]
     assert residual.median < median
     assert residual.p90 < p90

@@ -205,10 +205,10 @@ def test_attention_on_an_fp8_cache_is_of_the_engines_kernel(tmp_path: Path) -> N
     path = tmp_path / "context_attention_perf.parquet"
     names = ["kernel_source", "attn_dtype", *columns, "latency"]
     pd.DataFrame(rows, columns=names).assign(kv_cache_dtype="fp8").to_parquet(path)
-    assert aiconfigurator.prefill_attention(path, kv="fp8").seconds.tolist() == [1e-3, 2e-3]
+    assert aiconfigurator.attention(path, "prefill_attention", kv="fp8").seconds.tolist() == [1e-3, 2e-3]
     rows += [("fa3", "bfloat16", *shape, 3.0), ("fa3", "bfloat16", 2, *shape[1:], 4.0)]
     pd.DataFrame(rows, columns=names).assign(kv_cache_dtype="fp8").to_parquet(path)
-    assert aiconfigurator.prefill_attention(path, kv="fp8").seconds.tolist() == [3e-3, 4e-3]
+    assert aiconfigurator.attention(path, "prefill_attention", kv="fp8").seconds.tolist() == [3e-3, 4e-3]
 
 
 # Models and memory ----------------------------------------------------------------------------------------------------

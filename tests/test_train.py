@@ -282,7 +282,7 @@ def test_more_tokens_never_take_less_time(lengths: list[int]) -> None:
 
 
 def test_measured_verl_step() -> None:
-    """Row 3: Qwen2-7B, FSDP on 8 A100/A800, at the fitted efficiency and bus rate (scripts/fit_training.py)."""
+    """Row 3: Qwen2-7B, FSDP on 8 A100/A800, at the fitted efficiency and bus rate (the part `training` of the fits)."""
     row = pd.read_csv(DATA).set_index("id").loc[3]
     draws = np.random.default_rng(0).lognormal(0, 0.7, int(row.responses_per_step))
     lengths = np.minimum(draws * row.mean_response / draws.mean(), row.max_response) + row.mean_prompt

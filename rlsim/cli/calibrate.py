@@ -90,8 +90,8 @@ def import_(
         str,
         typer.Argument(
             metavar="FORMAT",
-            help="aiconfigurator, vidur or nccl-tests.",
-            autocompletion=complete.one_of("aiconfigurator", "vidur", "nccl-tests"),
+            help="aiconfigurator or nccl-tests.",
+            autocompletion=complete.one_of("aiconfigurator", "nccl-tests"),
         ),
     ],
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files or folders of that format.")],

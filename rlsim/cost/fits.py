@@ -278,7 +278,7 @@ class AcrossFit(Fitted):
     source: str = Field(description="what it is from")
 
 
-#: Of NCCL and networks, not of a GPU: every calibration has it that says nothing else (`scripts/fit_across.py`).
+#: Of NCCL and networks, not of a GPU, where a calibration says nothing else (`scripts/fit_calibrations.py across`).
 ACROSS = AcrossFit(
     base_s=6.8e-6,
     step_s=0.6e-6,

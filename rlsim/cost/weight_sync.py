@@ -59,7 +59,7 @@ class SyncFit:
     sglang_bytes_per_s: float  # of what gets into SGLang, beside the time for tensors
 
 
-#: Printed by `scripts/fit_weight_sync.py`, from veRL's published syncs: which row gives which is in
+#: Printed by `scripts/fit_calibrations.py weight-sync`, from veRL's published syncs: which row gives which is in
 #: `rlsim.validate.weight_sync`.
 FITTED = SyncFit(
     network_share=0.460,  # GH200, 4 to 4 GPUs

@@ -1,7 +1,7 @@
 """Errors of measured training calls under fits that have not seen them, and whether intervals from the others hold.
 
-The errors are made by `scripts/fit_transfer.py`, which fits a training stack without each group of runs, and shipped
-with rlsim (`transfer_calls.yaml`). Nothing is fitted here.
+The errors are made by `scripts/fit_calibrations.py transfer`, which fits a training stack without each group of runs,
+and shipped with rlsim (`transfer_calls.yaml`). Nothing is fitted here.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rlsim.validate.steps_trainer import trainer_rows
 from rlsim.validate.steps_verl import verl_rows
 
 REALHF = "realhf_steps.csv"
-#: Of ReaLHF's actors, in billions of parameters: the one that launch times are fitted to (`scripts/fit_eager.py`).
+#: Of ReaLHF's actors, in billions of parameters: launches are fitted to it (`scripts/fit_calibrations.py eager`).
 FITTED = 7
 #: Share of the peak that its training and inference reach, fitted to the same steps.
 EFFICIENCY = 0.50

@@ -28,7 +28,7 @@ PHASES = (
     ("step_s", "step", "step_time_s"),
 )
 #: Between the GPUs of rows 2 to 4, which name no link: the one whose bus rate is the 18 GB/s that their FSDP calls fit
-#: (`scripts/fit_training.py`), as the A100's 300 GB/s give 240. PCIe 4 has such a rate.
+#: (`scripts/fit_calibrations.py training`), as the A100's 300 GB/s give 240. PCIe 4 has such a rate.
 PCIE = {"name": "pcie4x16", "bytes_per_s": 22.5e9, "latency_s": 1e-6}
 
 row = partial(Row, "steps")

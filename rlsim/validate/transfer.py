@@ -1,8 +1,8 @@
 """Part `transfer`: host time fitted to some settings of an engine, against the runs of one that no fit has seen.
 
-A setting is an engine, a model and a TP. The fits are made by `scripts/fit_serving.py` and shipped with rlsim
-(`transfer_fits.yaml`): one to all runs of an engine, one without each of its TPs, and all of these once more for each
-structural term left out. This part simulates the runs with them; nothing is fitted here.
+A setting is an engine, a model and a TP. The fits are made by `scripts/fit_calibrations.py serving` and shipped with
+rlsim (`transfer_fits.yaml`): one to all runs of an engine, one without each of its TPs, and all of these once more for
+each structural term left out. This part simulates the runs with them; nothing is fitted here.
 """
 
 from __future__ import annotations

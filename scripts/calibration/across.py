@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from calibration.markdown import section, table
-from rlsim.calibrate.fit.common import percent
+from calibration.markdown import rewrite, section, summary, table
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.fits import ACROSS, AcrossFit
 from rlsim.hardware import load_cluster
-from rlsim.reading import read_yaml
+from rlsim.reading import plain, read_yaml
 
 POINTS = Path(__file__).with_suffix("").with_name("across_nodes.yaml")
 #: What NCCL does not publish: `AcrossFit` fields, and the bounds of their fit.
@@ -55,20 +54,20 @@ def points() -> list[Point]:
     """All of the file."""
     return [
         Point(
-            cluster=str(one["cluster"]),
-            source=str(one["source"]),
-            op=str(measured["op"]),
-            nodes=int(measured["nodes"]),
-            gpus=int(measured["nodes"]) * int(one.get("local", 8)),
+            cluster=one["cluster"],
+            source=one["source"],
+            op=table["op"],
+            nodes=table["nodes"],
+            gpus=table["nodes"] * one.get("local", 8),
             size=_bytes(str(size)),
-            time_s=float(us) * 1e-6,
-            gpu=str(one["gpu"]),
-            bytes_per_s=float(one["gbit_per_s"]) / 8 * 1e9,
-            latency_s=float(one["latency_us"]) * 1e-6 if "latency_us" in one else None,
+            time_s=us * 1e-6,
+            gpu=one["gpu"],
+            bytes_per_s=one["gbit_per_s"] / 8 * 1e9,
+            latency_s=one["latency_us"] * 1e-6 if "latency_us" in one else None,
         )
-        for one in read_yaml(POINTS)["clusters"]
-        for measured in one["tables"]
-        for size, us in measured["us"].items()
+        for one in plain(read_yaml(POINTS))["clusters"]
+        for table in one["tables"]
+        for size, us in table["us"].items()
     ]
 
 
@@ -102,12 +101,12 @@ def across_section(errors: Sequence[float] | None = None) -> str:
     for op in dict.fromkeys(point.op for point in measured):
         for name, low, high in CLASSES:
             found = [error for point, error in both if point.op == op and low < point.size <= high]
-            rows.append((op, name, *_summary(found)))
-    rows.append(("all", "", *_summary(errors)))
+            rows.append((op, name, *summary(found)))
+    rows.append(("all", "", *summary(errors)))
     known = [error for point, error in both if point.latency_s is None]
-    rows.append(("all, but of clusters whose own smallest message gave a hop's latency (EFA)", "", *_summary(known)))
+    rows.append(("all, but of clusters whose own smallest message gave a hop's latency (EFA)", "", *summary(known)))
     clusters = [
-        (name, one.source, ", ".join(_what(measured, name)), *_summary([e for p, e in both if p.cluster == name]))
+        (name, one.source, ", ".join(_what(measured, name)), *summary([e for p, e in both if p.cluster == name]))
         for name, one in {point.cluster: point for point in measured}.items()
     ]
     exchanges = []
@@ -143,12 +142,14 @@ def _bytes(size: str) -> float:
     return float(size[:-1]) * _UNITS[size[-1]] if size[-1] in _UNITS else float(size)
 
 
-def _summary(errors: Iterable[float]) -> tuple[str, str, str, int]:
-    found = np.array(list(errors))
-    size = np.abs(found)
-    return percent(np.median(size)), percent(np.quantile(size, 0.9)), f"{np.median(found):+.0%}", len(found)
-
-
 def _what(measured: Sequence[Point], cluster: str) -> list[str]:
     mine = [point for point in measured if point.cluster == cluster]
     return list(dict.fromkeys(f"{point.op} over {point.nodes} nodes" for point in mine))
+
+
+def main(_: object) -> None:
+    """Collectives across nodes, to published nccl-tests: prints the constants of `rlsim.cost.fits.ACROSS` and writes
+    their section of the page. A minute."""
+    found = fit(points())
+    print(", ".join(f"{name} {getattr(found, name):g}" for name in FITTED))
+    rewrite(across_section())

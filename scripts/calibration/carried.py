@@ -18,8 +18,6 @@ from rlsim.cost.carried import carried_operators
 from rlsim.hardware import load_cluster
 
 FEW_ROWS = 64  # of products that decode
-#: Source and target: the same chip with other memory, the next generation, the one before.
-PAIRS = (("h100-sxm", "h200-sxm"), ("h100-sxm", "b200-sxm"), ("a100-sxm-80gb", "h100-sxm"), ("a100-sxm-80gb", "l40s"))
 
 
 def carried_errors(data: Path, source: Calibration, target: str) -> dict[str, Residual]:

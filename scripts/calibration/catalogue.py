@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from calibration.a40 import fit_a40, under_engine
 from calibration.gpus import ENGINES, GPUS, OLDER
 from calibration.measured import HotRows, against_hot_rows, fit_measured
 from rlsim.cost.calibration import Calibration, Engine
@@ -28,12 +27,7 @@ class Catalogue:
     @staticmethod
     def names() -> list[str]:
         """Every calibration that is fitted."""
-        measured = [f"{name}-{engine}" for name, gpu in GPUS.items() for engine in gpu.versions]
-        return sorted(["a40-sglang", "a40-vllm", *measured, *OLDER])
-
-    def all(self) -> dict[str, Calibration]:
-        """Every calibration by name."""
-        return {name: self.calibration(name) for name in self.names()}
+        return sorted([f"{name}-{engine}" for name, gpu in GPUS.items() for engine in gpu.versions] + [*OLDER])
 
     def hot(self) -> dict[str, dict[str, HotRows]]:
         """How the kernels of the measured GPUs compare with L2-hot rows, by calibration and operator."""
@@ -49,25 +43,15 @@ class Catalogue:
         return fit_measured(self.data, about, engine)
 
     def _calibration(self, name: str) -> Calibration:
-        if name in OLDER:
-            return self._served(self.kernels(*OLDER[name])).model_copy(update={"name": name})
-        gpu, _, suffix = name.rpartition("-")
-        engine = next(engine for engine in ENGINES if engine == suffix)
-        if gpu == "a40":
-            donor = self.calibration(f"l40s-{engine}")
-            return (
-                fit_a40(self.data, donor) if engine == "sglang" else under_engine(self.calibration("a40-sglang"), donor)
-            )
-        return self._served(self.kernels(gpu, engine))
-
-    @staticmethod
-    def _served(kernels: Calibration) -> Calibration:
         """With the host time and front end that the serving runs of its engine give."""
+        gpu, _, suffix = name.rpartition("-")
+        own = OLDER.get(name) or (gpu, next(engine for engine in ENGINES if engine == suffix))
+        kernels = self.kernels(*own)
         fit = shipped_fits().of(kernels.engine)
         reused = "" if kernels.gpu == SERVED_ON else "; reused from H100, host CPUs may differ"
         ahead = kernels.engine == "vllm" and tuple(map(int, kernels.release.split(".")[:2])) >= ASYNC_SCHEDULING
         update = {
-            name: record.model_copy(update={"source": record.source + reused})
-            for name, record in (("host", fit.host), ("front_end", fit.front_end))
+            part: record.model_copy(update={"source": record.source + reused})
+            for part, record in (("host", fit.host), ("front_end", fit.front_end))
         }
-        return kernels.model_copy(update=update).scheduled(True if ahead else None)
+        return kernels.model_copy(update={**update, "name": name}).scheduled(True if ahead else None)

@@ -1,24 +1,28 @@
-"""The GPUs that calibrations are made for, and the tables and releases that each is fitted to."""
+"""The GPUs of `gpus.yaml` that calibrations are made for, and where their tables lie."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlsim.cost.calibration import Engine
+from rlsim.reading import plain, read_yaml
+
+ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One measured GPU."""
+    """One measured GPU: a row of `gpus.yaml`, which says what is what."""
 
     name: str
-    folder: str  # in the operator tables
-    cluster: str  # of the catalogue: a node as measured
-    versions: Mapping[Engine, str]  # the release fitted, by engine
-    vidur: tuple[str, ...]  # layer tables for the elementwise kernels, of this GPU or the nearest one
-    training: str = "0.5.10"  # release of SGLang whose products are taken for training, which `TRAFFIC` is fitted with
-    deepgemm: str = "0.5.10"  # release of SGLang whose products in fp8_block are nearest to vLLM's
+    folder: str
+    cluster: str
+    versions: Mapping[Engine, str]
+    vidur: tuple[str, ...]
+    training: str = "0.5.10"
+    deepgemm: str = "0.5.10"
 
     @property
     def elementwise_donor(self) -> str:
@@ -35,30 +39,7 @@ class Gpu:
         return self.gemm("sglang", self.training)
 
 
-ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
-
-#: Vidur's layer tables, by GPU and model; the only tables there are of the A40.
-H100_VIDUR = ("h100/meta-llama/Llama-2-7b-hf", "h100/meta-llama/Llama-2-70b-hf")
-A100_VIDUR = ("a100/meta-llama/Meta-Llama-3-8B", "a100/meta-llama/Meta-Llama-3-70B")
-A40_VIDUR = ("a40/meta-llama/Llama-2-7b-hf", "a40/meta-llama/Llama-2-70b-hf")
-
-#: vLLM 0.14.0 was measured on Hopper without what its server does there: decode attention that splits the KV of few
-#: sequences over all SMs, and all-reduce by the switch (multicast) beyond 256 KiB on eight GPUs. 0.24.0 has both.
-HOPPER: dict[Engine, str] = {"sglang": "0.5.14", "vllm": "0.24.0", "trtllm": "1.2.0rc5"}
-AMPERE: dict[Engine, str] = {"sglang": "0.5.10", "vllm": "0.14.0", "trtllm": "1.0.0"}
-#: SGLang 0.5.14 chooses between attention kernels by shape here, which one formula is 58% off at the 90th percentile.
-ADA: dict[Engine, str] = {"sglang": "0.5.10", "vllm": "0.24.0", "trtllm": "1.0.0"}
-BLACKWELL: dict[Engine, str] = {"sglang": "0.5.14", "vllm": "0.24.0"}
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("b200-sxm", "b200_sxm", "8xb200", BLACKWELL, H100_VIDUR, "0.5.14", "0.5.14"),
-        Gpu("h100-sxm", "h100_sxm", "8xh100", HOPPER, H100_VIDUR),
-        Gpu("h200-sxm", "h200_sxm", "8xh200", HOPPER, H100_VIDUR),
-        Gpu("a100-sxm-80gb", "a100_sxm", "8xa100", AMPERE, A100_VIDUR),
-        Gpu("l40s", "l40s", "8xl40s", ADA, A40_VIDUR),
-    )
-}
-
-#: Older releases that a calibration is kept of, named with it: the serving runs' SGLang is 0.5.1.
-OLDER: dict[str, tuple[str, Engine, str]] = {"h100-sxm-sglang-0.5.10": ("h100-sxm", "sglang", "0.5.10")}
+_ROWS = plain(read_yaml(Path(__file__).with_suffix(".yaml")))
+GPUS = {row["name"]: Gpu(**row) for row in _ROWS["gpus"]}
+OLDER: dict[str, tuple[str, Engine, str]] = {name: tuple(row) for name, row in _ROWS["older"].items()}
+KEPT: list[str] = _ROWS["kept"]

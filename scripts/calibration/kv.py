@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from calibration.markdown import section, table
-from rlsim.calibrate.fit.common import percent
+from calibration.markdown import rewrite, section, summary, table
 from rlsim.cost import engine_memory as shipped
 from rlsim.cost.engine_memory import GIB, EngineMemory, engine_memory_of
 from rlsim.cost.memory import kv_page_bytes, rollout_activation_bytes, rollout_weight_bytes
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.models import Model, load_model
-from rlsim.reading import read_yaml
+from rlsim.reading import plain, read_yaml
+from rlsim.schema import Schema
 
 LOGS = Path(__file__).with_name("kv_logs.yaml")
-PARTS = ("weights", "activations", "libraries", "context", "kv")
+#: Of a GPU, and how the page calls them.
+PARTS = {name: name for name in ("weights", "activations", "libraries", "context")} | {"kv": "KV cache"}
 
 
 @dataclass(frozen=True)
@@ -33,31 +34,42 @@ class Constants:
     library_per_doubling: float = shipped.LIBRARY_BYTES_PER_DOUBLING
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(Schema):
     """One start of an engine: its settings, and what it stated (GiB of a GPU, KV tokens of the replica)."""
 
     source: str
     assumed: str
     engine: str
     release: str
-    model_name: str
-    precision: str
+    model: str
+    precision: str = "bf16"
     tp: int
-    ep: bool
-    pcie: bool
-    memory: float | None
-    util: float
-    batched: int
-    seqs: int
-    stated: dict[str, float]
+    ep: bool = False
+    pcie: bool = False
+    gpu: str = ""
+    gib: float | None = None
+    util: float = 0.0
+    batched: int = 0
+    seqs: int = 0
+    weights: float | None = None
+    activations: float | None = None
+    libraries: float | None = None
+    context: float | None = None
+    kv: float | None = None
+    tokens: float | None = None
+
+    @property
+    def stated(self) -> dict[str, float]:
+        """What it says, by part."""
+        found = {part: getattr(self, part) for part in (*PARTS, "tokens")}
+        return {part: value for part, value in found.items() if value is not None}
 
     @property
     def setting(self) -> str:
         """`vLLM 0.11.0, llama-3.1-8b, TP1`."""
         name = {"vllm-v0": "vLLM (V0)", "vllm": "vLLM", "sglang": "SGLang"}[self.engine]
         precision = "" if self.precision == "bf16" else f" {self.precision}"
-        return f"{name} {self.release}, {self.model_name}{precision}, TP{self.tp}"
+        return f"{name} {self.release}, {self.model}{precision}, TP{self.tp}"
 
     @property
     def rule(self) -> EngineMemory:
@@ -70,11 +82,11 @@ class Log:
 
     def predicted(self, constants: Constants = Constants()) -> dict[str, float]:
         """What rlsim says of each part, in GiB, and the KV tokens."""
-        model, rule = _model(self.model_name, self.precision), self.rule
+        model, rule = _model(self.model, self.precision), self.rule
         rule = replace(rule, sampling_bytes=constants.sorted_logit if self.sorts else constants.fused_logit)
         weights = rollout_weight_bytes(model, self.tp, 1, ReplicaLayout(ep=self.tp if self.ep else 1))
         found = {"weights": weights / GIB}
-        if self.memory is None:
+        if self.gib is None:
             return found
         working = rollout_activation_bytes(model, self.tp, self.batched, self.seqs, rule.sampling_bytes)
         beside = rule.beside_bytes(self.tp, nvlink=not self.pcie)
@@ -84,46 +96,29 @@ class Log:
             found |= {"activations": working / GIB, "libraries": libraries / GIB}
         else:
             found["context"] = beside / GIB
-        kv = rule.kv_bytes(self.memory, self.util, weights, working, beside)
+        kv = rule.kv_bytes(self.gib * GIB, self.util, weights, working, beside)
         return found | {"kv": kv / GIB, "tokens": kv / kv_page_bytes(model, self.tp, 1)}
 
     def errors(self, constants: Constants = Constants()) -> dict[str, float]:
         """GiB that rlsim says too much of each stated part; of the KV tokens the relative error."""
         predicted = self.predicted(constants)
         found = {part: predicted[part] - self.stated[part] for part in PARTS if part in self.stated}
-        tokens = self.stated.get("tokens")
-        kv = self.stated.get("kv")
-        if tokens is not None:
-            found["tokens"] = predicted["tokens"] / tokens - 1.0
-        elif kv is not None:
-            found["tokens"] = predicted["kv"] / kv - 1.0  # the same in tokens
+        if self.tokens is not None:
+            found["tokens"] = predicted["tokens"] / self.tokens - 1.0
+        elif self.kv is not None:
+            found["tokens"] = predicted["kv"] / self.kv - 1.0  # the same in tokens
         return found
 
 
 @cache
 def logs() -> tuple[Log, ...]:
     """All of the file."""
-    return tuple(
-        Log(
-            source=str(log["source"]),
-            assumed="; ".join(str(one["assumed"]) for one in (log["common"], run) if "assumed" in one),
-            engine=str(said["engine"]),
-            release=str(said["release"]),
-            model_name=str(said["model"]),
-            precision=str(said.get("precision", "bf16")),
-            tp=int(said["tp"]),
-            ep=bool(said.get("ep", False)),
-            pcie=bool(said.get("pcie", False)),
-            memory=float(said["gib"]) * GIB if "gib" in said else None,
-            util=float(said.get("util", 0)),
-            batched=int(said.get("batched", 0)),
-            seqs=int(said.get("seqs", 0)),
-            stated={part: float(said[part]) for part in (*PARTS, "tokens") if part in said},
-        )
-        for log in read_yaml(LOGS)["logs"]
-        for run in log["runs"]
-        for said in [{**log["common"], **run}]
-    )
+    found = []
+    for log in plain(read_yaml(LOGS))["logs"]:
+        for run in log["runs"]:
+            assumed = "; ".join(one["assumed"] for one in (log["common"], run) if "assumed" in one)
+            found.append(Log(**{**log["common"], **run, "source": log["source"], "assumed": assumed}))
+    return tuple(found)
 
 
 def fit(measured: Sequence[Log]) -> Constants:
@@ -131,15 +126,13 @@ def fit(measured: Sequence[Log]) -> Constants:
     logits: dict[bool, list[float]] = {True: [], False: []}
     alone, doubled = [], []
     for log in measured:
-        model, stated = _model(log.model_name, log.precision), log.stated
+        model, stated = _model(log.model, log.precision), log.stated
         if log.engine != "vllm":
             continue
-        if (
-            "activations" in stated
-            and rollout_activation_bytes(model, log.tp, log.batched, 0) < log.stated["activations"] * GIB / 2
-        ):
+        sampled = stated.get("activations", 0.0) * GIB
+        if rollout_activation_bytes(model, log.tp, log.batched, 0) < sampled / 2:
             hidden = 2 * log.batched * model.hidden_size
-            logits[log.sorts].append((stated["activations"] * GIB - hidden) / (log.seqs * model.vocab_size))
+            logits[log.sorts].append((sampled - hidden) / (log.seqs * model.vocab_size))
         if "libraries" in stated:
             (alone if log.tp == 1 else doubled).append((stated["libraries"], math.log2(log.tp)))
     library = float(np.median([size for size, _ in alone]))
@@ -152,9 +145,9 @@ def fit(measured: Sequence[Log]) -> Constants:
 
 def left_out(measured: Sequence[Log]) -> list[dict[str, float]]:
     """Every log's errors by a fit that has seen no log of its model."""
-    models = {log.model_name for log in measured}
-    fits = {name: fit([log for log in measured if log.model_name != name]) for name in models}
-    return [log.errors(fits[log.model_name]) for log in measured]
+    models = {log.model for log in measured}
+    fits = {name: fit([log for log in measured if log.model != name]) for name in models}
+    return [log.errors(fits[log.model]) for log in measured]
 
 
 @cache
@@ -168,20 +161,22 @@ def kv_section(errors: Sequence[dict[str, float]] | None = None) -> str:
     errors = left_out(measured) if errors is None else errors
     both = list(zip(measured, errors, strict=True))
     engines = {"vllm": "vLLM", "vllm-v0": "vLLM's first engine (to 0.8)", "sglang": "SGLang"}
+
+    def of(engine: str, part: str) -> list[float]:
+        return [error[part] for log, error in both if log.engine == engine and part in error]
+
     rows = [
-        (name, _NAMES[part], *_summary([error[part] for log, error in both if log.engine == engine and part in error]))
+        (name, shown, *summary(found, ".2f", "+.2f"))
         for engine, name in engines.items()
-        for part in PARTS
-        if any(log.engine == engine and part in error for log, error in both)
+        for part, shown in PARTS.items()
+        if (found := of(engine, part))
     ]
-    tokens = [
-        (name, *_relative([error["tokens"] for log, error in both if log.engine == engine and "tokens" in error]))
-        for engine, name in engines.items()
-    ]
-    each = [
-        (log.setting, *(_shown(log, error, part) for part in PARTS), _tokens(error), log.source, log.assumed)
-        for log, error in both
-    ]
+    tokens = [(name, *summary(of(engine, "tokens"))) for engine, name in engines.items()]
+    each = []
+    for log, error in both:
+        cells = (f"{log.stated[part]:.2f} ({error[part]:+.2f})" if part in error else "" for part in PARTS)
+        kept = f"{error['tokens']:+.0%}" if "tokens" in error else ""
+        each.append((log.setting, *cells, kept, log.source, log.assumed))
     return section(
         "kv",
         starts=len(measured),
@@ -190,34 +185,12 @@ def kv_section(errors: Sequence[dict[str, float]] | None = None) -> str:
         gib=GIB,
         tokens=table(["engine", "of the KV tokens", "p90", "bias", "starts"], tokens),
         parts=table(["engine", "part", "median error, GiB", "p90", "bias", "starts"], rows),
-        each=table(["start", *(_NAMES[part] for part in PARTS), "KV tokens", "source", "assumed"], each),
+        each=table(["start", *PARTS.values(), "KV tokens", "source", "assumed"], each),
     )
 
 
-_NAMES = {
-    "weights": "weights",
-    "activations": "activations",
-    "libraries": "libraries",
-    "context": "context",
-    "kv": "KV cache",
-}
-
-
-def _shown(log: Log, error: dict[str, float], part: str) -> str:
-    return f"{log.stated[part]:.2f} ({error[part]:+.2f})" if part in error else ""
-
-
-def _tokens(error: dict[str, float]) -> str:
-    return f"{error['tokens']:+.0%}" if "tokens" in error else ""
-
-
-def _summary(errors: Iterable[float]) -> tuple[str, str, str, int]:
-    found = np.array(list(errors))
-    size = np.abs(found)
-    return f"{np.median(size):.2f}", f"{np.quantile(size, 0.9):.2f}", f"{np.median(found):+.2f}", len(found)
-
-
-def _relative(errors: Iterable[float]) -> tuple[str, str, str, int]:
-    found = np.array(list(errors))
-    size = np.abs(found)
-    return percent(np.median(size)), percent(np.quantile(size, 0.9)), f"{np.median(found):+.0%}", len(found)
+def main(_: object) -> None:
+    """What engines keep beside weights and KV cache, to published logs: prints the constants of
+    `rlsim.cost.engine_memory` and writes their section of the page. Seconds."""
+    print(fit(logs()))
+    rewrite(kv_section())

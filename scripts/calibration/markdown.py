@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rlsim.validate.rows import markdown
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "calibration.md"
 _PAGE = Environment(loader=FileSystemLoader(Path(__file__).with_name("page")), undefined=StrictUndefined)
 
 
@@ -17,6 +19,21 @@ def section(name: str, **values: object) -> str:
     return _PAGE.get_template(f"{name}.md").render(values)
 
 
+def rewrite(new: str) -> None:
+    """Puts a section into the page, in place of the one under the same heading."""
+    head = new.strip().partition("\n")[0] + "\n"
+    before, _, rest = PAGE.read_text().partition(head)
+    after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
+    PAGE.write_text(before.rstrip() + "\n\n" + new.strip() + "\n" + ("\n" + after if after else ""))
+
+
 def table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A whole table."""
     return markdown(head, [[str(cell) for cell in row] for row in rows]).strip()
+
+
+def summary(errors: Iterable[float], size: str = ".1%", bias: str = "+.0%") -> tuple[str, str, str, int]:
+    """Median and 90th percentile of their size, their median, and how many there are."""
+    found = np.array(list(errors))
+    off = np.abs(found)
+    return format(np.median(off), size), format(np.quantile(off, 0.9), size), format(np.median(found), bias), len(found)

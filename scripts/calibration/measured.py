@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from calibration.gpus import Gpu
-from calibration.provenance import BORROWED, COMMON, GROUPED, LENT, LENT_MXFP8, SLOW_LATENTS, provenance, vidur_source
-from calibration.runtime import runtime_of
+from calibration.provenance import COMMON, NOTES, provenance, runtime_of, vidur_source
 from calibration.tables import all_gemms, all_precisions, latent_tables, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
 from rlsim.calibrate.build import MIXTURE
@@ -31,7 +30,7 @@ from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of, quantised_products
 from rlsim.calibrate.fit.kernels import Kernel, compared, operators_with, predict
 from rlsim.calibrate.fit.latent import kernel_latent_attention
-from rlsim.calibrate.importers import aiconfigurator, latent, vidur
+from rlsim.calibrate.importers import aiconfigurator, vidur
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual, residual_of
@@ -45,7 +44,6 @@ from rlsim.schema import Schema
 
 SHORT_PRODUCT_S = 20e-6  # of a GPU's time: launched from Python, such a product takes as long as the launch
 LATENT: Mapping[KvPrecision, str] = {"bf16": "latent_attention", "fp8": "latent_attention_fp8"}
-ELEMENTWISE_NOTE = "sum over a layer's kernels, token counts not fitted; kernels timed to 1 us"
 
 
 def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
@@ -69,14 +67,14 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     notes = [*COMMON, *(measured.notes if mixtures.residuals else (MIXTURE,))]
     if borrowed := _block_products(data, gpu, engine, ref):
         quantised.append(borrowed)
-        notes.append(BORROWED)
+        notes.append(NOTES["borrowed"])
     notes.extend(mixtures.notes)
     others, blocks = operators_with(ref, **{name: part.fit for name, part in kernels.items()}), False
     for kv, slot in LATENT.items():
         found = latent_tables(data, gpu, engine, kv)
         if found is not None:
             *tables, blocks, source = found
-            module = latent.TABLES[engine][2]
+            module = aiconfigurator.LATENT[engine][2]
             kernels[slot] = kernel_latent_attention(*tables, others, module=module, blocks=blocks, kv=kv)
             sources.append(source)
     in_windows: dict[str, Residual] = {}
@@ -89,10 +87,10 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     node = measured_node(gpu.name, ref)
     collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
     if engine == "trtllm":
-        notes.append(GROUPED)
+        notes.append(NOTES["grouped"])
     notes.extend(note for name, part in kernels.items() if name in LATENT.values() for note in part.notes)
     if engine == "sglang" and "latent_attention_fp8" in kernels and not blocks:
-        notes.append(SLOW_LATENTS)
+        notes.append(NOTES["slow latents"])
     if not gpu.name.startswith(gpu.elementwise_donor):
         donor = gpu.elementwise_donor
         notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
@@ -163,9 +161,9 @@ def _lent_mixtures(
     SGLang on Hopper OpenAI's `triton_kernels`, vLLM on Blackwell FlashInfer's on activations turned into MXFP8."""
     one, several = own
     if engine == "sglang" and "mxfp4" in several and "mxfp4" not in one:
-        lender, note = "vllm", LENT
+        lender, note = "vllm", NOTES["lent"]
     elif engine == "vllm" and ref.fp4_flop_per_s and "mxfp4" in one:
-        lender, note = "sglang", LENT_MXFP8
+        lender, note = "sglang", NOTES["lent mxfp8"]
     else:
         return None
     measured = operator_tables(data, gpu, lender)
@@ -234,7 +232,7 @@ def _hot_rows(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -
 def _elementwise(data: Path, gpu: Gpu) -> Fitted[KernelFit]:
     """Fitted on the data-sheet figures of the GPU that was measured."""
     table = vidur.elementwise_table(vidur_layers(data, gpu.vidur))
-    return fit_elementwise(table, Reference.of(load_cluster(f"8x{gpu.elementwise_donor}")), ELEMENTWISE_NOTE)
+    return fit_elementwise(table, Reference.of(load_cluster(f"8x{gpu.elementwise_donor}")), NOTES["elementwise"])
 
 
 def _in_order(fits: CollectiveFits) -> CollectiveFits:

@@ -5,10 +5,11 @@ element-wise kernels; gaps between kernels count as such). It is added to the GP
 a GPU with much bandwidth for its FLOPs, such as H20, comes nearer to its peak than one with little.
 `driver_s`: a single controller's seconds per token of the padded batch, for each call.
 
-The traffic is fitted to veRL rows 2 and 3 (FSDP, A100 or A800) and NeMo-RL v0.3 on H100 (rows 49 to 52; of DTensor the
-log-probs only: whether it recomputed is not known). The interconnect of veRL's machine is not named: its bus rate is
-fitted beside it. The driver's time is fitted to veRL on H20 (rows 10 to 12, 28, 29), whose mean lengths are not stated:
-1,024 tokens are assumed, the mean of the same model on the same prompts elsewhere (AsyncFlow).
+Rows are those of `stacks.yaml`. The traffic is fitted to veRL rows 2 and 3 (FSDP, A100 or A800) and NeMo-RL v0.3 on
+H100 (rows 49 to 52; of DTensor the log-probs only: whether it recomputed is not known). The interconnect of veRL's
+machine is not named: its bus rate is fitted beside it. The driver's time is fitted to veRL on H20 (rows 10 to 12, 28,
+29), whose mean lengths are not stated: 1,024 tokens are assumed, the mean of the same model on the same prompts
+elsewhere (AsyncFlow).
 """
 
 from __future__ import annotations
@@ -27,13 +28,11 @@ from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TrainEfficiency, efficiency_of
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model
+from rlsim.reading import plain, read_yaml
 
-SPREADS = {"math": 0.7, "dapo": 0.8}  # standard deviations of log response length; assumed, the runs give means only
-PROMPTS = {"verl": 150, "nemo": 130}  # tokens, where a row does not state them; assumed
-H20_RESPONSE = 1024
 NVLINK = {"a100-sxm-80gb": 240e9, "h100-sxm": 360e9, "h20": 360e9}  # bus rate of NCCL, bytes/s
 BUSES = [bus * 1e9 for bus in range(14, 25)]  # tried for veRL's machine, bytes/s
-NEMO_BATCH, NEMO_CAP = 64 * 32, 4096
+ROWS = plain(read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,17 @@ class Timing:
         """Signed relative error."""
         return self.predicted_s / self.measured_s - 1.0
 
+    def __str__(self) -> str:
+        return f"{self.predicted_s:.1f} / {self.measured_s:.1f} ({self.error:+.0%})"
+
 
 @dataclass(frozen=True)
 class Stack:
     """One run: what it ran on and how, as far as that is known or assumed, and its measured seconds."""
 
     label: str
-    group: str  # left out together
+    group: str
+    part: str
     model: str
     cluster: Cluster
     strategy: TrainStrategy
@@ -81,9 +84,9 @@ class Stack:
     mini_batches: int
     log_prob_s: float
     update_s: float
-    passes: int = 1  # over the batch, in `log_prob_s`
-    update_fits: bool = True
-    bus_bytes_per_s: float | None = None
+    passes: int
+    update_fits: bool
+    bus_bytes_per_s: float | None
 
     def timings(self, shares: dict[str, float], traffic: float, driver_s: float = 0.0) -> tuple[Timing, Timing]:
         """Log-probs and update; `shares`: of the peak that each GPU's large products reach."""
@@ -109,59 +112,31 @@ def lengths(count: int, prompt: float, response: float, cap: float, spread: floa
     return np.asarray(np.round(np.minimum(draws * scale, cap)) + prompt)
 
 
-def verl_stacks(data: Path, bus_bytes_per_s: float) -> dict[int, Stack]:
-    """veRL's rows with known lengths: 2 and 3 with FSDP, 4 with Megatron; one machine, at a bus rate."""
-    fsdp = TrainStrategy(dp=8, zero_stage=3, micro_batch_sequences=16, attention="flash_attention_2")
-    megatron = TrainStrategy(
-        dp=2, tp=2, pp=2, zero_stage=1, micro_batch_sequences=4, sequence_parallel=True, recompute="none", logits="fp32"
-    )
-    table, found = pd.read_csv(data / "rl_timings/verl_steps.csv").set_index("id"), {}
-    for number, strategy in ((2, fsdp), (3, fsdp), (4, megatron)):
-        row = table.loc[number]
-        batch = lengths(int(row.responses_per_step), row.mean_prompt, row.mean_response, 1024, SPREADS["math"])
-        times = row.old_logprob_s, row.update_actor_s
-        label = f"veRL row {number}: mean response {row.mean_response:.0f}"
-        found[number] = Stack(label, "veRL", "qwen2.5-7b", load_cluster("8xa100"), strategy, batch, 1024, 4, *times,
-                              bus_bytes_per_s=bus_bytes_per_s)  # fmt: skip
-    return found
-
-
-def nemo_stacks(data: Path) -> list[Stack]:
-    """NeMo-RL v0.3, LLaMA-3.1-8B on 8 H100: log-probs of policy and reference together."""
-    dtensor = TrainStrategy(
-        dp=8, zero_stage=3, micro_batch_tokens=4096, log_prob_micro_batch_tokens=8192, attention="flash_attention_2"
-    )
-    megatron = TrainStrategy(
-        dp=4, pp=2, zero_stage=1, micro_batch_tokens=4096, log_prob_micro_batch_tokens=16384, recompute="none",
-        logits="fp32",
-    )  # fmt: skip
-    table, found = pd.read_csv(data / "rl_timings/rl_steps_async.csv").set_index("id"), []
-    for number, strategy in ((49, megatron), (50, megatron), (51, dtensor), (52, dtensor)):
-        row = table.loc[number]
-        batch = lengths(NEMO_BATCH, PROMPTS["nemo"], row.mean_response, NEMO_CAP - PROMPTS["nemo"], SPREADS["math"])
-        found.append(Stack(f"NeMo-RL row {number}: {row.train_backend}", f"NeMo-RL {row.train_backend}", "llama-3.1-8b",
-                           load_cluster("8xh100"), strategy, batch, NEMO_CAP, 4, row.old_logprob_s, row.update_actor_s,
-                           passes=2, update_fits=strategy is megatron))  # fmt: skip
-    return found
-
-
-def h20_stacks(data: Path) -> list[Stack]:
-    """veRL on H20: rows 10 to 12 and 28 with FSDP2 (HSDP, Ulysses 4), 29 with Megatron; layouts of their scripts."""
-    table, found = pd.read_csv(data / "rl_timings/verl_steps.csv").set_index("id"), []
-    megatron = TrainStrategy(
-        dp=4, tp=2, pp=2, zero_stage=1, micro_batch_sequences=2, sequence_parallel=True, recompute="none",
-        logits="fp32", offload=True,
-    )  # fmt: skip
-    for number, responses, shard in ((10, 16, 8), (11, 16, 8), (12, 16, 8), (28, 12, 2), (29, 16, 0)):
-        row = table.loc[number]
-        gpus, cap, count = int(row.n_gpus), int(row.max_response), 512 * responses
-        fsdp = TrainStrategy(dp=gpus // 4, cp=4, zero_stage=3, shard_gpus=shard or None, offload=True,
-                             micro_batch_tokens=8 * (cap + 2048), attention="flash_attention_2")  # fmt: skip
-        cluster = load_cluster(f"{gpus // 8}x8xh20")
-        batch = lengths(count, PROMPTS["verl"], H20_RESPONSE, cap, SPREADS["dapo"])
-        strategy, times = fsdp if shard else megatron, (row.old_logprob_s, row.update_actor_s)
-        label = f"veRL row {number}: {gpus} H20"
-        found.append(Stack(label, f"row {number}", "qwen2.5-7b", cluster, strategy, batch, cap, 16, *times))
+def stacks(data: Path, part: str, bus_bytes_per_s: float) -> list[Stack]:
+    """The rows that `part` is fitted to; veRL's machine of A100s has that bus rate."""
+    found = []
+    for row in (row for row in ROWS["stacks"] if row.get("part", "traffic") == part):
+        logged = pd.read_csv(data / f"rl_timings/{row['table']}.csv").set_index("id").loc[row["row"]]
+        shape = row.get("prompt", logged.get("mean_prompt")), row.get("response", logged.get("mean_response"))
+        whose = "veRL" if row["table"] == "verl_steps" else "NeMo-RL"
+        found.append(
+            Stack(
+                label=f"{whose} row {row['row']}: {row['label'].format(**logged)}",
+                group=row["group"],
+                part=part,
+                model=row["model"],
+                cluster=load_cluster(row["cluster"]),
+                strategy=TrainStrategy(**row["strategy"]),
+                batch=lengths(row["count"], *shape, row.get("longest", row["cap"]), row["spread"]),
+                cap=row["cap"],
+                mini_batches=row["mini_batches"],
+                log_prob_s=logged.old_logprob_s,
+                update_s=logged.update_actor_s,
+                passes=row.get("passes", 1),
+                update_fits=row.get("update_fits", True),
+                bus_bytes_per_s=bus_bytes_per_s if row.get("bus") else None,
+            )
+        )
     return found
 
 
@@ -187,24 +162,36 @@ class Fit:
 
 def fit_stacks(data: Path, shares: dict[str, float]) -> Fit:
     """Both numbers, and what each says about rows that it is not fitted to, group by group left out."""
-    nemo = [_Curve(row, shares) for row in nemo_stacks(data)]
-    fits = {bus: _traffic([*_verl(data, bus, shares), *nemo]) for bus in BUSES}
+
+    known: dict[tuple[str, float | None], _Curve] = {}
+
+    def curves_of(part: str, bus: float = 0.0) -> list[_Curve]:
+        rows = {(row.label, row.bus_bytes_per_s): row for row in stacks(data, part, bus)}
+        return [known.get(key) or known.setdefault(key, _Curve(row, shares)) for key, row in rows.items()]
+
+    def case(title: str, traffic: float, driver_s: float, curves: Iterable[_Curve]) -> None:
+        rows = [curve.row for curve in curves]
+        found = tuple((row, *row.timings(shares, traffic, driver_s)) for row in rows)
+        cases.append(Case(title, traffic, driver_s, found))
+
+    cases: list[Case] = []
+    by_bus = {bus: curves_of("traffic", bus) for bus in BUSES}
+    fits = {bus: _traffic(curves) for bus, curves in by_bus.items()}
     bus = min(BUSES, key=lambda bus: fits[bus][0])
-    traffic, curves = fits[bus][1], [*_verl(data, bus, shares), *nemo]
-    cases = [_case("all of these rows", traffic, 0.0, curves, shares)]
+    traffic, curves = fits[bus][1], by_bus[bus]
+    case("all of these rows", traffic, 0.0, curves)
     for group in dict.fromkeys(curve.row.group for curve in curves):
         seen = _traffic([curve for curve in curves if curve.row.group != group])[1]
-        left_out = [curve for curve in curves if curve.row.group == group]
-        cases.append(_case(f"without {group}", seen, 0.0, left_out, shares))
-    nvlink = [*_verl(data, NVLINK["a100-sxm-80gb"], shares), *nemo]
-    cases.append(_case("veRL's machine with NVLink", _traffic(nvlink)[1], 0.0, nvlink, shares))
-    cases.append(_case("never fitted", traffic, 0.0, [_Curve(verl_stacks(data, bus)[4], shares)], shares))
-    h20 = [_Curve(row, shares) for row in h20_stacks(data)]
+        case(f"without {group}", seen, 0.0, [curve for curve in curves if curve.row.group == group])
+    nvlink = curves_of("traffic", NVLINK["a100-sxm-80gb"])
+    case("veRL's machine with NVLink", _traffic(nvlink)[1], 0.0, nvlink)
+    case("never fitted", traffic, 0.0, curves_of("none", bus))
+    h20 = curves_of("driver")
     driver_s = _driver(h20, traffic)
-    cases.append(_case("driver, all of these rows", traffic, driver_s, h20, shares))
+    case("driver, all of these rows", traffic, driver_s, h20)
     for curve in h20:
         seen = _driver([other for other in h20 if other is not curve], traffic)
-        cases.append(_case(f"driver, without {curve.row.group}", traffic, seen, [curve], shares))
+        case(f"driver, without {curve.row.group}", traffic, seen, [curve])
     return Fit(traffic, driver_s, bus, tuple(cases))
 
 
@@ -222,10 +209,6 @@ class _Curve:
         """Of log-probs and update."""
         seconds = np.array([np.interp(traffic, self._at, phase) for phase in self._s.T])
         return np.asarray(np.log((seconds + driver_s * self.row.padded_tokens) / self._measured))
-
-
-def _verl(data: Path, bus: float, shares: dict[str, float]) -> list[_Curve]:
-    return [_Curve(row, shares) for number, row in verl_stacks(data, bus).items() if number != 4]
 
 
 def _traffic(curves: Sequence[_Curve]) -> tuple[float, float]:
@@ -246,8 +229,3 @@ def _driver(curves: Sequence[_Curve], traffic: float) -> float:
         return float(sum((curve.log_errors(traffic, driver_s) ** 2).sum() for curve in curves))
 
     return float(minimize_scalar(loss, bounds=(0.0, 2e-6), method="bounded", options={"xatol": 1e-10}).x)
-
-
-def _case(title: str, traffic: float, driver_s: float, curves: Iterable[_Curve], shares: dict[str, float]) -> Case:
-    rows = [curve.row for curve in curves]
-    return Case(title, traffic, driver_s, tuple((row, *row.timings(shares, traffic, driver_s)) for row in rows))

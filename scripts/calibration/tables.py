@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from calibration.gpus import Gpu
-from rlsim.calibrate.importers import aiconfigurator, latent, vidur
+from rlsim.calibrate.importers import aiconfigurator
 from rlsim.calibrate.importers.reading import MS, imported
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Engine, Source
@@ -24,15 +24,12 @@ def operator_tables(data: Path, gpu: Gpu, engine: Engine) -> Measurements:
     measured = aiconfigurator.read(folder, engine, gpu.versions[engine])
     (source,) = measured.sources
     source = source.model_copy(update={"commit": "095f58a"})
-    tables = {}
-    for name, table in measured.tables.items():
+    tables = dict(measured.tables)
+    for name, table in tables.items():
         if name.startswith("gemm"):
-            table = aiconfigurator.used_sizes(table)
-        elif name.startswith("decode_attention") and engine == "trtllm":
-            table = table[
-                table.q_heads == table.kv_heads
-            ]  # grouped-query rows outrun the memory (`provenance.GROUPED`)
-        tables[name] = table
+            tables[name] = aiconfigurator.used_sizes(table)
+        elif name.startswith("decode_attention") and engine == "trtllm":  # `grouped` in notes.yaml says why
+            tables[name] = table[table.q_heads == table.kv_heads]
     return Measurements(tables, (source,))
 
 
@@ -52,25 +49,19 @@ def latent_tables(
     """Latent attention on a KV cache of `kv` as aiconfigurator measured it, of decode and of prompts, whether its
     kernels are made for blocks of heads, and where from; None if it did not."""
     folder = data / "kernels/aiconfigurator" / gpu.folder
-    paths = latent.paths(folder, engine)
+    paths = aiconfigurator.latent_tables(folder, engine)
     if paths is None:
         return None
-    decode, prompts = (latent.rows(path, kv) for path in paths)
+    decode, prompts = (aiconfigurator.latent(path, kv) for path in paths)
     release = f"{engine} {paths[0].parent.name}"
     files = (str(path.relative_to(folder.parent)) for path in paths)
     source = imported("NVIDIA aiconfigurator", "Apache-2.0", files, release)
-    return decode, prompts, latent.in_blocks(paths[0]), source.model_copy(update={"commit": "095f58a"})
+    return decode, prompts, aiconfigurator.in_blocks(paths[0]), source.model_copy(update={"commit": "095f58a"})
 
 
 def vidur_layers(data: Path, names: Iterable[str]) -> list[Path]:
     """Paths of Vidur's layer tables."""
     return [data / "kernels/vidur/head/data/profiling/compute" / name / "mlp.csv" for name in names]
-
-
-def a40_all_reduce(data: Path) -> dict[int, pd.DataFrame]:
-    """Vidur's A40 all-reduce on 2 and 4 GPUs."""
-    table = vidur.collectives(data / "kernels/vidur/history/a40_all_reduce_6d98aa8.csv", "all_reduce")
-    return {gpus: table[table.gpus == gpus] for gpus in (2, 4)}
 
 
 def decode_sums(data: Path) -> pd.DataFrame:

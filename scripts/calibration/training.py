@@ -1,26 +1,32 @@
-"""Training efficiency: what share of a GPU's peak the linear layers of a training framework reach."""
+"""Training efficiency: what share of the peak the linear layers of a training framework reach, what real runs say of
+it, and REAL's per-call seconds (an input, not an output, of its comparison) predicted with it."""
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 import pandas as pd
 
-from rlsim.cost.calibration import Reference, TrainingFit
-from rlsim.cost.train_efficiency import TRAFFIC, efficiency_of
+from calibration.gpus import ENGINES, GPUS
+from calibration.markdown import section, table
+from calibration.provenance import NOTES
+from calibration.stacks import ROWS, Fit, Ring, Timing, fit_stacks
+from calibration.tables import all_gemms
+from rlsim.cost.calibration import Calibration, Reference, TrainingFit, derived_gpus, load_calibration
+from rlsim.cost.strategy import Recompute, TrainStrategy
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import TRAFFIC, TrainEfficiency, efficiency_of
+from rlsim.hardware import load_cluster, load_gpu
+from rlsim.models import load_model
 
-LARGE_GEMMS = "median of bf16 GEMMs of at least 4,096 tokens with weights of 3,584 or more"
 FRAMEWORKS = ("fsdp", "megatron")
-
-#: The outcome of `scripts/fit_training.py`, as is `TRAFFIC`; a test holds both and the errors quoted here against it.
-#: Seconds per token of veRL's padded batch.
+#: Seconds per token of veRL's padded batch: the outcome of the part `training`, as is `TRAFFIC`; a test holds it.
 DRIVER_S = 0.185e-6
-FITTED = (
-    "veRL rows 2 and 3 (Qwen2-7B, FSDP on 8xA100/A800, at a bus rate of 18 GB/s fitted beside it) and NeMo-RL v0.3 "
-    "rows 49 to 52 (LLaMA-3.1-8B, Megatron and DTensor on 8 H100), one number for both frameworks"
-)
-OTHERS = (
-    "each of the three left out, -14% to +26%; veRL row 4 (Megatron, micro-batches of 1,000 tokens) -57% and -44%; "
-    "REAL's calls on H100 -59% to +123%"
-)
+BUS = 360e9  # bus rate of NCCL over H100's NVLink in REAL's runs, bytes/s
+SEQUENCES, TOKENS, MINI_BATCHES = 512, 2048, 8
 
 
 def large_gemm_share(table: pd.DataFrame, peak_flop_per_s: float) -> float:
@@ -34,10 +40,121 @@ def large_gemm_share(table: pd.DataFrame, peak_flop_per_s: float) -> float:
 
 def training_fit(gemm_share: float, reference: Reference, table: str) -> TrainingFit:
     """Share of peak by framework on a GPU whose large GEMMs in `table` reach `gemm_share` of it."""
+    said = {"share": gemm_share, "large": NOTES["large gemms"], "table": table, "traffic": TRAFFIC * 1e3}
     efficiency = round(efficiency_of(gemm_share, reference.flops_per_byte), 3)
-    return TrainingFit(
-        flop_efficiency=dict.fromkeys(FRAMEWORKS, efficiency),
-        source=f"large GEMMs reach {gemm_share:.3f} of peak ({LARGE_GEMMS}; {table}); beside them {TRAFFIC * 1e3:.2f} "
-        f"bytes are moved for every thousand of their FLOPs, fitted to {FITTED}; not fitted: {OTHERS} "
-        "(docs/calibration.md)",
+    return TrainingFit(flop_efficiency=dict.fromkeys(FRAMEWORKS, efficiency), source=NOTES["training"].format_map(said))
+
+
+def gemm_shares(data: Path) -> dict[str, float]:
+    """What share of its peak each GPU of the measured runs reaches in large GEMMs; H20: taken to be H100's."""
+    found = {name: gemm_share(data, name, GPUS[name].training_gemm) for name in ("a100-sxm-80gb", "h100-sxm")}
+    return {**found, "h20": found["h100-sxm"]}
+
+
+def gemm_share(data: Path, gpu: str, table: str) -> float:
+    """What share of its peak a GPU's large GEMMs reach in a table."""
+    return large_gemm_share(all_gemms(data, table), load_gpu(gpu).bf16_flop_per_s)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One published call of a 7B actor or critic: see `real` of stacks.yaml."""
+
+    name: str
+    layout: tuple[int, int, int]
+    micro_batches: int
+    measured_s: float
+    critic: bool = False
+    train: bool = False
+
+    def predict(self, efficiency: float, recompute: Recompute) -> Timing:
+        """Seconds at a share of peak."""
+        tp, pp, dp = self.layout
+        sequences = max(SEQUENCES // dp // (MINI_BATCHES if self.train else 1) // self.micro_batches, 1)
+        strategy = TrainStrategy(
+            dp=dp, tp=tp, pp=pp, zero_stage=1, micro_batch_sequences=sequences, recompute=recompute,
+            sequence_parallel=tp > 1,
+        )  # fmt: skip
+        cluster, body = load_cluster("2x8xh100"), load_model("llama-3-7b")
+        shares = TrainEfficiency(flop=efficiency, attention=0.62, overhead_tokens=600)
+        cost = TrainCost(body.as_critic() if self.critic else body, cluster, Ring(cluster, BUS), strategy, shares)
+        batch = np.full(SEQUENCES, float(TOKENS))
+        found = cost.train_s(batch, MINI_BATCHES) if self.train else cost.forward_s(batch)
+        return Timing(found.total_s, self.measured_s)
+
+
+def check_real(efficiency: float) -> list[tuple[Call, list[Timing]]]:
+    """Every call: one prediction for inference, without and with recomputation for training."""
+    calls = [Call(**row) for row in ROWS["real"]]
+    recomputes: dict[bool, tuple[Recompute, ...]] = {False: ("none",), True: ("none", "full")}
+    return [(call, [call.predict(efficiency, how) for how in recomputes[call.train]]) for call in calls]
+
+
+# The page's section ---------------------------------------------------------------------------------------------------
+
+
+def training_section(data: Path, made: dict[str, Calibration]) -> str:
+    """The numbers of training stacks, what they are fitted to, and how they do on rows they have not seen."""
+    found = fit_stacks(data, gemm_shares(data))
+    efficiency = made["h100-sxm-sglang"].training.flop_efficiency["megatron"]
+    return section(
+        "training",
+        large_gemms=NOTES["large gemms"],
+        traffic=TRAFFIC,
+        gpus=_gpus(data, made),
+        driver_s=DRIVER_S,
+        stacks=stacks_table(found),
+        bus_bytes_per_s=found.bus_bytes_per_s,
+        efficiency=efficiency,
+        calls=len(ROWS["real"]),
+        real=real_table(efficiency),
     )
+
+
+def _gpus(data: Path, made: dict[str, Calibration]) -> str:
+    rows = []
+    for gpu in GPUS.values():
+        tables = [gpu.training_gemm, *(gpu.gemm(engine) for engine in ENGINES[1:] if engine in gpu.versions)]
+        shares = [f"{gemm_share(data, gpu.name, path):.2f}" for path in tables]
+        shares += [""] * (len(ENGINES) - len(shares))
+        rows.append((gpu.name, *shares, _efficiency(made[f"{gpu.name}-sglang"])))
+    others = {"a40": "0.75 (Vidur)", **dict.fromkeys(derived_gpus(), "carried over")}
+    rows += [(gpu, said, "", "", _efficiency(load_calibration(f"{gpu}-sglang"))) for gpu, said in others.items()]
+    return table(["GPU", *(f"GEMM, {engine}" for engine in ENGINES), "training"], rows)
+
+
+def _efficiency(calibration: Calibration) -> str:
+    (value,) = set(calibration.training.flop_efficiency.values())
+    return f"{value:.3f}"
+
+
+def stacks_table(found: Fit) -> str:
+    """Predicted and measured seconds of the runs, by case."""
+    rows = [
+        (case.title, f"{case.traffic * 1e3:.2f}", f"{case.driver_s * 1e6:.3f}", row.label, *timings)
+        for case in found.cases
+        for row, *timings in case.rows
+    ]
+    return table(["case", "bytes / 1000 FLOPs", "driver, us", "row", "log-probs, s", "update, s"], rows)
+
+
+def real_table(efficiency: float) -> str:
+    """Predicted and measured seconds of the calls that REAL publishes."""
+    rows = [
+        (call.name, "TP{} PP{} DP{}".format(*call.layout), *timings, *[""] * (2 - len(timings)))
+        for call, timings in check_real(efficiency)
+    ]
+    return table(["call", "layout", "s", "with recomputation, s"], rows)
+
+
+def main(options: argparse.Namespace) -> None:
+    """The numbers of training stacks, to measured runs of veRL and NeMo-RL, predicted against measured.
+
+    The outcome is `rlsim.cost.train_efficiency.TRAFFIC`, `DRIVER_S` and words of notes.yaml.
+    """
+    shares, gpu = gemm_shares(options.data), load_gpu("h100-sxm")
+    found = fit_stacks(options.data, shares)
+    print(f"{found.traffic * 1e3:.2f} bytes for a thousand FLOPs, {found.driver_s * 1e6:.3f} us a padded token\n")
+    print(f"predicted / measured\n\n{stacks_table(found)}\n")
+    efficiency = efficiency_of(shares[gpu.name], gpu.bf16_flop_per_s / gpu.memory_bytes_per_s, found.traffic)
+    print(f"REAL, H100, Megatron-like calls, efficiency {efficiency:.2f}\n\n{real_table(efficiency)}")

@@ -338,41 +338,26 @@ def calibration_values(_: Path) -> Iterable[Seed]:
 
 @collected
 def measurements(folder: Path) -> Iterable[Seed]:
-    """Tables of nccl-tests, Vidur and aiconfigurator."""
+    """Tables of nccl-tests and aiconfigurator."""
     import test_calibrate_import as samples
 
-    h100, a100 = (("--gpu", gpu, "--engine", "vllm", "--base", base) for gpu, base in
-                  (("h100-sxm", "h100-vllm"), ("a100-sxm-80gb", "a100-sxm-80gb-vllm")))  # fmt: skip
+    h100 = ("--gpu", "h100-sxm", "--engine", "vllm", "--base", "h100-vllm")
     for program in samples.BUS:
         yield Seed(
             f"nccl {program}", {"run.txt": samples.nccl_text(program).encode()}, "run.txt", ("nccl-tests", *h100)
         )
         report = json.dumps(samples.nccl_json(program), indent=1).encode()
         yield Seed(f"nccl json {program}", {"run.json": report}, "run.json", ("nccl-tests", *h100))
-    tables: Mapping[str, pd.DataFrame] = {
-        "mlp.csv": samples.mlp_rows(), "attention.csv": samples.vidur_attention_rows(),
-        "all_reduce.csv": samples.network_rows("all_reduce"), "send_recv.csv": samples.network_rows("send_recv"),
-    }  # fmt: skip
-    older = samples.network_rows("all_reduce", new=False)
-    csv = {name: table.to_csv(index=False).encode() for name, table in tables.items()}
-    for name, data in {**csv, "older/all_reduce.csv": older.to_csv().encode()}.items():
-        yield Seed(f"vidur {name}", {name: data}, name, ("vidur", *a100))
-    where = {"mlp.csv": "compute/a100/o/m/", "attention.csv": "compute/a100/o/m/"}
-    whole = {where.get(name, "network/a100_dgx/") + name: data for name, data in csv.items()}
-    yield Seed("vidur folder", whole, ".", ("vidur", *a100))
-    names = {"gemm_perf": samples.gemm_rows(),
-             "generation_attention_perf": samples.attention_rows("generation_attention"),
-             "context_attention_perf": samples.attention_rows("context_attention"),
-             "custom_allreduce_perf": samples.collective_rows(custom=True)}  # fmt: skip
-    nccl = samples.collective_rows(custom=False)
-    reuse = b"reuse:\n- {table: gemm_perf, from_version: 0.14.0}\n"
-    for suffix, write in ((".parquet", _parquet), (".txt", lambda table: table.to_csv(index=False).encode())):
-        layout = {f"h100_sxm/vllm/0.14.0/{name}{suffix}": write(table) for name, table in names.items()}
-        layout |= {f"h100_sxm/nccl/2.29/nccl_perf{suffix}": write(nccl), "h100_sxm/vllm/0.15.0/reuse.yaml": reuse}
-        layout["systems/h100_sxm.yaml"] = (
-            b"gpu: {mem_bw: 3350000000000, bfloat16_tc_flops: 989000000000000}\nnode: {intra_node_bw: 450000000000}\n"
-        )
-        yield Seed(f"aiconfigurator {suffix}", layout, "h100_sxm", ("aiconfigurator", *h100))
+    kernels = {
+        "gemm/vllm/0.14.0/gemm_perf": samples.gemm_rows(),
+        "attention/vllm/0.14.0/generation_attention_perf": samples.attention_rows("generation_attention"),
+        "attention/vllm/0.14.0/context_attention_perf": samples.attention_rows("context_attention"),
+        "comm/vllm/0.14.0/custom_allreduce_perf": samples.collective_rows(custom=True),
+        "comm/nccl/2.29/nccl_perf": samples.collective_rows(custom=False),
+    }
+    layout = {f"h100_sxm/{name}.parquet": _parquet(table) for name, table in kernels.items()}
+    layout["h100_sxm/gemm/vllm/0.15.0/reuse.yaml"] = b"reuse:\n- {table: gemm_perf, from_version: 0.14.0}\n"
+    yield Seed("aiconfigurator", layout, "h100_sxm", ("aiconfigurator", *h100))
 
 
 @collected

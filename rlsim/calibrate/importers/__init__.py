@@ -8,7 +8,7 @@ from typing import get_args
 
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
-from rlsim.calibrate.importers import aiconfigurator, nccl_tests, vidur
+from rlsim.calibrate.importers import aiconfigurator, nccl_tests
 from rlsim.calibrate.importers.reading import reference_of
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_yaml
@@ -17,7 +17,7 @@ from rlsim.errors import CalibrationError, nearest
 from rlsim.hardware import Gpu, load_gpu, node_types
 from rlsim.output import check_own_file
 
-FORMATS = ("aiconfigurator", "vidur", "nccl-tests")
+FORMATS = ("aiconfigurator", "nccl-tests")
 SCRIPT = "rlsim calibrate import"
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
@@ -77,24 +77,21 @@ def read_format(
     engine: Engine,
     version: str | None,
 ) -> tuple[Measurements, Reference]:
-    """The tables of one of `FORMATS` joined, and the data-sheet figures that their efficiencies are relative to."""
-    # The catalogue's node of such GPUs is taken as the measured one.
+    """The tables of one of `FORMATS` joined, and the data-sheet figures that their efficiencies are relative to.
+
+    The catalogue's node of such GPUs is taken as the measured one.
+    """
     link = next((node.intra.bytes_per_s for node in node_types().values() if node.gpu.name == gpu.name), None)
+    if link is None:
+        raise CalibrationError(f"no cluster of {gpu.name} in the catalogue, so its link is not known")
+    reference = reference_of(gpu, link)
     if format == "aiconfigurator":
-        parts, reference = [], None
-        for path in paths:
-            folder = aiconfigurator.gpu_folder(path, gpu.name)
-            reference = aiconfigurator.reference(folder, gpu, link)
-            parts.append(aiconfigurator.read(folder, engine, version, gpu=gpu.name, reference=reference))
-        assert reference is not None
-        joined = Measurements.merge(parts)
+        folders = [aiconfigurator.gpu_folder(path, gpu.name) for path in paths]
+        joined = Measurements.merge(
+            aiconfigurator.read(folder, engine, version, gpu=gpu.name, reference=reference) for folder in folders
+        )
         used = aiconfigurator.used_sizes(joined.table("gemm"))
         return Measurements({**joined.tables, "gemm": used}, joined.sources, joined.notes), reference
     if version is not None:
         raise CalibrationError(f"{format} tables have no engine versions; leave --version out")
-    if link is None:
-        raise CalibrationError(f"no cluster of {gpu.name} in the catalogue, so its link is not known")
-    reference = reference_of(gpu, link)
-    if format == "vidur":
-        return Measurements.merge(vidur.read(path, gpu.name, reference=reference) for path in paths), reference
     return nccl_tests.read(paths, gpu=gpu.name, reference=reference), reference

@@ -1,14 +1,12 @@
 """NVIDIA aiconfigurator's operator tables, in their own layout.
 
-Current: `<gpu>/<family>/<backend>/<version>/<op>_perf.parquet` with families gemm, attention and comm; a version may
-say in its `reuse.yaml` which other one a table is taken from. Older: `<gpu>/<backend>/<version>/<op>_perf.txt`, the
-same columns separated by commas. Latency is milliseconds of one launch; message sizes count elements; n and k are
-after tensor-parallel sharding, heads those of one GPU; no KV heads means one for each query head.
+`<gpu>/<family>/<backend>/<version>/<op>_perf.parquet` with families gemm, attention, mla, moe, comm; a version may say
+in its `reuse.yaml` which other one a table is taken from. Latency is milliseconds of one launch; message sizes count
+elements; n and k are after tensor-parallel sharding, heads those of one GPU; no KV heads means one for each query head.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pandas as pd
@@ -24,7 +22,6 @@ from rlsim.calibrate.importers.reading import (
     launches,
     medians,
     read_table,
-    reference_of,
     subfolders,
     version_key,
 )
@@ -32,19 +29,23 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Reference
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError, ConfigError, nearest
-from rlsim.hardware import Gpu
 from rlsim.precision import KV_BYTES, KvPrecision, Precision, peak_flop_per_s, product_bytes
 from rlsim.reading import read_yaml
 
-SUFFIXES = (".parquet", ".txt", ".csv")
-KERNEL_TABLES = {"gemm_perf": "gemm", "generation_attention_perf": "attention", "context_attention_perf": "attention"}
+#: Tables that a release must have, and their families.
+KERNELS = {"gemm_perf": "gemm", "generation_attention_perf": "attention", "context_attention_perf": "attention"}
+#: Latent attention of DeepSeek-V3's shape, by backend: tables of decode and of prompts, and whether they time the whole
+#: module (projections, norms, rotary embedding and attention) or the attention kernel alone.
+LATENT = {
+    "vllm": ("mla_generation_module_perf", "mla_context_module_perf", True),
+    "sglang": ("generation_mla_perf", "context_mla_perf", False),
+}
 BF16 = ("bfloat16", "float16")  # older tables call every 16-bit float float16
 #: Products in other precisions; the names are the project's own.
 QUANTISED: tuple[Precision, ...] = ("fp8", "fp8_block", "nvfp4")
 #: These were launched one by one from Python, without a CUDA graph (`use_cuda_graph` of the project's
 #: collector/vllm/collect_gemm.py): below some 0.1 ms (Hopper) or 0.2 ms (Blackwell) they time the host.
 NOT_CAPTURED = {("vllm", "fp8_block")}
-OPERATIONS = {"alltoall": "all_to_all"}  # where the names differ
 ELEMENT_BYTES = 2.0
 MESSAGE = ["num_gpus", "message_size"]
 SHAPE = ["num_heads", "num_key_value_heads", "batch_size", "isl", "step"]  # of attention, beside the head size
@@ -63,36 +64,40 @@ def read(
     With `gpu` (a catalogue name) and `reference`, tables of another GPU or in other units are refused. Raises
     `CalibrationError` for an unknown backend or version and for damaged tables.
     """
-    version = _version(folder, backend, version)
-    found = {name: _table(_root(folder, family, backend), version, name) for name, family in KERNEL_TABLES.items()}
-    notes: list[str] = []
-    own = _existing(folder / "comm" / backend, folder / backend)
-    nccl_version, found["nccl_perf"] = _newest(_existing(folder / "comm" / "nccl", folder / "nccl"), "nccl_perf")
-    for what, name, root in (
-        ("the engine's all-reduce is", "custom_allreduce_perf", own),
-        ("mixtures of experts are", "moe_perf", _existing(folder / "moe" / backend)),
+    version, notes, comm = _version(folder, backend, version), list[str](), folder / "comm" / backend
+    paths = {table: _releases(folder / family / backend, table)[version] for table, family in KERNELS.items()}
+    nccl_version, nccl = _newest(folder / "comm" / "nccl", "nccl_perf")
+    if nccl:
+        paths["nccl_perf"] = nccl
+    for what, table, root in (
+        ("the engine's all-reduce is", "custom_allreduce_perf", comm),
+        ("mixtures of experts are", "moe_perf", folder / "moe" / backend),
     ):
-        release, found[name] = version, _table(root, version, name)
-        if found[name] is None:
-            release, found[name] = _newest(root, name)
+        release, path = version, _releases(root, table).get(version)
+        if path is None:
+            release, path = _newest(root, table)
+        if path is not None:
+            paths[table] = path
         if release not in (version, ""):
             notes.append(f"{what} {backend} {release}'s; {version} has no table of it")
-    exchange = [f"wideep_deepep_{kind}_perf" for kind in ("ll", "normal")]
-    newest = {name: _newest(folder / "comm" / backend, name)[1] for name in exchange}
-    if found["moe_perf"] is not None and all(newest.values()):
-        found |= newest
-    paths = {name: path for name, path in found.items() if path is not None}
+    exchange = {name: _newest(comm, name)[1] for name in ("wideep_deepep_ll_perf", "wideep_deepep_normal_perf")}
+    both = [path for path in exchange.values() if path is not None and "moe_perf" in paths]
+    if len(both) == len(exchange):
+        paths |= dict(zip(exchange, both, strict=True))
     tables = _kernels(paths, backend, reference, notes)
-    readers = {"nccl_perf": nccl, "custom_allreduce_perf": custom_all_reduce}
-    collectives = [reader(paths[name], reference) for name, reader in readers.items() if name in paths]
+    collectives = [
+        reader(paths[name], reference)
+        for name, reader in (("nccl_perf", nccl_collectives), ("custom_allreduce_perf", custom_all_reduce))
+        if name in paths
+    ]
     if "custom_allreduce_perf" not in paths:
         notes.append(f"no all-reduce of {backend}'s own is measured: NCCL's alone")
     if collectives:
         tables["collective"] = pd.concat(collectives, ignore_index=True)
     if "moe_perf" in paths:
         tables["experts"] = experts.experts(paths["moe_perf"], reference, notes)
-    if exchange[0] in paths:
-        tables["exchange"] = experts.exchanges(*(paths[name] for name in exchange))
+    if len(both) == len(exchange):
+        tables["exchange"] = experts.exchanges(*both)
     for path in paths.values():
         for device in read_table(path, ["device"]).device.unique():
             check_device(path, str(device), gpu)
@@ -106,20 +111,18 @@ def _kernels(
     paths: dict[str, Path], backend: str, reference: Reference | None, notes: list[str]
 ) -> dict[str, pd.DataFrame]:
     """Products and attention, in every precision that their tables have."""
-    gemm, decode, prefill = (paths[name] for name in KERNEL_TABLES)
-    tables = {
-        "gemm": gemms(gemm, reference, notes),
-        "decode_attention": decode_attention(decode, reference, notes),
-        "prefill_attention": prefill_attention(prefill, reference, notes),
-    }
+    gemm, *attentions = (paths[name] for name in KERNELS)
+    operators = dict(zip(("decode_attention", "prefill_attention"), attentions, strict=True))
+    tables = {"gemm": gemms(gemm, reference, notes)}
+    tables |= {operator: attention(path, operator, reference, notes) for operator, path in operators.items()}
     for precision in precisions(gemm):
         if (backend, precision) in NOT_CAPTURED:
             notes.append(f"products in {precision} were timed without a CUDA graph, so with the host's time: left out")
         else:
             tables[gemm_of(precision)] = gemms(gemm, reference, notes, precision)
-    if has_fp8_kv(decode) and has_fp8_kv(prefill):
-        tables["decode_attention_fp8"] = decode_attention(decode, reference, notes, "fp8")
-        tables["prefill_attention_fp8"] = prefill_attention(prefill, reference, notes, "fp8")
+    if all("fp8" in set(read_table(path, ["kv_cache_dtype"]).kv_cache_dtype) for path in attentions):
+        for operator, path in operators.items():
+            tables[f"{operator}_fp8"] = attention(path, operator, reference, notes, "fp8")
     return tables
 
 
@@ -127,7 +130,7 @@ def gpu_folder(folder: Path, gpu: str) -> Path:
     """The folder of a GPU's tables: `folder` itself, or the one in it (or in its `data`) named like `gpu`."""
     if not folder.is_dir():
         raise CalibrationError(f"{folder}: no such folder; expected a GPU's tables, <family>/<backend>/<version>/")
-    if any((folder / family).is_dir() for family in ("gemm", "attention", "comm", "trtllm", "vllm", "sglang", "nccl")):
+    if any((folder / family).is_dir() for family in ("gemm", "attention", "comm")):
         return folder
     wanted, names = gpu.replace("-", "_"), []
     for parent in (folder, folder / "data"):
@@ -136,51 +139,6 @@ def gpu_folder(folder: Path, gpu: str) -> Path:
             if name == wanted or wanted.startswith(f"{name}_"):
                 return parent / name
     raise CalibrationError(f"{folder}: no tables of GPU {wanted!r}; {nearest(wanted, names)}")
-
-
-def reference(folder: Path, gpu: Gpu, link_bytes_per_s: float | None) -> Reference:
-    """The data-sheet figures of `gpu`: peak rates as the project publishes them in `systems/<gpu>.yaml`, if that lies
-    near `folder`, SMs and L2 from the catalogue. The link is `link_bytes_per_s`, or the project's if None.
-
-    Raises `CalibrationError` if the two differ by more than a tenth: then the tables are another GPU's.
-    """
-    rates = {"bf16_flop_per_s": gpu.bf16_flop_per_s, "memory_bytes_per_s": gpu.memory_bytes_per_s}
-    for parent in (folder.parent, folder.parent.parent):
-        for path in (parent / "systems" / f"{folder.name}.yaml", parent / f"{folder.name}.yaml"):
-            if path.is_file():
-                published = _published(path)
-                for key, value in rates.items():
-                    if abs(published[key] / value - 1.0) > 0.1:
-                        raise CalibrationError(
-                            f"{path}: {key} {published[key]:.4g}, but {gpu.name} has {value:.4g}: another GPU's tables?"
-                        )
-                link = published.pop("link_bytes_per_s")
-                return reference_of(gpu, link if link_bytes_per_s is None else link_bytes_per_s, **published)
-    if link_bytes_per_s is None:
-        raise CalibrationError(
-            f"{folder}: no systems/{folder.name}.yaml that tells the link, and no cluster of {gpu.name}"
-        )
-    return reference_of(gpu, link_bytes_per_s)
-
-
-def _published(path: Path) -> dict[str, float]:
-    """The figures of a `systems` file in bytes/s and FLOP/s."""
-    try:
-        data = read_yaml(path)
-        rates = {
-            "bf16_flop_per_s": float(data["gpu"]["bfloat16_tc_flops"]),
-            "memory_bytes_per_s": float(data["gpu"]["mem_bw"]),
-            "link_bytes_per_s": float(data["node"]["intra_node_bw"]),
-        }
-        if not all(0 < rate < math.inf for rate in rates.values()):
-            raise ValueError("expected numbers above 0")
-        return rates
-    except ConfigError as error:
-        raise CalibrationError(str(error)) from None
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CalibrationError(
-            f"{path}: expected gpu.mem_bw, gpu.bfloat16_tc_flops, node.intra_node_bw: {error}"
-        ) from None
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
@@ -209,43 +167,31 @@ def precisions(path: Path) -> list[Precision]:
     return [precision for precision in QUANTISED if precision in found]
 
 
-def has_fp8_kv(path: Path) -> bool:
-    """Whether a table of attention has rows on an FP8 KV cache."""
-    return "fp8" in set(read_table(path, ["kv_cache_dtype"]).kv_cache_dtype)
-
-
 def used_sizes(table: pd.DataFrame) -> pd.DataFrame:
     """Products of the sizes that RL runs use."""
     inside = [table[name].between(*bounds) for name, bounds in SIZES.items()]
     return table[inside[0] & inside[1] & inside[2]]
 
 
-def decode_attention(
-    path: Path, ref: Reference | None = None, notes: list[str] | None = None, kv: KvPrecision = "bf16"
+def attention(
+    path: Path, operator: str, ref: Reference | None = None, notes: list[str] | None = None, kv: KvPrecision = "bf16"
 ) -> pd.DataFrame:
-    """Decode attention of equal contexts without a sliding window; columns of `KEYS` and seconds."""
-    table = _attention(path, kv)
-    table = table.assign(context=table.step + 1, longest=table.step + 1)
-    size = 2.0 * KV_BYTES[kv] * table.batch * table.context * table.kv_heads * table.head_dim
-    flops = 4.0 * table.batch * table.context * table.q_heads * table.head_dim
-    table = check_kernels(path, table, flops, size, ref, notes)
-    return medians(table, "decode_attention")
+    """`decode_attention` of equal contexts, or causal `prefill_attention`, without a sliding window; columns of `KEYS`
+    and seconds.
 
-
-def prefill_attention(
-    path: Path, ref: Reference | None = None, notes: list[str] | None = None, kv: KvPrecision = "bf16"
-) -> pd.DataFrame:
-    """Causal prompt attention without a sliding window; columns of `KEYS` and seconds.
-
-    On an FP8 KV cache queries are bf16 where the engine's kernel was measured with these, else FP8 too (SGLang 0.5.14).
+    Of prompts on an FP8 KV cache queries are bf16 where the engine's kernel was measured with these, else FP8 too
+    (SGLang 0.5.14).
     """
     table = _attention(path, kv)
-    table = table.assign(new=table.isl, prior=table.step)
-    pairs = table.new * (table.prior + 0.5 * table.new)
-    size = 4.0 * table.batch * table.head_dim * (table.new * table.q_heads + (table.new + table.prior) * table.kv_heads)
-    flops = 4.0 * table.batch * pairs * table.q_heads * table.head_dim
-    table = check_kernels(path, table, flops, size, ref, notes)
-    return medians(table, "prefill_attention")
+    table = table.assign(context=table.step + 1, longest=table.step + 1, new=table.isl, prior=table.step)
+    if operator == "decode_attention":
+        pairs, size = table.context, 2.0 * KV_BYTES[kv] * table.context * table.kv_heads
+    else:
+        pairs = table.new * (table.prior + 0.5 * table.new)
+        size = 4.0 * (table.new * table.q_heads + (table.new + table.prior) * table.kv_heads)
+    each = table.batch * table.head_dim
+    table = check_kernels(path, table, 4.0 * each * pairs * table.q_heads, each * size, ref, notes)
+    return medians(table, operator)
 
 
 def windows(path: Path) -> pd.DataFrame:
@@ -258,10 +204,33 @@ def windows(path: Path) -> pd.DataFrame:
     return table.groupby(keys, as_index=False)[["seconds"]].median()
 
 
-def nccl(path: Path, ref: Reference | None = None) -> pd.DataFrame:
+def latent(path: Path, kv: KvPrecision = "bf16") -> pd.DataFrame:
+    """Latent attention, in bf16 on a KV cache of `kv`: batch, heads, new (tokens of each sequence), prior (those cached
+    before), seconds."""
+    chosen = {"kv_cache_dtype": ("bfloat16" if kv == "bf16" else kv,), "mla_dtype": ("bfloat16",)}
+    if "gemm_type" in read_table(path, []):
+        chosen["gemm_type"] = ("bfloat16",)
+    table = launches(path, ["num_heads", "batch_size", "isl", "step"], chosen)
+    table = table.rename(columns={"batch_size": "batch", "num_heads": "heads", "isl": "new", "step": "prior"})
+    return table.groupby(["batch", "heads", "new", "prior"], as_index=False)[["seconds"]].median()
+
+
+def latent_tables(folder: Path, backend: str) -> tuple[Path, Path] | None:
+    """The newest tables of latent attention of a backend, of decode and of prompts; None if there are none."""
+    *names, _ = LATENT.get(backend, ("", "", False))
+    decode, prompts = (_releases(folder / "mla" / backend, name) for name in names)
+    return next(((decode[version], prompts[version]) for version in reversed(decode) if version in prompts), None)
+
+
+def in_blocks(path: Path) -> bool:
+    """Whether a table of latent attention is of TensorRT-LLM's kernels, made for 16, 32 or 64 heads (Blackwell)."""
+    return set(read_table(path, ["kernel_source"]).kernel_source) <= {"trtllm_mla", "FLASHINFER_MLA"}
+
+
+def nccl_collectives(path: Path, ref: Reference | None = None) -> pd.DataFrame:
     """NCCL's collectives: op, gpus, bytes, seconds."""
     table = launches(path, MESSAGE, {"nccl_dtype": ("half", "bfloat16")}, ["op_name"])
-    return _collectives(path, table.assign(op=table.op_name.replace(OPERATIONS)), ref)
+    return _collectives(path, table.assign(op=table.op_name.replace({"alltoall": "all_to_all"})), ref)
 
 
 def custom_all_reduce(path: Path, ref: Reference | None = None) -> pd.DataFrame:
@@ -323,67 +292,51 @@ def _collectives(path: Path, table: pd.DataFrame, ref: Reference | None) -> pd.D
 # Layout ---------------------------------------------------------------------------------------------------------------
 
 
-def _existing(*folders: Path) -> Path | None:
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
-def _root(folder: Path, family: str, backend: str) -> Path:
-    """Where the versions of a backend lie, in the current layout or the older one."""
-    found = _existing(folder / family / backend, folder / backend)
-    if found is None:
-        known = {*subfolders(folder / family), *(set(subfolders(folder)) - {"gemm", "attention", "comm", "nccl"})}
-        raise CalibrationError(f"{folder}: no {family} tables of backend {backend!r}; {nearest(backend, known)}")
-    return found
-
-
 def _version(folder: Path, backend: str, version: str | None) -> str:
     """`version` if it has all kernel tables, or the newest that does."""
-    roots = {table: _root(folder, family, backend) for table, family in KERNEL_TABLES.items()}
-    known = sorted({name for root in roots.values() for name in subfolders(root)}, key=version_key)
+    for family in dict.fromkeys(KERNELS.values()):
+        if not (folder / family / backend).is_dir():
+            raise CalibrationError(
+                f"{folder}: no {family} tables of backend {backend!r}; {nearest(backend, subfolders(folder / family))}"
+            )
+    having = {table: _releases(folder / family / backend, table) for table, family in KERNELS.items()}
+    whole = sorted(set.intersection(*map(set, having.values())), key=version_key)
+    known = sorted(
+        {name for family in KERNELS.values() for name in subfolders(folder / family / backend)}, key=version_key
+    )
+    if version is None and not whole:
+        said = ", ".join(known)
+        raise CalibrationError(f"{folder}: no version of {backend} has all of {', '.join(KERNELS)}; there are: {said}")
     if version is not None and version not in known:
         raise CalibrationError(f"{folder}: no {backend} version {version!r}; {nearest(version, known)}")
-    for name in [version] if version is not None else reversed(known):
-        lacking = [table for table, root in roots.items() if _table(root, name, table) is None]
-        if not lacking:
-            return name
-        if version is not None:
-            whole = [v for v in known if all(_table(root, v, table) for table, root in roots.items())]
-            raise CalibrationError(
-                f"{folder}: {backend} {version} has no {' and no '.join(lacking)}; "
-                f"complete versions: {', '.join(whole) or 'none'}"
-            )
-    raise CalibrationError(
-        f"{folder}: no version of {backend} has all of {', '.join(roots)}; there are: {', '.join(known)}"
-    )
+    if version is not None and version not in whole:
+        lacking = " and no ".join(table for table in KERNELS if version not in having[table])
+        raise CalibrationError(
+            f"{folder}: {backend} {version} has no {lacking}; complete versions: {', '.join(whole) or 'none'}"
+        )
+    return version or whole[-1]
 
 
-def _newest(root: Path | None, table: str) -> tuple[str, Path | None]:
-    """The newest version that has a table, and the table's file."""
-    versions = sorted(subfolders(root), key=version_key, reverse=True) if root is not None else []
-    files = ((version, _table(root, version, table)) for version in versions)
-    return next(((version, path) for version, path in files if path is not None), ("", None))
+def _releases(root: Path, table: str) -> dict[str, Path]:
+    """The files of a table by release, oldest first: a release's own, or that of the one that its `reuse.yaml` says."""
+    names = sorted(subfolders(root), key=version_key)
+    own = {name: path for name in names if (path := root / name / f"{table}.parquet").is_file()}
+    from_of = {name: name if name in own else _reused(root / name, table) for name in names}
+    return {name: own[other] for name, other in from_of.items() if other in own}
 
 
-def _table(root: Path | None, version: str, table: str) -> Path | None:
-    """The file of a version's table, its own or the one that `reuse.yaml` points to."""
-    if root is None:
-        return None
-    for name in (version, *_reused(root / version, table)):
-        for suffix in SUFFIXES:
-            path = root / name / f"{table}{suffix}"
-            if path.is_file():
-                return path
-    return None
+def _newest(root: Path, table: str) -> tuple[str, Path | None]:
+    """The newest release that has a table, and the table's file."""
+    return next(reversed(_releases(root, table).items()), ("", None))
 
 
-def _reused(folder: Path, table: str) -> list[str]:
+def _reused(folder: Path, table: str) -> str:
     path = folder / "reuse.yaml"
     if not path.is_file():
-        return []
+        return ""
     try:
         entries = read_yaml(path)["reuse"]
-        versions = [str(entry["from_version"]) for entry in entries if entry["table"] == table]
-        return [version for version in versions if version in subfolders(folder.parent)]
+        return next((str(entry["from_version"]) for entry in entries if entry["table"] == table), "")
     except ConfigError as error:
         raise CalibrationError(str(error)) from None
     except (KeyError, TypeError):

@@ -1,25 +1,12 @@
-"""Print how far calibrations are off on settings that no fit has seen: `rlsim.cost.draw.MEASURED`.
-
-    python scripts/fit_transfer.py [--data DIR]
-
-- `rollout` and `tilt`: time per output token of every measured serving run, with the fit that has not seen its TP;
-- `calls`: log-probs and updates of measured runs, each group left out of the fit of the training stack, and veRL's row
-  4, which nothing is fitted to. Their errors are written to `rlsim/validate/transfer_calls.yaml`;
-- `sync`: weight syncs that no constant is fitted to.
-
-Each is the root of the mean square over settings.
-"""
+"""How far calibrations are off on settings that no fit has seen: `rlsim.cost.draw.MEASURED`."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from calibration.provenance import DATE
+from calibration.provenance import DATE, SCRIPT
 from calibration.stacks import Case, fit_stacks
-from calibration.tables import DATA
-from calibration.training_report import gemm_shares
-
+from calibration.training import gemm_shares
 from rlsim.calibrate.write import write_record
 from rlsim.cost.draw import TransferErrors
 from rlsim.validate.calls import CALLS, LeftOutCalls, TransferCalls
@@ -30,7 +17,6 @@ from rlsim.validate.today import today_rows
 from rlsim.validate.transfer import kind_rows, shipped_fits, unseen_rows
 from rlsim.validate.weight_sync import predicted_errors, read_syncs
 
-SCRIPT = "scripts/fit_transfer.py"
 SOURCE = "rl_timings/verl_steps.csv, rl_timings/rl_steps_async.csv (logs of veRL and NeMo-RL)"
 
 
@@ -39,10 +25,8 @@ def transfer_errors(calls: TransferCalls) -> TransferErrors:
     evidence = Options().evidence
     rows = unseen_rows(kind_rows(read_runs(evidence), shipped_fits(), "left-out"), today_rows(evidence, print))
     rollout = spread(errors_by_setting(rows, "tpot_s"))
-    syncs = predicted_errors(read_syncs(evidence))
-    return TransferErrors(
-        rollout.family, rollout.setting, rollout.tilt, level_spread(calls.log_errors()), level_spread(syncs)
-    )
+    syncs = level_spread(predicted_errors(read_syncs(evidence)))
+    return TransferErrors(rollout.family, rollout.setting, rollout.tilt, level_spread(calls.log_errors()), syncs)
 
 
 def left_out_calls(cases: tuple[Case, ...]) -> TransferCalls:
@@ -55,20 +39,19 @@ def left_out_calls(cases: tuple[Case, ...]) -> TransferCalls:
         )
         for case in unseen
     ]
-    return TransferCalls(date=DATE, script=SCRIPT, source=SOURCE, left_out=tuple(groups))
+    return TransferCalls(date=DATE, script=f"{SCRIPT} transfer", source=SOURCE, left_out=tuple(groups))
 
 
-def main() -> None:
-    """Write the errors of calls, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the measured tables")
-    data = parser.parse_args().data
-    calls = left_out_calls(fit_stacks(data, gemm_shares(data)).cases)
-    comment = f"Made by {SCRIPT}; change that, not this. Errors: rlsim / measured - 1."
+def main(options: argparse.Namespace) -> None:
+    """How far calibrations are off on settings that no fit has seen: `rlsim.cost.draw.MEASURED`.
+
+    `rollout` and `tilt`: time per output token of every measured serving run, with the fit that has not seen its TP;
+    `calls`: log-probs and updates of measured runs, each group left out of the fit of the training stack, and veRL's
+    row 4, which nothing is fitted to (written to `rlsim/validate/transfer_calls.yaml`); `sync`: weight syncs that no
+    constant is fitted to. Each is the root of the mean square over settings.
+    """
+    calls = left_out_calls(fit_stacks(options.data, gemm_shares(options.data)).cases)
+    comment = f"Made by {calls.script}; change that, not this. Errors: rlsim / measured - 1."
     write_record(calls.model_dump(), CALLS, comment)
     for name, value in vars(transfer_errors(calls)).items():
         print(f"{name}={value:.3f}")
-
-
-if __name__ == "__main__":
-    main()
