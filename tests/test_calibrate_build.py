@@ -83,7 +83,6 @@ def small_tables() -> dict[str, pd.DataFrame]:
             [("tiny", "forward", t, t, t * 15e-6) for t in (64, 256, 512)]
             + [("tiny", "forward_backward", t, t, t * 45e-6) for t in (64, 256, 512)],
         ),
-        "optimizer": frame("parameters seconds", [(1e6, 2e-3)]),
         "reshard": moves,
         "migrate": moves,
         "control": frame("what seconds", [("pause", 1e-3), ("resume", 2e-3), ("create_group", 5e-2)]),

@@ -19,14 +19,13 @@ from conftest import cases
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.calibrate.measure import suite as suite_module
+from rlsim.calibrate.measure import journal as journal_module
 from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing, measure, timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
 from rlsim.calibrate.measure.host import MachineFacts, shape_hash
-from rlsim.calibrate.measure.journal import Journal, Point, Result, read_journal
+from rlsim.calibrate.measure.journal import ATTEMPTS, Journal, Point, Result, counts, read_journal, run_suite
 from rlsim.calibrate.measure.plan import FIRST, GridSetup, coarse_to_fine, contexts, doublings, level, plan
-from rlsim.calibrate.measure.suite import ATTEMPTS, counts, run_suite
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cli import app
 from rlsim.cost.calibration import load_calibration
@@ -79,6 +78,10 @@ def facts(**changes: object) -> MachineFacts:
 
 def gemm(m: int) -> Point:
     return Point("gemm", (m, 64, 64))
+
+
+def found(point: Point, seconds: float = 1e-6, took_s: float = 0.1, refused: str = "") -> Result:
+    return Result(point=point, seconds=seconds, spread=0.01, repeats=7, took_s=took_s, refused=refused)
 
 
 class Clock:
@@ -140,7 +143,7 @@ def test_noisy_is_by_the_spread() -> None:
     assert not timing([1.0, 1.01, 1.02, 1.03]).noisy()
     assert timing([0.0, 0.0]).noisy()
     assert not timing([1.0, 2.0, 3.0, 4.0]).noisy(NOISY_ONCE)
-    assert (suite_module.limit("gemm"), suite_module.limit("control")) == (NOISY, NOISY_ONCE)
+    assert (journal_module.limit("gemm"), journal_module.limit("control")) == (NOISY, NOISY_ONCE)
 
 
 # The journal ----------------------------------------------------------------------------------------------------------
@@ -149,14 +152,14 @@ def test_noisy_is_by_the_spread() -> None:
 def written(path: Path, count: int = 3) -> Journal:
     journal = Journal.start(path, facts())
     for m in range(1, count + 1):
-        journal.add(Result(gemm(m), m * 1e-6, 0.01, 7, 0.1))
+        journal.add(found(gemm(m), m * 1e-6))
     return journal
 
 
 def test_journal_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "new" / "measurements.jsonl"
     journal = written(path)
-    journal.add(Result(gemm(9), 1e-6, 0.5, 7, 0.2, "noisy: spread 50%"))
+    journal.add(found(gemm(9), took_s=0.2, refused="noisy: spread 50%"))
     again = Journal.start(path, facts(date="2027-01-01", budget_s=99.0))
     assert again.results == journal.results
     assert again.spent_s == pytest.approx(0.5)
@@ -183,10 +186,10 @@ def test_a_last_line_cut_short_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "measurements.jsonl"
     written(path)
     with path.open("a") as file:
-        file.write('{"operator": "gemm", "m": 4, "n"')
+        file.write('{"point": ["gemm", [4, 64')
     assert len(read_journal(path).results) == 3
     journal = Journal.start(path, facts())
-    journal.add(Result(gemm(4), 1e-6, 0.0, 7, 0.1))
+    journal.add(found(gemm(4)))
     assert len(read_journal(path).results) == 4
     assert len(path.read_text().splitlines()) == 5
 
@@ -205,8 +208,9 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, reason: str) -> None
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "measurements.jsonl"
     path.write_text('{"operator": "gemm"}\n')
-    with pytest.raises(CalibrationError, match=r":1: damaged journal line: expected a journal of version 1"):
-        Journal.start(path, facts())
+    for fresh in (False, True):
+        with pytest.raises(CalibrationError, match="is not rlsim's journal"):
+            Journal.start(path, facts(), fresh=fresh)
     path.write_text("")
     with pytest.raises(CalibrationError, match="empty"):
         read_journal(path)
@@ -319,7 +323,7 @@ def test_noisy_points_are_tried_again_later_and_then_refused(tmp_path: Path) -> 
             return 1.0, replace(BAD, spread=0.2 if attempt == 2 else 0.5)
         return 1.0, BAD if m == 2 and attempt == 1 else GOOD
 
-    found, journal, order = suite(tmp_path, outcome)
+    became, journal, order = suite(tmp_path, outcome)
     assert order.count(gemm(1)) == ATTEMPTS
     assert order[:4] == [gemm(m) for m in (1, 2, 3, 4)], "the next attempt comes later"
     refused = journal.results[gemm(1)]
@@ -327,23 +331,22 @@ def test_noisy_points_are_tried_again_later_and_then_refused(tmp_path: Path) -> 
     assert refused.spread == 0.2
     assert refused.took_s == ATTEMPTS
     assert journal.results[gemm(2)].refused == ""
-    assert (found["gemm"].measured, found["gemm"].noisy, found["gemm"].left) == (39, 1, 0)
+    assert became["gemm"] == (39, 1, 0, 0)
     assert 1 not in journal.measurements().table("gemm").m.tolist()
     assert read_journal(journal.path).results == journal.results
 
 
 def test_what_the_device_cannot_do_is_recorded_once(tmp_path: Path) -> None:
-    found, journal, order = suite(tmp_path, lambda point, _: (1.0, "out of memory" if point == gemm(3) else GOOD))
+    became, journal, order = suite(tmp_path, lambda point, _: (1.0, "out of memory" if point == gemm(3) else GOOD))
     assert order.count(gemm(3)) == 1
     assert journal.results[gemm(3)].refused == "impossible: out of memory"
-    assert found["gemm"].impossible == 1
+    assert became["gemm"] == (39, 0, 1, 0)
 
 
 def test_the_budget_ends_the_run(tmp_path: Path) -> None:
-    points = [*GEMMS, *(Point("optimizer", (n,)) for n in range(1, 11))]
-    found, journal, _ = suite(tmp_path, lambda *_: (2.0, GOOD), budget_s=85.0, points=points)
-    assert (found["gemm"].measured, found["gemm"].left) == (40, 0)
-    assert (found["optimizer"].measured, found["optimizer"].left) == (3, 7)
+    points = [*GEMMS, *(Point("copy", ("device", n)) for n in range(1, 11))]
+    became, journal, _ = suite(tmp_path, lambda *_: (2.0, GOOD), budget_s=85.0, points=points)
+    assert became == {"gemm": (40, 0, 0, 0), "copy": (3, 0, 0, 7)}
     assert journal.spent_s == 86.0  # the point under way is finished
 
 
@@ -371,9 +374,9 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
 
 def test_the_cluster_file_loads_and_says_what_was_measured(tmp_path: Path) -> None:
     journal = Journal.start(tmp_path / "j.jsonl", facts())
-    journal.add(Result(Point("gemm", (512, 512, 512)), 2 * 512**3 / 50e9, 0.0, 7, 0.1))
-    journal.add(Result(Point("copy", ("device", 1_000_000)), 2e6 / 20e9, 0.0, 7, 0.1))
-    journal.add(Result(Point("collective", ("all_gather", 2, 8_000)), 1e-5, 0.0, 7, 0.1))
+    journal.add(found(Point("gemm", (512, 512, 512)), 2 * 512**3 / 50e9))
+    journal.add(found(Point("copy", ("device", 1_000_000)), 2e6 / 20e9))
+    journal.add(found(Point("collective", ("all_gather", 2, 8_000)), 1e-5))
     cluster = describe_cluster(journal.measurements(), journal.machine)
     write_cluster(cluster, tmp_path / "cluster.yaml")
     again = load(tmp_path / "cluster.yaml", Cluster)
@@ -442,7 +445,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
         numbered = [(point, seen.update([kind]) or seen[kind]) for point, kind in kinds]
         return [point for point, number in numbered if number <= enough.get(point.operator, 7)]
 
-    monkeypatch.setattr(suite_module, "NOISY", float("inf"))
+    monkeypatch.setattr(journal_module, "NOISY", float("inf"))
     monkeypatch.setattr(session, "plan", first_points)
     monkeypatch.setattr(session, "Effort", lambda **_: Effort(1, 3, 0.0, 0.02))
     out = tmp_path / "out"

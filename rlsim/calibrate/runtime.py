@@ -162,7 +162,7 @@ def fit_training(
     points = point_rows("train_block", labels, measured_s, [seconds(row, efficiency) for row in rows], test)
     residual = residual_of(points, known[["tokens"]], "layer blocks, one efficiency for all")
     training = _training_with(base, efficiency, f"{FRAMEWORK}: {len(rows)} measured passes of single layers")
-    return Fitted(training, {"train_block": residual}, points, _optimizer_note(measured.table("optimizer"), ref))
+    return Fitted(training, {"train_block": residual}, points)
 
 
 def _layer_s(model: Model, row: Mapping[Hashable, Any], ref: Reference, gpu: str, efficiency: float) -> float:
@@ -192,17 +192,6 @@ def _training_with(base: TrainingFit | None, efficiency: float, source: str) -> 
 
 
 # Notes ----------------------------------------------------------------------------------------------------------------
-
-
-def _optimizer_note(table: pd.DataFrame, ref: Reference) -> tuple[str, ...]:
-    """What the optimizer was measured at; the simulator takes it as memory-bound."""
-    if table.empty:
-        return ()
-    per_parameter = float((table.seconds / table.parameters).median())
-    bound = float(ref.memory_bytes_per_s * per_parameter)
-    return (
-        f"optimizer: measured {per_parameter * 1e9:.3g} s for 1e9 parameters = {bound:.0f} bytes each at peak rate",
-    )
 
 
 def copy_notes(measured: Measurements, ref: Reference) -> tuple[str, ...]:

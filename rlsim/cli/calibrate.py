@@ -18,8 +18,8 @@ from rlsim.errors import CalibrationError
 if TYPE_CHECKING:
     from rlsim.calibrate.from_engine import FromEngine
     from rlsim.calibrate.from_run import FromRun
+    from rlsim.calibrate.measure.journal import Progress as State
     from rlsim.calibrate.measure.session import Measured, Request
-    from rlsim.calibrate.measure.suite import Progress as State
     from rlsim.cost.calibration import Calibration
 
 app = typer.Typer(
@@ -337,10 +337,7 @@ def _bar() -> Iterator[Callable[[State], None]]:
 def _print_counts(measured: Measured) -> None:
     title = f"Points measured on {measured.journal.machine.name}"
     headings = ("operator", "measured", "too noisy", "not possible", "left (budget)")
-    rows = [
-        [operator, *(f"{n:,}" for n in (count.measured, count.noisy, count.impossible, count.left))]
-        for operator, count in measured.counts.items()
-    ]
+    rows = [[operator, *(f"{n:,}" for n in count)] for operator, count in measured.counts.items()]
     print_tables([table(headings, rows, title=title)])
 
 

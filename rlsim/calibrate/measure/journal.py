@@ -1,53 +1,65 @@
-"""What was measured so far, one line a point, so that an interruption loses the point under way and no more."""
+"""The measuring itself: point after point until the budget is spent, and noisy points more than one chance. What was
+measured is kept at once, one line a point, so that an interruption loses the point under way and no more."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import pandas as pd
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, field_validator
 
+from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Timing
 from rlsim.calibrate.measure.host import MachineFacts
 from rlsim.calibrate.measurements import KEYS, Measurements
 from rlsim.cost.calibration import Source
 from rlsim.errors import CalibrationError
+from rlsim.schema import Schema
 
-VERSION = 1
-_BEGIN = b'{"journal": '
+ATTEMPTS = 4  # at a noisy point
+BETWEEN = 10  # other points before the next attempt: what disturbs a machine passes
+ONCE = ("control", "graph_capture")  # operators that a layout change runs once
 
 
-@dataclass(frozen=True)
-class Point:
+S = TypeVar("S", bound=Schema)
+
+
+class Point(NamedTuple):
     """One row to measure: an operator and the values of its key columns, in the order of `measurements.KEYS`."""
 
     operator: str
-    values: tuple[str | float, ...]
+    values: tuple[int | float | str, ...]
 
     def row(self) -> dict[str, Any]:
         return dict(zip(KEYS[self.operator], self.values, strict=True))
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(Schema):
     """What became of a point: its time, or, in `refused`, why there is none. `took_s` is what finding out cost."""
 
     point: Point
-    seconds: float
-    spread: float
-    repeats: int
+    seconds: Annotated[float, Field(ge=0)]
+    spread: float = 0.0
+    repeats: int = 0
     took_s: float
     refused: str = ""
+
+    @field_validator("point")
+    @classmethod
+    def _of_the_table(cls, point: Point) -> Point:
+        if len(KEYS.get(point.operator, ())) != len(point.values):
+            raise ValueError(f"no values of an operator: {point.operator} {point.values}")
+        return point
 
 
 @dataclass
 class Journal:
-    """The journal file of one calibration run, open for more results."""
+    """The journal file of one calibration run, open for more results: the machine, then a line for each result."""
 
     path: Path
     machine: MachineFacts
@@ -58,33 +70,28 @@ class Journal:
         """The journal at `path`, begun for `machine`, or gone on with if there is one.
 
         A last line cut short by an interruption is removed. Raises `CalibrationError` if the journal there is damaged
-        or of another machine, model or version; `fresh` discards it instead.
+        or of another machine or model; `fresh` discards it instead.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             there = path.read_bytes() if path.exists() else b""
-            if fresh and there and not there.startswith(_BEGIN):
+            if there and not there.startswith(b'{"device":'):
                 raise CalibrationError(f"{path}: is not rlsim's journal; move it away, or give another --out")
             if not fresh and b"\n" in there:
                 journal = read_journal(path)
                 machine.check_same(journal.machine, path)
                 os.truncate(path, there.rindex(b"\n") + 1)
                 return journal
-            first = json.dumps({"journal": VERSION, "machine": machine.model_dump(mode="json")})
-            path.write_text(first + "\n", encoding="utf-8")
+            path.write_text(machine.model_dump_json() + "\n", encoding="utf-8")
         except OSError as error:
             raise CalibrationError(f"{path}: cannot be written: {error.strerror}") from None
         return Journal(path, machine)
 
     def add(self, result: Result) -> None:
         """Keeps a result, on disk before this returns."""
-        line: dict[str, Any] = {"operator": result.point.operator, **result.point.row()}
-        line |= {name: getattr(result, name) for name in ("seconds", "spread", "repeats", "took_s")}
-        if result.refused:
-            line["refused"] = result.refused
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(result.model_dump_json(exclude_defaults=True) + "\n")
         except OSError as error:
             raise CalibrationError(f"{self.path}: cannot be written: {error.strerror}") from None
         self.results[result.point] = result
@@ -101,16 +108,17 @@ class Journal:
     def measurements(self, notes: Iterable[str] = ()) -> Measurements:
         """The measured points as tables; refused points are in none."""
         rows: dict[str, list[dict[str, Any]]] = {}
-        for result in self.results.values():
+        for point, result in self.results.items():
             if not result.refused:
-                row = {**result.point.row(), "seconds": result.seconds, "spread": result.spread}
-                rows.setdefault(result.point.operator, []).append(row)
+                row = {**point.row(), "seconds": result.seconds, "spread": result.spread}
+                rows.setdefault(point.operator, []).append(row)
+        versions = self.machine.versions
         source = Source(
             project=f"own measurement on {self.machine.name}",
-            commit=f"rlsim {self.machine.versions.get('rlsim', '')}".strip(),
+            commit=f"rlsim {versions.get('rlsim', '')}".strip(),
             licence="own",
             files=(self.path.name,),
-            engine_version=f"torch {self.machine.versions.get('torch', '')}".strip(),
+            engine_version=f"torch {versions.get('torch', '')}".strip(),
         )
         return Measurements({name: pd.DataFrame(found) for name, found in rows.items()}, (source,), tuple(notes))
 
@@ -119,46 +127,93 @@ def read_journal(path: Path) -> Journal:
     """The journal at `path`, without a last line that was cut short. Raises `CalibrationError` if it is missing, empty
     or damaged."""
     try:
-        *lines, _ = path.read_bytes().split(b"\n")  # what follows the last line break was cut short while written
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break was cut short while written
     except OSError as error:
         raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
-    journal: Journal | None = None
-    for number, raw in enumerate(lines, 1):
-        try:
-            line = json.loads(raw)
-            if not isinstance(line, dict):
-                raise ValueError("expected an object")
-            if journal is None:
-                journal = Journal(path, _machine(line))
-            else:
-                result = _result(line)
-                journal.results[result.point] = result
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
-            raise CalibrationError(
-                f"{path}:{number}: damaged journal line: {reason}; mend it, or begin anew with --fresh"
-            ) from None
-    if journal is None:
+    if not lines:
         raise CalibrationError(f"{path}: the journal is empty")
-    return journal
+    machine = _line(path, 1, lines[0], MachineFacts)
+    results = [_line(path, number, line, Result) for number, line in enumerate(lines[1:], 2)]
+    return Journal(path, machine, {result.point: result for result in results})
 
 
-def _machine(line: dict[str, Any]) -> MachineFacts:
-    if line.get("journal") != VERSION:
-        raise ValueError(f"expected a journal of version {VERSION}, got {line.get('journal')!r}")
+def _line(path: Path, number: int, line: bytes, kind: type[S]) -> S:
     try:
-        return MachineFacts.model_validate(line["machine"])
+        return kind.model_validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"machine.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise CalibrationError(
+            f"{path}:{number}: damaged journal line: {reason}; mend it, or begin anew with --fresh"
+        ) from None
 
 
-def _result(line: dict[str, Any]) -> Result:
-    operator = line["operator"]
-    if operator not in KEYS:
-        raise ValueError(f"unknown operator {operator!r}")
-    point = Point(operator, tuple(line[name] for name in KEYS[operator]))
-    seconds, spread, refused = float(line["seconds"]), float(line["spread"]), str(line.get("refused", ""))
-    if not refused and not (math.isfinite(seconds) and seconds > 0.0):
-        raise ValueError(f"expected a positive time, got {line['seconds']!r}")
-    return Result(point, seconds, spread, int(line["repeats"]), float(line["took_s"]), refused)
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands; `point` is the one it measures next."""
+
+    spent_s: float
+    budget_s: float
+    done: int
+    planned: int
+    refused: int
+    point: Point
+
+
+def limit(operator: str) -> float:
+    """The spread beyond which a point of this operator is refused."""
+    return NOISY_ONCE if operator in ONCE else NOISY
+
+
+def run_suite(
+    points: Sequence[Point],
+    journal: Journal,
+    measure_point: Callable[[Point], Timing | str],
+    *,
+    budget_s: float,
+    report: Callable[[Progress], None] = lambda _: None,
+    now: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Measures the points in their order into `journal` until they are done or `budget_s` seconds of measuring are
+    spent, those of the journal included.
+
+    `measure_point` gives a time, or why the device has none. A noisy point is tried again after some others; after four
+    attempts it is refused, with the smallest spread it had.
+    """
+    waiting = deque(point for point in points if point not in journal.results)
+    spent_s, noisy = journal.spent_s, dict[Point, tuple[float, list[Timing]]]()
+    while waiting and spent_s < budget_s:
+        left = len(waiting)
+        point = waiting.popleft()
+        report(Progress(spent_s, budget_s, len(points) - left, len(points), len(journal.refused()), point))
+        began = now()
+        outcome = measure_point(point)
+        took_s = now() - began
+        spent_s += took_s
+        if isinstance(outcome, str):
+            journal.add(Result(point=point, seconds=0.0, took_s=took_s, refused=f"impossible: {outcome}"))
+            continue
+        before_s, tried = noisy.pop(point, (0.0, []))
+        tried, took_s, refused = [*tried, outcome], before_s + took_s, ""
+        if outcome.noisy(limit(point.operator)):
+            if len(tried) < ATTEMPTS:
+                noisy[point] = took_s, tried
+                waiting.insert(BETWEEN, point)
+                continue
+            outcome = min(tried, key=lambda one: one.spread)
+            said = f"limit {limit(point.operator):.0%}"
+            refused = f"noisy: spread {outcome.spread:.0%} at the best of {ATTEMPTS} attempts, {said}"
+        spread = min(outcome.spread, 1e9)  # of times of zero it is infinite
+        found = {"seconds": outcome.seconds, "spread": spread, "repeats": outcome.repeats}
+        journal.add(Result(point=point, **found, took_s=took_s, refused=refused))
+
+
+def counts(points: Sequence[Point], journal: Journal) -> dict[str, tuple[int, int, int, int]]:
+    """What became of the planned points of every operator: measured, too noisy, not possible, left."""
+    found = {}
+    for operator in dict.fromkeys(point.operator for point in points):
+        own = [point for point in points if point.operator == operator]
+        refused = [journal.results[point].refused for point in own if point in journal.results]
+        measured, noisy = refused.count(""), sum(reason.startswith("noisy") for reason in refused)
+        found[operator] = measured, noisy, len(refused) - measured - noisy, len(own) - len(refused)
+    return found

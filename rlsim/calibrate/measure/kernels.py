@@ -112,11 +112,3 @@ def block(x: Any, weights: dict[str, Any], rotation: tuple[Any, Any], model: Mod
     normed = functional.rms_norm(x, (hidden,), weights["norm2"], 1e-6)
     gate, up = functional.linear(normed, weights["gate_up"]).chunk(2, dim=-1)
     return x + functional.linear(functional.silu(gate) * up, weights["down"])
-
-
-def optimizer(bench: Bench, parameters: int) -> list[Call]:
-    """One AdamW step over `parameters` fp32 parameters with fp32 moments, as mixed-precision training keeps them."""
-    weight = torch.full((parameters,), 0.01, device=bench.device, requires_grad=True)
-    weight.grad = torch.full_like(weight, 0.001)
-    adam: Any = torch.optim.AdamW([weight], lr=1e-6, fused=True, capturable=bench.device != "cpu")
-    return [adam.step]

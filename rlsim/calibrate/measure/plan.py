@@ -26,7 +26,6 @@ FIRST = {
     "prefill_step": 4,
     "control": 4,
     "copy": 3,
-    "optimizer": 1,
     "graph_capture": 1,
     "reshard": 1,
     "migrate": 1,
@@ -83,14 +82,13 @@ def plan(setup: GridSetup) -> list[Point]:
     memory and takes its time to build), then changes of the layout.
     """
     name = setup.model.name
-    kernels = {
+    kernels: dict[str, Iterable[Values]] = {
         "copy": _copies(setup),
         "gemm": _gemms(setup),
         "decode_attention": _decode_attention(setup),
         "prefill_attention": _prefill_attention(setup),
         "memory_bound": _elementwise(setup),
         "train_block": ((name, *values) for values in _train(setup)),
-        "optimizer": setup.sizes(2**14, 2**32, 28),
         "collective": _collectives(setup),
     }
     phases: list[dict[str, Iterable[Values]]] = [kernels]

@@ -12,9 +12,8 @@ from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, Effort, Timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster, write_model
 from rlsim.calibrate.measure.host import devices, machine_facts
-from rlsim.calibrate.measure.journal import Journal, Point
+from rlsim.calibrate.measure.journal import Journal, Point, Progress, counts, run_suite
 from rlsim.calibrate.measure.plan import GridSetup, plan
-from rlsim.calibrate.measure.suite import Count, Progress, counts, run_suite
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Reference
@@ -58,12 +57,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Measured:
-    """The journal of a run and what became of its points. `model` has the bytes of the numbers it was run with."""
+    """The journal of a run and what became of its points (`counts`). `model` has the bytes of the numbers it was run
+    with."""
 
     folder: Path
     journal: Journal
     model: Model
-    counts: dict[str, Count]
+    counts: dict[str, tuple[int, int, int, int]]
 
 
 def measure_machine(request: Request, report: Callable[[Progress], None]) -> Measured:

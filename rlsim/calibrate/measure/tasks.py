@@ -14,7 +14,7 @@ from rlsim.calibrate.measure.bench import Bench, Call
 from rlsim.calibrate.measure.clock import Timing
 from rlsim.calibrate.measure.collectives import collective
 from rlsim.calibrate.measure.journal import Point
-from rlsim.calibrate.measure.kernels import copy, gemm, layer_elementwise, optimizer, train_block
+from rlsim.calibrate.measure.kernels import copy, gemm, layer_elementwise, train_block
 from rlsim.calibrate.measure.steps import STEPS
 from rlsim.calibrate.measure.workers import Worker
 from rlsim.errors import RlsimError
@@ -27,11 +27,7 @@ KERNELS: Mapping[str, Callable[..., list[Call]]] = {
     "prefill_attention": prefill_attention,
     "memory_bound": layer_elementwise,
     "train_block": train_block,
-    "optimizer": optimizer,
 }
-
-#: What needs gradients; everything else runs in inference mode, as an engine does.
-TRAINING = ("train_block", "optimizer")
 
 
 def warm_up(worker: Worker) -> None:
@@ -47,7 +43,7 @@ def run_point(worker: Worker, bench: Bench, point: Point) -> Timing | str:
     operator, bench = point.operator, replace(bench, device=worker.device)
     values: list[Any] = [bench.model if name == "model" else value for name, value in point.row().items()]
     try:
-        with torch.inference_mode(operator not in TRAINING):
+        with torch.inference_mode(operator != "train_block"):  # as an engine does
             if operator in STEPS:
                 return STEPS[operator](worker, bench, *values)
             if bench.device != "cpu":
