@@ -354,9 +354,7 @@ def test_chart_has_a_panel_for_every_operator(built: Built) -> None:
     (data,) = calibration_chart(built.points).to_dict()["datasets"].values()
     panels = {row["panel"] for row in data}
     assert len(panels) == built.points.operator.nunique()
-    assert any(
-        re.fullmatch(r"elementwise kernels\nheld out: median .*%, p90 .*%, \d+ points?", name) for name in panels
-    )
+    assert any(re.fullmatch(r"memory bound\nheld out: median .*%, p90 .*%, \d+ points?", name) for name in panels)
 
 
 def test_chart_thins_out_large_tables_but_keeps_the_worst() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 
@@ -17,6 +17,7 @@ from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import kernel_gemm, quantised_products
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
+from rlsim.calibrate.parts import Parts
 from rlsim.calibrate.points import Fitted, join
 from rlsim.calibrate.runtime import copy_notes, fit_runtime, fit_training
 from rlsim.calibrate.steps import NO_HOST, fit_host, fit_tables
@@ -26,19 +27,13 @@ from rlsim.cost.calibration import (
     HostFit,
     Provenance,
     Reference,
-    Residual,
-    Source,
     TrainingFit,
-    calibration_names,
 )
-from rlsim.cost.carried import carried_operators
 from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits, ProductFit
 from rlsim.cost.operators import gemm_of
-from rlsim.errors import CalibrationError, RlsimError
+from rlsim.errors import RlsimError
 from rlsim.models import Model, load_model
 from rlsim.schema import Schema
-
-T = TypeVar("T")
 
 COLD = "weights and KV are taken as cold: bandwidths are fitted on footprints beyond L2 and used for every size"
 MIXTURE = "a mixture's grouped GEMM is approximated from plain GEMMs, not measured"
@@ -52,80 +47,6 @@ class Built:
 
     calibration: Calibration
     points: pd.DataFrame
-
-
-@dataclass
-class _Parts:
-    """What has been fitted so far, what is the base's, and what nothing gives."""
-
-    measured: Measurements
-    name: str
-    gpu: str
-    engine: Engine
-    reference: Reference
-    base: Calibration | None
-    notes: list[str]
-    residuals: dict[str, Residual] = field(default_factory=dict)
-    points: list[pd.DataFrame] = field(default_factory=list)
-    borrowed: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not any(operator in self.measured for operator in self.measured.tables):
-            raise CalibrationError(f"{self.name}: nothing was measured, every table is empty")
-
-    def add(self, part: Fitted[T]) -> T:
-        self.residuals.update(part.residuals)
-        self.points.append(part.points)
-        self.notes.extend(part.notes)
-        return part.fit
-
-    @property
-    def carried(self) -> OperatorFits | None:
-        """The base's kernels on this GPU."""
-        base = self.base
-        return None if base is None else carried_operators(base.operators, base.reference, self.reference)
-
-    def borrow(self, what: str, otherwise: str, taken: Callable[[Calibration], T]) -> T | None:
-        """What is `taken` from the base; without one, `otherwise` is missing."""
-        if self.base is None:
-            self.missing.append(otherwise)
-            return None
-        self.borrowed.append(what)
-        return taken(self.base)
-
-    def borrow_residuals(self, *operators: str) -> None:
-        """The base's residuals of these operators, marked as not this calibration's own."""
-        if self.base is not None:
-            self.residuals |= {
-                key: item.model_copy(update={"note": f"of {self.base.name}, not measured here. {item.note}".strip()})
-                for operator in operators
-                for key, item in self.base.residuals.items()
-                if key == operator or key.startswith(f"{operator}_")
-            }
-
-    def check(self) -> None:
-        """Raises `CalibrationError` if anything is missing, with the nearest calibration that could give it."""
-        if not self.missing:
-            return
-        known = calibration_names()
-        same = [one for one in known if one.startswith(f"{self.gpu}-")]
-        same = same or [one for one in known if one.endswith(f"-{self.engine}")]
-        own = f"{self.gpu}-{self.engine}"
-        near = own if own in known else next(iter(same), next(iter(known), "NAME"))
-        raise CalibrationError(
-            f"{self.name}: not measured: {', '.join(self.missing)}; measure it, or take it from another calibration: "
-            f"--base {near}"
-        )
-
-    def sources(self, more_borrowed: bool) -> tuple[Source, ...]:
-        """Where the numbers are from: the measurements, and the base's sources if anything is taken from it."""
-        sources = self.measured.sources or (
-            Source(project="own measurements", commit="as measured", licence="own", files=()),
-        )
-        if self.base is not None and (self.borrowed or more_borrowed):
-            sources += self.base.provenance.sources
-        return tuple(source for i, source in enumerate(sources) if source not in sources[:i])
 
 
 def build_calibration(
@@ -152,55 +73,42 @@ def build_calibration(
     """
     shape = _shapes(models or {})
     notes = [*measured.notes, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
-    parts = _Parts(measured, name, gpu, engine, reference, base, notes)
-    operators = _operators(parts, cold)
-    collectives = _collectives(parts)
-    runtime = fit_runtime(measured, base, parts.missing)
-    training = fit_training(measured, reference, gpu, shape, base.training if base else None)
-    training_fit = training.fit or parts.borrow("training efficiency", "train_block", partial(_training_from, gpu=gpu))
+    parts = Parts(measured, name, gpu, engine, reference, base, notes)
+    operators, collectives, runtime = _operators(parts, cold), _collectives(parts), fit_runtime(parts)
+    trained = parts.add(fit_training(measured, reference, gpu, shape, base.training if base else None))
+    training = trained or parts.borrow("training efficiency", "train_block", partial(_training_from, gpu=gpu))
     if "decode_step" not in measured and base is None:
         parts.missing.append("decode_step (host time)")
     parts.check()
+    assert operators  # nothing is missing
+    assert collectives
+    assert runtime
+    assert training
     draft = Calibration(
         name=name,
         gpu=gpu,
         engine=engine,
-        provenance=Provenance(date=date, script=script, sources=parts.sources(bool(runtime.notes))),
+        provenance=Provenance(date=date, script=script, sources=parts.sources()),
         reference=reference,
-        operators=_given(operators),
-        collectives=_given(collectives),
+        operators=operators,
+        collectives=collectives,
         host=NO_HOST,
-        runtime=_given(runtime.fit),
-        training=_given(training_fit),
+        runtime=runtime,
+        training=training,
         residuals=parts.residuals,
     )
-    return _with_steps(parts, draft, shape, (runtime, training))
-
-
-def _given(part: T | None) -> T:
-    assert part is not None  # `_Parts.check` has found nothing missing
-    return part
-
-
-def _with_steps(
-    parts: _Parts, draft: Calibration, shape: Callable[[str], Model | None], others: Sequence[Fitted[object]]
-) -> Built:
-    """`draft` with its host time, whole iterations, and all residuals and notes, those of `others` among them."""
-    steps = fit_host(parts.measured, draft, shape)
-    host = steps.fit or parts.borrow("host time", _why_no_host(parts.measured, shape), _host_from)
+    host = parts.add(fit_host(measured, draft, shape))
+    host = host or parts.borrow("host time", _why_no_host(measured, shape), _host_from)
     parts.check()
     draft = draft.model_copy(update={"host": host})
-    tables = fit_tables(parts.measured, draft, shape)
-    for part in (steps, tables, *others):
-        parts.add(part)
-    if parts.borrowed and parts.base is not None:
-        parts.notes.append(f"not measured, from {parts.base.name}: {', '.join(parts.borrowed)}")
-    notes = tuple(dict.fromkeys(parts.notes))
-    sources = parts.sources(bool(others[0].notes))
+    tables = parts.add(fit_tables(measured, draft, shape))
+    if parts.borrowed and base is not None:
+        parts.notes.append(f"not measured, from {base.name}: {', '.join(parts.borrowed)}")
+    said = {"sources": parts.sources(), "notes": tuple(dict.fromkeys(parts.notes))}
     update = {
-        "provenance": draft.provenance.model_copy(update={"sources": sources, "notes": notes}),
+        "provenance": draft.provenance.model_copy(update=said),
         "residuals": parts.residuals,
-        "iterations": tables.fit,
+        "iterations": tables,
     }
     return Built(as_written(draft.model_copy(update=update)), join(parts.points))
 
@@ -220,7 +128,7 @@ def _shapes(models: Mapping[str, Model]) -> Callable[[str], Model | None]:
     return shape
 
 
-def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
+def _operators(parts: Parts, cold: bool) -> OperatorFits | None:
     """The kernels' fits, None if any is missing."""
     measured, reference = parts.measured, parts.reference
     fits: dict[str, Fitted[Any]] = dict(attention_kernels(measured, reference, parts.engine, cold))
@@ -249,7 +157,7 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
     return None if parts.missing else OperatorFits.model_validate(found)
 
 
-def _lend(parts: _Parts, found: dict[str, Any], operator: str, fit: Schema | None, what: str = "") -> None:
+def _lend(parts: Parts, found: dict[str, Any], operator: str, fit: Schema | None, what: str = "") -> None:
     """The base's `fit` of an operator, if it has one; `what` of it is the base's, by default all."""
     if fit is not None:
         found[operator] = fit
@@ -257,7 +165,7 @@ def _lend(parts: _Parts, found: dict[str, Any], operator: str, fit: Schema | Non
         parts.borrow_residuals(what or operator)
 
 
-def _quantised(parts: _Parts, cold: bool) -> tuple[ProductFit, ...]:
+def _quantised(parts: Parts, cold: bool) -> tuple[ProductFit, ...]:
     """Products in other precisions than bf16: what was measured, and the base's of the rest."""
     fits = [parts.add(part) for part in quantised_products(parts.measured, parts.reference, cold)]
     if carried := parts.carried:
@@ -269,7 +177,7 @@ def _quantised(parts: _Parts, cold: bool) -> tuple[ProductFit, ...]:
     return tuple(fits)
 
 
-def _experts(parts: _Parts) -> Experts:
+def _experts(parts: Parts) -> Experts:
     """Mixtures of experts as measured, or the base's for this GPU; without either a note says what stands for them."""
     base = parts.base
     if "experts" in parts.measured:
@@ -282,7 +190,7 @@ def _experts(parts: _Parts) -> Experts:
     return {}, {}
 
 
-def _collectives(parts: _Parts) -> CollectiveFits | None:
+def _collectives(parts: Parts) -> CollectiveFits | None:
     """All collectives; whatever operation and number of GPUs was not measured is the base's.
 
     Whole steps on single devices only need none; without them and without a base there are no collectives at all.
@@ -310,7 +218,7 @@ def _collectives(parts: _Parts) -> CollectiveFits | None:
 
 
 def _with_others(
-    parts: _Parts, what: str, own: dict[int, CollectiveFit], others: dict[int, CollectiveFit]
+    parts: Parts, what: str, own: dict[int, CollectiveFit], others: dict[int, CollectiveFit]
 ) -> dict[int, CollectiveFit]:
     """`own` curves by number of GPUs, and those of `others` for numbers that were not measured."""
     added = {gpus: curve for gpus, curve in others.items() if gpus not in own}

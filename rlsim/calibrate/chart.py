@@ -19,21 +19,8 @@ MOST = 400  # points drawn for one operator; the worst are always among them
 WORST = 20
 COLUMNS = 3
 SIDE = 230  # pixels of a panel
-_FITTED, _HELD_OUT, _BAND = "#7f8c99", "#d55e00", "#56b4e9"  # grey, vermilion, sky blue: told apart by anyone
-_SEEN, _UNSEEN = "used for the fit", "held out"
-TITLES = {
-    "gemm": "GEMM",
-    "decode_attention_unequal": "decode attention, unequal contexts",
-    "prefill_attention_cached": "prefill on cached tokens, not fitted",
-    "memory_bound": "elementwise kernels",
-    "nccl": "collectives",
-    "custom_all_reduce": "engine's own all-reduce",
-    "collective_derived": "broadcast, send/receive, derived",
-    "step_from_operators": "decode step, operators and host",
-    "decode_step": "whole decode step, from others",
-    "prefill_step": "whole prefill, from others",
-    "train_block": "training, one layer",
-}
+_COLOURS = ["#7f8c99", "#d55e00"]  # grey, vermilion: told apart by anyone
+_SEEN = ["used for the fit", "held out"]
 
 
 def write_chart(points: pd.DataFrame, path: str | Path) -> None:
@@ -58,42 +45,30 @@ def calibration_chart(points: pd.DataFrame) -> alt.FacetChart:
         times = shown[["measured_s", "fitted_s"]].to_numpy(float)
         ends = pd.DataFrame({"at": [times.min() / 1.3, times.max() * 1.3]})
         ends = ends.assign(low=ends["at"] * (1 - BAND), high=ends["at"] * (1 + BAND))
-        seen = np.where(shown.held_out, _UNSEEN, _SEEN)
-        parts.append(pd.concat([shown.assign(seen=seen), ends]).assign(panel=_title(str(operator), rows, len(shown))))
+        shown = shown.assign(seen=shown.held_out.map(dict(enumerate(_SEEN)).get))
+        parts.append(pd.concat([shown, ends]).assign(panel=_title(str(operator), rows, len(shown))))
     columns = ["panel", "label", "measured_s", "fitted_s", "error", "seen", "at", "low", "high"]
     base = alt.Chart(pd.concat(parts, ignore_index=True)[columns])
-    log = alt.Scale(type="log", nice=False)
-    axis = alt.Axis(format="~s", tickCount=5, labelOverlap=True)
+    log, axis = alt.Scale(type="log", nice=False), alt.Axis(format="~s", tickCount=5, labelOverlap=True)
     line = base.transform_filter("isValid(datum.at)").encode(
         x=alt.X("at:Q", scale=log, axis=axis, title="measured (s)")
     )
-    band = line.mark_area(color=_BAND, opacity=0.3, clip=True).encode(
+    band = line.mark_area(color="#56b4e9", opacity=0.3, clip=True).encode(
         y=alt.Y("low:Q", scale=log, axis=axis, title="fitted (s)"), y2="high:Q"
     )
     diagonal = line.mark_line(color="#444444", strokeWidth=1).encode(y="at:Q")
-    domain = [_SEEN, _UNSEEN]
     dots = base.transform_filter("isValid(datum.label)").mark_point(filled=True, size=26, opacity=0.65, clip=True)
     dots = dots.encode(
         x="measured_s:Q",
         y="fitted_s:Q",
-        color=alt.Color("seen:N", title=None, scale=alt.Scale(domain=domain, range=[_FITTED, _HELD_OUT])),
-        shape=alt.Shape("seen:N", title=None, scale=alt.Scale(domain=domain, range=["circle", "diamond"])),
-        tooltip=[
-            alt.Tooltip("label:N", title="point"),
-            alt.Tooltip("measured_s:Q", title="measured (s)", format=".4~g"),
-            alt.Tooltip("fitted_s:Q", title="fitted (s)", format=".4~g"),
-            alt.Tooltip("error:Q", format="+.1%"),
-            alt.Tooltip("seen:N", title="in the fit"),
-        ],
+        color=alt.Color("seen:N", title=None, scale=alt.Scale(domain=_SEEN, range=_COLOURS)),
+        shape=alt.Shape("seen:N", title=None, scale=alt.Scale(domain=_SEEN, range=["circle", "diamond"])),
+        tooltip=["label:N", "measured_s:Q", "fitted_s:Q", alt.Tooltip("error:Q", format="+.1%"), "seen:N"],
     )
     header = alt.Header(title=None, labelAnchor="start", labelFontSize=11, labelExpr="split(datum.label, '\\n')")
     facet = alt.layer(band, diagonal, dots).properties(width=SIDE, height=SIDE)
-    title = alt.TitleParams(
-        "Fitted against measured times",
-        subtitle=f"on the diagonal both agree; shaded: within {BAND:.0%}; held out: points that the fit has not seen",
-        anchor="start",
-        offset=14,
-    )
+    said = f"on the diagonal both agree; shaded: within {BAND:.0%}; held out: points that the fit has not seen"
+    title = alt.TitleParams("Fitted against measured times", subtitle=said, anchor="start", offset=14)
     panels = facet.facet(alt.Facet("panel:N", header=header, sort=None), columns=COLUMNS, title=title)
     chart: alt.FacetChart = panels.resolve_scale(x="independent", y="independent").configure_view(stroke=None)
     return chart
@@ -104,10 +79,8 @@ def _title(operator: str, rows: pd.DataFrame, shown: int) -> str:
     error = (unseen if len(unseen) else rows).error.abs()
     count = f"{len(error):,} point{'s' * (len(error) != 1)}"
     which = "held out" if len(unseen) else "in sample"
-    lines = [
-        TITLES.get(operator, operator.replace("_", " ")),
-        f"{which}: median {error.median():.1%}, p90 {error.quantile(0.9):.1%}, {count}",
-    ]
+    name = operator.replace("_", " ")
+    lines = [name, f"{which}: median {error.median():.1%}, p90 {error.quantile(0.9):.1%}, {count}"]
     if shown < len(rows):
         lines.append(f"{shown:,} of {len(rows):,} drawn, the worst among them")
     return "\n".join(lines)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from scipy.optimize import minimize_scalar
 
 from rlsim.calibrate.fit.common import percent, rounded, soft_l1
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
-from rlsim.cost.calibration import Calibration, Reference, Residual, RuntimeFit, TrainingFit
+from rlsim.calibrate.parts import Parts
+from rlsim.calibrate.points import Fitted, point_rows, residual_of
+from rlsim.cost.calibration import Reference, RuntimeFit, TrainingFit
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.fits import CollectiveFits
 from rlsim.cost.strategy import TrainStrategy
@@ -24,105 +24,72 @@ from rlsim.models import Model
 FRAMEWORKS = ("fsdp", "megatron")  # what experiments train with
 FRAMEWORK = "torch"  # name of the training efficiency that is measured here
 
-# Layout changes -------------------------------------------------------------------------------------------------------
 
-
-class _Costs:
-    """Fields of a `RuntimeFit`, and for each what was measured, what is the base's, and what nothing gives."""
-
-    def __init__(self, base: Calibration | None) -> None:
-        self.base = base
-        self.values: dict[str, object] = {}
-        self.said: list[str] = []
-        self.kept: list[str] = []
-        self.missing: list[str] = []
-
-    def found(self, said: str, **values: object) -> None:
-        self.said.append(said)
-        self.values |= values
-
-    def borrow(self, what: str, otherwise: str, *fields: str) -> None:
-        """Takes fields from the base; without one, `otherwise` is missing."""
-        if self.base is None:
-            self.missing.append(otherwise)
-            return
-        self.kept.append(what)
-        self.values |= {name: getattr(self.base.runtime, name) for name in fields}
-
-
-def fit_runtime(measured: Measurements, base: Calibration | None, missing: list[str]) -> Fitted[RuntimeFit | None]:
+def fit_runtime(parts: Parts) -> RuntimeFit | None:
     """Costs of a layout change: medians of graph captures and of control steps, rates of the moves.
 
-    What was not measured is `base`'s, if there is one; what nothing gives is added to `missing`. Steps that ran eagerly
-    only have no graphs to capture, and a lone device has no layout to change.
+    What was not measured is the base's, if there is one; what nothing gives is missing. Steps that ran eagerly only
+    have no graphs to capture, and a lone device has no layout to change.
     """
-    costs = _Costs(base)
-    _graphs(costs, measured)
-    _control(costs, measured)
-    points, residuals = _moves(costs, measured)
-    missing.extend(costs.missing)
-    if costs.missing:
-        return Fitted(None)
-    notes: tuple[str, ...] = ()
-    if costs.kept and base:
-        note = f"not measured, from {base.name}"
-        notes = (f"{note}: {', '.join(costs.kept)}",)
-        costs.said.append(f"{', '.join(costs.kept)}: {note} ({base.runtime.source})")
-    runtime = RuntimeFit.model_validate({**costs.values, "source": "; ".join(costs.said)})
-    return Fitted(runtime, residuals, join(points), notes)
+    measured, base = parts.measured, parts.base
+    values: dict[str, object] = {}
+    said: list[str] = []
+    kept: list[str] = []
 
+    def found(words: str, **more: object) -> None:
+        said.append(words)
+        values.update(more)
 
-def _graphs(costs: _Costs, measured: Measurements) -> None:
+    def borrow(what: str, otherwise: str, *fields: str) -> None:
+        taken = parts.borrow(what, otherwise, lambda base: {name: getattr(base.runtime, name) for name in fields})
+        if taken is not None:
+            kept.append(what)
+            values.update(taken)
+
     capture, steps = measured.table("graph_capture"), measured.table("decode_step")
     if len(capture):
-        sizes = tuple(sorted({int(batch) for batch in capture.batch}))
-        costs.found(
-            f"graph capture: median of {len(capture)} measured",
-            graph_capture_s=rounded(float(capture.seconds.median())),
-            graph_batch_sizes=costs.base.runtime.graph_batch_sizes if costs.base else sizes,
-        )
+        sizes = base.runtime.graph_batch_sizes if base else tuple(sorted({int(batch) for batch in capture.batch}))
+        capture_s = rounded(float(capture.seconds.median()))
+        what = f"graph capture: median of {len(capture)} measured"
+        found(what, graph_capture_s=capture_s, graph_batch_sizes=sizes)
     elif len(steps) and set(steps["mode"]) == {"eager"}:
-        costs.found("graph capture: none, steps ran eagerly", graph_capture_s=0.0, graph_batch_sizes=())
+        found("graph capture: none, steps ran eagerly", graph_capture_s=0.0, graph_batch_sizes=())
     else:
-        costs.borrow("graph capture", "graph_capture", "graph_capture_s", "graph_batch_sizes")
+        borrow("graph capture", "graph_capture", "graph_capture_s", "graph_batch_sizes")
 
-
-def _control(costs: _Costs, measured: Measurements) -> None:
-    """Rows whose name has `group` in it are the creation of a communication group; all others are parts of one switch
-    and add up."""
+    # Rows whose name has `group` in it are the creation of a communication group; all others are parts of one switch.
     control = measured.table("control")
     alone = measured.one_device and "collective" not in measured
-    group = control.what.astype(str).str.contains("group") if len(control) else pd.Series(dtype=bool)
+    group = control.what.astype(str).str.contains("group").astype(bool)
     for key, rows, what in (
-        ("switch_control_s", control[~group] if len(control) else control, "control of a switch"),
-        ("group_create_s", control[group] if len(control) else control, "creation of a group"),
+        ("switch_control_s", control[~group], "control of a switch"),
+        ("group_create_s", control[group], "creation of a group"),
     ):
         if len(rows):
-            parts = rows.groupby("what").seconds.median()
-            said = f"{what}: measured ({', '.join(map(str, parts.index))})"
-            costs.found(said, **{key: rounded(float(parts.sum()))})
-        elif alone and costs.base is None:
-            costs.found(f"{what}: none, one device was measured", **{key: 0.0})
+            medians = rows.groupby("what").seconds.median()
+            found(f"{what}: measured ({', '.join(map(str, medians.index))})", **{key: rounded(float(medians.sum()))})
+        elif alone and base is None:
+            found(f"{what}: none, one device was measured", **{key: 0.0})
         else:
-            costs.borrow(what, f"control ({what})", key)
+            borrow(what, f"control ({what})", key)
 
-
-def _moves(costs: _Costs, measured: Measurements) -> tuple[list[pd.DataFrame], dict[str, Residual]]:
-    points, residuals = [], {}
     for key, operator in (("reshard_bytes_per_s", "reshard"), ("migrate_bytes_per_s", "migrate")):
         rows = measured.table(operator)
         if len(rows):
             large = rows[rows.bytes >= rows.bytes.median()]  # what a switch moves; small moves are latency
             rate = float(np.median(large.bytes / large.seconds))
             labels = [f"{r.model} TP{r.from_tp} to TP{r.to_tp}, {r.bytes:.0f} bytes" for r in rows.itertuples()]
-            part = point_rows(operator, labels, rows.seconds, rows.bytes / rate, False)
-            points.append(part)
-            residuals[operator] = residual_of(part, rows[["bytes"]], "bytes / rate of the larger moves")
-            said = f"{operator}: median rate of the larger half of {len(rows)} moves"
-            costs.found(said, **{key: rounded(rate)})
-        elif costs.base and getattr(costs.base.runtime, key) is not None:
-            costs.borrow(f"{operator} rate", operator, key)
-    return points, residuals
+            points = point_rows(operator, labels, rows.seconds, rows.bytes / rate, False)
+            residual = residual_of(points, rows[["bytes"]], "bytes / rate of the larger moves")
+            parts.add(Fitted(None, {operator: residual}, points))
+            found(f"{operator}: median rate of the larger half of {len(rows)} moves", **{key: rounded(rate)})
+        elif base and getattr(base.runtime, key) is not None:
+            borrow(f"{operator} rate", operator, key)
+    if parts.missing:
+        return None
+    if kept and base:
+        said.append(f"{', '.join(kept)}: not measured, from {base.name} ({base.runtime.source})")
+    return RuntimeFit.model_validate({**values, "source": "; ".join(said)})
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -161,7 +128,12 @@ def fit_training(
     labels = [f"{r['model']} {r['direction']}, {r['tokens']} tokens in sequences of {r['length']}" for r in rows]
     points = point_rows("train_block", labels, measured_s, [seconds(row, efficiency) for row in rows], test)
     residual = residual_of(points, known[["tokens"]], "layer blocks, one efficiency for all")
-    training = _training_with(base, efficiency, f"{FRAMEWORK}: {len(rows)} measured passes of single layers")
+    others = base.flop_efficiency if base else dict.fromkeys(FRAMEWORKS, efficiency)
+    said = base.source if base else "taken to reach what plain layers do"
+    training = TrainingFit(
+        flop_efficiency={**others, FRAMEWORK: efficiency},
+        source=f"{FRAMEWORK}: {len(rows)} measured passes of single layers; the others: not measured, {said}",
+    )
     return Fitted(training, {"train_block": residual}, points)
 
 
@@ -179,19 +151,6 @@ def _layer_s(model: Model, row: Mapping[Hashable, Any], ref: Reference, gpu: str
         both = row["direction"] == "forward_backward"
         times.append((cost.train_s(lengths) if both else cost.forward_s(lengths)).compute_s)
     return times[1] - times[0]
-
-
-def _training_with(base: TrainingFit | None, efficiency: float, source: str) -> TrainingFit:
-    if base is None:
-        frameworks = dict.fromkeys((FRAMEWORK, *FRAMEWORKS), efficiency)
-        source += f"; {' and '.join(FRAMEWORKS)}: not measured, taken to reach what plain layers do"
-    else:
-        frameworks = {**base.flop_efficiency, FRAMEWORK: efficiency}
-        source += f"; the others: not measured, {base.source}"
-    return TrainingFit(flop_efficiency=frameworks, source=source)
-
-
-# Notes ----------------------------------------------------------------------------------------------------------------
 
 
 def copy_notes(measured: Measurements, ref: Reference) -> tuple[str, ...]:

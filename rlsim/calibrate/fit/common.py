@@ -62,11 +62,6 @@ def fit_logs(
     return least_squares(error, start, loss="soft_l1", f_scale=SCALE, bounds=(start - within, start + within))
 
 
-def squash(x: Array) -> Array:
-    """Any number to (0, 1)."""
-    return np.asarray(1.0 / (1.0 + np.exp(-x)))
-
-
 def rounded(value: Any) -> Any:
     """Floats to four significant digits, everywhere in a nested record."""
     if isinstance(value, float):

@@ -21,39 +21,17 @@ from rlsim.calibrate.importers.reading import check_kernels, launches, medians, 
 from rlsim.cost.calibration import Reference
 from rlsim.cost.experts import BLOCK_ROWS, MXFP8
 from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
+from rlsim.reading import plain, read_yaml
 
-W4A8 = "w4a8_mxfp4_mxfp8"  # MXFP4 weights, activations turned into MXFP8
-PRECISIONS: Mapping[str, Precision] = {
-    "bfloat16": "bf16",
-    "fp8": "fp8",
-    "fp8_block": "fp8_block",
-    "nvfp4": "nvfp4",
-    "w4a16_mxfp4": "mxfp4",
-    W4A8: "mxfp4",
-}
+_LISTS = plain(read_yaml(Path(__file__).parents[2] / "data" / "expert_tables.yaml"))
+W4A8: str = _LISTS["w4a8"]
+PRECISIONS: Mapping[str, Precision] = _LISTS["precisions"]
+UNGATED, GROUPED, MISROUTED, UNTUNED = (
+    {tuple(row) for row in _LISTS[name]} for name in ("ungated", "grouped", "misrouted", "untuned")
+)
+TUNED_SGLANG: Mapping[str, str] = _LISTS["tuned"]
 SIZES = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
-#: Hidden size and width of mixtures without a gate (Nemotron): two matrices an expert. No fit has seen them.
-UNGATED = {(1024, 2688), (4096, 2688), (2048, 5120), (2688, 1856), (8192, 5120)}
-#: (Hidden size, width, experts) whose router may only choose among the experts of 4 of 8 groups (DeepSeek-V3).
-GROUPED, GROUPS, CHOSEN_GROUPS = {(7168, 2048, 256)}, 8, 4
-#: Hidden size and width that SGLang's collector ran outside the engine's layer: with experts on several GPUs it sent
-#: every choice of an expert elsewhere to the first expert here.
-MISROUTED = {(4096, 14336), (6144, 16384), (2816, 704)}
-
-#: (Experts on the GPU, width there) for which SGLang 0.5.14 has tuned blocks of its Triton kernel in bf16, by GPU: the
-#: names of the files in `fused_moe_triton/configs` of its wheel. For others it takes default blocks.
-TUNED_SGLANG = {
-    "H100": "8x1792 8x2048 8x3584 8x4096 8x7168 16x1024 16x1344 16x1856 16x2048 16x2688 20x2048 24x1024 32x224 32x448 "
-    "32x896 32x928 32x1792 32x1856 64x192 64x320 64x384 64x464 64x640 64x768 64x928 64x1280 64x1536 64x1856 64x2688 "
-    "65x1536 128x192 128x232 128x352 128x384 128x464 128x512 128x704 128x768 128x928 128x1344 128x1856 128x2688 "
-    "144x512 256x672 256x1344 256x2688 512x64 512x128 512x336 512x672 512x1344 512x2688",
-    "H200": "8x1792 8x2048 8x3584 8x4096 8x7168 8x14336 16x1024 20x1536 64x320 64x640 64x1280 64x2560 128x192 128x384 "
-    "128x704 128x768 129x384 161x192 512x64 512x128 512x256",
-}
-
-#: Kernels timed without the search for their fastest blocks that the engine makes when it starts: slower than bf16.
-UNTUNED = {("fp8", "flashinfer_cutlass")}
-
+GROUPS, CHOSEN_GROUPS = 8, 4  # of experts, where a router chooses among groups first
 DEEPEP_SMS = 20  # SMs of DeepEP's normal kernels unless an engine says otherwise (`Buffer.num_sms`)
 
 _DRAWS = 5  # random routings that a power law's work is averaged over, as many as the collector timed
@@ -78,6 +56,7 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     kept &= table.distribution.eq("balanced") | ~_grouped(table)  # a power law that such a router changes
     kept &= table.distribution.eq("balanced") | table.distribution.str.fullmatch(r"power_law_\d+(\.\d+)?")
     table = table[kept & (table.inter_size % table.moe_tp_size == 0) & (table.num_experts % table.moe_ep_size == 0)]
+    names = [table[name].astype(str) for name in ("hidden_size", "inter_size", "topk", "num_experts")]
     table = table.assign(
         precision=table.moe_dtype.map(PRECISIONS),
         kernel=table.kernel_source.map(_family) + np.where(table.moe_dtype.str.endswith(MXFP8), MXFP8, ""),
@@ -88,13 +67,7 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
         active=table.topk,
         experts=table.num_experts // table.moe_ep_size,
         ep=table.moe_ep_size,
-        model=table.hidden_size.astype(str)
-        + " x "
-        + table.inter_size.astype(str)
-        + ", "
-        + table.topk.astype(str)
-        + " of "
-        + table.num_experts.astype(str),
+        model=names[0] + " x " + names[1] + ", " + names[2] + " of " + names[3],
         routing=table.distribution,
     )
     untuned = [pair in UNTUNED for pair in zip(table.precision, table.kernel, strict=True)]
@@ -102,8 +75,8 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     rows = [group[group.kernel == group.kernel.mode()[0]] for _, group in table.groupby(["precision", "parallel"])]
     table = pd.concat(rows)
     grouped = _grouped(table)
-    names = ["routing", "tokens", "num_experts", "active", "ep"]
-    work = [_work(*row, grouped=only) for row, only in zip(table[names].itertuples(index=False), grouped, strict=True)]
+    calls = table[["routing", "tokens", "num_experts", "active", "ep"]].itertuples(index=False)
+    work = [_work(*row, grouped=only) for row, only in zip(calls, grouped, strict=True)]
     table = pd.concat([table, pd.DataFrame(work, table.index)], axis=1).assign(tuned=_tuned(table))
     size, flops = table.precision.map(WEIGHT_BYTES), 6.0 * table.rows * table.hidden * table.width
     if ref is not None:  # as many as bf16 would need for the same time
