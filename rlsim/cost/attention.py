@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 from rlsim.cost.attention_kernels import BLOCK_QUERIES
 from rlsim.cost.attention_work import attention_work
@@ -16,8 +16,9 @@ from rlsim.layers import Attention, FullAttention, Index, LatentAttention, Layer
 from rlsim.precision import KV_BYTES
 
 
-class LayerAttention(ABC):
-    """One layer's attention, its products over all tokens aside. Sizes are those of one GPU."""
+class LayerAttention:
+    """One layer's attention, its products over all tokens aside: nothing, where a layer is a feed-forward alone. Sizes
+    are those of one GPU."""
 
     #: The most tokens of a sequence that decode reads; None for all of them.
     window_tokens: int | None = None
@@ -26,7 +27,7 @@ class LayerAttention(ABC):
 
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
-        self._curves: dict[int, DecodeCurve] = {}
+        self.curve = cache(self._curve)
 
     @property
     def parts(self) -> tuple[LayerAttention, ...]:
@@ -37,29 +38,25 @@ class LayerAttention(ABC):
         """The products of a layer with this attention that run over all of an iteration's tokens."""
         return layer.linears(tp)
 
-    @abstractmethod
-    def elementwise_s(self, tokens: float) -> float:
+    def elementwise_s(self, tokens: float) -> float:  # noqa: ARG002
         """Seconds of the norms, rotary embedding and other elementwise kernels of `tokens` tokens."""
+        return 0.0
 
-    @abstractmethod
-    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
+    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:  # noqa: ARG002
         """Knots of the sum of what `batch` sequences read, in tokens, and the seconds there; linear in between, the
         last slope continues."""
+        return [0.0], [0.0]
 
-    @abstractmethod
-    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
+    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:  # noqa: ARG002
         """Seconds over `chunks` of (new tokens, tokens already cached)."""
+        return 0.0
 
-    @abstractmethod
-    def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]] | None:
+    def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]] | None:  # noqa: ARG002
         """The operator that decode of `batch` sequences asks for, if any, and what its measured ranges bound."""
+        return None
 
-    def curve(self, batch: int) -> DecodeCurve:
-        """`decode_curve`, made once."""
-        known = self._curves.get(batch)
-        if known is None:
-            known = self._curves[batch] = DecodeCurve(batch, *self.decode_curve(batch))
-        return known
+    def _curve(self, batch: int) -> DecodeCurve:
+        return DecodeCurve(batch, *self.decode_curve(batch))
 
 
 class GroupedQueries(LayerAttention):
@@ -111,7 +108,7 @@ def _in_chunks(new: float, prior: float, chunk_tokens: int) -> Iterator[tuple[fl
         prior += here
 
 
-class Latent(LayerAttention):
+class Latent(LatentKernels, LayerAttention):
     """Multi-head latent attention; kv_b is part of it, as decode and prompts use it differently."""
 
     def __init__(self, operators: Operators, attention: LatentAttention, tp: int) -> None:
@@ -120,21 +117,11 @@ class Latent(LayerAttention):
             raise CalibrationError(
                 "latent attention (MLA) is not in this calibration: its GPU or engine has no measured tables of it"
             )
-        super().__init__(operators)
-        self._heads = attention.heads // tp
-        self._kernels = LatentKernels(operators, fit, attention, self._heads)
+        LayerAttention.__init__(self, operators)
+        LatentKernels.__init__(self, operators, fit, attention, attention.heads // tp)
 
     def linears(self, layer: Layer, tp: int) -> tuple[Linear, ...]:
         return tuple(linear for linear in layer.linears(tp) if linear.name != "kv_b")
-
-    def elementwise_s(self, tokens: float) -> float:
-        return self._kernels.elementwise_s(tokens)
-
-    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
-        return self._kernels.decode_curve(batch)
-
-    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
-        return self._kernels.prefill_s(chunks)
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
         return "latent_attention", {"batch": batch, "context": read_tokens / batch, "heads": self._heads}
@@ -217,9 +204,6 @@ class SparseIndex(LayerAttention):
         ref = self._operators.reference
         return 2.0 * self._index.heads * self._index.head_dim / (ref.fp8_flop_per_s or ref.bf16_flop_per_s)
 
-    def elementwise_s(self, tokens: float) -> float:  # noqa: ARG002
-        return 0.0
-
     def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
         read_s = (self._index.key_bytes + 8) / self._operators.reference.memory_bytes_per_s
         each_s = max(read_s, self._pair_s) / self._latent.reached(batch)
@@ -274,22 +258,6 @@ class State(LayerAttention):
         return self._times * max(computed, self._operators.memory_bound_s(2 * len(chunks) * self._state_bytes, tokens))
 
 
-class Nothing(LayerAttention):
-    """That of a layer which is a feed-forward alone."""
-
-    def elementwise_s(self, tokens: float) -> float:  # noqa: ARG002
-        return 0.0
-
-    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:  # noqa: ARG002
-        return [0.0], [0.0]
-
-    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:  # noqa: ARG002
-        return 0.0
-
-    def decode_shape(self, batch: int, read_tokens: float) -> None:  # noqa: ARG002
-        return None
-
-
 def layer_attention(
     operators: Operators, attention: Attention, tp: int, dtype_bytes: float, recurrent: float = 1.0
 ) -> LayerAttention:
@@ -306,4 +274,4 @@ def layer_attention(
             return GroupedQueries(operators, attention, tp, dtype_bytes)
         case _:
             assert isinstance(attention, NoAttention)
-            return Nothing(operators)
+            return LayerAttention(operators)

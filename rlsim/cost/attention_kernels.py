@@ -6,6 +6,7 @@ KV is taken as cold, as weights are (`cost.operators`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from rlsim.cost.calibration import Reference
@@ -63,7 +64,7 @@ class DecodeKernels:
         self._bytes, self._reference = KV_BYTES[fit.kv_precision], reference
         self._whole = _kernels(fit.heads, DECODE_AXES)
         self._windows = _kernels(fit.windows, DECODE_WINDOW_AXES)
-        self._sliced: dict[tuple[int, int], Kernel] = {}
+        self._whole_at = cache(self._of_heads)
 
     def work(self, batch: int, tokens: float, kv_heads: int, head_dim: int) -> Work:
         """That of reading so many tokens in all."""
@@ -88,11 +89,10 @@ class DecodeKernels:
             window = self._windows[head_dim]
             factor = 1.0 if window.surface is None else window.surface(batch * kv_heads, window_tokens)
             return _line(window, [float(batch * window_tokens)], [factor], work, least_slope)
-        kernel = self._sliced.get((kv_heads, head_dim))
-        if kernel is None:
-            whole = self._whole.get(head_dim) or next(iter(self._whole.values()))
-            kernel = self._sliced[kv_heads, head_dim] = whole.at(kv_heads)
-        return bent(kernel, batch * kv_heads, batch, work, least_slope)
+        return bent(self._whole_at(kv_heads, head_dim), batch * kv_heads, batch, work, least_slope)
+
+    def _of_heads(self, kv_heads: int, head_dim: int) -> Kernel:
+        return (self._whole.get(head_dim) or next(iter(self._whole.values()))).at(kv_heads)
 
 
 class Prompts(NamedTuple):
@@ -117,7 +117,7 @@ class PromptKernels:
         self._bytes, self._reference = KV_BYTES[fit.kv_precision], reference
         self._whole = _kernels(fit.heads, PROMPT_AXES)
         self._windows = _kernels(fit.windows, PROMPT_WINDOW_AXES)
-        self._sliced: dict[tuple[int, int, float, bool], Kernel] = {}
+        self._kernel_at = cache(self._of_heads)
 
     def work(
         self,
@@ -172,15 +172,11 @@ class PromptKernels:
         """Seconds of one layer; with a window a query attends to its last `window_tokens` tokens."""
         found = self.work(chunks, q_heads, kv_heads, head_dim, window_tokens)
         windows = found.cut and head_dim in self._windows
-        key = (q_heads, kv_heads, head_dim, windows)
-        kernel = self._sliced.get(key)
-        if kernel is None:
-            if windows:
-                kernel = self._windows[head_dim].at(kv_heads, q_heads / kv_heads)
-            else:
-                whole = self._whole.get(head_dim) or next(iter(self._whole.values()))
-                kernel = whole.at(q_heads, q_heads / kv_heads)
-            self._sliced[key] = kernel
-        count = len(chunks)
+        kernel, count = self._kernel_at(q_heads, kv_heads, head_dim, windows), len(chunks)
         new = found.tokens / count if windows else 2.0 * found.pairs / found.tokens
         return max(kernel.time_s(found.work, count, new), found.least_s)
+
+    def _of_heads(self, q_heads: int, kv_heads: int, head_dim: float, windows: bool) -> Kernel:
+        if windows:
+            return self._windows[head_dim].at(kv_heads, q_heads / kv_heads)
+        return (self._whole.get(head_dim) or next(iter(self._whole.values()))).at(q_heads, q_heads / kv_heads)

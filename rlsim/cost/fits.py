@@ -42,13 +42,6 @@ def ascend(knots: Sequence[float], what: str) -> None:
         raise ValueError(f"{what} must ascend")
 
 
-def _check_knots(fit: Fitted, knots: str, values: str) -> None:
-    """Raises `ValueError` unless these fields of a fit are ascending knots and a value at each."""
-    if len(getattr(fit, knots)) != len(getattr(fit, values)):
-        raise ValueError(f"{knots} and {values} must have the same length")
-    ascend(getattr(fit, knots), knots)
-
-
 class Axis(Fitted):
     """One axis of a correction."""
 
@@ -246,7 +239,9 @@ class CollectiveFit(Fitted):
 
     @model_validator(mode="after")
     def _knots(self) -> Self:
-        _check_knots(self, "message_bytes", "time_s")
+        if len(self.message_bytes) != len(self.time_s):
+            raise ValueError("message_bytes and time_s must have the same length")
+        ascend(self.message_bytes, "message_bytes")
         if list(self.time_s) != sorted(self.time_s):
             raise ValueError("time_s must not fall")
         return self

@@ -5,7 +5,7 @@ Here a node is what the faster link joins: an NVLink domain where that is larger
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -42,7 +42,7 @@ class Groups:
         self._collectives, self._layout = collectives, layout
         self._sharded_over = sharded_over or layout.shards
         self._per_domain = cluster.domain_gpus
-        self._spreads: dict[Group, list[tuple[int, int, int]]] = {}
+        self.spreads = cache(self._spreads)
 
     def time_s(self, op: str, message_bytes: float, group: Group) -> float:
         """Seconds of `op` in the slowest of these groups; `message_bytes` as in `Collectives.time_s`.
@@ -57,13 +57,11 @@ class Groups:
         even_s = time_s(op, size, nodes * fewest, nodes)
         return even_s + time_s(op, size, most, 1) - time_s(op, size, fewest, 1) if most > fewest else even_s
 
-    def spreads(self, group: Group) -> list[tuple[int, int, int]]:
+    def _spreads(self, group: Group) -> list[tuple[int, int, int]]:
         """Ways in which these groups lie over nodes: how many, and the fewest and the most GPUs on one of them."""
-        if group not in self._spreads:
-            rows = self._nodes(group)
-            counts = [np.unique(row, return_counts=True)[1].tolist() for row in np.unique(rows - rows[:, :1], axis=0)]
-            self._spreads[group] = sorted({(len(count), min(count), max(count)) for count in counts})
-        return self._spreads[group]
+        rows = self._nodes(group)
+        counts = [np.unique(row, return_counts=True)[1].tolist() for row in np.unique(rows - rows[:, :1], axis=0)]
+        return sorted({(len(count), min(count), max(count)) for count in counts})
 
     @cached_property
     def boundaries(self) -> tuple[int, int]:

@@ -65,19 +65,19 @@ class Lookups:
             return []
         total = sum(sum(counts.values()) for counts in self.counts.values())
         outside = sum(counts["extrapolated"] for counts in self.counts.values())
-        found = "; ".join(
-            f"{operator} {self.counts[operator]['extrapolated']:,} (e.g. {example})"
-            for operator, example in sorted(self.examples.items())
-        )
+        found = self._outside("{operator} {count:,} (e.g. {example})")
         return [f"{outside:,} of {total:,} distinct shapes lie outside what the calibration was measured at: {found}"]
 
     def refuse_extrapolated(self, calibration: str) -> None:
         """Raises `CalibrationError` that names every operator which was extrapolated, with an example of each."""
         if self.examples:
-            found = "; ".join(
-                f"{operator} ({self.counts[operator]['extrapolated']} shapes, e.g. {example})"
-                for operator, example in sorted(self.examples.items())
-            )
+            found = self._outside("{operator} ({count} shapes, e.g. {example})")
             raise CalibrationError(
                 f"strict: calibration {calibration!r} was not measured at shapes that this run needs: {found}"
             )
+
+    def _outside(self, said: str) -> str:
+        return "; ".join(
+            said.format(operator=operator, count=self.counts[operator]["extrapolated"], example=example)
+            for operator, example in sorted(self.examples.items())
+        )

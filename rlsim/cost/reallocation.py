@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ class Reallocation:
         self.model, self.cluster = model, cluster
         self._collectives = collectives
         self._broadcasts = _Broadcasts(Side(cluster, collectives), receiver)
-        self._known: dict[tuple[Layout, Layout], float] = {}
+        self._between_s = cache(self._time_s)
 
     def time_s(self, source: Layout, target: Layout) -> float:
         """Seconds until every GPU of `target` has its part of the model, which `source` holds as a whole.
@@ -71,20 +72,13 @@ class Reallocation:
         replicates are taken as sharded, and tied embeddings as held once.
         Raises `ConfigError` if a placement suits neither model nor cluster.
         """
-        pair = canonical(self.cluster, _without_cp(source), _without_cp(target))
-        known = self._known.get(pair)
-        if known is None:
-            for placement in pair:
-                self._check(placement)
-            known = self._known[pair] = self._time_s(*pair)
-        return known
-
-    def _check(self, placement: Layout) -> None:
-        self.model.check_tp(placement.tp)
-        if placement.pp > self.model.num_hidden_layers:
-            raise ConfigError(f"{self.model.name}: PP {placement.pp} exceeds its {self.model.num_hidden_layers} layers")
+        return self._between_s(*canonical(self.cluster, _without_cp(source), _without_cp(target)))
 
     def _time_s(self, source: Layout, target: Layout) -> float:
+        for pp, tp in ((placement.pp, placement.tp) for placement in (source, target)):
+            self.model.check_tp(tp)
+            if pp > self.model.num_hidden_layers:
+                raise ConfigError(f"{self.model.name}: PP {pp} exceeds its {self.model.num_hidden_layers} layers")
         if source == target:
             return 0.0
         parts: list[tuple[Layout, Layout, bool | None]]
@@ -132,7 +126,7 @@ class DataTransfer:
     def __init__(self, cluster: Cluster, collectives: CollectiveTime, receiver: Side | None = None) -> None:
         self.cluster = cluster
         self._broadcasts = _Broadcasts(Side(cluster, collectives), receiver)
-        self._known: dict[tuple[float, Layout, Layout], float] = {}
+        self._between_s = cache(self._time_s)
 
     def time_s(self, total_bytes: float, source: Layout, target: Layout) -> float:
         """Seconds until `target` has the data that a call on `source` made.
@@ -143,13 +137,10 @@ class DataTransfer:
         each head sends its part by one broadcast. Zero if there are no bytes, or if all happens on one GPU.
         Raises `ConfigError` for a placement beyond the cluster.
         """
-        source, target = canonical(self.cluster, source, target)
-        key = total_bytes, source, target
-        known = self._known.get(key)
-        if known is None:
-            wants = _data_wants(total_bytes, source, target)
-            known = self._known[key] = self._broadcasts.slowest_s(wants, np.zeros(target.end_gpu))
-        return known
+        return self._between_s(total_bytes, *canonical(self.cluster, source, target))
+
+    def _time_s(self, total_bytes: float, source: Layout, target: Layout) -> float:
+        return self._broadcasts.slowest_s(_data_wants(total_bytes, source, target), np.zeros(target.end_gpu))
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from rlsim.cost.attention import LayerAttention, layer_attention
@@ -99,8 +100,8 @@ class RooflineStep(StepCost):
         )
         self._head = model.head(self._group_tp)
         self.curves = Curves(self._decode)
-        self._known_tokens_s: dict[tuple[float, float], float] = {}
-        self._known_head_s: dict[float, float] = {}
+        self.head_s = cache(self._head_s)
+        self._known_tokens_s = cache(self._of_tokens_s)
         self._known_prefill_s: dict[Chunk, float] = {}
 
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
@@ -203,17 +204,14 @@ class RooflineStep(StepCost):
 
         `own` are the tokens of one group of GPUs, by default its share.
         """
-        own = self._share(tokens) if own is None else own
-        known = self._known_tokens_s.get((tokens, own))
-        if known is not None:
-            return known
+        return self._known_tokens_s(tokens, self._share(tokens) if own is None else own)
+
+    def _of_tokens_s(self, tokens: float, own: float) -> float:
         layers_s = sum(
             count * (self._products_s(layer, linears, tokens, own) + self._elementwise_s(layer, own))
             for count, layer, linears in self._layers
         )
-        time = layers_s + sum(self._communication_s(tokens, own)) + self._embedding_s(own)
-        self._known_tokens_s[tokens, own] = time
-        return time
+        return layers_s + sum(self._communication_s(tokens, own)) + self._embedding_s(own)
 
     def _communication_s(self, tokens: float, own: float) -> tuple[float, float]:
         """Seconds of all layers' all-reduces and the embedding's, and of the exchanges around experts."""
@@ -288,17 +286,13 @@ class RooflineStep(StepCost):
             self._group_domains,
         )
 
-    def head_s(self, rows: float) -> float:
+    def _head_s(self, rows: float) -> float:
         """Seconds of the LM head on `rows` tokens, and of gathering its logits."""
-        known = self._known_head_s.get(rows)
-        if known is not None:
-            return known
         own = self._share(rows)
         time = self.operators.gemm_s(own, self._head.n_out, self._head.k_in)
         if not self._model.scalar_head:
             logits = own * self._model.vocab_size * self._model.dtype_bytes
             time += self.collectives.time_s("all_gather", logits, self._group_tp, self._group_domains)
-        self._known_head_s[rows] = time
         return time
 
     def _prefill_attention_s(self, chunks: Sequence[Chunk]) -> float:
