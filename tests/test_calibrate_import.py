@@ -11,19 +11,13 @@ import pandas as pd
 import pytest
 from conftest import cases
 
-from rlsim.calibrate.build import Built, build_calibration
-from rlsim.calibrate.importers import FORMATS, aiconfigurator, import_calibration, nccl_tests, read_format
+from rlsim.calibrate.importers import FORMATS, aiconfigurator, import_calibration, nccl_tests
 from rlsim.calibrate.importers.reading import version_key
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError, CatalogueError
-from rlsim.hardware import load_gpu
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "kernels"
-tables = pytest.mark.skipif(
-    not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project"
-)
 H100 = load_calibration("h100-vllm")
 OPERATORS = Operators(H100.operators, H100.reference)
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -488,51 +482,3 @@ def test_import_refuses_and_writes_nothing(systems: Path, tmp_path: Path) -> Non
     with pytest.raises(CatalogueError, match="h100"):
         run(base="h100-vlm")
     assert list(out.iterdir()) == []
-
-
-# The real tables ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def real() -> Built:
-    """The H100 under vLLM, straight from the project's folder."""
-    read, reference = read_format("aiconfigurator", [DATA / "aiconfigurator"], load_gpu("h100-sxm"), "vllm", "0.24.0")
-    fitted = ("gemm", "decode_attention", "prefill_attention", "collective")
-    return build_calibration(
-        Measurements({operator: read.tables[operator] for operator in fitted}, read.sources, read.notes),
-        name="imported",
-        gpu="h100-sxm",
-        engine="vllm",
-        reference=reference,
-        base=H100,
-        date="2026-11-21",
-        script="a test",
-        cold=False,
-    )
-
-
-@tables
-def test_real_tables_give_what_is_shipped(real: Built) -> None:
-    calibration = real.calibration
-    mine = Operators(calibration.operators, calibration.reference)
-    shapes = {
-        "gemm_s": [(m, n, k) for m in (1, 64, 2048) for n, k in ((6144, 4096), (4096, 14336), (1280, 5120))],
-        "decode_attention_s": [(b, b * c, 32, 8, 128) for b in (1, 32, 256) for c in (128, 2048, 16384)],
-        "prefill_attention_s": [([(n, 0)] * b, 32, 8, 128) for b in (1, 8) for n in (128, 1024, 8192)],
-    }
-    for name, calls in shapes.items():
-        ratios = [getattr(mine, name)(*call) / getattr(OPERATORS, name)(*call) for call in calls]
-        assert np.abs(np.array(ratios) - 1.0).max() < 0.03, name
-    for operator in ("gemm", "decode_attention", "prefill_attention"):
-        mine_error, shipped = calibration.residuals[operator], H100.residuals[operator]
-        assert mine_error.count == shipped.count
-        assert mine_error.median == pytest.approx(shipped.median, rel=0.1)
-
-
-@tables
-def test_points_of_real_tables_are_those_the_residuals_count(real: Built) -> None:
-    for operator in ("gemm", "decode_attention", "prefill_attention", "nccl", "custom_all_reduce"):
-        unseen = real.points[(real.points.operator == operator) & real.points.held_out]
-        residual = real.calibration.residuals[operator]
-        assert residual.count == len(unseen)
-        assert residual.median == pytest.approx(unseen.error.abs().median(), rel=0.01)

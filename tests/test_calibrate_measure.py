@@ -439,15 +439,16 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
     from rlsim.calibrate.measure import session
 
     def first_points(setup: GridSetup) -> list[Point]:
-        enough = {"gemm": 9, "collective": 18, "decode_step": 5, "prefill_step": 5}
+        enough = {"gemm": 9, "collective": 18, "decode_attention": 7, "prefill_attention": 6, "memory_bound": 5}
+        enough |= {"train_block": 4, "decode_step": 4}
         seen = Counter[str]()
         kinds = [(point, f"{point.operator} {point.row().get('tp')}") for point in plan(setup)]
         numbered = [(point, seen.update([kind]) or seen[kind]) for point, kind in kinds]
-        return [point for point, number in numbered if number <= enough.get(point.operator, 7)]
+        return [point for point, number in numbered if number <= enough.get(point.operator, 2)]
 
     monkeypatch.setattr(journal_module, "NOISY", float("inf"))
     monkeypatch.setattr(session, "plan", first_points)
-    monkeypatch.setattr(session, "Effort", lambda **_: Effort(1, 3, 0.0, 0.02))
+    monkeypatch.setattr(session, "Effort", lambda **_: Effort(1, 3, 0.0, 0.01))
     out = tmp_path / "out"
     arguments = ["calibrate", "--device", "cpu", "--model", str(model_file(tmp_path)), "--tp", "1,2"]
     result = CliRunner().invoke(app, [*arguments, "--budget", "300s", "--out", str(out)])

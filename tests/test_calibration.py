@@ -163,7 +163,7 @@ def test_quantised_products_of_a_decode_step_take_no_longer_than_in_bf16(name: s
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
-@pytest.mark.parametrize("name", ["b200-sxm-vllm", "l40s-vllm", "l40s-sglang", "h100-sxm-vllm"])
+@pytest.mark.parametrize("name", ["b200-sxm-vllm", "l40s-sglang"])
 def test_products_that_l2_held_take_no_longer_than_with_a_whole_read(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,10 +23,9 @@ from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, expert_load
 from rlsim.cost.fits import Correction, ExpertsFit
 from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
 from rlsim.cost.operators import Operators
-from rlsim.cost.pipeline import pipelined_step_cost
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
-from rlsim.cost.roofline import RooflineStep
+from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.run import check_experiment
@@ -236,7 +235,7 @@ def test_each_group_has_a_host_process_of_its_own(settings: dict[str, Any], roun
     """A host that takes 10 s a sequence: however the kernels are priced, a group waits for its own sequences alone."""
     host = HostFit(step_s=0.0, sequence_s=10.0, overlapped=True, source="test")
     calibration = CALIBRATION.model_copy(update={"host": host})
-    step = pipelined_step_cost(MODEL, 8, settings.pop("pp", 1), NODES, calibration, layout=IN_GROUPS, **settings)
+    step = step_cost(MODEL, 8, NODES, calibration, pp=settings.pop("pp", 1), layout=IN_GROUPS, **settings)
     assert step.decode(61).step_s(61_000) == pytest.approx(rounds * own * 10.0)
     assert step.prefill_s([Chunk(10, 0)] * 61) == pytest.approx(rounds * own * 10.0)
 
@@ -338,8 +337,7 @@ B200 = Reference(bf16_flop_per_s=2.25e15, memory_bytes_per_s=8e12, sm_count=148,
 
 
 @needs_tables
-@pytest.mark.parametrize("engine", ["vllm/0.24.0", "sglang/0.5.14"])
-@pytest.mark.parametrize("gpu", ["h100_sxm", "b200_sxm"])
+@pytest.mark.parametrize(("gpu", "engine"), [("h100_sxm", "vllm/0.24.0"), ("b200_sxm", "sglang/0.5.14")])
 def test_models_that_no_fit_has_seen(gpu: str, engine: str) -> None:
     ref = B200 if gpu == "b200_sxm" else CALIBRATION.reference
     table = experts(MEASURED / gpu / "moe" / engine / "moe_perf.parquet", ref)

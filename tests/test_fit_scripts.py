@@ -67,7 +67,7 @@ def test_launches_of_a_layer_with_experts_are_those_of_the_published_iteration()
     assert expert_launch_s() == pytest.approx(EXPERT_LAUNCH_S, rel=2e-3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["a40-vllm", "b200-sxm-vllm", "h100-sxm-trtllm", "l40s-sglang", "gb200-sglang"])
 def test_a_file_read_and_written_again_says_the_same(name: str, tmp_path: Path) -> None:
     write_yaml(load_calibration(name), tmp_path)
     assert load_calibration(tmp_path / f"{name}.yaml") == load_calibration(name)

@@ -13,7 +13,7 @@ from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows, longer
 from rlsim.cost.derived import HostTime
 from rlsim.cost.memory import rollout_weight_bytes
-from rlsim.cost.pipeline import Boundaries, Pipelined, pipelined_step_cost
+from rlsim.cost.pipeline import Boundaries, Pipelined
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost
@@ -154,7 +154,7 @@ def test_the_longer_of_two_curves_turns_where_they_cross() -> None:
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 4), (2, 2, 4), (1, 8, 2), (4, 4, 1)])
 def test_curves_are_linear_between_their_knots(tp: int, pp: int, dp: int) -> None:
-    cost = pipelined_step_cost(LLAMA, tp, pp, H100, "h100-sxm-sglang", dp=dp)
+    cost = step_cost(LLAMA, tp, H100, "h100-sxm-sglang", pp=pp, dp=dp)
     for batch in (1, 3, 8, 65, 256):
         curve = cost.decode(batch)
         for low, high in pairwise(curve.knots):
@@ -168,7 +168,7 @@ def test_curves_are_linear_between_their_knots(tp: int, pp: int, dp: int) -> Non
 
 def test_stages_help_throughput_and_not_latency() -> None:
     one = step_cost(LLAMA, 2, H100, "h100-sxm-sglang")
-    two = pipelined_step_cost(LLAMA, 2, 2, H100, "h100-sxm-sglang", dp=4)
+    two = step_cost(LLAMA, 2, H100, "h100-sxm-sglang", pp=2, dp=4)
     assert two.decode(1).step_s(2000) > one.decode(1).step_s(2000)
     # Twice the sequences on twice the GPUs take about as long as half of them on one half.
     half, whole = one.decode(64).step_s(64 * 1500), two.decode(128).step_s(128 * 1500)
@@ -179,16 +179,13 @@ def test_stages_help_throughput_and_not_latency() -> None:
 
 def test_sampling_takes_its_time_on_the_last_stage() -> None:
     per_logit = 20e-6 / LLAMA.vocab_size  # 20 us a sequence
-    plain, sampled = (
-        pipelined_step_cost(LLAMA, 2, 1, H100, "h100-sxm-sglang", sampling_s_per_logit=x) for x in (0.0, per_logit)
-    )
+    plain, sampled = (step_cost(LLAMA, 2, H100, "h100-sxm-sglang", sampling_s_per_logit=x) for x in (0.0, per_logit))
     assert sampled.decode(64).step_s(9e4) - plain.decode(64).step_s(9e4) == pytest.approx(64 * 20e-6, rel=1e-9)
     chunks = [Chunk(512, 0)] * 3
     assert sampled.prefill_s(chunks) - plain.prefill_s(chunks) == pytest.approx(3 * 20e-6, rel=1e-9)
     # Where the last stage has always work, each of the micro-batches makes it wait.
     slow, slower = (
-        pipelined_step_cost(LLAMA, 2, 2, H100, "h100-sxm-sglang", dp=4, sampling_s_per_logit=n * per_logit)
-        for n in (4, 5)
+        step_cost(LLAMA, 2, H100, "h100-sxm-sglang", pp=2, dp=4, sampling_s_per_logit=n * per_logit) for n in (4, 5)
     )
     assert slower.decode(128).step_s(9e4) - slow.decode(128).step_s(9e4) == pytest.approx(128 * 20e-6, rel=1e-9)
 
@@ -197,7 +194,7 @@ def test_without_graphs_an_iteration_takes_at_least_its_launches() -> None:
     eager = load_calibration("h100-sxm-sglang").eager
     host = load_calibration("h100-sxm-sglang").host
     one, two, staged = (
-        pipelined_step_cost(LLAMA, tp, pp, H100, "h100-sxm-sglang", graphs=False) for tp, pp in ((1, 1), (2, 1), (2, 2))
+        step_cost(LLAMA, tp, H100, "h100-sxm-sglang", pp=pp, graphs=False) for tp, pp in ((1, 1), (2, 1), (2, 2))
     )
     launches = LLAMA.num_hidden_layers * eager.layer_s
     assert one.decode(1).step_s(1000) == pytest.approx(launches + host.step_s + host.sequence_s, rel=1e-9)
@@ -207,19 +204,19 @@ def test_without_graphs_an_iteration_takes_at_least_its_launches() -> None:
     assert staged.decode(1).step_s(1000) == pytest.approx(both + host.step_s + host.sequence_s, rel=0.02)
     # A prefill that takes longer than its launches is as with graphs.
     chunks = [Chunk(2048, 0)] * 8
-    graphs = pipelined_step_cost(LLAMA, 1, 1, H100, "h100-sxm-sglang")
+    graphs = step_cost(LLAMA, 1, H100, "h100-sxm-sglang")
     assert graphs.prefill_s(chunks) > launches
     assert one.prefill_s(chunks) == pytest.approx(graphs.prefill_s(chunks), rel=1e-9)
 
 
 def test_prefill_without_decoding_sequences_is_the_limit_of_mixed() -> None:
-    cost = pipelined_step_cost(LLAMA, 1, 4, H100, "h100-sxm-sglang")
+    cost = step_cost(LLAMA, 1, H100, "h100-sxm-sglang", pp=4)
     chunks = [Chunk(512, 0)] * 8
     assert cost.prefill_s(chunks) < cost.mixed_s(8, 8 * 600, chunks) < 1.1 * cost.prefill_s(chunks)
 
 
 def test_lookups_follow_the_curves() -> None:
-    cost = pipelined_step_cost(LLAMA, 1, 2, H100, "h100-sxm-sglang")
+    cost = step_cost(LLAMA, 1, H100, "h100-sxm-sglang", pp=2)
     cost.decode(8).steps_s(8 * 1000, 500)
     assert sum(cost.lookups().counts["decode_attention"].values()) == 1
     assert not cost.lookups().examples.get("decode_attention")
@@ -229,11 +226,11 @@ def test_lookups_follow_the_curves() -> None:
 
 def test_errors() -> None:
     with pytest.raises(ConfigError, match="PP 33"):
-        pipelined_step_cost(LLAMA, 1, 33, load_cluster("16x8xh100"), "h100-sxm-sglang")
+        step_cost(LLAMA, 1, load_cluster("16x8xh100"), "h100-sxm-sglang", pp=33)
     with pytest.raises(CapacityError, match="exceed the 16 GPUs"):
-        pipelined_step_cost(LLAMA, 2, 4, H100, "h100-sxm-sglang", dp=4)
+        step_cost(LLAMA, 2, H100, "h100-sxm-sglang", pp=4, dp=4)
     with pytest.raises(CalibrationError, match="is for GPU"):
-        pipelined_step_cost(LLAMA, 2, 4, H100, "a40-vllm")
+        step_cost(LLAMA, 2, H100, "a40-vllm", pp=4)
 
 
 def test_what_travels_between_stages() -> None:
@@ -279,7 +276,7 @@ PLAN = {"plan": {"calls": {"generate": {"tp": 8, "pp": 2}, "train": {"tp": 8, "d
 
 def test_stages_of_a_replica_lie_side_by_side() -> None:
     small, calibration = load_cluster("8xh100"), load_calibration("h100-vllm")
-    alone = pipelined_step_cost(LLAMA, 4, 2, small, calibration).decode(8).step_s(8_000)
+    alone = step_cost(LLAMA, 4, small, calibration, pp=2).decode(8).step_s(8_000)
     costs = RolloutCostModel(LLAMA, H100, calibration, pp=2)
     assert costs.step(8).decode(8).step_s(8_000) == alone
     over_nodes = RolloutCostModel(LLAMA, H100, calibration, pp=2, planned=True)  # of a plan: DP before PP

@@ -10,7 +10,6 @@ from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.draw import MEASURED
 from rlsim.cost.experts import expert_load
 from rlsim.cost.fits import Correction, KernelFit
-from rlsim.cost.pipeline import pipelined_step_cost
 from rlsim.cost.profile import ProfileStep, profile_of, rising
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
@@ -347,9 +346,9 @@ def test_elsewhere_a_family_has_the_level_of_its_engine(model: str, tp: int, gra
     plain, served = (step_cost(shape, tp, H100, one, graphs=graphs) for one in (BASE, ENGINE))
     assert served.decode(8).step_s(8000) == pytest.approx(factor * plain.decode(8).step_s(8000))
     assert "gemm" in served.lookups().table()
-    two = pipelined_step_cost(shape, tp // 2, 2, H100, ENGINE, graphs=graphs)
+    two = step_cost(shape, tp // 2, H100, ENGINE, pp=2, graphs=graphs)
     assert two.decode(8).step_s(8000) == pytest.approx(
-        factor * pipelined_step_cost(shape, tp // 2, 2, H100, BASE, graphs=graphs).decode(8).step_s(8000)
+        factor * step_cost(shape, tp // 2, H100, BASE, pp=2, graphs=graphs).decode(8).step_s(8000)
     )
 
 

@@ -15,8 +15,7 @@ from workloads import Workload, workloads
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all
 from rlsim.cost.memory import kv_page_bytes, kv_shape, rollout_memory
-from rlsim.cost.pipeline import pipelined_step_cost
-from rlsim.cost.roofline import RooflineStep
+from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape
 from rlsim.hardware import load_cluster, load_gpu
 from rlsim.models import Model, load_model
@@ -67,7 +66,7 @@ def test_jumps_equal_steps_with_chunks(work: Workload) -> None:
 @pytest.mark.parametrize("calibration", ["h100-vllm", "h100-sglang"])
 def test_a_jump_under_real_costs_is_the_sum_of_its_steps(calibration: str, pp: int) -> None:
     model, contexts = load_model("gemma-3-4b"), [3, 300, 700, 1000, 1024, 1500, 4000, 9000]
-    cost = pipelined_step_cost(model, 2, pp, H100, calibration)
+    cost = step_cost(model, 2, H100, calibration, pp=pp)
     batch = RunningBatch(16, 100_000, cost.skew, 0, cost.kv)
     requests = [Request(i, 0, context, 5000) for i, context in enumerate(contexts)]
     for request in requests:
@@ -94,7 +93,7 @@ def test_a_jump_under_real_costs_is_the_sum_of_its_steps(calibration: str, pp: i
 def test_a_jump_over_chunks_is_the_sum_of_its_steps(skew: float) -> None:
     """Llama 4 reads (context - 1) mod 8,192 + 1 tokens in three of four layers, under vLLM's and SGLang's costs."""
     chunk, contexts = 8192, [1, 8000, 8191, 8192, 8193, 12_000, 16_300, 40_000]
-    cost = pipelined_step_cost(load_model("llama-4-scout-17b-16e"), 8, 1, H100, load_calibration("h100-vllm"))
+    cost = step_cost(load_model("llama-4-scout-17b-16e"), 8, H100, load_calibration("h100-vllm"))
     batch = RunningBatch(16, 100_000, skew, 0, cost.kv)
     requests = [Request(i, 0, context, 5000) for i, context in enumerate(contexts)]
     for request in requests:

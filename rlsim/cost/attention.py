@@ -139,9 +139,7 @@ class SparseLatent(Latent):
         assert attention.index is not None
         assert operators.fits.latent_attention is not None
         self._index, self.window_tokens = attention.index, attention.index.topk
-        made = attention.nope_dim + attention.v_dim
-        self._pair_flop = 2.0 * self._heads * (made + attention.rope_dim)
-        self._made_flop = 2.0 * self._heads * made * attention.kv_rank
+        self._made_flop = 2.0 * self._heads * self._made * attention.kv_rank
         self._flop = 2.0 * self._heads * (attention.head_elements + attention.kv_rank)
         read_s = attention.head_elements * KV_BYTES[operators.fits.latent_attention.kv_precision]
         ref = operators.reference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
@@ -72,22 +73,20 @@ class CallCosts:
         self._rollout, self._replica = rollout, replica
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._engine = calibration.engine
-        self._moved: dict[tuple[str, CallCosts], Reallocation] = {}
-        self._handed_on: dict[CallCosts, DataTransfer] = {}
-        self._made: dict[tuple[str, TrainStrategy, int], TrainCost] = {}
+        self.data = cache(self._data)
+        self._reallocation, self._made = cache(self._moved), cache(self._of)
 
     def of(self, role: str, strategy: TrainStrategy, first_gpu: int = 0) -> TrainCost:
         """Calls on the model of that role, on the GPUs from `first_gpu` on.
 
         Raises `ConfigError` if the strategy suits neither model nor cluster.
         """
-        first_gpu %= self.cluster.domain_gpus  # which domains does not matter
-        key = self._shapes[role], strategy, first_gpu  # roles with models of one shape share it
-        if key not in self._made:
-            model = self.models[role]
-            efficiency = replace(self._efficiency, fp8_saved=self._fp8_saved(model, strategy))
-            self._made[key] = TrainCost(model, self.cluster, self.collectives, strategy, efficiency, first_gpu)
-        return self._made[key]
+        # Which domains does not matter, and roles with models of one shape share it.
+        return self._made(self._shapes[role], strategy, first_gpu % self.cluster.domain_gpus)
+
+    def _of(self, role: str, strategy: TrainStrategy, first_gpu: int) -> TrainCost:
+        efficiency = replace(self._efficiency, fp8_saved=self._fp8_saved(self.models[role], strategy))
+        return TrainCost(self.models[role], self.cluster, self.collectives, strategy, efficiency, first_gpu)
 
     def _fp8_saved(self, model: Model, strategy: TrainStrategy) -> float:
         """`TrainEfficiency.fp8_saved`, read off the inference engine's measured products of a full micro-batch.
@@ -134,16 +133,14 @@ class CallCosts:
 
     def reallocation(self, role: str, to: CallCosts) -> Reallocation:
         """Seconds of moving that model's parameters from these GPUs to ones of the kind of `to`."""
-        key = self._shapes[role], to
-        if key not in self._moved:
-            self._moved[key] = Reallocation(self.models[role], self.cluster, self.collectives, self._receiver(to))
-        return self._moved[key]
+        return self._reallocation(self._shapes[role], to)
 
-    def data(self, to: CallCosts) -> DataTransfer:
+    def _moved(self, role: str, to: CallCosts) -> Reallocation:
+        return Reallocation(self.models[role], self.cluster, self.collectives, self._receiver(to))
+
+    def _data(self, to: CallCosts) -> DataTransfer:
         """Seconds of moving what a call on these GPUs has made to a call on ones of the kind of `to`."""
-        if to not in self._handed_on:
-            self._handed_on[to] = DataTransfer(self.cluster, self.collectives, self._receiver(to))
-        return self._handed_on[to]
+        return DataTransfer(self.cluster, self.collectives, self._receiver(to))
 
     def _receiver(self, to: CallCosts) -> Side | None:
         return None if to is self else Side(to.cluster, to.collectives)

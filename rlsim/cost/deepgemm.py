@@ -7,6 +7,7 @@ are poor, and no smooth formula over sizes shows that.
 
 from __future__ import annotations
 
+from functools import cache
 from math import ceil, gcd, inf
 from typing import NamedTuple
 
@@ -81,12 +82,13 @@ class DeepGemm:
 
     def __init__(self, reference: Reference, peak_flop_per_s: float) -> None:
         self._sms, self._per_sm = reference.sm_count, peak_flop_per_s / reference.sm_count
-        self._blocks: dict[int, list[tuple[float, Block]]] = {}
-        self._chosen: dict[tuple[int, int, int, float], tuple[Block, int]] = {}
+        self._blocks = cache(lambda k: blocks_of(k, self._sms))
+        self._chosen = cache(lambda m, n, k, groups: choose(m, n, self._blocks(k), self._sms, groups))
 
     def work(self, m: float, n: int, k: int, groups: float) -> tuple[dict[str, float], dict[str, float]]:
         """Resources (seconds at the peak by kind of block, all but one 0) and what comes on top."""
-        block, waves = self._choice(m, n, k, groups)
+        rows = LEAST_ROWS if m > 32 else 16  # the choice depends on m by its number of blocks alone, which many m share
+        block, waves = self._chosen(ceil(m / rows) * rows, n, k, groups)
         area, steps = max(block.rows, LEAST_ROWS) * block.columns, waves * k / SCALED
         resources = dict.fromkeys(KINDS, 0.0)
         kind = max(0, ROWS.index(block.rows) - 2) + (3 if SCALED % block.columns else 0)
@@ -99,18 +101,6 @@ class DeepGemm:
             "few_spilled": steps * (spilled == 1),
             "many_spilled": steps * (spilled == 2),
         }
-
-    def _choice(self, m: float, n: int, k: int, groups: float) -> tuple[Block, int]:
-        """It depends on m by its number of blocks alone, which many m share."""
-        rows = LEAST_ROWS if m > 32 else 16
-        key = (ceil(m / rows) * rows, n, k, groups)
-        known = self._chosen.get(key)
-        if known is None:
-            blocks = self._blocks.get(k)
-            if blocks is None:
-                blocks = self._blocks[k] = blocks_of(k, self._sms)
-            known = self._chosen[key] = choose(m, n, blocks, self._sms, groups)
-        return known
 
 
 def _spills(block: Block) -> int:

@@ -12,6 +12,7 @@ and find its operands in L2, so bandwidths are fitted on footprints well beyond 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import inf, nan
 
 from rlsim.cost.attention_kernels import DecodeKernels, PromptKernels
@@ -55,7 +56,7 @@ class Operators:
         self._lookups = Lookups()  # of all kernels but the products
         self._ranges = {name: residual.ranges for name, residual in (residuals or {}).items()}
         self._products = {precision: Products(fit, reference) for precision, fit in fits.gemms.items()}
-        self._decode: dict[tuple[int, int, int], DecodeCurve] = {}
+        self._decode = cache(lambda batch, *heads: DecodeCurve(batch, *self.decode_attention_curve(batch, *heads)))
         self.decode_kernels = DecodeKernels(fits.decode_attention, reference)
         self.prompt_kernels = PromptKernels(fits.prefill_attention, reference)
         self._memory = Kernel(fits.memory_bound, MEMORY_AXES)
@@ -138,11 +139,7 @@ class Operators:
         self.count(
             "decode_attention", batch=batch, context=context_tokens / batch, kv_heads=kv_heads, group=q_heads / kv_heads
         )
-        key = (batch, kv_heads, head_dim)
-        curve = self._decode.get(key)
-        if curve is None:
-            curve = self._decode[key] = DecodeCurve(batch, *self.decode_attention_curve(*key))
-        return curve.step_s(context_tokens)
+        return self._decode(batch, kv_heads, head_dim).step_s(context_tokens)
 
     def prefill_attention_s(
         self,

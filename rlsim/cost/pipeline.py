@@ -6,20 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlsim.cost.calibration import Calibration, Known
 from rlsim.cost.curve import Curves, DecodeCurve, InWindows, at_least, longer
 from rlsim.cost.derived import HostTime
-from rlsim.cost.groups import CollectiveTime, Groups
-from rlsim.cost.layout import Layout
+from rlsim.cost.groups import CollectiveTime
 from rlsim.cost.lookups import Lookups
-from rlsim.cost.memory import BF16
 from rlsim.cost.packing import pack
-from rlsim.cost.replica import PLAIN, ReplicaLayout
-from rlsim.cost.roofline import RooflineStep, calibration_for, in_service, launched, sampled, step_cost
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.errors import CapacityError, ConfigError
-from rlsim.hardware import Cluster
-from rlsim.models import Model
+from rlsim.errors import ConfigError
 
 _TOKEN_BYTES = 4  # of a sampled token on its way back to the first stage
 
@@ -178,49 +171,3 @@ class Pipelined(StepCost):
     def _way_s(self, part: _MicroBatch) -> float:
         way_s = part.layers_s + part.head_s + part.sends_s
         return way_s if self._host.fit.overlapped else way_s + part.host_s
-
-
-def pipelined_step_cost(
-    model: Model,
-    tp: int,
-    pp: int,
-    cluster: Cluster,
-    calibration: Calibration | str,
-    *,
-    dp: int = 1,
-    first_gpu: int = 0,
-    sampling_s_per_logit: float = 0.0,
-    graphs: bool = True,
-    layout: ReplicaLayout = PLAIN,
-) -> StepCost:
-    """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs each; with `pp` 1 that of `step_cost`.
-
-    Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from `first_gpu` on. Sampling comes after the head,
-    on the last stage. Of whole iterations several stages take the level alone. Raises `ConfigError` if the model cannot
-    be cut that way, `CapacityError` if the replicas exceed the cluster, `CalibrationError` if the calibration was made
-    for another GPU.
-    """
-    calibration = calibration_for(cluster, calibration)
-    roofline = RooflineStep(model, tp, cluster, calibration, layout)
-    if tp * pp * dp > cluster.gpus:
-        raise CapacityError(
-            f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
-        )
-    if pp == 1:
-        return step_cost(
-            model, tp, cluster, calibration, layout, sampling_s_per_logit=sampling_s_per_logit, graphs=graphs
-        )
-    inside, across = Groups(roofline.collectives, cluster, Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)).boundaries
-    cost = Pipelined(
-        launched(sampled(roofline, model, sampling_s_per_logit, layout), model, calibration, graphs),
-        pp,
-        layers=model.num_hidden_layers,
-        head_s=lambda rows: (
-            roofline.head_s(rows) + sampling_s_per_logit * model.vocab_size * math.ceil(rows / layout.attention_dp)
-        ),
-        boundaries=Boundaries(
-            hidden_bytes=BF16 * model.hidden_size, inside=inside, across=across, collectives=roofline.collectives
-        ),
-        host=HostTime(calibration.host, layout.attention_dp),
-    )
-    return in_service(cost, calibration, calibration.known(model) if graphs else Known())

@@ -11,8 +11,8 @@ from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
-from rlsim.cost.pipeline import pipelined_step_cost
 from rlsim.cost.replica import PLAIN, ReplicaLayout
+from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import NO_HOST_KV, HostKv, SwitchCost, captured_batch_sizes, kv_migrate_s, kv_send_s, reshard_s
 from rlsim.errors import CapacityError, ConfigError
@@ -26,9 +26,9 @@ class RolloutCostModel:
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU
     memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). `gpus` are
     those of the cluster that generate (default: all). With `pp` stages a replica of n GPUs has TP n / pp, and what
-    follows calls n its degree; its stages lie side by side, or with `planned` as in a plan (`pipelined_step_cost`).
+    follows calls n its degree; its stages lie side by side, or with `planned` as in a plan (`step_cost`).
     `layout` says what else cuts it. `kv_offloading_bytes` is host memory for the KV
-    cache, of each GPU (0: none). `sampling_s_per_logit` and `graphs` as in `pipelined_step_cost`.
+    cache, of each GPU (0: none). `sampling_s_per_logit` and `graphs` as in `step_cost`.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class RolloutCostModel:
         return self._collectives.lookups.merge(step.lookups() for step in self._steps)
 
     def _step(self, tp: int) -> StepCost:
-        step = pipelined_step_cost(
+        step = step_cost(
             self.model,
             self._stage_tp(tp),
-            self._pp,
             self.cluster,
             self.calibration,
+            self._layout,
+            pp=self._pp,
             dp=max(len(self._gpus) // tp, 1) if self._planned else 1,
             first_gpu=self._gpus[0],
-            layout=self._layout,
             sampling_s_per_logit=self._sampling_s_per_logit,
             graphs=self._graphs,
         )

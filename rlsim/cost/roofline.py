@@ -12,13 +12,16 @@ from rlsim.cost.attention import LayerAttention, layer_attention
 from rlsim.cost.calibration import Calibration, Known, load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.curve import Curves, DecodeCurve, InWindows, over_all, read_of_equal, sum_of
-from rlsim.cost.derived import Change, DerivedStep, hosted
+from rlsim.cost.derived import Change, DerivedStep, HostTime, hosted
 from rlsim.cost.draw import Draw
 from rlsim.cost.experts import expert_load
+from rlsim.cost.groups import Groups
+from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
-from rlsim.cost.memory import kv_shape
+from rlsim.cost.memory import BF16, kv_shape
 from rlsim.cost.operators import Operators
 from rlsim.cost.packing import pack
+from rlsim.cost.pipeline import Boundaries, Pipelined
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.served import ServedStep
 from rlsim.cost.step import Chunk, StepCost
@@ -312,25 +315,48 @@ def step_cost(
     calibration: Calibration | str,
     layout: ReplicaLayout = PLAIN,
     *,
+    pp: int = 1,
+    dp: int = 1,
+    first_gpu: int = 0,
     sampling_s_per_logit: float = 0.0,
     graphs: bool = True,
 ) -> StepCost:
-    """The step cost of `model` at `tp`: the roofline with host time, times what whole iterations tell (`in_service`).
+    """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs: the roofline with host time, times what
+    whole iterations tell (`in_service`).
 
-    `sampling_s_per_logit` is what the GPU takes for each entry of a sampled token's vocabulary: nothing for the fused
-    kernels of serving engines, much for a framework that sorts all logits of one sequence after another. Without
-    `graphs` an iteration takes at least as long as the host needs to launch its kernels (`EagerFit`), and a
-    serving engine's whole iterations say nothing of it.
+    Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from `first_gpu` on. `sampling_s_per_logit` is what
+    the GPU takes for each entry of a sampled token's vocabulary, on the last stage: nothing for the fused kernels of
+    serving engines, much for a framework that sorts all logits of one sequence after another. Without `graphs` an
+    iteration takes at least as long as the host needs to launch its kernels (`EagerFit`), and a serving engine's whole
+    iterations say nothing of it; of several stages they tell the level alone.
 
-    Raises `CalibrationError` if the calibration was made for another GPU.
+    Raises `ConfigError` if the model cannot be cut that way, `CapacityError` if the replicas exceed the cluster,
+    `CalibrationError` if the calibration was made for another GPU.
     """
     calibration = calibration_for(cluster, calibration)
-    known = calibration.known(model, tp if layout.plain else None) if graphs else Known()
+    known = calibration.known(model, tp if layout.plain and pp == 1 else None) if graphs else Known()
     if known.fit is not None:
         calibration = calibration.scheduled(known.fit.overlapped)
     roofline = RooflineStep(model, tp, cluster, calibration, layout)
+    if tp * pp * dp > cluster.gpus:
+        raise CapacityError(
+            f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
+        )
     kernels = launched(sampled(roofline, model, sampling_s_per_logit, layout), model, calibration, graphs)
-    return in_service(hosted(kernels, calibration.host, layout.attention_dp), calibration, known)
+    if pp == 1:
+        return in_service(hosted(kernels, calibration.host, layout.attention_dp), calibration, known)
+    inside, across = Groups(roofline.collectives, cluster, Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)).boundaries
+    ways = Boundaries(
+        hidden_bytes=BF16 * model.hidden_size, inside=inside, across=across, collectives=roofline.collectives
+    )
+    logit_s = sampling_s_per_logit * model.vocab_size
+
+    def head_s(rows: float) -> float:
+        return roofline.head_s(rows) + logit_s * math.ceil(rows / layout.attention_dp)
+
+    host, layers = HostTime(calibration.host, layout.attention_dp), model.num_hidden_layers
+    cost = Pipelined(kernels, pp, layers=layers, head_s=head_s, boundaries=ways, host=host)
+    return in_service(cost, calibration, known)
 
 
 def calibration_for(cluster: Cluster, calibration: Calibration | str) -> Calibration:

@@ -11,6 +11,7 @@ import mmap
 import os
 import pickle
 import platform
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 CAPACITY_BYTES = 1 << 20  # of one rank's buffer; larger tensors go in pieces
 _LINE = 64  # bytes of a cache line: one counter each
 _SPINS = 2000  # before a waiting rank offers its core to others
+_YIELDS = 100 * _SPINS  # before it sleeps: the rank it waits for has no core, and no time is worth keeping
 
 
 class Ranks:
@@ -127,7 +129,9 @@ class SharedMemoryRanks(Ranks):
             spins = 0
             while counters[place] < count:
                 spins += 1
-                if spins > _SPINS:
+                if spins > _YIELDS:
+                    time.sleep(1e-3)
+                elif spins > _SPINS:
                     os.sched_yield()
         return buffers
 
