@@ -446,7 +446,8 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
         numbered = [(point, seen.update([kind]) or seen[kind]) for point, kind in kinds]
         return [point for point, number in numbered if number <= enough.get(point.operator, 2)]
 
-    monkeypatch.setattr(journal_module, "NOISY", float("inf"))
+    for limit in ("NOISY", "NOISY_ONCE"):
+        monkeypatch.setattr(journal_module, limit, float("inf"))
     monkeypatch.setattr(session, "plan", first_points)
     monkeypatch.setattr(session, "Effort", lambda **_: Effort(1, 3, 0.0, 0.01))
     out = tmp_path / "out"
