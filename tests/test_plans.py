@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -349,6 +350,11 @@ def space_of(given: dict[str, Any]) -> PlanSpace:
     return PlanSpace(Simulator(LoadedExperiment.of(loaded, folder)).placed())
 
 
+@cache
+def space_in(setting: str) -> PlanSpace:
+    return space_of(experiment(**{"workflow": {"steps": 5}, **SETTINGS[setting]}))
+
+
 def random_plans(space: PlanSpace, count: int, rng: np.random.Generator) -> list[list[int]]:
     """Plans that fit, every other one with pipeline stages in generation."""
     problem = space.problem
@@ -366,10 +372,8 @@ def random_plans(space: PlanSpace, count: int, rng: np.random.Generator) -> list
 
 def test_a_search_over_context_parallelism_has_all_it_had_and_more() -> None:
     """Training and inference split sequences, inside a node; the engine takes as long as the estimator says."""
-    given = experiment(workflow={"steps": 5})
-    loaded, _, folder = load_experiment(given)
-    placed = Simulator(LoadedExperiment.of(loaded, folder)).placed()
-    without, within = PlanSpace(placed), PlanSpace(placed, context_parallel=True)
+    given, without = experiment(workflow={"steps": 5}), space_in("ppo")
+    within = PlanSpace(without._placed, context_parallel=True)
     for name, options in within.options.items():
         strategies = [candidate.strategy for _, candidate in options]
         assert set(without.options[name]) <= set(options)
@@ -387,7 +391,7 @@ def test_a_search_over_context_parallelism_has_all_it_had_and_more() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_engine_takes_as_long_as_the_estimator_says(setting: str) -> None:
     given = experiment(**{"workflow": {"steps": 5}, **SETTINGS[setting]})
-    space = space_of(given)
+    space = space_in(setting)
     plans = random_plans(space, 6, np.random.default_rng(5))
     found = [ExplicitPlan.of(space.plan(plan), space.workflow) for plan in plans]
     systems = [{"name": str(i), "use": [{"plan": one.model_dump(exclude_none=True)}]} for i, one in enumerate(found)]
@@ -423,10 +427,9 @@ def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
 
 def test_a_wrong_estimate_would_be_seen() -> None:
     """Two plans of the same calls differ by more than the tolerance above."""
-    costs = (problem := space_of(experiment()).problem).cost_s(
-        random_plans(space_of(experiment()), 6, np.random.default_rng(5))
-    )
-    assert len(problem.calls) == 6
+    space = space_in("ppo")
+    costs = space.problem.cost_s(random_plans(space, 6, np.random.default_rng(5)))
+    assert len(space.calls) == 6
     assert np.ptp(costs) > 0.2 * costs.min()
 
 

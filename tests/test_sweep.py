@@ -222,7 +222,7 @@ def test_points_that_come_out_the_same_are_one() -> None:
 
 @pytest.mark.usefixtures("in_process")
 def test_tables_are_those_of_the_runs_with_axes_as_columns(tmp_path: Path) -> None:
-    axes = [{"grid": {"trace.cap": [256, 512], "model": ["llama-3.1-8b", "qwen2.5-7b"]}}]
+    axes = [{"zip": {"trace.cap": [256, 512], "model": ["llama-3.1-8b", "qwen2.5-7b"]}}]
     found = rlsim.sweep(a_sweep(*axes, seeds=2, systems=["verl", "pat"]), out=tmp_path / "out", tables=["responses"])
     assert found.definition["tables"] == ["steps", "responses", "summary"]
     for (cap, model), rows in found.table("steps").groupby(["trace.cap", "experiment.model"], sort=False):
@@ -231,8 +231,8 @@ def test_tables_are_those_of_the_runs_with_axes_as_columns(tmp_path: Path) -> No
         own = rows.drop(columns=["point", "trace.cap", "experiment.model"]).reset_index(drop=True)
         pd.testing.assert_frame_equal(own, alone.steps, check_dtype=False)
     assert list(found.summary().columns) == ["point", "trace.cap", "experiment.model", *(c.name for c in SUMMARY)]
-    assert list(found.points["status"]) == ["done"] * 4
-    assert found.table("steps", ["trace.cap", "gen_time_s"]).shape == (16, 3)
+    assert list(found.points["status"]) == ["done"] * 2
+    assert found.table("steps", ["trace.cap", "gen_time_s"]).shape == (8, 3)
     with pytest.raises(ConfigError, match="no table 'spans'; it kept: steps, responses, summary"):
         found.table("spans")
 
@@ -286,8 +286,9 @@ def target(two_workers: Path, tmp_path: Path) -> Path:
     return shutil.copytree(two_workers, tmp_path / "copy")
 
 
-def test_one_and_two_workers_write_the_same_bytes(two_workers: Path, tmp_path: Path) -> None:
-    rlsim.sweep(FOUR, out=tmp_path / "one", workers=1)
+@pytest.mark.usefixtures("in_process")
+def test_one_process_and_two_workers_write_the_same_bytes(two_workers: Path, tmp_path: Path) -> None:
+    rlsim.sweep(FOUR, out=tmp_path / "one")
     assert contents(tmp_path / "one") == contents(two_workers)
     assert len(contents(two_workers)) == 4 * 4 + 2  # steps, calls, summary and done; sweep.json and points.parquet
 
@@ -481,7 +482,7 @@ def test_a_full_disk_keeps_what_is_whole(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     (tmp_path / "sweep.yaml").write_text(json.dumps(FOUR))
-    for space in (0, 10_000, 40_000, 100_000):
+    for space in (0, 10_000, 60_000):
         left[0] = space
         code, _, told = call("sweep", tmp_path / "sweep.yaml", "--out", target, "-q")
         assert (code, told.count("\n")) == (2, 1)
@@ -500,7 +501,10 @@ FAILING = {"grid": {"model": ["llama-3.1-8b", "llama-3-70b"], "workflow.steps": 
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_failing_point_is_recorded_and_the_rest_goes_on(tmp_path: Path, call: Command) -> None:
+def test_a_failing_point_is_recorded_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command
+) -> None:
+    monkeypatch.setattr("rlsim.experiment.case.remedies", lambda *_: "")  # they take seconds: test_remedies.py
     path, out = tmp_path / "sweep.yaml", tmp_path / "out"
     path.write_text(json.dumps(a_sweep(FAILING, systems=[{"verl": {"tp": 1}}])), encoding="utf-8")
     shown = call("sweep", path, "--out", out)
@@ -544,6 +548,7 @@ class Broken(RolloutControl):
 
 def test_a_worker_that_dies_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(local, "MOST_ATTEMPTS", 2)  # a process takes seconds to start
     (tmp_path / "deadly_policy.py").write_text(DEADLY.format(folder=str(tmp_path)), encoding="utf-8")
     systems = [
         [{"deadly_policy:Deadly": {"tp": 8, "lives": 0}}],
@@ -551,12 +556,12 @@ def test_a_worker_that_dies_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         [{"deadly_policy:Deadly": {"tp": 2, "lives": 100}}],
         ["deadly_policy:Broken"],
     ]
-    found = rlsim.sweep(a_sweep({"grid": {"systems": systems}}), out=tmp_path / "out", workers=2)
+    found = rlsim.sweep(a_sweep({"grid": {"systems": systems}}), out=tmp_path / "out", workers=1)
     assert list(found.points["status"]) == ["done", "done", "failed", "failed"]
     assert len(list(tmp_path.glob("died-4-*"))) == 1
-    assert len(list(tmp_path.glob("died-2-*"))) == 3
+    assert len(list(tmp_path.glob("died-2-*"))) == 2
     killed, broken = found.failed.values()
-    assert killed == "its worker process was killed by signal 9 (out of memory?), 3 times"
+    assert killed == "its worker process was killed by signal 9 (out of memory?), 2 times"
     assert "system 'broken': Broken.initial_tp: deadly_policy.py:19: KeyError: 'a mistake in the policy'" in broken
     failure = Store(tmp_path / "out").failure(found.points["point"][3])
     assert failure is not None
@@ -585,7 +590,7 @@ def command(tmp_path: Path) -> list[str]:
     """A sweep of ten points as a command."""
     axes = {"grid": {"trace.cap": [100, 200, 300, 400, 500], "workflow.prompts": [1, 2]}}
     (tmp_path / "sweep.yaml").write_text(json.dumps(a_sweep(axes)), encoding="utf-8")
-    return [sys.executable, "-m", "rlsim", "sweep", str(tmp_path / "sweep.yaml"), "--workers", "2", "--out"]
+    return [sys.executable, "-m", "rlsim", "sweep", str(tmp_path / "sweep.yaml"), "--workers", "1", "--out"]
 
 
 def _until(command: list[str], line: str, then: signal.Signals) -> tuple[int, str]:
@@ -604,18 +609,17 @@ def _until(command: list[str], line: str, then: signal.Signals) -> tuple[int, st
     return process.returncode, rest
 
 
+@pytest.mark.usefixtures("in_process")
 def test_killed_and_continued_is_as_if_nothing_had_happened(command: list[str], tmp_path: Path) -> None:
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    rlsim.sweep(tmp_path / "sweep.yaml", out=whole, workers=2)
-    for line in ("2 of 10", "6 of 10"):
-        code, _ = _until([*command, str(torn)], line, signal.SIGKILL)
-        assert code == -signal.SIGKILL
-        assert 0 < len(rlsim.read_sweep(torn).table("steps")) < 10
-    subprocess.run([*command, str(torn), "-q"], check=True, stdout=subprocess.DEVNULL)
+    code, _ = _until([*command, str(torn)], "3 of 10", signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert 0 < len(rlsim.read_sweep(torn).table("steps")) < 10
+    for out in (whole, torn):
+        rlsim.sweep(tmp_path / "sweep.yaml", out=out)
     assert contents(torn) == contents(whole)
     assert not (torn / TEMPORARY).exists()
-    done = len(ran(torn))
-    assert 10 <= done <= 10 + 2 * 3  # at most what two processes and the writer had in hand is done twice
+    assert 10 <= len(ran(torn)) <= 10 + 2  # at most what the worker and the writer had in hand is done twice
 
 
 def test_an_interrupt_ends_cleanly_and_keeps_what_is_done(command: list[str], tmp_path: Path) -> None:

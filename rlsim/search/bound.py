@@ -91,14 +91,14 @@ class _Anchor:
 
     def __init__(self, graph: Graph, last: int, ends: Sequence[int], needed_by: Iterable[int]) -> None:
         self._graph, self._source = graph, graph.node(graph.first, last)
-        after = _reach(self._source, graph.node_children)
+        after = _reach(graph.node_children[self._source], graph.node_children)
         self._ends = [end for end in ends if end in after]
-        on_path = _reach_any(self._ends, graph.node_parents) & after
+        on_path = _reach(self._ends, graph.node_parents) & after
         self._steps = [
             (node, graph.nodes[node][1], [p for p in graph.node_parents[node] if p in on_path or p == self._source])
             for node in sorted(on_path, key=graph.place)  # parents come first
         ]
-        work = [graph.nodes[node][1] for node in _reach_any(needed_by, graph.node_parents) & after]
+        work = [graph.nodes[node][1] for node in _reach(needed_by, graph.node_parents) & after]
         # How often each kind is counted as work.
         self.counts = np.bincount(work, minlength=len(graph.names)).astype(np.float64)
 
@@ -158,27 +158,19 @@ def _leads(graph: Graph, before: list[set[int]], r: int, others: list[int]) -> b
 def _ancestors(graph: Graph, call: int) -> set[int]:
     """Calls that precede a call within an iteration."""
     parents = [[p for p, lag in graph.parents[c] if lag == 0 and p < len(graph.calls)] for c in range(len(graph.calls))]
-    return _reach(call, parents)
+    return _reach(parents[call], parents)
 
 
-def _reach(start: int, neighbours: list[list[int]]) -> set[int]:
-    """The nodes that can be reached from `start`, without `start` (graphs here have no cycles)."""
+def _reach(starts: Iterable[int], neighbours: list[list[int]]) -> set[int]:
+    """The nodes that can be reached from any of `starts`, with `starts` (graphs here have no cycles)."""
     seen: set[int] = set()
-    left = list(neighbours[start])
+    left = list(starts)
     while left:
         node = left.pop()
         if node not in seen:
             seen.add(node)
             left += neighbours[node]
     return seen
-
-
-def _reach_any(starts: Iterable[int], neighbours: list[list[int]]) -> set[int]:
-    """The nodes that can be reached from any of `starts`, with `starts`."""
-    reached: set[int] = set()
-    for start in starts:
-        reached |= {start} | _reach(start, neighbours)
-    return reached
 
 
 def least_s(problem: Problem) -> float:

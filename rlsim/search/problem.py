@@ -13,7 +13,6 @@ from rlsim.errors import ConfigError
 from rlsim.search.options import Dependency, Meshes, OfPair, Options, PairCost, Reallocation
 from rlsim.search.scheduling import Floats, Graph, Ints, schedule
 
-BATCH = 4096  # plans whose bytes are summed at once: their arrays stay in the cache of a core
 REMEMBERED = 1_000_000  # pairs of options whose cost is kept, per edge
 
 
@@ -147,11 +146,7 @@ class Problem:
         A GPU holds the resident bytes of all calls whose mesh covers it and the active bytes of the largest of them:
         calls on one GPU take turns.
         """
-        array = self.checked(plans)
-        parts = [self._loads_bytes(array[at : at + BATCH]) for at in range(0, len(array), BATCH)]
-        return np.concatenate(parts) if parts else np.empty(array.shape)
-
-    def _loads_bytes(self, plans: Ints) -> Floats:
+        plans = self.checked(plans)
         resident, active = self._of("resident_bytes", plans), self._of("active_bytes", plans)
         for pair in self.copies:
             resident[:, pair.target] += pair.of(plans[:, pair.source], plans[:, pair.target])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 import numpy.typing as npt
@@ -80,22 +81,21 @@ class Graph:
     def _checked_order(self, order: Sequence[str] | None) -> tuple[int, ...]:
         """Kinds in the order that decides between equal ready times."""
         needs = {
-            c: {p for p, lag in self.parents[c] if lag == 0 and p < len(self.calls)} for c in range(len(self.calls))
+            c: [p for p, lag in self.parents[c] if lag == 0 and p < len(self.calls)] for c in range(len(self.calls))
         }
-        done: list[int] = []
-        if order is not None:
-            if sorted(order) != sorted(self.calls):
-                raise ConfigError(f"order must name each call once: {', '.join(self.calls)}")
+        if order is None:
+            try:
+                done = list(TopologicalSorter(needs).static_order())
+            except CycleError as error:
+                waiting = ", ".join(self.calls[call] for call in error.args[1][1:])
+                raise ConfigError(f"calls wait for each other: {waiting}") from None
+        elif sorted(order) != sorted(self.calls):
+            raise ConfigError(f"order must name each call once: {', '.join(self.calls)}")
+        else:
             done = [self.calls.index(name) for name in order]
             for at, call in enumerate(done):
-                for parent in needs[call] - set(done[:at]):
+                for parent in set(needs[call]) - set(done[:at]):
                     raise ConfigError(f"order: {self.calls[call]} comes before {self.calls[parent]}, which it needs")
-        while len(done) < len(self.calls):
-            ready = [call for call in needs if call not in done and needs[call] <= set(done)]
-            if not ready:
-                left = ", ".join(self.calls[call] for call in needs if call not in done)
-                raise ConfigError(f"calls wait for each other: {left}")
-            done += ready
         kinds: list[int] = []
         for call in done:
             moves = [len(self.calls) + r for r, (_, target) in enumerate(self.ends) if target == call]
