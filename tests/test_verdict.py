@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rlsim.comparison.verdict import Verdict, decided, judge
+from rlsim.comparison.verdict import decided, judge
 from rlsim.experiment.summary import EXPLAINED
 from rlsim.report.headline import cases_sentence
 from rlsim.report.speedups import VERDICTS, speedups
@@ -77,9 +77,8 @@ def truth(table: pd.DataFrame, baseline: str) -> pd.DataFrame:
     return own
 
 
-def contradictions(text: str, verdict: Verdict, table: pd.DataFrame) -> list[str]:
+def contradictions(text: str, base: str, true: pd.DataFrame) -> list[str]:
     """What the sentences say that the table does not."""
-    true, base = truth(table, verdict.baseline), verdict.baseline
     others = true[true["comparable"] & (true.index != base)]
     found = []
 
@@ -123,9 +122,8 @@ def test_no_verdict_that_its_table_contradicts() -> None:
     for _ in range(500):
         table, baseline = random_table(draw)
         verdict = judge(table, baseline)
-        text = " ".join(verdict.sentences())
-        assert contradictions(text, verdict, table) == []
-        true = truth(table, baseline)
+        text, true = " ".join(verdict.sentences()), truth(table, baseline)
+        assert contradictions(text, baseline, true) == []
         for row in speedups(verdict).to_dict("records"):
             low, high = (row["speedup"] if math.isnan(row[end]) else row[end] for end in ("low", "high"))
             assert row["verdict"] in VERDICTS
