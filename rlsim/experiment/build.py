@@ -83,13 +83,7 @@ class LoadedExperiment:
         """
         longest, cap = self.longest_sequence, self.experiment.trace.cap
         for model in [*self._models_in_use, *filter(None, [self.judge_model])]:
-            limit = model.max_position_embeddings
-            if limit is not None and longest > limit:
-                raise ConfigError(
-                    f"{shown}: trace.cap of {cap:,} tokens after a prompt of up to {self.longest_prompt:,} exceeds the "
-                    f"context of {model.name}, {limit:,} tokens (max_position_embeddings); trace.max_model_len cuts "
-                    "prompt and response together"
-                )
+            refuse("context", shown=shown, model=model, longest=longest, cap=cap, prompt=self.longest_prompt)
         engine = self.experiment.engine
         share = next(iter(self.calibrations.values())).window_share
         rollout = self.model.within(longest)

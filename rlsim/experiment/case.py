@@ -214,7 +214,8 @@ class Case:
         def fits(changed: LoadedExperiment) -> None:
             simulator = Simulator(changed, search=False)
             simulator.check_all(spec)
-            simulator.placed(spec.make()).check_worst()
+            placed = simulator.placed(spec.make())
+            placed.check(placed.plan, worst=True)
 
         return remedies(self.loaded, fits)
 

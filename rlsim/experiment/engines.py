@@ -23,6 +23,7 @@ from rlsim.experiment.schema import JudgeSpec
 from rlsim.hardware import AnyCluster, Gpu
 from rlsim.models import Model
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement
+from rlsim.refusals import refuse
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Call, Placement, Plan, Workflow
 
@@ -52,11 +53,7 @@ def _engine(loaded: LoadedExperiment, kind: Kind, model: Model, share: float, **
     Raises `ConfigError` for a share with which it does not start.
     """
     engine, most = loaded.experiment.engine, kind.calibration.memory_rule.most_share(kind.cluster.gpu.memory_bytes)
-    if share > most:
-        raise ConfigError(
-            f"memory_utilization: {share:g} of a GPU is more than is free when {kind.calibration.engine} starts: "
-            f"CUDA's context takes some; {most:.3f} is the most"
-        )
+    refuse("engine", share=share, most=most, engine=kind.calibration.engine)
     return RolloutCostModel(
         model,
         kind.cluster,
@@ -237,14 +234,8 @@ def reserved_gpus(judge: JudgeSpec, cluster: AnyCluster) -> tuple[int, ...]:
     Raises `ConfigError` if its share of the cluster is no whole number of judges, or not the same of every node.
     """
     count = round(judge.reserved * cluster.gpus)
-    kept = f"workflow.reward.judge: {judge.reserved:g} of {cluster.gpus} GPUs are {count}"
-    if not 0 < count < cluster.gpus or count % judge.tp:
-        raise ConfigError(f"{kept}, no whole number of judges of TP {judge.tp} beside the other calls")
+    each, over = divmod(count, cluster.nodes)
+    refuse("judge", judge=judge, cluster=cluster, count=count, each=each, over=over)
     if count % cluster.gpus_per_node == 0:
         return tuple(range(cluster.gpus - count, cluster.gpus))
-    each, over = divmod(count, cluster.nodes)
-    if over or each % judge.tp:
-        raise ConfigError(
-            f"{kept}, neither whole nodes of {cluster.gpus_per_node} nor as many of each of the {cluster.nodes} nodes"
-        )
     return tuple(g for g in range(cluster.gpus) if g % cluster.gpus_per_node >= cluster.gpus_per_node - each)

@@ -23,6 +23,7 @@ from rlsim.experiment.engines import JUDGE, Judge, beside_generation, bytes_besi
 from rlsim.experiment.schema import TrainingSpec
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext, PlanSearch
+from rlsim.refusals import refuse
 from rlsim.sim.control import ControlContext, divides_nodes
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Call, Placement, Plan, Workflow, colocated
@@ -122,18 +123,11 @@ class PlacedExperiment:
         """How training and log-prob passes are spread over so many GPUs, as the experiment says."""
         training = self.loaded.experiment.training
         share = training.tp * training.pp * training.cp
-        apart = self._gpus_apart
-        beside = f" ({len(apart)} more are kept for the judge)" if apart else ""
-        if gpus % share:
-            of = "of the cluster" if gpus == len(self.gpus) else "that a call is to have"
-            raise ConfigError(f"training: tp × pp × cp = {share} does not divide the {gpus} GPUs {of}{beside}")
-        if apart and self._gpus_per_node % min(training.tp, self._gpus_per_node):
-            raise ConfigError(
-                f"training.tp {training.tp} does not divide the {self._gpus_per_node} GPUs of a node that "
-                f"workflow.reward.judge leaves ({len(apart)} of the cluster are kept for it)"
-            )
-        if training.ep > 1 and not any(model.num_experts for model in self.loaded.models.values()):
-            raise ConfigError(f"training.ep {training.ep}: {self.loaded.model.name} has no experts to share out")
+        apart = len(self._gpus_apart)
+        beside = f" ({apart} more are kept for the judge)" * bool(apart)
+        of = "of the cluster" if gpus == len(self.gpus) else "that a call is to have"
+        known = {"training": training, "loaded": self.loaded, "gpus": gpus, "share": share, "node": self._gpus_per_node}
+        refuse("spread", **known, apart=apart, of=of + beside)
         degrees = {name: getattr(training, name) for name in _DEGREES}
         return replace(self.style, dp=gpus // share, sequence_parallel=training.tp > 1, **degrees)
 
@@ -147,15 +141,12 @@ class PlacedExperiment:
     @cached_property
     def plan(self) -> Plan:
         """Where every call runs. Raises `CapacityError` if a GPU would have to hold more than it can."""
-        self._check(self.unchecked_plan)
+        self.check(self.unchecked_plan)
         return self.unchecked_plan
 
-    def _check(self, plan: Plan, *, worst: bool = False) -> None:
+    def check(self, plan: Plan, *, worst: bool = False) -> None:
+        """Raises `CapacityError` if a plan does not fit; `worst`: where the longest sequences that may be meet."""
         self.memory.check(self.ledger_of(plan, worst=worst), plan)
-
-    def check_worst(self) -> None:
-        """Raises `CapacityError` if the plan does not fit where the longest sequences that the limits allow meet."""
-        self._check(self.plan, worst=True)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -174,11 +165,7 @@ class PlacedExperiment:
                 check_mesh(call, plan.of(call.name), self.loaded.cluster)
         else:
             plan = self.placing.plan(self.plan_context)
-            if self.gpus != tuple(range(len(self.gpus))):
-                raise ConfigError(
-                    f"workflow.reward.judge keeps {len(self._gpus_apart)} GPUs, some of every node: a system that "
-                    "places its calls needs the judge on whole nodes, or beside the calls"
-                )
+            refuse("placing", gpus=self.gpus, kept=len(self._gpus_apart))
             check_meshes(workflow, plan, self.loaded.cluster)
             plan = self._without_idle_syncs(plan)
         return beside_generation(plan, workflow, self._streamed)
@@ -212,7 +199,7 @@ class PlacedExperiment:
             training=self.training_strategy,
             style=self.style,
             reward=self.reward_placement,
-            check=self._check,
+            check=self.check,
             search=self._search,
         )
 

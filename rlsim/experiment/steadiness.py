@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsim.errors import ConfigError
+from rlsim.refusals import refuse
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,11 +90,7 @@ class Window(NamedTuple):
 
     def check(self, steps: int) -> None:
         """Raises `ConfigError` if the warm-up leaves nothing to measure."""
-        if self.warmup and self.warmup + 2 * self.lag + 1 > steps:
-            raise ConfigError(
-                f"workflow.warmup {self.warmup} of {steps} steps leaves too few to measure where {self.lag} more "
-                f"run beside a step: {self.lag} at the end do not count, and of the others {self.lag + 1} are needed"
-            )
+        refuse("window", warmup=self.warmup, steps=steps, lag=self.lag, needed=self.lag + 1)
 
     def blocks(self, rounds: Sequence[str], fill: int) -> NDArray[np.int64]:
         """The block of counted steps that each step is in, from 0, and -1 of steps that do not count.

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from rlsim.errors import ConfigError, shown, unknown_name
 from rlsim.experiment.schema import RewardSpec, WorkflowSpec
+from rlsim.refusals import refuse
 from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardJob
 from rlsim.trace import Trace
@@ -109,11 +110,7 @@ class TraceScoring:
         self._check_s: list[float] = np.where(np.isnan(check_s), spec.time_per_response, check_s).tolist()
         tests = timed.get("test_run_s")
         self._tests: list[Any] = [None] * len(frame) if tests is None else tests.tolist()
-        if self.judged.any() and spec.judge is None:
-            raise ConfigError(
-                f"trace {trace.meta.name} has responses for an LLM judge (judge_tokens): say which under "
-                "workflow.reward.judge, such as {model: qwen2.5-7b}; or set workflow.reward.from_trace: false"
-            )
+        refuse("scoring", judged=self.judged, spec=spec, trace=trace)
         late = float((check_s > spec.timeout).mean())
         if late:
             self.notes.append(
