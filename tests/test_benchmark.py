@@ -92,7 +92,7 @@ def test_growth_with_the_steps_of_asynchronous_systems(capsys: pytest.CaptureFix
 
 
 def test_a_search_for_plans() -> None:
-    assert {row["method"] for row in results("plan_search.py", "--quick", "--seconds", "0.2")} > {"descent", "mcmc"}
+    assert {row["method"] for row in results("plan_search.py", "--quick", "--seconds", "0.2")} == {"descent", "mcmc"}
 
 
 def test_beside_aisimulate_says_how_to_get_it(tmp_path: Path) -> None:
