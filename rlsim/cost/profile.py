@@ -60,17 +60,14 @@ class ProfileStep(StepCost):
         self._tokens = [float(x) for x in prefill_tokens]
         self._lengths = [float(x) for x in prefill_lengths]
         self._prefill = [[float(y) for y in row] for row in prefill_s]
-        self._used: dict[int, DecodeCurve] = {}
+        self._made = dict(self._curves)
         self._stacked = StackedCurves(self.decode)
 
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:  # noqa: ARG002
         """The profiled curve of `batch`, or the blend of its neighbours at the same sum of contexts."""
-        known = self._used.get(batch)
+        known = self._made.get(batch)
         if known is not None:
             return known
-        if batch in self._curves:
-            self._used[batch] = self._curves[batch]
-            return self._used[batch]
         i, share = _segment(self._batches, batch)
         low = self._curves[int(self._batches[i])]
         high = self._curves[int(self._batches[min(i + 1, len(self._batches) - 1)])]
@@ -82,8 +79,7 @@ class ProfileStep(StepCost):
             times = [max(time, low.step_s(x) * batch / self._batches[0]) for x, time in zip(knots, times, strict=True)]
         elif batch > self._batches[-1]:
             times = [max(time, high.step_s(x)) for x, time in zip(knots, times, strict=True)]
-        curve = rising(batch, knots, times)
-        self._used[batch] = curve
+        curve = self._made[batch] = rising(batch, knots, times)
         return curve
 
     def drain_s(self, batch: NDArray[np.float64]) -> float:
@@ -123,9 +119,7 @@ class ProfileStep(StepCost):
         Equal prompts have their own length; unequal ones, or chunks on top of cached tokens,
         `Σ new · (2 · prior + new) / Σ new`.
         """
-        tokens = sum(chunk.new_tokens for chunk in chunks)
-        length = sum(chunk.new_tokens * (2.0 * chunk.prior_tokens + chunk.new_tokens) for chunk in chunks) / tokens
-        return self._prefill_at(tokens, length)
+        return self._prefill_at(chunks)
 
     def mixed_s(
         self,
@@ -138,12 +132,13 @@ class ProfileStep(StepCost):
 
         Derived: a profile of separate decode and prefill steps says nothing about their mixture.
         """
+        curve = self.decode(batch)
+        return self._prefill_at(chunks, batch) + curve.step_s(context_tokens) - curve.step_s(0.0)
+
+    def _prefill_at(self, chunks: Sequence[Chunk], more_tokens: int = 0) -> float:
         tokens = sum(chunk.new_tokens for chunk in chunks)
         length = sum(chunk.new_tokens * (2.0 * chunk.prior_tokens + chunk.new_tokens) for chunk in chunks) / tokens
-        curve = self.decode(batch)
-        return self._prefill_at(tokens + batch, length) + curve.step_s(context_tokens) - curve.step_s(0.0)
-
-    def _prefill_at(self, tokens: float, length: float) -> float:
+        tokens += more_tokens
         i, _ = _segment(self._tokens, tokens)
         rows = self._prefill[i : i + 2]
         return _along(self._tokens[i : i + 2], [_along(self._lengths, row, length) for row in rows], tokens)

@@ -301,7 +301,7 @@ class TrainCost:
         # The ranks meet at the end of the mini-batch, those that share experts at every layer. Micro-batches of unequal
         # size pass equal stages in the sum of their times and, for every further stage, the time of the largest: a
         # proportionate flow shop's makespan.
-        work = self._together(busy + communication)
+        work = self._together(busy + communication, np.max)
         bubbles = (strategy.pp - 1) * work.max(axis=1)
         mean_s, talk_s = float(busy.sum(axis=1).mean()), float(communication.sum(axis=1).mean())
         bubble_s = float(bubbles.mean())
@@ -312,21 +312,12 @@ class TrainCost:
             imbalance_s=float((work.sum(axis=1) + bubbles).max()) - mean_s - talk_s - bubble_s,
         )
 
-    def _sharing(self, rows: Floats) -> Floats:
-        """Rows of data-parallel ranks, those that share experts beside each other: (groups, ranks, micro-batches)."""
+    def _together(self, rows: Floats, over: Callable[..., Floats]) -> Floats:
+        """Rows of data-parallel ranks, `over` those that share experts (their greatest, their mean)."""
         own, cut = self.strategy.tp * self.strategy.cp, self.strategy.expert_cut
         ranks = math.lcm(cut, own) // own if any(layer.expert_s for layer in self._layers) else 1
-        return rows.reshape(-1, min(ranks, len(rows)), rows.shape[1])  # one row: a replica's part, taken as all alike
-
-    def _together(self, seconds: Floats) -> Floats:
-        """Seconds of micro-batches when ranks that share experts wait for the slowest of them."""
-        groups = self._sharing(seconds)
-        return np.broadcast_to(groups.max(axis=1, keepdims=True), groups.shape).reshape(seconds.shape)
-
-    def _mean_tokens(self, tokens: Floats) -> Floats:
-        """Tokens of micro-batches, on average over ranks that share experts."""
-        groups = self._sharing(tokens)
-        return np.broadcast_to(groups.mean(axis=1, keepdims=True), groups.shape).reshape(tokens.shape)
+        groups = rows.reshape(-1, min(ranks, len(rows)), rows.shape[1])  # one row: a replica's part, taken as all alike
+        return np.broadcast_to(over(groups, axis=1, keepdims=True), groups.shape).reshape(rows.shape)
 
     def _late_gathers_s(self, micro: MicroBatches, passes: _Passes) -> float:
         """ZeRO-3: what gathers and scatters last longer than the compute of the layer they hide behind.
@@ -372,7 +363,7 @@ class TrainCost:
             exchange = _interpolated(partial(self._groups.time_s, "all_gather", group="cp"), tokens * layer.kv_bytes)
             exposed += np.maximum(exchange * passes.tensor_parallel - attention, 0.0)
         if layer.expert_s:
-            routed = self._mean_tokens(tokens) * strategy.expert_imbalance
+            routed = self._together(tokens, np.mean) * strategy.expert_imbalance
             compute += np.maximum(routed * layer.expert_s, layer.expert_weights_s * (routed > 0)) * passes.linear
             exposed += self._dispatch_s(routed * layer.sent_bytes) * passes.tensor_parallel
         launched_s = layer.launch_s * passes.launches * (tokens > 0)

@@ -9,7 +9,6 @@ from typing import get_args
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests
-from rlsim.calibrate.importers.reading import reference_of
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, load_calibration
@@ -81,10 +80,10 @@ def read_format(
 
     The catalogue's node of such GPUs is taken as the measured one.
     """
-    link = next((node.intra.bytes_per_s for node in node_types().values() if node.gpu.name == gpu.name), None)
-    if link is None:
+    node = next((node for node in node_types().values() if node.gpu.name == gpu.name), None)
+    if node is None:
         raise CalibrationError(f"no cluster of {gpu.name} in the catalogue, so its link is not known")
-    reference = reference_of(gpu, link)
+    reference = Reference.of(node.model_copy(update={"gpu": gpu}))
     if format == "aiconfigurator":
         folders = [aiconfigurator.gpu_folder(path, gpu.name) for path in paths]
         joined = Measurements.merge(

@@ -17,7 +17,6 @@ from rlsim import catalogue
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cost.calibration import Reference, Source
 from rlsim.errors import CalibrationError, nearest
-from rlsim.hardware import Gpu
 from rlsim.tables import csv_errors, floats, parse_json, read_parquet
 
 MS = 1e-3
@@ -31,14 +30,6 @@ TOO_FAST_LINK = 1.15  # times the link
 OTHER_LINK = 10.0  # times the link, where the sizes' unit is certain but the node may have faster pairs
 TOO_SLOW_LINK = 0.003
 LARGE_MESSAGE_S = 100e-6
-
-
-def reference_of(gpu: Gpu, link_bytes_per_s: float, **rates: float) -> Reference:
-    """The data-sheet figures of a GPU behind such a link; `rates` replace those of the catalogue."""
-    rate_names = ("bf16_flop_per_s", "fp8_flop_per_s", "fp4_flop_per_s", "memory_bytes_per_s")
-    sheet = {name: getattr(gpu, name) for name in rate_names}
-    sizes = {"sm_count": gpu.sm_count, "l2_bytes": gpu.l2_bytes}
-    return Reference.model_validate({**sheet, **sizes, "link_bytes_per_s": link_bytes_per_s, **rates})
 
 
 def imported(project: str, licence: str, files: Iterable[str], version: str = "") -> Source:
