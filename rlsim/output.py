@@ -160,6 +160,15 @@ def check_writable(folder: Path, shown: str | Path, error: type[RlsimError] = Co
         pass
 
 
+def check_folder(path: str | Path) -> Path:
+    """Where a folder would be written, links followed; raises `ConfigError` if it is a file, or cannot be written."""
+    target = resolved(path)
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{path} is a file; give a directory")
+    check_writable(next(folder for folder in (target, *target.parents) if folder.exists()), path)
+    return target
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -26,7 +26,7 @@ from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.init.keys import Keys
 from rlsim.init.parts import Options
 from rlsim.nemo.experiment import from_nemo
-from rlsim.sweeps.jobs import in_processes
+from rlsim.sweeps.local import in_processes
 from rlsim.verl.defaults import TP
 from rlsim.verl.experiment import from_verl
 

@@ -31,7 +31,7 @@ from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.policies.registry import BUILTIN
 from rlsim.search.methods import find_best
-from rlsim.sweeps.jobs import in_processes
+from rlsim.sweeps.local import in_processes
 from rlsim.sweeps.points import load_sweep
 from rlsim.validate.calls import OUTLIER, shipped_calls
 from rlsim.validate.coverage import inside, level_spread, levels_inside, line, spread

@@ -34,7 +34,7 @@ from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.hardware import Cluster, one_kind
 from rlsim.init.keys import Keys
 from rlsim.records import file_sha256
-from rlsim.sweeps.jobs import in_processes
+from rlsim.sweeps.local import in_processes
 
 ADVICE = "advice.json"
 #: Runs of each system, at most, unless it is said how many.

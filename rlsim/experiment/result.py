@@ -30,7 +30,7 @@ from rlsim.experiment.columns import TABLES, read_parquet, to_arrow, to_pandas, 
 from rlsim.experiment.frames import Frames
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import summarise
-from rlsim.output import check_writable, flush, reason, resolved, written_by_rlsim
+from rlsim.output import check_folder, flush, reason, resolved, written_by_rlsim
 from rlsim.records import file_sha256, read_record, sealed
 from rlsim.version import __version__
 
@@ -237,8 +237,7 @@ def check_target(directory: str | Path, extra: Collection[str] = (), name: str |
     Raises `ConfigError` if they cannot, or if that would replace what rlsim did not write, or the results of an
     experiment of another name than `name`.
     """
-    target = resolved(directory)
-    there = earlier(directory)
+    target, there = check_folder(directory), earlier(directory)
     if name is not None and there and there["experiment"]["name"] != name:
         raise ConfigError(
             f"{directory} holds the results of another experiment, {there['experiment']['name']}, and this one is "
@@ -247,10 +246,6 @@ def check_target(directory: str | Path, extra: Collection[str] = (), name: str |
     if target.is_dir():
         with _locked(target):
             _check(target, directory, extra)
-    elif target.exists():
-        raise ConfigError(f"{directory} is a file; give a directory")
-    else:
-        check_writable(next(parent for parent in target.parents if parent.exists()), directory)
 
 
 def earlier(directory: str | Path) -> Mapping[str, Any] | None:
@@ -264,7 +259,6 @@ def earlier(directory: str | Path) -> Mapping[str, Any] | None:
 
 def _check(target: Path, shown: str | Path, extra: Collection[str]) -> None:
     """`check_target` for an existing directory whose lock is held."""
-    check_writable(target, shown)
     _finish(target)
     names = {path.name for path in target.iterdir() if not path.name.startswith(_NEW)}
     if names and MANIFEST not in names:

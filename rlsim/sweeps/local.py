@@ -1,4 +1,4 @@
-"""Points on the cores of this machine, in processes of our own, so that it is known whose work died with one.
+"""Work on the cores of this machine, in processes of our own, so that it is known whose work died with one.
 
 `concurrent.futures` breaks its whole pool when a process is killed, and does not say which work did it.
 """
@@ -12,13 +12,30 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from typing import Any
 
 from rlsim.errors import RlsimError
+from rlsim.experiment.case import Execute, Job, Ran, in_turn
 from rlsim.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Failed, Work
+
+
+def in_processes(workers: int | None = None) -> Execute:
+    """Does the jobs of `rlsim.experiment.run.run_loaded` in so many processes (default: one a core); one is this one.
+
+    The processes end with the last answer, or as soon as answers are not wanted any more.
+    """
+    workers = workers or cores()
+
+    def execute(jobs: Sequence[Job], begun: Callable[[Job], None]) -> Iterator[tuple[Job, Ran | RlsimError]]:
+        with closing(run_locally(jobs, workers, begun)) as answers:
+            for job, result, _ in answers:
+                failed = isinstance(result, Failed)
+                yield job, RlsimError(f"{job.name}: {result.error}") if failed else result
+
+    return in_turn if workers == 1 else execute
 
 
 def run_locally(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from rlsim.schema import Name, Schema
 from rlsim.units import Tokens
@@ -47,19 +47,14 @@ class Block(Schema):
 
     @field_validator("grid", "zipped")
     @classmethod
-    def _values_are_lists(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _lists(cls, value: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
         for key, values in (value or {}).items():
             if not isinstance(values, list | tuple) or not values:
                 raise ValueError(f"{key}: expected a list of values such as [4K, 8K], got {values!r}")
         if value is not None and not value:
             raise ValueError("expected keys such as trace.cap, each with a list of values")
-        return value
-
-    @field_validator("zipped")
-    @classmethod
-    def _as_many_of_each(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         lengths = {key: len(values) for key, values in (value or {}).items()}
-        if len(set(lengths.values())) > 1:
+        if info.field_name == "zipped" and len(set(lengths.values())) > 1:
             raise ValueError(f"zip takes as many values of each key, got {lengths}")
         return value
 

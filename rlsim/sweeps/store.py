@@ -29,8 +29,8 @@ import pyarrow.parquet as pq
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import Column, opened, to_bytes
-from rlsim.output import check_writable, flush, reason, resolved
-from rlsim.records import read_record, sealed
+from rlsim.output import check_folder, flush, reason
+from rlsim.records import file_sha256, read_record, sealed
 from rlsim.sweeps.points import Point
 from rlsim.sweeps.tables import COLUMNS, RECORD, Axis, described
 from rlsim.sweeps.task import Failed
@@ -110,12 +110,10 @@ class Store:
         """Whether all these tables of a point are here under its axis columns, none of them damaged."""
         try:
             done = self._done(point.name)
-            for table in tables:
-                with opened(self.path(table, point.name), (), done["files"].get(table, "")):
-                    pass
-        except ConfigError:
+            whole = all(file_sha256(self.path(table, point.name)) == done["files"].get(table) for table in tables)
+        except (ConfigError, OSError):
             return False
-        return bool(done["axes"] == described(point.axes))
+        return whole and bool(done["axes"] == described(point.axes))
 
     def rows(self, table: str, point: str, columns: Sequence[Column]) -> pa.Table:
         """These columns of a table of a point that is done; raises `ConfigError`, naming the file, if it is damaged."""
@@ -140,7 +138,7 @@ class Store:
 
     def _done(self, point: str) -> dict[str, Any]:
         """What `put` recorded of a point; raises `ConfigError` if that is not there, damaged or another's."""
-        path = self._done_file(point)
+        path = self._note("done", point)
         try:
             found = read_record(path)
         except FileNotFoundError:
@@ -154,23 +152,23 @@ class Store:
         for table, data in files.items():
             self._write(self.path(table, point), data)
         hashes = {table: hashlib.sha256(data).hexdigest() for table, data in files.items()}
-        self._write(self._done_file(point), sealed({"point": point, "axes": described(axes), "files": hashes}))
-        self._failed_file(point).unlink(missing_ok=True)
+        self._write(self._note("done", point), sealed({"point": point, "axes": described(axes), "files": hashes}))
+        self._note("failed", point).unlink(missing_ok=True)
 
     def fail(self, point: str, answer: Failed) -> None:
-        self._write(self._failed_file(point), sealed(asdict(answer)))
+        self._write(self._note("failed", point), sealed(asdict(answer)))
 
     def failure(self, point: str) -> Failed | None:
         """Why a point has no results, if that was recorded."""
         try:
-            return Failed(**read_record(self._failed_file(point)))
+            return Failed(**read_record(self._note("failed", point)))
         except (FileNotFoundError, ConfigError):
             return None
 
     def remove(self, point: str) -> None:
         """Remove everything of a point, first that it is done."""
         folders = [self.path(table, point).parent for table in COLUMNS]
-        for path in (self._done_file(point), self._failed_file(point), *(folder / PART for folder in folders)):
+        for path in (self._note("done", point), self._note("failed", point), *(folder / PART for folder in folders)):
             path.unlink(missing_ok=True)
         for folder in folders:
             with suppress(OSError):  # it is not there, or holds what rlsim did not write
@@ -188,11 +186,9 @@ class Store:
         except OSError as error:
             raise ConfigError(f"{self.directory / LOG}: cannot be written: {reason(error)}") from None
 
-    def _done_file(self, point: str) -> Path:
-        return self.directory / "done" / f"{point}.json"
-
-    def _failed_file(self, point: str) -> Path:
-        return self.directory / "failed" / f"{point}.json"
+    def _note(self, kind: str, point: str) -> Path:
+        """The file that says that a point is `done`, or why it `failed`."""
+        return self.directory / kind / f"{point}.json"
 
     def _write(self, path: Path, data: bytes) -> None:
         """The file whole or not at all, even if the power fails."""
@@ -212,13 +208,9 @@ class Store:
 
     def _check_target(self) -> Path:
         """The directory, links followed; raises `ConfigError` if it cannot be written, or holds no sweep."""
-        target = resolved(self.directory)
+        target = check_folder(self.directory)
         if not target.exists():
-            check_writable(next(parent for parent in target.parents if parent.exists()), self.directory)
             return target
-        if not target.is_dir():
-            raise ConfigError(f"{self.directory} is a file; give a directory")
-        check_writable(target, self.directory)
         names = {path.name for path in target.iterdir()}
         if names - {LOCK, TEMPORARY} and (names - _OWN or not self.done()):
             try:
