@@ -367,6 +367,12 @@ def test_nccl_tests_tagged_lines(tmp_path: Path) -> None:
         assert nccl_read(tmp_path, "\n".join(lines)).table("collective").equals(plain)
 
 
+@pytest.mark.parametrize("program", ["all_reduce", "reduce_scatter"])
+def test_nccl_tests_without_a_name_are_told_by_their_bandwidths(tmp_path: Path, program: str) -> None:
+    named = nccl_read(tmp_path, nccl_text(program)).table("collective")
+    assert nccl_read(tmp_path, nccl_text(program, named=False), "log.txt").table("collective").equals(named)
+
+
 def test_nccl_tests_json_and_text_agree(tmp_path: Path) -> None:
     text = nccl_read(tmp_path, nccl_text()).table("collective")
     report = nccl_read(tmp_path, json.dumps(nccl_json()), "r.json").table("collective")

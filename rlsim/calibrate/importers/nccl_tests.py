@@ -1,8 +1,9 @@
 """The output of nccl-tests: its text tables and its JSON reports (`-J FILE`), several tests a file, several files.
 
 Times are microseconds of one call (out-of-place), sizes bytes of the full tensor. The operation is in the header
-(`Collective test starting: all_reduce_perf`), the command line or the file's name. GPUs are the ranks listed. Lines may
-carry the tags that mpirun and srun put before them and between what a process wrote at different times.
+(`Collective test starting: all_reduce_perf`), the command line or the file's name; without these the reduction and the
+ratio of bus to algorithm bandwidth tell all_reduce and reduce_scatter. GPUs are the ranks listed. Lines may carry the
+tags that mpirun and srun put before them and between what a process wrote at different times.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def read(paths: Iterable[Path], *, gpu: str = "", reference: Reference | None = 
 
 def _read_text(path: Path) -> Iterator[_Test]:
     """Every test of a text file: its header, devices and table, which a line with the average bandwidth ends."""
-    test, found, last, table = _Test(_from_name(path)), 0, "before the first row", False
+    test, found, last, table, sums = _Test(_from_name(path)), 0, "before the first row", False, False
     for number, raw in enumerate(read_text(path).splitlines(), 1):
         tag = _TAG.match(raw)
         line = raw[tag.end() :].replace(tag[1], " ") if tag else raw
@@ -140,8 +141,9 @@ def _read_text(path: Path) -> Iterator[_Test]:
                 raise CalibrationError(f"{path}: line {number}: not a row of nccl-tests (a line cut off?): {line[:80]}")
             wrong = row[5] if row[5].isdigit() else "0"  # older releases print an error there
             test.rows.append(_row(path, f"line {number}", *row.groups()[:4], wrong))
-            last = f"after line {number}"
+            last, sums = f"after line {number}", " sum " in line
         elif table and "Avg bus bandwidth" in line:
+            test.program = test.program or (_told_by(test) if sums else "")
             if not test.program:
                 raise CalibrationError(
                     f"{path}: line {number}: which collective is this? Expected a line such as "
@@ -153,6 +155,13 @@ def _read_text(path: Path) -> Iterator[_Test]:
         raise CalibrationError(f"{path}: cut off {last}: no 'Avg bus bandwidth' ends the table")
     if not found:
         raise CalibrationError(f"{path}: no table of nccl-tests (a header with size, count, time, algbw, busbw)")
+
+
+def _told_by(test: _Test) -> str:
+    """The program that a reduction over so many GPUs and the ratio of its bandwidths tell; empty if they tell none."""
+    ratios = [row.bus_bw / row.alg_bw for row in test.rows if row.alg_bw > RATIO_CLEAR]
+    whole = ratios[-1] * test.gpus / (test.gpus - 1) if ratios and test.gpus > 1 else 0.0
+    return next((one for one in ("all_reduce", "reduce_scatter") if abs(whole / (PROGRAMS[one][1] or 1) - 1) < 0.1), "")
 
 
 def _from_name(path: Path) -> str:
