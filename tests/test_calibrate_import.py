@@ -11,13 +11,16 @@ import pandas as pd
 import pytest
 from conftest import cases
 
-from rlsim.calibrate.importers import FORMATS, aiconfigurator, import_calibration, nccl_tests
+from rlsim.calibrate.build import build_calibration
+from rlsim.calibrate.importers import FORMATS, aiconfigurator, import_calibration, nccl_tests, read_format
 from rlsim.calibrate.importers.reading import version_key
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError, CatalogueError
+from rlsim.hardware import load_gpu
 
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "kernels" / "aiconfigurator"
 H100 = load_calibration("h100-vllm")
 OPERATORS = Operators(H100.operators, H100.reference)
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -488,3 +491,29 @@ def test_import_refuses_and_writes_nothing(systems: Path, tmp_path: Path) -> Non
     with pytest.raises(CatalogueError, match="h100"):
         run(base="h100-vlm")
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables are not part of the project")
+def test_real_tables_give_what_is_shipped() -> None:
+    """The H100 under vLLM: the same times within 3%, and the same errors of as many held-out rows."""
+    read, reference = read_format("aiconfigurator", [DATA], load_gpu("h100-sxm"), "vllm", "0.24.0")
+    fitted = ("gemm", "decode_attention", "prefill_attention", "collective")
+    measured = Measurements({name: read.tables[name] for name in fitted}, read.sources, read.notes)
+    said = {"name": "imported", "gpu": "h100-sxm", "engine": "vllm", "date": "2026-11-21", "script": "a test"}
+    built = build_calibration(measured, **said, reference=reference, base=H100, cold=False)  # type: ignore[arg-type]
+    mine = Operators(built.calibration.operators, built.calibration.reference)
+    shapes = {
+        "gemm_s": [(m, n, k) for m in (1, 64, 2048) for n, k in ((6144, 4096), (4096, 14336), (1280, 5120))],
+        "decode_attention_s": [(b, b * c, 32, 8, 128) for b in (1, 32, 256) for c in (128, 2048, 16384)],
+        "prefill_attention_s": [([(n, 0)] * b, 32, 8, 128) for b in (1, 8) for n in (128, 1024, 8192)],
+    }
+    for name, calls in shapes.items():
+        ratios = [getattr(mine, name)(*call) / getattr(OPERATORS, name)(*call) for call in calls]
+        assert np.abs(np.array(ratios) - 1.0).max() < 0.03, name
+    for operator in fitted[:3]:
+        found, shipped = built.calibration.residuals[operator], H100.residuals[operator]
+        unseen = built.points[(built.points.operator == operator) & built.points.held_out]
+        assert found.count == shipped.count == len(unseen)
+        assert found.median == pytest.approx(shipped.median, rel=0.1)
+        assert found.median == pytest.approx(unseen.error.abs().median(), rel=0.01)
