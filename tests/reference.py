@@ -1110,8 +1110,13 @@ def score(arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, capaci
     def pages(tokens: int) -> int:
         return -(-tokens // engine.page_tokens)
 
-    def take_in() -> None:
-        while left and (left[0].at <= now or one_moment(left[0].at, now)):
+    def take_in(now: float, queue: list[int], after_all: bool) -> None:
+        """What has come by now queues; at the end of an iteration only what came before it."""
+        while (
+            left
+            and (left[0].at < now or one_moment(left[0].at, now))
+            and (after_all or not one_moment(left[0].at, now))
+        ):
             a = left.pop(0)
             if a.id not in order:
                 order.append(a.id)
@@ -1119,11 +1124,11 @@ def score(arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, capaci
             cached.setdefault(a.id, 0)
             if a.last:
                 whole.add(a.id)
-            if a.id not in queue and cached[a.id] < a.tokens:
+            if a.id not in queue and (not after_all or cached[a.id] < a.tokens):
                 queue.append(a.id)
 
     while left or queue:
-        take_in()
+        take_in(now, queue, after_all=True)
         if not queue:
             now = left[0].at
             continue
@@ -1146,17 +1151,7 @@ def score(arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, capaci
         for i, new in work.items():
             cached[i] += new
         # What comes while the iteration runs queues behind what was there; the one that was cut goes first.
-        before = [a for a in left if a.at < now and not one_moment(a.at, now)]
-        for a in before:
-            left.remove(a)
-            if a.id not in order:
-                order.append(a.id)
-            come[a.id] = a.tokens
-            cached.setdefault(a.id, 0)
-            if a.last:
-                whole.add(a.id)
-            if a.id not in queue:
-                queue.append(a.id)
+        take_in(now, queue, after_all=False)
         queue = cut + [i for i in queue if i not in cut]
         for i in work:
             if i in whole and cached[i] == come[i]:

@@ -1,4 +1,4 @@
-"""Continuous generation worked out by hand: interruption, draining, what is dropped, which prompts come first.
+"""Continuous generation worked out by hand: interruption, draining, what is dropped, replicas on their own.
 
 A decode step takes one second however many sequences it has, a prefill of n tokens 1 + n/8 seconds. All numbers are
 exact in binary, so the tests compare with ==.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import pytest
@@ -19,8 +19,8 @@ from workloads import LinearStep, Scripted, StubCosts
 from rlsim.errors import PolicyError
 from rlsim.sim import scheduler
 from rlsim.sim.batching import Batching
-from rlsim.sim.continuous import Update
-from rlsim.sim.control import Abort, Action, Reconfigure, RolloutControl, RolloutView
+from rlsim.sim.continuous import OpenView, Update
+from rlsim.sim.control import Action, Reconfigure, RolloutView
 from rlsim.sim.request import Request, UpdatedKv
 from rlsim.sim.run import simulate
 from rlsim.workflow import Call
@@ -33,11 +33,10 @@ def run(
     rule: Rule,
     train_s: Sequence[float],
     sync_s: Sequence[float],
-    node_gpus: tuple[int, ...] = (1,),
 ) -> OpenRun:
     """Steps of one prompt of eight tokens with one response, of these lengths one after the other."""
     sizes = tuple(((8, length),) for length in lengths)
-    return OpenWorkload(sizes, 1, rule, tuple(train_s), tuple(sync_s), node_gpus, costs=COSTS).simulate()
+    return OpenWorkload(sizes, 1, rule, tuple(train_s), tuple(sync_s), costs=COSTS).simulate()
 
 
 def moments(outcome: OpenRun, step: int) -> tuple[float, float, float, float]:
@@ -93,12 +92,6 @@ def test_a_response_is_interrupted_and_goes_on_under_new_weights(
     assert done.outcome.step_ends == [8.0, finished_at + 2]
 
 
-def test_a_prefill_that_an_update_stops_at_its_very_beginning_has_not_begun() -> None:
-    done = run([2, 20, 9], Rule("under_way", 2), [0.0, 1.0], [2.0, 1.0])
-    assert moments(done, 0) == (4.0, 4.0, 4.0, 6.0)  # the third prompt comes at 4 s too
-    assert done.requests[2, 0].started_at == 6.0
-
-
 def test_an_update_that_drains_waits_for_all_responses() -> None:
     done = run([2, 6, 9], two(Update("drain")), [1.5, 1.0], [2.0, 1.0])
     assert moments(done, 0) == (4.0, 5.5, 8.0, 10.0)  # at 8 s the second prompt has its six tokens
@@ -122,74 +115,6 @@ def test_a_prompt_that_is_too_stale_is_dropped() -> None:
     assert not done.requests[1, 0].aborted
 
 
-@pytest.mark.parametrize(
-    ("order", "taken"), [("ready", [0, 1, 2]), ("longest", [0, 3, 2]), ("oldest", [0, 1, 2]), ("all_equal", [0, 1, 2])]
-)
-def test_a_step_takes_the_prompts_of_the_lowest_rank(
-    order: Literal["ready", "oldest", "longest", "all_equal"], taken: list[int]
-) -> None:
-    # Four prompts, ready at 6, 7, 8 and 9 s, all of version 0; when the second step begins three of them wait.
-    done = run([2, 3, 4, 5], Rule("quota", 300, order), [10.0] * 3, [1.0] * 3)
-    assert [moments(done, step)[0] for step in range(3)] == [6.0, 17.0, 28.0]
-    assert [positions(done, step, "trained")[0] for step in range(3)] == taken
-
-
-def test_a_prompt_goes_to_the_replica_with_the_fewest_requests() -> None:
-    # Prompts 0 and 1 begin on the first replica, prompt 2 on the second, where it is done first.
-    done = run([30, 30, 2, 30], Rule("under_way", 3), [50.0], [1.0], node_gpus=(2,))
-    assert [done.requests[at, 0].replica for at in range(4)] == [0, 0, 1, 1]
-    assert done.requests[3, 0].started_at == done.requests[2, 0].finished_at == 3.0
-
-
-def test_where_nothing_is_unfinished_prompts_are_dealt_as_at_the_start() -> None:
-    rule = Rule("staleness", 0)  # synchronous: a batch at a time
-    sizes = tuple(((8, 2),) for _ in range(4))
-    done = OpenWorkload(sizes, 4, rule, (1.0, 1.0), (1.0, 1.0), (2,), costs=COSTS).simulate()
-    assert [done.requests[at, 0].replica for at in range(8)] == [0, 0, 1, 1] * 2
-
-
-def test_a_run_whose_batching_launches_nothing_more_comes_to_a_halt() -> None:
-    with pytest.raises(PolicyError, match="step 0 comes to a halt"):
-        run([2, 6, 9], two(most_stale=-1), [1.0], [1.0])
-
-
-class Watcher(RolloutControl):
-    """A control that is asked at every finish, and never does anything."""
-
-    def on_finish(self, view: RolloutView) -> None:
-        return None
-
-
-def test_room_is_asked_as_often_whoever_else_is_asked() -> None:
-    asked = []
-    for control in (RolloutControl(), Watcher()):
-        rule = Rule("one_at_a_time", 3)
-        sizes = tuple(((8, 2 + i), (8, 5 + 2 * i)) for i in range(5))
-        work = OpenWorkload(sizes, 2, rule, (3.0,) * 3, (1.0,) * 3, costs=COSTS)
-        simulate(dataclasses.replace(work.simulation(), control=control))
-        asked.append(rule.asked)
-    assert asked[0] == asked[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ticking(Scripted):
-    """Notes down the moments of its timer."""
-
-    seen: list[float]
-    every_s = 3.0
-
-    def on_timer(self, view: RolloutView) -> None:
-        self.seen.append(view.now_s)
-
-
-def test_a_timer_is_not_asked_at_the_moment_of_the_last_finish() -> None:
-    """The first response ends at 3 s, and the next begins with the weights at 9 s; the second has its last at 12 s."""
-    control = Ticking([])
-    work = OpenWorkload((((8, 2),),) * 2, 1, Rule("quota", 0), (4.0,) * 2, (2.0,) * 2, costs=COSTS)
-    assert moments(dataclasses.replace(work, control=control).simulate(), 0) == (3.0, 7.0, 7.0, 9.0)
-    assert control.seen == []
-
-
 @dataclasses.dataclass(frozen=True)
 class Once(Scripted):
     """One action, when so many responses have finished."""
@@ -202,48 +127,6 @@ class Once(Scripted):
 
 
 TWO_LAYOUTS = StubCosts({tp: LinearStep(a=1.0, p=1 / 8) for tp in (1, 2)}, {1: 10**6, 2: 10**6}, weights_s=6.0)
-
-
-def test_a_node_may_change_its_layout_while_an_update_waits_for_it() -> None:
-    # The second replica prefills for 11 s. On the first one a response finishes at 6 s, where it would stand still.
-    sizes = ((8, 2),), ((80, 9),), ((8, 4),)
-    rule, control = Rule("quota", 200), Once(2, Reconfigure(0, 2))
-    work = OpenWorkload(sizes, 1, rule, (1.5,), (2.0,), (2,), costs=TWO_LAYOUTS, routing="round_robin", control=control)
-    done = work.simulate()
-    assert moments(done, 0) == (4.0, 5.5, 14.0, 16.0)  # both replicas have stopped at 11 s; the switch takes 3 s
-    assert [(switch.at, switch.to_tp) for switch in done.outcome.switches] == [(11.0, 2)]
-    assert [view.replicas for view, _ in rule.asked] == [2, 2, 2]
-
-
-def test_room_knows_the_layouts_that_the_nodes_have() -> None:
-    rule = Rule("under_way", 2)
-    work = OpenWorkload(
-        (((8, 2),), ((8, 20),)), 1, rule, (30.0,), (1.0,), (2,), costs=TWO_LAYOUTS, control=Once(1, Reconfigure(0, 2))
-    )
-    work.simulate()
-    assert [view.replicas for view, _ in rule.asked] == [2, 2, 2, 1, 1]
-
-
-def test_a_prompt_is_dropped_when_a_control_has_aborted_a_response() -> None:
-    sizes = ((8, 2), (8, 2)), ((8, 9), (8, 4))
-    rule = Rule("under_way", 2)
-    done = OpenWorkload(sizes, 1, rule, (20.0, 1.0), (1.0, 1.0), costs=COSTS, control=Once(2, Abort((2,)))).simulate()
-    assert done.requests[1, 0].aborted
-    assert not done.requests[1, 1].aborted
-    assert done.requests[1, 1].finished  # the other one goes on; then the prompt is dropped and gives its place back
-    assert positions(done, 1, "dropped") == [1, 1]
-    assert [rollout.aborted for rollout in done.outcome.rollouts] == [1, 0]
-    assert rule.asked[-1][0].dropped == 1
-
-
-def test_responses_of_one_moment_are_scored_in_the_order_of_their_prompts() -> None:
-    # Both finish at 8 s; the second replica has not had anything else to do since 2 s, the first since 4 s.
-    sizes, checks = (((8, 6),), ((8, 7),), ((8, 2),)), ((RefCheck((3.0,), 9.0, 1.0),),)
-    rule = Rule("quota", 200)
-    done = OpenWorkload(sizes, 1, rule, (9.0,), (1.0,), (2,), costs=COSTS, routing="round_robin", checks=checks)
-    requests = done.simulate().requests
-    assert [requests[at, 0].finished_at for at in range(3)] == [8.0, 8.0, 4.0]
-    assert [requests[at, 0].score_started_at for at in range(3)] == [8.0, 11.0, 4.0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,12 +168,12 @@ class Counting(StepTimes):
 def test_requests_of_steps_that_are_over_are_not_kept(drops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many steps there are: those alive are the ones under way, and those of the last steps."""
     monkeypatch.setattr(scheduler, "FEW", 16)  # stale admissions that a replica may remember
-    steps = 200
+    steps = 100
     rule = Rule("staleness", 2, most_stale=1 if drops else None)
     sizes = tuple(((4, 1 + 7 * i % 23), (4, 1 + 11 * i % 40)) for i in range(17))
     times = (2.5,) * steps, (1.0,) * steps
     work = OpenWorkload(sizes, 4, rule, *times, node_gpus=(2,), costs=COSTS)
-    counting = Counting(*times, every=20)
+    counting = Counting(*times, every=10)
     gc.collect()
     before = sum(type(thing) is Request for thing in gc.get_objects())
     outcome = simulate(dataclasses.replace(work.simulation(), times=counting))
@@ -317,3 +200,83 @@ def test_what_is_launched_while_the_last_step_trains_is_of_that_step() -> None:
     assert sum(one.launched for one in settled) == sum(map(len, outcome.responses))
     assert [one.paused for one in settled] == [int(of_step.paused.sum()) for of_step in outcome.responses]
     assert settled[-1].paused > 0
+
+
+# ---- replicas that take new weights each on its own -----------------------------------------------------------------
+
+EACH = {way: Update(way, "recompute", "each") for way in ("interrupt", "drain")}
+
+
+def on_two(rule: Rule, lengths: list[int], steps: int = 2, **more: Any) -> OpenRun:
+    """Steps of one prompt with one response each on two replicas, that train and push for a second."""
+    second = (1.0,) * steps
+    sizes = tuple(((8, length),) for length in lengths)
+    return OpenWorkload(sizes, 1, rule, second, second, (2,), costs=COSTS, **more).simulate()
+
+
+def test_each_replica_is_interrupted_at_a_boundary_of_its_own() -> None:
+    done = on_two(Rule("under_way", 2, weights=EACH["interrupt"]), [2, 20, 4, 9, 9], spread_s=0.5, pull_s=2.0)
+    # Prompts 0 and 1 are prefilled until 2 s; at 3 s the first is complete, trained on until 4 s and pushed until 5 s.
+    # All nodes have the weights at 5.5 s, both replicas stand still from 6 s to 8 s.
+    assert moments(done, 0) == (3.0, 4.0, 4.0, 5.0)
+    long, second = done.requests[1, 0], done.requests[2, 0]
+    assert runs(long)[0] == (0, 5)  # until 6 s
+    # The prompt that began at 3 s was prefilled until 5 s; it goes on at 8 s, from its prompt and two tokens on.
+    assert runs(second) == [(0, 2), (1, 2)]
+    assert second.finished_at == 8.0 + (1 + 10 / 8) + 1
+    # The trainer waited for no replica: it had its second batch when that response was complete.
+    assert moments(done, 1)[:3] == (11.25, 12.25, 12.25)
+
+
+def test_a_replica_drains_before_it_takes_new_weights_and_nothing_is_launched_there() -> None:
+    done = on_two(Rule("under_way", 2, weights=EACH["drain"]), [2, 20, 2, 3, 3], steps=3, spread_s=0.5, pull_s=2.0)
+    # The replica that is free again at 3 s takes prompt 2, which ends at 6 s; it has new weights at 8 s. The other one
+    # goes on with the old ones, and gets no other prompt.
+    first, long, second, third = (done.requests[at, 0] for at in range(4))
+    assert [r.replica for r in (first, long, second, third)] == [0, 1, 0, 0]
+    assert (second.finished_at, runs(second)) == (6.0, [(0, 2)])
+    assert third.started_at == 8.0  # when it has them
+    assert {version for version, _ in runs(third)} == {1}
+    assert runs(long) == [(0, long.generated)]
+
+
+@dataclasses.dataclass(frozen=True)
+class PerReplica(Rule):
+    """One prompt for each replica that has nothing left; keeps what it was told of free replicas."""
+
+    def room(self, view: OpenView) -> Mapping[int, int]:  # type: ignore[override]
+        self.asked.append((view, len(view.free)))
+        return dict.fromkeys(view.free, 1)
+
+
+def test_prompts_go_to_the_replicas_that_are_named() -> None:
+    rule = PerReplica(weights=EACH["drain"])
+    done = on_two(rule, [2, 5, 2, 2, 2, 2, 2], spread_s=0.5, pull_s=2.0)
+    assert rule.asked[0][0].free == (0, 1)
+    assert [done.requests[at, 0].replica for at in range(4)] == [0, 1, 0, 0]
+    for request in done.requests.values():
+        assert len(request.runs) <= 1  # by weights of one version
+
+
+def test_a_replica_that_starts_with_responses_drains_before_it_takes_new_weights() -> None:
+    sizes = tuple(((8, length),) for length in (2, 20, 4, 3, 3))
+    rule, control, second = Rule("under_way", 2, weights=EACH["drain"]), Once(2, Reconfigure(0, 2)), (1.0,) * 3
+    work = OpenWorkload(sizes, 1, rule, second, second, (2,), costs=TWO_LAYOUTS, control=control, pull_s=2.0)
+    done = work.simulate()
+    (switch,) = done.outcome.switches
+    assert switch.at > moments(done, 0)[3], "all nodes have the new weights"
+    long = done.requests[1, 0]
+    assert long.tps == (1, 2)
+    assert runs(long) == [(0, long.generated)], "which the run ends before"
+    assert long.generated == 11
+    assert not any("updated" in stays.columns()["left"] for stays in done.outcome.stays)
+
+
+@pytest.mark.parametrize("room", [{0: -1}, {0: 1.5}, {"a": 1}, 1.5])
+def test_room_is_refused_in_plain_words(room: Any) -> None:
+    class Wrong(PerReplica):
+        def room(self, view: OpenView) -> Any:
+            return room
+
+    with pytest.raises(PolicyError, match="room"):
+        on_two(Wrong(), [2, 2])

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import simpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefResult, RefStay
-from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, workloads
+from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, windowed, workloads
 
+from rlsim.cost.bound import GenerationBound
+from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
 from rlsim.sim.control import Action, Migrate, Reconfigure, Release, RolloutView, Stop
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
@@ -146,10 +152,13 @@ def check_invariants(work: Workload, rollout: Rollout, recorder: Recorder) -> No
             assert after >= before - CLOSE * end
         assert sum(b - a for a, b in spans) <= end * (1 + CLOSE)
     # Tokens launched = finished + aborted + carried over; the KV cache never overflows.
+    asked = {r.id: r.response_tokens for r in (*work.requests, *work.resumed)}
     for request in rollout.requests:
-        assert 0 <= request.generated <= request.response_tokens
+        assert request.response_tokens == asked.get(request.id, request.response_tokens)
+        assert (request.generated == request.response_tokens) == request.finished
         assert math.isnan(request.finished_at) == (not request.finished)
         assert not (request.finished and request.aborted)
+        assert not request.finished or 0.0 < request.first_token_at <= request.finished_at <= end
     whole = [replica for replica in rollout.replicas if replica.cost.kv.late_units == replica.cost.kv.page_units]
     for replica in whole:  # the newest token of each sequence is counted before it needs its KV
         assert replica.peak_tokens <= replica.capacity_pages * work.engine.page_tokens + len(rollout.requests)
@@ -166,6 +175,14 @@ def check(work: Workload) -> None:
 
 
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def shared(offloaded: bool) -> st.SearchStrategy[Workload]:
+    """Prompts of several responses, or of one each, of which nothing is kept before the first preemption."""
+    given = st.tuples(st.sampled_from([1, 4, 4]), st.booleans())
+    return given.flatmap(
+        lambda of: workloads(prefixes=True, offloaded=offloaded, most_samples=of[0], streamed=of[1], max_requests=20)
+    )
 
 
 class Told(Nothing):
@@ -193,14 +210,16 @@ def test_what_nobody_listens_to_is_the_same_to_the_bit(work: Workload) -> None:
     assert of(*quiet) == of(*told)
 
 
-TIED = st.booleans().flatmap(lambda ties: workloads(ties=ties, timed=True, max_requests=24))
+BOTH = st.booleans()
 #: Random rollouts of each kind, and how many; ten times as many are slow.
 KINDS = {
-    "any": (workloads(), 100),
-    "chunks are handed over": (workloads(streamed=True), 40),
-    "chunks tie": (workloads(streamed=True, ties=True, max_requests=16), 30),
-    "everything ties": (workloads(ties=True, max_requests=16), 75),
-    "controls have a timer": (TIED, 60),
+    "any": (workloads(), 60),
+    "everything ties": (workloads(ties=True, max_requests=16), 60),
+    "chunks are handed over": (BOTH.flatmap(lambda ties: workloads(streamed=True, ties=ties, max_requests=24)), 50),
+    "controls have a timer": (BOTH.flatmap(lambda ties: workloads(ties=ties, timed=True, max_requests=24)), 50),
+    "layers have windows": (BOTH.flatmap(lambda streamed: windowed(streamed=streamed)), 60),
+    "prompts are shared": (shared(False), 50),
+    "prompts are shared and offloaded": (shared(True), 50),
 }
 
 
@@ -217,6 +236,21 @@ def test_any_mixture_of_actions_ends_and_conserves_requests(work: Workload) -> N
     # Requests may be on their way to a replica that goes away; the specification leaves open who is dealt first then.
     rollout, recorder = simulate(work)
     check_invariants(work, rollout, recorder)
+
+
+def by_hand(sizes: Sequence[tuple[int, int]], control: Scripted, gpus: Sequence[int] = (1,), **more: Any) -> Workload:
+    """Requests of these prompts and responses; a step takes a second, and there is no lack of room."""
+    costs = {"steps": dict.fromkeys((1, 2, 4), LinearStep(a=1.0)), "pages": dict.fromkeys((1, 2, 4), 10_000)}
+    return Workload(
+        requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
+        node_gpus=tuple(gpus),
+        tp=1,
+        costs=StubCosts(**{**costs, **more}),
+        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
+        cap_tokens=max(tokens for _, tokens in sizes),
+        control=control,
+        routing="contiguous" if len(gpus) > 1 else "round_robin",
+    )
 
 
 @dataclass(frozen=True)
@@ -242,17 +276,7 @@ def test_a_timer_between_and_beside_the_ends_of_responses() -> None:
 
     Nothing comes of it: no jump is cut short, and the rollout ends when its last response does.
     """
-    sizes = [(4, 8), (4, 4), (4, 5)]
-    work = Workload(
-        requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
-        node_gpus=(1,),
-        tp=1,
-        costs=StubCosts(steps={1: LinearStep(a=1.0)}, pages={1: 10_000}),
-        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
-        cap_tokens=8,
-        control=Looks([]),
-        routing="contiguous",
-    )
+    work = by_hand([(4, 8), (4, 4), (4, 5)], Looks([]))
     rollout, _ = simulate(work)
     assert rollout.env.now == 8.0
     assert work.control.seen == [  # type: ignore[attr-defined]
@@ -275,17 +299,7 @@ class InTurn(Scripted):
 def test_a_stop_breaks_off_a_switch() -> None:
     """Nothing of the rollout goes on after its end, on GPUs that others then hold."""
     sizes = [(4, 1), (4, 90), (4, 4), (4, 90)]  # contiguous: node 0 has the first two
-    step = LinearStep(a=1.0)
-    work = Workload(
-        requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
-        node_gpus=(2, 2),
-        tp=1,
-        costs=StubCosts(steps=dict.fromkeys((1, 2), step), pages=dict.fromkeys((1, 2), 10_000), weights_s=40.0),
-        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
-        cap_tokens=90,
-        control=InTurn([[Reconfigure(0, 2)], [Stop()]]),
-        routing="contiguous",
-    )
+    work = by_hand(sizes, InTurn([[Reconfigure(0, 2)], [Stop()]]), (2, 2), weights_s=40.0)
     rollout, recorder = simulate(work)
     assert rollout.env.now == 4.0
     rollout.env.run()
@@ -298,17 +312,8 @@ def test_what_arrives_where_its_target_stops_at_that_moment_is_dealt_anew() -> N
     """A second a token, and 1/8 s a token of a prompt. Request 3 leaves at 4 s, for 2.5 s; its target's iterations end
     at 5.5 and 6.5 s, and it is to stop from 6 s on. Its own are dealt first, to the replica without a response.
     """
-    sizes = [(8, 2), (8, 5), (12, 20), (8, 20)]
-    work = Workload(
-        requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
-        node_gpus=(3,),
-        tp=1,
-        costs=StubCosts({1: LinearStep(a=1.0, p=1 / 8)}, {1: 10_000}, transfer_base_s=2.5),
-        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
-        cap_tokens=20,
-        control=InTurn([[Migrate((3,), 2)], [Release((2,))]]),
-        routing="round_robin",
-    )
+    sizes, turns = [(8, 2), (8, 5), (12, 20), (8, 20)], [[Migrate((3,), 2)], [Release((2,))]]
+    work = by_hand(sizes, InTurn(turns), (3,), steps={1: LinearStep(a=1.0, p=1 / 8)}, transfer_base_s=2.5)
     check(work)
     rollout, _ = simulate(work)
     assert rollout.released_at == {2: 6.5}
@@ -317,19 +322,78 @@ def test_what_arrives_where_its_target_stops_at_that_moment_is_dealt_anew() -> N
 
 def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -> None:
     """Request 1 is in a long prefill when 0 finishes; 2 waits for it to travel with it, 3 does not."""
-    sizes = [(4, 1), (4000, 9), (8, 9), (8, 9), (8, 5)]
+    sizes, turns = [(4, 1), (4000, 9), (8, 9), (8, 9), (8, 5)], [[Migrate((1, 2), 0), Migrate((1, 3), 0)]]
     step = LinearStep(a=1e-2, b=1e-4, t=1e-6, p=1e-4, q=1e-8)
-    work = Workload(
-        requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
-        node_gpus=(4,),
-        tp=1,
-        costs=StubCosts(steps=dict.fromkeys((1, 2, 4), step), pages=dict.fromkeys((1, 2, 4), 10_000)),
-        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
-        cap_tokens=16,
-        control=InTurn([[Migrate((1, 2), 0), Migrate((1, 3), 0)]]),
-        routing="round_robin",
-    )
+    work = by_hand(sizes, InTurn(turns), (4,), steps={1: step})
     check(work)
     rollout, _ = simulate(work)
     finished = {r.id: r.finished_at for r in rollout.requests}
     assert finished[3] < step.prefill_s([Chunk(4000, 0)]) < finished[2]
+
+
+# ------------------------------------------------------------------------------------------- what any rollout keeps
+
+
+@settings(relaxed, max_examples=50)
+@given(workloads(), st.sampled_from([0.01, 0.5, 3.7, 1000.0]))
+def test_scaling_every_cost_scales_every_time(work: Workload, factor: float) -> None:
+    costs = work.costs
+    times = ("weights_s", "capture_s", "kv_per_token_s", "first_use_s", "transfer_base_s", "transfer_per_token_s")
+    steps = {tp: replace(step, scale=step.scale * factor) for tp, step in costs.steps.items()}
+    larger = replace(costs, steps=steps, **{name: getattr(costs, name) * factor for name in times})
+    (once, _), (other, _) = simulate(work), simulate(replace(work, costs=larger))
+    for a, b in zip(once.requests, other.requests, strict=True):
+        assert (a.generated, a.preemptions) == (b.generated, b.preemptions)
+        assert b.finished_at == pytest.approx(a.finished_at * factor, rel=1e-9, nan_ok=True)
+
+
+def static(lengths: Sequence[int], pages: int = 10**6, tp: int = 1, gpus: int = 1, seed: int = 0) -> Workload:
+    """Prompts of 20 tokens on one node; prefill and decode as a real machine's, in proportion."""
+    rng = random.Random(seed)
+    a, b, t = rng.uniform(2e-3, 2e-2), rng.uniform(1e-5, 1e-3), rng.uniform(1e-7, 1e-5)
+    steps = {d: LinearStep(a, b, t, p=2 * b, q=t, scale=0.3 + 0.7 / d, tp=d) for d in (1, 2, 4, 8) if d <= gpus}
+    work = by_hand([(20, n) for n in lengths], Nothing(), (gpus,), steps=steps, pages=dict.fromkeys(steps, pages))
+    return replace(work, tp=tp, engine=RefEngine(16, 256, 2048, chunked_prefill=False, watermark_pages=0))
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 400), st.just(1), st.just(100)), min_size=1, max_size=24)
+
+
+@settings(relaxed, max_examples=60)
+@given(LENGTHS, st.sampled_from([1, 2, 4, 8]), st.integers(0, 2**16))
+def test_no_rollout_beats_the_bound(lengths: list[int], tp: int, seed: int) -> None:
+    work = static(lengths, tp=tp, gpus=8, seed=seed)
+    bound = GenerationBound(work.costs.steps, 8, len(lengths))
+    assert simulate(work)[0].env.now >= bound.time_s([20] * len(lengths), lengths) * (1 - 1e-9)
+
+
+def test_a_long_sequence_beside_short_ones_does_not_beat_the_bound() -> None:
+    """Some decode kernels run one long sequence faster with a few short ones beside it."""
+    prompts, lengths = [100_000, 100, 100, 100], [4000] * 4
+    model, cluster = load_model("llama-3.1-8b"), load_cluster("8xh100")
+    steps: Any = {tp: step_cost(model, tp, cluster, "h100-vllm") for tp in (1, 2, 4, 8)}
+    bound_s = GenerationBound(steps, 8, 128).time_s(prompts, lengths)
+    work = by_hand(
+        [*zip(prompts, lengths, strict=True)], Nothing(), (8,), steps=steps, pages=dict.fromkeys(steps, 10**6)
+    )
+    for tp in steps:
+        assert simulate(replace(work, tp=tp))[0].env.now >= bound_s
+
+
+@settings(relaxed, max_examples=50)
+@given(LENGTHS, st.integers(0, 2**16), st.integers(0, 23), st.integers(1, 300))
+def test_a_longer_response_ends_no_rollout_earlier(lengths: list[int], seed: int, which: int, more: int) -> None:
+    longer = list(lengths)
+    longer[which % len(lengths)] += more
+    before, after = (simulate(static(of, seed=seed))[0].env.now for of in (lengths, longer))
+    assert after >= before * (1 - 1e-9)
+
+
+@settings(relaxed, max_examples=60)
+@given(LENGTHS, st.integers(0, 40))
+def test_memory_for_all_means_no_preemption(lengths: list[int], spare: int) -> None:
+    need = [-(-(20 + length) // 16) for length in lengths]
+    rollout, _ = simulate(static(lengths, sum(need) + spare))
+    assert not any(r.preemptions for r in rollout.requests)
+    rollout, _ = simulate(static(lengths, max(need)))  # room for only one at its full length
+    assert all(request.finished for request in rollout.requests)

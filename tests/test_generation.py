@@ -10,7 +10,7 @@ import pytest
 from test_systems import Checks, Times
 from workloads import LinearStep, StubCosts
 
-from rlsim.errors import CapacityError, PolicyError
+from rlsim.errors import PolicyError
 from rlsim.hardware import load_cluster
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.batching import PromptFeed
@@ -23,7 +23,6 @@ from rlsim.sim.control import (
     RolloutControl,
     RolloutReport,
     RolloutView,
-    Stop,
 )
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
@@ -171,59 +170,12 @@ def test_going_back_to_the_first_layout_is_free_unless_its_graphs_are_lost() -> 
     assert [(s.step, s.from_tp, s.to_tp) for s in lost.switches] == [(0, 1, 2), (1, 2, 1), (1, 1, 2)]
 
 
-@dataclass(frozen=True)
-class Full(StubCosts):
-    """A machine whose GPUs do not hold the model at TP1."""
-
-    def capacity_pages(self, tp: int) -> int:
-        if tp == 1:
-            raise CapacityError("TP1 is too large for the GPU")
-        return super().capacity_pages(tp)
-
-
-def test_a_switch_to_a_layout_that_the_gpus_do_not_hold_says_why() -> None:
-    costs = Full(COSTS.steps, COSTS.pages)
-    with pytest.raises(PolicyError, match=r"Reconfigure.*TP1 is too large for the GPU"):
-        generate(Once(1, [DOWN]), [(1, 2), (1, 5)], tp=2, costs=costs)
-
-
-@dataclass
-class Asked(RolloutControl):
-    """Stops at the first response; keeps when it was asked."""
-
-    def __post_init__(self) -> None:
-        self.at_s: list[float] = []
-
-    def on_finish(self, view: RolloutView) -> Action:
-        self.at_s.append(view.now_s)
-        return Stop()
-
-
-def test_who_has_stopped_the_rollout_is_not_asked_again() -> None:
-    """One replica has its response after 1.25 + 1 s; the other is in a prefill of 3.25 s then, which ends another."""
-    slow = StubCosts({1: LinearStep(a=1.0, q=0.5)}, {1: 40})
-    control = Asked()
-    outcome = generate(control, [(1, 2), (3, 1)], costs=slow)
-    assert control.at_s == [2.25]
-    assert ends(outcome) == [3.25]
-
-
 def test_a_rollout_that_comes_to_a_halt_says_how_many_are_left() -> None:
     """An open stage goes on until a `Stop`; a prompt of 41 tokens never fits into 40 pages."""
-
-    def halted(*prompts: int) -> None:
-        requests = [Request(i, i, tokens, 2) for i, tokens in enumerate(prompts)]
-        config = EngineConfig(page_tokens=1, watermark=0.0)
-        stage: dict[str, Any] = {
-            "mesh": [(0,)],
-            "tp": 1,
-            "costs": COSTS,
-            "config": config,
-            "cap_tokens": 2,
-            "open": True,
-        }
-        run_rollout(GenerationStage(requests=requests, **stage))
-
+    config = EngineConfig(page_tokens=1, watermark=0.0)
     for prompts, left in (((1, 1), 0), ((1, 41), 1), ((41, 41, 41), 3)):
+        requests = [Request(i, i, tokens, 2) for i, tokens in enumerate(prompts)]
+        settings: dict[str, Any] = {"costs": COSTS, "config": config, "cap_tokens": 2, "open": True}
+        stage = GenerationStage(requests=requests, mesh=[(0,)], tp=1, **settings)
         with pytest.raises(PolicyError, match=f"comes to a halt with {left} requests unfinished"):
-            halted(*prompts)
+            run_rollout(stage)

@@ -5,25 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from open_workloads import OpenWorkload, Rule
 from reference import RefEngine
-from test_asynchronous import check_tokens, of, run
-from test_lags import check_gpus
+from test_asynchronous import check_gpus, check_tokens, of, run
 from workloads import LinearStep, StubCosts
 
 import rlsim
-from rlsim.cost.transfer import HostKv
 from rlsim.errors import CapacityError, PolicyError, RlsimError
 from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.continuous import Update
-from rlsim.sim.control import Action, Borrow, Migrate, Prompt, Reconfigure, Release, RolloutControl, RolloutView
-from rlsim.sim.open_generation import _Group
+from rlsim.sim.control import Action, Borrow, Migrate, Reconfigure, Release, RolloutControl, RolloutView
 from rlsim.sim.outcome import Outcome
-from rlsim.sim.request import Request
 from rlsim.sim.run import simulate
 
 # ---- by hand --------------------------------------------------------------------------------------------------------
@@ -126,60 +119,6 @@ def test_whoever_gives_nothing_back_is_told_so() -> None:
         steps_of_four(1, KeepAlways())
 
 
-class BorrowTwice(BorrowAlways):
-    def on_finish(self, view: RolloutView) -> list[Action]:
-        return [again for action in super().on_finish(view) for again in (action, action)]
-
-
-def test_a_second_borrow_of_one_moment_finds_nothing() -> None:
-    once, twice = steps_of_four(1, BorrowAlways()), steps_of_four(1, BorrowTwice())
-    assert twice.calls == once.calls
-    assert twice.rollouts == once.rollouts
-
-
-def test_replicas_there_have_the_host_memory_of_their_own_gpus() -> None:
-    asked: list[int] = []
-
-    class Asked(StubCosts):
-        def host_kv(self, tp: int) -> HostKv:
-            asked.append(tp)
-            return super().host_kv(tp)
-
-    steps_of_four(0, BorrowAlways(), there=Asked(FAST.steps, FAST.pages))
-    assert asked == [1, 1], "once a step"
-
-
-class BorrowAndSwitch(RolloutControl):
-    """Both at once, and notes down the node of each replica."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[int, int]] = []
-
-    def on_finish(self, view: RolloutView) -> list[Action]:
-        self.seen.append({replica.index: replica.node for replica in view.replicas()})
-        if view.wanted_back:
-            return [Release(view.borrowed)]
-        return [Reconfigure(0, 2, "recompute"), Borrow()] if len(self.seen) == 1 else []
-
-
-def test_nodes_that_start_at_one_moment_do_so_by_their_index() -> None:
-    """Generation's own node changes its layout in the 2 s in which the trainer's engine gets its weights."""
-    costs = StubCosts({tp: LinearStep(a=1.0) for tp in (1, 2)}, {1: 1000, 2: 1000}, capture_s=2.0)
-    work = OpenWorkload((((8, 5),),), 4, Rule(), (10.0,), (2.0,), (2,), costs=costs)
-    control, hybrid = BorrowAndSwitch(), HybridReplicas([(TRAINER,)], 1, FAST, 2.0, "sync")
-    simulate(dataclasses.replace(work.simulation(), control=control, hybrid=hybrid))
-    assert control.seen[:2] == [{0: 0, 1: 0}, {2: 0, 3: 1}]
-
-
-def test_a_prompt_is_as_old_as_the_oldest_weights_that_generate_it() -> None:
-    """Those it has tokens of, and those it is generated with at present, on another replica."""
-    group, request = _Group(Prompt(0)), Request(0, 0, 8, 5)
-    group.requests.append(request)
-    assert group.version(lambda _: 3) == 3
-    request.end_run(4, 2)
-    assert [group.version(lambda _, now=now: now) for now in (3, 5)] == [3, 4]  # type: ignore[misc]
-
-
 class BorrowAnyway(RolloutControl):
     def on_finish(self, view: RolloutView) -> Borrow:
         return Borrow()
@@ -210,9 +149,9 @@ def systems(*parts: Any, rollout_gpus: int = 2) -> list[Any]:
     return [{"name": "waits", "use": common}, {"name": "hybrid", "use": [*common, "hybrid_rollout"]}]
 
 
-@pytest.mark.parametrize("rule", [[], [RULE], [{"bounded_staleness": {"eta": 1, "rolling": True}}]])
+@pytest.mark.parametrize("rule", [[], [{"bounded_staleness": {"eta": 1, "rolling": True}}]])
 def test_a_trainer_that_helps_shortens_steps_where_the_split_favours_training(rule: list[Any]) -> None:
-    """In a synchronous split, and beside a rollout that never ends, whose replicas take weights together or each."""
+    """In a synchronous split, and beside a rollout that never ends, whose replicas take weights each on its own."""
     host = {"async_scheduling": False}  # time that borrowed GPUs share out
     found = run(*systems(*rule), trace=LONG, workflow={"prompts": 32, "responses": 8}, engine=host)
     rows = found.summary().set_index("system")
@@ -246,68 +185,6 @@ def test_two_kinds_of_gpu_each_generate_at_their_own_rate() -> None:
     assert len(on["h20"])
     assert len(on["h100"])
     assert on["h100"]["left_at"].max() <= on["h20"]["left_at"].max(), "they are done with their share before"
-
-
-@st.composite
-def hybrid_systems(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any], int]:
-    """Parts of a system whose trainer helps, the workflow's sizes, and mini-batches."""
-    updates = draw(st.sampled_from([1, 2, 4]))
-    windows = {"training_windows": {"parts": updates}}
-    parts = draw(
-        st.sampled_from(
-            [
-                [{"bounded_staleness": {"eta": draw(st.integers(0, 3)), "interrupt": draw(st.booleans())}}],
-                [{"bounded_staleness": {"eta": 1, "stale": "drop", "rolling": draw(st.booleans())}}],
-                [{"bounded_staleness": {"eta": 2, "stale": "wait", "updated_kv": "keep"}}, windows],
-                [{"replica_batches": {"eta": 2}}, "repack"],
-                [{"sync_quota": {"staleness_threshold": 0.5}}, windows],
-                [{"sync_quota": {"staleness_threshold": 1, "partial_rollout": False}}, "rollout_log_probs"],
-                ["lagged"],
-                [],
-                ["tail_consolidation"],
-                [{"bounded_staleness": {"eta": 1}}, {"elastic_split": {}}],
-                [{"bounded_staleness": {"eta": 1}}, windows, {"elastic_split": {}}],
-            ]
-        )
-    )
-    tp, gpus = draw(st.sampled_from([1, 2])), draw(st.sampled_from([2, 4]))
-    hybrid = {"until": draw(st.sampled_from([0.1, 0.4, 1.0])), "spread": draw(st.booleans())}
-    hybrid["kv"] = draw(st.sampled_from(["recompute", "migrate"]))
-    rewards = draw(st.sampled_from([[], ["async_reward"]]))
-    system = [{"verl": {"tp": tp}}, {"split": {"rollout_gpus": gpus}}, *rewards, *parts, {"hybrid_rollout": hybrid}]
-    sizes = {"prompts": 4 * draw(st.integers(1, 4)), "responses": draw(st.integers(1, 4)), "steps": 5}
-    sizes["reference"] = draw(st.booleans())
-    return system, sizes, updates if windows in parts else 1
-
-
-@settings(deadline=None, derandomize=True, max_examples=20, suppress_health_check=list(HealthCheck))
-@given(hybrid_systems())
-def test_every_system_that_borrows_keeps_every_invariant(drawn: tuple[list[Any], dict[str, Any], int]) -> None:
-    parts, sizes, updates = drawn
-    found = run(
-        {"name": "hybrid", "use": parts}, workflow=sizes, training={"backend": "megatron", "mini_batches": updates}
-    )
-    steps, responses, calls = found.steps, found.responses, found.calls
-    assert (steps["trained"] == sizes["prompts"] * sizes["responses"]).all()
-    assert (steps["staleness_max"] <= steps["step"]).all()
-    for bound in (part["bounded_staleness"] for part in parts if "bounded_staleness" in part):
-        assert bound.get("stale") is None or (steps["staleness_max"] <= bound["eta"]).all()
-    assert steps["step_time_s"].sum() == pytest.approx(calls["end_at"].max(), rel=1e-9)
-    check_tokens(steps)
-    check_gpus(found.spans)
-    trained = responses[responses["trained"]]
-    assert not trained.duplicated(["prompt_id", "response"]).any()
-    train = calls[calls["call"] == "train"].set_index("step")
-    assert (trained["finish_at"] <= trained["step"].map(train["end_at"]) * (1 + 1e-9)).all()
-    first = next(part["split"]["rollout_gpus"] for part in parts if "split" in part)
-    generated_s = found.spans.query(f"gpu >= {first} and kind in ('decode', 'prefill', 'mixed')")
-    generated_s = ((generated_s["end_at"] - generated_s["start_at"]) * generated_s["gpus"]).sum()
-    after_last_batch_s = (8 - first) * steps["step_time_s"].iloc[-1]  # which is in no step
-    assert generated_s <= steps["borrowed_gpu_s"].sum() + after_last_batch_s
-    begun, synced = np.sort(train["start_at"]), np.sort(calls.loc[calls["kind"] == "sync", "end_at"])
-    hybrid = found.spans[found.spans["label"] == "hybrid replicas"]
-    trained_then = np.searchsorted(begun, hybrid["start_at"] * (1 + 1e-9))
-    assert (trained_then <= np.searchsorted(synced, hybrid["start_at"] * (1 + 1e-9))).all(), "weights of the version"
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from conftest import Command, Failing, edited
 from pydantic import Field
 
-from rlsim import Composition, RolloutControl, Schema, usercode
+from rlsim import Composition, RolloutControl, Schema
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.systems import parse_systems
 from rlsim.policies.parts import Part, flattened
@@ -34,11 +34,6 @@ CLASS = "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n"
     ("name", "text", "message"),
     [
         ("p_raises", "x = 1\nraise KeyError('gone')\n", "p_raises.py:2: KeyError: 'gone'"),
-        (
-            "p_divides",
-            "def f():\n    return 1 / 0\n\n\nf()\n",
-            "p_divides.py:2: ZeroDivisionError: division by zero (line 2: return 1 / 0)",
-        ),
         ("p_syntax", "class Mine(:\n", "p_syntax.py:1: SyntaxError: invalid syntax (line 1: class Mine(:)"),
         ("p_exits", "import sys\nsys.exit(3)\n", "p_exits.py:2: it leaves Python (exit code 3)"),
         ("p_needs", "import nowhere_at_all\n", "p_needs.py:1: No module named 'nowhere_at_all'"),
@@ -50,7 +45,6 @@ CLASS = "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n"
             CLASS + "    def __init__(self):\n        raise KeyError('made')\n",
             "base.yaml:10:5: system 'mine': Mine(): p_makes.py:6: KeyError: 'made' (line 6: raise KeyError('made'))",
         ),
-        ("p_quits", CLASS + "    def __init__(self):\n        quit()\n", "p_quits.py:6: it leaves Python (exit code"),
         (
             "p_needs_more",
             CLASS + "    def __init__(self, x):\n        pass\n",
@@ -60,11 +54,6 @@ CLASS = "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n"
             "p_sets_up",
             CLASS + "    def setup(self, context):\n        return context.nothing\n",
             "p_sets_up.py:6: AttributeError: 'ControlContext' object has no attribute 'nothing'",
-        ),
-        (
-            "p_plays",
-            CLASS + "    def on_finish(self, view):\n        return 1 / 0\n",
-            "p_plays.py:6: ZeroDivisionError: division by zero",
         ),
     ],
 )
@@ -76,13 +65,9 @@ def test_a_policy_file_that_fails(failing: Failing, name: str, text: str, messag
     ("target", "message"),
     [
         ("time:tzset", "time is a module of Python's standard library"),
-        ("builtins:exit", "builtins is a module of Python's standard library"),
-        ("os:abort", "os is a module of Python's standard library"),
-        ("numpy:zeros", "numpy:zeros is no function that is defined in that module"),
         ("rich:get_console", "rich:get_console returns"),
         ("flows:needs", "flows:needs needs model, size; it is called without arguments"),
         ("flows:text", "flows:text made 'text', expected a rlsim.workflow.Workflow"),
-        ("flows:number", "flows:number returns"),
         ("flows:Workflow", "is no function that is defined in that module"),
         ("flows:getcwd", "is no function that is defined in that module"),
         ("flows:leaves", "flows.py:13: it leaves Python (exit code 7)"),
@@ -96,8 +81,7 @@ def test_targets_that_make_no_workflow(failing: Failing, target: str, message: s
         "def needs(model, size, *more, other=1):\n    raise AssertionError\n\n\n"
         "def leaves():\n    # on the next line\n    sys.exit(7)\n\n\n"
         "def fails():\n    raise LookupError('no')\n\n\n"
-        "def text():\n    return 'text'\n\n\n"
-        "def number() -> int:\n    raise AssertionError\n",
+        "def text():\n    return 'text'\n",
         encoding="utf-8",
     )
     sys.modules.pop("flows", None)
@@ -137,9 +121,8 @@ def test_looking_at_results_imports_no_policy(folder: Path, call: Command) -> No
     base = edited(("  - pat", "  - mine:Mine"), ("prompts: 2", "algorithm: 'mine:flow', prompts: 2"))
     (folder / "base.yaml").write_text(base, encoding="utf-8")
     assert call("run", "base.yaml", "--out", "a").code == 0
-    assert call("sweep", "base.yaml", "--grid", "seeds=[1]", "--out", "b", "--workers", "1").code == 0
     (folder / "mine.py").write_text("open('imported', 'w').close()\n", encoding="utf-8")
-    looking = [["report", "a"], ["report", "b"], ["compare", "a", "b"], ["timeline", "a", "--system", "mine"]]
+    looking = [["report", "a"], ["compare", "a", "a"], ["timeline", "a", "--system", "mine"]]
     program = f"from rlsim.cli import app\nfor words in {looking}: app(words, standalone_mode=False)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -160,12 +143,9 @@ class _Made(Composition):
     ("made", "message"),
     [
         ([{"plan": {}}, 42], "returned {'plan': {}}, which is no part of a system: none of RolloutControl, Batching"),
-        ([VeRL(), 42], "returned 42, which is no part of a system"),
         ([VeRL], r"returned the class VeRL, expected parts: VeRL\(…\)"),
-        (["pat"], "returned 'pat', which is no part of a system"),
         ("pat", "returned 'pat', expected a list of parts"),
         (None, "returned None, expected a list of parts"),
-        (VeRL(), "expected a list of parts"),
         ([_Made()], "it is made of itself"),
     ],
 )
@@ -226,9 +206,3 @@ class _Stops(RolloutControl):
 def test_a_policy_may_raise_its_own_message() -> None:
     with pytest.raises(ContractError, match="I give up"):
         check_policy(_Stops)
-
-
-def test_rlsim_itself_is_nobodys_code() -> None:
-    with pytest.raises(ConfigError, match="no attribute 'nothing'"):
-        usercode.load_object("rlsim:nothing", "it")
-    assert not usercode._foreign(usercode.__file__)

@@ -60,31 +60,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
 #: be apart: by rounding, or by what is as good as nothing itself.
 EXACT, NEARLY = 0.0, 1e-6
 NEUTRAL: tuple[tuple[str, Any, str, float], ...] = (
-    ("engine.sampling_per_logit", "1e-30 s", "", EXACT),
-    ("engine.sampling_per_logit", "1e-15 s", "dense mixture pipelined", NEARLY),
-    ("engine.sampling_per_logit", 0, "", EXACT),
-    ("engine.graphs", True, "", EXACT),
-    ("engine.pp", 1, "dense mixture asynchronous", EXACT),
-    ("engine.ep", 1, "dense pipelined asynchronous", EXACT),
-    ("engine.data_parallel_attention", 1, "dense pipelined asynchronous", EXACT),
-    ("engine.expert_imbalance", 0, "", EXACT),
-    ("engine.expert_imbalance", 1e-9, "dense pipelined asynchronous", EXACT),
+    ("engine.sampling_per_logit", "1e-30 s", "mixture", EXACT),
+    ("engine.sampling_per_logit", "1e-15 s", "pipelined", NEARLY),
+    ("engine.expert_imbalance", 1e-9, "asynchronous", EXACT),
     ("engine.expert_imbalance", 1e-9, "mixture", NEARLY),
-    ("engine.kv_offloading_bytes", 0, "dense asynchronous", EXACT),
-    ("engine.kv_offloading_bytes", "1 KiB", "dense asynchronous", EXACT),
-    ("engine.max_num_seqs", 1000, "", EXACT),
-    ("training.cp", 1, "", EXACT),
-    ("training.pp", 1, "", EXACT),
-    ("training.ep", 1, "dense pipelined asynchronous", EXACT),
-    ("training.expert_imbalance", 1, "", EXACT),
-    ("training.mini_batches", 1, "", EXACT),
-    ("workflow.warmup", 0, "dense mixture pipelined", EXACT),
+    ("engine.kv_offloading_bytes", "1 KiB", "dense", EXACT),
+    ("engine.max_num_seqs", 1000, "asynchronous", EXACT),
     ("trace.scale", 1, "dense", EXACT),
     ("trace.prompt_scale", 1, "dense", EXACT),
-    *((f"costs.{cost}", 1, "", EXACT) for cost in ("kernels", "recurrent", "recurrent_served", "expert_launch")),
-    ("costs.training", 1, "", EXACT),
-    ("costs.network", 1, "mixture", EXACT),
-    ("calibration", {"h100": "h100-vllm"}, "", EXACT),
     ("cluster", "1x8xh100+1x8xh100", "mixture", EXACT),
     ("cluster", {"groups": ["8xh100", "8xh100"]}, "mixture", EXACT),
     ("workflow.reward.workers", 1, "unscored", EXACT),
@@ -92,6 +75,34 @@ NEUTRAL: tuple[tuple[str, Any, str, float], ...] = (
     ("systems", [bounded(eta=51)], "bounded", EXACT),
     *(("systems", [bounded(stale=stale)], "bounded", EXACT) for stale in ("wait", "drop", "regenerate")),
 )
+#: Settings at what each is by default or by nature, all in one run, and those that mean nothing on a base alone.
+AT_ONCE: dict[str, Any] = {
+    "engine.sampling_per_logit": 0,
+    "engine.graphs": True,
+    "engine.expert_imbalance": 0,
+    "engine.kv_offloading_bytes": 0,
+    "training.cp": 1,
+    "training.pp": 1,
+    "training.expert_imbalance": 1,
+    "training.mini_batches": 1,
+    "calibration": {"h100": "h100-vllm"},
+    **{
+        f"costs.{cost}": 1
+        for cost in ("kernels", "recurrent", "recurrent_served", "expert_launch", "training", "network")
+    },
+}
+ALSO: dict[str, dict[str, Any]] = {
+    "dense": {
+        "engine.pp": 1,
+        "engine.ep": 1,
+        "engine.data_parallel_attention": 1,
+        "training.ep": 1,
+        "workflow.warmup": 0,
+    },
+    "mixture": {"engine.pp": 1, "workflow.warmup": 0},
+    "pipelined": {"engine.ep": 1, "engine.data_parallel_attention": 1, "training.ep": 1, "workflow.warmup": 0},
+    "asynchronous": {"engine.pp": 1, "engine.ep": 1, "engine.data_parallel_attention": 1, "training.ep": 1},
+}
 
 
 class Looks(RolloutControl):
@@ -118,11 +129,11 @@ def unrewarded(**_: object) -> Workflow:
     return grpo(reference=False).without(["reward"])
 
 
-def tables(base: str, key: str = "", value: object = None, part: int | None = None) -> dict[str, pd.DataFrame]:
+def tables(base: str, part: int | None = None, **changes: object) -> dict[str, pd.DataFrame]:
     experiment = {"name": base, **COMMON, **{**BASES, **SPECIAL}[base]}
     if part is not None:
         experiment["systems"] = [{"name": "verl", "use": [*experiment["systems"], IDLE[part][1]]}]
-    result = rlsim.run(experiment, overrides={key: value} if key else {})
+    result = rlsim.run(experiment, overrides=changes)
     names = ("steps", "calls", "responses", "stays", "spans", "switches")
     return {name: getattr(result, name) for name in names}
 
@@ -139,26 +150,24 @@ def same(one: dict[str, pd.DataFrame], other: dict[str, pd.DataFrame], most: flo
         pd.testing.assert_frame_equal(table, known, check_exact=not most, rtol=most, atol=most, obj=name)
 
 
-ROWS = [
-    pytest.param(base, key, value, most, id=f"{base}-{key}={str(value)[:30]}")
-    for key, value, bases, most in NEUTRAL
-    for base in (bases.split() or BASES)
-]
+@pytest.mark.parametrize(("key", "value", "base", "most"), NEUTRAL)
+def test_a_setting_that_means_nothing_changes_nothing(key: str, value: object, base: str, most: float) -> None:
+    same(plain(base), tables(base, **{key: value}), most)
 
 
-@pytest.mark.parametrize(("base", "key", "value", "most"), ROWS)
-def test_a_setting_that_means_nothing_changes_nothing(base: str, key: str, value: object, most: float) -> None:
-    same(plain(base), tables(base, key, value), most)
+@pytest.mark.parametrize("base", ALSO)
+def test_settings_at_their_defaults_change_nothing(base: str) -> None:
+    same(plain(base), tables(base, **AT_ONCE, **ALSO[base]), EXACT)
 
 
 @pytest.mark.parametrize("part", range(len(IDLE)), ids=[what for what, _ in IDLE])
-@pytest.mark.parametrize("base", ["dense", "mixture", "pipelined"])
+@pytest.mark.parametrize("base", ["dense", "pipelined"])
 def test_a_part_that_does_nothing_changes_nothing(base: str, part: int) -> None:
     same(plain(base), tables(base, part=part), EXACT)
 
 
 def test_a_reward_of_no_time_is_as_none_at_all() -> None:
-    scored, unscored = plain("unscored"), tables("unscored", "workflow.algorithm", f"{__name__}:unrewarded")
+    scored, unscored = plain("unscored"), tables("unscored", **{"workflow.algorithm": f"{__name__}:unrewarded"})
     calls = scored["calls"].query("call != 'reward'").reset_index(drop=True)
     of_rewards = ["score_start_at", "scored_at", "reward"]
     one, other = (table["responses"].drop(columns=of_rewards) for table in (scored, unscored))

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_workloads import CLOCKS, OpenRun, OpenWorkload, Rule, open_workloads
-from test_asynchronous import SPLIT, TP1, check_tokens, of, use
+from test_asynchronous import SPLIT, TP1, check_gpus, check_tokens, of, use
 from test_asynchronous import run as run_experiment
 from test_continuous import Counting
-from test_lags import check_gpus
 from workloads import LinearStep, StubCosts
 
 import rlsim
@@ -152,14 +151,14 @@ def test_at_the_end_of_the_run_the_judge_is_broken_off() -> None:
 # ---- random runs ----------------------------------------------------------------------------------------------------
 
 
-def unless_it_halts(*args: Any, **kwargs: Any) -> OpenRun | None:
+def unless_it_halts(*args: Any, **more: Any) -> OpenRun | None:
     """What `run` gives; None if nothing more is launched before the last step has its batch."""
     with suppress(PolicyError):
-        return run(*args, **kwargs)
+        return run(*args, **more)
     return None
 
 
-@settings(relaxed, max_examples=60)
+@settings(relaxed, max_examples=50)
 @given(st.sampled_from(CLOCKS).flatmap(open_workloads).map(OpenWorkload.plain), st.booleans())
 def test_a_judge_that_no_load_slows_down_is_as_a_rule_of_that_duration(work: OpenWorkload, drops: bool) -> None:
     """Every response has a replica, or a worker, of its own."""
@@ -179,12 +178,11 @@ def test_a_judge_that_no_load_slows_down_is_as_a_rule_of_that_duration(work: Ope
     for one, other in zip(rule.outcome.calls, judge.outcome.calls, strict=True):
         assert (other.step, other.call) == (one.step, one.call)
         assert [other.start_at, other.end_at] == pytest.approx([one.start_at, one.end_at], **near)
-    for one, other in zip(rule.outcome.responses, judge.outcome.responses, strict=True):
-        assert other.id.tolist() == one.id.tolist()
-        assert other.trained.tolist() == one.trained.tolist()
+    for rules, judges in zip(rule.outcome.responses, judge.outcome.responses, strict=True):
+        assert (judges.id.tolist(), judges.trained.tolist()) == (rules.id.tolist(), rules.trained.tolist())
 
 
-@settings(relaxed, max_examples=60)
+@settings(relaxed, max_examples=50)
 @given(
     st.sampled_from(CLOCKS).flatmap(open_workloads).map(OpenWorkload.plain),
     st.sampled_from([1, 2, 3]),
@@ -204,20 +202,16 @@ def test_every_response_is_judged_once(work: OpenWorkload, judges: int, at_once:
     assert sorted(last.loc[last["left"] == "finished", "response"]) == sorted(
         i for i, r in requests.items() if r.scored
     )
-    assert set(last["left"]) <= {"finished", "stopped"}
     step_of = {int(i): step for step, responses in enumerate(outcome.responses) for i in responses.id}
     assert stays["step"].tolist() == [step_of[i] for i in stays["response"]]
-    for i in scoring.asked:
-        request = requests[i]
+    for request in (requests[i] for i in scoring.asked):
         assert request.score_started_at == request.finished_at
-        if request.scored:
-            assert request.scored_at >= (request.finished_at + 1 + i % 7) * (1 - 1e-9)
+        assert not request.scored or request.scored_at >= (request.finished_at + 1 + request.id % 7) * (1 - 1e-9)
     has_batch = ends(outcome, "generate")
     for step, responses in enumerate(outcome.responses):
         assert not np.isnan(responses.reward[~responses.paused]).any(), "trained on, or dropped once it was scored"
-        assert (responses.scored_at[~responses.paused] <= has_batch[step] * (1 + 1e-9)).all() or step == len(
-            has_batch
-        ) - 1
+        in_time = (responses.scored_at[~responses.paused] <= has_batch[step] * (1 + 1e-9)).all()
+        assert in_time or step == len(has_batch) - 1
         if drops:
             assert all(at % 3 for at in responses.position[responses.trained])
     of_gpu: dict[int, float] = {}
@@ -228,16 +222,13 @@ def test_every_response_is_judged_once(work: OpenWorkload, judges: int, at_once:
     assert all(end <= outcome.step_ends[-1] for end in of_gpu.values())
 
 
-@pytest.mark.parametrize("kind", ["rule", "judge"])
-def test_requests_of_steps_that_are_over_are_not_kept(
-    kind: Literal["rule", "judge"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_of_steps_that_are_over_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "FEW", 16)  # stale admissions that a replica may remember
-    times = (2.5,) * 100, (1.0,) * 100
+    times = (2.5,) * 60, (1.0,) * 60
     sizes = tuple(((4, 1 + 7 * i % 23), (4, 1 + 11 * i % 40)) for i in range(17))
     work = OpenWorkload(sizes, 4, Rule("staleness", 2), *times, costs=BY_HAND)
-    counting = Counting(*times, every=20)
-    simulate(dataclasses.replace(simulation(work, Scoring(kind), judges=2), times=counting))
+    counting = Counting(*times, every=12)
+    simulate(dataclasses.replace(simulation(work, Scoring("judge"), judges=2), times=counting))
     alive, under_way = counting.alive[1:], 2 * 4 * (work.rule.much + 1)  # responses
     assert max(alive) - min(alive) < 2 * under_way
 
@@ -256,12 +247,9 @@ def judged(*systems: Any, steps: int = 8) -> rlsim.Result:
 
 
 @pytest.mark.parametrize("parts", [(), ("async_reward", "rollout_log_probs")])
-@pytest.mark.parametrize(
-    "rule", [{"bounded_staleness": {"eta": 0}}, {"sync_quota": {"staleness_threshold": 0, "per_replica": None}}]
-)
-def test_without_a_bound_to_spend_it_is_the_synchronous_split_run(rule: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_without_a_bound_to_spend_it_is_the_synchronous_split_run(parts: tuple[str, ...]) -> None:
     """With `async_reward` and log-probs it is not: there those of a response begin before it is judged."""
-    found = judged(use("synchronous", *parts), use("relaxed", rule, *parts))
+    found = judged(use("synchronous", *parts), use("relaxed", {"bounded_staleness": {"eta": 0}}, *parts))
     synchronous, relaxed = of(found, "synchronous"), of(found, "relaxed")
     told = ["step_time_s", "train_time_s", "sync_time_s", "tokens", "response_tokens", "bubble_fraction"]
     np.testing.assert_allclose(relaxed[told], synchronous[told], rtol=1e-12)
@@ -286,16 +274,14 @@ def test_a_judge_that_scores_at_once_spares_the_step_that_wait() -> None:
     assert ((stays["call"] == "reward") & (stays["left"] == "finished")).sum() == scored > 12 * 32
 
 
-@pytest.mark.parametrize("stale", ["train", "wait", "drop"])
-def test_rewards_that_a_judge_gives_drop_prompts_before_a_step_takes_them(stale: str) -> None:
-    rule = {"bounded_staleness": {"eta": 1, "stale": stale}}
+def test_rewards_that_a_judge_gives_drop_prompts_before_a_step_takes_them() -> None:
+    rule = {"bounded_staleness": {"eta": 1, "stale": "wait"}}
     steps = judged(use("dynamic", rule, "async_reward", "dynamic_sampling"), steps=12).steps
     assert steps["dropped"].sum() > 0
     assert (steps["trained"] == 32).all()
     check_tokens(steps)
 
 
-@pytest.mark.parametrize("parts", [["colocated_judge"], ["async_reward", "colocated_judge"], ["reward_scheduler"]])
-def test_a_judge_beside_the_rollout_is_refused(parts: list[Any]) -> None:
+def test_a_judge_beside_the_rollout_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"go on all the time beside a colocated judge.*leave out colocated_judge"):
-        judged({"name": "wrong", "use": [SPLIT, TP1, {"bounded_staleness": {"eta": 1}}, *parts]})
+        judged({"name": "wrong", "use": [SPLIT, TP1, {"bounded_staleness": {"eta": 1}}, "reward_scheduler"]})

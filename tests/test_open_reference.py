@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from open_workloads import CLOCKS, EXTENSIONS, REAL, Clock, Extension, Noted, OpenRun, OpenWorkload, open_workloads
+from open_workloads import (
+    CLOCKS,
+    EXTENSIONS,
+    REAL,
+    Clock,
+    Extension,
+    Noted,
+    OpenRun,
+    OpenWorkload,
+    StepsWorkload,
+    hybrid_workloads,
+    open_workloads,
+    steps_workloads,
+)
 from reference_open import HaltedError, OpenResult
 
 from rlsim.errors import PolicyError
@@ -132,24 +146,6 @@ def compare(work: OpenWorkload) -> None:
     check_invariants(work, run)
 
 
-@settings(relaxed, max_examples=60)
-@given(open_workloads())
-def test_the_engine_equals_the_reference(work: OpenWorkload) -> None:
-    compare(work)
-
-
-@settings(relaxed, max_examples=80)
-@given(open_workloads("whole"))
-def test_the_engine_equals_the_reference_where_much_happens_at_once(work: OpenWorkload) -> None:
-    compare(work)
-
-
-@settings(relaxed, max_examples=60)
-@given(open_workloads("grid"))
-def test_the_engine_equals_the_reference_on_a_grid_of_times(work: OpenWorkload) -> None:
-    compare(work)
-
-
 @st.composite
 def rolling(draw: st.DrawFn, clock: Clock) -> OpenWorkload:
     """Runs whose replicas take new weights each on its own."""
@@ -158,28 +154,61 @@ def rolling(draw: st.DrawFn, clock: Clock) -> OpenWorkload:
     return draw(open_workloads(clock)).each(way, draw(seconds), draw(seconds))
 
 
-@settings(relaxed, max_examples=40)
-@given(st.sampled_from(CLOCKS).flatmap(rolling))
-def test_the_engine_equals_the_reference_where_each_replica_takes_weights_on_its_own(work: OpenWorkload) -> None:
-    compare(work)
+# ---- trainers that generate meanwhile --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@settings(relaxed, max_examples=4500)
-@given(st.sampled_from(CLOCKS).flatmap(rolling))
-def test_the_engine_equals_the_reference_on_many_runs_of_replicas_on_their_own(work: OpenWorkload) -> None:
-    compare(work)
+def compare_steps(work: StepsWorkload) -> None:
+    """Calls, responses, and what the control was asked."""
+    expected, notes = work.reference(), list(work.control.notes)
+    work.control.notes.clear()
+    run = work.simulate()
+    since_start = CLOSE * run.outcome.step_ends[-1]  # a difference of moments, each right to 1e-9
+    for ours, known in zip(work.control.notes, notes, strict=False):
+        assert ours[0] == pytest.approx(known[0], abs=since_start), "moments at which the control is asked"
+        assert ours[1] == known[1], "what the control sees"
+    assert len(work.control.notes) == len(notes)
+    size = work.prompts * len(work.sizes[0])
+    for k, step in enumerate(expected):
+        calls = {call.call: call for call in run.outcome.calls if call.step == k}
+        assert (calls["generate"].start_at, calls["generate"].end_at) == tuple(map(near, step.generates))
+        assert calls["train"].ready_at == near(step.train_ready_at), f"step {k} could train"
+        assert calls["train"].start_at == near(step.parts[0][0]), f"step {k} trains"
+        assert calls["train"].end_at == near(step.parts[-1][1]), f"step {k} has trained"
+        assert (calls["sync"].start_at, calls["sync"].end_at) == tuple(map(near, step.syncs))
+        version = max(k - work.lag, 0)
+        assert (run.outcome.responses[k].version == version).all()
+        for request in run.requests[k * size : (k + 1) * size]:
+            i = request.id
+            assert request.finished_at == near(step.rollout.finish_at[i]), f"finish of {i} in step {k}"
+            assert request.first_token_at == near(step.rollout.first_token_at[i]), f"first token of {i} in step {k}"
+            assert request.preemptions == step.rollout.preemptions[i], f"preemptions of {i} in step {k}"
+            assert request.generated == step.rollout.generated[i]
+            if work.checks_s:
+                assert (request.score_started_at, request.scored_at) == tuple(map(near, step.scored[i]))
 
 
-@pytest.mark.slow
-@settings(relaxed, max_examples=6000)
-@given(st.sampled_from(CLOCKS).flatmap(open_workloads))
-def test_the_engine_equals_the_reference_on_many_runs(work: OpenWorkload) -> None:
-    compare(work)
+ANY = st.sampled_from(CLOCKS)
+#: Random runs of each kind, how each is compared, and how many there are; the many are slow.
+KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int, int]] = {
+    "real times": (open_workloads(), compare, 60, 2000),
+    "much happens at once": (open_workloads("whole"), compare, 80, 2000),
+    "times on a grid": (open_workloads("grid"), compare, 60, 2000),
+    "replicas take weights on their own": (ANY.flatmap(rolling), compare, 50, 4500),
+    "the trainer generates": (ANY.flatmap(hybrid_workloads), compare, 50, 500),
+    "the trainer generates for its step": (ANY.flatmap(steps_workloads), compare_steps, 50, 3000),
+}
+
+
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_equals_the_reference(kind: str, many: bool) -> None:
+    works, check, few, very_many = KINDS[kind]
+    settings(relaxed, max_examples=very_many if many else few)(given(works)(check))()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_the_engine_equals_the_reference_on_many_runs_with(extension: Extension, clock: Clock) -> None:
-    settings(relaxed, max_examples=1000)(given(open_workloads(clock, extension))(compare))()
+    for works in (open_workloads(clock, extension), hybrid_workloads(clock, extension)):
+        settings(relaxed, max_examples=1000)(given(works)(compare))()

@@ -15,8 +15,6 @@ import simpy
 from workloads import StubCosts
 
 import rlsim
-from rlsim.cost.step import Chunk
-from rlsim.cost.transfer import SwitchCost, rms_context_tokens
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
@@ -25,19 +23,13 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.policies.pat import PAT
 from rlsim.policies.planner import Planner
 from rlsim.policies.verl import VeRL
-from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView
+from rlsim.sim.control import ControlContext, RolloutControl
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.stage import GenerationStage
 
 PROMPT = 200
-MACHINES = [
-    ("8xh100", "h100-vllm"),
-    ("8xh100", "h100-sglang"),
-    ("8xa40", "a40-sglang"),
-    ("8xl40s", "l40s-vllm"),
-    ("8xh20", "h20-sglang"),
-]
+MACHINES = [("8xh100", "h100-vllm"), ("8xa40", "a40-sglang"), ("8xl40s", "l40s-vllm")]
 both = pytest.mark.parametrize(("cluster", "calibration"), MACHINES)
 
 
@@ -97,31 +89,16 @@ def long_tail(count: int, cap: int, seed: int) -> list[int]:
 
 
 @both
-@pytest.mark.parametrize("requests", [32, 60, 128])
-def test_pat_does_nothing_where_all_are_equally_long(cluster: str, calibration: str, requests: int) -> None:
-    placed = machine(cluster, calibration)
-    known = context(placed, requests, cap=4096)
-    pat = generate(PAT(), known, [4096] * requests)
-    assert pat.switches == []
-    static = generate(VeRL(tp=start_of_pat(known)), known, [4096] * requests)
-    assert pat.env.now == static.env.now
-
-
-@both
-@pytest.mark.parametrize(("requests", "length"), [(101, 500), (101, 4000), (126, 500), (130, 4000)])
-def test_pat_does_nothing_where_all_are_equally_long_and_short_of_the_limit(
-    cluster: str, calibration: str, requests: int, length: int
+@pytest.mark.parametrize(("requests", "length", "cap"), [(32, 4096, 4096), (128, 4096, 4096), (101, 500, 16384)])
+def test_pat_does_nothing_where_all_are_equally_long(
+    cluster: str, calibration: str, requests: int, length: int, cap: int
 ) -> None:
-    """Replicas of unequal share finish one after the other, which is no tail to switch for."""
-    known = context(machine(cluster, calibration), requests, cap=16384)
-    assert generate(PAT(), known, [length] * requests).switches == []
-
-
-def test_spread_actual_takes_the_replicas_as_they_are() -> None:
-    known = context(machine("8xh100", "h100-vllm"), 64)
-    lengths = long_tail(64, 16384, 0)
-    even, actual = (generate(PAT(spread=spread, redispatch=False), known, lengths) for spread in ("even", "actual"))
-    assert len(actual.switches) > len(even.switches)
+    """At the limit or short of it: replicas of unequal share finish one after the other, no tail to switch for."""
+    known = context(machine(cluster, calibration), requests, cap)
+    pat = generate(PAT(), known, [length] * requests)
+    assert pat.switches == []
+    static = generate(VeRL(tp=start_of_pat(known)), known, [length] * requests)
+    assert pat.env.now == static.env.now
 
 
 def start_of_pat(known: ControlContext) -> int:
@@ -132,10 +109,10 @@ def start_of_pat(known: ControlContext) -> int:
 
 
 @both
-@pytest.mark.parametrize(("requests", "cap"), [(32, 16384), (128, 4096), (128, 16384), (250, 16384)])
+@pytest.mark.parametrize(("requests", "cap"), [(32, 16384), (128, 4096), (250, 16384)])
 def test_pat_loses_no_more_than_its_switches_cost(cluster: str, calibration: str, requests: int, cap: int) -> None:
     known = context(machine(cluster, calibration), requests, cap)
-    for seed in range(3):
+    for seed in range(2):
         lengths = long_tail(requests, cap, seed)
         pat = generate(PAT(redispatch=False), known, lengths)
         static = generate(VeRL(tp=start_of_pat(known)), known, lengths)
@@ -172,89 +149,11 @@ def test_pat_gains_on_a_long_tail() -> None:
 
 @both
 def test_pat_begins_with_the_fastest_full_batch(cluster: str, calibration: str) -> None:
-    for requests in (8, 64, 128, 512):
+    for requests in (8, 128, 512):
         known = context(machine(cluster, calibration), requests)
         batches = {tp: -(-requests * tp // 8) for tp in known.feasible_tps}
         steps = {tp: known.costs.step(tp).decode(b).step_s(b * PROMPT) for tp, b in batches.items()}
         assert steps[start_of_pat(known)] <= 1.02 * min(steps.values())  # the profile interpolates between batch sizes
-
-
-def test_pat_begins_where_it_is_told() -> None:
-    known = context(machine("8xh100", "h100-vllm"), 64)
-    pat = PAT(start_tp=1, candidates=(8,))
-    rollout = generate(pat, known, long_tail(64, 16384, 0))
-    assert [(a, b) for _, _, a, b, _ in rollout.switches] == [(1, 8)], "it may leave a layout it may not go back to"
-    with pytest.raises(ConfigError, match="tp 3 does not divide"):
-        PAT(start_tp=3).initial_tp(known)
-    small = dataclasses.replace(known, feasible_tps=(4, 8), infeasible={1: "too big", 2: "too big"})
-    with pytest.raises(CapacityError, match="too big"):
-        PAT(start_tp=2).initial_tp(small)
-    none = PAT(candidates=(1, 2))
-    none.setup(small)
-    with pytest.raises(CapacityError, match="none of the candidates TP 1, 2 is feasible; feasible: TP 4, 8"):
-        none.initial_tp(small)
-
-
-@dataclasses.dataclass(frozen=True)
-class Priced:
-    """A machine with another price of moving KV."""
-
-    machine: Any
-    kv_times: float
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.machine, name)
-
-    def switch(
-        self,
-        gpus: int,
-        from_tp: int,
-        to_tp: int,
-        contexts: Sequence[int],
-        sequences: int,
-        kv: KvHandling,
-        first_use: bool,
-    ) -> SwitchCost:
-        cost: SwitchCost = self.machine.switch(gpus, from_tp, to_tp, contexts, sequences, kv, first_use)
-        return dataclasses.replace(cost, kv_s=cost.kv_s * self.kv_times)
-
-
-class Watched(PAT):
-    """PAT, its actions kept."""
-
-    def on_finish(self, view: RolloutView) -> list[Action]:
-        actions = super().on_finish(view)
-        SEEN.extend((action, [r for x in view.replicas() for r in x.requests]) for action in actions)
-        return actions
-
-
-SEEN: list[tuple[Any, list[Any]]] = []
-
-
-@pytest.mark.parametrize(("kv_times", "kv"), [(0.0, "migrate"), (1e6, "recompute")])
-def test_pat_moves_the_kv_the_cheaper_way(kv_times: float, kv: str) -> None:
-    SEEN.clear()
-    placed = machine("8xa40", "a40-sglang")
-    known = context(placed, 128, costs=Priced(placed.rollout_costs, kv_times))
-    rollout = generate(Watched(), known, long_tail(128, 16384, 1))
-    assert rollout.switches
-    assert {action.kv for action, _ in SEEN if isinstance(action, Reconfigure)} == {kv}
-
-
-@pytest.mark.parametrize(("cluster", "calibration"), MACHINES)
-def test_pat_compares_migration_and_recomputation(cluster: str, calibration: str) -> None:
-    SEEN.clear()
-    known = context(machine(cluster, calibration), 250)
-    generate(Watched(), known, long_tail(250, 16384, 2))
-    for action, requests in SEEN:
-        if not isinstance(action, Reconfigure):
-            continue
-        held = [r.context_tokens for r in requests if r.has_kv]
-        each = [Chunk(round(rms_context_tokens(held)), 0)] * -(-len(held) * action.tp // 8)
-        moved_s = known.costs.switch(8, 2, action.tp, held, len(held), "migrate", False).kv_s
-        again_s = known.costs.step(action.tp).prefill_s(each)
-        if not 0.9 < moved_s / again_s < 1.1:  # the profile of prefills interpolates
-            assert action.kv == ("migrate" if moved_s < again_s else "recompute")
 
 
 def test_groups_are_created_once() -> None:
@@ -278,7 +177,7 @@ def test_groups_are_created_once() -> None:
     assert paid == [runtime.switch_control_s + runtime.group_create_s, *[runtime.switch_control_s] * 2]
 
 
-@pytest.mark.parametrize("node_gpus", [(8, 8), (8, 4), (4, 8)])
+@pytest.mark.parametrize("node_gpus", [(8, 8), (4, 8)])
 def test_each_node_decides_on_its_own(node_gpus: tuple[int, int]) -> None:
     """Two nodes do what each does alone with its share of the batch, at its own moments."""
     placed = machine("8xa40", "a40-sglang")
@@ -314,28 +213,10 @@ def test_the_predictor_follows_a_real_trajectory(cluster: str, calibration: str,
     assert abs(error) < 0.03
 
 
-def test_what_pat_knows() -> None:
-    """The view has nothing that tells a length; check_policy proves it of the answers (see test_testing)."""
-    seen: set[str] = set()
-
-    class Curious(PAT):
-        def on_finish(self, view: RolloutView) -> list[Action]:
-            for replica in view.replicas():
-                seen.update(name for r in replica.requests for name in dir(r) if not name.startswith("_"))
-            return []
-
-    generate(Curious(), context(machine("8xh100", "h100-vllm"), 16), long_tail(16, 1000, 0))
-    assert seen - {"count", "index"} == {
-        "context_tokens", "generated_tokens", "has_kv", "id", "position", "predicted_tokens",
-        "prompt_tokens",
-    }  # fmt: skip
-
-
 # -------------------------------------------------------------------------------------------------------- planner
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize(("requests", "kv_share"), [(128, 1.0), (512, 1.0), (512, 0.1)])
+@pytest.mark.parametrize(("tp", "requests", "kv_share"), [(1, 128, 1.0), (8, 512, 1.0), (2, 512, 0.1), (8, 512, 0.1)])
 def test_the_planner_predicts_a_round_from_its_loads(tp: int, requests: int, kv_share: float) -> None:
     """Beside the engine on the same lengths; where the KV cache is short, it does not know what is recomputed.
 
@@ -362,15 +243,6 @@ def test_the_planner_predicts_a_round_from_its_loads(tp: int, requests: int, kv_
 # ----------------------------------------------------------------------------------------------------------- veRL
 
 
-def test_verl_never_changes_its_layout() -> None:
-    known = context(machine("8xh100", "h100-vllm"), 64)
-    for tp in known.feasible_tps:
-        rollout = generate(VeRL(tp=tp), known, long_tail(64, 4096, 0))
-        assert rollout.switches == []
-        assert len(rollout.replicas) == 8 // tp
-        assert {r.tps for r in rollout.requests} == {(tp,)}
-
-
 def test_verl_best_stands_for_every_degree_that_fits() -> None:
     known = context(machine("8xh100", "h100-vllm"), 64)
     assert VeRL().alternatives(known) == [{"tp": tp} for tp in known.feasible_tps]
@@ -379,14 +251,13 @@ def test_verl_best_stands_for_every_degree_that_fits() -> None:
         VeRL().initial_tp(known)
     with pytest.raises(ConfigError, match="does not divide"):
         VeRL(tp=0).initial_tp(known)
-    tight = dataclasses.replace(known, feasible_tps=(8,), infeasible={1: "weights too big"})
-    with pytest.raises(CapacityError, match="weights too big"):
-        VeRL(tp=1).initial_tp(tight)
-
-
-def test_a_policy_prints_as_what_makes_it() -> None:
-    assert repr(VeRL(tp=2)) == "VeRL(tp=2)"
-    assert repr(PAT()) == (
-        "PAT(start_tp='auto', candidates=(1, 2, 4, 8), profile_tokens_per_gpu=131072, spread='even', redispatch=True)"
-    )
-    assert Reconfigure(0, 8) == Reconfigure(node=0, tp=8, kv="migrate")
+    small = dataclasses.replace(known, feasible_tps=(4, 8), infeasible={1: "too big", 2: "too big"})
+    for told in (VeRL(tp=1), PAT(start_tp=2)):
+        with pytest.raises(CapacityError, match="too big"):
+            told.initial_tp(small)
+    with pytest.raises(ConfigError, match="tp 3 does not divide"):
+        PAT(start_tp=3).initial_tp(known)
+    none = PAT(candidates=(1, 2))
+    none.setup(small)
+    with pytest.raises(CapacityError, match="none of the candidates TP 1, 2 is feasible; feasible: TP 4, 8"):
+        none.initial_tp(small)

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from test_lags import check_gpus
 from test_oppo import conserved, graph, play
 from test_systems import Checks, OneEach, Times, call_of, gen_s
 from workloads import LinearStep, StubCosts
@@ -268,78 +264,3 @@ def test_what_partial_rollout_does_not_go_with() -> None:
         PartialRollout(budget=8, share=0.5)
     with pytest.raises(ConfigError, match="remax: a batching that trains on the first responses"):
         run(use("remax", "partial_rollout"), workflow={"algorithm": "remax"}, models={"reward": "qwen2.5-1.5b"})
-
-
-# ------------------------------------------------------------------------------------------------- whatever is run
-
-
-@st.composite
-def systems(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any], dict[str, Any]]:
-    """Parts of a relaxed system, the lag of its weights, the workflow's settings, and the trace."""
-    lag = draw(st.sampled_from([0, 1, 2]))
-    parts: list[Any] = [{"split": {"rollout_gpus": draw(st.sampled_from([2, 4, 6]))}}, {"lagged": {"lag": lag}}]
-    if draw(st.booleans()):
-        parts, lag = [], 0
-    batchings = [
-        "",
-        {"active_groups": {"active": draw(st.sampled_from([1, 1.3, 2, 3]))}},
-        {"partial_rollout": {"share": draw(st.sampled_from([0.1, 0.5, 0.8])), "splits": draw(st.integers(1, 3))}},
-        {"partial_rollout": {"budget": draw(st.sampled_from([16, 200, 1000]))}},
-    ]
-    parts += filter(None, [draw(st.sampled_from(batchings))])
-    parts += [name for name in ("async_reward",) if draw(st.booleans())]
-    partial = any("partial_rollout" in part for part in parts)
-    parts += ["dynamic_sampling"] if not partial and draw(st.sampled_from([False, False, True])) else []
-    layout = draw(st.sampled_from([TP1, {"verl": {"tp": 2}}, "pat"]))
-    sizes = {
-        "prompts": draw(st.integers(1, 10)),
-        "responses": draw(st.integers(2, 4)),
-        "steps": draw(st.integers(2, 6)),
-        "reward": {"workers": draw(st.sampled_from([1, 4, 32]))},
-    }
-    return [layout, *parts], lag, sizes, {"path": "rollpacker-math", "cap": draw(st.sampled_from([128, 1024, 4096]))}
-
-
-@settings(deadline=None, derandomize=True, max_examples=30, suppress_health_check=list(HealthCheck))
-@given(systems())
-def test_relaxed_systems_keep_every_invariant(drawn: tuple[list[Any], int, dict[str, Any], dict[str, Any]]) -> None:
-    parts, lag, sizes, trace = drawn
-    found = run({"name": "own", "use": parts}, workflow=sizes, trace=trace)
-    steps, named = found.steps, {next(iter(part)) if isinstance(part, dict) else part: part for part in parts}
-    check_tokens(steps, found.responses)
-    check_gpus(found.spans)
-    batch = sizes["prompts"] * sizes["responses"]
-    assert (steps["trained"] <= batch).all()
-    assert (steps["trained"] % sizes["responses"] == 0).all()
-    assert (steps["trained"] > 0).all()
-    behind = steps["step"].clip(upper=lag)
-    kept = {"active_groups", "partial_rollout"} & named.keys()
-    if not kept:
-        assert (steps["staleness_max"] == behind).all()
-    if "partial_rollout" not in named:
-        assert (steps["trained"] == batch).all()
-    else:
-        rule = named["partial_rollout"]["partial_rollout"]
-        splits = -(-trace["cap"] // rule["budget"]) - 1 if "budget" in rule else rule["splits"]
-        assert (steps["staleness_max"] <= splits + lag).all()
-    assert (steps["staleness_mean"] <= steps["staleness_max"]).all()
-    assert (steps["staleness_p95"] <= steps["staleness_max"]).all()
-    assert ((steps["stale_token_share"] > 0) <= (steps["staleness_max"] > 0)).all()
-    idle = steps[["rollout_idle", "trainer_idle"]]
-    assert idle.isna().all().all() if "split" not in named else ((idle >= 0) & (idle <= 1)).all().all()
-    trained = found.responses[found.responses["trained"]]
-    assert not trained.duplicated(["position", "step", "response"]).any()
-    assert trained.groupby("position")["step"].nunique().max() == 1, "a prompt is trained on once"
-
-
-def check_tokens(steps: pd.DataFrame, responses: pd.DataFrame) -> None:
-    """Every token that is generated is trained on, wasted, or goes on."""
-    counted = steps["trained_response_tokens"] + steps["wasted_tokens"] + steps["paused_tokens"]
-    assert (steps["response_tokens"] == counted - steps["resumed_tokens"]).all()
-    assert (steps["resumed_tokens"].to_numpy()[1:] == steps["paused_tokens"].to_numpy()[:-1]).all()
-    trained = responses[responses["trained"]]
-    assert (trained["stale_tokens"] <= trained["response_tokens"]).all()
-    assert ((trained["stale_tokens"] > 0) == (trained["staleness"] > 0)).all()
-    share = trained.groupby("step")[["stale_tokens", "response_tokens"]].sum()
-    share_of_steps = steps.set_index("step")["stale_token_share"]
-    np.testing.assert_allclose(share["stale_tokens"] / share["response_tokens"], share_of_steps)

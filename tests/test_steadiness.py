@@ -196,23 +196,6 @@ def test_what_others_allow_moves_no_window() -> None:
     assert beside["unsteady"].tolist()[1] != ""
 
 
-@pytest.mark.parametrize(("cap", "steady"), [("1K", True), ("16K", False)])
-def test_littles_law_holds_in_steady_steps(cap: str, steady: bool) -> None:
-    """Responses under way are those trained on per second times their time from start to the end of that step."""
-    areal = {"areal": {"tp": 1, "rollout_gpus": 4, "eta": 4}}
-    found = run(areal, trace={"path": "rollpacker-math", "cap": cap}, workflow={"steps": 40 if steady else 16})
-    steps, rows = found.steps, found.responses[found.responses["start_at"].notna()]
-    assert (unsteady(steps) == "") == steady
-    ends = steps["step_time_s"].cumsum()
-    counted = steps.index[steps["steady"]]
-    begin, end = ends[counted[0]] - steps["step_time_s"][counted[0]], ends[counted[-1]]
-    left = rows["step"].map(ends).where(rows["trained"], end)
-    held_s = (left.clip(begin, end) - rows["start_at"].clip(begin, end)).sum()
-    mine = rows["trained"] & rows["step"].isin(counted)
-    stayed_s = (left - rows["start_at"])[mine].sum()
-    assert (held_s == pytest.approx(stayed_s, rel=0.05)) == steady
-
-
 @pytest.mark.parametrize("system", ["verl", {"verl": {"tp": 2}}, "rollpacker", "rlhfuse"])
 def test_what_waits_for_its_own_responses_is_never_marked(system: Any) -> None:
     found = run(system, trace={"path": "rollpacker-math", "cap": "4K"}, workflow={"steps": 10}, seeds=3)

@@ -7,9 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_asynchronous import check_gpus
+from typer.testing import CliRunner
 
 import rlsim
+from rlsim.cli import app
+from rlsim.cli.running import _tables
+from rlsim.comparison.verdict import judge
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.systems import parse_systems
 from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, ppo, remax
@@ -45,13 +53,6 @@ def test_the_calls_of_an_algorithm(workflow: Workflow, calls: str) -> None:
     assert sorted(workflow.order()) == sorted(calls.split())
 
 
-def test_training_waits_for_all_that_prepares_it() -> None:
-    order = ppo().order()
-    for train in ("train", "train_critic"):
-        for call in ("reward_score", "ref_log_prob", "values"):
-            assert order.index(call) < order.index(train)
-
-
 ON_POLICY: dict[str, Callable[..., Workflow]] = {"grpo": grpo, "ppo": ppo, "remax": remax}
 
 
@@ -72,24 +73,25 @@ def test_rewards_come_before_log_probs_and_values_as_in_verls_trainer(algorithm:
     assert not barriers(beside)
 
 
-@pytest.mark.parametrize(
-    "part",
-    ["async_reward", "reward_beside", "reward_scheduler", "stream", "rollpacker", "rlhfuse", "rlhfuse_plus", "real",
-     "openrlhf", "nemo_aligner"],
-)  # fmt: skip
+OVERLAPS = (
+    "async_reward",
+    "reward_scheduler",
+    "stream",
+    "rollpacker",
+    "rlhfuse_plus",
+    "real",
+    "openrlhf",
+    "nemo_aligner",
+)
+WAITS = ("verl", "pat", "tail_batching", "planner", "trl", "deepspeed_chat", "megatron", "oppo")
+
+
+@pytest.mark.parametrize("part", [*OVERLAPS, *WAITS])
 def test_systems_whose_papers_overlap_rewards_take_the_barrier_out(part: str) -> None:
     (spec,) = parse_systems([part])
-    workflow = ppo(reward_model=part in ("openrlhf", "nemo_aligner", "real"))
+    workflow = ppo(reward_model=part in (*WAITS, "openrlhf", "nemo_aligner", "real"))
     assert barriers(workflow)
-    assert not barriers(spec.make().rewired(workflow))
-
-
-@pytest.mark.parametrize(
-    "part", ["verl", "pat", "tail_batching", "planner", "trl", "deepspeed_chat", "megatron", "oppo"]
-)
-def test_all_others_keep_it(part: str) -> None:
-    (spec,) = parse_systems([part])
-    assert barriers(spec.make().rewired(ppo())) == barriers(ppo())
+    assert barriers(spec.make().rewired(workflow)) == (set() if part in OVERLAPS else barriers(workflow))
 
 
 def test_calls_that_take_responses_as_they_come_wait_at_no_barrier() -> None:
@@ -276,20 +278,6 @@ def test_a_lag_is_the_most_or_exact(lag: int) -> None:
                  (Edge("generate", "train", exact=True),))  # fmt: skip
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 8])
-def test_rewards_of_several_steps_are_in_flight(lag: int, workers: int) -> None:
-    """What one step does not need any more is withdrawn for that step alone."""
-    reward = {"workers": workers}
-    sizes = {"prompts": 16, "responses": 4, "steps": 6, "reward": reward}
-    trace = {"path": "rollpacker-code", "cap": "2K"}
-    found = lagged(lag, "tail_batching", "async_reward", workflow=sizes, trace=trace)
-    assert (found.steps["trained"] == 64).all()
-    trained = found.responses[found.responses["trained"]]
-    assert trained["scored_at"].notna().all()
-    assert not trained.duplicated(["step", "response"]).any()
-
-
 def test_a_judge_answers_for_one_step_at_a_time() -> None:
     """Its GPUs would do the work of two otherwise."""
     judge = {"model": "qwen2.5-1.5b", "while_training": "apart", "reserved": 0.5}
@@ -299,3 +287,82 @@ def test_a_judge_answers_for_one_step_at_a_time() -> None:
     calls = found.calls[found.calls["call"] == "reward"].sort_values("step")
     assert (calls["start_at"].to_numpy()[1:] >= calls["end_at"].to_numpy()[:-1]).all()
     assert found.responses["scored_at"].notna().all()
+
+
+JUDGE = "qwen2.5-1.5b"
+
+
+@st.composite
+def overlapping(draw: st.DrawFn) -> tuple[int, bool, list[Any], dict[str, Any], dict[str, Any]]:
+    """A lag, whether it is exact, parts of the system, the workflow's settings, and the trace."""
+    lag, exact = draw(st.integers(1, 4)), draw(st.booleans())
+    parts: list[Any] = [name for name in ("async_reward", "tail_batching") if draw(st.booleans())]
+    reward: dict[str, Any] = {"workers": draw(st.sampled_from([1, 4, 32]))}
+    judged = draw(st.booleans())
+    if judged:
+        reward["judge"] = {"model": JUDGE, "while_training": "apart", "reserved": 0.5}
+    sizes = {
+        "prompts": draw(st.integers(2, 12)),
+        "responses": draw(st.integers(1, 4)),
+        "steps": draw(st.integers(2, 6)),
+        "reward": reward,
+    }
+    path = "rollpacker-judge" if judged else draw(st.sampled_from(["rollpacker-code", "rollpacker-math"]))
+    return lag, exact, parts, sizes, {"path": path, "cap": draw(st.sampled_from([128, 1024, 4096]))}
+
+
+@settings(deadline=None, derandomize=True, max_examples=15, suppress_health_check=list(HealthCheck))
+@given(overlapping())
+def test_steps_that_overlap_keep_every_invariant(
+    drawn: tuple[int, bool, list[Any], dict[str, Any], dict[str, Any]],
+) -> None:
+    lag, exact, parts, sizes, trace = drawn
+    found = lagged(lag, *parts, exact=exact, workflow=sizes, trace=trace)
+    steps, calls = found.steps, found.calls.set_index(["call", "step"])
+    assert len(steps) == sizes["steps"], "every step comes to its end"
+    assert (steps["trained"] == sizes["prompts"] * sizes["responses"]).all()
+    check_staleness(steps, lag, exact)
+    check_order(calls, lag, sizes["steps"])
+    check_responses(found, calls)
+    check_gpus(found.spans)
+
+
+def check_staleness(steps: pd.DataFrame, lag: int, exact: bool) -> None:
+    """Weights are never older than the lag allows, and just so old where it is exact."""
+    assert (steps["staleness_max"] <= lag - 1).all()
+    if exact:
+        assert (steps["staleness_max"] == steps["step"].clip(upper=lag - 1)).all()
+
+
+def check_order(calls: pd.DataFrame, lag: int, steps: int) -> None:
+    """No call begins before what it needs is there, and each comes once a step."""
+    assert not calls.index.duplicated().any()
+    needs = [("generate", "train", 0), ("reward", "train", 0), ("train", "push", 0)]
+    needs += [("push", "train", 1), ("push", "generate", lag)]
+    for source, target, behind in needs:
+        for step in range(behind, steps):
+            assert calls["start_at"][target, step] >= calls["end_at"][source, step - behind] * (1 - 1e-9)
+
+
+def check_responses(found: rlsim.Result, calls: pd.DataFrame) -> None:
+    """What is trained on is complete and scored before, and trained on once."""
+    trained = found.responses[found.responses["trained"]]
+    assert not trained.duplicated(["step", "response"]).any()
+    begins = calls["start_at"]["train"].loc[trained["step"]].to_numpy() * (1 + 1e-9)
+    assert (trained["finish_at"] <= trained["scored_at"]).all()
+    assert (trained["scored_at"] <= begins).all()
+
+
+def test_every_table_shows_how_stale_a_system_is_and_none_does_where_nothing_is(tmp_path: Path) -> None:
+    found = lagged(3, exact=True, workflow={"steps": 6})
+    on_policy = lagged(1, workflow={"steps": 6})
+    assert found.summary()["staleness_max"].tolist() == [2]
+    for result, shown in ((found, True), (on_policy, False)):
+        folder = tmp_path / str(shown)
+        result.write(folder)
+        summary = result.summary()
+        tables = _tables(result, "", summary, judge(summary, str(result.manifest["baseline"])))
+        assert any("stale" in heading for table in tables for heading in table.headings) == shown
+        assert ("stale" in CliRunner().invoke(app, ["compare", str(folder)]).output) == shown
+        rlsim.write_report(result, tmp_path / "report.html")
+        assert (">stale</th>" in (tmp_path / "report.html").read_text(encoding="utf-8")) == shown

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefResult, simulate
@@ -565,8 +565,21 @@ def workloads(
     )
 
 
-def tied_workloads(
-    *, kinds: Sequence[str] = ALONE, mixtures: bool = True, max_requests: int = 40, timed: bool = False
-) -> st.SearchStrategy[Workload]:
-    """Rollouts in which many things happen at the very same moment."""
-    return workloads(kinds=kinds, mixtures=mixtures, ties=True, max_requests=max_requests, timed=timed)
+@st.composite
+def windowed(draw: st.DrawFn, **kinds: Any) -> Workload:
+    """A random workload whose layers have a window, or a state of constant size."""
+    work = draw(workloads(**kinds))
+    page_units = draw(st.integers(1, 6))
+    kv = KvShape(
+        window_tokens=draw(st.one_of(st.none(), st.integers(1, 60))),
+        page_units=page_units,
+        late_units=draw(st.integers(0, page_units)),
+        state_tokens=draw(st.sampled_from([0.0, 0.5, 7.0])),
+        chunked=draw(st.booleans()),
+    )
+    if kv.window_tokens is None:
+        kv = kv._replace(page_units=1, late_units=1, chunked=False)
+    steps = {tp: replace(step, kv=kv, w=draw(st.sampled_from([0.0, 0.003]))) for tp, step in work.costs.steps.items()}
+    state = -(-int(2 * kv.state_tokens) // work.engine.page_tokens)
+    pages = {tp: pages + state for tp, pages in work.costs.pages.items()}
+    return replace(work, costs=replace(work.costs, steps=steps, pages=pages))

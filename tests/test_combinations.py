@@ -1,0 +1,195 @@
+"""Systems drawn at random: none comes to a halt, loses a token, breaks its bound or has a GPU do two things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
+from test_asynchronous import check_gpus, check_tokens, run
+
+import rlsim
+from rlsim.errors import ConfigError
+from rlsim.experiment.times import ExperimentTimes
+
+#: Parts that decide what begins and what a step trains on, and those that go with any of them.
+BATCHINGS: tuple[Any, ...] = (
+    {"bounded_staleness": {"eta": 1, "stale": "wait"}},
+    {"bounded_staleness": {"eta": 3, "interrupt": False}},
+    {"bounded_staleness": {"eta": 0, "updated_kv": "keep"}},
+    {"bounded_staleness": {"eta": 0.5, "stale": "regenerate"}},
+    {"bounded_staleness": {"eta": 0.5, "order": "longest", "stale": "drop", "rolling": True}},
+    {"sync_quota": {"staleness_threshold": 0.2}},
+    {"sync_quota": {"staleness_threshold": 1, "partial_rollout": False}},
+    {"replica_batches": {"eta": 1, "per_replica": 3}},
+    {"partial_rollout": {"share": 0.6, "splits": 2}},
+    {"partial_rollout": {"budget": 200}},
+    {"active_groups": {"active": 1.3}},
+    "tail_batching",
+    "overcommit",
+    {"lagged": {"lag": 1}},
+    {"lagged": {"lag": 2}},
+)
+BESIDE = ("async_reward", "rollout_log_probs", "repack", "elastic_split", "hybrid_rollout", "dynamic_sampling",
+          "skewness_dispatch", "reward_beside")  # fmt: skip
+
+
+class Drawn(NamedTuple):
+    """An experiment of one system."""
+
+    system: Any
+    sizes: dict[str, Any]
+    mini_batches: int
+    bound: float  # of staleness, in updates
+    partial: bool  # whether a step may train on fewer than a batch
+    rollout_gpus: int  # that generate, before all others
+
+
+@st.composite
+def combined(draw: st.DrawFn) -> Drawn:
+    """Parts of a system; without a split all GPUs generate, and then train."""
+    rollout_gpus, batching = draw(st.sampled_from([0, 2, 4, 6])), draw(st.sampled_from(BATCHINGS))
+    layout = draw(st.sampled_from([{"verl": {"tp": 1}}, {"verl": {"tp": 2}}, "pat"]))
+    parts = [{"split": {"rollout_gpus": rollout_gpus}}] if rollout_gpus else []
+    parts += [layout, batching, *(part for part in BESIDE if draw(st.integers(0, 3)) == 0)]
+    if "hybrid_rollout" in parts:
+        hybrid = {"until": draw(st.sampled_from([0.1, 0.4, 1.0])), "spread": draw(st.booleans())}
+        parts[parts.index("hybrid_rollout")] = {"hybrid_rollout": {**hybrid, "kv": draw(st.sampled_from(KV))}}
+    windows = draw(st.sampled_from([0, 0, 1, 2, 4]))
+    parts += [{"training_windows": {"parts": windows}}] if windows else []
+    rule: dict[str, Any] = batching if isinstance(batching, dict) else {}
+    bounded, lag = rule.get("bounded_staleness", {}), rule.get("lagged", {}).get("lag")
+    bound = np.ceil(bounded["eta"]) if bounded.get("stale") else np.inf if lag is None else lag
+    partial, least = "partial_rollout" in rule, 1 + ("dynamic_sampling" in parts)  # rewards that differ
+    return Drawn({"name": "s", "use": parts}, draw(sizes(least)), windows or 1, bound, partial, rollout_gpus)
+
+
+KV = ("recompute", "migrate")
+
+
+@st.composite
+def sizes(draw: st.DrawFn, least: int = 1) -> dict[str, Any]:
+    return {
+        "prompts": 4 * draw(st.integers(1, 3)),
+        "responses": draw(st.sampled_from([n for n in (1, 2, 4) if n >= least])),
+        "steps": 5,
+        "reference": draw(st.booleans()),
+        "reward": {"workers": draw(st.sampled_from([2, 64]))},
+    }
+
+
+@st.composite
+def published(draw: st.DrawFn) -> Drawn:
+    """A system of the literature."""
+    updates, alpha = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([0, 0.5, 1, 2]))
+    choices: list[tuple[str, dict[str, Any], int, float]] = [
+        ("verl_fully_async", {"staleness_threshold": draw(st.sampled_from([0, 0.5, 1, 3])),
+                              "partial_rollout": draw(st.booleans()), "trigger_parameter_sync_step": updates,
+                              "recompute_log_probs": draw(st.booleans())}, 4, np.inf),
+        ("areal", {"eta": draw(st.integers(0, 4)), "interrupt": draw(st.booleans())}, 1, np.inf),
+        ("roll_flash", {"alpha": alpha}, 1, np.ceil(alpha)),
+        ("nemo_async", {"in_flight_weight_updates": draw(st.booleans())}, 1, 1),
+        ("streamrl", {"parts_per_step": updates, "skewness_aware": draw(st.booleans())}, 4, 1),
+        ("laminar", {"eta": draw(st.integers(0, 4)), "per_replica": draw(st.sampled_from([None, 1, 4]))}, 1, np.inf),
+    ]  # fmt: skip
+    name, parameters, mini_batches, bound = draw(st.sampled_from(choices))
+    gpus = draw(st.sampled_from([2, 4]))
+    system = {name: {**parameters, "tp": draw(st.sampled_from([1, 2])), "rollout_gpus": gpus}}
+    return Drawn(system, draw(sizes()), mini_batches, bound, False, gpus)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many responses each train call, or each of its parts, works on."""
+    found: list[int] = []
+    whole, pieces = ExperimentTimes.parts, ExperimentTimes.pieces
+
+    def counted(self: ExperimentTimes, call: Any, placement: Any, samples: Any, *more: Any) -> Any:
+        found.extend([len(samples)] * (call.kind == "train"))
+        return whole(self, call, placement, samples, *more)
+
+    def in_pieces(self: ExperimentTimes, call: Any) -> Any:
+        def counting(cost: Any) -> Any:
+            def part(lengths: Any) -> Any:
+                found.extend([len(lengths)] * (call.kind == "train"))
+                return cost.part(lengths)
+
+            return cost and cost._replace(part=part)
+
+        cost = counting(pieces(self, call))
+        return cost._replace(guests=counting(cost.guests))
+
+    monkeypatch.setattr(ExperimentTimes, "parts", counted)
+    monkeypatch.setattr(ExperimentTimes, "pieces", in_pieces)
+    return found
+
+
+SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize(("kind", "runs"), [(combined, 50), (published, 12)])
+def test_systems_keep_every_invariant_or_are_refused(
+    kind: Callable[[], st.SearchStrategy[Drawn]], runs: int, trained: list[int]
+) -> None:
+    """A run that comes to a halt is a PolicyError."""
+
+    def check(drawn: Drawn) -> None:
+        trained.clear()
+        training = {"backend": "megatron", "mini_batches": drawn.mini_batches}
+        try:
+            found = run(drawn.system, workflow=drawn.sizes, training=training)
+        except ConfigError:
+            reject()  # with the reason
+        assert sum(trained) == found.steps["trained"].sum() > 0
+        check_steps(found, drawn)
+        check_responses(found)
+        check_gpus(found.spans)
+        if drawn.rollout_gpus:
+            check_borrowing(found, drawn.rollout_gpus)
+
+    settings(SETTINGS, max_examples=runs)(given(kind())(check))()
+
+
+def check_steps(found: rlsim.Result, drawn: Drawn) -> None:
+    steps, batch = found.steps, drawn.sizes["prompts"] * drawn.sizes["responses"]
+    check_tokens(steps)
+    assert (steps["trained"] == batch).all() or drawn.partial
+    assert (steps["trained"] % drawn.sizes["responses"] == 0).all()
+    assert (steps["staleness_max"] <= steps["step"].clip(upper=drawn.bound)).all()
+    assert steps["launched"].sum() == (~found.responses["resumed"]).sum(), "each response is launched in one step"
+    assert steps["paused"].tolist() == found.responses.groupby("step")["paused"].sum().tolist()
+    spent = steps[["gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "waiting_time_s"]].sum(axis=1)
+    assert np.allclose(spent, steps["step_time_s"])
+    assert steps["step_time_s"].sum() == pytest.approx(found.calls["end_at"].max(), rel=1e-9)
+    idle = steps[["rollout_idle", "trainer_idle"]]
+    assert ((idle >= 0) & (idle <= 1 + 1e-9)).all().all() if drawn.rollout_gpus else idle.isna().all().all()
+
+
+def check_responses(found: rlsim.Result) -> None:
+    """What is trained on is complete and scored, of one step, and counted by the weights that generated it."""
+    trained = found.responses[found.responses["trained"]]
+    assert not trained.duplicated(["position", "step", "response"]).any()
+    assert trained.groupby("position")["step"].nunique().max() == 1, "a prompt is trained on once"
+    ends = trained["step"].map(found.calls[found.calls["call"] == "train"].set_index("step")["end_at"])
+    for moment in ("finish_at", "scored_at"):
+        assert not (trained[moment] > ends * (1 + 1e-9)).any()
+    assert (trained["stale_tokens"] <= trained["response_tokens"]).all()
+    assert ((trained["stale_tokens"] > 0) == (trained["staleness"] > 0)).all()
+    share = trained.groupby("step")[["stale_tokens", "response_tokens"]].sum()
+    share_of_steps = found.steps.set_index("step")["stale_token_share"]
+    np.testing.assert_allclose(share["stale_tokens"] / share["response_tokens"], share_of_steps)
+
+
+def check_borrowing(found: rlsim.Result, first: int) -> None:
+    """Training's GPUs generate while they are borrowed alone, with the weights of the version that generates."""
+    train, calls = found.calls[found.calls["call"] == "train"], found.calls
+    generated = found.spans.query(f"gpu >= {first} and kind in ('decode', 'prefill', 'mixed')")
+    generated_s = ((generated["end_at"] - generated["start_at"]) * generated["gpus"]).sum()
+    after_last_batch_s = (8 - first) * found.steps["step_time_s"].iloc[-1]  # which is in no step
+    assert generated_s <= found.steps["borrowed_gpu_s"].sum() + after_last_batch_s
+    begun, synced = np.sort(train["start_at"]), np.sort(calls.loc[calls["kind"] == "sync", "end_at"])
+    loaded = found.spans[found.spans["label"] == "hybrid replicas"]["start_at"] * (1 + 1e-9)
+    assert (np.searchsorted(begun, loaded) <= np.searchsorted(synced, loaded)).all(), "weights of the version"
