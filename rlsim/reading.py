@@ -196,6 +196,7 @@ def _kinds() -> tuple[type[Any], type[Any]]:
     tags and tells wrong values."""
     from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
     from ruamel.yaml.nodes import ScalarNode
+    from ruamel.yaml.scalarint import ScalarInt
     from ruamel.yaml.scanner import RoundTripScanner
     from ruamel.yaml.tokens import ScalarToken
 
@@ -235,7 +236,9 @@ def _kinds() -> tuple[type[Any], type[Any]]:
                 self._refuse(node, f"text holds the control character {odd!r}")
             if isinstance(value, int) and abs(value) > LARGEST_INT:
                 self._refuse(node, f"the number {str(node.value)[:20]}… is beyond {LARGEST_INT:,}")
-            return value
+            return (
+                int(value) if isinstance(value, ScalarInt) else value
+            )  # 0 and 0x10: no writer of YAML takes that type
 
         @staticmethod
         def _refuse(node: Any, why: str) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer.main
 from ruamel.yaml import YAML
 
-from rlsim.cli import main
+from rlsim.cli import app, main
 
 #: An experiment that takes a fraction of a second.
 TINY: dict[str, Any] = {
@@ -70,9 +71,16 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+@cache
+def command_line() -> Any:
+    """The commands, which `rlsim.cli.app` makes anew in each call: that took longer than many of them."""
+    return typer.main.get_command(app)
+
+
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs a command of rlsim in this process."""
+    monkeypatch.setattr("rlsim.cli.app", command_line())
 
     def called(*arguments: object) -> Called:
         monkeypatch.setattr(sys, "argv", ["rlsim", *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""Rollout dumps as the projects write them: the same keys in the same order, by the same calls where they are plain.
+"""Rollout dumps and traces as the projects write them: the same keys in the same order, by the same calls where plain.
 
 Sources and versions stand beside the importers (`rlsim/trace/importers`).
 """
@@ -159,3 +159,52 @@ def servegen(folder: Path, client: int, output: dict[int, float], rates: list[fl
     lines = [f"{600 * i},{rate},0.9,Gamma,1.2,3.4" if rate else f"{600 * i},0,0,,0,0" for i, rate in enumerate(rates)]
     (folder / f"chunk-{client}-trace.csv").write_text("\n".join(lines) + "\n")
     return path
+
+
+#: Published serving traces and distributions, by layout and year or version.
+TABLES = {
+    "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
+             "2023-11-16 18:17:04.0319600,3180,8\n2023-11-16 18:17:05.9799600,110,27\n",
+    "azure 2024": "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n"
+                  "2024-05-10 00:00:00+00:00,2399,6\n2024-05-10 00:00:01.509930+00:00,76,0\n",
+    "azure 2025": "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15 00:00:00.000000,0,100,5\n"
+                  "2024-10-15 00:00:02.000000,2,900,6\n",
+    "burstgpt": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+                "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,Conversation log\n"
+                "110.5,GPT-4,417,276,693,API log\n",
+    "burstgpt 3": "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+                  "19440110.0,1722ac82-0a46-4bf0-aa08-89794e7a2b3f,43,GPT-4,906,446,1352,Conversation log\n"
+                  "19440161.0,,2,ChatGPT,36,29,65,API log\n",
+    "vidur": "arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,300,100\n1.5,200,50\n",
+    "vidur total": "num_total_tokens,pd_ratio,arrived_at\n400,3,0.0\n250,4,1.5\n",
+    "histogram": "response_tokens,count\n10,1\n20,2\n40,1\n",
+    "cdf": "task,length,cdf\na,10,0.0\na,100,0.9\nb,10,0.0\nb,30,1.0\n",
+}  # fmt: skip
+MOONCAKE = [
+    {"timestamp": 3000 * i, "input_length": 100 + i, "output_length": 50 + i, "hash_ids": [i]} for i in range(4)
+]
+
+
+def layouts(folder: Path) -> dict[str, Path]:
+    """A file or folder of every layout that is imported, each in a folder of its own."""
+    made = {"verl": verl(folder / "verl"), "areal": areal(folder / "areal")}
+    nemo = [nemo_row(i, [7, 8, 9], [1, 1, 0, 1, 1], 0.5) for i in range(4)]
+    made["nemo-rl"] = jsonl(folder / "nemo" / "train_data_step3.jsonl", nemo)
+    (folder / "slime").mkdir()
+    answers = [slime_sample(i, f"q{i // 2}", 5, 6 + i) for i in range(4)]
+    answers[1] |= {"loss_mask": [1, 1, 0, 0, 1, 1, 1], "reward": {"score": 0.5, "acc": True}}
+    made["slime"] = slime(folder / "slime" / "0.pt", 0, answers)
+    made["trl"] = trl(folder / "trl", 5, [("a", 3), ("a", 4), ("b", 5), ("b", 6)])
+    step = roll_step(1, ["a", "a", "b", "b"], [3, 4, 5, 6])
+    made["roll"] = jsonl(folder / "roll" / "rollout_dump_data.step_1.jsonl", [step])
+    board = {"prompt": "p", "response": "r r", "response_tokens": ["r", "r", "", ""], "new_response_mask": [1, 1, 0, 0],
+             "logprobs": [-0.1] * 4, "reward": 1.0, "step": 1}  # fmt: skip
+    made["roll board"] = jsonl(folder / "board" / "data_1.jsonl", [board, board])
+    client = servegen(folder / "servegen", 0, {10: 0.5, 200: 0.25, 900: 0.25}, [0.5, 0.0, 2.0, 0.1])
+    made["servegen"] = client.parent
+    made["mooncake"] = jsonl(folder / "mooncake" / "trace.jsonl", MOONCAKE)
+    for name, text in TABLES.items():
+        made[name] = folder / name / "table.csv"
+        made[name].parent.mkdir()
+        made[name].write_text(text)
+    return made

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import cases
-from test_init import SCRIPT
+from test_init import SCRIPT, some
 from typer.testing import CliRunner
 
 import rlsim
@@ -37,10 +38,6 @@ def options(tmp_path: Path, **more: Any) -> Options:
 
 def system(draft: Draft) -> Any:
     return draft.data()["systems"][0]["use"]
-
-
-def some(data: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    return {key: data.get(key) for key in expected}
 
 
 def runs(draft: Draft, tmp_path: Path, **overrides: Any) -> None:
@@ -108,14 +105,6 @@ def test_fully_async_scripts(tmp_path: Path) -> None:
     runs(draft, tmp_path)
 
 
-@cases("frameworks", "settings of fully async")
-def test_settings_of_fully_async(tmp_path: Path, setting: str, expected: dict[str, Any]) -> None:
-    draft = verl(tmp_path, setting)
-    assert some(system(draft)[0]["verl_fully_async"], expected) == expected
-    assert draft.data()["workflow"]["old_log_probs"] == expected.get("recompute_log_probs", False)
-    assert check(draft, tmp_path) == ""
-
-
 def test_defaults_of_fully_async(tmp_path: Path) -> None:
     text = without(FULLY, "async_training.") + " async_training.require_batches=1"
     draft = verl(tmp_path, text=text)
@@ -155,14 +144,6 @@ def test_nodes_of_both_sides(tmp_path: Path, training: tuple[int, int], rollout:
     assert system(draft)[0]["one_step_off"]["rollout_gpus"] == rollout[0] * rollout[1]
     named = verl(tmp_path, *settings, text=ONE_STEP, gpu=None, cluster=cluster)
     assert named.data()["cluster"] == cluster
-
-
-@cases("frameworks", "mistakes in asynchronous scripts")
-def test_mistakes_in_asynchronous_scripts(
-    tmp_path: Path, settings: list[str], more: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(RlsimError, match=message):
-        verl(tmp_path, *settings, **more)
 
 
 def test_asynchronous_keys_without_gpus_of_generation(tmp_path: Path) -> None:
@@ -259,22 +240,6 @@ def nemo(tmp_path: Path, *sources: str, text: str = BASE, **more: Any) -> Draft:
     return from_nemo([str(tmp_path / "mine.yaml"), *sources], options(tmp_path, **more))
 
 
-@pytest.mark.parametrize(
-    ("source", "text", "said"),
-    [
-        ("++grpo.num_prompts_per_stp=3", BASE, r"num_prompts_per_stp; did you mean grpo.num_prompts_per_step\?"),
-        (
-            "",
-            ASYNC.replace("age_steps", "age_step"),
-            r"mine.yaml:\d+: unknown key .*age_step; did you mean .*age_steps\?",
-        ),
-    ],
-)
-def test_a_key_that_is_misspelt_is_refused(tmp_path: Path, source: str, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        nemo(tmp_path, *filter(None, [source]), text=text)
-
-
 def test_synchronous_nemo(tmp_path: Path) -> None:
     draft = nemo(tmp_path)
     data = draft.data()
@@ -323,11 +288,6 @@ def test_asynchronous_nemo_inherits(tmp_path: Path) -> None:
     runs(draft, tmp_path)
 
 
-def test_nemo_may_have_the_optimizer_leave_the_gpus_for_log_probs(tmp_path: Path) -> None:
-    training = nemo(tmp_path, "++policy.offload_optimizer_for_logprob=true", text=ASYNC).data()["training"]
-    assert (training["offload"], training["host_memory"]) == (True, "pageable")
-
-
 def test_generation_apart_without_asynchrony(tmp_path: Path) -> None:
     off = nemo(tmp_path, "grpo.async_grpo.enabled=false", text=ASYNC)
     assert system(off) == [{"verl": {"tp": 2}}, {"split": {"rollout_gpus": 8}}]
@@ -338,122 +298,11 @@ def test_generation_apart_without_asynchrony(tmp_path: Path) -> None:
     runs(off, tmp_path)
 
 
-@cases("frameworks", "settings of nemo")
-def test_settings_of_nemo(tmp_path: Path, settings: list[str], section: str, expected: dict[str, Any]) -> None:
-    draft = nemo(tmp_path, *settings)
-    assert some(draft.data()[section], expected) == expected
-    assert check(draft, tmp_path) == ""
-
-
 def test_pat_switches_within_a_node(tmp_path: Path) -> None:
     tp = "policy.generation.vllm_cfg.tensor_parallel_size="
     assert [one["name"] for one in nemo(tmp_path, tp + "2").data()["systems"]] == ["as-configured", "best-tp", "pat"]
     over_nodes = nemo(tmp_path, tp + "16", "cluster.num_nodes=2", "policy.model_name=Qwen/Qwen3-235B-A22B")
     assert [one["name"] for one in over_nodes.data()["systems"]] == ["as-configured", "best-tp"]
-
-
-def test_micro_batches_of_nemo_by_count(tmp_path: Path) -> None:
-    draft = nemo(tmp_path, "policy.sequence_packing.enabled=false", "policy.logprob_batch_size=8")
-    training = draft.data()["training"]
-    assert (training["micro_batch_sequences"], training["log_prob_micro_batch_sequences"]) == (4, 8)
-
-
-def test_what_nemo_says_and_rlsim_has_not(tmp_path: Path) -> None:
-    settings = {
-        "grpo.max_rollout_turns": "4", "grpo.val_period": "10",
-        "policy.generation.trtllm_cfg.precision": "fp8", "policy.generation.vllm_cfg.kv_cache_dtype": "int8",
-    }  # fmt: skip
-    draft = nemo(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
-    for key in settings:
-        assert any(key in item for item in draft.missing), key
-    sampled = nemo(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=3")
-    assert "dynamic_sampling" in system(sampled)
-    assert any("grpo.batch_multiplier" in item for item in sampled.missing)
-
-
-def test_host_memory_for_the_kv_cache_of_nemo(tmp_path: Path) -> None:
-    draft = nemo(tmp_path, "++policy.generation.vllm_kwargs.kv_offloading_size=64")
-    assert draft.data()["engine"]["kv_offloading_bytes"] == "64 GiB"
-
-
-def test_fp8_of_nemo(tmp_path: Path) -> None:
-    generation, fp8 = "policy.generation.vllm_cfg.", "policy.megatron_cfg.fp8_cfg."
-    megatron = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", f"{fp8}enabled=true")
-    draft = nemo(
-        tmp_path,
-        *megatron,
-        f"{fp8}fp8_recipe=blockwise",
-        f"{generation}precision=fp8",
-        f"{generation}kv_cache_dtype=fp8_e4m3",
-        f"{generation}num_last_layers_in_bf16=2",
-    )
-    assert draft.data()["engine"] | {"precision": "fp8_block", "kv_precision": "fp8"} == draft.data()["engine"]
-    assert draft.data()["training"]["precision"] == "fp8_block"
-    assert [item.split(" ")[0] for item in draft.missing] == [f"{generation}num_last_layers_in_bf16"]
-    other = nemo(tmp_path, *megatron, f"{fp8}fp8_recipe=mxfp8")
-    assert "precision" not in other.data()["training"]
-    assert any("fp8_recipe" in item and "here in bf16" in item for item in other.missing)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text", "message"),
-    [
-        ([], "dpo: {x: 1}", "mine.yaml: no key grpo"),
-        ([], "defaults: none.yaml\ngrpo: {x: 1}", r"mine.yaml:1: defaults: there is no file .*none.yaml"),
-        ([], "defaults: mine.yaml\n", "lead to ever more files"),
-        ([], "- a", "expected a mapping of keys to values"),
-        (["policy.model_name=null"], BASE, "policy.model_name has no value: expected text; give policy.model_name=…"),
-        (["policy.model_name=Qwen/Qwen9-9B"], BASE, r"policy.model_name \(as given\): .*give --model"),
-        (["cluster.num_nodes=two"], BASE, "as given: cluster.num_nodes: expected a whole number .*, got 'two'"),
-        (["cluster.num_nodes=0"], BASE, "expected a whole number of at least 1, got 0"),
-        (["grpo.num_prompts_per_step={a: 1}"], BASE, "num_prompts_per_step: expected a whole .*, got keys below it"),
-        (["policy.generation.backend=megatron"], BASE, "by megatron is not simulated; expected one of: vllm"),
-        (["policy.generation.vllm_cfg.gpu_memory_utilization=2"], BASE, "expected a number above 0 and up to 1, got 2"),
-        (["policy.generation.colocated.enabled=3"], BASE, "expected true or false, got 3"),
-        (["grpo.async_grpo.enabled=true"], BASE, "asynchronous GRPO on the GPUs that train is not simulated"),
-        (["grpo.adv_estimator.name=opd"], BASE, "unknown advantage estimator 'opd'"),
-        (["async_rl.sampler.name=windowed"], BASE, "async_rl.sampler.name: NeMo-RL's single controller is not"),
-        (["policy.generation.colocated.resources.gpus_per_node=16"], ASYNC, "16 GPUs for generation leave none of 16"),
-        (["policy.generation.colocated.resources.num_nodes=null"], ASYNC, "resources.num_nodes has no value"),
-        (["policy.train_micro_batch_size=${nothing}"], BASE, "has no value here; give"),
-        (["nothing"], BASE, "nothing: no such file"),
-    ],
-)  # fmt: skip
-def test_mistakes_in_nemo(tmp_path: Path, settings: list[str], text: str, message: str) -> None:
-    with pytest.raises(RlsimError, match=message):
-        nemo(tmp_path, *settings, text=text)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text", "said"),
-    [
-        ([], BASE, ""),
-        ([], ASYNC, ""),
-        (["policy.generation.vllm_cfg.async_engine=false"], ASYNC, "async_grpo needs vllm_cfg.async_engine"),
-        (["policy.megatron_cfg.enabled=true"], BASE, "both megatron_cfg.enabled and dtensor_cfg.enabled are on"),
-        (["policy.dtensor_cfg.enabled=false"], BASE, "neither megatron_cfg.enabled nor dtensor_cfg.enabled"),
-        (["policy.dtensor_cfg.tensor_parallel_size=3"], BASE, "do not divide the 8 GPUs that train"),
-        (["policy.dtensor_cfg.tensor_parallel_size=4", "policy.logprob_batch_size=8"], BASE, "must be the same"),
-        (["policy.dynamic_batching.enabled=true"], BASE, "both sequence_packing and dynamic_batching are on"),
-        (["loss_fn.force_on_policy_ratio=true"], BASE, "needs train_global_batch_size 32 to be the 16 prompts × 4"),
-        (["grpo.batch_multiplier=2"], BASE, "batch_multiplier 2 needs use_dynamic_sampling"),
-        (["policy.generation.vllm_cfg.pipeline_parallel_size=2"], BASE, "pipeline stages of generation (2) need"),
-        (["policy.generation.vllm_cfg.kv_cache_dtype=fp8"], BASE, "an FP8 KV cache needs vllm_cfg.precision fp8"),
-        (
-            [f"policy.generation.vllm_kwargs.{key}" for key in ("max_num_seqs=512", "max_num_batched_tokens=256")],
-            BASE, "256 is below max_num_seqs 512: vLLM does not start",
-        ),
-    ],
-)  # fmt: skip
-def test_what_nemo_does_not_start_with(tmp_path: Path, settings: list[str], text: str, said: str) -> None:
-    notes = [note for note in nemo(tmp_path, *settings, text=text).notes if "does not start with it" in note]
-    assert any(said in note for note in notes) if said else not notes
-
-
-@pytest.mark.parametrize(("on", "tokens", "seqs"), [("false", 16384, None), ("true", 2048, 128)])
-def test_limits_of_vllms_asynchronous_engine(tmp_path: Path, on: str, tokens: int, seqs: int | None) -> None:
-    engine = nemo(tmp_path, f"policy.generation.vllm_cfg.async_engine={on}").data()["engine"]
-    assert (engine["max_num_batched_tokens"], engine.get("max_num_seqs")) == (tokens, seqs)
 
 
 def test_inheritance(tmp_path: Path) -> None:
@@ -557,20 +406,6 @@ def test_what_is_no_allocation(text: str) -> None:
         both_sides(text, "here")
 
 
-@pytest.mark.parametrize(
-    ("backend", "said"),
-    [
-        ("megatron:d2t2e4", ""),
-        ("megatron:d2t2e8", "EP 8 × PP 1 do not divide the 4 GPUs that train: AReaL does not start with it"),
-        ("fsdp:d2p2", "FSDP has neither pipeline stages (2) nor expert parallelism (1)"),
-        ("archon:d2p2", ""),
-    ],
-)
-def test_what_areal_does_not_start_with(tmp_path: Path, backend: str, said: str) -> None:
-    notes = [note for note in areal(tmp_path, f"actor.backend={backend}").notes if "does not start" in note]
-    assert any(said in note for note in notes) if said else not notes
-
-
 def test_older_areal(tmp_path: Path) -> None:
     text = AREAL.replace('  backend: "sglang:d2t2"\n', "").replace('  backend: "fsdp:d2t2"\n', "")
     text = text.replace('ref: {backend: "${actor.backend}", ', "ref: {")
@@ -591,13 +426,6 @@ def test_training_may_be_cut_otherwise_than_generation(tmp_path: Path) -> None:
     assert check(areal(tmp_path, "rollout.backend=sglang:d2", "actor.backend=fsdp:d3t2"), tmp_path) == ""
 
 
-@cases("frameworks", "settings of areal")
-def test_settings_of_areal(tmp_path: Path, settings: list[str], section: str, expected: dict[str, Any]) -> None:
-    draft = areal(tmp_path, *settings)
-    assert some(draft.data()[section], expected) == expected
-    assert check(draft, tmp_path) == ""
-
-
 def test_areals_micro_batches_by_count(tmp_path: Path) -> None:
     one, two = (
         areal(tmp_path, "actor.mb_spec.max_tokens_per_mb=null", f"actor.mb_spec.n_mbs={count}").data()["training"]
@@ -605,25 +433,6 @@ def test_areals_micro_batches_by_count(tmp_path: Path) -> None:
     )
     share = 16 * 4 // (2 * 2)  # a rank's share of a mini-batch
     assert (one["micro_batch_sequences"], two["micro_batch_sequences"]) == (share, share // 2)
-
-
-def test_what_areal_says_and_rlsim_has_not(tmp_path: Path) -> None:
-    settings = {
-        "rollout.consumer_batch_size": "4", "actor.use_lora": "true", "actor.weight_update_mode": "disk",
-        "sglang.ep_size": "2",
-    }  # fmt: skip
-    draft = areal(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
-    for key in settings:
-        assert any(key in item for item in draft.missing), key
-    piped = areal(tmp_path, "rollout.backend=sglang:d1p2t2", "actor.backend=archon:d4")
-    assert (piped.data()["engine"]["pp"], system(piped)[0]["areal"]["tp"]) == (2, 4)
-    assert any("Archon" in item for item in piped.missing)
-
-
-@cases("frameworks", "mistakes in areal")
-def test_mistakes_in_areal(tmp_path: Path, settings: list[str], message: str) -> None:
-    with pytest.raises(RlsimError, match=message):
-        areal(tmp_path, *settings)
 
 
 def test_areals_legacy_layout_is_named(tmp_path: Path) -> None:
@@ -641,10 +450,42 @@ ppo: {gen: {max_new_tokens: 27648}, ppo_n_minibatches: 4}
         areal(tmp_path, text=text)
 
 
-def test_unused_gpus_are_told(tmp_path: Path) -> None:
-    draft = areal(tmp_path, "cluster.n_nodes=2")
-    assert draft.data()["cluster"] == "8xh100"
-    assert any("8 of the 16 GPUs are used" in note for note in draft.notes)
+# Settings and mistakes ------------------------------------------------------------------------------------------------
+
+READERS: dict[str, Callable[..., Draft]] = {
+    "fully async": verl,
+    "nemo": nemo,
+    "nemo async": partial(nemo, text=ASYNC),
+    "areal": areal,
+}
+
+
+@cases("frameworks", "settings")
+def test_settings(
+    tmp_path: Path, reader: str, settings: list[str], section: str, expected: dict[str, Any], said: list[str]
+) -> None:
+    """`said` are parts of what is noted or not represented; what is expected as null is not there."""
+    draft = READERS[reader](tmp_path, *settings)
+    data = draft.data()
+    data["system"] = next(iter(system(draft)[0].values()))
+    assert some(data.get(section, {}), expected) == expected
+    for part in said:
+        assert any(part in text for text in (*draft.notes, *draft.missing)), part
+    assert check(draft, tmp_path) == ""
+
+
+@cases("frameworks", "what is not started")
+def test_what_a_framework_does_not_start_with(
+    tmp_path: Path, reader: str, settings: list[str], said: str | None
+) -> None:
+    notes = [note for note in READERS[reader](tmp_path, *settings).notes if "does not start" in note]
+    assert any(said in note for note in notes) if said else not notes
+
+
+@cases("frameworks", "mistakes")
+def test_mistakes(tmp_path: Path, reader: str, settings: list[str], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(RlsimError, match=message):
+        READERS[reader](tmp_path, *settings, **more)
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -68,28 +67,20 @@ def no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
 # -------------------------------------------------------------------------------------------- directories of results
 
 
-def some_text(folder: Path) -> None:
-    (folder / "manifest.json").write_text('{"name": "my web app", "icons": []}')
-
-
-def some_list(folder: Path) -> None:
-    (folder / "manifest.json").write_text("[]")
-
-
-def torn(folder: Path) -> None:
-    (folder / "manifest.json").write_text('{"rlsim": "0.1", ')
-
-
-def no_manifest(folder: Path) -> None:
-    (folder / "thesis.tex").write_text("years of work")
-
-
 @pytest.mark.usefixtures("no_simulation")
-@pytest.mark.parametrize("fill", [some_text, some_list, torn, no_manifest])
-def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, fill: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("manifest.json", '{"name": "my web app", "icons": []}'),
+        ("manifest.json", "[]"),
+        ("manifest.json", '{"rlsim": "0.1", '),
+        ("thesis.tex", "years of work"),
+    ],
+)
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "app.js").write_text("years of work")
-    fill(tmp_path)
+    (tmp_path / name).write_text(text)
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match="choose another directory"):
         rlsim.run(TINY, out=tmp_path)
@@ -304,8 +295,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(copy: Path
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["list", "gpus"], ["--help"], ["--version"]])
-@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize(("arguments", "buffered"), [(["list", "gpus"], "1"), (["--help"], ""), (["--version"], "")])
 def test_standard_output_that_is_full(arguments: list[str], buffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -328,6 +318,9 @@ def test_files_follow_links_and_keep_them(tmp_path: Path) -> None:
     assert (tmp_path / "link.html").is_symlink()
     assert (tmp_path / "far" / "page.html").read_text() == "new"
     assert len(list(tmp_path.rglob("*"))) == 3
+    (tmp_path / "link.json").symlink_to(tmp_path / "gone" / "x.json")
+    with pytest.raises(ConfigError, match=r"link.json: the folder .*gone does not exist"):
+        check_file(tmp_path / "link.json")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
@@ -359,19 +352,24 @@ def test_inputs_and_parts_of_results_are_not_written_over(
     Path("trace.csv").write_text("prompt_id,sample_id,response_tokens\n0,0,5\n")
     Path("lengths.parquet").symlink_to("trace.csv")
     Path("page.html").write_text("<html>mine</html>")
+    Path("mine.json").write_text("mine")
     shutil.copy("page.html", copy / "report.html")
     (copy / "timeline.json").write_text('{"my": "own"}')
-    Path("charts").mkdir()
-    Path("charts/gpu-time.png").write_text("mine")
+    for folder, name in (("charts", "gpu-time.png"), ("g", "q.parquet")):
+        Path(folder).mkdir()
+        Path(folder, name).write_text("mine")
     before = contents(tmp_path)
     manifest, steps = copy / "manifest.json", copy / "steps.parquet"
     for arguments, why in (
         (["plan", "real.yaml", "--out", "real.yaml"], "is what the command reads"),
         (["plan", "real.yaml", "--json", "real.yaml"], "is what the command reads"),
         (["trace", "import", "trace.csv", "lengths.parquet"], "is what the command reads"),
+        (["trace", "import", "g", "g/q.parquet"], "g/q.parquet: is what the command reads; give another name"),
+        (["trace", "import", "g/q*.parquet", "g/q.parquet"], "g/q.parquet: is what the command reads"),
         (["trace", "import", "trace.csv", steps], "is a part of results"),
         (["compare", copy, "--json", manifest], "is a part of results"),
         (["timeline", copy, "--out", manifest], "is a part of results"),
+        (["timeline", copy, "--out", "mine.json"], "exists, and rlsim did not write it"),
         (["timeline", copy], "exists, and rlsim did not write it"),
         (["report", copy, "--out", "new.html", "--png", "charts"], "exists, and rlsim did not write it"),
         (["report", copy], "exists, and rlsim did not write it"),
@@ -403,19 +401,6 @@ def test_what_is_a_part_of_results_is_told_by_content(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("read", ["g", "g/q*.parquet"])
-def test_an_import_does_not_replace_a_file_of_the_folder_or_pattern_that_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command, read: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("g").mkdir()
-    pd.DataFrame({"prompt_id": [0], "sample_id": [0], "response_tokens": [5]}).to_parquet("g/q.parquet")
-    before = contents(tmp_path)
-    code, _, shown = call("trace", "import", read, "g/q.parquet")
-    assert (code, shown) == (2, "rlsim: error: g/q.parquet: is what the command reads; give another name\n")
-    assert contents(tmp_path) == before
-
-
 def test_plan_finds_a_policy_beside_its_file_and_writes_two_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command
 ) -> None:
@@ -425,7 +410,8 @@ def test_plan_finds_a_policy_beside_its_file_and_writes_two_files(
         "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n    pass\n"
     )
     Path("far/tiny.yaml").write_text(json.dumps({**TINY, "systems": ["beside_plan:Mine"]}))
-    code, _, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--json", "x.json", "--out", "./x.json")
+    both = ("--json", "x.json", "--out", "./x.json")
+    code, _, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", *both)
     assert (code, shown) == (2, "rlsim: error: x.json: two options write to this file; give different names\n")
     code, _, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--apply", "--quiet")
     assert code == 0, shown
@@ -454,25 +440,10 @@ def test_standard_output_may_be_a_pipe(copy: Path) -> None:
     assert done.stdout.startswith("{")
 
 
-def test_a_link_to_a_folder_that_is_not_there_names_that(tmp_path: Path) -> None:
-    (tmp_path / "link.json").symlink_to(tmp_path / "gone" / "x.json")
-    with pytest.raises(ConfigError, match=r"link.json: the folder .*gone does not exist"):
-        check_file(tmp_path / "link.json")
-
-
-@pytest.mark.parametrize("command", [["timeline", "--out", "mine.json"], ["report", "--out", "mine.html"]])
-def test_pages_and_timelines_replace_no_file_of_the_users(
-    copy: Path, command: list[str], call: Command, tmp_path: Path
-) -> None:
-    named = tmp_path / command[2]
-    named.write_text("mine")
-    for expected in (2, 0, 0):  # refused, written anew, and once more over its own
-        code, _, shown = call(command[0], copy, command[1], named)
-        assert code == expected, shown
-        if expected == 2:
-            assert "rlsim did not write it" in shown
-            assert named.read_text() == "mine"
-            named.unlink()
+def test_a_timeline_replaces_its_own(copy: Path, call: Command) -> None:
+    named = copy / "mine.json"
+    for _ in range(2):
+        assert call("timeline", copy, "--out", named).code == 0
 
 
 def test_files_that_rlsim_names_are_replaced_only_if_it_wrote_them(tmp_path: Path) -> None:

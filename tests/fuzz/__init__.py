@@ -1,1 +1,0 @@
-"""What `test_fuzz.py` feeds to the commands: seeds, their mutations, and the targets."""
