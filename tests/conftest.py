@@ -53,6 +53,18 @@ def tables(name: str) -> Any:
     return YAML(typ="safe", pure=True).load(Path(__file__).parent / "cases" / f"{name}.yaml")
 
 
+class Talk:
+    """Made-up collectives: seconds by operation, or by all that is asked for, which is kept; in no time unless told."""
+
+    def __init__(self, seconds: Callable[[str, float, int, int], float] = lambda *_: 0.0, **by_op: float) -> None:
+        self.seconds, self.by_op = seconds, by_op
+        self.asked: set[tuple[str, float, int, int]] = set()
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        self.asked.add((op, message_bytes, gpus, nodes))
+        return self.by_op.get(op) or self.seconds(op, message_bytes, gpus, nodes)
+
+
 class Called(NamedTuple):
     """What became of a command: its exit code, and what it printed on standard output and standard error."""
 

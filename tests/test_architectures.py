@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import cases, tables
+from conftest import TINY, Talk, cases, tables
 
 from rlsim.cost.attention_work import attention_work
 from rlsim.cost.calibration import load_calibration
@@ -14,10 +14,8 @@ from rlsim.cost.experts import expert_load
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import (
     activation_bytes_per_token,
-    call_bytes,
     kv_page_bytes,
     kv_shape,
-    rollout_weight_bytes,
     stage_parts,
 )
 from rlsim.cost.reallocation import common_bytes
@@ -29,7 +27,7 @@ from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.run import check_experiment
 from rlsim.hardware import load_cluster
-from rlsim.layers import FullAttention, LatentAttention, LinearAttention, Mamba2, NoAttention, NoFeedForward
+from rlsim.layers import Mamba2, NoAttention, NoFeedForward
 from rlsim.models import Model, load_model
 
 H100 = load_cluster("8xh100")
@@ -44,12 +42,12 @@ def config(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
     return {"model_type": model_type, **dict(zip(_SIZES, sizes, strict=True)), **more}
 
 
-TINY = config("llama", 64, 128, 4, 4, 2, 100)
+LLAMA = config("llama", 64, 128, 4, 4, 2, 100)
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def model(**words: Any) -> Model:
-    return Model(**{"name": "tiny", **TINY, **words})
+    return Model(**{"name": "tiny", **LLAMA, **words})
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
@@ -60,30 +58,6 @@ def test_published_counts(name: str, parameters: int) -> None:
 @cases("architectures", "published of other configurations")
 def test_published_counts_of_other_configurations(words: dict[str, Any], parameters: int) -> None:
     assert Model(**words).parameters == parameters
-
-
-def test_multimodal_models_of_one_family_have_the_same_vision_part() -> None:
-    # Published totals of text and vision. Gemma 3: SigLIP, and a projection and norm as wide as the text part.
-    totals = {"gemma-3-4b": 4_300_079_472, "gemma-3-12b": 12_187_325_040, "gemma-3-27b": 27_432_406_640}
-    towers = {
-        total - text.parameters - 1152 * (text.hidden_size + 1)
-        for text, total in ((load_model(name), total) for name, total in totals.items())
-    }
-    assert towers == {416_866_032}
-    # Qwen3.5: text, a layer for multi-token prediction, the tower, and a projection from 4 patches to the text's width.
-    totals = {"qwen3.5-9b": 9_653_104_368, "qwen3.5-27b": 27_781_427_952, "qwen3.5-35b-a3b": 35_951_822_704}
-    totals |= {"qwen3.5-122b-a10b": 125_086_497_008, "qwen3.5-397b-a17b": 403_397_928_944}
-    towers = {
-        total - text.parameters - text.mtp_parameters - (4 * 1152 + 1) * text.hidden_size
-        for text, total in ((load_model(name), total) for name, total in totals.items())
-    }
-    assert towers == {437_132_016}
-    # Towers of the smaller ones: 24 layers of 1,024, and 12 of 768.
-    for name, tower, total in (("2b", 331_416_576, 2_274_069_824), ("0.8b", 100_592_896, 873_438_784)):
-        small = load_model(f"qwen3.5-{name}")
-        assert small.parameters + small.mtp_parameters + tower == total
-    scout = 108_641_793_536 - load_model("llama-4-scout-17b-16e").parameters
-    assert scout == 401_583_781_376 - load_model("llama-4-maverick-17b-128e").parameters
 
 
 def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
@@ -100,31 +74,13 @@ def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
     assert sum(bool(layer.attention.index_bytes) for layer in shared.layers) == 21
     indexed = load_model("deepseek-v3.2").layers[-1].parameters - load_model("deepseek-v3").layers[-1].parameters
     assert 62 * (indexed + 64 * 12 + 56) == 685_396_921_376 - 684_531_386_000
-    flash = load_model("glm-4.7-flash")  # the same, of latent attention
-    assert flash.parameters + flash.mtp_parameters + flash.embedding_parameters == 31_221_488_576
+    # Qwen3.5 in all, less a vision tower of 27 layers and a projection from 4 patches to the text's width.
+    for name, total in {"9b": 9_653_104_368, "35b-a3b": 35_951_822_704, "397b-a17b": 403_397_928_944}.items():
+        text = load_model(f"qwen3.5-{name}")
+        assert text.parameters + text.mtp_parameters == total - 437_132_016 - (4 * 1152 + 1) * text.hidden_size
     tencent = load_model("hy3")  # its card: 295B, and 3.8B for multi-token prediction
     assert tencent.parameters == pytest.approx(295e9, rel=0.001)
     assert tencent.mtp_parameters == pytest.approx(3.8e9, rel=0.015)
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),  # as the model cards round them
-    [
-        ("mixtral-8x7b", 12.9),
-        ("deepseek-v3", 37),
-        ("kimi-k2", 32),
-        ("qwen3-235b-a22b", 22),
-        ("glm-4.5", 32),
-        ("hy3", 21),
-        ("qwen3.5-397b-a17b", 17),
-        ("deepseek-v3.2", 37),
-        ("glm-5", 40),
-        ("gemma-4-26b-a4b", 3.8),
-        ("mimo-v2-flash", 15),
-    ],
-)
-def test_active_parameters(name: str, billions: float) -> None:
-    assert load_model(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.055)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +99,13 @@ def test_active_parameters(name: str, billions: float) -> None:
         (config("ministral3", 3072, 9216, 26, 32, 8, 131072, head_dim=128, tie_word_embeddings=True), 3.4, 3.4),
         (config("cwm", 6144, 21504, 64, 48, 8, 128256), 32, 32),
         (config("hunyuan_v1_dense", 4096, 14336, 32, 32, 8, 128167, head_dim=128, tie_word_embeddings=True), 7.5, 7.5),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("deepseek-v3", 671, 37),
+        ("kimi-k2", 1026, 32),
+        ("qwen3-235b-a22b", 235, 22),
+        ("glm-4.5", 353, 32),
+        ("hy3", 295, 21),
+        ("qwen3.5-397b-a17b", 397, 17),
         ("gemma-4-31b", 30.7, 30.7),
         ("gemma-4-26b-a4b", 25.2, 3.8),
         ("mimo-v2-flash", 309, 15),
@@ -199,16 +162,11 @@ def test_nemotrons_by_their_patterns() -> None:
     assert nano.active_parameters == pytest.approx(3.6e9, rel=0.01)  # the report: 3.2B without its embedding
     assert nano.active_parameters - nano.vocab_size * nano.hidden_size == pytest.approx(3.2e9, rel=0.01)
     assert large.active_parameters == pytest.approx(12.7e9, rel=0.01)  # the report: 12.7B
-    for name, billions in (("8b", 8.1), ("47b", 46.8), ("56b", 56.3)):  # as the report's models are called
-        assert load_model(f"nemotron-h-{name}").parameters == pytest.approx(billions * 1e9, rel=0.002)
     mixer, experts, attention = nano.layers[0], nano.layers[1], nano.layers[5]
     assert isinstance(mixer.attention, Mamba2)
     assert isinstance(experts.attention, NoAttention)
     assert isinstance(attention.mlp, NoFeedForward)
     assert (mixer.blocks, experts.blocks, attention.blocks, nano.blocks) == (1, 1, 1, 52)
-    named = load_model("nemotron-3-nano-30b-a3b").model_dump(exclude_defaults=True)
-    named |= {"layer_types": [{"full_attention": "attention"}.get(kind, kind) for kind in nano.layer_types]}
-    assert Model(**named).layers == nano.layers  # layers_block_type of a config.json
 
 
 def test_what_a_state_space_mixer_weighs_and_keeps() -> None:
@@ -243,16 +201,6 @@ def test_experts_in_a_latent_and_without_a_gate() -> None:
     assert layer.tensors() == 1 + 2 + 2 + 2 + 2 * 512  # norm, router and its bias, latent, shared, experts
 
 
-def test_a_hybrid_without_experts() -> None:
-    sizes = {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128}
-    sizes |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32"}
-    words = config("qwen3_5_text", 5120, 17408, 64, 24, 4, 248320, head_dim=256, mtp_num_hidden_layers=1, **sizes)
-    hybrid = Model(name="Qwen3.5-27B", **words)
-    assert hybrid.parameters == 26_895_998_464  # the text part, as transformers builds it
-    assert hybrid.state_bytes == 48 * (4 * 48 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 48 * 128))
-    assert hybrid.mtp_parameters == hybrid.layers[-1].parameters + 2 * 5120**2 + 3 * 5120
-
-
 def test_a_hybrid_of_olmo_by_hand() -> None:
     sizes = {"linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_key_head_dim": 96}
     hybrid = Model(
@@ -262,20 +210,6 @@ def test_a_hybrid_of_olmo_by_hand() -> None:
     linear = 3840 * (2 * key + 3 * value + 2 * 30) + 4 * (2 * key + value) + 2 * 30 + 192
     full, around = 4 * 3840**2 + 2 * 3840, 3 * 3840 * 11008 + 2 * 3840
     assert hybrid.parameters == 24 * linear + 8 * full + 32 * around + 2 * 100352 * 3840 + 3840
-
-
-def test_kinds_of_layers() -> None:
-    kinds = {name: {type(layer.attention) for layer in load_model(name).groups} for name in ("kimi-k2", "glm-4.5")}
-    assert kinds == {"kimi-k2": {LatentAttention}, "glm-4.5": {FullAttention}}
-    hybrid = load_model("qwen3-next-80b-a3b").layers[:4]
-    assert [type(layer.attention) for layer in hybrid] == [LinearAttention] * 3 + [FullAttention]
-    dense = {name: [bool(x.expert_weights()) for x in load_model(name).layers].index(True) for name in PUBLISHED_MOE}
-    assert dense == PUBLISHED_MOE
-    scout = load_model("llama-4-scout-17b-16e").layers[:4]
-    assert [layer.attention.window_tokens for layer in scout] == [8192, 8192, 8192, None]
-
-
-PUBLISHED_MOE = {"deepseek-v3": 3, "glm-4.5-air": 1, "mixtral-8x7b": 0, "llama-4-maverick-17b-128e": 1}
 
 
 def test_layers_with_and_without_experts() -> None:
@@ -289,17 +223,8 @@ def test_layers_with_and_without_experts() -> None:
     assert where(first_k_dense_replace=2, moe_layer_freq=2) == [2, 4]
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-20b", "qwen3-next-80b-a3b", "gemma-2-9b", "glm-4.5-air"])
-def test_gpus_of_a_group_hold_the_model_between_them(name: str) -> None:
-    whole = load_model(name)
-    for layer in whole.groups:
-        shared = 2 * layer.parameters_per_gpu(2) - layer.parameters  # what both have: norms, routers, latents
-        assert 0 < shared < 0.02 * layer.parameters + 3 * layer.hidden * 2112
-    assert whole.weight_bytes <= 2 * rollout_weight_bytes(whole, 2) < 1.05 * whole.weight_bytes
-
-
 def test_words_of_a_model_written_out_and_read_again_mean_the_same() -> None:
-    for name in (*PUBLISHED, "llama-4-maverick-17b-128e", "gemma-3-4b"):
+    for name in PUBLISHED:
         known = load_model(name)
         again = Model(**known.model_dump(exclude_defaults=True))
         assert again == known
@@ -310,7 +235,7 @@ def test_words_of_a_model_written_out_and_read_again_mean_the_same() -> None:
 
 
 def read(folder: Path, **words: Any) -> Model:
-    (folder / "config.json").write_text(json.dumps({**TINY, **words}))
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **words}))
     return load_model(folder)
 
 
@@ -327,22 +252,12 @@ def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
 
 
 def test_quantised_weights(tmp_path: Path) -> None:
-    words = {
-        "model_type": "gpt_oss",
-        "head_dim": 16,
-        "sliding_window": 8,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }
+    words = {"model_type": "gpt_oss", "head_dim": 16, "sliding_window": 8}
+    words |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     plain, quantised = read(tmp_path, **words), read(tmp_path, **words, quantization_config={"quant_method": "mxfp4"})
     experts = 4 * 4 * 3 * 64 * 128
     assert plain.weight_bytes - quantised.weight_bytes == experts * (2 - 17 / 32)
     assert quantised.parameters == plain.parameters
-    eight = read(tmp_path, quantization_config={"quant_method": "fp8"})
-    assert "engines serve them so unless engine.precision says otherwise, training takes bf16" in eight.note
-    assert eight.served("bf16").weight_bytes == 2 * eight.parameters
-    with pytest.raises(ConfigError, match="quantised weights are not supported"):
-        read(tmp_path, quantization_config={"quant_method": "gptq"})
 
 
 def test_windows_of_a_config_json(tmp_path: Path) -> None:
@@ -353,14 +268,10 @@ def test_windows_of_a_config_json(tmp_path: Path) -> None:
     some = read(tmp_path, **{**idle, "use_sliding_window": True})
     assert some.layer_types == ("full_attention", *("sliding_attention",) * 3)
     for kind, windows in (("qwen2_moe", [0, 2]), ("qwen3_moe", [0, 1, 2, 3])):
-        words = {
-            **EXPERTS,
-            "model_type": kind,
-            "use_sliding_window": True,
-            "sliding_window": 32,
-            "max_window_layers": 3,
-        }
-        found = read(tmp_path, **words).layer_types
+        found = read(
+            tmp_path, **EXPERTS, **idle | {"model_type": kind, "use_sliding_window": True, "max_window_layers": 3}
+        )
+        found = found.layer_types
         assert [index for index, one in enumerate(found) if one == "sliding_attention"] == windows
     own = read(tmp_path, model_type="gemma2", layer_types=["full_attention"] * 4)
     assert own.attention.window_tokens is None
@@ -381,43 +292,8 @@ def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | No
     assert read(tmp_path, max_position_embeddings=4096, rope_scaling=scaling).max_position_embeddings == tokens
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"model_type": "deepseek_v3", **EXPERTS}, "the attention of deepseek_v3 needs kv_lora_rank, qk_nope_head_dim"),
-        ({"model_type": "qwen3_next", **EXPERTS}, "the attention of qwen3_next needs linear_num_key_heads"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types names 2 layers, num_hidden_layers is 4"),
-        (
-            {"model_type": "glm_moe_dsa", **EXPERTS, **MLA, "q_lora_rank": 8, "index_topk_pattern": "FS"},
-            "indexer_types names 2 layers",
-        ),
-        ({"layer_types": ["sliding_attention"] * 4}, "layers with a window need sliding_window"),
-        ({"layer_types": ["mamba2"] * 4}, "layer_types.0: .*'full_attention'"),
-        ({"layer_types": ["mamba"] * 4}, "llama has no layers of mamba"),
-        ({"layer_types": ["mlp"] * 4}, "llama has no layers of mlp"),
-        ({"model_type": "nemotron_h", "hybrid_override_pattern": "MMM-"}, "without any layer that has a KV cache"),
-        ({"model_type": "nemotron_h", "hybrid_override_pattern": "MM*E"}, "does not go with num_experts 0"),
-        ({"model_type": "nemotron_h", "hybrid_override_pattern": 5}, "expected the kinds of the layers, got 5"),
-        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*M*", "n_groups": 3}, "a multiple of n_groups"),
-        ({"model_type": "granitemoehybrid", "hidden_size": [8]}, "hidden_size: expected a whole number"),
-        ({"model_type": "granitemoehybrid", "num_hidden_layers": 10**10}, "num_hidden_layers: .*10000"),
-        (
-            {"model_type": "exaone4", "sliding_window_pattern": "lllg"},
-            "sliding_window_pattern: expected every how many",
-        ),
-        ({"model_type": "gemma3", "sliding_window_pattern": 0}, "sliding_window_pattern: expected every how many"),
-        ({"model_type": "glm4_moe", "mlp_layer_types": ["sparse"]}, 'expected "dense" or "sparse" for each layer'),
-        ({"model_type": "glm4_moe", "mlp_layer_types": "dense"}, 'expected "dense" or "sparse" for each layer'),
-        ({"model_type": "mixtral"}, "'mixtral' does not go with num_experts 0"),
-    ],
-)
-def test_shapes_that_say_too_little(tmp_path: Path, words: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read(tmp_path, **words)
-
-
-@cases("architectures", "what is not supported is named")
-def test_what_is_not_supported_is_named(tmp_path: Path, words: dict[str, Any], message: str) -> None:
+@cases("architectures", "what is not supported or says too little is named")
+def test_what_is_not_supported_or_says_too_little_is_named(tmp_path: Path, words: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, **words)
 
@@ -452,13 +328,8 @@ def test_words_of_families(tmp_path: Path) -> None:
 
 
 def test_words_of_a_record_and_of_each_layer(tmp_path: Path) -> None:
-    linear = {
-        "num_heads": 4,
-        "head_dim": 16,
-        "short_conv_kernel_size": 4,
-        "kda_layers": [1, 2, 3],
-        "full_attn_layers": [4],
-    }
+    linear = {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}
+    linear |= {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
     kimi = read(tmp_path, model_type="kimi_linear", linear_attn_config=linear, **MLA)
     assert kimi.layer_types == (*("linear_attention",) * 3, "full_attention")
     assert [one.n_out for one in kimi.layers[0].linears()[:6]] == [3 * 64, 4, 2 * 16, 64, 64, 64]
@@ -521,29 +392,6 @@ def test_products_of_first_dense_layers_and_shared_experts() -> None:
     assert kernels.breakdown(tokens, 1000)["products"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_mixture_lies_between_its_layers_alone() -> None:
-    mixed = mixture()
-    alone = [mixture(first_k_dense_replace=k) for k in (0, 4)]
-    for of in (
-        lambda m: step(m).decode(32).step_s(20_000),
-        lambda m: forward_flops(m, [500, 700]),
-        lambda m: m.parameters,
-        lambda m: (
-            TrainCost(m, H100, NoTime(), TrainStrategy(dp=8, zero_stage=3), TrainEfficiency(flop=0.5))
-            .train_s([500] * 16)
-            .total_s
-        ),
-        lambda m: call_bytes(m, TrainStrategy(recompute="none"), 1000, backward=True)["activations"],
-    ):
-        low, high = sorted(map(of, alone))
-        assert of(mixed) == pytest.approx((low + high) / 2, rel=1e-9)
-
-
-class NoTime:
-    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
-        return 0.0
-
-
 def parts_of(kind: str, **words: Any) -> Model:
     """Four layers of one kind of nemotron_h's, behind one of attention."""
     sizes = {"mamba_num_heads": 32, "moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
@@ -589,7 +437,7 @@ def test_training_of_layers_that_are_one_part() -> None:
         flops = 2 * (sum(layer.active_weights for layer in shape.layers) + 32000 * 1024)
         flops += sum(attention_work(layer.attention).token_flops for layer in shape.layers)
         assert forward_flops(shape, [100]) == pytest.approx(100 * flops + 4 * 2048 * 100 * 101 / 2)
-        cost = TrainCost(shape, H100, NoTime(), TrainStrategy(dp=8, zero_stage=3), TrainEfficiency(flop=0.5))
+        cost = TrainCost(shape, H100, Talk(), TrainStrategy(dp=8, zero_stage=3), TrainEfficiency(flop=0.5))
         assert cost.train_s([500] * 16).total_s > 3 * 1000 * flops / H100.gpu.bf16_flop_per_s
 
 
@@ -599,7 +447,7 @@ def test_bytes_of_training_layers_that_are_one_part() -> None:
     bytes_alone = H100.model_copy(update={"gpu": H100.gpu.model_copy(update={"bf16_flop_per_s": 1e30})})
 
     def forward_bytes(kind: str) -> float:
-        cost = TrainCost(parts_of(kind), bytes_alone, NoTime(), TrainStrategy(), efficiency)
+        cost = TrainCost(parts_of(kind), bytes_alone, Talk(), TrainStrategy(), efficiency)
         return cost.forward_s([tokens]).compute_s * bandwidth
 
     norm_and_addition = (2 + 3) * 1024
@@ -613,13 +461,15 @@ def test_bytes_of_training_layers_that_are_one_part() -> None:
 
 
 def test_communication_of_training_layers_that_are_one_part() -> None:
-    class OneSecond:
-        def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
-            return 1.0 if op in ("all_gather", "reduce_scatter", "all_to_all") else 0.0
-
     def talk_s(kind: str, **words: Any) -> float:
         strategy = TrainStrategy(dp=2, tp=2, sequence_parallel=True, zero_stage=0, ep=2 if kind == "E" else 1)
-        cost = TrainCost(parts_of(kind, **words), H100, OneSecond(), strategy, TrainEfficiency(flop=0.5))
+        cost = TrainCost(
+            parts_of(kind, **words),
+            H100,
+            Talk(all_gather=1.0, reduce_scatter=1.0, all_to_all=1.0),
+            strategy,
+            TrainEfficiency(flop=0.5),
+        )
         return cost.forward_s([512, 512]).communication_s
 
     assert talk_s("-") == 5 * 2  # each layer gathers and scatters once
@@ -640,29 +490,17 @@ def test_sparse_attention_reads_what_its_index_chooses() -> None:
     assert 0 < index_s < attention[0]
     grows = (keys[2] - keys[1]) / (attention[2] - attention[1])
     assert grows == pytest.approx((128 + 4 + 8) / (2 * 576), rel=0.05)  # bytes of a token, of one and the other
-    (_, latent), (_, index) = cost._attentions
+    (_, latent), _ = cost._attentions
     assert latent.prefill_s([(2048, 0)]) == pytest.approx(other._attentions[0][1].prefill_s([(2048, 0)]), rel=1e-12)
-    later = [latent.prefill_s([(4096, prior)]) for prior in (2**16, 2**17)]
-    assert later[0] == pytest.approx(later[1], rel=0.02)
-    assert index.prefill_s([(4096, 2**17)]) == pytest.approx(2 * index.prefill_s([(4096, 2**16)]), rel=0.05)
-    cost.prefill_s([Chunk(1000, 0)])
-    assert "sparse_attention" in " ".join(cost.lookups().note())
     work = attention_work(sparse.layers[0].attention).pair_flops
     assert work - attention_work(dense.layers[0].attention).pair_flops == 2 * 64 * 128
 
 
 def test_what_no_table_has_is_named() -> None:
-    def note(name: str, tp: int) -> str:
-        kernels = step(load_model(name), tp)
-        kernels.decode(8).step_s(8 * 1000)
-        kernels.prefill_s([Chunk(1000, 0)])
-        return " ".join(kernels.lookups().note())
-
-    assert "linear_attention 1 (e.g. a roofline, not measured)" in note("qwen3-next-80b-a3b", 4)
-    nano = note("nemotron-3-nano-30b-a3b", 4)
-    assert "state_space 1 (e.g. a roofline, not measured)" in nano
-    assert "experts" not in nano
-    assert "linear_attention" not in note("gpt-oss-20b", 4)
+    kernels = step(load_model("qwen3-next-80b-a3b"), 4)
+    kernels.decode(8).step_s(8 * 1000)
+    kernels.prefill_s([Chunk(1000, 0)])
+    assert "linear_attention 1 (e.g. a roofline, not measured)" in " ".join(kernels.lookups().note())
     kernels = step(load_model("nemotron-nano-9b-v2"), 4)
     kernels.prefill_s([Chunk(1000, 0)])  # a prompt alone
     with pytest.raises(CalibrationError, match="state_space"):
@@ -692,17 +530,8 @@ def test_pages_of_a_latent_are_whole_on_every_gpu() -> None:
 
 
 def experiment(name: str, cap: int, **trace: Any) -> dict[str, Any]:
-    return {
-        "name": "x",
-        "cluster": "8xh100",
-        "calibration": "h100-sglang",
-        "model": name,
-        "trace": {"fixed": cap, "cap": cap, "default_prompt_tokens": 96, **trace},
-        "workflow": {"prompts": 2, "responses": 2, "steps": 1},
-        "seeds": 1,
-        "training": {"offload": True},
-        "systems": [{"verl": {"tp": 8}}],
-    }
+    told = {"calibration": "h100-sglang", "model": name, "training": {"offload": True}}
+    return {**TINY, **told, "trace": {"fixed": cap, "cap": cap, "default_prompt_tokens": 96, **trace}}
 
 
 def test_a_window_that_no_sequence_outgrows_is_none() -> None:
@@ -711,14 +540,6 @@ def test_a_window_that_no_sequence_outgrows_is_none() -> None:
     assert shape.within(4096).attention.window_tokens is None
     assert check_experiment(experiment("gemma-2-9b", cap=4000)).runs == 1
     assert check_experiment(experiment("gemma-2-9b", cap=4001)).runs == 1
-
-
-def test_models_that_share_no_prefixes_say_so() -> None:
-    unshared = "responses to a prompt share no prefill"
-    assert any(unshared in note for note in check_experiment(experiment("gpt-oss-20b", cap=900)).notes)
-    assert not any(unshared in note for note in check_experiment(experiment("qwen3-8b", cap=900)).notes)
-    off = {**experiment("gpt-oss-20b", cap=900), "engine": {"enable_prefix_caching": False}}
-    assert not any(unshared in note for note in check_experiment(off).notes)
 
 
 def test_mxfp4_experts_need_a_calibration_that_has_them() -> None:

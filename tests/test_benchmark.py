@@ -33,18 +33,19 @@ def points(script: str, capsys: pytest.CaptureFixture[str], *given: tuple[Any, .
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_whole_system_from_yaml_to_tables() -> None:
-    result = results("rollpacker.py", "--quick")
-    assert result["steps"] == 5
-    assert result["responses"] == 4 * 160 * 10 + 128 * 8  # four short rounds and a long one
-    assert result["run_s"] > 0
-    assert result["peak_mb"] > 0
-
-
-def test_a_run_as_a_timeline() -> None:
-    result = results("timeline.py", "--quick", "--repeats", "1")
-    assert result["slices"] > 2 * 128 * 2  # prefill and decode of every response
-    assert result["events"] > result["slices"]
+@pytest.mark.parametrize(
+    ("command", "known"),
+    [
+        (
+            "rollpacker.py --quick",
+            {"steps": 5, "responses": 4 * 160 * 10 + 128 * 8},
+        ),  # four short rounds and a long one
+        pytest.param("timeline.py --quick --repeats 1", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_whole_system_from_yaml_to_tables_and_as_a_timeline(command: str, known: dict[str, int]) -> None:
+    result = results(*command.split())
+    assert result | known == result
     assert all(value > 0 for value in result.values())
 
 
@@ -59,15 +60,6 @@ def test_attacked_sweeps_lose_nothing() -> None:
 
 def test_quick_benchmark_ends_with_its_results_as_json() -> None:
     result = results("rollout.py", "--quick", "--repeats", "1")
-    assert result.keys() >= {
-        "engine_s",
-        "bare_s",
-        "ratio_to_bare_simpy",
-        "speedup_over_token_by_token",
-        "time_ratio_2x_responses",
-        "time_ratio_8x_tokens",
-        "peak_mb",
-    }
     assert all(value > 0 and math.isfinite(value) for value in result.values())
     # Jumping: a timeout for each response at most, and a few for the prefills of a replica, whatever the tokens.
     assert result["responses"] == 2 * 1_024
@@ -76,13 +68,13 @@ def test_quick_benchmark_ends_with_its_results_as_json() -> None:
 
 
 def test_growth_at_every_kind_of_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """The large models too, whose memory must hold what the engine keeps."""
+    """A large model too, whose memory must hold what the engine keeps."""
     scale = runpy.run_path(str(BENCHMARKS / "scale.py"))
-    small = [(system, gpus, responses // 4) for system, gpus, responses in scale["QUICK"] if responses < 4_096]
-    found = points("scale.py", capsys, *small)
-    assert {point["system"] for point in found} == {*scale["SYSTEMS"], *scale["LARGE"]}
+    systems = [*scale["SYSTEMS"], "235b-h100"]
+    given = [(system, 256, 640) if system in scale["LARGE"] else (system, 64, 128) for system in systems]
+    found = points("scale.py", capsys, *given)
+    assert [point["system"] for point in found] == systems
     assert all(point["cpu_s"] > 0 < point["peak_mb"] for point in found)
-    assert len(results("scale.py", "--quick", "--system", "verl", "--most", "2048")) == 1
 
 
 def test_growth_with_the_steps_of_asynchronous_systems(capsys: pytest.CaptureFixture[str]) -> None:

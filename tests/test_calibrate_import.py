@@ -167,52 +167,22 @@ def test_releases_sort_as_releases() -> None:
     assert sorted(sorted(names), key=version_key) == names
 
 
-def spoil(systems: Path, table: str, change: object) -> Path:
+def spoil(systems: Path, table: str, change: str) -> Path:
+    """Changes a table by an assignment of pandas."""
     path = next(systems.rglob(f"{table}.parquet"))
-    change(pd.read_parquet(path)).to_parquet(path)  # type: ignore[operator]
+    pd.read_parquet(path).eval(change, engine="python").to_parquet(path)
     return path
 
 
-@pytest.mark.parametrize(
-    ("table", "change", "words"),
-    [
-        (
-            "gemm_perf",
-            lambda t: t.assign(latency=t.latency / 1e3),
-            ["row ", "times faster", "expected in milliseconds", "longer unit"],
-        ),
-        (
-            "gemm_perf",
-            lambda t: t.assign(latency=t.latency * 1e3),
-            ["of the GPU's peak", "expected in milliseconds", "shorter unit"],
-        ),
-        ("gemm_perf", lambda t: t.head(0), ["no rows"]),
-        (
-            "gemm_perf",
-            lambda t: t.rename(columns={"latency": "latency_ms"}),
-            ["no column 'latency'", "did you mean 'latency_ms'"],
-        ),
-        ("gemm_perf", lambda t: t.assign(latency=t.latency.where(t.index != 3)), ["row 4", "latency is nan"]),
-        ("gemm_perf", lambda t: t.assign(latency=t.latency.where(t.index != 5, -1.0)), ["row 6", "latency is -1.0"]),
-        ("gemm_perf", lambda t: t.assign(latency=t.latency.where(t.index != 5, 0.0)), ["row 6", "positive"]),
-        ("gemm_perf", lambda t: t.assign(gemm_dtype="int4"), ["no rows with gemm_dtype", "int4"]),
-        ("gemm_perf", lambda t: t.assign(device="NVIDIA A100-SXM4-80GB"), ["measured on NVIDIA A100", "h100-sxm"]),
-        ("generation_attention_perf", lambda t: t.assign(latency=t.latency / 1e3), ["longer unit"]),
-        (
-            "custom_allreduce_perf",
-            lambda t: t.assign(message_size=t.message_size * 2),
-            ["times the rate of the link", "expected in elements", "another unit"],
-        ),
-    ],
-)
-def test_aiconfigurator_broken_tables(systems: Path, table: str, change: object, words: list[str]) -> None:
+@cases("calibrate_import", "aiconfigurator broken tables")
+def test_aiconfigurator_broken_tables(systems: Path, table: str, change: str, words: list[str]) -> None:
     path = spoil(systems, table, change)
     with refused(str(path), *words):
         gpu_read(systems)
 
 
 def test_aiconfigurator_single_faults_are_left_out_and_noted(systems: Path) -> None:
-    spoil(systems, "gemm_perf", lambda t: t.assign(latency=t.latency.where(t.index != 44, 1e-5)))
+    spoil(systems, "gemm_perf", "latency = latency.where(index != 44, 1e-5)")
     read = gpu_read(systems)
     assert len(read.table("gemm")) == 44
     assert "gemm_perf.parquet: 1 rows far beyond the GPU's peak rates are left out" in read.notes
@@ -296,15 +266,8 @@ def nccl_json(program: str = "all_reduce", gpus: int = 8, processes: int = 1) ->
         time = 12.0 + size / 250e3
         alg = size / time / 1e3
         body = {"time": time, "alg_bw": alg, "bus_bw": alg * ratio, "nwrong": 0.0}
-        one = {
-            "size": size,
-            "count": size // 4,
-            "type": "float",
-            "redop": "sum",
-            "root": "    -1",
-            "out_of_place": body,
-        }
-        results.append({**one, "in_place": body, "actual_iterations": 20, "experiment_name": "AllReduce"})
+        one = {"size": size, "count": size // 4, "type": "float", "redop": "sum", "root": "    -1"}
+        results.append({**one, "out_of_place": body, "in_place": body, "actual_iterations": 20})
     return {
         "version": 2,
         "start_time": "2026-11-21 05:00:00",
@@ -337,13 +300,16 @@ def test_nccl_tests_text(tmp_path: Path) -> None:
 
 
 def test_nccl_tests_several_tests_in_a_file_and_prefixes(tmp_path: Path) -> None:
-    """mpirun and srun put the rank before every line, and NCCL its messages between them."""
+    """mpirun and srun put the rank before every line, `mpirun --tag-output` also before what the process wrote later of
+    it, and NCCL its messages between them."""
     noise = "node0:21:21 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>\n"
     both = noise + nccl_text("all_gather", 4) + noise + nccl_text("sendrecv", 2)
-    for prefix in ("", "[1,0]<stdout>:", " 0: "):
-        text = "".join(f"{prefix}{line}\n" for line in both.splitlines())
-        table = nccl_read(tmp_path, text).table("collective")
-        assert set(zip(table.op, table.gpus, strict=True)) == {("all_gather", 4), ("send_recv", 2)}
+    plain = nccl_read(tmp_path, both).table("collective")
+    assert set(zip(plain.op, plain.gpus, strict=True)) == {("all_gather", 4), ("send_recv", 2)}
+    for tag in ("[0] ", "[1,0]<stdout>:", " 0: "):
+        for later in ("", tag.strip()):
+            lines = [tag + line.replace(" -1  ", f" -1{later}  ") for line in both.splitlines()]
+            assert nccl_read(tmp_path, "\n".join(lines)).table("collective").equals(plain)
 
 
 def test_nccl_tests_older_header_without_root(tmp_path: Path) -> None:
@@ -355,32 +321,17 @@ def test_nccl_tests_older_header_without_root(tmp_path: Path) -> None:
     assert len(table) >= 9
 
 
-@pytest.mark.parametrize(("gpus", "processes"), [(8, 1), (8, 8), (2, 1)])
+@pytest.mark.parametrize(("gpus", "processes"), [(2, 1), (8, 8)])
 def test_nccl_tests_json(tmp_path: Path, gpus: int, processes: int) -> None:
     table = nccl_read(tmp_path, json.dumps(nccl_json(gpus=gpus, processes=processes)), "r.json").table("collective")
     assert set(table.gpus) == {gpus}
     assert table.query("bytes == 2**28").seconds.item() == pytest.approx(12e-6 + 2**28 / 250e9)
 
 
-def test_nccl_tests_tagged_lines(tmp_path: Path) -> None:
-    """`mpirun --tag-output` puts the rank before a line, and before what the process wrote later of it."""
-    plain = nccl_read(tmp_path, nccl_text()).table("collective")
-    for tag in ("[0] ", "[1,0]<stdout>:", "0: "):
-        lines = [tag + line.replace(" -1  ", f" -1{tag.strip()}  ") for line in nccl_text().splitlines()]
-        assert nccl_read(tmp_path, "\n".join(lines)).table("collective").equals(plain)
-
-
 @pytest.mark.parametrize("program", ["all_reduce", "reduce_scatter"])
 def test_nccl_tests_without_a_name_are_told_by_their_bandwidths(tmp_path: Path, program: str) -> None:
     named = nccl_read(tmp_path, nccl_text(program)).table("collective")
     assert nccl_read(tmp_path, nccl_text(program, named=False), "log.txt").table("collective").equals(named)
-
-
-def test_nccl_tests_json_and_text_agree(tmp_path: Path) -> None:
-    text = nccl_read(tmp_path, nccl_text()).table("collective")
-    report = nccl_read(tmp_path, json.dumps(nccl_json()), "r.json").table("collective")
-    both = text.merge(report, on=["op", "gpus"]).query("bytes_x == 8**9 and bytes_y == 2**26")
-    assert np.allclose(both.seconds_x / both.bytes_x, both.seconds_y / both.bytes_y, rtol=0.1)
 
 
 def row_of(text: str, size: int) -> str:
@@ -442,11 +393,15 @@ def test_nccl_tests_of_no_use(tmp_path: Path) -> None:
 # Straight to a calibration --------------------------------------------------------------------------------------------
 
 
-def test_import_of_each_format_writes_a_calibration_and_its_chart(systems: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def test_import_of_each_format_writes_a_calibration_and_its_chart(systems: Path, tmp_path: Path, out: Path) -> None:
     log = tmp_path / "all_reduce.txt"
     log.write_text(nccl_text())
-    out = tmp_path / "out"
-    out.mkdir()
     for name, path in zip(FORMATS, (systems, log), strict=True):
         path = import_calibration(name, [path], gpu="h100-sxm", engine="vllm", base="h100-sxm-vllm", name=name, out=out)
         calibration = load_calibration(path)
@@ -455,23 +410,12 @@ def test_import_of_each_format_writes_a_calibration_and_its_chart(systems: Path,
         assert any(note.startswith("not measured, from h100-sxm-vllm") for note in calibration.provenance.notes)
     names = sorted(path.name for path in out.iterdir())
     assert names == sorted(f"{name}{suffix}" for name in FORMATS for suffix in (".yaml", ".html"))
-
-
-def test_import_of_collectives_changes_collectives_alone(tmp_path: Path) -> None:
-    log = tmp_path / "all_reduce.txt"
-    log.write_text(nccl_text())
-    path = import_calibration("nccl-tests", [log], gpu="h100-sxm", engine="vllm", base="h100-vllm", out=tmp_path)
-    calibration = load_calibration(path)
-    assert path.name == "h100-sxm-vllm.yaml"
-    assert calibration.operators == H100.operators
+    assert calibration.operators == H100.operators  # the log changes collectives alone
     assert calibration.collectives.nccl["all_reduce"][8] != H100.collectives.nccl["all_reduce"][8]
     assert calibration.collectives.nccl["all_reduce"][2] == H100.collectives.nccl["all_reduce"][2]
 
 
-def test_import_refuses_and_writes_nothing(systems: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-
+def test_import_refuses_and_writes_nothing(systems: Path, tmp_path: Path, out: Path) -> None:
     def run(format_name: str = "aiconfigurator", gpu: str = "h100-sxm", engine: str = "vllm", **more: object) -> None:
         import_calibration(format_name, [systems], gpu=gpu, engine=engine, **{"out": out, **more})  # type: ignore[arg-type]
 

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import signal
-import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,26 +12,21 @@ import pytest
 from conftest import cases
 from typer.testing import CliRunner
 
-import rlsim
 from rlsim.calibrate.measure import journal as journal_module
 from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing, measure, timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
-from rlsim.calibrate.measure.host import MachineFacts, shape_hash
+from rlsim.calibrate.measure.host import MachineFacts
 from rlsim.calibrate.measure.journal import ATTEMPTS, Journal, Point, Result, counts, read_journal, run_suite
 from rlsim.calibrate.measure.plan import FIRST, GridSetup, coarse_to_fine, contexts, doublings, level, plan
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cli import app
-from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.operators import gemm_of
-from rlsim.cost.roofline import RooflineStep, step_cost
-from rlsim.cost.served import ServedStep
-from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
-from rlsim.models import Model, load_model
+from rlsim.models import Model
 from rlsim.precision import PRECISIONS
 from rlsim.schema import load
 
@@ -121,20 +110,6 @@ def test_short_calls_are_timed_in_batches_unless_each_is_taken_back(
     found = measure(run, device="cpu", effort=Effort(1, min_repeats=3, min_time_s=0.0), undo=undo, calls=2, now=now)
     assert found.seconds == pytest.approx(0.5e-6)
     assert now.at == pytest.approx((1 + 3 * batch) * 1e-6, rel=0.01)  # batches of 200 us
-
-
-def test_measure_stops_at_its_time_but_not_before_three_repeats() -> None:
-    now, run = ticking(10.0)
-    assert measure(run, device="cpu", now=now).repeats == 3
-
-
-def test_what_several_call_together_is_called_as_often_as_suits_the_slowest() -> None:
-    now, run = ticking(0.01)
-    effort = Effort(1, min_repeats=5, min_time_s=0.1, max_time_s=1.0)
-    repeats = [
-        measure(run, device="cpu", effort=effort, slowest=lambda _, s=s: s, now=now).repeats for s in (0.01, 1.0)
-    ]
-    assert repeats == [10, 3]
 
 
 def test_noisy_is_by_the_spread() -> None:
@@ -233,15 +208,6 @@ def test_coarse_to_fine_visits_ends_then_middles() -> None:
     assert doublings(4, 16, 2) == [4, 6, 8, 11, 16]
 
 
-def test_contexts_have_their_mean_and_maximum() -> None:
-    assert contexts(4, 10, 10) == [10, 10, 10, 10]
-    lengths = contexts(5, 10, 20)
-    assert max(lengths) == 20
-    assert sum(lengths) == 50
-    with pytest.raises(CalibrationError, match="1 sequences cannot have -5 tokens"):
-        contexts(2, 10, 25)
-
-
 def test_operands_are_as_cold_as_in_a_step() -> None:
     bench = Bench("cpu", "float32", tiny(num_hidden_layers=4), 1, cache_bytes=32e6, effort=Effort())
     weights = rollout_weight_bytes(bench.model, 1)
@@ -274,26 +240,6 @@ def test_the_plan_has_every_operator_once_within_bounds() -> None:
     assert alone == set(FIRST) - {"collective", "reshard", "migrate", "control", "graph_capture"}
     small = plan(replace(setup, longest_call_s=0.001))
     assert sum(point.operator == "gemm" for point in small) < len(rows["gemm"])
-
-
-def test_every_round_of_the_plan_covers_the_whole_range() -> None:
-    """The first round has the first points of every operator; the decoder of a TP is built once a round."""
-    points = plan(GridSetup("cuda", tiny(dtype_bytes=2), (1, 2), 2, 80e9, 0.05))
-    order = [point.operator for point in points]
-    first = order[: order.index("control") + 2]
-    assert {operator: first.count(operator) for operator in ("gemm", "copy", "migrate")} == {
-        "gemm": FIRST["gemm"], "copy": FIRST["copy"], "migrate": FIRST["migrate"]
-    }  # fmt: skip
-    degrees = [point.row()["tp"] for point in points if point.operator == "decode_step"]
-    assert [tp for tp, _ in itertools.groupby(degrees[: 6 * FIRST["decode_step"]])] == [1, 2, 1, 2]
-    contexts_first = {point.row()["context"] for point in points[: order.index("prefill_attention")]
-                      if point.operator == "decode_attention"}  # fmt: skip
-    assert {16, 2**17} <= contexts_first
-
-
-def test_the_whole_plan_grows_with_the_call_allowed() -> None:
-    setups = [GridSetup("cuda", tiny(dtype_bytes=2), (1,), 1, 80e9, seconds) for seconds in (0.001, 0.01, 0.1)]
-    assert len(plan(setups[0])) < len(plan(setups[1])) < len(plan(setups[2]))
 
 
 GEMMS = [gemm(m) for m in range(1, 41)]
@@ -358,17 +304,6 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
     assert len(journal.path.read_text().splitlines()) == 1 + 25
 
 
-def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
-    def outcome(point: Point, attempt: int) -> tuple[float, Timing]:
-        if point == gemm(6):
-            raise KeyboardInterrupt
-        return 1.0, GOOD
-
-    with pytest.raises(KeyboardInterrupt):
-        suite(tmp_path, outcome)
-    assert len(read_journal(tmp_path / "j.jsonl").results) == 5
-
-
 # What is written about the machine ------------------------------------------------------------------------------------
 
 
@@ -400,19 +335,7 @@ def test_a_known_gpu_keeps_its_data_sheet(tmp_path: Path) -> None:
     assert load(tmp_path / "cluster.yaml", Cluster).gpu == cluster.gpu
 
 
-def test_a_shape_is_told_by_what_matters() -> None:
-    assert shape_hash(tiny()) == shape_hash(tiny(name="other", title="x"))
-    assert shape_hash(tiny()) != shape_hash(tiny(num_hidden_layers=3))
-
-
 # The command ----------------------------------------------------------------------------------------------------------
-
-
-def model_file(folder: Path) -> Path:
-    path = folder / "tiny" / "config.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(TINY))
-    return path
 
 
 @cases("calibrate_measure", "mistakes are named")
@@ -428,82 +351,3 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(app, ["calibrate", "--device", "cpu"])
     assert result.exit_code != 0
     assert "pip install 'rlsim[gpu]'" in str(result.exception)
-
-
-def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Real kernels in two processes, the first points of every operator. Noise is another test's matter: on a busy
-    machine half the points have it."""
-    pytest.importorskip("torch")
-    from rlsim.calibrate.measure import session
-
-    def first_points(setup: GridSetup) -> list[Point]:
-        enough = {"gemm": 9, "collective": 18, "decode_attention": 7, "prefill_attention": 6, "memory_bound": 5}
-        enough |= {"train_block": 4, "decode_step": 4}
-        seen = Counter[str]()
-        kinds = [(point, f"{point.operator} {point.row().get('tp')}") for point in plan(setup)]
-        numbered = [(point, seen.update([kind]) or seen[kind]) for point, kind in kinds]
-        return [point for point, number in numbered if number <= enough.get(point.operator, 2)]
-
-    for limit in ("NOISY", "NOISY_ONCE"):
-        monkeypatch.setattr(journal_module, limit, float("inf"))
-    monkeypatch.setattr(session, "plan", first_points)
-    monkeypatch.setattr(session, "Effort", lambda **_: Effort(1, 3, 0.0, 0.01))
-    out = tmp_path / "out"
-    arguments = ["calibrate", "--device", "cpu", "--model", str(model_file(tmp_path)), "--tp", "1,2"]
-    result = CliRunner().invoke(app, [*arguments, "--budget", "300s", "--out", str(out)])
-    assert result.exit_code == 0, result.exception
-    assert "on points that its fits have not seen" in result.stdout
-    calibration = load_calibration(next(out.glob("cpu-*-torch.yaml")))
-    cluster, model = load(out / "cluster.yaml", Cluster), load_model(out / "model.yaml")
-    assert model.dtype_bytes == 4
-    assert calibration.gpu == cluster.gpu.name
-    for tp in (1, 2):
-        step = RooflineStep(model, tp, cluster, calibration)
-        assert 0.0 < step.decode(2).step_s(128) < step.decode(2).step_s(4096) < 1.0
-        assert 0.0 < step.prefill_s([Chunk(64, 0)]) < 1.0
-    assert isinstance(step_cost(model, 1, cluster, calibration), ServedStep)
-    experiment = {
-        "name": "own-machine",
-        "cluster": str(out / "cluster.yaml"),
-        "model": str(out / "model.yaml"),
-        "calibration": str(next(out.glob("cpu-*-torch.yaml"))),
-        "trace": {"path": "rollpacker-math", "cap": 64},
-        "workflow": {"prompts": 2, "responses": 2, "steps": 1},
-        "seeds": 1,
-        "systems": [{"verl": {"tp": [1, 2]}}, "pat"],
-    }
-    assert (rlsim.run(experiment).steps["step_time_s"] > 0).all()
-    journal = read_journal(out / "measurements.jsonl")
-    assert {point.operator for point in journal.results} >= {
-        "gemm",
-        "copy",
-        "decode_step",
-        "prefill_step",
-        "collective",
-    }
-    result = CliRunner().invoke(app, [*arguments[:-2], "--tp", "1", "--budget", "40s", "--out", str(out)])
-    assert "workers 2 (now 1)" in str(result.exception)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_without_measuring_anything_twice(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    journal = tmp_path / "out" / "measurements.jsonl"
-    command = [sys.executable, "-m", "rlsim", "calibrate", "--device", "cpu", "--model", str(model_file(tmp_path))]
-    command += ["--tp", "1", "--base", "a100-sxm-80gb-sglang", "--out", str(journal.parent), "--budget"]
-    process = subprocess.Popen([*command, "1h"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 60.0
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 20) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    before = read_journal(journal)
-    assert len(before.results) >= 19
-    subprocess.run([*command, f"{before.spent_s + 5.0}s"], check=True, capture_output=True, timeout=60.0)
-    after = read_journal(journal)
-    assert len(after.results) > len(before.results)
-    assert {point: after.results[point] for point in before.results} == before.results
-    assert len(journal.read_text().splitlines()) == 1 + len(after.results), "no point twice"

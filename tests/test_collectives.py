@@ -58,27 +58,6 @@ def test_all_reduce_takes_the_faster_of_nccl_and_the_engines_own() -> None:
     assert c.time_s("all_reduce", 1e7, 8) == pytest.approx(20e-6 + 1e7 / 50e9)
 
 
-def test_derived_operations() -> None:
-    c = Collectives(FITS, REFERENCE, cluster())
-    assert c.time_s("send_recv", 5e5, 2) == pytest.approx(c.time_s("all_gather", 1e6, 2))
-    assert c.time_s("broadcast", 7e5, 8) == pytest.approx(c.time_s("all_gather", 8e5, 8))
-
-
-def test_gpu_counts_between_the_measured_ones() -> None:
-    c = Collectives(FITS, REFERENCE, cluster())
-    two, four, eight = (c.time_s("all_gather", 1e6, n) for n in (2, 4, 8))
-    assert four == pytest.approx((two + eight) / 2)
-
-
-def test_a_slower_link_stretches_all_but_the_latency() -> None:
-    fast, slow = Collectives(FITS, REFERENCE, cluster()), Collectives(FITS, REFERENCE, cluster(intra=50e9))
-    latency = fast.time_s("all_gather", 1e3, 8)
-    assert slow.time_s("all_gather", 1e3, 8) == pytest.approx(latency)
-    assert slow.time_s("all_gather", 1e7, 8) - latency == pytest.approx(
-        2 * (fast.time_s("all_gather", 1e7, 8) - latency)
-    )
-
-
 def test_across_two_nodes_by_hand() -> None:
     """A tree: along seven GPUs and to the other node, at 2 us of the link and 3 us, and back. Of many bytes a node's
     own all-reduce takes longer than an eighth of them over a GPU's port, 50 GB/s at 50%: what is longer counts."""
@@ -101,15 +80,6 @@ def test_middling_messages_ramp_up() -> None:
         assert ramped.time_s("send_recv", size, 2, nodes=2) == pytest.approx(10e-6 * (1 + x + 3 * x**0.5))
 
 
-def test_a_shared_port_is_shared() -> None:
-    own, shared = (
-        Collectives(FITS, REFERENCE, cluster(nodes=2)),
-        Collectives(FITS, REFERENCE, cluster(nodes=2, shared=8)),
-    )
-    assert shared.time_s("all_reduce", 1e8, 16, nodes=2) > own.time_s("all_reduce", 1e8, 16, nodes=2)
-    assert shared.time_s("send_recv", 1e8, 2, nodes=2) == own.time_s("send_recv", 1e8, 2, nodes=2)
-
-
 def test_deepep_across_nodes() -> None:
     """The authors' dispatch and combine of 128 tokens on H800 (docs/legacy.md of DeepEP): fitted to 16 GPUs, the others
     predicted."""
@@ -129,11 +99,11 @@ def test_mistakes_are_named() -> None:
         c.time_s("all_reduce", 1.0, 16, nodes=2)
 
 
-@pytest.mark.parametrize("name", ["h100-sglang", "a100-trtllm", "l40s-vllm", "a40-vllm"])
+@pytest.mark.parametrize("name", ["a100-trtllm", "l40s-vllm"])
 def test_fitted_collectives_grow_with_bytes(name: str) -> None:
     calibration = load_calibration(name)
-    clusters = {"h100-sxm": "8xh100", "a100-sxm-80gb": "8xa100", "l40s": "8xl40s", "a40": "8xa40"}
-    c = Collectives(calibration.collectives, calibration.reference, load_cluster(clusters[calibration.gpu]))
+    cluster = load_cluster(f"8x{name.partition('-')[0]}")
+    c = Collectives(calibration.collectives, calibration.reference, cluster)
     for op in OPERATIONS:
         for gpus in (2, 4, 8):
             times = [c.time_s(op, 2.0**e, gpus) for e in range(6, 34)]

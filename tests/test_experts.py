@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,20 +18,18 @@ import rlsim
 from rlsim.calibrate.fit.experts import LEFT_OUT, calls_of, kernel_exchange, kernel_experts
 from rlsim.calibrate.importers.experts import W4A8, _balanced, _power_law, _serves_gpt_oss, exchanges, experts
 from rlsim.cost.calibration import HostFit, Reference, load_calibration
-from rlsim.cost.collectives import Collectives, exchanged_bytes
+from rlsim.cost.collectives import Collectives
 from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, expert_load
 from rlsim.cost.fits import Correction, ExpertsFit
-from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
+from rlsim.cost.memory import rollout_memory
 from rlsim.cost.operators import Operators
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CapacityError, ConfigError, RlsimError
-from rlsim.experiment.run import check_experiment
 from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft
-from rlsim.layers import Experts
 from rlsim.models import load_model
 from rlsim.validate.parts import kernel_folder
 from tests.test_frameworks import nemo, verl
@@ -85,12 +83,6 @@ def test_balanced_experts_hit_their_share_of_every_gpu() -> None:
         assert (eighth.experts, eighth.selections, whole.parallel, eighth.parallel) == (16, 8 * tokens, 0, 1)
 
 
-def test_blocks_of_few_rows_are_one_for_each_expert_and_half_empty_beyond() -> None:
-    few, many = expert_load(1, 128, 8), expert_load(16_384, 128, 8)
-    assert few.blocks == pytest.approx([8] * len(BLOCK_ROWS))
-    assert many.blocks[-1] == pytest.approx(128 * (1024 / 128 + 0.5))
-
-
 @given(st.integers(1, 5000), st.sampled_from([1, 2, 8, 32]), st.floats(0, 3))
 def test_a_popular_expert_makes_one_gpu_busier_and_fewer_experts_hit(tokens: int, ep: int, exponent: float) -> None:
     even, skewed = expert_load(tokens, 128, 8, ep), expert_load(tokens, 128, 8, ep, exponent)
@@ -104,11 +96,6 @@ def test_popularity_nears_equal_shares_without_a_jump(ep: int) -> None:
     even, almost = expert_load(64, 128, 8, ep), expert_load(64, 128, 8, ep, 1e-9)
     assert (almost.rows, almost.hit) == pytest.approx((even.rows, even.hit), rel=1e-8)
     assert almost.blocks == pytest.approx(even.blocks, rel=1e-8)
-
-
-def test_no_expert_is_chosen_more_than_once_by_a_token() -> None:
-    assert expert_load(10, 8, 8, 1, 2.0).rows == pytest.approx(80)
-    assert expert_load(10, 4, 2, 4, 4.0).rows <= 10 + 1e-9
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
@@ -170,31 +157,7 @@ def test_blocks_that_follow_from_the_mean_rows_of_an_expert(tokens: float, which
     assert {name: seconds for name, seconds in found.items() if seconds} == own
 
 
-@pytest.mark.parametrize("name", ["h100-sglang", "h100-vllm", "h200-vllm"])
-def test_more_tokens_never_take_much_less(name: str) -> None:
-    calibration = load_calibration(name)
-    if not calibration.operators.experts:
-        pytest.skip("no mixture in this calibration")
-    for layout in (ReplicaLayout(), ALL_EIGHT):
-        step = RooflineStep(MODEL, 8, NODE, calibration, layout)
-        most = 0.0
-        for tokens in [*range(1, 64), *range(64, 8192, 96)]:
-            time = step.breakdown(tokens, tokens)["products"]
-            assert time > 0.9 * most  # blocks and default blocks make small steps down
-            most = max(most, time)
-
-
 # Replicas -------------------------------------------------------------------------------------------------------------
-
-
-def test_experts_dealt_to_gpus_weigh_what_cut_ones_do() -> None:
-    cut, dealt = (rollout_weight_bytes(MODEL, 8, layout=layout) for layout in (ReplicaLayout(), ALL_EIGHT))
-    assert dealt == cut
-    grouped = rollout_weight_bytes(MODEL, 8, layout=IN_GROUPS)
-    mlp = MODEL.layers[0].mlp
-    assert isinstance(mlp, Experts)
-    all_experts = MODEL.num_hidden_layers * 3 * 128 * 768 * 2048 * 2
-    assert grouped == pytest.approx(MODEL.weight_bytes - all_experts * 7 / 8, rel=1e-3)
 
 
 def test_groups_share_the_sequences_and_have_pages_of_their_own() -> None:
@@ -249,12 +212,6 @@ def test_experts_cut_and_dealt_gather_and_scatter_what_groups_have() -> None:
     assert parts["all_reduce"] == pytest.approx(49 * links.time_s("all_reduce", 50 * 4096, 4))
 
 
-def test_bytes_of_an_exchange() -> None:
-    each, once = exchanged_bytes(10, 8, 100, 8)
-    assert each == 8000
-    assert once == pytest.approx(1000 * 8 * (1 - (7 / 8) ** 8))
-
-
 def test_tensor_parallelism_over_nodes_uses_the_links_between_them() -> None:
     one, two = (RooflineStep(MODEL, tp, NODES, CALIBRATION) for tp in (4, 16))
     with pytest.raises(ConfigError, match="TP 12 does not divide"):
@@ -268,15 +225,14 @@ def test_tensor_parallelism_over_nodes_uses_the_links_between_them() -> None:
 
 
 def test_layouts_that_cannot_be_are_one_clear_message() -> None:
-    for layout, gpus, message in (
-        (ReplicaLayout(ep=3), 8, "engine.ep 3 does not divide the 8 GPUs of a replica"),
-        (ReplicaLayout(attention_dp=16), 8, "engine.data_parallel_attention 16 does not divide the 8 GPUs"),
-        (ReplicaLayout(ep=256), 256, "engine.ep 256 does not divide the 128 experts of qwen3-30b-a3b"),
+    for layout, model, gpus, message in (
+        (ReplicaLayout(ep=3), MODEL, 8, "engine.ep 3 does not divide the 8 GPUs of a replica"),
+        (ReplicaLayout(attention_dp=16), MODEL, 8, "engine.data_parallel_attention 16 does not divide the 8 GPUs"),
+        (ReplicaLayout(ep=256), MODEL, 256, "engine.ep 256 does not divide the 128 experts of qwen3-30b-a3b"),
+        (ALL_EIGHT, DENSE, 8, "engine.ep 8: qwen3-8b has no experts"),
     ):
         with pytest.raises(ConfigError, match=message):
-            layout.check(MODEL, gpus)
-    with pytest.raises(ConfigError, match=r"engine.ep 8: qwen3-8b has no experts"):
-        ALL_EIGHT.check(DENSE, 8)
+            layout.check(model, gpus)
     costs = RolloutCostModel(MODEL, NODE, CALIBRATION, layout=ALL_EIGHT)
     with pytest.raises(ConfigError, match="TP 8 cannot become TP 4 during a run"):
         costs.switch(8, 8, 4, [], 8, "migrate", first_use=False)
@@ -306,17 +262,15 @@ def test_only_kernels_that_engines_run_for_gpt_oss_count_as_mxfp4() -> None:
     assert not _serves_gpt_oss(w4a16, "sglang_marlin_moe_situ_as_silu", 1)
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
-def test_sglang_serves_gpt_oss_on_one_hopper_with_the_kernels_that_vllm_runs(gpu: str) -> None:
+def test_sglang_serves_gpt_oss_on_one_hopper_with_the_kernels_that_vllm_runs() -> None:
     """The weights of its 128 experts take 0.4 ms from H100's memory in MXFP4; as bf16 they took 2.2 ms."""
-    sglang, vllm = (load_calibration(f"{gpu}-{engine}").operators for engine in ("sglang", "vllm"))
+    sglang, vllm = (load_calibration(f"h100-{engine}").operators for engine in ("sglang", "vllm"))
     assert sglang.experts["mxfp4"] == vllm.experts["mxfp4"]
     assert sglang.parallel_experts["mxfp4"].kernel == "triton"
-    calibration = load_calibration(f"{gpu}-sglang")
-    assert any("triton_kernels" in note for note in calibration.provenance.notes)
-    assert calibration.residuals["experts_mxfp4"].note.startswith(f"of {gpu}-sxm-vllm, not measured here")
-    time_s = FusedExperts(sglang.experts["mxfp4"], calibration.reference, "mxfp4")(expert_load(128, 128, 4), 2880, 2880)
-    assert 3 * 128 * 2880**2 * 17 / 32 / calibration.reference.memory_bytes_per_s < time_s < 0.9e-3
+    assert any("triton_kernels" in note for note in CALIBRATION.provenance.notes)
+    assert CALIBRATION.residuals["experts_mxfp4"].note.startswith("of h100-sxm-vllm, not measured here")
+    time_s = FusedExperts(sglang.experts["mxfp4"], CALIBRATION.reference, "mxfp4")(expert_load(128, 128, 4), 2880, 2880)
+    assert 3 * 128 * 2880**2 * 17 / 32 / CALIBRATION.reference.memory_bytes_per_s < time_s < 0.9e-3
 
 
 def test_a_power_law_gives_every_choice_to_some_expert() -> None:
@@ -333,14 +287,12 @@ def test_a_power_law_gives_every_choice_to_some_expert() -> None:
 
 MEASURED = (kernel_folder(None) or Path("absent")) / "kernels/aiconfigurator"
 needs_tables = pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured kernel tables are not here (RLSIM_DATA)")
-B200 = Reference(bf16_flop_per_s=2.25e15, memory_bytes_per_s=8e12, sm_count=148, l2_bytes=126e6, link_bytes_per_s=9e11)
 
 
 @needs_tables
-@pytest.mark.parametrize(("gpu", "engine"), [("h100_sxm", "vllm/0.24.0"), ("b200_sxm", "sglang/0.5.14")])
-def test_models_that_no_fit_has_seen(gpu: str, engine: str) -> None:
-    ref = B200 if gpu == "b200_sxm" else CALIBRATION.reference
-    table = experts(MEASURED / gpu / "moe" / engine / "moe_perf.parquet", ref)
+def test_models_that_no_fit_has_seen() -> None:
+    ref = CALIBRATION.reference
+    table = experts(MEASURED / "h100_sxm/moe/vllm/0.24.0/moe_perf.parquet", ref)
     rows = table[table.precision.eq("bf16") & table.routing.eq("balanced")]
     found = kernel_experts(rows, ref)
     error = found.residuals["experts_bf16"]
@@ -351,11 +303,10 @@ def test_models_that_no_fit_has_seen(gpu: str, engine: str) -> None:
 
 
 @needs_tables
-@pytest.mark.parametrize(("gpu", "name"), [("h100_sxm", "h100-vllm"), ("b200_sxm", "b200-vllm")])
-def test_experts_without_a_gate_which_no_fit_has_seen(gpu: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_without_a_gate_which_no_fit_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsim.calibrate.importers.experts.UNGATED", set())
-    calibration = load_calibration(name)
-    table = experts(MEASURED / gpu / "moe/vllm/0.24.0/moe_perf.parquet", calibration.reference)
+    calibration = load_calibration("h100-vllm")
+    table = experts(MEASURED / "h100_sxm" / "moe/vllm/0.24.0/moe_perf.parquet", calibration.reference)
     for hidden, width in ((2048, 5120), (2688, 1856)):  # the second is Nemotron 3 Nano's
         cut = table.width.isin([width // tp for tp in (1, 2, 4, 8)])
         rows = table[table.hidden.eq(hidden) & cut & table.precision.eq("bf16") & table.routing.eq("balanced")]
@@ -378,79 +329,45 @@ def test_deepep_inside_a_node() -> None:
     assert links.exchange_s(128, 8, 2 * 7168, 8) == pytest.approx(float(pd.Series(own.seconds).median()), rel=0.2)
 
 
-@pytest.mark.parametrize("system", ["pat", "rollpacker"])
-@pytest.mark.parametrize("engine", [{"ep": 4}, {"data_parallel_attention": 4}])
-def test_a_check_tells_that_such_replicas_do_not_switch(system: str, engine: dict[str, int]) -> None:
-    data = {
-        "name": "x",
-        "cluster": "8xh100",
-        "calibration": "h100-sglang",
-        "model": "gpt-oss-20b",
-        "trace": {"fixed": 4000, "cap": 4000, "default_prompt_tokens": 96},
-        "workflow": {"prompts": 2, "responses": 2, "steps": 1},
-        "seeds": 1,
-        "training": {"offload": True},
-        "systems": [system],
-    }
-    assert check_experiment(data).runs == 1
-    with pytest.raises(ConfigError, match=f"'{system}': TP 4 cannot become TP 8 during a run: .* engine.ep"):
-        check_experiment({**data, "engine": engine})
-    assert check_experiment({**data, "engine": {"ep": 8}}).runs == 1  # there is one degree only
-
-
 # Configurations of other frameworks -----------------------------------------------------------------------------------
 
 
 def test_expert_parallelism_of_configurations(tmp_path: Path) -> None:
-    def engine(options: str, draft: Callable[..., Draft]) -> tuple[object, ...]:
-        data = draft(tmp_path, *options.split()).data()
+    def engine(draft: Callable[..., Draft], *options: str) -> tuple[object, ...]:
+        data = draft(tmp_path, *options).data()
         tp = next(iter(data["systems"][0]["use"][0].values()))["tp"]
-        names = [one["name"] for one in data["systems"]]
-        degrees = (data["engine"].get(name) for name in ("ep", "data_parallel_attention", "pp"))
-        return tp, *degrees, "pat" in names
+        return tp, *(data["engine"].get(name) for name in ("ep", "data_parallel_attention", "pp"))
 
     mixture, vllm = "policy.model_name=Qwen/Qwen3-30B-A3B", "policy.generation.vllm_cfg."
-    nemo_engine = partial(engine, draft=nemo)
-    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4") == (4, None, None, None, True)
-    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4 {vllm}expert_parallel_size=4") == (
-        4,
-        4,
-        None,
-        None,
-        False,
-    )
-    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=2 {vllm}expert_parallel_size=8") == (8, 8, 4, None, False)
-    assert nemo_engine(f"{vllm}tensor_parallel_size=2 {vllm}pipeline_parallel_size=2") == (4, None, None, 2, False)
+    for tp, ep, found in ((4, 4, (4, 4, None, None)), (2, 8, (8, 8, 4, None))):
+        degrees = f"{vllm}tensor_parallel_size={tp}", f"{vllm}expert_parallel_size={ep}"
+        assert engine(nemo, mixture, *degrees) == found
+    staged = f"{vllm}tensor_parallel_size=2", f"{vllm}pipeline_parallel_size=2"
+    assert engine(nemo, *staged) == (4, None, None, 2)
     with pytest.raises(ConfigError, match="no multiple of TP 4"):
-        nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4 {vllm}expert_parallel_size=6")
+        engine(nemo, mixture, f"{vllm}tensor_parallel_size=4", f"{vllm}expert_parallel_size=6")
     model, rollout = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.rollout."
-    script = f"{model} {rollout}expert_parallel_size=2 {rollout}data_parallel_size=2"
-    assert engine(script, verl) == (2, 2, 2, None, False)
-    staged = f"{rollout}tensor_model_parallel_size=2 {rollout}pipeline_model_parallel_size=2"
-    assert engine(staged, verl) == (4, None, None, 2, False)
+    assert engine(verl, model, f"{rollout}expert_parallel_size=2", f"{rollout}data_parallel_size=2") == (2, 2, 2, None)
 
 
-def test_a_replica_over_two_nodes_runs(tmp_path: Path) -> None:
-    text = """
-name: nodes
-cluster: 2x8xh100
-model: qwen3-30b-a3b
-calibration: h100-vllm
-trace: {fixed: 32, cap: 64}
-workflow: {algorithm: grpo, prompts: 4, responses: 4, steps: 1, reference: false}
-training: {backend: megatron, tp: 8, offload: true}
-seeds: 1
-systems: [verl: {tp: [8, 16]}]
-"""
-    (tmp_path / "nodes.yaml").write_text(text)
-    result = rlsim.run(tmp_path / "nodes.yaml")
+def test_a_replica_over_two_nodes_runs() -> None:
+    spec = {
+        **TINY,
+        "cluster": "2x8xh100",
+        "model": "qwen3-30b-a3b",
+        "trace": {"fixed": 32, "cap": 64},
+        "workflow": {"prompts": 4, "responses": 4, "steps": 1, "reference": False},
+        "training": {"backend": "megatron", "tp": 8, "offload": True},
+        "systems": [{"verl": {"tp": [8, 16]}}],
+    }
+    result = rlsim.run(spec)
     steps = result.steps.set_index("system")
     assert steps.loc["verl-tp16", "initial_tp"] == 16
     assert set(result.responses.groupby("system").replica.nunique()) == {1, 2}
     assert (steps.gen_time_s >= steps.gen_bound_s).all()
-    apart = rlsim.run(tmp_path / "nodes.yaml", overrides={"engine.ep": 8, "engine.data_parallel_attention": 8})
+    apart = rlsim.run(spec, overrides={"engine.ep": 8, "engine.data_parallel_attention": 8})
     assert len(apart.steps) == 2
     assert apart.steps.prefix_hit_tokens.sum() == 0 < result.steps.prefix_hit_tokens.sum()
     assert any("responses to a prompt share no prefill" in note for note in apart.notes)
     with pytest.raises(RlsimError, match="tp 12 does not divide the 8 GPUs of a node"):
-        rlsim.run(tmp_path / "nodes.yaml", overrides={"systems": [{"verl": {"tp": 12}}]})
+        rlsim.run(spec, overrides={"systems": [{"verl": {"tp": 12}}]})

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,13 +17,9 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.groups import Groups
 from rlsim.cost.layout import Layout
-from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import RlsimError
 from rlsim.experiment.result import Result
 from rlsim.hardware import load_cluster
-from rlsim.models import load_model
 
 TWO = load_cluster("2x8xh100")
 H100 = load_calibration("h100-sglang")
@@ -67,39 +64,16 @@ def test_a_group_of_eight_and_four_by_hand() -> None:
     assert even.time_s("all_gather", size, "shards") < groups.time_s("all_gather", size, "shards")
 
 
-def test_training_on_part_of_a_node_pays_the_network_only_across_nodes() -> None:
-    """Eight GPUs in one node, as four and four, and as seven and one."""
-    collectives = Collectives(H100.collectives, H100.reference, TWO)
-    model, strategy = load_model("llama-3.1-8b"), TrainStrategy(dp=8, zero_stage=1)
-    update_s = [
-        TrainCost(model, TWO, collectives, strategy, TrainEfficiency(flop=0.5), first).update_time().communication_s
-        for first in (0, 8, 4, 1)
-    ]
-    assert update_s[0] == update_s[1] < update_s[2] < update_s[3]
-
-
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 #: Clusters, GPUs of generation and of everything else.
-SPLITS = [
-    ("2x8xh100", (0, 11), (12, 15)),
-    ("2x8xh100", (4, 15), (0, 3)),
-    ("2x8xh100", (0, 3), (4, 15)),
-    ("8xh100", (0, 5), (6, 7)),
-    ("8xh100", (0, 4), (5, 7)),
-    ("4x8xh100", (0, 23), (24, 31)),
-    ("4x8xh100", (2, 21), (22, 31)),
-]
+SPLITS = [("2x8xh100", (0, 11), (12, 15)), ("8xh100", (0, 4), (5, 7)), ("4x8xh100", (2, 21), (22, 31))]
 
 
-def experiment(cluster: str, systems: list[Any], **changes: Any) -> Result:
-    return rlsim.run(
-        {
-            "name": "meshes", "cluster": cluster, "model": "qwen2.5-1.5b", "calibration": "h100-sglang",
-            "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "2K"}, "seeds": 1,
-            "workflow": {"prompts": 24, "responses": 4, "steps": 2}, "systems": systems, **changes,
-        }
-    )  # fmt: skip
+def experiment(cluster: str, systems: list[Any]) -> Result:
+    told = {"cluster": cluster, "model": "qwen2.5-1.5b", "calibration": "h100-sglang", "systems": systems}
+    trace = {"path": "deepscaler-llama-3.1-8b", "cap": "2K"}
+    return rlsim.run({**TINY, **told, "trace": trace, "workflow": {"prompts": 24, "responses": 4, "steps": 2}})
 
 
 def split(generate: tuple[int, int], rest: tuple[int, int], *others: Any, **training: Any) -> list[Any]:
@@ -136,16 +110,6 @@ def test_every_system_runs_on_any_gpus(cluster: str, generate: tuple[int, int], 
             assert all(after >= before - 1e-9 for (_, before), (after, _) in pairwise(sorted(held)))
 
 
-def test_a_static_rollout_is_the_same_however_its_replicas_lie() -> None:
-    """Twelve GPUs as eight and four, four and eight, and three times four: replicas of four know nothing of it."""
-    took = []
-    for cluster, generate, rest in (("2x8xh100", (0, 11), (12, 15)), ("2x8xh100", (4, 15), (0, 3)),
-                                    ("2x8xh100", (0, 11), (12, 15))):  # fmt: skip
-        result = experiment(cluster, split(generate, rest, {"verl": {"tp": 4}}))
-        took.append(result.steps["gen_time_s"].tolist())
-    assert took[0] == took[1] == took[2]
-
-
 def test_openrlhf_cuts_where_it_is_told() -> None:
     result = experiment("2x8xh100", [{"openrlhf": {"rollout": 0.75, "tp": "best"}}])
     assert set(result.spans.loc[result.spans["kind"] == "train", "gpu"]) <= set(range(12, 16))
@@ -158,10 +122,6 @@ def test_openrlhf_cuts_where_it_is_told() -> None:
         (
             split((0, 11), (12, 15), {"verl": {"tp": 8}}),
             "TP 8 does not divide the 4 GPUs of a node that generation has",
-        ),
-        (
-            split((0, 10), (11, 15), {"verl": {"tp": 2}}),
-            "TP 2 does not divide the 3 GPUs of a node that generation has",
         ),
         (split((0, 11), (12, 15), {"pat": {"start_tp": 3}}), "tp 3 does not divide the 8 GPUs of a node"),
         (split((0, 5), (6, 13), "pat", tp=4), "call old_log_prob has a TP 4 group on GPUs 6-9, on nodes 0 and 1 of 8"),

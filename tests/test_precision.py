@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import TINY
 from pydantic import ValidationError
 
-from rlsim.calibrate.fit.attention import attention_kernels
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
 from rlsim.calibrate.fit.kernels import operators_with
 from rlsim.calibrate.importers import aiconfigurator
-from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Calibration, Reference, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.fits import AttentionFit, OperatorFits, ProductFit, Tile
 from rlsim.cost.layout import Layout
-from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
-from rlsim.cost.operators import Operators
+from rlsim.cost.memory import kv_page_bytes
 from rlsim.cost.products import Products
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.strategy import TrainStrategy
@@ -30,7 +28,7 @@ from rlsim.cost.weight_sync import QUANTISING_BYTES
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.schema import Experiment
-from rlsim.hardware import load_cluster, load_gpu
+from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.precision import Precision, published_precision
 
@@ -100,9 +98,6 @@ def test_fits_name_each_precision_once() -> None:
 
 def test_attention_on_fp8_reads_half_the_bytes() -> None:
     known = quantised()
-    plain, halved = (Operators(known.on_kv(kv, latent=False).operators, known.reference) for kv in ("bf16", "fp8"))
-    context, fast = 4e6, plain.decode_attention_s(64, 1e6, 32, 8, 128)
-    assert fast < plain.decode_attention_s(64, context, 32, 8, 128)
     kernel = known.operators.decode_attention.heads[128].model_copy(update={"table": None})
     bare, bare8 = (
         operators_with(known.reference, decode_attention=AttentionFit(kv_precision=kv, heads={128: kernel}))
@@ -111,7 +106,6 @@ def test_attention_on_fp8_reads_half_the_bytes() -> None:
     times = [[o.decode_attention_s(64, t, 32, 8, 128) for t in (1e6, 2e6)] for o in (bare, bare8)]
     slow, quick = (high - low for low, high in times)
     assert slow == pytest.approx(2 * quick)
-    assert halved.decode_attention_s(64, context, 32, 8, 128) < plain.decode_attention_s(64, context, 32, 8, 128)
 
 
 def test_a_fit_finds_what_a_table_in_fp8_was_made_with() -> None:
@@ -129,7 +123,7 @@ def test_a_fit_finds_what_a_table_in_fp8_was_made_with() -> None:
     )
     in_cache = known.model_copy(update={"efficiency": {"compute": 1.0, "memory": 1.6}})
     cold, hot = Products(known, ref), Products(in_cache, ref)
-    widths = [512, 1024, 2048, 4096, 6144, 8192, 14336, 28672, 65536]
+    widths = [512, 1024, 4096, 8192, 28672, 65536]
     sizes = [(m, n, k) for n in widths for k in widths[:-1] for m in (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)]
     table = pd.DataFrame(sizes, columns=["m", "n", "k"])
     in_l2 = gemm_rows(table, ref, "fp8").in_l2
@@ -148,35 +142,6 @@ def test_a_fit_finds_what_a_table_in_fp8_was_made_with() -> None:
     assert np.quantile(np.abs(errors), 0.9) < 0.1
     with pytest.raises(CalibrationError, match="data sheet has no rate"):
         kernel_gemm(table, ref.model_copy(update={"fp8_flop_per_s": None}), cold=False, precision="fp8")
-
-
-def test_attention_on_fp8_is_fitted_under_its_own_name() -> None:
-    known = load_calibration("h100-sglang")
-    bf16 = {name: getattr(known.operators, name) for name in ("decode_attention", "prefill_attention")}
-    fp8 = {name: one.model_copy(update={"kv_precision": "fp8"}) for name, one in bf16.items()}
-    operators = operators_with(known.reference, **fp8)
-    decode = [
-        (b, c, c, kv * 4, kv, 128, operators.decode_attention_s(b, b * c, kv * 4, kv, 128))
-        for b in (1, 4, 16, 64, 256)
-        for c in (2, 16, 256, 1024, 4096, 16384, 65536)
-        for kv in (1, 2, 4, 8)
-    ]
-    prefill = [
-        (b, n, 0, kv * 4, kv, 128, operators.prefill_attention_s([(n, 0)] * b, kv * 4, kv, 128))
-        for b in (1, 2, 4, 8)
-        for n in (16, 64, 256, 1024, 4096, 16384)
-        for kv in (1, 2, 4, 8)
-    ]
-    heads = ["q_heads", "kv_heads", "head_dim", "seconds"]
-    tables = {
-        "decode_attention_fp8": pd.DataFrame(decode, columns=["batch", "context", "longest", *heads]),
-        "prefill_attention_fp8": pd.DataFrame(prefill, columns=["batch", "new", "prior", *heads]),
-    }
-    found = attention_kernels(Measurements(tables), known.reference, "sglang", cold=False)
-    assert [(name, part.fit.kv_precision) for name, part in found.items()] == [(name, "fp8") for name in tables]
-    for name, part in found.items():
-        assert part.residuals[name].median < 0.05
-        assert part.points.operator.str.startswith(name).all()
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
@@ -214,16 +179,6 @@ def test_attention_on_an_fp8_cache_is_of_the_engines_kernel(tmp_path: Path) -> N
 # Models and memory ----------------------------------------------------------------------------------------------------
 
 
-def test_weights_of_a_model_by_precision() -> None:
-    whole = LLAMA.weight_bytes
-    assert LLAMA.served("fp8").weight_bytes == whole - MATRICES
-    assert LLAMA.served("fp8_block").weight_bytes == whole - MATRICES * (1 - 4 / 128**2)
-    assert LLAMA.served("nvfp4").weight_bytes == whole - MATRICES * (2 - 9 / 16)
-    assert LLAMA.served("fp8").quantised_parameters == MATRICES
-    assert LLAMA.quantised_parameters == 0
-    assert rollout_weight_bytes(LLAMA.served("fp8"), 4) == rollout_weight_bytes(LLAMA, 4) - MATRICES / 4
-
-
 def test_the_router_of_a_mixture_stays_in_bf16() -> None:
     attention = 48 * 2048 * 128 * (32 + 2 * 4 + 32)
     experts = 48 * 128 * 3 * 2048 * 768
@@ -252,6 +207,11 @@ def test_a_kv_cache_in_fp8_takes_half() -> None:
     assert served.weight_bytes == LLAMA.weight_bytes
 
 
+def compressed(bits: int, strategy: str, activations: dict[str, Any] | None) -> dict[str, Any]:
+    group = {"weights": {"num_bits": bits, "type": "float", "strategy": strategy}, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
 @pytest.mark.parametrize(
     ("config", "precision"),
     [
@@ -263,25 +223,14 @@ def test_a_kv_cache_in_fp8_takes_half() -> None:
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, None),
         ({"quant_method": "gptq", "bits": 4}, None),
         ("fp8", None),
+        (compressed(8, "channel", {"num_bits": 8, "type": "float"}), "fp8"),
+        (compressed(8, "block", {"num_bits": 8, "type": "float"}), "fp8_block"),
+        (compressed(4, "tensor_group", {"num_bits": 4, "type": "float"}), "nvfp4"),
+        (compressed(4, "group", None), None),  # weights alone
+        (compressed(8, "channel", {"num_bits": 8, "type": "int"}), None),
     ],
 )
 def test_what_a_config_json_says_of_its_weights(config: Any, precision: str | None) -> None:
-    assert published_precision(config) == precision
-
-
-@pytest.mark.parametrize(
-    ("bits", "strategy", "activations", "precision"),
-    [
-        (8, "channel", {"num_bits": 8, "type": "float"}, "fp8"),
-        (8, "block", {"num_bits": 8, "type": "float"}, "fp8_block"),
-        (4, "tensor_group", {"num_bits": 4, "type": "float"}, "nvfp4"),
-        (4, "group", None, None),  # weights alone
-        (8, "channel", {"num_bits": 8, "type": "int"}, None),
-    ],
-)
-def test_what_compressed_tensors_say(bits: int, strategy: str, activations: Any, precision: str | None) -> None:
-    group = {"weights": {"num_bits": bits, "type": "float", "strategy": strategy}, "input_activations": activations}
-    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     assert published_precision(config) == precision
 
 
@@ -347,13 +296,6 @@ def test_what_a_gpu_lacks_is_refused_by_name(
         RooflineStep(LLAMA.served(precision, kv), 1, load_cluster(cluster), load_calibration(calibration))
 
 
-def test_only_gpus_with_such_tensor_cores_have_rates_of_fp8() -> None:
-    for name in ("h100-sxm", "h200-sxm", "h800-sxm", "gh200", "h20", "l40s"):
-        gpu = load_gpu(name)
-        assert gpu.fp8_flop_per_s == pytest.approx(2 * gpu.bf16_flop_per_s, rel=0.02)
-    assert load_gpu("a100-sxm-80gb").fp8_flop_per_s is load_gpu("a40").fp8_flop_per_s is None
-
-
 def costs(precision: Precision, **changes: Any) -> CallCosts:
     return CallCosts({"actor": LLAMA}, H100, quantised("h100-vllm", "fp8"), "fsdp", precision=precision, **changes)
 
@@ -384,32 +326,8 @@ def test_a_rollout_quantises_what_it_receives() -> None:
 # Experiments ----------------------------------------------------------------------------------------------------------
 
 
-def experiment(**changes: Any) -> dict[str, Any]:
-    return {
-        "name": "precise",
-        "cluster": "8xh100",
-        "model": "llama-3.1-8b",
-        "calibration": "h100-vllm",
-        "trace": {"fixed": 200, "cap": 400},
-        "workflow": {"algorithm": "grpo", "prompts": 8, "responses": 2, "steps": 1},
-        "seeds": 1,
-        "systems": [{"verl": {"tp": 1}}],
-        **changes,
-    }
-
-
 def loaded(folder: Path, **changes: Any) -> LoadedExperiment:
-    return LoadedExperiment.of(Experiment.model_validate(experiment(**changes)), folder)
-
-
-def test_a_rollout_has_a_precision_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = loaded(tmp_path)
-    assert plain.model == plain.models["actor"] == LLAMA
-    measured = quantised("h100-vllm", "fp8_block")
-    monkeypatch.setattr("rlsim.experiment.build.load_calibration", lambda _: measured)
-    served = loaded(tmp_path, engine={"precision": "fp8_block", "kv_precision": "fp8"})
-    assert served.model == LLAMA.served("fp8_block", "fp8")
-    assert served.models["actor"] == LLAMA
+    return LoadedExperiment.of(Experiment.model_validate({**TINY, **changes}), folder)
 
 
 @pytest.mark.parametrize(
@@ -421,11 +339,7 @@ def test_a_rollout_has_a_precision_of_its_own(tmp_path: Path, monkeypatch: pytes
             CalibrationError,
             "experiment: training: precision fp8: a100-sxm-80gb has no tensor cores",
         ),
-        (
-            {"engine": {"precision": "fp8"}, "weight_sync": "reshard"},
-            ConfigError,
-            "weight_sync: reshard leaves weights",
-        ),
+        ({"engine": {"precision": "fp8"}, "weight_sync": "reshard"}, ConfigError, "reshard leaves weights"),
     ],
 )
 def test_precisions_that_an_experiment_cannot_have(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Talk
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
@@ -26,13 +28,10 @@ A40 = load_cluster("2x8xa40").model_copy(update={"nodes": 4})  # one port to the
 NVLINK, NETWORK = 100e9, 10e9
 
 
-class Rates:
+def rates() -> Talk:
     """A broadcast inside a node at 100 GB/s, a send to another at 10 GB/s, a gather at 50 GB/s; no latencies."""
-
-    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
-        if gpus == 1:
-            return 0.0
-        return message_bytes / {("broadcast", 1): NVLINK, ("send_recv", 2): NETWORK}.get((op, nodes), 50e9)
+    known = {("broadcast", 1): NVLINK, ("send_recv", 2): NETWORK}
+    return Talk(lambda op, size, gpus, nodes: size / known.get((op, nodes), 50e9) if gpus > 1 else 0.0)
 
 
 def measured(cluster: Cluster) -> Collectives:
@@ -45,7 +44,7 @@ def at(first_gpu: int, dp: int = 1, tp: int = 1, pp: int = 1, *, zero3: bool = F
 
 
 def moved_s(source: Layout, target: Layout, cluster: Cluster = H100) -> float:
-    return Reallocation(LLAMA, cluster, Rates()).time_s(source, target)
+    return Reallocation(LLAMA, cluster, rates()).time_s(source, target)
 
 
 # The plain loops -----------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def random_placement(rng: random.Random, cluster: Cluster) -> Layout:
 def test_equals_the_plain_loops(cluster: Cluster) -> None:
     rng = random.Random(5)
     reallocation = Reallocation(LLAMA, cluster, measured(cluster))
-    for _ in range(250):
+    for _ in range(120):
         source, target = random_placement(rng, cluster), random_placement(rng, cluster)
         expected = loop_s(cluster, measured(cluster), source, target)
         assert reallocation.time_s(source, target) == pytest.approx(expected, rel=1e-9), (source, target)
@@ -166,24 +165,11 @@ def test_equals_the_plain_loops(cluster: Cluster) -> None:
 def test_tensor_parallel_degrees_that_do_not_divide_each_other() -> None:
     model = LLAMA.model_copy(update={"num_attention_heads": 24, "num_key_value_heads": 24, "intermediate_size": 12288})
     # Thirds over halves, all received at once by GPU 0 and 1: each needs half of the weights from 4, 5, 6.
-    time = Reallocation(model, H100, Rates()).time_s(at(4, tp=3), at(0, tp=2))
+    time = Reallocation(model, H100, rates()).time_s(at(4, tp=3), at(0, tp=2))
     assert time == pytest.approx(model.parameters / NVLINK, rel=1e-9)
 
 
 # By hand -------------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_moves_where_all_is_held() -> None:
-    assert moved_s(at(0, dp=4, tp=2), at(0, dp=4, tp=2)) == 0.0
-    assert moved_s(at(0, dp=4, tp=2), at(2, dp=2, tp=2)) == 0.0  # a subset of the mesh, same layout
-    assert moved_s(at(0, dp=2, tp=2), at(0, tp=2, pp=2)) == 0.0  # fewer layers of those it holds
-    assert moved_s(at(0, dp=8), at(0, dp=8, zero3=True)) == 0.0  # its share of what it holds
-    assert moved_s(at(0, dp=8, zero3=True), at(0, dp=8, zero3=True)) == 0.0
-
-
-def test_slices_are_copied_when_tp_changes() -> None:
-    eighth = WEIGHTS / 8
-    assert moved_s(at(0, dp=8), at(0, tp=8)) == pytest.approx(2 * eighth / H100.gpu.memory_bytes_per_s, rel=1e-9)
 
 
 def test_one_broadcast_inside_a_node() -> None:
@@ -207,12 +193,6 @@ def test_a_piece_crosses_the_network_once_for_each_node() -> None:
     assert more == pytest.approx(3 * H100.inter.latency_s, rel=1e-3)
 
 
-def test_near_sources_first() -> None:
-    # The second half of the target lies on the source's node: the other node waits for the network, this one does not.
-    assert moved_s(at(8, tp=4), at(0, dp=4, tp=4)) == pytest.approx(WEIGHTS / 4 / NETWORK)
-    assert moved_s(at(8, tp=4), at(12, tp=4)) == pytest.approx(WEIGHTS / 4 / NVLINK)
-
-
 def test_stages_by_hand() -> None:
     layer, end = LLAMA.layer.parameters, LLAMA.vocab_size * LLAMA.hidden_size
     # 32 layers over three stages are 11, 11 and 10, over two 16 and 16.
@@ -231,44 +211,26 @@ def test_zero3_gathers_first() -> None:
     assert moved_s(at(0, dp=4, zero3=True), at(4, dp=4, zero3=True)) == pytest.approx(units + WEIGHTS / 4 / NVLINK)
 
 
-def test_gpus_that_share_a_port_take_turns() -> None:
-    own_ports = A40.model_copy(update={"inter": A40.inter.model_copy(update={"shared_by_gpus": 1})})
-    alone = moved_s(at(0, tp=8), at(8, tp=8), own_ports)
-    assert moved_s(at(0, tp=8), at(8, tp=8), A40) == pytest.approx(8 * alone)
-
-
-def test_a_missing_reallocation_is_never_free() -> None:
-    rng = random.Random(7)
-    reallocation = Reallocation(LLAMA, H100, measured(H100))
-    for _ in range(300):
-        source, target = random_placement(rng, H100), random_placement(rng, H100)
-        outside = target.first_gpu < source.first_gpu or target.end_gpu > source.end_gpu
-        if outside or target.tp != source.tp:
-            assert reallocation.time_s(source, target) > 0
-
-
-def test_a_critic_moves_less() -> None:
-    critic = Reallocation(LLAMA.as_critic(), H100, Rates()).time_s(at(0), at(1))
-    assert critic == pytest.approx((WEIGHTS - 2 * (LLAMA.vocab_size - 1) * 4096) / NVLINK)
-
-
 def test_context_parallel_ranks_hold_the_same_parameters() -> None:
     with_cp = Layout.of(0, TrainStrategy(dp=2, cp=2, tp=2, zero_stage=3))
     assert moved_s(with_cp, at(0, dp=4, tp=2, zero3=True)) == 0.0
     assert moved_s(with_cp, at(8, dp=4, tp=2)) == moved_s(at(0, dp=4, tp=2, zero3=True), at(8, dp=4, tp=2))
 
 
-def test_errors() -> None:
-    with pytest.raises(ConfigError, match="does not go with pipeline"):
-        at(0, dp=2, pp=2, zero3=True)
-    with pytest.raises(ConfigError, match="at least 1"):
-        at(0, dp=0)
-    with pytest.raises(ConfigError, match="beyond the 32 GPUs"):
-        moved_s(at(0), at(32), A40)
-    with pytest.raises(ConfigError, match="PP 64"):
-        moved_s(at(0), at(0, pp=64))
-    with pytest.raises(ConfigError, match="TP 64"):
-        moved_s(at(0, tp=64), at(0))
+@pytest.mark.parametrize(
+    ("source", "target", "cluster", "message"),
+    [
+        ({"dp": 2, "pp": 2, "zero3": True}, {}, H100, "does not go with pipeline"),
+        ({"dp": 0}, {}, H100, "at least 1"),
+        ({}, {"first_gpu": 32}, A40, "beyond the 32 GPUs"),
+        ({"first_gpu": 121, "dp": 8}, {}, H100, "beyond the 128 GPUs"),
+        ({}, {"pp": 64}, H100, "PP 64"),
+        ({"tp": 64}, {}, H100, "TP 64"),
+    ],
+)
+def test_layouts_that_cannot_be(source: dict[str, Any], target: dict[str, Any], cluster: Cluster, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        moved_s(at(**{"first_gpu": 0, **source}), at(**{"first_gpu": 0, **target}), cluster)
 
 
 # Data ----------------------------------------------------------------------------------------------------------------
@@ -295,14 +257,14 @@ def data_loop_s(cluster: Cluster, collectives: CollectiveTime, size: float, sour
 def test_data_equals_the_plain_loops(cluster: Cluster) -> None:
     rng = random.Random(6)
     data = DataTransfer(cluster, measured(cluster))
-    for _ in range(250):
+    for _ in range(120):
         source, target = random_placement(rng, cluster), random_placement(rng, cluster)
         expected = data_loop_s(cluster, measured(cluster), 12e6, source, target)
         assert data.time_s(12e6, source, target) == pytest.approx(expected, rel=1e-9), (source, target)
 
 
 def test_data_by_hand() -> None:
-    data = DataTransfer(H100, Rates())
+    data = DataTransfer(H100, rates())
     assert data.time_s(0.0, at(0), at(8)) == 0.0
     assert data.time_s(1e6, at(3), at(3)) == 0.0
     # Four heads, GPUs 0, 2, 4 and 6, each a quarter, to two ranks of TP 4 on the next node: two quarters one by one.
@@ -337,23 +299,6 @@ def test_pairs_are_computed_once() -> None:
     assert len(asked) == seen
 
 
-def test_pairs_on_other_nodes_are_one() -> None:
-    reallocation = Reallocation(LLAMA, H100, measured(H100))
-    asked: list[Layout] = []
-
-    def time_s(source: Layout, target: Layout) -> float:
-        asked.append(target)
-        return reallocation.time_s(source, target)
-
-    nodes = [at(8 * n, dp=4, tp=2) for n in range(16)]
-    halves = [at(4 * n, tp=4) for n in range(32)]
-    pairs = PairTimes(time_s, H100, nodes, halves)
-    times = pairs(np.arange(16)[:, None], np.arange(32))
-    # either half of the same node, or of another one
-    assert len(asked) == 4
-    assert len(np.unique(times)) <= 4
-
-
 @pytest.mark.parametrize(
     ("source", "target", "expected"),
     [
@@ -378,10 +323,3 @@ def test_pairs_are_moved_to_the_first_nodes(
     found = canonical(H100, *(at(first, dp=gpus) for first, gpus in (source, target)))
     assert tuple(layout.first_gpu for layout in found) == expected
     assert [layout.gpus for layout in found] == [source[1], target[1]]
-
-
-def test_layouts_beyond_the_cluster_are_refused() -> None:
-    canonical(H100, at(120, dp=8), at(0, dp=8))
-    for pair in ((at(121, dp=8), at(0, dp=8)), (at(0, dp=8), at(121, dp=8))):
-        with pytest.raises(ConfigError, match="beyond the 128 GPUs"):
-            canonical(H100, *pair)

@@ -1,16 +1,13 @@
 """Steps of a replica: sums of their parts, linear in the context, and profiles against what they were sampled from."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
 from rlsim.cost.calibration import Calibration, EngineFit, load_calibration
 from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.draw import MEASURED
-from rlsim.cost.experts import expert_load
 from rlsim.cost.fits import Correction, KernelFit
-from rlsim.cost.profile import ProfileStep, profile_of, rising
+from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
@@ -26,8 +23,7 @@ def roofline(tp: int = 1, calibration: str = "h100-sglang", model: str = "llama-
     return RooflineStep(load_model(model), tp, cluster, load_calibration(calibration))
 
 
-@pytest.mark.parametrize("calibration", ["h100-sglang", "h100-vllm", "h100-trtllm", "a40-vllm"])
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize(("calibration", "tp"), [("h100-sglang", 1), ("h100-trtllm", 8), ("a40-vllm", 2)])
 def test_decode_curve_equals_direct_evaluation(calibration: str, tp: int) -> None:
     step = roofline(tp, calibration)
     for batch in (1, 7, 64, 300):
@@ -75,72 +71,6 @@ def test_norms_over_all_heads_sum_across_the_gpus_that_cut_them() -> None:
     assert cost.breakdown(16, 16_000)["all_reduce"] == pytest.approx((2 * 62 + 1) * own + 62 * one)
 
 
-def test_decode_curve_holds_every_change_of_slope() -> None:
-    curve = roofline().decode(64)
-    knots = curve.knots
-    for low, high in pairwise(knots):
-        middle = curve.step_s((low + high) / 2)
-        assert middle == pytest.approx((curve.step_s(low) + curve.step_s(high)) / 2, rel=1e-12)
-    far = [curve.step_s(x) for x in (1e7, 2e7, 3e7)]
-    assert far[2] - far[1] == pytest.approx(far[1] - far[0], rel=1e-9)
-
-
-def test_decode_time_grows_with_batch_and_context() -> None:
-    step = roofline(2)
-    for context in (200, 4000):
-        times = [step.decode(b).step_s(b * context) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
-        assert times == sorted(times)
-    curve = step.decode(32)
-    times = [curve.step_s(32 * c) for c in (10, 100, 1000, 10_000, 100_000)]
-    assert times == sorted(times)
-
-
-def test_a_decode_step_never_beats_reading_the_weights() -> None:
-    for tp in (1, 2, 4, 8):
-        floor = LLAMA.weight_bytes / tp / H100.gpu.memory_bytes_per_s * (1 - LLAMA.vocab_size * 4096 / LLAMA.parameters)
-        assert roofline(tp).decode(1).step_s(100) > floor
-
-
-def test_more_gpus_are_faster_but_not_by_their_number() -> None:
-    times = [roofline(tp).decode(8).step_s(8 * 4096) for tp in (1, 2, 4, 8)]
-    assert times == sorted(times, reverse=True)
-    assert all(low > high / 2 for high, low in pairwise(times))
-
-
-def test_prefill_grows_and_chunks_pay_for_what_they_attend_to() -> None:
-    step = roofline(2)
-    times = [step.prefill_s([Chunk(n, 0)]) for n in (16, 128, 1024, 4096, 16384)]
-    assert times == sorted(times)
-    assert step.prefill_s([Chunk(1024, 8192)]) > step.prefill_s([Chunk(1024, 0)])
-    together = step.prefill_s([Chunk(512, 0), Chunk(512, 0)])
-    assert together < 2 * step.prefill_s([Chunk(512, 0)])
-    assert together < step.prefill_s([Chunk(1024, 0)]) * 1.02
-
-
-def test_prefill_flops_stay_below_the_peak() -> None:
-    tokens = 8192
-    flop = 2 * LLAMA.num_hidden_layers * LLAMA.layer.parameters * tokens
-    share = flop / roofline().prefill_s([Chunk(tokens, 0)]) / H100.gpu.bf16_flop_per_s
-    assert 0.4 < share < 0.8
-
-
-def test_mixed_step_shares_the_weights() -> None:
-    step, chunks = roofline(), [Chunk(512, 0)]
-    mixed = step.mixed_s(32, 32 * 1024, chunks)
-    decode, prefill = step.decode(32).step_s(32 * 1024), step.prefill_s(chunks)
-    assert max(decode, prefill) < mixed < decode + prefill
-
-
-def test_experts_that_no_token_hits_are_not_read() -> None:
-    assert expert_load(1, 128, 8).hit == pytest.approx(8)
-    assert expert_load(10_000, 128, 8).hit == pytest.approx(128)
-    moe = roofline(1, model="qwen3-30b-a3b")
-    times = [moe.decode(b).step_s(b * 512) for b in (1, 2, 4, 8, 16, 64)]
-    assert times == sorted(times)
-    model = load_model("qwen3-30b-a3b")
-    assert times[0] < model.weight_bytes / H100.gpu.memory_bytes_per_s / 3
-
-
 def test_replicated_kv_heads_do_not_shrink_further() -> None:
     model = load_model("qwen2.5-3b")  # two KV heads
     calibration = load_calibration("h100-sglang")
@@ -184,15 +114,6 @@ def test_profile_returns_what_was_sampled() -> None:
     assert profile.skew == step.skew
 
 
-def test_profile_is_close_between_its_points() -> None:
-    step = roofline(2)
-    profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=512 * 1024)
-    for batch in (3, 12, 50, 100):
-        for context in (300, 1500, 3000):
-            want = step.decode(batch).step_s(batch * context)
-            assert profile.decode(batch).step_s(batch * context) == pytest.approx(want, rel=0.1)
-
-
 def test_profile_blends_neighbouring_batches_at_the_same_total() -> None:
     curves = [DecodeCurve(2, [0, 100], [1.0, 2.0]), DecodeCurve(4, [0, 50, 100], [2.0, 2.5, 5.0])]
     profile = ProfileStep(1, curves, [1], [1], [[0.5]])
@@ -214,11 +135,6 @@ def test_a_profile_beyond_its_batches_takes_no_smaller_share_and_no_less_time() 
     assert step_s(2, [2.0, 2.0], [3.0, 3.0]) == pytest.approx([1.5, 1.5])
     assert step_s(16, [2.0, 2.0], [3.0, 3.0]) == pytest.approx([5.0, 5.0])
     assert step_s(16, [4.0, 4.0], [3.0, 3.5]) == pytest.approx([3.0, 3.5])
-
-
-def test_a_measured_curve_never_falls_below_zero_towards_no_context() -> None:
-    curve = rising(2, [100.0, 200.0], [0.1, 1.0])
-    assert [curve.step_s(tokens) for tokens in (0, 50, 100, 150)] == pytest.approx([0.0, 0.05, 0.1, 0.55])
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 400, 20_000])
@@ -245,15 +161,6 @@ def test_steps_below_the_first_knot_follow_the_first_slope() -> None:
     assert curve.steps_s(400, 2) == pytest.approx(8.0 + 8.09)
 
 
-def test_profile_prefill_is_bilinear() -> None:
-    grid = [[1.0, 2.0], [3.0, 5.0]]
-    profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], [100, 200], [100, 200], grid)
-    assert profile.prefill_s([Chunk(100, 0)]) == 1.0
-    assert profile.prefill_s([Chunk(100, 50)]) == 2.0  # each query sees as many keys as in a prompt of 200
-    assert profile.prefill_s([Chunk(150, 0)]) == pytest.approx((1.5 + 4.0) / 2)
-    assert profile.prefill_s([Chunk(300, 0)]) > 5.0
-
-
 def test_profile_prefill_between_the_nearest_points_of_many() -> None:
     """2,500 tokens in sequences of 250 lie between 2,000 and 4,000, and between 200 and 400, a quarter of the way."""
     axes = [1000, 2000, 4000, 8000], [100, 200, 400, 800]
@@ -269,13 +176,6 @@ def test_a_profile_of_one_prefill_is_no_slower_for_less_and_no_faster_for_more()
     profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], [100], [100], [[0.5]])
     assert [profile.prefill_s([Chunk(100, 0)] * n) for n in (1, 2, 9)] == [0.5] * 3
     assert profile.prefill_s([Chunk(50, 50)]) <= 0.5
-
-
-def test_profile_mixed_adds_the_contexts_of_the_decodes() -> None:
-    step = roofline(2)
-    profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=512 * 1024)
-    want = step.mixed_s(32, 32 * 2048, [Chunk(992, 0)])
-    assert profile.mixed_s(32, 32 * 2048, [Chunk(992, 0)]) == pytest.approx(want, rel=0.2)
 
 
 def test_profile_mistakes() -> None:
@@ -356,7 +256,7 @@ def test_worlds_differ_less_where_the_engine_was_measured() -> None:
     def spread(tp: int, calibration: Calibration) -> float:
         """Standard deviation of log times over worlds."""
         plain = step_cost(LLAMA, tp, H100, calibration).decode(16).step_s(16_000)
-        worlds = [step_cost(LLAMA, tp, H100, calibration.drawn(n)).decode(16).step_s(16_000) for n in range(1, 400)]
+        worlds = [step_cost(LLAMA, tp, H100, calibration.drawn(n)).decode(16).step_s(16_000) for n in range(1, 200)]
         return float(np.std(np.log(np.array(worlds) / plain)))
 
     assert spread(4, BASE) == pytest.approx((MEASURED.family**2 + MEASURED.rollout**2) ** 0.5, rel=0.15)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import TINY
 
 from rlsim import run
-from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
@@ -23,13 +23,10 @@ RECIPE = {
     "in_flight_weight_updates": True, "seq_packing": True, "pack_train_mb_tokens": 4096, "pack_logprob_mb_tokens": 8192,
 }  # fmt: skip
 SMALL = {
-    "name": "small",
-    "cluster": "8xh100",
+    **TINY,
     "model": "qwen2.5-1.5b",
-    "calibration": "h100-vllm",
     "trace": {"cap": 512, "default_prompt_tokens": 100},
     "workflow": {"prompts": 4, "responses": 4, "steps": 2, "reference": False},
-    "seeds": 1,
     "systems": [{"verl": {"tp": 1}}],
 }
 
@@ -94,10 +91,3 @@ def test_a_plans_own_budget_of_a_log_prob_call_holds() -> None:
         strategy = Simulator(loaded).placed(system).plan.of("old_log_prob").strategy
         assert strategy is not None
         assert strategy.budget(backward=False) == budget
-
-
-def test_hsdp_is_for_fsdp() -> None:
-    trace = {"fixed": 256, "cap": 512}
-    with pytest.raises(ConfigError, match="goes with ZeRO stage 3"):
-        load_experiment({**SMALL, "trace": trace, "training": {"backend": "megatron", "shard_gpus": 8}})
-    load_experiment({**SMALL, "trace": trace, "training": {"shard_gpus": 4}})

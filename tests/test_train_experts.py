@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import TINY, Talk
 from test_init import draft_of
-from test_train import H100, IDEAL, Free, Ring
-from test_train_by_hand import FLOPS_ONLY, MEMORY_ONLY, Seconds
+from test_train import FLOPS_ONLY, IDEAL, MEMORY_ONLY, Ring
 
 from rlsim import run
 from rlsim.cost.attention_work import DELTA_CHUNK_TOKENS, Reach, attention_work
-from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.groups import Groups
 from rlsim.cost.layout import Layout
@@ -21,26 +20,13 @@ from rlsim.cost.memory import activation_bytes_per_token, call_bytes, stage_part
 from rlsim.cost.reallocation import Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.transfer import gather_s
-from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
-from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.run import check_experiment
-from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import Cluster, load_cluster
-from rlsim.init.draft import Entry
-from rlsim.init.settings import Settings
-from rlsim.init.tables import default_values, names
-from rlsim.layers import Experts, FullAttention, Layer, LinearAttention
+from rlsim.layers import FullAttention, LinearAttention
 from rlsim.models import Model, load_model
-from rlsim.nemo.training import _add_experts
 from rlsim.policies.plan import ExplicitPlan
-from rlsim.validate.parts import Options
-from rlsim.validate.steps_nemo import nemo_rows
 from rlsim.validate.steps_trainer import trainer_rows
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
@@ -63,7 +49,7 @@ def outside(tp: int) -> float:
 
 
 def cost(strategy: TrainStrategy, collectives: Any = None, cluster: Cluster = NODES, model: Model = QWEN) -> TrainCost:
-    return TrainCost(model, cluster, collectives or Free(), strategy, IDEAL)
+    return TrainCost(model, cluster, collectives or Talk(), strategy, IDEAL)
 
 
 # Degrees ----------------------------------------------------------------------------------------------------------
@@ -93,44 +79,28 @@ def test_experts_are_cut_over_neighbours_of_a_stage(given: dict[str, int], cut: 
     assert sum([rest, *experts]) == pytest.approx(layers + ENDS // strategy.pp / strategy.tp, rel=1e-4)
 
 
-def test_errors_name_the_degrees_and_what_they_do_not_divide() -> None:
-    with pytest.raises(ConfigError, match=r"ep × expert_tp = 16 does not divide the 8 GPUs of a pipeline stage"):
-        TrainStrategy(dp=2, tp=4, pp=2, ep=16)
-    with pytest.raises(ConfigError, match=r"ep × expert_tp = 3 does not divide the 8 GPUs"):
-        TrainStrategy(dp=8, ep=3)
-    with pytest.raises(ConfigError, match="qwen3-30b-a3b: EP 3 does not divide its 128 experts"):
-        cost(TrainStrategy(dp=3, ep=3))
-    with pytest.raises(ConfigError, match="expert TP 512 does not divide its experts' width of 768"):
-        TrainStrategy(dp=512, expert_tp=512).check_model(QWEN)
-    for key in ("ep", "expert_tp"):
-        with pytest.raises(ConfigError, match=f"{key} must be at least 1"):
-            TrainStrategy(**{key: 0})
-    with pytest.raises(ConfigError, match="expert_imbalance must be at least 1"):
-        TrainStrategy(expert_imbalance=0.5)
-    with pytest.raises(ConfigError, match=r"shard_gpus .* does not go with experts apart"):
-        TrainStrategy(dp=8, ep=8, zero_stage=3, shard_gpus=4)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dp": 2, "tp": 4, "pp": 2, "ep": 16}, r"ep × expert_tp = 16 does not divide the 8 GPUs of a pipeline stage"),
+        ({"dp": 3, "ep": 3}, "qwen3-30b-a3b: EP 3 does not divide its 128 experts"),
+        ({"dp": 512, "expert_tp": 512}, "expert TP 512 does not divide its experts' width of 768"),
+        ({"ep": 0}, "ep must be at least 1"),
+        ({"expert_tp": 0}, "expert_tp must be at least 1"),
+        ({"expert_imbalance": 0.5}, "expert_imbalance must be at least 1"),
+        ({"dp": 8, "ep": 8, "zero_stage": 3, "shard_gpus": 4}, "shard_gpus .* does not go with experts apart"),
+    ],
+)
+def test_errors_name_the_degrees_and_what_they_do_not_divide(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainStrategy(**given).check_model(QWEN)
 
 
 def experiment(**training: Any) -> dict[str, Any]:
-    return {
-        "name": "x",
-        "cluster": "4x8xh100",
-        "calibration": "h100-vllm",
-        "model": "qwen3-30b-a3b",
-        "trace": {"fixed": 512, "cap": 512, "default_prompt_tokens": 96},
-        "workflow": {"prompts": 8, "responses": 8, "steps": 1},
-        "seeds": 1,
-        "training": {"offload": True, "backend": "megatron", **training},
-        "systems": [{"verl": {"tp": 4}}],
-    }
-
-
-def test_an_experiment_says_how_experts_are_spread() -> None:
-    assert check_experiment(experiment(tp=2, ep=8, recompute="none")).runs == 1
-    with pytest.raises(ConfigError, match=r"training\.ep 8: qwen2.5-7b has no experts to share out"):
-        check_experiment({**experiment(ep=8), "model": "qwen2.5-7b"})
-    with pytest.raises(ConfigError, match="ep × expert_tp = 64 does not divide the 32 GPUs of a pipeline stage"):
-        check_experiment(experiment(ep=64))
+    told = {"cluster": "4x8xh100", "model": "qwen3-30b-a3b", "workflow": {"prompts": 8, "responses": 8, "steps": 1}}
+    trace = {"fixed": 512, "cap": 512, "default_prompt_tokens": 96}
+    training = {"offload": True, "backend": "megatron", **training}
+    return {**TINY, **told, "trace": trace, "training": training, "systems": [{"verl": {"tp": 4}}]}
 
 
 def test_a_plan_says_it_too_and_is_written_back() -> None:
@@ -138,6 +108,8 @@ def test_a_plan_says_it_too_and_is_written_back() -> None:
     calls = dict.fromkeys(("train", "old_log_prob", "ref_log_prob"), call) | {"generate": {"gpus": "all", "tp": 4}}
     plan = experiment() | {"systems": [{"name": "own", "use": [{"plan": {"calls": calls}}]}]}
     assert check_experiment(plan).runs == 1
+    with pytest.raises(ConfigError, match=r"training\.ep 8: qwen2.5-7b has no experts to share out"):
+        check_experiment({**experiment(ep=8), "model": "qwen2.5-7b"})
     placed = Plan({"train": Placement(tuple(range(32)), TrainStrategy(dp=16, tp=2, ep=8, expert_tp=2))})
     graph = Workflow("training", (Call("train", "train", "actor"),), ())
     written = ExplicitPlan.of(placed, graph).calls["train"]
@@ -147,14 +119,6 @@ def test_a_plan_says_it_too_and_is_written_back() -> None:
 def test_what_does_not_fit_is_told_of_expert_parallelism() -> None:
     with pytest.raises(CapacityError, match=r"it fits with .*training\.ep=4"):
         run(experiment(recompute="none", micro_batch_tokens=4096, zero_stage=1))
-
-
-def test_the_search_for_plans_tries_the_degree_that_is_given() -> None:
-    loaded = LoadedExperiment.of(*load_experiment(experiment(ep=8, recompute="none"))[::2])
-    placed = Simulator(loaded).placed(parse_systems(loaded.experiment.systems, "x")[0].make())
-    found = [candidate.strategy for _, candidate in PlanSpace(placed, pipelined=False).options["train"]]
-    assert 8 in {strategy.ep for strategy in found}
-    assert all(strategy.gpus % 8 == 0 for strategy in found if strategy.ep == 8)
 
 
 def test_lent_gpus_would_hold_some_experts_only() -> None:
@@ -230,7 +194,7 @@ def test_active_parameters_decide_the_flops() -> None:
 def test_the_busiest_experts_hold_all_up() -> None:
     lengths = np.full(32, 1024.0)
     even, uneven = (
-        cost(TrainStrategy(dp=32, ep=8, recompute="none", expert_imbalance=x), Seconds(all_to_all=1.0), FLOPS_ONLY_4)
+        cost(TrainStrategy(dp=32, ep=8, recompute="none", expert_imbalance=x), Talk(all_to_all=1.0), FLOPS_ONLY_4)
         for x in (1.0, 1.5)
     )
     experts = 6 * LAYERS * 3 * ACTIVE * WIDTH * HIDDEN * 1024 / 1e12
@@ -238,20 +202,6 @@ def test_the_busiest_experts_hold_all_up() -> None:
 
 
 FLOPS_ONLY_4 = FLOPS_ONLY.model_copy(update={"nodes": 4})
-
-
-def test_ranks_that_share_experts_wait_for_each_other() -> None:
-    """Two micro-batches a rank, one long and one short; ranks of a group of eight meet at every layer."""
-    lengths = np.array([4096.0, 512.0] * 8 + [512.0, 4096.0] * 8)
-    apart, shared = (
-        cost(TrainStrategy(dp=16, ep=ep, expert_tp=1, micro_batch_sequences=1), cluster=FLOPS_ONLY_4) for ep in (1, 16)
-    )
-    assert shared.train_s(lengths).compute_s == pytest.approx(apart.train_s(lengths).compute_s)
-    assert shared.train_s(lengths).total_s >= apart.train_s(lengths).total_s
-    uneven = np.geomspace(64, 4096, 16)
-    assert shared.train_s(uneven).imbalance_s > 0
-    piece = shared.part_time([4096.0, 512.0], backward=True)
-    assert piece.total_s == pytest.approx(apart.part_time([4096.0, 512.0], backward=True).total_s)
 
 
 def test_element_wise_bytes_of_the_dispatcher() -> None:
@@ -274,7 +224,7 @@ def test_element_wise_bytes_of_the_dispatcher() -> None:
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("full", 3)])
 def test_all_to_alls_by_hand(recompute: Any, passes: int) -> None:
     """Dispatch and combine in each layer, forward and backward, and once more where the forward pass is repeated."""
-    spy = Seconds(all_to_all=1e-3)
+    spy = Talk(all_to_all=1e-3)
     strategy = TrainStrategy(dp=32, ep=16, recompute=recompute, micro_batch_sequences=1)
     time = cost(strategy, spy).train_s(np.full(32, 4096.0))
     assert time.communication_s == pytest.approx(LAYERS * 2 * passes * 1e-3)
@@ -283,14 +233,14 @@ def test_all_to_alls_by_hand(recompute: Any, passes: int) -> None:
 
 
 def test_tp_and_cp_ranks_send_their_own_tokens() -> None:
-    spy = Seconds(all_to_all=1e-3, all_gather=1e-3, reduce_scatter=1e-3)
+    spy = Talk(all_to_all=1e-3, all_gather=1e-3, reduce_scatter=1e-3)
     strategy = TrainStrategy(dp=8, tp=4, ep=8, recompute="none", sequence_parallel=True, micro_batch_sequences=1)
     time = cost(strategy, spy).forward_s(np.full(8, 4096.0))
     asked = {(op, size, gpus, nodes) for op, size, gpus, nodes in spy.asked if gpus > 1}
     assert ("all_to_all", 1024.0 * SENT, 8, 1) in asked
     # Attention alone is under TP: its input gathered, its output scattered; experts are whole.
     assert time.communication_s == pytest.approx(LAYERS * (2 + 2) * 1e-3)
-    spy = Seconds(all_gather=1.0, reduce_scatter=1.0, all_to_all=1.0)
+    spy = Talk(all_gather=1.0, reduce_scatter=1.0, all_to_all=1.0)
     cut = TrainStrategy(dp=8, tp=4, ep=4, expert_tp=2, recompute="none", sequence_parallel=True)
     cost(cut, spy).forward_s(np.full(8, 4096.0))
     assert {(op, gpus) for op, size, gpus, _ in spy.asked if size == 2 * 1024.0 * SENT} == {
@@ -301,7 +251,7 @@ def test_tp_and_cp_ranks_send_their_own_tokens() -> None:
 
 def test_gradients_are_reduced_where_they_are_the_same() -> None:
     """Of experts over the four GPUs that hold the same ones, eight apart; of all else over DP × CP."""
-    spy = Seconds()
+    spy = Talk()
     cost(TrainStrategy(dp=16, tp=2, ep=8, zero_stage=1), spy).update_time()
     rest, experts = LAYERS * outside(2) + ENDS / 2, LAYERS * ROUTED / 8
     assert spy.asked == {
@@ -310,25 +260,18 @@ def test_gradients_are_reduced_where_they_are_the_same() -> None:
         ("reduce_scatter", 4 * experts, 4, 4),
         ("all_gather", 2 * experts, 4, 4),
     }
-    alone = Seconds()
+    alone = Talk()
     cost(TrainStrategy(dp=16, tp=2, ep=32), alone).update_time()
     assert alone.asked == {("all_reduce", 4 * rest, 16, 4)}
     layout = Layout.of(0, TrainStrategy(dp=16, tp=2, ep=8))
-    assert Groups(Free(), NODES, layout.experts).spreads("shards") == [(4, 1, 1)]
-
-
-def test_zero_3_gathers_experts_among_their_own_ranks() -> None:
-    spy = Seconds()
-    cost(TrainStrategy(dp=32, ep=8, zero_stage=3), spy).forward_s(np.full(32, 512.0))
-    assert ("all_gather", 2.0 * ROUTED / 8, 4, 4) in spy.asked
-    assert ("all_gather", 2.0 * (LAYER - ROUTED), 32, 4) in spy.asked
+    assert Groups(Talk(), NODES, layout.experts).spreads("shards") == [(4, 1, 1)]
 
 
 # New weights ------------------------------------------------------------------------------------------------------
 
 
 def test_export_gathers_experts_over_the_gpus_that_hold_them_once() -> None:
-    spy = Seconds()
+    spy = Talk()
     gather_s(QWEN, spy, NODES, Layout.of(0, TrainStrategy(dp=8, tp=2, pp=2, ep=8)))
     assert {asked for asked in spy.asked if asked[1] in (2.0 * ROUTED, 2.0 * ROUTED / 8)} == {
         ("broadcast", 2.0 * ROUTED / 8, 2, 2),
@@ -337,31 +280,9 @@ def test_export_gathers_experts_over_the_gpus_that_hold_them_once() -> None:
     assert ("all_gather", 2.0 * (LAYER - ROUTED), 2, 1) in spy.asked
 
 
-def test_offloaded_experts_come_from_the_host_of_their_own_gpus() -> None:
-    sources = [Layout.of(0, TrainStrategy(dp=32, ep=ep)) for ep in (1, 32)]
-    times = [
-        WeightSync(model=QWEN, cluster=NODES, collectives=Free(), engine=None, offload=True).parts(
-            source, Layout(first_gpu=0, tp=4, dp=8)
-        )
-        for source in sources
-    ]
-    routed = 2.0 * LAYERS * ROUTED
-    host = NODES.host
-    saved = routed * (1 - 1 / 32) * host.shared_by_gpus / host.bytes_per_s
-    assert times[0].export_s - times[1].export_s == pytest.approx(saved)
-
-
-class PerByte:
-    """A second for each byte of a broadcast or send."""
-
-    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
-        assert op in OPERATIONS
-        return message_bytes if gpus > 1 else 0.0
-
-
 def test_reallocation_moves_experts_from_where_they_lie() -> None:
     one = load_cluster("8xh100")
-    moved = Reallocation(QWEN, one, PerByte())
+    moved = Reallocation(QWEN, one, Talk(lambda op, size, gpus, nodes: size if gpus > 1 else 0.0))
     apart, same = (Layout.of(0, TrainStrategy(dp=4, ep=4)), Layout.of(4, TrainStrategy(dp=4, ep=4)))
     assert moved.time_s(apart, apart) == 0
     routed = float(common_bytes(QWEN, 1, 1, experts=True)[0, 0])
@@ -412,49 +333,7 @@ def test_each_kind_of_layer_has_its_own_attention() -> None:
     assert more == pytest.approx(matrices + 4 * 32 * 128 * (full * 8192 + windows * 1024))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "gemma-2-9b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
-def test_every_catalogue_model_trains_and_scores(name: str) -> None:
-    model, lengths = load_model(name), np.full(16, 9000.0)
-    strategy = TrainStrategy(dp=8, tp=2, cp=2, sequence_parallel=True, zero_stage=1, recompute="selective")
-    call = TrainCost(model, NODES, Ring(), strategy, TrainEfficiency(flop=0.5))
-    least = forward_flops(model, lengths) / 32 / H100.gpu.bf16_flop_per_s
-    assert call.train_s(lengths).total_s > 3 * call.forward_s(lengths).compute_s > 3 * least
-    assert call_bytes(model, strategy, backward=True)["activations"] > 0
-
-
-def test_layers_of_one_shape_and_different_windows_share_weights_but_not_pairs() -> None:
-    gemma = load_model("gemma-2-9b")
-    assert all(isinstance(layer, Layer) and not isinstance(layer.mlp, Experts) for layer in gemma.groups)
-    tokens = np.array([8192.0])
-    whole = gemma.model_copy(update={"layer_types": (), "sliding_window": None})
-    fewer = forward_flops(whole, tokens) - forward_flops(gemma, tokens)
-    assert fewer == 21 * 4 * 16 * 256 * 4096 * 4097 / 2
-
-
 # Stages and recipes -----------------------------------------------------------------------------------------------
-
-
-def test_the_head_counts_where_it_is() -> None:
-    """DeepSeek-V3 in 16 stages: four layers each, one and the head in the last, which is not the busiest."""
-    cluster = FLOPS_ONLY.model_copy(update={"nodes": 32})
-    time = cost(TrainStrategy(dp=16, pp=16, ep=16), cluster=cluster, model=DEEPSEEK).forward_s(np.full(16, 1.0))
-    layer = 2 * DEEPSEEK.layers[-1].active_weights + 2 * 128 * 320
-    assert time.compute_s == pytest.approx(4 * layer / 1e12)
-
-
-def test_nemo_recipes_say_how_experts_are_spread() -> None:
-    def entries(tp: int, ep: int, expert_tp: int, *, has_experts: bool = True) -> dict[str, Any]:
-        degrees = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": expert_tp}
-        config = Settings(default=dict(default_values("nemo")), names=names("nemo"))
-        config.put(degrees, "recipe.yaml", "policy.megatron_cfg.")
-        found: dict[str, Any] = {"tp": Entry(tp, "")}
-        _add_experts(config, found, True, has_experts)
-        return {key: entry.value for key, entry in found.items() if key != "tp"}
-
-    assert entries(2, 8, 1) == {"ep": 8}
-    assert entries(2, 8, 2) == {"ep": 8, "expert_tp": 2}
-    assert entries(2, 1, 1) == {"expert_tp": 1}
-    assert entries(4, 1, 1, has_experts=False) == {}
 
 
 def test_verl_cuts_experts_by_tp_unless_told_otherwise(tmp_path: Path) -> None:
@@ -485,17 +364,3 @@ def test_trainers_with_fsdp_are_as_far_off_as_the_page_says() -> None:
     assert (len(slow), len(long)) == (5, 2)
     assert all(-0.33 < error < 0 for error in slow), "down to -67% with the attention of Hopper"
     assert all(abs(error) < 0.06 for error in long)
-
-
-def test_measured_rows_of_mixtures_fit_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rlsim validate steps` runs them."""
-
-    def checked(experiment: dict[str, Any], mean_tokens: float) -> dict[str, float]:
-        check_experiment({**experiment, "trace": {**experiment["trace"], "fixed": round(mean_tokens)}})
-        return dict.fromkeys(("step", "generate", "old_log_prob", "ref_log_prob", "train", "weight_sync"), 1.0)
-
-    monkeypatch.setattr("rlsim.validate.steps_nemo.seconds", checked)
-    rows, refused, _ = nemo_rows(Options())
-    cases = {row.case for row in rows if row.quantity == "step_time_s"}
-    assert {"nemo-rl-moe/qwen3-30b-a3b/on-policy", "nemo-rl-moe/qwen3-30b-a3b/one-step-off"} <= cases
-    assert len(cases) + len(refused) == 10

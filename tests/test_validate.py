@@ -13,16 +13,17 @@ import pytest
 from typer.testing import CliRunner
 
 from rlsim.cli import app
-from rlsim.cli.tables import Table
+from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.errors import ConfigError
-from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
-from rlsim.validate import parts, pat
-from rlsim.validate.page import blocks, read_sections, stale, write_page
+from rlsim.validate import parts, pat, transfer
+from rlsim.validate.page import read_sections, stale, write_page
 from rlsim.validate.parts import PARTS, Options, Section, Skipped, kernel_folder
 from rlsim.validate.published import figures, published_rows
 from rlsim.validate.rows import Row, summarise
+from rlsim.validate.serving import AISIMULATE, SERVED, TABLE, TODAY
 from rlsim.validate.targets import Bound, Target, Targets, bounds_of, load_targets, verdicts
+from rlsim.validate.transfer import SettingFit, TransferFits, kind_rows, read_runs, shipped_fits
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = read_sections(ROOT / "docs" / "validation.md")
@@ -40,17 +41,7 @@ def section(*errors: float) -> Section:
 
 
 def test_an_error_is_simulated_over_reference_less_one() -> None:
-    row = Row("pat", "x", "speedup", 1.25, 1.0)
-    assert row.error == pytest.approx(-0.2)
-    assert row.record() == {
-        "part": "pat",
-        "case": "x",
-        "quantity": "speedup",
-        "kind": "output",
-        "reference": 1.25,
-        "simulated": 1.0,
-        "error": -0.2,
-    }
+    assert Row("pat", "x", "speedup", 1.25, 1.0).record()["error"] == pytest.approx(-0.2)
 
 
 def test_summaries_by_hand() -> None:
@@ -99,6 +90,7 @@ def test_every_row_has_a_target_and_no_bound_has_grown() -> None:
 
 
 def test_no_two_rows_of_the_page_have_the_same_name() -> None:
+    assert list(PAGE) == list(PARTS)
     for part, text in PAGE.items():
         rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
         names = [tuple(row[:3]) for row in rows if len(row) == 8 and re.fullmatch(r"[+-][\d.]+%", row[5])]
@@ -140,15 +132,6 @@ def test_what_is_no_validation_page_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a validation page"):
         write_page(page, {"serving": section(0.1)}, NONE)
     assert page.read_text() == "my notes\n"
-
-
-def test_an_exceeded_bound_stands_out_on_the_page() -> None:
-    targets = Targets(targets=(), bounds=(Bound(part="serving", group="*", quantity="*", limit=0.1),))
-    assert "**exceeded**" in blocks(section(0.5), targets)["bounds"]
-
-
-def test_the_committed_page_has_every_part() -> None:
-    assert list(PAGE) == list(PARTS)
 
 
 def test_without_a_clone_a_part_says_where_its_rows_are(tmp_path: Path) -> None:
@@ -277,15 +260,6 @@ def test_by_the_papers_own_latencies_pat_gains_nothing_over_static_tp8() -> None
     assert 1 <= found["best_s"] / found["pat_s"] < 1.02
 
 
-def test_pats_experiments_run_under_its_engine_and_under_verls_default() -> None:
-    ran = {name: load_experiment(name)[0].calibration for name in ("pat_vs_static", "pat_a40")}
-    assert ran == {"pat_vs_static": "h100-sglang-0.5.10", "pat_a40": "a40-sglang"}  # PAT ran SGLang 0.4.8
-    shown = [row.split(" | ")[0] for row in PAGE["pat"].splitlines() if row.startswith("| ")]
-    for case in ("h100-24k-verl", "h100-24k", "a40-6k", "a40-16k"):
-        engines = {case, case.replace("-verl", "") + "-vllm" + "-verl" * case.endswith("-verl")}
-        assert {f"| {one}" for one in engines} <= set(shown)
-
-
 def test_what_an_input_was_fitted_to_never_stands_alone() -> None:
     """Beside every RollPacker speedup with the fitted efficiency: that it is, and the speedup without."""
     rows = {row.case: row for row in figures(Options(), "rollpacker").rows if row.quantity == "speedup"}
@@ -294,7 +268,92 @@ def test_what_an_input_was_fitted_to_never_stands_alone() -> None:
     assert all("the calibration's" in rows[f"{case}-unfitted"].note for case in fitted)
 
 
-def test_a_column_without_heading_or_text_is_no_error() -> None:
-    """As of a study whose rows have no remark."""
-    ((heading, lines),) = Table(["study", ""], [["engine", ""], ["batch", ""]]).parts(80)
-    assert (heading, lines) == ("study", ["engine", "batch"])
+# Part transfer --------------------------------------------------------------------------------------------------------
+
+QWEN = "Qwen/Qwen3-32B"
+HEADINGS = "model,gpu,backend,backend_version,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
+SETTINGS = ("vllm/qwen3-32b/tp2", "vllm/qwen3-32b/tp8")
+
+
+def fit(left_out: str, step_s: float, without: str = "") -> SettingFit:
+    host = HostFit(step_s=step_s, sequence_s=0.0, source="test")
+    return SettingFit(engine="vllm", left_out=left_out, without=without, host=host, front_end=FrontEndFit())
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> TransferFits:
+    """Steps of 1 ms where all was seen, of 2 and 3 ms where TP2 and TP8 were not, of 9 ms without a term."""
+    known = (fit("", 1e-3), fit(SETTINGS[0], 2e-3), fit(SETTINGS[1], 3e-3), fit(SETTINGS[0], 9e-3, "a term"))
+    found = TransferFits(date="today", script="none", source="test", fits=known)
+    monkeypatch.setattr(transfer, "shipped_fits", lambda: found)
+    return found
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / TABLE
+    lines = [f"{QWEN},h100_sxm,vllm,1,{tp},64,8,{users},50,8" for tp in (2, 8) for users in (1, 2)]
+    path.write_text("\n".join((HEADINGS, *lines)) + "\n", encoding="utf-8")
+    more = f"{HEADINGS},gpu,precision,dp,ep,lengths".replace("model,gpu,", "model,")
+    today = "llama-3.1-8b,vllm,0.18.0,1,64,8,2,50,8,h100-sxm,fp8,1,1,uniform"
+    (tmp_path / TODAY).write_text(f"{more}\n{today}\n")
+    (tmp_path / AISIMULATE).write_text(f"{more},of,peer_ttft_ms,peer_tpot_ms\n{today},today,75,6\n")
+    return tmp_path
+
+
+def test_each_setting_under_the_fit_that_has_not_seen_it(fits: TransferFits, data: Path) -> None:
+    """One user: a step of decoding is its kernels and the host's time, so the fits differ by their steps."""
+    runs = read_runs(data)
+    left_out, fitted = (
+        {row.case: row.simulated for row in kind_rows(runs, fits, kind) if row.quantity == "tpot_s"}
+        for kind in ("left-out", "fitted")
+    )
+    for setting, later_s in zip(SETTINGS, (1e-3, 2e-3), strict=True):
+        case = f"{setting}/64+8x1"
+        assert left_out[case] - fitted[case] == pytest.approx(later_s, rel=1e-6)
+    term = kind_rows(runs, fits, "left-out", "a term")
+    assert {row.case.rpartition("/")[0] for row in term} == {SETTINGS[0]}, "only where there is such a fit"
+
+
+def test_the_part_is_told_by_settings(fits: TransferFits, data: Path) -> None:
+    found = transfer.section(Options(evidence=data))
+    assert found.summarised
+    told = [(s.group, s.quantity, s.kind, s.count) for s in found.summaries]
+    assert (SETTINGS[1], "tpot_s", "left-out", 2) in told
+    assert ("vllm", "ttft_s", "fitted", 4) in told
+    (tp8,) = (s for s in found.summaries if s.group == SETTINGS[1] and s.quantity == "tpot_s" and s.kind == "left-out")
+    errors = [
+        r.error for r in found.rows if r.case.startswith(SETTINGS[1]) and r.quantity == "tpot_s" and r.kind == tp8.kind
+    ]
+    record = tp8.record()
+    assert record["case"] == SETTINGS[1]
+    assert record["error"] == pytest.approx(sum(map(abs, errors)) / 2, rel=1e-5)
+    assert "| vllm | a term |" in found.tables["ablation"]
+    (family,) = found.tables["families"].splitlines()[2:]
+    assert family.startswith("| h100-sxm/vllm/llama-3.1-8b | 1 |")
+    last = found.tables["peers"].splitlines()[-1].split(" | ")
+    assert (last[0], last[1], last[3], last[5]) == ("| all", "1", "25.0% / 25.0%", "50.0% / 50.0% |")
+
+
+def test_a_fit_that_leaves_nothing_out_says_so() -> None:
+    """SGLang's fits have no host time, with a setting and without it."""
+    rows = transfer.fits_table(shipped_fits()).splitlines()
+    assert all(("leaves nothing out" in row) == row.startswith("| sglang/") for row in rows[2:])
+
+
+def test_shipped_fits_are_those_of_the_calibrations_and_leave_out_every_tp() -> None:
+    shipped = shipped_fits()
+    for engine in SERVED:
+        calibration, whole = load_calibration(f"h100-{engine}"), shipped.of(engine)
+        ahead = engine in ("vllm", "trtllm")  # vLLM since 0.14, whose kernels these are
+        assert calibration.host == whole.host.model_copy(update={"overlapped": ahead})
+        assert calibration.front_end == whole.front_end
+        left_out = {f.left_out for f in shipped.fits if f.engine == engine and f.left_out and not f.without}
+        assert len(left_out) >= 2
+        for term in shipped.terms(engine):
+            assert {f.left_out for f in shipped.fits if f.engine == engine and f.without == term} == left_out
+        for name, (low, high) in whole.intervals.items():
+            value = getattr(whole.host if hasattr(whole.host, name) else whole.front_end, name)
+            assert low <= value <= high
+    with pytest.raises(KeyError):
+        shipped.of("torch")
