@@ -130,7 +130,6 @@ class RefResult:
     held: dict[tuple[int, ...], list[Held]] = field(default_factory=dict)  # by GPUs: what a replica held at boundaries
     hit_tokens: int = 0  # of completed prefills
     loaded_tokens: int = 0  # from host memory
-    peak_host_pages: int = 0
     prefilled_tokens: int = 0  # in completed prefills
 
 
@@ -517,7 +516,6 @@ class _Rollout:
             replica.cache.remove(page)
             replica.host.append(page)
         replica.host = replica.host[max(len(replica.host) - host.pages, 0) :]
-        self.result.peak_host_pages = max(self.result.peak_host_pages, len(replica.host))
 
     def load(self, replica: _Replica, r: _Request, found: list[Page], arrived: bool) -> None:
         """It has been admitted: what it finds in host memory comes to the GPU, but where its KV has come with it."""

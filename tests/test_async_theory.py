@@ -7,7 +7,6 @@ B at a time, and what is measured has a closed form.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,23 +144,6 @@ def test_throughput_under_a_bound_of_staleness(train_s: float, sync_s: float) ->
     assert found[UNBOUNDED] == pytest.approx(train_s + sync_s, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("concurrent", "train_s"), [(16, 20.0), *(pytest.param(n, 50.0, marks=pytest.mark.slow) for n in (16, 48))]
-)
-def test_throughput_without_memory_grows_with_the_bound_to_that_of_the_slower_side(
-    concurrent: int, train_s: float
-) -> None:
-    batch, steps, mean = 4, 400, 100
-    lengths = exponential(mean, steps * batch + 4000, 7)
-    rates = []
-    for eta in (*ETAS, UNBOUNDED):
-        played = play(lengths, bounded(eta, concurrent), batch, train_s, steps)
-        rates.append(1 / played.step_s(20, steps - 20))
-    assert all(later >= earlier * (1 - 1e-9) for earlier, later in itertools.pairwise(rates))
-    slower = min(concurrent / (batch * np.mean(lengths[20 * batch : (steps - 20) * batch])), 1 / train_s)
-    assert rates[-1] == pytest.approx(slower, rel=0.01)
-
-
 def test_generation_that_never_stops_is_no_faster_than_its_bound() -> None:
     """Few prompts of a long tail: the longest responses take many steps, which says nothing of one of them."""
     lengths, workflow = {"path": "rollpacker-math", "cap": "2K"}, {"prompts": 2, "steps": 60, "reference": True}
@@ -198,23 +180,6 @@ def check_littles_law(start: Floats, end: Floats, first: float, last: float) -> 
     edges = float(overlap_s(start[~leave], end[~leave], first, last) - before_s) / (last - first)
     assert mean_number(start, end, first, last) == pytest.approx(throughput * time_s + edges, rel=1e-9)
     return edges
-
-
-@pytest.mark.parametrize(
-    ("rule", "train_s"),
-    [(bounded(concurrent=20), 80.0), (bounded(3), 40.0), (in_system(37), 30.0)],
-)
-def test_littles_law(rule: Continuous, train_s: float) -> None:
-    """Of prompts from their start until a step takes them, in a window whose edges cut through stays."""
-    played = play(exponential(100, 4000, 5), rule, 8, train_s, 200, sync_s=3.0)
-    prompts, last = played.prompts(), played.outcome.responses[-1]
-    left = last.started_at[last.paused]
-    start = np.append(prompts.started_at, left[~np.isnan(left)])
-    end = np.append(prompts.taken_at, np.full(len(start) - len(prompts.taken_at), np.inf))
-    first, until = float(played.ends_at[40]), float(played.ends_at[160])
-    edges = check_littles_law(start, end, first, until)
-    if train_s < 80.0:  # beyond that the queue grows for ever
-        assert abs(edges) < 0.15 * mean_number(start, end, first, until)
 
 
 def test_littles_law_in_the_tables_of_a_run() -> None:

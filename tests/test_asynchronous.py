@@ -14,7 +14,6 @@ from rlsim.errors import ConfigError, PolicyError, RlsimError
 from rlsim.report.staleness import queue_lengths
 from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext, Reconfigure, RolloutControl, RolloutView
-from rlsim.workflow.algorithms import grpo
 
 EXPERIMENT: dict[str, Any] = {
     "name": "asynchronous",
@@ -83,14 +82,6 @@ def test_without_a_bound_to_spend_it_is_the_synchronous_split_run(part: dict[str
         moments = ["finish_at"] if table == "responses" else ["end_at"]
         one, other = (of(found, name, table).sort_values(moments) for name in ("synchronous", "relaxed"))
         np.testing.assert_allclose(other[moments], one[moments], rtol=1e-12)
-
-
-def test_one_window_is_the_whole_batch_at_once() -> None:
-    rule = {"bounded_staleness": {"eta": 1}}
-    found = run(
-        use("whole", rule, "async_reward"), use("windows", rule, "async_reward", {"training_windows": {"parts": 1}})
-    )
-    np.testing.assert_allclose(of(found, "windows")[TOLD], of(found, "whole")[TOLD], rtol=1e-12)
 
 
 # ---- what a bound brings --------------------------------------------------------------------------------------------
@@ -212,66 +203,6 @@ def test_the_quota_between_two_syncs_is_verls() -> None:
 # ---- updates and windows --------------------------------------------------------------------------------------------
 
 
-def test_updates_that_interrupt_do_not_wait_for_the_longest() -> None:
-    rules = [{"bounded_staleness": {"eta": 2, "interrupt": interrupts}} for interrupts in (True, False)]
-    found = run(use("interrupt", rules[0]), use("drain", rules[1]), workflow={"steps": 12})
-    rates = found.summary().set_index("system")["responses_per_s"]
-    assert rates["interrupt"] > 1.1 * rates["drain"]
-    one = of(found, "drain", "responses")
-    assert (one.loc[one["trained"], "stale_tokens"] % one.loc[one["trained"], "response_tokens"] == 0).all()
-    other = of(found, "interrupt", "responses")
-    mixed = other[other["trained"] & (other["stale_tokens"] > 0) & (other["stale_tokens"] < other["response_tokens"])]
-    assert len(mixed), "some responses are of several versions"
-
-
-def test_kept_caches_save_the_prefill() -> None:
-    rules = [{"bounded_staleness": {"eta": 2, "updated_kv": kv}} for kv in ("keep", "recompute")]
-    found = run(use("keep", rules[0]), use("recompute", rules[1]), workflow={"steps": 12})
-    prefills = {
-        name: of(found, name, "spans").query("kind == 'prefill'").eval("(end_at - start_at).sum()")
-        for name in ("keep", "recompute")
-    }
-    assert prefills["recompute"] > 1.2 * prefills["keep"]
-
-
-def test_training_begins_with_the_first_window() -> None:
-    """A step of four windows trains on its first quarter while the rest is generated."""
-    training = {**EXPERIMENT["training"], "mini_batches": 4}
-    rule = {"bounded_staleness": {"eta": 0}}
-    found = run(use("whole", rule), use("windows", rule, {"training_windows": {"parts": 4}}), training=training)
-    whole, windows = of(found, "whole"), of(found, "windows")
-    assert windows["step_time_s"].mean() < whole["step_time_s"].mean()
-    spans = of(found, "windows", "spans").query("kind == 'train' and step == 3")
-    assert spans.groupby("gpu")["start_at"].nunique().tolist() == [4] * spans["gpu"].nunique()
-    calls = of(found, "windows", "calls").query("step == 3").set_index("call")
-    assert calls["start_at"]["train"] < calls["end_at"]["generate"]
-    assert calls["end_at"]["train"] >= calls["end_at"]["generate"]
-
-
-def test_windows_of_one_step_off_are_streamrl() -> None:
-    training = {**EXPERIMENT["training"], "mini_batches": 4}
-    found = run({"streamrl": {"tp": 1, "rollout_gpus": 4}}, {"one_step_off": {"tp": 1, "rollout_gpus": 4}},
-                training=training)  # fmt: skip
-    assert (of(found, "streamrl")["staleness_max"] == [0, *[1] * 7]).all()
-    assert (of(found, "streamrl")["trained"] == 32).all()
-
-
-def test_rewards_that_decide_drop_prompts_before_a_step_takes_them() -> None:
-    """Also those that a step keeps places for."""
-    rule = {"bounded_staleness": {"eta": 1, "stale": "wait"}}
-    steps = run(use("dynamic", rule, "async_reward", "dynamic_sampling"), workflow={"steps": 12}).steps
-    assert steps["dropped"].sum() > 0
-    assert (steps["trained"] == 32).all()
-    check_tokens(steps)
-
-
-def test_dropped_prompts_give_back_their_places() -> None:
-    quota = {"sync_quota": {"staleness_threshold": 0.1, "per_replica": None}}
-    steps = run(use("quota", quota, "async_reward", "dynamic_sampling"), workflow={"steps": 12}).steps
-    assert steps["dropped"].sum() > 0
-    assert (steps["trained"] == 32).all()
-
-
 def test_prompts_that_never_count_end_the_run() -> None:
     rule = {"bounded_staleness": {"eta": 2}}
     with pytest.raises(PolicyError, match=r"401 prompts were dropped for their rewards .* its batch of 8"):
@@ -279,17 +210,6 @@ def test_prompts_that_never_count_end_the_run() -> None:
 
 
 # ---- replicas on their own ------------------------------------------------------------------------------------------
-
-
-def test_training_waits_for_no_replica_where_each_takes_weights_on_its_own() -> None:
-    rule = {"bounded_staleness": {"eta": 2}}, {"bounded_staleness": {"eta": 2, "rolling": True}}
-    found = run(*(use(name, one, "async_reward") for name, one in zip(("together", "each"), rule, strict=True)))
-    syncs = {name: of(found, name)["sync_time_s"].mean() for name in ("together", "each")}
-    assert 0 < syncs["each"] < syncs["together"]
-    spans = of(found, "each", "spans")
-    pulls = spans[(spans["kind"] == "weight_sync") & spans["label"].str.startswith("replica")]
-    assert set(pulls["gpu"]) == {0, 1, 2, 3}  # those that generate
-    assert (of(found, "each")["staleness_max"] <= of(found, "together")["staleness_max"].max() + 1).all()
 
 
 def test_under_laminar_one_version_generates_a_response_and_repack_frees_replicas() -> None:
@@ -334,14 +254,6 @@ def test_gpus_of_a_rollout_that_never_ends_are_not_released() -> None:
         run(use("released", RULE, "tail_consolidation"))
 
 
-def test_a_workflow_drops_calls_with_the_syncs_that_serve_them_alone() -> None:
-    lighter = grpo().without(["old_log_prob"])
-    assert {call.name for call in grpo().calls} - {call.name for call in lighter.calls} == {
-        "old_log_prob", "old_log_prob_sync",
-    }  # fmt: skip
-    assert all("old_log_prob" not in (edge.source, edge.target) for edge in lighter.edges)
-
-
 class Toggle(Schema, RolloutControl):
     """Changes between TP 1 and TP 2 after so many responses, again and again."""
 
@@ -361,7 +273,7 @@ class Toggle(Schema, RolloutControl):
 
 @pytest.mark.parametrize(
     ("kv", "interrupt", "rolling"),
-    [("migrate", True, False), ("recompute", False, False), ("recompute", True, True), ("migrate", False, True)],
+    [("migrate", True, False), ("recompute", True, True), ("migrate", False, True)],
 )
 def test_layouts_change_while_weights_come(kv: str, interrupt: bool, rolling: bool) -> None:
     """A node that is about to change its layout starts its new replicas standing still."""

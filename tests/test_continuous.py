@@ -104,17 +104,6 @@ def test_an_update_that_drains_waits_for_all_responses() -> None:
     assert positions(done, 1, "paused") == [2]  # complete, but no step has taken it
 
 
-def test_a_prompt_that_is_too_stale_is_dropped() -> None:
-    done = run([2, 6, 9], two(most_stale=0), [1.5, 1.0], [2.0, 1.0])
-    # The second prompt is ready at 12.5 s, with tokens of the version before; the step waits for the third, which has
-    # had its first token at 11.5 s.
-    assert moments(done, 1)[0] == 19.5
-    assert positions(done, 1, "trained") == [2]
-    assert positions(done, 1, "dropped") == [1]
-    assert [rollout.settled.dropped for rollout in done.outcome.rollouts] == [0, 1]
-    assert not done.requests[1, 0].aborted
-
-
 @dataclasses.dataclass(frozen=True)
 class Once(Scripted):
     """One action, when so many responses have finished."""

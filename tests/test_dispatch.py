@@ -82,10 +82,6 @@ def test_the_longest_have_replicas_of_their_own() -> None:
     assert shares[1] == list(range(1, 10))
 
 
-def test_equal_lengths_are_spread_over_all() -> None:
-    assert sorted(len(ids) for ids in dispatched([10] * 8, 4).values()) == [2, 2, 2, 2]
-
-
 def test_each_side_begins_with_its_longest() -> None:
     lengths = [5, 9, 7, 40, 3, 60, 8, 6, 2, 4]
     shares = dispatched(lengths, 3, long=0.2)

@@ -21,7 +21,7 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
-from rlsim.sim.control import Action, Migrate, Reconfigure, Release, RolloutView, Stop
+from rlsim.sim.control import Action, Migrate, Release, RolloutView
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import EngineConfig, Request
@@ -294,18 +294,6 @@ class InTurn(Scripted):
 
     def on_finish(self, view: RolloutView) -> Sequence[Action]:
         return [] if view.finished > len(self.turns) else self.turns[view.finished - 1]
-
-
-def test_a_stop_breaks_off_a_switch() -> None:
-    """Nothing of the rollout goes on after its end, on GPUs that others then hold."""
-    sizes = [(4, 1), (4, 90), (4, 4), (4, 90)]  # contiguous: node 0 has the first two
-    work = by_hand(sizes, InTurn([[Reconfigure(0, 2)], [Stop()]]), (2, 2), weights_s=40.0)
-    rollout, recorder = simulate(work)
-    assert rollout.env.now == 4.0
-    rollout.env.run()
-    assert len(rollout.replicas) == 4
-    assert max(span.end_at for span in recorder.spans) == 4.0
-    assert next(s for s in recorder.spans if s.kind == "switch").start_at == 1.0
 
 
 def test_what_arrives_where_its_target_stops_at_that_moment_is_dealt_anew() -> None:

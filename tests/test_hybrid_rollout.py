@@ -69,19 +69,6 @@ def on_trainer(outcome: Outcome, kind: str) -> list[tuple[float, float]]:
     return [(s.start_at, s.end_at) for s in outcome.spans if s.gpus == (TRAINER,) and s.kind == kind]
 
 
-def test_on_policy_the_trainer_takes_half_of_each_batch() -> None:
-    alone, helped = steps_of_four(0, None), steps_of_four(0, BorrowAlways())
-    # Alone: four responses of 6 s one after the other, 10 s and 2 s.
-    assert [end for _, end in call_times(alone, "generate")] == [24.0, 24.0 + 12.0 + 24.0]
-    # Two responses go to the trainer, which has them at 2 + 3 + 3 s, before the two others are there at 12 s.
-    assert [end for _, end in call_times(helped, "generate")] == [12.0, 12.0 + 12.0 + 12.0]
-    assert call_times(helped, "train") == [(12.0, 22.0), (36.0, 46.0)]
-    assert [span for span in on_trainer(helped, "sync") if span[1] - span[0] == 2.0] == [(0.0, 2.0), (24.0, 26.0)]
-    assert [rollout.borrowed_gpu_s for rollout in helped.rollouts] == [12.0, 12.0]
-    for step, responses in enumerate(helped.responses):
-        assert (responses.trained & (responses.version == step)).sum() == 4
-
-
 def test_under_a_bound_it_gives_back_what_it_has_not_finished() -> None:
     """Eight responses are under way from the start.
 

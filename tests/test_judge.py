@@ -85,10 +85,6 @@ def test_on_gpus_of_its_own_nobody_waits_for_anybody() -> None:
     assert outcome.responses[0].score_started_at.tolist() == [2.0, 10.0]
 
 
-def test_together_at_the_end() -> None:
-    assert scored(judged(Placement((1,)), [0])) == [13.0, 13.0]
-
-
 @pytest.mark.parametrize(("load_s", "first_at"), [(1.0, 5.0), (4.0, 7.0)])
 def test_weights_come_first_where_its_gpus_join_training(load_s: float, first_at: float) -> None:
     """They come from the start of generation on, which has the judge's GPU reserved."""

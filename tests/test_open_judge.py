@@ -126,14 +126,6 @@ def test_a_step_takes_a_prompt_when_it_is_judged_and_updates_do_not_wait_for_the
     assert ends(done.outcome, "generate") == ends(done.outcome, "reward") == [7.0, 11.0]
 
 
-def test_a_prompt_is_ready_when_the_last_of_its_responses_is_judged() -> None:
-    """The second comes at the end of the first's prefill, which then waits for another."""
-    work = OpenWorkload((((8, 2), (8, 3)),), 1, Rule("staleness", 0), (1.0,), (1.0,), costs=BY_HAND)
-    done = run(work, Scoring(answers={0: 3}))
-    assert [(r.finished_at, r.scored_at) for r in done.requests.values()] == [(4.0, 8.0), (5.0, 8.0)]
-    assert ends(done.outcome, "generate") == [8.0]
-
-
 def test_at_the_end_of_the_run_the_judge_is_broken_off() -> None:
     work = OpenWorkload((((8, 2),), ((8, 3),)), 1, Rule("under_way", 2), (1.0,), (1.0,), costs=BY_HAND)
     done = run(work, Scoring(answers={0: 3, 1: 100}))
@@ -272,14 +264,6 @@ def test_a_judge_that_scores_at_once_spares_the_step_that_wait() -> None:
     assert set(spans.loc[spans["kind"] == "reward", "gpu"]) == {6, 7}
     scored = of(found, "by the sample", "responses")["scored_at"].notna().sum()
     assert ((stays["call"] == "reward") & (stays["left"] == "finished")).sum() == scored > 12 * 32
-
-
-def test_rewards_that_a_judge_gives_drop_prompts_before_a_step_takes_them() -> None:
-    rule = {"bounded_staleness": {"eta": 1, "stale": "wait"}}
-    steps = judged(use("dynamic", rule, "async_reward", "dynamic_sampling"), steps=12).steps
-    assert steps["dropped"].sum() > 0
-    assert (steps["trained"] == 32).all()
-    check_tokens(steps)
 
 
 def test_a_judge_beside_the_rollout_is_refused() -> None:

@@ -156,27 +156,6 @@ def test_pat_begins_with_the_fastest_full_batch(cluster: str, calibration: str) 
         assert steps[start_of_pat(known)] <= 1.02 * min(steps.values())  # the profile interpolates between batch sizes
 
 
-def test_groups_are_created_once() -> None:
-    experiment = {
-        "name": "x",
-        "cluster": "8xa40",
-        "model": "llama-3.1-8b",
-        "calibration": "a40-sglang",
-        "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "8K"},
-        "workflow": {"prompts": 16, "responses": 8, "steps": 3},
-        "training": {"offload": True},
-        "systems": [{"pat": {"start_tp": 2, "candidates": [2, 8]}}],
-        "seeds": 1,
-    }
-    switches = rlsim.run(experiment).switches
-    assert switches["step"].tolist() == [0, 1, 2]
-    assert set(switches["to_tp"]) == {8}
-    runtime = machine("8xa40", "a40-sglang").loaded.kind((0,)).calibration.runtime
-    assert runtime.group_create_s > 0
-    paid = switches["control_s"].tolist()
-    assert paid == [runtime.switch_control_s + runtime.group_create_s, *[runtime.switch_control_s] * 2]
-
-
 @pytest.mark.parametrize("node_gpus", [(8, 8), (4, 8)])
 def test_each_node_decides_on_its_own(node_gpus: tuple[int, int]) -> None:
     """Two nodes do what each does alone with its share of the batch, at its own moments."""

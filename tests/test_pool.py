@@ -33,10 +33,6 @@ def served(first: set[int], then: Sequence[tuple[str, set[int], Kind]]) -> list[
     return turns
 
 
-def test_first_come_first_served() -> None:
-    assert served({0, 1}, [("a", {0, 1}, "train"), ("b", {1}, "train"), ("c", {0}, "train")]) == [["a"], ["b", "c"]]
-
-
 def test_nobody_passes_a_call_that_waits_for_the_same_gpus() -> None:
     """GPU 1 is free, but kept for who has asked before; GPU 2 is nobody's."""
     pool = GpuPool(simpy.Environment())

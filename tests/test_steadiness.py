@@ -196,7 +196,7 @@ def test_what_others_allow_moves_no_window() -> None:
     assert beside["unsteady"].tolist()[1] != ""
 
 
-@pytest.mark.parametrize("system", ["verl", {"verl": {"tp": 2}}, "rollpacker", "rlhfuse"])
+@pytest.mark.parametrize("system", ["verl", "rollpacker"])
 def test_what_waits_for_its_own_responses_is_never_marked(system: Any) -> None:
     found = run(system, trace={"path": "rollpacker-math", "cap": "4K"}, workflow={"steps": 10}, seeds=3)
     for _, own in found.steps.groupby("seed"):

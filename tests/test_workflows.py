@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,22 +190,6 @@ def test_dpo_generates_nothing_and_takes_one_batch_after_another() -> None:
     assert calls.loc[(1, "ref_log_prob"), "start_at"] == calls.loc[(0, "train"), "end_at"]
 
 
-def test_a_workflow_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "guarded.py").write_text(
-        "from rlsim.workflow import Call, Edge, Workflow\n"
-        "def make():\n"
-        "    calls = (Call('generate', 'generate', 'actor'), Call('safety', 'inference', 'guard'),\n"
-        "             Call('train', 'train', 'actor'), Call('push', 'sync', 'actor'))\n"
-        "    edges = (Edge('generate', 'safety'), Edge('safety', 'train'), Edge('train', 'push'),\n"
-        "             Edge('push', 'generate', lag=1))\n"
-        "    return Workflow('guarded', calls, edges)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    result = run(models={"guard": "qwen2.5-3b"}, workflow={"algorithm": "guarded:make"})
-    assert set(result.calls["call"]) == {"generate", "safety", "train", "push"}
-    del sys.modules["guarded"]
-
-
 @pytest.mark.parametrize(
     ("workflow", "models", "message"),
     [
@@ -276,17 +259,6 @@ def test_a_lag_is_the_most_or_exact(lag: int) -> None:
     with pytest.raises(ConfigError, match="generate -> train cannot be exact"):
         Workflow("w", (Call("generate", "generate", "actor"), Call("train", "train", "actor")),
                  (Edge("generate", "train", exact=True),))  # fmt: skip
-
-
-def test_a_judge_answers_for_one_step_at_a_time() -> None:
-    """Its GPUs would do the work of two otherwise."""
-    judge = {"model": "qwen2.5-1.5b", "while_training": "apart", "reserved": 0.5}
-    sizes = {"prompts": 64, "responses": 4, "steps": 4, "reward": {"judge": judge}}
-    trace = {"path": "rollpacker-judge", "cap": 512}
-    found = lagged(3, "async_reward", workflow=sizes, trace=trace)
-    calls = found.calls[found.calls["call"] == "reward"].sort_values("step")
-    assert (calls["start_at"].to_numpy()[1:] >= calls["end_at"].to_numpy()[:-1]).all()
-    assert found.responses["scored_at"].notna().all()
 
 
 JUDGE = "qwen2.5-1.5b"
