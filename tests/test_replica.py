@@ -1,4 +1,4 @@
-"""A replica alone."""
+"""A replica alone, and the sequences that it decodes together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import simpy
 from workloads import LinearStep
 
+from rlsim.sim.batch import RunningBatch
 from rlsim.sim.moment import URGENT, at
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import Replica
@@ -45,3 +46,14 @@ def test_an_order_at_the_end_of_a_jump_adds_no_token(begins_at: float) -> None:
     env.run()
     assert [r.generated for r in finished] == [5]
     assert request.finished_at == pytest.approx(begins_at + 5e-3, rel=1e-14)
+
+
+@pytest.mark.parametrize(("pages", "fits"), [(8, False), (9, True)])
+def test_what_fits_to_the_end(pages: int, fits: bool) -> None:
+    """Pages of four tokens: in the end 9 + 9 + 9 tokens, in three pages each, though the tokens would fill seven."""
+    batch = RunningBatch(4, pages, 0.0, 0)
+    requests = [Request(i, i, *size) for i, size in enumerate([(4, 5, 1), (4, 5, 1), (8, 1, 0)])]
+    for request in requests:
+        request.order = request.id + 1
+    batch.join(requests)
+    assert batch.fits_to_the_end() is fits
