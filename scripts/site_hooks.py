@@ -1,6 +1,6 @@
 """What the built site shows that the Markdown keeps in comments and file names (hooks of mkdocs.yml).
 
-- `<!-- file: NAME -->` before a block becomes the block's title, `<!-- same as: FILE -->` and `<!-- output -->` too.
+- `<!-- file: NAME -->` (without what it is tested with) before a block becomes its title, `<!-- same as: FILE -->` and `<!-- output -->` too.
 - A link whose text is a page's file name shows the page's title.
 - `<!-- on the site: NAME -->` becomes that part of the reference.
 """
@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from make_reference import for_site  # beside this file
 
 FENCE = re.compile(
-    r"^<!-- (?P<kind>file|same as|output)(?:: (?P<value>[^\n]*?))? -->\n+```(?P<language>\w+)$", re.MULTILINE
+    r"^<!-- (?P<kind>file|same as|output)(?:: (?P<value>[^\n]*?)(?:, tested with [^\n]*)?)? -->\n+"
+    r"```(?P<language>\w+)$",
+    re.MULTILINE,
 )
 LINK = re.compile(r"\[(?P<page>[\w-]+\.md)\]\((?P=page)(?P<anchor>#[\w-]+)?\)")
 

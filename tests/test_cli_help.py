@@ -7,11 +7,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import typer.main
+from conftest import Command as Run
 from conftest import cases
 
 from rlsim import catalogue
@@ -65,29 +66,39 @@ def test_every_option_is_explained(path: tuple[str, ...]) -> None:
             assert parameter.help, parameter.name
 
 
-def completed(line: str) -> list[str]:
+Completed = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def completed(call: Run, monkeypatch: pytest.MonkeyPatch) -> Completed:
     """What bash would offer at the end of a line."""
-    environment = os.environ | {
-        "_RLSIM_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(line.split(" ")) - 1),
-    }
-    command = [sys.executable, "-m", "rlsim"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout.split()
+
+    def offered(line: str) -> list[str]:
+        monkeypatch.setenv("_RLSIM_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+        return call().out.split()
+
+    return offered
 
 
-def test_bash_completes_experiments() -> None:
+def test_bash_completes_experiments_and_falls_back_to_files(completed: Completed) -> None:
     assert completed("rlsim run ") == list(catalogue.names("experiments"))
     assert completed("rlsim run pat_v") == ["pat_vs_static"]
+    assert completed("rlsim run no-such-") == []
+
+
+def test_bash_asks_a_process_of_its_own() -> None:
+    asked = {"_RLSIM_COMPLETE": "complete_bash", "COMP_WORDS": "rlsim run pat_v", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "rlsim"], env=os.environ | asked, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["pat_vs_static"]
 
 
 @cases("cli_help", "bash completes options")
-def test_bash_completes_options(line: str, expected: str) -> None:
+def test_bash_completes_options(completed: Completed, line: str, expected: str) -> None:
     assert completed(line) == [expected]
-
-
-def test_shell_falls_back_to_files() -> None:
-    assert completed("rlsim run no-such-") == []
 
 
 def test_keys_of_an_experiment_and_the_names_they_take() -> None:

@@ -3,6 +3,7 @@
 Every fenced block of a page says what it is. In one temporary folder a page, from top to bottom:
 
 - `<!-- file: NAME -->` before a block writes it there; a Python file is only written, not run.
+- `<!-- file: NAME, tested with NEW for OLD and … -->`: smaller than shown, where nothing printed of it is.
 - ```sh blocks run, line by line; ```python blocks run as scripts. Scripts and lines that only call `rlsim` run in this
   process, as starting one for each of them takes longer than most do; all other lines run in processes of their own.
 - `<!-- run with: OPTIONS -->` adds options to the `rlsim` lines of a block that run or search (small sizes). Where no
@@ -123,7 +124,12 @@ class Runner:
             case _, "not run":
                 pass
             case _, "file":
-                (self.folder / block.value).write_text(block.text, encoding="utf-8")
+                name, _, smaller = block.value.partition(", tested with ")
+                text = block.text
+                for new, old in (one.split(" for ") for one in smaller.split(" and ") if one):
+                    assert text.count(old) == 1, old
+                    text = text.replace(old, new)
+                (self.folder / name).write_text(text, encoding="utf-8")
             case _, "same as":
                 assert block.text == (ROOT / block.value).read_text(encoding="utf-8")
             case "yaml", "systems":

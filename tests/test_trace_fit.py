@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from rlsim.errors import ConfigError, TraceError
 from rlsim.trace import Trace, TraceMeta, make_trace, read_trace
-from rlsim.trace.fit import fit_lengths, fit_trace, ks_distance, load_fit, save_fit
+from rlsim.trace.fit import LengthFit, fit_lengths, fit_trace, ks_distance, load_fit, save_fit
 from rlsim.trace.importers import import_trace
 from rlsim.trace.mixture import Component, LengthModel, both_below, mixture
 from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
@@ -129,20 +130,23 @@ def test_a_fit_is_read_back_as_written(tmp_path: Path, suffix: str) -> None:
         load_fit(tmp_path / "b.json")
 
 
+@cache
+def fitted(file: str) -> LengthFit:
+    return fit_trace(import_trace(REAL / file))
+
+
 @real
 @pytest.mark.parametrize(
     ("file", "ks", "better"),
     [
         ("aime8_r1distill1.5b.parquet", 0.012, 5),
         ("rgym3_qwen2.5_3b_instruct.parquet", 0.03, 5),
-        ("prod_servegen_deepseek_r1.parquet", 0.06, 1.3),
         ("prod_servegen_deepseek_r1_hist.csv", 0.06, 1.3),
         ("prod_azure2023_conv.parquet", 0.07, 3),
     ],
 )
 def test_real_traces_are_fitted_better_by_two_lognormals(file: str, ks: float, better: float) -> None:
-    trace = import_trace(REAL / file)
-    good = fit_trace(trace).goodness
+    good = fitted(file).goodness
     assert good.ks < ks
     assert good.ks * better < good.ks_single_lognormal
     if good.icc_trace is not None:
@@ -153,10 +157,9 @@ def test_real_traces_are_fitted_better_by_two_lognormals(file: str, ks: float, b
 
 @real
 def test_aime8_has_the_correlation_it_is_known_for() -> None:
-    trace = read_trace(REAL / "aime8_r1distill1.5b.parquet")
+    trace, fit = read_trace(REAL / "aime8_r1distill1.5b.parquet"), fitted("aime8_r1distill1.5b.parquet")
     assert trace.meta.cap_tokens == 16_000
     assert trace.capped.mean() == pytest.approx(0.0222, abs=0.0005)
     assert icc_log(trace.response_tokens, trace.prompt_codes()[0]) == pytest.approx(0.63, abs=0.005)
-    fit = fit_trace(trace)
     assert fit.goodness.share_at_cap_fit == pytest.approx(0.0222, abs=0.003)
     assert ks_distance(fit.model, trace.response_tokens, trace.capped) == pytest.approx(fit.goodness.ks, abs=1e-5)
