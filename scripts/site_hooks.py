@@ -1,7 +1,7 @@
 """What the built site shows that the Markdown keeps in comments and file names (hooks of mkdocs.yml).
 
-- `<!-- file: NAME -->` before a block becomes the block's title, without what it is tested with; `<!-- same as: FILE -->` and
-  `<!-- output -->` too.
+- `<!-- file: NAME -->` before a block becomes the block's title, without what it is tested with;
+  `<!-- same as: FILE -->` and `<!-- output -->` too.
 - A link whose text is a page's file name shows the page's title.
 - `<!-- on the site: NAME -->` becomes that part of the reference.
 """
