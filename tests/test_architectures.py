@@ -490,8 +490,11 @@ def test_sparse_attention_reads_what_its_index_chooses() -> None:
     assert 0 < index_s < attention[0]
     grows = (keys[2] - keys[1]) / (attention[2] - attention[1])
     assert grows == pytest.approx((128 + 4 + 8) / (2 * 576), rel=0.05)  # bytes of a token, of one and the other
-    (_, latent), _ = cost._attentions
+    (_, latent), (_, index) = cost._attentions
     assert latent.prefill_s([(2048, 0)]) == pytest.approx(other._attentions[0][1].prefill_s([(2048, 0)]), rel=1e-12)
+    later = [latent.prefill_s([(4096, prior)]) for prior in (2**16, 2**17)]
+    assert later[0] == pytest.approx(later[1], rel=0.02)
+    assert index.prefill_s([(4096, 2**17)]) == pytest.approx(2 * index.prefill_s([(4096, 2**16)]), rel=0.05)
     work = attention_work(sparse.layers[0].attention).pair_flops
     assert work - attention_work(dense.layers[0].attention).pair_flops == 2 * 64 * 128
 

@@ -9,6 +9,7 @@ from rlsim.cost.bound import GenerationBound
 @pytest.mark.parametrize(
     ("steps", "gpus", "most", "prompts", "responses", "expected"),
     [
+        ({1: {}}, 1, 4, [], [], 0.0),
         ({1: {}}, 1, 4, [10], [1], 0.0),  # the prefill gives the first token
         # A step of b sequences takes 1 + b/4 seconds: in company of four a token costs half a GPU-second.
         ({1: {"b": 0.25}}, 3, 4, [3] * 10, [5] * 10, 40 * 0.5 / 3),

@@ -276,6 +276,21 @@ def test_too_few_rows_name_the_operator_and_how_many_are_needed(operator: str, r
         build({operator: table}, base=H100)
 
 
+def test_a_model_whose_shape_is_not_known_has_no_table() -> None:
+    built = build(small_tables(), base=H100, models={})
+    assert built.calibration.iterations == ()
+    assert any("no table of whole iterations of tiny: its shape" in note for note in built.calibration.provenance.notes)
+
+
+def test_one_device_has_no_collectives() -> None:
+    tables = small_tables()
+    tables["decode_step"] = tables["decode_step"].query("tp == 1")
+    del tables["collective"]
+    calibration = build(tables).calibration
+    assert calibration.collectives.nccl == {}
+    assert any("no TP beyond 1" in note for note in calibration.provenance.notes)
+
+
 def test_nothing_measured() -> None:
     with pytest.raises(CalibrationError, match="nothing was measured"):
         build({})

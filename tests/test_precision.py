@@ -12,9 +12,11 @@ import pytest
 from conftest import TINY
 from pydantic import ValidationError
 
+from rlsim.calibrate.fit.attention import attention_kernels
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
 from rlsim.calibrate.fit.kernels import operators_with
 from rlsim.calibrate.importers import aiconfigurator
+from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Calibration, Reference, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.fits import AttentionFit, OperatorFits, ProductFit, Tile
@@ -142,6 +144,35 @@ def test_a_fit_finds_what_a_table_in_fp8_was_made_with() -> None:
     assert np.quantile(np.abs(errors), 0.9) < 0.1
     with pytest.raises(CalibrationError, match="data sheet has no rate"):
         kernel_gemm(table, ref.model_copy(update={"fp8_flop_per_s": None}), cold=False, precision="fp8")
+
+
+def test_attention_on_fp8_is_fitted_under_its_own_name() -> None:
+    known = load_calibration("h100-sglang")
+    bf16 = {name: getattr(known.operators, name) for name in ("decode_attention", "prefill_attention")}
+    fp8 = {name: one.model_copy(update={"kv_precision": "fp8"}) for name, one in bf16.items()}
+    operators = operators_with(known.reference, **fp8)
+    decode = [
+        (b, c, c, kv * 4, kv, 128, operators.decode_attention_s(b, b * c, kv * 4, kv, 128))
+        for b in (1, 4, 16, 64, 256)
+        for c in (2, 16, 256, 1024, 4096, 16384, 65536)
+        for kv in (1, 2, 4, 8)
+    ]
+    prefill = [
+        (b, n, 0, kv * 4, kv, 128, operators.prefill_attention_s([(n, 0)] * b, kv * 4, kv, 128))
+        for b in (1, 2, 4, 8)
+        for n in (16, 64, 256, 1024, 4096, 16384)
+        for kv in (1, 2, 4, 8)
+    ]
+    heads = ["q_heads", "kv_heads", "head_dim", "seconds"]
+    tables = {
+        "decode_attention_fp8": pd.DataFrame(decode, columns=["batch", "context", "longest", *heads]),
+        "prefill_attention_fp8": pd.DataFrame(prefill, columns=["batch", "new", "prior", *heads]),
+    }
+    found = attention_kernels(Measurements(tables), known.reference, "sglang", cold=False)
+    assert [(name, part.fit.kv_precision) for name, part in found.items()] == [(name, "fp8") for name in tables]
+    for name, part in found.items():
+        assert part.residuals[name].median < 0.05
+        assert part.points.operator.str.startswith(name).all()
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------

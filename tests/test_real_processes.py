@@ -81,6 +81,19 @@ def borrowed(two, monkeypatch):
 # A decoder ---
 
 
+def test_impossible_workers():
+    with pytest.raises(CalibrationError, match="at least one"):
+        Workers(0)
+    with pytest.raises(CalibrationError, match="expected cpu or cuda"):
+        Workers(1, device="tpu")
+
+
+def test_shapes_add_up_to_the_models_parameters():
+    for model in (TINY, TINY.model_copy(update={"model_type": "qwen2", "tie_word_embeddings": True})):
+        total = sum(torch.Size(split.shape).numel() for layer in weight_splits(model) for split in layer.values())
+        assert total == model.parameters
+
+
 def test_what_cannot_be_built_is_refused():
     experts = TINY.model_copy(update={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8})
     with pytest.raises(CalibrationError, match="experts"):
@@ -320,6 +333,11 @@ def test_the_whole_comparison_in_small(borrowed):
         makespan = next(row for row in own if row.quantity == "makespan_s")
         assert "inconclusive" in makespan.note or abs(makespan.error) < 0.35
     assert told
+
+
+def test_too_few_sequences_are_refused():
+    with pytest.raises(CalibrationError, match="expected at least 8"):
+        validate_rollouts(sequences=4)
 
 
 # A calibration ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rlsim.cost.transfer import (
     kv_migrate_s,
     kv_send_s,
     reshard_s,
+    rms_context_tokens,
     switch_peak_bytes,
     weight_sync_s,
 )
@@ -168,6 +170,11 @@ def test_kv_send_shares_a_port() -> None:
         assert kv_send_s(LLAMA, a40, 1000, tp) == pytest.approx(131_072_000 / 12.5e9, rel=1e-3)
         assert kv_send_s(LLAMA, h100, 1000, tp) == pytest.approx(131_072_000 / tp / 50e9, rel=1e-2)
     assert kv_send_s(LLAMA, h100, 0, 1) == 0.0
+
+
+def test_rms_context() -> None:
+    assert rms_context_tokens([3.0, 4.0]) == pytest.approx(math.sqrt(12.5))
+    assert rms_context_tokens([]) == 0.0
 
 
 def test_captured_batch_sizes() -> None:

@@ -7,7 +7,7 @@ from rlsim.cost.calibration import Calibration, EngineFit, load_calibration
 from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.draw import MEASURED
 from rlsim.cost.fits import Correction, KernelFit
-from rlsim.cost.profile import ProfileStep, profile_of
+from rlsim.cost.profile import ProfileStep, profile_of, rising
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
@@ -176,6 +176,18 @@ def test_a_profile_of_one_prefill_is_no_slower_for_less_and_no_faster_for_more()
     profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], [100], [100], [[0.5]])
     assert [profile.prefill_s([Chunk(100, 0)] * n) for n in (1, 2, 9)] == [0.5] * 3
     assert profile.prefill_s([Chunk(50, 50)]) <= 0.5
+
+
+def test_a_measured_curve_never_falls_below_zero_towards_no_context() -> None:
+    curve = rising(2, [100.0, 200.0], [0.1, 1.0])
+    assert [curve.step_s(tokens) for tokens in (0, 50, 100, 150)] == pytest.approx([0.0, 0.05, 0.1, 0.55])
+
+
+def test_profile_mixed_adds_the_contexts_of_the_decodes() -> None:
+    step = roofline(2)
+    profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=512 * 1024)
+    want = step.mixed_s(32, 32 * 2048, [Chunk(992, 0)])
+    assert profile.mixed_s(32, 32 * 2048, [Chunk(992, 0)]) == pytest.approx(want, rel=0.2)
 
 
 def test_profile_mistakes() -> None:

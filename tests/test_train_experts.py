@@ -24,9 +24,15 @@ from rlsim.cost.transfer import gather_s
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.run import check_experiment
 from rlsim.hardware import Cluster, load_cluster
+from rlsim.init.draft import Entry
+from rlsim.init.settings import Settings
+from rlsim.init.tables import default_values, names
 from rlsim.layers import FullAttention, LinearAttention
 from rlsim.models import Model, load_model
+from rlsim.nemo.training import _add_experts
 from rlsim.policies.plan import ExplicitPlan
+from rlsim.validate.parts import Options
+from rlsim.validate.steps_nemo import nemo_rows
 from rlsim.validate.steps_trainer import trainer_rows
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
@@ -336,6 +342,21 @@ def test_each_kind_of_layer_has_its_own_attention() -> None:
 # Stages and recipes -----------------------------------------------------------------------------------------------
 
 
+def test_nemo_recipes_say_how_experts_are_spread() -> None:
+    def entries(tp: int, ep: int, expert_tp: int, *, has_experts: bool = True) -> dict[str, Any]:
+        degrees = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": expert_tp}
+        config = Settings(default=dict(default_values("nemo")), names=names("nemo"))
+        config.put(degrees, "recipe.yaml", "policy.megatron_cfg.")
+        found: dict[str, Any] = {"tp": Entry(tp, "")}
+        _add_experts(config, found, True, has_experts)
+        return {key: entry.value for key, entry in found.items() if key != "tp"}
+
+    assert entries(2, 8, 1) == {"ep": 8}
+    assert entries(2, 8, 2) == {"ep": 8, "expert_tp": 2}
+    assert entries(2, 1, 1) == {"expert_tp": 1}
+    assert entries(4, 1, 1, has_experts=False) == {}
+
+
 def test_verl_cuts_experts_by_tp_unless_told_otherwise(tmp_path: Path) -> None:
     """Megatron-LM's own default: an expert is cut by TP."""
     keys = [f"actor_rollout_ref.actor.megatron.{kind}_parallel_size" for kind in ("tensor_model", "expert_model")]
@@ -364,3 +385,17 @@ def test_trainers_with_fsdp_are_as_far_off_as_the_page_says() -> None:
     assert (len(slow), len(long)) == (5, 2)
     assert all(-0.33 < error < 0 for error in slow), "down to -67% with the attention of Hopper"
     assert all(abs(error) < 0.06 for error in long)
+
+
+def test_measured_rows_of_mixtures_fit_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rlsim validate steps` runs them."""
+
+    def checked(experiment: dict[str, Any], mean_tokens: float) -> dict[str, float]:
+        check_experiment({**experiment, "trace": {**experiment["trace"], "fixed": round(mean_tokens)}})
+        return dict.fromkeys(("step", "generate", "old_log_prob", "ref_log_prob", "train", "weight_sync"), 1.0)
+
+    monkeypatch.setattr("rlsim.validate.steps_nemo.seconds", checked)
+    rows, refused, _ = nemo_rows(Options())
+    cases = {row.case for row in rows if row.quantity == "step_time_s"}
+    assert {"nemo-rl-moe/qwen3-30b-a3b/on-policy", "nemo-rl-moe/qwen3-30b-a3b/one-step-off"} <= cases
+    assert len(cases) + len(refused) == 10

@@ -17,7 +17,7 @@ from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.errors import ConfigError
 from rlsim.experiment.result import Result
 from rlsim.validate import parts, pat, transfer
-from rlsim.validate.page import read_sections, stale, write_page
+from rlsim.validate.page import blocks, read_sections, stale, write_page
 from rlsim.validate.parts import PARTS, Options, Section, Skipped, kernel_folder
 from rlsim.validate.published import figures, published_rows
 from rlsim.validate.rows import Row, summarise
@@ -132,6 +132,11 @@ def test_what_is_no_validation_page_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a validation page"):
         write_page(page, {"serving": section(0.1)}, NONE)
     assert page.read_text() == "my notes\n"
+
+
+def test_an_exceeded_bound_stands_out_on_the_page() -> None:
+    targets = Targets(targets=(), bounds=(Bound(part="serving", group="*", quantity="*", limit=0.1),))
+    assert "**exceeded**" in blocks(section(0.5), targets)["bounds"]
 
 
 def test_without_a_clone_a_part_says_where_its_rows_are(tmp_path: Path) -> None:
