@@ -32,6 +32,7 @@ _MARKS = {
     ".png": re.escape(PNG_MARK),
     ".json": _TIMELINE,
     ".gz": _TIMELINE,
+    ".csv": rb"\A# Tables of ",
     ".yaml": rb"\A# (Fitted by .+; change that, not this\.|(This machine, as|The model as) `rlsim calibrate` )",
 }
 _MARKED_BYTES = 4_096

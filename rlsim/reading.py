@@ -8,7 +8,6 @@ grow a thousandfold) is refused with file and line, before anything is made of i
 from __future__ import annotations
 
 import json
-import re
 import stat
 import unicodedata
 from collections.abc import Mapping
@@ -33,13 +32,6 @@ _TAG = "tag:yaml.org,2002:"
 _TEXTS = {_TAG + kind for kind in ("str", "timestamp", "value", "merge")}  # a date is text, as in JSON
 _TAGS = {*_TEXTS, *(_TAG + kind for kind in ("int", "float", "bool", "null", "seq", "map"))}
 _SAID = {"int": "whole number", "float": "number", "bool": "true or false", "null": "null", "str": "text"}
-
-
-_NUMBER = r"\s*-?(?:0|[1-9]\d{0,14})(?:\.\d+)?(?:[eE][-+]?\d{1,3})?\s*"
-#: A list of some numbers, as JSON has them. Calibrations, which are full of them, are read in
-#: half the time where each is one token.
-_NUMBERS = re.compile(rf"\[{_NUMBER}(?:,{_NUMBER}){{3,}}\](?=[ \t]*[,\]}}\n\0])")
-_LIST = "list of numbers"  # in the place of a scalar's style
 
 
 class SyntaxConfigError(ConfigError):
@@ -192,26 +184,13 @@ def _check(data: Any, place: str) -> None:
 
 @cache
 def _kinds() -> tuple[type[Any], type[Any]]:
-    """A scanner that refuses deep brackets and takes a list of numbers as one token, and a constructor that refuses
-    tags and tells wrong values."""
+    """A scanner that refuses deep brackets, and a constructor that refuses tags and tells wrong values."""
     from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
     from ruamel.yaml.nodes import ScalarNode
     from ruamel.yaml.scalarint import ScalarInt
     from ruamel.yaml.scanner import RoundTripScanner
-    from ruamel.yaml.tokens import ScalarToken
 
     class Scanner(RoundTripScanner):
-        def fetch_flow_sequence_start(self) -> None:
-            numbers = _NUMBERS.match(self.reader.buffer, self.reader.pointer)
-            if numbers is None:
-                super().fetch_flow_sequence_start()
-                return
-            self.save_possible_simple_key()
-            self.allow_simple_key = False
-            start = self.reader.get_mark()
-            self.reader.forward(len(numbers[0]))
-            self.tokens.append(ScalarToken(numbers[0], False, start, self.reader.get_mark(), style=_LIST))
-
         def fetch_flow_collection_start(self, *arguments: Any, **named: Any) -> None:
             if self.flow_level > MOST_LEVELS:  # here, since looking ahead takes time quadratic in them
                 raise ConstructorError(None, None, f"nested deeper than {MOST_LEVELS} levels", self.reader.get_mark())
@@ -226,8 +205,6 @@ def _kinds() -> tuple[type[Any], type[Any]]:
                 self._refuse(node, f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported")
             if not isinstance(node, ScalarNode):
                 return super().construct_object(node, deep)
-            if node.style == _LIST:
-                return json.loads(node.value)
             try:
                 value = str(node.value) if tag in _TEXTS - {_TAG + "str"} else super().construct_object(node, deep)
             except (ValueError, ArithmeticError, LookupError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args
@@ -87,21 +87,27 @@ MOST_NAME_BYTES = 200
 S = TypeVar("S", bound=BaseModel)
 
 
-def load(path: Path, model: type[S]) -> S:
-    """`path` read as YAML and validated as `model`, a frozen record; raises `ConfigError` with every mistake in it.
+def load(path: Path, model: type[S], read: Callable[[Path], Any] = read_yaml, *others: Path) -> S:
+    """What `read` makes of `path` (and of `others`), validated as `model`, a frozen record.
 
-    A file that has not changed since it was last loaded is not read again.
+    Raises `ConfigError` with every mistake in it. Files that have not changed since they were last loaded are not read
+    again.
     """
-    try:
-        file = path.stat()
-    except (OSError, ValueError):
-        return validate(read_yaml(path), model, source=str(path))  # which says why it cannot be read
-    return cast(S, _loaded(path, model, file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size))
+    return cast(S, _loaded(path, model, read, *map(_state, (path, *others))))
 
 
 @lru_cache(maxsize=256)
-def _loaded(path: Path, model: type[BaseModel], *_: int) -> BaseModel:
-    return validate(read_yaml(path), model, source=str(path))
+def _loaded(path: Path, model: type[BaseModel], read: Callable[[Path], Any], *_: tuple[int, ...] | None) -> BaseModel:
+    return validate(read(path), model, source=str(path))
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """What tells a file from another and from itself before a change; None where there is none."""
+    try:
+        file = path.stat()
+    except (OSError, ValueError):
+        return None
+    return file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size
 
 
 def validate(data: Any, model: type[S], source: str = "", elsewhere: Mapping[str, str] | None = None) -> S:

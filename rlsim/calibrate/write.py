@@ -15,6 +15,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from rlsim.calibrate.fit.common import as_written, rounded
 from rlsim.cost.calibration import Calibration, Source
+from rlsim.cost.tables import csv_of, taken_out
 from rlsim.errors import CalibrationError
 from rlsim.output import check_own_file, write_text
 
@@ -27,20 +28,28 @@ class Result(Protocol):
 
 
 def write_yaml(calibration: Calibration, folder: Path) -> Path:
-    """One calibration as `folder/NAME.yaml`, keys in schema order."""
-    path = folder / f"{calibration.name}.yaml"
+    """One calibration as `folder/NAME.yaml`, keys in schema order, and its tables as `folder/NAME.csv`."""
+    path, data = folder / f"{calibration.name}.yaml", rounded(calibration.model_dump(exclude_defaults=True))
+    if tables := taken_out(data):
+        head = f"# Tables of {path.name}: factors on what its formulas say"
+        write_text(csv_of(path), f"{head}\n{tables}", CalibrationError)
     comment = f"Fitted by {calibration.provenance.script}; change that, not this. Units: seconds, bytes, FLOP/s."
-    write_record(calibration.model_dump(exclude_defaults=True), path, comment)
+    write_record(data, path, comment)
     return path
 
 
 def write(result: Result, out: str | Path) -> Path:
-    """The calibration as a YAML file: `out` itself if it ends in .yaml, else `out/NAME.yaml`. Returns the path."""
+    """The calibration as a YAML file: `out` itself if it ends in .yaml, else `out/NAME.yaml`. Returns the path.
+
+    Its tables are in a CSV file beside it (`rlsim.cost.tables`).
+    """
     out, calibration = Path(out), result.calibration
     if out.suffix == ".yaml":
         calibration, out = calibration.model_copy(update={"name": out.stem}), out.parent
     elif out.is_dir():
         check_own_file(out / f"{calibration.name}.yaml", CalibrationError)
+    if (tables := csv_of(out / f"{calibration.name}.yaml")).exists():
+        check_own_file(tables, CalibrationError)
     try:
         out.mkdir(parents=True, exist_ok=True)
         return write_yaml(calibration, out)

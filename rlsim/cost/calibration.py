@@ -29,6 +29,7 @@ from rlsim.cost.fits import (
     OperatorFits,
     Share,
 )
+from rlsim.cost.tables import csv_of, read_calibration
 from rlsim.cost.train_efficiency import efficiency_of
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, shown, unknown_name
 from rlsim.hardware import Cluster, load_cluster
@@ -458,7 +459,7 @@ def _of_catalogue(full: str) -> Calibration:
 
 def _load(path: Path) -> Calibration:
     try:
-        return load(path, Calibration)
+        return load(path, Calibration, read_calibration, csv_of(path))
     except ConfigError as error:
         raise CalibrationError(str(error)) from None
 

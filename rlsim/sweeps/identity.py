@@ -12,6 +12,7 @@ from typing import Any
 
 from rlsim import catalogue
 from rlsim.cost.calibration import load_calibration
+from rlsim.cost.tables import csv_of
 from rlsim.errors import CatalogueError, about
 from rlsim.experiment.build import find_model, find_trace
 from rlsim.experiment.case import cases_of
@@ -101,6 +102,8 @@ def files_of(experiment: Experiment, shown: str, folder: Path) -> dict[str, Path
                 for path in (Path(name), folder / name, Path(name) / "config.json"):
                     if path.is_file():
                         found.setdefault(str(Path(name) / path.name) if path.parent == Path(name) else name, path)
+                        if kind == "calibration" and (tables := csv_of(path)).is_file():
+                            found.setdefault(str(csv_of(Path(name))), tables)
         for module, file in modules_of(case, shown):
             found[module.replace(".", "/") + ".py"] = file
     return {name: path for name, path in found.items() if _to_send(name, path)}
