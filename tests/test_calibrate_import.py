@@ -409,7 +409,7 @@ def test_import_of_each_format_writes_a_calibration_and_its_chart(systems: Path,
         assert calibration.provenance.script == "rlsim calibrate import"
         assert any(note.startswith("not measured, from h100-sxm-vllm") for note in calibration.provenance.notes)
     names = sorted(path.name for path in out.iterdir())
-    assert names == sorted(f"{name}{suffix}" for name in FORMATS for suffix in (".yaml", ".html"))
+    assert names == sorted(f"{name}{suffix}" for name in FORMATS for suffix in (".yaml", ".csv", ".html"))
     assert calibration.operators == H100.operators  # the log changes collectives alone
     assert calibration.collectives.nccl["all_reduce"][8] != H100.collectives.nccl["all_reduce"][8]
     assert calibration.collectives.nccl["all_reduce"][2] == H100.collectives.nccl["all_reduce"][2]

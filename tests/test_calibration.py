@@ -144,6 +144,7 @@ def test_unknown_names_get_a_hint() -> None:
 def test_damaged_files_name_line_and_key(tmp_path: Path) -> None:
     text = (ROOT / "calibration" / "a40-vllm.yaml").read_text(encoding="utf-8")
     broken = tmp_path / "broken.yaml"
+    broken.with_suffix(".csv").write_bytes((ROOT / "calibration" / "a40-vllm.csv").read_bytes())
     broken.write_text(text.replace("engine: vllm", "engine: vlm").replace("  gemm:", "  gem:", 1), encoding="utf-8")
     with pytest.raises(CalibrationError) as caught:
         load_calibration(broken)

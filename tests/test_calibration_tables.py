@@ -47,7 +47,7 @@ def test_tables_stand_where_the_file_says_so(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        (TABLES, None, "mine.csv: no such file"),
+        (TABLES, None, "mine.csv: no such file; mine.yaml has its tables there, copy it too"),
         ("b.decode", "b.other", "mine.csv: has no table b.decode, for which mine.yaml says `see CSV`"),
         ("2.25", "x", "mine.csv: table a.0.table, from line 2 on: could not convert string to float: 'x'"),
         (",2.25", "", "from line 2 on: expected a line for each combination of knots of m, and a factor in it"),
