@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from rlsim.cost.tables import IN_CSV
 from rlsim.precision import KvPrecision, Precision
 from rlsim.schema import Schema
 from rlsim.units import Bytes, Seconds
@@ -63,6 +64,13 @@ class Correction(Fitted):
 
     axes: tuple[Axis, ...] = Field(min_length=1)
     factor: tuple[Factor, ...] = Field(description="measured / formula at every knot, the last axis running fastest")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_csv(cls, data: Any) -> Any:
+        if data == IN_CSV:
+            raise ValueError("the CSV file beside has no such table")
+        return data
 
     @model_validator(mode="after")
     def _grid(self) -> Self:

@@ -38,9 +38,7 @@ def read_calibration(path: Path) -> Any:
         if not csv_of(path).is_file():
             raise CalibrationError(f"{csv_of(path)}: no such file; {path.name} has its tables there, copy it too")
         known = known or dict(_tables(csv_of(path)))
-        if key not in known:
-            raise CalibrationError(f"{csv_of(path)}: has no table {key}, for which {path.name} says `{IN_CSV}`")
-        holder[part] = known[key]
+        holder[part] = known.get(key, IN_CSV)
     return data
 
 
