@@ -94,22 +94,18 @@ def test_wrong_types(tmp_path: Path, row: Callable[[], Row], change: Row, messag
         ({"response_length": -1}, "sample 1: response_length should be a whole number"),
         ({"response_length": 99}, "sample 1: response_length 99 is more than the 7 tokens"),
         ({"reward": "good"}, "sample 1: reward should be a number"),
+        ({"response_length": None, "response_len": 4}, "sample 1: no 'response_length'.*did you mean 'response_len'"),
+        (None, "sample 1: expected a dictionary"),
     ],
 )
-def test_slime_wrong_values(tmp_path: Path, change: Row, message: str) -> None:
+def test_slime_wrong_values(tmp_path: Path, change: Row | None, message: str) -> None:
+    sample = slime_sample(0, "q", 3, 4, **(change or {}))
+    whole = {key: value for key, value in sample.items() if (change or {}).get(key, 0) is not None}
+    path = slime(tmp_path / "0.pt", 0, ["x" if change is None else whole])
     with pytest.raises(TraceError, match=message):
-        import_trace(slime(tmp_path / "0.pt", 0, [slime_sample(0, "q", 3, 4, **change)]))
-
-
-def test_slime_misspelt_field(tmp_path: Path) -> None:
-    sample = slime_sample(0, "q", 3, 4)
-    sample["response_len"] = sample.pop("response_length")
-    with pytest.raises(TraceError, match=r"sample 1: no 'response_length'.*did you mean 'response_len'"):
-        import_trace(slime(tmp_path / "0.pt", 0, [sample]))
-    with pytest.raises(TraceError, match="sample 1: expected a dictionary"):
-        import_trace(slime(tmp_path / "0.pt", 0, ["x"]))
+        import_trace(path)
     with pytest.raises(TraceError, match=r"a .pt file is read as slime's"):
-        import_trace(slime(tmp_path / "0.pt", 0, [sample]), format="verl")
+        import_trace(path, format="verl")
 
 
 def test_trl_misspelt_column(tmp_path: Path) -> None:
@@ -146,30 +142,32 @@ def test_a_length_that_cannot_be_names_its_file(tmp_path: Path) -> None:
         import_trace(tmp_path / "d", columns={"response_tokens": "n"})
 
 
-def test_empty_and_cut_files(tmp_path: Path) -> None:
-    good = json.dumps(verl_one())
-    path = tmp_path / "1.jsonl"
-    path.write_text("")
-    for layout in (None, "verl"):
-        with pytest.raises(TraceError, match=r"1.jsonl: the file is empty"):
-            import_trace(path, tokenizer=tokenizer(tmp_path), format=layout)
-    path.write_text(f"{good}\n{good[:50]}")
-    with pytest.raises(TraceError, match=r"1.jsonl: line 2: not valid JSON.*cut while being written"):
-        import_trace(path, tokenizer=tokenizer(tmp_path))
-    path.write_text(f"{good}\n[1]\n")
-    with pytest.raises(TraceError, match="line 2: expected an object"):
-        import_trace(path, tokenizer=tokenizer(tmp_path))
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "1.jsonl").write_text(good + "\n")
+GOOD = json.dumps(verl_one())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("1.jsonl", "", r"1.jsonl: the file is empty"),
+        ("1.jsonl", f"{GOOD}\n{GOOD[:50]}", r"1.jsonl: line 2: not valid JSON.*cut while being written"),
+        ("1.jsonl", f"{GOOD}\n[1]\n", "line 2: expected an object"),
+        ("1.jsonl", "[" * 100_000, "line 1: not valid JSON"),
+        ("1.parquet", "PAR1 and no more", "not a readable Parquet file"),
+        ("1.jsonl.gz", "\x1f\x08\x00", "cannot be read"),
+    ],
+)
+def test_empty_and_cut_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    for layout in (None, "verl") if not content else (None,):
+        with pytest.raises(TraceError, match=message):
+            import_trace(tmp_path / name, tokenizer=tokenizer(tmp_path), format=layout)
+
+
+def test_an_empty_file_in_a_folder(tmp_path: Path) -> None:
+    jsonl(tmp_path / "d" / "1.jsonl", [verl_one()])
     (tmp_path / "d" / "2.jsonl").write_text("")
     with pytest.raises(TraceError, match=r"2.jsonl: the file is empty"):
         import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
-    (tmp_path / "1.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(TraceError, match="not a readable Parquet file"):
-        import_trace(tmp_path / "1.parquet")
-    (tmp_path / "1.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
-    with pytest.raises(TraceError, match="cannot be read"):
-        import_trace(tmp_path / "1.jsonl.gz")
 
 
 def test_folders_and_patterns_without_files(tmp_path: Path) -> None:
