@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -330,19 +329,6 @@ def test_tokens_launched_are_trained_aborted_or_carried_over(seed: int) -> None:
     assert max(map(max, stale)) == 0 if delta == 0 else max(map(max, stale)) > 0
 
 
-def test_groups_of_responses_are_kept_whole() -> None:
-    # Two responses a prompt; prompt 1 has one of them when prompts 0 and 2 are complete, and gets the other next step.
-    lengths = {0: [2, 2], 1: [2, 9], 2: [3, 3], 3: [9, 9], 4: [9, 9]}
-    played = play(lengths, 2, workflow=graph(), gpus=6, responses=2, steps=2, batching=Overcommit(delta=1))
-    first, second = played.outcome.responses
-    assert first.paused.tolist() == [False, False, True, True, False, False]
-    resumed = second.position == 1
-    assert second.trained[resumed].all()
-    assert sorted(second.generated_tokens[resumed]) == [2, 9]
-    assert sorted(second.resumed_tokens[resumed]) == [2, 3]
-    assert call_of(played.outcome, "generate", 1).end_at - call_of(played.outcome, "generate", 1).start_at == 9.0
-
-
 def test_the_scoring_model_reads_what_is_resumed_from_its_start() -> None:
     # As above, with chunks of 2 tokens. In step 1 prompt 1 comes with its 3 tokens at once.
     played = play(
@@ -439,20 +425,6 @@ def test_delta_grows_while_the_reward_improves_and_shrinks_otherwise() -> None:
     assert adapted(3, [1.0, 0.0], 1, 0, 99) == 2
     assert adapted(8, [0.0, 1.0], 1, 0, 9) == 9
     assert adapted(8, [1.0, 0.0], 1, 7, 99) == 7
-
-
-def test_delta_follows_the_slope_of_the_reward_in_a_run() -> None:
-    rng = np.random.default_rng(0)
-    lengths = {i: [int(n)] for i, n in enumerate(rng.geometric(0.05, 600))}
-    reward = RewardCurve(points=((0, 0.0), (6, 1.0), (12, 0.0)))
-    batching = Overcommit(window=2, delta_start=4, delta_min=2, delta_max=12, reward=reward)
-    played = play(lengths, 8, workflow=graph(), gpus=3, steps=14, batching=batching)
-    deltas = [r.settled.launched + r.settled.resumed - 8 for r in played.outcome.rollouts]
-    # After step 3 (rewards of 0 to 3) it grows; from step 7 on the mean of the last two steps is no better.
-    assert deltas[:4] == [4, 4, 4, 4]
-    assert deltas[4:8] == [5, 6, 7, 8]
-    assert all(b < a or b == 2 for a, b in itertools.pairwise(deltas[8:]))
-    conserved(played.outcome)
 
 
 def test_reward_curves() -> None:
