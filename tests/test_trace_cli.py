@@ -112,12 +112,11 @@ def test_bad_chart(tmp_path: Path) -> None:
 
 
 def test_fit_prints_and_writes(tmp_path: Path) -> None:
-    trace = written(small(), tmp_path)
-    text = run("fit", trace, "--out", tmp_path / "f.yaml", "--cap", "8K")
+    text = run("fit", SHIPPED, "--out", tmp_path / "f.yaml", "--cap", "8K")
     assert "KS distance" in text
     assert "cap_tokens: 8192" in (tmp_path / "f.yaml").read_text()
     with pytest.raises(TraceError, match="a fit is written as"):
-        run("fit", trace, "--out", tmp_path / "f.txt")
+        run("fit", SHIPPED, "--out", tmp_path / "f.txt")
 
 
 RECIPE: dict[str, Any] = {

@@ -99,7 +99,7 @@ def test_prompt_lengths() -> None:
 
 
 def test_from_a_fit_file(tmp_path: Path) -> None:
-    fit = fit_trace(generate(recipe(prompts=100)))
+    fit = fit_trace(generate(recipe()))
     save_fit(fit, tmp_path / "f.yaml")
     (tmp_path / "r.yaml").write_text(
         "name: r\nprompts: 200\nresponses: 8\ncap_tokens: 16K\n"
