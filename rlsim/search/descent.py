@@ -12,7 +12,8 @@ from rlsim.search.problem import Problem
 from rlsim.search.progress import CROWDED, Found, Trace
 from rlsim.search.scheduling import Floats, Ints
 
-HOPELESS = 1.02  # a restart so much worse than the best, once no single call improves it, is given up
+RESTARTS = 20  # before pairs are tried, which take many times as long
+SOFT = 0.25, 0.5, 1.0, 2.0  # a restart first counts bytes needed / bytes there to such a power, where that is over 1
 CHUNK = 16_384  # candidates whose bound is computed at once
 PAIRS = 65_536  # above so many pairs of options of two calls, only the fastest of each mesh are paired
 
@@ -20,13 +21,15 @@ PAIRS = 65_536  # above so many pairs of options of two calls, only the fastest 
 def descent(trace: Trace, seed: int) -> Found:
     """Change one call at a time to the option that is best with all others as they are, until none improves the plan.
 
-    Then the same with two calls at a time: first those that share a model (train, and generate or inference: apart,
-    neither moves, as the parameters would have to), then all others. Where nothing helps, some calls of the best plan
-    take random options and the descent runs again, until the budget is spent. Starts at `rlsim.search.greedy.start`.
+    Then some calls of the best plan take random options and the descent runs again, until the budget is spent. Where a
+    GPU's memory is exceeded, a plan's cost counts `CROWDED` x bytes needed / bytes there times; as the way from one
+    plan that fits to a better one often leads through others, a restart begins with a milder factor (`SOFT`). After
+    `RESTARTS` of them two calls change at a time where one does not help: first those that share a model (train, and
+    generate or inference: apart, neither moves, as the parameters would have to), then all others; later only from a
+    plan that is better than the best. Starts at `rlsim.search.greedy.start`.
 
-    Where a GPU's memory is exceeded, a plan's cost counts `CROWDED` x bytes needed / bytes there times. Candidates
-    whose lower bound (`rlsim.search.bound`) is no better than the plan at hand are judged by it and not scheduled; the
-    others are scheduled by bound, lowest first. Raises `CapacityError` if no plan seen fits.
+    Candidates whose lower bound (`rlsim.search.bound`) is no better than the plan at hand are judged by it and not
+    scheduled; the others are scheduled by bound, lowest first. Raises `CapacityError` if no plan seen fits.
     """
     _Descent(trace, np.random.default_rng(seed)).run()
     return trace.found("descent", seed)
@@ -40,7 +43,8 @@ class _Descent:
         self.problem, self.trace, self._rng = problem, trace, rng
         self._bound = LowerBound(problem)
         self._plan, self._score_s = start(problem), np.inf
-        self._settled: set[bytes] = set()  # plans that a descent has ended at
+        self._settled: set[bytes] = set()  # plans that no pair of calls improves
+        self._soft = 0.0  # the power of `SOFT`; 0: `CROWDED` counts
         model = [(move.source, move.target) for move in problem.moves]
         others = list(itertools.combinations(range(len(problem.calls)), 2))
         self._pairs = model + [pair for pair in others if pair not in model and pair[::-1] not in model]
@@ -53,27 +57,36 @@ class _Descent:
 
     def run(self) -> None:
         """Descend from the start, then from changed best plans, until the budget is spent."""
-        self._try(self._plan[None])
-        self._descend()
+        self._settle()
         best, best_s = self._plan, self._score_s
-        while self.trace.left:
-            self._plan, self._score_s = best.copy(), np.inf
+        for restart in itertools.count():
+            if restart == RESTARTS:
+                self._plan = best
+                self._settle(worth_pairs_s=np.inf)
+                best, best_s = self._plan, self._score_s
+            if not self.trace.left:
+                return
+            self._plan = best.copy()
             changed = self._rng.choice(len(best), size=int(self._rng.integers(2, len(best) + 1)), replace=False)
             for call in changed:  # random options would mostly be poor: a random mesh, and what is fastest there
                 self._plan[call] = self._rng.choice(self._short[call])
-            self._try(self._plan[None])
-            self._descend(HOPELESS * best_s)
+            self._settle(soft=float(self._rng.choice(SOFT)))
+            self._settle(worth_pairs_s=best_s if restart >= RESTARTS else 0.0)
             if self._score_s <= best_s:
                 best, best_s = self._plan, self._score_s
 
-    def _descend(self, worth_pairs_s: float = np.inf) -> None:
-        """Go on until no change of one call or, if it is worth it by then, of a pair improves the plan."""
+    def _settle(self, *, soft: float = 0.0, worth_pairs_s: float = 0.0) -> None:
+        """Go on from the plan at hand until no change of one call improves it or, of a plan that takes less than
+        `worth_pairs_s`, of two."""
+        self._soft, self._score_s = soft, np.inf
+        self._try(self._plan[None])
         while self.trace.left:
             if self._sweep_calls():
                 continue
             plan = self._plan.tobytes()
-            if self._score_s > worth_pairs_s or plan in self._settled or not self._sweep_pairs():
-                self._settled.add(plan)
+            if self._score_s >= worth_pairs_s or plan in self._settled or not self._sweep_pairs():
+                if self._score_s < worth_pairs_s:
+                    self._settled.add(plan)
                 return
 
     def _sweep_calls(self) -> bool:
@@ -137,7 +150,7 @@ class _Descent:
 
     def _factors(self, peaks_bytes: Floats) -> Floats:
         full = peaks_bytes / self.problem.memory_bytes
-        return np.where(full > 1, CROWDED * full, 1.0)
+        return np.maximum(full, 1.0) ** self._soft if self._soft else np.where(full > 1, CROWDED * full, 1.0)
 
 
 def _fastest_by_mesh(problem: Problem, call: int) -> Ints:
