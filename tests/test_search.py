@@ -10,10 +10,13 @@ import simpy
 from plan_problems import GIB, fits, ppo_node, random_graph, random_ppo, schedule, table
 
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.plan_report import search_plan
+from rlsim.policies.searched import REAL
 from rlsim.search import Budget, Dependency, Found, Options, Problem, Reallocation, find_plan
 from rlsim.search.bound import LowerBound, least_s
 from rlsim.search.greedy import greedy, start
 from rlsim.sim.pool import GpuPool
+from rlsim.validate.steps import realhf_experiment
 
 
 def descent(problem: Problem, budget: Budget, seed: int = 0) -> Found:
@@ -397,6 +400,15 @@ def test_descent_reaches_the_optimum_of_a_node_within_a_percent(scaling, memory_
     problem = ppo_node(seed=3, scaling=scaling, memory_gib=memory_gib)
     found = descent(problem, Budget(evaluations=evaluations))
     assert best * (1 - 1e-12) <= found.cost_s <= best * 1.01
+
+
+@pytest.mark.ci  # 10 s each
+@pytest.mark.parametrize(("batch", "tokens", "best_s"), [(128, 896, 34.8551), (256, 384, 23.3421)])
+def test_the_default_search_finds_the_best_plan_of_a_published_experiment(batch, tokens, best_s):
+    """Of 1e12 plans, as branch and bound once proved; single changes lead from the start to plans 16% worse."""
+    experiment = realhf_experiment(7, 1, batch, tokens, ["searched"])
+    evaluations = REAL().evaluations
+    assert search_plan(experiment, evaluations=evaluations).found.cost_s == pytest.approx(best_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("search", [descent, mcmc])
