@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ import typer.main
 from ruamel.yaml import YAML
 
 from rlsim.cli import app, main
+from rlsim.sweeps import run as running
+from rlsim.sweeps.task import Answer, Task
 
 #: An experiment that takes a fraction of a second.
 TINY: dict[str, Any] = {
@@ -117,6 +119,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def files(folder: Path) -> list[Path]:
     """All below a folder, but for what Python compiles of a user's modules."""
     return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
+def answers_here(tasks: Sequence[Task], *_: Any) -> Iterator[Answer]:
+    """Runs the points of a sweep in this process."""
+    yield from (Answer(task, task.run(), 0.0) for task in tasks)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps run in this process, for tests of what processes have no part in: each takes two seconds to start."""
+    monkeypatch.setattr(running, "_answers", answers_here)
 
 
 class Failing:

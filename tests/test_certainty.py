@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 
 import rlsim
 from rlsim import validate as validation
-from rlsim.advise.advice import advise
 from rlsim.advise.quick import quick_settings
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.calls import CallCosts
@@ -29,9 +29,7 @@ from rlsim.experiment.run import check_experiment, run_loaded
 from rlsim.experiment.summary import model_interval
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
-from rlsim.policies.registry import BUILTIN
 from rlsim.search.methods import find_best
-from rlsim.sweeps.local import in_processes
 from rlsim.sweeps.points import load_sweep
 from rlsim.validate.calls import OUTLIER, shipped_calls
 from rlsim.validate.coverage import inside, level_spread, levels_inside, line, spread
@@ -64,8 +62,14 @@ def with_errors(number: int, **errors: float) -> Calibration:
     return found
 
 
-def run(**changes: Any) -> rlsim.Result:
-    return rlsim.run({**SMALL, **changes})
+@cache
+def in_worlds(certainty: int = 0, draw: int = 0) -> rlsim.Result:
+    """`SMALL` in so many worlds, or in one of a number alone."""
+    return rlsim.run({**SMALL, "certainty": certainty, "draw": draw})
+
+
+def tp4_of(result: rlsim.Result, column: str = "speedup") -> float:
+    return float(result.summary().set_index("system").loc["verl-tp4", column])
 
 
 # The worlds -----------------------------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ def test_an_interval_by_hand() -> None:
 
 def test_one_world_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"certainty: .*one world gives no interval"):
-        run(certainty=1)
+        in_worlds(1)
 
 
 def ends(result: rlsim.Result) -> Mapping[str, tuple[float, float]]:
@@ -144,47 +148,38 @@ def ends(result: rlsim.Result) -> Mapping[str, tuple[float, float]]:
 
 
 def test_what_systems_share_cancels() -> None:
-    """The same policy twice is as fast in every world; another TP is not. Processes change nothing."""
-    found = ends(run(certainty=4))
+    """The same policy twice is as fast in every world; another TP is not."""
+    found = ends(in_worlds(5))
     assert found["verl-tp2"] == found["again"] == (1.0, 1.0)
     low, high = found["verl-tp4"]
     assert low < high
-    assert all(math.isnan(end) for end in ends(run())["verl-tp4"])
-
-
-def test_worlds_are_the_same_in_other_processes() -> None:
-    loaded = load_experiment({**SMALL, "certainty": 2}, {}, None)
-    apart = run_loaded(*loaded, execute=in_processes(2)).manifest["worlds"]
-    assert apart == run(certainty=2).manifest["worlds"]
+    assert all(math.isnan(end) for end in ends(in_worlds())["verl-tp4"])
 
 
 def test_a_world_can_be_run_by_itself() -> None:
     """What a world said is what its number gives again, against the seed without errors."""
-    worlds = run(certainty=2).manifest["worlds"][""]["verl-tp4"]
-
-    def speedup(draw: int) -> float:
-        return float(run(draw=draw).summary().set_index("system").loc["verl-tp4", "speedup"])
-
-    assert worlds == pytest.approx([speedup(1) / speedup(0), speedup(2) / speedup(0)])
+    worlds = in_worlds(5).manifest["worlds"][""]["verl-tp4"]
+    assert worlds[0] == pytest.approx(tp4_of(in_worlds(draw=1)) / tp4_of(in_worlds()))
+    assert worlds[1] == pytest.approx(tp4_of(in_worlds(draw=2)) / tp4_of(in_worlds()))
 
 
 def test_the_seconds_of_a_step_have_an_interval_too() -> None:
     """As wide as the family's error, which speedups do not see; of five worlds, by Student's t of four degrees."""
-    found = run(certainty=5)
+    found = in_worlds(5)
     steps = found.manifest["world_steps"][""]["verl-tp4"]
-    seconds = [run(draw=n).summary().set_index("system").loc["verl-tp4", "step_time_s"] for n in (0, 1)]
+    seconds = [tp4_of(in_worlds(draw=n), "step_time_s") for n in (0, 1)]
     assert steps[0] == pytest.approx(seconds[1] / seconds[0])
     row = found.summary().set_index("system").loc["verl-tp4"]
     half = 2.776445 * float(np.std(np.log(steps), ddof=1))
     assert row["step_time_s_model_high"] == pytest.approx(row["step_time_s"] * math.exp(half), rel=1e-4)
-    assert math.isnan(run(certainty=4).summary()["step_time_s_model_low"][0]), "four say too little"
+    assert math.isnan(tp4_of(in_worlds(4), "step_time_s_model_low")), "four say too little"
 
 
 # By default -----------------------------------------------------------------------------------------------------------
 
 
 def test_two_seeds_of_two_systems_draw_a_world_each() -> None:
-    found, asked = run(seeds=[4, 7]), run(seeds=[4, 7], certainty=2)
+    found, asked = (rlsim.run({**SMALL, "seeds": [4, 7], **more}) for more in ({}, {"certainty": 2}))
     assert found.manifest["worlds"] == asked.manifest["worlds"]
     assert [len(ratios) for ratios in found.manifest["worlds"][""].values()] == [2, 2, 2]
     assert found.manifest["experiment"]["certainty"] == 2, "what was drawn, not that it was left to rlsim"
@@ -196,7 +191,7 @@ def test_two_seeds_of_two_systems_draw_a_world_each() -> None:
     "changes", [{"seeds": 2, "certainty": 0}, {"seeds": 1}, {"seeds": 2, "systems": ["verl"]}, {"seeds": 2, "draw": 3}]
 )
 def test_nothing_is_drawn_where_nothing_is_compared_or_it_is_not_wanted(changes: dict[str, Any]) -> None:
-    found = run(**changes)
+    found = rlsim.run({**SMALL, **changes})
     assert (found.manifest["worlds"], found.manifest["experiment"]["certainty"]) == ({}, 0)
 
 
@@ -206,27 +201,12 @@ def test_a_case_in_which_two_systems_run_is_enough() -> None:
     assert check_experiment({**SMALL, "systems": ["verl"], "cases": {"one": cases["one"]}, "seeds": 3}).worlds == 0
 
 
-def test_a_sweep_draws_only_where_it_is_asked() -> None:
-    def drawn(**changes: Any) -> list[int]:
-        sweep = {"name": "s", "experiment": {**SMALL, "seeds": 2, **changes}, "axes": [{"grid": {"trace.cap": [64]}}]}
-        return [point.config["certainty"] for point in load_sweep(sweep).points]
-
-    assert (drawn(), drawn(certainty=2)) == ([0], [2])
-
-
-def test_a_quick_advice_draws_only_where_it_is_asked() -> None:
-    def drawn(**changes: Any) -> int:
-        experiment = load_experiment({**SMALL, **changes})[0]
-        return int(quick_settings(None, None, experiment, overlaps=False)["certainty"])
-
-    assert [drawn(), drawn(certainty=0), drawn(certainty=3)] == [0, 0, 3]
-
-
-def test_an_advice_draws_for_its_ranking() -> None:
-    skip = [name for name in BUILTIN if name not in ("verl", "pat")]
-    found = advise({**SMALL, "seeds": 2, "trace": {"fixed": 64, "cap": 64}}, skip=skip, what_if=False, workers=1)
-    ranked = found.tables["ranking"].set_index("system")
-    assert ranked.loc["verl-tp4", "speedup_model_low"] < ranked.loc["verl-tp4", "speedup_model_high"]
+def test_a_sweep_and_a_quick_advice_draw_only_where_it_is_asked() -> None:
+    for asked, drawn in (({}, 0), ({"certainty": 2}, 2)):
+        experiment = {**SMALL, "seeds": 2, **asked}
+        (point,) = load_sweep({"name": "s", "experiment": experiment, "axes": [{"grid": {"trace.cap": [64]}}]}).points
+        assert point.config["certainty"] == drawn
+        assert quick_settings(None, None, load_experiment(experiment)[0], overlaps=False)["certainty"] == drawn
 
 
 def test_the_validation_draws_nothing() -> None:
@@ -258,8 +238,8 @@ def test_a_plan_is_searched_for_once_and_kept_in_the_worlds(
         return find_best(*arguments, **more)
 
     monkeypatch.setattr("rlsim.experiment.planning.find_best", counted)
-    systems = ["verl", {"name": "found", "use": [{"real": {"evaluations": 500}}]}]
-    loaded = load_experiment({**SMALL, "seeds": 2, "systems": systems})
+    systems = [{"verl": {"tp": 2}}, {"name": "found", "use": [{"real": {"evaluations": 200}}]}]
+    loaded = load_experiment({**SMALL, "cluster": "2xh100", "model": "qwen2.5-1.5b", "seeds": 2, "systems": systems})
     assert len(run_loaded(*loaded, execute=execute).manifest["worlds"][""]["found"]) == 2
     assert len(searches) == 1
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Command
+from conftest import Command, answers_here
 from result_tables import RUN, table
 from scipy import stats
 
@@ -23,7 +23,6 @@ from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.summary import paired_ratio
 from rlsim.sweeps import run as running
-from rlsim.sweeps.task import Answer
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
@@ -31,9 +30,9 @@ EXPERIMENT: dict[str, Any] = {
     "model": "llama-3.1-8b",
     "calibration": "h100-vllm",
     "trace": {"path": "rollpacker-math", "cap": "2K"},
-    "workflow": {"prompts": 4, "responses": 4, "steps": 2},
+    "workflow": {"prompts": 4, "responses": 4, "steps": 1},
     "systems": [{"verl": {"tp": [2, 8]}}],
-    "seeds": 4,
+    "seeds": 3,
     "certainty": 0,
 }
 CASES = {"cases": {"short": {"trace.cap": 512}, "long": {}}}
@@ -46,20 +45,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes: dict[str, dict[str, Any]] = {
         "base": {},
         "sglang": {"calibration": "h100-sglang"},
-        "fewer-seeds": {"seeds": [2, 3, 9]},
+        "fewer-seeds": {"seeds": [2, 9]},
         "other-seeds": {"seeds": [7, 8, 9]},
         "capped": {"trace.cap": 1024},
         "pat": {"systems": ["pat"]},
-        "tuned": {"systems": [{"verl": {"tp": ["best"]}}, {"verl": {"tp": [2]}}]},
+        "tuned": {"systems": [{"verl": {"tp": ["best"]}}, {"verl": {"tp": [2]}}], "seeds": 1},
     }
     for name, overrides in changes.items():
         rlsim.run(EXPERIMENT, overrides=overrides, out=folder / name)
     rlsim.run({**copy.deepcopy(EXPERIMENT), **CASES}, out=folder / "cases")
     axes = [{"grid": {"memory_utilization": [0.5, 0.9], "seeds": [2]}}]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_answers", lambda tasks, *_: (Answer(task, task.run(), 0.0) for task in tasks))
+        patch.setattr(running, "_answers", answers_here)
         rlsim.sweep({"name": "s", "experiment": EXPERIMENT, "axes": axes}, out=folder / "sweep")
-        by_seed = {"name": "by seed", "experiment": EXPERIMENT, "axes": [{"grid": {"seeds": [[0], [1], [2], [3]]}}]}
+        by_seed = {"name": "by seed", "experiment": EXPERIMENT, "axes": [{"grid": {"seeds": [[0], [1], [2]]}}]}
         rlsim.sweep(by_seed, out=folder / "by-seed")
     return folder
 
@@ -108,12 +107,9 @@ def test_runs_of_the_same_responses_are_paired_by_seed(results: Path, short: str
 
 def test_a_difference_is_for_the_work_of_a_step_of_the_baseline() -> None:
     """10 s for 8 responses are 20 s for the baseline's 16, which takes 12: 8 s more, by hand."""
-
-    def of(trained: int, step_time_s: float) -> pd.DataFrame:
-        return pd.DataFrame({"trained": [trained], "step_time_s": [step_time_s]})
-
-    assert difference_s(of(8, 10.0), of(16, 12.0), "step_time_s", is_paired=True) == pytest.approx(8.0)
-    assert difference_s(of(16, 12.0), of(8, 10.0), "step_time_s", is_paired=False) == pytest.approx(-4.0)
+    one, other = (pd.DataFrame({"trained": [n], "step_time_s": [s]}) for n, s in ((8, 10.0), (16, 12.0)))
+    assert difference_s(one, other, "step_time_s", is_paired=True) == pytest.approx(8.0)
+    assert difference_s(other, one, "step_time_s", is_paired=False) == pytest.approx(-4.0)
 
 
 def test_only_the_seeds_that_both_have_are_paired(results: Path) -> None:
@@ -198,17 +194,8 @@ def test_points_of_a_sweep_are_rows_and_an_axis_can_be_the_baseline(results: Pat
 
 def test_points_of_single_seeds_are_put_together(results: Path) -> None:
     table = rows(rlsim.compare([results / "base", results / "by-seed"]))
-    whole, parts = table.loc["base"], table.loc["by-seed"]
-    same = [
-        "seeds",
-        "step_time_s",
-        "gen_time_s",
-        "gen_p90_time_s",
-        "tokens_per_s",
-        "responses_per_s",
-        "bubble_fraction",
-    ]
-    pd.testing.assert_frame_equal(whole[same], parts[same])
+    same = ["seeds", *(f"{name}_time_s" for name in ("step", "gen", "gen_p90")), "responses_per_s", "bubble_fraction"]
+    pd.testing.assert_frame_equal(table.loc["base"][same], table.loc["by-seed"][same])
     own = rlsim.compare([results / "by-seed"]).table
     summary = rlsim.read_result(results / "base").summary()
     np.testing.assert_allclose(own["speedup_high"], summary["speedup_high"], rtol=1e-12)
@@ -223,7 +210,7 @@ def test_cases_and_tuned_systems(results: Path) -> None:
 
 
 def test_a_case_may_set_a_whole_block_and_write_units(results: Path, tmp_path: Path) -> None:
-    block = {"trace": {"path": "rollpacker-math", "cap": "1K"}, "workflow": {"prompts": 4, "responses": 4, "steps": 2}}
+    block = {"trace": {"path": "rollpacker-math", "cap": "1K"}, "workflow": EXPERIMENT["workflow"]}
     rlsim.run({**copy.deepcopy(EXPERIMENT), "cases": {"block": block, "key": {"trace.cap": "1K"}}}, out=tmp_path / "x")
     table = rlsim.compare([results / "capped", tmp_path / "x"]).table
     found = table[table["directory"] == str(tmp_path / "x")]
@@ -271,12 +258,6 @@ def test_the_work_to_find_baselines_grows_with_the_runs_alone(monkeypatch: pytes
     assert len(looked_at) <= 4 * len(runs)
 
 
-def test_keys_in_which_directories_differ(results: Path) -> None:
-    found = rlsim.compare([results / "base", results / "sglang", results / "capped"])
-    named = {key: [*values.values()] for key, values in found.differences.items()}
-    assert named == {"calibration": ["h100-vllm", "h100-sglang", "h100-vllm"], "trace.cap": [2048, 2048, 1024]}
-
-
 def test_one_directory_written_in_two_ways_is_one(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(results)
     assert len(rlsim.compare(["base", "./base/", "base/"]).table) == 2
@@ -287,13 +268,6 @@ def test_one_directory_written_in_two_ways_is_one(results: Path, monkeypatch: py
     }  # fmt: skip
 
 
-def test_directories_without_results(results: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no rlsim results"):
-        rlsim.compare([tmp_path])
-    with pytest.raises(ConfigError, match="at least one directory"):
-        rlsim.compare([])
-
-
 def test_the_command_line(results: Path, tmp_path: Path, call: Command) -> None:
     def printed(*arguments: object) -> str:
         done = call("compare", *arguments)
@@ -301,10 +275,16 @@ def test_the_command_line(results: Path, tmp_path: Path, call: Command) -> None:
         return done.out
 
     base, other = str(results / "base"), str(results / "capped")
+    for given, message in (([tmp_path], "holds no rlsim results"), ([], "at least one directory")):
+        with pytest.raises(ConfigError, match=message):
+            rlsim.compare(given)
     shown = printed(base, other)
     assert f"A = {base}" in shown
     assert "trace.cap: 2048 in A; 1024 in B" in shown
     assert "* not paired by seed" in shown
+    found = rlsim.compare([base, results / "sglang", other])
+    named = {key: [*values.values()] for key, values in found.differences.items()}
+    assert named == {"calibration": ["h100-vllm", "h100-sglang", "h100-vllm"], "trace.cap": [2048, 2048, 1024]}
     written = json.loads(printed(base, other, "--json", "-"))
     assert [run["trace.cap"] for run in written["runs"]] == [2048, 2048, 1024, 1024]
     assert written["notes"]
@@ -312,3 +292,5 @@ def test_the_command_line(results: Path, tmp_path: Path, call: Command) -> None:
     table = pd.read_csv(tmp_path / "runs.csv")
     assert list(table["system"]) == ["verl-tp2", "verl-tp8"]
     assert json.loads((tmp_path / "runs.json").read_text())["runs"][1]["speedup"] == table["speedup"][1]
+    refused = call("compare", base, "--json", tmp_path / "one", "--csv", tmp_path / "one")
+    assert (refused.code, (tmp_path / "one").exists()) == (2, False), "JSON and CSV are two files"

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,9 @@ def test_runs_and_names(result: Result) -> None:
 def test_summary(result: Result) -> None:
     summary = result.summary()
     assert list(summary.columns) == [column.name for column in SUMMARY]
+    one_seed = replace(result, steps=result.steps.query("seed == 0")).summary()
+    assert one_seed["speedup"].notna().all()
+    assert one_seed[["speedup_low", "speedup_high"]].isna().all(axis=None)
     rows = summary.set_index("system")
     assert rows.loc["verl-best", "speedup"] == 1.0
     for system, row in rows.iterrows():
@@ -87,19 +91,11 @@ def test_summary(result: Result) -> None:
         assert 0 < row["bound_share"] <= 1
 
 
-def test_one_seed_has_no_interval() -> None:
-    summary = rlsim.run(experiment(systems=["verl", "pat"], baseline=None), seeds=1).summary()
-    assert summary["speedup"].notna().all()
-    assert summary[["speedup_low", "speedup_high"]].isna().all(axis=None)
-
-
 def test_systems_are_paired(result: Result) -> None:
     what = ["step", "response", "prompt_id", "prompt_tokens", "response_tokens"]
     for _, of_seed in result.responses.groupby("seed"):
-        first = None
-        for _, mine in of_seed.groupby("system"):
-            rows = mine[what].reset_index(drop=True)
-            first = rows if first is None else first
+        first, *others = (rows[what].reset_index(drop=True) for _, rows in of_seed.groupby("system"))
+        for rows in others:
             pd.testing.assert_frame_equal(rows, first)
     by_seed = [list(f["response_tokens"]) for _, f in result.responses.groupby("seed")]
     assert by_seed[0] != by_seed[1]
@@ -182,29 +178,28 @@ def test_call_times_add_up(result: Result) -> None:
 # --------------------------------------------------------------------------------------------- asking for a run
 
 
+#: One small system.
+ONE = experiment(systems=[{"verl": {"tp": 2}}], baseline=None, seeds=1)
+
+
 def test_overrides_as_texts_or_as_a_mapping(tmp_path: Path) -> None:
-    small = experiment(systems=["verl"], baseline=None)
-    texts = rlsim.run(small, overrides=["trace.cap=1K", "workflow.steps=1"], seeds=1)
-    mapping = rlsim.run(small, overrides={"trace.cap": "1K", "workflow.steps": 1}, seeds=1)
-    assert texts.manifest == mapping.manifest
+    given = copy.deepcopy(ONE)
+    texts = rlsim.run(given, overrides=["trace.cap=1K", "workflow.steps=1"])
     assert texts.steps["longest_tokens"].tolist() == [1024]
-    assert small == experiment(systems=["verl"], baseline=None), "the caller's mapping is left alone"
+    assert given == ONE, "the caller's mapping is left alone"
     path = tmp_path / "x.yaml"
-    path.write_text(json.dumps(small))
+    path.write_text(json.dumps(given))
     from_file = rlsim.run(path, overrides={"trace.cap": "1K", "workflow.steps": 1}, seeds=1)
     assert from_file.manifest == texts.manifest
 
 
 def test_seeds_by_number_or_by_name() -> None:
-    small = experiment(systems=["verl"], baseline=None, seeds=[7, 3])
-    some = rlsim.run(small)
+    some, again = (rlsim.run(ONE, overrides={"seeds": seeds}) for seeds in ([7, 3], 4))
     assert list(some.steps["seed"].unique()) == [7, 3]
-    again = rlsim.run(experiment(systems=["verl"], baseline=None, seeds=4))
     mine, theirs = (r.responses[r.responses["seed"] == 3]["finish_at"].tolist() for r in (some, again))
-    if some.manifest["tuned"] == again.manifest["tuned"]:
-        assert mine == theirs
+    assert mine == theirs
     with pytest.raises(ConfigError, match="at least one seed"):
-        rlsim.run(small, seeds=0)
+        rlsim.run(ONE, seeds=0)
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -229,24 +224,8 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
 
 
-def test_results_replace_results_but_nothing_else(tmp_path: Path) -> None:
-    small = experiment(systems=["verl"], baseline=None, seeds=1)
-    (tmp_path / "out").mkdir()
-    rlsim.run(small, out=tmp_path / "out")
-    rlsim.run(small, overrides={"seeds": 2}, out=tmp_path / "out")
-    assert read_result(tmp_path / "out").manifest["seeds"] == [0, 1]
-    with pytest.raises(ConfigError, match="holds the results of another experiment, small, and this one is other"):
-        rlsim.run(small, overrides={"name": "other"}, out=tmp_path / "out")
-    with pytest.raises(ConfigError, match="holds no rlsim results"):
-        read_result(tmp_path)
-    (tmp_path / "out" / "steps.parquet").write_bytes(b"no")
-    with pytest.raises(ConfigError, match=r"steps.parquet: damaged"):
-        read_result(tmp_path / "out")
-
-
-@pytest.mark.parametrize("what", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize(
-    "where", ["rlsim.experiment.simulator.Simulator.simulate", "rlsim.experiment.result.write_parquet"]
+    ("where", "what"), [("simulator.Simulator.simulate", KeyboardInterrupt), ("result.write_parquet", RuntimeError)]
 )
 def test_a_run_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, what: type[BaseException]
@@ -254,9 +233,9 @@ def test_a_run_that_fails_leaves_nothing(
     def fail(*_: object) -> None:
         raise what
 
-    monkeypatch.setattr(where, fail)
+    monkeypatch.setattr(f"rlsim.experiment.{where}", fail)
     with pytest.raises(what):
-        rlsim.run(experiment(systems=["verl"], baseline=None, seeds=1), out=tmp_path / "out")
+        rlsim.run(ONE, out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -289,15 +268,12 @@ def test_tuning_takes_the_largest_geometric_mean_over_seeds(monkeypatch: pytest.
 
 
 def test_a_system_under_a_name_of_its_own() -> None:
-    small = experiment(
-        seeds=1, baseline="a", systems=[{"name": "a", "use": ["pat"]}, {"name": "b", "use": "pat"}, "pat"]
-    )
-    result = rlsim.run(small)
-    times = result.steps.groupby("system")["step_time_s"].sum()
-    assert list(times.index) == ["a", "b", "pat"]
-    assert times.nunique() == 1
-    tuned = rlsim.run(experiment(seeds=1, baseline=None, systems=[{"name": "mine", "use": [{"verl": {"tp": 2}}]}]))
-    assert set(tuned.steps["initial_tp"]) == {2}
+    named = [{"name": "a", "use": ["pat"]}, {"name": "b", "use": "pat"}, {"name": "c", "use": [{"verl": {"tp": 2}}]}]
+    steps = rlsim.run(experiment(seeds=1, baseline="a", systems=[*named, "pat"])).steps
+    times = steps.groupby("system")["step_time_s"].sum()
+    assert list(times.index) == ["a", "b", "c", "pat"]
+    assert times.drop("c").nunique() == 1
+    assert set(steps.loc[steps["system"] == "c", "initial_tp"]) == {2}
 
 
 class Impatient(Schema, RolloutControl):
@@ -343,14 +319,6 @@ def test_a_policy_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, outpu
     assert "drops whatever is left" in output("list", "policies")
 
 
-def test_cases_whose_systems_differ() -> None:
-    cases = {"small": {"memory_utilization": 0.24}, "big": {}}
-    result = rlsim.run(experiment(seeds=1, cases=cases, systems=[{"verl": {"tp": [1, 8]}}, "pat"], baseline="pat"))
-    summary = result.summary()  # pandas would warn of an index that is not sorted
-    assert summary["case"].tolist() == ["small", "small", "big", "big", "big"]
-    assert summary["speedup"].notna().all()
-
-
 def test_the_baseline_is_a_system_that_runs_somewhere() -> None:
     """Under the first case none does, under the second TP 8 does not divide the model."""
     cases = {"a": {"model": "qwen2.5-32b", "cluster": "8xa40", "calibration": "a40-vllm"}, "b": {"model": "qwen2.5-7b"}}
@@ -363,18 +331,13 @@ def test_the_baseline_is_a_system_that_runs_somewhere() -> None:
 
 def test_cases() -> None:
     cases = {"1K": {"trace.cap": "1K"}, "2K": {"trace.cap": "2K", "workflow.steps": 1}}
-    result = rlsim.run(experiment(seeds=1, cases=cases, baseline="verl", systems=["verl", "pat"]))
-    longest = result.steps.groupby("case")["longest_tokens"].max()
-    assert longest.to_dict() == {"1K": 1024, "2K": 2048}
+    given = experiment(seeds=1, baseline="verl", systems=["verl", {"pat": {"start_tp": 2}}])
+    result = rlsim.run({**given, "cases": cases})
+    assert result.steps.groupby("case")["longest_tokens"].max().to_dict() == {"1K": 1024, "2K": 2048}
     assert result.steps.groupby("case").size().to_dict() == {"1K": 4, "2K": 2}
     summary = result.summary()
-    assert summary[["case", "system"]].to_numpy().tolist() == [
-        ["1K", "verl"],
-        ["1K", "pat"],
-        ["2K", "verl"],
-        ["2K", "pat"],
-    ]
-    alone = rlsim.run(experiment(seeds=1, baseline="verl", systems=["verl", "pat"]), overrides=cases["2K"])
+    assert (summary["case"] + " " + summary["system"]).tolist() == ["1K verl", "1K pat", "2K verl", "2K pat"]
+    alone = rlsim.run(given, overrides=cases["2K"])
     assert alone.steps["step_time_s"].tolist() == result.steps[result.steps["case"] == "2K"]["step_time_s"].tolist()
     assert any(note.startswith("1K: verl ran with tp ") for note in result.notes)
 
@@ -411,9 +374,8 @@ def test_a_trace_with_some_prompt_lengths(tmp_path: Path) -> None:
 
 
 def test_a_cap_above_the_traces_own_is_noted() -> None:
-    trace = {"path": "dapo-growing", "cap": "32K"}
-    result = rlsim.run(experiment(seeds=1, baseline=None, systems=[{"verl": {"tp": 2}}], trace=trace))
-    assert any("the cap of 32768 tokens is above its own cap of 20480 tokens" in note for note in result.notes)
+    notes = rlsim.run(ONE, overrides={"trace": {"path": "dapo-growing", "cap": "32K"}, "workflow.steps": 1}).notes
+    assert any("the cap of 32768 tokens is above its own cap of 20480 tokens" in note for note in notes)
 
 
 def test_a_considerable_share_of_preempted_responses_is_noted() -> None:
@@ -464,22 +426,12 @@ def output(call: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     return printed
 
 
-@pytest.mark.parametrize(
-    ("what", "some"),
-    [
-        ("gpus", "h100-sxm"),
-        ("clusters", "2x8xh100"),
-        ("models", "qwen2.5-7b"),
-        ("calibrations", "a40-vllm"),
-        ("policies", "rlsim.policies.pat:PAT"),
-        ("traces", "rollpacker-judge"),
-    ],
-)
-def test_listings(output: Callable[..., str], what: str, some: str) -> None:
-    assert some in output("list", what)
-
-
-def test_version_and_help(output: Callable[..., str]) -> None:
+def test_listings_version_and_help(output: Callable[..., str]) -> None:
+    for what, some in {
+        "gpus": "h100-sxm", "clusters": "2x8xh100", "models": "qwen2.5-7b", "calibrations": "a40-vllm",
+        "policies": "rlsim.policies.pat:PAT", "traces": "rollpacker-judge",
+    }.items():  # fmt: skip
+        assert some in output("list", what)
     assert output("--version") == f"rlsim {rlsim.__version__}\n"
     assert "Example: rlsim run" in output("--help")
     for command in (["run"], ["list"], ["trace"], ["trace", "describe"]):
@@ -490,7 +442,7 @@ def test_run_prints_a_comparison_and_writes_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.yaml").write_text(json.dumps(experiment(systems=["verl", "pat"], baseline=None)))
+    (tmp_path / "x.yaml").write_text(json.dumps({**ONE, "systems": [{"verl": {"tp": 2}}, "pat"], "seeds": 2}))
     printed = output("run", "x.yaml", "--set", "trace.cap=1K")
     assert "speedup: responses/s over those of verl;" in printed
     assert "results: results/small" in printed
@@ -506,25 +458,18 @@ def test_a_policy_file_beside_the_experiment(
     (tmp_path / "exp" / "my_idea.py").write_text(
         "import rlsim\n\n\nclass Idea(rlsim.RolloutControl):\n    def initial_tp(self, context):\n        return 8\n"
     )
-    (tmp_path / "exp" / "x.yaml").write_text(json.dumps(experiment(systems=["my_idea:Idea"], baseline=None, seeds=1)))
+    (tmp_path / "exp" / "x.yaml").write_text(json.dumps({**ONE, "systems": ["my_idea:Idea"]}))
     assert output("run", "exp/x.yaml", "-q", "--out", "o") == "o\n"
     assert set(read_result("o").steps["initial_tp"]) == {8}
     monkeypatch.delitem(sys.modules, "my_idea")
 
 
-def test_as_a_module_in_a_process() -> None:
-    done = subprocess.run([sys.executable, "-m", "rlsim", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"rlsim {rlsim.__version__}\n"
-
-
 def test_importing_rlsim_loads_nothing_heavy() -> None:
     heavy = ["pandas", "scipy", "simpy", "numpy", "pydantic", "pyarrow", "altair"]
-    code = f"import sys, rlsim; dir(rlsim); print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-    code = f"import sys, rlsim.cli; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    for module in ("rlsim", "rlsim.cli"):
+        code = f"import sys, {module}; dir(rlsim); print([m for m in {heavy} if m in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == "[]\n"
 
 
 def test_public_names() -> None:
@@ -553,24 +498,6 @@ def test_return_to_the_first_layout_is_charged_where_its_graphs_are_lost() -> No
     assert back[["weights_s", "kv_s"]].to_numpy().sum() == 0
     pause_s = float(back["graph_s"].iloc[0] + back["control_s"].iloc[0])
     assert lost.steps["gen_time_s"].iloc[1] - kept.steps["gen_time_s"].iloc[1] == pytest.approx(pause_s)
-
-
-def test_policies_that_finish_less_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "quitter.py").write_text(
-        "from rlsim import RolloutControl, Stop\n"
-        "class Quitter(RolloutControl):\n"
-        "    def initial_tp(self, context):\n        return context.feasible_tps[-1]\n"
-        "    def on_finish(self, view):\n        return Stop() if view.finished >= view.total // 2 else None\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    result = rlsim.run(
-        "pat_vs_static",
-        overrides={"seeds": 1, "workflow.steps": 1, "systems": ["verl", "quitter:Quitter"], "baseline": "verl"},
-    )
-    steps = result.steps.set_index("system")
-    assert steps.loc["quitter", "trained"] < 128
-    assert steps.loc["quitter", "tokens"] < steps.loc["verl", "tokens"]
-    assert any(note.startswith("quitter trains on") for note in result.notes)
 
 
 def test_prompts_that_leave_no_room_are_left_out(folder: Path) -> None:

@@ -45,19 +45,15 @@ def steady_s(result: rlsim.Result, system: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("lag", "changes", "seed"),
-    [
-        (1, {}, 3), (2, {}, 3), (3, {}, 5), (1, GRPO, 3), (1, {**GRPO, "cluster": "2x8xh100"}, 3),
-    ],
-    ids=str,
-)  # fmt: skip
+    ("lag", "changes", "seed"), [(1, {}, 3), (3, {}, 5), (1, {**GRPO, "cluster": "2x8xh100"}, 3)], ids=str
+)
 def test_the_engine_takes_as_long_as_the_estimator_says(lag: int, changes: dict[str, Any], seed: int) -> None:
     given = experiment(**changes)
-    given["workflow"]["steps"] = 16
+    given["workflow"]["steps"] = 12
     splits, rng = space_of(given, lag).splits(), np.random.default_rng(seed)
     assert len(splits) >= 7
     plans = []
-    while len(plans) < 8:
+    while len(plans) < 4:
         space = splits[rng.integers(len(splits))]
         plan = [int(rng.integers(options)) for options in space.problem.sizes]
         if fits(space.problem, [plan])[0]:
@@ -86,7 +82,7 @@ def test_the_space_has_the_splits_that_an_experiment_runs_and_the_bound_holds_fo
         "systems": ["verl"],
     }
     plans = space_of(given)
-    space, found = plans.search("descent", Budget(evaluations=20_000))
+    space, found = plans.search("descent", Budget(evaluations=4_000))
     assert found.least_s is not None
     ran = {}  # by GPUs that generate: seconds, spread as `one_step_off: {tp: 1}` does
     for split in plans.splits():
@@ -111,7 +107,7 @@ def test_the_plan_found_is_the_best_of_all_splits_and_strategies(monkeypatch: py
     given = experiment(models={}, trace={"fixed": 1024, "cap": 1024}, workflow={"algorithm": "grpo", "responses": 8})
     given["workflow"]["old_log_probs"] = False
     plans = space_of(given, pipelined=False)
-    space, found = plans.search("descent", Budget(evaluations=20_000))
+    space, found = plans.search("descent", Budget(evaluations=4_000))
     costs = {}
     for split in plans.splits():
         sizes = split.problem.sizes
@@ -131,7 +127,7 @@ def test_the_plan_found_runs_as_fast_as_it_says_and_faster_than_every_split_by_h
     monkeypatch.chdir(tmp_path)
     YAML().dump(LONG, Path("ppo.yaml"))
     files = ("--out", "found.yaml", "--json", "found.json")
-    code, shown, _ = call("plan", "ppo.yaml", "--lag", "1", "--evaluations", "20000", *files)
+    code, shown, _ = call("plan", "ppo.yaml", "--lag", "1", "--evaluations", "4000", *files)
     assert code == 0
     for words in ("generation:", "other calls:", "no plan of this space takes less than"):
         assert words in shown
@@ -153,9 +149,8 @@ def test_the_plan_found_runs_as_fast_as_it_says_and_faster_than_every_split_by_h
 
 
 def test_a_searched_plan_beside_lagged_has_a_split_too() -> None:
-    real = {"name": "real", "use": [{"real": {"evaluations": 500, "pipelined_generation": False}}, "lagged"]}
-    result = rlsim.run({**LONG, "systems": [real]})
-    spans = result.spans
+    real = {"name": "real", "use": [{"real": {"evaluations": 100, "pipelined_generation": False}}, "lagged"]}
+    spans = rlsim.run({**LONG, "systems": [real]}, overrides={"workflow.steps": 3}).spans
     generating = spans["kind"].isin(["prefill", "decode", "mixed"])
     border = int((spans["gpu"] + spans["gpus"])[generating].max())
     assert 0 < border <= spans["gpu"][~generating & (spans["kind"] != "weight_sync")].min()

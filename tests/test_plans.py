@@ -30,6 +30,7 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import ENGINE_SHARES, PlanSpace
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster
 from rlsim.models import Model
 from rlsim.policies.plan import ExplicitPlan
@@ -204,18 +205,6 @@ def test_a_copy_of_a_trained_model_stays_while_others_run_but_the_same_weights_a
 # ---- plans as graphs -------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_ppo_wait_for_what_they_need() -> None:
-    workflow = ppo()
-    assert [call.name for call in workflow.calls if call.kind != "sync"] == [
-        "generate", "reward_score", "ref_log_prob", "values", "train", "train_critic",
-    ]  # fmt: skip
-    needs = {c.name: {(e.source, e.lag) for e in workflow.into(c.name)} for c in workflow.calls}
-    assert needs["generate"] == {("weight_sync", 1)}
-    assert needs["values"] == {("generate", 0), ("reward_score", 0), ("critic_sync", 1)}
-    assert needs["train"] == needs["train_critic"] == {("reward_score", 0), ("ref_log_prob", 0), ("values", 0)}
-    assert needs["critic_sync"] == {("train_critic", 0)}
-
-
 @pytest.mark.parametrize(
     "workflow", [grpo(), grpo(reward_model=True), ppo(), ppo(old_log_probs=True), remax(old_log_probs=True), dpo()]
 )
@@ -308,25 +297,13 @@ def test_a_plan_beyond_a_gpu_is_refused_by_run(monkeypatch: pytest.MonkeyPatch) 
 
 def test_generation_has_whole_parameters_where_training_shards_them() -> None:
     """Under ZeRO-3 the new weights must be gathered, though the degrees are the same."""
-    training = {"backend": "fsdp", "mini_batches": 1}
-    result = rlsim.run(
-        experiment(
-            workflow={"algorithm": "grpo", "steps": 2},
-            models={},
-            training=training,
-            systems=[
-                {
-                    "name": "planned",
-                    "use": [{"plan": {"calls": {c: {"tp": 1} for c in ("generate", "old_log_prob", "train")}
-                    | {"ref_log_prob": {}}}}],
-                }
-            ],
-        )
-    )  # fmt: skip
-    calls = result.calls.set_index("call")
-    assert (calls.loc["weight_sync", "end_at"] > calls.loc["weight_sync", "start_at"]).all()
-    assert (calls.loc["weight_sync", "gpus"] == 8).all()
-    assert (calls.loc["old_log_prob_sync", "gpus"] == 0).all()
+    calls = {call: {"tp": 1} for call in ("generate", "old_log_prob", "train")} | {"ref_log_prob": {}}
+    training, workflow = {"backend": "fsdp", "mini_batches": 1}, {"algorithm": "grpo", "steps": 2}
+    given = experiment(workflow=workflow, models={}, training=training, systems=planned(calls))
+    calls_of = rlsim.run(given).calls.set_index("call")
+    assert (calls_of.loc["weight_sync", "end_at"] > calls_of.loc["weight_sync", "start_at"]).all()
+    assert (calls_of.loc["weight_sync", "gpus"] == 8).all()
+    assert (calls_of.loc["old_log_prob_sync", "gpus"] == 0).all()
 
 
 # ---- the engine against the light estimator --------------------------------------------------------------------------
@@ -392,12 +369,14 @@ def test_a_search_over_context_parallelism_has_all_it_had_and_more() -> None:
 def test_the_engine_takes_as_long_as_the_estimator_says(setting: str) -> None:
     given = experiment(**{"workflow": {"steps": 5}, **SETTINGS[setting]})
     space = space_in(setting)
-    plans = random_plans(space, 6, np.random.default_rng(5))
+    plans = random_plans(space, 4, np.random.default_rng(5))
+    costs = space.problem.cost_s(plans)
+    assert np.ptp(costs) > 0.1 * min(costs), "a wrong estimate would be seen"
     found = [ExplicitPlan.of(space.plan(plan), space.workflow) for plan in plans]
     systems = [{"name": str(i), "use": [{"plan": one.model_dump(exclude_none=True)}]} for i, one in enumerate(found)]
     result = rlsim.run({**given, "systems": systems})
     assert (result.steps["staleness_max"] == 0).all()
-    for i, expected in enumerate(space.problem.cost_s(plans)):
+    for i, expected in enumerate(costs):
         # The first step fills the overlap of steps and the last one empties it.
         steps = result.steps.loc[result.steps["system"] == str(i), "step_time_s"].to_numpy()[1:-1]
         assert steps == pytest.approx(expected, rel=1e-6), found[i]
@@ -405,7 +384,7 @@ def test_the_engine_takes_as_long_as_the_estimator_says(setting: str) -> None:
 
 def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
     """Of a model that crowds the GPUs, those that fill them most; some wait for KV cache."""
-    given = experiment(**BIG, workflow={"steps": 4, "prompts": 2048})
+    given = experiment(**BIG, workflow={"steps": 3, "prompts": 2048})
     space, rng = space_of(given), np.random.default_rng(7)
     problem = space.problem
     drawn = rng.integers(problem.sizes, size=(4000, len(problem.sizes)))
@@ -414,8 +393,8 @@ def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
     at = [call.name for call in space.calls].index("generate")
     share = np.array([space.options["generate"][plan[at]][1].memory_share for plan in fitting[order]])
     short_of_kv = order[share == min(ENGINE_SHARES)]
-    assert problem.peak_bytes(fitting[order[-3:]]).min() > 0.95 * problem.memory_bytes
-    fullest = fitting[[*order[-3:], *short_of_kv[-3:]]]
+    assert problem.peak_bytes(fitting[order[-1:]]).min() > 0.95 * problem.memory_bytes
+    fullest = fitting[[*order[-1:], *short_of_kv[-2:]]]
     found = [ExplicitPlan.of(space.plan(plan.tolist()), space.workflow) for plan in fullest]
     systems = [{"name": str(i), "use": [{"plan": one.model_dump(exclude_none=True)}]} for i, one in enumerate(found)]
     result = rlsim.run({**given, "systems": systems})
@@ -425,37 +404,15 @@ def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
         assert steps == pytest.approx(expected, rel=0.01), found[i]
 
 
-def test_a_wrong_estimate_would_be_seen() -> None:
-    """Two plans of the same calls differ by more than the tolerance above."""
-    space = space_in("ppo")
-    costs = space.problem.cost_s(random_plans(space, 6, np.random.default_rng(5)))
-    assert len(space.calls) == 6
-    assert np.ptp(costs) > 0.2 * costs.min()
-
-
 # ---- placements of frameworks ----------------------------------------------------------------------------------------
 
-#: GPUs of calls on 8 GPUs.
-PLACED: dict[str, dict[str, range]] = {
-    "trl": {"generate": range(7), "train": range(7), "values": range(7), "reward_score": range(7, 8)},
-    "openrlhf": {
-        "generate": range(4), "ref_log_prob": range(4, 6), "train": range(4, 6), "values": range(6, 8),
-        "reward_score": range(6, 8), "train_critic": range(6, 8),
-    },
-    "nemo_aligner": {
-        "generate": range(4), "ref_log_prob": range(4), "train": range(4), "values": range(4, 8),
-        "reward_score": range(4, 8), "train_critic": range(4, 8),
-    },
-    "deepspeed_chat": {"generate": range(8), "train": range(8), "reward_score": range(8), "train_critic": range(8)},
-    "megatron": {"generate": range(8), "train": range(8), "reward_score": range(8), "values": range(8)},
-}  # fmt: skip
+FRAMEWORKS = ("trl", "openrlhf", "nemo_aligner", "deepspeed_chat")
 
 
 @pytest.fixture(scope="module")
 def frameworks() -> Result:
     models = {"critic": SMALL, "reward": SMALL}
-    small = [name for name in PLACED if name != "megatron"]  # TP 8 does not divide the heads of the small model
-    return rlsim.run(experiment(systems=small, models=models, workflow={"prompts": 112}))
+    return rlsim.run(experiment(systems=list(FRAMEWORKS), models=models, workflow={"prompts": 112}))
 
 
 def busy_gpus(result: Result, system: str) -> dict[str, set[int]]:
@@ -467,21 +424,12 @@ def busy_gpus(result: Result, system: str) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", PLACED)
-def test_calls_run_on_the_gpus_of_the_framework_and_no_others(name: str, frameworks: Result) -> None:
-    result = frameworks if name != "megatron" else rlsim.run(experiment(systems=["megatron"], **BIG))
-    busy = busy_gpus(result, name)
-    for call, gpus in PLACED[name].items():
-        assert busy[call] == set(gpus), call
-    steps = result.steps[result.steps["system"] == name]
-    assert (steps["staleness_max"] == 0).all()
-    assert (steps["trained"] == steps["launched"]).all()
-
-
-@pytest.mark.parametrize("name", [name for name in PLACED if name != "megatron"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_time_of_every_gpu_adds_up(name: str, frameworks: Result) -> None:
     spans = frameworks.spans[frameworks.spans["system"] == name]
     steps = frameworks.steps[frameworks.steps["system"] == name]
+    assert (steps["staleness_max"] == 0).all()
+    assert (steps["trained"] == steps["launched"]).all()
     busy_s = 0.0
     for gpu in range(8):
         its = spans[(spans["gpu"] <= gpu) & (gpu < spans["gpu"] + spans["gpus"])].sort_values("start_at")
@@ -492,31 +440,19 @@ def test_the_time_of_every_gpu_adds_up(name: str, frameworks: Result) -> None:
     bubble_s = 8 * float((steps["bubble_fraction"] * steps["step_time_s"]).sum())
     assert busy_s + bubble_s == pytest.approx(total_s)
     assert bubble_s > 0 or name == "deepspeed_chat"
-
-
-def test_megatron_takes_the_fewest_pipeline_stages_that_fit() -> None:
-    """13B on 16 GPUs of TP 8: all fits without stages; of 34B, training fits from two on."""
-    setting = {"cluster": "4x8xh100", "workflow": {"steps": 1}}
-    for model, pp in (("llama-3-13b", 1), ("llama-3-34b", 2)):
-        given = experiment(**setting, model=model, models={"critic": model, "reward": SMALL}, systems=["megatron"])
-        given["training"]["zero_stage"] = 0
-        given["models"]["reward"] = model
-        loaded, _, folder = load_experiment(given)
-        placed = Simulator(LoadedExperiment.of(loaded, folder)).placed(next(iter(_systems(given))))
-        strategies = {placed.plan.of(name).strategy for name in ("train", "train_critic", "reward_score")}
-        assert {(s.tp, s.pp, s.dp) for s in strategies if s} == {(8, pp, 4 // pp)}
+    if name == "openrlhf":
+        gpus = {"generate": range(4), "train": range(4, 6), "values": range(6, 8), "train_critic": range(6, 8)}
+        assert {call: set(own) for call, own in gpus.items()}.items() <= busy_gpus(frameworks, name).items()
 
 
 def _systems(given: dict[str, Any]) -> list[Any]:
-    from rlsim.experiment.systems import parse_systems
-
     return [spec.make() for spec in parse_systems(given["systems"], "test")]
 
 
 @pytest.mark.ci
 def test_real_is_no_slower_than_the_heuristic_and_the_same_seed_finds_the_same_plan() -> None:
-    real = {"real": {"method": "mcmc", "evaluations": 500, "pipelined_generation": False}}
-    given = experiment(**BIG, systems=["megatron", real], workflow={"steps": 4})
+    real = {"real": {"method": "mcmc", "evaluations": 200, "pipelined_generation": False}}
+    given = experiment(**BIG, systems=["megatron", real], workflow={"steps": 3})
     first, again = rlsim.run(given), rlsim.run(given)
     total = first.steps.groupby("system")["step_time_s"].sum()
     assert total["real"] <= total["megatron"]
@@ -532,7 +468,7 @@ def test_a_searched_plan_leaves_the_gpus_of_a_judge_alone(tmp_path: Path, monkey
     given = experiment(
         cluster="2x8xh100", models={}, trace={"fixed": None, "path": path},
         workflow={"algorithm": "grpo", "prompts": 16, "responses": 4, "reward": {"judge": judge}, "steps": 2},
-        systems=[{"real": {"evaluations": 500}}],
+        systems=[{"real": {"evaluations": 100}}],
     )  # fmt: skip
     Path(path).write_text(text + "".join(f"{i // 4},{i % 4},200,20\n" for i in range(128)))
     result = rlsim.run(given)
@@ -556,7 +492,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.ci
 def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(folder: Path, call: Command) -> None:
     files = ("--out", "plan.yaml", "--json", "plan.json", "--chart", "search.svg")
-    search = ("plan", "ppo.yaml", "--method", "mcmc", "--evaluations", "500")
+    search = ("plan", "ppo.yaml", "--method", "mcmc", "--evaluations", "200")
     code, shown, _ = call(*search, *files, "--apply")
     assert code == 0
     found = json.loads((folder / "plan.json").read_text())
@@ -567,8 +503,6 @@ def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(folder: Path, 
     result = rlsim.run("ppo.yaml", overrides={"systems": [{"name": "written", "use": [part]}], "workflow.steps": 5})
     assert result.steps["step_time_s"].to_numpy()[1:-1] == pytest.approx(found["iteration_time_s"], rel=0.01)
     assert (folder / "results" / "plans" / "steps.parquet").is_file()
-    assert call(*search, "--json", "again.json", "--quiet").code == 0
-    assert json.loads((folder / "again.json").read_text())["plan"] == found["plan"]
 
 
 @cases("plans", "a failing search says why and writes nothing")
@@ -576,7 +510,7 @@ def test_a_failing_search_says_why_and_writes_nothing(
     arguments: list[str], expected: str, folder: Path, call: Command
 ) -> None:
     files = [] if "--json" in arguments or "--chart" in arguments else ["--json", "plan.json", "--out", "plan.yaml"]
-    budget = [] if "--seconds" in arguments or "--evaluations" in arguments else ["--evaluations", "500"]
+    budget = [] if "--seconds" in arguments or "--evaluations" in arguments else ["--evaluations", "100"]
     code, _, shown = call("plan", "ppo.yaml", *arguments, *files, *budget)
     assert code == 2
     assert expected in shown
@@ -588,14 +522,12 @@ def micro_batch(batch: BatchSize, call: Call, strategy: TrainStrategy, **how: bo
     return batch.micro_batch_tokens(call, TINY, strategy, **how)
 
 
-def test_no_sequence_is_cut_between_micro_batches() -> None:
-    train, many = ppo().call("train"), replace(BATCH, sequences=1000)
-    long = replace(many, longest_tokens=20_000)
-    assert micro_batch(many, train, TrainStrategy(micro_batch_tokens=8192)) == 8192
-    assert micro_batch(long, train, TrainStrategy(micro_batch_tokens=8192)) == 20_000
-
-
 def test_no_micro_batch_holds_more_than_a_rank_has() -> None:
+    """Nor is a sequence cut between two."""
+    many = replace(BATCH, sequences=1000)
+    for longest, tokens in ((150, 8192), (20_000, 20_000)):
+        own = replace(many, longest_tokens=longest)
+        assert micro_batch(own, ppo().call("train"), TrainStrategy(micro_batch_tokens=8192)) == tokens
     workflow = remax()
     train, reward, reference = (workflow.call(name) for name in ("train", "reward_score", "ref_log_prob"))
     batch = replace(BATCH, mini_batches=2, baselines=4)  # eight responses of at most 150 tokens

@@ -47,10 +47,14 @@ def experiment(**changes: Any) -> dict[str, Any]:
         "calibration": "h100-vllm",
         "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "2K"},
         "workflow": {"algorithm": "grpo", "prompts": 6, "responses": 4, "steps": 2},
-        "seeds": 3,
+        "seeds": 2,
         "certainty": 0,
         "baseline": "verl-tp1",
-        "systems": [{"verl": {"tp": [1, "best"]}}, {"pat": {"start_tp": 1}}, {"name": HOSTILE, "use": ["rlhfuse"]}],
+        "systems": [
+            {"verl": {"tp": [1, 4]}},
+            {"pat": {"start_tp": 1}},
+            {"name": HOSTILE, "use": [{"rlhfuse": {"tp": 1}}]},
+        ],
         "cases": {"2K": {}, "<b>1K</b>": {"trace.cap": "1K"}},
     }
     return base | changes
@@ -76,9 +80,9 @@ def page(results: Path) -> Path:
 @pytest.fixture(scope="module")
 def judged() -> Result:
     """Rewards from a judge beside other calls on the same GPUs, chunks scored, rounds of two kinds, sixteen GPUs."""
-    return rlsim.run(
-        "rollpacker_7b", seeds=1, overrides={"workflow.prompts": 12, "workflow.responses": 4, "workflow.steps": 3}
-    )
+    small = {"workflow.prompts": 12, "workflow.responses": 4, "workflow.steps": 3}
+    systems = [{"verl": {"tp": 1}}, {"rollpacker": {"start_tp": 1}}, {"rlhfuse_plus": {"tp": 1}}]
+    return rlsim.run("rollpacker_7b", seeds=1, overrides={**small, "systems": systems})
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +94,8 @@ def ppo() -> Result:
 def large() -> Result:
     """1,024 GPUs."""
     kilo = load_cluster("2x8xh100").model_dump(mode="json") | {"name": "kilo", "nodes": 128}
-    workflow = {"prompts": 128, "responses": 8, "steps": 1}
-    systems = [{"verl": {"tp": [4, 8]}}]
+    workflow = {"prompts": 64, "responses": 8, "steps": 1}
+    systems = [{"verl": {"tp": 8}}]
     return rlsim.run(experiment(cluster=kilo, workflow=workflow, systems=systems, baseline=None, seeds=1, cases={}))
 
 
@@ -131,17 +135,6 @@ def test_a_browser_draws_judges_chunks_and_a_thousand_gpus(
         assert opened.undrawn() == []
 
 
-def test_the_browser_test_sees_what_is_broken(page: Path, tmp_path: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    broken = re.sub(r'("mark": {[^}]*"type": )"point"', r'\1"no such mark"', text)
-    assert broken != text
-    (tmp_path / "page.html").write_text(broken, encoding="utf-8")
-    opened = open_page(tmp_path / "page.html", tmp_path / "browser")
-    assert opened.console
-    assert "speedups-2k" in opened.undrawn()
-    assert "step-2k" not in opened.undrawn()
-
-
 def test_a_page_needs_nothing_and_lets_nothing_in(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'" in text
@@ -173,21 +166,19 @@ def test_the_same_results_make_the_same_page(page: Path, result: Result, tmp_pat
     assert write_report(result, tmp_path / "again.html").read_bytes() == page.read_bytes()
 
 
-def test_shares_of_gpu_time_agree_with_the_summary(result: Result, judged: Result, ppo: Result, large: Result) -> None:
+def test_shares_of_gpu_time_and_parts_of_a_step_agree_with_the_summary(
+    result: Result, judged: Result, ppo: Result, large: Result
+) -> None:
     assert judged.spans["shared"].any()
     for one in (result, judged, ppo, large):
-        gpus = {case: record["gpus"] for case, record in one.manifest["setups"].items()}
-        shares = gpu_shares(one, gpus)
+        summary = one.summary()
+        shares = gpu_shares(one, {case: record["gpus"] for case, record in one.manifest["setups"].items()})
         assert (shares["share"] >= 0).all()
         assert shares.groupby(["case", "system"])["share"].sum().to_numpy() == pytest.approx(1.0)
         idle = shares[shares["kind"] == BUBBLE].set_index(["case", "system"])["share"]
-        bubble = one.summary().set_index(["case", "system"])["bubble_fraction"]
+        bubble = summary.set_index(["case", "system"])["bubble_fraction"]
         assert idle.loc[bubble.index].to_numpy() == pytest.approx(bubble.to_numpy(), abs=1e-9)
-
-
-def test_parts_of_a_step_add_up(result: Result, judged: Result, ppo: Result) -> None:
-    for one in (result, judged, ppo):
-        for case, rows in one.summary().groupby("case"):
+        for case, rows in summary.groupby("case"):
             parts = batch_parts(rows, one.manifest["setups"][case]["batch"])
             whole = parts.groupby("system")["time_s"].sum()
             assert whole[rows["system"]].to_numpy() == pytest.approx(rows["step_time_s"].to_numpy())
@@ -199,18 +190,6 @@ def test_the_caption_of_a_batch_says_when_it_is_the_step_time(result: Result) ->
     (figure, *_) = step_section(result, case_setups(result)).blocks
     assert isinstance(figure, Figure)
     assert "This is the step time; for systems that train on another number of responses it is scaled" in figure.caption
-
-
-def test_time_in_which_nothing_runs_is_waiting() -> None:
-    row = {"system": "a", "step_time_s": 10.0, "gen_exposed_s": 4.0, "prep_time_s": 2.0, "train_time_s": 1.0}
-    parts = batch_parts(pd.DataFrame([{**row, "sync_time_s": 1.0, "waiting_time_s": 2.0, "trained": 8.0}]), 8)
-    assert dict(zip(parts["part"], parts["time_s"], strict=True)) == {
-        "generation": 4.0,
-        "rewards and log-probs": 2.0,
-        "training": 1.0,
-        "weight sync": 1.0,
-        "waiting": 2.0,
-    }
 
 
 NAN = float("nan")
@@ -233,18 +212,10 @@ def summary_of(*rows: tuple[str, float, float, float, float]) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("other", "expected", "outcome"),
     [
-        (
-            (2.0, 2.0, 1.9, 2.1),
-            "b is the fastest: 2.00 times the responses per second of a (tp 2) (95% interval 1.90 to 2.10 over seeds;",
-            "faster",
-        ),
+        ((2.0, 2.0, 1.9, 2.1), "2.00 times the responses per second of a (tp 2) (95% interval 1.90 to 2.10 ", "faster"),
         ((0.83, 0.83, 0.8, 0.9), "Nothing beats a (tp 2): b comes next, with 0.83 times the responses", "slower"),
         ((1.02, 1.02, 0.99, 1.05), "Nothing is surely faster than a (tp 2): b cannot be told apart", "not told apart"),
-        (
-            (0.99, 0.99, 0.9, 1.05),
-            "Nothing beats a (tp 2): b cannot be told apart from it, with 0.99",
-            "not told apart",
-        ),
+        ((0.99, 0.99, 0.9, 1.05), "Nothing beats a (tp 2): b cannot be told apart from it, with ", "not told apart"),
         ((1.004, 1.004, 1.001, 1.007), "All systems are as fast: 1.00 responses per second.", "as fast"),
         ((2.0, 2.0, NAN, NAN), "(one seed, no interval; 2.00 against 1.00)", "faster"),
     ],
@@ -310,8 +281,8 @@ def test_baseline_and_best_other_at_the_median_step_are_shown(result: Result) ->
     shown = times.loc[times["step"] == choice.step, "step_time_s"].iloc[0]
     every = result.steps.query("case == '2K' and system == 'verl-tp1'")["step_time_s"].sort_values().tolist()
     assert shown == every[(len(every) - 1) // 2]
-    chosen = choose(result, case="<b>1K</b>", systems=["pat"], seed=2, step=1)
-    assert (chosen.case, chosen.systems, chosen.seed, chosen.step) == ("<b>1K</b>", ("pat",), 2, 1)
+    chosen = choose(result, case="<b>1K</b>", systems=["pat"], seed=1, step=1)
+    assert (chosen.case, chosen.systems, chosen.seed, chosen.step) == ("<b>1K</b>", ("pat",), 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +290,7 @@ def test_baseline_and_best_other_at_the_median_step_are_shown(result: Result) ->
     [
         ({"case": "2k"}, "did you mean '2K'"),
         ({"systems": ["patt"]}, "did you mean 'pat'"),
-        ({"seed": 7}, "the results have no seed 7, only 0 to 2"),
+        ({"seed": 7}, "the results have no seed 7, only 0 to 1"),
         ({"step": 2}, "the results have no step 2, only 0 to 1"),
     ],
 )
@@ -392,10 +363,13 @@ def test_results_in_memory_need_a_path_and_old_results_a_new_run(result: Result,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_is_reported_with_its_failures(tmp_path: Path) -> None:
-    base = experiment(cases={}, systems=[{"verl": {"tp": [1, 2]}}], seeds=1)
+@pytest.mark.usefixtures("in_process")
+def test_a_sweep_is_reported_with_its_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsim.experiment.case.remedies", lambda *_: "")  # they take seconds: test_remedies.py
+    workflow = {"prompts": 2, "responses": 2, "steps": 1}
+    base = experiment(cases={}, systems=[{"verl": {"tp": [1, 2]}}], seeds=1, workflow=workflow)
     axes = {"trace.cap": ["1K", "2K"], "memory_utilization": [0.9, 0.2]}  # 20% hold no model
-    sweep = rlsim.sweep(base, axes=axes, out=tmp_path / "sweep", workers=1)
+    sweep = rlsim.sweep(base, axes=axes, out=tmp_path / "sweep")
     assert len(sweep.failed) == 2
     page = rlsim.write_report(tmp_path / "sweep")
     assert page == tmp_path / "sweep" / "report.html"
@@ -433,21 +407,12 @@ def test_the_bundled_script_is_kept_and_a_folder_that_cannot_be_written_does_not
 @pytest.fixture(scope="module")
 def stale() -> Result:
     """Systems that are stale beside two that are not."""
-    apart = {"tp": 2, "rollout_gpus": 4}
-    systems = [
-        {"verl": {"tp": 2}},
-        {"one_step_off": apart},
-        {"areal": {**apart, "eta": [0, 2]}},
-        {
-            "name": HOSTILE,
-            "use": [{"verl": {"tp": 2}}, {"split": {"rollout_gpus": 4}}, {"bounded_staleness": {"eta": 1}}],
-        },
-    ]
-    workflow = {"prompts": 8, "responses": 4, "steps": 8}
-    training = {"backend": "fsdp"}
-    return rlsim.run(
-        experiment(systems=systems, workflow=workflow, training=training, baseline="verl", seeds=2, cases={})
-    )
+    apart, static = {"tp": 2, "rollout_gpus": 4}, {"verl": {"tp": 2}}
+    named = {"name": HOSTILE, "use": [static, {"split": {"rollout_gpus": 4}}, {"bounded_staleness": {"eta": 1}}]}
+    systems = [static, {"one_step_off": apart}, {"areal": {**apart, "eta": [0, 2]}}, named]
+    workflow = {"prompts": 8, "responses": 4, "steps": 6}
+    changes = {"systems": systems, "workflow": workflow, "training": {"backend": "fsdp"}, "baseline": "verl"}
+    return rlsim.run(experiment(**changes, seeds=2, cases={}))
 
 
 def test_the_frontier_is_what_the_summary_says(stale: Result) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -188,19 +189,14 @@ def test_timeline_by_groups_of_gpus() -> None:
 def points(axes: dict[str, list[Any]], systems: tuple[str, ...] = ("verl", "pat", "other")) -> pd.DataFrame:
     """A made-up sweep: `pat` is ahead where the first axis is large."""
     grid = pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
+    same = {"bubble_fraction": 0.1, "tail_fraction": 0.2, "unsteady": "", "staleness_max": 0}
     rows = []
     for number, point in enumerate(grid.to_dict("records")):
         for order, system in enumerate(systems):
             speedup = 1 + 0.1 * order * (number - 1)
             more = {"speedup": speedup, "speedup_low": speedup - 0.05, "speedup_high": speedup + 0.05}
-            more |= {
-                "token_speedup": speedup,
-                "bubble_fraction": 0.1,
-                "tail_fraction": 0.2,
-                "unsteady": "",
-                "staleness_max": 0,
-            }
-            rows.append({**point, "system": system, "step_time_s": 100 / speedup, "responses_per_s": speedup, **more})
+            more |= {"token_speedup": speedup, "step_time_s": 100 / speedup, "responses_per_s": speedup}
+            rows.append({**point, "system": system, **same, **more})
     return pd.DataFrame(rows)
 
 
@@ -211,13 +207,8 @@ def test_axes_of_a_sweep() -> None:
         varying(frame, ["nothing"])
     assert levels(frame["cap"]) == ["4,096", "8,192"]
     assert levels(frame["engine"]) == ["vllm", "sglang"]
-    assert [label(value) for value in (np.int64(8192), 0.125, True, None, "a")] == [
-        "8,192",
-        "0.125",
-        "true",
-        "none",
-        "a",
-    ]
+    texts = [label(value) for value in (np.int64(8192), 0.125, True, None, "a")]
+    assert texts == ["8,192", "0.125", "true", "none", "a"]
     assert is_grid(frame, ["cap", "engine"])
     diagonal = pd.DataFrame({"x": range(9), "y": range(9)})
     assert not is_grid(diagonal, ["x", "y"])
@@ -287,40 +278,35 @@ def test_findings_of_a_sweep_without_axes() -> None:
     assert found[1].endswith(": pat.")
 
 
+def dots() -> pd.DataFrame:
+    """Points of a random sweep."""
+    places = np.random.default_rng(0).uniform(1, 900, (20, 2))
+    return pd.concat([points({"cap": [int(cap)], "eta": [float(eta)]}) for cap, eta in places])
+
+
 @pytest.mark.parametrize(
-    ("axes", "charts"),
+    ("frame", "axes", "charts"),
     [
-        ({"cap <b>": [1024, 2048, 16384]}, {"sweep-speedup", "sweep-throughput"}),
-        ({"engine": ["a", "<i>b</i>"]}, {"sweep-speedup", "sweep-throughput"}),
-        ({"stage": [float("nan"), 3.0]}, {"sweep-speedup", "sweep-throughput"}),
-        ({"stage": [float("nan"), 3.0], "on": [None, True]}, {"sweep-best", "sweep-map-1"}),
-        ({"cap": [1, 2], "prompts": [8, 16], "eta": [1.1, 1.2]}, {"sweep-best-1", "sweep-map-1-2", "sweep-map-2-1"}),
+        (points({"cap <b>": [1024, 2048, 16384]}), ["cap <b>"], {"sweep-speedup", "sweep-throughput"}),
+        (points({"engine": ["a", "<i>b</i>"]}), ["engine"], {"sweep-speedup", "sweep-throughput"}),
+        (points({"stage": [np.nan, 3.0], "on": [None, True]}), ["stage", "on"], {"sweep-best", "sweep-map-1"}),
+        (
+            points({"cap": [1, 2], "prompts": [8, 16], "eta": [1.1, 1.2]}),
+            ["cap", "prompts", "eta"],
+            {"sweep-best-1", "sweep-map-1-2", "sweep-map-2-1"},
+        ),
+        (dots(), ["cap", "eta"], {"sweep-map-1", "sweep-map-2"}),
     ],
+    ids=["number", "name", "missing", "three", "dots"],
 )
-def test_charts_of_a_sweep_are_drawn(
-    axes: dict[str, list[Any]], charts: set[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("sweep")
-    frame = points(axes)
-    section = sweep_section(frame, list(axes), "verl")
-    page = Page("A sweep", "", sweep_findings(frame, list(axes), "verl"), (section,))
+def test_charts_of_a_sweep_are_drawn(frame: pd.DataFrame, axes: list[str], charts: set[str], tmp_path: Path) -> None:
+    page = Page("A sweep", "", sweep_findings(frame, axes, "verl"), (sweep_section(frame, axes, "verl"),))
     assert {figure.id for figure in page.figures} >= charts
-    page.write(folder / "page.html")
-    opened = open_page(folder / "page.html", folder / "browser")
+    page.write(tmp_path / "page.html")
+    opened = open_page(tmp_path / "page.html", tmp_path / "browser")
     assert opened.console == []
     assert set(opened.charts()) == {figure.id for figure in page.figures}
     assert opened.undrawn() == []
-
-
-def test_a_random_sweep_is_drawn_as_dots(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("random")
-    rng = np.random.default_rng(0)
-    frame = pd.concat([points({"cap": [int(c)], "eta": [float(e)]}) for c, e in rng.uniform(1, 900, (20, 2))])
-    page = Page("Dots", "", (), (sweep_section(frame, ["cap", "eta"], "verl"),))
-    page.write(folder / "page.html")
-    opened = open_page(folder / "page.html", folder / "browser")
-    assert (opened.console, opened.undrawn()) == ([], [])
-    assert [figure.id for figure in page.figures] == ["sweep-map-1", "sweep-map-2"]
 
 
 def test_table_of_a_sweep_is_cut_and_says_so() -> None:

@@ -38,12 +38,8 @@ def pat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Switches, on one node; two seeds."""
     folder = tmp_path_factory.mktemp("pat") / "results"
     pat = {"name": "pat", "use": [{"pat": {"redispatch": False}}]}
-    rlsim.run(
-        "pat_vs_static",
-        seeds=2,
-        overrides={**SMALL, "calibration": "h100-vllm", "systems": [{"verl": {"tp": [2, 4]}}, pat], "baseline": None},
-        out=folder,
-    )
+    changes = {**SMALL, "calibration": "h100-vllm", "systems": [{"verl": {"tp": [2, 4]}}, pat], "baseline": None}
+    rlsim.run("pat_vs_static", seeds=2, overrides=changes, out=folder)
     return folder
 
 
@@ -51,14 +47,14 @@ def pat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rollpacker(tmp_path_factory: pytest.TempPathFactory) -> rlsim.Result:
     """Two nodes: a judge beside the rollout, CPU workers; responses aborted, released, migrated; a stream trainer."""
     systems = [{"name": "all", "use": ["rollpacker"]}, "rlhfuse"]
-    small = {"workflow.steps": 6, "workflow.prompts": 16, "systems": systems, "baseline": None}
+    small = {"workflow.steps": 6, "workflow.prompts": 8, "systems": systems, "baseline": None}
     return rlsim.run("rollpacker_7b", seeds=1, overrides=small)
 
 
 @pytest.fixture(scope="module")
 def oppo() -> rlsim.Result:
     """Chunks are scored while responses are generated; some go on in a later step."""
-    return rlsim.run("oppo_7b", seeds=1, overrides={"workflow.steps": 4, "systems": ["oppo"], "baseline": None})
+    return rlsim.run("oppo_7b", seeds=1, overrides={"workflow.steps": 3, "systems": ["oppo"], "baseline": None})
 
 
 def written(results: rlsim.Result | Path, path: Path, **chosen: Any) -> Trace:
@@ -236,11 +232,8 @@ def test_what_is_not_named_is_the_first(pat: Path, tmp_path: Path) -> None:
     # From memory, from the directory, and compressed: the same.
     write_timeline(rlsim.read_result(pat), tmp_path / "b.json")
     write_timeline(pat, tmp_path / "c.json.gz")
-    write_timeline(pat, tmp_path / "d.json.gz")
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-    assert (tmp_path / "c.json.gz").read_bytes() == (tmp_path / "d.json.gz").read_bytes()
-    events = [Trace(tmp_path / name).slices for name in ("a.json", "c.json.gz")]
-    assert events[0] == events[1]
+    assert Trace(tmp_path / "a.json").slices == Trace(tmp_path / "c.json.gz").slices
     without = written(pat, tmp_path, requests=False)
     assert set(without.groups.values()) == {"verl-tp2 · seed 0", "node 0"}
 
@@ -282,13 +275,10 @@ def test_names_that_are_not_there(pat: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no rlsim results"):
         write_timeline(tmp_path, out)
     assert not list(tmp_path.iterdir())
-
-
-def test_results_without_a_table(pat: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(pat, tmp_path / "results")
     (copy / "stays.parquet").unlink()
     with pytest.raises(ConfigError, match=r"stays\.parquet: missing"):
-        write_timeline(copy, tmp_path / "timeline.json")
+        write_timeline(copy, out)
 
 
 def test_command(pat: Path, tmp_path: Path) -> None:
