@@ -631,7 +631,7 @@ def test_ray_writes_the_same_bytes_though_a_worker_is_killed(tmp_path: Path, mon
     command = [sys.executable, "-m", "rlsim", "sweep", str(path), "--quiet", "--workers", "2", "--out", str(out)]
     subprocess.run([*command, "--executor", "ray"], check=True, stdout=subprocess.DEVNULL)
     assert len(list(tmp_path.glob("died-4-*"))) == 1  # so it was killed, once
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "deadly_policy", raising=False)  # of another test
     rlsim.sweep(path, out=tmp_path / "here")
     assert contents(out) == contents(tmp_path / "here")
