@@ -364,6 +364,13 @@ def test_the_stream_trainer_tries_each_milestone_once_and_releases_once_a_step()
     assert trainer.on_finish(moment(room, 1, finished=4)) is None
     trainer.next_tp(RolloutReport(1, 1, 1.0, 0, (100,) * 10, ""))
     assert trainer.on_finish(moment(room, 1, finished=5)) == Release((1,))
+    named = StreamTrainer(rounds=("long",), trigger=0.5)
+    named.setup(context(costs=StubCosts({}, {1: 40}), requests=10))
+    assert named.on_finish(moment(room, 1, finished=5, label="short")) is None
+    assert named.on_finish(moment(room, 1, finished=5, label="long")) == Release((1,))
+    one = StreamTrainer(trigger=0.5)
+    one.setup(context(requests=10))
+    assert one.on_finish(moment([[running(50)]], 4, finished=5)) is None, "it splits no replica"
 
 
 # Settings that the papers give ----------------------------------------------------------------------------------------

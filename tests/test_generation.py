@@ -10,7 +10,7 @@ import pytest
 from test_systems import Checks, Times
 from workloads import LinearStep, StubCosts
 
-from rlsim.errors import PolicyError
+from rlsim.errors import CapacityError, PolicyError
 from rlsim.hardware import load_cluster
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.batching import PromptFeed
@@ -168,6 +168,22 @@ def test_going_back_to_the_first_layout_is_free_unless_its_graphs_are_lost() -> 
     lost = generate(up, [(1, 2), (1, 5)], steps=2, first_layout_kept=False)
     assert ends(lost) == [first_s, first_s + 3 + second_s]  # the groups of TP1 are there from the first step
     assert [(s.step, s.from_tp, s.to_tp) for s in lost.switches] == [(0, 1, 2), (1, 2, 1), (1, 1, 2)]
+
+
+@dataclass(frozen=True)
+class Full(StubCosts):
+    """A machine whose GPUs do not hold the model at TP1."""
+
+    def capacity_pages(self, tp: int) -> int:
+        if tp == 1:
+            raise CapacityError("TP1 is too large for the GPU")
+        return super().capacity_pages(tp)
+
+
+def test_a_switch_to_a_layout_that_the_gpus_do_not_hold_says_why() -> None:
+    costs = Full(COSTS.steps, COSTS.pages)
+    with pytest.raises(PolicyError, match=r"Reconfigure.*TP1 is too large for the GPU"):
+        generate(Once(1, [DOWN]), [(1, 2), (1, 5)], tp=2, costs=costs)
 
 
 def test_a_rollout_that_comes_to_a_halt_says_how_many_are_left() -> None:

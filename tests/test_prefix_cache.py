@@ -16,7 +16,7 @@ from workloads import Nothing, StubCosts, Workload, workloads
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.transfer import HostKv
 from rlsim.sim.prefix_cache import PrefixCache
-from rlsim.sim.request import EngineConfig
+from rlsim.sim.request import EngineConfig, Request
 
 SCHEDULED = replace(PLAIN, page_tokens=2, prefix_hits="scheduled")
 PREFILLED = replace(SCHEDULED, prefix_hits="prefilled")
@@ -105,6 +105,24 @@ def test_a_preempted_response_loads_what_others_took_the_room_of() -> None:
     ):
         finished_at, found = finishes([(0, 4, 4), (1, 4, 4)], shared, offloaded(12, host))
         assert (finished_at, found) == ({0: first, 1: first + time_s}, left)
+
+
+def test_a_context_may_be_let_go_and_forgotten_again_and_again_at_one_boundary() -> None:
+    cache, request = PrefixCache(1), Request(0, 0, 5, 3, generated=1)
+    for _ in range(3):
+        for _ in range(2):
+            cache.hold(request, fills=True)
+            cache.release(request, computed_tokens=5)
+        assert cache.idle_pages == 5
+        cache.evict(0)
+        assert (cache.idle_pages, cache.find(request)) == (0, (0, 0))
+
+
+def test_what_runs_has_its_pages_before_who_waits_looks_for_some() -> None:
+    """One response leaves at the boundary at which another one grows: the page that goes for that takes the place, in
+    host memory for one, of the page that the waiting request would have found there."""
+    shared = replace(SCHEDULED, page_tokens=1)
+    assert finishes([(0, 4, 4), (0, 3, 2), (2, 2, 2)], shared, offloaded(9, HostKv(1, 0.0, 1.0)))[1] == 0
 
 
 def test_prompts_come_back_from_host_memory() -> None:

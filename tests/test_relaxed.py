@@ -214,6 +214,20 @@ def test_a_response_pauses_when_its_budget_is_used_up() -> None:
     conserved(outcome)
 
 
+def test_a_step_without_a_complete_prompt_goes_on() -> None:
+    """Both prompts pause after two seconds, and again; the third budget of prompt 0 is enough."""
+    outcome = play(
+        {0: [5], 1: [9], 2: [1], 3: [1]}, 2, workflow=graph(), gpus=2, steps=2, batching=PartialRollout(budget=2)
+    ).outcome
+    first, second = outcome.responses
+    assert gen_s(outcome) == 6.0  # the second replica goes on to the end of its budget
+    assert first.generated_tokens.tolist() == [5, 6]
+    assert first.trained.tolist() == [True, False]
+    assert second.trained.tolist() == [True, False]
+    assert second.generated_tokens.tolist() == [1, 8]
+    conserved(outcome)
+
+
 def test_generation_ends_with_the_share_of_its_responses() -> None:
     """Half of six responses: two of prompt 0 after 2 s, and three more at 3 s, when prompt 2 is complete too."""
     outcome = play(

@@ -11,7 +11,7 @@ import simpy
 from workloads import LinearStep
 
 from rlsim.sim.batch import RunningBatch
-from rlsim.sim.moment import URGENT, at
+from rlsim.sim.moment import URGENT, Sleep, at
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import EngineConfig, Request
@@ -57,3 +57,8 @@ def test_what_fits_to_the_end(pages: int, fits: bool) -> None:
         request.order = request.id + 1
     batch.join(requests)
     assert batch.fits_to_the_end() is fits
+
+
+def test_nobody_sleeps_until_what_is_over() -> None:
+    with pytest.raises(ValueError, match=r"until 4.0 cannot begin at 5.0"):
+        Sleep(simpy.Environment(initial_time=5.0), 4.0)
