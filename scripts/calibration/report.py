@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from calibration.across import across_section
@@ -43,9 +44,18 @@ def _errors(item: Residual) -> tuple[str, str, str, int]:
     return percent(item.median), percent(item.p90), percent(item.bias), item.count
 
 
-def _residuals(found: dict[str, Mapping[str, Residual]]) -> str:
-    rows = [(name, _name(key), *_errors(item)) for name, items in found.items() for key, item in items.items()]
-    return table(["calibration", "operator", *ERRORS], rows)
+def _residuals(made: Iterable[Calibration]) -> str:
+    """By operator and engine, over its calibrations; each file has its own."""
+    found: dict[tuple[str, str], list[Residual]] = {}
+    for calibration in made:
+        for key, item in calibration.residuals.items():
+            found.setdefault((_name(key), calibration.engine), []).append(item)
+    rows = []
+    for (operator, engine), items in sorted(found.items()):
+        shares = [[percent(getattr(item, name)) for item in sorted(items, key=attrgetter(name))] for name in ERRORS[:3]]
+        spans = [" to ".join(dict.fromkeys((each[0], each[-1]))) for each in shares]
+        rows.append((operator, engine, len(items), *spans, sum(item.count for item in items)))
+    return table(["operator", "engine", "calibrations", *ERRORS], rows)
 
 
 def _hot(catalogue: Catalogue) -> str:
@@ -138,7 +148,7 @@ def report(catalogue: Catalogue) -> str:
     page = section(
         "page",
         script=SCRIPT,
-        residuals=_residuals({name: made[name].residuals for name in sorted(made)}),
+        residuals=_residuals(made.values()),
         hot=_hot(catalogue),
         **_a40(kept["a40-sglang"]),
         sums=_sums(catalogue),
