@@ -82,8 +82,6 @@ def borrowed(two, monkeypatch):
 
 
 def test_impossible_workers():
-    with pytest.raises(CalibrationError, match="at least one"):
-        Workers(0)
     with pytest.raises(CalibrationError, match="expected cpu or cuda"):
         Workers(1, device="tpu")
 
@@ -150,8 +148,6 @@ def test_points_of_the_suite(two):
 
 def test_contexts_and_moves():
     assert steps.equal_contexts(3, 10) == [4, 3, 3]
-    with pytest.raises(CalibrationError, match="3 sequences cannot have 2 tokens"):
-        steps.equal_contexts(3, 2)
     moves = spread_moves([5, 6, 7], 2, 1)
     assert [(m.tokens, m.from_replica, m.from_slot, m.to_replica, m.to_slot) for m in moves] == [
         (5, 0, 0, 0, 0),
@@ -469,7 +465,7 @@ def _switched(worker, model, from_tp, to_tp):
     """Logits of this rank's sequences a step after a switch, and of the same step without it."""
     with torch.inference_mode():
         old = _built(worker, model, from_tp)
-        target = reshard(worker, old, to_tp)
+        target = build_decoder(worker, model, to_tp, old.cache, torch.float32)
         for weights in target.weights:
             for weight in weights.values():
                 weight.zero_()
@@ -477,7 +473,7 @@ def _switched(worker, model, from_tp, to_tp):
         prompts = PROMPTS[own::replicas]
         old.prefill(_flat(prompts), [len(p) for p in prompts], 0)
         moves = spread_moves([len(p) for p in PROMPTS], replicas, worker.size // to_tp)
-        assert reshard(worker, old, to_tp, into=target) is target
+        reshard(old, target)
         migrate(worker, old.cache, from_tp, to_tp, moves)
         here = PROMPTS[worker.rank // to_tp :: worker.size // to_tp]
         fresh = _built(worker, model, to_tp)
@@ -501,8 +497,6 @@ def _parted(worker, model):
                 place = batch.ids.index(len(prompts) - 1)
                 said.append((int(batch.tokens[place]), batch.contexts[place]))
                 batch.step()
-            assert batch.context_tokens == sum(batch.contexts)
-            assert batch.longest == max(batch.contexts)
             found.append(said)
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +18,7 @@ from rlsim.errors import CalibrationError
 if TYPE_CHECKING:
     from rlsim.calibrate.from_engine import FromEngine
     from rlsim.calibrate.from_run import FromRun
-    from rlsim.calibrate.measure.journal import Progress as State
+    from rlsim.calibrate.measure.journal import Point, Report
     from rlsim.calibrate.measure.session import Measured, Request
     from rlsim.cost.calibration import Calibration
 
@@ -72,7 +72,7 @@ def _measure_and_fit(request: Request) -> None:
     from rlsim.calibrate.measure.session import fit_machine, measure_machine
 
     try:
-        with _bar() as report:
+        with _bar(request.budget_s) as report:
             measured = measure_machine(request, report)
     except KeyboardInterrupt:
         typer.echo("rlsim: what was measured so far is kept; the same command goes on from there", err=True)
@@ -308,7 +308,7 @@ def _budget(text: str) -> float:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[State], None]]:
+def _bar(budget_s: float) -> Iterator[Report]:
     """A progress bar on stderr over the budget; it goes away when done."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -323,13 +323,9 @@ def _bar() -> Iterator[Callable[[State], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("starting", total=None, points="")
 
-        def report(state: State) -> None:
-            points = f"{state.done:,} of {state.planned:,} points" + (
-                f", {state.refused} refused" * bool(state.refused)
-            )
-            progress.update(
-                bar, description=state.point.operator, total=state.budget_s, completed=state.spent_s, points=points
-            )
+        def report(point: Point, done: int, planned: int, spent_s: float) -> None:
+            points = f"{done:,} of {planned:,} points"
+            progress.update(bar, description=point.operator, total=budget_s, completed=spent_s, points=points)
 
         yield report
 

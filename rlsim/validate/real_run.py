@@ -205,7 +205,7 @@ class _Replica:
                 batch.prefill([ask.id for ask in asks], prompts)
                 self.ends += [self._end(ask.id) for ask in asks]
             else:
-                state = ("decode", tp, len(batch), batch.context_tokens, batch.longest, left, replica)
+                state = ("decode", tp, len(batch), sum(batch.contexts), max(batch.contexts), left, replica)
                 batch.step()
             synchronize(device)
             over = now()
@@ -275,7 +275,7 @@ def _switch(worker: Any, batch: Batch, waiting: Sequence[Ask], tp: int) -> tuple
         to = place[number]
         moves.append(Move(context - 1, replica, slot, to, slots[to]))
         slots[to] += 1
-    reshard(worker, old, tp, into=target)
+    reshard(old, target)
     migrate(worker, old.cache, old.tp, tp, moves)
     here = worker.rank // tp
     mine = [item for item in live if place[item[0]] == here]

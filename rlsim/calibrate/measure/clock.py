@@ -19,6 +19,7 @@ NOISY_ONCE = 0.5
 
 FEWEST, MOST = 3, 200  # repeats
 BATCH_S = {"cpu": 200e-6, "cuda": 2e-3}  # shorter calls are timed in batches this long: the tick, or the last wait
+NOT_A_TIME = 1e9  # the spread of repeats whose median is zero
 CORE_SHARE = 0.97  # of its core that a process has while nothing else runs there
 
 
@@ -29,10 +30,6 @@ class Timing:
     seconds: float
     spread: float
     repeats: int
-
-    def noisy(self, limit: float = NOISY) -> bool:
-        """True if the repeats spread too far to call the median measured; also if it is not a positive time."""
-        return not (self.spread <= limit and self.seconds > 0.0)
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def laps(
 def timing(times: Sequence[float]) -> Timing:
     """The `Timing` of repeats that were timed one by one (seconds)."""
     low, median, high = (float(q) for q in np.quantile(np.asarray(times, float), (0.25, 0.5, 0.75)))
-    return Timing(median, (high - low) / 2.0 / median if median > 0.0 else math.inf, len(times))
+    return Timing(median, (high - low) / 2.0 / median if median > 0.0 else NOT_A_TIME, len(times))
 
 
 def synchronize(device: str) -> None:

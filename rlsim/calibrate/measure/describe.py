@@ -64,7 +64,7 @@ def _measured_gpu(measured: Measurements, facts: MachineFacts) -> Gpu:
     streamed = element * (gemm.n * gemm.k + gemm.m * (gemm.n + gemm.k)) / gemm.seconds
     rate = max(float((2.0 * copies.bytes / copies.seconds).max()), float(streamed.max()))
     memory = f"{RAM_SHARE:.0%} of the machine's memory over the workers" if facts.device == "cpu" else "the driver's"
-    device = f"{facts.threads} thread(s) a worker, all workers busy" if facts.device == "cpu" else "all GPUs busy"
+    device = "one thread a worker, all workers busy" if facts.device == "cpu" else "all GPUs busy"
     return Gpu(
         name=facts.gpu,
         title=facts.name,

@@ -42,7 +42,6 @@ class MachineFacts(Schema):
     device: str = Field(description="cpu or cuda")
     name: str = Field(description="processor, as the system names it")
     workers: int = Field(gt=0, description="processes measuring at once, one a device (on the CPU, one a core)")
-    threads: int = Field(gt=0, description="threads of a worker on the CPU")
     memory_bytes: float = Field(gt=0, description="of one GPU; on the CPU, of the whole machine")
     cache_bytes: float = Field(gt=0, description="last-level cache")
     sm_count: int = Field(gt=0, description="streaming multiprocessors; 1 for a CPU's worker")
@@ -52,7 +51,6 @@ class MachineFacts(Schema):
     versions: dict[str, str] = Field(description="rlsim, python, torch, cuda, driver")
     clocks: dict[str, str] = Field(default={}, description="as the driver or system reports them at the start")
     date: str
-    budget_s: float
 
     @property
     def gpu(self) -> str:
@@ -82,16 +80,13 @@ class MachineFacts(Schema):
         return {
             "device": f"{self.device}, {self.name}",
             "workers": str(self.workers),
-            "threads": str(self.threads),
             "number format": self.dtype,
             "model": f"{self.model} ({self.model_shape})",
             **{what: self.versions.get(what, "none") for what in ("torch", "cuda", "driver")},
         }
 
 
-def machine_facts(
-    device: str, model: Model, *, workers: int, threads: int, dtype: str, budget_s: float
-) -> MachineFacts:
+def machine_facts(device: str, model: Model, *, workers: int, dtype: str) -> MachineFacts:
     """The facts of this machine. Needs torch; `device` is "cpu" or "cuda"."""
     import torch
 
@@ -111,14 +106,12 @@ def machine_facts(
     return MachineFacts(
         device=device,
         workers=workers,
-        threads=threads,
         dtype=dtype,
         model=model.name,
         model_shape=shape_hash(model),
         versions=versions,
         clocks=clocks,
         date=date.today().isoformat(),
-        budget_s=budget_s,
         **found,
     )
 

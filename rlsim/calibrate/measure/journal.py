@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -24,9 +24,12 @@ from rlsim.schema import Schema
 ATTEMPTS = 4  # at a noisy point
 BETWEEN = 10  # other points before the next attempt: what disturbs a machine passes
 ONCE = ("control", "graph_capture")  # operators that a layout change runs once
+KINDS = ("", "noisy", "impossible")  # of refusals; none if a point was measured
 
 
 S = TypeVar("S", bound=Schema)
+#: Is told the point to measure next, how many of how many are done, and the seconds spent.
+Report = Callable[["Point", int, int, float], None]
 
 
 class Point(NamedTuple):
@@ -47,7 +50,7 @@ class Result(Schema):
     spread: float = 0.0
     repeats: int = 0
     took_s: float
-    refused: str = ""
+    refused: Annotated[str, Field(pattern=r"^((noisy|impossible): .*)?$")] = ""
 
     @field_validator("point")
     @classmethod
@@ -101,10 +104,6 @@ class Journal:
         """Seconds that measuring took so far, over all runs."""
         return sum(result.took_s for result in self.results.values())
 
-    def refused(self) -> list[Result]:
-        """The points without a time: noisy, or beyond what the device can do."""
-        return [result for result in self.results.values() if result.refused]
-
     def measurements(self, notes: Iterable[str] = ()) -> Measurements:
         """The measured points as tables; refused points are in none."""
         rows: dict[str, list[dict[str, Any]]] = {}
@@ -148,18 +147,6 @@ def _line(path: Path, number: int, line: bytes, kind: type[S]) -> S:
         ) from None
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands; `point` is the one it measures next."""
-
-    spent_s: float
-    budget_s: float
-    done: int
-    planned: int
-    refused: int
-    point: Point
-
-
 def limit(operator: str) -> float:
     """The spread beyond which a point of this operator is refused."""
     return NOISY_ONCE if operator in ONCE else NOISY
@@ -171,7 +158,7 @@ def run_suite(
     measure_point: Callable[[Point], Timing | str],
     *,
     budget_s: float,
-    report: Callable[[Progress], None] = lambda _: None,
+    report: Report = lambda *_: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Measures the points in their order into `journal` until they are done or `budget_s` seconds of measuring are
@@ -181,39 +168,32 @@ def run_suite(
     attempts it is refused, with the smallest spread it had.
     """
     waiting = deque(point for point in points if point not in journal.results)
-    spent_s, noisy = journal.spent_s, dict[Point, tuple[float, list[Timing]]]()
+    spent_s, took_s, tried = journal.spent_s, defaultdict[Point, float](float), defaultdict[Point, list[Timing]](list)
     while waiting and spent_s < budget_s:
-        left = len(waiting)
-        point = waiting.popleft()
-        report(Progress(spent_s, budget_s, len(points) - left, len(points), len(journal.refused()), point))
+        done, point = len(points) - len(waiting), waiting.popleft()
+        report(point, done, len(points), spent_s)
         began = now()
         outcome = measure_point(point)
-        took_s = now() - began
-        spent_s += took_s
+        took = now() - began
+        spent_s += took
+        took_s[point] += took
         if isinstance(outcome, str):
-            journal.add(Result(point=point, seconds=0.0, took_s=took_s, refused=f"impossible: {outcome}"))
+            journal.add(Result(point=point, seconds=0.0, took_s=took_s[point], refused=f"impossible: {outcome}"))
             continue
-        before_s, tried = noisy.pop(point, (0.0, []))
-        tried, took_s, refused = [*tried, outcome], before_s + took_s, ""
-        if outcome.noisy(limit(point.operator)):
-            if len(tried) < ATTEMPTS:
-                noisy[point] = took_s, tried
+        tried[point].append(outcome)
+        best, most, refused = min(tried[point], key=lambda one: one.spread), limit(point.operator), ""
+        if best.spread > most:
+            if len(tried[point]) < ATTEMPTS:
                 waiting.insert(BETWEEN, point)
                 continue
-            outcome = min(tried, key=lambda one: one.spread)
-            said = f"limit {limit(point.operator):.0%}"
-            refused = f"noisy: spread {outcome.spread:.0%} at the best of {ATTEMPTS} attempts, {said}"
-        spread = min(outcome.spread, 1e9)  # of times of zero it is infinite
-        found = {"seconds": outcome.seconds, "spread": spread, "repeats": outcome.repeats}
-        journal.add(Result(point=point, **found, took_s=took_s, refused=refused))
+            refused = f"noisy: spread {best.spread:.0%} at the best of {ATTEMPTS} attempts, limit {most:.0%}"
+        journal.add(Result(point=point, **asdict(best), took_s=took_s[point], refused=refused))
 
 
-def counts(points: Sequence[Point], journal: Journal) -> dict[str, tuple[int, int, int, int]]:
+def counts(points: Sequence[Point], journal: Journal) -> dict[str, list[int]]:
     """What became of the planned points of every operator: measured, too noisy, not possible, left."""
-    found = {}
-    for operator in dict.fromkeys(point.operator for point in points):
-        own = [point for point in points if point.operator == operator]
-        refused = [journal.results[point].refused for point in own if point in journal.results]
-        measured, noisy = refused.count(""), sum(reason.startswith("noisy") for reason in refused)
-        found[operator] = measured, noisy, len(refused) - measured - noisy, len(own) - len(refused)
+    found: dict[str, list[int]] = {}
+    for point in points:
+        count, result = found.setdefault(point.operator, [0, 0, 0, 0]), journal.results.get(point)
+        count[3 if result is None else KINDS.index(result.refused.partition(":")[0])] += 1
     return found

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlsim.calibrate.measure.decoder import Decoder, KvCache, check_degree, weight_splits
+from rlsim.calibrate.measure.decoder import Decoder, KvCache, weight_splits
 
 
 class Move(NamedTuple):
@@ -23,29 +23,15 @@ class Move(NamedTuple):
     to_slot: int
 
 
-def reshard(worker: Any, decoder: Decoder, tp: int, into: Decoder | None = None) -> Decoder:
-    """`decoder` at another degree: its old ranks gather each weight, every rank keeps its new slice.
+def reshard(decoder: Decoder, into: Decoder) -> None:
+    """The weights of `decoder` to one of another degree: its ranks gather each weight, and every rank keeps its slice.
 
-    From TP 1 nothing is gathered. All workers call this together. The weights go `into` a decoder of that degree, as
-    into an engine's own pool, or to new memory. The KV cache stays as it is: see `migrate`. Raises `CalibrationError`
-    if the degree does not split the model.
+    From TP 1 nothing is gathered. All workers call this together. The KV cache stays as it is: see `migrate`.
     """
-    model = decoder.model
-    check_degree(model, tp)
-    index = worker.rank % tp
-    weights = []
-    for number, layer in enumerate(weight_splits(model)):
-        old, new = decoder.weights[number], {}
+    for layer, old, new in zip(weight_splits(decoder.model), decoder.weights, into.weights, strict=True):
         for name, split in layer.items():
             shares = [old[name]] if split.axis is None else decoder.ranks.all_gather(old[name])
-            if into is None:
-                new[name] = split.slice(split.join(shares), tp, index)
-            else:
-                split.slice(split.join(shares), tp, index, into.weights[number][name])
-        weights.append(new)
-    if into is not None:
-        return into
-    return Decoder(model, tp, index, worker.ranks(tp), worker.device, weights, decoder.cache)
+            split.slice(split.join(shares), into.tp, into.index, new[name])
 
 
 def migrate(worker: Any, cache: KvCache, from_tp: int, to_tp: int, moves: Sequence[Move]) -> None:

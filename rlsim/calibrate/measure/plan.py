@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from rlsim.calibrate.measure.journal import Point
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.transfer import kv_rank_bytes
-from rlsim.errors import CalibrationError
 from rlsim.models import Model
 
 #: Points of every operator in the first round; the next has twice as many, and so on.
@@ -32,7 +31,8 @@ FIRST = {
 }
 MIGRATED = 4  # sequences a worker whose KV moves
 
-Values = tuple[str | float, ...]  # of a point
+T = TypeVar("T")
+Grid = Iterable[tuple[str | float, ...]]  # values of one operator's points, coarse ones first
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,19 @@ class GridSetup:
     memory_bytes: float
     longest_call_s: float
 
-    def quick(self, flops: float, size: float) -> bool:
-        """Whether a call of this work and these bytes is short enough on a slow core, or an old GPU."""
+    def fits(self, flops: float, size: float, share: float = 0.25) -> bool:
+        """Whether a call of this work and these bytes is short enough, and they are no more than that share of the
+        memory."""
         flop_per_s, bytes_per_s = (3e10, 4e9) if self.device == "cpu" else (1e14, 6e11)
-        return flops / flop_per_s + size / bytes_per_s <= self.longest_call_s
+        return flops / flop_per_s + size / bytes_per_s <= self.longest_call_s and size <= share * self.memory_bytes
 
-    def fits(self, flops: float, size: float, scores: float = 0.0) -> bool:
-        """Whether a call of this work and footprint (bytes) is worth measuring here; on the CPU torch may keep the
-        scores of attention (bytes) too."""
-        size += scores if self.device == "cpu" else 0.0
-        return self.quick(flops, size) and size <= self.memory_bytes / 4
+    def scores_bytes(self, pairs: float) -> float:
+        """Of the scores of attention over so many pairs of tokens and heads: on the CPU torch may keep them."""
+        return 4.0 * pairs if self.device == "cpu" else 0.0
 
-    def sizes(self, low: int, high: int, footprint: float) -> list[tuple[int]]:
+    def sizes(self, low: int, high: int, footprint: float) -> list[int]:
         """Doublings as far as `footprint` bytes for each fit."""
-        return [*coarse_to_fine([size for size in doublings(low, high) if self.fits(0, footprint * size)])]
+        return coarse_to_fine([[size for size in doublings(low, high) if self.fits(0, footprint * size)]])
 
     @property
     def heads(self) -> list[tuple[int, int]]:
@@ -81,35 +80,29 @@ def plan(setup: GridSetup) -> list[Point]:
     Within a round kernels and collectives come first, then whole steps of one TP after the other (the decoder fills the
     memory and takes its time to build), then changes of the layout.
     """
-    name = setup.model.name
-    kernels: dict[str, Iterable[Values]] = {
-        "copy": _copies(setup),
-        "gemm": _gemms(setup),
-        "decode_attention": _decode_attention(setup),
-        "prefill_attention": _prefill_attention(setup),
-        "memory_bound": _elementwise(setup),
-        "train_block": ((name, *values) for values in _train(setup)),
-        "collective": _collectives(setup),
-    }
-    phases: list[dict[str, Iterable[Values]]] = [kernels]
-    for tp in setup.tps:
-        captures = doublings(1, 256) if setup.device == "cuda" else []
-        steps = {
-            "decode_step": _decode_steps(setup, tp),
-            "prefill_step": _prefill_steps(setup, tp),
-            "graph_capture": coarse_to_fine(captures),
-        }
-        phases.append({what: [(name, tp, *values) for values in grid] for what, grid in steps.items()})
-    changes = {
-        "reshard": _reshards(setup),
-        "migrate": _migrations(setup),
-        "control": [("pause",), ("group_create",)] if setup.workers > 1 else [],
-    }
-    ranked = []
-    for phase, grids in enumerate([*phases, changes]):
-        for operator, grid in grids.items():
-            for index, values in enumerate(dict.fromkeys(grid)):
-                ranked.append(((1 + index // FIRST[operator]).bit_length(), phase, Point(operator, values)))
+    phases: list[dict[str, Grid]] = [
+        {
+            "copy": _copies(setup),
+            "gemm": _gemms(setup),
+            "decode_attention": _decode_attention(setup),
+            "prefill_attention": _prefill_attention(setup),
+            "memory_bound": _elementwise(setup),
+            "train_block": _train(setup),
+            "collective": _collectives(setup),
+        },
+        *(_steps(setup, tp) for tp in setup.tps),
+        {
+            "reshard": _reshards(setup),
+            "migrate": _migrations(setup),
+            "control": [("pause",), ("group_create",)] if setup.workers > 1 else [],
+        },
+    ]
+    ranked = [
+        ((1 + index // FIRST[operator]).bit_length(), phase, Point(operator, values))
+        for phase, grids in enumerate(phases)
+        for operator, grid in grids.items()
+        for index, values in enumerate(dict.fromkeys(grid))
+    ]
     return [point for *_, point in sorted(ranked, key=lambda found: found[:2])]
 
 
@@ -118,17 +111,12 @@ def level(place: int, count: int) -> int:
     return 0 if place in (0, count - 1) else count.bit_length() - (place & -place).bit_length()
 
 
-def coarse_to_fine(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Every combination of the axes' values, those first that are coarse on all axes together."""
-    ranked = [[(level(i, len(axis)), value) for i, value in enumerate(axis)] for axis in axes]
-    combinations = sorted(itertools.product(*ranked), key=lambda found: sum(rank for rank, _ in found))
-    return (tuple(value for _, value in found) for found in combinations)
-
-
-def refined(rows: Iterable[tuple[float, Sequence[Values]]]) -> Iterator[Values]:
-    """The values of all rows, those first that are coarse in a row of low rank."""
-    ranked = [(rank + level(i, len(row)), values) for rank, row in rows for i, values in enumerate(row)]
-    return (values for _, values in sorted(ranked, key=lambda found: found[0]))
+def coarse_to_fine(rows: Sequence[Sequence[T]]) -> list[T]:
+    """The values of all rows, those first that are coarse both among the rows and in their row."""
+    ranked = [
+        (level(i, len(rows)) + level(j, len(row)), value) for i, row in enumerate(rows) for j, value in enumerate(row)
+    ]
+    return [value for _, value in sorted(ranked, key=lambda found: found[0])]
 
 
 def doublings(low: int, high: int, steps: int = 1) -> list[int]:
@@ -138,69 +126,61 @@ def doublings(low: int, high: int, steps: int = 1) -> list[int]:
 
 
 def equal_contexts(batch: int, total: int) -> list[int]:
-    """`batch` whole numbers, as equal as possible, that add up to `total`, at least one each."""
-    if total < batch:
-        raise CalibrationError(f"{batch} sequences cannot have {total} tokens together")
+    """`batch` whole numbers, as equal as possible, that add up to `total`."""
     return [total // batch + (i < total % batch) for i in range(batch)]
 
 
 def contexts(batch: int, mean: int, longest: int) -> list[int]:
-    """`batch` context lengths with this mean and maximum: one of `longest` tokens, the rest alike.
-
-    Raises `CalibrationError` if there are none.
-    """
-    alike = longest == mean
-    return [mean] * batch if alike else [longest, *equal_contexts(batch - 1, batch * mean - longest)]
+    """`batch` context lengths with this mean and maximum: one of `longest` tokens, the rest alike."""
+    return [longest, *equal_contexts(batch - 1, batch * mean - longest)] if batch > 1 else [longest]
 
 
-# The grid of every operator: values of `measurements.KEYS` without the model's name and, of steps, the TP ------------
+# The grid of every operator: values of `measurements.KEYS` -----------------------------------------------------------
 
 
-def _copies(setup: GridSetup) -> Iterator[Values]:
+def _copies(setup: GridSetup) -> Grid:
     kinds = ["device"] if setup.device == "cpu" else ["device", "host_to_device", "device_to_host"]
-    return ((kind, size) for (size,) in setup.sizes(2**14, 2**32, 4) for kind in kinds)
+    return ((kind, size) for size in setup.sizes(2**14, 2**32, 4) for kind in kinds)
 
 
-def _gemms(setup: GridSetup) -> Iterator[Values]:
+def _gemms(setup: GridSetup) -> Grid:
     """Large squares first, for the peak rate; then the model's products at every TP it allows, the run's own first,
-    and those of narrower and wider models, all at few token counts and then at ever more: held-out points need shapes
-    enough."""
+    and those of narrower and wider models: held-out points need shapes enough."""
     model, element = setup.model, setup.model.dtype_bytes
 
     def fits(m: int, n: int, k: int) -> bool:
         return setup.fits(2.0 * m * n * k, element * (n * k + m * (n + k)))
 
-    yield from [(side,) * 3 for side in (512, 1024, 2048, 4096, 8192) if fits(side, side, side)][-2:]
+    squares = [(side,) * 3 for side in (512, 1024, 2048, 4096, 8192) if fits(side, side, side)]
     degrees = [*setup.tps, *(tp for tp in (1, 2, 4, 8) if tp not in setup.tps and model.supports_tp(tp))]
     linears = [linear for tp in degrees for linear in (*model.layer.linears(tp), model.head(tp))]
     own = [(linear.n_out, linear.k_in) for linear in linears]
     others = [(round(n * a), round(k * b)) for a, b in ((0.5, 2), (2, 0.5), (0.75, 0.75), (1.5, 1.5)) for n, k in own]
     shapes = [shape for shape in dict.fromkeys([*own, *others]) if min(shape) >= 16]
     tokens = [*doublings(1, 64), *doublings(96, 16384, 2)]
-    rows = [[(m, *shape) for m in tokens if fits(m, *shape)] for shape in shapes]
-    yield from refined((index * len(degrees) / len(own), row) for index, row in enumerate(rows))
+    return [*squares[-2:], *coarse_to_fine([[(m, *shape) for m in tokens if fits(m, *shape)] for shape in shapes])]
 
 
-def _decode_attention(setup: GridSetup) -> Iterator[Values]:
+def _decode_attention(setup: GridSetup) -> Grid:
     """Equal contexts, and after every other point the same batch and mean with one long straggler."""
     dim = setup.model.head_dim
-    grid = itertools.product(coarse_to_fine(doublings(1, 512), doublings(16, 2**17)), setup.heads)
-    for index, ((batch, context), (q, kv)) in enumerate(grid):
+    sizes = coarse_to_fine([[(batch, context) for context in doublings(16, 2**17)] for batch in doublings(1, 512)])
+    for index, ((batch, context), (q, kv)) in enumerate(itertools.product(sizes, setup.heads)):
         for longest in (context, 2 * context) if batch > 2 and index % 2 else (context,):
             read = batch * longest
             if setup.fits(4.0 * read * q * dim, 2.0 * read * kv * dim * setup.model.dtype_bytes):
                 yield batch, context, longest, q, kv, dim
 
 
-def _prefill_attention(setup: GridSetup) -> Iterator[Values]:
+def _prefill_attention(setup: GridSetup) -> Grid:
     """Whole prompts, and after every fourth point the same chunks on cached tokens."""
     dim = setup.model.head_dim
-    grid = itertools.product(coarse_to_fine(doublings(16, 2**15), [1, 2, 4, 8, 16]), setup.heads)
-    for index, ((new, batch), (q, kv)) in enumerate(grid):
+    sizes = coarse_to_fine([[(new, batch) for batch in (1, 2, 4, 8, 16)] for new in doublings(16, 2**15)])
+    for index, ((new, batch), (q, kv)) in enumerate(itertools.product(sizes, setup.heads)):
         for prior in (0, 512, 4096) if index % 4 == 3 else (0,):
             pairs = float(new * (prior + new))
             size = 2.0 * batch * (prior + new) * (q + kv) * dim * setup.model.dtype_bytes
-            if setup.fits(4.0 * batch * pairs * q * dim, size, 4.0 * q * pairs):
+            if setup.fits(4.0 * batch * pairs * q * dim, size + setup.scores_bytes(q * pairs)):
                 yield batch, new, prior, q, kv, dim
 
 
@@ -210,58 +190,66 @@ def elementwise_shape(model: Model, tp: int) -> tuple[int, int, int]:
     return attention.heads // tp, attention.kv_heads_per_gpu(tp), model.layer.mlp.active_width // tp
 
 
-def _elementwise(setup: GridSetup) -> Iterator[Values]:
+def _elementwise(setup: GridSetup) -> Grid:
     """A layer's four kernels at the run's first TP, with the bytes that the step model counts (`RooflineStep`)."""
     model = setup.model
     heads, kv_heads, width = elementwise_shape(model, setup.tps[0])
     elements = 8 * model.hidden_size + (2 * heads + 3 * kv_heads) * model.head_dim + 3 * width
     token_bytes = int(elements * model.dtype_bytes)
-    return ((4, tokens, tokens * token_bytes) for (tokens,) in setup.sizes(1, 2**15, 3 * token_bytes))
+    return ((4, tokens, tokens * token_bytes) for tokens in setup.sizes(1, 2**15, 3 * token_bytes))
 
 
-def _train(setup: GridSetup) -> Iterator[Values]:
+def _train(setup: GridSetup) -> Grid:
     model = setup.model
     if model.num_experts:  # the block measured is dense
         return
     q_dim, weights = model.attention.q_dim, model.layer.parameters
     passes = (("forward", 1), ("forward_backward", 3))
-    for (tokens,), share, (direction, work) in itertools.product(coarse_to_fine(doublings(128, 2**15)), (1, 4), passes):
+    sizes = coarse_to_fine([doublings(128, 2**15)])
+    for tokens, share, (direction, work) in itertools.product(sizes, (1, 4), passes):
         length = tokens // share
         activations = tokens * (8 * model.hidden_size + 4 * q_dim + 4 * model.intermediate_size)
         flops = work * (2.0 * weights * tokens + 4.0 * share * length**2 * q_dim)
         size = model.dtype_bytes * (2 * weights + 2 * activations)
-        if setup.fits(flops, size, 4.0 * share * length**2 * model.num_attention_heads):
-            yield direction, tokens, length
+        if setup.fits(flops, size + setup.scores_bytes(share * length**2 * model.num_attention_heads)):
+            yield model.name, direction, tokens, length
 
 
-def _collectives(setup: GridSetup) -> Iterator[Values]:
+def _collectives(setup: GridSetup) -> Grid:
     """Every operation at each group size; sizes are multiples of the group and of the element."""
     groups = [gpus for gpus in (2, 4, 8) if gpus <= setup.workers]
-    for (size,), gpus, op in itertools.product(setup.sizes(2**8, 2**30, 8), groups, OPERATIONS):
+    for size, gpus, op in itertools.product(setup.sizes(2**8, 2**30, 8), groups, OPERATIONS):
         if op != "send_recv" or gpus == 2:
             yield op, gpus, size
 
 
-def _step_fits(setup: GridSetup, tp: int, tokens: float, pairs: float, cached: float) -> bool:
-    """Whether a step over `tokens` new tokens with `pairs` of queries and keys and `cached` tokens read is short
-    enough, and these tokens have room beside the weights, a little less than an engine would take."""
-    model = setup.model
-    flops = 2.0 * model.active_parameters * tokens + 4.0 * model.num_hidden_layers * model.attention.q_dim * pairs
-    size = rollout_weight_bytes(model, tp) + cached * kv_page_bytes(model, tp, 1)
-    return size <= 0.8 * setup.memory_bytes and setup.quick(flops / tp, size)
+def _steps(setup: GridSetup, tp: int) -> dict[str, Grid]:
+    """Decode steps of batches by mean contexts, denser below a few thousand tokens, graphs before eager ones; prompts
+    by tokens and length."""
+    model, graphs = setup.model, setup.device == "cuda"
+    weights, token = rollout_weight_bytes(model, tp), kv_page_bytes(model, tp, 1)
 
+    def fits(tokens: float, pairs: float, cached: float) -> bool:
+        """A step over `tokens` new tokens with `pairs` of queries and keys, and `cached` tokens read: these have a
+        little less room beside the weights than an engine would take."""
+        flops = 2.0 * model.active_parameters * tokens + 4.0 * model.num_hidden_layers * model.attention.q_dim * pairs
+        return setup.fits(flops / tp, weights + cached * token, 0.8)
 
-def _decode_steps(setup: GridSetup, tp: int) -> Iterator[Values]:
-    """Batches by mean contexts, denser below a few thousand tokens; graphs before eager steps."""
-    batches, means = doublings(1, 512), [*doublings(16, 4096, 2), *doublings(8192, 2**17)]
-    rows = [[(b, b * mean) for mean in means if _step_fits(setup, tp, b, b * mean, b * mean)] for b in batches]
-    steps = [*refined((level(place, len(rows)), row) for place, row in enumerate(rows))]
-    return ((mode, *step) for mode in (("graph", "eager") if setup.device == "cuda" else ("eager",)) for step in steps)
-
-
-def _prefill_steps(setup: GridSetup, tp: int) -> Iterator[Values]:
-    grid = coarse_to_fine(*[doublings(32, 2**14)] * 2)
-    return ((n, length) for n, length in grid if length <= n and _step_fits(setup, tp, n, n * length, n))
+    means = [*doublings(16, 4096, 2), *doublings(8192, 2**17)]
+    decodes = coarse_to_fine(
+        [[(b, b * mean) for mean in means if fits(b, b * mean, b * mean)] for b in doublings(1, 512)]
+    )
+    sizes = doublings(32, 2**14)
+    prompts = coarse_to_fine(
+        [[(n, length) for length in sizes if length <= n and fits(n, n * length, n)] for n in sizes]
+    )
+    return {
+        "decode_step": [
+            (model.name, tp, mode, *step) for mode in (("graph", "eager") if graphs else ("eager",)) for step in decodes
+        ],
+        "prefill_step": [(model.name, tp, *prompt) for prompt in prompts],
+        "graph_capture": [(model.name, tp, batch) for batch in coarse_to_fine([doublings(1, 256)]) if graphs],
+    }
 
 
 def reshard_bytes(model: Model, from_tp: int) -> float:
@@ -269,15 +257,15 @@ def reshard_bytes(model: Model, from_tp: int) -> float:
     return model.weight_bytes * (1.0 - 1.0 / from_tp)
 
 
-def _reshards(setup: GridSetup) -> Iterator[Values]:
+def _reshards(setup: GridSetup) -> Grid:
     """From TP 1 nothing is received, so there is no rate to measure."""
     name = setup.model.name
     return ((name, a, b, round(reshard_bytes(setup.model, a))) for a, b in setup.layouts if a > 1)
 
 
-def _migrations(setup: GridSetup) -> Iterator[Values]:
+def _migrations(setup: GridSetup) -> Grid:
     """A few sequences of some length each, dealt over the replicas; the bytes are those that a rank handles."""
-    for (tokens,), tps in itertools.product(coarse_to_fine(doublings(32, 2**14)), setup.layouts):
+    for tokens, tps in itertools.product(coarse_to_fine([doublings(32, 2**14)]), setup.layouts):
         handled = round(kv_rank_bytes(setup.model, tokens * MIGRATED * setup.workers, tps[0]))
         if setup.fits(0, 4.0 * handled):
             yield setup.model.name, *tps, handled

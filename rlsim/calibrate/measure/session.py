@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, Effort, Timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster, write_model
 from rlsim.calibrate.measure.host import devices, machine_facts
-from rlsim.calibrate.measure.journal import Journal, Point, Progress, counts, run_suite
+from rlsim.calibrate.measure.journal import Journal, Point, Report, counts, run_suite
 from rlsim.calibrate.measure.plan import GridSetup, plan
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.write import write_yaml
@@ -23,7 +22,6 @@ from rlsim.output import check_own_file
 
 JOURNAL = "measurements.jsonl"
 CPU_DTYPE, GPU_DTYPE = "float32", "bfloat16"
-THREADS = 1  # of a worker on the CPU, which is one device there
 QUICK_S = 120.0  # budgets below this give every point less time
 
 #: What the CPU is measured with unless told otherwise: small enough to decode in milliseconds, every part there.
@@ -63,10 +61,10 @@ class Measured:
     folder: Path
     journal: Journal
     model: Model
-    counts: dict[str, tuple[int, int, int, int]]
+    counts: dict[str, list[int]]
 
 
-def measure_machine(request: Request, report: Callable[[Progress], None]) -> Measured:
+def measure_machine(request: Request, report: Report) -> Measured:
     """Measures until the budget is spent or nothing is left, going on where an earlier run stopped.
 
     Raises `CalibrationError` without torch or such a device, for TP degrees that it does not have, for the journal of
@@ -82,9 +80,7 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
     for tp in tps:
         model.check_tp(tp)
     workers = found if request.device == "cuda" else max(tps)
-    facts = machine_facts(
-        request.device, model, workers=workers, threads=THREADS, dtype=dtype, budget_s=request.budget_s
-    )
+    facts = machine_facts(request.device, model, workers=workers, dtype=dtype)
     folder = request.out or Path(f"calibrate-{facts.gpu}")
     for name in (f"{facts.gpu}-torch.yaml", "cluster.yaml", "model.yaml", "fit.html"):
         if folder.is_dir():
@@ -103,8 +99,8 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
             return joined(team.call(run_point, bench, point))
 
         run_suite(points, journal, measure_point, budget_s=request.budget_s, report=report)
-    if len(journal.refused()) == len(journal.results):
-        reasons = {result.refused for result in journal.refused()}
+    reasons = {result.refused for result in journal.results.values()}
+    if "" not in reasons:
         why = "; ".join(sorted(reasons)[:3]) or f"the budget of {request.budget_s:g} s was over before the first point"
         raise CalibrationError(f"nothing could be measured: {why}")
     return Measured(folder, journal, model, counts(points, journal))
@@ -147,8 +143,7 @@ def _degrees(request: Request, found: int) -> tuple[int, ...]:
 
 
 def _notes(measured: Measured) -> tuple[str, ...]:
-    facts, refused = measured.journal.machine, measured.journal.refused()
-    noisy = sum(result.refused.startswith("noisy") for result in refused)
+    facts, noisy = measured.journal.machine, sum(noisy for _, noisy, *_ in measured.counts.values())
     return (
         f"{facts.dtype}; medians of repeats; {noisy} points with a spread above {NOISY:.0%} refused",
         f"all {facts.workers} devices measured at once; attention by torch",

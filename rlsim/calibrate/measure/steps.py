@@ -59,8 +59,8 @@ def graph_capture(worker: Any, bench: Bench, model: Model, tp: int, batch: int) 
 
 def reshard_weights(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int, _bytes: float) -> Timing:
     """All weights from one degree to another (see `plan.reshard_bytes` for the bytes that a rank receives)."""
-    decoder = _decoder(worker, bench, model, from_tp, 1, 64)
-    return _timed(worker, bench, lambda: reshard(worker, decoder, to_tp))
+    old, new = (_decoder(worker, bench, model, tp, 1, 64) for tp in (from_tp, to_tp))
+    return _timed(worker, bench, lambda: reshard(old, new))
 
 
 def migrate_kv(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int, size: float) -> Timing:

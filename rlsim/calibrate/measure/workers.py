@@ -76,8 +76,6 @@ class Workers:
     """
 
     def __init__(self, count: int, device: str = "cpu") -> None:
-        if count < 1:
-            raise CalibrationError(f"{count} workers: expected at least one")
         if device not in ("cpu", "cuda"):
             raise CalibrationError(f"unknown device {device!r}; expected cpu or cuda")
         self.count, self.device = count, device
@@ -152,11 +150,9 @@ def _join(rank: int, count: int, device: str, folder: Path) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # gloo greets on standard output
-    try:
-        import torch
-        import torch.distributed as dist
-    except ImportError:
-        raise CalibrationError("measuring needs PyTorch: pip install 'rlsim[gpu]'") from None
+    import torch
+    import torch.distributed as dist
+
     if device == "cpu":
         torch.set_num_threads(1)
     elif torch.cuda.device_count() < count:
