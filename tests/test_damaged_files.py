@@ -43,10 +43,11 @@ from rlsim.cost.calls import CallCosts
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.tables import csv_of, read_calibration
 from rlsim.errors import CalibrationError, RlsimError, TraceError
 from rlsim.hardware import load_cluster, load_gpu
 from rlsim.models import load_model
-from rlsim.reading import parse_yaml
+from rlsim.reading import plain
 from rlsim.schema import validate
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
@@ -147,15 +148,15 @@ def experiments(_: Path) -> Iterator[Sample]:
 
 def calibrations(_: Path) -> Iterator[Sample]:
     smallest = min((ROOT / "calibration").glob("h100*.yaml"), key=lambda path: path.stat().st_size)
-    files = {"c.yaml": smallest.read_bytes(), "e.yaml": json.dumps(TINY | {"calibration": "c.yaml"}).encode()}
-    yield Sample(files, "e.yaml", ONCE, ("e.yaml",))
+    files = {"c.yaml": smallest.read_bytes(), "c.csv": csv_of(smallest).read_bytes()}
+    yield Sample(files | {"e.yaml": json.dumps(TINY | {"calibration": "c.yaml"}).encode()}, "e.yaml", ONCE, ("e.yaml",))
 
 
 def calibration_values(_: Path) -> Iterator[Sample]:
     """What calibrations hold: to parse their YAML takes most of the time."""
     for name in ("h100-sxm-vllm", "a40-vllm", "b200-sxm-vllm"):
-        text = (ROOT / "calibration" / f"{name}.yaml").read_text()
-        yield Sample({"c.json": json.dumps(parse_yaml(text, name)).encode()}, "c.json")
+        values = plain(read_calibration(ROOT / "calibration" / f"{name}.yaml"))
+        yield Sample({"c.json": json.dumps(values).encode()}, "c.json")
 
 
 def priced(main: Path) -> None:
@@ -561,8 +562,9 @@ def test_nccl_reports_of_other_kinds(tmp_path: Path, change: Any) -> None:
 
 
 def test_nccl_reports_without_arguments(tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text(json.dumps(kernels.nccl_json() | {"args": {}}))
-    assert len(nccl_tests.read([tmp_path / "r.json"]).table("collective")) == 4
+    report = tmp_path / "all_reduce.json"  # its name says which collective it is
+    report.write_text(json.dumps(kernels.nccl_json() | {"args": {}}))
+    assert len(nccl_tests.read([report]).table("collective")) == 4
 
 
 def test_lists_in_a_column_and_versions_that_are_no_folder(tmp_path: Path) -> None:
