@@ -210,12 +210,13 @@ def ks_distance(model: LengthModel, tokens: Ints, censored: Bools) -> float:
 
 def _fit_shares(model: LengthModel, tokens: Ints, censored: Bools, codes: Ints) -> LengthModel:
     from scipy.optimize import minimize
+    from scipy.special import expit
 
     likelihood = _pair_likelihood(model, tokens, censored, _pairs(codes))
     k = len(model.components)
 
     def shares(theta: Floats) -> tuple[Floats, float]:
-        share = 0.995 / (1 + np.exp(-theta))
+        share: Floats = 0.995 * expit(theta)
         return share[:k], float(share[k]) if k > 1 else 0.0
 
     def negative(theta: Floats) -> float:
