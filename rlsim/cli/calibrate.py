@@ -81,7 +81,7 @@ def _measure_and_fit(request: Request) -> None:
     calibration, files = fit_machine(measured, request.base)
     _print_residuals(calibration)
     for path in files:
-        echo(f"wrote {path}")
+        _print_file(path)
 
 
 @app.command("import")
@@ -117,7 +117,7 @@ def import_(
 
     path = import_calibration(format, paths, gpu=gpu, engine=engine, version=version, base=base, name=name, out=out)
     _print_residuals(load_calibration(path))
-    echo(f"wrote {path}")
+    _print_file(path)
 
 
 @app.command("from-run")
@@ -275,7 +275,15 @@ def _print_errors(result: FromRun | FromEngine, title: str, path: Path) -> None:
         echo(f"left out: {count}: {reason}")
     for note in result.notes:
         echo(f"note: {note}")
-    echo(f"wrote {path}")
+    _print_file(path)
+
+
+def _print_file(path: Path) -> None:
+    """A file that was written, and that of a calibration's tables beside it."""
+    from rlsim.cost.tables import csv_of
+    from rlsim.output import written_by_rlsim
+
+    echo(f"wrote {path}" + (f" and its tables, {csv_of(path).name}" if written_by_rlsim(csv_of(path)) else ""))
 
 
 def _error(name: str, value: object) -> str:
