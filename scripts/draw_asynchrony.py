@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import rlsim
 from rlsim.charts import save_chart
 from rlsim.formats import number, rate, share
 from rlsim.report.staleness import frontier, frontier_chart
+from rlsim.validate.rows import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PICTURE = ROOT / "docs" / "asynchrony.md", ROOT / "docs" / "asynchrony.svg"
@@ -87,12 +88,6 @@ def splits(summary: pd.DataFrame) -> str:
     wide = summary.assign(**names, cell=cells).pivot(index="design", columns="gpus", values="cell")
     rows = [(f"`{design}`", *row) for design, row in wide.loc[names["design"].unique()].iterrows()]
     return markdown(("responses/s", *(f"{gpus} + {32 - int(gpus)}" for gpus in wide.columns)), rows)
-
-
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
-    rule = ["---", *["---:"] * (len(headings) - 1)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, rule, *rows))
 
 
 if __name__ == "__main__":

@@ -509,7 +509,7 @@ def _count(worker):
 def _fail(worker):
     if worker.rank == 1:
         raise ValueError("one is enough")
-    worker.barrier()
+    worker.all.together()
 
 
 def _die(worker):

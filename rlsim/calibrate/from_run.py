@@ -18,7 +18,7 @@ from rlsim.calibrate.fit.common import Array, percent
 from rlsim.calibrate.points import join, point_rows, residual_of
 from rlsim.calibrate.run_experiment import arguments_of
 from rlsim.calibrate.run_fit import HostTimes, Run, TrainingShares, check_mfu, doubts, fit_host, fit_training
-from rlsim.calibrate.run_rollout import Progress, RolloutTimes, host_fit, rollout_times
+from rlsim.calibrate.run_rollout import RolloutTimes, host_fit, rollout_times
 from rlsim.calibrate.write import extended
 from rlsim.cost.calibration import Calibration, Residual, load_calibration
 from rlsim.errors import CalibrationError
@@ -79,7 +79,6 @@ def from_run(
     prompt_tokens: int | None = None,
     name: str | None = None,
     warmup: int = WARMUP,
-    progress: Progress | None = None,
 ) -> FromRun:
     """Fit training efficiency and host time to the metrics in `log` and predict the steps that were not used.
 
@@ -89,7 +88,6 @@ def from_run(
     experiment of the run (as `rlsim init` writes it), else from the configuration that veRL prints at the start of its
     console log. `trace` gives the shape of the lengths, else they are reconstructed (see `rlsim.verl.lengths`);
     `prompt_tokens` is the mean length of prompts where the log has none. The first `warmup` steps are left out.
-    `progress` is told (steps done, steps in all) of the rollout simulations.
 
     Raises `CalibrationError` if the log lacks something, contradicts the arguments or itself, has fewer than 6 usable
     steps, or implies an efficiency that no GPU has; other `RlsimError`s for names that do not exist.
@@ -106,7 +104,8 @@ def from_run(
     read, base = read_log(log), load_calibration(said.pop("calibration"))
     read, about_prompts = _with_prompts(read, said.pop("prompt_tokens", None))
     machines, shape = _cluster(said.pop("cluster"), base), load_model(said.pop("model"))
-    read = _needed(read)
+    for metric in _NEEDED:
+        read.need(metric)
     settings = settings_of(
         read,
         machines,
@@ -121,7 +120,7 @@ def from_run(
     dealt = _dealt(read, steps, settings, trace)
     batches, used = [ways[0] for ways in dealt], [place % 2 == 0 for place in range(len(steps))]
     run = Run(read, steps, batches, used, settings, shape, machines, base)
-    return _fitted(run, dealt, excluded, [*about_prompts, _lengths_note(trace)], name, progress)
+    return _fitted(run, dealt, excluded, [*about_prompts, _lengths_note(trace)], name)
 
 
 def _dealt(log: VerlLog, steps: pd.DataFrame, settings: RunSettings, trace: str | Path | None) -> list[list[Batch]]:
@@ -140,12 +139,11 @@ def _fitted(
     excluded: Mapping[str, int],
     about_lengths: Sequence[str],
     name: str | None,
-    progress: Progress | None,
 ) -> FromRun:
     notes = [*run.log.notes, *run.settings.notes, *about_lengths, *_odd(run)]
     mfu, about_mfu = check_mfu(run)
     training = fit_training(run)
-    times = rollout_times(run.model, run.cluster, run.base, run.settings, dealt, progress)
+    times = rollout_times(run.model, run.cluster, run.base, run.settings, dealt)
     host = fit_host(run, times)
     points, errors, more = _report(run, training, times, host)
     notes += [*about_mfu, f"training efficiency: {training.how}", f"host time: {host.how}", *doubts(run.base, host)]
@@ -167,13 +165,6 @@ def _with_prompts(log: VerlLog, mean: float | None) -> tuple[VerlLog, list[str]]
         )
     steps = log.steps.assign(prompt_mean=log.steps["prompt_mean"].fillna(mean))
     return replace(log, steps=steps), [f"prompts are taken to have {mean:.0f} tokens: the log does not say"]
-
-
-def _needed(log: VerlLog) -> VerlLog:
-    """The log; raises `CalibrationError` if it lacks a metric without which nothing can be fitted."""
-    for metric in _NEEDED:
-        log.need(metric)
-    return log
 
 
 def _cluster(cluster: str | Mapping[str, Any], base: Calibration) -> Cluster:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,6 @@ from rlsim.sim.alone import run_rollout
 from rlsim.sim.stage import GenerationStage
 from rlsim.verl.lengths import Batch
 from rlsim.verl.run import RunSettings
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ def rollout_times(
     calibration: Calibration,
     settings: RunSettings,
     batches: Sequence[Sequence[Batch]],
-    progress: Progress | None = None,
 ) -> RolloutTimes:
     """Simulates every step's rollouts (one for each deal) without host time, with a second of each kind of it, and with
     the calibration's own.
@@ -64,14 +61,12 @@ def rollout_times(
     kinds = [] if fixed else [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
     hosts = [host_fit(calibration, *kind, "") for kind in kinds] + [calibration.host]
     candidates = [_costs(model, cluster, calibration.model_copy(update={"host": host}), settings) for host in hosts]
-    rows = []
-    for done, dealt in enumerate(batches):
-        if progress is not None:
-            progress(done, len(batches))
-        rows.append([[_replica_ends(costs, cluster, settings, batch) for batch in dealt] for costs in candidates])
-    if progress is not None:
-        progress(len(batches), len(batches))
-    ends = np.array(rows)  # steps, kinds, deals, replicas
+    ends = np.array(  # steps, kinds, deals, replicas
+        [
+            [[_replica_ends(costs, cluster, settings, batch) for batch in dealt] for costs in candidates]
+            for dealt in batches
+        ]
+    )
     plain, before_s = ends[:, 0], _slowest(ends[:, -1])
     extra = [np.zeros_like(plain) if fixed else ends[:, i] - plain for i in (1, 2)]
     return RolloutTimes(plain, extra[0], extra[1], before_s, fixed, tuple(candidates[0].lookups().note()))

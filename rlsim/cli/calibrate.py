@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlsim.calibrate.from_engine import FromEngine
     from rlsim.calibrate.from_run import FromRun
     from rlsim.calibrate.measure.journal import Point, Report
-    from rlsim.calibrate.measure.session import Measured, Request
+    from rlsim.calibrate.measure.session import Measured
     from rlsim.cost.calibration import Calibration
 
 app = typer.Typer(
@@ -61,24 +61,18 @@ def calibrate(
     """
     if context.invoked_subcommand is not None:
         return
-    from rlsim.calibrate.measure.session import Request
+    from rlsim.calibrate.measure.session import fit_machine, measure_machine
     from rlsim.cost.calibration import load_calibration
 
-    donor = None if base is None else load_calibration(base)
-    _measure_and_fit(Request(device, model, _degrees(tp), _budget(budget), out, donor, fresh))
-
-
-def _measure_and_fit(request: Request) -> None:
-    from rlsim.calibrate.measure.session import fit_machine, measure_machine
-
+    donor, budget_s = None if base is None else load_calibration(base), _budget(budget)
     try:
-        with _bar(request.budget_s) as report:
-            measured = measure_machine(request, report)
+        with _bar(budget_s) as report:
+            measured = measure_machine(device, model, _degrees(tp), budget_s, out, fresh, report)
     except KeyboardInterrupt:
         typer.echo("rlsim: what was measured so far is kept; the same command goes on from there", err=True)
         raise
     _print_counts(measured)
-    calibration, files = fit_machine(measured, request.base)
+    calibration, files = fit_machine(measured, donor)
     _print_residuals(calibration)
     for path in files:
         _print_file(path)

@@ -98,7 +98,7 @@ def prepare(worker: Any, stage: Stage, tps: Sequence[int]) -> None:
     board = worker.folder / "finished"
     if worker.rank == 0:
         np.zeros((worker.size, 8), dtype=np.int64).tofile(board)
-    worker.barrier()
+    worker.all.together()
     worker.state["finished"] = np.memmap(board, dtype=np.int64, mode="r+", shape=(worker.size, 8))
 
 

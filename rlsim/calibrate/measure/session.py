@@ -41,19 +41,6 @@ TINY = Model(
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to calibrate. `tps` empty: powers of two up to the devices there are (to 2 on the CPU)."""
-
-    device: str
-    model: str | None
-    tps: tuple[int, ...]
-    budget_s: float
-    out: Path | None
-    base: Calibration | None = None
-    fresh: bool = False
-
-
-@dataclass(frozen=True)
 class Measured:
     """The journal of a run and what became of its points (`counts`). `model` has the bytes of the numbers it was run
     with."""
@@ -64,44 +51,51 @@ class Measured:
     counts: dict[str, list[int]]
 
 
-def measure_machine(request: Request, report: Report) -> Measured:
-    """Measures until the budget is spent or nothing is left, going on where an earlier run stopped.
+def measure_machine(
+    device: str,
+    model_name: str | None,
+    tps: tuple[int, ...],
+    budget_s: float,
+    out: Path | None,
+    fresh: bool,
+    report: Report,
+) -> Measured:
+    """Measures until the budget is spent or nothing is left, going on where an earlier run stopped unless `fresh`.
 
-    Raises `CalibrationError` without torch or such a device, for TP degrees that it does not have, for the journal of
-    another set-up, and if no point could be measured; `ConfigError` for a model that does not split.
+    Without `tps` degrees are powers of two up to the devices there are (to 2 on the CPU). Raises `CalibrationError`
+    without torch or such a device, for TP degrees that it does not have, for the journal of another set-up, and if no
+    point could be measured; `ConfigError` for a model that does not split.
     """
-    found = devices(request.device)
+    found = devices(device)
     from rlsim.calibrate.measure.tasks import joined, run_point, warm_up  # there is a torch
 
-    dtype, element = (CPU_DTYPE, 4) if request.device == "cpu" else (GPU_DTYPE, 2)
-    shape = TINY if request.model is None and request.device == "cpu" else load_model(request.model or "llama-3.1-8b")
+    dtype, element = (CPU_DTYPE, 4) if device == "cpu" else (GPU_DTYPE, 2)
+    shape = TINY if model_name is None and device == "cpu" else load_model(model_name or "llama-3.1-8b")
     model = shape.model_copy(update={"dtype_bytes": element})
-    tps = _degrees(request, found)
+    tps = _degrees(device, tps, found)
     for tp in tps:
         model.check_tp(tp)
-    workers = found if request.device == "cuda" else max(tps)
-    facts = machine_facts(request.device, model, workers=workers, dtype=dtype)
-    folder = request.out or Path(f"calibrate-{facts.gpu}")
+    workers = found if device == "cuda" else max(tps)
+    facts = machine_facts(device, model, workers=workers, dtype=dtype)
+    folder = out or Path(f"calibrate-{facts.gpu}")
     for name in (f"{facts.gpu}-torch.yaml", "cluster.yaml", "model.yaml", "fit.html"):
         if folder.is_dir():
             check_own_file(folder / name, CalibrationError)
-    journal = Journal.start(folder / JOURNAL, facts, fresh=request.fresh)
-    quick = request.budget_s < QUICK_S
-    most_s = max(0.05, request.budget_s / 200.0)
-    effort = Effort(warmup=2, min_repeats=5, min_time_s=0.01, max_time_s=most_s) if quick else Effort()
-    bench = Bench(request.device, dtype, model, tps[0], facts.cache_bytes, effort)
-    longest_s = min(0.5, request.budget_s / 1000.0)
-    points = plan(GridSetup(request.device, model, tps, workers, facts.worker_memory_bytes, longest_s))
-    with Workers(workers, device=request.device) as team:
+    journal = Journal.start(folder / JOURNAL, facts, fresh=fresh)
+    most_s = max(0.05, budget_s / 200.0)
+    quick = Effort(warmup=2, min_repeats=5, min_time_s=0.01, max_time_s=most_s)
+    bench = Bench(device, dtype, model, tps[0], facts.cache_bytes, quick if budget_s < QUICK_S else Effort())
+    points = plan(GridSetup(device, model, tps, workers, facts.worker_memory_bytes, min(0.5, budget_s / 1000.0)))
+    with Workers(workers, device=device) as team:
         team.call(warm_up)
 
         def measure_point(point: Point) -> Timing | str:
             return joined(team.call(run_point, bench, point))
 
-        run_suite(points, journal, measure_point, budget_s=request.budget_s, report=report)
+        run_suite(points, journal, measure_point, budget_s=budget_s, report=report)
     reasons = {result.refused for result in journal.results.values()}
     if "" not in reasons:
-        why = "; ".join(sorted(reasons)[:3]) or f"the budget of {request.budget_s:g} s was over before the first point"
+        why = "; ".join(sorted(reasons)[:3]) or f"the budget of {budget_s:g} s was over before the first point"
         raise CalibrationError(f"nothing could be measured: {why}")
     return Measured(folder, journal, model, counts(points, journal))
 
@@ -133,11 +127,11 @@ def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibrati
     return built.calibration, (write_yaml(built.calibration, measured.folder), cluster_file, model_file, chart)
 
 
-def _degrees(request: Request, found: int) -> tuple[int, ...]:
-    most = found if request.device == "cuda" else min(found, 2)
-    tps = tuple(sorted(set(request.tps))) or tuple(1 << i for i in range(most.bit_length()) if 1 << i <= min(most, 8))
+def _degrees(device: str, given: tuple[int, ...], found: int) -> tuple[int, ...]:
+    most = found if device == "cuda" else min(found, 2)
+    tps = tuple(sorted(set(given))) or tuple(1 << i for i in range(most.bit_length()) if 1 << i <= min(most, 8))
     if tps[-1] > found or tps[0] < 1:
-        what = "GPUs" if request.device == "cuda" else "cores this process may use"
+        what = "GPUs" if device == "cuda" else "cores this process may use"
         raise CalibrationError(f"--tp {','.join(map(str, tps))}: expected degrees from 1 to {found}, the {what}")
     return tps
 

@@ -45,7 +45,6 @@ class Worker:
             raise CalibrationError(f"groups of {size} do not divide {self.size} workers")
         if size not in self._ranks:
             self._ranks[size] = join_ranks(self, size, self.folder / f"ranks-{size}-{self.rank // size}")
-            self.barrier()
         return self._ranks[size]
 
     @property
@@ -59,12 +58,6 @@ class Worker:
 
         groups = [dist.new_group(list(range(i, i + size)), timeout=TIMEOUT) for i in range(0, self.size, size)]
         return groups[self.rank // size]
-
-    def barrier(self) -> None:
-        import torch.distributed as dist
-
-        if self.size > 1:
-            dist.barrier()
 
 
 class Workers:
