@@ -20,7 +20,7 @@ from rlsim.advise.headline import headline
 from rlsim.advise.peak import peak, together
 from rlsim.advise.runs import Runner
 from rlsim.advise.split_search import Search
-from rlsim.advise.staleness import Allowed
+from rlsim.advise.staleness import Allowed, allowed_steps
 from rlsim.advise.texts import texts
 from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError
@@ -263,3 +263,11 @@ def test_the_line_that_is_advised_runs_as_it_did(bounded: tuple[Advice, Path]) -
     again = rlsim.run(FOUR, overrides={"systems": systems, "seeds": 1, "workflow.steps": steps}).steps
     own = found.result.steps.query("system == @row.system and seed == 0")
     assert again["step_time_s"].tolist() == pytest.approx(own["step_time_s"].tolist(), rel=1e-12)
+
+
+def test_a_full_advice_under_a_bound_runs_enough_steps_for_it() -> None:
+    skip = [*OTHERS, "one_step_off"]
+    found = advise({**FOUR, "cluster": "2xh100"}, max_staleness=1, what_if=False, skip=skip)
+    steps = found.result.manifest["experiment"]["workflow"]["steps"]
+    assert steps == allowed_steps(1, load_experiment(FOUR)[0], quick=False) > FOUR["workflow"]["steps"]
+    assert found.tables["splits"]["system"].tolist() == ["roll_flash"]

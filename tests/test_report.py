@@ -50,11 +50,7 @@ def experiment(**changes: Any) -> dict[str, Any]:
         "seeds": 2,
         "certainty": 0,
         "baseline": "verl-tp1",
-        "systems": [
-            {"verl": {"tp": [1, 4]}},
-            {"pat": {"start_tp": 1}},
-            {"name": HOSTILE, "use": [{"rlhfuse": {"tp": 1}}]},
-        ],
+        "systems": [{"verl": {"tp": [1]}}, {"pat": {"start_tp": 1}}, {"name": HOSTILE, "use": ["rlhfuse"]}],
         "cases": {"2K": {}, "<b>1K</b>": {"trace.cap": "1K"}},
     }
     return base | changes
@@ -160,6 +156,14 @@ def test_a_page_can_be_read_without_its_charts(page: Path) -> None:
     assert tags.count("figcaption") == tags.count("figure")
     assert tags.count("caption") == tags.count("table")
     assert tags.count("h1") == 1
+
+
+def test_every_switch_is_a_rule_in_the_chart_of_generation(result: Result) -> None:
+    choice = choose(result, systems=["pat"])
+    (chart,) = (one.chart for one in report_page(result, choice).figures if one.id == "generation-1")
+    switches = choice.rows(result.switches, "pat").query("step == @choice.step")
+    assert len(switches) > 0
+    assert any(len(rows) == len(switches) and "from_tp" in rows[0] for rows in chart.to_dict()["datasets"].values())
 
 
 def test_the_same_results_make_the_same_page(page: Path, result: Result, tmp_path: Path) -> None:
