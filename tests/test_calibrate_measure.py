@@ -17,7 +17,7 @@ from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing, measure, timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
 from rlsim.calibrate.measure.host import MachineFacts
-from rlsim.calibrate.measure.journal import ATTEMPTS, Journal, Point, Result, counts, read_journal, run_suite
+from rlsim.calibrate.measure.journal import ATTEMPTS, Journal, Point, Result, counts, run_suite
 from rlsim.calibrate.measure.plan import FIRST, GridSetup, coarse_to_fine, contexts, doublings, level, plan
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cli import app
@@ -159,10 +159,10 @@ def test_a_last_line_cut_short_is_dropped(tmp_path: Path) -> None:
     written(path)
     with path.open("a") as file:
         file.write('{"point": ["gemm", [4, 64')
-    assert len(read_journal(path).results) == 3
     journal = Journal.start(path, facts())
+    assert len(journal.results) == 3
     journal.add(found(gemm(4)))
-    assert len(read_journal(path).results) == 4
+    assert len(Journal.start(path, facts()).results) == 4
     assert len(path.read_text().splitlines()) == 5
 
 
@@ -183,11 +183,6 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     for fresh in (False, True):
         with pytest.raises(CalibrationError, match="is not rlsim's journal"):
             Journal.start(path, facts(), fresh=fresh)
-    path.write_text("")
-    with pytest.raises(CalibrationError, match="empty"):
-        read_journal(path)
-    with pytest.raises(CalibrationError, match="cannot be read: No such file"):
-        read_journal(tmp_path / "missing.jsonl")
 
 
 # The order of measuring -----------------------------------------------------------------------------------------------
@@ -276,7 +271,7 @@ def test_noisy_points_are_tried_again_later_and_then_refused(tmp_path: Path) -> 
     assert journal.results[gemm(2)].refused == ""
     assert became["gemm"] == [39, 1, 0, 0]
     assert 1 not in journal.measurements().table("gemm").m.tolist()
-    assert read_journal(journal.path).results == journal.results
+    assert Journal.start(journal.path, facts()).results == journal.results
 
 
 def test_what_the_device_cannot_do_is_recorded_once(tmp_path: Path) -> None:

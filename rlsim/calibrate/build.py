@@ -33,7 +33,6 @@ from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits, Product
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import RlsimError
 from rlsim.models import Model, load_model
-from rlsim.schema import Schema
 
 COLD = "weights and KV are taken as cold: bandwidths are fitted on footprints beyond L2 and used for every size"
 MIXTURE = "a mixture's grouped GEMM is approximated from plain GEMMs, not measured"
@@ -142,39 +141,29 @@ def _operators(parts: Parts, cold: bool) -> OperatorFits | None:
         if operator in fits:
             found[operator] = parts.add(fits[operator])
         elif parts.carried is not None:
-            _lend(parts, found, operator, getattr(parts.carried, operator))
+            if (fit := getattr(parts.carried, operator)) is not None:
+                found[operator] = parts.lent(fit, operator)
         elif operator in needed:
             parts.missing.append(operator)
     if parts.base is not None and parts.base.gpu == parts.gpu:
         for operator in ("latent_attention", "latent_attention_fp8"):
-            _lend(parts, found, operator, getattr(parts.base.operators, operator))
+            if (fit := getattr(parts.base.operators, operator)) is not None:
+                found[operator] = parts.lent(fit, operator)
         for operator in ("decode_attention", "prefill_attention"):
             if operator in fits and (windows := getattr(parts.base.operators, operator).windows):
                 own = found[operator].model_copy(update={"windows": windows})
-                _lend(parts, found, operator, own, f"{operator}_windows")
+                found[operator] = parts.lent(own, f"{operator}_windows")
     found["experts"], found["parallel_experts"] = _experts(parts)
     found["quantised_gemm"] = _quantised(parts, cold)
     return None if parts.missing else OperatorFits.model_validate(found)
 
 
-def _lend(parts: Parts, found: dict[str, Any], operator: str, fit: Schema | None, what: str = "") -> None:
-    """The base's `fit` of an operator, if it has one; `what` of it is the base's, by default all."""
-    if fit is not None:
-        found[operator] = fit
-        parts.borrowed.append(what or operator)
-        parts.borrow_residuals(what or operator)
-
-
 def _quantised(parts: Parts, cold: bool) -> tuple[ProductFit, ...]:
     """Products in other precisions than bf16: what was measured, and the base's of the rest."""
     fits = [parts.add(part) for part in quantised_products(parts.measured, parts.reference, cold)]
-    if carried := parts.carried:
-        for fit in carried.quantised_gemm:
-            if (name := gemm_of(fit.precision)) not in parts.measured:
-                fits.append(fit)
-                parts.borrowed.append(name)
-                parts.borrow_residuals(name)
-    return tuple(fits)
+    others = parts.carried.quantised_gemm if parts.carried else ()
+    named = [(gemm_of(fit.precision), fit) for fit in others]
+    return (*fits, *(parts.lent(fit, name) for name, fit in named if name not in parts.measured))
 
 
 def _experts(parts: Parts) -> Experts:
@@ -183,9 +172,7 @@ def _experts(parts: Parts) -> Experts:
     if "experts" in parts.measured:
         return parts.add(kernel_experts(parts.measured.table("experts"), parts.reference))
     if base is not None and base.gpu == parts.gpu and base.operators.experts:
-        parts.borrowed.append("mixtures of experts")
-        parts.borrow_residuals("experts")
-        return base.operators.experts, base.operators.parallel_experts
+        return parts.lent((base.operators.experts, base.operators.parallel_experts), "mixtures of experts", "experts")
     parts.notes.append(MIXTURE)
     return {}, {}
 

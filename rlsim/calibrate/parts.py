@@ -58,6 +58,12 @@ class Parts:
         self.borrowed.append(what)
         return taken(self.base)
 
+    def lent(self, fit: T, what: str, operator: str = "") -> T:
+        """The base's `fit`, noted as `what`, with its residuals, which are by default under that name too."""
+        self.borrowed.append(what)
+        self.borrow_residuals(operator or what)
+        return fit
+
     def borrow_residuals(self, *operators: str) -> None:
         """The base's residuals of these operators, marked as not this calibration's own."""
         if self.base is not None:

@@ -189,11 +189,7 @@ def kernel_decode_attention(
     Equal contexts give the fit, unequal ones the skew; without those there is none. `cold`: KV was brought from
     memory, so every row counts; otherwise rows whose KV the L2 may have held are left out, as `decode_rows` says.
     """
-
-    def fitted(rows: pd.DataFrame) -> Fitted[AttentionFit]:
-        return _decode(rows, ref, engine, cold, kv)
-
-    return _of_every_head_dim(table, kv, "decode_attention", fitted)
+    return _of_every_head_dim(table, kv, "decode_attention", lambda rows: _decode(rows, ref, engine, cold, kv))
 
 
 def _decode(table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv: KvPrecision) -> Fitted[AttentionFit]:

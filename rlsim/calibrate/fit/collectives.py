@@ -109,15 +109,16 @@ def _left_out(rows: pd.DataFrame, turns: int) -> tuple[Array, Mask]:
     size = rows.bytes.to_numpy(float)
     place = np.arange(len(rows))
     inner = (place > 0) & (place < len(rows) - 1)
-    values = _times(curve(rows), size)
+    values = times_of(curve(rows), size)
     for turn in range(turns):
         chosen = inner & (place % turns == turn)
         if chosen.any():
-            values[chosen] = _times(curve(rows[~chosen]), size[chosen])
+            values[chosen] = times_of(curve(rows[~chosen]), size[chosen])
     return values, inner
 
 
-def _times(fit: CollectiveFit, size: Array) -> Array:
+def times_of(fit: CollectiveFit, size: Array) -> Array:
+    """Seconds of messages of these sizes, linear between the knots in logs."""
     return np.asarray(np.exp(np.interp(np.log(size), np.log(fit.message_bytes), np.log(fit.time_s))))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.collectives import fit_collective
+from rlsim.calibrate.fit.collectives import fit_collective, times_of
 from rlsim.calibrate.fit.common import Array, Mask, as_written, held_out_rows
 from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
 from rlsim.calibrate.fit.kernels import FEWEST
@@ -85,7 +85,7 @@ def kernel_exchange(table: pd.DataFrame) -> Fitted[dict[int, ExchangeFit]]:
             curves[str(kind)] = fit_collective(own)
             test = own[unseen.loc[own.index]]
             shown = fit_collective(own[~unseen.loc[own.index]])
-            times = np.exp(np.interp(np.log(test.bytes), np.log(shown.message_bytes), np.log(shown.time_s)))
+            times = times_of(shown, test.bytes.to_numpy(float))
             labels = [f"{kind}, {row.tokens:.0f} tokens of {row.hidden:.0f}" for row in test.itertuples(index=False)]
             points.append(point_rows("exchange", labels, test.seconds, times, True))
         fits[int(str(gpus))] = ExchangeFit.model_validate(curves)

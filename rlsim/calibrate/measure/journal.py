@@ -22,7 +22,7 @@ from rlsim.errors import CalibrationError
 from rlsim.schema import Schema
 
 ATTEMPTS = 4  # at a noisy point
-BETWEEN = 10  # other points before the next attempt: what disturbs a machine passes
+BETWEEN = 100  # other points before the next attempt, about a round: what disturbs a machine passes
 ONCE = ("control", "graph_capture")  # operators that a layout change runs once
 KINDS = ("", "noisy", "impossible")  # of refusals; none if a point was measured
 
@@ -80,15 +80,17 @@ class Journal:
             there = path.read_bytes() if path.exists() else b""
             if there and not there.startswith(b'{"device":'):
                 raise CalibrationError(f"{path}: is not rlsim's journal; move it away, or give another --out")
-            if not fresh and b"\n" in there:
-                journal = read_journal(path)
-                machine.check_same(journal.machine, path)
-                os.truncate(path, there.rindex(b"\n") + 1)
-                return journal
-            path.write_text(machine.model_dump_json() + "\n", encoding="utf-8")
+            lines = [] if fresh else there.split(b"\n")[:-1]  # what follows the last line break was cut short
+            if not lines:
+                path.write_text(machine.model_dump_json() + "\n", encoding="utf-8")
+                return Journal(path, machine)
+            before = _line(path, 1, lines[0], MachineFacts)
+            machine.check_same(before, path)
+            results = [_line(path, number, line, Result) for number, line in enumerate(lines[1:], 2)]
+            os.truncate(path, there.rindex(b"\n") + 1)
         except OSError as error:
             raise CalibrationError(f"{path}: cannot be written: {error.strerror}") from None
-        return Journal(path, machine)
+        return Journal(path, before, {result.point: result for result in results})
 
     def add(self, result: Result) -> None:
         """Keeps a result, on disk before this returns."""
@@ -120,20 +122,6 @@ class Journal:
             engine_version=f"torch {versions.get('torch', '')}".strip(),
         )
         return Measurements({name: pd.DataFrame(found) for name, found in rows.items()}, (source,), tuple(notes))
-
-
-def read_journal(path: Path) -> Journal:
-    """The journal at `path`, without a last line that was cut short. Raises `CalibrationError` if it is missing, empty
-    or damaged."""
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break was cut short while written
-    except OSError as error:
-        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
-    if not lines:
-        raise CalibrationError(f"{path}: the journal is empty")
-    machine = _line(path, 1, lines[0], MachineFacts)
-    results = [_line(path, number, line, Result) for number, line in enumerate(lines[1:], 2)]
-    return Journal(path, machine, {result.point: result for result in results})
 
 
 def _line(path: Path, number: int, line: bytes, kind: type[S]) -> S:
