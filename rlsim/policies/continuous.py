@@ -38,10 +38,16 @@ class BoundedStaleness(Schema, Continuous):
     """
 
     eta: float = Field(default=4, ge=0, le=1000, description="updates that a response may be old; 0: synchronous")
-    order: Order = Field(default="oldest", description="which prompts a step takes first: by their oldest tokens, …")
+    order: Order = Field(
+        default="oldest",
+        description="prompts that a step takes first: of the oldest token, ready first, of the longest response, "
+        "of the newest weights",
+    )
     stale: Stale = Field(default="train", description="what becomes of prompts more than eta updates old, rounded up")
     concurrent: int | None = Field(default=None, ge=1, description="most prompts under way; default: no limit")
-    concurrent_batches: int | None = Field(default=None, ge=1, description="the same in batches of a step")
+    concurrent_batches: int | None = Field(
+        default=None, ge=1, description="most prompts under way, in batches of a step"
+    )
     queue: int | None = Field(
         default=None, ge=1, description="none begins while so many wait for training; default: no limit"
     )

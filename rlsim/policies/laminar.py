@@ -32,8 +32,8 @@ class ReplicaBatches(BoundedStaleness):
     per_replica: int | None = Field(
         default=None, ge=1, description="prompts that a replica begins together; default: its share of a batch"
     )
-    interrupt: bool = False
-    rolling: bool = True
+    interrupt: bool = Field(default=False, description="see `bounded_staleness`")
+    rolling: bool = Field(default=True, description="see `bounded_staleness`")
 
     def room(self, view: OpenView) -> Mapping[int, int]:
         left, each = self.left(view), self.per_replica or max(view.prompts // view.replicas, 1)

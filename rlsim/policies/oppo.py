@@ -101,7 +101,7 @@ class RewardCurve(Schema):
         default=(), description="[step, reward], steps ascending; instead of `start`, `end` and `time_constant_steps`"
     )
     noise: float = Field(default=0.0, ge=0, description="standard deviation of a step's reward around that")
-    seed: int = Field(default=0, ge=0, description="of the noise")
+    seed: int = Field(default=0, ge=0, description="seed of the noise")
 
     @model_validator(mode="after")
     def _one_curve(self) -> RewardCurve:

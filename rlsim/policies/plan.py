@@ -40,10 +40,10 @@ class CallPlan(Schema):
         default=None, ge=1, le=1_000_000, description="micro-batches of a data-parallel rank, at most its sequences"
     )
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
-        default=None, description="their token budget, where their number is not given"
+        default=None, description="token budget of a micro-batch, where their number is not given"
     )
     memory_share: float | None = Field(
-        default=None, gt=0, le=1, description="of each GPU, for the engine of generate; default: what others leave"
+        default=None, gt=0, le=1, description="share of each GPU for the engine of generate; default: what others leave"
     )
     graphs: bool = Field(default=True, description="whether the engine of generate decodes from CUDA graphs")
     zero_stage: Literal[0, 1, 2, 3] | None = Field(default=None, description="ZeRO stage")

@@ -23,7 +23,7 @@ class REAL(Schema, Placing, Rewiring):
         description="descent: coordinate descent with restarts; mcmc: as published",
     )
     evaluations: int = Field(default=250_000, ge=1, le=1_000_000_000, description="plans that it may judge")
-    seed: int = Field(default=0, ge=0, description="of the search")
+    seed: int = Field(default=0, ge=0, description="seed of the search")
     pipelined_generation: bool = Field(
         default=True,
         description="whether generation may run in pipeline stages; without, the search takes far less time",

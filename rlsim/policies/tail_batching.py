@@ -23,8 +23,12 @@ class TailBatching(Schema, Batching):
     """Short rounds that leave the tail behind, and long rounds that collect it."""
 
     eta: float = Field(default=1.25, ge=1, le=100, description="launched over needed, of prompts and of responses")
-    eta_prompts: float | None = Field(default=None, ge=1, le=100, description="of prompts (1: on responses only)")
-    eta_responses: float | None = Field(default=None, ge=1, le=100, description="of responses (1: on prompts only)")
+    eta_prompts: float | None = Field(
+        default=None, ge=1, le=100, description="prompts launched over needed (1: more responses only)"
+    )
+    eta_responses: float | None = Field(
+        default=None, ge=1, le=100, description="responses launched over needed (1: more prompts only)"
+    )
 
     _queue: deque[Prompt] = PrivateAttr(default_factory=deque)
 

@@ -302,13 +302,13 @@ class ControlContext:
     costs: RolloutCosts
     feasible_tps: tuple[int, ...]  # degrees that divide `node_gpus` and fit the model with room for one full sequence
     infeasible: Mapping[int, str]  # the other degrees that divide a whole node, and why they are not feasible
-    node_gpus: tuple[int, ...]  # of every node, how many GPUs generate
+    node_gpus: tuple[int, ...]  # how many GPUs of every node generate
     cap_tokens: int  # the longest a response can get
-    page_tokens: int  # of a KV page
+    page_tokens: int  # tokens of a KV page
     requests: int  # responses launched per step
     prompt_tokens: int  # longest prompt of the trace
     max_num_seqs: int = 1024  # responses that a replica runs at once
-    replica_gpus: int | None = None  # of a rollout replica (TP × PP), where the plan says it
+    replica_gpus: int | None = None  # GPUs of a rollout replica (TP × PP), where the plan says it
     windows: int = 0  # equal parts in which training takes a step's batch; 0: it does not
     sequence_tokens: int = 0  # longest prompt and response together; 0: the longest of each
 

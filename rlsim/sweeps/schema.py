@@ -38,7 +38,9 @@ class Block(Schema):
 
     grid: dict[str, Any] | None = Field(default=None, description="key.path -> values; every combination")
     zipped: dict[str, Any] | None = Field(
-        default=None, alias="zip", description="key.path -> values, as many of each; the first ones go together, …"
+        default=None,
+        alias="zip",
+        description="key.path -> values, as many of each; the first ones go together, then the second ones",
     )
     listed: tuple[Any, ...] | None = Field(
         default=None, alias="list", description="mappings of key.path to value, one for each point"
