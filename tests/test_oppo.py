@@ -455,7 +455,8 @@ def test_each_candidate_is_tried_and_the_fastest_kept() -> None:
 
     def step(number: int) -> int:
         size = chunked.chunk_tokens(0)
-        chunked.on_scored(ScoringReport(number, size, took[size] * (100 + number), 100 + number))  # longer every time
+        tokens = (100, 1000, 100)[number % 3]  # the step of 20 takes longest: it has the most tokens
+        chunked.on_scored(ScoringReport(number, size, took[size] * tokens, tokens))
         return size
 
     assert [step(i) for i in range(6)] == [10, 20, 40, 20, 20, 20]
