@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -262,6 +263,21 @@ def test_what_is_not_trained_on_does_not_hold_up_the_scores() -> None:
 RESUMED = {0: [2], 1: [9], 2: [3], 3: [2], 4: [9], 5: [3], 6: [3]}
 
 
+def test_what_nobody_wants_is_forgotten() -> None:
+    env = simpy.Environment()
+    scorer = StreamingScorer(env, [(0,), (1,)], PREFILL, 100, EngineConfig(page_tokens=1), Recorder())
+    a, b, c = (Request(i, i, 1, 20, 20) for i in range(3))
+    done: list[tuple[int, float]] = []
+    scorer.chunks([(a, 3), (b, 7), (c, 3)])  # a and c on GPU 0, b on GPU 1
+    env.run(until=0.6)
+    assert scorer.busy_gpus == {0, 1}
+    scorer.keep_only(frozenset({2}))
+    scorer.complete(c, lambda r: done.append((r.id, env.now)))
+    env.run()
+    assert done == [(2, (0.5 + 8 / 4) + (0.5 + 17 / 4))]
+    assert scorer.busy_gpus == frozenset()
+
+
 def test_what_is_left_goes_on_in_the_next_step() -> None:
     # A prefill of n tokens takes 1 + n/2 s, each further token 1 s: L tokens of a new prompt take 0.5 + L.
     played = play(
@@ -425,6 +441,20 @@ def test_delta_grows_while_the_reward_improves_and_shrinks_otherwise() -> None:
     assert adapted(3, [1.0, 0.0], 1, 0, 99) == 2
     assert adapted(8, [0.0, 1.0], 1, 0, 9) == 9
     assert adapted(8, [1.0, 0.0], 1, 7, 99) == 7
+
+
+def test_delta_follows_the_slope_of_the_reward_in_a_run() -> None:
+    rng = np.random.default_rng(0)
+    lengths = {i: [int(n)] for i, n in enumerate(rng.geometric(0.05, 600))}
+    reward = RewardCurve(points=((0, 0.0), (6, 1.0), (12, 0.0)))
+    batching = Overcommit(window=2, delta_start=4, delta_min=2, delta_max=12, reward=reward)
+    played = play(lengths, 8, workflow=graph(), gpus=3, steps=14, batching=batching)
+    deltas = [r.settled.launched + r.settled.resumed - 8 for r in played.outcome.rollouts]
+    # After step 3 (rewards of 0 to 3) it grows; from step 7 on the mean of the last two steps is no better.
+    assert deltas[:4] == [4, 4, 4, 4]
+    assert deltas[4:8] == [5, 6, 7, 8]
+    assert all(b < a or b == 2 for a, b in itertools.pairwise(deltas[8:]))
+    conserved(played.outcome)
 
 
 def test_reward_curves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,29 @@ BASE: dict[str, Any] = {
     "seeds": 1,
     "systems": [{"verl": {"tp": 1}}],
 }
+
+
+@pytest.mark.parametrize(
+    ("edges", "says"),
+    [
+        ([Edge("generate", "score")], "an edge names 'score', which is no call of it"),
+        ([Edge("generate", "train", lag=-1)], "the edge generate -> train has a negative lag"),
+        ([Edge("generate", "train", grain="sample", lag=1)], "generate -> train cannot have the grain `sample`"),
+        ([Edge("generate", "train", exact=True)], "generate -> train cannot be exact"),
+        ([Edge("generate", "sync", barrier=True)], "generate -> sync cannot be a barrier"),
+        ([Edge("generate", "train"), Edge("train", "generate")], "generate, train wait for each other"),
+        ([Edge("generate", "sync"), Edge("sync", "train")], "sync brings weights from one train call to other calls"),
+    ],
+)
+def test_a_graph_that_cannot_run_is_refused(edges: list[Edge], says: str) -> None:
+    """With the workflow, the edge, and why."""
+    calls = [Call("generate", "generate", "actor"), Call("train", "train", "actor")]
+    calls += [Call("sync", "sync", "actor")] * any("sync" in (edge.source, edge.target) for edge in edges)
+    with pytest.raises(ConfigError, match=rf"workflow mine: .*{re.escape(says)}"):
+        Workflow("mine", tuple(calls), tuple(edges))
+    for twice, why in (("generate", "two calls have the same name"), ("more", "one call of the kind generate is")):
+        with pytest.raises(ConfigError, match=why):
+            Workflow("mine", (calls[0], Call(twice, "generate", "actor")), ())
 
 
 def run(**changes: Any) -> rlsim.Result:
