@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 
 from rlsim.cost.calibration import derived_gpus, load_calibration
-from rlsim.validate import steps_verl
+from rlsim.validate.parts import Options
+from rlsim.validate.published import figures
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -182,7 +183,9 @@ def test_quoted_errors_of_runs_left_out(stacks: Fit) -> None:
     (row4,) = next(case.rows for case in stacks.cases if case.title == "never fitted")
     assert [timing.error for timing in row4[1:]] == pytest.approx([-0.57, -0.44], abs=0.005)
     drivers = {case.title: case.driver_s * 1e6 for case in stacks.cases if case.title.startswith("driver, without")}
-    given = {f"driver, without row {row}": s.driver_us for row, s in steps_verl.stacks().items() if s.gpu == "h20"}
+    arms = figures(Options(), "verl_steps").given["h20"]["arms"]
+    stated = {arm: settings["training.driver_per_token"].removesuffix(" us") for arm, settings in arms.items()}
+    given = {f"driver, without {arm}": float(driver_us) for arm, driver_us in stated.items()}
     assert drivers == pytest.approx(given, abs=0.001)
 
 

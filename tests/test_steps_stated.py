@@ -12,9 +12,10 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.trace import read_trace
+from rlsim.validate.parts import Options
+from rlsim.validate.published import figures
 from rlsim.validate.steps_nemo import nemo_experiment
-from rlsim.validate.steps_stated import seconds, write_lengths
-from rlsim.validate.steps_verl import stacks, verl_experiment
+from rlsim.validate.steps_stated import experiments, seconds, write_lengths
 
 RECIPE = {
     "nodes": 2, "gpus_per_node": 8, "total_gpus": 16, "rollout_gpus": 8, "prompts_per_step": 4, "n": 8, "train_gbs": 8,
@@ -55,15 +56,13 @@ def test_a_recipe_one_step_off_policy_splits_the_gpus_and_generates_ahead() -> N
     assert on_policy["step"] > sum(on_policy[call] for call in ("generate", "old_log_prob", "ref_log_prob", "train"))
 
 
-@pytest.mark.parametrize("row", stacks())
-def test_every_veRL_row_loads_and_fits(row: int) -> None:  # noqa: N802
-    nothing = {"mean_prompt": float("nan"), "mean_response": float("nan"), "prompts_per_step": 512.0, "n": 16.0}
-    run_of = nothing | {"n_gpus": 8.0 if row < 10 else 16.0, "max_response": 8192.0}
-    experiment, mean = verl_experiment(run_of, stacks()[row])
-    trace = {"fixed": 1024, "cap": 8192, "default_prompt_tokens": 150}
-    loaded = LoadedExperiment.of(*load_experiment({**experiment, "trace": trace})[::2])
-    assert mean == 1024
-    assert loaded.cluster.gpus == run_of["n_gpus"]
+@pytest.mark.parametrize("name", ["verl_steps", "asynchronous"])
+def test_every_stated_arm_loads_and_fits(name: str) -> None:
+    for run_of in figures(Options(), name).given.values():
+        for arm, experiment, _ in experiments(run_of):
+            trace = {**experiment["trace"], "fixed": 1024}
+            loaded = LoadedExperiment.of(*load_experiment({**experiment, "trace": trace})[::2])
+            assert len(parse_systems(loaded.experiment.systems)) == 1, arm
 
 
 def test_the_driver_takes_its_time_for_every_padded_token() -> None:

@@ -12,24 +12,10 @@ from pathlib import Path
 from rlsim.errors import ConfigError
 from rlsim.output import atomic_path, check_file, write_text
 from rlsim.reading import read_text
-from rlsim.validate.parts import PARTS, Section
+from rlsim.validate.parts import PARTS, TITLES, Section
 from rlsim.validate.rows import markdown
 from rlsim.validate.targets import Targets, bounds_of, verdicts
 
-TITLES = {
-    "transfer": "Trust that transfers: settings that no fit has seen",
-    "kernels": "Kernels at shapes that no fit has seen",
-    "serving": "Whole engines: closed-loop serving",
-    "rollout": "Real rollouts",
-    "weight_sync": "Published weight syncs",
-    "pat": "Published figures: PAT",
-    "rollpacker": "Published figures: RollPacker and RLHFuse",
-    "oppo": "Published figures: OPPO",
-    "real": "Published figures: REAL",
-    "steps": "Measured steps of real runs",
-    "asynchronous": "Measured steps of asynchronous trainers",
-    "sensitivity": "What the published figures depend on",
-}
 _BLOCK = re.compile(r"^<!-- (\w+)\.(\w+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
 

@@ -19,8 +19,8 @@ from rlsim.validate.rows import Kind, Row, number, summarise
 _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
-#: What stands in an expression for a quotient or difference of seconds.
-_OF_SECONDS = re.compile(r"\S*_s [/-] \S*_s")
+#: What stands in an expression for a quotient or difference of seconds; rates are none.
+_OF_SECONDS = re.compile(r"\S*(?<!per)_s [/-] \S*(?<!per)_s")
 
 
 class Published(Schema):
@@ -31,8 +31,8 @@ class Published(Schema):
     value: float | str
     of: str
     kind: Kind = "output"
-    bound: float
-    note: str = ""
+    bound: float | None = None
+    note: str = ""  # `{name[of][part]:.0f}` stands for what the part computes
     seconds: str = ""  # the expression of seconds behind a ratio, where `of` is not one
 
 
@@ -49,21 +49,24 @@ def figures(options: Options, part: str) -> Figures:
     return load(options.evidence / f"{part}.yaml", Figures)
 
 
-def published_rows(options: Options, part: str, found: Mapping[str, Any]) -> list[Row]:
+def published_rows(
+    options: Options, part: str, found: Mapping[str, Any], whose: str = "published", file: str = ""
+) -> list[Row]:
     """Every figure of a part beside what rlsim finds: numbers by name, in mappings by name.
 
-    Raises `ConfigError` for a name that is not there, with the row.
+    `file`: the file's name, if it is not the part's. Raises `ConfigError` for a name that is not there, with the row.
     """
     names = _named(found)
     rows = []
-    for item in figures(options, part).rows:
+    for item in figures(options, file or part).rows:
         try:
             value, simulated = evaluated(str(item.value), names), evaluated(item.of, names)
-            notes = [item.note, _seconds(str(item.value), {}, "published "), _seconds(item.seconds or item.of, names)]
+            note = item.note.format(**names)
+            notes = [note, _seconds(str(item.value), {}, f"{whose} "), _seconds(item.seconds or item.of, names)]
         except (KeyError, TypeError, SyntaxError) as error:
-            raise ConfigError(f"{part}.yaml: {item.case}, {item.quantity}: {item.of}: {error}") from None
-        note = "; ".join(filter(None, notes))
-        rows.append(Row(part, item.case, item.quantity, value, simulated, note, item.kind, bound=item.bound))
+            raise ConfigError(f"{file or part}.yaml: {item.case}, {item.quantity}: {item.of}: {error}") from None
+        text = "; ".join(filter(None, notes))
+        rows.append(Row(part, item.case, item.quantity, value, simulated, text, item.kind, bound=item.bound))
     return rows
 
 

@@ -14,26 +14,23 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.trace import read_trace
 from rlsim.validate.parts import Options, Section
-from rlsim.validate.published import published_section
+from rlsim.validate.published import figures, published_section
 from rlsim.validate.runs import run
 
 TASKS = ("math", "code", "judge")
 #: veRL and the systems that add part after part come first in these experiments.
 CUMULATIVE = ("tail batching", "+ reward", "+ planner", "rollpacker")
 
-#: The calibration's training efficiency, which no figure of this paper has a part in.
-UNFITTED = {"training.efficiency": None}
-
 
 def section(options: Options) -> Section:
     """Every figure, from two seeds of each shipped experiment (about five minutes)."""
-    two = {"seeds": 2}
+    two, given = {"seeds": 2}, figures(options, "rollpacker").given
     found = inputs(two)
     for size in ("7b", "32b"):
         name = f"rollpacker_{size}"
         systems = list(load_experiment(name)[0].systems[: 1 + len(CUMULATIVE)])
         fitted = run(name, overrides=two)
-        unfitted = run(name, overrides=two | UNFITTED | {"systems": systems})
+        unfitted = run(name, overrides=two | given["unfitted"] | {"systems": systems})
         found |= {f"fitted_{size}": by_system(fitted), f"unfitted_{size}": by_system(unfitted)}
         found[f"rounds_{size}"] = _rounds(fitted)
     eta = {system: mean for (system, label), mean in means(run("eta_sensitivity", overrides=two)).items() if not label}
@@ -46,7 +43,7 @@ def section(options: Options) -> Section:
     found["timeout"] = _named_s(scored_s(run("adaptive_timeout", overrides=two)))
     streamed = means(run("stream_trainer", overrides=two))
     found["stream"] = {system: mean for (system, label), mean in streamed.items() if label == "long"}
-    found["judge"] = _named_s(_judge_s())
+    found["judge"] = _named_s(scored_s(run("rollpacker_7b", overrides=given["judge"])))
     return published_section(options, "rollpacker", found)
 
 
@@ -60,48 +57,25 @@ def _named_s(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def share_settings(task: str) -> dict[str, Any]:
-    """Changes to the 7B experiment that make it veRL as in the published breakdown: 14B, cap 16K, 32 GPUs, one task.
-
-    The rollout's TP is not published; 2 is taken, as for 32B.
-    """
-    cluster = {
-        "gpu": "h800-sxm",
-        "nodes": 4,
-        "gpus_per_node": 8,
-        "intra": {"name": "nvlink4x8", "bytes_per_s": "200 GB/s", "latency_s": "0.6 us"},
-        "inter": {"name": "ib-ndr400", "bytes_per_s": "400 Gb/s", "latency_s": "2.7 us"},
-        "host": {"name": "pcie5x16", "bytes_per_s": "63 GB/s", "latency_s": "1.0 us"},
-    }
-    return {
-        "cluster": cluster,
-        "model": "qwen2.5-14b",
-        "trace": {"path": f"rollpacker-{task}", "cap": "16K"},
-        "workflow.steps": 6,
-        "workflow.reward.workers": 64,
-        "systems": [{"verl": {"tp": 2}}],
-        "baseline": "verl",
-    }
+    """Changes to the 7B experiment that make it veRL as in the published breakdown, on one task."""
+    return figures(Options(), "rollpacker").given["shares"] | {"trace.path": f"rollpacker-{task}"}
 
 
-def stage_shares(result: Result) -> tuple[float, float, float]:
+def stage_shares(result: Result) -> dict[str, float]:
     """Rollout, reward and training as shares of a step that does them one after the other.
 
     What is neither generation nor waiting for rewards counts as training: log-probs, update, weights.
     """
-    steps = result.steps
-    gen_s, reward_s, step_s = (float(steps[f"{part}_time_s"].mean()) for part in ("gen", "reward", "step"))
-    return gen_s / step_s, reward_s / step_s, (step_s - gen_s - reward_s) / step_s
+    gen, reward = (
+        float(result.steps[f"{part}_time_s"].mean() / result.steps["step_time_s"].mean()) for part in ("gen", "reward")
+    )
+    return {"rollout": gen, "reward": reward, "training": 1 - gen - reward}
 
 
 def means(result: Result) -> dict[Any, Any]:
     """Means of the step columns by system and kind of round; "" for all rounds together."""
     steps = pd.concat([result.steps.assign(round=""), result.steps])
     return steps.groupby(["system", "round"], sort=False).mean(numeric_only=True).to_dict("index")
-
-
-def speedups(result: Result) -> dict[Any, float]:
-    """Speedup of each system over the baseline."""
-    return result.summary().set_index("system")["speedup"].to_dict()
 
 
 def inputs(two: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,9 +87,7 @@ def inputs(two: Mapping[str, Any]) -> dict[str, Any]:
         lengths[f"{task}_ratio"] = float(tokens.max() / np.median(tokens))
     for task in TASKS:
         found = stage_shares(run("rollpacker_7b", overrides={**two, **share_settings(task)}))
-        shares |= {
-            f"{task}_{name}": value for name, value in zip(("rollout", "reward", "training"), found, strict=True)
-        }
+        shares |= {f"{task}_{name}": share for name, share in found.items()}
     return {"trace": lengths, "shares": shares}
 
 
@@ -133,14 +105,3 @@ def scored_s(result: Result) -> dict[Any, float]:
     calls = {kind: rows.groupby(step) for kind, rows in result.calls.groupby("kind")}
     times = calls["reward"]["end_at"].max() - calls["generate"]["start_at"].min()
     return times.groupby("system").mean().to_dict()
-
-
-def _judge_s() -> dict[Any, float]:
-    """A colocated judge under MPS and with time slices: the judged task alone, rewards by the sample."""
-    static = {"verl": {"tp": 1}}
-    systems = [
-        {"name": how, "use": [static, "tail_batching", "async_reward", {"colocated_judge": {"sharing": how}}]}
-        for how in ("mps", "time_slicing")
-    ]
-    settings = {"seeds": 1, "workflow.steps": 5, "trace.path": "rollpacker-judge", "systems": systems}
-    return scored_s(run("rollpacker_7b", overrides=settings | {"baseline": "mps"}))

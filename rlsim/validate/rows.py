@@ -70,20 +70,6 @@ class Summary:
         return texts | {"rows": self.count} | {name: float(f"{value:.6g}") for name, value in numbers.items()}
 
 
-def ratio_row(
-    part: str,
-    case: str,
-    quantity: str,
-    reference_s: tuple[float, float],
-    simulated_s: tuple[float, float],
-    note: str = "",
-) -> Row:
-    """A ratio of seconds, with the seconds beside it."""
-    (over, under), (own_over, own_under) = reference_s, simulated_s
-    seconds = f"measured {number(over)} / {number(under)} s; {number(own_over)} / {number(own_under)} s"
-    return Row(part, case, quantity, over / under, own_over / own_under, f"{seconds}; {note}" if note else seconds)
-
-
 def summarise(rows: Iterable[Row], depth: int) -> list[Summary]:
     """One summary for each quantity, kind and first `depth` components of the case, in order of appearance."""
     groups: dict[tuple[str, str, str, Kind], list[float]] = {}

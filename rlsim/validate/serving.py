@@ -218,6 +218,8 @@ class Protocol:
         return memory.pages
 
 
+AS_ASSUMED = Protocol()
+
 #: Columns of a table of runs: names, whole numbers, and other numbers; those of today's engines are optional.
 _NAMES, _WHOLE = ["model", "backend"], ["tp", "prompt_tokens", "response_tokens", "concurrency"]
 _NUMBERS = [*_WHOLE, "ttft_ms", "tpot_ms"]
@@ -247,11 +249,9 @@ def _read_table(path: Path) -> pd.DataFrame:
         table = pd.read_csv(path, dtype={"backend_version": str}, keep_default_na=False)
     except (OSError, ValueError) as error:
         raise CalibrationError(f"{path}: cannot be read as a table of serving runs: {error}") from None
-    needed = [*_NAMES, *_NUMBERS]
-    if missing := [name for name in needed if name not in table.columns]:
-        raise CalibrationError(
-            f"{path}: no column {', '.join(missing)}; a table of serving runs has {', '.join(needed)}"
-        )
+    if missing := [name for name in (*_NAMES, *_NUMBERS) if name not in table]:
+        needed = ", ".join((*_NAMES, *_NUMBERS))
+        raise CalibrationError(f"{path}: no column {', '.join(missing)}; a table of serving runs has {needed}")
     if table.empty:
         raise CalibrationError(f"{path}: holds no serving run")
     known_models = catalogue.names("models") if path.name != TABLE else {*MODELS}
@@ -260,15 +260,14 @@ def _read_table(path: Path) -> pd.DataFrame:
         if len(strange):
             row, value = strange.index[0] + 2, strange[column].iloc[0]
             raise CalibrationError(f"{path}, row {row}: unknown {column} {value!r}; known: {', '.join(sorted(known))}")
-    numbers = table[_NUMBERS].apply(pd.to_numeric, errors="coerce")
-    wrong = ~(numbers > 0) | ~np.isfinite(numbers)
-    wrong[_WHOLE] |= numbers[_WHOLE] % 1 != 0
-    if wrong.to_numpy().any():
-        row, column = np.argwhere(wrong.to_numpy())[0]
-        name = _NUMBERS[column]
-        expected = f"a positive {'whole ' if name in _WHOLE else ''}number"
-        raise CalibrationError(f"{path}, row {row + 2}: {name} is {table[name].iloc[row]}, expected {expected}")
-    return table.assign(**numbers)
+    for name in _NUMBERS:
+        numbers = pd.to_numeric(table[name], errors="coerce")
+        wrong = ~(numbers > 0) | np.isinf(numbers) | ((numbers % 1 != 0) & (name in _WHOLE))
+        if wrong.any():
+            row, kind = int(wrong.idxmax()), "whole number" if name in _WHOLE else "number"
+            raise CalibrationError(f"{path}, row {row + 2}: {name} is {table[name][row]}, expected a positive {kind}")
+        table[name] = numbers
+    return table
 
 
 def calibration_of(run: ServingRun) -> str:
@@ -297,16 +296,15 @@ def kernels(run: ServingRun) -> StepCost:
 
 
 def simulate(
-    run: ServingRun, bare: StepCost, host: HostFit, front_end: FrontEndFit, protocol: Protocol | None = None
+    run: ServingRun, bare: StepCost, host: HostFit, front_end: FrontEndFit, protocol: Protocol = AS_ASSUMED
 ) -> Served:
     """The run on rlsim's engine, whose kernels take the times of `bare`."""
-    protocol = protocol or Protocol()
     cost = hosted(bare, host, run.dp)
     return closed_loop(cost, protocol.pages(run), protocol.config(run), protocol.load(run), front_end)
 
 
 def run_rows(
-    part: str, run: ServingRun, kind: Kind, host: HostFit, front_end: FrontEndFit, protocol: Protocol | None = None
+    part: str, run: ServingRun, kind: Kind, host: HostFit, front_end: FrontEndFit, protocol: Protocol = AS_ASSUMED
 ) -> list[Row]:
     """Two rows of a run, `tpot_s` and `ttft_s`, with the shipped kernels."""
     served = simulate(run, kernels(run), host, front_end, protocol)
@@ -314,7 +312,7 @@ def run_rows(
     return [Row(part, run.case, name, getattr(run, name), getattr(served, name), note, kind) for name in QUANTITIES]
 
 
-def serving_rows(evidence: Path, protocol: Protocol | None = None, *, hosted: bool = True) -> list[Row]:
+def serving_rows(evidence: Path, protocol: Protocol = AS_ASSUMED, *, hosted: bool = True) -> list[Row]:
     """The rows of every run, with the host time of the shipped calibrations, or without any and without a front end.
 
     They are inputs: the shipped host time is fitted to all of them. Raises `CalibrationError` for a missing or damaged
@@ -351,11 +349,8 @@ def _variants(evidence: Path, progress: Callable[[str], None]) -> str:
 
 
 def _means(rows: Sequence[Row]) -> list[str]:
-    means = []
-    for engine in SERVED:
-        of = [[abs(r.error) for r in rows if r.case.startswith(f"{engine}/") and r.quantity == q] for q in QUANTITIES]
-        means.append(" / ".join(f"{np.mean(errors):.1%}" for errors in of))
-    return means
+    means = {(found.group, found.quantity): f"{found.mean:.1%}" for found in summarise(rows, depth=1)}
+    return [" / ".join(means[engine, quantity] for quantity in QUANTITIES) for engine in SERVED]
 
 
 def runs_chart(rows: Sequence[Row], title: str) -> object:

@@ -11,14 +11,15 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from rlsim.validate.parts import Options, Section
-from rlsim.validate.published import measured_section
-from rlsim.validate.rows import Kind, Row
+from rlsim.validate.published import measured_section, published_rows
+from rlsim.validate.rows import Kind, Row, markdown
 from rlsim.validate.runs import run
 from rlsim.validate.steps_nemo import SPENT, nemo_rows
+from rlsim.validate.steps_stated import stated
 from rlsim.validate.steps_trainer import trainer_rows
-from rlsim.validate.steps_verl import verl_rows
 
 REALHF = "realhf_steps.csv"
+VERL = "verl_steps.csv"
 #: Of ReaLHF's actors, in billions of parameters: launches are fitted to it (`scripts/fit_calibrations.py eager`).
 FITTED = 7
 #: Share of the peak that its training and inference reach, fitted to the same steps.
@@ -43,10 +44,18 @@ def section(options: Options) -> Section:
     not_run = "\n".join(("Rows that cannot run, and why:", "", *refused)) if refused else "All rows run as published."
     tables = {
         "realhf_order": f"Rank correlation of rlsim's steps of ReaLHF with the measured ones: {order:.2f}.",
-        "nemo_spent": "\n".join(("| " + " | ".join(SPENT) + " |", "|---" * len(SPENT) + "|", *spent)),
+        "nemo_spent": markdown(SPENT, spent),
         "nemo_not_run": not_run,
     }
     return measured_section(found, 1, **tables)
+
+
+def verl_rows(options: Options) -> list[Row]:
+    """Every phase, and the step, of every row of veRL's that can be run."""
+    table = pd.read_csv(options.evidence / VERL).set_index("id")
+    measured = {f"row_{number}": phases for number, phases in table.to_dict("index").items()}
+    found = stated(options, "verl_steps") | {"measured": measured}
+    return published_rows(options, "steps", found, whose="measured", file="verl_steps")
 
 
 def realhf_rows(

@@ -21,7 +21,7 @@ from rlsim.models import load_model
 from rlsim.nemo.experiment import from_nemo
 from rlsim.schema import Schema, load
 from rlsim.validate.parts import EVIDENCE, Options
-from rlsim.validate.rows import Row, ratio_row
+from rlsim.validate.rows import Row, number
 from rlsim.validate.steps_stated import SHAPE, seconds
 
 PERFORMANCE = "nemo_steps.csv"
@@ -57,18 +57,18 @@ class RecipeKeys(Schema):
 row = partial(Row, "steps")
 
 
-def nemo_rows(options: Options) -> tuple[list[Row], list[str], list[str]]:
-    """The rows of the release, each as its recipe says, and what one step off gains; which cannot run, and why; and the
-    lines of a table on where the time of mixtures of experts goes."""
-    recipes = pd.read_csv(options.evidence / RECIPES).query(f"release == '{RELEASE}.0'").set_index("recipe")
+def nemo_rows(options: Options) -> tuple[list[Row], list[str], list[list[str]]]:
+    """The rows of the release, each as its recipe says, and what one step off gains; which cannot run, and why; and by
+    mixture of experts where its time goes (`SPENT`)."""
+    recipes = _recipes(options.evidence, f"{RELEASE}.0")
     table = pd.read_csv(options.evidence / PERFORMANCE).query(f"release == '{RELEASE}'")
     known: dict[tuple[str, str], tuple[float, float]] = {}  # measured and simulated steps of a model
     rows = [_on_gb200(options.evidence)]
     refused: list[str] = []
-    spent: list[str] = []
+    spent: list[list[str]] = []
     for run in table[table["model"].isin(MODELS)].to_dict("records"):
         options.progress(f"NeMo-RL, {run['recipe']}")
-        recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
+        recipe = recipes[run["recipe"]]
         prompt = run["tokens_per_sample_implied"] - run["mean_len"]
         kind = "one-step-off" if recipe["async_on"] else "on-policy"
         case = MODELS[run["model"]]
@@ -80,13 +80,24 @@ def nemo_rows(options: Options) -> tuple[list[Row], list[str], list[str]]:
             continue
         known[case, kind] = run["step_s"], found["step"]
         if case.startswith("nemo-rl-moe"):
-            spent.append(f"| {case.split('/')[1]}, {kind} | {_spent(recipe, experiment, run, found)} |")
+            spent.append([f"{case.split('/')[1]}, {kind}", *_spent(recipe, experiment, run, found)])
         rows.append(row(f"{case}/{kind}", "step_time_s", run["step_s"], found["step"]))
     for case in MODELS.values():
         if {(case, "on-policy"), (case, "one-step-off")} <= known.keys():
             measured_s, own_s = zip(known[case, "on-policy"], known[case, "one-step-off"], strict=True)
-            rows.append(ratio_row("steps", f"{case}/one-step-off", "gain", measured_s, own_s))
+            (gain, told), (own_gain, own_told) = _gain(*measured_s), _gain(*own_s)
+            rows.append(row(f"{case}/one-step-off", "gain", gain, own_gain, f"measured {told}; {own_told}"))
     return rows, refused, spent
+
+
+def _recipes(evidence: Path, release: str) -> Mapping[Any, dict[Any, Any]]:
+    """The rows of the table of recipes of a release, by recipe."""
+    return pd.read_csv(evidence / RECIPES).query(f"release == '{release}'").set_index("recipe").to_dict("index")
+
+
+def _gain(before_s: float, after_s: float) -> tuple[float, str]:
+    """The ratio of two times, and both in words."""
+    return before_s / after_s, f"{number(before_s)} / {number(after_s)} s"
 
 
 def _on_gb200(evidence: Path) -> Row:
@@ -94,8 +105,7 @@ def _on_gb200(evidence: Path) -> Row:
     table = pd.read_csv(evidence / PERFORMANCE)
     table = table.query("model == 'LLAMA3.1_8B' and off_policy_steps == 0").set_index("gpu")
     run, like = (table.loc[gpu].to_dict() for gpu in ("GB200", "H100"))
-    recipes = pd.read_csv(evidence / RECIPES).query(f"release == '{GB200_RELEASE}'").set_index("recipe")
-    recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
+    recipe = _recipes(evidence, GB200_RELEASE)[run["recipe"]]
     prompt_tokens = round(like["tokens_per_sample_implied"] - like["mean_len"])
     experiment = nemo_experiment(recipe, "llama-3.1-8b", prompt_tokens, evidence)
     tokens = run["samples_per_step"] * like["tokens_per_sample_implied"]
@@ -106,7 +116,7 @@ def _on_gb200(evidence: Path) -> Row:
 
 def _spent(
     recipe: dict[str, Any], experiment: Mapping[str, Any], run: Mapping[Hashable, Any], calls: dict[str, float]
-) -> str:
+) -> list[str]:
     """Cells of `SPENT`: seconds of the calls, and milliseconds of a decode step of the full batch, its responses half
     grown."""
     tp, samples = int(recipe["gen_tp"]), int(recipe["prompts_per_step"]) * int(recipe["n"])
@@ -120,7 +130,7 @@ def _spent(
     inference_s = calls["old_log_prob"] + calls["ref_log_prob"]
     seconds_of = [calls["generate"], inference_s, calls["train"], calls["weight_sync"]]
     cells = [f"{one:.0f}" for one in seconds_of] + [str(tp), str(batch)]
-    return " | ".join([*cells, *(f"{one:.1f}" for one in (*shown, 1e3 * sum(parts.values())))])
+    return [*cells, *(f"{one:.1f}" for one in (*shown, 1e3 * sum(parts.values())))]
 
 
 def nemo_experiment(

@@ -8,9 +8,8 @@ another family. The same rows beside what another simulator said of them (`aisim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-
-import numpy as np
 
 from rlsim.cost.calibration import FrontEndFit, load_calibration
 from rlsim.errors import CapacityError
@@ -18,6 +17,7 @@ from rlsim.sim.closed_loop import Served
 from rlsim.validate.rows import Row, Summary, markdown, summarise
 from rlsim.validate.serving import (
     AISIMULATE,
+    AS_ASSUMED,
     QUANTITIES,
     TODAY,
     Protocol,
@@ -33,32 +33,27 @@ ROUNDS = Protocol(simulated_rounds=4)
 CLIENT_S = 1e-3  # from a response to the next request, of an HTTP client on the same machine
 
 
-def predicted(run: ServingRun) -> Served:
-    """The run with the shipped calibration of its GPU and engine.
+def predicted(runs: Iterable[ServingRun]) -> Iterator[tuple[ServingRun, Served]]:
+    """Runs with the shipped calibration of their GPU and engine; none where one request does not fit.
 
     The front end of TensorRT-LLM is fitted to the client of the runs in bf16 and is left out with any other.
     """
-    calibration = load_calibration(calibration_of(run)).scheduled(run.plans_ahead)
-    front_end = calibration.front_end if run.lengths == "equal" else FrontEndFit(client_s=CLIENT_S)
-    return simulate(run, kernels(run), calibration.host, front_end, ROUNDS if run.lengths == "uniform" else None)
-
-
-def rows_of(runs: Iterable[ServingRun], group: str) -> Iterator[Row]:
-    """Two rows of each run, `tpot_s` and `ttft_s`; none where one request does not fit."""
     for run in runs:
-        try:
-            served = predicted(run)
-        except CapacityError:
-            continue
-        case = f"{group}/{run.family}/{run.case.split('/', 2)[2]}"
-        for name in QUANTITIES:
-            yield Row("transfer", case, name, getattr(run, name), getattr(served, name))
+        calibration = load_calibration(calibration_of(run)).scheduled(run.plans_ahead)
+        front_end = calibration.front_end if run.lengths == "equal" else FrontEndFit(client_s=CLIENT_S)
+        protocol = ROUNDS if run.lengths == "uniform" else AS_ASSUMED
+        with suppress(CapacityError):
+            yield run, simulate(run, kernels(run), calibration.host, front_end, protocol)
 
 
 def today_rows(evidence: Path, progress: Callable[[str], None]) -> list[Row]:
-    """The rows of every run of today's engines."""
+    """Two rows of every run of today's engines, `tpot_s` and `ttft_s`."""
     progress("transfer: today's engines")
-    return list(rows_of(read_runs(evidence, TODAY), "today"))
+    return [
+        Row("transfer", f"today/{run.family}/{run.case.split('/', 2)[2]}", q, getattr(run, q), getattr(served, q))
+        for run, served in predicted(read_runs(evidence, TODAY))
+        for q in QUANTITIES
+    ]
 
 
 def families_table(rows: Iterable[Row]) -> str:
@@ -77,21 +72,16 @@ def families_table(rows: Iterable[Row]) -> str:
 
 def peer_table(evidence: Path) -> str:
     """Mean and median |error| of rlsim and AISimulate on the same rows, by set of them."""
-    found = []
-    for run in read_runs(evidence, AISIMULATE):
-        try:
-            found.append((run, predicted(run)))
-        except CapacityError:
-            continue
-    sets = {name: [pair for pair in found if pair[0].of == name] for name in dict.fromkeys(run.of for run, _ in found)}
-    cells = [(name, str(len(own)), *_errors(own)) for name, own in {**sets, "all": found}.items()]
-    return markdown(("runs", "", "TPOT, rlsim", "AISimulate", "TTFT, rlsim", "AISimulate"), cells)
-
-
-def _errors(found: list[tuple[ServingRun, Served]]) -> Iterator[str]:
-    for name in QUANTITIES:
-        measured = np.array([getattr(run, name) for run, _ in found])
-        own, peer = [getattr(served, name) for _, served in found], [getattr(run, f"peer_{name}") for run, _ in found]
-        for said in (own, peer):
-            errors = np.abs(np.array(said) / measured - 1)
-            yield f"{errors.mean():.1%} / {np.median(errors):.1%}"
+    rows = [
+        Row("transfer", f"{name}/{who}", quantity, getattr(run, quantity), said)
+        for run, served in predicted(read_runs(evidence, AISIMULATE))
+        for name in (run.of, "all")
+        for quantity in QUANTITIES
+        for who, said in (("rlsim", getattr(served, quantity)), ("peer", getattr(run, f"peer_{quantity}")))
+    ]
+    cells: dict[str, list[str]] = {}
+    for found in sorted(summarise(rows, depth=2), key=lambda one: one.group.startswith("all/")):
+        own = cells.setdefault(found.group.partition("/")[0], [str(found.count)])
+        own.append(f"{found.mean:.1%} / {found.median:.1%}")
+    headings = ("runs", "", "TPOT, rlsim", "AISimulate", "TTFT, rlsim", "AISimulate")
+    return markdown(headings, [(name, *own) for name, own in cells.items()])

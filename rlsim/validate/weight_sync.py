@@ -8,9 +8,10 @@ expert's tensors apart until transformers 5 (the test with 30 receivers is of Ja
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,8 +22,8 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.packing import Floats
 from rlsim.cost.weight_sync import FITTED, SyncFit, SyncMethod, WeightSync
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster, load_cluster
-from rlsim.models import Model, load_model
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
 from rlsim.schema import Schema, load
 from rlsim.validate.coverage import counted, level_spread
 from rlsim.validate.parts import EVIDENCE, Options, Section
@@ -30,14 +31,6 @@ from rlsim.validate.published import measured_section
 from rlsim.validate.rows import Kind, Row, markdown, number
 
 TABLE = "weight_syncs.csv"
-
-#: Two nodes of four GH200, each with a 25 GB/s port to the network.
-_GH200 = load_cluster("8xgh200").model_dump() | {
-    "name": "2x4xgh200",
-    "nodes": 2,
-    "gpus_per_node": 4,
-    "inter": {"name": "slingshot200", "bytes_per_s": 25e9, "latency_s": 2.7e-6},
-}
 
 
 class Setting(Schema):
@@ -47,7 +40,7 @@ class Setting(Schema):
     kind: Kind = "output"
     model: str
     layers: int | None = None  # of a model that stands in for another
-    cluster: str
+    cluster: str | dict[str, Any]
     calibration: str
     ranks: tuple[int, int]  # of trainer and rollout, data parallel, one after the other
     zero3: bool = True
@@ -55,48 +48,31 @@ class Setting(Schema):
     method: SyncMethod = "bucketed"
     offload: bool = False
     stacked: bool = True
+    sync_s: float = 0.0  # of one that is in no table
 
     @property
     def measured_on(self) -> str:
         """The system that it is a row of."""
         return self.case.split("/")[0]
 
-    @cached_property
-    def shape(self) -> Model:
-        model = load_model(self.model)
-        return model if self.layers is None else model.model_copy(update={"num_hidden_layers": self.layers})
-
     @property
     def layouts(self) -> tuple[Layout, Layout]:
         source, target = self.ranks
         return Layout(first_gpu=0, dp=source, zero3=self.zero3), Layout(first_gpu=source, dp=target)
 
-    def sync(self, fit: SyncFit) -> WeightSync:
-        cluster, collectives = _machine(self.cluster, self.calibration)
+    @cached_property
+    def under_fitted(self) -> WeightSync:
+        """The sync under the shipped constants."""
+        model, cluster, fits = load_model(self.model), load_cluster(self.cluster), load_calibration(self.calibration)
         return WeightSync(
-            model=self.shape,
+            model=model if self.layers is None else model.model_copy(update={"num_hidden_layers": self.layers}),
             cluster=cluster,
-            collectives=collectives,
+            collectives=Collectives(fits.collectives, fits.reference, cluster),
             engine=self.engine,
             method=self.method,
             offload=self.offload,
             stacked=self.stacked,
-            fit=fit,
         )
-
-
-@cache
-def _machine(cluster: str, calibration: str) -> tuple[Cluster, Collectives]:
-    found = load_cluster(_GH200 if cluster == "2x4xgh200" else cluster)
-    fits = load_calibration(calibration)
-    return found, Collectives(fits.collectives, fits.reference, found)
-
-
-class Quoted(Schema):
-    """A sync that is in no table."""
-
-    sync_s: float
-    setting: Setting
 
 
 class Settings(Schema):
@@ -106,7 +82,7 @@ class Settings(Schema):
     """
 
     used: dict[int, Setting]
-    quoted: Quoted
+    quoted: Setting
     repeated: int
     left_out: dict[int, str]
 
@@ -139,7 +115,7 @@ def read_syncs(evidence: Path) -> dict[int, tuple[str, float]]:
 
 def seconds(setting: Setting, fit: SyncFit = FITTED) -> float:
     """What rlsim says of a measured sync."""
-    return setting.sync(fit).time_s(*setting.layouts)
+    return replace(setting.under_fitted, fit=fit).time_s(*setting.layouts)
 
 
 # The fit ------------------------------------------------------------------------------------------------------------
@@ -179,23 +155,17 @@ def left_out(measured: Mapping[int, float]) -> list[tuple[int, float | None]]:
 
 def predicted_errors(found: Mapping[int, tuple[str, float]]) -> dict[str, Floats]:
     """By system: log errors of the syncs that no constant is fitted to, under the shipped constants."""
-    rows = [row for row, setting in settings().used.items() if setting.kind == "output" and row != settings().repeated]
-    return _by_system([(settings().used[row], seconds(settings().used[row]) / found[row][1]) for row in rows])
+    used = settings().used.items()
+    return left_out_errors(found, [(row, seconds(setting)) for row, setting in used if setting.kind == "output"])
 
 
 def left_out_errors(
     found: Mapping[int, tuple[str, float]], left: Iterable[tuple[int, float | None]]
 ) -> dict[str, Floats]:
-    """By system: log errors under constants that have seen nothing of it (`left_out`) and yet predict."""
-    known = [(row, time) for row, time in left if time is not None and row != settings().repeated]
-    return _by_system([(settings().used[row], time / found[row][1]) for row, time in known])
-
-
-def _by_system(ratios: Iterable[tuple[Setting, float]]) -> dict[str, Floats]:
-    """Logarithms of simulated / measured, the quoted sync's among them, which nothing is fitted to."""
-    errors: dict[str, list[float]] = {}
-    quoted = settings().quoted
-    for setting, ratio in (*ratios, (quoted.setting, seconds(quoted.setting) / quoted.sync_s)):
+    """By system: log errors of predicted rows, and that of the quoted sync, which nothing is fitted to."""
+    known, errors = settings(), dict[str, list[float]]()
+    ratios = [(known.used[row], s / found[row][1]) for row, s in left if s is not None and row != known.repeated]
+    for setting, ratio in (*ratios, (known.quoted, seconds(known.quoted) / known.quoted.sync_s)):
         errors.setdefault(setting.measured_on, []).append(float(np.log(ratio)))
     return {system: np.array(own) for system, own in errors.items()}
 
@@ -239,11 +209,9 @@ def section(options: Options) -> Section:
     options.progress("weight_sync")
     found = read_syncs(options.evidence)
     measured = {row: time for row, (_, time) in found.items()}
-    rows, quoted = (
-        [_row(setting, measured[row], f"id {row}") for row, setting in settings().used.items()],
-        settings().quoted,
-    )
-    rows.append(_row(quoted.setting, quoted.sync_s, "not in the data; quoted from veRL's table"))
+    rows = [_row(setting, measured[row], f"id {row}") for row, setting in settings().used.items()]
+    quoted = settings().quoted
+    rows.append(_row(quoted, quoted.sync_s, "not in the data; quoted from veRL's table"))
     left = left_out(measured)
     predicted, unseen = predicted_errors(found), left_out_errors(found, left)
     spreads = f"Spread: {level_spread(predicted):.0%} of predictions, {level_spread(unseen):.0%} without the system."
@@ -256,7 +224,7 @@ def section(options: Options) -> Section:
 
 
 def _row(setting: Setting, measured_s: float, note: str) -> Row:
-    parts = setting.sync(FITTED).parts(*setting.layouts)
+    parts = setting.under_fitted.parts(*setting.layouts)
     stages = f"export {number(parts.export_s)}, transport {number(parts.transport_s)}, load {number(parts.load_s)}"
     return Row("weight_sync", setting.case, "sync_s", measured_s, parts.total_s, f"{note}; {stages}", setting.kind)
 

@@ -119,7 +119,7 @@ def stage_shares(_: object) -> None:
     def training_share(efficiency: float) -> float:
         settings = {"training.efficiency": efficiency, "seeds": 2}
         runs = [run("rollpacker_7b", overrides=share_settings(task) | settings) for task in TASKS]
-        return sum(shares_of(one)[2] for one in runs) / len(runs)
+        return sum(shares_of(one)["training"] for one in runs) / len(runs)
 
     rows = figures(Options(), "rollpacker").rows
     published = fmean(float(row.value) for row in rows if row.quantity == "training share")
