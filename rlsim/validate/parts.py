@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rlsim.validate.rows import Row, Summary
 
 #: Headings of the parts. First what decides whether to trust the rest: settings that no fit has seen. Then in the order
-#: in which they build on each other: kernels make steps, steps engines, engines rollouts, and rollouts the systems whose
-#: figures papers print. The last measures nothing.
+#: in which they build on each other: kernels make steps, steps engines, engines rollouts, and rollouts the systems
+#: whose figures papers print. The last measures nothing.
 TITLES = {
     "transfer": "Trust that transfers: settings that no fit has seen",
     "kernels": "Kernels at shapes that no fit has seen",

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlsim import catalogue
 from rlsim.cost.calibration import load_calibration
 from rlsim.experiment.build import find_trace
-from rlsim.experiment.load import load_experiment
+from rlsim.experiment.load import load_experiment, set_path
 from rlsim.experiment.result import Result
-from rlsim.hardware import load_cluster
-from rlsim.schema import Schema, load
+from rlsim.reading import read_yaml
+from rlsim.schema import Schema, load, validate
 from rlsim.trace.files import write_trace
-from rlsim.trace.generate import Recipe, draw_trace, load_recipe
+from rlsim.trace.generate import Recipe, draw_trace
 from rlsim.validate import pat, real, rollpacker
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.rows import markdown
@@ -173,40 +172,14 @@ def _host_time(scratch: Path, factors: tuple[float, float], _: str) -> dict[str,
     return {"calibration": str(path)}
 
 
-def _slow_links(_: Path, links: tuple[str, float], __: str) -> dict[str, Any]:
-    """A shipped cluster with slower links inside the node."""
-    name, factor = links
-    cluster = load_cluster(name).model_dump(mode="json")
-    cluster["intra"]["bytes_per_s"] *= factor
-    return {"cluster": cluster | {"name": f"{name}-slow-links"}}
-
-
-def _lengths(scratch: Path, which: str, _: str) -> dict[str, Any]:
-    """The shipped trace drawn with another assumption, as a file."""
-    recipe = load_recipe(catalogue.names("traces")["deepscaler-llama-3.1-8b"])
-    if which == "lognormal":
-        published = tuple(fact for fact in recipe.lengths.facts if not fact.source.startswith("assumed"))
-        lengths = recipe.lengths.model_copy(update={"facts": published, "components": 1, "model": None})
-        recipe = recipe.model_copy(update={"lengths": lengths})
-    elif recipe.groups is not None:
-        recipe = recipe.model_copy(update={"groups": recipe.groups.model_copy(update={"icc": 0.0})})
-    return _drawn(scratch, which, recipe)
-
-
-def _correct(scratch: Path, how: tuple[float, float], _: str) -> dict[str, Any]:
-    """The code task with another share of correct responses, and their correlation within a prompt."""
-    share, icc = how
-    recipe = load_recipe(find_trace("rollpacker-code", Path()).with_suffix(".yaml"))
-    rewards = recipe.rewards
-    assert rewards is not None
-    correct = rewards.correct.model_copy(update={"icc": icc, "share": share})
-    changed = recipe.model_copy(update={"rewards": rewards.model_copy(update={"correct": correct})})
-    return _drawn(scratch, f"code-{icc:g}-{share:g}", changed)
-
-
-def _drawn(scratch: Path, name: str, recipe: Recipe) -> dict[str, Any]:
-    path = scratch / f"{name}.parquet"
-    write_trace(draw_trace(recipe), path)
+def _trace(scratch: Path, change: tuple[str, dict[str, Any]], _: str) -> dict[str, Any]:
+    """A shipped trace drawn with changes of its recipe, as a file."""
+    name, settings = change
+    recipe = read_yaml(find_trace(name, Path()).with_suffix(".yaml"))
+    for key, value in settings.items():
+        set_path(recipe, key, value)
+    path = scratch / f"{name}-{len(list(scratch.iterdir()))}.parquet"
+    write_trace(draw_trace(validate(recipe, Recipe)), path)
     return {"trace.path": str(path)}
 
 
@@ -216,6 +189,5 @@ def _without(_: Path, system: str, experiment: str) -> dict[str, Any]:
 
 
 _MADE: dict[str, Callable[[Path, Any, str], dict[str, Any]]] = {
-    "host_time": _host_time, "links": _slow_links, "lengths": _lengths, "correct": _correct,
-    "without": _without,
+    "host_time": _host_time, "recipe": _trace, "without": _without,
 }  # fmt: skip
