@@ -37,7 +37,6 @@ from rlsim.validate.rows import Row, summarise
 
 PART = "rollout"
 MAKESPAN_BOUND, STEP_BOUND = 0.07, 0.10  # what the simulation is held to
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # unfinished responses; each row up to the next
 FEWEST_STEPS = 3  # with one number of unfinished responses, for its throughput to count
 INCONCLUSIVE = "inconclusive, the machine was too noisy"
 
@@ -181,26 +180,20 @@ def compare(
 def _compare_steps(case: str, steps: Sequence[Any], costs: MeasuredCosts, samples: Samples) -> Iterator[Row]:
     """Rows on decode steps: their errors, and step time and throughput by the number of unfinished responses."""
     skew = costs.fitted.skew
-    predicted = np.array([read_step(costs.step(i.tp), skew, i.batch, i.context_tokens, i.longest) for i in steps])
-    measured = np.array([i.seconds for i in steps])
+    frame = pd.DataFrame(steps)
+    frame["predicted"] = [read_step(costs.step(i.tp), skew, i.batch, i.context_tokens, i.longest) for i in steps]
     seen = {(tp, len(c), sum(c), max(c)) for tp, c in samples.decode}
     common = sum((i.tp, i.batch, i.context_tokens, i.longest) in seen for i in steps)
     what = f"decode steps, {common} of them of a calibrated shape"
-    yield _error_row(case, "step_median_error", np.median, predicted / measured, what)
-    left = np.array([i.remaining for i in steps])
-    for low, high in itertools.pairwise(BUCKETS):
-        here = (left >= low) & (left < high)
-        if here.any():
-            middle = float(np.median(measured[here])), float(np.median(predicted[here]))
-            yield Row(PART, case + _left(low, high), "step_s", *middle, f"median of {here.sum()}")
-    rates = _throughput(steps, measured, predicted)
-    for low, high in itertools.pairwise(BUCKETS):
-        inside = np.array([pair for number, pair in rates.items() if low <= number < high])
-        if len(inside):
-            means = float(inside[:, 0].mean()), float(inside[:, 1].mean())
-            yield Row(PART, case + _left(low, high), "throughput_tokens_per_s", *means)
-    pairs = np.array(list(rates.values()))
-    yield _error_row(case, "throughput_mean_error", np.mean, pairs[:, 1] / pairs[:, 0], "numbers of responses left")
+    yield _error_row(case, "step_median_error", np.median, frame.predicted / frame.seconds, what)
+    for left, own in frame.groupby(_doublings(frame.remaining)):
+        middle = own[["seconds", "predicted"]].median()
+        yield Row(PART, case + _left(left), "step_s", middle.seconds, middle.predicted, f"median of {len(own)}")
+    rates = _throughput(frame)
+    for left, own in rates.groupby(_doublings(rates.index)):
+        yield Row(PART, case + _left(left), "throughput_tokens_per_s", own.measured.mean(), own.predicted.mean())
+    ratios = rates.predicted / rates.measured
+    yield _error_row(case, "throughput_mean_error", np.mean, ratios, "numbers of responses left")
 
 
 def _median_interval(values: Sequence[float]) -> float:
@@ -209,21 +202,16 @@ def _median_interval(values: Sequence[float]) -> float:
     return float(1.96 * math.sqrt(math.pi / 2) * (high - low) / 1.349 / math.sqrt(len(values)) / middle)
 
 
-def _throughput(steps: Sequence[Any], measured: Any, predicted: Any) -> dict[int, tuple[float, float]]:
+def _throughput(steps: pd.DataFrame) -> pd.DataFrame:
     """By the number of unfinished responses: tokens per second of all replicas together, measured and predicted.
 
     Numbers at which a replica made few steps are left out.
     """
-    sums: dict[int, dict[int, list[float]]] = {}
-    for i, own, model in zip(steps, measured, predicted, strict=True):
-        of_replica = sums.setdefault(i.remaining, {}).setdefault(i.replica, [0.0, 0.0, 0.0, 0.0])
-        for place, value in enumerate((i.batch, own, model, 1.0)):
-            of_replica[place] += value
-    return {
-        left: (sum(s[0] / s[1] for s in replicas.values()), sum(s[0] / s[2] for s in replicas.values()))
-        for left, replicas in sorted(sums.items())
-        if min(s[3] for s in replicas.values()) >= FEWEST_STEPS
-    }
+    sums = steps.groupby(["remaining", "replica"]).agg({"batch": ["sum", "size"], "seconds": "sum", "predicted": "sum"})
+    tokens, made = sums["batch", "sum"], sums["batch", "size"]
+    rates = {"measured": tokens / sums["seconds", "sum"], "predicted": tokens / sums["predicted", "sum"]}
+    of_all = pd.DataFrame(rates).groupby("remaining").sum()
+    return of_all[made.groupby("remaining").min() >= FEWEST_STEPS]
 
 
 def _error_row(case: str, name: str, middle: Any, ratios: Any, what: str) -> Row:
@@ -231,5 +219,11 @@ def _error_row(case: str, name: str, middle: Any, ratios: Any, what: str) -> Row
     return Row(PART, case, name, 1.0, 1.0 + float(middle(np.abs(ratios - 1.0))), f"of {len(ratios)} {what}")
 
 
-def _left(low: int, high: int) -> str:
-    return f"/{low} left" if high == low + 1 else f"/{low} to {high - 1} left"
+def _doublings(left: Any) -> Any:
+    """The bucket of each number of unfinished responses: 1, 2 to 3, 4 to 7, and so on."""
+    return np.log2(left).astype(int)
+
+
+def _left(doublings: Any) -> str:
+    low = 2**doublings
+    return f"/{low} left" if low == 1 else f"/{low} to {2 * low - 1} left"
