@@ -301,16 +301,20 @@ def _version(folder: Path, backend: str, version: str | None) -> str:
             )
     having = {table: _releases(folder / family / backend, table) for table, family in KERNELS.items()}
     whole = sorted(set.intersection(*map(set, having.values())), key=version_key)
-    if version is None and whole:
-        return whole[-1]
-    known = sorted({name for releases in having.values() for name in releases}, key=version_key)
+    known = sorted(
+        {name for family in KERNELS.values() for name in subfolders(folder / family / backend)}, key=version_key
+    )
+    if version is None and not whole:
+        said = ", ".join(known)
+        raise CalibrationError(f"{folder}: no version of {backend} has all of {', '.join(KERNELS)}; there are: {said}")
     if version is not None and version not in known:
         raise CalibrationError(f"{folder}: no {backend} version {version!r}; {nearest(version, known)}")
-    if version is None or version not in whole:
+    if version is not None and version not in whole:
         lacking = " and no ".join(table for table in KERNELS if version not in having[table])
-        said = f"{', '.join(whole) or 'none'} of {', '.join(known)}"
-        raise CalibrationError(f"{folder}: {backend} {version or ''} has no {lacking}; complete versions: {said}")
-    return version
+        raise CalibrationError(
+            f"{folder}: {backend} {version} has no {lacking}; complete versions: {', '.join(whole) or 'none'}"
+        )
+    return version or whole[-1]
 
 
 def _releases(root: Path, table: str) -> dict[str, Path]:
