@@ -119,7 +119,7 @@ def contradictions(text: str, base: str, true: pd.DataFrame) -> list[str]:
 
 def test_no_verdict_that_its_table_contradicts() -> None:
     draw, kinds = random.Random(7), dict[str, int]()
-    for _ in range(200):
+    for _ in range(500):
         table, baseline = random_table(draw)
         verdict = judge(table, baseline)
         text, true = " ".join(verdict.sentences()), truth(table, baseline)
