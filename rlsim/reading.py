@@ -213,9 +213,8 @@ def _kinds() -> tuple[type[Any], type[Any]]:
                 self._refuse(node, f"text holds the control character {odd!r}")
             if isinstance(value, int) and abs(value) > LARGEST_INT:
                 self._refuse(node, f"the number {str(node.value)[:20]}… is beyond {LARGEST_INT:,}")
-            return (
-                int(value) if isinstance(value, ScalarInt) else value
-            )  # 0 and 0x10: no writer of YAML takes that type
+            # Of 0 and 0x10 it remembers the spelling, in a type that no writer of YAML takes.
+            return int(value) if isinstance(value, ScalarInt) else value
 
         @staticmethod
         def _refuse(node: Any, why: str) -> None:

@@ -13,7 +13,8 @@ from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.load import set_path
 from rlsim.hardware import load_gpu
-from rlsim.precision import PRECISIONS
+from rlsim.models import load_model
+from rlsim.precision import PRECISIONS, peak_flop_per_s
 from rlsim.schema import validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +74,25 @@ MISSED = {
     # memory) and of 128 (by FLOPs) say little. What steps are costed with has seen them, and is off by 1 and 3% on all
     ("vllm", "latent_attention_fp8"): (0.047, 0.30),
 }
+#: The same on other GPUs: the largest median and bias.
+ELSEWHERE = {
+    # TensorRT-LLM's reads more than the window, as on Hopper, and vLLM's on L40S likewise
+    "decode_attention_windows": (0.18, 0.04),
+    # SGLang's 90th percentiles on B200 are 19% in fp8, 20% in fp8_block and 21% in NVFP4: the same product of
+    # PyTorch's, in its table and vLLM's, differs by 3% at the median and 21% there; one row in ten takes over 20%
+    # longer in SGLang's
+    # vLLM's on H100 is 3% too slow on Hopper, and these are of it
+    "gemm_fp8_block": (0.058, 0.032),
+    "latent_attention_prompts": (0.04, 0.03),
+    "latent_attention_fp8": (0.085, 0.03),  # as below
+}
 EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
+#: What keeps these on B200 too: attention, balanced mixtures, and products in bf16. Not attention on latents in FP8,
+#: for which there are kernels of 16 and of 32 heads and more: of those left out others' rows say less (20 and 23% at
+#: the 90th percentile). What steps are costed with has seen all heads, and is off by 3 and 6% there.
+ON_B200 = re.compile(
+    r"decode_attention|prefill_attention|latent_attention(?!_fp8$)|experts_[a-z0-9_]*(?<!_skewed)$|gemm$"
+)
 #: Median, 90th percentile and bias.
 SKEWED = (0.06, 0.18, 0.045)  # experts of unequal popularity
 EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
@@ -91,7 +110,7 @@ def bounds(name: str, engine: str, operator: str) -> tuple[float, float, float]:
     return (median, p90, *(bias or [0.03]))
 
 
-@pytest.mark.parametrize("name", ["h100-sxm-sglang", "h100-sxm-vllm", "h100-sxm-trtllm", "h200-sxm-sglang"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("h100", "h200"))])
 def test_kernels_on_hopper_keep_the_target(name: str) -> None:
     calibration = load_calibration(name)
     for operator, found in calibration.residuals.items():
@@ -101,8 +120,50 @@ def test_kernels_on_hopper_keep_the_target(name: str) -> None:
         assert found.count >= 50, operator
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("h100", "h200"))])
+def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
+    for operator, found in load_calibration(name).residuals.items():
+        usual = (0.07, 0.045) if operator.startswith("experts") else (0.08, 0.04)
+        median, bias = ELSEWHERE.get(operator, usual)
+        assert found.median < median, operator
+        assert abs(found.bias) < bias, operator
+        if operator == "gemm":
+            assert found.p90 < 0.18
+        if name.startswith("b200") and ON_B200.match(operator):
+            assert (found.median <= 0.065) & (found.p90 <= EXPERTS[1]), operator  # NVFP4 over 6%
+
+
+#: What a product in another precision may take more than in bf16, where both are launches above all: quantising the
+#: activations is a launch of its own. DeepGEMM multiplies 64 rows at least, which H20's FLOPs do not hide.
+MORE_S, MUCH_MORE_S = 6e-6, 13e-6
+MUCH_MORE = re.compile(r"h20-.*fp8_block")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantised_products_of_a_decode_step_take_no_longer_than_in_bf16(name: str) -> None:
+    """But for the launch of the kernel that quantises activations, at every size and number of tokens of a step."""
+    calibration = load_calibration(name)
+    operators, model = Operators(calibration.operators, calibration.reference), load_model("llama-3.1-8b")
+    (layer,) = model.groups
+    for precision in calibration.operators.gemms:
+        if precision == "bf16" or peak_flop_per_s(calibration.reference, precision) is None:
+            continue
+        more_s = MUCH_MORE_S if MUCH_MORE.match(f"{name}.{precision}") else MORE_S
+        for tp in (1, 2, 4, 8):
+            linears = layer.linears(tp)
+            for m in (1, 8, 16, 32, 64):
+                quantised, bf16 = (
+                    sum(operators.gemm_s(m, one.n_out, one.k_in, precision=kind) for one in linears)
+                    for kind in (precision, "bf16")
+                )
+                assert quantised < 1.05 * bf16 + len(linears) * more_s, (precision, tp, m, quantised, bf16)
+
+
 @pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
-def test_products_that_l2_held_take_no_longer_than_with_a_whole_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["b200-sxm-vllm", "l40s-sglang"])
+def test_products_that_l2_held_take_no_longer_than_with_a_whole_read(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of weights that no fit has seen, and of few tokens: the fit lies between the hot row and it with a cold read.
 
     So fp8 is slower than bf16 at no more shapes than the tables say.
@@ -112,7 +173,7 @@ def test_products_that_l2_held_take_no_longer_than_with_a_whole_read(monkeypatch
     from calibration.measured import against_hot_rows
     from calibration.tables import operator_tables
 
-    calibration = load_calibration("l40s-sglang")
+    calibration = load_calibration(name)
     found = against_hot_rows(DATA, GPUS[calibration.gpu], calibration)
     for operator in ("gemm", "gemm_fp8"):
         assert found[operator].above < 0.06, operator
@@ -126,6 +187,15 @@ def test_products_that_l2_held_take_no_longer_than_with_a_whole_read(monkeypatch
     slower = np.array([operators.gemm_s(*one, precision="fp8") / operators.gemm_s(*one) for one in columns])
     measured = (both.seconds_fp8 / both.seconds).to_numpy()
     assert np.mean((slower > 1.15) & (measured < 1.0)) < 0.03
+
+
+def test_every_engine_covers_the_data_centre_gpus() -> None:
+    wanted = {
+        f"{gpu}-{e}"
+        for gpu in ("h100-sxm", "h200-sxm", "a100-sxm-80gb", "l40s", "h800-sxm")
+        for e in ("sglang", "vllm", "trtllm")
+    }
+    assert wanted | {"a40-vllm"} <= set(NAMES)
 
 
 def test_short_names() -> None:

@@ -118,11 +118,13 @@ def test_decoding_a_mixture_on_h20_is_bound_by_its_memory() -> None:
 
 @tables
 @pytest.mark.ci
-def test_efficiencies_carry_over_to_the_same_chip() -> None:
+def test_efficiencies_carry_over_to_the_same_chip_and_less_to_the_next() -> None:
     """What the page says of derived calibrations; nothing of the target is fitted."""
-    near = carried_errors(DATA, load_calibration("h100-vllm"), "h200-sxm")
-    assert near.keys() == {"gemm", "decode_attention", "prefill_attention"}
+    source = load_calibration("h100-vllm")
+    near, far = (carried_errors(DATA, source, target) for target in ("h200-sxm", "b200-sxm"))
     assert all(item.median <= 0.05 for item in near.values())
+    assert all(far[name].median > item.median for name, item in near.items())
+    assert near.keys() == {"gemm", "decode_attention", "prefill_attention"}
 
 
 # Training -------------------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class _Replica:
                 batch.prefill([ask.id for ask in asks], prompts)
                 self.ends += [self._end(ask.id) for ask in asks]
             else:
-                state = ("decode", tp, len(batch), sum(batch.contexts), max(batch.contexts), left, replica)
+                state = ("decode", tp, len(batch), batch.context_tokens, batch.longest, left, replica)
                 batch.step()
             synchronize(device)
             over = now()

@@ -1,0 +1,130 @@
+"""What no kernel and no step of a shipped calibration may do: beat the data sheet, or fall where work grows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.operators import Operators
+from rlsim.cost.roofline import RooflineStep
+from rlsim.cost.step import Chunk
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+
+LLAMA, H100 = load_model("llama-3.1-8b"), load_cluster("8xh100")
+
+
+@pytest.fixture(params=["a40-vllm", "b200-sxm-vllm", "h100-sxm-trtllm", "l40s-sglang", "gb200-sglang"])
+def fitted(request: pytest.FixtureRequest) -> Operators:
+    calibration = load_calibration(request.param)
+    return Operators(calibration.operators, calibration.reference, calibration.residuals)
+
+
+def roofline(tp: int = 1) -> RooflineStep:
+    return RooflineStep(LLAMA, tp, H100, load_calibration("h100-sglang"))
+
+
+def test_the_gemm_formula_never_falls_with_size(fitted: Operators) -> None:
+    plain = fitted.fits.gemm.model_copy(update={"table": None})
+    formula = Operators(fitted.fits.model_copy(update={"gemm": plain}), fitted.reference)
+    for n, k in ((512, 4096), (6144, 4096), (4096, 14336), (16032, 4096)):
+        times = [formula.gemm_s(m, n, k) for m in range(1, 2049, 7)]
+        assert all(b >= a * (1 - 1e-9) for a, b in pairwise(times))
+    for m in (1, 64, 300, 4096):
+        assert formula.gemm_s(m, 4096, 4096) <= formula.gemm_s(m, 8192, 4096)
+        assert formula.gemm_s(m, 4096, 4096) <= formula.gemm_s(m, 4096, 8192)
+
+
+def test_fitted_gemms_fall_no_more_than_measured_ones(fitted: Operators) -> None:
+    """A measured product of more rows is at times a little faster, where another kernel takes over."""
+    for n, k in ((512, 4096), (6144, 4096), (4096, 14336), (16032, 4096)):
+        times = [fitted.gemm_s(m, n, k) for m in range(1, 2049, 7)]
+        most = 0.0
+        for time in times:
+            most = max(most, time)
+            assert time > 0.85 * most
+
+
+def test_fitted_gemm_never_beats_the_data_sheet(fitted: Operators) -> None:
+    ref = fitted.reference
+    for m in (1, 16, 128, 1024, 8192):
+        for n, k in ((1024, 1024), (8192, 8192), (28672, 4096)):
+            assert fitted.gemm_s(m, n, k) > 2 * m * n * k / ref.bf16_flop_per_s
+            assert fitted.gemm_s(m, n, k) > 2 * n * k / ref.memory_bytes_per_s
+
+
+def test_fitted_decode_attention_grows_with_context_and_batch(fitted: Operators) -> None:
+    for kv_heads in (1, 2, 8):
+        by_context = [
+            fitted.decode_attention_s(16, 16 * c, 4 * kv_heads, kv_heads, 128) for c in (128, 1024, 8192, 65536)
+        ]
+        assert by_context == sorted(by_context)
+        by_batch = [
+            fitted.decode_attention_s(b, b * 4096, 4 * kv_heads, kv_heads, 128) for b in (1, 2, 4, 8, 16, 64, 256)
+        ]
+        assert all(b > 0.85 * a for a, b in pairwise(by_batch))  # near the floor a kernel may choose another split
+        assert by_batch[-1] > 5.0 * by_batch[0]
+
+
+def test_fitted_decode_attention_never_beats_the_memory(fitted: Operators) -> None:
+    for batch in (1, 8, 64, 512):
+        for context in (1024, 8192, 65536):
+            size = batch * context * 8 * 512
+            assert (
+                fitted.decode_attention_s(batch, batch * context, 32, 8, 128)
+                > size / fitted.reference.memory_bytes_per_s
+            )
+
+
+def test_fitted_prefill_attention_grows(fitted: Operators) -> None:
+    times = [fitted.prefill_attention_s([(n, 0)], 32, 8, 128) for n in (128, 512, 2048, 8192, 16384)]
+    assert times == sorted(times)
+    assert fitted.prefill_attention_s([(512, 4096)], 32, 8, 128) > fitted.prefill_attention_s([(512, 0)], 32, 8, 128)
+
+
+def test_decode_time_grows_with_batch_and_context() -> None:
+    step = roofline(2)
+    for context in (200, 4000):
+        times = [step.decode(b).step_s(b * context) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
+        assert times == sorted(times)
+    curve = step.decode(32)
+    times = [curve.step_s(32 * c) for c in (10, 100, 1000, 10_000, 100_000)]
+    assert times == sorted(times)
+
+
+def test_a_decode_step_never_beats_reading_the_weights() -> None:
+    for tp in (1, 2, 4, 8):
+        floor = LLAMA.weight_bytes / tp / H100.gpu.memory_bytes_per_s * (1 - LLAMA.vocab_size * 4096 / LLAMA.parameters)
+        assert roofline(tp).decode(1).step_s(100) > floor
+
+
+def test_more_gpus_are_faster_but_not_by_their_number() -> None:
+    times = [roofline(tp).decode(8).step_s(8 * 4096) for tp in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+    assert all(low > high / 2 for high, low in pairwise(times))
+
+
+def test_prefill_grows_and_chunks_pay_for_what_they_attend_to() -> None:
+    step = roofline(2)
+    times = [step.prefill_s([Chunk(n, 0)]) for n in (16, 128, 1024, 4096, 16384)]
+    assert times == sorted(times)
+    assert step.prefill_s([Chunk(1024, 8192)]) > step.prefill_s([Chunk(1024, 0)])
+    together = step.prefill_s([Chunk(512, 0), Chunk(512, 0)])
+    assert together < 2 * step.prefill_s([Chunk(512, 0)])
+    assert together < step.prefill_s([Chunk(1024, 0)]) * 1.02
+
+
+def test_prefill_flops_stay_below_the_peak() -> None:
+    tokens = 8192
+    flop = 2 * LLAMA.num_hidden_layers * LLAMA.layer.parameters * tokens
+    share = flop / roofline().prefill_s([Chunk(tokens, 0)]) / H100.gpu.bf16_flop_per_s
+    assert 0.4 < share < 0.8
+
+
+def test_mixed_step_shares_the_weights() -> None:
+    step, chunks = roofline(), [Chunk(512, 0)]
+    mixed = step.mixed_s(32, 32 * 1024, chunks)
+    decode, prefill = step.decode(32).step_s(32 * 1024), step.prefill_s(chunks)
+    assert max(decode, prefill) < mixed < decode + prefill
