@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlsim.sim.recorder import Span
 from rlsim.sim.request import Request
 from rlsim.sim.responses import Responses
 
+SCENARIOS = Path(__file__).parent / "scenarios"
 PARTS = ("gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "waiting_time_s")
 #: Which of the calls that run on the trainer's GPUs says what a moment is part of: the first of these.
 BUSY = (("train", 2), ("inference", 1), ("reward", 1), ("sync", 3), ("generate", 0))
@@ -263,3 +265,33 @@ def _parts_are_those_of_spans(drawn: tuple[dict[str, Any], int]) -> None:
     np.testing.assert_allclose(steps[list(PARTS)], expected, rtol=1e-6, atol=1e-6 * steps["step_time_s"].max())
     if rollout:
         np.testing.assert_allclose(steps["trainer_idle"] * steps["step_time_s"], idle_s, atol=1e-6 * idle_s.max())
+
+
+def test_steps_are_trained_in_their_order() -> None:
+    """Rewards of 30 s hold a step back; the one after it was trained first, and both ended at one moment."""
+    parts = [{"verl": {"tp": 1}}, {"lagged": {"lag": 2}}, {"split": {"rollout_gpus": 4}}, "rollout_log_probs"]
+    workflow = {"prompts": 8, "responses": 1, "steps": 6, "reward": {"workers": 64}}
+    lengths = {"path": "rollpacker-code", "cap": 64}
+    found = rlsim.run({**BASE, "workflow": workflow, "trace": lengths, "systems": [{"name": "s", "use": parts}]})
+    trained = found.calls[found.calls["call"] == "train"].sort_values("step")
+    assert (trained["start_at"].to_numpy()[1:] >= trained["end_at"].to_numpy()[:-1]).all()
+    assert found.steps["reward_time_s"].max() > 10 * found.steps["train_time_s"].max()
+
+
+# What misled users ----------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_is_never_idle_is_what_a_step_waits_for() -> None:
+    """Training in 16 windows: 0.4 s of 17 idle; it was shown as 12.6 s of generation and 3.6 s of training."""
+    row = rlsim.run(SCENARIOS / "x_lognorm.yaml").summary().set_index("system").loc["vfa-step16"]
+    assert row["trainer_idle"] < 0.03
+    assert row["gen_exposed_s"] + row["prep_time_s"] == pytest.approx(row["trainer_idle"] * row["step_time_s"])
+    assert row["train_time_s"] > 0.9 * row["step_time_s"]
+
+
+def test_a_larger_lag_shows_the_same_parts_where_the_trainer_is_the_slower_side() -> None:
+    """At lag 4 a step of 12.99 s was shown as 10.9 s of generation; at lag 1 as 10.2 s of training."""
+    rows = rlsim.run(SCENARIOS / "s1b.yaml").summary().set_index("system")[list(PARTS)]
+    same = ["onestep", "onestep_bare", "onestep_lag4", "eta-eta1", "eta-eta4", "rf-alpha4", "nemo-steps4"]
+    np.testing.assert_allclose(rows.loc[same], [[0, 2.64, 10.16, 0.10, 0]] * len(same), atol=0.01)
+    np.testing.assert_allclose(rows.loc["eta-eta0"], rows.loc["split"], rtol=1e-9), "nothing overlaps in either"
