@@ -40,8 +40,8 @@ from rollout import Lengths, simulation
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.step import Chunk
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 from rlsim.sim.request import EngineConfig
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import Simulation

@@ -22,7 +22,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.simulator import Simulator
-from rlsim.search import Budget, Found, Problem, find_plan
+from rlsim.workflow.search import Budget, Found, Problem, find_plan
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "7b-7b-8": {"cluster": "8xh100", "workflow.prompts": 256},

@@ -31,8 +31,8 @@ import simpy
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.rollout import RolloutCostModel
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt, RolloutControl, RolloutView
 from rlsim.sim.moment import Sleep

@@ -12,20 +12,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlsim.version import __version__
+from rlsim.base.version import __version__
 
 if TYPE_CHECKING:
-    from rlsim.comparison.compare import Comparison as Comparison
-    from rlsim.comparison.compare import compare as compare
+    from rlsim.base.schema import Schema as Schema
     from rlsim.errors import RlsimError as RlsimError
     from rlsim.experiment.result import Result as Result
     from rlsim.experiment.result import read_result as read_result
     from rlsim.experiment.run import run as run
+    from rlsim.experiment.testing import Checked as Checked
+    from rlsim.experiment.testing import ContractError as ContractError
+    from rlsim.experiment.testing import check_policy as check_policy
     from rlsim.policies.parts import Composition as Composition
     from rlsim.policies.parts import Rewiring as Rewiring
-    from rlsim.report.timeline import write_timeline as write_timeline
-    from rlsim.report.write import write_report as write_report
-    from rlsim.schema import Schema as Schema
+    from rlsim.results.comparison.compare import Comparison as Comparison
+    from rlsim.results.comparison.compare import compare as compare
+    from rlsim.results.report.timeline import write_timeline as write_timeline
+    from rlsim.results.report.write import write_report as write_report
+    from rlsim.results.sweeps.read import SweepResult as SweepResult
+    from rlsim.results.sweeps.read import read_sweep as read_sweep
+    from rlsim.results.sweeps.run import sweep as sweep
     from rlsim.sim.batching import Batching as Batching
     from rlsim.sim.continuous import Continuous as Continuous
     from rlsim.sim.continuous import OpenView as OpenView
@@ -44,80 +50,30 @@ if TYPE_CHECKING:
     from rlsim.sim.control import RolloutView as RolloutView
     from rlsim.sim.control import Stop as Stop
     from rlsim.sim.reward import RewardControl as RewardControl
-    from rlsim.sweeps.read import SweepResult as SweepResult
-    from rlsim.sweeps.read import read_sweep as read_sweep
-    from rlsim.sweeps.run import sweep as sweep
 
-_CONTROL = (
-    "Abort",
-    "Borrow",
-    "ControlContext",
-    "Extend",
-    "Launch",
-    "Migrate",
-    "Prompt",
-    "Reconfigure",
-    "Release",
-    "RolloutControl",
-    "RolloutView",
-    "Stop",
-)
-_CONTINUOUS = ("Continuous", "OpenView", "Ready", "Update")
-_HOME = {
-    "Batching": "rlsim.sim.batching",
-    "Comparison": "rlsim.comparison.compare",
-    "Composition": "rlsim.policies.parts",
-    "Result": "rlsim.experiment.result",
-    "RewardControl": "rlsim.sim.reward",
-    "Rewiring": "rlsim.policies.parts",
-    "RlsimError": "rlsim.errors",
-    "Schema": "rlsim.schema",
-    "SweepResult": "rlsim.sweeps.read",
-    "compare": "rlsim.comparison.compare",
-    "read_result": "rlsim.experiment.result",
-    "read_sweep": "rlsim.sweeps.read",
-    "run": "rlsim.experiment.run",
-    "sweep": "rlsim.sweeps.run",
-    "write_report": "rlsim.report.write",
-    "write_timeline": "rlsim.report.timeline",
-    **dict.fromkeys(_CONTROL, "rlsim.sim.control"),
-    **dict.fromkeys(_CONTINUOUS, "rlsim.sim.continuous"),
+#: The names that `rlsim` has, by the module that each lives in.
+_NAMES = {
+    "rlsim.base.schema": ("Schema",),
+    "rlsim.errors": ("RlsimError",),
+    "rlsim.experiment.result": ("Result", "read_result"),
+    "rlsim.experiment.run": ("run",),
+    "rlsim.experiment.testing": ("Checked", "ContractError", "check_policy"),
+    "rlsim.policies.parts": ("Composition", "Rewiring"),
+    "rlsim.results.comparison.compare": ("Comparison", "compare"),
+    "rlsim.results.report.timeline": ("write_timeline",),
+    "rlsim.results.report.write": ("write_report",),
+    "rlsim.results.sweeps.read": ("SweepResult", "read_sweep"),
+    "rlsim.results.sweeps.run": ("sweep",),
+    "rlsim.sim.batching": ("Batching",),
+    "rlsim.sim.continuous": ("Continuous", "OpenView", "Ready", "Update"),
+    "rlsim.sim.control": (
+        *("Abort", "Borrow", "ControlContext", "Extend", "Launch", "Migrate", "Prompt"),
+        *("Reconfigure", "Release", "RolloutControl", "RolloutView", "Stop"),
+    ),
+    "rlsim.sim.reward": ("RewardControl",),
 }
-__all__ = [
-    "Abort",
-    "Batching",
-    "Borrow",
-    "Comparison",
-    "Composition",
-    "Continuous",
-    "ControlContext",
-    "Extend",
-    "Launch",
-    "Migrate",
-    "OpenView",
-    "Prompt",
-    "Ready",
-    "Reconfigure",
-    "Release",
-    "Result",
-    "RewardControl",
-    "Rewiring",
-    "RlsimError",
-    "RolloutControl",
-    "RolloutView",
-    "Schema",
-    "Stop",
-    "SweepResult",
-    "Update",
-    "__version__",
-    "compare",
-    "read_result",
-    "read_sweep",
-    "run",
-    "sweep",
-    "write_report",
-    "write_timeline",
-]
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> object:

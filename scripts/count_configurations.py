@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rlsim.areal.experiment import from_areal
 from rlsim.errors import RlsimError
-from rlsim.init.draft import Draft
-from rlsim.init.parts import Options, check
-from rlsim.init.sources import read_sources
-from rlsim.nemo.experiment import from_nemo
-from rlsim.verl.experiment import from_verl
-from rlsim.verl.shell import read_script
+from rlsim.frameworks.areal.experiment import from_areal
+from rlsim.frameworks.draft import Draft
+from rlsim.frameworks.nemo.experiment import from_nemo
+from rlsim.frameworks.parts import Options, check
+from rlsim.frameworks.sources import read_sources
+from rlsim.frameworks.verl.experiment import from_verl
+from rlsim.frameworks.verl.shell import read_script
 
 
 class Framework(NamedTuple):

@@ -14,10 +14,10 @@ from typing import Any
 import pandas as pd
 
 import rlsim
-from rlsim.charts import save_chart
-from rlsim.formats import number, rate, share
-from rlsim.report.staleness import frontier, frontier_chart
-from rlsim.validate.rows import markdown
+from evidence.validate.rows import markdown
+from rlsim.base.charts import save_chart
+from rlsim.base.formats import number, rate, share
+from rlsim.results.report.staleness import frontier, frontier_chart
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PICTURE = ROOT / "docs" / "asynchrony.md", ROOT / "docs" / "asynchrony.svg"

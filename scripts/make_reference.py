@@ -22,19 +22,19 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlsim import catalogue, units
-from rlsim.architectures import Config
+from rlsim.base import catalogue, units
+from rlsim.base.hooks import hooks as hooks_of
 from rlsim.errors import one_line
 from rlsim.experiment.columns import TABLES, Column
 from rlsim.experiment.schema import Experiment
-from rlsim.hardware import Cluster
-from rlsim.hooks import hooks as hooks_of
-from rlsim.models import load_model
+from rlsim.models.architectures import Config
+from rlsim.models.hardware import Cluster
+from rlsim.models.model import load_model
 from rlsim.policies.parts import KINDS, ChunkStreaming
 from rlsim.policies.registry import BUILTIN, load_policy
+from rlsim.results.sweeps.schema import SweepSpec
 from rlsim.sim import control
 from rlsim.sim.continuous import Continuous
-from rlsim.sweeps.schema import SweepSpec
 from rlsim.trace.fit import LengthFit
 from rlsim.trace.generate import Recipe
 from rlsim.trace.mixture import LengthModel

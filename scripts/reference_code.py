@@ -20,7 +20,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     "Run and read": ("rlsim", ("run", "read_result", "Result", "RlsimError")),
     "Sweep and compare": ("rlsim", ("sweep", "read_sweep", "SweepResult", "compare", "Comparison")),
     "Look at results": ("rlsim", ("write_report", "write_timeline")),
-    "Advice": ("rlsim.advise.advice", ("advise", "Advice")),
+    "Advice": ("rlsim.results.advise.advice", ("advise", "Advice")),
     "Parts of a system": (
         "rlsim",
         ("RolloutControl", "Batching", "Continuous", "RewardControl", "Rewiring", "Composition", "Schema"),
@@ -28,7 +28,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     "What a rollout that never stops knows": ("rlsim", ("OpenView", "Ready", "Update")),
     "What a rollout control knows": ("rlsim", ("ControlContext", "RolloutView", "Prompt")),
     "Actions": ("rlsim", ("Abort", "Borrow", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop")),
-    "Testing a policy": ("rlsim.testing", ("check_policy", "Checked", "ContractError")),
+    "Testing a policy": ("rlsim.experiment.testing", ("check_policy", "Checked", "ContractError")),
 }
 
 

@@ -14,8 +14,8 @@ import typer.main
 from ruamel.yaml import YAML
 
 from rlsim.cli import app, main
-from rlsim.sweeps import run as running
-from rlsim.sweeps.task import Answer, Task
+from rlsim.results.sweeps import run as running
+from rlsim.results.sweeps.task import Answer, Task
 
 #: An experiment that takes a fraction of a second.
 TINY: dict[str, Any] = {

@@ -30,7 +30,7 @@ from workloads import (
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import HostKv
-from rlsim.hardware import load_cluster
+from rlsim.models.hardware import load_cluster
 from rlsim.policies.hybrid_rollout import HybridRollout
 from rlsim.sim.batching import Batching, Batchings, PromptFeed
 from rlsim.sim.borrowing import HybridReplicas

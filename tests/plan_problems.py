@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlsim.search import Dependency, Options, Problem, Reallocation
+from rlsim.workflow.search import Dependency, Options, Problem, Reallocation
 
 GIB = 2.0**30
 

@@ -14,12 +14,6 @@ from result_tables import table
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.advise.advice import ALLOWING, SECTIONS, Advice, advise, read_tables
-from rlsim.advise.conclusions import waits_for_kv
-from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
-from rlsim.advise.memory import memory_by_call, memory_by_tp
-from rlsim.advise.ranking import candidates, ranking
-from rlsim.advise.texts import texts
 from rlsim.cli import app
 from rlsim.errors import CapacityError, CatalogueError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -29,6 +23,12 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.policies.registry import BUILTIN
+from rlsim.results.advise.advice import ALLOWING, SECTIONS, Advice, advise, read_tables
+from rlsim.results.advise.conclusions import waits_for_kv
+from rlsim.results.advise.idle import CAUSES, idle_causes, idle_shares, waits
+from rlsim.results.advise.memory import memory_by_call, memory_by_tp
+from rlsim.results.advise.ranking import candidates, ranking
+from rlsim.results.advise.texts import texts
 
 #: Left out where everything is run: they search, or tune several things.
 SLOW = ("real", "rlhfuse", "rlhfuse_plus", "openrlhf", "trl", "stream", "overcommit", "tail_consolidation", "planner",
@@ -472,8 +472,8 @@ def test_command(advice: tuple[Advice, Path], tmp_path: Path, monkeypatch: pytes
     page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
     assert "What fits: rollout" in page
     assert all(sentence[1:] in page for sentence in told["conclusions"]), "the report of an advice leads with it"
-    monkeypatch.setattr("rlsim.advise.advice.advise", lambda *_, **__: advice[0])
-    monkeypatch.setattr("rlsim.report.write.write_report", lambda target: target / "report.html")
+    monkeypatch.setattr("rlsim.results.advise.advice.advise", lambda *_, **__: advice[0])
+    monkeypatch.setattr("rlsim.results.report.write.write_report", lambda target: target / "report.html")
     whole = CliRunner().invoke(app, [*command, "--verbose"], env={"COLUMNS": "150"})
     assert "does not apply: laminar: what older weights have generated" in whole.output
     assert "Idle time of every GPU" in whole.output

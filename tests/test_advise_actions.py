@@ -10,11 +10,6 @@ import pytest
 from test_advise import SLOW, SMALL, result_of
 from typer.testing import CliRunner
 
-from rlsim.advise.advice import Advice, advise
-from rlsim.advise.headline import Headline, headline
-from rlsim.advise.quick import contenders
-from rlsim.advise.ranking import candidates, ranking
-from rlsim.areal.experiment import from_areal
 from rlsim.cli import app
 from rlsim.errors import CapacityError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -23,13 +18,18 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.run import run_loaded
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec, parse_systems
-from rlsim.init.keys import Keys
-from rlsim.init.parts import Options
-from rlsim.nemo.experiment import from_nemo
+from rlsim.frameworks.areal.experiment import from_areal
+from rlsim.frameworks.keys import Keys
+from rlsim.frameworks.nemo.experiment import from_nemo
+from rlsim.frameworks.parts import Options
+from rlsim.frameworks.verl.defaults import TP
+from rlsim.frameworks.verl.experiment import from_verl
 from rlsim.policies.registry import BUILTIN
-from rlsim.sweeps.local import in_processes
-from rlsim.verl.defaults import TP
-from rlsim.verl.experiment import from_verl
+from rlsim.results.advise.advice import Advice, advise
+from rlsim.results.advise.headline import Headline, headline
+from rlsim.results.advise.quick import contenders
+from rlsim.results.advise.ranking import candidates, ranking
+from rlsim.results.sweeps.local import in_processes
 
 TINY: dict[str, Any] = {"trace.cap": 256, "workflow.prompts": 2, "workflow.responses": 2}
 ALL_BUT_VERL = [name for name in BUILTIN if name != "verl"]
@@ -229,7 +229,7 @@ def test_an_interrupt_ends_with_one_message(tmp_path: Path, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlsim.advise.runs.run_loaded", interrupted)
+    monkeypatch.setattr("rlsim.results.advise.runs.run_loaded", interrupted)
     done = CliRunner().invoke(app, ["advise", "pat_vs_static", "--quick", "--workers", "1"])
     assert done.exit_code == 130
     assert done.output.strip() == "rlsim: interrupted; nothing was written"

@@ -13,15 +13,7 @@ from test_advise import SMALL
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.advise.advice import Advice, advise, read_tables
-from rlsim.advise.asynchronous import MOST_AGE, families, steps_for
-from rlsim.advise.bound import Bound
-from rlsim.advise.headline import headline
-from rlsim.advise.peak import peak, together
-from rlsim.advise.runs import Runner
-from rlsim.advise.split_search import Search
-from rlsim.advise.staleness import Allowed, allowed_steps
-from rlsim.advise.texts import texts
+from rlsim.base.reading import parse_yaml
 from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
@@ -30,9 +22,17 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
-from rlsim.init.keys import Keys, line_of
+from rlsim.frameworks.keys import Keys, line_of
 from rlsim.policies.registry import BUILTIN
-from rlsim.reading import parse_yaml
+from rlsim.results.advise.advice import Advice, advise, read_tables
+from rlsim.results.advise.asynchronous import MOST_AGE, families, steps_for
+from rlsim.results.advise.bound import Bound
+from rlsim.results.advise.headline import headline
+from rlsim.results.advise.peak import peak, together
+from rlsim.results.advise.runs import Runner
+from rlsim.results.advise.split_search import Search
+from rlsim.results.advise.staleness import Allowed, allowed_steps
+from rlsim.results.advise.texts import texts
 
 SHORT: dict[str, Any] = {
     **SMALL,

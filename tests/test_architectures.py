@@ -26,9 +26,9 @@ from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.run import check_experiment
-from rlsim.hardware import load_cluster
-from rlsim.layers import Mamba2, NoAttention, NoFeedForward
-from rlsim.models import Model, load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.layers import Mamba2, NoAttention, NoFeedForward
+from rlsim.models.model import Model, load_model
 
 H100 = load_cluster("8xh100")
 

@@ -10,9 +10,9 @@ import pytest
 from pydantic import Field, PrivateAttr
 
 import rlsim
+from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError, PolicyError, RlsimError
-from rlsim.report.staleness import queue_lengths
-from rlsim.schema import Schema
+from rlsim.results.report.staleness import queue_lengths
 from rlsim.sim.control import ControlContext, Reconfigure, RolloutControl, RolloutView
 
 EXPERIMENT: dict[str, Any] = {

@@ -22,7 +22,7 @@ from rlsim.cost.carried import carried_operators
 from rlsim.cost.profile import prompts_of
 from rlsim.cost.roofline import step_cost
 from rlsim.errors import CalibrationError
-from rlsim.models import load_model
+from rlsim.models.model import load_model
 
 CPU = Reference(bf16_flop_per_s=1e11, memory_bytes_per_s=1e10, sm_count=1, l2_bytes=3e7, link_bytes_per_s=5e9)
 TINY = load_model("qwen2.5-1.5b").model_copy(

@@ -15,8 +15,8 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CatalogueError
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 MODEL, H100 = "qwen2.5-7b", load_cluster("8xh100")
 BATCHES = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)

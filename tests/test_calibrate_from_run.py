@@ -22,15 +22,15 @@ from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CalibrationError, ConfigError
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.frameworks.verl.lengths import Batch, Logged, reconstruct
+from rlsim.frameworks.verl.log import read_log
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 from rlsim.sim.control import RolloutControl
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.stage import GenerationStage
 from rlsim.trace import TraceMeta, make_trace, write_trace
-from rlsim.verl.lengths import Batch, Logged, reconstruct
-from rlsim.verl.log import read_log
 
 MODEL, CLUSTER, BASE = "r1-distill-qwen-1.5b", "8xh100", "h100-vllm"
 PROMPTS, RESPONSES, CAP = 64, 8, 2048

@@ -18,7 +18,7 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError, CatalogueError
-from rlsim.hardware import load_gpu
+from rlsim.models.hardware import load_gpu
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "kernels" / "aiconfigurator"
 H100 = load_calibration("h100-vllm")

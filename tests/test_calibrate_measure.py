@@ -12,6 +12,7 @@ import pytest
 from conftest import cases
 from typer.testing import CliRunner
 
+from rlsim.base.schema import load
 from rlsim.calibrate.measure import journal as journal_module
 from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing, measure, timing
@@ -25,10 +26,9 @@ from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster
-from rlsim.models import Model
-from rlsim.precision import PRECISIONS
-from rlsim.schema import load
+from rlsim.models.hardware import Cluster
+from rlsim.models.model import Model
+from rlsim.models.precision import PRECISIONS
 
 TINY = {
     "model_type": "llama",

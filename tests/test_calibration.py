@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlsim.base.schema import validate
 from rlsim.cost.calibration import Calibration, EngineFit, calibration_names, load_calibration
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.load import set_path
-from rlsim.hardware import load_gpu
-from rlsim.models import load_model
-from rlsim.precision import PRECISIONS, peak_flop_per_s
-from rlsim.schema import validate
+from rlsim.models.hardware import load_gpu
+from rlsim.models.model import load_model
+from rlsim.models.precision import PRECISIONS, peak_flop_per_s
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"

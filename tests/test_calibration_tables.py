@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rlsim.base.catalogue import names
 from rlsim.calibrate.write import write
-from rlsim.catalogue import names
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.tables import csv_of, read_calibration, taken_out
 from rlsim.errors import CalibrationError, RlsimError

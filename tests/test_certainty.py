@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import evidence.validate as validation
 import rlsim
-from rlsim import validate as validation
-from rlsim.advise.quick import quick_settings
+from evidence.validate.calls import OUTLIER, shipped_calls
+from evidence.validate.coverage import inside, level_spread, levels_inside, line, spread
+from evidence.validate.parts import Options
+from evidence.validate.runs import run as validated
+from evidence.validate.weight_sync import left_out, left_out_errors, predicted_errors, read_syncs
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.draw import LARGEST_BATCH, MEASURED, MIDDLE_BATCH, Draw, TransferErrors
@@ -27,15 +31,11 @@ from rlsim.experiment.case import Execute, in_turn
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.run import check_experiment, run_loaded
 from rlsim.experiment.summary import model_interval
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
-from rlsim.search.methods import find_best
-from rlsim.sweeps.points import load_sweep
-from rlsim.validate.calls import OUTLIER, shipped_calls
-from rlsim.validate.coverage import inside, level_spread, levels_inside, line, spread
-from rlsim.validate.parts import Options
-from rlsim.validate.runs import run as validated
-from rlsim.validate.weight_sync import left_out, left_out_errors, predicted_errors, read_syncs
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
+from rlsim.results.advise.quick import quick_settings
+from rlsim.results.sweeps.points import load_sweep
+from rlsim.workflow.search.methods import find_best
 
 EVIDENCE = Options().evidence
 

@@ -15,7 +15,7 @@ import typer.main
 from conftest import Command as Run
 from conftest import cases
 
-from rlsim import catalogue
+from rlsim.base import catalogue
 from rlsim.cli import app, complete
 
 Command = Any  # typer brings its own click, whose classes have no public name

@@ -6,7 +6,7 @@ from rlsim.cost.calibration import Reference, load_calibration
 from rlsim.cost.collectives import OPERATIONS, Collectives
 from rlsim.cost.fits import AcrossFit, CollectiveFit, CollectiveFits
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster, Link, load_cluster
+from rlsim.models.hardware import Cluster, Link, load_cluster
 
 REFERENCE = Reference(
     bf16_flop_per_s=100e12, memory_bytes_per_s=1e12, sm_count=100, l2_bytes=40e6, link_bytes_per_s=100e9

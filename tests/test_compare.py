@@ -17,12 +17,12 @@ from result_tables import RUN, table
 from scipy import stats
 
 import rlsim
-from rlsim.comparison import compare
-from rlsim.comparison.compare import Baseline, difference_s, welch_ratio, why_unpaired
-from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.summary import paired_ratio
-from rlsim.sweeps import run as running
+from rlsim.results.comparison import compare
+from rlsim.results.comparison.compare import Baseline, difference_s, welch_ratio, why_unpaired
+from rlsim.results.comparison.runs import Run, runs_in
+from rlsim.results.sweeps import run as running
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",

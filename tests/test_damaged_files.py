@@ -35,7 +35,9 @@ from test_init import SCRIPT
 from test_trace_cli import RECIPE
 
 import rlsim
-from rlsim import tables
+from rlsim.base import tables
+from rlsim.base.reading import plain
+from rlsim.base.schema import validate
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests, read_format
 from rlsim.calibrate.importers.reading import read_table
 from rlsim.cost.calibration import Calibration
@@ -45,16 +47,14 @@ from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.tables import csv_of, read_calibration
 from rlsim.errors import CalibrationError, RlsimError, TraceError
-from rlsim.hardware import load_cluster, load_gpu
-from rlsim.models import load_model
-from rlsim.reading import plain
-from rlsim.schema import validate
+from rlsim.frameworks.verl.log import read_log
+from rlsim.frameworks.verl.run import batch_of
+from rlsim.models.hardware import load_cluster, load_gpu
+from rlsim.models.model import load_model
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
 from rlsim.trace.importers import import_trace
 from rlsim.trace.importers.tables import from_cdf
-from rlsim.verl.log import read_log
-from rlsim.verl.run import batch_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HUGE = 10**400  # a whole number that no float holds

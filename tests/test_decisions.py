@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 from workloads import LinearStep, StubCosts
 
+from rlsim.base.schema import Schema
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.continuous import BoundedStaleness, SyncQuota
@@ -28,7 +29,6 @@ from rlsim.policies.rollpacker import RollPacker
 from rlsim.policies.searched import REAL
 from rlsim.policies.stream_trainer import StreamTrainer
 from rlsim.policies.tail_batching import TailBatching
-from rlsim.schema import Schema
 from rlsim.sim.batching import PromptFeed, Unfinished
 from rlsim.sim.continuous import OpenView
 from rlsim.sim.control import (

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from rlsim.cli.trace import app
 from rlsim.errors import CalibrationError, RlsimError, TraceError
+from rlsim.frameworks.verl.trace import batch_size, derive_trace
 from rlsim.trace import read_trace
 from rlsim.trace.importers import import_trace
-from rlsim.verl.trace import batch_size, derive_trace
 
 STEPS = {1: (300.0, 1024.0, 0.02, 100.0), 2: (400.0, 1024.0, 0.05, 110.0), 3: (250.0, 900.0, 0.0, 90.0)}
 

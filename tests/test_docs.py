@@ -35,8 +35,8 @@ import pytest
 from conftest import TINY, Command
 
 import rlsim
+from rlsim.base.reading import read_yaml
 from rlsim.experiment.systems import parse_systems
-from rlsim.reading import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -19,8 +19,8 @@ from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, window
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 from rlsim.sim.control import Action, Migrate, Release, RolloutView
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import Command, Failing, cases, edited
 
-from rlsim.output import results_folder
+from rlsim.base.output import results_folder
 
 BIG = {"cluster: 8xh100": "cluster: 16x8xh100", "model: llama-3.1-8b": "model: llama-3-70b"}
 

@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from rlsim.validate.page import read_sections
+from evidence.validate.page import read_sections
 
 ROOT = Path(__file__).parents[1]
 HEADINGS = "| part | what is compared | errors |"

@@ -22,6 +22,7 @@ from conftest import TINY, Command
 from pydantic import Field
 
 import rlsim
+from rlsim.base.schema import Schema
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.columns import CALL_PARTS, SUMMARY, TABLES
@@ -29,7 +30,6 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result, read_result
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import preemption_notes
-from rlsim.schema import Schema
 from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView
 
 EXPERIMENT: dict[str, Any] = {

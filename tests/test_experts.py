@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlsim
+from evidence.validate.parts import kernel_folder
 from rlsim.calibrate.fit.experts import LEFT_OUT, calls_of, kernel_exchange, kernel_experts
 from rlsim.calibrate.importers.experts import W4A8, _balanced, _power_law, _serves_gpt_oss, exchanges, experts
 from rlsim.cost.calibration import HostFit, Reference, load_calibration
@@ -28,10 +29,9 @@ from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CapacityError, ConfigError, RlsimError
-from rlsim.hardware import load_cluster
-from rlsim.init.draft import Draft
-from rlsim.models import load_model
-from rlsim.validate.parts import kernel_folder
+from rlsim.frameworks.draft import Draft
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 from tests.test_frameworks import nemo, verl
 
 MODEL, DENSE = load_model("qwen3-30b-a3b"), load_model("qwen3-8b")

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from evidence.validate.parts import Options
+from evidence.validate.published import figures
 from rlsim.cost.calibration import derived_gpus, load_calibration
-from rlsim.validate.parts import Options
-from rlsim.validate.published import figures
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -36,6 +36,8 @@ from calibration.training import (  # noqa: E402
 from calibration.transfer import left_out_calls  # noqa: E402
 
 from calibration import across, kv, windows  # noqa: E402
+from evidence.validate.calls import shipped_calls  # noqa: E402
+from evidence.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
 from rlsim.calibrate.fit.common import held_out  # noqa: E402
 from rlsim.calibrate.points import residual  # noqa: E402
@@ -46,10 +48,8 @@ from rlsim.cost.experts import FusedExperts, expert_load  # noqa: E402
 from rlsim.cost.fits import ACROSS  # noqa: E402
 from rlsim.cost.operators import Operators  # noqa: E402
 from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S, TRAFFIC  # noqa: E402
-from rlsim.hardware import load_cluster  # noqa: E402
-from rlsim.precision import Precision  # noqa: E402
-from rlsim.validate.calls import shipped_calls  # noqa: E402
-from rlsim.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
+from rlsim.models.hardware import load_cluster  # noqa: E402
+from rlsim.models.precision import Precision  # noqa: E402
 
 DERIVED = derived_gpus()
 tables = pytest.mark.skipif(

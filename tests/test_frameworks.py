@@ -14,18 +14,18 @@ from test_init import SCRIPT, some
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.areal.allocation import GENERATES, TRAINS, Allocation, allocation, both_sides
-from rlsim.areal.experiment import from_areal
+from rlsim.base.reading import read_yaml
 from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
-from rlsim.init.draft import Draft
-from rlsim.init.interpolation import parsed
-from rlsim.init.parts import Options, check
-from rlsim.init.settings import Kind, Settings
-from rlsim.init.sources import read_sources
-from rlsim.nemo.experiment import from_nemo
-from rlsim.reading import read_yaml
-from rlsim.verl.experiment import from_verl
+from rlsim.frameworks.areal.allocation import GENERATES, TRAINS, Allocation, allocation, both_sides
+from rlsim.frameworks.areal.experiment import from_areal
+from rlsim.frameworks.draft import Draft
+from rlsim.frameworks.interpolation import parsed
+from rlsim.frameworks.nemo.experiment import from_nemo
+from rlsim.frameworks.parts import Options, check
+from rlsim.frameworks.settings import Kind, Settings
+from rlsim.frameworks.sources import read_sources
+from rlsim.frameworks.verl.experiment import from_verl
 
 #: What makes a made experiment small enough to be run here.
 SMALL = {"workflow.steps": 1, "workflow.prompts": 8, "workflow.warmup": 0, "trace.cap": 128}
@@ -515,8 +515,8 @@ def test_every_setting_that_is_asked_for_is_refused_or_taken_whatever_its_kind(
 
     for text in texts:
         # What is the same for all is read once.
-        monkeypatch.setattr("rlsim.init.sources.read_yaml", cache(read_yaml))
-        monkeypatch.setattr("rlsim.verl.config.parsed", cache(parsed))
+        monkeypatch.setattr("rlsim.frameworks.sources.read_yaml", cache(read_yaml))
+        monkeypatch.setattr("rlsim.frameworks.verl.config.parsed", cache(parsed))
         with monkeypatch.context() as patched:
             patched.setattr(Settings, "get", noting)
             read(tmp_path, text=text)

@@ -11,7 +11,7 @@ from test_systems import Checks, Times
 from workloads import LinearStep, StubCosts
 
 from rlsim.errors import CapacityError, PolicyError
-from rlsim.hardware import load_cluster
+from rlsim.models.hardware import load_cluster
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from conftest import TINY
 
-from rlsim import catalogue
+from rlsim.base import catalogue
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.rollout import RolloutCostModel
@@ -14,9 +14,9 @@ from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.step import Chunk
 from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.run import run
-from rlsim.hardware import Cluster, MixedCluster, load_any_cluster, load_cluster, load_gpu, node_types
-from rlsim.init.names import find_calibration
-from rlsim.models import load_model
+from rlsim.frameworks.names import find_calibration
+from rlsim.models.hardware import Cluster, MixedCluster, load_any_cluster, load_cluster, load_gpu, node_types
+from rlsim.models.model import load_model
 
 LINK = {"name": "pcie4x16", "bytes_per_s": "31.5 GB/s", "latency_s": "1 us"}
 INLINE = {"gpu": "a40", "nodes": 1, "gpus_per_node": 4, "intra": LINK, "host": LINK}

@@ -10,12 +10,12 @@ import pytest
 from conftest import LENGTHS, TINY, Command, Failing, cases, edited
 
 import rlsim
+from rlsim.base.hooks import hooks, overridden
 from rlsim.errors import PolicyError
-from rlsim.hooks import hooks, overridden
+from rlsim.experiment.testing import ContractError, check_policy
 from rlsim.policies.parts import KINDS, ChunkStreaming
 from rlsim.sim.batching import Batching, PromptFeed
 from rlsim.sim.control import RolloutControl
-from rlsim.testing import ContractError, check_policy
 
 #: Hooks that a plain run calls: the kind of part, the hook with its parameters, and what else the part needs.
 CALLED = [

@@ -13,20 +13,20 @@ from conftest import Command, Failing, edited
 from ruamel.yaml import YAML
 
 import rlsim
+from rlsim.base.reading import MOST_BYTES, parse_yaml, read_yaml
 from rlsim.cli import app
 from rlsim.cli.terminal import Console
 from rlsim.cost.calibration import load_calibration
 from rlsim.errors import ConfigError, RlsimError, printable
 from rlsim.experiment.frames import Frames, check_steps
 from rlsim.experiment.load import load_experiment
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
-from rlsim.reading import MOST_BYTES, parse_yaml, read_yaml
-from rlsim.sweeps.points import load_sweep
+from rlsim.frameworks.verl.config import read_config
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
+from rlsim.results.sweeps.points import load_sweep
 from rlsim.trace import TraceMeta, make_trace, write_trace
 from rlsim.trace.chart import write_chart
 from rlsim.trace.generate import load_recipe
-from rlsim.verl.config import read_config
 
 BOMB = "models:\n  l0: &l0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"  l{i}: &l{i} [{','.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 9)

@@ -10,9 +10,11 @@ from test_calibrate_import import nccl_text
 from typer.testing import CliRunner, Result
 
 import rlsim
-from rlsim.advise.ranking import unfit
+from rlsim.base.reading import read_yaml
+from rlsim.base.refusals import code_of
 from rlsim.calibrate.importers import nccl_tests
 from rlsim.cli import app
+from rlsim.cli.starter import starter
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
@@ -20,20 +22,18 @@ from rlsim.experiment.refusals import conditions, starts_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
-from rlsim.hardware import load_cluster, load_gpu
-from rlsim.init.draft import Draft, Entry
-from rlsim.init.engines import own_limits
-from rlsim.init.names import find_cluster, find_model, nearest_trace
-from rlsim.init.parts import Options, check
-from rlsim.init.settings import Unknown
-from rlsim.init.starter import starter
-from rlsim.models import load_model
-from rlsim.reading import read_yaml
-from rlsim.refusals import code_of
-from rlsim.verl.config import read_config
-from rlsim.verl.defaults import VERSIONS, defaults, release
-from rlsim.verl.experiment import from_verl
-from rlsim.verl.shell import read_script
+from rlsim.frameworks.draft import Draft, Entry
+from rlsim.frameworks.engines import own_limits
+from rlsim.frameworks.names import find_cluster, find_model, nearest_trace
+from rlsim.frameworks.parts import Options, check
+from rlsim.frameworks.settings import Unknown
+from rlsim.frameworks.verl.config import read_config
+from rlsim.frameworks.verl.defaults import VERSIONS, defaults, release
+from rlsim.frameworks.verl.experiment import from_verl
+from rlsim.frameworks.verl.shell import read_script
+from rlsim.models.hardware import load_cluster, load_gpu
+from rlsim.models.model import load_model
+from rlsim.results.advise.ranking import unfit
 
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = r"""#!/usr/bin/env bash

@@ -10,7 +10,7 @@ from workloads import LinearStep, StubCosts
 
 from rlsim.cost.derived import crowded
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.hardware import load_cluster
+from rlsim.models.hardware import load_cluster
 from rlsim.policies.reward_scheduler import AsyncReward
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import Prompt

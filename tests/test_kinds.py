@@ -11,7 +11,6 @@ from conftest import TINY, Command
 from ruamel.yaml import YAML
 
 import rlsim
-from rlsim.advise.advice import advise
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.fits import ACROSS
@@ -25,9 +24,10 @@ from rlsim.experiment.plan_report import search_plan
 from rlsim.experiment.result import Result, read_result
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
-from rlsim.hardware import MixedCluster, load_any_cluster, load_cluster
-from rlsim.models import load_model
-from rlsim.report.setups import case_setups
+from rlsim.models.hardware import MixedCluster, load_any_cluster, load_cluster
+from rlsim.models.model import load_model
+from rlsim.results.advise.advice import advise
+from rlsim.results.report.setups import case_setups
 
 MIXED = "2x8xh20+1x8xh100"
 KINDS = {"h20": "h20-vllm", "h100": "h100-vllm"}

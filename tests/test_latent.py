@@ -20,8 +20,8 @@ from rlsim.cost.operators import Operators
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 DATA = Path(os.environ.get("RLSIM_DATA", Path(__file__).parents[2] / "shared" / "data")) / "kernels/aiconfigurator"
 MEASURED_TABLES = pytest.mark.skipif(not DATA.is_dir(), reason="no measured kernel tables here (RLSIM_DATA)")

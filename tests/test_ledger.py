@@ -13,7 +13,7 @@ from test_frameworks import AREAL
 from test_frameworks import BASE as NEMO
 
 import rlsim
-from rlsim.areal.experiment import from_areal
+from rlsim.base.refusals import holds
 from rlsim.cli.tables import print_ledgers
 from rlsim.cost.assumed import AssumedCosts
 from rlsim.cost.calibration import load_calibration
@@ -39,13 +39,13 @@ from rlsim.experiment.ledger import (
 )
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.result import Result, read_result
-from rlsim.hardware import load_cluster
-from rlsim.init.draft import Draft
-from rlsim.init.parts import RULE_CHECK, Options
-from rlsim.models import load_model
-from rlsim.nemo.experiment import from_nemo
-from rlsim.refusals import holds
-from rlsim.verl.experiment import from_verl
+from rlsim.frameworks.areal.experiment import from_areal
+from rlsim.frameworks.draft import Draft
+from rlsim.frameworks.nemo.experiment import from_nemo
+from rlsim.frameworks.parts import RULE_CHECK, Options
+from rlsim.frameworks.verl.experiment import from_verl
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
 

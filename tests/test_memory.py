@@ -16,8 +16,8 @@ from rlsim.cost.memory import (
 )
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.hardware import load_gpu
-from rlsim.models import load_model
+from rlsim.models.hardware import load_gpu
+from rlsim.models.model import load_model
 
 LLAMA = load_model("llama-3.1-8b")
 LAYER = LLAMA.layer

@@ -19,7 +19,7 @@ from rlsim.cost.groups import Groups
 from rlsim.cost.layout import Layout
 from rlsim.errors import RlsimError
 from rlsim.experiment.result import Result
-from rlsim.hardware import load_cluster
+from rlsim.models.hardware import load_cluster
 
 TWO = load_cluster("2x8xh100")
 H100 = load_calibration("h100-sglang")

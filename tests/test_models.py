@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from rlsim import catalogue
+from rlsim.base import catalogue
 from rlsim.errors import CatalogueError, ConfigError
-from rlsim.models import load_model
+from rlsim.models.model import load_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

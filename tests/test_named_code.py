@@ -16,10 +16,10 @@ from pydantic import Field
 from rlsim import Composition, RolloutControl, Schema
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.systems import parse_systems
+from rlsim.experiment.testing import ContractError, check_policy
 from rlsim.policies.parts import Part, flattened
 from rlsim.policies.verl import VeRL
 from rlsim.sim.control import ControlContext, Stop
-from rlsim.testing import ContractError, check_policy
 
 
 def write_policy(folder: Path, name: str, text: str) -> str:

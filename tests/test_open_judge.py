@@ -21,7 +21,7 @@ from workloads import LinearStep, StubCosts
 import rlsim
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.frames import stays_frame
-from rlsim.hardware import load_cluster
+from rlsim.models.hardware import load_cluster
 from rlsim.policies.reward_scheduler import AsyncReward
 from rlsim.sim import scheduler
 from rlsim.sim.batching import Batching, Batchings

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from evidence.validate.parts import kernel_folder
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.cost.calibration import Reference, Residual, load_calibration
 from rlsim.cost.curve import DecodeCurve
@@ -19,7 +20,6 @@ from rlsim.cost.operators import Operators
 from rlsim.cost.products import Products
 from rlsim.cost.surface import Surface
 from rlsim.errors import CalibrationError
-from rlsim.validate.parts import kernel_folder
 
 REFERENCE = Reference(
     bf16_flop_per_s=100e12, memory_bytes_per_s=1e12, sm_count=100, l2_bytes=40e6, link_bytes_per_s=100e9

@@ -27,7 +27,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import System
-from rlsim.hardware import load_cluster
+from rlsim.models.hardware import load_cluster
 from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.oppo import Chunked, Overcommit, RewardCurve, adapted
 from rlsim.policies.reward_scheduler import AsyncReward

@@ -18,14 +18,14 @@ import pytest
 from conftest import TINY, Command
 
 import rlsim
+from rlsim.base.charts import save_chart
+from rlsim.base.output import atomic_path, check_file, check_own_file
 from rlsim.calibrate.importers import import_calibration
 from rlsim.calibrate.measure.journal import Journal
-from rlsim.charts import save_chart
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result, read_result
-from rlsim.output import atomic_path, check_file, check_own_file
-from rlsim.report.chosen_run import choose_run
+from rlsim.results.report.chosen_run import choose_run
 
 
 @pytest.fixture(scope="module")

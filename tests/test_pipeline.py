@@ -19,8 +19,8 @@ from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError, RlsimError
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 LLAMA = load_model("llama-3-7b")
 H100 = load_cluster("2x8xh100")

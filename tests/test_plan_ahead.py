@@ -25,7 +25,7 @@ from rlsim.experiment.plan_report import search_plan
 from rlsim.experiment.planning import PlanSpace, borders
 from rlsim.policies.plan import part_of
 from rlsim.policies.relaxed import Lagged
-from rlsim.search import Budget
+from rlsim.workflow.search import Budget
 
 GRPO: dict[str, Any] = {"models": {"reward": SMALL}, "workflow": {"algorithm": "grpo", "steps": 12}}
 #: Long enough for generation to weigh as much as the other calls.

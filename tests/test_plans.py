@@ -31,8 +31,8 @@ from rlsim.experiment.planning import ENGINE_SHARES, PlanSpace
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
-from rlsim.hardware import load_cluster
-from rlsim.models import Model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import Model
 from rlsim.policies.plan import ExplicitPlan
 from rlsim.workflow import Call, Edge, Placement, Workflow, dpo, grpo, ppo, remax
 from rlsim.workflow.memory import BatchSize, PlanMemory

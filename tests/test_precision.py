@@ -30,9 +30,9 @@ from rlsim.cost.weight_sync import QUANTISING_BYTES
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.schema import Experiment
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
-from rlsim.precision import Precision, published_precision
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
+from rlsim.models.precision import Precision, published_precision
 
 LLAMA, MIXTURE = load_model("llama-3.1-8b"), load_model("qwen3-30b-a3b")
 MATRICES = 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)  # of LLaMA's layers

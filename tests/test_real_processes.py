@@ -15,6 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import rlsim
+from evidence.validate import real_run
+from evidence.validate.rollout import validate_rollouts
+from evidence.validate.rollout_simulation import Case, MeasuredCosts, simulate
+from evidence.validate.rollout_steps import QUICK, Samples, fit, shapes
 from rlsim.calibrate.measure import steps
 from rlsim.calibrate.measure.batch import Batch
 from rlsim.calibrate.measure.bench import Bench
@@ -33,12 +37,8 @@ from rlsim.cost.served import ServedStep
 from rlsim.cost.step import Chunk
 from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.errors import CalibrationError
-from rlsim.hardware import load_cluster
-from rlsim.models import Model, load_model
-from rlsim.validate import real_run
-from rlsim.validate.rollout import validate_rollouts
-from rlsim.validate.rollout_simulation import Case, MeasuredCosts, simulate
-from rlsim.validate.rollout_steps import QUICK, Samples, fit, shapes
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import Model, load_model
 
 TINY = Model(
     name="tiny",

@@ -18,8 +18,8 @@ from rlsim.cost.layout import Layout, PairTimes, canonical
 from rlsim.cost.reallocation import DataTransfer, Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
-from rlsim.hardware import Cluster, load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import Cluster, load_cluster
+from rlsim.models.model import load_model
 
 LLAMA = load_model("llama-3-7b")
 WEIGHTS = 2 * LLAMA.parameters

@@ -14,7 +14,7 @@ from workloads import LinearStep, StubCosts
 import rlsim
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
-from rlsim.hardware import load_cluster
+from rlsim.models.hardware import load_cluster
 from rlsim.policies.relaxed import ActiveGroups, Lagged, PartialRollout, Split
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import Prompt

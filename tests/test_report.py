@@ -17,23 +17,23 @@ from browser import open_page
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.charts import vega_script
+from rlsim.base.charts import vega_script
 from rlsim.cli import app
-from rlsim.comparison.verdict import judge
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
-from rlsim.hardware import load_cluster
-from rlsim.precision import PRECISIONS
-from rlsim.report.choice import choose
-from rlsim.report.gantt import MOST_MARKS, gantt
-from rlsim.report.headline import cases_sentence, findings
-from rlsim.report.page import Figure
-from rlsim.report.setups import case_setups
-from rlsim.report.shares import batch_parts, gpu_shares, step_section
-from rlsim.report.speedups import speedups
-from rlsim.report.staleness import beaten, continuous, frontier, placed_labels, queue_lengths
-from rlsim.report.style import BUBBLE, kind_colours
-from rlsim.report.write import report_page, write_report
+from rlsim.models.hardware import load_cluster
+from rlsim.models.precision import PRECISIONS
+from rlsim.results.comparison.verdict import judge
+from rlsim.results.report.choice import choose
+from rlsim.results.report.gantt import MOST_MARKS, gantt
+from rlsim.results.report.headline import cases_sentence, findings
+from rlsim.results.report.page import Figure
+from rlsim.results.report.setups import case_setups
+from rlsim.results.report.shares import batch_parts, gpu_shares, step_section
+from rlsim.results.report.speedups import speedups
+from rlsim.results.report.staleness import beaten, continuous, frontier, placed_labels, queue_lengths
+from rlsim.results.report.style import BUBBLE, kind_colours
+from rlsim.results.report.write import report_page, write_report
 
 HOSTILE = '<script>alert("x")</script> & "co"'
 

@@ -14,16 +14,16 @@ from result_tables import RUN, table
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result
-from rlsim.report.choice import Choice
-from rlsim.report.gantt import by_group, gantt, merged
-from rlsim.report.generation import active_replicas, active_sequences, generation, gpus_by_tp, switch_labels
-from rlsim.report.lengths import survival, trained_lengths
-from rlsim.report.page import Page, Text
-from rlsim.report.shares import gpu_shares
-from rlsim.report.speedups import seed_speedups
-from rlsim.report.style import BUBBLE, label_angle
-from rlsim.report.sweep_charts import best_systems, cut, is_grid, is_number, label, levels, varying
-from rlsim.report.sweep_page import sweep_findings, sweep_section, sweep_table
+from rlsim.results.report.choice import Choice
+from rlsim.results.report.gantt import by_group, gantt, merged
+from rlsim.results.report.generation import active_replicas, active_sequences, generation, gpus_by_tp, switch_labels
+from rlsim.results.report.lengths import survival, trained_lengths
+from rlsim.results.report.page import Page, Text
+from rlsim.results.report.shares import gpu_shares
+from rlsim.results.report.speedups import seed_speedups
+from rlsim.results.report.style import BUBBLE, label_angle
+from rlsim.results.report.sweep_charts import best_systems, cut, is_grid, is_number, label, levels, varying
+from rlsim.results.report.sweep_page import sweep_findings, sweep_section, sweep_table
 
 
 def span(gpu: int, gpus: int, start: float, end: float, kind: str, **more: Any) -> dict[str, Any]:

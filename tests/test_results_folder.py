@@ -10,9 +10,9 @@ import pytest
 from conftest import TINY, Command, cases
 
 import rlsim
-from rlsim.charts import vega_script
+from rlsim.base.charts import vega_script
+from rlsim.base.output import results_folder
 from rlsim.errors import ConfigError
-from rlsim.output import results_folder
 
 
 def test_names_that_differ_have_folders_that_differ() -> None:

@@ -24,8 +24,8 @@ from rlsim.cost.transfer import (
     weight_sync_s,
 )
 from rlsim.errors import ConfigError
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 LLAMA = load_model("llama-3.1-8b")
 KV_BYTES = 131_072  # of a token: 2 · 32 layers · 8 KV heads · 128 · 2 bytes

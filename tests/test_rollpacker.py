@@ -12,6 +12,7 @@ import pytest
 from test_asynchronous import check_gpus
 
 import rlsim
+from evidence.validate.rollpacker import share_settings
 from rlsim.cost.derived import crowded, streamed
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
@@ -24,11 +25,10 @@ from rlsim.experiment.schema import RewardSpec
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.experiment.workflows import TraceScoring
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 from rlsim.sim.request import Request
 from rlsim.trace import TraceMeta, make_trace, mix
-from rlsim.validate.rollpacker import share_settings
 
 STEPS = 6
 EXPERIMENT: dict[str, Any] = {

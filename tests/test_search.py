@@ -9,14 +9,14 @@ import pytest
 import simpy
 from plan_problems import GIB, fits, ppo_node, random_graph, random_ppo, schedule, table
 
+from evidence.validate.steps import realhf_experiment
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.plan_report import search_plan
 from rlsim.policies.searched import REAL
-from rlsim.search import Budget, Dependency, Found, Options, Problem, Reallocation, find_plan
-from rlsim.search.bound import LowerBound, least_s
-from rlsim.search.greedy import greedy, start
 from rlsim.sim.pool import GpuPool
-from rlsim.validate.steps import realhf_experiment
+from rlsim.workflow.search import Budget, Dependency, Found, Options, Problem, Reallocation, find_plan
+from rlsim.workflow.search.bound import LowerBound, least_s
+from rlsim.workflow.search.greedy import greedy, start
 
 
 def descent(problem: Problem, budget: Budget, seed: int = 0) -> Found:
@@ -310,7 +310,7 @@ def test_order_must_follow_dependencies():
 
 
 # Bounds and optima. Why the path of the last call r alone is a bound where there are two last calls r and s, under the
-# assumptions in rlsim/search/bound.py; R is the end of r(0), r and s stand for their seconds too:
+# assumptions in rlsim/workflow/search/bound.py; R is the end of r(0), r and s stand for their seconds too:
 #
 # - If r(0) ends last, nothing is to be shown. Else s(0) ends last. The parents of s(0) precede r(0), so s(0) is ready
 #   when r(0) starts, or before. Whatever is taken before s(0) is ready no later than s(0); no node of iteration 1 is,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from evidence.validate.parts import Options
+from evidence.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, run_rows, section
 from rlsim.cost.calibration import FrontEndFit, HostFit
 from rlsim.cost.curve import DecodeCurve, InWindows, at_least
 from rlsim.cost.derived import hosted
@@ -14,8 +16,6 @@ from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError
 from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
-from rlsim.validate.parts import Options
-from rlsim.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, run_rows, section
 
 DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05
 HEADINGS = "model,gpu,backend,backend_version,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"

@@ -7,8 +7,8 @@ from rlsim.cost.derived import crowded, streamed
 from rlsim.cost.memory import RESERVED_BYTES, rollout_activation_bytes, rollout_weight_bytes
 from rlsim.cost.sharing import judge_bytes, layers_to_offload, stream_s
 from rlsim.cost.step import Chunk
-from rlsim.hardware import Link
-from rlsim.models import load_model
+from rlsim.models.hardware import Link
+from rlsim.models.model import load_model
 
 LLAMA = load_model("llama-3.1-8b")
 LAYER_BYTES = 436_224_000  # 218,112,000 weights in bf16

@@ -10,8 +10,8 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.operators import Operators
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.step import Chunk
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 LLAMA, H100 = load_model("llama-3.1-8b"), load_cluster("8xh100")
 

@@ -11,8 +11,8 @@ from rlsim.cost.profile import ProfileStep, profile_of, rising
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 LLAMA = load_model("llama-3.1-8b")
 H100 = load_cluster("8xh100")

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from conftest import TINY
 
+from evidence.validate.parts import Options
+from evidence.validate.published import figures
+from evidence.validate.steps_nemo import nemo_experiment
+from evidence.validate.steps_stated import experiments, seconds, write_lengths
 from rlsim import run
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.trace import read_trace
-from rlsim.validate.parts import Options
-from rlsim.validate.published import figures
-from rlsim.validate.steps_nemo import nemo_experiment
-from rlsim.validate.steps_stated import experiments, seconds, write_lengths
 
 RECIPE = {
     "nodes": 2, "gpus_per_node": 8, "total_gpus": 16, "rollout_gpus": 8, "prompts_per_step": 4, "n": 8, "train_gbs": 8,

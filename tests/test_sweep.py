@@ -25,13 +25,13 @@ import rlsim
 from rlsim.cli.tables import setting_texts
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.columns import SUMMARY
-from rlsim.sweeps import local
-from rlsim.sweeps import run as running
-from rlsim.sweeps.axes import settings_of
-from rlsim.sweeps.points import Definition, load_sweep
-from rlsim.sweeps.schema import SweepSpec
-from rlsim.sweeps.store import LOCK, TEMPORARY, Store
-from rlsim.sweeps.task import Failed, Task
+from rlsim.results.sweeps import local
+from rlsim.results.sweeps import run as running
+from rlsim.results.sweeps.axes import settings_of
+from rlsim.results.sweeps.points import Definition, load_sweep
+from rlsim.results.sweeps.schema import SweepSpec
+from rlsim.results.sweeps.store import LOCK, TEMPORARY, Store
+from rlsim.results.sweeps.task import Failed, Task
 
 
 def a_sweep(*axes: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -163,9 +163,9 @@ def test_points_are_named_by_what_decides_their_results(tmp_path: Path, monkeypa
     assert names(load_sweep(a_sweep(seeds=2))) != name
     assert names(load_sweep(a_sweep({"grid": {"trace.cap": [512, 256]}}))) == name[::-1]
     trace = tmp_path / "mine.parquet"
-    shutil.copy(rlsim.catalogue.names("traces", ".parquet")["rollpacker-math"], trace)
+    shutil.copy(rlsim.base.catalogue.names("traces", ".parquet")["rollpacker-math"], trace)
     before = names(load_sweep(a_sweep(trace={"path": str(trace), "cap": 512})))
-    shutil.copy(rlsim.catalogue.names("traces", ".parquet")["rollpacker-code"], trace)
+    shutil.copy(rlsim.base.catalogue.names("traces", ".parquet")["rollpacker-code"], trace)
     assert names(load_sweep(a_sweep(trace={"path": str(trace), "cap": 512}))) != before
     monkeypatch.syspath_prepend(str(tmp_path))
     found = []
@@ -621,7 +621,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 @pytest.mark.usefixtures("in_process")
 def test_ray_writes_the_same_bytes_though_a_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deadly_policy.py").write_text(DEADLY.format(folder=str(tmp_path)), encoding="utf-8")
-    lengths = rlsim.catalogue.names("traces", ".parquet")["rollpacker-math"].read_bytes()
+    lengths = rlsim.base.catalogue.names("traces", ".parquet")["rollpacker-math"].read_bytes()
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.parquet").write_bytes(lengths)  # beside the sweep: to be sent along
     systems = [["verl"], [{"deadly_policy:Deadly": {"tp": 4, "lives": 1}}]]

@@ -18,7 +18,7 @@ import rlsim
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.systems import System
-from rlsim.hardware import load_cluster
+from rlsim.models.hardware import load_cluster
 from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.planner import Planner
 from rlsim.policies.reward_scheduler import AdaptiveTimeout, AsyncReward

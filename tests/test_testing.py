@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rlsim.experiment.testing import ContractError, check_policy
 from rlsim.policies.registry import load_policy, policy_names
 from rlsim.sim.control import Abort, ControlContext, Reconfigure, Release, RolloutControl, RolloutView, Stop
 from rlsim.sim.rollout import Rollout
-from rlsim.testing import ContractError, check_policy
 
 
 @pytest.mark.parametrize("name", sorted(policy_names()))

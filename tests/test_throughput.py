@@ -22,8 +22,8 @@ from rlsim.experiment.parts import PARTS_OF_A_STEP, tail_stretches
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means, rate_notes
 from rlsim.policies.registry import BUILTIN
-from rlsim.report.headline import findings
-from rlsim.report.shares import batch_parts, gpu_shares
+from rlsim.results.report.headline import findings
+from rlsim.results.report.shares import batch_parts, gpu_shares
 
 SMALL: dict[str, Any] = {
     "name": "small",

@@ -25,9 +25,9 @@ from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.frames import stays_frame
 from rlsim.experiment.load import read_experiment
-from rlsim.report.replica_load import held_by_replicas
-from rlsim.report.timeline import write_timeline
-from rlsim.report.trace_events import Tracks
+from rlsim.results.report.replica_load import held_by_replicas
+from rlsim.results.report.timeline import write_timeline
+from rlsim.results.report.trace_events import Tracks
 from rlsim.sim.control import Reconfigure, RolloutView
 
 SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1, "certainty": 0}
@@ -247,7 +247,7 @@ def test_steps_are_chosen(pat: Path, tmp_path: Path) -> None:
 
 
 def test_many_requests_have_tracks_in_first_steps(pat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsim.report.timeline_requests.MOST_STAYS", 200)
+    monkeypatch.setattr("rlsim.results.report.timeline_requests.MOST_STAYS", 200)
     assert write_timeline(pat, tmp_path / "timeline.json", system="pat").with_requests == (0,)
     trace, stays = Trace(tmp_path / "timeline.json"), rlsim.read_result(pat).stays
     check_requests(trace, rows(stays, "pat").query("step == 0"))
@@ -304,7 +304,7 @@ def test_an_error_leaves_the_earlier_file(pat: Path, tmp_path: Path, monkeypatch
     def broken(*_: object) -> None:
         raise RuntimeError("power cut")
 
-    monkeypatch.setattr("rlsim.report.timeline._write_gpus", broken)
+    monkeypatch.setattr("rlsim.results.report.timeline._write_gpus", broken)
     with pytest.raises(RuntimeError, match="power cut"):
         write_timeline(pat, out)
     assert [p.name for p in tmp_path.iterdir()] == ["timeline.json"]

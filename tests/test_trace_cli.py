@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from rlsim.catalogue import data_dir
+from rlsim.base.catalogue import data_dir
 from rlsim.cli.trace import app
 from rlsim.errors import RlsimError, TraceError
 from rlsim.trace import make_trace, read_trace, write_trace

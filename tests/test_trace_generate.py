@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from conftest import cases
 
-from rlsim.catalogue import data_dir, names
+from rlsim.base.catalogue import data_dir, names
+from rlsim.base.schema import validate
 from rlsim.errors import ConfigError, TraceError
-from rlsim.schema import validate
 from rlsim.trace import read_trace, write_trace
 from rlsim.trace.facts import Fact, model_from_facts
 from rlsim.trace.fit import fit_trace, save_fit

@@ -21,8 +21,8 @@ from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError
-from rlsim.hardware import Cluster, load_cluster
-from rlsim.models import load_model
+from rlsim.models.hardware import Cluster, load_cluster
+from rlsim.models.model import load_model
 
 LLAMA = load_model("llama-3.1-8b")
 H100 = load_cluster("8xh100")

@@ -11,6 +11,9 @@ from conftest import TINY, Talk
 from test_init import draft_of
 from test_train import FLOPS_ONLY, IDEAL, MEMORY_ONLY, Ring
 
+from evidence.validate.parts import Options
+from evidence.validate.steps_nemo import nemo_rows
+from evidence.validate.steps_trainer import trainer_rows
 from rlsim import run
 from rlsim.cost.attention_work import DELTA_CHUNK_TOKENS, Reach, attention_work
 from rlsim.cost.flops import forward_flops
@@ -23,17 +26,14 @@ from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import gather_s
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.run import check_experiment
-from rlsim.hardware import Cluster, load_cluster
-from rlsim.init.draft import Entry
-from rlsim.init.settings import Settings
-from rlsim.init.tables import default_values, names
-from rlsim.layers import FullAttention, LinearAttention
-from rlsim.models import Model, load_model
-from rlsim.nemo.training import _add_experts
+from rlsim.frameworks.draft import Entry
+from rlsim.frameworks.nemo.training import _add_experts
+from rlsim.frameworks.settings import Settings
+from rlsim.frameworks.tables import default_values, names
+from rlsim.models.hardware import Cluster, load_cluster
+from rlsim.models.layers import FullAttention, LinearAttention
+from rlsim.models.model import Model, load_model
 from rlsim.policies.plan import ExplicitPlan
-from rlsim.validate.parts import Options
-from rlsim.validate.steps_nemo import nemo_rows
-from rlsim.validate.steps_trainer import trainer_rows
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
 
@@ -394,7 +394,7 @@ def test_measured_rows_of_mixtures_fit_or_say_why_not(monkeypatch: pytest.Monkey
         check_experiment({**experiment, "trace": {**experiment["trace"], "fixed": round(mean_tokens)}})
         return dict.fromkeys(("step", "generate", "old_log_prob", "ref_log_prob", "train", "weight_sync"), 1.0)
 
-    monkeypatch.setattr("rlsim.validate.steps_nemo.seconds", checked)
+    monkeypatch.setattr("evidence.validate.steps_nemo.seconds", checked)
     rows, refused, _ = nemo_rows(Options())
     cases = {row.case for row in rows if row.quantity == "step_time_s"}
     assert {"nemo-rl-moe/qwen3-30b-a3b/on-policy", "nemo-rl-moe/qwen3-30b-a3b/one-step-off"} <= cases

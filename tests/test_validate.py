@@ -12,18 +12,18 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from evidence.validate import parts, pat, transfer
+from evidence.validate.page import blocks, read_sections, stale, write_page
+from evidence.validate.parts import PARTS, Options, Section, Skipped, kernel_folder
+from evidence.validate.published import figures, published_rows
+from evidence.validate.rows import Row, summarise
+from evidence.validate.serving import AISIMULATE, SERVED, TABLE, TODAY
+from evidence.validate.targets import Bound, Target, Targets, bounds_of, load_targets, verdicts
+from evidence.validate.transfer import SettingFit, TransferFits, kind_rows, read_runs, shipped_fits
 from rlsim.cli import app
 from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.errors import ConfigError
 from rlsim.experiment.result import Result
-from rlsim.validate import parts, pat, transfer
-from rlsim.validate.page import blocks, read_sections, stale, write_page
-from rlsim.validate.parts import PARTS, Options, Section, Skipped, kernel_folder
-from rlsim.validate.published import figures, published_rows
-from rlsim.validate.rows import Row, summarise
-from rlsim.validate.serving import AISIMULATE, SERVED, TABLE, TODAY
-from rlsim.validate.targets import Bound, Target, Targets, bounds_of, load_targets, verdicts
-from rlsim.validate.transfer import SettingFit, TransferFits, kind_rows, read_runs, shipped_fits
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = read_sections(ROOT / "docs" / "validation.md")

@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rlsim.comparison.verdict import decided, judge
 from rlsim.experiment.summary import EXPLAINED
-from rlsim.report.headline import cases_sentence
-from rlsim.report.speedups import VERDICTS, speedups
+from rlsim.results.comparison.verdict import decided, judge
+from rlsim.results.report.headline import cases_sentence
+from rlsim.results.report.speedups import VERDICTS, speedups
 
 NAN = math.nan
 #: What answers say, each of which must be met.

@@ -10,14 +10,14 @@ import pytest
 from conftest import TINY, Talk
 
 import rlsim
+from evidence.validate import weight_sync as published
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.weight_sync import FITTED, SyncFit, WeightSync
 from rlsim.errors import CalibrationError, ConfigError
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
-from rlsim.validate import weight_sync as published
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 QWEN = load_model("qwen2.5-7b")  # 15,231,233,024 bytes, 339 tensors
 MIXTURE = load_model("qwen3-30b-a3b")

@@ -11,9 +11,9 @@ from rlsim.cost.curve import DecodeCurve, InWindows, over_all
 from rlsim.cost.memory import kv_page_bytes, kv_shape
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape
-from rlsim.hardware import load_cluster
-from rlsim.models import Model, load_model
-from rlsim.precision import KvPrecision
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import Model, load_model
+from rlsim.models.precision import KvPrecision
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.request import Request
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 import rlsim
 from rlsim.cli import app
 from rlsim.cli.running import _tables
-from rlsim.comparison.verdict import judge
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.systems import parse_systems
+from rlsim.results.comparison.verdict import judge
 from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, ppo, remax
 
 BASE: dict[str, Any] = {

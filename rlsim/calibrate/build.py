@@ -32,7 +32,7 @@ from rlsim.cost.calibration import (
 from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits, ProductFit
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import RlsimError
-from rlsim.models import Model, load_model
+from rlsim.models.model import Model, load_model
 
 COLD = "weights and KV are taken as cold: bandwidths are fitted on footprints beyond L2 and used for every size"
 MIXTURE = "a mixture's grouped GEMM is approximated from plain GEMMs, not measured"

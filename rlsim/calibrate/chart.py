@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from rlsim.charts import check_chart_path, save_chart
+from rlsim.base.charts import check_chart_path, save_chart
 from rlsim.errors import CalibrationError
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from rlsim.base.catalogue import DATA
+from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.importers.reading import numbers, read_table, read_text, row_name
 from rlsim.calibrate.steps import ITERATION, as_iterations
 from rlsim.errors import CalibrationError
-from rlsim.reading import plain, read_yaml
 
 LIKE = 0.2  # share by which two lines of averages may differ in their size: the mean of both stands for it
 #: Columns of a table; of the contexts either, tokens of each sequence or of all.
@@ -27,8 +28,7 @@ UNLIKE, SHORT = "of another size than the line before", "too little of the KV ca
 OTHERWISE = "give the iterations as a table (.csv)"
 
 _FORMS: list[tuple[Mapping[str, str], re.Pattern[str], re.Pattern[str]]] = [
-    (row, re.compile(row["mark"]), re.compile(row["numbers"]))
-    for row in plain(read_yaml(Path(__file__).parents[1] / "data" / "engine_logs.yaml"))
+    (row, re.compile(row["mark"]), re.compile(row["numbers"])) for row in plain(read_yaml(DATA / "engine_logs.yaml"))
 ]
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PROCESS = re.compile(r"pid=\d+|\bEngine \d+|\b[DT]P\d+")

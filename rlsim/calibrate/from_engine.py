@@ -21,8 +21,8 @@ from rlsim.calibrate.write import extended
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.roofline import step_cost
 from rlsim.errors import CalibrationError, unknown_name
-from rlsim.models import load_model
-from rlsim.precision import KV_BYTES, PRECISIONS, KvPrecision, Precision
+from rlsim.models.model import load_model
+from rlsim.models.precision import KV_BYTES, PRECISIONS, KvPrecision, Precision
 
 FEWEST_ROWS = 6  # decode steps: a third of them is left out
 MOST_ROWS = 20_000  # more are thinned out evenly

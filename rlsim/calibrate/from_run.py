@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from rlsim.base.reading import read_yaml
 from rlsim.calibrate.fit.common import Array, percent
 from rlsim.calibrate.points import join, point_rows, residual_of
 from rlsim.calibrate.run_experiment import arguments_of
@@ -22,14 +23,13 @@ from rlsim.calibrate.run_rollout import RolloutTimes, host_fit, rollout_times
 from rlsim.calibrate.write import extended
 from rlsim.cost.calibration import Calibration, Residual, load_calibration
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster, load_cluster
-from rlsim.models import load_model
-from rlsim.reading import read_yaml
+from rlsim.frameworks.verl.lengths import Batch, deals, from_trace, logged_lengths, reconstruct
+from rlsim.frameworks.verl.log import VerlLog, read_log
+from rlsim.frameworks.verl.run import RunSettings, settings_of
+from rlsim.models.hardware import Cluster, load_cluster
+from rlsim.models.model import load_model
 from rlsim.trace import read_trace
 from rlsim.trace.metrics import METRICS
-from rlsim.verl.lengths import Batch, deals, from_trace, logged_lengths, reconstruct
-from rlsim.verl.log import VerlLog, read_log
-from rlsim.verl.run import RunSettings, settings_of
 
 SCRIPT = "rlsim calibrate from-run"
 FEWEST_STEPS = 6  # usable ones: half of them are fitted
@@ -86,7 +86,7 @@ def from_run(
     everything else comes from. `tp` is the rollout's. `prompts` × `responses` sequences a step of up to `cap` response
     tokens; `train` are fields of `TrainingArguments`, `engine` of `EngineConfig`. What is None is taken from the
     experiment of the run (as `rlsim init` writes it), else from the configuration that veRL prints at the start of its
-    console log. `trace` gives the shape of the lengths, else they are reconstructed (see `rlsim.verl.lengths`);
+    console log. `trace` gives the shape of the lengths, else `rlsim.frameworks.verl.lengths` reconstructs them;
     `prompt_tokens` is the mean length of prompts where the log has none. The first `warmup` steps are left out.
 
     Raises `CalibrationError` if the log lacks something, contradicts the arguments or itself, has fewer than 6 usable

@@ -15,7 +15,7 @@ import pandas as pd
 from rlsim.cost.calibration import Source
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
-from rlsim.precision import PRECISIONS
+from rlsim.models.precision import PRECISIONS
 
 #: Attention: mean and longest context of a decode step; new and cached tokens of a sequence that is prefilled.
 ATTENTION: Mapping[str, tuple[str, ...]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlsim.cost.calibration import Reference
-from rlsim.hardware import Cluster, Gpu, Link
+from rlsim.models.hardware import Cluster, Gpu, Link
 
 GPUS = 64  # in the node: more than any that is measured
 

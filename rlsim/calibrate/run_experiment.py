@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlsim.base.schema import Schema
 from rlsim.experiment.build import beside, find_trace
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
-from rlsim.schema import Schema
+from rlsim.frameworks.verl.run import TrainingArguments
 from rlsim.trace import read_trace
-from rlsim.verl.run import TrainingArguments
 
 
 def arguments_of(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:

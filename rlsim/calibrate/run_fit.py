@@ -18,11 +18,11 @@ from rlsim.cost.flops import forward_flops
 from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster
-from rlsim.models import Model
-from rlsim.verl.lengths import Batch
-from rlsim.verl.log import VerlLog
-from rlsim.verl.run import RunSettings
+from rlsim.frameworks.verl.lengths import Batch
+from rlsim.frameworks.verl.log import VerlLog
+from rlsim.frameworks.verl.run import RunSettings
+from rlsim.models.hardware import Cluster
+from rlsim.models.model import Model
 
 #: Model FLOPs of the update over the peak of all GPUs. Outside this the times, the GPUs or the model must be wrong.
 PLAUSIBLE_MFU = (0.01, 1.0)

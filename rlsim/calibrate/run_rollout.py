@@ -11,12 +11,12 @@ from rlsim.calibrate.fit.common import Array
 from rlsim.cost.calibration import Calibration, HostFit
 from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
-from rlsim.hardware import Cluster
-from rlsim.models import Model
+from rlsim.frameworks.verl.lengths import Batch
+from rlsim.frameworks.verl.run import RunSettings
+from rlsim.models.hardware import Cluster
+from rlsim.models.model import Model
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.stage import GenerationStage
-from rlsim.verl.lengths import Batch
-from rlsim.verl.run import RunSettings
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rlsim.cost.fits import CollectiveFits
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TrainEfficiency
-from rlsim.models import Model
+from rlsim.models.model import Model
 
 FRAMEWORKS = ("fsdp", "megatron")  # what experiments train with
 FRAMEWORK = "torch"  # name of the training efficiency that is measured here

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from rlsim.charts import save_chart
+from rlsim.base.charts import save_chart
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.experts import FusedExperts, expert_load, peak_of
 from rlsim.cost.operators import Operators, gemm_of
 from rlsim.cost.products import Products
 from rlsim.errors import CalibrationError
-from rlsim.precision import WEIGHT_BYTES, peak_flop_per_s
+from rlsim.models.precision import WEIGHT_BYTES, peak_flop_per_s
 
 if TYPE_CHECKING:
     import altair as alt

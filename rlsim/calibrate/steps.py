@@ -20,7 +20,7 @@ from rlsim.cost.fits import Correction
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.served import ServedStep
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.models import Model
+from rlsim.models.model import Model
 
 NO_HOST = HostFit(step_s=0.0, sequence_s=0.0, source="none")
 #: What an iteration is: sequences that decode and the tokens of their contexts; new tokens, the prompts that they are

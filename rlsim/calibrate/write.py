@@ -13,11 +13,11 @@ import numpy as np
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
+from rlsim.base.output import check_own_file, write_text
 from rlsim.calibrate.fit.common import as_written, rounded
 from rlsim.cost.calibration import Calibration, Source
 from rlsim.cost.tables import csv_of, taken_out
 from rlsim.errors import CalibrationError
-from rlsim.output import check_own_file, write_text
 
 
 class Result(Protocol):

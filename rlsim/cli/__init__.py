@@ -1,4 +1,4 @@
-"""The command line: arguments and printing only."""
+"""Arguments come in; calls of the rooms below, and what they found as tables for the terminal, go out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from rlsim.base.version import __version__
 from rlsim.cli import (
     advising,
     calibrate,
@@ -26,7 +27,6 @@ from rlsim.cli import (
 )
 from rlsim.cli.common import echo
 from rlsim.errors import RlsimError
-from rlsim.version import __version__
 
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -49,7 +49,7 @@ app.command("plan")(planning.plan)
 app.add_typer(listing.app, name="list")
 app.add_typer(trace.app, name="trace")
 app.add_typer(calibrate.app, name="calibrate")
-app.command("validate")(validate.validate)
+app.command("validate")(validate.command())
 
 
 def _version(wanted: bool) -> None:

@@ -24,8 +24,8 @@ from rlsim.cli.common import (
 from rlsim.cli.tables import Table, print_ledgers, print_tables
 
 if TYPE_CHECKING:
-    from rlsim.advise.advice import Advice
-    from rlsim.advise.texts import Text
+    from rlsim.results.advise.advice import Advice
+    from rlsim.results.advise.texts import Text
 
 #: The tables that are printed unless all are wanted.
 SHORT = ("memory", "ranking", "splits")
@@ -65,8 +65,8 @@ def advise(
 
     Example: rlsim advise experiments/pat_vs_static.yaml --quick
     """
-    from rlsim.advise.advice import advise as find_advice
-    from rlsim.report.write import write_report
+    from rlsim.results.advise.advice import advise as find_advice
+    from rlsim.results.report.write import write_report
 
     add_code_folders(experiment)
     check_json(json_file)
@@ -89,9 +89,9 @@ def advise(
 
 def _target(experiment: str, settings: list[str] | None, out: Path | None) -> Path:
     """Where the results go, with a report that is rlsim's own to replace."""
+    from rlsim.base.output import check_own_file, results_folder
     from rlsim.experiment.load import load_experiment
-    from rlsim.output import check_own_file, results_folder
-    from rlsim.report.write import REPORT
+    from rlsim.results.report.write import REPORT
 
     target = out or results_folder(f"{load_experiment(experiment, settings or ())[0].name}-advice")
     if target.is_dir():
@@ -101,9 +101,9 @@ def _target(experiment: str, settings: list[str] | None, out: Path | None) -> Pa
 
 def _print(advice: Advice, target: Path, page: Path, *, quiet: bool, verbose: bool) -> None:
     """The tables, what they come to, and at the end, where a reader of the screen is, what to do."""
-    from rlsim.advise.texts import texts
     from rlsim.cli.terminal import Console
     from rlsim.experiment.ledger import ledgers
+    from rlsim.results.advise.texts import texts
 
     console = Console(soft_wrap=True)
     if not quiet:
@@ -127,7 +127,7 @@ def _print(advice: Advice, target: Path, page: Path, *, quiet: bool, verbose: bo
 
 def _untried(advice: Advice) -> str:
     """How many policies were not tried, in a line."""
-    from rlsim.advise.ranking import STALE
+    from rlsim.results.advise.ranking import STALE
 
     stale = sum(why == STALE for why in advice.not_applicable.values())
     others = f"{len(advice.not_applicable) - stale} for other reasons"

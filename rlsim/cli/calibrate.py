@@ -274,8 +274,8 @@ def _print_errors(result: FromRun | FromEngine, title: str, path: Path) -> None:
 
 def _print_file(path: Path) -> None:
     """A file that was written, and that of a calibration's tables beside it."""
+    from rlsim.base.output import written_by_rlsim
     from rlsim.cost.tables import csv_of
-    from rlsim.output import written_by_rlsim
 
     echo(f"wrote {path}" + (f" and its tables, {csv_of(path).name}" if written_by_rlsim(csv_of(path)) else ""))
 

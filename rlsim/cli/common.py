@@ -76,14 +76,14 @@ Json = Annotated[
 
 def check_json(file: Path | None) -> None:
     """Raises `ConfigError` if what `--json` asks for cannot be written: before the work, not after it."""
-    from rlsim.output import check_files
+    from rlsim.base.output import check_files
 
     check_files(None if file == PRINTED else file)
 
 
 def write_json(file: Path | None, data: Any) -> bool:
     """Write or print what `--json` asks for; whether it was printed, so that nothing else is."""
-    from rlsim.output import write_text
+    from rlsim.base.output import write_text
 
     if file is None:
         return False

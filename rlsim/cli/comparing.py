@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlsim.base.formats import Columns, Row, column, number, rate, relaxed, share, with_interval, written
 from rlsim.cli.common import PRINTED, Json, write_json
 from rlsim.cli.tables import Table, print_tables, setting_texts, table
-from rlsim.formats import Columns, Row, column, number, rate, relaxed, share, with_interval, written
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from rlsim.comparison.compare import Comparison
+    from rlsim.results.comparison.compare import Comparison
 
 #: Settings after these are not printed one by one.
 MOST_GROUPS = 24
@@ -40,8 +40,8 @@ def compare(
 
     Example: rlsim compare results/before results/after --baseline verl-best
     """
-    from rlsim.comparison.compare import compare as compare_directories
-    from rlsim.output import check_files, write_text
+    from rlsim.base.output import check_files, write_text
+    from rlsim.results.comparison.compare import compare as compare_directories
 
     check_files(*(file for file in (json_file, csv) if file != PRINTED))
     found = compare_directories([one.rstrip("/") or one for one in directories], baseline=baseline)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from rlsim import catalogue
+from rlsim.base import catalogue
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -52,7 +52,7 @@ def calibrations(incomplete: str) -> list[str]:
 
 def verl_versions(incomplete: str) -> list[str]:
     """Releases of veRL whose defaults are known."""
-    from rlsim.verl.defaults import VERSIONS
+    from rlsim.frameworks.verl.defaults import VERSIONS
 
     return _fitting(VERSIONS, incomplete)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlsim.base.formats import number, share
 from rlsim.cli.tables import NO_BREAK, print_tables, table
 from rlsim.cli.terminal import Console
-from rlsim.formats import number, share
 from rlsim.trace.describe import Description, Summary
 
 MOST_EPOCHS = 4  # that the table has columns for

@@ -11,8 +11,8 @@ from rlsim.cli import complete
 from rlsim.cli.common import echo, named
 
 if TYPE_CHECKING:
-    from rlsim.init.draft import Draft
-    from rlsim.init.parts import Options
+    from rlsim.frameworks.draft import Draft
+    from rlsim.frameworks.parts import Options
 
 
 FromVerl = Annotated[
@@ -83,9 +83,9 @@ def init(
     Example: rlsim init --from-nemo grpo.yaml --gpu h100
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
-    from rlsim.init.draft import check_free
-    from rlsim.init.parts import Options
-    from rlsim.init.starter import starter
+    from rlsim.cli.starter import starter
+    from rlsim.frameworks.draft import check_free
+    from rlsim.frameworks.parts import Options
 
     folder = out.parent if out is not None else Path()
     sources = {"--from-verl": from_verl, "--from-nemo": from_nemo, "--from-areal": from_areal}
@@ -109,14 +109,14 @@ def init(
 def _from_framework(option: str, sources: list[str], options: Options, verl_version: str) -> Draft:
     """The draft of a framework's configuration."""
     if option == "--from-verl":
-        from rlsim.verl.experiment import from_verl
+        from rlsim.frameworks.verl.experiment import from_verl
 
         return from_verl(sources, options, verl_version)
     if option == "--from-nemo":
-        from rlsim.nemo.experiment import from_nemo
+        from rlsim.frameworks.nemo.experiment import from_nemo
 
         return from_nemo(sources, options)
-    from rlsim.areal.experiment import from_areal
+    from rlsim.frameworks.areal.experiment import from_areal
 
     return from_areal(sources, options)
 
@@ -134,9 +134,9 @@ def _check_used(frameworks: list[str], reward_model: str | None, gpu: str | None
 
 def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path) -> None:
     """Give the experiment a calibration of its own, with the collectives of these outputs of nccl-tests."""
-    from rlsim.hardware import load_cluster
-    from rlsim.init.draft import Entry
-    from rlsim.init.starter import CLUSTER, calibration_from_nccl
+    from rlsim.cli.starter import CLUSTER, calibration_from_nccl
+    from rlsim.frameworks.draft import Entry
+    from rlsim.models.hardware import load_cluster
 
     data = draft.data()
     base, gpu = str(data["calibration"]), load_cluster(cluster or CLUSTER).gpu.name
@@ -147,7 +147,7 @@ def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path
 def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
     """Write the file and say what is to know about it; exit code 1 if it does not run as it stands."""
     from rlsim.cli.terminal import Console
-    from rlsim.init.parts import check
+    from rlsim.frameworks.parts import check
 
     warnings: list[str] = []
     refused = check(draft, folder, warnings)

@@ -20,7 +20,7 @@ def gpus() -> None:
 
     Example: rlsim list gpus
     """
-    from rlsim.hardware import load_gpu
+    from rlsim.models.hardware import load_gpu
 
     rows = []
     for gpu in _loaded("gpus", load_gpu):
@@ -35,7 +35,7 @@ def clusters() -> None:
 
     Example: rlsim list clusters
     """
-    from rlsim.hardware import node_types
+    from rlsim.models.hardware import node_types
 
     rows = [
         (
@@ -61,7 +61,7 @@ def models() -> None:
 
     Example: rlsim list models
     """
-    from rlsim.models import load_model
+    from rlsim.models.model import load_model
 
     rows = []
     for model in _loaded("models", load_model):
@@ -115,7 +115,7 @@ def traces() -> None:
 
     Example: rlsim list traces
     """
-    from rlsim import catalogue
+    from rlsim.base import catalogue
     from rlsim.trace import read_trace
 
     rows = []
@@ -133,8 +133,8 @@ def experiments() -> None:
 
     Example: rlsim list experiments
     """
-    from rlsim import catalogue
-    from rlsim.reading import read_yaml
+    from rlsim.base import catalogue
+    from rlsim.base.reading import read_yaml
 
     rows = [
         (name, kind.removesuffix("s"), str(read_yaml(path).get("description", "")))
@@ -154,7 +154,7 @@ def systems() -> None:
 
 
 def _loaded(kind: str, load: Callable[[str], T]) -> list[T]:
-    from rlsim import catalogue
+    from rlsim.base import catalogue
 
     return [load(name) for name in catalogue.names(kind)]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rlsim.experiment.plan_report import PlanReport
-    from rlsim.search import Improvement
+    from rlsim.workflow.search import Improvement
 
 
 def plan(
@@ -46,9 +46,9 @@ def plan(
 
     Example: rlsim plan experiments/real_7b_7b.yaml --seconds 5 --apply
     """
-    from rlsim.charts import check_chart_path
+    from rlsim.base.charts import check_chart_path
+    from rlsim.base.output import check_files
     from rlsim.experiment.plan_report import search_plan
-    from rlsim.output import check_files
 
     add_code_folders(experiment)
     shown = json_file == PRINTED
@@ -79,9 +79,9 @@ def plan(
 
 def _target(experiment: str, settings: list[str] | None) -> Path:
     """Where the results of the experiment go; raises `ConfigError` if they cannot be written there."""
+    from rlsim.base.output import results_folder
     from rlsim.experiment.load import load_experiment
     from rlsim.experiment.result import check_target
-    from rlsim.output import results_folder
 
     target = results_folder(load_experiment(experiment, settings or ())[0].name)
     check_target(target)
@@ -149,9 +149,9 @@ def _tables(report: PlanReport) -> list[Table]:
 
 def _write(report: PlanReport, out: Path | None, chart: Path | None) -> None:
     """Write the files that were asked for: the plan as part of a system, a chart of the search."""
-    from rlsim.charts import save_chart
+    from rlsim.base.charts import save_chart
+    from rlsim.base.output import write_text
     from rlsim.experiment.plan_report import improvement_chart
-    from rlsim.output import write_text
     from rlsim.policies.plan import plan_text
 
     if out is not None:

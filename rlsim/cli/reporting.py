@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlsim.base.formats import listed
 from rlsim.cli.common import echo
-from rlsim.formats import listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rlsim.report.chosen_run import ChosenRun
+    from rlsim.results.report.chosen_run import ChosenRun
 
 #: More names than these are counted, not listed.
 MOST_NAMES = 6
@@ -43,7 +43,7 @@ def report(
 
     Example: rlsim report results/pat-vs-static --system verl-tp1 --system pat --png charts
     """
-    from rlsim.report.write import write_report
+    from rlsim.results.report.write import write_report
 
     path = write_report(
         directory, out, title=title, png=png, svg=svg, case=case, systems=system or (), seed=seed, step=step
@@ -77,7 +77,7 @@ def timeline(
     Example: rlsim timeline results/pat-vs-static --system pat --steps 0-1
     """
     from rlsim.errors import ConfigError
-    from rlsim.report.timeline import write_timeline
+    from rlsim.results.report.timeline import write_timeline
 
     path = out or results / ("timeline.json.gz" if compressed else "timeline.json")
     if out is not None and compressed and out.suffix != ".gz":

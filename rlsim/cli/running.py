@@ -10,6 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlsim.base.formats import (
+    Columns,
+    column,
+    number,
+    rate,
+    relaxed,
+    share,
+    with_choice,
+    with_half,
+    with_model,
+    written,
+)
 from rlsim.cli import complete
 from rlsim.cli.common import (
     PRINTED,
@@ -26,13 +38,12 @@ from rlsim.cli.common import (
     write_json,
 )
 from rlsim.cli.tables import VERDICT_LEGEND, Table, print_ledgers, print_tables, relaxed_legend, table
-from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, with_model, written
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from rlsim.comparison.verdict import Verdict
     from rlsim.experiment.result import Result
+    from rlsim.results.comparison.verdict import Verdict
 
 #: Less than this share of a time is rounding.
 ROUNDING = 1e-6
@@ -57,7 +68,7 @@ def check(
     Example: rlsim check experiments/pat_vs_static.yaml --set trace.cap=8K
     """
     from rlsim.experiment.run import check_experiment
-    from rlsim.sweeps.points import check_sweep, is_sweep
+    from rlsim.results.sweeps.points import check_sweep, is_sweep
 
     add_code_folders(file)
     if is_sweep(file):
@@ -94,8 +105,8 @@ def run(
 
     Example: rlsim run experiments/pat_vs_static.yaml --seeds 10 --set trace.cap=8K
     """
+    from rlsim.base.output import results_folder
     from rlsim.experiment.load import load_experiment
-    from rlsim.output import results_folder
 
     add_code_folders(experiment)
     check_json(json_file)
@@ -127,8 +138,8 @@ def run_and_print(
             experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, what_if=what_if, progress=progress
         )
     from rlsim.cli.terminal import Console
-    from rlsim.comparison.verdict import judge
     from rlsim.experiment.ledger import ledgers
+    from rlsim.results.comparison.verdict import judge
 
     summary = result.summary()
     cases = {str(case): rows for case, rows in summary.groupby("case", sort=False)}
@@ -154,7 +165,7 @@ def run_and_print(
 
 def _replaced(before: Mapping[str, Any], after: Mapping[str, Any], reported: bool) -> str:
     """That earlier results were replaced, and in which settings they differ."""
-    from rlsim.sweeps.differences import differences, listed
+    from rlsim.results.sweeps.differences import differences, listed
 
     both = ({**one["experiment"], "seeds": one["seeds"], "rlsim": one["rlsim"]} for one in (before, after))
     changed = differences([{key: value for key, value in one.items() if key != "description"} for one in both])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlsim.base.formats import Columns, column, number, rate, relaxed, share, written
 from rlsim.cli import complete
 from rlsim.cli.common import (
     PRINTED,
@@ -25,12 +26,11 @@ from rlsim.cli.common import (
     write_json,
 )
 from rlsim.cli.tables import VERDICT_LEGEND, print_tables, relaxed_legend, setting_texts, table
-from rlsim.formats import Columns, column, number, rate, relaxed, share, written
 
 if TYPE_CHECKING:
-    from rlsim.sweeps.points import Definition
-    from rlsim.sweeps.read import SweepResult
-    from rlsim.sweeps.run import Progress
+    from rlsim.results.sweeps.points import Definition
+    from rlsim.results.sweeps.read import SweepResult
+    from rlsim.results.sweeps.run import Progress
 
 #: More rows than these are left to `rlsim compare` and the tables.
 MOST_ROWS = 40
@@ -80,10 +80,10 @@ def sweep(
 
     Example: rlsim sweep pat_vs_static --grid "trace.cap=[4K, 8K]" --seeds 3 --out results/caps
     """
-    from rlsim.output import results_folder
-    from rlsim.sweeps.points import load_sweep
-    from rlsim.sweeps.run import sweep as run_sweep
-    from rlsim.sweeps.tables import COLUMNS
+    from rlsim.base.output import results_folder
+    from rlsim.results.sweeps.points import load_sweep
+    from rlsim.results.sweeps.run import sweep as run_sweep
+    from rlsim.results.sweeps.tables import COLUMNS
 
     add_code_folders(file)
     check_json(json_file)
@@ -191,8 +191,8 @@ def _counted(definition: Definition) -> str:
 def _print(found: SweepResult, definition: Definition) -> None:
     """The summary of every point, if they are few."""
     from rlsim.cli.terminal import Console
-    from rlsim.comparison.verdict import judge
     from rlsim.experiment.summary import EXPLAINED
+    from rlsim.results.comparison.verdict import judge
 
     summary = found.summary()
     unlike = (summary["speedup"] / summary["token_speedup"] - 1).abs() > EXPLAINED

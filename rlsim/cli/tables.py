@@ -100,7 +100,7 @@ VERDICT_LEGEND = (
 
 
 def relaxed_legend(columns: Collection[str]) -> str:
-    """What those of the columns are that `rlsim.formats.relaxed` gives, for captions."""
+    """What those of the columns are that `rlsim.base.formats.relaxed` gives, for captions."""
     apart = "; rollout, trainer idle: time in which none of their GPUs did anything"
     stale = "; stale: weight updates behind, mean and 95th percentile of the responses trained on"
     return apart * ("rollout idle" in columns) + stale * ("stale" in columns)
@@ -111,7 +111,7 @@ def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:
 
     Where values that differ would look the same, all of them in full.
     """
-    from rlsim.sweeps.differences import shown
+    from rlsim.results.sweeps.differences import shown
 
     known = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
     known = [

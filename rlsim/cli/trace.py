@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlsim.base.formats import number
 from rlsim.cli.common import Json, check_json, echo, write_json
 from rlsim.cli.tables import print_tables, table
 from rlsim.errors import TraceError
-from rlsim.formats import number
 
 if TYPE_CHECKING:
     from rlsim.trace.facts import FactCheck
@@ -72,7 +72,7 @@ def import_(
     Example: rlsim trace import rollout.jsonl lengths.parquet --column response_tokens=output_len --cap 16K
     Example: rlsim trace import verl.log made-up.parquet --derive --cap 16K
     """
-    from rlsim.output import check_file
+    from rlsim.base.output import check_file
     from rlsim.trace.files import write_trace
     from rlsim.trace.importers import files_of, import_trace
 
@@ -107,7 +107,7 @@ def _columns(pairs: Iterable[str]) -> dict[str, str]:
 def _derived(
     file: Path, batch: str | None, cap_tokens: int | None, name: str | None, source: str, others: dict[str, object]
 ) -> Trace:
-    from rlsim.verl.trace import batch_size, derive_trace
+    from rlsim.frameworks.verl.trace import batch_size, derive_trace
 
     for option, value in others.items():
         if value and value != "verl-metrics":
@@ -128,8 +128,8 @@ def describe_(
 
     Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K
     """
+    from rlsim.base.output import check_file
     from rlsim.cli.description import print_description
-    from rlsim.output import check_file
     from rlsim.trace.describe import describe
     from rlsim.trace.files import read_trace
 
@@ -162,7 +162,7 @@ def fit_(
 
     Example: rlsim trace fit traces/deepscaler-llama-3.1-8b.parquet --cap 24K --out fit.yaml
     """
-    from rlsim.output import check_file
+    from rlsim.base.output import check_file
     from rlsim.trace.files import read_trace
     from rlsim.trace.fit import check_fit_name, fit_trace, save_fit
 
@@ -210,7 +210,7 @@ def generate_(
 
     Example: rlsim trace generate traces/deepscaler-llama-3.1-8b.yaml --check-only
     """
-    from rlsim.output import check_file
+    from rlsim.base.output import check_file
     from rlsim.trace.files import read_trace, write_trace
     from rlsim.trace.generate import check, draw_trace, load_recipe, require
 

@@ -1,1 +1,4 @@
-"""Seconds and bytes of decode, prefill, training, transfers and memory: pure functions that know no clock."""
+"""A model, a GPU, a calibration and a shape come in; seconds and bytes go out.
+
+Decode, prefill, training, collectives, transfers, weight syncs and memory: pure functions that know no clock.
+"""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlsim.schema import Schema
+from rlsim.base.schema import Schema
 from rlsim.units import Seconds
 
 Factor = Annotated[float, Field(gt=0, le=1000)]

@@ -1,4 +1,4 @@
-"""Attention of a model's layers on one GPU of a replica: one class for each kind that `rlsim.layers` knows."""
+"""Attention of a model's layers on one GPU of a replica: one class for each kind that `rlsim.models.layers` knows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.latent import LatentKernels, padded_heads
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError
-from rlsim.layers import Attention, FullAttention, Index, LatentAttention, Layer, Linear, Mamba2, NoAttention, Recurrent
-from rlsim.precision import KV_BYTES
+from rlsim.models.layers import (
+    Attention,
+    FullAttention,
+    Index,
+    LatentAttention,
+    Layer,
+    Linear,
+    Mamba2,
+    NoAttention,
+    Recurrent,
+)
+from rlsim.models.precision import KV_BYTES
 
 
 class LayerAttention:

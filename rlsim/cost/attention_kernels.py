@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import AttentionFit, KernelFit
 from rlsim.cost.kernel import Kernel, Work
-from rlsim.precision import KV_BYTES
+from rlsim.models.precision import KV_BYTES
 
 BF16_BYTES = 2.0
 BLOCK_QUERIES = 128  # of one block of a prompt's kernel

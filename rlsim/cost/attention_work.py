@@ -1,7 +1,8 @@
 """What the attention of one layer computes, moves and keeps in a pass over whole sequences (training, log-probs).
 
-FLOPs are exact counts of the matrix products of each kind in `rlsim.layers`; which share of the peak the kernels reach
-is measured for full attention with grouped queries only (`TrainEfficiency.attention`) and assumed for the others.
+FLOPs are exact counts of the matrix products of each kind in `rlsim.models.layers`; which share of the peak the
+kernels reach is measured for full attention with grouped queries only (`TrainEfficiency.attention`) and assumed for
+the others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rlsim.cost.packing import Floats
-from rlsim.layers import Attention, FullAttention, LatentAttention, LinearAttention, Mamba2, NoAttention
+from rlsim.models.layers import Attention, FullAttention, LatentAttention, LinearAttention, Mamba2, NoAttention
 
 #: Tokens of a chunk in the kernels of gated delta nets (flash-linear-attention, `chunk_gated_delta_rule`).
 DELTA_CHUNK_TOKENS = 64
@@ -77,7 +78,7 @@ def attention_work(attention: Attention) -> AttentionWork:
       4 · head_dim · state_dim a head (into the state and out of it). The convolution reads and writes its channels, the
       gated norm the output.
 
-    Raises `TypeError` for a kind of attention that `rlsim.layers` does not have.
+    Raises `TypeError` for a kind of attention that `rlsim.models.layers` does not have.
     """
     match attention:
         case FullAttention():

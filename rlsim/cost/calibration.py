@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from rlsim import catalogue
+from rlsim.base import catalogue
+from rlsim.base.schema import Schema, load
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
 from rlsim.cost.carried import Derived, carried_operators
 from rlsim.cost.draw import Draw
@@ -32,13 +33,12 @@ from rlsim.cost.fits import (
 from rlsim.cost.tables import csv_of, read_calibration
 from rlsim.cost.train_efficiency import efficiency_of
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, shown, unknown_name
-from rlsim.hardware import Cluster, load_cluster
-from rlsim.precision import KvPrecision, Precision, peak_flop_per_s
-from rlsim.schema import Schema, load
+from rlsim.models.hardware import Cluster, load_cluster
+from rlsim.models.precision import KvPrecision, Precision, peak_flop_per_s
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
 if TYPE_CHECKING:
-    from rlsim.models import Model
+    from rlsim.models.model import Model
 
 Engine = Literal["sglang", "vllm", "trtllm", "torch"]
 Range = tuple[float, float]

@@ -19,10 +19,10 @@ from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S, TrainEfficiency
 from rlsim.cost.transfer import weight_sync_s
 from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import ConfigError
-from rlsim.hardware import Cluster
-from rlsim.layers import Experts, Layer, Linear
-from rlsim.models import Model
-from rlsim.precision import Precision, peak_flop_per_s
+from rlsim.models.hardware import Cluster
+from rlsim.models.layers import Experts, Layer, Linear
+from rlsim.models.model import Model
+from rlsim.models.precision import Precision, peak_flop_per_s
 
 
 class CallCosts:

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 
 from pydantic import Field
 
+from rlsim.base.schema import Schema
 from rlsim.cost.fits import KernelFit, OperatorFits, ProductFit
-from rlsim.schema import Schema
 
 #: The fewest rows that a block of a product is padded to: matrix instructions take tokens by 8 (PTX ISA, `wgmma` and
 #: `mma.m16n8k16`), in the other operand's place where they are few. Where tables are from, the weights' way from memory

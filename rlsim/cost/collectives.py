@@ -15,7 +15,7 @@ from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import CollectiveFit, CollectiveFits, Operation
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster
+from rlsim.models.hardware import Cluster
 
 OPERATIONS: tuple[str, ...] = get_args(Operation)
 #: DeepEP's low-latency kernels across nodes: seconds of no bytes one way, such that 16 GPUs come out as its authors

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import ExpertsFit
 from rlsim.cost.kernel import Kernel, Work
-from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
+from rlsim.models.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
 
 Array = npt.NDArray[np.float64]
 

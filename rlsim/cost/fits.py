@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from rlsim.base.schema import Schema
 from rlsim.cost.tables import IN_CSV
-from rlsim.precision import KvPrecision, Precision
-from rlsim.schema import Schema
+from rlsim.models.precision import KvPrecision, Precision
 from rlsim.units import Bytes, Seconds
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlsim.cost.attention_work import Reach, attention_work
-from rlsim.models import Model
+from rlsim.models.model import Model
 
 
 def forward_flops(model: Model, lengths: npt.ArrayLike) -> float:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rlsim.cost.layout import Integers, Layout
-from rlsim.hardware import Cluster
+from rlsim.models.hardware import Cluster
 
 #: The GPUs that talk to each other: TP, CP and PP groups; `shards`, the DP × CP ranks with the same parameters; under
 #: HSDP `sharded`, those of them that share the states, and `replicas`, those that hold the same part of them.

@@ -14,8 +14,8 @@ from rlsim.cost.attention_kernels import BF16_BYTES, bent
 from rlsim.cost.fits import LatentAttentionFit
 from rlsim.cost.kernel import Kernel, Work
 from rlsim.cost.operators import Operators
-from rlsim.layers import LatentAttention
-from rlsim.precision import KV_BYTES
+from rlsim.models.layers import LatentAttention
+from rlsim.models.precision import KV_BYTES
 
 #: Axes of the tables, in order. `new`: of the prompt with as many keys for a query.
 LATENT_AXES = ("batch", "context", "heads")

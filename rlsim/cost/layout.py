@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rlsim.cost.packing import Floats
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
-from rlsim.hardware import Cluster
+from rlsim.models.hardware import Cluster
 
 Integers = npt.NDArray[np.int64]
 

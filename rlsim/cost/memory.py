@@ -16,9 +16,9 @@ from rlsim.cost.ledger import does_not_fit
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import KvShape
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.hardware import Gpu
-from rlsim.layers import Experts, LatentAttention, Layer
-from rlsim.models import Model
+from rlsim.models.hardware import Gpu
+from rlsim.models.layers import Experts, LatentAttention, Layer
+from rlsim.models.model import Model
 
 BF16 = 2
 FP32 = 4

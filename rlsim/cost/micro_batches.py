@@ -12,7 +12,7 @@ from rlsim.cost.attention_work import Reach
 from rlsim.cost.flops import linear_flops, pair_flops, token_flops
 from rlsim.cost.packing import Floats, deal, first_fit, pack
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.models import Model
+from rlsim.models.model import Model
 
 
 @dataclass(frozen=True)

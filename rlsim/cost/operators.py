@@ -23,7 +23,7 @@ from rlsim.cost.fits import OperatorFits
 from rlsim.cost.kernel import Kernel, Work
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.products import Products
-from rlsim.precision import Precision
+from rlsim.models.precision import Precision
 
 #: Columns of the widest blocks of products. What is narrower than that (a router) is one column of blocks.
 BLOCK_COLUMNS = 256

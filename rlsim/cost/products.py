@@ -10,7 +10,7 @@ from rlsim.cost.calibration import Reference
 from rlsim.cost.deepgemm import DeepGemm
 from rlsim.cost.fits import ProductFit
 from rlsim.cost.kernel import Kernel, Work
-from rlsim.precision import peak_flop_per_s, product_bytes, quantising_bytes
+from rlsim.models.precision import peak_flop_per_s, product_bytes, quantising_bytes
 
 #: Axes of the table, in order.
 GEMM_AXES = ("m", "n", "k")

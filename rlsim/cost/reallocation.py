@@ -28,8 +28,8 @@ from rlsim.cost.layout import Integers, Layout, canonical
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import Floats
 from rlsim.errors import ConfigError
-from rlsim.hardware import Cluster
-from rlsim.models import Model
+from rlsim.models.hardware import Cluster
+from rlsim.models.model import Model
 
 
 class Side(NamedTuple):

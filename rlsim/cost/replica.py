@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlsim.errors import ConfigError
-from rlsim.layers import Experts
-from rlsim.models import Model
+from rlsim.models.layers import Experts
+from rlsim.models.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)

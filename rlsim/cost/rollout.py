@@ -16,8 +16,8 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import NO_HOST_KV, HostKv, SwitchCost, captured_batch_sizes, kv_migrate_s, kv_send_s, reshard_s
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.hardware import Cluster
-from rlsim.models import Model
+from rlsim.models.hardware import Cluster
+from rlsim.models.model import Model
 
 
 class RolloutCostModel:

@@ -26,12 +26,12 @@ from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.served import ServedStep
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
-from rlsim.hardware import Cluster
-from rlsim.layers import Experts, LatentAttention
+from rlsim.models.hardware import Cluster
+from rlsim.models.layers import Experts, LatentAttention
 
 if TYPE_CHECKING:
-    from rlsim.layers import Layer, Linear
-    from rlsim.models import Model
+    from rlsim.models.layers import Layer, Linear
+    from rlsim.models.model import Model
 
 N = TypeVar("N", int, float)
 

@@ -8,8 +8,8 @@ import math
 from rlsim.cost.memory import RESERVED_BYTES, rollout_activation_bytes, rollout_weight_bytes
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import host_copy_s
-from rlsim.hardware import Link
-from rlsim.models import Model
+from rlsim.models.hardware import Link
+from rlsim.models.model import Model
 
 
 def layers_to_offload(model: Model, resident: StepCost, host: Link, batched_tokens: int, sequence_tokens: int) -> int:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlsim.errors import ConfigError
-from rlsim.layers import Experts
-from rlsim.models import Model
+from rlsim.models.layers import Experts
+from rlsim.models.model import Model
 
 Recompute = Literal["none", "selective", "full"]
 GradientType = Literal["fp32", "bf16"]

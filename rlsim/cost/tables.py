@@ -18,8 +18,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from rlsim.base.reading import read_text, read_yaml
 from rlsim.errors import CalibrationError
-from rlsim.reading import read_text, read_yaml
 
 IN_CSV = "see CSV"
 

@@ -28,9 +28,9 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.transfer import host_copy_s, pageable_copy_s
 from rlsim.errors import ConfigError
-from rlsim.hardware import Cluster
-from rlsim.layers import Experts, Layer, Recurrent
-from rlsim.models import Model
+from rlsim.models.hardware import Cluster
+from rlsim.models.layers import Experts, Layer, Recurrent
+from rlsim.models.model import Model
 
 #: FLOPs of the backward pass over those of the forward pass. Flash attention recomputes the scores on the way back:
 #: five matrix products for the forward pass's two (Dao et al. 2022).

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlsim.cost.strategy import AttentionKernel
 from rlsim.errors import ConfigError
-from rlsim.hardware import Gpu
+from rlsim.models.hardware import Gpu
 
 #: The host's seconds to launch the forward pass of a layer with experts; the backward pass takes twice that. Megatron
 #: Core's dispatcher waits for the number of every expert's tokens, so that the host cannot launch ahead. Fitted to one

@@ -13,8 +13,8 @@ from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.hardware import Cluster, Link
-from rlsim.models import Model
+from rlsim.models.hardware import Cluster, Link
+from rlsim.models.model import Model
 
 # Host memory --------------------------------------------------------------------------------------------------------
 

@@ -28,8 +28,8 @@ from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.transfer import gather_s, host_copy_s
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster, Link
-from rlsim.models import Model
+from rlsim.models.hardware import Cluster, Link
+from rlsim.models.model import Model
 
 #: How new weights reach the rollout engine. naive: tensor by tensor. bucketed: in buckets, by CUDA IPC on the same GPUs
 #: and by an NCCL broadcast from one GPU elsewhere. multi_sender: that broadcast uses the ports of all GPUs of the
@@ -60,7 +60,7 @@ class SyncFit:
 
 
 #: Printed by `scripts/fit_calibrations.py weight-sync`, from veRL's published syncs: which row gives which is in
-#: `rlsim.validate.weight_sync`.
+#: `evidence.validate.weight_sync`.
 FITTED = SyncFit(
     network_share=0.460,  # GH200, 4 to 4 GPUs
     stored_tensor_s=0.224e-3,  # FSDP, 2 to 30 H100, experts apart

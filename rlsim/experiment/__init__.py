@@ -1,1 +1,4 @@
-"""Experiments: YAML to validated objects, to runs, to results."""
+"""YAML comes in; checked objects, one run of each system, case and seed, and the tables of a result go out.
+
+`schema`, `load`, `build`, `simulator`, `run`, `frames`, `result`, in the order in which an experiment meets them.
+"""

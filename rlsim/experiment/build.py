@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlsim import catalogue
+from rlsim.base import catalogue
+from rlsim.base.reading import is_file
+from rlsim.base.refusals import refuse
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.memory import kv_shape
 from rlsim.cost.replica import ReplicaLayout
@@ -21,10 +23,8 @@ from rlsim.cost.step import PLAIN_KV
 from rlsim.errors import CalibrationError, ConfigError, about, unknown_name
 from rlsim.experiment.schema import Experiment, TraceSpec
 from rlsim.experiment.workflows import TraceScoring, workflow_of
-from rlsim.hardware import AnyCluster, Cluster, load_any_cluster, node_types
-from rlsim.models import Model, load_model
-from rlsim.reading import is_file
-from rlsim.refusals import refuse
+from rlsim.models.hardware import AnyCluster, Cluster, load_any_cluster, node_types
+from rlsim.models.model import Model, load_model
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import StepSampler, Trace, TraceMeta, limits, make_trace, mix, read_trace
 from rlsim.workflow import Workflow

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.schema import located, validate
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError, about, unknown_name
 from rlsim.experiment.build import LoadedExperiment
@@ -37,7 +38,6 @@ from rlsim.experiment.summary import (
 )
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.plan import part_of
-from rlsim.schema import located, validate
 from rlsim.sim.control import decides
 
 

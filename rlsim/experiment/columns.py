@@ -17,10 +17,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlsim.base.catalogue import DATA
+from rlsim.base.output import reason
+from rlsim.base.records import file_sha256
+from rlsim.base.refusals import code_of
 from rlsim.errors import ConfigError
-from rlsim.output import reason
-from rlsim.records import file_sha256
-from rlsim.refusals import code_of
 
 
 class Column(NamedTuple):
@@ -35,7 +36,7 @@ class Column(NamedTuple):
 
 def _groups() -> dict[str, dict[str, Column]]:
     found: dict[str, dict[str, Column]] = {}
-    path = Path(__file__).resolve().parents[1] / "data" / "columns.csv"
+    path = DATA / "columns.csv"
     with path.open(encoding="utf-8", newline="") as file:
         _, *rows = csv.reader(file)
     for group, name, *told, of in rows:

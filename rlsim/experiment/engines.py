@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.derived import crowded, streamed
 from rlsim.cost.ledger import Row
 from rlsim.cost.memory import RESERVED_BYTES, kv_page_bytes, rollout_weight_bytes
@@ -20,10 +21,9 @@ from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import Kind, LoadedExperiment
 from rlsim.experiment.schema import JudgeSpec
-from rlsim.hardware import AnyCluster, Gpu
-from rlsim.models import Model
+from rlsim.models.hardware import AnyCluster, Gpu
+from rlsim.models.model import Model
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement
-from rlsim.refusals import refuse
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Call, Placement, Plan, Workflow
 

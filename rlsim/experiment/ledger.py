@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, TypeAdapter
 
+from rlsim.base.catalogue import DATA
+from rlsim.base.formats import number
+from rlsim.base.reading import read_yaml
+from rlsim.base.records import Record
+from rlsim.base.refusals import holds
+from rlsim.base.schema import Schema
 from rlsim.cost.calibration import calibration_names
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.served import ITERATIONS
 from rlsim.errors import one_line
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.schema import Experiment
-from rlsim.formats import number
-from rlsim.hardware import MixedCluster
-from rlsim.layers import Experts, Recurrent
-from rlsim.reading import read_yaml
-from rlsim.records import Record
-from rlsim.refusals import holds
-from rlsim.schema import Schema
+from rlsim.models.hardware import MixedCluster
+from rlsim.models.layers import Experts, Recurrent
 
 #: What an assumption moves by less than this, as a share of the step or of a speedup, does not matter.
 MATTERS = 0.01
@@ -174,7 +174,7 @@ def ledgers(manifest: Mapping[str, Any]) -> Iterator[tuple[str, LedgerRecord]]:
 # ---- which rows of the table hold -----------------------------------------------------------------------------------
 
 
-TABLE = Path(__file__).resolve().parents[1] / "data" / "assumptions.yaml"
+TABLE = DATA / "assumptions.yaml"
 GIVEN, ASSUMED, OWN = "given", "assumed", "rlsim's default"
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsim import catalogue
+from rlsim.base import catalogue
+from rlsim.base.reading import MOST_LEVELS, SyntaxConfigError, is_file, parse_yaml, read_yaml
+from rlsim.base.schema import validate
 from rlsim.errors import ConfigError, check_arguments, nearest, unknown_name
 from rlsim.experiment.schema import Experiment
-from rlsim.reading import MOST_LEVELS, SyntaxConfigError, is_file, parse_yaml, read_yaml
-from rlsim.schema import validate
 
 #: Where a value is from that no file says, in messages.
 OVERRIDDEN = "as overridden"

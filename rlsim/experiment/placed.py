@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import gcd
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.derived import crowded
@@ -21,9 +22,8 @@ from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import JUDGE, Judge, beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
 from rlsim.experiment.schema import TrainingSpec
-from rlsim.hardware import Cluster
+from rlsim.models.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext, PlanSearch
-from rlsim.refusals import refuse
 from rlsim.sim.control import ControlContext, divides_nodes
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Call, Placement, Plan, Workflow, colocated

@@ -20,10 +20,10 @@ from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.schema import Experiment
 from rlsim.policies.plan import part_of
 from rlsim.policies.relaxed import Lagged
-from rlsim.search import Budget, Found, Improvement
-from rlsim.search.greedy import start
-from rlsim.search.scheduling import schedule
 from rlsim.workflow import Plan
+from rlsim.workflow.search import Budget, Found, Improvement
+from rlsim.workflow.search.greedy import start
+from rlsim.workflow.search.scheduling import schedule
 
 #: What the table of calls has of a strategy.
 _OF_STRATEGY = ("gpus", "tp", "pp", "dp", "micro_batches", "zero_stage", "offload")

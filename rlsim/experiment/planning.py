@@ -21,15 +21,15 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.times import handed_on_bytes
-from rlsim.hardware import one_kind
+from rlsim.models.hardware import one_kind
 from rlsim.policies.parts import PlanSearch
-from rlsim.search import Budget, Dependency, Found, Improvement, Options, Problem, Reallocation, find_best
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.dealing import evenly
 from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
+from rlsim.workflow.search import Budget, Dependency, Found, Improvement, Options, Problem, Reallocation, find_best
 
 #: Shares of a GPU's memory that are tried for a rollout engine, up to what lets all its sequences run at once: the
 #: less it has, the more others may keep there.

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from rlsim.base.catalogue import DATA
+from rlsim.base.reading import read_yaml
+from rlsim.base.refusals import code_of, holds, refuse
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.systems import System, SystemSpec, parse_systems
-from rlsim.layers import FullAttention
-from rlsim.models import Model
-from rlsim.reading import read_yaml
-from rlsim.refusals import DATA, code_of, holds, refuse
+from rlsim.models.layers import FullAttention
+from rlsim.models.model import Model
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import asked
 from rlsim.workflow import Workflow

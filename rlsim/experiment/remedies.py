@@ -21,7 +21,7 @@ from rlsim.experiment.load import with_settings
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.refusals import starts_of
 from rlsim.experiment.schema import TrainingSpec
-from rlsim.hardware import Cluster
+from rlsim.models.hardware import Cluster
 
 #: Most settings that are combined, combinations of settings that are tried, and ways out that a message names.
 MOST_TOGETHER, MOST_TRIED, MOST_NAMED = 3, 150, 8

@@ -23,6 +23,9 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.output import check_folder, flush, reason, resolved, written_by_rlsim
+from rlsim.base.records import file_sha256, read_record, sealed
+from rlsim.base.version import __version__
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.case import Case
@@ -30,9 +33,6 @@ from rlsim.experiment.columns import TABLES, read_parquet, to_arrow, to_pandas, 
 from rlsim.experiment.frames import Frames
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import summarise
-from rlsim.output import check_folder, flush, reason, resolved, written_by_rlsim
-from rlsim.records import file_sha256, read_record, sealed
-from rlsim.version import __version__
 
 MANIFEST = "manifest.json"
 _NEW, _NEXT = ".rlsim-new-", ".rlsim-next"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from rlsim.base.schema import Name, Schema, name_of, placed
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
 from rlsim.cost.strategy import (
     AttentionKernel,
@@ -22,7 +23,6 @@ from rlsim.cost.strategy import (
 )
 from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import shown, unknown_name
-from rlsim.schema import Name, Schema, name_of, placed
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Seconds, Tokens
 from rlsim.workflow.graph import CallKind, Grain

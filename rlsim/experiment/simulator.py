@@ -9,6 +9,8 @@ from functools import cache
 
 import numpy as np
 
+from rlsim.base.refusals import refuse
+from rlsim.base.usercode import blamed
 from rlsim.cost.lookups import Lookups
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
@@ -19,7 +21,6 @@ from rlsim.experiment.refusals import check_calls, endless
 from rlsim.experiment.steadiness import Window
 from rlsim.experiment.systems import System, SystemSpec
 from rlsim.experiment.times import ExperimentTimes, check_elastic, check_hybrid, hybrid_of
-from rlsim.refusals import refuse
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import Prompt
@@ -29,7 +30,6 @@ from rlsim.sim.run import simulate
 from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler
-from rlsim.usercode import blamed
 from rlsim.workflow import Workflow
 
 

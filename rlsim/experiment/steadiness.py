@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsim.refusals import refuse
+from rlsim.base.refusals import refuse
 
 if TYPE_CHECKING:
     import pandas as pd

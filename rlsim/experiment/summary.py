@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from rlsim.base.refusals import code_of
 from rlsim.experiment.columns import ACTED, MEANS, SUMMARY, TABLES, computed
 from rlsim.experiment.steadiness import held_back, unsteady
-from rlsim.refusals import code_of
 
 CONFIDENCE = 0.95
 #: One or two values say nothing of how far others would lie from them.

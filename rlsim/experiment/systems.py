@@ -18,15 +18,15 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
+from rlsim.base.reading import plain
+from rlsim.base.schema import located, name_of, placed, validate
+from rlsim.base.usercode import blamed
 from rlsim.errors import ConfigError, about, shown
 from rlsim.policies.parts import ChunkStreaming, Composition, JudgePlacement, Part, Placing, Rewiring, flattened
 from rlsim.policies.registry import load_policy
-from rlsim.reading import plain
-from rlsim.schema import located, name_of, placed, validate
 from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.control import PLANNED, ControlContext, Controls, RolloutControl, asked
 from rlsim.sim.reward import RewardControl
-from rlsim.usercode import blamed
 from rlsim.workflow.graph import Workflow
 
 

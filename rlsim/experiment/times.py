@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.layout import Layout
 from rlsim.cost.ledger import does_not_fit
 from rlsim.cost.memory import RESERVED_BYTES, call_bytes, rollout_weight_bytes
@@ -29,7 +30,6 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.experiment.refusals import planner
 from rlsim.experiment.systems import System
-from rlsim.refusals import refuse
 from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.control import divides_nodes
 from rlsim.sim.elastic import Guests, Pieces

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.base.refusals import refuse
+from rlsim.base.usercode import blamed, load_object
 from rlsim.errors import ConfigError, shown, unknown_name
 from rlsim.experiment.schema import RewardSpec, WorkflowSpec
-from rlsim.refusals import refuse
 from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardJob
 from rlsim.trace import Trace
-from rlsim.usercode import blamed, load_object
 from rlsim.workflow import Call, Edge, Workflow
 from rlsim.workflow.algorithms import ALGORITHMS
 

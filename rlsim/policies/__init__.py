@@ -1,1 +1,4 @@
-"""Systems as parts that a line of YAML names: one file per published system."""
+"""Parts that a line of YAML names come in; decisions of the rollout, batchings, plans and rewired workflows go out.
+
+One file for each published system, in the order of the paper's steps.
+"""

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from rlsim.base.schema import Schema
 from rlsim.policies.parts import Rewiring
-from rlsim.schema import Schema
 from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
 from rlsim.sim.request import UpdatedKv
 from rlsim.workflow.graph import Workflow

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field, PrivateAttr
 
-from rlsim.schema import Schema
+from rlsim.base.schema import Schema
 from rlsim.sim.control import ControlContext, ReplicaView, RequestView, RolloutControl
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlsim.schema import Schema
+from rlsim.base.schema import Schema
 from rlsim.sim.batching import Batching
 
 

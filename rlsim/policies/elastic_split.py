@@ -16,10 +16,10 @@ from dataclasses import replace
 
 from pydantic import Field, PrivateAttr
 
+from rlsim.base.schema import Schema
 from rlsim.policies.laminar import RIDGE
 from rlsim.policies.parts import Rewiring
 from rlsim.policies.rlhfuse import memory_bound_batch
-from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext, Release, RolloutControl, RolloutView
 from rlsim.workflow.graph import Workflow
 

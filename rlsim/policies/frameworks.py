@@ -8,11 +8,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from rlsim.base.schema import Schema
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.parts import Composition, Part, Placing, PlanContext, Rewiring
 from rlsim.policies.reward_scheduler import RewardBeside
 from rlsim.policies.verl import VeRL
-from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan, grouped, with_transfers

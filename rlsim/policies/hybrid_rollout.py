@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from pydantic import Field, PrivateAttr
 
+from rlsim.base.schema import Schema
 from rlsim.policies.parts import Rewiring
-from rlsim.schema import Schema
 from rlsim.sim.control import (
     Action,
     Borrow,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import PrivateAttr
 
-from rlsim.schema import Schema
+from rlsim.base.schema import Schema
 from rlsim.sim.batching import Batching, PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt
 

@@ -13,11 +13,11 @@ from typing import Literal
 
 from pydantic import Field, PrivateAttr
 
+from rlsim.base.schema import Schema
 from rlsim.policies.asynchronous import Apart
 from rlsim.policies.continuous import BoundedStaleness
 from rlsim.policies.parts import Part
 from rlsim.policies.rlhfuse import memory_bound_batch
-from rlsim.schema import Schema
 from rlsim.sim.continuous import OpenView
 from rlsim.sim.control import Action, ControlContext, KvHandling, Migrate, ReplicaView, RolloutControl, RolloutView
 from rlsim.units import Seconds

@@ -16,11 +16,11 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, PrivateAttr, model_validator
 
+from rlsim.base.schema import Schema
 from rlsim.policies.frameworks import StaticTP
 from rlsim.policies.keeping import Keeping
 from rlsim.policies.parts import ChunkStreaming, Part
 from rlsim.policies.verl import VeRL
-from rlsim.schema import Schema
 from rlsim.sim.batching import PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt, RolloutControl, ScoringReport
 from rlsim.units import Seconds, Tokens

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Union
 
+from rlsim.base.hooks import Hooked, hook, is_number, misused
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import shown
-from rlsim.hardware import AnyCluster
-from rlsim.hooks import Hooked, hook, is_number, misused
-from rlsim.models import Model
+from rlsim.models.hardware import AnyCluster
+from rlsim.models.model import Model
 from rlsim.sim.batching import Batching
 from rlsim.sim.control import CHOICES, ControlContext, RolloutControl, are_parameters
 from rlsim.sim.reward import RewardControl

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PrivateAttr
 
+from rlsim.base.schema import Schema
 from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.step import Chunk
 from rlsim.cost.transfer import rms_context_tokens
 from rlsim.errors import CapacityError
-from rlsim.schema import Schema
 from rlsim.sim.control import (
     Action,
     ControlContext,

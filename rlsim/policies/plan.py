@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from rlsim.base.schema import Schema
 from rlsim.cost.strategy import Recompute, TrainStrategy
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.policies.parts import Placing, PlanContext
-from rlsim.schema import Schema
 from rlsim.units import Tokens
 from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Placement, Plan, with_transfers

@@ -21,11 +21,11 @@ from typing import Literal
 
 from pydantic import Field, PrivateAttr
 
+from rlsim.base.schema import Schema
 from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.step import Chunk
 from rlsim.errors import ConfigError
 from rlsim.policies.pat import BATCHES, CONTEXTS
-from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext, RolloutControl, RolloutReport
 
 Loads = Sequence[tuple[int, int]]  # prompt and generated tokens of every response of a round

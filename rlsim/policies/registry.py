@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
+from rlsim.base.usercode import load_object
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.policies.parts import KIND_NAMES, KINDS, Part
-from rlsim.usercode import load_object
 
 #: rlsim's own, loaded when asked for.
 BUILTIN = {

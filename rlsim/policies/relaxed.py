@@ -15,12 +15,12 @@ from typing import Annotated
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
 from rlsim.policies.frameworks import StaticTP, any_call, on_groups
 from rlsim.policies.keeping import Keeping
 from rlsim.policies.parts import Part, Placing, PlanContext, Rewiring
 from rlsim.policies.verl import VeRL
-from rlsim.schema import Schema
 from rlsim.sim.batching import Progress, PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt
 from rlsim.units import Tokens

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
+from rlsim.base.schema import Schema
 from rlsim.policies.parts import Composition, JudgePlacement, Part, Rewiring
-from rlsim.schema import Schema
 from rlsim.sim.reward import RewardControl, RewardKind
 from rlsim.units import Seconds
 from rlsim.workflow.graph import Workflow

@@ -12,10 +12,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
+from rlsim.base.schema import Schema
 from rlsim.policies.parts import Composition, Part, Rewiring
 from rlsim.policies.reward_scheduler import AsyncReward
 from rlsim.policies.verl import VeRL
-from rlsim.schema import Schema
 from rlsim.sim.control import Action, ControlContext, Migrate, Release, RolloutControl, RolloutView
 from rlsim.workflow.graph import Workflow
 

@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from rlsim.base.schema import Schema
 from rlsim.policies.parts import Composition, Part
 from rlsim.policies.planner import Planner
 from rlsim.policies.reward_scheduler import RewardScheduler
 from rlsim.policies.stream_trainer import StreamTrainer
 from rlsim.policies.tail_batching import TailBatching
-from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext
 
 

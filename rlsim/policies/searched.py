@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from rlsim.base.schema import Schema
 from rlsim.policies.parts import Placing, PlanContext, PlanSearch, Rewiring
-from rlsim.schema import Schema
 from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Plan
 

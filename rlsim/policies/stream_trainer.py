@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, PrivateAttr
 
+from rlsim.base.schema import Schema
 from rlsim.policies.parts import Rewiring
-from rlsim.schema import Schema
 from rlsim.sim.control import Action, ControlContext, Release, ReplicaView, RolloutControl, RolloutReport, RolloutView
 from rlsim.workflow.graph import Workflow
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from pydantic import Field, PrivateAttr
 
-from rlsim.schema import Schema
+from rlsim.base.schema import Schema
 from rlsim.sim.batching import Batching, PromptFeed
 from rlsim.sim.control import Launch, Prompt
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
-from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext, RolloutControl
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlsim.base.hooks import Hooked, hook, is_whole
 from rlsim.errors import PolicyError
-from rlsim.hooks import Hooked, hook, is_whole
 from rlsim.sim.control import Action, Extend, Launch, Prompt, RolloutControl, RolloutView, Stop, Surplus, is_launch
 from rlsim.sim.request import Request
 

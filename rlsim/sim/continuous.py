@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from rlsim.hooks import hook, is_number, is_whole
+from rlsim.base.hooks import hook, is_number, is_whole
 from rlsim.sim.batching import Batching
 from rlsim.sim.control import Prompt
 from rlsim.sim.request import UpdatedKv

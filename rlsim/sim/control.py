@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
+from rlsim.base.hooks import Hooked, hook, is_number, is_whole
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import HostKv, SwitchCost
 from rlsim.errors import CapacityError, ConfigError, PolicyError
-from rlsim.hooks import Hooked, hook, is_number, is_whole
 
 KvHandling = Literal["migrate", "recompute"]
 

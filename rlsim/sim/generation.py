@@ -7,8 +7,8 @@ from typing import Any
 
 import simpy
 
+from rlsim.base.hooks import misused
 from rlsim.errors import PolicyError
-from rlsim.hooks import misused
 from rlsim.sim.batching import Batching, Settled, StepBatch
 from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import Controls, Launch, RolloutReport

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from rlsim.precision import KvPrecision, Precision
-from rlsim.schema import Schema
+from rlsim.base.schema import Schema
+from rlsim.models.precision import KvPrecision, Precision
 from rlsim.units import Bytes, Seconds, Tokens
 
 NAN = float("nan")

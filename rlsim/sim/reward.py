@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import simpy
 
+from rlsim.base.hooks import Hooked, hook, is_number
 from rlsim.cost.curve import REACHED
-from rlsim.hooks import Hooked, hook, is_number
 from rlsim.sim.moment import DEAL, at, is_over, when_over
 from rlsim.sim.request import Request
 from rlsim.sim.server import InferenceServer

@@ -14,11 +14,11 @@ from typing import Any
 
 import simpy
 
+from rlsim.base.hooks import misused
 from rlsim.cost.curve import REACHED
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import RlsimError
-from rlsim.hooks import misused
 from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import (
     Abort,

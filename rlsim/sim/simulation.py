@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from rlsim.cost.step import StepCost
-from rlsim.hardware import AnyCluster
+from rlsim.models.hardware import AnyCluster
 from rlsim.sim.batching import Batching, PromptFeed
 from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts

@@ -1,4 +1,7 @@
-"""Response lengths: the schema of a trace, reading, importing, sampling, describing, fitting and generating."""
+"""Dumps, files or a recipe come in; response lengths of prompts and steps go out.
+
+The schema of a trace, reading, importing, sampling, describing, fitting and generating.
+"""
 
 from rlsim.trace.files import read_trace, write_trace
 from rlsim.trace.sampling import DrawnResponses, StepSampler, limits

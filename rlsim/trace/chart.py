@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlsim.charts import check_chart_path, save_chart
+from rlsim.base.charts import check_chart_path, save_chart
 from rlsim.errors import TraceError
 from rlsim.trace.schema import Trace
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from pydantic import Field
 
-from rlsim.schema import Schema
+from rlsim.base.schema import Schema
 from rlsim.trace.schema import Trace
 from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from pydantic import Field, model_validator
 
+from rlsim.base.schema import Schema
 from rlsim.errors import TraceError
-from rlsim.schema import Schema
 from rlsim.trace.mixture import Floats, LengthModel, mixture, mixture_cdf, mixture_mean
 from rlsim.trace.schema import Trace
 from rlsim.trace.stats import icc_log

@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 from pydantic import ValidationError
 
+from rlsim.base.output import atomic_path
+from rlsim.base.tables import csv_errors, json_lines, open_data, read_parquet
 from rlsim.errors import TraceError
-from rlsim.output import atomic_path
-from rlsim.tables import csv_errors, json_lines, open_data, read_parquet
 from rlsim.trace.schema import BY_NAME, COLUMNS, Trace, TraceMeta, make_trace
 
 #: What the names of files of each kind end in.

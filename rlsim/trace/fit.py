@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from rlsim.base.output import atomic_path, write_text
+from rlsim.base.schema import Schema, load
 from rlsim.errors import TraceError
-from rlsim.output import atomic_path, write_text
-from rlsim.schema import Schema, load
 from rlsim.trace.mixture import Floats, LengthModel, both_below, joint_weights, mixture
 from rlsim.trace.schema import Trace
 from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
@@ -100,7 +100,7 @@ def fit_trace(trace: Trace, cap_tokens: int | None = None, *, components: int = 
     `cap_tokens`: lengths at or above it are taken as cut there (default: the trace's own cap, if it has one). Raises
     `TraceError` if fewer than 20 responses, or fewer than two different lengths, are left below the cap.
     """
-    from rlsim.version import __version__
+    from rlsim.base.version import __version__
 
     cap = cap_tokens or trace.meta.cap_tokens
     tokens, censored = trace.response_tokens, trace.capped

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 from pydantic import Field, model_validator
 
+from rlsim.base.schema import Schema, load
 from rlsim.errors import TraceError
-from rlsim.schema import Schema, load
 from rlsim.trace.facts import Fact, FactCheck, check_facts, model_from_facts
 from rlsim.trace.fit import LengthFit, load_fit
 from rlsim.trace.mixture import Floats, LengthModel

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from rlsim.reading import plain, read_yaml
+from rlsim.base.catalogue import DATA
+from rlsim.base.reading import plain, read_yaml
 
-_TABLE: Mapping[str, Any] = plain(read_yaml(Path(__file__).parents[1] / "data" / "metrics.yaml"))
+_TABLE: Mapping[str, Any] = plain(read_yaml(DATA / "metrics.yaml"))
 #: Our name of a metric, and the names that frameworks give it.
 METRICS: Mapping[str, Sequence[str]] = _TABLE["names"]
 #: Labels of NeMo-RL's console, and the metric of each.

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from rlsim.schema import Schema
+from rlsim.base.schema import Schema
 
 Floats = npt.NDArray[np.float64]
 _NODES = np.polynomial.legendre.leggauss(40)

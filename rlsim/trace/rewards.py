@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from rlsim.schema import Schema
+from rlsim.base.schema import Schema
 from rlsim.units import Seconds, Tokens
 
 #: Run time (s) written for a program that never ends: far beyond any timeout.

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pandas as pd
 from pydantic import AfterValidator, Field
 
+from rlsim.base.schema import Schema
+from rlsim.base.tables import floats, parse_json
 from rlsim.errors import TraceError, one_line
-from rlsim.schema import Schema
-from rlsim.tables import floats, parse_json
 
 Kind = Literal["id", "tokens", "index", "number", "flag", "text", "numbers"]
 MAX_TOKENS = 2**31 - 1

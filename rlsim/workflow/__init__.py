@@ -1,4 +1,7 @@
-"""Workflows (graphs of model function calls) and plans (which GPUs run each call, and how)."""
+"""An algorithm and a placement come in; calls, the edges between them, and the GPUs of each go out.
+
+Workflows are graphs of model function calls, plans say which GPUs run each call and how; `search` finds plans.
+"""
 
 from rlsim.workflow.algorithms import dpo, grpo, ppo, remax
 from rlsim.workflow.graph import Call, Edge, Grain, Workflow

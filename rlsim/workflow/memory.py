@@ -15,8 +15,8 @@ from rlsim.cost.micro_batches import MicroBatching
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
-from rlsim.hardware import AnyCluster
-from rlsim.models import Model
+from rlsim.models.hardware import AnyCluster
+from rlsim.models.model import Model
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan, same_weights
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
-from rlsim.hardware import AnyCluster
+from rlsim.models.hardware import AnyCluster
 from rlsim.workflow.graph import Call, Workflow
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from calibration.markdown import rewrite, section, summary, table
+from rlsim.base.reading import plain, read_yaml
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.fits import ACROSS, AcrossFit
-from rlsim.hardware import load_cluster
-from rlsim.reading import plain, read_yaml
+from rlsim.models.hardware import load_cluster
 
 POINTS = Path(__file__).with_suffix("").with_name("across_nodes.yaml")
 #: What NCCL does not publish: `AcrossFit` fields, and the bounds of their fit.

@@ -15,7 +15,7 @@ from rlsim.calibrate.fit.kernels import predict
 from rlsim.calibrate.points import residual
 from rlsim.cost.calibration import Calibration, Reference, Residual
 from rlsim.cost.carried import carried_operators
-from rlsim.hardware import load_cluster
+from rlsim.models.hardware import load_cluster
 
 FEW_ROWS = 64  # of products that decode
 

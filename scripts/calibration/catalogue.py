@@ -8,8 +8,8 @@ from pathlib import Path
 
 from calibration.gpus import ENGINES, GPUS, OLDER
 from calibration.measured import HotRows, against_hot_rows, fit_measured
+from evidence.validate.transfer import shipped_fits
 from rlsim.cost.calibration import Calibration, Engine
-from rlsim.validate.transfer import shipped_fits
 
 #: Since this release vLLM schedules an iteration while the one before runs, unless it is told not to.
 ASYNC_SCHEDULING = (0, 14)

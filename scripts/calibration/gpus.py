@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlsim.base.reading import plain, read_yaml
 from rlsim.cost.calibration import Engine
-from rlsim.reading import plain, read_yaml
 
 ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
 

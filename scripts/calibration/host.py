@@ -15,13 +15,8 @@ from scipy.optimize import OptimizeResult, least_squares
 from calibration.catalogue import SERVED_ON, Catalogue
 from calibration.gpus import OLDER
 from calibration.provenance import DATE, SCRIPT
-from rlsim.calibrate.fit.common import Array, rounded
-from rlsim.calibrate.write import write_record
-from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit
-from rlsim.cost.step import StepCost
-from rlsim.reading import plain, read_yaml
-from rlsim.validate.parts import Options
-from rlsim.validate.serving import (
+from evidence.validate.parts import Options
+from evidence.validate.serving import (
     CALIBRATIONS,
     QUANTITIES,
     SERVED,
@@ -32,7 +27,12 @@ from rlsim.validate.serving import (
     read_runs,
     simulate,
 )
-from rlsim.validate.transfer import FITS, WHOLE, SettingFit, TransferFits, shipped_fits
+from evidence.validate.transfer import FITS, WHOLE, SettingFit, TransferFits, shipped_fits
+from rlsim.base.reading import plain, read_yaml
+from rlsim.calibrate.fit.common import Array, rounded
+from rlsim.calibrate.write import write_record
+from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit
+from rlsim.cost.step import StepCost
 
 #: By engine: see the file.
 ENGINES: dict[str, dict[str, Any]] = plain(read_yaml(Path(__file__).with_name("serving.yaml")))
@@ -136,7 +136,7 @@ def _intervals(found: OptimizeResult, units: Array) -> list[tuple[float, float]]
 
 
 def main(options: argparse.Namespace) -> None:
-    """Host time and front ends, to measured serving runs: `rlsim/validate/transfer_fits.yaml`.
+    """Host time and front ends, to measured serving runs: `evidence/validate/transfer_fits.yaml`.
 
     One fit to all runs of an engine, which the calibrations take, one without each TP, and one without each TP and
     term, which `rlsim validate transfer` judges. Kernels are fitted anew from the tables. Minutes on two cores; with

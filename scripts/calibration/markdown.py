@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from rlsim.validate.rows import markdown
+from evidence.validate.rows import markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "calibration.md"
 _PAGE = Environment(loader=FileSystemLoader(Path(__file__).with_name("page")), undefined=StrictUndefined)

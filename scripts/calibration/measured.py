@@ -14,6 +14,7 @@ from calibration.gpus import Gpu
 from calibration.provenance import COMMON, NOTES, provenance, runtime_of, vidur_source
 from calibration.tables import all_gemms, all_precisions, latent_tables, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
+from rlsim.base.schema import Schema
 from rlsim.calibrate.build import MIXTURE
 from rlsim.calibrate.fit import attention
 from rlsim.calibrate.fit.attention import (
@@ -38,9 +39,8 @@ from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
 from rlsim.cost.fits import CollectiveFits, ExchangeFit, ExpertsFit, KernelFit, OperatorFits, ProductFit
 from rlsim.cost.operators import gemm_of
-from rlsim.hardware import load_cluster
-from rlsim.precision import WEIGHT_BYTES, KvPrecision, Precision
-from rlsim.schema import Schema
+from rlsim.models.hardware import load_cluster
+from rlsim.models.precision import WEIGHT_BYTES, KvPrecision, Precision
 
 SHORT_PRODUCT_S = 20e-6  # of a GPU's time: launched from Python, such a product takes as long as the launch
 LATENT: Mapping[KvPrecision, str] = {"bf16": "latent_attention", "fp8": "latent_attention_fp8"}

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.build import COLD, INTER, PAIR
 from rlsim.cost.calibration import Provenance, RuntimeFit, Source
-from rlsim.reading import plain, read_yaml
 
 DATE = "2026-11-24"
 SCRIPT = "scripts/fit_calibrations.py"

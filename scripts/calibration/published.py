@@ -12,17 +12,17 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 
+from evidence.validate import weight_sync as syncs
+from evidence.validate.parts import Options
+from evidence.validate.published import figures
+from evidence.validate.rollpacker import TASKS, share_settings
+from evidence.validate.rollpacker import stage_shares as shares_of
+from evidence.validate.rows import Row
+from evidence.validate.runs import run
+from evidence.validate.steps import EFFICIENCY, REALHF, realhf_rows
+from evidence.validate.steps_trainer import iterations
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import EagerFit, load_calibration
-from rlsim.validate import weight_sync as syncs
-from rlsim.validate.parts import Options
-from rlsim.validate.published import figures
-from rlsim.validate.rollpacker import TASKS, share_settings
-from rlsim.validate.rollpacker import stage_shares as shares_of
-from rlsim.validate.rows import Row
-from rlsim.validate.runs import run
-from rlsim.validate.steps import EFFICIENCY, REALHF, realhf_rows
-from rlsim.validate.steps_trainer import iterations
 
 #: Share of a layer's launches under tensor parallelism that its two collectives are.
 SHARES = (0.0, 0.3, 0.6)
@@ -36,7 +36,7 @@ def eager(_: object) -> None:
     two apart: they are predicted with the plan that rlsim finds for each of a few shares of the collectives, and
     the share in between that meets the measured steps is taken. Then the share of the peak at which the heuristic's
     steps come out right on average. Each model is fitted alone; `rlsim.cost.calibration.EAGER` and
-    `rlsim.validate.steps.EFFICIENCY` hold the fit to the smaller one. Ten minutes, most of it searches for plans.
+    `evidence.validate.steps.EFFICIENCY` hold the fit to the smaller one. Ten minutes, most of it searches for plans.
     """
     table = pd.read_csv(Options().evidence / REALHF)
     with tempfile.TemporaryDirectory() as scratch:
@@ -97,9 +97,9 @@ def expert_launch_s() -> float:
 def expert_launch(_: object) -> None:
     """The host's time to launch a layer with experts, to a published iteration of Megatron Core.
 
-    Of the iterations of `rlsim.validate.steps_trainer` the one with the smallest micro-batches (1,024 tokens on a GPU)
-    is the only one that the GPU's work and its messages leave far too fast. `EXPERT_LAUNCH_S` is what brings it to its
-    measured seconds; all others take longer than that for each layer, so they say nothing of it.
+    Of the iterations of `evidence.validate.steps_trainer` the one with the smallest micro-batches (1,024 tokens on a
+    GPU) is the only one that the GPU's work and its messages leave far too fast. `EXPERT_LAUNCH_S` is what brings it
+    to its measured seconds; all others take longer than that for each layer, so they say nothing of it.
     """
     found = expert_launch_s()
     print(f"EXPERT_LAUNCH_S = {found * 1e3:.2f}e-3")

@@ -18,16 +18,16 @@ from calibration.provenance import SCRIPT
 from calibration.tables import cpu_overheads, decode_sums
 from calibration.training import training_section
 from calibration.windows import engine_section
+from evidence.validate.serving import SERVED
+from evidence.validate.transfer import SettingFit, TransferFits, shipped_fits
+from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.fit.attention import GROUP
 from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, HostFit, Residual, derived_gpus, load_calibration
 from rlsim.cost.roofline import RooflineStep
-from rlsim.hardware import load_cluster
-from rlsim.models import load_model
-from rlsim.reading import plain, read_yaml
-from rlsim.validate.serving import SERVED
-from rlsim.validate.transfer import SettingFit, TransferFits, shipped_fits
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 ROWS = plain(read_yaml(Path(__file__).with_suffix(".yaml")))
 MODEL = "llama-3.1-8b"

@@ -22,13 +22,13 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import brentq, minimize_scalar
 
+from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.fit.common import Array
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TrainEfficiency, efficiency_of
-from rlsim.hardware import Cluster, load_cluster
-from rlsim.models import load_model
-from rlsim.reading import plain, read_yaml
+from rlsim.models.hardware import Cluster, load_cluster
+from rlsim.models.model import load_model
 
 NVLINK = {"a100-sxm-80gb": 240e9, "h100-sxm": 360e9, "h20": 360e9}  # bus rate of NCCL, bytes/s
 BUSES = [bus * 1e9 for bus in range(14, 25)]  # tried for veRL's machine, bytes/s

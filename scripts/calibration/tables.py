@@ -13,7 +13,7 @@ from rlsim.calibrate.importers import aiconfigurator
 from rlsim.calibrate.importers.reading import MS, imported
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Engine, Source
-from rlsim.precision import KvPrecision, Precision
+from rlsim.models.precision import KvPrecision, Precision
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 

@@ -19,8 +19,8 @@ from rlsim.cost.calibration import Calibration, Reference, TrainingFit, derived_
 from rlsim.cost.strategy import Recompute, TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TRAFFIC, TrainEfficiency, efficiency_of
-from rlsim.hardware import load_cluster, load_gpu
-from rlsim.models import load_model
+from rlsim.models.hardware import load_cluster, load_gpu
+from rlsim.models.model import load_model
 
 FRAMEWORKS = ("fsdp", "megatron")
 #: Seconds per token of veRL's padded batch: the outcome of the part `training`, as is `TRAFFIC`; a test holds it.

@@ -7,15 +7,15 @@ import argparse
 from calibration.provenance import DATE, SCRIPT
 from calibration.stacks import Case, fit_stacks
 from calibration.training import gemm_shares
+from evidence.validate.calls import CALLS, LeftOutCalls, TransferCalls
+from evidence.validate.coverage import errors_by_setting, level_spread, spread
+from evidence.validate.parts import Options
+from evidence.validate.serving import read_runs
+from evidence.validate.today import today_rows
+from evidence.validate.transfer import kind_rows, shipped_fits, unseen_rows
+from evidence.validate.weight_sync import predicted_errors, read_syncs
 from rlsim.calibrate.write import write_record
 from rlsim.cost.draw import TransferErrors
-from rlsim.validate.calls import CALLS, LeftOutCalls, TransferCalls
-from rlsim.validate.coverage import errors_by_setting, level_spread, spread
-from rlsim.validate.parts import Options
-from rlsim.validate.serving import read_runs
-from rlsim.validate.today import today_rows
-from rlsim.validate.transfer import kind_rows, shipped_fits, unseen_rows
-from rlsim.validate.weight_sync import predicted_errors, read_syncs
 
 SOURCE = "rl_timings/verl_steps.csv, rl_timings/rl_steps_async.csv (logs of veRL and NeMo-RL)"
 
@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> None:
 
     `rollout` and `tilt`: time per output token of every measured serving run, with the fit that has not seen its TP;
     `calls`: log-probs and updates of measured runs, each group left out of the fit of the training stack, and veRL's
-    row 4, which nothing is fitted to (written to `rlsim/validate/transfer_calls.yaml`); `sync`: weight syncs that no
+    row 4, which nothing is fitted to (written to `evidence/validate/transfer_calls.yaml`); `sync`: weight syncs that no
     constant is fitted to. Each is the root of the mean square over settings.
     """
     calls = left_out_calls(fit_stacks(options.data, gemm_shares(options.data)).cases)

@@ -16,7 +16,7 @@ from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.steps import iteration_times
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.roofline import step_cost
-from rlsim.models import load_model
+from rlsim.models.model import load_model
 
 REQUESTS = Path(__file__).resolve().parents[2] / "evidence" / "vllm_requests.csv"
 BASE, RELEASE, WINDOW_S = "rtx-pro-6000-vllm", "0.19.0", 0.5

@@ -31,7 +31,7 @@ from rlsim.cost.attention_kernels import DecodeKernels, PromptKernels
 from rlsim.cost.calibration import Engine, Reference, Residual
 from rlsim.cost.fits import AttentionFit, KernelFit
 from rlsim.cost.kernel import Work
-from rlsim.precision import KV_BYTES, KvPrecision
+from rlsim.models.precision import KV_BYTES, KvPrecision
 
 HEAD_DIM = 128  # the size of heads that stands for those that were not measured
 OTHER_HEAD_DIMS = (64, 256)  # of gpt-oss and gemma: they have kernels of their own

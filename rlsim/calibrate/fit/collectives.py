@@ -15,7 +15,7 @@ from rlsim.cost.calibration import Reference
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.fits import CollectiveFit, CollectiveFits
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster
+from rlsim.models.hardware import Cluster
 
 COLLECTIVE_KNOTS = tuple(2.0**e for e in (9, 12, 14, 16, 17, 18, 19, 20, 22, 23, 24, 26))
 MANY_SIZES = 16  # of one collective, from which knots are fewer than sizes

@@ -11,7 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeResult, least_squares
 
-from rlsim.schema import Schema, validate
+from rlsim.base.schema import Schema, validate
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -16,7 +16,7 @@ from rlsim.cost.calibration import Reference
 from rlsim.cost.collectives import exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, MXFP8, ExpertLoad, FusedExperts, peak_of
 from rlsim.cost.fits import ExchangeFit, ExpertsFit
-from rlsim.precision import WEIGHT_BYTES, Precision
+from rlsim.models.precision import WEIGHT_BYTES, Precision
 
 #: Models that are left out whole when errors are measured: Qwen3-235B-A22B and DeepSeek-V3.
 LEFT_OUT = ("4096 x 1536, 8 of 128", "7168 x 2048, 8 of 256")

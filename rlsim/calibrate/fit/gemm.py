@@ -26,7 +26,7 @@ from rlsim.cost.fits import ProductFit, Tile
 from rlsim.cost.operators import gemm_of
 from rlsim.cost.products import ProductWork
 from rlsim.errors import CalibrationError
-from rlsim.precision import PRECISIONS, WEIGHT_BYTES, Precision, peak_flop_per_s
+from rlsim.models.precision import PRECISIONS, WEIGHT_BYTES, Precision, peak_flop_per_s
 
 KNOTS = {
     "m": [1.0, *(2.0**e for e in range(4, 15))],  # kernels change their block shape at powers of two of m

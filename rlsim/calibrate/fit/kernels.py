@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from rlsim.base.schema import Schema
 from rlsim.calibrate.fit.common import Array, Mask
 from rlsim.calibrate.points import point_rows
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import OperatorFits
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError
-from rlsim.schema import Schema
 
 Knots = Mapping[str, Sequence[float]]  # of a correction, by axis
 

@@ -23,8 +23,8 @@ from rlsim.cost.fits import KernelFit, LatentAttentionFit
 from rlsim.cost.kernel import Work
 from rlsim.cost.latent import HEAD_BLOCK, LatentKernels
 from rlsim.cost.operators import Operators
-from rlsim.layers import LatentAttention
-from rlsim.precision import KV_BYTES, KvPrecision
+from rlsim.models.layers import LatentAttention
+from rlsim.models.precision import KV_BYTES, KvPrecision
 
 #: What was measured: a layer of DeepSeek-V3.
 MEASURED = LatentAttention(heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)

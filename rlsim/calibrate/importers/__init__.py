@@ -6,6 +6,7 @@ import datetime
 from pathlib import Path
 from typing import get_args
 
+from rlsim.base.output import check_own_file
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests
@@ -13,8 +14,7 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, load_calibration
 from rlsim.errors import CalibrationError, nearest
-from rlsim.hardware import Gpu, load_gpu, node_types
-from rlsim.output import check_own_file
+from rlsim.models.hardware import Gpu, load_gpu, node_types
 
 FORMATS = ("aiconfigurator", "nccl-tests")
 SCRIPT = "rlsim calibrate import"

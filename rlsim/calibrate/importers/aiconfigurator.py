@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from rlsim.base.reading import read_yaml
 from rlsim.calibrate.importers import experts
 from rlsim.calibrate.importers.reading import (
     check_device,
@@ -29,8 +30,7 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Reference
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError, ConfigError, nearest
-from rlsim.precision import KV_BYTES, KvPrecision, Precision, peak_flop_per_s, product_bytes
-from rlsim.reading import read_yaml
+from rlsim.models.precision import KV_BYTES, KvPrecision, Precision, peak_flop_per_s, product_bytes
 
 #: Tables that a release must have, and their families.
 KERNELS = {"gemm_perf": "gemm", "generation_attention_perf": "attention", "context_attention_perf": "attention"}

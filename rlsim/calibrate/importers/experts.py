@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from rlsim.base.catalogue import DATA
+from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.importers.reading import check_kernels, launches, medians, numbers, read_table
 from rlsim.cost.calibration import Reference
 from rlsim.cost.experts import BLOCK_ROWS, MXFP8
-from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
-from rlsim.reading import plain, read_yaml
+from rlsim.models.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
 
-_LISTS = plain(read_yaml(Path(__file__).parents[2] / "data" / "expert_tables.yaml"))
+_LISTS = plain(read_yaml(DATA / "expert_tables.yaml"))
 W4A8: str = _LISTS["w4a8"]
 PRECISIONS: Mapping[str, Precision] = _LISTS["precisions"]
 UNGATED, GROUPED, MISROUTED, UNTUNED = (

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from rlsim.base.tables import number_of
 from rlsim.calibrate.importers.reading import (
     LARGEST,
     OTHER_LINK,
@@ -29,7 +30,6 @@ from rlsim.calibrate.importers.reading import (
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Reference
 from rlsim.errors import CalibrationError
-from rlsim.tables import number_of
 
 US = 1e-6
 #: nccl-tests' programs without `_perf`, their names here, and bus bandwidth over algorithm bandwidth, times n / (n - 1)

@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from rlsim import catalogue
+from rlsim.base import catalogue
+from rlsim.base.tables import csv_errors, floats, parse_json, read_parquet
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cost.calibration import Reference, Source
 from rlsim.errors import CalibrationError, nearest
-from rlsim.tables import csv_errors, floats, parse_json, read_parquet
 
 MS = 1e-3
 LARGEST = 1e15  # of any size, count or time in a table: beyond it nothing was measured

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlsim.calibrate.measure.clock import BATCH_S, Effort, Timing, laps, measure
 from rlsim.cost.memory import rollout_weight_bytes
-from rlsim.models import Model
+from rlsim.models.model import Model
 
 Call = Callable[[], object]
 

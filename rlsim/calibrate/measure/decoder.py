@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from rlsim.calibrate.measure.attention import attend_padded, causal_attention, flash, padding_mask
 from rlsim.calibrate.measure.ranks import Ranks
 from rlsim.errors import CalibrationError
-from rlsim.layers import FullAttention
-from rlsim.models import Model
+from rlsim.models.layers import FullAttention
+from rlsim.models.model import Model
 
 ROTARY_BASE = 10_000.0
 EPSILON = 1e-6  # of the norms

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlsim import catalogue
+from rlsim.base import catalogue
 from rlsim.calibrate.fit.common import as_written
 from rlsim.calibrate.measure.host import RAM_SHARE, MachineFacts
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_record
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster, Gpu, Link, load_gpu
-from rlsim.models import Model
+from rlsim.models.hardware import Cluster, Gpu, Link, load_gpu
+from rlsim.models.model import Model
 
 
 def describe_cluster(measured: Measurements, facts: MachineFacts) -> Cluster:

@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import Field
 
+from rlsim.base.schema import Schema
+from rlsim.base.version import __version__
 from rlsim.errors import CalibrationError
-from rlsim.models import Model
-from rlsim.schema import Schema
-from rlsim.version import __version__
+from rlsim.models.model import Model
 
 #: GPUs of the catalogue by the name that the driver gives them.
 GPU_NAMES = {

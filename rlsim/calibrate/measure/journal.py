@@ -14,12 +14,12 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import pandas as pd
 from pydantic import Field, ValidationError, field_validator
 
+from rlsim.base.schema import Schema
 from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Timing
 from rlsim.calibrate.measure.host import MachineFacts
 from rlsim.calibrate.measurements import KEYS, Measurements
 from rlsim.cost.calibration import Source
 from rlsim.errors import CalibrationError
-from rlsim.schema import Schema
 
 ATTEMPTS = 4  # at a noisy point
 BETWEEN = 100  # other points before the next attempt, about a round: what disturbs a machine passes

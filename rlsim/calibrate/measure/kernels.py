@@ -11,7 +11,7 @@ from torch.nn import functional
 from rlsim.calibrate.measure.attention import causal_attention
 from rlsim.calibrate.measure.bench import Bench, Call
 from rlsim.calibrate.measure.plan import elementwise_shape
-from rlsim.models import Model
+from rlsim.models.model import Model
 
 
 def copy(bench: Bench, kind: str, size: int) -> list[Call]:

@@ -11,7 +11,7 @@ from rlsim.calibrate.measure.journal import Point
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.transfer import kv_rank_bytes
-from rlsim.models import Model
+from rlsim.models.model import Model
 
 #: Points of every operator in the first round; the next has twice as many, and so on.
 FIRST = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlsim.base.output import check_own_file
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.measure.bench import Bench
@@ -17,8 +18,7 @@ from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Reference
 from rlsim.errors import CalibrationError
-from rlsim.models import Model, load_model
-from rlsim.output import check_own_file
+from rlsim.models.model import Model, load_model
 
 JOURNAL = "measurements.jsonl"
 CPU_DTYPE, GPU_DTYPE = "float32", "bfloat16"

@@ -20,7 +20,7 @@ from rlsim.calibrate.measure.layout import Move, migrate, reshard
 from rlsim.calibrate.measure.plan import MIGRATED, equal_contexts
 from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.errors import CalibrationError
-from rlsim.models import Model
+from rlsim.models.model import Model
 
 ROOM = 8  # tokens of a slot beyond the context that is measured
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlsim.base.tables import parse_json
 from rlsim.errors import TraceError
-from rlsim.tables import parse_json
 from rlsim.trace.importers.dumps import NOT_TOLD, Dump, Tally
 from rlsim.trace.importers.rows import Row, file_rows, is_number
 from rlsim.trace.importers.safe_pickle import load_torch

@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from rlsim.base.tables import parse_json
 from rlsim.errors import TraceError
-from rlsim.tables import parse_json
 from rlsim.trace.files import CSV, JSONL, PARQUET, ends
 from rlsim.trace.importers import areal, frameworks
 from rlsim.trace.importers.dumps import Dump

@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rlsim.base.tables import csv_errors, json_lines, number_of, open_data, parquet_errors
 from rlsim.errors import TraceError, shown
-from rlsim.tables import csv_errors, json_lines, number_of, open_data, parquet_errors
 from rlsim.trace.files import CSV, JSONL, PARQUET, ends
 
 MAX_WHOLE = 2**53  # beyond it numbers are not whole any more in all programs

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from rlsim.base.tables import number_of, parse_json
 from rlsim.errors import TraceError
-from rlsim.tables import number_of, parse_json
 from rlsim.trace.importers.tables import equally_likely
 from rlsim.trace.schema import MAX_TOKENS
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from rlsim.base.tables import floats
 from rlsim.errors import TraceError
-from rlsim.tables import floats
 
 RowName = Callable[[int], str]
 #: Columns that may hold the number of responses of a histogram's bin.

@@ -1,0 +1,129 @@
+"""`rlsim validate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evidence.validate.parts import PARTS, REPEATABLE
+from rlsim.cli import complete
+from rlsim.cli.common import PRINTED, Json, check_json, write_json
+from rlsim.cli.tables import Table, print_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from evidence.validate.parts import Options, Section
+    from evidence.validate.targets import Targets
+
+#: Parts with more comparisons than these show their summaries.
+_ROWS_SHOWN = 80
+
+
+def validate(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=f"{', '.join(PARTS)} (default: all).", show_default=False, autocompletion=complete.one_of(*PARTS)
+        ),
+    ] = None,
+    json_file: Json = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of kernel tables (default: $RLSIM_DATA, or ../shared/data).")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the parts' sections and charts of this Markdown page.")
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Fail if the parts' sections of this page are stale.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes for the real rollouts.")] = False,
+    device: Annotated[str, typer.Option(help="Device of the real rollouts: cpu or cuda.")] = "cpu",
+) -> None:
+    """Compare rlsim with what was measured: kernels, whole engines, real rollouts, published figures.
+
+    Rows come from the folder evidence of a clone, or from $RLSIM_EVIDENCE.
+    Exit code 1 if an error is beyond its bound or the checked page is stale.
+
+    Example: rlsim validate pat --json pat.json
+    """
+    from evidence.validate.page import check_page, read_page, stale, write_page
+    from evidence.validate.parts import Options, kernel_folder
+    from evidence.validate.targets import load_targets
+    from rlsim.errors import ConfigError
+
+    wanted = parts or list(PARTS)
+    check_json(json_file)
+    if page is not None:
+        check_page(page, wanted)
+    if check is not None:
+        read_page(check)
+    options = Options(kernels=kernel_folder(data), quick=quick, device=device, progress=_log)
+    targets = load_targets(options.evidence)
+    found, fine = _run(wanted, options, targets, hidden=json_file == PRINTED)
+    if not found:
+        raise ConfigError("no part of the validation could run here")
+    write_json(
+        json_file, [row.record() for one in found.values() for row in (one.summaries if one.summarised else one.rows)]
+    )
+    if page is not None:
+        write_page(page, found, targets)
+    if check is not None:
+        for name in stale(check, found, targets, REPEATABLE):
+            fine = False
+            typer.echo(f"{check}: tables of {name} are stale; run: rlsim validate {name} --page {check}", err=True)
+    if not fine:
+        raise typer.Exit(1)
+
+
+def _log(text: str) -> None:
+    from rlsim.cli.terminal import Console
+
+    Console(stderr=True).print(text, style="dim")
+
+
+def _run(wanted: Iterable[str], options: Options, targets: Targets, *, hidden: bool) -> tuple[dict[str, Section], bool]:
+    """Run and print the parts (`hidden`: to standard error); what each found, and whether all bounds are kept."""
+    from evidence.validate.parts import Skipped, run_part
+    from rlsim.cli.terminal import Console
+
+    found: dict[str, Section] = {}
+    fine = True
+    for name in wanted:
+        result = run_part(name, options)
+        if isinstance(result, Skipped):
+            Console(stderr=hidden).print(f"{name}: skipped: {result.reason}")
+            continue
+        found[name] = result
+        fine &= _print(name, result, targets, stderr=hidden)
+    return found, fine
+
+
+def _print(name: str, section: Section, targets: Targets, *, stderr: bool) -> bool:
+    """One part's comparisons, or their summaries where they are many; whether all are within their bounds."""
+    from evidence.validate.targets import bounds_of, verdicts
+    from rlsim.cli.terminal import Console
+
+    remarks: dict[str, list[str]] = {}
+    if len(section.rows) <= _ROWS_SHOWN and not section.summarised:
+        headings = ["what", "quantity", "kind", section.reference, "rlsim", "error", "target"]
+        rows = [[*row.cells, targets.cell(row).replace("**", "")] for row in section.rows]
+        for row in section.rows:
+            remarks.setdefault(row.note, []).append(f"{row.case}, {row.quantity}")
+    else:
+        headings = ["what", "quantity", "kind", "rows", "mean |error|", "median", "p90", "bias"]
+        rows = [[*summary.cells] for summary in section.summaries]
+    print_tables([Table(headings, rows, title=name, words=(0, 1, 2), prose=0)], stderr=stderr)
+    console = Console(stderr=stderr, soft_wrap=True)
+    for remark, of in remarks.items():
+        if remark:
+            console.print(f"{'; '.join(of)}: {remark}", style="dim")
+    bounds = bounds_of(targets, section.rows, section.summaries)
+    for line in verdicts(targets, section.rows, bounds):
+        console.print(line)
+    beyond = [bound for bound in bounds if not bound.fine]
+    for b in beyond:
+        text = f"{b.what} {b.quantity}: {b.statistic} error {b.value:.1%} is beyond its bound of {b.limit:.1%}"
+        console.print(text, style="bold red")
+    console.print()
+    return not beyond

@@ -1,0 +1,88 @@
+"""Part `kernels`: every operator at measured shapes that its fit has not seen, by GPU and engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from evidence.validate.charts import error_panels
+from evidence.validate.parts import Options, Section, Skipped
+from evidence.validate.rows import Row, summarise, summary_table
+from rlsim.calibrate.fit.attention import HEAD_DIM, kernel_decode_attention, kernel_prefill_attention
+from rlsim.calibrate.fit.collectives import kernel_collectives
+from rlsim.calibrate.fit.elementwise import kernel_memory_bound
+from rlsim.calibrate.fit.gemm import kernel_gemm
+from rlsim.calibrate.importers import aiconfigurator, vidur
+from rlsim.calibrate.node import measured_node
+from rlsim.calibrate.points import join
+from rlsim.cost.calibration import Calibration, calibration_names, load_calibration
+
+_CHART_ROWS = 80  # of each operator and calibration, or points hide each other
+
+
+def section(options: Options) -> Section | Skipped:
+    """Fit every calibration that has tables of its own anew (a minute) and look up what was left out."""
+    if options.kernels is None:
+        return Skipped("the kernel tables are not here (they are no part of rlsim); --data FOLDER says where they are")
+    points = []
+    for name in _with_tables():
+        options.progress(f"kernels: {name}")
+        found = _left_out(options.kernels, load_calibration(name))
+        points.append(found.assign(calibration=name))
+    frame = pd.concat(points, ignore_index=True)
+    rows = tuple(
+        Row("kernels", f"{at['calibration']}/{at['label']}", f"{at['operator']}_s", at["measured_s"], at["fitted_s"])
+        for at in frame.to_dict("records")
+    )
+    summaries = tuple(summarise(rows, depth=1))
+    return Section(rows, summaries, {"summaries": summary_table(summaries)}, _chart(frame), "")
+
+
+def _with_tables() -> list[str]:
+    """Calibrations fitted to aiconfigurator's tables of their own GPU."""
+    found = []
+    for name in calibration_names():
+        calibration = load_calibration(name)
+        source = calibration.provenance.sources[0]
+        own = source.files[0].split("/")[0].replace("_", "-") if source.project == "NVIDIA aiconfigurator" else ""
+        if own and calibration.gpu.startswith(own):
+            found.append(name)
+    return found
+
+
+def _left_out(data: Path, calibration: Calibration) -> pd.DataFrame:
+    """The held-out points of one calibration's operators, refitted from its own tables: in bf16, heads of 128."""
+    tables, *others = calibration.provenance.sources
+    layers = next(source for source in others if source.project == "Microsoft Vidur")
+    gpu, _, backend, version = tables.files[0].split("/")[:4]
+    folder = data / "kernels" / "aiconfigurator" / gpu
+    ref = calibration.reference
+    measured = aiconfigurator.read(folder, backend, version, gpu=calibration.gpu, reference=ref)
+    decode, prefill = (measured.table(f"{phase}_attention") for phase in ("decode", "prefill"))
+    decode, prefill = (table[table.head_dim == HEAD_DIM] for table in (decode, prefill))
+    if calibration.engine == "trtllm":
+        decode = decode[decode.q_heads == decode.kv_heads]
+    parts = [
+        kernel_gemm(aiconfigurator.used_sizes(measured.table("gemm")), ref, cold=False).points,
+        kernel_decode_attention(decode, ref, calibration.engine, cold=False).points,
+        kernel_prefill_attention(prefill, ref).points,
+        kernel_collectives(measured.table("collective"), ref, measured_node(calibration.gpu, ref)).points,
+    ]
+    if layers.files[0].split("/")[3] == calibration.gpu.split("-")[0]:
+        paths = [data / "kernels" / "vidur" / "head" / file for file in layers.files]
+        parts.append(kernel_memory_bound(vidur.elementwise_table(paths), ref).points)
+    points = join(parts)
+    return points[points.held_out]
+
+
+def _chart(frame: pd.DataFrame) -> object:
+    shown = pd.concat(
+        rows.iloc[np.linspace(0, len(rows) - 1, min(_CHART_ROWS, len(rows))).astype(int)]
+        for _, rows in frame.groupby(["operator", "calibration"], sort=False)
+    )
+    shown = shown.assign(measured=shown.measured_s * 1e6, simulated=shown.fitted_s * 1e6)
+    gpus = {name: load_calibration(name).gpu for name in shown.calibration.unique()}
+    shown = shown.assign(GPU=shown.calibration.map(gpus), operator=shown.operator.str.replace("_", " "))
+    return error_panels(shown, "Kernels at left-out shapes", facet="operator", colour="GPU", unit="µs")

@@ -1,0 +1,105 @@
+"""The page `docs/validation.md`: its prose is written by hand, its tables and charts are written here.
+
+A table stands between `<!-- part.name -->` and `<!-- end -->`, so that the tables of one part can be written anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from evidence.validate.parts import PARTS, TITLES, Section
+from evidence.validate.rows import markdown
+from evidence.validate.targets import Targets, bounds_of, verdicts
+from rlsim.base.output import atomic_path, check_file, write_text
+from rlsim.base.reading import read_text
+from rlsim.errors import ConfigError
+
+_BLOCK = re.compile(r"^<!-- (\w+)\.(\w+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(section: Section, targets: Targets) -> dict[str, str]:
+    """The tables of a part by name: what its rows come to, each row, the part's own, and bounds of groups."""
+    bounds = bounds_of(targets, section.rows, section.summaries)
+    found = {"verdict": "".join(f"- {line}\n" for line in verdicts(targets, section.rows, bounds))}
+    if section.reference:
+        headings = ("case", "quantity", "kind", section.reference, "rlsim", "error", "target", "remark")
+        cells = [(*row.cells, targets.cell(row), row.note) for row in section.rows]
+        found["figures"] = markdown(headings, cells)
+    told = [b for b in bounds if b.statistic != "row" and (b.why or not b.fine)]  # the verdict counts the others
+    groups = [(b.what, b.quantity, b.statistic, f"{b.value:.1%}", b.shown, b.why) for b in told]
+    if groups:
+        found["bounds"] = markdown(("what", "quantity", "of the errors", "now", "bound", "why it is off"), groups)
+    return {key: text for key, text in (found | dict(section.tables)).items() if text}
+
+
+def read_sections(page: Path) -> dict[str, str]:
+    """The tables of a page by part, joined, none if there is no such file; see `read_page`."""
+    return read_page(page) if page.exists() else {}
+
+
+def read_page(page: Path) -> dict[str, str]:
+    """The tables of a page that is there, by part. Raises `ConfigError` if it cannot be read."""
+    found: dict[str, str] = {}
+    for (part, _), text in _tables(read_text(page), page).items():
+        found[part] = found.get(part, "") + text
+    return found
+
+
+def _tables(text: str, page: Path) -> dict[tuple[str, str], str]:
+    found = {(part, name): body for part, name, body in _BLOCK.findall(text)}
+    if not found and text:
+        raise ConfigError(f"{page}: not a validation page (no `<!-- part.table -->` in it)")
+    return found
+
+
+def check_page(page: Path, parts: Iterable[str]) -> None:
+    """Raises `ConfigError` if the page, or the chart of one of these parts, cannot be written, or is something else."""
+    check_file(page)
+    text = read_text(page) if page.exists() else ""
+    _tables(text, page)
+    for chart in (page.parent / _chart(name) for name in parts if _chart(name) not in text):
+        if chart.exists():
+            raise ConfigError(f"{chart}: exists, and {page} does not show it; move it away or give another page")
+
+
+def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) -> None:
+    """Put the tables of these parts on the page and keep all else; charts go to `validation/` beside it."""
+    check_page(page, sections)
+    text = read_text(page) if page.exists() else "# How far rlsim is from what was measured\n"
+    for part, section in sections.items():
+        known, missing = _tables(text, page) if "<!--" in text else {}, []
+        for name, body in blocks(section, targets).items():
+            block = f"<!-- {part}.{name} -->\n{body.rstrip()}\n<!-- end -->"
+            if (part, name) in known:
+                place = rf"^<!-- {part}\.{name} -->$.*?^<!-- end -->$"
+                text = re.sub(place, block.replace("\\", r"\\"), text, count=1, flags=re.MULTILINE | re.DOTALL)
+            else:
+                missing.append(block)
+        title = [] if any(at[0] == part for at in known) else [f"## {TITLES[part]}"]
+        if section.chart is not None:
+            if _chart(part) not in text:
+                missing.append(f"![{TITLES[part]}]({_chart(part)})")
+            (page.parent / _chart(part)).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(page.parent / _chart(part)) as path:
+                section.chart.save(path, format="png", scale_factor=1.5)
+        if missing:
+            text = "\n\n".join([text.rstrip("\n"), *title, *missing]) + "\n"
+    write_text(page, text)
+
+
+def _chart(name: str) -> str:
+    """The chart of a part, from the page's folder."""
+    return f"validation/{name}.png"
+
+
+def stale(page: Path, sections: Mapping[str, Section], targets: Targets, repeatable: Iterable[str]) -> list[str]:
+    """The repeatable parts with a table that is not what would be written now, and parts that are not on the page."""
+    text = read_text(page) if page.exists() else ""
+    written, changed = _tables(text, page), []
+    for part in (name for name in repeatable if name in sections):
+        now = blocks(sections[part], targets)
+        if any(written.get((part, name), "").rstrip() != body.rstrip() for name, body in now.items()):
+            changed.append(part)
+    return list(dict.fromkeys([*changed, *(name for name in PARTS if name not in {part for part, _ in written})]))

@@ -1,0 +1,98 @@
+"""The parts of the validation: what each needs, and what each gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlsim.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from evidence.validate.rows import Row, Summary
+
+#: Headings of the parts. First what decides whether to trust the rest: settings that no fit has seen. Then in the order
+#: in which they build on each other: kernels make steps, steps engines, engines rollouts, and rollouts the systems
+#: whose figures papers print. The last measures nothing.
+TITLES = {
+    "transfer": "Trust that transfers: settings that no fit has seen",
+    "kernels": "Kernels at shapes that no fit has seen",
+    "serving": "Whole engines: closed-loop serving",
+    "rollout": "Real rollouts",
+    "weight_sync": "Published weight syncs",
+    "pat": "Published figures: PAT",
+    "rollpacker": "Published figures: RollPacker and RLHFuse",
+    "oppo": "Published figures: OPPO",
+    "real": "Published figures: REAL",
+    "steps": "Measured steps of real runs",
+    "asynchronous": "Measured steps of asynchronous trainers",
+    "sensitivity": "What the published figures depend on",
+}
+PARTS = tuple(TITLES)
+#: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
+REPEATABLE = tuple(name for name in PARTS if name != "rollout")
+_SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from one
+#: Measured and published rows: $RLSIM_EVIDENCE, or those of the checkout.
+EVIDENCE = Path(os.environ.get("RLSIM_EVIDENCE") or _SOURCE / "evidence")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`evidence`: the folder of measured and published rows. `kernels`: that of kernel tables, which are no part of the
+    project. `quick`: small sizes, as CI has them."""
+
+    evidence: Path = EVIDENCE
+    kernels: Path | None = None
+    quick: bool = False
+    device: str = "cpu"
+    progress: Callable[[str], None] = field(default=lambda _: None)
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a part found: every comparison, their summaries, other tables of the page by name, and its chart (altair).
+
+    `reference`: what rows are compared with, where the page shows each. Where means are what counts (`summarised`), it
+    is shown and recorded by its summaries.
+    """
+
+    rows: tuple[Row, ...]
+    summaries: tuple[Summary, ...]
+    tables: Mapping[str, str] = field(default_factory=dict)
+    chart: Any = None
+    reference: Literal["published", "measured", ""] = "published"
+    summarised: bool = False
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A part that cannot run here, and why."""
+
+    reason: str
+
+
+def run_part(name: str, options: Options) -> Section | Skipped:
+    """Run one part. Raises `CatalogueError` for a name that is none, `RlsimError` for what goes wrong in it."""
+    if name not in PARTS:
+        raise unknown_name("part of the validation", name, PARTS)
+    if name not in ("kernels", "rollout") and not options.evidence.is_dir():
+        return Skipped(f"{options.evidence}: no such folder; a clone of rlsim has it; set RLSIM_EVIDENCE")
+    found: Section | Skipped = import_module(f"evidence.validate.{name}").section(options)
+    return found
+
+
+def kernel_folder(given: Path | None) -> Path | None:
+    """The folder of kernel tables: as given, from RLSIM_DATA, or `../shared/data` beside a checkout; None if absent.
+
+    Raises `ConfigError` if a folder that was asked for does not hold them.
+    """
+    asked = given or (Path(os.environ["RLSIM_DATA"]) if os.environ.get("RLSIM_DATA") else None)
+    folder = asked or _SOURCE.parent / "shared" / "data"
+    if (folder / "kernels").is_dir():
+        return folder
+    if asked is not None:
+        raise ConfigError(f"{asked}: no kernel tables there; expected the folder kernels")
+    return None

@@ -1,0 +1,109 @@
+"""Published figures as rows of a file of the evidence: what was published, and what of rlsim's it is compared with."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from evidence.validate.charts import errors_chart
+from evidence.validate.parts import Options, Section
+from evidence.validate.rows import Kind, Row, number, summarise
+from rlsim.base.schema import Schema, load
+from rlsim.errors import ConfigError
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+#: What stands in an expression for a quotient or difference of seconds; rates are none.
+_OF_SECONDS = re.compile(r"\S*(?<!per)_s [/-] \S*(?<!per)_s")
+
+
+class Published(Schema):
+    """One figure. `value` and `of` are numbers or expressions; `of` has names of what the part computes."""
+
+    case: str
+    quantity: str
+    value: float | str
+    of: str
+    kind: Kind = "output"
+    bound: float | None = None
+    note: str = ""  # `{name[of][part]:.0f}` stands for what the part computes
+    seconds: str = ""  # the expression of seconds behind a ratio, where `of` is not one
+
+
+class Figures(Schema):
+    """The figures of one paper; `given`: what the part needs of the paper beside them."""
+
+    source: str
+    rows: tuple[Published, ...]
+    given: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+def figures(options: Options, part: str) -> Figures:
+    """The figures of a part. Raises `ConfigError` for a file that is missing or damaged."""
+    return load(options.evidence / f"{part}.yaml", Figures)
+
+
+def published_rows(
+    options: Options, part: str, found: Mapping[str, Any], whose: str = "published", file: str = ""
+) -> list[Row]:
+    """Every figure of a part beside what rlsim finds: numbers by name, in mappings by name.
+
+    `file`: the file's name, if it is not the part's. Raises `ConfigError` for a name that is not there, with the row.
+    """
+    names = _named(found)
+    rows = []
+    for item in figures(options, file or part).rows:
+        try:
+            value, simulated = evaluated(str(item.value), names), evaluated(item.of, names)
+            note = item.note.format(**names)
+            notes = [note, _seconds(str(item.value), {}, f"{whose} "), _seconds(item.seconds or item.of, names)]
+        except (KeyError, TypeError, SyntaxError) as error:
+            raise ConfigError(f"{file or part}.yaml: {item.case}, {item.quantity}: {item.of}: {error}") from None
+        text = "; ".join(filter(None, notes))
+        rows.append(Row(part, item.case, item.quantity, value, simulated, text, item.kind, bound=item.bound))
+    return rows
+
+
+def published_section(options: Options, part: str, found: Mapping[str, Any], **tables: str) -> Section:
+    """The section of a paper's figures, and other tables."""
+    rows = published_rows(options, part, found)
+    return Section(tuple(rows), (), tables, errors_chart(rows))
+
+
+def measured_section(rows: Sequence[Row], depth: int, **tables: str) -> Section:
+    """The section of measured rows; those whose cases agree in the first `depth` components are summarised together."""
+    return Section(tuple(rows), tuple(summarise(rows, depth)), tables, errors_chart(rows), "measured")
+
+
+def evaluated(text: str, names: Mapping[str, Any]) -> float:
+    """An expression of numbers, names with dots, and the four operations."""
+    return float(_value(ast.parse(text, mode="eval").body, names))
+
+
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_value(node.left, names), _value(node.right, names))
+    if isinstance(node, ast.Attribute):
+        return _value(node.value, names)[node.attr]
+    return names[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+
+def _seconds(text: str, names: Mapping[str, Any], whose: str = "") -> str:
+    """The seconds that an expression divides or subtracts, to read beside its value; "" for another expression."""
+    if not (_OF_SECONDS.fullmatch(text) if names else re.fullmatch(r"[\d.]+ / [\d.]+", text)):
+        return ""
+    left, sign, right = text.split()
+    return f"{whose}{number(evaluated(left, names))} {sign} {number(evaluated(right, names))} s"
+
+
+def _named(found: Any) -> Any:
+    """Mappings with names that an expression can have: verl-tp2 is verl_tp2, + reward is reward."""
+    if not isinstance(found, Mapping):
+        return found
+    return {re.sub(r"\W+", "_", str(key)).strip("_"): _named(value) for key, value in found.items()}

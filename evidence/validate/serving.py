@@ -1,0 +1,366 @@
+"""Part `serving`: TTFT and TPOT of measured serving runs on H100 against rlsim's own engine in the same closed loop.
+
+What the runs' source does not say is taken from the generator of benchmark configurations of the project that collected
+them (aiconfigurator: `generator/rule_plugin/benchmark/*.rule`, `backend_templates`, `eval/benchmarks`), and from the
+engines' own code:
+
+- A warm-up comes first, so the measured part begins with all `concurrency` requests at once on an idle engine.
+- Each run's number of requests can be read off its means: a mean of N whole nanoseconds, times N, is a whole number.
+  That gives 10 a user for vLLM, and 20 a user but at most 2,000 for TensorRT-LLM and SGLang.
+- The token budget of an iteration is not the engines' default of 8,192 but written for each run: concurrency + prompt +
+  1,500 (`max_num_tokens`, `max-num-batched-tokens`), for SGLang prompt + 1,500 (`max-prefill-tokens`). At most
+  `concurrency` sequences run.
+- vLLM runs chunks of prompts and decodes in one iteration. TensorRT-LLM does too, but takes whole prompts only
+  (`enable_chunked_prefill` is off). SGLang runs prompts first, as many whole ones as the budget holds.
+- In TensorRT-LLM's bf16 runs first tokens come late by the time of one response over the number of users, at 1 and 4
+  GPUs and both prompt lengths: one request is always waiting for a place. Why is not known. In its FP8 runs none waits:
+  their first tokens come no later for longer responses.
+- SGLang's overlapped loop hands out a prefill's first tokens once the next prefill is launched (until its pull request
+  11856, after this release).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from evidence.validate.charts import error_panels
+from evidence.validate.parts import Options, Section
+from evidence.validate.rows import Kind, Row, markdown, summarise, summary_table
+from rlsim.base import catalogue
+from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit, load_calibration
+from rlsim.cost.derived import hosted
+from rlsim.cost.engine_memory import engine_memory_of
+from rlsim.cost.memory import rollout_memory
+from rlsim.cost.replica import ReplicaLayout
+from rlsim.cost.roofline import step_cost
+from rlsim.cost.step import StepCost
+from rlsim.errors import CalibrationError
+from rlsim.models.hardware import Cluster, load_cluster
+from rlsim.models.layers import LatentAttention
+from rlsim.models.model import Model, load_model
+from rlsim.models.precision import Precision
+from rlsim.sim.closed_loop import Load, Served, closed_loop
+from rlsim.sim.request import EngineConfig
+
+TABLE = "h100_serving.csv"
+TODAY = "today_serving.csv"
+AISIMULATE = "aisimulate.csv"
+MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
+
+#: Whose kernels each engine's runs are simulated with: of SGLang the release nearest to the one that was measured.
+CALIBRATIONS: dict[Engine, str] = {
+    "trtllm": "h100-sxm-trtllm",
+    "vllm": "h100-sxm-vllm",
+    "sglang": "h100-sxm-sglang-0.5.10",
+}
+#: Releases that were measured, in the order in which they are reported.
+SERVED: dict[Engine, str] = {"trtllm": "1.0.0rc3", "vllm": "0.12.0", "sglang": "0.5.1.post1"}
+QUANTITIES = ("tpot_s", "ttft_s")
+NO_HOST = HostFit(step_s=0.0, sequence_s=0.0, source="none")
+
+#: What else could be true of the runs, to see what the results hang on.
+VARIANTS: dict[str, dict[str, int]] = {
+    "as assumed": {},
+    "token budget 8,192, the engines' default": {"batched_tokens": 8192},
+    "5 requests a user": {"rounds": 5},
+    "40 requests a user": {"rounds": 40},
+    "a place for every user": {"idle_slots": 0},
+    "a place for all users but one": {"idle_slots": 1},
+    "KV cache of an engine told the users": {"profiled_sequences": 0},
+}
+
+#: Share of a GPU that each engine is given: vLLM's default; SGLang's own rule keeps 13.5 GiB for activations and graphs
+#: (1.5 MiB for each of 8,192 tokens of a chunk, 2 MiB for each graph's batch size), its runs leave a little less; of
+#: TensorRT-LLM as the generator sets it.
+SHARES: dict[Engine, float] = {"vllm": 0.9, "sglang": 0.8, "trtllm": 0.8}
+#: Sequences that the engine's memory is sized for where the benchmark does not say: vLLM's default on an H100.
+PROFILED_SEQUENCES = 1024
+
+
+@dataclass(frozen=True)
+class ServingRun:
+    """One measured run: lengths in tokens, means over its requests in seconds.
+
+    `precision` is that of the weights (`mxfp4`: of experts alone, as published). `lengths`: `equal`, or `uniform` from
+    0.8 of them on.
+    """
+
+    engine: Engine
+    model: str
+    tp: int
+    prompt_tokens: int
+    response_tokens: int
+    concurrency: int
+    ttft_s: float
+    tpot_s: float
+    gpu: str = "h100-sxm"
+    release: str = ""
+    precision: Precision = "bf16"
+    dp: int = 1
+    ep: int = 1
+    lengths: Literal["equal", "uniform"] = "equal"
+    of: str = ""  # which rows of a comparison it is one of, and what another simulator said of it
+    peer_ttft_s: float = math.nan
+    peer_tpot_s: float = math.nan
+
+    @property
+    def case(self) -> str:
+        """`vllm/qwen3-32b/tp2/1024+512x64`."""
+        lengths = f"{self.prompt_tokens}+{self.response_tokens}x{self.concurrency}"
+        return f"{self.setting}/{lengths}"
+
+    @property
+    def setting(self) -> str:
+        """`vllm/qwen3-32b/tp2`."""
+        degrees = "".join(f"-{name}{n}" for name, n in (("ep", self.ep), ("dp", self.dp)) if n > 1)
+        return f"{self.engine}/{self.model}/tp{self.tp}{degrees}"
+
+    @property
+    def family(self) -> str:
+        """Model, GPU and engine: `b200-sxm/vllm/gpt-oss-120b`. What a fit that leaves it out has not seen."""
+        return f"{self.gpu}/{self.engine}/{self.model}"
+
+    @property
+    def plans_ahead(self) -> bool | None:
+        """Whether vLLM schedules a step while the one before runs: InferenceX' scripts ask for it (lengths that differ
+        are its client's), releases since 0.14 do so by themselves; None for other engines."""
+        if self.engine != "vllm":
+            return None
+        return self.lengths == "uniform" or tuple(map(int, self.release.split(".")[:2])) >= (0, 14)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the replica."""
+        return self.tp * self.dp
+
+    @property
+    def cluster(self) -> Cluster:
+        """A node of its GPUs."""
+        return load_cluster(f"8x{self.gpu.removesuffix('-sxm')}")
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """What cuts the model beside TP."""
+        return ReplicaLayout(ep=self.ep, attention_dp=self.dp)
+
+    @property
+    def served(self) -> Model:
+        """The model as it was served. FP8 and FP4 weights have an FP8 KV cache under TensorRT-LLM and on Blackwell."""
+        small = self.precision != "bf16" and (self.engine == "trtllm" or self.gpu.startswith("b"))
+        published = None if self.precision == "mxfp4" else self.precision
+        return load_model(self.model).served(published, "fp8" if small else "bf16")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is assumed of the benchmark (see the module's text); None stands for what is said there."""
+
+    rounds: int | None = None  # requests per user
+    batched_tokens: int | None = None  # token budget of an iteration
+    idle_slots: int | None = None  # users that find no place in the engine
+    profiled_sequences: int = PROFILED_SEQUENCES  # that vLLM sizes its memory for; 0: as many as there are users
+    simulated_rounds: int | None = None  # of those; the others are taken to go like all but the first
+
+    def load(self, run: ServingRun) -> Load:
+        users = run.concurrency
+        if self.rounds is not None:
+            requests = self.rounds * users
+        else:
+            few = run.engine == "vllm" or run.lengths == "uniform"
+            requests = 10 * users if few else min(20 * users, 2000)
+        simulated = None if self.simulated_rounds is None else self.simulated_rounds * users
+        shortest = 0.8 if run.lengths == "uniform" else 1.0
+        return Load(run.prompt_tokens, run.response_tokens, users, requests, simulated, shortest)
+
+    def config(self, run: ServingRun) -> EngineConfig:
+        """The engine's settings. vLLM's V1 scheduler and the other two keep no pages free when admitting."""
+        prompt, users = run.prompt_tokens, run.concurrency
+        waits = run.engine == "trtllm" and run.precision == "bf16"
+        idle = int(waits) if self.idle_slots is None else self.idle_slots
+        if self.batched_tokens is not None or run.lengths == "uniform":
+            budget = self.batched_tokens or 8192
+        elif run.engine == "sglang":
+            budget = prompt + 1500
+        elif run.engine == "trtllm":
+            budget = users + (prompt + 1500) // prompt * prompt
+        else:
+            budget = users + prompt + 1500
+        return EngineConfig(
+            chunked_prefill=run.engine != "sglang",
+            max_num_batched_tokens=max(budget, prompt) if run.engine == "sglang" else budget,
+            max_num_seqs=users - idle,
+            watermark=0.0,
+        )
+
+    def pages(self, run: ServingRun) -> int:
+        """KV pages of the engine."""
+        config = self.config(run)
+        memory = rollout_memory(
+            run.served,
+            run.cluster.gpu,
+            run.gpus,
+            layout=run.layout,
+            page_tokens=config.page_tokens,
+            memory_utilization=SHARES[run.engine],
+            max_batched_tokens=config.max_num_batched_tokens,
+            max_sequences=max(config.max_num_seqs, self.profiled_sequences)
+            if run.engine == "vllm"
+            else run.concurrency,
+            rule=engine_memory_of(run.engine, run.release if run.engine == "vllm" else ""),
+        )
+        return memory.pages
+
+
+AS_ASSUMED = Protocol()
+
+#: Columns of a table of runs: names, whole numbers, and other numbers; those of today's engines are optional.
+_NAMES, _WHOLE = ["model", "backend"], ["tp", "prompt_tokens", "response_tokens", "concurrency"]
+_NUMBERS = [*_WHOLE, "ttft_ms", "tpot_ms"]
+_MORE = ["gpu", "precision", "dp", "ep", "lengths", "of"]
+_TIMES = ["ttft", "tpot", "peer_ttft", "peer_tpot"]
+_COUNTS = {*_WHOLE, "dp", "ep"}
+
+
+def read_runs(evidence: Path, name: str = TABLE) -> list[ServingRun]:
+    """The measured runs of a folder, by engine, TP, lengths and concurrency.
+
+    Raises `CalibrationError` if the table is missing or damaged, with the row.
+    """
+    table = _read_table(evidence / name)
+    more = [*_WHOLE, *(column for column in _MORE if column in table and name != TABLE)]
+    runs = []
+    for row in table.sort_values(["backend", *_WHOLE]).to_dict("records"):
+        values: dict[str, Any] = {"engine": row["backend"], "release": row["backend_version"]}
+        values |= {column: int(row[column]) if column in _COUNTS else row[column] for column in more}
+        values |= {f"{time}_s": row[f"{time}_ms"] * 1e-3 for time in _TIMES if f"{time}_ms" in row}
+        runs.append(ServingRun(model=MODELS.get(row["model"], row["model"]), **values))
+    return runs
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    try:
+        table = pd.read_csv(path, dtype={"backend_version": str}, keep_default_na=False)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"{path}: cannot be read as a table of serving runs: {error}") from None
+    if missing := [name for name in (*_NAMES, *_NUMBERS) if name not in table]:
+        needed = ", ".join((*_NAMES, *_NUMBERS))
+        raise CalibrationError(f"{path}: no column {', '.join(missing)}; a table of serving runs has {needed}")
+    if table.empty:
+        raise CalibrationError(f"{path}: holds no serving run")
+    known_models = catalogue.names("models") if path.name != TABLE else {*MODELS}
+    for known, column in ((SERVED, "backend"), (known_models, "model")):
+        strange = table[~table[column].isin(known)]
+        if len(strange):
+            row, value = strange.index[0] + 2, strange[column].iloc[0]
+            raise CalibrationError(f"{path}, row {row}: unknown {column} {value!r}; known: {', '.join(sorted(known))}")
+    for name in _NUMBERS:
+        numbers = pd.to_numeric(table[name], errors="coerce")
+        wrong = ~(numbers > 0) | np.isinf(numbers) | ((numbers % 1 != 0) & (name in _WHOLE))
+        if wrong.any():
+            row, kind = int(wrong.idxmax()), "whole number" if name in _WHOLE else "number"
+            raise CalibrationError(f"{path}, row {row + 2}: {name} is {table[name][row]}, expected a positive {kind}")
+        table[name] = numbers
+    return table
+
+
+def calibration_of(run: ServingRun) -> str:
+    """The name of the calibration that has the engine's kernels on the run's GPU."""
+    return CALIBRATIONS[run.engine] if run.precision == "bf16" else f"{run.gpu}-{run.engine}"
+
+
+def kernels_of(calibration: Calibration, run: ServingRun) -> StepCost:
+    """A calibration's step cost of the run's model in its layout, without host time."""
+    bare = calibration.model_copy(update={"host": NO_HOST})
+    if run.served.kv_precision != "bf16":
+        latent = any(isinstance(layer.attention, LatentAttention) for layer in run.served.groups)
+        bare = bare.on_kv(run.served.kv_precision, latent=latent)
+    return step_cost(run.served, run.gpus, run.cluster, bare, run.layout)
+
+
+_KERNELS: dict[tuple[object, ...], StepCost] = {}
+
+
+def kernels(run: ServingRun) -> StepCost:
+    """That of the shipped calibration, made once for each setting."""
+    key = (run.gpu, run.setting, run.precision)
+    if key not in _KERNELS:
+        _KERNELS[key] = kernels_of(load_calibration(calibration_of(run)), run)
+    return _KERNELS[key]
+
+
+def simulate(
+    run: ServingRun, bare: StepCost, host: HostFit, front_end: FrontEndFit, protocol: Protocol = AS_ASSUMED
+) -> Served:
+    """The run on rlsim's engine, whose kernels take the times of `bare`."""
+    cost = hosted(bare, host, run.dp)
+    return closed_loop(cost, protocol.pages(run), protocol.config(run), protocol.load(run), front_end)
+
+
+def run_rows(
+    part: str, run: ServingRun, kind: Kind, host: HostFit, front_end: FrontEndFit, protocol: Protocol = AS_ASSUMED
+) -> list[Row]:
+    """Two rows of a run, `tpot_s` and `ttft_s`, with the shipped kernels."""
+    served = simulate(run, kernels(run), host, front_end, protocol)
+    note = f"{served.preemptions} preemptions" if served.preemptions else ""
+    return [Row(part, run.case, name, getattr(run, name), getattr(served, name), note, kind) for name in QUANTITIES]
+
+
+def serving_rows(evidence: Path, protocol: Protocol = AS_ASSUMED, *, hosted: bool = True) -> list[Row]:
+    """The rows of every run, with the host time of the shipped calibrations, or without any and without a front end.
+
+    They are inputs: the shipped host time is fitted to all of them. Raises `CalibrationError` for a missing or damaged
+    table.
+    """
+    rows = []
+    for run in read_runs(evidence):
+        calibration = load_calibration(CALIBRATIONS[run.engine]).scheduled(run.plans_ahead)
+        fits = (calibration.host, calibration.front_end) if hosted else (NO_HOST, FrontEndFit())
+        rows += run_rows("serving", run, "input", *fits, protocol)
+    return rows
+
+
+def section(options: Options) -> Section:
+    """Every measured run on rlsim's engine, and once for each other assumption about the runs (minutes)."""
+    options.progress("serving")
+    rows = serving_rows(options.evidence)
+    summaries = tuple(summarise(rows, depth=2))
+    tables = {
+        "summaries": summary_table(summaries),
+        "variants": "" if options.quick else _variants(options.evidence, options.progress),
+    }
+    return Section(tuple(rows), summaries, tables, runs_chart(rows, "Serving runs"), "")
+
+
+def _variants(evidence: Path, progress: Callable[[str], None]) -> str:
+    """Mean absolute errors of all runs of each engine under each assumption about the benchmark."""
+    cells = []
+    for name, changes in VARIANTS.items():
+        progress(f"serving: {name}")
+        cells.append((name, *_means(serving_rows(evidence, Protocol(**changes)))))
+    cells.append(("no host time, no front end", *_means(serving_rows(evidence, hosted=False))))
+    return markdown(("assumption", *SERVED), cells)
+
+
+def _means(rows: Sequence[Row]) -> list[str]:
+    means = {(found.group, found.quantity): f"{found.mean:.1%}" for found in summarise(rows, depth=1)}
+    return [" / ".join(means[engine, quantity] for quantity in QUANTITIES) for engine in SERVED]
+
+
+def runs_chart(rows: Sequence[Row], title: str) -> object:
+    """The errors of serving runs over what was measured (ms), a panel for each quantity."""
+    frame = pd.DataFrame(
+        {
+            "measured": [row.reference * 1e3 for row in rows],
+            "simulated": [row.simulated * 1e3 for row in rows],
+            "quantity": [row.quantity.removesuffix("_s").upper() for row in rows],
+            "engine": [row.case.split("/")[0] for row in rows],
+        }
+    )
+    return error_panels(frame, title, facet="quantity", colour="engine", unit="ms")

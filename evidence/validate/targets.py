@@ -1,0 +1,125 @@
+"""How near rlsim is meant to come to each row (target), and what no error may exceed (bound), which only guards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+from evidence.validate.rows import Row, Summary
+from rlsim.base.schema import Schema, load
+
+Statistic = Literal["mean", "median", "p90", "bias"]
+
+
+class Target(Schema):
+    """The |error| that rows are meant to stay within; part, kind and quantity are shell patterns."""
+
+    part: str
+    kind: str = "*"
+    quantity: str = "*"
+    within: float
+
+
+class Bound(Schema):
+    """A limit of a statistic of the |errors| of a group of rows (of the bias: of its size); names are shell patterns.
+
+    `why`: what a group beyond its target lacks.
+    """
+
+    part: str
+    group: str
+    quantity: str
+    kind: str = "*"
+    statistic: Statistic = "mean"
+    limit: float
+    why: str = ""
+
+    def holds_for(self, summary: Summary) -> bool:
+        """Whether it is a bound of this group."""
+        names = (summary.group, self.group), (summary.quantity, self.quantity), (summary.kind, self.kind)
+        return summary.part == self.part and all(fnmatch(*name) for name in names)
+
+
+class Targets(Schema):
+    """Of targets and, for each statistic, of bounds the first that fits counts."""
+
+    targets: tuple[Target, ...]
+    bounds: tuple[Bound, ...]
+
+    def within(self, row: Row) -> float:
+        """The target of a row; infinite where there is none."""
+        for target in self.targets:
+            names = (row.part, target.part), (row.quantity, target.quantity), (row.kind, target.kind)
+            if all(fnmatch(*name) for name in names):
+                return target.within
+        return float("inf")
+
+    def cell(self, row: Row) -> str:
+        """The target of a row as a table shows it, and whether it is missed."""
+        within = self.within(row)
+        return f"{within:.0%}" if abs(row.error) <= within else f"{within:.0%} **missed**"
+
+    def checked(self, summaries: Iterable[Summary]) -> Iterator[Kept]:
+        """Every summary with each of its bounds."""
+        for summary in summaries:
+            seen: set[Statistic] = set()
+            for bound in self.bounds:
+                if bound.statistic not in seen and bound.holds_for(summary):
+                    seen.add(bound.statistic)
+                    value = abs(float(getattr(summary, bound.statistic)))
+                    yield Kept(summary.group, summary.quantity, bound.statistic, value, bound.limit, bound.why)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A bound of one row or one group, and what it bounds."""
+
+    what: str
+    quantity: str
+    statistic: str
+    value: float
+    limit: float
+    why: str = ""
+
+    @property
+    def fine(self) -> bool:
+        """Whether the error is within."""
+        return self.value <= self.limit
+
+    @property
+    def shown(self) -> str:
+        """The limit in a table."""
+        return f"{self.limit:.1%}" + ("" if self.fine else " **exceeded**")
+
+
+def load_targets(evidence: Path) -> Targets:
+    """The targets of the evidence, none where it is not here. Raises `ConfigError` for a damaged file."""
+    path = evidence / "targets.yaml"
+    return load(path, Targets) if path.exists() else Targets(targets=(), bounds=())
+
+
+def bounds_of(targets: Targets, rows: Iterable[Row], summaries: Iterable[Summary]) -> list[Kept]:
+    """The bounds of single rows, and those of groups."""
+    own = [Kept(r.case, r.quantity, "row", abs(r.error), r.bound) for r in rows if r.bound is not None]
+    return [*own, *targets.checked(summaries)]
+
+
+def verdicts(targets: Targets, rows: Sequence[Row], bounds: Sequence[Kept]) -> list[str]:
+    """What the rows come to: by kind how many are within their targets, the worst, the range of errors; then bounds."""
+    lines = []
+    for kind in dict.fromkeys(row.kind for row in rows):
+        own = [row for row in rows if row.kind == kind]
+        missed = [row for row in own if abs(row.error) > targets.within(row)]
+        errors = [row.error for row in own]
+        text = f"{len(own):,} {kind} rows: {len(own) - len(missed):,} within their target, {len(missed):,} missed"
+        if missed:
+            worst = max(missed, key=lambda row: abs(row.error))
+            text += f" (worst: {worst.case}, {worst.quantity}, {worst.error:+.0%}; target {targets.within(worst):.0%})"
+        lines.append(f"{text}; errors {min(errors):+.0%} to {max(errors):+.0%}")
+    if bounds:
+        kept = sum(bound.fine for bound in bounds)
+        lines.append(f"no worse than before: {kept} of {len(bounds)} bounds, which guard against regression alone")
+    return lines

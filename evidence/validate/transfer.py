@@ -1,0 +1,175 @@
+"""Part `transfer`: host time fitted to some settings of an engine, against the runs of one that no fit has seen.
+
+A setting is an engine, a model and a TP. The fits are made by `scripts/fit_calibrations.py serving` and shipped with
+rlsim (`transfer_fits.yaml`): one to all runs of an engine, one without each of its TPs, and all of these once more for
+each structural term left out. This part simulates the runs with them; nothing is fitted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field
+
+from evidence.validate.calls import calls_table, shipped_calls
+from evidence.validate.coverage import errors_by_setting, inside, level_spread, spread
+from evidence.validate.parts import Options, Section
+from evidence.validate.rows import Kind, Row, markdown, summarise, summary_table
+from evidence.validate.serving import QUANTITIES, SERVED, ServingRun, read_runs, run_rows, runs_chart
+from evidence.validate.today import families_table, peer_table, today_rows
+from rlsim.base.schema import load
+from rlsim.cost.calibration import Engine, FrontEndFit, HostFit
+from rlsim.cost.draw import MEASURED
+from rlsim.cost.fits import Fitted
+
+FITS = Path(__file__).with_name("transfer_fits.yaml")
+WHOLE = ""  # the left-out setting or term of a fit that leaves out none
+
+
+class SettingFit(Fitted):
+    """Host time and front end of an engine, fitted to its runs but those of one setting."""
+
+    engine: Engine
+    left_out: str = Field(default=WHOLE, description="setting whose runs the fit has not seen, vllm/qwen3-32b/tp8")
+    without: str = Field(default=WHOLE, description="term that the model lacks")
+    host: HostFit
+    front_end: FrontEndFit
+    intervals: dict[str, tuple[float, float]] = Field(default={}, description="95% interval of what is fitted, by name")
+
+
+class TransferFits(Fitted):
+    """The fits, and where they come from."""
+
+    date: str
+    script: str
+    source: str
+    fits: tuple[SettingFit, ...]
+
+    def of(self, engine: Engine, left_out: str = WHOLE, without: str = WHOLE) -> SettingFit:
+        """One fit; raises `KeyError` if there is none."""
+        wanted = (engine, left_out, without)
+        for fit in self.fits:
+            if (fit.engine, fit.left_out, fit.without) == wanted:
+                return fit
+        raise KeyError(wanted)
+
+    def terms(self, engine: Engine) -> list[str]:
+        """The terms that fits of an engine were made without."""
+        return list(dict.fromkeys(fit.without for fit in self.fits if fit.engine == engine and fit.without))
+
+
+@cache
+def shipped_fits() -> TransferFits:
+    """The fits that come with rlsim."""
+    return load(FITS, TransferFits)
+
+
+def section(options: Options) -> Section:
+    """Every run with the fit that has not seen its setting, and with the one that has (a minute or two)."""
+    fits = shipped_fits()
+    runs = read_runs(options.evidence)
+    options.progress("transfer")
+    rows = [row for kind in ("left-out", "fitted") for row in kind_rows(runs, fits, kind)]
+    left_out = [row for row in rows if row.kind == "left-out"]
+    summaries = tuple(summarise(rows, depth=3))
+    engines = tuple(summarise(rows, depth=1))
+    today = today_rows(options.evidence, options.progress)
+    families = (*summarise(today, depth=4), *summarise(today, depth=1))
+    spread = f"{level_spread(shipped_calls().log_errors(outlier=False)):.0%}"
+    tables = {
+        "engines": summary_table(engines),
+        "families": families_table(today),
+        "today": summary_table(summarise(today, depth=1)),
+        "peers": peer_table(options.evidence),
+        "settings": summary_table(summaries),
+        "fits": fits_table(fits),
+        "coverage": coverage_table(unseen_rows(left_out, today)),
+        "calls": f"{calls_table()}\nWithout veRL's row 4 calls scatter by {spread}, with it by {MEASURED.calls:.0%}.",
+        "ablation": "" if options.quick else _ablation(runs, fits, options.progress),
+    }
+    chart = runs_chart(left_out, "Runs of settings that no fit has seen")
+    return Section((*rows, *today), (*summaries, *engines, *families), tables, chart, "", summarised=True)
+
+
+def fits_table(fits: TransferFits) -> str:
+    """What each fit that leaves a setting out has found, and whether anything was left out by it."""
+    cells = []
+    for fit in (fit for fit in fits.fits if fit.left_out and not fit.without):
+        whole = fits.of(fit.engine)
+        found = [[part.model_dump(exclude={"source"}) for part in (one.host, one.front_end)] for one in (fit, whole)]
+        own, of_all = (
+            ", ".join(f"{n.removesuffix('_s')} {v * 1e6:.3g} us" for n, v in host.items() if v and n.endswith("_s"))
+            for host, _ in found
+        )
+        if found[0] == found[1]:
+            own = "the same: this setting's fit leaves nothing out"
+        cells.append((fit.left_out, of_all or "none", own))
+    return markdown(("setting", "host time fitted to all settings", "fitted without it"), cells)
+
+
+def unseen_rows(left_out: Iterable[Row], today: Iterable[Row]) -> list[Row]:
+    """The runs of settings that no fit has seen, named by their families alike."""
+    return [*(replace(row, case=f"today/h100-sxm/{row.case}") for row in left_out), *today]
+
+
+def coverage_table(unseen: Sequence[Row]) -> str:
+    """How many runs lie inside the 90% interval that the errors of the other families allow, by engine."""
+    errors = {quantity: errors_by_setting(unseen, quantity) for quantity in QUANTITIES}
+    shares = {quantity: inside(errors[quantity]) for quantity in QUANTITIES}
+    settings = [*errors[QUANTITIES[0]]]
+    runs = np.array([len(errors[QUANTITIES[0]][setting]) for setting in settings])
+    engines = np.array([setting.split("/")[2] for setting in settings])
+    cells = []
+    for engine in (*dict.fromkeys(engines), "all"):
+        own = (engines == engine) | (engine == "all")
+        means = (
+            np.average([shares[q][setting] for setting in np.array(settings)[own]], weights=runs[own])
+            for q in QUANTITIES
+        )
+        cells.append((str(engine), str(runs[own].sum()), *(f"{mean:.0%}" for mean in means)))
+    found = spread(errors["tpot_s"])
+    spreads = ", ".join(f"{value:.3f}" for value in found[:3])
+    drawn = ", ".join(f"{value:.3f}" for value in (MEASURED.family, MEASURED.rollout, MEASURED.tilt))
+    told = "families, settings of one beside that, and doublings of users"
+    table = markdown(("engine", "runs", "TPOT inside", "TTFT inside"), cells)
+    return f"{table}\nLog errors of TPOT scatter by {spreads} over {told}; worlds draw {drawn}.\n"
+
+
+def kind_rows(runs: Sequence[ServingRun], fits: TransferFits, kind: Kind, without: str = WHOLE) -> list[Row]:
+    """The rows of runs under the fits that left their setting out, or saw it (`fitted`); those with such a fit."""
+    rows = []
+    for run in runs:
+        left_out = run.setting if kind == "left-out" else WHOLE
+        try:
+            fit = fits.of(run.engine, left_out, without)
+        except KeyError:
+            continue
+        rows += run_rows("transfer", run, kind, fit.host, fit.front_end)
+    return rows
+
+
+def _ablation(runs: Sequence[ServingRun], fits: TransferFits, progress: Callable[[str], None]) -> str:
+    """Errors on left-out settings without each term, the others fitted anew."""
+    cells = []
+    for engine in SERVED:
+        own = [run for run in runs if run.engine == engine]
+        for term in (WHOLE, *fits.terms(engine)):
+            progress(f"transfer: {engine} without {term or 'nothing'}")
+            rows = kind_rows(own, fits, "left-out", term)
+            if rows:
+                cells.append((engine, term or "nothing", *_means(rows)))
+    headings = ("engine", "without", "TPOT mean error", "bias", "worst TP", "TTFT mean error", "bias", "worst TP")
+    return markdown(headings, cells)
+
+
+def _means(rows: Sequence[Row]) -> list[str]:
+    """Mean absolute and signed error of TPOT and TTFT, and the mean of the worst setting."""
+    worst: dict[str, float] = {}
+    for found in summarise(rows, depth=3):
+        worst[found.quantity] = max(found.mean, worst.get(found.quantity, 0.0))
+    whole = summarise(rows, depth=1)  # TPOT first, as in every run
+    return [cell for one in whole for cell in (f"{one.mean:.1%}", f"{one.bias:+.1%}", f"{worst[one.quantity]:.1%}")]

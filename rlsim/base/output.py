@@ -1,0 +1,208 @@
+"""Files that appear whole or not at all, where nothing of the user's is replaced unasked.
+
+Pages, timelines, the charts of a folder, calibrations and whatever else can tell that rlsim wrote it are replaced
+only if it did. Another file that the user names (`--json x.json`) is replaced, as other programs do it, unless it is
+an input of the command or a part of some results.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import re
+import stat
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlsim.errors import ConfigError, RlsimError
+
+#: What tells a file that rlsim wrote, within its first bytes, by its ending: pages and charts, timelines, calibrations
+#: with their clusters and models.
+GENERATOR = '<meta name="generator" content="rlsim">'
+SVG_MARK, PNG_MARK = b"<!-- rlsim -->", b"Software\0rlsim"
+_PAGE, _TIMELINE = re.escape(GENERATOR.removesuffix('">').encode()), rb'"simulator": "rlsim '
+_MARKS = {
+    ".html": _PAGE,
+    ".htm": _PAGE,
+    ".svg": re.escape(SVG_MARK),
+    ".png": re.escape(PNG_MARK),
+    ".json": _TIMELINE,
+    ".gz": _TIMELINE,
+    ".csv": rb"\A# Tables of ",
+    ".yaml": rb"\A# (Fitted by .+; change that, not this\.|(This machine, as|The model as) `rlsim calibrate` )",
+}
+_MARKED_BYTES = 4_096
+#: How the records of results begin (see `rlsim.base.records`).
+_RECORD = re.compile(rb'\{\s*"format": \d+,')
+#: The records that say what the results of a directory are.
+_RECORDS = ("manifest.json", "sweep.json")
+#: Files beside such a record that are a part of the results, as their tables are.
+_BESIDE_RECORDS = ("advice.json", "log.jsonl")
+
+
+@contextmanager
+def atomic_path(path: Path, error: type[RlsimError] = ConfigError) -> Iterator[Path]:
+    """A temporary path beside `path`, moved onto it when the block ends well and removed when it does not.
+
+    Links are followed: the file that they lead to is replaced. What is no file (`/dev/stdout`, a pipe) is the path
+    itself. Raises `error` if it cannot be written (see `check_file`).
+    """
+    target = check_file(path, error)
+    if target.exists() and not target.is_file():
+        with _problems(path, error):
+            yield target
+        return
+    with _problems(path, error):
+        handle, name = tempfile.mkstemp(prefix=".rlsim-", suffix=target.suffix, dir=target.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644)
+            flush(temporary)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, error: type[RlsimError] = ConfigError) -> None:
+    """A text as a file, by `atomic_path`."""
+    with atomic_path(path, error) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def resolved(path: str | Path, error: type[RlsimError] = ConfigError) -> Path:
+    """Where a path leads once all links are followed; raises `error` if no file can be there, whatever its name."""
+    with _problems(path, error):
+        target = Path(os.path.realpath(path))
+        try:
+            if stat.S_ISLNK(target.lstat().st_mode):
+                raise OSError("a link that leads to itself")
+        except FileNotFoundError:
+            pass
+    return target
+
+
+def check_file(path: Path, error: type[RlsimError] = ConfigError, *, inputs: Iterable[str | Path] = ()) -> Path:
+    """Where such a file would be written, links followed.
+
+    Raises `error` if there is no folder for it, it cannot be written there, a folder is in its place, it is one of the
+    `inputs` of the command, or a part of some results.
+    """
+    with _problems(path, error):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return path  # `/dev/stdout` may lead to a pipe, which has no name
+    target = resolved(path, error)
+    if not target.parent.is_dir():
+        raise error(f"{path}: the folder {target.parent} does not exist")
+    if target.is_dir():
+        raise error(f"{path}: is a folder; give a file name")
+    if target.exists():
+        for one in inputs:
+            if Path(one).exists() and target.samefile(one):
+                raise error(f"{path}: is what the command reads; give another name")
+        if _part_of_results(target):
+            raise error(f"{path}: is a part of results; give another name")
+    check_writable(target.parent, path, error)
+    return target
+
+
+def check_files(*paths: Path | None, inputs: Iterable[str | Path] = ()) -> None:
+    """`check_file` for all that a command writes, None for what it does not; raises `ConfigError` if two are one."""
+    inputs, seen = tuple(inputs), set[Path]()
+    for path in paths:
+        if path is not None:
+            target = check_file(path, inputs=inputs)
+            if target in seen:
+                raise ConfigError(f"{path}: two options write to this file; give different names")
+            seen.add(target)
+
+
+def check_own_file(path: Path, error: type[RlsimError] = ConfigError) -> Path:
+    """`check_file` for a file that can tell who wrote it: raises `error` also if rlsim did not write the one there."""
+    target = check_file(path, error)
+    if target.is_file() and not written_by_rlsim(target):
+        raise error(f"{path}: exists, and rlsim did not write it; move it away or give another name")
+    return target
+
+
+def written_by_rlsim(path: Path) -> bool:
+    """Whether a page, chart, timeline, calibration or cluster file is one that rlsim wrote."""
+    mark = _MARKS.get(path.suffix)
+    return mark is not None and re.search(mark, _head(path)) is not None
+
+
+def _part_of_results(path: Path) -> bool:
+    """Whether a file is a record of some results, or a table or log that belongs to one."""
+    if path.name == "part.parquet" and path.parent.name.startswith("point="):
+        return True
+    if path.suffix == ".json" and _RECORD.match(_head(path)):
+        return True
+    belongs = path.suffix == ".parquet" or path.name in _BESIDE_RECORDS
+    return belongs and any(_RECORD.match(_head(path.with_name(name))) for name in _RECORDS)
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file, unpacked; none if it cannot be read."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return file.read(_MARKED_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return b""
+
+
+def check_writable(folder: Path, shown: str | Path, error: type[RlsimError] = ConfigError) -> None:
+    """Raises `error` if no file can be made in a folder; `shown` is what the user wants to write."""
+    with _problems(shown, error), tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def check_folder(path: str | Path) -> Path:
+    """Where a folder would be written, links followed; raises `ConfigError` if it is a file, or cannot be written."""
+    target = resolved(path)
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{path} is a file; give a directory")
+    check_writable(next(folder for folder in (target, *target.parents) if folder.exists()), path)
+    return target
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems cannot do that with folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def reason(problem: Exception) -> str:
+    """Why a file could not be read or written, in a line."""
+    return (getattr(problem, "strerror", None) or str(problem)).partition("\n")[0]
+
+
+@contextmanager
+def _problems(shown: str | Path, error: type[RlsimError]) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # the reader has gone, as of standard output
+        raise
+    except OSError as problem:
+        raise error(f"{shown}: cannot be written: {reason(problem)}") from None
+    except ValueError as problem:
+        if "\0" not in str(shown):
+            raise
+        raise error(f"{str(shown)!r}: cannot be written: {problem}") from None
+
+
+def results_folder(name: str) -> Path:
+    """Where the results of an experiment or sweep of that name go if nothing else is said: a folder in `results`."""
+    plain = re.sub(r"[/\\]+", "-", name).lstrip(".") or "unnamed"
+    other = "" if plain == name else f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"  # not that of the plain name
+    return Path("results") / f"{plain}{other}"

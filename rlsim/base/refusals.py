@@ -1,0 +1,58 @@
+"""What does not go together, by the tables that ship with rlsim: conditions are expressions over values, by name.
+
+`rlsim/data/refusals.yaml` has a group of rows for each thing that can be refused: a record read from YAML, by its class
+(`rlsim.base.schema.Schema`), or parts of a system. The first row of a group whose condition holds says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import CodeType
+from typing import Any
+
+from rlsim.base.catalogue import DATA
+from rlsim.base.reading import read_yaml
+from rlsim.errors import ConfigError
+
+_FUNCTIONS = {
+    "any": any,
+    "bool": bool,
+    "is_list": lambda value: isinstance(value, tuple),
+    "len": len,
+    "min": min,
+    "set": set,
+}
+
+
+@cache
+def code_of(condition: str) -> CodeType:
+    """A condition of a table: an expression; the names in it are those of values."""
+    return compile(condition, condition, "eval")
+
+
+def holds(condition: str, values: Mapping[str, Any]) -> bool:
+    """Whether such a condition holds of these values."""
+    return bool(eval(code_of(condition), {"__builtins__": _FUNCTIONS}, values))
+
+
+@cache
+def _groups() -> dict[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = read_yaml(DATA / "refusals.yaml")
+    return found
+
+
+def rows_of(group: str) -> list[dict[str, str]]:
+    """The rows of a group; none where the table has no such group."""
+    return _groups().get(group, [])
+
+
+def refusal(group: str, values: Mapping[str, Any]) -> str:
+    """The words of the first row of a group whose condition holds; empty if none does."""
+    return next((row["says"].format(**values) for row in rows_of(group) if holds(row["if"], values)), "")
+
+
+def refuse(group: str, **values: Any) -> None:
+    """Raises `ConfigError` with the words of the first row of a group whose condition holds."""
+    if said := refusal(group, values):
+        raise ConfigError(said)

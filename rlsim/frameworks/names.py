@@ -1,0 +1,189 @@
+"""Names of the catalogue for what other programs call by other names: models, clusters, calibrations, traces."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+from rlsim.base import catalogue
+from rlsim.base.reading import is_file, read_yaml
+from rlsim.cost.calibration import Engine, calibration_names, load_calibration
+from rlsim.errors import CatalogueError, ConfigError
+from rlsim.experiment.build import beside
+from rlsim.models.hardware import Cluster, load_cluster, load_gpu, node_types
+from rlsim.models.model import Model, load_model
+from rlsim.trace import Trace, read_trace
+
+UNSEEN = "what it sees or hears, and the time that takes, is not represented"
+#: What may follow the size in a model's name without changing its shape.
+_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|merge|rm|preview|thinking|bf16|v?\d+(\.\d+)*|\d{4}))*")
+#: The end of a checkpoint's path, below the name of its model.
+_STEP = re.compile(r"(/(global_step_\d+|huggingface))+$")
+_MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)
+
+
+@cache
+def _called_otherwise() -> tuple[dict[str, str], dict[str, str]]:
+    """Published models by their names, each with the one of the catalogue whose shape it has, or its language model."""
+    known, tables = catalogue.names("models"), read_yaml(catalogue.data_dir("models").parent / "known_names.yaml")
+    same, language = (
+        {name: shape for shape, names in tables[kind].items() for name in names}
+        for kind in ("same_shape", "language_model")
+    )
+    same |= {f"nvidia-{name}": name for name in known if name.startswith("nemotron-")}
+    return same, language | {name: name for name in known if name.startswith("qwen3.5-")}
+
+
+def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str, str]:
+    """A model as an experiment in `folder` names it, and what to say about the choice ("" if nothing).
+
+    `name` is a name of the catalogue, a Hugging Face name or the path of a checkpoint: its `config.json` if it is
+    there, else the name at its end. Raises `CatalogueError` for one whose shape is not known, which offers `option`.
+    """
+    path = Path(name).expanduser()
+    for config in (path, path / "config.json"):
+        if is_file(config) and config.suffix in (".json", ".yaml", ".yml"):
+            load_model(config)  # says what is wrong with it
+            return _from_folder(config, folder), ""
+    if name.endswith((".json", ".yaml", ".yml")):
+        raise ConfigError(f"{name}: no such file")
+    whole = _STEP.sub("", name.rstrip("/")).rpartition("/")[2]
+    last = whole.lower()
+    known = catalogue.names("models")
+    same_shape, language_model = _called_otherwise()
+    named = {**same_shape, **language_model, **{entry: entry for entry in known}}
+    fitting = [entry for entry in named if last.startswith(entry) and _SUFFIX.fullmatch(last[len(entry) :])]
+    if not fitting:
+        near = difflib.get_close_matches(last, sorted(known), n=3, cutoff=0.5)
+        nearest = f"the nearest of the catalogue: {', '.join(near)}; " if near else ""
+        raise CatalogueError(
+            f"model {name!r}: its shape is not known; {nearest}give {option} a name of `rlsim list models`, or the "
+            "path of its config.json"
+        )
+    chosen = named[max(fitting, key=len)]
+    if max(fitting, key=len) in language_model:
+        return chosen, f"{whole} has a language model of this shape; {UNSEEN}"
+    same = chosen in (last, name.lower())
+    return chosen, "" if same else f"{whole} has the shape of {chosen}"
+
+
+def _from_folder(path: Path, folder: Path) -> str:
+    """A path as the experiment writes it: relative where the file lies at or below its folder."""
+    inside = os.path.relpath(path.resolve(), folder.resolve())
+    return str(path.resolve()) if inside.startswith("..") else inside
+
+
+# ---- clusters and calibrations --------------------------------------------------------------------------------------
+
+
+def find_cluster(gpu: str | None, nodes: int, per_node: int) -> Cluster:
+    """The cluster of `nodes` × `per_node` such GPUs, as nodes of the catalogue; an experiment writes its name.
+
+    As many GPUs on more nodes, if the GPU's own nodes have fewer and so many fill them. Raises `ConfigError` if no GPU
+    is named, and `CatalogueError` if the catalogue has no such GPU, nodes or link.
+    """
+    kinds = node_types()
+    size = f"{nodes}x{per_node}" if nodes > 1 else f"{per_node}"
+    if gpu is None:
+        fitting = [kind for kind, node in kinds.items() if per_node <= node.gpus_per_node]
+        usual = ", ".join(f"{size}x{kind}" for kind in fitting if nodes == 1 or kinds[kind].inter)
+        raise ConfigError(
+            "which GPUs are they? The configuration does not say: give --gpu "
+            f"({', '.join(catalogue.names('gpus'))}) or --cluster ({usual})"
+        )
+    kind = _kind(gpu)
+    most = kinds[kind].gpus_per_node
+    if per_node > most and nodes * per_node % most == 0:
+        size = f"{nodes * per_node // most}x{most}"
+    return load_cluster(f"{size}x{kind}")
+
+
+def node_gpus(gpu: str) -> int:
+    """The GPUs of a node of the catalogue; raises as `find_cluster`."""
+    return node_types()[_kind(gpu)].gpus_per_node
+
+
+def _kind(gpu: str) -> str:
+    """The name of a GPU's nodes in the catalogue."""
+    described = _gpu(gpu)
+    kind = next((kind for kind, node in node_types().items() if node.gpu.name == described), None)
+    if kind is None:
+        raise ConfigError(f"the catalogue has no cluster of {described}: spell one out in YAML and give --cluster FILE")
+    return kind
+
+
+def _gpu(name: str) -> str:
+    """A GPU of the catalogue, its name whole or, where only one begins that way, its first words."""
+    known = catalogue.names("gpus")
+    fitting = [one for one in known if f"{one}-".startswith(f"{name.lower()}-")]
+    return load_gpu(fitting[0] if len(fitting) == 1 else name).name
+
+
+def find_calibration(gpu: str, engine: str) -> tuple[str, str]:
+    """The shipped calibration of a GPU under an engine, or the GPU's nearest other one and what to say about it."""
+    engines = [one for one in get_args(Engine) if f"{gpu}-{one}" in calibration_names()]
+    if engine in engines:
+        return f"{gpu}-{engine}", ""
+    if not engines:
+        load_calibration(f"{gpu}-{engine}")  # which says why there is none
+    other = "vllm" if "vllm" in engines else engines[0]
+    return f"{gpu}-{other}", f"no calibration of {gpu} under {engine} is shipped: that of {other} is taken"
+
+
+def load_from(name: str, folder: Path) -> Model:
+    """A model as an experiment in `folder` names it."""
+    return load_model(folder / name if name.endswith((".json", ".yaml", ".yml")) else name)
+
+
+def check_calibration(name: str, cluster: Cluster, folder: Path) -> None:
+    """Raises `ConfigError` if the calibration, as an experiment in `folder` names it, is not for the cluster's GPU."""
+    found = load_calibration(beside(name, folder))
+    if found.gpu != cluster.gpu.name:
+        raise ConfigError(f"calibration {name} is for {found.gpu}, cluster {cluster.name} has {cluster.gpu.name}")
+
+
+# ---- traces ---------------------------------------------------------------------------------------------------------
+
+
+def nearest_trace(model: Model, cap: int, *, rewards: bool) -> tuple[str, Trace, str]:
+    """The shipped trace whose model and cap are nearest, and why; with `rewards`, one that tells right from wrong.
+
+    Traces of judged answers and sandboxed code are left out: they need more than lengths.
+    """
+    found = []
+    for name, path in catalogue.names("traces", ".parquet").items():
+        trace = read_trace(path)
+        columns = set(trace.frame.columns)
+        if columns & {"judge_tokens", "test_run_s"} or (rewards and not columns & {"correct", "reward"}):
+            continue
+        short = max(math.log2(cap / (trace.meta.cap_tokens or cap)), 0.0)
+        found.append((short + _distance(model, trace), name, trace))
+    _, name, trace = min(found, key=lambda item: (item[0], item[1]))
+    described = _models_of(trace)
+    whose = f" ({described[0][0]}-{described[0][1]:g}B)" if described else ""
+    return name, trace, f"the shipped trace whose model{whose} and cap are nearest; give --trace for your own lengths"
+
+
+def _models_of(trace: Trace) -> Sequence[tuple[str, float]]:
+    text = str((trace.meta.recipe or {}).get("description", ""))
+    return [(family, float(size)) for family, size in _MODEL_NAME.findall(text)]
+
+
+def _distance(model: Model, trace: Trace) -> float:
+    """How unlike the models are: doublings of size, and more for another family."""
+    described = _models_of(trace)
+    if not described:
+        return 10.0
+    family, size = described[0]
+    kin = model.model_type.partition("_")[0].rstrip("0123456789")
+    distill = "r1" in family.lower()
+    other = 0.0 if kin in family.lower() and not distill else 2.0
+    if distill and ("r1" in model.name or "thinking" in model.name):
+        other = -1.0
+    return other + abs(math.log2(model.parameters / 1e9 / size))

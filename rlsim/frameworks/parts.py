@@ -1,0 +1,384 @@
+"""Parts of a draft that every adapter of a framework writes: cluster, model, calibration, trace, memory, heading."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsim.base.refusals import code_of
+from rlsim.base.schema import validate
+from rlsim.errors import CatalogueError, ConfigError, RlsimError, about, unknown_name
+from rlsim.experiment.build import LoadedExperiment, find_trace
+from rlsim.experiment.refusals import conditions, shape_values, unmet
+from rlsim.experiment.schema import Experiment
+from rlsim.experiment.simulator import Simulator
+from rlsim.frameworks.draft import ASSUMED, Draft, Entry
+from rlsim.frameworks.engines import Use, own_limits
+from rlsim.frameworks.names import (
+    UNSEEN,
+    check_calibration,
+    find_calibration,
+    find_cluster,
+    find_model,
+    load_from,
+    nearest_trace,
+)
+from rlsim.frameworks.settings import INTEGER, TEXT, TYPE, WHOLE, Settings
+from rlsim.frameworks.tables import names, unlike_rows, without
+from rlsim.frameworks.unlike import unlike
+from rlsim.models.hardware import Cluster, Gpu, load_cluster
+from rlsim.models.model import Model
+from rlsim.models.precision import Precision
+from rlsim.sim.request import EngineConfig
+from rlsim.trace import Trace, read_trace
+
+STEPS, SEEDS = 5, 5
+#: The check of a rule, one response after the other: veRL logs timing_s/reward of 1.0 to 1.2 s for 5,120 responses of
+#: GSM8K (github.com/verl-project/verl/issues/1037, zhaochenyang20/Awesome-ML-SYS-Tutorial 106).
+RULE_CHECK: Mapping[str, Any] = {"time_per_response": "0.21 ms", "workers": 1}
+#: A policy, and its parameters but for TP.
+System = tuple[str, Mapping[str, Any]]
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm", "dynamo": "vllm"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the options of `rlsim init` say beside a configuration; the draft is to be written into `folder`.
+
+    Configurations name no GPU: `gpu` or `cluster` does. `model` and `reward_model` name shapes that their paths do not
+    tell, `trace` the lengths (default: the nearest that ships), `calibration` the costs (default: that of the GPU and
+    engine).
+    """
+
+    folder: Path
+    gpu: str | None = None
+    cluster: str | None = None
+    model: str | None = None
+    reward_model: str | None = None
+    calibration: str | None = None
+    trace: str | None = None
+    name: str | None = None
+
+
+def steps_of(ahead: int) -> Entry:
+    """Steps to simulate; those in which a pipeline of so many fills and drains come on top."""
+    return Entry(STEPS + 3 * ahead, "to simulate; each draws its prompts from the trace")
+
+
+def joined(*parts: str) -> str:
+    """Parts of a comment; empty ones are left out."""
+    return "; ".join(part for part in parts if part)
+
+
+def add_cluster(draft: Draft, options: Options, nodes: int, per_node: int, where: str) -> Cluster:
+    """The cluster of `nodes` × `per_node` GPUs; one that is named must have as many."""
+    if options.cluster is None:
+        with about(where, CatalogueError):
+            found = find_cluster(options.gpu, nodes, per_node)
+        draft.entries["cluster"] = Entry(found.name, joined(f"--gpu {options.gpu}", where))
+        if found.gpus_per_node < per_node:
+            draft.notes.append(
+                f"{where}: nodes of {per_node}, as which {options.gpu} is not built: taken as {found.nodes} nodes of "
+                f"{found.gpus_per_node}"
+            )
+        return found
+    found = load_cluster(options.cluster)
+    if found.gpus != nodes * per_node:
+        raise ConfigError(f"{where}: {nodes * per_node} GPUs, cluster {found.name} has {found.gpus}")
+    draft.entries["cluster"] = Entry(options.cluster, f"as given; {where}")
+    return found
+
+
+def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
+    """The actor's shape: that of `path`, unless an option names one."""
+    try:
+        chosen, said = find_model(options.model or path, options.folder)
+    except CatalogueError as error:
+        raise CatalogueError(f"{'--model' if options.model else where}: {error}") from None
+    draft.entries["model"] = Entry(chosen, joined("--model" if options.model else where, said))
+    if said.endswith(UNSEEN):
+        draft.notes.append(f"{where}: {said}")
+    return load_from(chosen, options.folder)
+
+
+def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: Entry) -> None:
+    """The calibration of the GPU and engine, unless an option names one."""
+    if options.calibration is not None:
+        check_calibration(options.calibration, machines, options.folder)
+        draft.entries["calibration"] = Entry(options.calibration, "as given")
+        return
+    if engine.value not in ENGINES:
+        raise ConfigError(f"{engine.comment}: {unknown_name('rollout engine', str(engine.value), ENGINES)}")
+    name, said = find_calibration(machines.gpu.name, ENGINES[engine.value])
+    draft.notes += [said] if said else []
+    draft.entries["calibration"] = Entry(name, engine.comment)
+
+
+def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters: str, prompts: Entry | None) -> None:
+    """The lengths under a cap: a trace as given, else the nearest that ships, with the rewards that `filters` needs.
+
+    `filters` is the key that drops prompts by their rewards, empty if none does; `prompts` the longest prompt, if any.
+    """
+    if options.trace is None:
+        path, trace, why = nearest_trace(actor, cap.value, rewards=bool(filters))
+        mean = f"lengths alone, mean {trace.cut(cap.value)[0].mean():,.0f} tokens"
+        draft.notes.append(f"response lengths: {path}, {mean}: {why}")
+        comment = f"{ASSUMED}: {mean}; {why}"
+    else:
+        path, comment = options.trace, "as given"
+        trace = read_trace(find_trace(path, options.folder))
+        if filters and not {"correct", "reward"} & set(trace.frame.columns):
+            raise ConfigError(f"--trace {path}: {filters} drops prompts by their rewards, but the trace has neither "
+                              "the column reward nor correct")  # fmt: skip
+    cut = trace.meta.cap_tokens
+    if cut is not None and cut < cap.value:
+        draft.notes.append(f"the trace was sampled under a cap of {cut:,} tokens, below {cap.value:,}: no response "
+                           "gets longer")  # fmt: skip
+    draft.entries["trace"] = entries = {"path": Entry(path, comment), "cap": cap}
+    draft.entries["workflow"] = {"reward": _reward(trace, options)}
+    longest = trace.frame["prompt_tokens"].max() if "prompt_tokens" in trace.frame else None
+    if prompts is None:
+        return
+    if longest is None:
+        why = f"{ASSUMED}, as the trace has no prompt lengths: {prompts.comment}"
+        entries["default_prompt_tokens"] = Entry(prompts.value, why)
+    if longest is not None and longest > prompts.value:
+        draft.notes.append(f"{prompts.comment} = {prompts.value:,}; the trace's longest prompt has {int(longest):,} "
+                           "and is not cut")  # fmt: skip
+    else:
+        entries["max_model_len"] = Entry(prompts.value + cap.value, f"{prompts.comment} + {cap.comment}")
+
+
+def _reward(trace: Trace, options: Options) -> Entry:
+    """How responses are scored: as a trace that is given says, else by the check of a rule.
+
+    A trace that ships gives lengths, and what was right, not how long the checks of somebody's rewards take.
+    """
+    told = {"reward_time_s", "test_run_s", "judge_tokens"} & set(trace.frame.columns)
+    if told and options.trace is not None:
+        return Entry({"from_trace": True}, f"as given: {', '.join(sorted(told))} of the trace")
+    return Entry({"from_trace": False, **RULE_CHECK}, f"{ASSUMED}: a rule's check, 1.1 s for 5,120 responses of GSM8K")
+
+
+def add_memory(draft: Draft, share: Entry, folder: Path, *, apart: bool) -> None:
+    """A share of GPU memory that is the engine's own; rlsim's also holds what stays of training beside it.
+
+    With generation on GPUs of its own (`apart`) nothing does.
+    """
+    said = share
+    if not apart:
+        loaded = LoadedExperiment.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
+        try:
+            placed = Simulator(loaded).placed()
+            _, beside = placed.ledger.staying(placed.gpus)
+        except RlsimError:  # what it is, `check` tells
+            draft.entries["memory_utilization"] = said
+            return
+        gpu_bytes, rule = loaded.cluster.gpu_at(0).memory_bytes, loaded.kind((0,)).calibration.memory_rule
+        total, most = share.value + beside / gpu_bytes, rule.most_share(gpu_bytes)
+        if total > most:
+            draft.notes.append(f"{share.comment} = {share.value:g} and {beside / 1e9:.1f} GB of training states are "
+                               "more than a GPU has: all of it is taken")  # fmt: skip
+            total = max(math.floor(1e4 * most) / 1e4, share.value)
+        text = f"{share.comment} = {share.value:g}, which is the engine's own"
+        if beside:
+            text += f", and {beside / 1e9:.1f} GB of weights and optimizer states beside it"
+        said = Entry(float(f"{total:.4g}"), text)
+    draft.entries["memory_utilization"] = said
+
+
+def add_systems(
+    draft: Draft,
+    tp: int,
+    where: str,
+    more: Sequence[Any] = (),
+    apart: System | None = None,
+    best: str = "best-tp",
+    *,
+    over_nodes: bool = False,
+) -> None:
+    """The system as configured, which is the baseline, the same with the fastest TP (`best`), and PAT.
+
+    `more` are further parts of each system. With generation on GPUs of its own the system is `apart`, and PAT is none.
+    A replica that is `over_nodes` leaves PAT out, which switches between degrees within a node.
+    """
+    policy, parameters = apart or ("verl", {})
+
+    def system(name: str, degree: int | str, comment: str) -> Entry:
+        return Entry({"name": name, "use": [{policy: {"tp": degree, **parameters}}, *more]}, comment)
+
+    fastest = "the fastest TP of generation on the same GPUs" if apart else "the fastest static TP"
+    systems = [system("as-configured", tp, where), system(best, "best", fastest)]
+    engine = draft.entries.get("engine")
+    cut = {"pp", "ep", "data_parallel_attention"}
+    fixed = over_nodes or (isinstance(engine, dict) and bool(cut & engine.keys()))  # such a replica stays one
+    if apart is None and not fixed:
+        systems.append(Entry({"name": "pat", "use": ["pat", *more]}, "TP switched while responses are generated"))
+    draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
+    draft.entries["baseline"] = Entry("as-configured")
+    draft.entries["systems"] = Entry(tuple(systems))
+
+
+def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use = "class", said: str = "") -> None:
+    """Limits of the engine that are given, by their names, and those that it sets itself if they are not rlsim's."""
+    draft.entries["engine"] = entries = {
+        limit: Entry(value, joined(f"{engine}'s default on {gpu.name}", said))
+        for limit, value in own_limits(engine, gpu, use).items()
+        if value != getattr(EngineConfig(), limit)
+    }
+    for limit in ("max_num_seqs", "max_num_batched_tokens", "page_tokens"):
+        if limit in config.names and config.get(INTEGER, limit) not in (None, -1):  # -1: SGLang's for no chunks
+            entries[limit] = config.entry(limit)
+    for switch in ("chunked_prefill", "async_scheduling"):
+        if switch in config.names and config.is_given(switch):
+            entries[switch] = config.entry(switch)
+    for ours, switch in (("graphs", "eager"), ("enable_prefix_caching", "no_prefix_caching")):
+        if switch in config.names and config.flag(switch):
+            entries[ours] = Entry(False, config.where(switch))
+
+
+def add_offloading(config: Settings, draft: Draft, gpus: int) -> list[str]:
+    """Host memory for the KV cache of a replica of so many GPUs, by the engines' own settings.
+
+    Returns, in words, what is not read. vLLM's size is in GiB over all GPUs of a replica, SGLang's in GB for each.
+    """
+    entries = draft.entries["engine"]
+    assert isinstance(entries, dict)
+    if (over := config.value("kv_offloading")) is not None:
+        said = f"{config.where('kv_offloading')}, over {gpus} GPUs"
+        entries["kv_offloading_bytes"] = Entry(f"{over / gpus:g} GiB", said)
+    elif config.flag("hierarchical") and (of_each := config.value("hicache")):
+        entries["kv_offloading_bytes"] = Entry(f"{of_each:g} GB", config.where("hicache"))
+    elif config.flag("hierarchical"):
+        unlike = "host memory in proportion to the KV cache (hicache_ratio); give it as engine.kv_offloading_bytes"
+        return [f"{config.where('hierarchical')}: {unlike}"]
+    return []
+
+
+def add_precision(config: Settings, draft: Draft, key: str, known: Mapping[Any, Precision], *kv_keys: str) -> list[str]:
+    """The rollout's precision, where `key` has a `known` value, and that of its KV cache; what is neither, in words.
+
+    What the frameworks call fp8 has a scale for each block of 128 × 128 weights.
+    """
+    unlike, entries = list[str](), draft.entries["engine"]
+    assert isinstance(entries, dict)
+    value = config.get(TYPE, key)
+    if value in known:
+        entries["precision"] = Entry(known[value], config.where(key))
+    elif value not in (None, False, "none", "auto", "bfloat16"):
+        unlike.append(f"{config.where(key)} = {value}: here in bf16")
+    for kv_key in kv_keys:
+        value = config.get(TEXT, kv_key)
+        if value and value.startswith("fp8"):
+            entries["kv_precision"] = Entry("fp8", config.where(kv_key))
+        elif value not in (None, "auto", "bfloat16"):
+            unlike.append(f"{config.where(kv_key)} = {value}: here in bf16")
+    return unlike
+
+
+def add_replica(config: Settings, draft: Draft, tp: int, ep_key: str, pp_key: str, dp_key: str = "") -> int:
+    """Experts apart, stages, and data parallelism inside an engine, by their keys: returns the GPUs of a replica.
+
+    vLLM's expert parallelism takes all GPUs of TP and DP, so what exceeds `tp` is DP (without `dp_key`). Raises
+    `ConfigError` for a degree that is no multiple of `tp` then.
+    """
+    ep, groups = config.get(WHOLE, ep_key) or 1, (config.get(WHOLE, dp_key) if dp_key else None) or 1
+    if not dp_key and ep > tp:
+        if ep % tp:
+            raise ConfigError(f"{config.where(ep_key)}: {ep} experts' GPUs are no multiple of TP {tp}, as vLLM's are")
+        groups = ep // tp
+    pp = config.get(WHOLE, pp_key) or 1
+    degrees = {"pp": Entry(pp, config.where(pp_key)), "ep": Entry(ep, config.where(ep_key))}
+    degrees["data_parallel_attention"] = Entry(groups, config.where(dp_key or ep_key))
+    draft.entries["engine"] |= {key: entry for key, entry in degrees.items() if entry.value > 1}  # type: ignore[operator]
+    return tp * pp * groups
+
+
+def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:
+    """What training computes again, by the keys of its switch and, of Megatron alone, of its granularity."""
+    if not config.flag(checkpoints):
+        return Entry("none", config.where(checkpoints))
+    if not granularity:
+        return Entry("full", config.where(checkpoints))
+    level = "selective" if config.text(granularity) == "selective" else "full"
+    return Entry(level, joined(config.where(checkpoints), config.where(granularity)))
+
+
+def filtering(config: Settings, draft: Draft) -> list[Any]:
+    """The part of every system that drops prompts by their rewards, if the setting `filters` does."""
+    if not config.flag("filters"):
+        return []
+    draft.notes.append(f"{config.where('filters')}: dynamic_sampling in every system")
+    return ["dynamic_sampling"]
+
+
+def unlike_of(config: Settings, of: str, engine: str, *sections: str, but: Iterable[str] = ()) -> list[str]:
+    """What a framework, and an engine below these sections, has that an experiment has not, `but` for some keys.
+
+    Keys of the engine that are read are left out.
+    """
+    rows = (*unlike_rows(of), *(unlike_rows(engine, *sections) if sections else ()))
+    return unlike(config, without(rows, *but, *config.keys(*names(f"{of}-{engine}"))))
+
+
+def between_steps(config: Settings, *often: str, sign: str = " and ", what: str = "validation") -> list[str]:
+    """In words, what these settings do between steps, which an experiment has not; empty without any."""
+    return [f"{sign.join(map(config.where, often))}: {what} and checkpoints between steps"] if often else []
+
+
+def note_refusals(
+    config: Settings, draft: Draft, actor: Model, *of: str, megatron: bool, release: str = "", **more: Any
+) -> None:
+    """Notes of what a framework, its engines and Megatron would not start with (`rlsim.experiment.refusals`).
+
+    What the conditions ask for are settings by their names, the actor's shape, and `more`, which follows from others.
+    """
+    asked = {name for row in conditions() for name in code_of(row.refused).co_names} & config.names.keys() - more.keys()
+    values = {name: config.told(kind, name) for name, (kind, _) in config.names.items() if name in asked}
+    values["uneven"] = bool(values.get("uneven"))  # stages with layers that are dealt otherwise
+    values |= shape_values(actor) | {"megatron": megatron, "vllm": "vLLM" in of, "sglang": "SGLang" in of} | more
+    for row in unmet(values, *of, *(["Megatron"] if megatron else []), release=release):
+        said = config.said(*(name for name in code_of(row.refused).co_names if name in asked and config.is_given(name)))
+        draft.notes.append(f"{said or config.name}: {row.text(values, release)}")
+
+
+def finish(config: Settings, draft: Draft, options: Options, sources: Sequence[str], *titles: Any) -> Draft:
+    """The draft with its heading, its keys in the order of the schema, and the first name among `titles`, if any."""
+    otherwise = config.option.removeprefix("--")
+    text = next((one for one in titles if isinstance(one, str) and one and "$" not in one), otherwise)
+    title = options.name or re.sub(r"[^\w.+-]+", "-", text).strip("-") or otherwise
+    draft.heading = [
+        f"{title}: made by rlsim init from {' '.join(sources)}",
+        f"What the configuration does not say is {config.program}'s default. Run it: rlsim run FILE",
+    ]
+    draft.entries["framework"] = Entry(config.program, "whose words advice on it uses")
+    ordered = (key for key in Experiment.model_fields if key in draft.entries)
+    draft.entries = {"name": Entry(title), **{key: draft.entries[key] for key in ordered}}
+    draft.entries["sources"] = draft.sources()
+    return draft
+
+
+def own_name(file: str) -> str:
+    """A name for the experiment of a YAML file, other than that file's."""
+    stem = Path(file).stem
+    return f"{stem}-rlsim" if stem else ""
+
+
+def check(draft: Draft, folder: Path, warnings: list[str] | None = None) -> str:
+    """Why `rlsim run` would refuse the experiment of a draft in `folder`; empty if it would not.
+
+    What memory may lack though it runs is added to `warnings`.
+    """
+    from rlsim.experiment.run import checked_cases
+
+    try:
+        cases = checked_cases(validate(draft.data(), Experiment), folder)
+    except RlsimError as error:
+        return str(error)
+    if warnings is not None:
+        warnings += (note for case in cases for note in case.memory_notes)
+    return ""

@@ -1,0 +1,65 @@
+"""Tables of settings of frameworks and engines: their defaults, and what of them an experiment has not.
+
+`rlsim/data/keys.csv` has a setting's name, kind and key (several in turn), `defaults.csv` a key's default since a
+release (empty: any), `unlike.csv` a key, when it matters, and what it does. They were read off
+github.com/verl-project/verl (YAML of its trainers, 0.2 to 0.9, and of its asynchronous recipes), NVIDIA-NeMo/RL
+(`GRPOConfig` and its kin, `examples/configs/grpo_math_1B.yaml`; the same in 0.7 and 7ea279a), inclusionAI/AReaL
+(`areal/api/cli_args.py`, 1.0), all Apache-2.0, and the arguments of vLLM 0.9 to 0.26 and SGLang 0.5.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from rlsim.base.catalogue import DATA
+from rlsim.frameworks.settings import KINDS, Names
+
+#: Key, when it matters (`rlsim.frameworks.unlike`), and what it does that an experiment has not.
+Row = tuple[str, str, str]
+
+
+def _rows(name: str, of: str) -> Iterator[list[str]]:
+    with (DATA / name).open(encoding="utf-8", newline="") as file:
+        yield from (row[1:] for row in csv.reader(file) if row[0] == of)
+
+
+@cache
+def names(of: str) -> Names:
+    """The settings of a framework, or of an engine below it, by name."""
+    found: dict[str, tuple[Any, tuple[str, ...]]] = {}
+    for name, kind, key in _rows("keys.csv", of):
+        found[name] = KINDS[kind], (*found.get(name, (None, ()))[1], key)
+    return found
+
+
+@cache
+def default_values(of: str, release: str = "") -> dict[str, Any]:
+    """The default of every key that bears on time; None where there is none."""
+    rows = _rows("defaults.csv", of)
+    return {key: json.loads(value) for since, key, value in rows if _number(since) <= _number(release)}
+
+
+@cache
+def newest(of: str) -> str:
+    """The newest release of whose defaults the table knows; empty where it names none."""
+    return max((since for since, *_ in _rows("defaults.csv", of)), key=_number, default="")
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".") if part)
+
+
+@cache
+def unlike_rows(of: str, *sections: str) -> tuple[Row, ...]:
+    """What a framework, or an engine below these sections of a framework, has that an experiment has not."""
+    rows = [(key, when, what) for key, when, what in _rows("unlike.csv", of)]
+    return tuple((section + key, when, what) for section in sections or ("",) for key, when, what in rows)
+
+
+def without(rows: Iterable[Row], *keys: str) -> list[Row]:
+    """The rows of other keys."""
+    return [row for row in rows if row[0] not in keys]

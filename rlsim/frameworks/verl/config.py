@@ -1,0 +1,147 @@
+"""Reads veRL's settings from Hydra's configurations, run scripts, logs and single overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlsim.base.reading import exists, read_yaml
+from rlsim.errors import ConfigError
+from rlsim.frameworks.interpolation import interpolate, parsed
+from rlsim.frameworks.settings import Unknown
+from rlsim.frameworks.verl.defaults import defaults, release
+from rlsim.frameworks.verl.engines import settle_arguments, settle_engine
+from rlsim.frameworks.verl.log import logged_config
+from rlsim.frameworks.verl.settings import STRATEGY, VerlSettings
+from rlsim.frameworks.verl.shell import GROUPS, Override, parse_override, read_script
+
+#: Programs whose settings are veRL's own, and nothing else.
+_READ_AS_PPO = re.compile(r"(verl|recipe\.(dapo|entropy|partial_rollout))\.")
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
+
+
+def read_config(sources: Sequence[str], version: str) -> VerlSettings:
+    """The configuration that files and overrides give together, later ones winning; defaults of `version` for the rest.
+
+    Each source is a YAML file (`.hydra/config.yaml`, one like `ppo_trainer.yaml`), a run's folder, a shell script or a
+    list of overrides, a console log that begins with veRL's configuration, an override `key=value`, or a shell variable
+    `NAME=value` that scripts use. Raises `ConfigError` for anything that is none of these, and for a release that is
+    not known.
+    """
+    version = release(version)
+    config = VerlSettings(version=version)
+    files, overrides, variables = _sorted(sources)
+    for path in files:
+        config.name = config.name or (path.stem if path.stem != "config" else "")
+        if path.suffix in (".yaml", ".yml"):
+            _read_yaml(config, path)
+        else:
+            _read_text(config, path, variables)
+    for override in overrides:
+        _override(config, override, "as given")
+    settle_engine(config)
+    config.default = defaults(version, config.megatron)
+    if not config.given and not config.doubts:
+        raise ConfigError(
+            f"{', '.join(sources)}: no setting of veRL found: expected keys such as data.train_batch_size or "
+            "actor_rollout_ref.rollout.n"
+        )
+    interpolate(config)
+    settle_arguments(config)
+    return config
+
+
+def _sorted(sources: Sequence[str]) -> tuple[list[Path], list[Override], dict[str, str]]:
+    """Files, overrides, and variables of scripts."""
+    files, overrides, variables = list[Path](), list[Override](), {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
+    for text in sources:
+        if exists(Path(text)):
+            files.append(_file(Path(text)))
+        elif override := parse_override(text):
+            overrides.append(override)
+        elif found := _VARIABLE.fullmatch(text):
+            variables[found["name"]] = found["value"]
+        elif "=" in text:
+            raise ConfigError(
+                f"--from-verl {text}: neither a file, nor a key of veRL such as data.train_batch_size=512"
+            )
+        else:
+            raise ConfigError(f"--from-verl {text}: no such file")
+    return files, overrides, variables
+
+
+def _file(path: Path) -> Path:
+    """A file as it is; the configuration in a run's folder."""
+    if not path.is_dir():
+        return path
+    for inside in (".hydra/config.yaml", "config.yaml"):
+        if (path / inside).is_file():
+            return path / inside
+    raise ConfigError(f"{path}: a folder without .hydra/config.yaml")
+
+
+def _read_yaml(config: VerlSettings, path: Path) -> None:
+    """Hydra's configuration, or its list of overrides."""
+    data = read_yaml(path)
+    if isinstance(data, list):  # .hydra/overrides.yaml
+        for i, item in enumerate(data):
+            line = data.lc.item(i)[0] + 1  # type: ignore[attr-defined]  # ruamel.yaml keeps them
+            override = parse_override(str(item), line)
+            if override is None:
+                raise ConfigError(f"{path}: expected key=value of veRL, got {item!r}")
+            _override(config, override, path.name)
+        return
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: expected a mapping of keys to values")
+    config.put(data, path.name, lines=True)
+    parts = config.given.pop("defaults", None)
+    if isinstance(parts, list):
+        config.notes.append(f"{path.name}: the files under `defaults` are not read: veRL's own defaults stand for "
+                            "them; a run's .hydra/config.yaml has all of it")  # fmt: skip
+        chosen = [str(part[key]) for part in parts if isinstance(part, Mapping) for key in part if "actor@" in str(key)]
+        if any("megatron" in name for name in chosen) and STRATEGY not in config.given:
+            config.given[STRATEGY], config.origin[STRATEGY] = "megatron", f"{path.name}: defaults"
+
+
+def _read_text(config: VerlSettings, path: Path, variables: dict[str, str]) -> None:
+    """The configuration that a log begins with, or a script's settings."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if logged := logged_config(path):
+        config.put(logged, path.name)
+        return
+    script = read_script(text, str(path), variables)
+    if "main_generation" in script.program:
+        raise ConfigError(f"{path}: it runs {script.program}, which only generates: an experiment is of RL training")
+    config.notes += [f"{path.name}: {note}" for note in script.notes]
+    if script.program and not _READ_AS_PPO.match(script.program):
+        config.notes.append(
+            f"{path.name}: {script.program} is read as verl.trainer.main_ppo: what it does otherwise is not represented"
+        )
+    if "megatron" in script.config_name:
+        config.given[STRATEGY], config.origin[STRATEGY] = "megatron", f"--config-name {script.config_name}"
+    for override in script.overrides:
+        _override(config, override, path.name)
+
+
+def _override(config: VerlSettings, override: Override, source: str) -> None:
+    place = f"{source}:{override.line}" if override.line else source
+    key, value = override.key, override.value
+    if key in GROUPS:
+        value = value.removesuffix("_actor") if isinstance(value, str) else value
+        key, value = STRATEGY, "fsdp" if value == "dp" else value
+    config.doubts.pop(key, None)
+    config.given.pop(key, None)
+    if override.removes:
+        return
+    if isinstance(value, Unknown):
+        config.doubts[key] = (place, value)
+        return
+    read = parsed(value)
+    if isinstance(read, Mapping):
+        config.put(read, place, f"{key}.")
+    else:
+        config.put({key: read}, place)

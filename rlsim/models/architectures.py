@@ -1,0 +1,321 @@
+"""The shape of a language model in the words of its config.json, and the layers that these mean."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlsim.base.schema import Name, Schema
+from rlsim.models.config_words import canonical
+from rlsim.models.families import (
+    CHUNKED,
+    FAMILIES,
+    FULL,
+    LINEAR,
+    MAMBA,
+    MLP,
+    MODEL_TYPES,
+    MOE,
+    MOST_LAYERS,
+    UNCACHED,
+    WINDOWED,
+    Family,
+    LayerType,
+    unsupported,
+)
+from rlsim.models.layers import (
+    Attention,
+    Dense,
+    Experts,
+    FeedForward,
+    FullAttention,
+    Index,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+    Mamba2,
+    NoAttention,
+    NoFeedForward,
+)
+from rlsim.models.precision import KvPrecision, Precision
+
+_LINEAR_SIZES: tuple[str, ...] = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+_MAMBA_SIZES = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "chunk_size")
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_INDEX_SIZES = ("q_lora_rank", "index_n_heads", "index_head_dim", "index_topk")
+
+
+class Config(Schema):
+    """The shape of a model in the words of its `config.json`, where families differ in one family's."""
+
+    name: Name
+    title: str = ""
+    source: str = Field(default="", description="where the shape is from")
+    note: str = Field(default="", description="what is left out, or taken otherwise than the file says")
+    model_type: str = Field(description=f"one of {', '.join(MODEL_TYPES)}")
+    architectures: tuple[str, ...] = Field(default=(), description="a `…ForSequenceClassification` has a scalar head")
+    hidden_size: int = Field(gt=0, le=1_000_000)
+    num_hidden_layers: int = Field(gt=0, le=MOST_LAYERS)
+    vocab_size: int = Field(gt=0, le=100_000_000)
+    tie_word_embeddings: bool = Field(default=False, description="the LM head is the embedding")
+    max_position_embeddings: int | None = Field(
+        default=None, gt=0, description="longest prompt and response together, tokens; none: not known"
+    )
+    num_nextn_predict_layers: int = Field(
+        default=0, ge=0, le=1000, description="layers for multi-token prediction; counted apart from all others"
+    )
+    dtype_bytes: float = Field(
+        default=2, ge=0.125, le=8, description="bytes of a number that is not quantised; 2 = bf16"
+    )
+    precision: Precision = Field(
+        default="bf16", description="as an engine serves the matrices of its layers; router, embedding and head not"
+    )
+    expert_precision: Precision | None = Field(default=None, description="of experts, if it is another")
+    kv_precision: KvPrecision = Field(default="bf16", description="of the KV cache in an engine")
+    kv_window_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="room in an engine's KV cache for each token of a sequence in layers with a window, over that in "
+        "others; default: for no more tokens than the window has",
+    )
+
+    num_attention_heads: int = Field(gt=0, le=100_000)
+    num_key_value_heads: int = Field(gt=0, le=100_000)
+    head_dim: int = Field(gt=0, le=100_000)
+    attention_bias: bool = Field(default=False, description="biases on q, k, v and o (qwen2: always on q, k, v only)")
+    use_qk_norm: bool = Field(default=False, description="glm4_moe, bailing_moe: a norm on each query and key head")
+    layer_types: tuple[LayerType, ...] = Field(
+        default=(),
+        description="the attention of every layer; none: full_attention. nemotron_h: the one part of every layer",
+    )
+    mtp_layer_types: tuple[LayerType, ...] = Field(
+        default=(), description="nemotron_h: the layers of each layer for multi-token prediction"
+    )
+    sliding_window: int | None = Field(default=None, gt=0, description="tokens of a window, or of a chunk (llama4)")
+    q_lora_rank: int | None = Field(default=None, gt=0, le=1_000_000, description="latent attention: of the queries")
+    kv_lora_rank: int | None = Field(default=None, gt=0, le=1_000_000, description="latent attention: what is cached")
+    qk_nope_head_dim: int = Field(default=0, ge=0, le=100_000)
+    qk_rope_head_dim: int = Field(default=0, ge=0, le=100_000)
+    v_head_dim: int = Field(default=0, ge=0, le=100_000)
+    index_n_heads: int = Field(default=0, ge=0, le=100_000, description="sparse attention: heads of its index")
+    index_head_dim: int = Field(default=0, ge=0, le=100_000)
+    index_topk: int = Field(default=0, ge=0, le=10_000_000, description="tokens that a query sees, by its index")
+    indexer_types: tuple[Literal["full", "shared"], ...] = Field(
+        default=(), description="whether each layer has an index, or the tokens of one before; none: all have"
+    )
+    num_global_key_value_heads: int = Field(
+        default=0, ge=0, le=100_000, description="gemma4: of layers without a window; 0: as all"
+    )
+    global_head_dim: int = Field(default=0, ge=0, le=100_000, description="gemma4: of layers without a window")
+    attention_k_eq_v: bool = Field(
+        default=False, description="gemma4: one projection for both where there is no window"
+    )
+    swa_num_attention_heads: int = Field(
+        default=0, ge=0, le=100_000, description="mimo_v2_flash: of layers with a window; 0: as all"
+    )
+    swa_num_key_value_heads: int = Field(default=0, ge=0, le=100_000)
+    swa_head_dim: int = Field(default=0, ge=0, le=100_000)
+    swa_v_head_dim: int = Field(default=0, ge=0, le=100_000)
+    linear_num_key_heads: int = Field(default=0, ge=0, le=100_000, description="linear attention: heads and their size")
+    linear_num_value_heads: int = Field(default=0, ge=0, le=100_000)
+    linear_key_head_dim: int = Field(default=0, ge=0, le=100_000)
+    linear_value_head_dim: int = Field(default=0, ge=0, le=100_000)
+    linear_conv_kernel_dim: int = Field(default=0, ge=0, le=1000)
+    mamba_num_heads: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: heads and their size")
+    mamba_head_dim: int = Field(default=0, ge=0, le=100_000)
+    n_groups: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: groups of heads")
+    ssm_state_size: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: numbers kept for each channel")
+    conv_kernel: int = Field(default=0, ge=0, le=1000, description="Mamba-2: taps of its convolution")
+    chunk_size: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: tokens of a chunk of a prompt")
+    mamba_ssm_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+        default=None, description="type of the state of linear attention and Mamba-2; none: the model's"
+    )
+
+    intermediate_size: int = Field(gt=0, le=10_000_000, description="width of the dense MLP")
+    mlp_bias: bool = Field(default=False, description="biases on gate, up and down")
+    num_experts: int = Field(default=0, ge=0, le=100_000, description="experts per layer; 0 for a dense model")
+    num_experts_per_tok: int = Field(default=0, ge=0, le=100_000)
+    moe_intermediate_size: int = Field(default=0, ge=0, le=10_000_000, description="width of one expert")
+    shared_expert_intermediate_size: int = Field(
+        default=0, ge=0, le=10_000_000, description="width of the expert that every token passes"
+    )
+    moe_latent_size: int = Field(
+        default=0, ge=0, le=1_000_000, description="nemotron_h: width of a token for its experts; 0: hidden_size"
+    )
+    first_k_dense_replace: int = Field(default=0, ge=0, le=MOST_LAYERS, description="first layers without experts")
+    moe_layer_freq: int = Field(default=1, gt=0, le=MOST_LAYERS, description="layers 0, n, 2n, … have experts")
+    decoder_sparse_step: int = Field(
+        default=1, gt=0, le=MOST_LAYERS, description="layers n - 1, 2n - 1, … have experts"
+    )
+    mlp_only_layers: tuple[int, ...] = Field(default=(), description="numbers of layers without experts")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any) -> Any:
+        """Every family's words become those of this record, with Hugging Face's own defaults."""
+        return canonical(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.model_type not in MODEL_TYPES:
+            raise ValueError(unsupported(self.model_type))
+        windowed = self.swa_num_attention_heads or self.num_attention_heads
+        for kv_heads in (self.num_key_value_heads, self.num_global_key_value_heads, self.swa_num_key_value_heads):
+            if kv_heads and (self.num_attention_heads % kv_heads or windowed % kv_heads):
+                raise ValueError("num_attention_heads must be a multiple of num_key_value_heads, in all layers")
+        family = FAMILIES[self.model_type]
+        experts = MOE in self.layer_types if family.one_part else family.experts
+        if experts is not None and experts != bool(self.num_experts):
+            raise ValueError(f"model_type {self.model_type!r} does not go with num_experts {self.num_experts}")
+        if self.num_experts and not (0 < self.num_experts_per_tok <= self.num_experts and self.moe_intermediate_size):
+            raise ValueError("experts need moe_intermediate_size and num_experts_per_tok, at most num_experts")
+        for word in ("layer_types", "indexer_types"):
+            named = len(getattr(self, word))
+            if named not in (0, self.num_hidden_layers):
+                raise ValueError(f"{word} names {named} layers, num_hidden_layers is {self.num_hidden_layers}")
+        if set(WINDOWED) & set(self.layer_types) and not self.sliding_window:
+            raise ValueError("layers with a window need sliding_window")
+        if strange := set(self.layer_types + self.mtp_layer_types) - family.kinds:
+            raise ValueError(f"{self.model_type} has no layers of {', '.join(sorted(strange))}")
+        if self.layer_types and set(self.layer_types) <= set(UNCACHED):
+            raise ValueError("models without any layer that has a KV cache are not supported")
+        needed = _LINEAR_SIZES if LINEAR in self.layer_types else ()
+        needed += _MAMBA_SIZES if MAMBA in self.layer_types else ()
+        needed += _LATENT_SIZES if family.latent else ()
+        needed += _INDEX_SIZES if family.sparse else ()
+        if MAMBA in self.layer_types and self.n_groups and self.mamba_num_heads % self.n_groups:
+            raise ValueError("mamba_num_heads must be a multiple of n_groups")
+        if missing := [name for name in needed if not getattr(self, name)]:
+            raise ValueError(f"the attention of {self.model_type} needs {', '.join(missing)}")
+        return self
+
+
+@lru_cache(maxsize=512)
+def layers_of(config: Config) -> tuple[Layer, ...]:
+    """The layers of a model, first to last."""
+    layers = config.num_hidden_layers
+    kinds = config.layer_types or (FULL,) * layers
+    indices = config.indexer_types or ("full",) * layers
+    each = [(kind, _has_experts(config, i), indices[i] == "shared") for i, kind in enumerate(kinds)]
+    made = {key: _layer(config, *key) for key in dict.fromkeys(each)}
+    return tuple(made[key] for key in each)
+
+
+@lru_cache(maxsize=512)
+def following_layers_of(config: Config) -> tuple[Layer, ...]:
+    """The layers of each of a model's layers for multi-token prediction: one like its last, if it says nothing."""
+    last, kinds = config.num_hidden_layers - 1, config.layer_types or (FULL,)
+    following = [(kind, kind == MOE) for kind in config.mtp_layer_types] or [(kinds[-1], _has_experts(config, last))]
+    return tuple(_layer(config, kind, experts) for kind, experts in following)
+
+
+def _layer(config: Config, kind: LayerType, experts: bool, shared: bool = False) -> Layer:
+    family = FAMILIES[config.model_type]
+    alone = family.one_part and kind not in (MLP, MOE)
+    return Layer(
+        hidden=config.hidden_size,
+        attention=_attention(config, family, kind, shared),
+        mlp=NoFeedForward() if alone else _feed_forward(config, family, experts or kind == MOE),
+        norms=family.norms + (family.expert_norms if experts else 0),
+    )
+
+
+def _feed_forward(config: Config, family: Family, experts: bool) -> FeedForward:
+    if not experts:
+        return Dense(width=config.intermediate_size, bias=config.mlp_bias, gated=family.gated_mlp)
+    return Experts(
+        experts=config.num_experts,
+        active=config.num_experts_per_tok,
+        width=config.moe_intermediate_size,
+        shared_width=config.shared_expert_intermediate_size,
+        shared_gate=family.shared_gate,
+        router_bias=_said(config, family.router_bias),
+        bias=family.expert_bias,
+        gated=family.gated_mlp,
+        latent_width=config.moe_latent_size,
+    )
+
+
+def _attention(config: Config, family: Family, kind: LayerType, shared: bool) -> Attention:
+    if kind in (MLP, MOE):
+        return NoAttention()
+    state_scale = 4 / config.dtype_bytes if config.mamba_ssm_dtype == "float32" else 1
+    if kind == MAMBA:
+        return Mamba2(
+            heads=config.mamba_num_heads,
+            head_dim=config.mamba_head_dim,
+            groups=config.n_groups,
+            state_dim=config.ssm_state_size,
+            chunk_tokens=config.chunk_size,
+            kernel=config.conv_kernel,
+            state_scale=state_scale,
+        )
+    if kind == LINEAR:
+        return LinearAttention(
+            key_heads=config.linear_num_key_heads,
+            value_heads=config.linear_num_value_heads,
+            key_dim=config.linear_key_head_dim,
+            value_dim=config.linear_value_head_dim,
+            kernel=config.linear_conv_kernel_dim,
+            gate_rank=config.linear_value_head_dim if family.channel_gates else 0,
+            state_scale=state_scale,
+        )
+    if family.latent and config.kv_lora_rank:
+        sizes = {"heads": config.index_n_heads, "head_dim": config.index_head_dim, "topk": config.index_topk}
+        return LatentAttention(
+            heads=config.num_attention_heads,
+            q_rank=config.q_lora_rank,
+            kv_rank=config.kv_lora_rank,
+            nope_dim=config.qk_nope_head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            v_dim=config.v_head_dim,
+            bias=config.attention_bias,
+            index=Index(**sizes, shared=shared) if family.sparse else None,
+        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim, v_dim = config.head_dim, config.v_head_dim
+    if kind == FULL:
+        head_dim = config.global_head_dim or head_dim
+        kv_heads = (config.attention_k_eq_v and config.num_global_key_value_heads) or kv_heads
+    else:
+        heads, kv_heads = config.swa_num_attention_heads or heads, config.swa_num_key_value_heads or kv_heads
+        head_dim, v_dim = config.swa_head_dim or head_dim, config.swa_v_head_dim or v_dim
+    return FullAttention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_dim=0 if v_dim == head_dim else v_dim,
+        window_tokens=None if kind == FULL else config.sliding_window,
+        chunked=kind == CHUNKED,
+        qkv_bias=family.qkv_bias or config.attention_bias,
+        o_bias=family.o_bias and config.attention_bias,
+        head_norms=_said(config, family.head_norms),
+        whole_norms=family.whole_norms,
+        gated=family.gated,
+        sinks=family.sinks if isinstance(family.sinks, bool) else kind == family.sinks,
+        one_kv=kind == FULL and config.attention_k_eq_v,
+    )
+
+
+def _said(config: Config, flag: bool | str) -> bool:
+    """Whether a family has what its row says, or the word that it names."""
+    return flag if isinstance(flag, bool) else bool(getattr(config, flag))
+
+
+def _has_experts(config: Config, index: int) -> bool:
+    return (
+        config.num_experts > 0
+        and index >= config.first_k_dense_replace
+        and index % config.moe_layer_freq == 0
+        and (index + 1) % config.decoder_sparse_step == 0
+        and index not in config.mlp_only_layers
+    )

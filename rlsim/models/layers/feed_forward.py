@@ -1,0 +1,183 @@
+"""Kinds of feed-forwards: MLPs, mixtures of them, and none (`NoFeedForward`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from rlsim.models.layers.linear import Linear, weights_of
+
+
+class FeedForward(ABC):
+    """What a layer must say about its feed-forward part."""
+
+    blocks: int = 1
+    #: Whether a gate is multiplied with what goes in: a third matrix (SwiGLU, Shazeer 2020).
+    gated: bool = True
+
+    @property
+    def projections(self) -> int:
+        """Matrices from the hidden state to the width."""
+        return 1 + self.gated
+
+    @abstractmethod
+    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
+        """The matrix multiplications that every token takes part in, in order."""
+
+    @abstractmethod
+    def parameters(self, hidden: int, tp: int = 1) -> int:
+        """Weights on one GPU."""
+
+    def grouped_weights(self, hidden: int, tp: int = 1) -> int:  # noqa: ARG002
+        """Weights of all experts' matrices on one GPU."""
+        return 0
+
+    def routed_weights(self, hidden: int) -> int:  # noqa: ARG002
+        """Those of the experts that one token is routed to."""
+        return 0
+
+    def idle_parameters(self, hidden: int) -> int:  # noqa: ARG002
+        """Weights and biases of the experts that a token is not routed to."""
+        return 0
+
+    @property
+    @abstractmethod
+    def active_width(self) -> int:
+        """Width that one token passes."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> int:
+        """Weights and biases by name, those of every expert apart."""
+
+    @property
+    def stacked_tensors(self) -> int:
+        """The same where a layer's experts are stacked."""
+        return self.tensors
+
+    @property
+    @abstractmethod
+    def widths(self) -> tuple[int, ...]:
+        """What TP must divide."""
+
+
+@dataclass(frozen=True)
+class NoFeedForward(FeedForward):
+    """That of a layer which is attention alone."""
+
+    blocks = 0
+    active_width = 0
+    tensors = 0
+    widths = ()
+
+    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:  # noqa: ARG002
+        return ()
+
+    def parameters(self, hidden: int, tp: int = 1) -> int:  # noqa: ARG002
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(FeedForward):
+    """An MLP; without a gate it has two matrices instead of three (nemotron_h)."""
+
+    width: int
+    bias: bool = False
+    gated: bool = True
+
+    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
+        width = self.width // tp
+        name = "gate_up" if self.gated else "up"
+        return Linear(name, self.projections * width, hidden), Linear("down", hidden, width)
+
+    def parameters(self, hidden: int, tp: int = 1) -> int:
+        biases = self.bias * (self.projections * (self.width // tp) + hidden)
+        return weights_of(self.linears(hidden, tp)) + biases
+
+    @property
+    def active_width(self) -> int:
+        return self.width
+
+    @property
+    def tensors(self) -> int:
+        return (self.projections + 1) * (1 + self.bias)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.width,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(FeedForward):
+    """A mixture of MLPs of `width`: every token passes `active` of `experts`, and one of `shared_width` besides.
+
+    `shared_gate`: the shared expert's output has a gate of one number per token (qwen2_moe). `router_bias`: of the
+    router (gpt_oss), or what balances the load of its experts (deepseek_v3). `bias`: of every expert (gpt_oss).
+    `latent_width`: tokens are brought to it before their experts, and back after them (Nemotron 3 Super's LatentMoE,
+    on every GPU whole; the shared expert has its own input); 0: they are not.
+    """
+
+    experts: int
+    active: int
+    width: int
+    shared_width: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    bias: bool = False
+    gated: bool = True
+    latent_width: int = 0
+
+    def token_width(self, hidden: int) -> int:
+        """Numbers of a token as experts take it and give it back."""
+        return self.latent_width or hidden
+
+    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
+        """The router, the way to the experts' latent and back, and the shared expert; the experts themselves are
+        grouped products."""
+        found = [Linear("router", self.experts, hidden, quantised=False)]
+        if self.latent_width:
+            found += [Linear("latent_in", self.latent_width, hidden), Linear("latent_out", hidden, self.latent_width)]
+        if self.shared_width:
+            found += Dense(width=self.shared_width, gated=self.gated).linears(hidden, tp)
+        if self.shared_gate:
+            found.append(Linear("shared_gate", 1, hidden, quantised=False))
+        return tuple(found)
+
+    def _expert_weights(self, hidden: int, tp: int = 1) -> int:
+        return (self.projections + 1) * (self.width // tp) * self.token_width(hidden)
+
+    def _expert_biases(self, hidden: int, tp: int = 1) -> int:
+        return self.bias * (self.projections * (self.width // tp) + self.token_width(hidden))
+
+    def grouped_weights(self, hidden: int, tp: int = 1) -> int:
+        return self.experts * self._expert_weights(hidden, tp)
+
+    def routed_weights(self, hidden: int) -> int:
+        return self.active * self._expert_weights(hidden)
+
+    def idle_parameters(self, hidden: int) -> int:
+        return (self.experts - self.active) * (self._expert_weights(hidden) + self._expert_biases(hidden))
+
+    def parameters(self, hidden: int, tp: int = 1) -> int:
+        biases = self.experts * (self.router_bias + self._expert_biases(hidden, tp))
+        return weights_of(self.linears(hidden, tp)) + self.grouped_weights(hidden, tp) + biases
+
+    @property
+    def active_width(self) -> int:
+        """Width of all experts together that one token passes."""
+        return self.active * self.width + self.shared_width
+
+    @property
+    def tensors(self) -> int:
+        matrices = (self.projections + 1) * self.experts
+        return self.stacked_tensors + (matrices - 2) * (1 + self.bias)
+
+    @property
+    def stacked_tensors(self) -> int:
+        """Where a layer's experts are two tensors (and two biases)."""
+        shared = (self.projections + 1) * bool(self.shared_width) + self.shared_gate
+        return 1 + self.router_bias + 2 * (1 + self.bias) + 2 * bool(self.latent_width) + shared
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.width, self.shared_width) if self.shared_width else (self.width,)

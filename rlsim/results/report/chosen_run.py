@@ -1,0 +1,110 @@
+"""One run among the results of an experiment: by case, system, seed and steps; and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlsim.errors import CatalogueError, ConfigError, unknown_name
+from rlsim.base.formats import listed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from rlsim.experiment.result import Result, Results
+
+#: More seeds or steps than these are counted in messages, not listed.
+MOST_LISTED = 20
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """The run that was chosen, and what else there was to choose from."""
+
+    case: str
+    system: str
+    seed: int
+    steps: tuple[int, ...]
+    step_ends: Mapping[int, float]  # by step: when all of its calls are done (s)
+    others: Mapping[str, Sequence[Any]]  # by `case`, `system`, `seed`, `step`: all that the results have
+    manifest: Mapping[str, Any]
+    _source: Results | Result = field(repr=False)
+
+    @property
+    def setup(self) -> Mapping[str, Any]:
+        """What the case ran on: `gpus`, `gpus_per_node`, …"""
+        found: Mapping[str, Any] = self.manifest["setups"][self.case]
+        return found
+
+    def rows(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
+        """The run's rows of a table, in their order."""
+        run: dict[str, Collection[Any]] = {
+            "case": [self.case],
+            "system": [self.system],
+            "seed": [self.seed],
+            "step": self.steps,
+        }
+        return self._source.table(table, columns, run)[list(columns)]
+
+
+def choose_run(
+    results: Result | str | Path,
+    *,
+    case: str | None = None,
+    system: str | None = None,
+    seed: int | None = None,
+    steps: Sequence[int] | None = None,
+) -> ChosenRun:
+    """A run of an experiment, in memory or in a directory that `rlsim run` wrote.
+
+    What is not given is the first that the results have: the first case, its first system, the first seed, all steps.
+    Raises `CatalogueError` for what the results don't have, with the nearest names, and `ConfigError` for a directory
+    that holds no results.
+    """
+    source = _opened(results) if isinstance(results, str | Path) else results
+    runs = source.table("steps", ["case", "system", "seed", "step", "step_time_s"], {})
+    others: dict[str, list[Any]] = {}
+    chosen: dict[str, Any] = {}
+    for column, wanted in (("case", case), ("system", system), ("seed", seed)):
+        others[column] = runs[column].drop_duplicates().tolist()
+        if wanted is not None and wanted not in others[column]:
+            raise not_run(column, wanted, others[column])
+        chosen[column] = others[column][0] if wanted is None else wanted
+        runs = runs[runs[column] == chosen[column]]
+    runs = runs.sort_values("step")
+    others["step"] = runs["step"].tolist()
+    for step in steps or ():
+        if step not in others["step"]:
+            raise not_run("step", step, others["step"])
+    ends = dict(zip(others["step"], runs["step_time_s"].cumsum().tolist(), strict=True))
+    wanted_steps = tuple(sorted(set(steps or others["step"])))
+    return ChosenRun(
+        **chosen, steps=wanted_steps, step_ends=ends, others=others, manifest=source.manifest, _source=source
+    )
+
+
+def _opened(folder: str | Path) -> Results:
+    """The results in a directory; `ConfigError` where there is not what a timeline needs."""
+    from rlsim.experiment.result import open_results
+    from rlsim.results.sweeps.store import DEFINITION
+
+    if (Path(folder) / DEFINITION).is_file():
+        raise ConfigError(f"{folder} is a sweep, which has no timeline: run one of its points with rlsim run")
+    with open_results(folder) as source:
+        return source
+
+
+def not_run(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
+    """The error for a case, system, seed or step that the results don't have, with those they have."""
+    if known == [""]:
+        return CatalogueError(f"the results have no {kind}s to choose from")
+    if isinstance(wanted, str):
+        return unknown_name(kind, wanted, map(str, known))
+    numbers = sorted(known)
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        known_ones = f"{numbers[0]} to {numbers[-1]}"
+    else:
+        known_ones = listed([*map(str, numbers)], MOST_LISTED)
+    return CatalogueError(f"the results have no {kind} {wanted}, only {known_ones}")

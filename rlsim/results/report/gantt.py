@@ -1,0 +1,194 @@
+"""Who held which GPU when, in few enough marks to draw: by GPU on small clusters, by groups of nodes on large ones."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import altair as alt
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from rlsim.experiment.frames import gpu_seconds
+from rlsim.experiment.result import Result
+from rlsim.results.report.choice import Choice
+from rlsim.results.report.page import Block, Figure, Section, Text
+from rlsim.results.report.setups import CaseSetup
+from rlsim.results.report.shares import exclusive
+from rlsim.results.report.style import FAINT, along, by_name, data, exactly, finished, kind_colours
+
+Floats = npt.NDArray[np.float64]
+MOST_GPUS = 32  # drawn one by one
+MOST_ROWS = 16  # of groups of nodes
+MOST_MARKS = 3000
+_BINS = 160
+MARKS = ("start_s", "end_s", "low", "high", "kind", "what")
+_LEVELS = 200  # a row's height is drawn in so many steps
+_MARGIN = 0.06  # of a row's height, above and below
+_BESIDE = 0.35  # of a row's height: work beside other work on the same GPUs
+
+
+class Gantt(NamedTuple):
+    """Rectangles of one step; row r of the chart reaches from r to r + 1."""
+
+    marks: pd.DataFrame  # start_s, end_s (since the step began), low, high (rows), kind, what
+    rows: tuple[str, ...]
+    duration_s: float
+    resolution_s: float  # 0: exact; else gaps shorter than this are not drawn, or the width of a bin
+    grouped: bool  # rows are groups of GPUs, and heights within a row shares of them
+    beside: bool  # some work, drawn as strips, ran beside other work
+
+
+def gantt(result: Result, choice: Choice, system: str, gpus: int, gpus_per_node: int) -> Gantt:
+    """All work in the chosen step's window, from the end of the step before to its own end."""
+    steps = choice.rows(result.steps, system).sort_values("step")
+    ends = steps["step_time_s"].cumsum().to_numpy()
+    began = float(ends[choice.step] - steps["step_time_s"].iloc[choice.step])
+    duration = float(ends[choice.step] - began)
+    spans = choice.rows(result.spans, system)
+    spans = spans[(spans["end_at"] > began) & (spans["start_at"] < began + duration)]
+    if gpus <= MOST_GPUS:
+        marks, resolution = merged(_within(spans, began, duration), duration)
+        names = tuple(f"GPU {gpu}" for gpu in range(gpus))
+        return Gantt(_by_gpu(marks), names, duration, resolution, grouped=False, beside=bool(marks["shared"].any()))
+    alone = _within(exclusive(spans), began, duration)
+    edges, names = _groups(gpus, gpus_per_node)
+    bins = _BINS
+    while len(marks := by_group(alone, edges, duration, bins)) > MOST_MARKS and bins > 10:
+        bins //= 2
+    return Gantt(marks, names, duration, duration / bins, grouped=True, beside=False)
+
+
+def _within(spans: pd.DataFrame, began: float, duration: float) -> pd.DataFrame:
+    """The spans with their seconds since the step began, cut off at its ends."""
+    start_s, end_s = (spans[column] - began for column in ("start_at", "end_at"))
+    return spans.assign(start_s=start_s.clip(lower=0), end_s=end_s.clip(upper=duration))
+
+
+def merged(spans: pd.DataFrame, duration_s: float, most: int = MOST_MARKS) -> tuple[pd.DataFrame, float]:
+    """Neighbouring spans of one kind on the same GPUs as one, and the gap that was bridged for it (0: none but 0).
+
+    Gaps are bridged only as far as needed to stay within `most` marks.
+    """
+    keys = ["gpu", "gpus", "kind", "tp", "shared"]
+    ordered = spans.sort_values([*keys, "start_s"])
+    new_key = (ordered[keys] != ordered[keys].shift()).any(axis=1).to_numpy(dtype=bool, na_value=True)
+    gap = (ordered["start_s"] - ordered["end_s"].shift()).to_numpy()
+    bridged = 0.0
+    while True:
+        first = new_key | (gap > max(bridged, 1e-9 * duration_s))
+        if first.sum() <= most or bridged > duration_s:
+            break
+        bridged = bridged * 2 if bridged else duration_s / 4000
+    grouped = ordered.groupby(np.cumsum(first), sort=False)
+    result = grouped.agg({**dict.fromkeys([*keys, "label"], "first"), "start_s": "min", "end_s": "max"})
+    return result.reset_index(drop=True), bridged
+
+
+def _by_gpu(spans: pd.DataFrame) -> pd.DataFrame:
+    low = spans["gpu"].astype(float)
+    high = low + spans["gpus"]
+    low = low.where(~spans["shared"], high - _BESIDE)
+    last = spans["gpu"] + spans["gpus"] - 1
+    where = "GPU " + spans["gpu"].astype(str) + ("–" + last.astype(str)).where(last > spans["gpu"], "")
+    what = where + ", TP " + spans["tp"].astype(str)
+    frame = spans.assign(low=low + _MARGIN, high=high - _MARGIN, what=what)
+    return frame.sort_values(["shared", "start_s"])[list(MARKS)]
+
+
+def _groups(gpus: int, gpus_per_node: int) -> tuple[list[int], tuple[str, ...]]:
+    """First GPU of each group of nodes (and the end), and the groups' names; no more than MOST_ROWS groups."""
+    nodes = -(-gpus // gpus_per_node)
+    each = -(-nodes // MOST_ROWS)
+    first = list(range(0, nodes, each))
+    last = [min(node + each, nodes) - 1 for node in first]
+    names = tuple(f"node {a}" if a == b else f"nodes {a}–{b}" for a, b in zip(first, last, strict=True))
+    return [*(node * gpus_per_node for node in first), gpus], names
+
+
+def by_group(spans: pd.DataFrame, edges: list[int], duration_s: float, bins: int) -> pd.DataFrame:
+    """Rectangles whose height within a row is the share of its GPUs that did a kind of work, in each of `bins` bins.
+
+    `edges`: first GPU of every row, and the end. Neighbouring bins of equal shares are one rectangle.
+    """
+    times = np.linspace(0.0, duration_s, bins + 1)
+    kinds = list(dict.fromkeys(spans["kind"]))
+    frames = []
+    for row, (first, end) in enumerate(itertools.pairwise(edges)):
+        here = np.minimum(spans["gpu"] + spans["gpus"], end) - np.maximum(spans["gpu"], first)
+        mine = spans.assign(held=here)[here > 0]
+        base = np.zeros(bins)
+        for kind in kinds:
+            own = mine[mine["kind"] == kind]
+            share = gpu_seconds(own[["start_s", "end_s", "held"]].to_numpy(float), times)
+            share /= (end - first) * duration_s / bins
+            frames.append(_stretches(times, base, base + share, row).assign(kind=kind))
+            base = base + share
+    marks = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=MARKS)
+    return marks[list(MARKS)]
+
+
+def _stretches(times: Floats, base: Floats, top: Floats, row: int) -> pd.DataFrame:
+    """Rectangles from `base` to `top` (shares of a row's height) over the bins between `times`."""
+    levels = np.rint(np.stack([base, top]) * _LEVELS)
+    first = np.flatnonzero(np.append(True, (np.diff(levels) != 0).any(axis=0)))
+    kept = first[levels[1, first] > levels[0, first]]
+    after = np.append(first[1:], len(base))[np.isin(first, kept)]
+    low, high = (row + _MARGIN + (1 - 2 * _MARGIN) * levels[i, kept] / _LEVELS for i in (0, 1))
+    what = [f"{share:.0%} of the row's GPUs" for share in (levels[1, kept] - levels[0, kept]) / _LEVELS]
+    return pd.DataFrame(
+        {"start_s": times[kept], "end_s": times[after], "low": low, "high": high, "what": pd.Series(what, dtype=str)}
+    )
+
+
+def gantt_chart(shown: Gantt, system: str, colours: dict[str, str], until_s: float) -> Any:
+    """Work on the GPUs of one step; one row per GPU, or per group of nodes."""
+    rows = len(shown.rows)
+    each = 22 if rows <= 16 else 15
+    present = {kind: colour for kind, colour in colours.items() if kind in set(shown.marks["kind"])}
+    labels = "[" + ",".join(f"'{row}'" for row in shown.rows) + "]"
+    names = {"values": [row + 0.5 for row in range(rows)], "labelExpr": f"{labels}[floor(datum.value)]"}
+    scale = alt.Scale(domain=[0, rows], reverse=True, nice=False)
+    marks = alt.Chart(data(shown.marks)).mark_rect(strokeWidth=0.5)  # in the fill's colour: no seams between neighbours
+    chart = marks.encode(
+        x=along(alt.X, "start_s", "time since the step began (s)", exactly(0, until_s), format=",~f", tickCount=10),
+        x2="end_s:Q",
+        y=along(alt.Y, "low", None, scale, **names, grid=False, ticks=False, labelColor=FAINT),
+        y2="high:Q",
+        color=by_name(alt.Color, "kind", present),
+        stroke=by_name(alt.Stroke, "kind", present),
+        tooltip=[
+            "kind:N",
+            alt.Tooltip("what:N", title="where"),
+            *(alt.Tooltip(f"{end}_s:Q", format=".2f") for end in ("start", "end")),
+        ],
+    )
+    return finished(chart.properties(height=max(each * rows, 80)), description=f"Work on each GPU under {system}")
+
+
+def timeline_section(result: Result, choice: Choice, setup: CaseSetup) -> Section:
+    """GPU timeline of the chosen step, one chart per system."""
+    blocks: list[Block] = [Text(choice.text)]
+    colours = kind_colours(set(result.spans["kind"]), result.calls)
+    found = {system: gantt(result, choice, system, setup.gpus, setup.gpus_per_node) for system in choice.systems}
+    until = max(shown.duration_s for shown in found.values())
+    for number, (system, shown) in enumerate(found.items(), 1):
+        chart = gantt_chart(shown, system, colours, until)
+        title = choice.titled(f"GPUs under {system}: {shown.duration_s:,.1f} s", result, system)
+        blocks.append(Figure(f"timeline-{number}", title, chart, _timeline_caption(shown)))
+    return Section("timeline", "What every GPU did", tuple(blocks))
+
+
+def _timeline_caption(shown: Gantt) -> str:
+    if shown.grouped:
+        return (
+            "Each row is a group of GPUs; the height that a colour takes of a row is the share of its GPUs that did "
+            f"this work, in intervals of {shown.resolution_s:.2g} s. White is idle."
+        )
+    text = "Each row is a GPU; a block over several rows is one replica or call on all of them. White is idle. "
+    if shown.beside:
+        text += "A narrow strip at a row's lower edge is work beside other work on the same GPU. "
+    return text + (
+        f"Gaps below {shown.resolution_s:.2g} s are not drawn." if shown.resolution_s else "Every gap is drawn."
+    )

@@ -1,0 +1,184 @@
+"""How sure the figures are, what to know about them, and exactly what was run."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from rlsim.cost.lookups import KINDS
+from rlsim.experiment.ledger import ledgers, turns
+from rlsim.experiment.result import Result
+from rlsim.results.report.page import Block, Code, Figure, Listing, Section, Table, Text
+from rlsim.results.report.setups import CaseSetup, unique_slug
+from rlsim.results.report.style import bar_height, by_name, data, finished
+
+Lookups = Mapping[str, Mapping[str, Mapping[str, int]]]
+
+
+def residuals_chart(frame: pd.DataFrame) -> Any:
+    """Median and 90th percentile of the errors (columns operator, median, p90; absolute relative errors)."""
+    order = frame["operator"].tolist()
+    names = {"median": "median error", "p90": "90% of the errors are below"}
+    long = frame.rename(columns=names).melt("operator", list(names.values()), var_name="kind", value_name="error")
+    y = alt.Y("operator:N", sort=order, title=None, axis=alt.Axis(grid=True))
+    scale = alt.Scale(domain=[0, float(frame["p90"].max()) * 1.08 or 1.0], nice=True)
+    title, axis = "error of the fit on shapes it has not seen", alt.Axis(format=".0%", tickCount=8)
+    looks = ("#0072B2", "#E69F00"), ("circle", "square")
+    colours, shapes = (dict(zip(names.values(), look, strict=True)) for look in looks)
+    rule = alt.Chart(data(frame)).mark_rule(color="#9A9A9A", strokeWidth=2)
+    rule = rule.encode(x=alt.X("median:Q", scale=scale), x2="p90:Q", y=y)
+    dots = alt.Chart(data(long)).mark_point(size=85, filled=True, opacity=1)
+    dots = dots.encode(
+        x=alt.X("error:Q", title=title, axis=axis, scale=scale),
+        y=y,
+        color=by_name(alt.Color, "kind", colours),
+        shape=by_name(alt.Shape, "kind", shapes),
+        tooltip=["operator:N", "kind:N", alt.Tooltip("error:Q", format=".1%")],
+    )
+    chart = alt.layer(rule, dots).properties(height=bar_height(len(order)))
+    return finished(chart, description="Median and 90th percentile of the calibration's errors by operator")
+
+
+def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
+    """Errors of every calibration used, and how many shapes lay outside what it was measured at.
+
+    `lookups` as in a manifest: by case and operator, how many shapes of each kind.
+    """
+    blocks: list[Block] = []
+    taken: set[str] = set()
+    records = {record["name"]: record for setup in setups for record in setup.calibrations}
+    for name, record in records.items():
+        blocks.append(Text(f"Calibration {name}", heading=True))
+        blocks.append(Text(_origin(record)))
+        rows = pd.DataFrame([{"operator": op, **values} for op, values in record["residuals"].items()])
+        if rows.empty:
+            blocks.append(Text("It states no errors: how far its times are off is unknown."))
+            continue
+        caption = (
+            "Absolute relative errors of predicted kernel times on measured shapes that the fit has not seen. "
+            "Circle: half of the errors are smaller; square: nine in ten are."
+        )
+        slug = unique_slug(f"calibration {name}", taken)
+        blocks.append(Figure(slug, f"Errors of {name}", residuals_chart(rows[["operator", "median", "p90"]]), caption))
+        texts = [
+            [r["operator"], f"{r['count']:,}", f"{r['median']:.1%}", f"{r['p90']:.1%}", _signed(r["bias"]), r["note"]]
+            for r in rows.to_dict("records")
+        ]
+        headings = ("operator", "shapes", "median", "90% below", "bias", "measured at")
+        caption = f"Errors of {name} in numbers; bias: median signed error, positive is predicted too slow"
+        blocks.append(Table(caption, headings, texts, words=frozenset({5})))
+    blocks.append(Text("Look-ups", heading=True))
+    blocks.append(_lookups(lookups))
+    blocks.append(
+        Text(
+            "These are errors of single kernels. How far whole engines, real rollouts and published figures are off is "
+            "compared in rlsim's documentation, docs/validation.md, and repeated by the command rlsim validate."
+        )
+    )
+    return Section("calibration", "How sure the figures are", tuple(blocks))
+
+
+def _signed(share: float) -> str:
+    return f"{share:+.1%}".replace("-", "−")
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    provenance = record["provenance"]
+    sources = [
+        f"{source['project']} at {source['commit']}" if source.get("commit") else str(source["project"])
+        for source in provenance.get("sources", [])
+    ]
+    notes = "; ".join(provenance.get("notes", []))
+    text = f"Times of {record['gpu']} under {record['engine']}"
+    text += f", fitted on {provenance['date']}" if provenance.get("date") else ""
+    text += f" to {', '.join(sources)}." if sources else "."
+    return text + (f" To know: {notes}." if notes else "")
+
+
+def _lookups(tables: Lookups) -> Table:
+    counts: dict[str, Counter[str]] = {}
+    for operator, row in (item for table in tables.values() for item in table.items()):
+        counts.setdefault(operator, Counter()).update(row)
+    rows = [
+        [operator, *(f"{count[kind]:,}" for kind in KINDS), f"{count['extrapolated'] / max(count.total(), 1):.1%}"]
+        for operator, count in counts.items()
+    ]
+    caption = (
+        "Distinct shapes whose time was looked up: within the range of a fit, and outside, where the times are least "
+        "certain"
+    )
+    return Table(caption, ("operator", "within", "outside", "share outside"), rows)
+
+
+def ledger_section(result: Result) -> Section:
+    """What each case rests on that nobody gave or measured, and what it is worth where that was asked."""
+    blocks: list[Block] = []
+    for case, ledger in ledgers(result.manifest):
+        title = " · ".join(filter(None, (case, ledger.title)))
+        rows = [row.cells(ledger) for row in ledger.weighed]
+        blocks.append(Table(ledger.legend or title, tuple(ledger.headings), rows, words=frozenset({1})))
+        blocks[-1:-1] = [Text(title, heading=True), *([Text(said)] if (said := turns(ledger)) else [])]
+        why = [[row.name, row.key, row.why] for row in ledger.assumed]
+        headings = ("assumed", "set it by", "why it is not known")
+        blocks.append(Table("Why these are not known", headings, why, words=frozenset({1, 2}), folded=True))
+        defaults = [[whose, ", ".join(keys)] for whose, keys in ledger.defaults.items()]
+        if defaults:
+            blocks.append(
+                Table("Whose defaults were taken", ("of", "values"), defaults, words=frozenset({1}), folded=True)
+            )
+    return Section("ledger", "What it rests on", tuple(blocks))
+
+
+def notes_section(result: Result) -> Section:
+    """What the run noted about its own figures."""
+    notes = result.notes
+    block: Block = Listing(notes) if notes else Text("The run noted nothing.")
+    return Section("notes", "Notes of the run", (block,))
+
+
+def configuration_section(result: Result, setups: list[CaseSetup]) -> Section:
+    """The experiment with all defaults, what it ran on, versions and hashes."""
+    manifest = result.manifest
+    cases = [
+        [
+            setup.case or "all",
+            setup.cluster,
+            f"{setup.gpus:,}",
+            str(setup.gpus_per_node),
+            setup.model,
+            f"{setup.cap_tokens:,}",
+            ", ".join(record["name"] for record in setup.calibrations),
+        ]
+        for setup in setups
+    ]
+    headings = ("case", "cluster", "GPUs", "GPUs per node", "model", "cap (tokens)", "calibration")
+    versions = {"rlsim": manifest["rlsim"], **manifest["versions"]}
+    hashes = {f"SHA-256 of the {name}": value for name, value in manifest["hashes"].items()}
+    return Section(
+        "configuration",
+        "Exactly what was run",
+        (
+            Table("What each case ran on", headings, cases, words=frozenset({1, 4, 6})),
+            Text(f"Seeds: {', '.join(map(str, manifest['seeds']))}. Baseline: {manifest['baseline']}."),
+            Text("The experiment, with every default filled in and every override applied", heading=True),
+            Code(as_yaml(manifest["experiment"]), "The experiment as YAML"),
+            Table("Versions and hashes", ("what", "value"), [*versions.items(), *hashes.items()], words=frozenset({1})),
+        ),
+    )
+
+
+def as_yaml(data: Any) -> str:
+    """A JSON-like value as YAML."""
+    from ruamel.yaml import YAML
+
+    stream = io.StringIO()
+    yaml = YAML()
+    yaml.width = 100
+    yaml.representer.add_representer(type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null"))
+    yaml.dump(data, stream)
+    return stream.getvalue()

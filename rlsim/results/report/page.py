@@ -1,0 +1,147 @@
+"""A page: sections of text, charts and tables, written as one HTML file that loads nothing from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlsim.base.charts import OFFLINE, chart_spec, save_chart, vega_script
+from rlsim.errors import ConfigError
+from rlsim.base.output import check_own_file, write_text
+from rlsim.base.version import __version__
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart (Altair) with its title and a caption that says how to read it; `id` names its picture."""
+
+    id: str
+    title: str
+    chart: Any
+    caption: str
+    form: ClassVar[str] = "figure"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts. The first column is the rows' heading; `folded` shows it on demand."""
+
+    caption: str
+    headings: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    words: frozenset[int] = frozenset()  # columns beside the first that hold words, not numbers
+    folded: bool = False
+    form: ClassVar[str] = "table"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph, or a smaller heading."""
+
+    text: str
+    heading: bool = False
+    form: ClassVar[str] = "text"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Paragraphs of a list."""
+
+    items: tuple[str, ...]
+    form: ClassVar[str] = "list"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text that is shown as it is."""
+
+    text: str
+    label: str
+    form: ClassVar[str] = "code"
+
+
+Block = Figure | Table | Text | Listing | Code
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading of the table of contents, and what stands below it."""
+
+    id: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A title, what was found in a few sentences, and the sections."""
+
+    title: str
+    description: str
+    findings: tuple[str, ...]
+    sections: tuple[Section, ...]
+    facts: tuple[tuple[str, str], ...] = field(default=())  # a line below the title: name and value
+
+    @property
+    def figures(self) -> list[Figure]:
+        """Every chart, in order. Raises `ConfigError` if two have the same id."""
+        found = [block for section in self.sections for block in section.blocks if isinstance(block, Figure)]
+        ids = [figure.id for figure in found]
+        if len(set(ids)) < len(ids):
+            raise ConfigError(f"two charts of a page are called {next(i for i in ids if ids.count(i) > 1)!r}")
+        return found
+
+    def html(self) -> str:
+        """The page as HTML; whatever came from the user is escaped."""
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        specs = {figure.id: chart_spec(figure.chart) for figure in self.figures}
+        return environment.get_template("page.html").render(
+            page=self, specs=specs, vega=vega_script(), policy=OFFLINE, version=__version__
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the page, whole or not at all; raises `ConfigError` if that is not possible."""
+        check_page_path(path)
+        write_text(path, self.html())
+
+
+def check_page_path(path: Path) -> None:
+    """Raises `ConfigError` if a page cannot be written there."""
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"{path}: a report is written as .html")
+    check_own_file(path)
+
+
+def check_pictures_folder(folder: Path) -> None:
+    """Raises `ConfigError` if pictures cannot be put there."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file; give a folder for the pictures")
+
+
+def picture_files(page: Page, folder: Path, suffix: str) -> dict[Path, Figure]:
+    """A file for every chart, named after it; raises `ConfigError` if one is there that rlsim did not write."""
+    check_pictures_folder(folder)
+    files = {folder / f"{figure.id}{suffix}": figure for figure in page.figures}
+    for path in files if folder.is_dir() else ():
+        check_own_file(path)
+    return files
+
+
+def write_pictures(files: Mapping[Path, Figure]) -> None:
+    """Charts as `.png` (two pixels a point) or `.svg`; their folders are made if need be."""
+    for path, figure in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path.parent}: cannot be made: {error.strerror}") from None
+        save_chart(figure.chart, path)

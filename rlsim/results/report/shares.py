@@ -1,0 +1,183 @@
+"""What a batch takes part by part, and where the GPU-seconds went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from rlsim.experiment.frames import uncovered
+from rlsim.experiment.parts import PARTS_OF_A_STEP
+from rlsim.experiment.result import Result
+from rlsim.experiment.summary import means
+from rlsim.results.report.page import Block, Section, Table
+from rlsim.results.report.setups import CaseSetup
+from rlsim.results.report.style import BUBBLE, INK, PARTS, TAIL, WAITING, bar_height, by_name, data, finished, kind_colours
+from rlsim.sim.recorder import Span
+
+RUN = ["case", "system", "seed"]
+_PART_COLUMNS = (*PARTS_OF_A_STEP, "waiting_time_s")  # of the summary, in the order of `PARTS`
+_WAITING = 1e-6  # of a step: less is rounding
+
+
+def batch_parts(summary: pd.DataFrame, batch: int) -> pd.DataFrame:
+    """One row per system and part of its time, in seconds: system, part, time_s.
+
+    The parts add up to the time in which a system trains on `batch` responses: the mean step time, if that is what a
+    step trains on. `waiting` is the time in which no call of any step ran; the part is there only where there is any.
+    """
+    rows = []
+    for row in summary.to_dict("records"):
+        scale = batch / row["trained"]
+        times = {part: scale * float(row[column]) for part, column in zip(PARTS, _PART_COLUMNS, strict=True)}
+        if row["waiting_time_s"] <= _WAITING * row["step_time_s"]:
+            del times[WAITING]
+        rows += [{"system": row["system"], "part": part, "time_s": time} for part, time in times.items()]
+    return pd.DataFrame(rows)
+
+
+def gpu_shares(result: Result, gpus: Mapping[str, int]) -> pd.DataFrame:
+    """One row per case, system and kind of work, the bubble among them: case, system, kind, share (of GPU-seconds).
+
+    `gpus` is the number of GPUs by case. The shares of a system add up to 1 over the steady steps of all seeds; time on
+    shared GPUs counts only where they do nothing else, as in `bubble_fraction`. Decoding in the tail is a kind of its
+    own.
+    """
+    steps = result.steps.assign(end_at=result.steps.groupby(RUN)["step_time_s"].cumsum())
+    steps = steps.assign(start_at=steps["end_at"] - steps["step_time_s"])[steps["steady"]]
+    window = steps.groupby(RUN, sort=False, as_index=False).agg(first_at=("start_at", "min"), last_at=("end_at", "max"))
+    spans = exclusive(result.spans).merge(window, on=RUN)
+    held_s = (spans[["end_at", "last_at"]].min(axis=1) - spans[["start_at", "first_at"]].max(axis=1)).clip(lower=0)
+    kinds = spans.assign(gpu_s=held_s * spans["gpus"]).groupby(["case", "system", "kind"], sort=False, as_index=False)
+    busy = kinds["gpu_s"].sum()
+    found = means(steps, ["case", "system"])[["bubble_fraction", "tail_fraction"]]
+    found["time_s"] = steps.groupby(["case", "system"], sort=False)["step_time_s"].sum()
+    rows = []
+    for case, system, bubble, tail, time_s in found.reset_index().itertuples(index=False):
+        mine = busy[(busy["case"] == case) & (busy["system"] == system)]
+        shares = dict(zip(mine["kind"], mine["gpu_s"] / (gpus[case] * time_s), strict=True))
+        if tail:
+            shares[TAIL] = tail * (1.0 - bubble)
+            shares["decode"] = max(shares["decode"] - shares[TAIL], 0.0)
+        shares[BUBBLE] = max(1.0 - sum(shares.values()), 0.0)
+        rows += [{"case": case, "system": system, "kind": kind, "share": value} for kind, value in shares.items()]
+    return pd.DataFrame(rows)
+
+
+def exclusive(spans: pd.DataFrame) -> pd.DataFrame:
+    """The spans, those on shared GPUs cut down to the time in which their GPUs did nothing else."""
+    if not spans["shared"].any():
+        return spans
+    held = [tuple(range(first, first + count)) for first, count in zip(spans["gpu"], spans["gpus"], strict=True)]
+    runs = spans.assign(gpus=pd.Series(held, spans.index)).groupby(RUN, sort=False)
+    cut = {
+        run: pd.DataFrame(uncovered([Span(*row) for row in rows[[*Span._fields]].itertuples(index=False)]))
+        for run, rows in runs
+    }
+    found = pd.concat(cut, names=RUN).reset_index(RUN)
+    return found.assign(gpu=found["gpus"].str[0], gpus=found["gpus"].str.len())
+
+
+def batch_parts_chart(parts: pd.DataFrame, batch: int) -> Any:
+    """Stacked bars: seconds of each part of the time for a batch, by system (columns system, part, time_s)."""
+    present = [name for name in PARTS if name in set(parts["part"])]
+    totals = parts.groupby("system", sort=False)["time_s"].sum().reset_index()
+    totals = totals.assign(label=totals["time_s"].map(lambda value: f"{value:,.1f} s"))
+    return _stacked(
+        parts.rename(columns={"part": "kind", "time_s": "value"}),
+        totals.rename(columns={"time_s": "at"}),
+        {name: PARTS[name] for name in present},
+        title=f"mean time to train on {batch:,} responses (s)",
+        unit="seconds",
+        description=f"Mean time in which each system trains on {batch:,} responses, by part",
+    )
+
+
+def gpu_time_chart(shares: pd.DataFrame, colours: dict[str, str]) -> Any:
+    """Stacked bars that end at 100%: share of GPU-seconds by kind of work (columns system, kind, share)."""
+    idle = shares[shares["kind"] == BUBBLE]
+    labels = pd.DataFrame({"system": idle["system"], "at": 1.0, "label": idle["share"].map("{:.1%} idle".format)})
+    present = {kind: colour for kind, colour in colours.items() if kind in set(shares["kind"])}
+    return _stacked(
+        shares[["system", "kind", "share"]].rename(columns={"share": "value"}),
+        labels,
+        present,
+        title="share of all GPU-seconds",
+        unit="share",
+        description="Share of the GPU-seconds of each system by kind of work",
+    )
+
+
+def _stacked(
+    rows: pd.DataFrame, labels: pd.DataFrame, colours: dict[str, str], *, title: str, unit: str, description: str
+) -> Any:
+    """Bars of columns system, kind, value, stacked in the order of `colours`; a text at the end of each."""
+    systems = list(dict.fromkeys(rows["system"]))
+    if unit == "share":
+        most, number, axis = 1.13, ".1%", alt.Axis(format=".0%", values=[0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    else:
+        most, number, axis = float(labels["at"].max()) * 1.1 or 1.0, ",.2f", alt.Axis(format=",~f", tickCount=10)
+    scale = alt.Scale(domain=[0, most], nice=False)
+    y = alt.Y("system:N", sort=systems, title=None)
+    rows = rows.assign(order=rows["kind"].map({name: i for i, name in enumerate(colours)}))
+    bars = alt.Chart(data(rows)).mark_bar(stroke="#FFFFFF", strokeWidth=0.6)
+    bars = bars.encode(
+        x=alt.X("value:Q", title=title, axis=axis, scale=scale, stack="zero"),
+        y=y,
+        order="order:Q",
+        color=by_name(alt.Color, "kind", colours),
+        tooltip=["system:N", "kind:N", alt.Tooltip("value:Q", format=number, title=unit)],
+    )
+    text = alt.Chart(labels).mark_text(align="left", dx=5, color=INK, fontSize=12)
+    chart = bars + text.encode(x=alt.X("at:Q", scale=scale), y=y, text="label:N")
+    return finished(chart.properties(height=bar_height(len(systems))), description=description)
+
+
+def step_section(result: Result, setups: list[CaseSetup]) -> Section:
+    """What a batch takes, part by part, case by case."""
+    summary = result.summary()
+    blocks: list[Block] = []
+    for setup in setups:
+        parts = batch_parts(summary[summary["case"] == setup.case], setup.batch)
+        caption = (
+            f"Mean over seeds and steady steps, for the {setup.batch:,} responses of a whole batch. This is the step "
+            "time; for systems that train on another number of responses it is scaled to a whole batch. Each second "
+            "counts once: as what ran on the trainer's GPUs, or else as what the trainer waited for."
+        )
+        if WAITING in set(parts["part"]):
+            caption += " Waiting: no call of any step ran."
+        chart = batch_parts_chart(parts, setup.batch)
+        blocks.append(setup.figure("step", "Mean time of a batch", chart, caption))
+        wide = parts.pivot_table(index="system", columns="part", values="time_s", sort=False).fillna(0)
+        wide = wide[[part for part in PARTS if part in wide]]
+        title = setup.named("Parts of a batch's time in numbers (seconds)")
+        blocks.append(_in_numbers(title, wide.assign(batch=wide.sum(axis=1)), "{:.2f}"))
+    return Section("step", "What a step consists of", tuple(blocks))
+
+
+def gpu_section(result: Result, setups: list[CaseSetup]) -> Section:
+    """Shares of the GPU-seconds by kind of work, the bubble included, case by case."""
+    shares = gpu_shares(result, {setup.case: setup.gpus for setup in setups})
+    colours = kind_colours({*result.spans["kind"], TAIL}, result.calls)
+    blocks: list[Block] = []
+    for setup in setups:
+        mine = shares[shares["case"] == setup.case]
+        caption = (
+            f"All seconds of all {setup.gpus:,} GPUs, over all seeds and steady steps, make 100%. Idle (bubble) is "
+            "time in which nothing runs on a GPU. Decode in the tail: it decodes at less than half of the throughput "
+            "that it reached with its full batch in the same step."
+        )
+        chart = gpu_time_chart(mine, colours)
+        blocks.append(setup.figure("gpu-time", "GPU-seconds by kind of work", chart, caption))
+        wide = mine.pivot_table(index="system", columns="kind", values="share", sort=False).fillna(0)
+        wide = wide[[kind for kind in colours if kind in wide]]
+        blocks.append(_in_numbers(setup.named("Shares in numbers"), wide, "{:.1%}"))
+    return Section("gpu-time", "Where the GPU time went", tuple(blocks))
+
+
+def _in_numbers(title: str, wide: pd.DataFrame, form: str) -> Table:
+    """A folded table of one row per system."""
+    rows = [[str(system), *map(form.format, values)] for system, values in wide.iterrows()]
+    return Table(title, ("system", *wide), rows, folded=True)

@@ -1,0 +1,229 @@
+"""The page of a sweep: how the systems compare as the axes change, and exactly what was run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from rlsim.results.comparison.verdict import decided
+from rlsim.errors import ConfigError
+from rlsim.experiment.steadiness import comparable
+from rlsim.base.formats import STALE, Columns, column, number, rate, share, written
+from rlsim.results.report.method import as_yaml, calibration_section
+from rlsim.results.report.page import Block, Code, Figure, Listing, Page, Section, Table, Text
+from rlsim.results.report.setups import setups_of
+from rlsim.results.report.sweep_charts import (
+    RATE,
+    SPEEDUP,
+    TITLES,
+    Slice,
+    best_systems,
+    cut,
+    heatmap,
+    is_grid,
+    label,
+    labels,
+    lines_chart,
+    scatter,
+    varying,
+)
+from rlsim.results.sweeps.read import SweepResult
+
+_MOST_NOTES = 40
+_TITLES = {SPEEDUP: "Speedup", RATE: "Throughput"}
+_MOST_SLICES = 6
+_MOST_MAPS = 6
+
+
+def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
+    """The page of the points that are done; raises `ConfigError` if there are none."""
+    frame, units = sweep.summary(), {axis.name: axis.unit for axis in sweep.axes}
+    if frame.empty:
+        raise ConfigError(f"{sweep.directory}: no point of the sweep is done, there is nothing to report")
+    names = {name: f"{name} ({unit})" if unit else name for name, unit in units.items()}
+    frame = frame.rename(columns=names)
+    axes = list(names.values())
+    if frame["case"].nunique() > 1:
+        axes.append("case")
+    judged = decided(frame)
+    records = {point: sweep.record(point) for point in frame["point"].unique()}
+    baselines = list(dict.fromkeys(str(record["baseline"]) for record in records.values()))
+    baseline = baselines[0] if len(baselines) == 1 else "the point's baseline"
+    states = sweep.points["status"].value_counts()
+    first = next(iter(records.values()))
+    lookups = {f"{p} {case}": table for p, record in records.items() for case, table in record["lookups"].items()}
+    sections = [
+        sweep_section(judged, axes, baseline),
+        Section("points", "Every point", _points(frame, axes, sweep)),
+        calibration_section(lookups, setups_of(records.values())),
+        _notes(records),
+        _configuration(sweep, first),
+    ]
+    facts = [("Experiment", str(first["experiment"]["name"])), ("Points", f"{len(sweep.points):,}")]
+    facts += [(name, ", ".join(_labels(frame[name]))) for name in axes]
+    facts += [(str(state), f"{count:,}") for state, count in states.items() if state != "done"]
+    own = frame["system"] == frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
+    findings = sweep_findings(judged, axes, baseline, own)
+    return Page(
+        title or sweep.name, str(first["experiment"].get("description", "")), findings, tuple(sections), tuple(facts)
+    )
+
+
+def _labels(values: pd.Series[Any], most: int = 8) -> list[str]:
+    found = list(dict.fromkeys(labels(values)))
+    return found if len(found) <= most else [found[0], "…", found[-1]]
+
+
+def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult) -> tuple[Block, ...]:
+    blocks: list[Block] = [sweep_table(frame, axes)]
+    if sweep.failed:
+        blocks.append(Text("Points without results", heading=True))
+        blocks.append(Table("What went wrong", ("point", "error"), [*sweep.failed.items()], words=frozenset({1})))
+    return tuple(blocks)
+
+
+def _notes(records: Mapping[str, Mapping[str, Any]]) -> Section:
+    counts = Counter(note for record in records.values() for note in record["notes"])
+    items = [f"{note} ({count:,} of {len(records):,} points)" for note, count in counts.most_common(_MOST_NOTES)]
+    if len(counts) > _MOST_NOTES:
+        items.append(f"{len(counts) - _MOST_NOTES:,} more are in the sweep's files")
+    return Section("notes", "Notes of the runs", (Listing(tuple(items)) if items else Text("The runs noted nothing."),))
+
+
+def _configuration(sweep: SweepResult, first: Mapping[str, Any]) -> Section:
+    versions = {"rlsim": first["rlsim"], **first["versions"]}
+    return Section(
+        "configuration",
+        "Exactly what was run",
+        (
+            Text(
+                "The experiment of the first point, with every default filled in; the axes say what differs at others."
+            ),
+            Code(as_yaml(first["experiment"]), "The experiment as YAML"),
+            Table("Versions", ("what", "value"), [*versions.items()], words=frozenset({1})),
+            Text(f"Every file of the sweep holds the whole configuration of its point; this page is of {sweep.name}."),
+        ),
+    )
+
+
+def sweep_section(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Section:
+    """Lines along one varying axis, heatmaps over two, one set for each combination of further axes.
+
+    `frame` has one row per point and system: the axes' columns, `system`, `responses_per_s`, and where there is a
+    baseline `speedup`, `speedup_low`, `speedup_high`, as in `Result.summary()`. The axes' columns are written on the
+    charts by their names. Raises `ConfigError` for an axis that is no column.
+    """
+    shown = varying(frame, axes)
+    blocks: list[Block] = []
+    if not shown:
+        blocks.append(Text("No axis takes more than one value: there is nothing to draw."))
+    elif len(shown) == 1:
+        blocks += _lines(frame, shown[0], baseline)
+    else:
+        cuts = list(cut(frame, shown))
+        for number, part in enumerate(cuts[:_MOST_SLICES]):
+            blocks += _maps(part, baseline, f"-{number + 1}" if len(cuts) > 1 else "")
+        if len(cuts) > _MOST_SLICES:
+            more = f"{len(cuts) - _MOST_SLICES} more combinations of {', '.join(shown[2:])}"
+            blocks.append(Text(f"{more} are in the table, not drawn."))
+    return Section("sweep", "Over the sweep", tuple(blocks))
+
+
+def _metrics(points: pd.DataFrame) -> list[str]:
+    """Speedups where systems are compared, and throughputs."""
+    compared = SPEEDUP in points and points["system"].nunique() > 1 and points[SPEEDUP].notna().any()
+    return [SPEEDUP, RATE] if compared else [RATE]
+
+
+def _lines(points: pd.DataFrame, axis: str, baseline: str) -> Iterator[Block]:
+    for metric in _metrics(points):
+        rows = points.dropna(subset=[metric])
+        caption = f"One line per system; every dot is a point of the sweep. {_meaning(metric, baseline)}"
+        if metric == SPEEDUP and "speedup_low" in rows and rows["speedup_low"].notna().any():
+            caption += " Bars are 95% intervals."
+        title = _TITLES[metric]
+        yield Figure(f"sweep-{title.lower()}", f"{title} along {axis}", lines_chart(rows, axis, metric), caption)
+
+
+def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
+    x, y = part.axes
+    at = ", ".join(f"{axis} {label(value)}" for axis, value in part.fixed.items())
+    where = f" at {at}" if at else ""
+    metric = _metrics(part.points)[0]
+    systems = list(dict.fromkeys(part.points["system"]))
+    grid = is_grid(part.points, part.axes)
+    if len(systems) > 2 and grid:
+        best = best_systems(part.points, part.axes)
+        caption = f"The system with the best mean at every point; colour: {TITLES[metric]}."
+        chart = heatmap(best, x, y, metric, text="system")
+        yield Figure(f"sweep-best{suffix}", f"Fastest system{where}", chart, caption)
+    compared = [name for name in systems if name != baseline or len(systems) == 1]
+    for order, system in enumerate(compared[:_MOST_MAPS], 1):
+        rows = part.points[part.points["system"] == system].dropna(subset=[metric])
+        if rows.empty:
+            yield Text(f"{system} has no speedup{where}: {baseline} did not run at any of its points.")
+            continue
+        chart = heatmap(rows, x, y, metric) if grid else scatter(rows, x, y, metric)
+        form = "Every cell is a point of the sweep." if grid else "Every dot is a point of the sweep."
+        title = f"{system}: {_TITLES[metric].lower()} over {x} and {y}{where}"
+        yield Figure(f"sweep-map{suffix}-{order}", title, chart, f"{form} {_meaning(metric, baseline)}")
+    if len(compared) > _MOST_MAPS:
+        yield Text(f"The table has every system; of {len(compared)}, {_MOST_MAPS} are drawn.")
+
+
+def _meaning(metric: str, baseline: str) -> str:
+    if metric == SPEEDUP:
+        return (
+            f"Above 1 more is trained on per second than under {baseline} at the same point: responses or, where "
+            "systems train on other lengths, tokens."
+        )
+    return "Responses trained on per second; more is better."
+
+
+def sweep_findings(
+    frame: pd.DataFrame, axes: Sequence[str], baseline: str, own: pd.Series[bool] | None = None
+) -> tuple[str, ...]:
+    """How often each system is the fastest, and where the speedup is largest and smallest.
+
+    `own` says which rows are the baseline's at their point, where it is not the same at all of them.
+    """
+    shown = varying(frame, axes)
+    best = best_systems(frame, list(axes))
+    told = comparable(frame)
+    best = best[best["comparable"]]
+    counts = best["system"].value_counts()
+    text = ", ".join(f"{name} in {count:,}" for name, count in counts.items())
+    sentences = [f"Best mean at {len(best):,} point{'s' if len(best) != 1 else ''}: {text}."] if text else []
+    if not told.all():
+        names = ", ".join(dict.fromkeys(frame["system"][~told]))
+        sentences.append(f"Not comparable, as not steady, in {(~told).sum():,} rows: {names}.")
+    others = frame[told & ~(frame["system"].eq(baseline) if own is None else own)]
+    if SPEEDUP in frame and others[SPEEDUP].notna().any():
+        ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")
+        for word, row in (("largest", ordered.iloc[-1]), ("smallest", ordered.iloc[0])):
+            at = ", ".join(f"{axis} {label(row[axis])}" for axis in shown)
+            who = f"{row['system']} at {at}" if at else row["system"]
+            sentences.append(f"The {word} speedup over {baseline} is {row[SPEEDUP]:.2f}: {who}.")
+    return tuple(sentences)
+
+
+def sweep_table(frame: pd.DataFrame, axes: Sequence[str], most: int = 500) -> Table:
+    """The axes' values, system, throughput, speedups and step time of the first `most` rows."""
+    columns: Columns = {
+        **{axis: column(axis, label) for axis in axes},
+        "system": column("system"),
+        "responses/s": column(RATE, rate),
+        "speedup": column(SPEEDUP, number, 3),
+        "by tokens": column("token_speedup", number, 3),
+        "step (s)": column("step_time_s", number),
+        "idle": column("bubble_fraction", share, 1),
+        "tail": column("tail_fraction", share, 1),
+        **(STALE if (frame["staleness_max"] > 0).any() else {}),
+    }
+    caption = "Points of the sweep" + (f", the first {most:,} of {len(frame):,} rows" if len(frame) > most else "")
+    caption += ". Speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
+    rows = written(columns, frame.head(most).to_dict("records"))
+    return Table(caption, tuple(columns), rows, words=frozenset({len(axes)}))

@@ -1,0 +1,196 @@
+"""The requests of a run on a timeline: what each was doing at which replica, and what the replicas held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from rlsim.errors import ConfigError
+from rlsim.results.report.chosen_run import ChosenRun
+from rlsim.results.report.replica_load import Ints, held_by_replicas
+from rlsim.results.report.trace_events import Piece, TraceWriter, Tracks, json_texts, microseconds
+from rlsim.sim.stays import LEFT
+
+#: The first steps have tracks for their requests: as many as have no more stays at replicas than these, or one.
+MOST_STAYS = 200_000
+_STAYS = (
+    "step", "call", "response", "replica", "gpu", "gpus", "arrived_at", "admitted_at", "decoding_at", "left_at",
+    "start_tokens", "end_tokens", "iteration", "left",
+)  # fmt: skip
+_RESPONSES = (
+    "step", "response", "position", "finish_at", "paused", "resumed", "score_start_at", "scored_at", "reward",
+    "timed_out",
+)  # fmt: skip
+
+
+def write_requests(writer: TraceWriter, run: ChosenRun, run_pid: int, generate: str, places: tuple[int, int]) -> int:
+    """Write the requests of a run, and what CPU workers scored; returns of how many of its steps.
+
+    The replicas that ever are on the same GPUs make a group of tracks with counters of their own; each request there
+    is on one of its tracks. `run_pid` is the group with the counters of all replicas together, `generate` the call that
+    makes the responses (others with requests are judges); `places` say where the groups of requests, and that of the
+    CPU workers of reward calls, stand.
+    """
+    stays, responses = run.rows("stays", _STAYS), run.rows("responses", _RESPONSES)
+    counts = stays.groupby("step").size().cumsum()
+    shown = run.steps
+    if (beyond := counts.index[counts > MOST_STAYS]).size:
+        shown = tuple(step for step in shown if step < max(beyond[0], run.steps[0] + 1))
+        stays, responses = (rows[rows["step"].isin(shown)] for rows in (stays, responses))
+    if len(stays):
+        stays = _in_order(stays, generate)
+        pids = _groups(writer, stays, places[0])
+        stays = stays.assign(pid=pids[stays["place"].to_numpy()])
+        stays = stays.assign(tid=_write_phases(writer, stays, pids))
+        _write_resumed(writer, stays, responses)
+        _write_counters(writer, stays, pids, run_pid)
+    _write_rewards(writer, stays, responses, places[1])
+    return len(shown)
+
+
+def _in_order(stays: pd.DataFrame, generate: str) -> pd.DataFrame:
+    """The stays of a request one after the other; numbers for calls, reasons, and the replicas' places."""
+    if unknown := set(stays["left"]) - set(LEFT):
+        raise ConfigError(f"stays: column left: expected one of {', '.join(LEFT)}, got {unknown.pop()!r}")
+    calls = list(dict.fromkeys([generate, *stays["call"]]))
+    found = stays.assign(
+        name=stays["call"], call=stays["call"].map(calls.index), left=stays["left"].map(LEFT.index), tp=stays["gpus"]
+    )
+    found["place"] = found.groupby(["call", "gpu", "gpus"]).ngroup()
+    return found.sort_values(["step", "call", "response", "arrived_at", "left_at"], ignore_index=True)
+
+
+def _groups(writer: TraceWriter, stays: pd.DataFrame, first_place: int) -> Ints:
+    """A group of tracks for each place; their processes."""
+    pids = []
+    for row in stays.drop_duplicates("place").sort_values("place").to_dict("records"):
+        gpu, gpus = row["gpu"], row["gpus"]
+        which = f"GPU {gpu}" if gpus == 1 else f"GPUs {gpu}–{gpu + gpus - 1}"
+        place = first_place + 10 * gpu + int(row["call"] > 0)
+        pids.append(writer.process(f"{row['name']} · {which} · TP{gpus}", place))
+    return np.array(pids)
+
+
+# ---- slices and arrows -----------------------------------------------------------------------------------------------
+
+
+def _write_phases(writer: TraceWriter, stays: pd.DataFrame, pids: Ints) -> Ints:
+    """Slices of all that requests went through, and arrows between replicas; returns the track of each stay."""
+    same = ["step", "call", "response"]
+    follows = (stays[same] == stays[same].shift()).all(axis=1).to_numpy()  # an earlier stay of the same request
+    reason, response = stays["left"].to_numpy(), stays["response"].to_numpy()
+    preempted = follows & (np.roll(reason, 1) == LEFT.index("preempted"))
+    moves = follows & ~preempted
+    arrived, admitted, decoding, left = (
+        microseconds(stays[name].fillna(stays["left_at"]))
+        for name in ("arrived_at", "admitted_at", "decoding_at", "left_at")
+    )
+    before = np.roll(left, 1)
+    begun = np.where(moves, np.minimum(before, arrived), arrived)
+
+    # A request that is preempted stays on its track.
+    first = np.flatnonzero(~preempted)
+    last = np.concatenate([first[1:], [len(arrived)]]) - 1
+    tracks = Tracks(lambda group, number: writer.thread(int(pids[group]), f"slot {number}", number))
+    places = stays["place"].to_numpy()[first]
+    tid: Ints = tracks.place(places, begun[first], left[last])[np.cumsum(~preempted) - 1]
+    pid = stays["pid"].to_numpy()
+
+    reasons = json_texts(pa.array(LEFT)).take(pa.array(reason))
+    begins, ends = stays["start_tokens"].to_numpy(), stays["end_tokens"].to_numpy()
+    known: dict[str, Piece] = {name: stays[name].to_numpy() for name in ("response", "tp", "step")}
+    waited = {**known, "context": begins}
+    args = {**known, "tokens": ends - begins, "context": ends, "left": reasons}
+    previous = reasons.take(pa.array(np.maximum(np.arange(len(arrived)) - 1, 0)))
+    for name, start, end, about in (
+        ("paused", begun, arrived, {**waited, "after": previous}),
+        ("queued", arrived, admitted, waited),
+        ("prefill", admitted, decoding, waited),
+        ("decode", decoding, left, args),
+    ):
+        writer.add_slices((f'"{name} ', response, '"'), name, pid, tid, start, end, about)
+
+    # From the last microsecond at the one replica to the first at the other.
+    arrow = np.flatnonzero(moves & (before > np.roll(begun, 1)) & (left > begun))
+    ends_at, begins_at = (pid[arrow - 1], tid[arrow - 1], left[arrow - 1] - 1), (pid[arrow], tid[arrow], begun[arrow])
+    writer.add_arrows(reasons.take(pa.array(arrow - 1)), ends_at, begins_at)
+    return tid
+
+
+def _write_resumed(writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataFrame) -> None:
+    """Arrows from where responses broke off to the requests that go on with them in a later step.
+
+    The unfinished ones of a prompt are in the same order there, after those that had finished.
+    """
+    steps = pd.Series(responses["step"].unique())
+    stretch = dict(zip(steps, (steps.diff() != 1).cumsum(), strict=True))  # what went on in a step between is not known
+    known = responses.assign(stretch=responses["step"].map(stretch), broke_off=responses["step"])
+    paused, resumed = known[known["paused"] & known["finish_at"].isna()], known[known["resumed"]]
+    by, one = ["position", "stretch"], ["position", "step"]
+    paused, resumed = (rows.assign(from_last=rows.groupby(one).cumcount(ascending=False)) for rows in (paused, resumed))
+    resumed = pd.merge_asof(
+        resumed.drop(columns="broke_off"), paused[[*by, "step", "broke_off"]].drop_duplicates(),
+        on="step", by=by, allow_exact_matches=False,
+    )  # fmt: skip
+    pairs = paused.merge(resumed, on=[*by, "broke_off", "from_last"], suffixes=("_before", "_after"))
+    made = stays.loc[stays["call"] == 0, ["step", "response", "pid", "tid", "arrived_at", "left_at"]]
+    made = made.assign(begins=microseconds(made["arrived_at"]), ends=microseconds(made["left_at"]))
+    key = ["step", "response"]
+    lasts, firsts = made.drop_duplicates(key, keep="last"), made.drop_duplicates(key)
+    for end, own in (("before", lasts), ("after", firsts)):
+        shown = own.query("ends > begins").add_suffix(f"_{end}")
+        pairs = pairs.merge(shown, on=[f"step_{end}", f"response_{end}"])
+    ends, begins = (
+        [pairs[f"{name}_{end}"].to_numpy() for name in ("pid", "tid", at)]
+        for end, at in (("before", "ends"), ("after", "begins"))
+    )
+    texts = json_texts(pa.array(["resumed"] * len(pairs), pa.string()))
+    writer.add_arrows(texts, (ends[0], ends[1], ends[2] - 1), (begins[0], begins[1], begins[2]))
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+
+def _write_counters(writer: TraceWriter, stays: pd.DataFrame, pids: Ints, run_pid: int) -> None:
+    """What replicas held; those of a rollout that never stops hold responses of several steps at once."""
+    made = stays.assign(own=stays["call"] == 0)
+    ends = made[made["own"]].groupby("step").agg(first=("arrived_at", "min"), last=("left_at", "max"))
+    rollout = (ends["first"] >= ends["last"].shift()).cumsum()
+    rollout = stays["step"].map(rollout).fillna(-1)
+    replica = stays.assign(rollout=rollout).groupby(["place", "replica", "rollout"]).ngroup()
+    held = held_by_replicas(stays.assign(replica=replica))
+    at, pid, generates = held["at"].to_numpy(), pids[held["place"]], (held["call"] == 0).to_numpy()
+    counters = {"active sequences": "active", "waiting requests": "waiting", "KV tokens": "kv_tokens"}
+    for name, column in counters.items():
+        values = held[column].to_numpy()
+        change = np.diff(values, prepend=0)  # also from replica to replica: each begins and ends with nothing
+        writer.add_samples(name, pid, at, values, change != 0)
+        # All replicas that generate together: whenever one of them has something new.
+        mine = np.flatnonzero((change != 0) & generates)
+        mine = mine[np.argsort(at[mine], kind="stable")]
+        newest = np.append(np.diff(at[mine]) > 0, True)[: len(mine)]
+        writer.add_samples(name, run_pid, at[mine], np.cumsum(change[mine]), newest)
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def _write_rewards(writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataFrame, place: int) -> None:
+    """When CPU workers scored responses; what a judge scored shows as its requests."""
+    key = ["step", "response"]
+    judged = stays.loc[stays["call"] != 0, key].drop_duplicates() if len(stays) else stays[key]
+    rows = responses.merge(judged, on=key, how="left", indicator=True)
+    rows = rows[(rows["_merge"] == "left_only") & (rows["scored_at"] > rows["score_start_at"])]
+    # What was scored in an earlier step and goes on in this one was shown there.
+    shown = rows.groupby("step")["scored_at"].max().cummax().shift()
+    rows = rows[~(rows["resumed"] & (rows["scored_at"] <= rows["step"].map(shown)))]
+    if rows.empty:
+        return
+    pid = writer.process("rewards · CPU workers", place)
+    workers = Tracks(lambda _, number: writer.thread(pid, f"worker {number}", number))
+    start, end = microseconds(rows["score_start_at"]), microseconds(rows["scored_at"])
+    tid = workers.place(np.zeros(len(rows), np.int64), start, end)
+    args: dict[str, Piece] = {name: rows[name].to_numpy() for name in ("response", "step", "reward")}
+    args["timed_out"] = pa.array(rows["timed_out"]).cast(pa.string())
+    writer.add_slices(('"score ', args["response"], '"'), "reward", pid, tid, start, end, args)

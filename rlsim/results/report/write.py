@@ -1,0 +1,144 @@
+"""From results to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from rlsim.results.advise.advice import read_advice
+from rlsim.results.advise.texts import texts
+from rlsim.errors import ConfigError
+from rlsim.experiment.ledger import ledgers, turns
+from rlsim.experiment.result import Result, read_result
+from rlsim.results.report.choice import Choice, choose
+from rlsim.results.report.gantt import timeline_section
+from rlsim.results.report.generation import generation_section
+from rlsim.results.report.headline import findings
+from rlsim.results.report.lengths import lengths_section
+from rlsim.results.report.method import calibration_section, configuration_section, ledger_section, notes_section
+from rlsim.results.report.page import (
+    Block,
+    Page,
+    Section,
+    Table,
+    Text,
+    check_page_path,
+    check_pictures_folder,
+    picture_files,
+    write_pictures,
+)
+from rlsim.results.report.setups import case_setups
+from rlsim.results.report.shares import gpu_section, step_section
+from rlsim.results.report.speedups import speedup_section
+from rlsim.results.report.staleness import staleness_section
+from rlsim.results.report.sweep_page import sweep_page
+from rlsim.results.sweeps.read import SweepResult, read_sweep
+from rlsim.results.sweeps.store import DEFINITION
+
+#: The page's file in a results directory, if no other is given.
+REPORT = "report.html"
+
+
+def write_report(
+    source: Result | SweepResult | str | Path,
+    path: str | Path | None = None,
+    *,
+    title: str | None = None,
+    case: str | None = None,
+    systems: Sequence[str] = (),
+    seed: int | None = None,
+    step: int | None = None,
+    png: str | Path | None = None,
+    svg: str | Path | None = None,
+) -> Path:
+    """Write the results of a run or sweep (or those in a directory) as one HTML page, and return its path.
+
+    The page needs nothing else. `path` defaults to `report.html` in the results' directory. `case`, `systems`, `seed`
+    and `step` say what the charts over time show; by default the first case, the baseline and the best other system, at
+    the baseline's median step; a sweep has none. `png` and `svg` are folders to write every chart to as a picture.
+    Raises `ConfigError` for results or targets that are not there, `CatalogueError` for names that were not run.
+    """
+    found = read_any(source) if isinstance(source, str | Path) else source
+    target = _target(source, path)
+    folders = [(Path(folder), suffix) for folder, suffix in ((png, ".png"), (svg, ".svg")) if folder is not None]
+    check_page_path(target)  # before the work, not after it
+    for folder, _ in folders:
+        check_pictures_folder(folder)
+    if isinstance(found, Result):
+        page = report_page(found, choose(found, case=case, systems=systems, seed=seed, step=step), title)
+        if isinstance(source, str | Path) and (advice := read_advice(source)):
+            page = _advised(page, *advice)
+    elif case or systems or seed is not None or step is not None:
+        raise ConfigError(f"{found.directory} is a sweep: its page has no charts over time to choose a step for")
+    else:
+        page = sweep_page(found, title=title)
+    pictures = {path: chart for where in folders for path, chart in picture_files(page, *where).items()}
+    page.write(target)
+    write_pictures(pictures)
+    return target
+
+
+def _advised(page: Page, tables: Mapping[str, pd.DataFrame], conclusions: Sequence[str]) -> Page:
+    """The page of a run that was made for advice: its conclusions, and how sure its figures are."""
+    said = tuple(f"{text[0].upper()}{text[1:]}." for text in conclusions)
+    return replace(page, findings=(*said, page.findings[-1]), sections=(advice_section(tables), *page.sections))
+
+
+def read_any(directory: str | Path) -> Result | SweepResult:
+    """The results of a run or of a sweep in a directory; raises `ConfigError` if there are neither."""
+    return read_sweep(directory) if (Path(directory) / DEFINITION).is_file() else read_result(directory)
+
+
+def _target(source: Result | SweepResult | str | Path, path: str | Path | None) -> Path:
+    if path is not None:
+        return Path(path)
+    if isinstance(source, Result):
+        raise ConfigError("results in memory have no directory: give the report's path")
+    return (source.directory if isinstance(source, SweepResult) else Path(source)) / REPORT
+
+
+def report_page(result: Result, choice: Choice, title: str | None = None) -> Page:
+    """The page of some results; see `write_report`."""
+    setups = case_setups(result)
+    setup = next(one for one in setups if one.case == choice.case)
+    experiment = result.manifest["experiment"]
+    stale = staleness_section(result, setups)
+    sections = (
+        speedup_section(result, setups),
+        *((stale,) if stale else ()),
+        step_section(result, setups),
+        gpu_section(result, setups),
+        lengths_section(result, setups),
+        generation_section(result, choice, setup),
+        timeline_section(result, choice, setup),
+        ledger_section(result),
+        calibration_section(result.manifest["lookups"], setups),
+        notes_section(result),
+        configuration_section(result, setups),
+    )
+    workflow = experiment["workflow"]
+    clusters, models = ({getattr(one, name): None for one in setups} for name in ("cluster", "model"))
+    facts = (
+        ("Cluster", ", ".join(clusters)),
+        ("Model", ", ".join(models)),
+        ("Algorithm", str(workflow["algorithm"])),
+        ("Batch", f"{workflow['prompts']:,} prompts × {workflow['responses']:,} responses"),
+        ("Steps", f"{workflow['steps']:,} × {len(result.manifest['seeds'])} seeds"),
+    )
+    deciding = [text for _, ledger in ledgers(result.manifest) if (text := turns(ledger))]
+    *found, sure = findings(result)
+    said = (*found, *(f"{text}." for text in deciding), sure)
+    return Page(title or experiment["name"], experiment["description"], said, sections, facts)
+
+
+def advice_section(tables: Mapping[str, pd.DataFrame]) -> Section:
+    """The tables of an advice."""
+    blocks: list[Block] = []
+    for text in texts(tables):
+        blocks.append(Text(text.title, heading=True))
+        caption = text.caption[0].upper() + text.caption[1:]
+        blocks.append(Table(caption, tuple(text.headings), text.rows, words=text.words - {0}))
+    return Section("advice", "Advice", tuple(blocks))

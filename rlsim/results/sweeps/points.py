@@ -1,0 +1,212 @@
+"""From a sweep file to its points: every one validated, named by its content, before anything runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsim.base import catalogue
+from rlsim.errors import ConfigError, RlsimError, check_arguments, unknown_name
+from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
+from rlsim.experiment.run import Checked, check_loaded
+from rlsim.experiment.schema import Experiment
+from rlsim.base.reading import is_file, plain, read_yaml
+from rlsim.base.schema import validate
+from rlsim.results.sweeps.axes import Settings, Value, check_free, settings_of
+from rlsim.results.sweeps.identity import config_of, inputs_of, point_name
+from rlsim.results.sweeps.schema import Block, SweepSpec
+from rlsim.results.sweeps.tables import Axis, columns_of, resolved
+
+#: More mistakes than these are counted, not listed.
+MOST_MISTAKES = 20
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point: its name, its resolved experiment, what it reads, and its values of the axes."""
+
+    name: str
+    config: Mapping[str, Any]
+    inputs: Mapping[str, str]
+    axes: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A sweep whose points are all valid. Points that come out the same are one."""
+
+    name: str
+    points: tuple[Point, ...]
+    asked: int  # points with their repetitions
+    base: Mapping[str, Any]  # the resolved experiment without axes
+    shown: str  # the experiment in messages
+    folder: Path  # where the experiment's relative paths begin
+
+
+def load_sweep(
+    source: str | Path | Mapping[str, Any] | Definition,
+    *,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    seeds: int | None = None,
+    axes: Mapping[str, Sequence[Any]] | None = None,
+) -> Definition:
+    """A sweep from a file, the name of one that ships with rlsim, or a mapping; or an experiment, with `axes`.
+
+    A definition that is loaded already is returned as it is.
+    `overrides` sets keys of the experiment for every point, `seeds` its number of seeds, and `axes` adds a grid.
+    Raises `ConfigError` that names all mistakes of all points, with the line where their values are given.
+    """
+    if isinstance(source, Definition):
+        return source
+    check_arguments(source=source, overrides=overrides, seeds=seeds, axes=axes)
+    spec, shown, folder = _read(source)
+    if axes:
+        validate({"grid": dict(axes)}, Block, "axes")
+        spec = spec.model_copy(update={"axes": (*spec.axes, Block(grid=dict(axes)))})
+    data, inner, folder = _experiment(spec, shown, folder)
+    pairs = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    fixed = {key: Value(value, f"{shown}: set") for key, value in spec.set.items()}
+    fixed |= {key: Value(value, OVERRIDDEN) for key, value in pairs.items()}
+    if seeds is not None:
+        fixed["seeds"] = Value(seeds, OVERRIDDEN)
+    every = settings_of(spec.axes, shown)
+    check_free(dict.fromkeys(spec.set, f"{shown}: set") | dict.fromkeys(pairs, "--set"), every)
+    if seeds is not None:
+        check_free({"seeds": "--seeds"}, every)
+    base = _experiment_of(data, fixed, inner)
+    for name, case in base.cases.items():
+        check_free({str(key): f"{inner}: case {name!r}" for key in case}, every)
+    found = _valid(data, fixed, every, inner, folder, shown)
+    return Definition(spec.name, _points(found, every), len(every), config_of(base), inner, folder)
+
+
+def check_sweep(
+    source: str | Path, overrides: Iterable[str] = (), seeds: int | None = None
+) -> tuple[str, list[Checked]]:
+    """The name of a sweep and all its points, checked as their runs would check them; nothing is simulated.
+
+    The arguments are those of `load_sweep`. Raises `RlsimError` with all mistakes of all points, and the settings of
+    the first point that has each.
+    """
+    definition = load_sweep(source, overrides=overrides, seeds=seeds)
+    found: list[Checked] = []
+    mistakes: dict[str, str] = {}
+    for point in definition.points:
+        try:
+            experiment = validate(plain(point.config), Experiment, definition.shown)
+            found.append(check_loaded(experiment, definition.folder, definition.shown))
+        except RlsimError as error:
+            settings = ", ".join(f"{axis.column.name}={axis.value}" for axis in point.axes)
+            mistakes.setdefault(str(error), f"{error} (point {settings})" if settings else str(error))
+    if mistakes:
+        raise ConfigError("\n".join(_few([*mistakes.values()], f" of {definition.name}")))
+    return definition.name, found
+
+
+def is_sweep(source: str | Path) -> bool:
+    """Whether a file, or a name of one that ships with rlsim, is a sweep; an experiment, or what is neither, is not."""
+    path = Path(source)
+    named = path.stem in catalogue.names("sweeps") and path.stem not in catalogue.names("experiments")
+    if not is_file(path) and not named:
+        return False
+    data = read_yaml(_find(path))
+    return isinstance(data, Mapping) and ("experiment" in data or "axes" in data)
+
+
+def _read(source: str | Path | Mapping[str, Any]) -> tuple[SweepSpec, str, Path]:
+    """The sweep, its name in messages, and its folder; an experiment is a sweep without axes."""
+    if isinstance(source, Mapping):
+        data, shown, folder = dict(source), "sweep", Path.cwd()
+    else:
+        path = _find(Path(source))
+        data, shown, folder = read_yaml(path), str(source), path.resolve().parent
+    if not isinstance(data, dict):
+        raise ConfigError(f"{shown}: expected a mapping of keys to values")
+    if "experiment" not in data and "axes" not in data:
+        given = dict(source) if isinstance(source, Mapping) else str(source)
+        return SweepSpec(name=str(data.get("name") or "sweep"), experiment=given), shown, folder
+    return validate(data, SweepSpec, shown), shown, folder
+
+
+def _find(path: Path) -> Path:
+    """A file as it is; else a sweep or an experiment that ships with rlsim, by its name."""
+    if is_file(path):
+        return path
+    for kind in ("sweeps", "experiments"):
+        shipped = catalogue.names(kind)
+        if path.parent.name in ("", kind) and path.stem in shipped:
+            return shipped[path.stem]
+    if path.suffix or len(path.parts) > 1:
+        return path  # reading it says what is wrong
+    names = {**catalogue.names("sweeps"), **catalogue.names("experiments")}
+    raise unknown_name("sweep or experiment", str(path), names)
+
+
+def _experiment(spec: SweepSpec, shown: str, folder: Path) -> tuple[dict[str, Any], str, Path]:
+    """The experiment's keys as given, its name in messages, and the folder of its relative paths."""
+    if not isinstance(spec.experiment, str):
+        return spec.experiment, f"{shown}: experiment", folder
+    beside = folder / spec.experiment
+    data, inner, home = read_experiment(beside if is_file(beside) else spec.experiment)
+    return data, spec.experiment if is_file(beside) else inner, home
+
+
+def _valid(
+    data: Mapping[str, Any],
+    fixed: Settings,
+    every: Sequence[Settings],
+    inner: str,
+    folder: Path,
+    shown: str,
+) -> list[tuple[Experiment, dict[str, str]]]:
+    """The experiment of every point and what it reads."""
+    found: list[tuple[Experiment, dict[str, str]]] = []
+    mistakes: dict[str, list[Settings]] = {}
+    known: dict[str, str] = {}
+    for settings in every:
+        try:
+            experiment = _experiment_of(data, {**fixed, **settings}, inner)
+            found.append((experiment, inputs_of(experiment, inner, folder, known)))
+        except RlsimError as error:
+            for line in str(error).splitlines():
+                mistakes.setdefault(line, []).append(settings)
+    if mistakes:
+        told = [_placed(line, where, len(every), shown) for line, where in mistakes.items()]
+        raise ConfigError("\n".join(_few(told)))
+    return found
+
+
+def _placed(mistake: str, where: Sequence[Settings], points: int, shown: str) -> str:
+    """A mistake with the points that have it, unless all do."""
+    if len(where) == points:
+        return mistake
+    first = ", ".join(f"{key}={value.value}" for key, value in where[0].items())
+    place = "" if any(mistake.startswith(v.place) for v in where[0].values()) else f"{shown}: "
+    return f"{place}{mistake} ({len(where)} of {points} points, such as {first})"
+
+
+def _few(mistakes: Sequence[str], of: str = "") -> list[str]:
+    more = [f"and {len(mistakes) - MOST_MISTAKES} more mistakes{of}"] if len(mistakes) > MOST_MISTAKES else []
+    return [*mistakes[:MOST_MISTAKES], *more]
+
+
+def _experiment_of(data: Mapping[str, Any], settings: Settings, inner: str) -> Experiment:
+    data = copy.deepcopy(data)
+    for key, value in settings.items():
+        set_path(data, key, copy.deepcopy(value.value), f"{value.place}: ")
+    return validate(data, Experiment, inner, elsewhere={key: value.place for key, value in settings.items()})
+
+
+def _points(found: Sequence[tuple[Experiment, dict[str, str]]], every: Sequence[Settings]) -> tuple[Point, ...]:
+    keys = list(dict.fromkeys(key for settings in every for key in settings))
+    configs = [config_of(experiment) for experiment, _ in found]
+    columns = columns_of(keys, configs)
+    points: dict[str, Point] = {}
+    for config, (_, inputs) in zip(configs, found, strict=True):
+        name = point_name(config, inputs)
+        axes = tuple(Axis(column, resolved(config, column)) for column in columns)
+        points.setdefault(name, Point(name, config, inputs, axes))
+    return tuple(points.values())

@@ -1,0 +1,164 @@
+"""Runs a sweep into a directory, going on from whatever is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+from rlsim.errors import ConfigError, check_arguments
+from rlsim.results.sweeps.differences import differences, listed
+from rlsim.results.sweeps.points import Definition, load_sweep
+from rlsim.results.sweeps.read import SweepResult, read_sweep
+from rlsim.results.sweeps.store import Store
+from rlsim.results.sweeps.tables import COLUMNS, DEFAULT_TABLES, described
+from rlsim.results.sweeps.task import Answer, Done, Task
+from rlsim.base.version import __version__
+
+#: Called with (points done or failed, points in all, failed so far).
+Progress = Callable[[int, int, int], None]
+Executor = Literal["local", "ray"]
+
+
+def sweep(
+    source: str | Path | Mapping[str, Any] | Definition,
+    *,
+    out: str | Path,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    seeds: int | None = None,
+    axes: Mapping[str, Sequence[Any]] | None = None,
+    tables: Iterable[str] | None = None,
+    workers: int | None = None,
+    executor: Executor = "local",
+    address: str | None = None,
+    prune: bool = False,
+    progress: Progress | None = None,
+) -> SweepResult:
+    """Run every point of a sweep into the directory `out`, going on from what is there.
+
+    `source`, `overrides`, `seeds` and `axes` are as in `load_sweep`. `tables` names the tables to keep (default: steps
+    and calls) beside the summary. `workers` is the number of processes (default: one a core), or with the executor
+    `ray` of points at work in the cluster at `address` (default: its CPUs). A point that fails is recorded, and the
+    others go on; run again, failed points are tried again. Points are named by content, so a definition that has
+    grown runs only what is new; `prune` removes points that it does not have any more. Raises `ConfigError` for a
+    mistake in the definition or a directory that holds other points, before anything runs.
+    """
+    check_arguments(out=out, workers=workers, progress=progress)
+    definition = load_sweep(source, overrides=overrides, seeds=seeds, axes=axes)
+    wanted = None if tables is None else tuple(tables)
+    _check(wanted, workers, executor, address)
+    store = Store(Path(out))
+    with store.locked():
+        kept = _kept_tables(wanted, store)
+        _make_room(definition, store, prune)
+        store.write_definition(_described(definition, kept))
+        tasks = [
+            Task(point.name, point.config, point.inputs, point.axes, kept, definition.shown, definition.folder)
+            for point in definition.points
+            if not store.whole(point, kept)
+        ]
+        try:
+            with closing(_answers(tasks, executor, workers, address)) as answers:
+                _keep(answers, store, len(definition.points) - len(tasks), len(definition.points), progress)
+        finally:
+            found = read_sweep(out)
+            store.write_points(found.points_table())
+    return found
+
+
+def _check(tables: Sequence[str] | None, workers: int | None, executor: str, address: str | None) -> None:
+    if executor not in ("local", "ray"):
+        raise ConfigError(f"unknown executor {executor!r}; expected local or ray")
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers: expected 1 or more, got {workers}")
+    for name in {*(tables or ())} - set(COLUMNS):
+        raise ConfigError(f"unknown table {name!r}; expected one of: {', '.join(COLUMNS)}")
+    if executor == "ray":
+        from rlsim.results.sweeps.on_ray import check_ray
+
+        check_ray(address)
+
+
+def _answers(
+    tasks: Sequence[Task], executor: str, workers: int | None, address: str | None
+) -> Generator[Answer, None, None]:
+    if executor == "ray":
+        from rlsim.results.sweeps.on_ray import run_on_ray
+
+        return run_on_ray(tasks, workers, address)
+    from rlsim.results.sweeps.local import cores, run_locally
+
+    return run_locally(tasks, workers or cores())
+
+
+def _keep(answers: Iterable[Answer], store: Store, done: int, total: int, progress: Progress | None) -> None:
+    """Store answers as they come; `done` points of all were done before."""
+    failed = 0
+    if progress:
+        progress(done, total, failed)
+    for answer in answers:
+        point, result = answer.task.point, answer.result
+        if isinstance(result, Done):
+            store.put(point, answer.task.axes, result.files)
+        else:
+            store.fail(point, result)
+            failed += 1
+        store.log({"point": point, "done": isinstance(result, Done), "elapsed_s": round(answer.elapsed_s, 3)})
+        done += 1
+        if progress:
+            progress(done, total, failed)
+
+
+def _kept_tables(wanted: Iterable[str] | None, store: Store) -> tuple[str, ...]:
+    """The tables to keep: those asked for and those that the directory has, the summary last."""
+    earlier = store.earlier_definition()
+    names = set(DEFAULT_TABLES if wanted is None and earlier is None else wanted or ())
+    names |= {*(earlier["tables"] if earlier else ()), "steps", "summary"}
+    return tuple(name for name in COLUMNS if name in names)
+
+
+def _make_room(definition: Definition, store: Store, prune: bool) -> None:
+    """Refuse, or with `prune` remove, results of points that the definition does not have."""
+    own = {point.name for point in definition.points}
+    foreign = store.done() - own
+    if foreign and not prune:
+        raise ConfigError(
+            f"{store.directory} holds {len(foreign)} point{'s' * (len(foreign) > 1)} that this sweep does not have"
+            f"{_why(definition, store)}; "
+            "choose another directory, or --prune to remove them"
+        )
+    for point in foreign | (store.unfinished() - own):
+        store.remove(point)
+
+
+def _why(definition: Definition, store: Store) -> str:
+    earlier = store.earlier_definition()
+    if earlier is None:
+        return ""
+    if earlier.get("rlsim") != __version__:
+        return f": they are of rlsim {earlier.get('rlsim')}, this is {__version__}"
+    changed = differences([earlier.get("base", {}), definition.base])
+    if not changed and earlier.get("inputs") != _inputs(definition):
+        return ": what it reads has changed (trace, model, calibration or code)"
+    return f": {listed(changed)}" if changed else ""
+
+
+def _inputs(definition: Definition) -> dict[str, str]:
+    return {what: value for point in definition.points for what, value in point.inputs.items()}
+
+
+def _described(definition: Definition, tables: Sequence[str]) -> dict[str, Any]:
+    """What `sweep.json` holds."""
+    return {
+        "rlsim": __version__,
+        "name": definition.name,
+        "tables": list(tables),
+        "base": definition.base,
+        "inputs": dict(sorted(_inputs(definition).items())),
+        "axes": described(definition.points[0].axes),
+        "points": [
+            {"point": point.name, "axes": {axis.column.name: axis.value for axis in point.axes}}
+            for point in definition.points
+        ],
+    }

@@ -1,0 +1,133 @@
+"""Tables of a point as Parquet: axis columns first, units and meanings of all columns, the configuration.
+
+The column of an axis has name, type, unit and meaning, and its values, from the resolved experiments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+import pyarrow as pa
+from pydantic import BaseModel
+
+from rlsim import units
+from rlsim.experiment.columns import SUMMARY, TABLES, TYPES, Column, field_of
+from rlsim.experiment.load import place_in
+from rlsim.experiment.schema import Experiment
+from rlsim.base.records import Record
+from rlsim.base.schema import model_within
+
+#: Every table that a sweep may keep; `summary` is always kept, and written last.
+COLUMNS: dict[str, tuple[Column, ...]] = {**TABLES, "summary": SUMMARY}
+DEFAULT_TABLES = ("steps", "calls")
+#: Key of the point's record in the Parquet metadata: JSON.
+RECORD = b"rlsim.point"
+#: Names of the columns of a sweep's tables.
+TAKEN = {"point", "status", "error", *(column.name for columns in COLUMNS.values() for column in columns)}
+_UNITS: dict[Callable[..., Any], str] = {
+    units.seconds: "s",
+    units.byte_count: "bytes",
+    units.bandwidth: "bytes/s",
+    units.flop_rate: "FLOP/s",
+    units.token_count: "tokens",
+}
+
+
+class AxisColumn(Record):
+    """The column of one axis: the key path that it sets (but for names that tables have), type, unit, meaning."""
+
+    name: str
+    key: str
+    dtype: Literal["int64", "float64", "string", "bool"]
+    unit: str
+    meaning: str
+
+
+class Axis(NamedTuple):
+    """The value of one axis at one point."""
+
+    column: AxisColumn
+    value: Any  # None where the point does not have it
+
+
+def of_point(rows: pa.Table, axes: Sequence[Axis], record: Mapping[str, Any]) -> pa.Table:
+    """`rows` of a point after the columns of its axes, with the point's record in their metadata."""
+    arrays = [pa.array([a.value] * len(rows), type=TYPES[a.column.dtype]) for a in axes]
+    fields = [field_of(a.column) for a in axes]
+    metadata = {RECORD: json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")}
+    return pa.Table.from_arrays([*arrays, *rows.columns], schema=pa.schema([*fields, *rows.schema], metadata=metadata))
+
+
+def described(axes: Sequence[Axis]) -> list[dict[str, str]]:
+    """The columns of axes for a record."""
+    return [axis.column.model_dump() for axis in axes]
+
+
+def columns_of(keys: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> tuple[AxisColumn, ...]:
+    """The columns of the keys that a sweep sets, typed so that they hold the values of all its points.
+
+    A key that a table also has as a column (`model` in `calls`) is called `experiment.model`.
+    """
+    columns = []
+    for key in keys:
+        name = f"experiment.{key}" if key in TAKEN else key
+        unit, meaning = _described(key)
+        dtype = _dtype(value_at(config, key) for config in configs)
+        columns.append(AxisColumn(name=name, key=key, dtype=dtype, unit=unit, meaning=meaning))
+    return tuple(columns)
+
+
+def resolved(config: Mapping[str, Any], column: AxisColumn) -> Any:
+    """The value of an axis in a resolved experiment, as its column holds it; None if it is not there."""
+    value = value_at(config, column.key)
+    if value is None or column.dtype != "string":
+        return float(value) if column.dtype == "float64" and value is not None else value
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value at a key path of a resolved experiment; None if there is none."""
+    here = config
+    for part in key.split("."):
+        if (place := place_in(here, part)) is not None:
+            here = here[place]
+        elif isinstance(here, Mapping):
+            here = here.get(part)
+        else:
+            return None
+    return here
+
+
+def _dtype(values: Iterable[Any]) -> Literal["int64", "float64", "string", "bool"]:
+    """The type that holds all values: mixed ones are text, and so are lists and mappings (JSON)."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {bool}:
+        return "bool"
+    if kinds == {int}:
+        return "int64"
+    return "float64" if kinds and kinds <= {int, float} else "string"
+
+
+def _described(key: str) -> tuple[str, str]:
+    """Unit and meaning of a key of an experiment; empty where the schema does not go."""
+    model: type[BaseModel] = Experiment
+    *path, last = key.split(".")
+    for part in path:
+        inner = model_within(model.model_fields[part].annotation) if part in model.model_fields else None
+        if inner is None:
+            return "", ""
+        model = inner
+    field = model.model_fields.get(last)
+    if field is None:
+        return "", ""
+    notes = [*field.metadata, *_annotations(field.annotation)]
+    unit = next((_UNITS[note.func] for note in notes if getattr(note, "func", None) in _UNITS), "")
+    return unit, field.description or ""
+
+
+def _annotations(annotation: Any) -> list[Any]:
+    """Everything that is noted within a type, however nested."""
+    noted = list(get_args(annotation)[1:]) if get_origin(annotation) is Annotated else []
+    return noted + [item for inner in get_args(annotation) for item in _annotations(inner)]

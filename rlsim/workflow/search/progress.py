@@ -1,0 +1,131 @@
+"""How long a search may run, what it found, and how it got there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.workflow.search.problem import Problem
+
+#: A plan's seconds count so many times where a GPU's memory is exceeded.
+CROWDED = 100.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A search ends after so many seconds of wall time or so many plans evaluated, whichever comes first.
+
+    With `evaluations` alone, the same seed finds the same plan on any machine. Raises `ConfigError` if neither is
+    given, or one is not positive.
+    """
+
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds is None and self.evaluations is None:
+            raise ConfigError("a search needs a budget of seconds or of evaluations")
+        for name, value in (("seconds", self.seconds), ("evaluations", self.evaluations)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"a search budget must be positive, not {value} {name}")
+
+    def plus(self, seconds: float, evaluations: int) -> Budget:
+        return Budget(self.seconds and self.seconds + seconds, self.evaluations and self.evaluations + evaluations)
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """The best plan that fits became this good, so long after the start."""
+
+    elapsed_s: float
+    evaluations: int
+    best_cost_s: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a search: one option index per call, its seconds per iteration, and how it was found.
+
+    `evaluations`: plans judged; `scheduled` of them were, the others were left out by a lower bound of their own.
+    """
+
+    plan: tuple[int, ...]
+    cost_s: float
+    evaluations: int
+    scheduled: int
+    elapsed_s: float
+    improvements: tuple[Improvement, ...]
+    method: str
+    seed: int | None
+    least_s: float = 0.0  # seconds of an iteration that no plan beats, where that is known
+
+
+@dataclass
+class Trace:
+    """Counts evaluations, keeps the best plan that fits, and tells `on_improvement` of each better one."""
+
+    problem: Problem
+    budget: Budget
+    on_improvement: Callable[[Improvement], None] | None = None
+    evaluations: int = 0
+    scheduled: int = 0
+    at_least_s: float = 0.0  # no plan of the problem takes less
+    best_cost_s: float = np.inf
+    best: tuple[int, ...] | None = None
+    improvements: list[Improvement] = field(default_factory=list)
+    _started_at: float = field(default_factory=time.perf_counter)
+    _least_bytes: float = np.inf
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_at
+
+    @property
+    def left(self) -> int:
+        """Evaluations that the budget still allows; none once its seconds are over, or no plan can be better."""
+        if self.budget.seconds is not None and self.elapsed_s >= self.budget.seconds:
+            return 0
+        if self.best_cost_s <= self.at_least_s * (1 + 1e-12):  # but for rounding
+            return 0
+        if self.budget.evaluations is None:
+            return 2**62
+        return max(0, self.budget.evaluations - self.evaluations)
+
+    def following(self, problem: Problem, budget: Budget, share: float, at_least_s: float) -> Trace:
+        """Goes on with another problem and a share of what is left of a budget, for plans better than those so far."""
+        left_s = max(share * ((budget.seconds or 0.0) - self.elapsed_s), 1e-3)
+        left = max(round(share * ((budget.evaluations or 0) - self.evaluations)), 1)
+        part = Budget(budget.seconds and left_s, budget.evaluations and left).plus(self.elapsed_s, self.evaluations)
+        return replace(self, problem=problem, budget=part, at_least_s=at_least_s, best=None)
+
+    def see(self, plan: Sequence[int], cost_s: float, peak_bytes: float) -> None:
+        """Count a plan that was scheduled, and keep it if it is the best that fits."""
+        self.evaluations += 1
+        self.scheduled += 1
+        self._least_bytes = min(self._least_bytes, peak_bytes)
+        if cost_s < self.best_cost_s and peak_bytes <= self.problem.memory_bytes:
+            self.best, self.best_cost_s = tuple(plan), cost_s
+            self.improvements.append(Improvement(self.elapsed_s, self.evaluations, cost_s))
+            if self.on_improvement is not None:
+                self.on_improvement(self.improvements[-1])
+
+    def pass_over(self, plans: int) -> None:
+        """Count plans that their lower bounds exclude."""
+        self.evaluations += plans
+
+    def found(self, method: str, seed: int | None) -> Found:
+        """The result; raises `CapacityError` if no plan seen fits into memory."""
+        if self.best is None:
+            raise CapacityError(
+                f"{method} found no plan that fits in {self.evaluations} evaluations: the smallest needs "
+                f"{self._least_bytes / 2**30:.1f} GiB on its fullest GPU, which has "
+                f"{self.problem.memory_bytes / 2**30:.1f} GiB"
+            )
+        improvements = tuple(self.improvements)
+        return Found(
+            self.best, self.best_cost_s, self.evaluations, self.scheduled, self.elapsed_s, improvements, method, seed
+        )
