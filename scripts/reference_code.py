@@ -28,7 +28,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     "What a rollout that never stops knows": ("rlsim", ("OpenView", "Ready", "Update")),
     "What a rollout control knows": ("rlsim", ("ControlContext", "RolloutView", "Prompt")),
     "Actions": ("rlsim", ("Abort", "Borrow", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop")),
-    "Testing a policy": ("rlsim.experiment.testing", ("check_policy", "Checked", "ContractError")),
+    "Testing a policy": ("rlsim", ("check_policy", "Checked", "ContractError")),
 }
 
 
