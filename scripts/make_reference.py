@@ -13,18 +13,15 @@ import dataclasses
 import inspect
 import re
 import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from rlsim.base import catalogue, units
+from rlsim.base import catalogue
 from rlsim.base.hooks import hooks as hooks_of
-from rlsim.errors import one_line
+from rlsim.base.reference import Key, first_paragraph, keys_of
 from rlsim.experiment.columns import TABLES, Column
 from rlsim.experiment.schema import Experiment
 from rlsim.models.architectures import Config
@@ -48,16 +45,6 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 ON_SITE = re.compile(r"<!-- on the site: ([\w-]+) -->")
 
-#: How a value with a unit is written in YAML, by the function that reads it: type, unit inside rlsim.
-UNITS: dict[Callable[..., Any], tuple[str, str]] = {
-    units.seconds: ("time", "s"),
-    units.byte_count: ("size", "bytes"),
-    units.bandwidth: ("bandwidth", "bytes/s"),
-    units.flop_rate: ("compute rate", "FLOP/s"),
-    units.token_count: ("length", "tokens"),
-}
-PLAIN = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "nothing", Any: "any"}
-BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 ROWS = {
     "steps": "one row per case, system, seed and step",
     "responses": "one row per response",
@@ -71,88 +58,22 @@ ROWS = {
 # ---- pydantic schemas ------------------------------------------------------------------------------------------------
 
 
-def schema_tables(model: type[BaseModel], title: str, leave_out: Sequence[type[BaseModel]] = ()) -> str:
-    """One table per nested model (but for those left out), its keys dotted from the top."""
-    return "\n\n".join(_schema_tables(model, "", title, leave_out))
+def keys(model: type[BaseModel], title: str, leave_out: Sequence[type[BaseModel]] = ()) -> str:
+    """A table of the keys of a record; each record in it has a table of its own."""
+    groups: dict[str, list[Key]] = {"": []}
+    for row in keys_of(model, "", leave_out):
+        groups.setdefault(row.key.rpartition(".")[0], []).append(row)
+    parts = [f"### {title}\n\n{first_paragraph(model)}"]
+    for group, rows in groups.items():
+        parts += [*([f"### `{group}`"] if group else []), _keys_table("key", rows)]
+    return "\n\n".join(parts)
 
 
-def _schema_tables(
-    model: type[BaseModel], prefix: str, title: str, leave_out: Sequence[type[BaseModel]]
-) -> Iterator[str]:
-    nested: dict[type[BaseModel], list[str]] = {}
-    rows = []
-    for name, field in model.model_fields.items():
-        key = prefix + (field.alias or name)
-        inner, marker = _nested(field.annotation)
-        if inner is not None and inner not in leave_out:
-            nested.setdefault(inner, []).append(f"{key}{marker}")
-        kind, unit = _type(field.annotation, field.metadata)
-        if inner in leave_out:
-            kind = f"`{inner.__name__}`"
-        elif inner is not None:
-            kind = f"{'list of' if marker == '[]' else 'keys'} `{key}{marker}.…`"
-        meaning = field.description or (_first_line(inner) if inner is not None else "")
-        rows.append((f"`{key}`", kind, unit, _default(field, inner is not None), meaning))
-    yield f"### {title}\n\n{_first_line(model)}\n\n" + table(("key", "type", "unit", "default", "meaning"), rows)
-    for inner, paths in nested.items():  # the same record under several keys gets one table
-        heading = ", ".join(f"`{path}`" for path in paths)
-        yield from _schema_tables(inner, f"{paths[0]}." if len(paths) == 1 else "*.", heading, leave_out)
-
-
-def _nested(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The model that a field holds, if it holds one, and `[]` if it holds a list of them."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, ""
-    for inner in get_args(annotation):
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            return inner, {tuple: "[]", dict: ".*"}.get(get_origin(annotation), "")
-    return None, ""
-
-
-def _type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, str]:
-    """How a field's type reads, and its unit."""
-    if get_origin(annotation) is Annotated:
-        annotation, *more = get_args(annotation)
-        metadata = [*more, *metadata]
-    read_by = [getattr(item, "func", None) for item in metadata]
-    known = [UNITS[function] for function in read_by if function in UNITS]
-    text, unit = known[-1] if known else _plain(annotation)
-    bounds = [(item, bound, sign) for item in metadata for bound, sign in BOUNDS.items()]
-    limits = [f"{sign} {getattr(item, bound):g}" for item, bound, sign in bounds if hasattr(item, bound)]
-    return " ".join([text, ", ".join(limits)]).strip(), unit
-
-
-def _plain(annotation: Any) -> tuple[str, str]:
-    origin, inside = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in inside), ""
-    if origin in (Union, types.UnionType):
-        kinds = [_type(part) for part in inside if part is not type(None)]
-        return ", or ".join(text for text, _ in kinds), next((unit for _, unit in kinds if unit), "")
-    if origin is tuple:
-        return (f"list of {_many(_type(inside[0])[0])}", "") if inside[-1] is Ellipsis else ("list", "")
-    if origin in (dict, Mapping):
-        return "mapping", ""
-    return PLAIN.get(annotation, str(annotation)), ""
-
-
-def _many(kind: str) -> str:
-    return {"whole number": "whole numbers", "number": "numbers", "text": "texts", "any": "entries"}.get(kind, kind)
-
-
-def _default(field: FieldInfo, nested: bool) -> str:
-    value = field.default
-    if value is PydanticUndefined and field.default_factory is None:
-        return "**required**"
-    if value is None:
-        return "none"
-    if nested or isinstance(value, BaseModel) or value in ("", (), {}):
-        return ""
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, tuple):
-        return f"`[{', '.join(map(str, value))}]`"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+def _keys_table(what: str, rows: Iterable[Key]) -> str:
+    cells = [
+        (f"`{row.key}`", row.kind, row.unit, f"`{row.default}`" if row.default else "", row.meaning) for row in rows
+    ]
+    return table((what, "type", "unit", "default", "meaning"), cells)
 
 
 def policies() -> str:
@@ -160,21 +81,10 @@ def policies() -> str:
     parts = []
     for name in sorted(BUILTIN):
         kind = load_policy(name)
-        text = f"### `{name}`\n\n{_first_line(kind)} Class `{BUILTIN[name]}`."
-        if issubclass(kind, BaseModel):
-            text += "\n\n" + table(("parameter", "type", "unit", "default", "meaning"), _parameters(kind))
-        parts.append(text)
+        parts.append(f"### `{name}`\n\n{first_paragraph(kind)} Class `{BUILTIN[name]}`.")
+        if issubclass(kind, BaseModel) and kind.model_fields:
+            parts.append(_keys_table("parameter", keys_of(kind)))
     return "\n\n".join(parts)
-
-
-def _parameters(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ...]]:
-    """A row for each parameter, those of nested ones with their keys dotted."""
-    for name, field in kind.model_fields.items():
-        key, (inner, _) = prefix + name, _nested(field.annotation)
-        value_type, unit = (f"keys `{key}.…`", "") if inner else _type(field.annotation, field.metadata)
-        yield f"`{key}`", value_type, unit, _default(field, inner is not None), field.description or ""
-        if inner:
-            yield from _parameters(inner, f"{key}.")
 
 
 # ---- columns, view and actions ---------------------------------------------------------------------------------------
@@ -241,7 +151,7 @@ def actions() -> str:
             field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default!r}"
             for field in dataclasses.fields(action)
         ]
-        rows.append((f"`{action.__name__}({', '.join(fields)})`", _first_line(action)))
+        rows.append((f"`{action.__name__}({', '.join(fields)})`", first_paragraph(action)))
     return table(("action", "meaning"), rows)
 
 
@@ -256,7 +166,7 @@ def hooks() -> str:
             meaning = " ".join((inspect.getdoc(member) or "").split())
             rows.append((f"`{shown}`", meaning, hook.expected))
         parts += [
-            f"**`{kind.__name__}`**: {_first_line(kind)}",
+            f"**`{kind.__name__}`**: {first_paragraph(kind)}",
             table(("method", "when, and what it gets", "returns"), rows),
         ]
     return "\n\n".join(parts)
@@ -280,18 +190,13 @@ def _field_names(record: Any) -> list[str]:
     return [*known, *(name for name, member in vars(record).items() if isinstance(member, property))]
 
 
-def _first_line(thing: Any) -> str:
-    """The first paragraph of what a thing says of itself: a sentence may go on in the next line."""
-    return one_line((inspect.getdoc(thing) or "").partition("\n\n")[0])
-
-
 PARTS: dict[str, Callable[[], str]] = {
-    "experiment": lambda: schema_tables(Experiment, "The file"),
-    "sweep": lambda: schema_tables(SweepSpec, "The sweep file"),
-    "cluster": lambda: schema_tables(Cluster, "A cluster spelled out"),
-    "model": lambda: schema_tables(Config, "A model file"),
+    "experiment": lambda: keys(Experiment, "The file"),
+    "sweep": lambda: keys(SweepSpec, "The sweep file"),
+    "cluster": lambda: keys(Cluster, "A cluster spelled out"),
+    "model": lambda: keys(Config, "A model file"),
     "models": models,
-    "recipe": lambda: schema_tables(Recipe, "The recipe", leave_out=(LengthFit, LengthModel)),
+    "recipe": lambda: keys(Recipe, "The recipe", leave_out=(LengthFit, LengthModel)),
     "policies": policies,
     "results": result_tables,
     "trace-columns": trace_columns,

@@ -126,3 +126,32 @@ def test_help_imports_nothing_heavy() -> None:
         "print(sorted({'numpy', 'pandas', 'pydantic', 'altair', 'scipy', 'torch', 'ray'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("asked", "has", "has_not"),
+    [
+        (("keys",), ("seeds", "workflow", "required"), ("workflow.prompts",)),
+        (("keys", "workflow.reward"), ("workflow.reward.judge.tp", "time ≥ 0", "0.01"), ("workflow.prompts",)),
+        (("keys", "axes", "--of", "sweep"), ("axes[].grid",), ("experiment",)),
+        (("policies", "pat"), ("profile_tokens_per_gpu", "131072", "[1, 2, 4, 8]"), ("rollpacker",)),
+        (("policies", "stream"), ("stream: ",), ("areal",)),
+        (("columns", "switches"), ("from_tp", "resharding the weights"), ("steps.parquet",)),
+    ],
+)
+def test_what_may_be_written_and_read_is_listed(
+    asked: tuple[str, ...], has: tuple[str, ...], has_not: tuple[str, ...], call: Run
+) -> None:
+    out = call("list", *asked).out
+    assert all(text in out for text in has)
+    assert not any(text in out for text in has_not)
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [(("keys", "workflow.rewrd"), "workflow.reward"), (("columns", "step"), "steps"), (("policies", "pta"), "pat")],
+)
+def test_an_unknown_name_is_told_with_the_nearest(asked: tuple[str, ...], near: str, call: Run) -> None:
+    ended = call("list", *asked)
+    assert ended.code == 2
+    assert repr(near) in ended.err

@@ -5,13 +5,9 @@ Where no name fits, nothing is offered, and the shell completes file names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from rlsim.base import catalogue
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 Completer = Callable[[str], list[str]]
 
@@ -70,20 +66,11 @@ _VALUES = {"cluster": clusters, "model": models, "calibration": calibrations, "t
 
 def settings(incomplete: str) -> list[str]:
     """What `--set` takes: keys with their equals sign, then names (in shells that do not split words at `=`)."""
+    from rlsim.base.reference import keys_of
     from rlsim.experiment.schema import Experiment
 
     key, equals, value = incomplete.partition("=")
     if equals:
         return [f"{key}={name}" for name in _VALUES.get(key, one_of())(value)]
-    return _fitting((f"{name}=" for name in _keys(Experiment, "")), incomplete)
-
-
-def _keys(schema: type[BaseModel], prefix: str) -> Iterator[str]:
-    from pydantic import BaseModel
-
-    for name, field in schema.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _keys(inner, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+    single = (row.key for row in keys_of(Experiment) if not row.kind.endswith("…") and not {"[", "*"} & {*row.key})
+    return _fitting((f"{name}=" for name in single), incomplete)

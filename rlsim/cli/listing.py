@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from rlsim.base.reference import Key
 
 T = TypeVar("T")
 
@@ -90,18 +94,89 @@ def calibrations() -> None:
     typer.echo("derived: the kernels, and the errors shown, are those of another GPU (docs/calibration.md).")
 
 
-@app.command()
-def policies() -> None:
-    """Policies that an experiment's systems may use.
+class Written(StrEnum):
+    """Kinds of files that people write."""
 
-    Example: rlsim list policies
+    EXPERIMENT = "experiment"
+    SWEEP = "sweep"
+    CLUSTER = "cluster"
+    MODEL = "model"
+
+
+@app.command()
+def keys(
+    key: Annotated[str, typer.Argument(help="Those under this key (default: the top ones).", show_default=False)] = "",
+    of: Annotated[Written, typer.Option(help="Which file they are of.")] = Written.EXPERIMENT,
+) -> None:
+    """Keys of an experiment, a sweep, a cluster or a model: type, unit, default and meaning.
+
+    Example: rlsim list keys workflow.reward
     """
-    from rlsim.errors import RlsimError, one_line
+    from pydantic import BaseModel
+
+    from rlsim.base.reference import keys_of
+    from rlsim.errors import unknown_name
+    from rlsim.experiment.schema import Experiment
+    from rlsim.models.architectures import Config
+    from rlsim.models.hardware import Cluster
+    from rlsim.results.sweeps.schema import SweepSpec
+
+    records: dict[str, type[BaseModel]] = {
+        "experiment": Experiment,
+        "sweep": SweepSpec,
+        "cluster": Cluster,
+        "model": Config,
+    }
+    rows = list(keys_of(records[of]))
+    if key and key not in {row.key for row in rows}:
+        raise unknown_name(f"key of the {of}", key, [row.key for row in rows])
+    under = (f"{key}.", f"{key}[")
+    _print_keys("key", [r for r in rows if (r.key == key or r.key.startswith(under) if key else "." not in r.key)])
+
+
+@app.command()
+def columns(
+    table: Annotated[str, typer.Argument(help="One table (default: all).", show_default=False)] = "",
+) -> None:
+    """Columns of the tables of a result: type, unit and meaning.
+
+    Example: rlsim list columns steps
+    """
+    from rlsim.errors import unknown_name
+    from rlsim.experiment.columns import TABLES
+
+    if table and table not in TABLES:
+        raise unknown_name("table of a result", table, TABLES)
+    for name in [table] if table else TABLES:
+        rows = [(column.name, column.dtype, column.unit, column.meaning) for column in TABLES[name]]
+        _print(("column", "type", "unit", "meaning"), rows, f"{name}.parquet")
+
+
+@app.command()
+def policies(
+    name: Annotated[str, typer.Argument(help="One of them, to see its parameters.", show_default=False)] = "",
+) -> None:
+    """Policies that an experiment's systems may use; the parameters of one.
+
+    Example: rlsim list policies pat
+    """
+    from pydantic import BaseModel
+
+    from rlsim.base.reference import first_paragraph, keys_of
+    from rlsim.errors import RlsimError
     from rlsim.policies.registry import load_policy, policy_names
+
+    if name:
+        kind = load_policy(name)
+        parameters = list(keys_of(kind)) if issubclass(kind, BaseModel) else []
+        typer.echo(f"{name}: {first_paragraph(kind)}" + ("" if parameters else " It has no parameters."))
+        if parameters:
+            _print_keys("parameter", parameters)
+        return
 
     def meaning(name: str) -> str:
         try:
-            return one_line((load_policy(name).__doc__ or "").strip().partition("\n\n")[0])
+            return first_paragraph(load_policy(name))
         except RlsimError as error:  # another package's, and no reason to hide the rest
             return f"error: {error}"
 
@@ -150,7 +225,7 @@ def systems() -> None:
 
     Example: rlsim list systems
     """
-    policies()
+    policies("")
 
 
 def _loaded(kind: str, load: Callable[[str], T]) -> list[T]:
@@ -162,10 +237,16 @@ def _loaded(kind: str, load: Callable[[str], T]) -> list[T]:
 _NUMBERS = {"GB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "nodes", "responses", "P50", "P99", "max"}
 
 
-def _print(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_keys(what: str, rows: Sequence[Key]) -> None:
+    """Keys, or parameters of a policy; a column that no row has anything in is left out."""
+    cells = [(row.key, row.meaning, row.default, row.unit, row.kind) for row in rows]
+    _print((what, "meaning", "default", "unit", "type"), cells)
+
+
+def _print(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """A table whose first column is the name to type; the longest other column is prose."""
     from rlsim.cli.tables import Table, print_tables
 
     words = [number for number, column in enumerate(columns) if column not in _NUMBERS]
     prose = max(words[1:], key=lambda number: max(len(row[number]) for row in rows))
-    print_tables([Table(columns, rows, words=words, prose=prose)])
+    print_tables([Table(columns, rows, title=title, words=words, prose=prose)])
