@@ -4,6 +4,7 @@
   `<!-- same as: FILE -->` and `<!-- output -->` too.
 - A link whose text is a page's file name shows the page's title.
 - `<!-- on the site: NAME -->` becomes that part of the reference.
+- A link to the CSV of a long table becomes the table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from make_reference import for_site  # beside this file
+from make_reference import DOCS, for_site  # beside this file
+
+from evidence.validate.page import with_tables
 
 FENCE = re.compile(
     r"^<!-- (?P<kind>file|same as|output)(?:: (?P<value>[^\n]*?)(?:, tested with [^\n]*)?)? -->\n+"
@@ -47,4 +50,4 @@ def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
         page, anchor = found["page"], found["anchor"] or ""
         return f"[{known.get(page, page)}]({page}{anchor})"
 
-    return for_site(LINK.sub(link, FENCE.sub(fence, markdown)))
+    return for_site(with_tables(LINK.sub(link, FENCE.sub(fence, markdown)), DOCS))

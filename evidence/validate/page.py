@@ -1,10 +1,13 @@
 """The page `docs/validation.md`: its prose is written by hand, its tables and charts are written here.
 
-A table stands between `<!-- part.name -->` and `<!-- end -->`, so that the tables of one part can be written anew.
+A table stands between `<!-- part.name -->` and `<!-- end -->`, so that the tables of one part can be written anew. One
+of more than `MOST_ROWS` is a CSV in `validation/` beside the page, which links to it; the site shows it in place.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +19,9 @@ from rlsim.base.output import atomic_path, check_file, write_text
 from rlsim.base.reading import read_text
 from rlsim.errors import ConfigError
 
+#: More rows than a page can be read with.
+MOST_ROWS = 12
+_LINK = re.compile(r"^\[[\d,]+ rows: [^\]]*\]\((validation/[\w.]+\.csv)\)$", re.MULTILINE)
 _BLOCK = re.compile(r"^<!-- (\w+)\.(\w+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
 
@@ -48,10 +54,33 @@ def read_page(page: Path) -> dict[str, str]:
 
 
 def _tables(text: str, page: Path) -> dict[tuple[str, str], str]:
-    found = {(part, name): body for part, name, body in _BLOCK.findall(text)}
+    found = {(part, name): with_tables(body, page.parent) for part, name, body in _BLOCK.findall(text)}
     if not found and text:
         raise ConfigError(f"{page}: not a validation page (no `<!-- part.table -->` in it)")
     return found
+
+
+def with_tables(text: str, folder: Path) -> str:
+    """Text of a page in `folder` with the tables that it links to in place of the links."""
+
+    def table(found: re.Match[str]) -> str:
+        headings, *rows = csv.reader(io.StringIO(read_text(folder / found[1])))
+        return markdown(headings, rows).rstrip()
+
+    return _LINK.sub(table, text)
+
+
+def _shortened(body: str, table: Path) -> str:
+    """What a page shows of a table: all of it, or a link to the CSV that is written here."""
+    lines = body.rstrip().split("\n")
+    if len(lines) <= MOST_ROWS + 2 or not all(line.startswith("| ") for line in lines):
+        return body.rstrip()
+    cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([cells[0], *cells[2:]])
+    table.parent.mkdir(parents=True, exist_ok=True)
+    write_text(table, file.getvalue())
+    return f"[{len(lines) - 2:,} rows: {', '.join(cells[0])}]({table.parent.name}/{table.name})"
 
 
 def check_page(page: Path, parts: Iterable[str]) -> None:
@@ -71,7 +100,8 @@ def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) ->
     for part, section in sections.items():
         known, missing = _tables(text, page) if "<!--" in text else {}, []
         for name, body in blocks(section, targets).items():
-            block = f"<!-- {part}.{name} -->\n{body.rstrip()}\n<!-- end -->"
+            shown = _shortened(body, page.parent / "validation" / f"{part}.{name}.csv")
+            block = f"<!-- {part}.{name} -->\n{shown}\n<!-- end -->"
             if (part, name) in known:
                 place = rf"^<!-- {part}\.{name} -->$.*?^<!-- end -->$"
                 text = re.sub(place, block.replace("\\", r"\\"), text, count=1, flags=re.MULTILINE | re.DOTALL)
