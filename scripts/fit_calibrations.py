@@ -40,6 +40,7 @@ PARTS = {
 def calibrations(options: argparse.Namespace) -> None:
     """Fit and write the files, and the page."""
     from calibration.catalogue import Catalogue
+    from calibration.markdown import write
     from calibration.report import report
 
     catalogue, folder = Catalogue(options.data), options.out / "calibration"
@@ -52,9 +53,7 @@ def calibrations(options: argparse.Namespace) -> None:
         errors = [f"{key} {percent(item.median)}/{percent(item.p90)}" for key, item in calibration.residuals.items()]
         print(f"{name}: {', '.join(errors)}")
     if not options.only:
-        page = options.out / "docs" / "calibration.md"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(report(catalogue), encoding="utf-8")
+        write(report(catalogue), options.out / "docs" / "calibration.md")
 
 
 def main() -> None:

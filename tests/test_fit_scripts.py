@@ -23,6 +23,7 @@ from calibration.carried import carried_errors  # noqa: E402
 from calibration.catalogue import Catalogue  # noqa: E402
 from calibration.gpus import KEPT  # noqa: E402
 from calibration.host import CLIENT_S, ENGINES, ROUNDS, Serving, _begin  # noqa: E402
+from calibration.markdown import read  # noqa: E402
 from calibration.published import expert_launch_s  # noqa: E402
 from calibration.stacks import Fit, fit_stacks  # noqa: E402
 from calibration.tables import DATA  # noqa: E402
@@ -277,7 +278,7 @@ def test_collectives_across_nodes_are_what_the_published_tests_say() -> None:
     assert np.median(np.abs(errors)) < 0.15
     large = [abs(e) for one, e in zip(measured, errors, strict=True) if one.op == "all_reduce" and one.size > 2**25]
     assert np.median(large) < 0.08
-    assert across.across_section(errors).strip() in (ROOT / "docs" / "calibration.md").read_text()
+    assert across.across_section(errors).strip() in read()
 
 
 def test_kv_caches_are_what_engines_print() -> None:
@@ -296,7 +297,7 @@ def test_kv_caches_are_what_engines_print() -> None:
         assert np.quantile(tokens, 0.9) < p90, engine
     weights = [abs(e["weights"]) / log.stated["weights"] for log, e in zip(logs, errors, strict=True) if "weights" in e]
     assert np.median(weights) < 0.01
-    assert kv.kv_section(errors).strip() in (ROOT / "docs" / "calibration.md").read_text()
+    assert kv.kv_section(errors).strip() in read()
 
 
 def test_half_an_engines_iterations_tell_the_other_half() -> None:
@@ -305,7 +306,7 @@ def test_half_an_engines_iterations_tell_the_other_half() -> None:
     errors = re.findall(r"\| (\d+\.\d)% / [\d.]+% / [\d.]+ ms \| (\d+\.\d)% /", section)
     assert len(errors) == 3
     assert all(float(after) < 4.0 and float(before) > 1.5 * float(after) for before, after in errors)
-    assert section.strip() in (ROOT / "docs" / "calibration.md").read_text()
+    assert section.strip() in read()
 
 
 def test_a_published_sum_comes_out_whole() -> None:

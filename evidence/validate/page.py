@@ -1,17 +1,16 @@
 """The page `docs/validation.md`: its prose is written by hand, its tables and charts are written here.
 
 A table stands between `<!-- part.name -->` and `<!-- end -->`, so that the tables of one part can be written anew. One
-of more than `MOST_ROWS` is a CSV in `validation/` beside the page, which links to it; the site shows it in place.
+that is long is a CSV beside the page (`long_tables`).
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from evidence.validate.long_tables import with_tables, without_long_tables
 from evidence.validate.parts import PARTS, TITLES, Section
 from evidence.validate.rows import markdown
 from evidence.validate.targets import Targets, bounds_of, verdicts
@@ -19,9 +18,6 @@ from rlsim.base.output import atomic_path, check_file, write_text
 from rlsim.base.reading import read_text
 from rlsim.errors import ConfigError
 
-#: More rows than a page can be read with.
-MOST_ROWS = 12
-_LINK = re.compile(r"^\[[\d,]+ rows: [^\]]*\]\((validation/[\w.]+\.csv)\)$", re.MULTILINE)
 _BLOCK = re.compile(r"^<!-- (\w+)\.(\w+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
 
@@ -60,29 +56,6 @@ def _tables(text: str, page: Path) -> dict[tuple[str, str], str]:
     return found
 
 
-def with_tables(text: str, folder: Path) -> str:
-    """Text of a page in `folder` with the tables that it links to in place of the links."""
-
-    def table(found: re.Match[str]) -> str:
-        headings, *rows = csv.reader(io.StringIO(read_text(folder / found[1])))
-        return markdown(headings, rows).rstrip()
-
-    return _LINK.sub(table, text)
-
-
-def _shortened(body: str, table: Path) -> str:
-    """What a page shows of a table: all of it, or a link to the CSV that is written here."""
-    lines = body.rstrip().split("\n")
-    if len(lines) <= MOST_ROWS + 2 or not all(line.startswith("| ") for line in lines):
-        return body.rstrip()
-    cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows([cells[0], *cells[2:]])
-    table.parent.mkdir(parents=True, exist_ok=True)
-    write_text(table, file.getvalue())
-    return f"[{len(lines) - 2:,} rows: {', '.join(cells[0])}]({table.parent.name}/{table.name})"
-
-
 def check_page(page: Path, parts: Iterable[str]) -> None:
     """Raises `ConfigError` if the page, or the chart of one of these parts, cannot be written, or is something else."""
     check_file(page)
@@ -100,7 +73,7 @@ def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) ->
     for part, section in sections.items():
         known, missing = _tables(text, page) if "<!--" in text else {}, []
         for name, body in blocks(section, targets).items():
-            shown = _shortened(body, page.parent / "validation" / f"{part}.{name}.csv")
+            shown = without_long_tables(body.rstrip(), page, f"{part}.{name}")
             block = f"<!-- {part}.{name} -->\n{shown}\n<!-- end -->"
             if (part, name) in known:
                 place = rf"^<!-- {part}\.{name} -->$.*?^<!-- end -->$"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from evidence.validate.long_tables import with_tables, without_long_tables
 from evidence.validate.rows import markdown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "calibration.md"
@@ -19,12 +21,28 @@ def section(name: str, **values: object) -> str:
     return _PAGE.get_template(f"{name}.md").render(values)
 
 
+def read() -> str:
+    """The page with all its tables."""
+    return with_tables(PAGE.read_text(), PAGE.parent)
+
+
 def rewrite(new: str) -> None:
     """Puts a section into the page, in place of the one under the same heading."""
     head = new.strip().partition("\n")[0] + "\n"
-    before, _, rest = PAGE.read_text().partition(head)
+    before, _, rest = read().partition(head)
     after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
-    PAGE.write_text(before.rstrip() + "\n\n" + new.strip() + "\n" + ("\n" + after if after else ""))
+    write(before.rstrip() + "\n\n" + new.strip() + "\n" + ("\n" + after if after else ""))
+
+
+def write(text: str, page: Path = PAGE) -> None:
+    """Writes the page: the long tables of each section are CSV, named by its heading."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    for heading in re.findall(r"^## ([\w ',-]+)", text, flags=re.MULTILINE):
+        begin = text.index(f"## {heading}")
+        end = text.find("\n## ", begin) + 1 or len(text)
+        name = re.sub(r"\W+", "-", heading.strip().lower())
+        text = text[:begin] + without_long_tables(text[begin:end], page, name) + text[end:]
+    page.write_text(text)
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
