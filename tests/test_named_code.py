@@ -38,7 +38,11 @@ CLASS = "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n"
         ("p_exits", "import sys\nsys.exit(3)\n", "p_exits.py:2: it leaves Python (exit code 3)"),
         ("p_needs", "import nowhere_at_all\n", "p_needs.py:1: No module named 'nowhere_at_all'"),
         ("p_lacks", "x = 1\n", "AttributeError: module 'p_lacks' has no attribute 'Mine'"),
-        ("p_function", "def Mine():\n    raise SystemExit\n", "is no part of a system: no class of the kinds Rollout"),
+        (
+            "p_function",
+            "def Mine():\n    raise SystemExit\n",
+            "Mine: a function decides as `def Mine(view, parameter=1): …`",
+        ),
         ("p_kind", "from rlsim import RolloutControl as Mine\n", "is a kind of part, not a part"),
         (
             "p_makes",

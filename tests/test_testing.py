@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+import rlsim
+from rlsim import Schema
+from rlsim.errors import ConfigError
 from rlsim.experiment.testing import ContractError, check_policy
 from rlsim.policies.registry import load_policy, policy_names
 from rlsim.sim.control import Abort, ControlContext, Reconfigure, Release, RolloutControl, RolloutView, Stop
@@ -135,3 +138,35 @@ class Tampers(Base):
 def test_policies_that_break_it(policy: Callable[..., RolloutControl], message: str) -> None:
     with pytest.raises(ContractError, match=message):
         check_policy(policy)
+
+
+def to_eight(view: RolloutView, left: int = 16) -> Any:
+    """A function that decides."""
+    return [
+        Reconfigure(node, 8) for node in view.finished_nodes if view.tp(node) != 8 and view.unfinished(node) <= left
+    ]
+
+
+class ToEight(Schema, RolloutControl):
+    left: int = 16
+
+    def on_finish(self, view: RolloutView) -> Any:
+        return to_eight(view, self.left)
+
+
+def test_a_function_of_the_view_is_a_control() -> None:
+    """It is asked as the class with the same `on_finish`, takes its other arguments as parameters, and is checked."""
+    base = {"name": "x", "cluster": "8xh100", "model": "llama-3.1-8b", "calibration": "h100-vllm", "seeds": 1,
+            "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "4K"},
+            "workflow": {"prompts": 8, "responses": 4, "steps": 1}}  # fmt: skip
+    systems = [
+        {"name": name, "use": [{"verl": {"tp": 2}}, {f"{__name__}:{name}": {"left": [4, 8]}}]}
+        for name in ("to_eight", "ToEight")
+    ]
+    rows = rlsim.run({**base, "systems": systems}).summary().set_index("system")
+    assert rows["switches"].gt(0).all()
+    for left in (4, 8):
+        assert rows.loc[f"to_eight-left{left}", "step_time_s"] == rows.loc[f"ToEight-left{left}", "step_time_s"]
+    assert check_policy(to_eight, left=8).actions == check_policy(ToEight, left=8).actions
+    with pytest.raises(ConfigError, match="left: expected a whole number"):
+        rlsim.run({**base, "systems": [{f"{__name__}:to_eight": {"left": "x"}}]})

@@ -32,6 +32,7 @@ from rlsim.experiment.trial import Answer, Batch, ContractError, Played, Tally, 
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 from rlsim.policies.parts import KIND_NAMES, KINDS, Composition, Part, flattened
+from rlsim.policies.registry import control_of, is_control
 from rlsim.sim.control import Action, Borrow, ControlContext, Extend, Launch, RolloutControl
 
 __all__ = ["Checked", "ContractError", "check_policy"]
@@ -76,13 +77,16 @@ class Checked:
         )
 
 
-def check_policy(policy: Callable[..., Part], **parameters: Any) -> Checked:
+def check_policy(policy: Callable[..., Any], **parameters: Any) -> Checked:
     """What was checked of a policy that keeps the contract; raises `ContractError` if it breaks it.
 
-    `policy(**parameters)` makes one: a class, or any function. What it leaves open (the layout, what is launched) is as
-    plain as can be. A policy that is to be tuned (see `RolloutControl.alternatives`) is checked with each of its
-    choices. Takes a few seconds; the machine is the catalogue's 8xh100 with LLaMA-3.1-8B.
+    `policy` is a class, a function that makes a part, or one that decides (`def policy(view, …)`). What it leaves open
+    (the layout, what is launched) is as plain as can be. A policy that is to be tuned (see
+    `RolloutControl.alternatives`) is checked with each of its choices. Takes a few seconds; the machine is the
+    catalogue's 8xh100 with LLaMA-3.1-8B.
     """
+    if is_control(policy):
+        policy = control_of(policy)
     costs, tally = _machine(), Tally()
     played: dict[str, None] = {}
     tried: dict[str, Mapping[str, Any]] = {}
