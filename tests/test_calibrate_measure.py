@@ -13,12 +13,11 @@ from conftest import cases
 from typer.testing import CliRunner
 
 from rlsim.base.schema import load
-from rlsim.calibrate.measure import journal as journal_module
 from rlsim.calibrate.measure.bench import Bench
 from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing, measure, timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
 from rlsim.calibrate.measure.host import MachineFacts
-from rlsim.calibrate.measure.journal import ATTEMPTS, Journal, Point, Result, counts, run_suite
+from rlsim.calibrate.measure.journal import ATTEMPTS, Attempt, Journal, Point, limit, measure_all
 from rlsim.calibrate.measure.plan import FIRST, GridSetup, coarse_to_fine, contexts, doublings, level, plan
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cli import app
@@ -55,8 +54,7 @@ def facts(**changes: object) -> MachineFacts:
         "cache_bytes": 32e6,
         "sm_count": 1,
         "dtype": "float32",
-        "model": "tiny",
-        "model_shape": "abc",
+        "model": "tiny (abc)",
         "versions": {"torch": "2.9", "rlsim": "0"},
         "date": "2026-01-01",
     }
@@ -65,10 +63,6 @@ def facts(**changes: object) -> MachineFacts:
 
 def gemm(m: int) -> Point:
     return Point("gemm", (m, 64, 64))
-
-
-def found(point: Point, seconds: float = 1e-6, took_s: float = 0.1, refused: str = "") -> Result:
-    return Result(point=point, seconds=seconds, spread=0.01, repeats=7, took_s=took_s, refused=refused)
 
 
 class Clock:
@@ -115,7 +109,7 @@ def test_noisy_is_by_the_spread() -> None:
     assert timing([1.0, 1.01, 1.02, 1.03]).spread < NOISY
     assert timing([1.0, 1.0, 1.0, 50.0]).spread > NOISY
     assert timing([0.0, 0.0]).spread > NOISY_ONCE
-    assert (journal_module.limit("gemm"), journal_module.limit("control")) == (NOISY, NOISY_ONCE)
+    assert (limit("gemm"), limit("control")) == (NOISY, NOISY_ONCE)
 
 
 # The journal ----------------------------------------------------------------------------------------------------------
@@ -124,20 +118,20 @@ def test_noisy_is_by_the_spread() -> None:
 def written(path: Path, count: int = 3) -> Journal:
     journal = Journal.start(path, facts())
     for m in range(1, count + 1):
-        journal.add(found(gemm(m), m * 1e-6))
+        journal.add(gemm(m), Attempt(0.1, m * 1e-6, 0.01, 7))
     return journal
 
 
 def test_journal_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "new" / "measurements.jsonl"
     journal = written(path)
-    journal.add(found(gemm(9), took_s=0.2, refused="noisy: spread 50%"))
+    journal.add(gemm(9), Attempt(0.2, 1e-6, 0.5, 7))
     again = Journal.start(path, facts(date="2027-01-01"))
-    assert again.results == journal.results
+    assert again.attempts == journal.attempts
     assert again.spent_s == pytest.approx(0.5)
     assert again.machine.date == "2026-01-01"
     tables = again.measurements().tables
-    assert tables["gemm"].m.tolist() == [1, 2, 3], "refused points are in no table"
+    assert tables["gemm"].m.tolist() == [1, 2, 3], "noisy points are in no table"
     assert "torch 2.9" in again.measurements().sources[0].engine_version
 
 
@@ -145,12 +139,12 @@ def test_journal_of_another_set_up_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "measurements.jsonl"
     written(path)
     with pytest.raises(CalibrationError, match=r"another set-up: model tiny \(abc\) \(now big \(abc\)\); .*--fresh"):
-        Journal.start(path, facts(model="big"))
+        Journal.start(path, facts(model="big (abc)"))
     with pytest.raises(CalibrationError, match=r"torch 2\.9 \(now 3\.0\)"):
         Journal.start(path, facts(versions={"torch": "3.0"}))
-    with pytest.raises(CalibrationError, match="device"):
+    with pytest.raises(CalibrationError, match="name Some CPU"):
         Journal.start(path, facts(name="Other CPU"))
-    assert not Journal.start(path, facts(model="big"), fresh=True).results
+    assert not Journal.start(path, facts(model="big (abc)"), fresh=True).attempts
     assert len(path.read_text().splitlines()) == 1
 
 
@@ -160,20 +154,20 @@ def test_a_last_line_cut_short_is_dropped(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"point": ["gemm", [4, 64')
     journal = Journal.start(path, facts())
-    assert len(journal.results) == 3
-    journal.add(found(gemm(4)))
-    assert len(Journal.start(path, facts()).results) == 4
+    assert len(journal.attempts) == 3
+    journal.add(gemm(4), Attempt(0.1, 1e-6))
+    assert len(Journal.start(path, facts()).attempts) == 4
     assert len(path.read_text().splitlines()) == 5
 
 
 @cases("calibrate_measure", "a damaged line is named")
-def test_a_damaged_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "measurements.jsonl"
     written(path)
     lines = path.read_text().splitlines()
     lines[2] = line
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(CalibrationError, match=rf"measurements\.jsonl:3: damaged journal line: .*{reason}"):
+    with pytest.raises(CalibrationError, match=r"measurements\.jsonl:3: damaged; mend the line, or .* --fresh"):
         Journal.start(path, facts())
 
 
@@ -212,7 +206,7 @@ def test_operands_are_as_cold_as_in_a_step() -> None:
 def test_the_plan_has_every_operator_once_within_bounds() -> None:
     setup = GridSetup("cpu", tiny(), (1, 2), 2, 4e9, 0.05)
     points = plan(setup)
-    assert len(points) == len(set(points))
+    assert list(points.values()) == sorted(points.values())
     rows = {operator: [point.row() for point in points if point.operator == operator] for operator in FIRST}
     imported = {gemm_of(precision) for precision in PRECISIONS[1:]}  # from others' tables alone: a bench runs bf16
     imported |= {"decode_attention_fp8", "prefill_attention_fp8", "experts", "exchange"}
@@ -234,10 +228,10 @@ def test_the_plan_has_every_operator_once_within_bounds() -> None:
     assert sum(point.operator == "gemm" for point in small) < len(rows["gemm"])
 
 
-GEMMS = [gemm(m) for m in range(1, 41)]
+GEMMS = {gemm(m): 1 + (m > 10) for m in range(1, 41)}  # ten points in the first round, the others in the second
 
 
-def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, points: list[Point] = GEMMS):
+def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, points: dict[Point, int] = GEMMS):
     """A run over fake outcomes: `outcome(point, attempt)` is (seconds it takes, what it finds)."""
     now, journal, order = Clock(), Journal.start(tmp_path / "j.jsonl", facts()), []
 
@@ -247,14 +241,14 @@ def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, points: lis
         now.at += took
         return found
 
-    run_suite(points, journal, measure_point, budget_s=budget_s, now=now)
-    return counts(points, journal), journal, order
+    measure_all(points, journal, measure_point, budget_s=budget_s, now=now)
+    return {name: tuple(count.values()) for name, count in journal.counts(points).items()}, journal, order
 
 
 GOOD, BAD = Timing(1e-6, 0.01, 7), Timing(1e-6, 0.5, 7)
 
 
-def test_noisy_points_are_tried_again_later_and_then_refused(tmp_path: Path) -> None:
+def test_noisy_points_are_tried_again_at_the_end_of_their_round_and_then_refused(tmp_path: Path) -> None:
     def outcome(point: Point, attempt: int) -> tuple[float, Timing]:
         m = point.row()["m"]
         if m == 1:  # always noisy, the second time least
@@ -262,29 +256,40 @@ def test_noisy_points_are_tried_again_later_and_then_refused(tmp_path: Path) -> 
         return 1.0, BAD if m == 2 and attempt == 1 else GOOD
 
     became, journal, order = suite(tmp_path, outcome)
-    assert order.count(gemm(1)) == ATTEMPTS
-    assert order[:4] == [gemm(m) for m in (1, 2, 3, 4)], "the next attempt comes later"
-    refused = journal.results[gemm(1)]
-    assert refused.refused.startswith("noisy: spread 20%")
-    assert refused.spread == 0.2
-    assert refused.took_s == ATTEMPTS
-    assert journal.results[gemm(2)].refused == ""
-    assert became["gemm"] == [39, 1, 0, 0]
+    assert [point.row()["m"] for point in order[:16]] == [*range(1, 11), 1, 2, 1, 1, 11, 12]
+    assert order.count(gemm(1)) == ATTEMPTS == len(journal.attempts[gemm(1)])
+    assert journal.best(gemm(1)).spread == 0.2
+    assert became["gemm"] == (39, 1, 0, 0)
     assert 1 not in journal.measurements().table("gemm").m.tolist()
-    assert Journal.start(journal.path, facts()).results == journal.results
+    assert Journal.start(journal.path, facts()).attempts == journal.attempts
+
+
+def test_a_second_run_goes_on_with_the_attempts_at_a_noisy_point(tmp_path: Path) -> None:
+    suite(tmp_path, lambda *_: (1.0, BAD), budget_s=12.0)
+    _, journal, order = suite(tmp_path, lambda *_: (1.0, BAD), budget_s=40.0)
+    assert [point.row()["m"] for point in order[:9]] == [3, 4, 5, 6, 7, 8, 9, 10, 1]
+    assert {len(journal.attempts[gemm(m)]) for m in range(1, 11)} == {ATTEMPTS}
+    assert journal.spent_s == 40.0
+
+
+def test_of_what_a_layout_change_does_once_the_best_attempt_counts(tmp_path: Path) -> None:
+    group = Point("control", ("group_create",))
+    _, journal, order = suite(tmp_path, lambda *_: (1.0, replace(BAD, spread=0.8)), points={group: 1})
+    assert len(order) == ATTEMPTS
+    assert journal.measurements().table("control").seconds.tolist() == [1e-6]
 
 
 def test_what_the_device_cannot_do_is_recorded_once(tmp_path: Path) -> None:
     became, journal, order = suite(tmp_path, lambda point, _: (1.0, "out of memory" if point == gemm(3) else GOOD))
     assert order.count(gemm(3)) == 1
-    assert journal.results[gemm(3)].refused == "impossible: out of memory"
-    assert became["gemm"] == [39, 0, 1, 0]
+    assert journal.best(gemm(3)).impossible == "out of memory"
+    assert became["gemm"] == (39, 0, 1, 0)
 
 
 def test_the_budget_ends_the_run(tmp_path: Path) -> None:
-    points = [*GEMMS, *(Point("copy", ("device", n)) for n in range(1, 11))]
+    points = GEMMS | {Point("copy", ("device", n)): 3 for n in range(1, 11)}
     became, journal, _ = suite(tmp_path, lambda *_: (2.0, GOOD), budget_s=85.0, points=points)
-    assert became == {"gemm": [40, 0, 0, 0], "copy": [3, 0, 0, 7]}
+    assert became == {"gemm": (40, 0, 0, 0), "copy": (3, 0, 0, 7)}
     assert journal.spent_s == 86.0  # the point under way is finished
 
 
@@ -301,9 +306,9 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
 
 def test_the_cluster_file_loads_and_says_what_was_measured(tmp_path: Path) -> None:
     journal = Journal.start(tmp_path / "j.jsonl", facts())
-    journal.add(found(Point("gemm", (512, 512, 512)), 2 * 512**3 / 50e9))
-    journal.add(found(Point("copy", ("device", 1_000_000)), 2e6 / 20e9))
-    journal.add(found(Point("collective", ("all_gather", 2, 8_000)), 1e-5))
+    journal.add(Point("gemm", (512, 512, 512)), Attempt(0.1, 2 * 512**3 / 50e9))
+    journal.add(Point("copy", ("device", 1_000_000)), Attempt(0.1, 2e6 / 20e9))
+    journal.add(Point("collective", ("all_gather", 2, 8_000)), Attempt(0.1, 1e-5))
     cluster = describe_cluster(journal.measurements(), journal.machine)
     write_cluster(cluster, tmp_path / "cluster.yaml")
     again = load(tmp_path / "cluster.yaml", Cluster)

@@ -351,7 +351,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(borrowed, tmp
         ]
         kinds = [(point, f"{point.operator} {point.row().get('tp')}") for point in small]
         numbered = [(point, seen.update([kind]) or seen[kind]) for point, kind in kinds]
-        return [point for point, number in numbered if number <= enough.get(point.operator, 2)]
+        return {point: 1 for point, number in numbered if number <= enough.get(point.operator, 2)}
 
     for limit in ("NOISY", "NOISY_ONCE"):
         monkeypatch.setattr(f"rlsim.calibrate.measure.journal.{limit}", float("inf"))

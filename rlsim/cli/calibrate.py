@@ -334,8 +334,8 @@ def _bar(budget_s: float) -> Iterator[Report]:
 
 def _print_counts(measured: Measured) -> None:
     title = f"Points measured on {measured.journal.machine.name}"
-    headings = ("operator", "measured", "too noisy", "not possible", "left (budget)")
-    rows = [[operator, *(f"{n:,}" for n in count)] for operator, count in measured.counts.items()]
+    headings = ("operator", *next(iter(measured.counts.values())))
+    rows = [[operator, *(f"{n:,}" for n in count.values())] for operator, count in measured.counts.items()]
     print_tables([table(headings, rows, title=title)])
 
 

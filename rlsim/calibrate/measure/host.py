@@ -46,8 +46,7 @@ class MachineFacts(Schema):
     cache_bytes: float = Field(gt=0, description="last-level cache")
     sm_count: int = Field(gt=0, description="streaming multiprocessors; 1 for a CPU's worker")
     dtype: str = Field(description="bfloat16 or float32")
-    model: str
-    model_shape: str = Field(description="hash of the model's fields")
+    model: str = Field(description="name, and a hash of the fields that decide its shapes")
     versions: dict[str, str] = Field(description="rlsim, python, torch, cuda, driver")
     clocks: dict[str, str] = Field(default={}, description="as the driver or system reports them at the start")
     date: str
@@ -68,22 +67,17 @@ class MachineFacts(Schema):
 
     def check_same(self, other: MachineFacts, path: Path) -> None:
         """Raises `CalibrationError` if the points of `other`, the journal at `path`, cannot be mixed with ours."""
-        ours, theirs = self._identity(), other._identity()
+        ours, theirs = (
+            one.model_dump(include={"device", "name", "workers", "dtype", "model"})
+            | {what: one.versions.get(what, "none") for what in ("torch", "cuda", "driver")}
+            for one in (self, other)
+        )
         differ = [f"{what} {theirs[what]} (now {ours[what]})" for what in ours if ours[what] != theirs[what]]
         if differ:
             raise CalibrationError(
                 f"{path} holds measurements of another set-up: {', '.join(differ)}; "
                 "give another --out, or --fresh to discard them"
             )
-
-    def _identity(self) -> dict[str, str]:
-        return {
-            "device": f"{self.device}, {self.name}",
-            "workers": str(self.workers),
-            "number format": self.dtype,
-            "model": f"{self.model} ({self.model_shape})",
-            **{what: self.versions.get(what, "none") for what in ("torch", "cuda", "driver")},
-        }
 
 
 def machine_facts(device: str, model: Model, *, workers: int, dtype: str) -> MachineFacts:
@@ -107,8 +101,7 @@ def machine_facts(device: str, model: Model, *, workers: int, dtype: str) -> Mac
         device=device,
         workers=workers,
         dtype=dtype,
-        model=model.name,
-        model_shape=shape_hash(model),
+        model=f"{model.name} ({shape_hash(model)})",
         versions=versions,
         clocks=clocks,
         date=date.today().isoformat(),

@@ -1,20 +1,20 @@
-"""The measuring itself: point after point until the budget is spent, and noisy points more than one chance. What was
-measured is kept at once, one line a point, so that an interruption loses the point under way and no more."""
+"""The measuring itself: point after point until the budget is spent. Every attempt is on disk before the next begins,
+one line each, so that an interruption loses the one under way and no more."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pandas as pd
-from pydantic import Field, ValidationError, field_validator
 
-from rlsim.base.schema import Schema
 from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Timing
 from rlsim.calibrate.measure.host import MachineFacts
 from rlsim.calibrate.measurements import KEYS, Measurements
@@ -22,12 +22,12 @@ from rlsim.cost.calibration import Source
 from rlsim.errors import CalibrationError
 
 ATTEMPTS = 4  # at a noisy point
-BETWEEN = 100  # other points before the next attempt, about a round: what disturbs a machine passes
-ONCE = ("control", "graph_capture")  # operators that a layout change runs once
-KINDS = ("", "noisy", "impossible")  # of refusals; none if a point was measured
+#: Operators that a layout change runs once: set-up work varies, and nothing is multiplied by it, so that the best attempt
+#: at a noisy point counts.
+ONCE = ("control", "graph_capture")
+#: What became of a point.
+MEASURED, TOO_NOISY, IMPOSSIBLE, LEFT = STATES = ("measured", "too noisy", "not possible", "left (budget)")
 
-
-S = TypeVar("S", bound=Schema)
 #: Is told the point to measure next, how many of how many are done, and the seconds spent.
 Report = Callable[["Point", int, int, float], None]
 
@@ -42,31 +42,24 @@ class Point(NamedTuple):
         return dict(zip(KEYS[self.operator], self.values, strict=True))
 
 
-class Result(Schema):
-    """What became of a point: its time, or, in `refused`, why there is none. `took_s` is what finding out cost."""
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a point: its time, or why the device has none (`impossible`). `took_s` is what it cost."""
 
-    point: Point
-    seconds: Annotated[float, Field(ge=0)]
+    took_s: float
+    seconds: float = 0.0
     spread: float = 0.0
     repeats: int = 0
-    took_s: float
-    refused: Annotated[str, Field(pattern=r"^((noisy|impossible): .*)?$")] = ""
-
-    @field_validator("point")
-    @classmethod
-    def _of_the_table(cls, point: Point) -> Point:
-        if len(KEYS.get(point.operator, ())) != len(point.values):
-            raise ValueError(f"no values of an operator: {point.operator} {point.values}")
-        return point
+    impossible: str = ""
 
 
 @dataclass
 class Journal:
-    """The journal file of one calibration run, open for more results: the machine, then a line for each result."""
+    """The journal file of one calibration run, open for more attempts: the machine, then a line for each attempt."""
 
     path: Path
     machine: MachineFacts
-    results: dict[Point, Result] = field(default_factory=dict)
+    attempts: defaultdict[Point, list[Attempt]] = field(default_factory=lambda: defaultdict(list))
 
     @staticmethod
     def start(path: Path, machine: MachineFacts, *, fresh: bool = False) -> Journal:
@@ -75,44 +68,65 @@ class Journal:
         A last line cut short by an interruption is removed. Raises `CalibrationError` if the journal there is damaged
         or of another machine or model; `fresh` discards it instead.
         """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.read_bytes() if path.exists() else b""
+        if there and not there.startswith(b'{"device":'):
+            raise CalibrationError(f"{path}: is not rlsim's journal; move it away, or give another --out")
+        lines = [] if fresh else there.split(b"\n")[:-1]  # what follows the last line break was cut short
+        if not lines:
+            path.write_text(machine.model_dump_json() + "\n", encoding="utf-8")
+            return Journal(path, machine)
+        journal, number = Journal(path, machine), 1
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            there = path.read_bytes() if path.exists() else b""
-            if there and not there.startswith(b'{"device":'):
-                raise CalibrationError(f"{path}: is not rlsim's journal; move it away, or give another --out")
-            lines = [] if fresh else there.split(b"\n")[:-1]  # what follows the last line break was cut short
-            if not lines:
-                path.write_text(machine.model_dump_json() + "\n", encoding="utf-8")
-                return Journal(path, machine)
-            before = _line(path, 1, lines[0], MachineFacts)
-            machine.check_same(before, path)
-            results = [_line(path, number, line, Result) for number, line in enumerate(lines[1:], 2)]
-            os.truncate(path, there.rindex(b"\n") + 1)
-        except OSError as error:
-            raise CalibrationError(f"{path}: cannot be written: {error.strerror}") from None
-        return Journal(path, before, {result.point: result for result in results})
+            journal.machine = MachineFacts.model_validate_json(lines[0])
+            for line in lines[1:]:
+                number += 1
+                record = json.loads(line)
+                operator, values = record.pop("point")
+                point = Point(operator, tuple(values))
+                point.row()  # it has the columns of its table
+                journal.attempts[point].append(Attempt(**record))
+        except (ValueError, TypeError, LookupError, AttributeError):
+            raise CalibrationError(f"{path}:{number}: damaged; mend the line, or begin anew with --fresh") from None
+        machine.check_same(journal.machine, path)
+        os.truncate(path, there.rindex(b"\n") + 1)
+        return journal
 
-    def add(self, result: Result) -> None:
-        """Keeps a result, on disk before this returns."""
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(result.model_dump_json(exclude_defaults=True) + "\n")
-        except OSError as error:
-            raise CalibrationError(f"{self.path}: cannot be written: {error.strerror}") from None
-        self.results[result.point] = result
+    def add(self, point: Point, attempt: Attempt) -> None:
+        """Keeps an attempt, on disk before this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"point": point, **asdict(attempt)}) + "\n")
+        self.attempts[point].append(attempt)
 
     @property
     def spent_s(self) -> float:
         """Seconds that measuring took so far, over all runs."""
-        return sum(result.took_s for result in self.results.values())
+        return sum(attempt.took_s for found in self.attempts.values() for attempt in found)
+
+    def best(self, point: Point) -> Attempt:
+        """The attempt at a point that has the smallest spread."""
+        return min(self.attempts[point], key=lambda attempt: attempt.spread)
+
+    def state(self, point: Point) -> str:
+        """What became of a point, one of `STATES`."""
+        if point not in self.attempts:
+            return LEFT
+        best = self.best(point)
+        if best.impossible:
+            return IMPOSSIBLE
+        if best.spread <= limit(point.operator):
+            return MEASURED
+        if len(self.attempts[point]) < ATTEMPTS:
+            return LEFT
+        return MEASURED if point.operator in ONCE else TOO_NOISY
 
     def measurements(self, notes: Iterable[str] = ()) -> Measurements:
-        """The measured points as tables; refused points are in none."""
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for point, result in self.results.items():
-            if not result.refused:
-                row = {**point.row(), "seconds": result.seconds, "spread": result.spread}
-                rows.setdefault(point.operator, []).append(row)
+        """The measured points as tables; all others are in none."""
+        rows = defaultdict[str, list[dict[str, Any]]](list)
+        for point in self.attempts:
+            if self.state(point) == MEASURED:
+                best = self.best(point)
+                rows[point.operator].append({**point.row(), "seconds": best.seconds, "spread": best.spread})
         versions = self.machine.versions
         source = Source(
             project=f"own measurement on {self.machine.name}",
@@ -123,16 +137,12 @@ class Journal:
         )
         return Measurements({name: pd.DataFrame(found) for name, found in rows.items()}, (source,), tuple(notes))
 
-
-def _line(path: Path, number: int, line: bytes, kind: type[S]) -> S:
-    try:
-        return kind.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise CalibrationError(
-            f"{path}:{number}: damaged journal line: {reason}; mend it, or begin anew with --fresh"
-        ) from None
+    def counts(self, points: Iterable[Point]) -> dict[str, dict[str, int]]:
+        """By operator, how many of these points are in each of `STATES`."""
+        found: dict[str, dict[str, int]] = {}
+        for point in points:
+            found.setdefault(point.operator, dict.fromkeys(STATES, 0))[self.state(point)] += 1
+        return found
 
 
 def limit(operator: str) -> float:
@@ -140,8 +150,8 @@ def limit(operator: str) -> float:
     return NOISY_ONCE if operator in ONCE else NOISY
 
 
-def run_suite(
-    points: Sequence[Point],
+def measure_all(
+    rounds: Mapping[Point, int],
     journal: Journal,
     measure_point: Callable[[Point], Timing | str],
     *,
@@ -149,39 +159,26 @@ def run_suite(
     report: Report = lambda *_: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Measures the points in their order into `journal` until they are done or `budget_s` seconds of measuring are
-    spent, those of the journal included.
+    """Measures the points into `journal`, round after round in their order, until they are done or `budget_s` seconds
+    of measuring are spent, those of the journal included.
 
-    `measure_point` gives a time, or why the device has none. A noisy point is tried again after some others; after four
-    attempts it is refused, with the smallest spread it had.
+    `measure_point` gives a time, or why the device has none. The noisy points of a round are tried again before the
+    next round begins; after four attempts they are refused.
     """
-    waiting = deque(point for point in points if point not in journal.results)
-    spent_s, took_s, tried = journal.spent_s, defaultdict[Point, float](float), defaultdict[Point, list[Timing]](list)
-    while waiting and spent_s < budget_s:
-        done, point = len(points) - len(waiting), waiting.popleft()
-        report(point, done, len(points), spent_s)
+    queue = [
+        (number, len(journal.attempts.get(point, ())), place, point)
+        for place, (point, number) in enumerate(rounds.items())
+        if journal.state(point) == LEFT
+    ]
+    heapify(queue)
+    spent_s = journal.spent_s
+    while queue and spent_s < budget_s:
+        number, tried, place, point = heappop(queue)
+        report(point, len(rounds) - len(queue) - 1, len(rounds), spent_s)
         began = now()
-        outcome = measure_point(point)
-        took = now() - began
-        spent_s += took
-        took_s[point] += took
-        if isinstance(outcome, str):
-            journal.add(Result(point=point, seconds=0.0, took_s=took_s[point], refused=f"impossible: {outcome}"))
-            continue
-        tried[point].append(outcome)
-        best, most, refused = min(tried[point], key=lambda one: one.spread), limit(point.operator), ""
-        if best.spread > most:
-            if len(tried[point]) < ATTEMPTS:
-                waiting.insert(BETWEEN, point)
-                continue
-            refused = f"noisy: spread {best.spread:.0%} at the best of {ATTEMPTS} attempts, limit {most:.0%}"
-        journal.add(Result(point=point, **asdict(best), took_s=took_s[point], refused=refused))
-
-
-def counts(points: Sequence[Point], journal: Journal) -> dict[str, list[int]]:
-    """What became of the planned points of every operator: measured, too noisy, not possible, left."""
-    found: dict[str, list[int]] = {}
-    for point in points:
-        count, result = found.setdefault(point.operator, [0, 0, 0, 0]), journal.results.get(point)
-        count[3 if result is None else KINDS.index(result.refused.partition(":")[0])] += 1
-    return found
+        found = measure_point(point)
+        took_s = now() - began
+        journal.add(point, Attempt(took_s, **({"impossible": found} if isinstance(found, str) else asdict(found))))
+        spent_s += took_s
+        if journal.state(point) == LEFT:
+            heappush(queue, (number, tried + 1, place, point))

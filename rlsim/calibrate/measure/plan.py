@@ -73,8 +73,8 @@ class GridSetup:
         return [(a, b) for a, b in itertools.permutations(self.tps, 2) if self.workers % max(a, b) == 0]
 
 
-def plan(setup: GridSetup) -> list[Point]:
-    """All points, each once, in the order to measure them.
+def plan(setup: GridSetup) -> dict[Point, int]:
+    """All points with their rounds, in the order to measure them.
 
     Every operator has the first of its points in the first round (`FIRST`), and in every further round twice as many.
     Within a round kernels and collectives come first, then whole steps of one TP after the other (the decoder fills the
@@ -97,13 +97,13 @@ def plan(setup: GridSetup) -> list[Point]:
             "control": [("pause",), ("group_create",)] if setup.workers > 1 else [],
         },
     ]
-    ranked = [
-        ((1 + index // FIRST[operator]).bit_length(), phase, Point(operator, values))
-        for phase, grids in enumerate(phases)
+    rounds = {
+        Point(operator, values): (1 + index // FIRST[operator]).bit_length()
+        for grids in phases
         for operator, grid in grids.items()
         for index, values in enumerate(dict.fromkeys(grid))
-    ]
-    return [point for *_, point in sorted(ranked, key=lambda found: found[:2])]
+    }
+    return dict(sorted(rounds.items(), key=lambda found: found[1]))
 
 
 def level(place: int, count: int) -> int:

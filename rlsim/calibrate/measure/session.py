@@ -9,10 +9,10 @@ from rlsim.base.output import check_own_file
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.measure.bench import Bench
-from rlsim.calibrate.measure.clock import NOISY, Effort, Timing
+from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster, write_model
 from rlsim.calibrate.measure.host import devices, machine_facts
-from rlsim.calibrate.measure.journal import Journal, Point, Report, counts, run_suite
+from rlsim.calibrate.measure.journal import LEFT, ONCE, TOO_NOISY, Journal, Point, Report, measure_all
 from rlsim.calibrate.measure.plan import GridSetup, plan
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.write import write_yaml
@@ -42,13 +42,12 @@ TINY = Model(
 
 @dataclass(frozen=True)
 class Measured:
-    """The journal of a run and what became of its points (`counts`). `model` has the bytes of the numbers it was run
-    with."""
+    """The journal of a run and what became of its points. `model` has the bytes of the numbers it was run with."""
 
     folder: Path
     journal: Journal
     model: Model
-    counts: dict[str, list[int]]
+    counts: dict[str, dict[str, int]]
 
 
 def measure_machine(
@@ -92,12 +91,12 @@ def measure_machine(
         def measure_point(point: Point) -> Timing | str:
             return joined(team.call(run_point, bench, point))
 
-        run_suite(points, journal, measure_point, budget_s=budget_s, report=report)
-    reasons = {result.refused for result in journal.results.values()}
-    if "" not in reasons:
-        why = "; ".join(sorted(reasons)[:3]) or f"the budget of {budget_s:g} s was over before the first point"
+        measure_all(points, journal, measure_point, budget_s=budget_s, report=report)
+    if not journal.measurements().tables:
+        reasons = {one.impossible for found in journal.attempts.values() for one in found} - {""}
+        why = "; ".join(sorted(reasons)[:3]) or f"the budget of {budget_s:g} s was over before a point was calm enough"
         raise CalibrationError(f"nothing could be measured: {why}")
-    return Measured(folder, journal, model, counts(points, journal))
+    return Measured(folder, journal, model, journal.counts(points))
 
 
 def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibration, tuple[Path, ...]]:
@@ -108,17 +107,26 @@ def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibrati
     facts = measured.journal.machine
     tables = measured.journal.measurements(_notes(measured))
     cluster = describe_cluster(tables, facts)
-    built = build_calibration(
-        tables,
-        name=f"{facts.gpu}-torch",
-        gpu=facts.gpu,
-        engine="torch",
-        reference=Reference.of(cluster),
-        base=base,
-        date=facts.date,
-        script="rlsim calibrate",
-        models={measured.model.name: measured.model},
-    )
+    try:
+        built = build_calibration(
+            tables,
+            name=f"{facts.gpu}-torch",
+            gpu=facts.gpu,
+            engine="torch",
+            reference=Reference.of(cluster),
+            base=base,
+            date=facts.date,
+            script="rlsim calibrate",
+            models={measured.model.name: measured.model},
+        )
+    except CalibrationError as error:
+        noisy, left = (sum(count[state] for count in measured.counts.values()) for state in (TOO_NOISY, LEFT))
+        if not noisy + left:
+            raise
+        raise CalibrationError(
+            f"{error}. The budget left {left:,} points, and {noisy:,} were too noisy: what was measured is kept, the "
+            "same command with a larger --budget goes on from there"
+        ) from None
     cluster_file, model_file = measured.folder / "cluster.yaml", measured.folder / "model.yaml"
     write_cluster(cluster, cluster_file)
     write_model(measured.model, model_file)
@@ -137,9 +145,12 @@ def _degrees(device: str, given: tuple[int, ...], found: int) -> tuple[int, ...]
 
 
 def _notes(measured: Measured) -> tuple[str, ...]:
-    facts, noisy = measured.journal.machine, sum(noisy for _, noisy, *_ in measured.counts.values())
+    journal, facts = measured.journal, measured.journal.machine
+    noisy = sum(count[TOO_NOISY] for count in measured.counts.values())
+    once = {point: journal.best(point).spread for point in journal.attempts if point.operator in ONCE}
     return (
         f"{facts.dtype}; medians of repeats; {noisy} points with a spread above {NOISY:.0%} refused",
+        *(f"{point.values[-1]}: a spread of {spread:.0%}" for point, spread in once.items() if spread > NOISY_ONCE),
         f"all {facts.workers} devices measured at once; attention by torch",
         "operands are as cold as in a step of the model: a benchmark goes through as many bytes between two uses",
         *(f"{what}: {value}" for what, value in {**facts.versions, **facts.clocks}.items()),
