@@ -22,8 +22,8 @@ from rlsim.cost.calibration import Source
 from rlsim.errors import CalibrationError
 
 ATTEMPTS = 4  # at a noisy point
-#: Operators that a layout change runs once: set-up work varies, and nothing is multiplied by it, so that the best attempt
-#: at a noisy point counts.
+#: Operators that a layout change runs once: set-up work varies, and nothing is multiplied by it, so that the best
+#: attempt at a noisy point counts.
 ONCE = ("control", "graph_capture")
 #: What became of a point.
 MEASURED, TOO_NOISY, IMPOSSIBLE, LEFT = STATES = ("measured", "too noisy", "not possible", "left (budget)")
