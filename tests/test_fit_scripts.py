@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +242,11 @@ class Serial:
         return map(work, tasks)
 
 
+def serving_run(tp: int, users: int) -> ServingRun:
+    sizes = {"tp": tp, "prompt_tokens": 512, "response_tokens": 32, "concurrency": users, "ttft_ms": 1, "tpot_ms": 1}
+    return ServingRun.model_validate({"engine": "vllm", "model": "qwen3-32b", "gpu": "h100-sxm", **sizes})
+
+
 def test_host_fit_finds_what_made_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that the closed loop itself made: the same host time comes back, from two settings or from one."""
     monkeypatch.setitem(ENGINES["vllm"], "terms", {"step_s": 3e-4, "sequence_s": 5e-5})
@@ -253,10 +257,11 @@ def test_host_fit_finds_what_made_its_data(monkeypatch: pytest.MonkeyPatch) -> N
     runs = []
     for tp in (2, 8):
         for users in (2, 16, 48):
-            run = ServingRun("vllm", "qwen3-32b", tp, 512, 32, users, 1.0, 1.0)
+            run = serving_run(tp, users)
             bare = kernels_of(calibration, run)
             served = simulate(run, bare, host, FrontEndFit(client_s=CLIENT_S), ROUNDS)
-            runs.append(replace(run, ttft_s=served.ttft_s, tpot_s=served.tpot_s))
+            times = {"ttft_ms": served.ttft_s * 1e3, "tpot_ms": served.tpot_s * 1e3}
+            runs.append(run.model_copy(update=times))
     serving = Serving("vllm", runs, Serial())  # type: ignore[arg-type]
     for left_out in ("", "vllm/qwen3-32b/tp8"):
         found = serving.fit(left_out)

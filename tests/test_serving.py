@@ -13,13 +13,12 @@ from rlsim.cost.calibration import FrontEndFit, HostFit
 from rlsim.cost.curve import DecodeCurve, InWindows, at_least
 from rlsim.cost.derived import hosted
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.errors import CalibrationError, CapacityError
+from rlsim.errors import CapacityError, ConfigError
 from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 
 DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05
-HEADINGS = "model,gpu,backend,backend_version,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
-LLAMA, QWEN = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-32B"
+HEADINGS = "model,gpu,engine,release,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
 
 
 class FixedTimes(StepCost):
@@ -134,8 +133,8 @@ def write(folder: Path, *lines: str, headings: str = HEADINGS) -> Path:
 
 
 def line(backend: str, tp: int, prompt: int, response: int, users: int, ttft: object = 50.0, tpot: float = 8.0) -> str:
-    model = LLAMA if backend == "trtllm" else QWEN
-    return f"{model},h100_sxm,{backend},1,{tp},{prompt},{response},{users},{ttft},{tpot}"
+    model = "llama-3.1-8b" if backend == "trtllm" else "qwen3-32b"
+    return f"{model},h100-sxm,{backend},1,{tp},{prompt},{response},{users},{ttft},{tpot}"
 
 
 def test_runs_in_order(tmp_path: Path) -> None:
@@ -149,36 +148,33 @@ def test_runs_in_order(tmp_path: Path) -> None:
         "vllm/qwen3-32b/tp8/64+8x2",
     ]
     assert runs[0].setting == "sglang/qwen3-32b/tp4"
-    assert (runs[0].ttft_s, runs[0].tpot_s) == (pytest.approx(0.05), pytest.approx(0.008))
+    assert (runs[0].seconds("ttft_s"), runs[0].seconds("tpot_s")) == (pytest.approx(0.05), pytest.approx(0.008))
 
 
-@pytest.mark.parametrize(
-    ("lines", "headings", "message"),
-    [
-        ((), HEADINGS, "holds no serving run"),
-        ((), HEADINGS.replace("ttft_ms", "ttft_s"), "no column ttft_ms"),
-        (
-            (line("vllm", 2, 64, 8, 1), line("vlm", 2, 64, 8, 2)),
-            HEADINGS,
-            "row 3: unknown backend 'vlm'; known: sglang",
-        ),
-        ((line("vllm", 2, 64, 8, 1, ttft="fast"),), HEADINGS, "row 2: ttft_ms is fast, expected a positive number"),
-        ((line("vllm", 2, 64, 8, 1, ttft=-3.0),), HEADINGS, "ttft_ms is -3.0, expected a positive number"),
-        ((line("vllm", 2, 64, 8, 1), line("vllm", 2, 64, 8, 0)), HEADINGS, "row 3: concurrency is 0"),
-    ],
-)
-def test_damaged_tables(tmp_path: Path, lines: tuple[str, ...], headings: str, message: str) -> None:
-    with pytest.raises(CalibrationError, match="cannot be read as a table of serving runs"):
-        read_runs(tmp_path)  # which is empty
-    with pytest.raises(CalibrationError, match=message):
-        read_runs(write(tmp_path, *lines, headings=headings))
+def test_a_damaged_table_is_named_with_its_row(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"h100_serving\.csv: no such file"):
+        read_runs(tmp_path)
+    good = line("vllm", 2, 64, 8, 1)
+    for bad, message in (
+        (line("vlm", 2, 64, 8, 2), "row 3: engine: "),
+        (line("vllm", 2, 64, 8, 1, ttft="fast"), "row 3: ttft_ms: expected a number"),
+        (line("vllm", 2, 64, 8, 1, ttft=-3.0), "row 3: ttft_ms: expected more than 0"),
+        (line("vllm", 2, 64, 8, 0), "row 3: concurrency: expected more than 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_runs(write(tmp_path, good, bad))
+    with pytest.raises(ConfigError, match="row 2: ttft_ms: required, but missing"):
+        read_runs(write(tmp_path, good, headings=HEADINGS.replace("ttft_ms", "ttft_s")))
 
 
 # ---- the part -------------------------------------------------------------------------------------------------------
 
 
 def a_run(engine: str, users: int, prompt: int = 1024) -> ServingRun:
-    return ServingRun(engine, "qwen3-32b", 4, prompt, 512, users, 1.0, 1.0)  # type: ignore[arg-type]
+    sizes = {"tp": 4, "prompt_tokens": prompt, "response_tokens": 512, "concurrency": users}
+    return ServingRun.model_validate(
+        {"engine": engine, "model": "qwen3-32b", "gpu": "h100-sxm", **sizes, "ttft_ms": 1.0, "tpot_ms": 1.0}
+    )
 
 
 def test_protocol() -> None:
@@ -226,7 +222,7 @@ def test_measured_runs() -> None:
         own = [r for r in runs if r.engine == engine]
         whole = 0
         for r in own:
-            for measured_s in (r.ttft_s, r.tpot_s):
-                total_ns = measured_s * 1e9 * Protocol().load(r).requests
+            for measured_ms in (r.ttft_ms, r.tpot_ms):
+                total_ns = measured_ms * 1e6 * Protocol().load(r).requests
                 whole += abs(total_ns - round(total_ns)) < 0.02
         assert whole > 0.5 * 2 * len(own)  # by chance 4%; runs with failed requests have a few fewer

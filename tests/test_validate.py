@@ -275,8 +275,8 @@ def test_what_an_input_was_fitted_to_never_stands_alone() -> None:
 
 # Part transfer --------------------------------------------------------------------------------------------------------
 
-QWEN = "Qwen/Qwen3-32B"
-HEADINGS = "model,gpu,backend,backend_version,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
+QWEN = "qwen3-32b"
+HEADINGS = "model,gpu,engine,release,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
 SETTINGS = ("vllm/qwen3-32b/tp2", "vllm/qwen3-32b/tp8")
 
 
@@ -297,7 +297,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> TransferFits:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / TABLE
-    lines = [f"{QWEN},h100_sxm,vllm,1,{tp},64,8,{users},50,8" for tp in (2, 8) for users in (1, 2)]
+    lines = [f"{QWEN},h100-sxm,vllm,1,{tp},64,8,{users},50,8" for tp in (2, 8) for users in (1, 2)]
     path.write_text("\n".join((HEADINGS, *lines)) + "\n", encoding="utf-8")
     more = f"{HEADINGS},gpu,precision,dp,ep,lengths".replace("model,gpu,", "model,")
     today = "llama-3.1-8b,vllm,0.18.0,1,64,8,2,50,8,h100-sxm,fp8,1,1,uniform"

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import pandas as pd
+
+from rlsim.base.schema import Schema, validate
+from rlsim.base.tables import csv_errors
+from rlsim.errors import ConfigError
 
 #: An input may be used to calibrate; an output is predicted, never fitted. Where fits were made with and without a
 #: setting: what the one that has seen all gives (fitted), or the one that has seen nothing of the setting (left-out).
 Kind = Literal["input", "output", "fitted", "left-out"]
+S = TypeVar("S", bound=Schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,18 @@ class Summary:
         texts = {"part": self.part, "case": self.group, "quantity": self.quantity, "kind": self.kind}
         numbers = {"error": self.mean, "median": self.median, "p90": self.p90, "bias": self.bias}
         return texts | {"rows": self.count} | {name: float(f"{value:.6g}") for name, value in numbers.items()}
+
+
+def read_rows(path: Path, kind: type[S]) -> list[S]:
+    """The rows of a CSV file as records of that kind; empty cells have its defaults, other columns are left out.
+
+    Raises `ConfigError` with the row for a table that is missing or damaged.
+    """
+    with csv_errors(path, ConfigError):
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    records = table[[name for name in table if name in kind.model_fields]].to_dict("records")
+    cells = [{name: cell for name, cell in record.items() if cell} for record in records]
+    return [validate(one, kind, f"{path}, row {number}") for number, one in enumerate(cells, 2)]
 
 
 def summarise(rows: Iterable[Row], depth: int) -> list[Summary]:

@@ -21,19 +21,18 @@ engines' own code:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import pandas as pd
+from pydantic import PositiveFloat, PositiveInt
 
 from evidence.validate.charts import error_panels
 from evidence.validate.parts import Options, Section
-from evidence.validate.rows import Kind, Row, markdown, summarise, summary_table
-from rlsim.base import catalogue
+from evidence.validate.rows import Kind, Row, markdown, read_rows, summarise, summary_table
+from rlsim.base.schema import Schema
 from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit, load_calibration
 from rlsim.cost.derived import hosted
 from rlsim.cost.engine_memory import engine_memory_of
@@ -41,7 +40,6 @@ from rlsim.cost.memory import rollout_memory
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
-from rlsim.errors import CalibrationError
 from rlsim.models.hardware import Cluster, load_cluster
 from rlsim.models.layers import LatentAttention
 from rlsim.models.model import Model, load_model
@@ -52,7 +50,6 @@ from rlsim.sim.request import EngineConfig
 TABLE = "h100_serving.csv"
 TODAY = "today_serving.csv"
 AISIMULATE = "aisimulate.csv"
-MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
 
 #: Whose kernels each engine's runs are simulated with: of SGLang the release nearest to the one that was measured.
 CALIBRATIONS: dict[Engine, str] = {
@@ -84,31 +81,34 @@ SHARES: dict[Engine, float] = {"vllm": 0.9, "sglang": 0.8, "trtllm": 0.8}
 PROFILED_SEQUENCES = 1024
 
 
-@dataclass(frozen=True)
-class ServingRun:
-    """One measured run: lengths in tokens, means over its requests in seconds.
+class ServingRun(Schema):
+    """One measured run: lengths in tokens, means over its requests in milliseconds.
 
     `precision` is that of the weights (`mxfp4`: of experts alone, as published). `lengths`: `equal`, or `uniform` from
-    0.8 of them on.
+    0.8 of them on. `of`: which rows of a comparison it is one of; `peer_`: what another simulator said of it.
     """
 
     engine: Engine
-    model: str
-    tp: int
-    prompt_tokens: int
-    response_tokens: int
-    concurrency: int
-    ttft_s: float
-    tpot_s: float
-    gpu: str = "h100-sxm"
     release: str = ""
+    model: str
+    gpu: str
+    tp: PositiveInt
+    prompt_tokens: PositiveInt
+    response_tokens: PositiveInt
+    concurrency: PositiveInt
+    ttft_ms: PositiveFloat
+    tpot_ms: PositiveFloat
     precision: Precision = "bf16"
-    dp: int = 1
-    ep: int = 1
+    dp: PositiveInt = 1
+    ep: PositiveInt = 1
     lengths: Literal["equal", "uniform"] = "equal"
-    of: str = ""  # which rows of a comparison it is one of, and what another simulator said of it
-    peer_ttft_s: float = math.nan
-    peer_tpot_s: float = math.nan
+    of: str = ""
+    peer_ttft_ms: float = 0.0
+    peer_tpot_ms: float = 0.0
+
+    def seconds(self, quantity: str) -> float:
+        """A quantity (`tpot_s`, `peer_ttft_s`) in seconds."""
+        return float(getattr(self, quantity.removesuffix("s") + "ms")) * 1e-3
 
     @property
     def case(self) -> str:
@@ -220,54 +220,14 @@ class Protocol:
 
 AS_ASSUMED = Protocol()
 
-#: Columns of a table of runs: names, whole numbers, and other numbers; those of today's engines are optional.
-_NAMES, _WHOLE = ["model", "backend"], ["tp", "prompt_tokens", "response_tokens", "concurrency"]
-_NUMBERS = [*_WHOLE, "ttft_ms", "tpot_ms"]
-_MORE = ["gpu", "precision", "dp", "ep", "lengths", "of"]
-_TIMES = ["ttft", "tpot", "peer_ttft", "peer_tpot"]
-_COUNTS = {*_WHOLE, "dp", "ep"}
-
 
 def read_runs(evidence: Path, name: str = TABLE) -> list[ServingRun]:
     """The measured runs of a folder, by engine, TP, lengths and concurrency.
 
-    Raises `CalibrationError` if the table is missing or damaged, with the row.
+    Raises `ConfigError` if the table is missing or damaged, with the row.
     """
-    table = _read_table(evidence / name)
-    more = [*_WHOLE, *(column for column in _MORE if column in table and name != TABLE)]
-    runs = []
-    for row in table.sort_values(["backend", *_WHOLE]).to_dict("records"):
-        values: dict[str, Any] = {"engine": row["backend"], "release": row["backend_version"]}
-        values |= {column: int(row[column]) if column in _COUNTS else row[column] for column in more}
-        values |= {f"{time}_s": row[f"{time}_ms"] * 1e-3 for time in _TIMES if f"{time}_ms" in row}
-        runs.append(ServingRun(model=MODELS.get(row["model"], row["model"]), **values))
-    return runs
-
-
-def _read_table(path: Path) -> pd.DataFrame:
-    try:
-        table = pd.read_csv(path, dtype={"backend_version": str}, keep_default_na=False)
-    except (OSError, ValueError) as error:
-        raise CalibrationError(f"{path}: cannot be read as a table of serving runs: {error}") from None
-    if missing := [name for name in (*_NAMES, *_NUMBERS) if name not in table]:
-        needed = ", ".join((*_NAMES, *_NUMBERS))
-        raise CalibrationError(f"{path}: no column {', '.join(missing)}; a table of serving runs has {needed}")
-    if table.empty:
-        raise CalibrationError(f"{path}: holds no serving run")
-    known_models = catalogue.names("models") if path.name != TABLE else {*MODELS}
-    for known, column in ((SERVED, "backend"), (known_models, "model")):
-        strange = table[~table[column].isin(known)]
-        if len(strange):
-            row, value = strange.index[0] + 2, strange[column].iloc[0]
-            raise CalibrationError(f"{path}, row {row}: unknown {column} {value!r}; known: {', '.join(sorted(known))}")
-    for name in _NUMBERS:
-        numbers = pd.to_numeric(table[name], errors="coerce")
-        wrong = ~(numbers > 0) | np.isinf(numbers) | ((numbers % 1 != 0) & (name in _WHOLE))
-        if wrong.any():
-            row, kind = int(wrong.idxmax()), "whole number" if name in _WHOLE else "number"
-            raise CalibrationError(f"{path}, row {row + 2}: {name} is {table[name][row]}, expected a positive {kind}")
-        table[name] = numbers
-    return table
+    runs = read_rows(evidence / name, ServingRun)
+    return sorted(runs, key=lambda r: (r.engine, r.tp, r.prompt_tokens, r.response_tokens, r.concurrency))
 
 
 def calibration_of(run: ServingRun) -> str:
@@ -309,14 +269,13 @@ def run_rows(
     """Two rows of a run, `tpot_s` and `ttft_s`, with the shipped kernels."""
     served = simulate(run, kernels(run), host, front_end, protocol)
     note = f"{served.preemptions} preemptions" if served.preemptions else ""
-    return [Row(part, run.case, name, getattr(run, name), getattr(served, name), note, kind) for name in QUANTITIES]
+    return [Row(part, run.case, name, run.seconds(name), getattr(served, name), note, kind) for name in QUANTITIES]
 
 
 def serving_rows(evidence: Path, protocol: Protocol = AS_ASSUMED, *, hosted: bool = True) -> list[Row]:
     """The rows of every run, with the host time of the shipped calibrations, or without any and without a front end.
 
-    They are inputs: the shipped host time is fitted to all of them. Raises `CalibrationError` for a missing or damaged
-    table.
+    They are inputs: the shipped host time is fitted to all of them.
     """
     rows = []
     for run in read_runs(evidence):

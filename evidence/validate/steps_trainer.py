@@ -11,15 +11,15 @@ offloaded activations and GPUs without a calibration.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from evidence.validate.parts import EVIDENCE
-from evidence.validate.rows import Kind, Row
+from evidence.validate.rows import Kind, Row, read_rows
+from rlsim.base.schema import Schema
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.memory import call_bytes
@@ -30,12 +30,11 @@ from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 
 
-@dataclass(frozen=True, kw_only=True)
-class Iteration:
+class Iteration(Schema):
     """One configuration and its seconds for an optimizer step over `sequences` of `tokens` tokens each.
 
     `interleaved`: chunks of layers of a GPU, which divide the pipeline's bubble (Narayanan et al. 2021). `peak_gib`: of
-    one GPU's memory, where it was printed.
+    one GPU's memory, where it was printed (else 0).
     """
 
     group: str
@@ -54,7 +53,7 @@ class Iteration:
     attention: str
     logits: str
     iteration_s: float
-    peak_gib: float
+    peak_gib: float = 0.0
 
     @property
     def case(self) -> str:
@@ -99,10 +98,7 @@ class Iteration:
 
 def iterations(evidence: Path = EVIDENCE) -> list[Iteration]:
     """The published iterations."""
-    table = pd.read_csv(evidence / "trainers.csv", na_values={"peak_gib": ""}, keep_default_na=False).drop(
-        columns="source"
-    )
-    return [Iteration(**{str(name): value for name, value in row.items()}) for row in table.to_dict("records")]
+    return read_rows(evidence / "trainers.csv", Iteration)
 
 
 def trainer_rows(evidence: Path = EVIDENCE) -> Iterator[Row]:

@@ -50,7 +50,7 @@ def today_rows(evidence: Path, progress: Callable[[str], None]) -> list[Row]:
     """Two rows of every run of today's engines, `tpot_s` and `ttft_s`."""
     progress("transfer: today's engines")
     return [
-        Row("transfer", f"today/{run.family}/{run.case.split('/', 2)[2]}", q, getattr(run, q), getattr(served, q))
+        Row("transfer", f"today/{run.family}/{run.case.split('/', 2)[2]}", q, run.seconds(q), getattr(served, q))
         for run, served in predicted(read_runs(evidence, TODAY))
         for q in QUANTITIES
     ]
@@ -73,11 +73,11 @@ def families_table(rows: Iterable[Row]) -> str:
 def peer_table(evidence: Path) -> str:
     """Mean and median |error| of rlsim and AISimulate on the same rows, by set of them."""
     rows = [
-        Row("transfer", f"{name}/{who}", quantity, getattr(run, quantity), said)
+        Row("transfer", f"{name}/{who}", quantity, run.seconds(quantity), said)
         for run, served in predicted(read_runs(evidence, AISIMULATE))
         for name in (run.of, "all")
         for quantity in QUANTITIES
-        for who, said in (("rlsim", getattr(served, quantity)), ("peer", getattr(run, f"peer_{quantity}")))
+        for who, said in (("rlsim", getattr(served, quantity)), ("peer", run.seconds(f"peer_{quantity}")))
     ]
     cells: dict[str, list[str]] = {}
     for found in sorted(summarise(rows, depth=2), key=lambda one: one.group.startswith("all/")):

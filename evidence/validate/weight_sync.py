@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+from pydantic import PositiveFloat
 
 from evidence.validate.coverage import counted, level_spread
 from evidence.validate.parts import EVIDENCE, Options, Section
 from evidence.validate.published import measured_section
-from evidence.validate.rows import Kind, Row, markdown, number
+from evidence.validate.rows import Kind, Row, markdown, number, read_rows
 from rlsim.base.schema import Schema, load
 from rlsim.cost.calibration import Engine, load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.layout import Layout
 from rlsim.cost.packing import Floats
 from rlsim.cost.weight_sync import FITTED, SyncFit, SyncMethod, WeightSync
-from rlsim.errors import CalibrationError
+from rlsim.errors import ConfigError
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 
@@ -93,24 +93,24 @@ def settings(evidence: Path = EVIDENCE) -> Settings:
     return load(evidence / "weight_syncs.yaml", Settings)
 
 
+class Measured(Schema):
+    """A row of the table: what was synced, and how long it took."""
+
+    id: int
+    model: str = "GPU not stated"
+    gpu: str = "GPU not stated"
+    method: str
+    sync_s: PositiveFloat
+
+
 def read_syncs(evidence: Path) -> dict[int, tuple[str, float]]:
-    """What was measured and its seconds, by `id`; raises `CalibrationError` for a missing or damaged table."""
-    path = evidence / TABLE
-    try:
-        found = pd.read_csv(path, index_col="id")
-        found["sync_s"] = pd.to_numeric(found["sync_s"])
-        what = found[["model", "gpu", "method"]].fillna("GPU not stated").agg(", ".join, axis=1)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CalibrationError(f"{path}: cannot be read as a table of weight syncs: {error}") from None
-    known = settings()
-    if missing := known.used.keys() - set(found.index):
-        raise CalibrationError(f"{path}: no row with id {', '.join(map(str, sorted(missing)))}")
-    if unknown := set(found.index) - known.used.keys() - known.left_out.keys():
-        raise CalibrationError(f"{path}: rows that nothing is known of: id {', '.join(map(str, sorted(unknown)))}")
-    wrong = found.index[~(found["sync_s"] > 0)]
-    if len(wrong):
-        raise CalibrationError(f"{path}: id {wrong[0]}: sync_s is not a positive number")
-    return {int(row): (what[row], float(found["sync_s"][row])) for row in found.index}
+    """What was measured and its seconds, by `id`; raises `ConfigError` for a missing or damaged table, and if its rows
+    are not those that `settings` knows."""
+    path, known = evidence / TABLE, settings()
+    found = {row.id: (f"{row.model}, {row.gpu}, {row.method}", row.sync_s) for row in read_rows(path, Measured)}
+    if odd := (known.used.keys() - found.keys()) | (found.keys() - known.used.keys() - known.left_out.keys()):
+        raise ConfigError(f"{path}: rows that are missing, or that nothing is known of: id {sorted(odd)}")
+    return found
 
 
 def seconds(setting: Setting, fit: SyncFit = FITTED) -> float:

@@ -59,7 +59,7 @@ def _ratios(task: tuple[ServingRun, HostFit, FrontEndFit]) -> list[float]:
     if run.setting not in _BARE:
         _BARE[run.setting] = kernels_of(_CALIBRATIONS[run.engine], run)
     served = simulate(run, _BARE[run.setting], host, front_end, ROUNDS)
-    return [getattr(served, name) / getattr(run, name) for name in QUANTITIES]
+    return [getattr(served, name) / run.seconds(name) for name in QUANTITIES]
 
 
 @dataclass
