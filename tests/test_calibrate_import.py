@@ -1,6 +1,5 @@
 """Importers: each project's own layout and units, and one clear error for every way in which tables break."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -256,35 +255,6 @@ def nccl_text(program: str = "all_reduce", gpus: int = 8, hosts: int = 1, named:
     return "\n".join([*lines, "# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 97.3", "#", ""])
 
 
-def nccl_json(program: str = "all_reduce", gpus: int = 8, processes: int = 1) -> dict[str, object]:
-    """A report of version 2: every process lists its first device only."""
-    device = {"rank": 0, "group": 0, "pid": 7, "hostname": "node0", "device": 0, "device_hex": "0000:19:00"}
-    factor = BUS[program]
-    ratio = 1.0 if factor is None else factor * (gpus - 1) / gpus
-    results = []
-    for size in (4096, 2**20, 2**26, 2**28):
-        time = 12.0 + size / 250e3
-        alg = size / time / 1e3
-        body = {"time": time, "alg_bw": alg, "bus_bw": alg * ratio, "nwrong": 0.0}
-        one = {"size": size, "count": size // 4, "type": "float", "redop": "sum", "root": "    -1"}
-        results.append({**one, "out_of_place": body, "in_place": body, "actual_iterations": 20})
-    return {
-        "version": 2,
-        "start_time": "2026-11-21 05:00:00",
-        "args": [f"./build/{program}_perf", "-b", "4K"],
-        "env": [],
-        "nccl_version": 22902,
-        "config": {
-            "nthreads": 1,
-            "ngpus": gpus // processes,
-            "devices": [{**device, "rank": p, "device_info": DEVICE} for p in range(processes)],
-        },
-        "results": results,
-        "out_of_bounds": {"count": 0, "okay": "true"},
-        "average_bus_bandwidth": {"bandwidth": 97.3, "okay": "unchecked"},
-    }
-
-
 def nccl_read(tmp_path: Path, text: str, name: str = "log.txt") -> Measurements:
     (tmp_path / name).write_text(text)
     return nccl_tests.read([tmp_path / name], gpu="h100-sxm", reference=H100.reference)
@@ -321,13 +291,6 @@ def test_nccl_tests_older_header_without_root(tmp_path: Path) -> None:
     assert len(table) >= 9
 
 
-@pytest.mark.parametrize(("gpus", "processes"), [(2, 1), (8, 8)])
-def test_nccl_tests_json(tmp_path: Path, gpus: int, processes: int) -> None:
-    table = nccl_read(tmp_path, json.dumps(nccl_json(gpus=gpus, processes=processes)), "r.json").table("collective")
-    assert set(table.gpus) == {gpus}
-    assert table.query("bytes == 2**28").seconds.item() == pytest.approx(12e-6 + 2**28 / 250e9)
-
-
 @pytest.mark.parametrize("program", ["all_reduce", "reduce_scatter"])
 def test_nccl_tests_without_a_name_are_told_by_their_bandwidths(tmp_path: Path, program: str) -> None:
     named = nccl_read(tmp_path, nccl_text(program)).table("collective")
@@ -361,24 +324,6 @@ def test_nccl_tests_broken_text(tmp_path: Path) -> None:
     for broken, words in cases.items():
         with refused("log.txt", *words):
             nccl_read(tmp_path, broken)
-
-
-def test_nccl_tests_broken_json(tmp_path: Path) -> None:
-    report = nccl_json()
-    whole = json.dumps(report)
-    results = report["results"]
-    assert isinstance(results, list)
-    cases = {
-        whole[: len(whole) // 2]: ["not whole JSON", "cut short"],
-        json.dumps({key: value for key, value in report.items() if key != "results"}): ["config and results"],
-        json.dumps({**report, "results": []}): ["no results"],
-        json.dumps({key: value for key, value in report.items() if key != "average_bus_bandwidth"}): ["cut off"],
-        json.dumps({**report, "results": [{**results[0], "out_of_place": {"time": "nan"}}]}): ["results[0]"],
-        whole.replace('"time"', '"cpu_time"'): ["CPU times"],
-    }
-    for broken, words in cases.items():
-        with refused("r.json", *words):
-            nccl_read(tmp_path, broken, "r.json")
 
 
 def test_nccl_tests_of_no_use(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ import rlsim
 from rlsim.base import tables
 from rlsim.base.reading import plain
 from rlsim.base.schema import validate
-from rlsim.calibrate.importers import aiconfigurator, nccl_tests, read_format
+from rlsim.calibrate.importers import aiconfigurator, read_format
 from rlsim.calibrate.importers.reading import read_table
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.calls import CallCosts
@@ -214,7 +214,6 @@ def settings(_: Path) -> Iterator[Sample]:
 
 def measurements(_: Path) -> Iterator[Sample]:
     yield Sample({"run.txt": kernels.nccl_text().encode()}, "run.txt")
-    yield Sample({"run.json": json.dumps(kernels.nccl_json(), indent=1).encode()}, "run.json")
 
 
 def kernel_tables(folder: Path) -> Iterator[Sample]:
@@ -539,32 +538,6 @@ def test_a_cdf_with_a_task_left_out(tmp_path: Path) -> None:
     for blank in (" ", "nan"):
         columns = {"length": [10.0, 50.0], "cdf": [0.5, 1.0], "task": pd.array(["math", blank], "str")}
         assert len(from_cdf(pd.DataFrame(columns), tmp_path / "c.csv", 10, str, [])) == 20
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"results": [1, 2]}, {"results": {}}, {"ngpus": "8"}, {"ngpus": 10**9}, {"devices": 3}, {"nthreads": HUGE},
-        HUGE, "nan", [1], -5, 1e30,
-    ],
-)  # fmt: skip
-def test_nccl_reports_of_other_kinds(tmp_path: Path, change: Any) -> None:
-    report: Any = kernels.nccl_json()
-    if isinstance(change, dict) and "results" in change:
-        report |= change
-    elif isinstance(change, dict):
-        report["config"] = {"nthreads": 1, "ngpus": 8, "devices": [], **change}
-    else:
-        report["results"][1]["out_of_place"]["time"] = change
-    (tmp_path / "r.json").write_text(json.dumps(report))
-    with pytest.raises(CalibrationError, match=r"r\.json"):
-        nccl_tests.read([tmp_path / "r.json"])
-
-
-def test_nccl_reports_without_arguments(tmp_path: Path) -> None:
-    report = tmp_path / "all_reduce.json"  # its name says which collective it is
-    report.write_text(json.dumps(kernels.nccl_json() | {"args": {}}))
-    assert len(nccl_tests.read([report]).table("collective")) == 4
 
 
 def test_lists_in_a_column_and_versions_that_are_no_folder(tmp_path: Path) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
 from rlsim.base import catalogue
-from rlsim.base.tables import csv_errors, floats, parse_json, read_parquet
+from rlsim.base.tables import csv_errors, floats, read_parquet
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cost.calibration import Reference, Source
 from rlsim.errors import CalibrationError, nearest
@@ -226,18 +224,6 @@ def check_device(path: Path, device: str, gpu: str) -> None:
     found = {name for name in families if re.search(rf"\b{name}\b", device.lower())}
     if gpu and found and gpu.split("-")[0] not in found:
         raise CalibrationError(f"{path}: measured on {device}, but the GPU given is {gpu}")
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file; raises `CalibrationError` with the place where it breaks."""
-    try:
-        return parse_json(read_text(path))
-    except json.JSONDecodeError as error:
-        raise CalibrationError(
-            f"{path}:{error.lineno}:{error.colno}: not whole JSON (cut short?): {error.msg}"
-        ) from None
-    except ValueError as error:
-        raise CalibrationError(f"{path}: not readable JSON: {error}") from None
 
 
 def subfolders(folder: Path) -> list[str]:
