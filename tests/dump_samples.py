@@ -1,6 +1,6 @@
 """Rollout dumps and traces as the projects write them: the same keys in the same order, by the same calls where plain.
 
-Sources and versions stand beside the importers (`rlsim/trace/importers`).
+Sources and versions stand in data/layouts.yaml.
 """
 
 from __future__ import annotations
@@ -175,10 +175,6 @@ TABLES = {
     "burstgpt 3": "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
                   "19440110.0,1722ac82-0a46-4bf0-aa08-89794e7a2b3f,43,GPT-4,906,446,1352,Conversation log\n"
                   "19440161.0,,2,ChatGPT,36,29,65,API log\n",
-    "vidur": "arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,300,100\n1.5,200,50\n",
-    "vidur total": "num_total_tokens,pd_ratio,arrived_at\n400,3,0.0\n250,4,1.5\n",
-    "histogram": "response_tokens,count\n10,1\n20,2\n40,1\n",
-    "cdf": "task,length,cdf\na,10,0.0\na,100,0.9\nb,10,0.0\nb,30,1.0\n",
 }  # fmt: skip
 MOONCAKE = [
     {"timestamp": 3000 * i, "input_length": 100 + i, "output_length": 50 + i, "hash_ids": [i]} for i in range(4)

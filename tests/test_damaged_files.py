@@ -54,7 +54,6 @@ from rlsim.models.model import load_model
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
 from rlsim.trace.importers import import_trace
-from rlsim.trace.importers.tables import from_cdf
 
 ROOT = Path(__file__).resolve().parents[1]
 HUGE = 10**400  # a whole number that no float holds
@@ -530,14 +529,6 @@ def test_dumps_with_values_of_other_kinds(tmp_path: Path) -> None:
     (tmp_path / "0.pt").unlink()
     with pytest.raises(TraceError, match=r"0\.pt"):
         import_trace(dumps.pt_file(tmp_path / "0.pt", b"\x80\x02]q\x00(K\x01"))
-
-
-def test_a_cdf_with_a_task_left_out(tmp_path: Path) -> None:
-    (tmp_path / "cdf.csv").write_text("length,cdf,task\n10,0.2,math\n200,0.9,\n900,1.0,\n")
-    assert len(import_trace(tmp_path / "cdf.csv", rows=10)) == 20
-    for blank in (" ", "nan"):
-        columns = {"length": [10.0, 50.0], "cdf": [0.5, 1.0], "task": pd.array(["math", blank], "str")}
-        assert len(from_cdf(pd.DataFrame(columns), tmp_path / "c.csv", 10, str, [])) == 20
 
 
 def test_lists_in_a_column_and_versions_that_are_no_folder(tmp_path: Path) -> None:

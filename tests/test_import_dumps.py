@@ -30,7 +30,7 @@ from dump_samples import (
 from rlsim.errors import TraceError
 from rlsim.trace import Trace
 from rlsim.trace.importers import import_trace
-from rlsim.trace.importers.collect import epochs
+from rlsim.trace.importers.dumps import epochs
 
 
 def column(trace: Trace, name: str) -> list[Any]:

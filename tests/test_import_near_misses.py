@@ -194,4 +194,4 @@ def test_help_names_every_format() -> None:
     from rlsim.cli.trace import FORMAT_NAMES
 
     assert sorted(FORMAT_NAMES.split(", ")) == sorted(FORMATS)
-    assert {dump.name for dump in DUMPS} <= set(FORMATS)
+    assert {dump.format for dump in DUMPS} <= set(FORMATS)

@@ -30,8 +30,6 @@ def saved(folder: Path, text: str, name: str = "t.csv") -> Path:
         ("azure 2025", [100, 900], [5, 6], [0.0, 2.0]),
         ("burstgpt", [472, 417], [18, 276], [0.0, 105.5]),
         ("burstgpt 3", [906, 36], [446, 29], [0.0, 51.0]),
-        ("vidur", [300, 200], [100, 50], [0.0, 1.5]),
-        ("vidur total", [300, 200], [100, 50], [0.0, 1.5]),
         ("mooncake", [100, 101, 102, 103], [50, 51, 52, 53], [0.0, 3.0, 6.0, 9.0]),
     ],
 )
@@ -48,11 +46,9 @@ def test_tables(tmp_path: Path, layout: str, prompts: list[int], responses: list
     assert ("1 requests without a response (failed) are left out" in notes) == left_out
 
 
-def test_tasks_of_burstgpt_and_a_table_without_arrivals(tmp_path: Path) -> None:
+def test_tasks_of_burstgpt(tmp_path: Path) -> None:
     trace = import_trace(saved(tmp_path, TABLES["burstgpt"]))
     assert trace.frame["task"].tolist() == ["ChatGPT Conversation log", "GPT-4 API log"]
-    bare = import_trace(saved(tmp_path, "num_prefill_tokens,num_decode_tokens,num_total_tokens\n300,100,400\n"))
-    assert "arrival_s" not in bare.frame
 
 
 @cases("import_near_misses", "tables")
@@ -60,7 +56,7 @@ def test_near_misses(tmp_path: Path, layout: str, old: str, new: str, message: s
     assert old in TABLES[layout]
     text = TABLES[layout].replace(old, new)
     with pytest.raises(TraceError, match=message):
-        import_trace(saved(tmp_path, text), format="vidur" if "num_decode_tokens" in text else None)
+        import_trace(saved(tmp_path, text))
 
 
 @cases("import_near_misses", "columns")
@@ -97,16 +93,6 @@ def test_lists_of_tokens_are_counted(tmp_path: Path) -> None:
     frame = import_trace(path, columns=columns).frame
     assert frame["response_tokens"].tolist() == [4, 6]
     assert frame["prompt_id"].nunique() == 1
-
-
-def test_histogram_and_cdf(tmp_path: Path) -> None:
-    trace = import_trace(saved(tmp_path, TABLES["histogram"]), rows=100)
-    assert np.unique(trace.response_tokens, return_counts=True)[1].tolist() == [25, 50, 25]
-    trace = import_trace(saved(tmp_path, TABLES["cdf"]), rows=100)
-    first = trace.frame[trace.frame.task == "a"]
-    assert first.capped.sum() == 10
-    assert set(first.response_tokens[first.capped]) == {100}
-    assert not trace.frame[trace.frame.task == "b"].capped.any()
 
 
 def test_a_trace_without_sample_id_hears_of_the_import(tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ app = typer.Typer(
 
 #: Those of `rlsim.trace.importers.FORMATS`, spelled out so that --help does not load it.
 FORMAT_NAMES = (
-    "parquet, csv, jsonl, areal, verl, verl-metrics, nemo-rl, slime, trl, roll, servegen, mooncake, vidur, azure, "
-    "burstgpt, histogram, cdf"
+    "parquet, csv, jsonl, areal, verl, verl-metrics, nemo-rl, slime, trl, roll, servegen, mooncake, azure, burstgpt"
 )
 IN_HELP = "Parquet, CSV, JSON Lines (also .gz) or .pt file, folder, or quoted glob."
 FORMAT_HELP = f"One of {FORMAT_NAMES}; by default recognised."

@@ -1,27 +1,21 @@
-"""AReaL's trajectory dumps (`rollout.dump_to_file`), joined with its session traces (`perf_tracer.session_tracer`).
-
-Read from inclusionAI/AReaL at 4aef98d (1.0.4): `areal/infra/workflow_executor.py` (`_dump_trajectory`) writes
-`rollout/<version>/<task_id>.jsonl` with task_id, sample_idx, seqlen, prompt_len, head_version, tail_version, reward,
-prompt, completion, where prompt_len is seqlen less the tokens under the loss mask; `areal/utils/perf_tracer.py`
-(`SessionRecord`) writes `session_tracer/<role>/sessions-r<rank>.jsonl` with task_id, session_id, rank, status,
-submit_ts, total_s, generate_s, reward_s and phases. Sessions hold times and no lengths.
-"""
+"""AReaL's trajectory dumps, joined with the times of its session traces, which hold no lengths."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
-from rlsim.trace.importers.dumps import NOT_TOLD, Dump, Tally
+from rlsim.trace.importers.dumps import Dump, Fields, Tally
 from rlsim.trace.importers.rows import Row, file_rows
 
 
-def _trajectory(row: Row, tally: Tally) -> Mapping[str, Any]:
+def areal(row: Row, tally: Tally) -> Fields:
+    """Lengths, and the newest version of the weights as the step."""
     total, prompt = row.whole("seqlen", 1), row.whole("prompt_len")
     if prompt >= total:
         raise row.fail(f"prompt_len {prompt} leaves nothing of seqlen {total} for the response")
@@ -29,21 +23,6 @@ def _trajectory(row: Row, tally: Tally) -> Mapping[str, Any]:
     if tail > head:
         tally["{n} responses are of tasks that more than one version of the weights generated"] += 1
     return {"step": tail, "prompt_tokens": prompt or None, "response_tokens": total - prompt}
-
-
-DUMPS = (
-    Dump(
-        "areal", "AReaL's trajectory dump",
-        ("task_id", "sample_idx", "seqlen", "prompt_len", "head_version", "tail_version", "reward", "prompt"),
-        {"prompt": "prompt", "group": "task_id", "reward": "reward"}, _trajectory,
-        notes=("steps are the newest version of the weights a task was generated with (tail_version)", NOT_TOLD),
-    ),
-    Dump(
-        "areal", "AReaL's session trace", ("task_id", "session_id", "rank", "submit_ts", "status"),
-        refused="AReaL's session trace holds times and no lengths. Import the trial's folder, in which its dump of "
-        "trajectories (rollout.dump_to_file) lies under rollout/: the sessions' times are joined to it",
-    ),
-)  # fmt: skip
 
 
 def trial_files(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -61,8 +40,8 @@ def with_sessions(dump: Dump, files: Sequence[Path]) -> tuple[Dump, Callable[[pd
     """
     keys: list[tuple[int, int]] = []
 
-    def more(row: Row, tally: Tally) -> Mapping[str, Any]:
-        fields = _trajectory(row, tally)
+    def more(row: Row, tally: Tally) -> Fields:
+        fields = areal(row, tally)
         keys.append((row.whole("task_id"), row.whole("sample_idx")))
         return fields
 

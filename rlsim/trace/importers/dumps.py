@@ -1,58 +1,50 @@
-"""What a rollout dump's importer is: the keys that tell it, which keys hold what, and how its files are read."""
+"""Rollout dumps: rows of one response each become columns of rlsim's schema. A `Dump` is a row of data/layouts.yaml."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from rlsim.errors import TraceError
-from rlsim.trace.importers.collect import Collector, Response
 from rlsim.trace.importers.rows import Row, file_rows
 from rlsim.trace.importers.tokens import TokenCounter
 
-#: What is said of dumps that do not tell which responses were cut.
-NOT_TOLD = "which responses were cut is not in the dump: with a cap, those that reach it count as cut"
 #: Counts what has to be said: sentences with `{n}` for the count.
 Tally = Counter[str]
-#: Fields of a `Response` that take more than one key of the row; None leaves the response out.
-More = Callable[[Row, Tally], Mapping[str, Any] | None]
-
+#: A response as a dump states it, by field: `step`; `prompt`, which identifies the prompt (its text, or what stands for
+#: it), and `group`, the samples drawn together; `prompt_text` and `response_text` where a dump has texts instead of
+#: lengths; and `_COLUMNS` (tokens, s). What is not known is left out.
+Fields = Mapping[str, Any]
+_COLUMNS = ("prompt_tokens", "response_tokens", "reward", "correct", "capped", "finish_reason", "task", "arrival_s",
+            "reward_time_s")  # fmt: skip
 _READ: dict[str, Callable[[Row, str], Any]] = {
     "step": Row.whole, "group": Row.whole, "prompt": Row.text, "prompt_text": Row.text, "response_text": Row.text,
     "reward": Row.number,
 }  # fmt: skip
+_MOST_TEXTS, _MOST_CHARACTERS = 512, 4_000_000  # tokenized at a time
 
 
 @dataclass(frozen=True)
 class Dump:
-    """A project's dump: its format's name, the keys every row has, how rows are read, and what is always to be said.
+    """A project's dump, with the keys of its row in data/layouts.yaml; `more` returns None to leave a response out."""
 
-    `columns` maps fields of `Response` to the keys that hold them (one with a `response_text` holds no lengths, so that
-    a tokenizer is needed), and `more` gives the others. `rows` reads a file as rows of one response each. `repeats`: a
-    step's rows may be written again with the next. `refused` says why there is no trace in it.
-    """
-
-    name: str
-    project: str
+    format: str
+    of: str
     needs: tuple[str, ...]
     columns: Mapping[str, str] = field(default_factory=dict)
-    more: More | None = None
+    more: Callable[[Row, Tally], Fields | None] | None = None
     notes: tuple[str, ...] = ()
     rows: Callable[[Path, str], Iterator[Row]] = file_rows
     repeats: bool = False
     refused: str = ""
-
-    def response(self, row: Row, tally: Tally) -> Response | None:
-        """The response of a row; None if it is left out."""
-        more = self.more(row, tally) if self.more else {}
-        if more is None:
-            return None
-        return Response(**{name: _READ[name](row, key) for name, key in self.columns.items()}, **more)
 
 
 def read_dump(
@@ -71,10 +63,10 @@ def read_dump(
     if dump.refused:
         raise TraceError(f"{where}: {dump.refused}")
     counted = "response_text" in dump.columns and "response_tokens" not in columns
-    notes, counter = [dump.project, *dump.notes], None
+    notes, counter = [dump.of, *dump.notes], None
     if counted and tokenizer is None:
         raise TraceError(
-            f"{where}: {dump.project} holds texts and no token counts, and rlsim guesses no lengths. Give the model's "
+            f"{where}: {dump.of} holds texts and no token counts, and rlsim guesses no lengths. Give the model's "
             "tokenizer (--tokenizer PATH, its tokenizer.json or local folder; nothing is downloaded), or a key that "
             "holds lengths if yours has one (--column response_tokens=KEY). Without either, the run's metric log still "
             "gives lengths that are derived from its means (docs/traces.md)"
@@ -87,11 +79,165 @@ def read_dump(
         )
     elif tokenizer is not None:
         notes.append("the dump holds lengths: the tokenizer was not used")
-    collector = Collector(columns, counter, cap_tokens, repeats=dump.repeats)
+    collector = _Collector(columns, counter, cap_tokens, dump.repeats)
     for file in files:
-        for row in dump.rows(file, dump.project):
-            response = dump.response(row, collector.tally)
-            if response is not None:
-                collector.add(response, row)
-    frame, places, said = collector.frame()
-    return frame, places, [*notes, *said]
+        for row in dump.rows(file, dump.of):
+            more = dump.more(row, collector.tally) if dump.more else {}
+            if more is not None:
+                collector.add({name: _READ[name](row, key) for name, key in dump.columns.items()} | dict(more), row)
+    frame, said = collector.frame()
+    return frame, collector.places, [*notes, *said]
+
+
+class _Collector:
+    """Takes responses one by one and keeps only numbers, so that a dump of any size passes through.
+
+    `asked` maps a column of rlsim's schema to a key of the dump's rows and comes before what the layout says.
+    Responses of no tokens are left out, with `repeats` also those whose texts stood at the same place of the step
+    before.
+    """
+
+    def __init__(
+        self, asked: Mapping[str, str], tokenizer: TokenCounter | None, cap_tokens: int | None, repeats: bool
+    ) -> None:
+        self._asked, self._tokenizer, self._cap, self._repeats = dict(asked), tokenizer, cap_tokens, repeats
+        self.tally: Tally = Counter()
+        self.places: list[tuple[Path, str]] = []
+        self._values: dict[str, list[Any]] = {name: [] for name in dict.fromkeys((*_COLUMNS, *asked))}
+        self._step: list[int] = []
+        self._prompt: list[int] = []  # a code of each response's prompt
+        self._codes: dict[tuple[str, int], int] = {}
+        self._groups: dict[tuple[int, str], dict[str, int]] = {}
+        self._texts_of_step: list[list[str]] = [[], []]  # digests of the step before and of this one
+        self._step_read: int | None = None
+        self._prompt_lengths: dict[int, int] = {}
+        self._texts: list[tuple[bool, int, str]] = []  # of a response?, its row or the prompt's code, the text
+        self._characters = 0
+
+    def add(self, fields: dict[str, Any], row: Row) -> None:
+        if self._repeats and self._repeated(fields):
+            self.tally["{n} responses are left out that were logged again with a later step"] += 1
+            return
+        given = {ours: row.get(theirs) for ours, theirs in self._asked.items()}
+        if "response_tokens" in given:
+            fields |= {"response_text": None, "response_tokens": given["response_tokens"]}
+        length, empty = fields.get("response_tokens"), fields.get("response_text") == ""
+        if length is None and empty and self._tokenizer is not None:
+            self.tally["{n} responses are empty texts: they ended at once, and count as one token"] += 1
+            fields["response_tokens"] = 1
+        elif length == 0 or (length is None and empty):
+            self.tally["{n} responses of no tokens (aborted, or failed) are left out"] += 1
+            return
+        if "prompt_id" in given:
+            fields |= {"prompt": str(given["prompt_id"]), "group": None}
+        code = self._code(fields)
+        if self._tokenizer is not None:
+            self._wait(len(self._step), code, fields)
+        for name, values in self._values.items():
+            values.append(given[name] if name in given else fields.get(name))
+        self._prompt.append(code)
+        self._step.append(fields["step"])
+        self.places.append((row.file, row.place))
+        if len(self._texts) >= _MOST_TEXTS or self._characters >= _MOST_CHARACTERS:
+            self._tokenize()
+
+    def _repeated(self, fields: Fields) -> bool:
+        if fields["step"] != self._step_read:
+            self._step_read, self._texts_of_step = fields["step"], [self._texts_of_step[1], []]
+        before, now = self._texts_of_step
+        now.append(_digest(f"{fields['prompt_text']}\0{fields['response_text']}"))
+        return len(now) <= len(before) and before[len(now) - 1] == now[-1]
+
+    def _code(self, fields: Fields) -> int:
+        """A code of the prompt. Two groups of one step with the same text (images differ, say) are two prompts."""
+        turn, step, prompt, group = 0, fields["step"], fields.get("prompt"), fields.get("group")
+        if prompt is None:
+            name = f"step {step}, {f'response {len(self._step)}' if group is None else group}"
+        else:
+            name = prompt if "prompt_id" in self._asked else _digest(prompt)
+            if group is not None:
+                groups = self._groups.setdefault((step, name), {})
+                turn = groups.setdefault(str(group), len(groups))
+        return self._codes.setdefault((name, turn), len(self._codes))
+
+    def _wait(self, index: int, code: int, fields: Fields) -> None:
+        """Texts to be tokenized."""
+        prompt, response = fields.get("prompt_text") or "", fields.get("response_text") or ""
+        if prompt and "prompt_tokens" not in self._asked and code not in self._prompt_lengths:
+            self._prompt_lengths[code] = 0
+            self._texts.append((False, code, prompt))
+        if response:
+            self._texts.append((True, index, response))
+        self._characters += len(prompt) + len(response)
+
+    def _tokenize(self) -> None:
+        if self._tokenizer is None or not self._texts:
+            return
+        counts = self._tokenizer.count([text for *_, text in self._texts])
+        for (of_response, index, _), count in zip(self._texts, counts, strict=True):
+            if not of_response:
+                self._prompt_lengths[index] = count
+                continue
+            if self._cap is not None and count > self._cap:
+                self.tally[
+                    f"{{n}} responses are longer than the cap of {self._cap} tokens when tokenized again (decoding "
+                    "does not always round-trip): taken as cut there"
+                ] += 1
+            self._values["response_tokens"][index] = max(1, min(count, self._cap or count))
+        self._texts, self._characters = [], 0
+
+    def frame(self) -> tuple[pd.DataFrame, list[str]]:
+        """The columns of rlsim's schema that something filled, and what has to be said."""
+        self._tokenize()
+        prompt = np.array(self._prompt, np.int64)
+        if any(self._prompt_lengths.values()):
+            self._values["prompt_tokens"] = [self._prompt_lengths.get(code) or None for code in self._prompt]
+        columns: dict[str, Any] = {
+            name: pd.Series(values, dtype=object)
+            for name, values in self._values.items()
+            if any(value is not None for value in values)
+        }
+        notes = [text.format(n=f"{count:,}") for text, count in self.tally.items()]
+        judged = columns.get("correct", ()) if "correct" not in self._asked else ()
+        if any(v is not None and not (isinstance(v, bool | int | float) and v in (0, 1)) for v in judged):
+            notes.append("the dump's correctness is not 0 or 1 in every row: left out")
+            del columns["correct"]
+        names = [name if turn == 0 else f"{name}-{turn}" for name, turn in self._codes]
+        columns["prompt_id"] = np.array(names, dtype=object)[prompt] if len(prompt) else []
+        epoch = epochs(self._step, prompt)
+        columns.setdefault("epoch", epoch)
+        frame = pd.DataFrame(columns)
+        if "sample_id" not in frame:
+            frame["sample_id"] = pd.DataFrame({"p": prompt, "e": epoch}).groupby(["p", "e"]).cumcount()
+        steps, passes = len(set(self._step)), int(epoch.max(initial=0)) + 1
+        if passes > 1:
+            notes.append(f"{steps:,} steps in {passes} epochs: one begins where most prompts of a step come again")
+        elif steps > 1:
+            notes.append(f"{steps:,} steps, one epoch: in no step do most prompts come again")
+        if 1 < len(self._step) == len(self._codes):
+            notes.append("no two responses share a prompt: how alike those of one prompt are is not known")
+        return frame, notes
+
+
+def epochs(step: Sequence[int], prompt: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The epoch (from 0) of every response, of shape (responses,) like `step` and `prompt`.
+
+    Dumps name steps, not epochs: in the order of steps a new one begins where more than half of a step's prompts have
+    been seen in the current epoch. Single prompts that a data set holds twice therefore begin none.
+    """
+    steps = np.asarray(step, np.int64)
+    result = np.zeros(len(steps), np.int64)
+    order = np.argsort(steps, kind="stable")
+    seen: set[int] = set()
+    epoch = 0
+    for part in np.split(order, np.flatnonzero(np.diff(steps[order])) + 1):
+        prompts = set(prompt[part].tolist())
+        if 2 * len(prompts & seen) > len(prompts):
+            epoch, seen = epoch + 1, set()
+        seen |= prompts
+        result[part] = epoch
+    return result
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,32 +1,23 @@
-"""Rollout dumps of RL frameworks: what tells each, which of its keys hold what, and what takes more than one key.
-
-Fields were read in the projects' sources, at the commits and versions named below.
-"""
+"""What takes more than one key of a row of a framework's dump: functions that data/layouts.yaml names."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlsim.base.tables import parse_json
 from rlsim.errors import TraceError
-from rlsim.trace.importers.dumps import NOT_TOLD, Dump, Tally
+from rlsim.trace.importers.dumps import Fields, Tally
 from rlsim.trace.importers.rows import Row, file_rows, is_number
 from rlsim.trace.importers.safe_pickle import load_torch
 
-Fields = Mapping[str, Any]
-
-# --- veRL: `trainer.rollout_data_dir` (and `validation_data_dir`), a file `<step>.jsonl` each.
-# Read from verl-project/verl, `verl/trainer/ppo/ray_trainer.py` (`_dump_generations`, `_write_generations`) and
-# `verl/trainer/ppo/v1/trainer_base.py` at 1dda039 (0.10.0.dev), and v0.4.0 to v0.7.0, where `gts` came with 0.5. Every
-# row has input, output, score and step; gts, request_id or uid, and whatever the reward function returned (acc of the
-# DAPO and naive reward managers) may stand beside them. Texts are decoded without special tokens.
+# veRL -----------------------------------------------------------------------------------------------------------------
 
 
-def _verl(row: Row, _: Tally) -> Fields:
+def verl(row: Row, _: Tally) -> Fields:
     """The group is the prompt's part of a uid `{sample}_{rollout}_{output}`, as trainer v1 writes it."""
     uid = row.values.get("uid")
     parts = uid.rsplit("_", 2) if isinstance(uid, str) else []
@@ -34,16 +25,13 @@ def _verl(row: Row, _: Tally) -> Fields:
     return {"group": group, "correct": row.values.get("acc")}
 
 
-# --- TRL: `log_completions=True` of GRPO and RLOO, `completions/completions_<step>.parquet` or the table.
-# Read from huggingface/trl, `trl/trainer/grpo_trainer.py` and `rloo_trainer.py` at f2cd577 (1.10.0.dev0), v1.0.0 and
-# v0.15.0 to v0.26.0: step (text until 0.26), prompt, completion, one column per reward function under its name, columns
-# of `log_extra`, and advantage (since 0.19); 0.15 had reward. Texts are decoded without special tokens. The table is
-# that of the last batch generated, so that a batch which serves several steps is written with each of them.
+# TRL ------------------------------------------------------------------------------------------------------------------
 
 _TRL_FIXED = ("step", "prompt", "completion", "advantage", "image", "images")
 
 
-def _trl_rows(path: Path, project: str) -> Iterator[Row]:
+def trl_rows(path: Path, project: str) -> Iterator[Row]:
+    """Rows with the step as a number, which is text until TRL 0.26."""
     for row in file_rows(path, project):
         step = row.values.get("step")
         if isinstance(step, str) and step.isdigit():
@@ -51,7 +39,7 @@ def _trl_rows(path: Path, project: str) -> Iterator[Row]:
         yield row
 
 
-def _trl(row: Row, tally: Tally) -> Fields:
+def trl(row: Row, tally: Tally) -> Fields:
     """The reward, or the value of the only reward function; of several the weights are not known."""
     if "reward" in row.values:
         return {"reward": row.number("reward")}
@@ -63,14 +51,10 @@ def _trl(row: Row, tally: Tally) -> Fields:
     return {"reward": row.number(found[0]) if len(found) == 1 else None}
 
 
-# --- NeMo-RL: `train_data_step<N>.jsonl` in the logger's folder, one line per response.
-# Read from NVIDIA-NeMo/RL at 7ea279a and v0.3.0 to v0.7.0: `nemo_rl/algorithms/grpo.py` and `grpo_sync.py` write
-# content, rewards, input_lengths, generation_logprobs and prev_logprobs, since v0.6.0 also token_ids, token_loss_mask,
-# sample_loss_mask and advantages, through `nemo_rl/utils/logger.py` (`log_batched_dict_as_jsonl`), which makes every
-# value a list of one and adds idx. `val_data_step<N>.jsonl` has content and rewards alone.
+# NeMo-RL --------------------------------------------------------------------------------------------------------------
 
 
-def _nemo_rows(path: Path, project: str) -> Iterator[Row]:
+def nemo_rows(path: Path, project: str) -> Iterator[Row]:
     """Rows with the one element of the list that the logger makes of every value but idx."""
     for row in file_rows(path, project):
         for key, value in row.values.items():
@@ -79,7 +63,8 @@ def _nemo_rows(path: Path, project: str) -> Iterator[Row]:
         yield row.having({k: v[0] if k != "idx" and isinstance(v, list) else v for k, v in row.values.items()})
 
 
-def _nemo(row: Row, tally: Tally) -> Fields:
+def nemo(row: Row, tally: Tally) -> Fields:
+    """Lengths under the loss mask, or before 0.6 from the first log-prob of generation on."""
     total = row.whole("input_lengths", 1)
     if "token_loss_mask" in row.values:
         mask = _nemo_numbers(row, "token_loss_mask", total)
@@ -121,16 +106,11 @@ def _nemo_prompt(row: Row) -> str | None:
     return repr(messages[: 1 + len(messages) % 2])
 
 
-# --- ROLL: `rollout_dump_dir` of RLVR pipelines, and `save_logging_board_dir`.
-# Read from alibaba/ROLL at 8eb27cc (0.3.0). `roll/pipeline/rlvr/utils.py` writes `rollout_dump_data.step_<N>.jsonl`,
-# one line per step with a list per column: global_step, responses, scores, sampling_params and what the data set has of
-# id, source, difficulty, prompt, messages, ground_truth, tag, domain; responses are decoded without special tokens.
-# `roll/pipeline/rlvr/rlvr_pipeline.py` writes `data_<time>.jsonl`, one line per response with prompt, response,
-# response_tokens (the tokens as text, padded), new_response_mask, logprobs, reward and step. Agentic pipelines dump
-# trajectory_data, messages, tools and exp_name: of lengths only means over a trajectory's steps.
+# ROLL -----------------------------------------------------------------------------------------------------------------
 
 
-def _roll_rows(path: Path, project: str) -> Iterator[Row]:
+def roll_rows(path: Path, project: str) -> Iterator[Row]:
+    """Rows of one response each, of lines that hold a step with a list per column."""
     for row in file_rows(path, project):
         count = len(row.items("responses"))
         for key, value in row.values.items():
@@ -140,7 +120,8 @@ def _roll_rows(path: Path, project: str) -> Iterator[Row]:
             yield row.having({key: value[i] for key, value in row.values.items()}, f", response {i + 1}")
 
 
-def _roll(row: Row, tally: Tally) -> Fields:
+def roll(row: Row, tally: Tally) -> Fields:
+    """The prompt, which may be messages; the task; and the cap, which is only told."""
     try:
         settings: Any = parse_json(row.text("sampling_params"))
     except ValueError:
@@ -163,7 +144,8 @@ def _roll_text(value: Any) -> str | None:
     return None if value is None else str(value) or None
 
 
-def _roll_board(row: Row, _: Tally) -> Fields:
+def roll_board(row: Row, _: Tally) -> Fields:
+    """The length under the response's mask."""
     mask = row.items("new_response_mask")
     if not all(isinstance(one, bool) or is_number(one) for one in mask):
         raise row.fail("new_response_mask should be a list of 0 and 1")
@@ -173,16 +155,13 @@ def _roll_board(row: Row, _: Tally) -> Fields:
     return {"response_tokens": length}
 
 
-# --- slime: `--save-debug-rollout-data PATH` or `--dump-details`, a file of `torch.save` per rollout.
-# Read from THUDM/slime at 624b824 (0.3.1) and v0.1.0 to v0.3.0: `slime/observability/rollout_data_utils.py` saves
-# {"rollout_id", "samples"}, a sample being `slime/utils/types.py` `Sample.to_dict()` with index, group_index (since
-# 0.2), prompt, tokens, response, response_length, label, reward, loss_mask, status, metadata and more. `tokens` holds
-# prompt and response. Loaded by `safe_pickle`, which runs nothing.
+# slime ----------------------------------------------------------------------------------------------------------------
 
 _STATUS = ("pending", "completed", "truncated", "aborted", "failed")
 
 
-def _slime_rows(path: Path, project: str) -> Iterator[Row]:
+def slime_rows(path: Path, project: str) -> Iterator[Row]:
+    """The samples of a rollout, with its number as their step; `load_torch` runs nothing."""
     loaded = load_torch(path)
     if not isinstance(loaded, dict) or not {"rollout_id", "samples"} <= set(loaded):
         got = f"a {type(loaded).__name__}"
@@ -197,7 +176,8 @@ def _slime_rows(path: Path, project: str) -> Iterator[Row]:
         yield Row(path, f"sample {number}", {**sample, "_step": loaded["rollout_id"]}, project)
 
 
-def _slime(row: Row, tally: Tally) -> Fields | None:
+def slime(row: Row, tally: Tally) -> Fields | None:
+    """Everything about a completed or truncated sample; others are left out."""
     status = row.text("status")
     if status not in _STATUS:
         raise row.fail(f"status should be one of {', '.join(_STATUS)} (got {status!r})")
@@ -244,49 +224,3 @@ def _slime_reward(row: Row, tally: Tally) -> tuple[float | None, Any]:
         tally[f"{{n}} rewards are dictionaries without score ({', '.join(map(str, reward))}): left out"] += 1
         score = None
     return score, reward.get("acc")
-
-
-SLIME = Dump(
-    "slime", "slime's rollout", ("index", "prompt", "tokens", "response_length", "status", "reward"),
-    {"step": "_step"}, _slime, rows=_slime_rows,
-)  # fmt: skip
-DUMPS = (
-    Dump(
-        "verl", "veRL's dump of generations", ("input", "output", "score", "step"),
-        {"prompt": "input", "step": "step", "prompt_text": "input", "response_text": "output", "reward": "score"},
-        _verl, notes=(NOT_TOLD, "of several turns the text of tools stands between, and counts"),
-    ),
-    *(
-        Dump("nemo-rl", "NeMo-RL's training data", ("input_lengths", "rewards", tells_response, "idx"),
-             {"reward": "rewards"}, _nemo, notes=(NOT_TOLD,), rows=_nemo_rows)
-        for tells_response in ("token_loss_mask", "generation_logprobs")
-    ),
-    Dump(
-        "nemo-rl", "NeMo-RL's validation data", ("content", "rewards", "idx"),
-        refused="NeMo-RL's validation data (val_data_step<N>.jsonl) holds messages and rewards and no lengths; import "
-        "train_data_step<N>.jsonl",
-    ),
-    SLIME,
-    Dump(
-        "trl", "TRL's table of completions", ("step", "prompt", "completion"),
-        {"prompt": "prompt", "step": "step", "prompt_text": "prompt", "response_text": "completion"},
-        _trl, rows=_trl_rows, repeats=True,
-        notes=(NOT_TOLD, "TRL writes the last batch before each logging: with logging_steps above 1 steps are missing"),
-    ),
-    Dump(
-        "roll", "ROLL's rollout dump", ("global_step", "responses", "scores", "sampling_params"),
-        {"step": "global_step", "response_text": "responses", "reward": "scores"},
-        _roll, rows=_roll_rows,
-        notes=("prompt lengths are those of the data set's prompt, without what a chat template adds", NOT_TOLD),
-    ),
-    Dump(
-        "roll", "ROLL's logging board", ("new_response_mask", "response_tokens", "logprobs", "reward", "step"),
-        {"step": "step", "prompt": "prompt", "reward": "reward"},
-        _roll_board, notes=("prompts are dumped with their padding: their lengths are left out",),
-    ),
-    Dump(
-        "roll", "ROLL's dump of agentic trajectories", ("trajectory_data", "messages", "tools", "exp_name"),
-        refused="ROLL's dump of agentic trajectories keeps no length of a response, only means over the steps of a "
-        "trajectory (length_info); there is no trace in it",
-    ),
-)  # fmt: skip

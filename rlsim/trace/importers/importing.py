@@ -16,8 +16,11 @@ from rlsim.trace.files import CSV, PARQUET, absorb_source, ends, read_table, ste
 from rlsim.trace.importers import areal, layouts, servegen
 from rlsim.trace.importers.dumps import Dump, read_dump
 from rlsim.trace.importers.layouts import DUMPS, FILES, FORMATS, KINDS
-from rlsim.trace.importers.tables import COUNTS, TABLES, RowName, from_cdf, from_histogram, made_row, read_known
+from rlsim.trace.importers.tables import RowName, read_known
 from rlsim.trace.schema import BY_NAME, Trace, TraceMeta, check_names, make_trace
+
+#: Columns that say how many responses a row of lengths stands for.
+_COUNTS = {"expected_requests", "count", "counts", "requests", "frequency"}
 
 
 def import_trace(
@@ -36,16 +39,16 @@ def import_trace(
     `columns` maps a column of the schema to the file's, such as {"response_tokens": "output_len"}. `format` is one of
     `FORMATS`; by default the file's name tells Parquet, CSV or JSON Lines and its columns tell the layout. The files of
     a folder are one trace. `tokenizer` is a local tokenizer.json, or a folder with one, for dumps that hold texts and
-    no lengths. Rows without a prompt id are prompts of their own, and samples are numbered as they come. Distributions
-    (histogram, CDF, ServeGen's clients) become `rows` equally likely lengths. `cap_tokens` is the cap the lengths were
-    sampled under. What was assumed stands in the trace's notes. Raises `TraceError` with file and row.
+    no lengths. Rows without a prompt id are prompts of their own, and samples are numbered as they come. ServeGen's
+    distributions become `rows` equally likely requests. `cap_tokens` is the cap the lengths were sampled under. The
+    trace's notes say what was assumed. Raises `TraceError` with file and row.
     """
     path, columns = Path(path), dict(columns or {})
     _check_names(path, format, columns)
     notes: list[str] = []
     meta = TraceMeta(name=stem(path, FILES).replace("*", "").strip("-_.") or "trace")
     clients = servegen.datasets(path) if format in (None, "servegen") else []
-    row_name: RowName = made_row
+    row_name: RowName = _made_row
     if clients:
         frame = servegen.read_servegen(clients, path, rows, notes)
     elif format == "servegen":
@@ -59,7 +62,7 @@ def import_trace(
         if dump is not None:
             frame, row_name = _dumped(dump, files, sessions, path, columns, tokenizer, cap_tokens, notes)
         else:
-            frame, meta, row_name = _table(files, path, format, columns, notes, rows)
+            frame, meta, row_name = _table(files, path, format, columns, notes)
     given = {"cap_tokens": cap_tokens, "name": name, "source": source}
     meta = meta.model_copy(update={key: value for key, value in given.items() if value})
     frame, meta = absorb_source(frame, meta)
@@ -110,8 +113,13 @@ def _dumped(
     return join(frame, notes) if join else frame, row_name
 
 
+def _made_row(index: int) -> str:
+    """The name of a row that was computed rather than read."""
+    return f"made-up row {index + 1}"
+
+
 def _table(
-    files: Sequence[Path], path: Path, wanted: str | None, columns: dict[str, str], notes: list[str], rows: int
+    files: Sequence[Path], path: Path, wanted: str | None, columns: dict[str, str], notes: list[str]
 ) -> tuple[pd.DataFrame, TraceMeta, RowName]:
     """The rows of a table under the names of rlsim's schema, as `columns` or the layout it is recognised by map them.
 
@@ -119,7 +127,7 @@ def _table(
     """
     first = files[0]
     if len(files) > 1:
-        known = ", ".join(sorted({dump.name for dump in DUMPS}))
+        known = ", ".join(sorted({dump.format for dump in DUMPS}))
         raise TraceError(
             f"{path}: {len(files)} files, such as {first.name}, of no layout that a folder may hold ({known}, "
             "servegen); import one file"
@@ -129,30 +137,13 @@ def _table(
         kind = "jsonl" if wanted == "mooncake" else "csv"  # usual in that layout, where the name does not tell
     frame, meta, row_name = read_table(first, kind)
     notes[:0] = meta.notes
-    frame, row_name = _recognised(frame, first, wanted, columns, row_name, notes, rows)
-    return _renamed(frame, columns, first), meta, row_name
-
-
-def _recognised(
-    frame: pd.DataFrame, path: Path, wanted: str | None, columns: dict[str, str], row_name: RowName,
-    notes: list[str], rows: int,
-) -> tuple[pd.DataFrame, RowName]:  # fmt: skip
-    """Recognises a table by its columns and fills in the mapping that goes with it (the caller's comes first)."""
     names = {str(c) for c in frame.columns}
-    if "response_tokens" in columns or (wanted is None and "response_tokens" in names and not names & set(COUNTS)):
-        return frame, row_name
-    if wanted in (None, "histogram") and "response_tokens" in names and names & set(COUNTS):
-        return from_histogram(frame, path, rows, row_name, notes), made_row
-    if wanted in (None, "cdf") and {"length", "cdf"} <= names:
-        return from_cdf(frame, path, rows, row_name, notes), made_row
-    found = [table for table in TABLES if set(table.needs) <= names and wanted in (None, table.name)]
-    if found:
-        return read_known(found[0], frame, path, row_name, columns, notes)
-    if wanted is None or wanted in KINDS:
-        layouts.refuse_near(names, path, [(table.name, table.needs) for table in TABLES])
-        return frame, row_name
-    needs = {table.name: table.needs for table in reversed(TABLES)} | layouts.SHAPES
-    raise layouts.not_in(path, wanted, needs[wanted], names)
+    if not columns and "response_tokens" in names and (counts := names & _COUNTS):
+        raise TraceError(f"{first}: a histogram, by its column {min(counts)!r}: give a row for each response")
+    told = "response_tokens" in columns or (wanted is None and "response_tokens" in names)
+    if not told and (table := layouts.table_of(names, first, wanted)):
+        frame, row_name = read_known(table, frame, first, row_name, columns, notes)
+    return _renamed(frame, columns, first), meta, row_name
 
 
 def _renamed(frame: pd.DataFrame, columns: Mapping[str, str], path: Path) -> pd.DataFrame:

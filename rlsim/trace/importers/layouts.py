@@ -6,14 +6,17 @@ import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rlsim.base.catalogue import DATA
+from rlsim.base.reading import plain, read_yaml
 from rlsim.base.tables import parse_json
 from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, JSONL, PARQUET, ends
 from rlsim.trace.importers import areal, frameworks
 from rlsim.trace.importers.dumps import Dump
 from rlsim.trace.importers.rows import first_keys
-from rlsim.trace.importers.tables import TABLES
+from rlsim.trace.importers.tables import Table
 from rlsim.trace.metrics import METRICS as METRIC_NAMES
 from rlsim.trace.metrics import begins_metrics
 
@@ -21,20 +24,27 @@ KINDS = ("parquet", "csv", "jsonl")
 #: Files of `torch.save`.
 TORCH = (".pt", ".pth")
 FILES = (*JSONL, *CSV, *PARQUET, *TORCH)
-#: Rollout dumps in the order in which they are tried: those with more keys first.
-DUMPS: tuple[Dump, ...] = tuple(sorted((*areal.DUMPS, *frameworks.DUMPS), key=lambda dump: -len(dump.needs)))
-SHAPES = {"histogram": ("response_tokens", "count"), "cdf": ("length", "cdf")}
 METRICS = "verl-metrics"
-FORMATS = (
-    *KINDS, "areal", "verl", METRICS, "nemo-rl", "slime", "trl", "roll", "servegen",
-    *dict.fromkeys(table.name for table in TABLES), *SHAPES,
-)  # fmt: skip
 _VALIDATION = re.compile(r"(^|[_.-])(eval|val_data)[_.-]")
 _LENGTHS = (*METRIC_NAMES["response_mean"], *METRIC_NAMES["clip_ratio"])
 METRICS_ADVICE = (
     "a log of metrics holds each step's mean length, longest and share cut at the cap, and no lengths: there is no "
     "trace in it. Import the dump of generations instead (veRL: trainer.rollout_data_dir), or say --derive to make "
     "lengths up that meet those means, which the trace then says of itself"
+)
+
+
+def _dump(row: dict[str, Any]) -> Dump:
+    code = vars(frameworks) | vars(areal)
+    return Dump(**row | {key: code[row[key]] for key in ("more", "rows") if key in row})
+
+
+_TABLE: Mapping[str, Any] = plain(read_yaml(DATA / "layouts.yaml"))
+#: Rollout dumps in the order in which they are tried: those with more keys first.
+DUMPS = sorted((_dump(row) for row in _TABLE["dumps"]), key=lambda dump: -len(dump.needs))
+TABLES = [Table(**row) for row in _TABLE["tables"]]
+FORMATS = tuple(
+    dict.fromkeys((*KINDS, *(dump.format for dump in DUMPS), METRICS, "servegen", *(one.format for one in TABLES)))
 )
 
 
@@ -97,13 +107,13 @@ def _has_lengths(header: str) -> bool:
 def dump_of(first: Path, wanted: str | None, columns: Mapping[str, str]) -> Dump | None:
     """The project whose dump this is, by the keys of the first row; None if it is none."""
     any_layout = wanted is None or wanted in KINDS
-    asked = [dump for dump in DUMPS if any_layout or dump.name == wanted]
+    asked = [dump for dump in DUMPS if any_layout or dump.format == wanted]
     if not asked:
         return None
     if ends(first, TORCH):
         if wanted not in (None, "slime"):
             raise TraceError(f"{first}: not in the {wanted} layout; a .pt file is read as slime's")
-        return frameworks.SLIME
+        return next(dump for dump in DUMPS if dump.format == "slime")
     if not first.is_file() or first.stat().st_size == 0:
         if any_layout:
             return None
@@ -111,27 +121,38 @@ def dump_of(first: Path, wanted: str | None, columns: Mapping[str, str]) -> Dump
     keys = first_keys(first)
     found = next((dump for dump in asked if set(dump.needs) <= keys), None)
     if found is None and not any_layout:
-        raise not_in(first, str(wanted), max((dump.needs for dump in asked), key=lambda n: len(keys & set(n))), keys)
+        raise not_in(first, max(asked, key=lambda dump: len(keys & set(dump.needs))), keys)
     if (found is None or found.refused) and "response_tokens" not in (*columns, *keys):
-        refuse_near(keys, first, [(dump.name, dump.needs) for dump in asked if not dump.refused])
+        refuse_near(keys, first, [dump for dump in asked if not dump.refused])
     return found
 
 
-def not_in(path: Path, layout: str, needs: Sequence[str], names: Collection[str]) -> TraceError:
+def table_of(names: set[str], path: Path, wanted: str | None) -> Table | None:
+    """The layout of a table with columns of these names; None if it is none. Raises `TraceError` as `dump_of`."""
+    asked = [table for table in TABLES if wanted in (None, *KINDS, table.format)]
+    found = next((table for table in asked if set(table.needs) <= names), None)
+    if found is None and wanted is not None and wanted not in KINDS:
+        raise not_in(path, asked[0], names)
+    if found is None:
+        refuse_near(names, path, asked)
+    return found if wanted not in KINDS else None
+
+
+def not_in(path: Path, layout: Dump | Table, names: Collection[str]) -> TraceError:
     """The error for a file that lacks columns of a layout, with the names that are nearly those needed, or all."""
-    spare = sorted(set(names) - set(needs))
-    near = {need: difflib.get_close_matches(need, spare, n=1, cutoff=0.7) for need in needs if need not in names}
+    spare = sorted(set(names) - set(layout.needs))
+    near = {need: difflib.get_close_matches(need, spare, n=1, cutoff=0.7) for need in layout.needs if need not in names}
     hints = [f"{found[0]!r} should be {need!r}" for need, found in near.items() if found]
     hint = f"; {' and '.join(hints)}" if hints else f", and the file has {', '.join(sorted(names))}"
-    return TraceError(f"{path}: not in the {layout} layout, which needs {', '.join(needs)}{hint}")
+    return TraceError(f"{path}: not in the {layout.format} layout, which needs {', '.join(layout.needs)}{hint}")
 
 
-def refuse_near(names: set[str], path: Path, layouts: Sequence[tuple[str, Sequence[str]]]) -> None:
+def refuse_near(names: set[str], path: Path, layouts: Sequence[Dump | Table]) -> None:
     """A file that would be of a known layout but for a misspelt column is refused with the right name."""
-    for layout, needs in layouts:
-        missing = [n for n in needs if n not in names]
-        if len(missing) == 1 and len(needs) > 1:
-            near = difflib.get_close_matches(missing[0], sorted(names - set(needs)), n=1, cutoff=0.7)
+    for layout in layouts:
+        missing = [n for n in layout.needs if n not in names]
+        if len(missing) == 1 and len(layout.needs) > 1:
+            near = difflib.get_close_matches(missing[0], sorted(names - set(layout.needs)), n=1, cutoff=0.7)
             if near:
-                like = f"{path}: looks like the {layout} layout"
+                like = f"{path}: looks like the {layout.format} layout"
                 raise TraceError(f"{like}, but {near[0]!r} should be {missing[0]!r}")

@@ -21,7 +21,6 @@ import pandas as pd
 
 from rlsim.base.tables import number_of, parse_json
 from rlsim.errors import TraceError
-from rlsim.trace.importers.tables import equally_likely
 from rlsim.trace.schema import MAX_TOKENS
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +60,9 @@ def read_servegen(files: Sequence[Path], where: Path, rows: int, notes: list[str
         raise TraceError(f"{where}: no window of a ServeGen client has any requests")
     weights, outputs, inputs = zip(*(_atoms(window) for window in windows), strict=True)
     weight, output, prompt = (np.concatenate(parts) for parts in (weights, outputs, inputs))
-    at = equally_likely(weight, np.lexsort((prompt, output)), rows)
+    order = np.lexsort((prompt, output))
+    places = np.searchsorted(np.cumsum(weight[order]) / weight.sum(), (np.arange(rows) + 0.5) / rows)
+    at = order[np.minimum(places, len(order) - 1)]
     notes.append(
         f"ServeGen layout: distributions of {len(files):,} clients in {len(windows):,} windows"
         + (f", {total:,.0f} requests" if not unrated else "")
