@@ -23,6 +23,7 @@ from rlsim.cli import (
     running,
     sweeping,
     trace,
+    tuning,
     validate,
 )
 from rlsim.cli.common import echo
@@ -44,6 +45,7 @@ app.command("sweep")(sweeping.sweep)
 app.command("compare")(comparing.compare)
 app.command("report")(reporting.report)
 app.command("timeline")(reporting.timeline)
+app.command("tune")(tuning.tune)
 app.command("advise")(advising.advise)
 app.command("plan")(planning.plan)
 app.add_typer(listing.app, name="list")

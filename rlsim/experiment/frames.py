@@ -32,7 +32,7 @@ _COMPLETE = ("steps", "calls", "spans")
 def frames_of(
     outcome: Outcome,
     sampler: StepSampler,
-    bound: GenerationBound,
+    bound: GenerationBound | None,
     gpus: int,
     window: Window,
     generates: Set[int],
@@ -40,7 +40,8 @@ def frames_of(
 ) -> Frames:
     """The tables of one run on `gpus` GPUs, without the columns that name the run; means count steps of `window`.
 
-    `generates` and `trains` are the GPUs of the calls of these kinds; all of them where there is no such call.
+    Without a `bound` that of generation is 0. `generates` and `trains` are the GPUs of the calls of these
+    kinds; all of them where there is no such call.
     """
     frames = {
         "responses": _responses(outcome, sampler),
@@ -126,13 +127,14 @@ def _own_columns(table: str) -> list[str]:
     return [c.name for c in TABLES[table] if c.name not in ("case", "system", "seed")]
 
 
-def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
+def _steps(outcome: Outcome, bound: GenerationBound | None) -> list[dict[str, Any]]:
     """What is known of every step on its own."""
     calls: dict[int, list[CallRecord]] = {}
     for call in outcome.calls:
         calls.setdefault(call.step, []).append(call)
     # A rollout for all steps works on the longest response of one beside those of others.
-    bound_s = bound.work_s if any(at_replica.step == NO_STEP for at_replica in outcome.stays) else bound.time_s
+    endless = any(at_replica.step == NO_STEP for at_replica in outcome.stays)
+    bound_s: Any = (bound.work_s if endless else bound.time_s) if bound else lambda *_: 0.0
     rows = []
     for step, began_at in enumerate([0.0, *outcome.step_ends[:-1]]):
         generate = next((call for call in calls[step] if call.kind == "generate"), None)

@@ -96,24 +96,33 @@ def _find(path: Path) -> Path:
 
 def _way_out(path: Path) -> str:
     """What to do with a file that is no experiment: make one of it, or name the one beside it that was meant."""
-    if is_file(path):
-        try:
-            with path.open(encoding="utf-8", errors="replace") as opened:
-                text = opened.read(_LOOKED_AT)
-        except OSError:
-            return ""
-        found = [(name, option) for name, (mark, option) in _FRAMEWORKS.items() if re.search(mark, text, re.MULTILINE)]
-        for name, option in found[:1]:
-            if not option:
-                return f"; rlsim reads no configuration of {name}: rlsim init NAME --model MODEL --cluster CLUSTER"
-            file = path if name == "veRL" or path.suffix in (".yaml", ".yml") else "ITS_YAML"
-            return f"; make an experiment of a configuration of {name}: rlsim init {option} {file} --gpu GPU"
+    name, option = framework_of(path)
+    if name and not option:
+        return f"; rlsim reads no configuration of {name}: rlsim init NAME --model MODEL --cluster CLUSTER"
+    if name:
+        file = path if name == "veRL" or path.suffix in (".yaml", ".yml") else "ITS_YAML"
+        return f"; make an experiment of a configuration of {name}: rlsim init {option} {file} --gpu GPU"
     if path.suffix in (".sh", ".log", ".py", ".ipynb"):
         return f"; make an experiment of a run script or log of veRL: rlsim init --from-verl {path} --gpu GPU"
     if is_file(path) or not path.suffix:
         return ""
     known = {*map(str, path.parent.glob("*.y*ml")), *catalogue.names("experiments")}
     return f"; {nearest(str(path), known, 'experiments that ship with rlsim')}"
+
+
+def framework_of(path: Path) -> tuple[str, str]:
+    """Whose configuration a file is, and the option of `rlsim init` for it; empty of an experiment, or no file."""
+    if not is_file(path):
+        return "", ""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as opened:
+            text = opened.read(_LOOKED_AT)
+    except OSError:
+        return "", ""
+    if re.search(r"^systems:", text, re.MULTILINE):
+        return "", ""
+    found = ((name, option) for name, (mark, option) in _FRAMEWORKS.items() if re.search(mark, text, re.MULTILINE))
+    return next(found, ("", ""))
 
 
 def _copied(value: Any) -> Any:

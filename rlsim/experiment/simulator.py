@@ -113,14 +113,15 @@ class Simulator:
             for call in streamed_calls(placed.workflow)
         }
 
-    def tables(self, spec: SystemSpec, seed: int) -> Frames:
-        """The tables of one run, without the columns that name it."""
+    def tables(self, spec: SystemSpec, seed: int, *, bounded: bool = True) -> Frames:
+        """The tables of one run, without the columns that name it; the bound of generation only if `bounded`."""
         system, sampler = spec.make(), self.sampler(seed)
         with _few_collections():
             with blamed(spec.shown):
                 outcome = self.simulate(system, sampler)
             placed = self.placed(system)
-            bound = placed.bound(max([rollout.initial_tp for rollout in outcome.rollouts], default=0))
+            largest = max([rollout.initial_tp for rollout in outcome.rollouts], default=0)
+            bound = placed.bound(largest) if bounded else None
             sides = placed.gpus_of("generate"), placed.gpus_of("train")
             frames = frames_of(outcome, sampler, bound, self.loaded.cluster.gpus, self.window(system), *sides)
         check_steps(frames, spec.shown)

@@ -42,6 +42,7 @@ class Draft:
     missing: list[str] = field(default_factory=list)  # what bears on time and is not represented
     notes: list[str] = field(default_factory=list)  # what was assumed
     unread: list[str] = field(default_factory=list)  # keys that were not asked for
+    refused: list[str] = field(default_factory=list)  # why the framework or its engine would not start
 
     def data(self) -> dict[str, Any]:
         """The experiment as a mapping."""
@@ -127,3 +128,8 @@ def yaml_text(value: Any) -> str:
     out = io.StringIO()
     yaml.dump(value, out)
     return out.getvalue().removesuffix("...\n").strip()
+
+
+def written(value: Any) -> str:
+    """A value as `key=value` of a framework has it."""
+    return value if isinstance(value, str) else yaml_text(value)

@@ -343,7 +343,8 @@ def note_refusals(
     values |= shape_values(actor) | {"megatron": megatron, "vllm": "vLLM" in of, "sglang": "SGLang" in of} | more
     for row in unmet(values, *of, *(["Megatron"] if megatron else []), release=release):
         said = config.said(*(name for name in code_of(row.refused).co_names if name in asked and config.is_given(name)))
-        draft.notes.append(f"{said or config.name}: {row.text(values, release)}")
+        draft.refused.append(f"{said or config.name}: {row.text(values, release)}")
+    draft.notes += draft.refused
 
 
 def finish(config: Settings, draft: Draft, options: Options, sources: Sequence[str], *titles: Any) -> Draft:

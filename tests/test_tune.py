@@ -1,0 +1,174 @@
+"""`rlsim tune`: the space is what frameworks read, what it finds is what arithmetic says, and its answer repeats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+
+import rlsim
+from rlsim.base.catalogue import data_dir
+from rlsim.base.reading import plain, read_yaml
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.frameworks.draft import yaml_text
+from rlsim.frameworks.parts import Options
+from rlsim.frameworks.tables import names
+from rlsim.results.tune.answer import tune
+from rlsim.results.tune.space import ALTERS, axes_of, divisors, token_budgets
+from rlsim.results.tune.trial import Configuration, NotStarted, Run, tried
+
+VERL = (
+    "actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B-Instruct", "data.train_batch_size=16", "data.max_prompt_length=256",
+    "data.max_response_length=1024", "trainer.n_gpus_per_node=8", "trainer.nnodes=1",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192", "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=4", "algorithm.adv_estimator=grpo",
+)  # fmt: skip
+TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+SEQS = "actor_rollout_ref.rollout.max_num_seqs"
+
+
+def verl(*more: str) -> Configuration:
+    return Configuration("verl", (*VERL, *more), Options(Path(), "h100"))
+
+
+def own(folder: Path, **changed: Any) -> Configuration:
+    """A configuration that is an experiment."""
+    data = {
+        "name": "own", "cluster": "8xh100", "model": "qwen2.5-1.5b", "calibration": "h100-vllm", "seeds": 1,
+        "trace": {"path": "rollpacker-math", "cap": "1K"}, "workflow": {"prompts": 16, "responses": 4, "steps": 3},
+        "systems": [{"verl": {"tp": 1}}], **changed,
+    }  # fmt: skip
+    (folder / "own.yaml").write_text("\n".join(f"{key}: {yaml_text(value)}" for key, value in data.items()))
+    return Configuration("", (str(folder / "own.yaml"),), Options(folder))
+
+
+@pytest.mark.parametrize(("framework", "of"), [("veRL", "verl"), ("NeMo-RL", "nemo"), ("AReaL", "areal")])
+def test_what_is_tuned_is_what_the_framework_reads(framework: str, of: str) -> None:
+    known = {key for table in (of, *(f"{of}-{engine}" for engine in ("vllm", "sglang", "trtllm"))) for _, keys in
+             names(table).values() for key in keys}  # fmt: skip
+    rows = plain(read_yaml(data_dir("frameworks") / "space.yaml"))[framework]
+    asked = {key for row in rows for key in (row.get("set") or [row["key"]])}
+    unread = {key for key in asked - known if not any(key in text for text in _sources(of))}
+    assert unread == set()
+    assert {row.get("alters", "") for row in rows} <= {"", *ALTERS}
+
+
+def _sources(of: str) -> list[str]:
+    folder = Path(rlsim.__file__).parent / "frameworks"
+    texts = [path.read_text(encoding="utf-8") for path in [*(folder / of).glob("*.py"), *folder.glob("*.py")]]
+    return [*texts, *(path.read_text(encoding="utf-8") for path in (folder.parent / "data").glob("*.csv"))]
+
+
+def test_axes_keep_what_is_kept_and_alter_what_is_allowed() -> None:
+    loaded = LoadedExperiment.of(verl().experiment({}), Path())
+    plainly = {axis.name: axis for axis in axes_of(loaded)}
+    assert [option[TP] for option in plainly[TP].options] == [1, 2, 4, 8]
+    assert not any(axis.alters for axis in plainly.values())
+    assert TP not in {axis.name for axis in axes_of(loaded, keep=[TP])}
+    more = {axis.name: axis.alters for axis in axes_of(loaded, ALTERS)}
+    assert set(more.values()) == {"", *ALTERS}
+    assert divisors(12) == [1, 2, 4]
+    assert token_budgets(1500)[:3] == [2048, 3072, 3072]
+
+
+def test_what_would_not_start_or_fit_is_told_apart() -> None:
+    run = Run(1, 1)
+    assert tried(verl(), {"actor_rollout_ref.rollout.max_num_batched_tokens": 16, SEQS: 64}, run).kind == "start"
+    with pytest.raises(NotStarted, match="max_num_batched_tokens"):
+        verl().experiment({"actor_rollout_ref.rollout.max_num_batched_tokens": 16, SEQS: 64})
+    assert tried(verl(), {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-72B-Instruct"}, run).kind == "memory"
+
+
+def test_a_trial_is_what_the_experiment_of_the_changed_configuration_gives() -> None:
+    """To the last digit: `rlsim init` with the printed lines, then `rlsim run`."""
+    changes = {TP: 1, SEQS: 512}
+    experiment = verl(*(f"{key}={value}" for key, value in changes.items())).experiment({})
+    data = json.loads(experiment.model_dump_json(exclude_unset=True)) | {"systems": list(experiment.systems)}
+    result = rlsim.run({**data, "seeds": [5], "certainty": 0}, overrides={"workflow.steps": 2})
+    row = result.summary().set_index("system").loc["as-configured"]
+    found = tried(verl(), changes, Run(5, 2))
+    assert found.rate == row["responses_per_s"]
+    assert found.means["step_time_s"] == row["step_time_s"]
+
+
+@pytest.mark.ci
+def test_graphs_and_room_that_were_taken_away_are_found(tmp_path: Path) -> None:
+    """Eager decoding and two sequences at a time cost most by far: both go."""
+    configuration = own(tmp_path, engine={"graphs": False, "max_num_seqs": 2})
+    found = tune(configuration, trials=40, workers=1)
+    assert found.best["engine.graphs"] is True
+    assert found.best["engine.max_num_seqs"] >= 16  # 64 responses on 8 replicas
+    assert found.gain > 3
+    assert found.gain_low > 1
+    assert found.sure
+    assert all(change.within > 1 for change in found.changes)
+    assert found.evaluated == 40 or found.evaluated > found.legal
+
+
+@pytest.mark.ci
+def test_the_split_is_where_both_sides_take_as_long(tmp_path: Path) -> None:
+    """One step off: of seven splits of eight GPUs the one whose slower side is fastest, tried one by one."""
+    configuration = own(tmp_path, systems=[{"one_step_off": {"tp": 1, "rollout_gpus": 7}}],
+                        workflow={"prompts": 16, "responses": 4, "steps": 6})  # fmt: skip
+    rates = {gpus: tried(configuration, {"system.rollout_gpus": gpus}, Run(3)).rate for gpus in range(1, 8)}
+    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
+    keep.remove("system.rollout_gpus")
+    found = tune(configuration, trials=12, workers=1, keep=keep)
+    assert rates[found.best["system.rollout_gpus"]] > 0.99 * max(rates.values())
+
+
+def test_what_is_best_already_stays(tmp_path: Path) -> None:
+    """Two processes give what one gives; nothing that gains nothing is changed."""
+    configuration = own(tmp_path)
+    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
+    keep.remove("engine.graphs")
+    found = tune(configuration, trials=5, workers=1, keep=keep)
+    assert dict(found.best) == {}
+    assert found.gain == 1.0
+    assert not found.sure
+    again = tune(configuration, trials=5, workers=2, keep=keep)
+    assert again.as_json() | {"seconds": 0} == found.as_json() | {"seconds": 0}
+
+
+@pytest.mark.ci
+def test_a_configuration_that_does_not_fit(tmp_path: Path) -> None:
+    """Where a change makes it fit, that is the answer; where none does, that is told."""
+    tight = own(tmp_path, model="qwen2.5-7b", cluster="2xh100", training={"micro_batch_tokens": 100_000})
+    keep = [axis.name for axis in axes_of(LoadedExperiment.of(tight.experiment({}), tmp_path))]
+    assert tried(tight, {}, Run(1, 1)).kind == "memory"
+    some = [name for name in keep if name not in ("training.offload", "training.micro_batch_tokens")]
+    found = tune(tight, trials=30, workers=1, keep=some)
+    assert found.best
+    assert found.gain != found.gain  # there is nothing to compare with
+    with pytest.raises(CapacityError, match="none of the"):
+        tune(tight, trials=4, workers=1, keep=[name for name in keep if name != "engine.graphs"])
+
+
+def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:
+    own(tmp_path, engine={"graphs": False})
+    path = str(tmp_path / "own.yaml")
+    keep = [word for axis in ("training.offload", "memory_utilization") for word in ("--keep", axis)]
+    done = call("tune", path, "--trials", "16", "--workers", "1", "--price", "2.5", "--quiet", *keep)
+    assert done.code == 0, done.err
+    assert "engine.graphs=true" in done.out.splitlines()[-1]
+    assert "dollars for 1,000 responses" in done.out
+    printed = call("tune", path, "--trials", "16", "--workers", "1", "--json", "-", "--quiet", *keep)
+    found = json.loads(printed.out)
+    assert {"best", "gain", "gain_low", "gain_high", "model_low", "model_high", "evaluated", "legal", "excluded",
+            "seconds", "binds", "assumptions"} <= set(found)  # fmt: skip
+    assert found["best"] == {"engine.graphs": True}
+
+
+def test_mistakes_are_told(tmp_path: Path, call: Command) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo " + " ".join(VERL))
+    assert "give --gpu" in call("tune", str(script)).err
+    assert "unknown numeric" in call("tune", str(script), "--gpu", "h100", "--allow", "numeric").err
+    with pytest.raises(ConfigError, match="no such"):
+        Configuration("", ("nowhere.yaml",), Options(Path())).experiment({})
