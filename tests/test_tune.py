@@ -166,6 +166,7 @@ def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:
 
 
 def test_mistakes_are_told(tmp_path: Path, call: Command) -> None:
+    assert "verl-best is tuned already" in call("tune", "pat_vs_static").err
     script = tmp_path / "run.sh"
     script.write_text("python3 -m verl.trainer.main_ppo " + " ".join(VERL))
     assert "give --gpu" in call("tune", str(script)).err

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlsim.results.tune.answer import Tuned
     from rlsim.results.tune.trial import Configuration
 
-_REFUSED = {"start": "would not start", "memory": "exceed memory", "other": "are refused"}
+_REFUSED = {"start": "that would not start", "memory": "that exceed memory", "other": "that are refused"}
 #: Means that are shown, in words, and their decimals.
 _MEANS = (
     ("step_time_s", "seconds of a step", 1),
@@ -111,7 +111,10 @@ def _print(found: Tuned, price: float | None) -> None:
 
     say = Console(soft_wrap=True).print
     refused = ", ".join(f"{count} {_REFUSED[kind]}" for kind, count in found.excluded.items())
-    say(f"{found.evaluated} sets of settings tried in {found.seconds:.0f} s" + (f"; {refused}" if refused else ""))
+    say(
+        f"{found.evaluated} sets of settings tried in {found.seconds:.0f} s"
+        + (f"; of these {refused}" if refused else "")
+    )
     print_tables([*_changes(found), _means(found, price), *_rests(found)])
     if any(not row["gains"] for row in found.assumptions):
         say("time was over: what has no gain above was not tried at its ends; give a larger --budget")
@@ -144,16 +147,11 @@ def _means(found: Tuned, price: float | None) -> Table:
 def _rests(found: Tuned) -> Iterator[Table]:
     if found.assumptions:
         rows = [
-            [
-                row["assumed"],
-                row["taken"],
-                " to ".join(row["ends"]),
-                " to ".join(number(one, 2) for one in row["gains"]),
-            ]
+            [row["assumed"], " to ".join(map(_two, row["gains"])), row["taken"], " to ".join(row["ends"])]
             for row in found.assumptions
         ]
         title = "What the answer rests on: the gain at both ends of what is assumed"
-        yield Table(["assumed", "taken", "range", "gain there"], rows, title=title, words=(0, 1, 2))
+        yield Table(["assumed", "gain there", "taken", "range"], rows, title=title, words=(0, 1, 2, 3), prose=3)
 
 
 def _two(value: float | None) -> str:
