@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import TINY, Talk, cases, tables
 
+from rlsim.base import catalogue
 from rlsim.cost.attention_work import attention_work
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.experts import expert_load
@@ -24,7 +25,7 @@ from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TrainEfficiency
-from rlsim.errors import CalibrationError, ConfigError
+from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.run import check_experiment
 from rlsim.models.hardware import load_cluster
 from rlsim.models.layers import Mamba2, NoAttention, NoFeedForward
@@ -48,6 +49,40 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def model(**words: Any) -> Model:
     return Model(**{"name": "tiny", **LLAMA, **words})
+
+
+@pytest.mark.parametrize("name", catalogue.names("models"))
+def test_every_model_loads_and_adds_up(name: str) -> None:
+    model = load_model(name.upper())
+    assert model.name == name
+    layers = sum(layer.parameters for layer in model.layers)
+    assert layers + model.embedding_parameters + model.hidden_size == model.parameters
+    assert model.active_parameters <= model.parameters
+    if model.expert_precision is None:
+        assert model.weight_bytes == 2 * model.parameters
+
+
+def test_critic_has_a_scalar_head() -> None:
+    actor = load_model("llama-3.1-8b")
+    critic = actor.as_critic()
+    assert (critic.scalar_head, actor.scalar_head) == (True, False)
+    assert actor.parameters - critic.parameters == 128256 * 4096 - 4096
+    assert critic.head().n_out == 1
+
+
+def test_tp_that_does_not_fit() -> None:
+    model = load_model("qwen2.5-7b")  # 28 heads
+    assert [tp for tp in (1, 2, 4, 8) if model.supports_tp(tp)] == [1, 2, 4]
+    with pytest.raises(ConfigError, match=r"^qwen2.5-7b: TP 8 does not divide its 28 heads"):
+        model.check_tp(8)
+
+
+def test_a_copy_has_layers_of_its_own() -> None:
+    model = load_model("llama-3.1-8b")
+    assert sum(model.groups.values()) == len(model.layers) == 32
+    shorter = model.model_copy(update={"num_hidden_layers": 4})
+    assert sum(shorter.groups.values()) == len(shorter.layers) == 4
+    assert shorter == model.model_copy(update={"num_hidden_layers": 4}), "what was worked out is no part of a model"
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
@@ -235,7 +270,8 @@ def test_words_of_a_model_written_out_and_read_again_mean_the_same() -> None:
 
 
 def read(folder: Path, **words: Any) -> Model:
-    (folder / "config.json").write_text(json.dumps({**LLAMA, **words}))
+    given = {key: value for key, value in {**LLAMA, **words}.items() if value != "left out"}
+    (folder / "config.json").write_text(json.dumps(given))
     return load_model(folder)
 
 
@@ -290,6 +326,28 @@ def test_windows_of_a_config_json(tmp_path: Path) -> None:
 )
 def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | None, tokens: int) -> None:
     assert read(tmp_path, max_position_embeddings=4096, rope_scaling=scaling).max_position_embeddings == tokens
+
+
+def test_config_json_of_hugging_face(tmp_path: Path) -> None:
+    tiny = read(tmp_path, architectures=["LlamaForCausalLM"], tie_word_embeddings=True, rope_theta=5e5)
+    assert tiny == load_model(str(tmp_path / "config.json"))
+    assert (tiny.name, tiny.head_dim, tiny.attention.q_dim, tiny.attention.kv_dim) == (tmp_path.name, 16, 64, 32)
+    # embedding + final norm + 4 layers of (q, o) + (k, v) + MLP + 2 norms, by hand
+    assert tiny.parameters == 6400 + 64 + 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)
+
+
+def test_unknown_models(tmp_path: Path) -> None:
+    with pytest.raises(CatalogueError, match=r"^unknown model 'llama-3.1-80b'; did you mean 'llama-3.1-8b'"):
+        load_model("llama-3.1-80b")
+    with pytest.raises(ConfigError, match=r"config.json: no such file$"):
+        load_model(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"not readable JSON"):
+        load_model(tmp_path)
+    path = tmp_path / "m.yaml"
+    path.write_text(catalogue.names("models")["qwen3-8b"].read_text() + "hiden_size: 3\n")
+    with pytest.raises(ConfigError, match=r"m.yaml:15:1: hiden_size: unknown key; did you mean 'hidden_size'"):
+        load_model(path)
 
 
 @cases("architectures", "what is not supported or says too little is named")

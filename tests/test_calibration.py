@@ -1,12 +1,12 @@
 """Calibration files: they load, say where they are from, and are as good as they claim."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import cases
 
 from rlsim.base.schema import validate
 from rlsim.cost.calibration import Calibration, EngineFit, calibration_names, load_calibration
@@ -253,46 +253,7 @@ def a40() -> Any:
     return load_calibration("a40-vllm").model_dump(mode="json")
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("operators.memory_bound.table.factor.3", math.nan),
-        ("operators.memory_bound.table.factor.3", math.inf),
-        ("operators.memory_bound.table.axes.1.knots.6", math.inf),
-        ("operators.decode_attention.heads.128.efficiency.memory", 0.0),
-        ("operators.decode_attention.heads.128.efficiency.memory", math.nan),
-        ("operators.prefill_attention.heads.128.table.factor.1", -0.3),
-        ("operators.prefill_attention.heads.128.blend", 1e6),
-        ("operators.gemm.launch_s", 1e300),
-        ("operators.gemm.efficiency.memory", 0.0),
-        ("collectives.nccl.all_reduce.8.time_s.0", 0.0),
-        ("collectives.nccl.all_reduce.8.message_bytes.0", 0.0),
-        ("collectives.nccl.all_reduce", {1: {"message_bytes": [1, 2], "time_s": [1, 2]}}),
-        ("collectives.nccl.all_reduces", {}),
-        ("runtime.graph_batch_sizes.0", -1),
-        ("runtime.reshard_bytes_per_s", 0),
-        ("runtime.migrate_bytes_per_s", -1.0),
-        ("training.flop_efficiency.fsdp", 0.0),
-        ("training.flop_efficiency.fsdp", math.nan),
-        ("reference.link_bytes_per_s", 1e300),
-        ("collectives.across.efficiency", 1.01),
-        ("runtime.switch_control_s", -1e-9),
-        ("runtime.group_create_s", 86_400),
-        ("provenance.sources", []),
-        ("reference.l2_bytes", math.inf),
-        ("reference.sm_count", 0),
-        ("operators.gemm.launch_s", -1e-9),
-        ("operators.gemm.wave_rounding", 1.01),
-        ("operators.gemm.splits", [0]),
-        ("operators.gemm.tiles.0.m", 0),
-        ("operators.gemm.tiles.0.efficiency", 1.01),
-        ("operators.decode_attention.skew", 1.01),
-        ("operators.decode_attention.heads", {}),
-        ("operators.decode_attention.heads.128.added_s", {"tiles": -1e-9}),
-        ("residuals.gemm.count", -1),
-        ("residuals.gemm.median", -0.01),
-    ],
-)
+@cases("cost", "numbers that would price nonsense are refused")
 def test_numbers_that_would_price_nonsense_are_refused(path: str, value: object) -> None:
     data = a40()
     set_path(data, path, value)
@@ -302,20 +263,7 @@ def test_numbers_that_would_price_nonsense_are_refused(path: str, value: object)
         validate(data, Calibration, "c.yaml")
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("collectives.across.efficiency", 1),
-        ("runtime.switch_control_s", 0),
-        ("runtime.group_create_s", 600),
-        ("runtime.graph_batch_sizes", [1]),
-        ("operators.gemm.launch_s", 1.0),
-        ("operators.gemm.wave_rounding", 1.0),
-        ("operators.gemm.splits", [1]),
-        ("operators.decode_attention.skew", 1.0),
-        ("operators.gemm.efficiency.memory", 1.5),  # what caches hold is faster
-    ],
-)
+@cases("cost", "numbers at the edge of what makes sense are taken")
 def test_numbers_at_the_edge_of_what_makes_sense_are_taken(path: str, value: object) -> None:
     data = a40()
     set_path(data, path, value)
@@ -331,17 +279,7 @@ SERVED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("decode", {**SERVED["decode"], "factor": [1.1]}),
-        ("decode", {**SERVED["decode"], "factor": [1.1, math.nan]}),
-        ("decode", {"axes": [{"name": "tokens", "knots": [1, 8]}], "factor": [1.1, 1.2]}),
-        ("prefill", SERVED["decode"]),
-        ("level", 0),
-        ("tp", 0),
-    ],
-)
+@cases("cost", "tables of iterations that cannot be are refused")
 def test_tables_of_iterations_that_cannot_be_are_refused(key: str, value: object) -> None:
     validate(SERVED, EngineFit, "p.yaml")
     with pytest.raises(ConfigError, match=r"p\.yaml"):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from conftest import cases
 
 from rlsim.base.catalogue import names
 from rlsim.calibrate.write import write
@@ -44,16 +45,7 @@ def test_tables_stand_where_the_file_says_so(mine: Path) -> None:
     assert data == {"a": [{"table": "see CSV", "launch_s": 1}], "b": {"decode": "see CSV"}}
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        (TABLES, None, "mine.csv: no such file; mine.yaml has its tables there, copy it too"),
-        ("2.25", "x", "mine.csv: table a.0.table, from line 2 on: could not convert string to float: 'x'"),
-        (",2.25", "", "from line 2 on: expected a line for each combination of knots of m, and a factor in it"),
-        (",16384,,2.25", ",1,,2.25", "from line 2 on: expected a line for each combination of knots of m"),
-        (",,0.5,0.25\n", "", "table b.decode, from line 5 on: expected a line"),
-    ],
-)
+@cases("cost", "a damaged file is named with the table")
 def test_a_damaged_file_is_named_with_the_table(mine: Path, old: str, new: str | None, says: str) -> None:
     """With its line, and what was expected there."""
     csv_of(mine).unlink() if new is None else csv_of(mine).write_text(TABLES.replace(old, new))

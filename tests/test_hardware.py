@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
+from conftest import TINY, cases
 
 from rlsim.base import catalogue
 from rlsim.cost.calibration import load_calibration
@@ -73,23 +73,10 @@ def test_a_cluster_spelled_out() -> None:
     assert Cluster.model_validate(cluster.model_dump()) == cluster
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("9xh100", r"^unknown cluster '9xh100'; did you mean '8xh100'"),
-        ("2x8xh300", r"^unknown cluster '2x8xh300'; did you mean .*'2x8xh200'"),
-        *((name, r"^unknown cluster .*; did you mean '(1x)?8xh100") for name in ("h100", "0x8xh100", "1x1x8xh100")),
-        ("٢x8xh100", r"^unknown cluster .*; did you mean '(1x)?8xh100"),
-        ("20000x8xh100", r"^20000x8xh100: 20,000 nodes of 8 GPUs: at most 65,536 GPUs"),
-        ({**INLINE, "gpu": "a4O"}, r"^run.yaml: gpu: unknown GPU 'a4O'; did you mean 'a40'"),
-        ({**INLINE, "nodes": 2}, "needs `inter`"),
-        ({**INLINE, "nods": 2}, r"nods: unknown key; did you mean 'nodes'"),
-        ({**INLINE, "intra": {**LINK, "bytes_per_s": "31.5 GBps"}}, r"intra.bytes_per_s: unknown unit 'GBps'"),
-    ],
-)
+@cases("cost", "mistakes in clusters")
 def test_mistakes_in_clusters(given: Any, message: str) -> None:
     with pytest.raises((CatalogueError, ConfigError), match=message):
-        load_cluster(given, source="run.yaml")
+        load_cluster({**INLINE, **given} if isinstance(given, dict) else given, source="run.yaml")
 
 
 def test_a_file_is_read_again_once_it_has_changed(tmp_path: Path) -> None:
@@ -117,20 +104,7 @@ def collectives(cluster: Cluster) -> Collectives:
     return Collectives(calibration.collectives, calibration.reference, cluster)
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "domain_gpus"),
-    [
-        ("4xgb200", 4, 4),
-        ("2x4xgb200", 8, 8),
-        ("18x4xgb200", 72, 72),
-        ("36x4xgb300", 144, 72),
-        ("20x4xgb300", 80, 40),  # ten nodes in each of two racks
-        ("32x4xgb200", 128, 64),
-        ("19x4xgb200", 76, 72),  # does not divide by two: a full rack and one node
-        ("4x2xgb200", 8, 8),
-        ("64x8xh100", 512, 8),
-    ],
-)
+@cases("cost", "domains by name")
 def test_domains_by_name(name: str, gpus: int, domain_gpus: int) -> None:
     cluster = load_cluster(name)
     assert (cluster.gpus, cluster.domain_gpus) == (gpus, domain_gpus)

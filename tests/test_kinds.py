@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import TINY, Command
+from conftest import TINY, Command, cases
 from ruamel.yaml import YAML
 
 import rlsim
@@ -197,20 +197,7 @@ def test_memory_is_that_of_the_gpus_of_each_call() -> None:
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"systems": ["verl"]},
-            r"call generate is placed on GPUs of several kinds \(h20, h100-sxm\) of cluster 2x8xh20",
-        ),
-        ({"calibration": "h20-vllm"}, r"calibration: cluster .* several kinds of GPU; expected {h20: …, h100-sxm: …}"),
-        ({"calibration": {"h20": "h20-vllm"}}, "calibration: none for h100-sxm of cluster 2x8xh20"),
-        ({"calibration": KINDS | {"h100": "h20-vllm"}}, "calibration: h20-vllm is for GPU 'h20', cluster"),
-        ({"calibration": KINDS | {"h100": "h10-vllm"}}, "unknown calibration 'h10-vllm'"),
-        ({"cluster": "2x8xh20+8xh1000"}, "experiment: unknown cluster '8xh1000'"),
-    ],
-)
+@cases("cost", "mistakes in an experiment")
 def test_mistakes_in_an_experiment(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, CalibrationError, CatalogueError), match=message):
         run(**changes)

@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+from conftest import cases
 
 from rlsim.cost.engine_memory import GIB, SAMPLING_BYTES, SORTED_SAMPLING_BYTES, engine_memory_of
 from rlsim.cost.memory import (
@@ -273,17 +274,7 @@ def test_offload_empties_the_gpu_between_calls() -> None:
     assert call_bytes(LLAMA, offloaded, backward=True) == call_bytes(LLAMA, strategy, backward=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dp": 0}, "dp must be at least 1, got 0"),
-        ({"zero_stage": 4}, "zero_stage must be 0, 1, 2 or 3, got 4"),
-        ({"zero_stage": 3, "pp": 2}, "do not go with pipeline parallelism"),
-        ({"recompute": "some"}, "recompute must be none, selective or full, got 'some'"),
-        ({"micro_batch_sequences": 0}, "micro_batch_sequences must be at least 1"),
-        ({"pp": 64}, "llama-3.1-8b: PP 64 exceeds its 32 layers"),
-    ],
-)
+@cases("cost", "strategies that make no sense")
 def test_strategies_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call_bytes(LLAMA, TrainStrategy(**arguments), backward=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Optional
 
 import pytest
-from conftest import Command, Failing, edited
+from conftest import Command, Failing, cases, edited
 from pydantic import Field
 
 from rlsim import Composition, RolloutControl, Schema
@@ -30,55 +30,12 @@ def write_policy(folder: Path, name: str, text: str) -> str:
 CLASS = "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("p_raises", "x = 1\nraise KeyError('gone')\n", "p_raises.py:2: KeyError: 'gone'"),
-        ("p_syntax", "class Mine(:\n", "p_syntax.py:1: SyntaxError: invalid syntax (line 1: class Mine(:)"),
-        ("p_exits", "import sys\nsys.exit(3)\n", "p_exits.py:2: it leaves Python (exit code 3)"),
-        ("p_needs", "import nowhere_at_all\n", "p_needs.py:1: No module named 'nowhere_at_all'"),
-        ("p_lacks", "x = 1\n", "AttributeError: module 'p_lacks' has no attribute 'Mine'"),
-        (
-            "p_function",
-            "def Mine():\n    raise SystemExit\n",
-            "Mine: a function decides as `def Mine(view, parameter=1): …`",
-        ),
-        ("p_kind", "from rlsim import RolloutControl as Mine\n", "is a kind of part, not a part"),
-        (
-            "p_makes",
-            CLASS + "    def __init__(self):\n        raise KeyError('made')\n",
-            "base.yaml:10:5: system 'mine': Mine(): p_makes.py:6: KeyError: 'made' (line 6: raise KeyError('made'))",
-        ),
-        (
-            "p_needs_more",
-            CLASS + "    def __init__(self, x):\n        pass\n",
-            "Mine(): p_needs_more.py:5: TypeError: Mine.__init__() missing 1 required positional argument: 'x'",
-        ),
-        (
-            "p_sets_up",
-            CLASS + "    def setup(self, context):\n        return context.nothing\n",
-            "p_sets_up.py:6: AttributeError: 'ControlContext' object has no attribute 'nothing'",
-        ),
-    ],
-)
+@cases("experiments", "a policy file that fails")
 def test_a_policy_file_that_fails(failing: Failing, name: str, text: str, message: str) -> None:
-    assert message in failing(base=write_policy(failing.folder, name, text))
+    assert message in failing(base=write_policy(failing.folder, name, text.replace("CLASS", CLASS)))
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("time:tzset", "time is a module of Python's standard library"),
-        ("rich:get_console", "rich:get_console returns"),
-        ("flows:needs", "flows:needs needs model, size; it is called without arguments"),
-        ("flows:text", "flows:text made 'text', expected a rlsim.workflow.Workflow"),
-        ("flows:Workflow", "is no function that is defined in that module"),
-        ("flows:getcwd", "is no function that is defined in that module"),
-        ("flows:leaves", "flows.py:13: it leaves Python (exit code 7)"),
-        ("flows:fails", "flows.py:17: LookupError: no"),
-        ("'flows:'", "expected module:name"),
-    ],
-)
+@cases("experiments", "targets that make no workflow")
 def test_targets_that_make_no_workflow(failing: Failing, target: str, message: str) -> None:
     (failing.folder / "flows.py").write_text(
         "import sys\nfrom os import getcwd\n\nfrom rlsim.workflow import Workflow\n\n\n"
@@ -177,19 +134,7 @@ class _Listing(Schema, RolloutControl):
         return context.feasible_tps[0]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "systems"),
-    [
-        ({"words": ["a", "b"]}, 1),
-        ({"either": [1, 2]}, 1),
-        ({"maybe": ["a", "b"]}, 1),
-        ({"pair": [1, 2]}, 1),
-        ({"tuple_name": ["a", "b", "c"]}, 3),
-        ({"number": [1, 2]}, 2),
-        ({"table": [{"a": [1]}, {"b": [2]}]}, 2),
-        ({"number": [1, 2], "words": ["a", "b"]}, 2),
-    ],
-)
+@cases("experiments", "whether a list is one value is told from the type")
 def test_whether_a_list_is_one_value_is_told_from_the_type(
     parameters: dict[str, Any], systems: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from conftest import TINY, Talk
+from conftest import TINY, Talk, cases
 
 import rlsim
 from rlsim.cost.calibration import HostFit, load_calibration
@@ -272,15 +272,7 @@ def test_kv_of_stages_moves_by_their_layers() -> None:
     assert seconds[2] == pytest.approx(seconds[1] * 31 / 61, rel=0.02)  # the latent lies on every GPU of a stage
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"systems": [PLAN]}, "leave engine.pp out"),
-        ({"systems": ["pat"]}, "TP 2 cannot become TP 4 .* a replica keeps its layout under engine.ep, engine.pp"),
-        ({"systems": [{"verl": {"tp": 1}}]}, r"engine.pp 2 does not divide the 1 GPUs of a replica"),
-        ({"engine": {"pp": 3}}, r"engine.pp 3 divides no replica's GPUs: 1, 2, 4, 8, 16"),
-    ],
-)
+@cases("cost", "what does not go with stages")
 def test_what_does_not_go_with_stages(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RlsimError, match=message):
         rlsim.run({**STAGED, **changes})

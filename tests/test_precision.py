@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import TINY
+from conftest import TINY, cases
 from pydantic import ValidationError
 
 from rlsim.calibrate.fit.attention import attention_kernels
@@ -238,29 +238,7 @@ def test_a_kv_cache_in_fp8_takes_half() -> None:
     assert served.weight_bytes == LLAMA.weight_bytes
 
 
-def compressed(bits: int, strategy: str, activations: dict[str, Any] | None) -> dict[str, Any]:
-    group = {"weights": {"num_bits": bits, "type": "float", "strategy": strategy}, "input_activations": activations}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-
-
-@pytest.mark.parametrize(
-    ("config", "precision"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
-        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, None),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, None),
-        ({"quant_method": "gptq", "bits": 4}, None),
-        ("fp8", None),
-        (compressed(8, "channel", {"num_bits": 8, "type": "float"}), "fp8"),
-        (compressed(8, "block", {"num_bits": 8, "type": "float"}), "fp8_block"),
-        (compressed(4, "tensor_group", {"num_bits": 4, "type": "float"}), "nvfp4"),
-        (compressed(4, "group", None), None),  # weights alone
-        (compressed(8, "channel", {"num_bits": 8, "type": "int"}), None),
-    ],
-)
+@cases("cost", "what a config json says of its weights")
 def test_what_a_config_json_says_of_its_weights(config: Any, precision: str | None) -> None:
     assert published_precision(config) == precision
 
@@ -311,15 +289,7 @@ def test_a_step_in_fp8_is_shorter_and_its_head_as_long() -> None:
     assert halved.decode(64).step_s(64 * 20_000) < 0.75 * plain.decode(64).step_s(64 * 20_000)
 
 
-@pytest.mark.parametrize(
-    ("calibration", "cluster", "precision", "kv", "message"),
-    [
-        ("a100-vllm", "8xa100", "fp8", "bf16", "a100-sxm-80gb has no tensor cores for it; .* products in bf16$"),
-        ("h100-vllm", "8xh100", "nvfp4", "bf16", "h100-sxm has no tensor cores for it; .* products in bf16"),
-        ("h100-vllm", "8xh100", "mxfp4", "bf16", "precision mxfp4: calibration h100-sxm-vllm has matrix products in"),
-        ("a100-vllm", "8xa100", "bf16", "fp8", "kv_precision fp8: calibration .* on a KV cache of bf16 only"),
-    ],
-)
+@cases("cost", "what a gpu lacks is refused by name")
 def test_what_a_gpu_lacks_is_refused_by_name(
     calibration: str, cluster: str, precision: Precision, kv: Any, message: str
 ) -> None:

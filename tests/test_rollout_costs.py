@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from conftest import TINY, Talk
+from conftest import TINY, Talk, cases
 
 import rlsim
 from rlsim.cost.calibration import load_calibration
@@ -241,14 +241,7 @@ def test_preempted_responses_are_loaded_instead_of_prefilled() -> None:
     assert offloaded.gen_bound_s < offloaded.gen_time_s < plain.gen_time_s
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"engine.enable_prefix_caching": False}, "prefix cache, which this engine is without; leave it out"),
-        ({"engine.data_parallel_attention": 8}, "which engine.data_parallel_attention is without; leave it out"),
-        ({"model": "gemma-3-12b"}, "where every layer keeps all tokens, unlike gemma-3-12b"),
-    ],
-)
+@cases("cost", "host memory without a prefix cache is refused")
 def test_host_memory_without_a_prefix_cache_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rlsim.run(SHORT_OF_KV, overrides={"engine.kv_offloading_bytes": "64 GiB", **overrides})

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import cases
 from test_asynchronous import check_gpus
 
 import rlsim
@@ -47,10 +48,6 @@ EXPERIMENT: dict[str, Any] = {
     "seeds": 1,
     "systems": ["verl"],
 }
-
-#: The judge's GPUs do nothing else.
-APART: dict[str, Any] = copy.deepcopy(EXPERIMENT["workflow"])
-APART["reward"]["judge"]["while_training"] = "apart"
 
 VERL = {"verl": {"tp": 1}}
 SYSTEMS: dict[str, list[Any]] = {
@@ -257,28 +254,7 @@ def test_in_pieces_costs_about_as_much_as_at_once() -> None:
     assert after["pieces"] == pytest.approx(after["verl"], rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"workflow": {"prompts": 2, "responses": 2, "steps": 1}}, "workflow.reward.judge"),
-        (
-            {
-                "systems": [{"name": "x", "use": [VERL, "stream"]}],
-                "training": {"backend": "megatron", "mini_batches": 2},
-            },
-            "training.mini_batches: 1",
-        ),
-        ({"systems": [{"name": "x", "use": []}]}, "`use` names no part"),
-        ({"systems": [{"name": "x", "use": ["tail_batching", "overcommit"]}]}, "decide what to launch"),
-        ({"systems": [{"tail_batching": {"eta": 0.5}}]}, "expected at least 1"),
-        ({"trace": {"path": ["rollpacker-math", "rollpacker-math"], "cap": "2K"}}, "two have the same name"),
-        (
-            {"trace": {"path": "dapo-growing", "cap": "2K"}, "systems": ["dynamic_sampling"]},
-            "neither the column reward nor",
-        ),
-        ({"training": {"backend": "megatron", "tp": 4}, "workflow": APART}, "2 more are kept for the judge"),
-    ],
-)
+@cases("experiments", "what does not go together is said")
 def test_what_does_not_go_together_is_said(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RlsimError, match=message):
         rlsim.run(experiment(**changes))

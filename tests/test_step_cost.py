@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import cases
 
 from rlsim.cost.calibration import Calibration, EngineFit, load_calibration
 from rlsim.cost.curve import REACHED, DecodeCurve
@@ -244,15 +245,7 @@ def test_whole_iterations_are_stepped_in_closed_form_and_prefilled_by_tokens() -
     assert served.lookups().table() == {"whole iterations": {"interpolated": 2, "extrapolated": 1}}
 
 
-@pytest.mark.parametrize(
-    ("model", "tp", "graphs", "factor"),
-    [
-        ("llama-3.1-8b", 4, True, 1.5),  # another TP, a sibling, and others
-        ("llama-3.1-70b", 8, True, 1.5),
-        ("qwen2.5-7b", 2, True, 1.0),
-        ("llama-3.1-8b", 2, False, 1.0),
-    ],
-)
+@cases("cost", "elsewhere a family has the level of its engine")
 def test_elsewhere_a_family_has_the_level_of_its_engine(model: str, tp: int, graphs: bool, factor: float) -> None:
     shape = load_model(model)
     plain, served = (step_cost(shape, tp, H100, one, graphs=graphs) for one in (BASE, ENGINE))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import cases
 from result_tables import RUN, table
 from typer.testing import CliRunner
 
@@ -431,18 +432,7 @@ def test_a_step_that_trains_on_nothing_is_refused(tmp_path: Path, monkeypatch: p
         rlsim.run(SMALL, overrides={"systems": systems, "baseline": None, "seeds": 1})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cases": {"a": {"seeds": 3}}}, "case 'a': seeds are the same for all cases"),
-        ({"cases": {"a": {"baseline": "pat"}}}, "case 'a': baseline are the same for all cases"),
-        ({"workflow.warmup": 2}, "warmup 2 leaves none of 2 steps to measure"),
-        (
-            {"systems": ["tail_batching"], "baseline": None, "workflow.algorithm": "remax"},
-            "remax: a batching that trains on the first responses to finish",
-        ),
-    ],
-)
+@cases("experiments", "what cannot be measured is refused")
 def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rlsim.run(SMALL, overrides=changes)

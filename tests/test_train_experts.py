@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY, Talk
+from conftest import TINY, Talk, cases
 from test_init import draft_of
 from test_train import FLOPS_ONLY, IDEAL, MEMORY_ONLY, Ring
 
@@ -85,18 +85,7 @@ def test_experts_are_cut_over_neighbours_of_a_stage(given: dict[str, int], cut: 
     assert sum([rest, *experts]) == pytest.approx(layers + ENDS // strategy.pp / strategy.tp, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"dp": 2, "tp": 4, "pp": 2, "ep": 16}, r"ep × expert_tp = 16 does not divide the 8 GPUs of a pipeline stage"),
-        ({"dp": 3, "ep": 3}, "qwen3-30b-a3b: EP 3 does not divide its 128 experts"),
-        ({"dp": 512, "expert_tp": 512}, "expert TP 512 does not divide its experts' width of 768"),
-        ({"ep": 0}, "ep must be at least 1"),
-        ({"expert_tp": 0}, "expert_tp must be at least 1"),
-        ({"expert_imbalance": 0.5}, "expert_imbalance must be at least 1"),
-        ({"dp": 8, "ep": 8, "zero_stage": 3, "shard_gpus": 4}, "shard_gpus .* does not go with experts apart"),
-    ],
-)
+@cases("cost", "errors name the degrees and what they do not divide")
 def test_errors_name_the_degrees_and_what_they_do_not_divide(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainStrategy(**given).check_model(QWEN)
