@@ -249,24 +249,7 @@ class OpenWorkload:
 
     def reference(self) -> OpenResult:
         """The reference's answer."""
-        infer_s = self.infer_s or (0.0,) * len(self.train_s)
-        return simulate_open(
-            self.of_prompt,
-            prompts=self.prompts,
-            batching=self.rule,
-            train_s=[infer + train for infer, train in zip(infer_s, self.train_s, strict=True)],
-            sync_s=self.sync_s,
-            node_gpus=self.node_gpus,
-            tp=self.tp,
-            costs=self.costs,
-            engine=self.engine,
-            cap_tokens=self.cap_tokens,
-            control=self.control,
-            routing=self.routing,
-            rewards=self.rewards if self.checks else None,
-            windows=max(self.windows, 1),
-            **self.way(),
-        )
+        return simulate_open(self, **self.way())
 
     def way(self) -> dict[str, Any]:
         """Which reference it is, and what that asks for beyond."""
@@ -704,86 +687,29 @@ class StepsRun:
 
 
 @dataclass(frozen=True)
-class StepsWorkload:
-    """A whole run of steps whose trainer generates: see `reference_steps.simulate_steps`."""
+class StepsWorkload(HybridWorkload):
+    """A whole run whose every step has a rollout of its own; weights are `lag` steps old."""
 
-    sizes: tuple[tuple[tuple[int, int], ...], ...]
-    prompts: int
-    lag: int
-    windows: int
-    train_s: tuple[float, ...]
-    sync_s: tuple[float, ...]
-    checks_s: tuple[float, ...]  # of responses, over and over again; empty: nothing is scored
-    workers: int
-    node_gpus: tuple[int, ...]
-    tp: int
-    costs: StubCosts
-    engine: RefEngine
-    cap_tokens: int
-    control: NotedHybrid
-    hybrid: RefHybrid
-    grouped: bool
-
-    def of_prompt(self, position: int) -> tuple[tuple[int, int], ...]:
-        return self.sizes[position % len(self.sizes)]
+    lag: int = 0
 
     def check_s(self, position: int, sample: int) -> float:
-        return self.checks_s[(position + sample) % len(self.checks_s)]
+        return self.rewards.check(position, sample).runs_s[0]
 
-    def reference(self) -> list[RefCalls]:
+    def reference(self) -> list[RefCalls]:  # type: ignore[override]
         """The reference's answer."""
-        return simulate_steps(
-            self.of_prompt,
-            prompts=self.prompts,
-            lag=self.lag,
-            windows=self.windows,
-            grouped=self.grouped,
-            train_s=self.train_s,
-            sync_s=self.sync_s,
-            check_s=self.check_s if self.checks_s else None,
-            workers=self.workers,
-            node_gpus=self.node_gpus,
-            tp=self.tp,
-            costs=self.costs,
-            engine=self.engine,
-            cap_tokens=self.cap_tokens,
-            control=self.control,
-            hybrid=self.hybrid,
-        )
+        return simulate_steps(self)
 
-    def simulate(self) -> StepsRun:
+    def simulate(self) -> StepsRun:  # type: ignore[override]
         """The engine's answer: that of continuous generation, with a rollout for each step in its place."""
-        samples, prompts = len(self.sizes[0]), self.prompts * len(self.sync_s) if self.checks_s else 0
-        checks = [[RefCheck((self.check_s(at, i),), 1e9, 1.0) for i in range(samples)] for at in range(prompts)]
-        open_ended = HybridWorkload(
-            sizes=self.sizes,
-            prompts=self.prompts,
-            rule=Rule(),
-            train_s=self.train_s,
-            sync_s=self.sync_s,
-            node_gpus=self.node_gpus,
-            tp=self.tp,
-            costs=self.costs,
-            engine=self.engine,
-            control=self.control,
-            checks=tuple(map(tuple, checks)),
-            workers=self.workers,
-            windows=self.windows,
-            grouped=self.grouped,
-            hybrid=self.hybrid,
-        )
         made: list[Request] = []
 
         def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
             keys = [(prompt.position, sample) for prompt in launched for sample in range(samples)]
-            new = [
-                Request(first_id + i, at, *self.of_prompt(at)[sample], row=sample)
-                for i, (at, sample) in enumerate(keys)
-            ]
+            new = [Request(first_id + i, at, *self.of_prompt(at)[k], row=k) for i, (at, k) in enumerate(keys)]
             made.extend(new)
             return new
 
-        what = open_ended.simulation()
+        what = self.simulation()
         workflow = what.workflow
         if not self.windows:
             edges = [replace(edge, grain="stage") for edge in workflow.edges]
@@ -813,21 +739,22 @@ def steps_workloads(draw: st.DrawFn, clock: Clock = "real") -> StepsWorkload:
     kinds = _kinds(responses, math.gcd(*work.node_gpus))
     others = draw(st.sampled_from(["nothing", "nothing", "switch", "unused", "balance", "shrink"]))
     control = Together((draw(kinds[others]), borrowing(draw, work)))
-    return StepsWorkload(
-        sizes=work.sizes,
-        prompts=work.prompts,
-        lag=0 if windows else draw(st.sampled_from([0, 1, 1])),
-        windows=windows,
-        train_s=seconds(steps * max(windows, 1)),
-        sync_s=work.sync_s,
-        checks_s=seconds(draw(st.sampled_from([0, 7, 11]))),
-        workers=draw(st.sampled_from([1, 2, 4])),
-        node_gpus=work.node_gpus,
-        tp=work.tp,
-        costs=work.costs,
-        engine=work.engine,
-        cap_tokens=work.cap_tokens,
-        control=NotedHybrid(perhaps_timed(draw, control, clock, work.costs.step(work.tp))),
-        hybrid=draw(trainers(work, clock)),
-        grouped=work.grouped and bool(windows),
-    )
+    lag = 0 if windows else draw(st.sampled_from([0, 1, 1]))
+    train_s = seconds(steps * max(windows, 1))
+    checks_s, samples = seconds(draw(st.sampled_from([0, 7, 11]))), len(work.sizes[0])
+    shifted = [checks_s[at:] + checks_s[:at] for at in range(len(checks_s))]
+    changes = {
+        "rule": Rule(),
+        "routing": "contiguous",
+        "infer_s": (),
+        "filter": Batching(),
+        "lag": lag,
+        "windows": windows,
+        "grouped": work.grouped and bool(windows),
+        "train_s": train_s,
+        "checks": tuple(tuple(RefCheck((s,), 1e9, 1.0) for s in of[:samples]) for of in shifted),
+        "workers": draw(st.sampled_from([1, 2, 4])),
+        "control": NotedHybrid(perhaps_timed(draw, control, clock, work.costs.step(work.tp))),
+        "hybrid": draw(trainers(work, clock)),
+    }
+    return StepsWorkload(**{**vars(work), **changes})

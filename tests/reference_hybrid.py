@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from reference import RefEngine, RefRequest, RefResult, _Replica, _Rollout, _View
+from reference import RefRequest, RefResult, _Replica, _Rollout, _View
 from reference_open import RollingRun, _Run
 
-from rlsim.sim.control import Action, Borrow, Borrowable, Reconfigure, Release, RolloutControl, RolloutCosts
+from rlsim.sim.control import Action, Borrow, Borrowable, Reconfigure, Release, RolloutCosts
+
+if TYPE_CHECKING:
+    from open_workloads import StepsWorkload
 
 
 @dataclass(frozen=True)
@@ -319,45 +323,27 @@ class StepRollout(Hybrid):
         """Responses that have finished at this moment."""
 
 
-def simulate_steps(
-    sizes: Callable[[int], Sequence[tuple[int, int]]],
-    *,
-    prompts: int,
-    lag: int,
-    windows: int,
-    grouped: bool,
-    train_s: Sequence[float],
-    sync_s: Sequence[float],
-    check_s: Callable[[int, int], float] | None,
-    workers: int,
-    node_gpus: Sequence[int],
-    tp: int,
-    costs: RolloutCosts,
-    engine: RefEngine,
-    cap_tokens: int,
-    control: RolloutControl,
-    hybrid: RefHybrid,
-) -> list[RefCalls]:
-    """All steps, each of so many prompts; `sizes` and `check_s` are of a prompt's position (and a response to it).
+def simulate_steps(work: StepsWorkload) -> list[RefCalls]:
+    """All steps, each of so many prompts.
 
     `lag` is 0 or 1; `windows` (with a lag of 0) are the parts in which training takes a batch, with `train_s` of all;
-    where it is `grouped` it takes the responses of a prompt together.
-    Without `check_s` nothing is scored. Scoring takes whole batches, with windows each response as it finishes.
+    where it is `grouped` it takes the responses of a prompt together. Without `checks` nothing is scored. Scoring takes
+    whole batches, with windows each response as it finishes.
     """
-    desk, used_tps = Workers(workers), dict[int, set[int]]()
+    prompts, lag, windows, train_s, sync_s = work.prompts, work.lag, work.windows, work.train_s, work.sync_s
+    desk, used_tps = Workers(work.workers), dict[int, set[int]]()
     steps: list[RefCalls] = []
     sync_ends = 0.0  # of the step that brought what generation begins with
     held_until = 0.0
     for k in range(len(sync_s)):
-        requests = [
-            RefRequest(i, position, *size)
-            for i, (position, size) in enumerate(
-                (position, size) for position in range(k * prompts, (k + 1) * prompts) for size in sizes(position)
-            )
-        ]
+        positions = range(k * prompts, (k + 1) * prompts)
+        sizes = [(position, size) for position in positions for size in work.of_prompt(position)]
+        requests = [RefRequest(i, position, *size) for i, (position, size) in enumerate(sizes)]
         samples = len(requests) // prompts
-        rollout = StepRollout(requests, node_gpus, tp, costs, engine, cap_tokens, control, None)
-        rollout.hybrid = hybrid
+        rollout = StepRollout(
+            requests, work.node_gpus, work.tp, work.costs, work.engine, work.cap_tokens, work.control, None
+        )
+        rollout.hybrid = work.hybrid
         before = steps[-1] if steps else None
         start = max(sync_ends, before.generates[1] if before else 0.0)
         rollout.from_start(start, held_until, used_tps)
@@ -365,12 +351,14 @@ def simulate_steps(
 
         def score(ids: Sequence[int], at: float, into: Scored = scored, step: int = k, of: int = samples) -> None:
             for i in ids:
-                into[i] = desk.take(at, check_s(step * prompts + i // of, i % of)) if check_s else (math.nan, at)
+                into[i] = (
+                    desk.take(at, work.check_s(step * prompts + i // of, i % of)) if work.checks else (math.nan, at)
+                )
 
         def part_at(part: int, into: Scored = scored, of: int = samples) -> float:
             """When a part of the batch is there, as far as is known: so many of the responses are scored."""
             ends = [end for _, end in into.values()]
-            if grouped:  # those of a prompt come together
+            if work.grouped:  # those of a prompt come together
                 whole = [range(first, first + of) for first in range(0, prompts * of, of)]
                 ends = [max(into[i][1] for i in ids) for ids in whole if into.keys() >= set(ids) for _ in ids]
             ends.sort()

@@ -13,13 +13,16 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reference import RefEngine, RefStay, _Replica, _Request, _Rollout
+from reference import RefStay, _Replica, _Request, _Rollout
 
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
-from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts, decides
+from rlsim.sim.control import Prompt, decides
+
+if TYPE_CHECKING:
+    from open_workloads import OpenWorkload
 
 #: A response: the position of its prompt, and which of the prompt's responses it is.
 Key = tuple[int, int]
@@ -96,35 +99,17 @@ class OpenResult:
     switches: list[float] = field(default_factory=list)  # moments at which one began
 
 
-def simulate_open(
-    sizes: Callable[[int], Sequence[tuple[int, int]]],
-    *,
-    prompts: int,
-    batching: Continuous,
-    train_s: Sequence[float],
-    sync_s: Sequence[float],
-    node_gpus: Sequence[int],
-    tp: int,
-    costs: RolloutCosts,
-    engine: RefEngine,
-    cap_tokens: int,
-    control: RolloutControl,
-    routing: Literal["contiguous", "round_robin"] = "contiguous",
-    rewards: RefRewards | None = None,
-    windows: int = 1,
-    kind: type[_Run] | None = None,
-    **more: object,
-) -> OpenResult:
+def simulate_open(work: OpenWorkload, kind: type[_Run] | None = None, **more: object) -> OpenResult:
     """All steps of a run, as many as there are durations of syncs.
 
-    `sizes` says for the prompt at a position how long it and each of its responses are, in tokens; `train_s` is the
-    time that training takes for each of the `windows` equal parts of a step's batch, of all steps one after the other.
-    `kind` is another way in which new weights come, with what it asks for beyond.
+    `kind` is another way in which new weights come, with what it asks for beyond. What an inference call takes before
+    training is a part of that.
     """
-    run = (kind or _Run)([], node_gpus, tp, costs, engine, cap_tokens, control, None)
+    run = (kind or _Run)([], work.node_gpus, work.tp, work.costs, work.engine, work.cap_tokens, work.control, None)
     vars(run).update(more)
-    run.sizes, run.prompts, run.batching, run.routing = sizes, prompts, batching, routing
-    run.train_s, run.sync_s, run.rewards, run.windows = train_s, sync_s, rewards, windows
+    run.sizes, run.prompts, run.batching, run.routing = work.of_prompt, work.prompts, work.rule, work.routing
+    run.rewards, run.windows = work.rewards if work.checks else None, max(work.windows, 1)
+    run.train_s, run.sync_s = list(map(sum, zip(*filter(None, (work.infer_s, work.train_s)), strict=True))), work.sync_s
     run.to_the_end()
     return run.open
 

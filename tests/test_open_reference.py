@@ -183,7 +183,7 @@ def compare_steps(work: StepsWorkload) -> None:
             assert request.first_token_at == near(step.rollout.first_token_at[i]), f"first token of {i} in step {k}"
             assert request.preemptions == step.rollout.preemptions[i], f"preemptions of {i} in step {k}"
             assert request.generated == step.rollout.generated[i]
-            if work.checks_s:
+            if work.checks:
                 assert (request.score_started_at, request.scored_at) == tuple(map(near, step.scored[i]))
 
 
