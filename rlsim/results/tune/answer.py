@@ -1,0 +1,296 @@
+"""`rlsim tune` from Python: the settings to change, what they bring, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.simulator import Simulator
+from rlsim.results.sweeps.local import cores
+from rlsim.results.tune.search import Changes, Measure, intervals, measuring, search
+from rlsim.results.tune.space import ALTERS, Axis, axes_of, baseline_of
+from rlsim.results.tune.trial import Configuration, Run, Trial
+
+#: Share of the budget that the search may take; the rest tells what it found on draws that it has not seen.
+SEARCH_SHARE = 0.5
+#: At most: sets that go on to fresh draws, halved until one is left; paired draws of the answer, and worlds; steps of a
+#: synchronous run.
+CONTENDERS, PAIRS, STEPS = 8, 5, 3
+#: Trials that the rest of a budget should do at least, with as many steps as that allows.
+_LEAST_TRIALS = 30
+#: A change that brings less is not worth making.
+LEAST = 1.005
+#: Parts of a step, and what binds where one is the largest.
+PARTS = {
+    "gen_exposed_s": "generation", "train_time_s": "training", "prep_time_s": "log-probs and rewards",
+    "sync_time_s": "weight sync", "waiting_time_s": "waiting",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key, its value, what it brings alone, and what the whole set is worth more with it than without."""
+
+    key: str
+    value: Any
+    alone: float | None
+    within: float
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The answer: `best` sets these keys; `gain` is responses trained on per second over those of the configuration.
+
+    `gain_low`, `gain_high`: 95% over draws of the trace; `model_low`, `model_high`: the least and most in worlds whose costs are off as
+    the calibration may be.
+    """
+
+    best: Mapping[str, Any]
+    gain: float
+    gain_low: float
+    gain_high: float
+    model_low: float
+    model_high: float
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    gpus: int = 0
+    changes: Sequence[Change] = ()
+    evaluated: int = 0
+    legal: int = 0
+    excluded: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    binds: str = ""
+    assumptions: Sequence[Mapping[str, Any]] = ()
+    beside: Sequence[Mapping[str, Any]] = ()  # what changes of other kinds would bring
+
+    @property
+    def sure(self) -> bool:
+        """Whether both intervals lie above no gain."""
+        return bool(self.best) and self.gain_low > 1 and not self.model_low <= 1
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as JSON knows it; what is missing is null."""
+
+        def known(value: float) -> float | None:
+            return value if value == value else None
+
+        numbers = ("gain", "gain_low", "gain_high", "model_low", "model_high")
+        return {
+            "best": dict(self.best), **{name: known(getattr(self, name)) for name in numbers},
+            "evaluated": self.evaluated, "legal": self.legal, "excluded": dict(self.excluded),
+            "seconds": round(self.seconds, 1), "binds": self.binds, "assumptions": list(self.assumptions),
+            "before": dict(self.before), "after": dict(self.after),
+            "changes": [vars(change) for change in self.changes], "beside": list(self.beside),
+        }  # fmt: skip
+
+
+def tune(
+    configuration: Configuration,
+    *,
+    budget_s: float = 60.0,
+    trials: int | None = None,
+    workers: int | None = None,
+    seed: int = 0,
+    keep: Collection[str] = (),
+    allow: Collection[str] = (),
+    progress: Callable[[float, str], None] = lambda *_: None,
+) -> Tuned:
+    """The settings of a configuration's framework with which most responses are trained on per second.
+
+    About `budget_s` seconds are spent in `workers` processes (None: one a core); with `trials` the search tries so many
+    sets instead, and the answer is the same on any machine. `keep` are keys that stay as they are, `allow` what changes
+    may alter beside speed (`ALTERS`). Raises `RlsimError` for a configuration that does not run.
+    """
+    if unknown := {*allow} - {*ALTERS}:
+        raise ConfigError(f"allow: unknown {', '.join(sorted(unknown))}; there are {', '.join(ALTERS)}")
+    began = time.monotonic()
+    experiment = configuration.experiment({})
+    loaded = LoadedExperiment.of(experiment, configuration.options.folder)
+    own = Simulator(loaded, search=False)
+    spec = baseline_of(experiment.systems, experiment.baseline)
+    if len(list(spec.alternatives(own.placed(spec.make()).context))) > 1:
+        raise ConfigError(f"{spec.name} is tuned already: give a plain system, such as baseline=NAME, as an override")
+    overlaps = own.overlap(spec.make())
+    warmup = experiment.workflow.warmup or 0
+    screened = None if overlaps else 1 + warmup
+    axes = axes_of(loaded, allow, keep)
+
+    def spent() -> float:
+        return (time.monotonic() - began) / budget_s
+
+    def in_time() -> bool:
+        return trials is not None or spent() < 1
+
+    def over(tried: int) -> bool:
+        return tried >= trials if trials is not None else spent() > SEARCH_SHARE
+
+    def told(done: Sequence[Trial]) -> None:
+        base, best = done[0].rate, max(trial.rate for trial in done)
+        share = len(done) / trials if trials is not None else spent()
+        progress(share, f"{len(done)} tried, best {best / base:.2f} times" if base else f"{len(done)} tried")
+
+    with measuring(configuration, workers or cores()) as measure:
+        run = Run(_seed(seed, 0), screened)
+        (base,) = measure([{}], run)
+        if base.kind not in ("", "memory"):
+            raise ConfigError(base.problem)
+        tried = search(axes, measure, run, over, told)
+        ran = sum(not trial.kind for trial in tried)
+        if not ran:
+            raise CapacityError(f"{base.problem}\nnone of the {len(tried)} sets of settings that were tried fits")
+        first = {_key(trial.changes): trial for trial in tried}
+        # What the rest of the budget can do, by what a trial took.
+        rest = math.inf if trials is not None else (1 - spent()) / max(spent(), 1e-9) * ran
+        steps = int(min(max(rest / _LEAST_TRIALS, 1), STEPS, experiment.workflow.steps))
+        confirmed = None if overlaps else steps + warmup
+        rest /= 1 if overlaps else steps
+        progress(spent(), "the best on fresh draws")
+        contenders = [trial.changes for trial in tried[: int(min(max(0.17 * rest, 2), CONTENDERS))] if trial.rate]
+        races = [Run(_seed(seed, n), confirmed) for n in range(1, 4 if rest > 2 * CONTENDERS else 2)]
+        best = _raced(list({_key(one): one for one in ({}, *contenders)}.values()), measure, races)
+        best = _simplified(best, axes, measure, Run(_seed(seed, 4), confirmed))
+        progress(spent(), "how sure that is")
+        pairs = [Run(_seed(seed, 5 + n), confirmed) for n in range(int(min(max(0.12 * rest, 3), PAIRS)))]
+        before, after, ratios = _pairs(best, measure, pairs)
+        worlds = [Run(one.seed, one.steps, draw=n + 1) for n, one in enumerate(pairs)] if best and in_time() else []
+        _, _, drawn = _pairs(best, measure, worlds)
+        changes = _worths(best, axes, first, base, measure, pairs[:1])
+        assumptions = _turns(best, measure, run, in_time)
+        beside = _beside(loaded, allow, keep, best, measure, run, in_time)
+    gain = float(np.exp(np.mean(np.log(ratios)))) if ratios else math.nan if best else 1.0
+    low, high = intervals(ratios) if best else (1.0, 1.0)
+    return Tuned(
+        best=best, gain=gain, gain_low=low, gain_high=high,
+        model_low=min(drawn, default=math.nan), model_high=max(drawn, default=math.nan),
+        before=before, after=after, gpus=loaded.cluster.gpus, changes=changes, evaluated=len(tried), legal=ran,
+        excluded=dict(Counter(trial.kind for trial in tried if trial.kind)),
+        seconds=time.monotonic() - began, binds=_binds(after), assumptions=assumptions, beside=beside,
+    )  # fmt: skip
+
+
+def _seed(seed: int, number: int) -> int:
+    """Draws that the search, the race and the answer do not share."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0] % 2**31)
+
+
+def _key(changes: Changes) -> str:
+    return str(sorted(changes.items(), key=str))
+
+
+def _raced(contenders: Sequence[Changes], measure: Measure, runs: Sequence[Run]) -> dict[str, Any]:
+    """The set that is fastest on draws that chose nothing: half of the contenders stay after each."""
+    rates = np.zeros(len(contenders))
+    for run in runs:
+        rates += [np.log(max(trial.rate, 1e-9)) for trial in measure(contenders, run)]
+        order = np.argsort(-rates, kind="stable")[: max(len(contenders) // 2, 1)]
+        contenders, rates = [contenders[i] for i in order], rates[order]
+    return dict(contenders[0])
+
+
+def _simplified(best: dict[str, Any], axes: Sequence[Axis], measure: Measure, run: Run) -> dict[str, Any]:
+    """The set without the changes that it loses nothing without, those that are worth least first."""
+    while groups := _groups(best, axes):
+        without = [{key: value for key, value in best.items() if key not in group} for group in groups]
+        whole, *rest = measure([best, *without], run)
+        worth = [whole.rate / trial.rate if trial.rate else np.inf for trial in rest]
+        least = int(np.argmin(worth))
+        if worth[least] >= LEAST:
+            return best
+        best = without[least]
+    return best
+
+
+def _groups(changes: Changes, axes: Sequence[Axis]) -> list[tuple[str, ...]]:
+    """Keys that move together."""
+    return [keys for keys in dict.fromkeys(tuple(axis.options[0]) for axis in axes) if set(keys) <= set(changes)]
+
+
+def _pairs(
+    best: Changes, measure: Measure, runs: Sequence[Run]
+) -> tuple[dict[str, float], dict[str, float], list[float]]:
+    """Means of the configuration and of the set, and the ratio of each pair; means are geometric, as that of ratios is."""
+    found = [measure([{}, best] if best else [{}], run) for run in runs]
+
+    def mean(which: int) -> dict[str, float]:
+        rows = [trials[which].means for trials in found]
+        columns = {name: np.array([row.get(name, np.nan) for row in rows]) for name in (rows[0] if rows else ())}
+        return {
+            name: float(np.exp(np.mean(np.log(values))) if (values > 0).all() else np.mean(values))
+            for name, values in columns.items()
+        }
+
+    ratios = [after.rate / before.rate for before, after in found if before.rate and after.rate] if best else []
+    return mean(0), mean(-1), ratios
+
+
+def _worths(
+    best: Changes, axes: Sequence[Axis], first: Mapping[str, Trial], base: Trial, measure: Measure, runs: Sequence[Run]
+) -> list[Change]:
+    """Every change of the set: what it brought alone on the search's draws, and what the set has of it."""
+    found = []
+    for group in _groups(best, axes):
+        own = {key: best[key] for key in group}
+        single = first.get(_key(own))
+        without = {key: value for key, value in best.items() if key not in group}
+        ratios = []
+        for run in runs:
+            whole, rest = measure([best, without], run)
+            ratios.append(whole.rate / rest.rate if rest.rate else np.nan)
+        gained = single.rate / base.rate if single is not None and single.rate and base.rate else None
+        found += [Change(key, value, gained, float(np.mean(ratios))) for key, value in own.items()]
+    return sorted(found, key=lambda change: -(change.within if change.within == change.within else np.inf))
+
+
+def _turns(best: Changes, measure: Measure, run: Run, in_time: Callable[[], bool]) -> list[dict[str, Any]]:
+    """What the answer rests on: each assumption, and the gain at both ends of its range; none where time is over."""
+    if not best:
+        return []
+    found = []
+    for row in measure([best], run)[0].assumed:
+        gains = []
+        for end in row.ends if in_time() else ():
+            settings = tuple(end.settings.items())
+            before, after = measure([{}, best], Run(run.seed, run.steps, settings=settings))
+            gains.append(after.rate / before.rate if before.rate and after.rate else None)
+        shown_ends = [end.shown for end in row.ends]
+        found.append({"assumed": row.name, "taken": row.taken, "ends": shown_ends, "gains": gains})
+    return found
+
+
+def _beside(
+    loaded: LoadedExperiment, allow: Collection[str], keep: Collection[str], best: Changes, measure: Measure, run: Run,
+    in_time: Callable[[], bool],
+) -> list[dict[str, Any]]:
+    """What the best single change of each kind that is not allowed would bring on top."""
+    (whole,), found = measure([best], run), []
+    for kind, words in ALTERS.items():
+        if kind in allow or not in_time():
+            continue
+        options = [one for axis in axes_of(loaded, [kind], keep) if axis.alters == kind for one in axis.options]
+        trials = [trial for trial in measure([{**best, **one} for one in options], run) if trial.rate > whole.rate]
+        if trials and whole.rate:
+            top = max(trials, key=lambda trial: trial.rate)
+            more = {key: value for key, value in top.changes.items() if best.get(key) != value}
+            found.append({"kind": kind, "what": words, "changes": more, "gain": top.rate / whole.rate})
+    return found
+
+
+def _binds(means: Mapping[str, float]) -> str:
+    """The largest part of a step, with its share."""
+    step = means.get("step_time_s", 0.0)
+    parts = {words: means.get(name, 0.0) for name, words in PARTS.items()}
+    largest = max(parts, key=lambda name: parts[name])
+    if not step:
+        return ""
+    text = f"{largest}: {parts[largest] / step:.0%} of the step"
+    if largest != "generation":
+        return text
+    return f"{text}; {means.get('tail_fraction', 0.0):.0%} of the busy time decodes below half of the full batch's throughput"

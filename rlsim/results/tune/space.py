@@ -1,0 +1,95 @@
+"""What a framework can set: the rows of `rlsim/data/frameworks/space.yaml` that count for an experiment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rlsim.base.catalogue import data_dir
+from rlsim.base.reading import plain, read_yaml
+from rlsim.base.refusals import code_of
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.systems import SystemSpec, parse_systems
+
+#: Budgets of tokens to try, over the longest sequence.
+_BUDGETS = (1, 1.5, 2, 3, 4, 6, 8)
+#: What a change may be beside a change of speed, and the words for it.
+ALTERS: Mapping[str, str] = {
+    "numerics": "computes in other number formats",
+    "algorithm": "changes which log-probs the loss sees",
+    "staleness": "trains on responses of older weights",
+}
+
+
+class Axis(NamedTuple):
+    """One thing that may be set: every option is what it sets, by key."""
+
+    name: str
+    options: tuple[Mapping[str, Any], ...]
+    alters: str = ""
+
+
+def axes_of(loaded: LoadedExperiment, allow: Collection[str] = (), keep: Collection[str] = ()) -> tuple[Axis, ...]:
+    """The axes of an experiment's framework, without those whose keys are to be kept, and those that alter what is not
+    allowed (`ALTERS`)."""
+    facts = facts_of(loaded)
+    framework = loaded.experiment.framework.partition(" ")[0]
+    table = plain(read_yaml(data_dir("frameworks") / "space.yaml"))
+    return tuple(_axes(table.get(framework, ()), facts, allow, keep))
+
+
+def _axes(rows: Any, facts: Mapping[str, Any], allow: Collection[str], keep: Collection[str]) -> Iterator[Axis]:
+    for row in rows:
+        sets = row.get("set") or {row["key"]: "value"}
+        alters = row.get("alters", "")
+        if alters not in ("", *allow) or set(sets) & set(keep) or not _value(row.get("when", "True"), facts):
+            continue
+        values = _value(row["values"], facts) if isinstance(row["values"], str) else row["values"]
+        options = tuple({key: _value(of, {**facts, "value": value}) for key, of in sets.items()} for value in values)
+        if options:
+            yield Axis(" + ".join(sets), options, alters)
+
+
+def _value(text: str, facts: Mapping[str, Any]) -> Any:
+    functions = {"divisors": divisors, "range": range, "token_budgets": token_budgets}
+    return eval(code_of(text), {"__builtins__": functions, **facts})
+
+
+def divisors(count: int) -> list[int]:
+    """Powers of two that divide a number of GPUs."""
+    return [one for one in (2**power for power in range(11)) if one <= count and count % one == 0]
+
+
+def token_budgets(longest: int) -> list[int]:
+    """Tokens of a micro-batch: multiples of the longest sequence, in whole KiB."""
+    return [1024 * math.ceil(longest * times / 1024) for times in _BUDGETS]
+
+
+def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
+    """What the conditions and values of the table may ask for."""
+    experiment, cluster = loaded.experiment, loaded.cluster
+    training, gpu = experiment.training, cluster.gpu_at(0)
+    spec = baseline_of(experiment.systems, experiment.baseline)
+    parameters = {name: value for part in spec.parts for name, value in part.parameters.items()}
+    policies = {part.policy for part in spec.parts}
+    own = parameters.get("rollout_gpus")
+    rollout_gpus = own if isinstance(own, int) else cluster.gpus
+    engine = loaded.kind((0,)).calibration.engine
+    tp = parameters.get("tp")
+    return {
+        "gpus": cluster.gpus, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node,
+        "domain_gpus": min(cluster.domain_gpus, cluster.gpus), "engine": engine, "tp": tp if isinstance(tp, int) else 1,
+        "rollout_gpus": rollout_gpus, "train_gpus": cluster.gpus - rollout_gpus or cluster.gpus,
+        "apart": own is not None, "fully": "verl_fully_async" in policies, "eta": "eta" in parameters,
+        "megatron": training.backend == "megatron", "fsdp": training.backend == "fsdp",
+        "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
+        "fp8": gpu.fp8_flop_per_s is not None, "hopper": gpu.name.startswith(("h100", "h200", "h800", "h20")),
+        "longest": loaded.longest_sequence, **{name: engine == name for name in ("vllm", "sglang", "trtllm")},
+    }  # fmt: skip
+
+
+def baseline_of(systems: Any, baseline: str | None) -> SystemSpec:
+    """The system of an experiment that is tuned: its baseline."""
+    specs = parse_systems(systems)
+    return next((spec for spec in specs if spec.name == baseline), specs[0])

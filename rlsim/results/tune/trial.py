@@ -1,0 +1,168 @@
+"""What a change of a configuration brings: the changed configuration, read as `rlsim init` reads it, and run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from rlsim.base.schema import validate
+from rlsim.errors import CapacityError, ConfigError, RlsimError
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.ledger import AssumedRecord, ledger_of
+from rlsim.experiment.load import load_experiment, parse_overrides, with_settings
+from rlsim.experiment.refusals import starts_of
+from rlsim.experiment.frames import named
+from rlsim.experiment.schema import Experiment
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.summary import means
+from rlsim.experiment.systems import PartSpec, SystemSpec
+from rlsim.frameworks.draft import Draft, written
+from rlsim.frameworks.parts import Options
+from rlsim.models.hardware import load_cluster
+from rlsim.policies.registry import load_policy
+from rlsim.results.tune.space import baseline_of
+
+#: Share of a GPU's memory that a changed configuration leaves free: what is not modelled, fragments and imbalance.
+MARGIN = 0.03
+Framework = Literal["verl", "nemo", "areal", ""]
+#: By the option of `rlsim init` that reads them.
+FRAMEWORKS: Mapping[str, Framework] = {"--from-verl": "verl", "--from-nemo": "nemo", "--from-areal": "areal", "": ""}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Where settings come from: files and overrides of a framework, or an experiment (`framework` empty)."""
+
+    framework: Framework
+    sources: tuple[str, ...]
+    options: Options
+    version: str = "0.9"
+
+    def experiment(self, changes: Mapping[str, Any]) -> Experiment:
+        """The experiment of the configuration with some keys set to other values.
+
+        Raises `ConfigError` for settings with which the framework or its engine would not start.
+        """
+        if not self.framework:
+            return self._own(changes)
+        draft = self._draft(tuple(f"{key}={written(value)}" for key, value in changes.items()))
+        if draft.refused:
+            raise NotStarted("; ".join(draft.refused))
+        return validate(draft.data(), Experiment)
+
+    def _draft(self, overrides: tuple[str, ...]) -> Draft:
+        sources = (*self.sources, *overrides)
+        if self.framework == "verl":
+            from rlsim.frameworks.verl.experiment import from_verl
+
+            return from_verl(sources, self.options, self.version)
+        if self.framework == "nemo":
+            from rlsim.frameworks.nemo.experiment import from_nemo
+
+            return from_nemo(sources, self.options)
+        from rlsim.frameworks.areal.experiment import from_areal
+
+        return from_areal(sources, self.options)
+
+    def _own(self, changes: Mapping[str, Any]) -> Experiment:
+        experiment, shown, _ = load_experiment(self.sources[0], list(self.sources[1:]))
+        spec = baseline_of(experiment.systems, experiment.baseline)
+        own = {key.removeprefix("system."): value for key, value in changes.items() if key.startswith("system.")}
+        parts = [{part.policy: {**part.parameters, **_taken(part, own)}} for part in spec.parts]
+        others = {key: value for key, value in changes.items() if not key.startswith("system.")}
+        system = {"name": spec.name, "use": parts}
+        settings = {**others, "systems": [system], "baseline": spec.name, "cases": {}}
+        return load_experiment(self.sources[0], {**parse_overrides(self.sources[1:]), **settings})[0]
+
+
+class NotStarted(ConfigError):
+    """Settings with which the framework, or its engine, would not start."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a changed configuration: its means, or why there is none."""
+
+    changes: Mapping[str, Any]
+    means: Mapping[str, float] = field(default_factory=dict)
+    assumed: tuple[AssumedRecord, ...] = ()
+    problem: str = ""
+    kind: Literal["", "start", "memory", "other"] = ""
+
+    @property
+    def rate(self) -> float:
+        """Responses trained on per second; 0 where nothing ran."""
+        return self.means.get("responses_per_s", 0.0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a changed configuration is run: on which draws of the trace, so many steps, in which world of costs.
+
+    `settings` are keys of the experiment that are set beside, such as an assumption at the end of its range.
+    """
+
+    seed: int
+    steps: int | None = None
+    draw: int = 0
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -> Trial:
+    """The trial of some changes; what the framework refuses or memory does not hold comes back as its problem."""
+    try:
+        experiment = alone(configuration.experiment(changes), run)
+        spec = baseline_of(experiment.systems, experiment.baseline)
+        same = _known.get(key := experiment.model_dump_json(exclude={"name", "description", "sources"}))
+        if same is not None:
+            return replace(same, changes=changes)
+        if changes:
+            _check(experiment, spec, configuration.options.folder)
+        simulator = Simulator(LoadedExperiment.of(experiment, configuration.options.folder), search=False)
+        simulator.check_all(spec)
+        frames = named(simulator.tables(spec, run.seed, bounded=False), "", spec.name, run.seed)
+    except RlsimError as error:
+        kinds = {NotStarted: "start", CapacityError: "memory"}
+        return Trial(changes, problem=str(error), kind=kinds.get(type(error), "other"))  # type: ignore[arg-type]
+    row = pd.to_numeric(means(frames["steps"], ["system"]).iloc[0], errors="coerce").dropna()
+    assumed = ledger_of(simulator.loaded, simulator.lookups()).assumed
+    _known[key] = Trial(changes, {str(name): float(value) for name, value in row.items()}, tuple(assumed))
+    return _known[key]
+
+
+#: Trials of this process by their experiments: several changes may come to the same.
+_known: dict[str, Trial] = {}
+
+
+def alone(experiment: Experiment, run: Run) -> Experiment:
+    """The experiment with its baseline as its only system, and nothing run that a trial has no use for."""
+    spec = baseline_of(experiment.systems, experiment.baseline)
+    settings: dict[str, Any] = {
+        "seeds": [run.seed], "certainty": 0, "draw": run.draw, "cases": {}, "baseline": spec.name,
+        "systems": [spec.entry], **dict(run.settings),
+    }  # fmt: skip
+    if run.steps is not None:
+        settings["workflow.steps"] = run.steps
+    return with_settings(experiment, settings, "tune")
+
+
+def _check(experiment: Experiment, spec: SystemSpec, folder: Path) -> None:
+    """Raises `NotStarted`, or `CapacityError` where less than `MARGIN` of a GPU's memory would be free."""
+    loaded = LoadedExperiment.of(experiment, folder)
+    if refused := starts_of(loaded, [spec]):
+        raise NotStarted("; ".join(refused))
+    if isinstance(experiment.cluster, str):
+        cluster = load_cluster(experiment.cluster)
+        gpu = cluster.gpu.model_copy(update={"memory_bytes": cluster.gpu.memory_bytes * (1 - MARGIN)})
+        smaller = experiment.model_copy(update={"cluster": cluster.model_copy(update={"gpu": gpu}).model_dump()})
+        Simulator(LoadedExperiment.of(smaller, folder), search=False).check_all(spec)
+
+
+def _taken(part: PartSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    known = getattr(load_policy(part.policy), "model_fields", {})
+    return {name: value for name, value in given.items() if name in known}
+
