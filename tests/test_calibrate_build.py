@@ -11,7 +11,7 @@ from conftest import Command
 from rlsim.calibrate.build import Built, build_calibration
 from rlsim.calibrate.chart import MOST, calibration_chart, write_chart
 from rlsim.calibrate.fit.attention import CHUNK, with_windows
-from rlsim.calibrate.fit.kernels import operators_with
+from rlsim.calibrate.fit.common import operators_with
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import COLUMNS

@@ -18,14 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from calibration.carried import carried_errors  # noqa: E402
 from calibration.catalogue import Catalogue  # noqa: E402
-from calibration.gpus import KEPT  # noqa: E402
 from calibration.host import CLIENT_S, ENGINES, ROUNDS, Serving, _begin  # noqa: E402
 from calibration.markdown import read  # noqa: E402
 from calibration.published import expert_launch_s  # noqa: E402
+from calibration.report import carried_errors  # noqa: E402
 from calibration.stacks import Fit, fit_stacks  # noqa: E402
-from calibration.tables import DATA  # noqa: E402
+from calibration.tables import DATA, KEPT  # noqa: E402
 from calibration.training import (  # noqa: E402
     DRIVER_S,
     check_real,

@@ -13,8 +13,8 @@ from conftest import TINY, cases
 from pydantic import ValidationError
 
 from rlsim.calibrate.fit.attention import attention_kernels
+from rlsim.calibrate.fit.common import operators_with
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
-from rlsim.calibrate.fit.kernels import operators_with
 from rlsim.calibrate.importers import aiconfigurator
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Calibration, Reference, load_calibration

@@ -13,7 +13,8 @@ from conftest import cases
 from test_asynchronous import check_gpus
 
 import rlsim
-from evidence.validate.rollpacker import share_settings
+from evidence.validate.parts import Options
+from evidence.validate.published import figures
 from rlsim.cost.derived import crowded, streamed
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
@@ -208,11 +209,15 @@ def test_an_offloaded_judge_judges_once_its_weights_are_there() -> None:
 
 def test_a_resident_judge_takes_memory_from_training_and_training_from_the_judge() -> None:
     """14B on 24 of 32 GPUs fits beside the judge's context, not beside its weights too."""
-    settings = {**share_settings("judge"), "workflow.steps": 1, "training.micro_batch_tokens": "32K"}
+    settings = {
+        **figures(Options(), "rollpacker").runs["shares_judge"].set,
+        "workflow.steps": 1,
+        "training.micro_batch_tokens": "32K",
+    }
     where = "workflow.reward.judge.while_training"
-    assert len(rlsim.run("rollpacker_7b", seeds=1, overrides=settings).steps) == 1
+    assert len(rlsim.run("rollpacker_7b", overrides=settings | {"seeds": 1}).steps) == 1
     with pytest.raises(RlsimError, match=r"the judge at rest 17\.38 GB .*while_training=offloaded"):
-        rlsim.run("rollpacker_7b", seeds=1, overrides={**settings, where: "resident"})
+        rlsim.run("rollpacker_7b", overrides={**settings, "seeds": 1, where: "resident"})
     loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=resident"])
     joined = Simulator(LoadedExperiment.of(loaded, folder, shown)).placed().judge
     loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=apart"])

@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 from evidence.validate import parts, pat, transfer
 from evidence.validate.page import blocks, read_sections, stale, write_page
 from evidence.validate.parts import PARTS, Options, Section, Skipped, kernel_folder
-from evidence.validate.published import figures, published_rows
+from evidence.validate.published import evaluated, figures, named, published_rows
 from evidence.validate.rows import Row, summarise
+from evidence.validate.runs import told
 from evidence.validate.serving import AISIMULATE, SERVED, TABLE, TODAY
 from evidence.validate.targets import Bound, Target, Targets, bounds_of, load_targets, verdicts
 from evidence.validate.transfer import SettingFit, TransferFits, kind_rows, read_runs, shipped_fits
 from rlsim.cli import app
 from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.errors import ConfigError
-from rlsim.experiment.result import Result
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = read_sections(ROOT / "docs" / "validation.md")
@@ -246,17 +246,22 @@ def test_an_unknown_part_is_named_with_the_nearest() -> None:
 # Published figures ----------------------------------------------------------------------------------------------------
 
 
-def result_of(rows: list[dict[str, object]]) -> Result:
-    return SimpleNamespace(steps=pd.DataFrame(rows))  # type: ignore[return-value]
-
-
-def test_pats_figures_are_of_steps_that_reach_the_cap() -> None:
-    rows: list[dict[str, object]] = []
-    for longest, gen_s in ((24576, 134.3), (20000, 1.0)):
-        step = {"case": "", "system": "verl-tp2", "longest_tokens": longest, "gen_time_s": gen_s, "step_time_s": gen_s}
-        rows += [step, step | {"system": "pat"}, step | {"case": "6K"}, step | {"case": "16K"}]
-    values = pat.engine_values(result_of(rows), result_of(rows))
-    assert values["h100"]["pat"]["gen_time_s"] == values["a40_6k"]["best"]["gen_time_s"] == 134.3
+def test_what_is_told_of_a_result_by_hand() -> None:
+    """Two steps at 0 and 10 s, of which the second reaches the cap; calls of 4 and 2 s, then a score 1 s later."""
+    key = {"case": "6K", "system": "verl-tp2", "seed": 0}
+    steps, calls = [], []
+    for step, (longest, gen_s, kind) in enumerate(((20000, 4.0, "short"), (24576, 2.0, "long"))):
+        at, times = 10.0 * step, {"gen_time_s": gen_s, "step_time_s": gen_s + 1}
+        steps.append({**key, "step": step, "round": kind, "longest_tokens": longest, **times})
+        for name, start, end in (("generate", at, at + gen_s), ("reward", at + gen_s, at + gen_s + 1)):
+            calls.append({**key, "step": step, "call": name, "kind": name, "start_at": start, "end_at": end})
+    summary = pd.DataFrame([{"case": "6K", "system": "verl-tp2", "speedup": 1.0}])
+    made = SimpleNamespace(steps=pd.DataFrame(steps), calls=pd.DataFrame(calls), summary=lambda: summary)
+    own = told(made)["6K"]["verl-tp2"]  # type: ignore[arg-type]
+    assert (own["speedup"], own["generate_s"], own["reward_s"], own["scored_s"]) == (1.0, 3.0, 1.0, 4.0)
+    assert [own[kind]["gen_time_s"] for kind in ("every", "short", "long", "at_cap")] == [3.0, 4.0, 2.0, 2.0]
+    names = named({"6K": {"verl-tp2": own}})
+    assert evaluated("min(at_6K.verl_tp1.generate_s, at_6K.verl_tp2.generate_s) / 2", names) == 1.5
 
 
 def test_by_the_papers_own_latencies_pat_gains_nothing_over_static_tp8() -> None:

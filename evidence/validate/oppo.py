@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from evidence.validate.parts import Options, Section
-from evidence.validate.published import published_section
+from evidence.validate.published import figures, published_section
 from evidence.validate.rows import markdown
-from evidence.validate.runs import run
+from evidence.validate.runs import told
 from rlsim.experiment.result import Result
 
 
 def section(options: Options) -> Section:
     """Every figure (about ten seconds), and the seconds of a step by chunk size."""
-    # The paper's figures are of a training from its start, overcommit's growth included.
-    every = {"workflow.warmup": 0, "systems.2.use.1": "overcommit", "systems.3.use.2": "overcommit"}
-    placed, by_size = run("oppo_7b", overrides=every), chunk_seconds(run("oppo_chunk_size"))
-    busy = {system: busy_share(placed, system) for system in ("trl", "oppo")}
-    found: dict[Any, Any] = placed.summary().set_index("system").to_dict("index") | {"busy": busy}
-    cells = [(f"{size:,}", f"{by_size[size]:.2f}") for size in sorted(by_size)]
+    results = figures(options, "oppo").results()
+    found = {name: told(result) for name, result in results.items()}
+    found["busy"] = {system: busy_share(results["placed"], system) for system in ("trl", "oppo")}
+    sizes = {name.rpartition("size")[2]: own["step_time_s"] for name, own in found["sizes"].items() if "size" in name}
+    cells = [(f"{int(size):,}", f"{sizes[size]:.2f}") for size in sorted(sizes, key=int)]
     chunks = markdown(("tokens of a chunk", "step s"), cells)
     return published_section(options, "oppo", found, chunks=chunks)
-
-
-def chunk_seconds(result: Result) -> dict[int, float]:
-    """Mean seconds of a step by chunk size."""
-    steps = result.summary().set_index("system")["step_time_s"]
-    return {int(str(name).rpartition("size")[2]): float(s) for name, s in steps.items() if "size" in str(name)}
 
 
 def busy_share(result: Result, system: str) -> float:

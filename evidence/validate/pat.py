@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from evidence.validate.parts import Options, Section
-from evidence.validate.published import published_section
+from evidence.validate.published import figures, published_section
 from evidence.validate.rows import markdown
-from evidence.validate.runs import run
+from evidence.validate.runs import told
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.rollout import RolloutCostModel
@@ -25,52 +25,23 @@ from rlsim.trace import read_trace
 
 SWITCH_CONTEXTS = [12 * 1024] * 9  # "12K context, 9 sequences"
 A40_ENGINE = "a40-sglang"
-STATIC = ("verl-tp1", "verl-tp2", "verl-tp4", "verl-tp8")
+ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 CAP_TOKENS, RESPONSES = 16 * 1024, 128
 #: By TP: replicas, and the published milliseconds of a decode step with a batch of so many in each.
 LATENCIES_MS = {2: (4, {1: 15.37, 32: 24.41}), 8: (1, {1: 9.64, 128: 30.87})}
 SWITCH_S = 5.52  # published, from TP2 to TP8
-#: PAT as its authors have it: responses are dealt anew at a switch alone.
-PUBLISHED = [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, {"name": "pat", "use": [{"pat": {"redispatch": False}}]}]
-FROM_SMALL_TP = [{"name": f"pat-tp{tp}", "use": [{"pat": {"start_tp": tp, "redispatch": False}}]} for tp in (1, 2)]
 
 
 def section(options: Options) -> Section:
-    """Every figure (about a minute): under SGLang, the engine of PAT's runs, and under vLLM, veRL's default."""
-    calibrations = {"sglang": ({}, {}), "vllm": ({"calibration": "h100-vllm"}, {"calibration": "a40-vllm"})}
-    found, static = dict[str, Any](), list[tuple[str, ...]]()
-    for engine, (h100, a40) in calibrations.items():
-        vs_static = run("pat_vs_static", overrides={**h100, "systems": [*PUBLISHED, *FROM_SMALL_TP]})
-        results = vs_static, run("pat_a40", overrides={**a40, "systems": PUBLISHED})
-        found[engine] = engine_values(*results)
-        static += _static(results, {"sglang": "SGLang", "vllm": "vLLM"}[engine])
-    model = load_model("llama-3.1-8b")
+    """Every figure (about a minute)."""
+    results, model = figures(options, "pat").results(), load_model("llama-3.1-8b")
+    found: dict[str, Any] = {name: told(result) for name, result in results.items()}
+    static = [cells for name, result in results.items() for cells in _static(found[name], result, name.split("_")[0])]
     found |= _inputs() | {"tflops": _tflops(), "latencies": latencies()}
     held = {name: switch_peak_bytes(model, sum(SWITCH_CONTEXTS), 2, 8, layerwise=way)
             for name, way in (("layer_wise", True), ("full_move", False))}  # fmt: skip
     headings = ("setting", "system", "gen s", "step s", "PAT's gen speedup", "PAT's step speedup", "bubble", "switches")
     return published_section(options, "pat", found | {"memory": held}, static=markdown(headings, static))
-
-
-def engine_values(h100: Result, a40: Result) -> dict[str, Any]:
-    """Means by system of one engine's runs, for the steps that PAT's figures are of, and the fastest static TP."""
-    cases = {"h100": means_at_cap(h100, ""), "a40_6k": means_at_cap(a40, "6K"), "a40_16k": means_at_cap(a40, "16K")}
-    for mean in cases.values():
-        mean["best"] = min((mean[name] for name in STATIC if name in mean), key=lambda one: one["step_time_s"])
-    return cases
-
-
-def means(result: Result) -> dict[Any, Any]:
-    """The numbers of the summary by case and system."""
-    return result.summary().set_index(["case", "system"]).to_dict("index")
-
-
-def means_at_cap(result: Result, case: str) -> dict[Any, Any]:
-    """Means by system of a case over the steps that PAT's figures are of: with a response that reaches the cap."""
-    steps = result.steps[result.steps["case"] == case]
-    reached = steps["longest_tokens"] == steps["longest_tokens"].max()
-    found: dict[Any, Any] = steps[reached].groupby("system", sort=False).mean(numeric_only=True).to_dict("index")
-    return found
 
 
 def _inputs() -> dict[str, Any]:
@@ -120,13 +91,13 @@ def _tflops() -> dict[str, float]:
     return found
 
 
-def _static(results: Iterable[Result], engine: str) -> Iterator[tuple[str, ...]]:
-    for result in results:
-        mean, cap = means(result), result.manifest["experiment"]["trace"]["cap"]
-        for (case, system), own in mean.items():
-            ratios = [own[name] / mean[case, "pat"][name] for name in ("gen_time_s", "step_time_s")]
+def _static(found: dict[str, Any], result: Result, engine: str) -> Iterator[tuple[str, ...]]:
+    cap = result.manifest["experiment"]["trace"]["cap"]
+    for case, systems in ({"": found} if "pat" in found else found).items():
+        for system, own in systems.items():
+            ratios = [own[name] / systems["pat"][name] for name in ("gen_time_s", "step_time_s")]
             yield (
-                f"{result.manifest['cluster']['name']}, {engine}, cap {case or f'{cap // 1024}K'}",
+                f"{result.manifest['cluster']['name']}, {ENGINES[engine]}, cap {case or f'{cap // 1024}K'}",
                 system,
                 *(f"{own[name]:.1f}" for name in ("gen_time_s", "step_time_s")),
                 *(f"{ratio:.2f}" for ratio in ratios),

@@ -6,6 +6,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field
@@ -13,14 +14,17 @@ from pydantic import Field
 from evidence.validate.charts import errors_chart
 from evidence.validate.parts import Options, Section
 from evidence.validate.rows import Kind, Row, number, summarise
+from evidence.validate.runs import Run
 from rlsim.base.schema import Schema, load
 from rlsim.errors import ConfigError
+from rlsim.experiment.result import Result
 
 _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
+_FUNCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"min": min, "max": max}
 #: What stands in an expression for a quotient or difference of seconds; rates are none.
-_OF_SECONDS = re.compile(r"\S*(?<!per)_s [/-] \S*(?<!per)_s")
+_OF_SECONDS = re.compile(r"\S*(?<!per)_s\)? [/-] \S*(?<!per)_s")
 
 
 class Published(Schema):
@@ -37,11 +41,17 @@ class Published(Schema):
 
 
 class Figures(Schema):
-    """The figures of one paper; `given`: what the part needs of the paper beside them."""
+    """The figures of one paper; `runs`: the experiments that they are compared with; `given`: what else the part needs
+    of the paper."""
 
     source: str
     rows: tuple[Published, ...]
+    runs: dict[str, Run] = Field(default_factory=dict)
     given: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    def results(self) -> dict[str, Result]:
+        """Every run's."""
+        return {name: one.result() for name, one in self.runs.items()}
 
 
 def figures(options: Options, part: str) -> Figures:
@@ -56,7 +66,7 @@ def published_rows(
 
     `file`: the file's name, if it is not the part's. Raises `ConfigError` for a name that is not there, with the row.
     """
-    names = _named(found)
+    names = named(found)
     rows = []
     for item in figures(options, file or part).rows:
         try:
@@ -82,7 +92,7 @@ def measured_section(rows: Sequence[Row], depth: int, **tables: str) -> Section:
 
 
 def evaluated(text: str, names: Mapping[str, Any]) -> float:
-    """An expression of numbers, names with dots, and the four operations."""
+    """An expression of numbers, names with dots, the four operations, and `min` and `max` of names that are there."""
     return float(_value(ast.parse(text, mode="eval").body, names))
 
 
@@ -91,6 +101,12 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         return _OPERATORS[type(node.op)](_value(node.left, names), _value(node.right, names))
     if isinstance(node, ast.Attribute):
         return _value(node.value, names)[node.attr]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        there = []
+        for argument in node.args:
+            with suppress(KeyError):
+                there.append(_value(argument, names))
+        return _FUNCTIONS[node.func.id](there)
     return names[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
@@ -102,8 +118,9 @@ def _seconds(text: str, names: Mapping[str, Any], whose: str = "") -> str:
     return f"{whose}{number(evaluated(left, names))} {sign} {number(evaluated(right, names))} s"
 
 
-def _named(found: Any) -> Any:
-    """Mappings with names that an expression can have: verl-tp2 is verl_tp2, + reward is reward."""
+def named(found: Any) -> Any:
+    """Mappings with names that an expression can have: verl-tp2 is verl_tp2, + reward is reward, 6K is at_6K."""
     if not isinstance(found, Mapping):
         return found
-    return {re.sub(r"\W+", "_", str(key)).strip("_"): _named(value) for key, value in found.items()}
+    names = {re.sub(r"\W+", "_", str(key)).strip("_"): value for key, value in found.items()}
+    return {f"at_{name}" if name[:1].isdigit() else name: named(value) for name, value in names.items()}

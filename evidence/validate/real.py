@@ -11,8 +11,7 @@ from evidence.validate import parts
 from evidence.validate.parts import Section
 from evidence.validate.published import figures, published_section
 from evidence.validate.rows import markdown, number
-from evidence.validate.runs import run
-from rlsim.experiment.result import Result
+from evidence.validate.runs import told
 from rlsim.workflow import ppo
 from rlsim.workflow.search import Dependency, Options, Problem
 
@@ -21,15 +20,9 @@ PLANS = ("published-plan", "heuristic")
 
 def section(options: parts.Options) -> Section:
     """Every figure (about two minutes, most of it the search for plans)."""
-    plans, scaling = (run(name, overrides={"workflow.steps": 5}) for name in ("real_7b_7b", "real_weak_scaling"))
-    found: dict[str, Any] = scheduled(options)
-    seconds, steps = call_seconds(plans), step_seconds(plans)
-    for name in PLANS:
-        own = {f"{call}_s": s for (system, call), s in seconds.items() if system == name}
-        found[name] = own | {"iteration_s": steps["", name]}
-    by_case = step_seconds(scaling)
-    pairs = {case: (by_case[case, "megatron"], by_case[case, "real"]) for case, _ in by_case}
-    found["scaling"] = {"mean": float(np.mean([heuristic / real for heuristic, real in pairs.values()]))}
+    found: dict[str, Any] = {name: told(result) for name, result in figures(options, "real").results().items()}
+    pairs = {case: (own["megatron"]["steady_s"], own["real"]["steady_s"]) for case, own in found["scaling"].items()}
+    found |= {**scheduled(options), "mean_gain": float(np.mean([slow / fast for slow, fast in pairs.values()]))}
     cells = [(case, number(slow), number(fast), f"{slow / fast:.2f}") for case, (slow, fast) in pairs.items()]
     scaled = markdown(("setting", "heuristic s", "searched s", "gain"), cells)
     return published_section(options, "real", found, scaling=scaled)
@@ -82,15 +75,3 @@ def iteration_s(nodes: Mapping[str, tuple[int, int]], call_s: Mapping[str, float
     again = [Dependency("train", "generate", 1), Dependency("train_critic", "values", 1)]
     problem = Problem(options, [*edges, *again], [], gpus=16, memory_bytes=1.0, order=names)
     return float(problem.cost_s([[0] * len(names)])[0])
-
-
-def call_seconds(result: Result) -> dict[Any, float]:
-    """Mean seconds of every call, by system and call."""
-    calls = result.calls.assign(seconds=lambda c: c["end_at"] - c["start_at"])
-    return calls.groupby(["system", "call"])["seconds"].mean().to_dict()
-
-
-def step_seconds(result: Result) -> dict[tuple[str, str], float]:
-    """Steady seconds of a step, by case and system: without the first and the last, which overlap on one side only."""
-    groups = result.steps.groupby(["case", "system"])["step_time_s"]
-    return {(str(case), str(system)): float(times.iloc[1:-1].mean()) for (case, system), times in groups}

@@ -5,16 +5,19 @@ What is changed are rows of the evidence (`sensitivity.yaml`); here is what a se
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from evidence.validate import pat, real, rollpacker
+from pydantic import Field
+
+from evidence.validate import real
 from evidence.validate.parts import Options, Section
+from evidence.validate.published import evaluated, named
 from evidence.validate.rows import markdown
-from evidence.validate.runs import run
+from evidence.validate.runs import by_case, run, told
 from rlsim.base.reading import read_yaml
 from rlsim.base.schema import Schema, load, validate
 from rlsim.cost.calibration import load_calibration
@@ -24,15 +27,23 @@ from rlsim.experiment.result import Result
 from rlsim.trace.files import write_trace
 from rlsim.trace.generate import Recipe, draw_trace
 
+Rows = list[dict[str, float | str]]
+
 
 class Study(Schema):
-    """An experiment, what is set in all of its runs, and the changes by what they are in words."""
+    """An experiment, what is set in all of its runs, and the changes by what they are in words.
+
+    `columns` are expressions of what is told of a case by system (`runs.by_case`), or of each system but the first
+    (`each: system`); without them every system's speedup is shown.
+    """
 
     experiment: str
     always: dict[str, Any]
     changes: dict[str, dict[str, Any]]
+    columns: dict[str, str] = Field(default_factory=dict)
+    each: Literal["case", "system"] = "case"
 
-    def runs(self, scratch: Path) -> Iterator[tuple[str, Result]]:
+    def results(self, scratch: Path) -> Iterator[tuple[str, Result]]:
         """The experiment under each change in turn; files go to `scratch`."""
         for what, change in self.changes.items():
             settings: dict[str, Any] = {}
@@ -41,6 +52,23 @@ class Study(Schema):
                     settings |= _MADE[name](scratch, value, self.experiment)
                 settings |= {key: value for key, value in given.items() if key != "make"}
             yield what, run(self.experiment, overrides=settings)
+
+    def rows(self, what: str, result: Result) -> Rows:
+        """A result's rows of the table, by heading."""
+        if self.each == "system":
+            _, *others = told(result).items()
+            return [{"setting": system, **self._cells(own)} for system, own in others]
+        cases = by_case(result).items()
+        return [{"setting": f"{what}, cap {case}" if case else what, **self._cells(own)} for case, own in cases]
+
+    def _cells(self, names: dict[str, Any]) -> dict[str, float]:
+        if not self.columns:
+            return {system: own["speedup"] for system, own in names.items()}
+        cells = {}
+        for heading, expression in self.columns.items():
+            with suppress(KeyError, ZeroDivisionError):  # a TP that does not fit, no preemption
+                cells[heading] = evaluated(expression, named(names))
+        return cells
 
 
 class Studies(Schema):
@@ -61,15 +89,15 @@ class Studies(Schema):
 def section(options: Options) -> Section:
     """Every setting of every system (about five minutes)."""
     studies = load(options.evidence / "sensitivity.yaml", Studies)
-    shown = {"timeouts": _timeouts, "preemptions": _preemptions, "fused": _fused, "real": _real}
     tables = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in Studies.model_fields:
             options.progress(f"sensitivity: {name}")
-            rows = []
-            for what, result in getattr(studies, name).runs(Path(folder)):
-                rows += shown.get(name, _pat if name.startswith("pat") else _speedups)(what, result, options)
-            headings = dict.fromkeys(key for row in rows for key in row)
+            study: Study = getattr(studies, name)
+            rows: Rows = []
+            for what, result in study.results(Path(folder)):
+                rows += _real(what, told(result), options) if name == "real" else study.rows(what, result)
+            headings = dict.fromkeys(["setting", *study.columns, *(key for row in rows for key in row)])
             tables[name] = markdown(list(headings), [[_figure(row.get(key)) for key in headings] for row in rows])
     return Section((), (), tables, None, "")
 
@@ -77,77 +105,18 @@ def section(options: Options) -> Section:
 def _figure(value: float | str | None) -> str:
     if isinstance(value, str):
         return value
-    return "—" if value is None or math.isnan(value) else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+    return "—" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-# ---- what is shown of a run: rows by heading -------------------------------------------------------------------------
-
-Rows = list[dict[str, float | str]]
-
-
-def _pat(what: str, result: Result, _: Options) -> Rows:
-    """Generation times (s), and PAT's speedups of generation and of the step over the fastest static TP.
-
-    "As published" is the step's speedup of PAT that deals responses anew at a switch alone, where the study has it.
-    """
-    rows: Rows = []
-    mean = pat.means(result)
-    for case in dict.fromkeys(case for case, _ in mean):
-        static = {name: mean[case, name] for name in pat.STATIC if (case, name) in mean}  # a TP may not fit
-        best, best_step = (min(one[column] for one in static.values()) for column in ("gen_time_s", "step_time_s"))
-        own, published = mean[case, "pat"], mean.get((case, "as published"))
-        rows.append(
-            {"setting": f"{what}, cap {case}" if case else what}
-            | {name: static[name]["gen_time_s"] if name in static else math.nan for name in pat.STATIC}
-            | {"pat": own["gen_time_s"], "over best": best / own["gen_time_s"]}
-            | {"over TP2": static["verl-tp2"]["gen_time_s"] / own["gen_time_s"] if "verl-tp2" in static else math.nan}
-            | {"step over best": best_step / own["step_time_s"]}
-            | ({"as published": best_step / published["step_time_s"]} if published else {})
-            | {"switches": own["switches"]}
-        )
-    return rows
-
-
-def _speedups(what: str, result: Result, _: Options) -> Rows:
-    """Every system over the baseline."""
-    return [{"setting": what} | {system: values["speedup"] for system, values in rollpacker.by_system(result).items()}]
-
-
-def _timeouts(what: str, result: Result, _: Options) -> Rows:
-    mean = rollpacker.scored_s(result)
-    fixed_s, adaptive_s = mean["fixed"], mean["adaptive"]
-    return [{"setting": what, "fixed s": fixed_s, "adaptive s": adaptive_s, "fixed / adaptive": fixed_s / adaptive_s}]
-
-
-def _preemptions(what: str, result: Result, _: Options) -> Rows:
-    """Preemptions, and the time of short rounds at TP2 over TP1."""
-    mean = rollpacker.means(result)
-    short, long, other = mean["tp1", "short"], mean["tp1", "long"], mean["tp2", "short"]
-    few = short["preemptions"]
-    return [{
-        "setting": what,
-        "preemptions a short round, TP1": few,
-        "short / long": few / long["preemptions"] if long["preemptions"] else math.nan,
-        "TP2 / TP1": other["preemptions"] / few if few else math.nan,
-        "time TP2 / TP1": other["gen_time_s"] / short["gen_time_s"],
-    }]  # fmt: skip
-
-
-def _fused(_: str, result: Result, __: Options) -> Rows:
-    """RollPacker over the strengthened RLHFuse, by what that is taken to be."""
-    found = [(name, values["speedup"]) for name, values in rollpacker.by_system(result).items()]
-    return [{"setting": name, "RollPacker's speedup": 1 / speedup} for name, speedup in found[1:]]
-
-
-def _real(what: str, result: Result, options: Options) -> Rows:
+def _real(what: str, found: dict[str, Any], options: Options) -> Rows:
     """REAL's two published plans: calls and iterations against the published seconds."""
-    found, steps, published = real.call_seconds(result), real.step_seconds(result), real.call_published_s(options)
-    ratios = [[found[name, call] / s for call, s in published[name].items()] for name in real.PLANS]
+    published, steady_s = real.call_published_s(options), {plan: found[plan]["steady_s"] for plan in real.PLANS}
+    ratios = [[found[plan][f"{call}_s"] / s for call, s in published[plan].items()] for plan in real.PLANS]
     within = sum(abs(ratio - 1) <= 0.25 for own in ratios for ratio in own)
     row: dict[str, float | str] = {"setting": what, "calls within 25%": f"{within} of {sum(map(len, ratios))}"}
     row |= {f"ratios, {name}": f"{min(own):.2f}–{max(own):.2f}" for name, own in zip(real.PLANS, ratios, strict=True)}
-    row |= {f"{name} s": f"{steps['', name]:.1f}" for name in real.PLANS}
-    return [row | {"gain": f"{steps['', 'heuristic'] / steps['', 'published-plan']:.2f}"}]
+    row |= {f"{plan} s": f"{seconds:.1f}" for plan, seconds in steady_s.items()}
+    return [row | {"gain": f"{steady_s['heuristic'] / steady_s['published-plan']:.2f}"}]
 
 
 # ---- what a setting cannot say: settings, from a value of `make` and the experiment's name --------------------------

@@ -13,8 +13,7 @@ import numpy as np
 from scipy.optimize import OptimizeResult, least_squares
 
 from calibration.catalogue import SERVED_ON, Catalogue
-from calibration.gpus import OLDER
-from calibration.provenance import DATE, SCRIPT
+from calibration.tables import DATE, OLDER, SCRIPT
 from evidence.validate.parts import Options
 from evidence.validate.serving import (
     CALIBRATIONS,

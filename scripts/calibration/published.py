@@ -15,10 +15,10 @@ from scipy.optimize import brentq
 from evidence.validate import weight_sync as syncs
 from evidence.validate.parts import Options
 from evidence.validate.published import figures
-from evidence.validate.rollpacker import TASKS, share_settings
+from evidence.validate.rollpacker import TASKS
 from evidence.validate.rollpacker import stage_shares as shares_of
 from evidence.validate.rows import Row
-from evidence.validate.runs import run
+from evidence.validate.runs import told
 from evidence.validate.steps import EFFICIENCY, REALHF, realhf_rows
 from evidence.validate.steps_trainer import iterations
 from rlsim.calibrate.write import write_yaml
@@ -116,13 +116,13 @@ def stage_shares(_: object) -> None:
     ablations hold the result.
     """
 
-    def training_share(efficiency: float) -> float:
-        settings = {"training.efficiency": efficiency, "seeds": 2}
-        runs = [run("rollpacker_7b", overrides=share_settings(task) | settings) for task in TASKS]
-        return sum(shares_of(one)["training"] for one in runs) / len(runs)
+    known = figures(Options(), "rollpacker")
 
-    rows = figures(Options(), "rollpacker").rows
-    published = fmean(float(row.value) for row in rows if row.quantity == "training share")
+    def training_share(efficiency: float) -> float:
+        runs = [known.runs[f"shares_{task}"].result({"training.efficiency": efficiency}) for task in TASKS]
+        return sum(shares_of(told(one)["verl"])["training"] for one in runs) / len(runs)
+
+    published = fmean(float(row.value) for row in known.rows if row.quantity == "training share")
     fitted = float(brentq(lambda x: training_share(x) - published, 0.03, 0.6, xtol=5e-4))
     share = training_share(fitted)
     print(f"training.efficiency: {fitted:.3f}   (training share {share:.3f}, published {published:.3f})")

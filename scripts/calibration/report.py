@@ -7,30 +7,34 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
+import pandas as pd
+
 from calibration.across import across_section
-from calibration.carried import carried_errors, measured_there
 from calibration.catalogue import Catalogue
-from calibration.gpus import KEPT
 from calibration.host import CLIENT_S
 from calibration.kv import kv_section
 from calibration.markdown import section, table
-from calibration.provenance import SCRIPT
-from calibration.tables import cpu_overheads, decode_sums
+from calibration.tables import GPUS, KEPT, SCRIPT, cpu_overheads, decode_sums, operator_tables
 from calibration.training import training_section
 from calibration.windows import engine_section
 from evidence.validate.serving import SERVED
 from evidence.validate.transfer import SettingFit, TransferFits, shipped_fits
 from rlsim.base.reading import plain, read_yaml
-from rlsim.calibrate.fit.attention import GROUP
-from rlsim.calibrate.fit.common import percent
+from rlsim.calibrate.fit import gemm
+from rlsim.calibrate.fit.attention import DECODE, GROUP, HEAD_DIM, PROMPTS, decode_rows, usual_groups
+from rlsim.calibrate.fit.common import percent, predict
+from rlsim.calibrate.fit.gemm import gemm_rows
+from rlsim.calibrate.points import residual
 from rlsim.calibrate.steps import NO_HOST
-from rlsim.cost.calibration import Calibration, HostFit, Residual, derived_gpus, load_calibration
+from rlsim.cost.calibration import Calibration, HostFit, Reference, Residual, derived_gpus, load_calibration
+from rlsim.cost.carried import carried_operators
 from rlsim.cost.roofline import RooflineStep
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 
 ROWS = plain(read_yaml(Path(__file__).with_suffix(".yaml")))
 MODEL = "llama-3.1-8b"
+FEW_ROWS = 64  # of products that decode
 ERRORS = ["median", "p90", "bias", "rows"]
 
 
@@ -66,23 +70,6 @@ def _hot(catalogue: Catalogue) -> str:
             rows.append((name, _name(key), *map(percent, shares), item.measured.count))
     head = ["calibration", "operator", "median", "bias", "bias against hot + read", "below hot", "above hot + read"]
     return table([*head, "rows"], rows)
-
-
-def _a40(calibration: Calibration) -> dict[str, object]:
-    model, cluster, context = load_model(MODEL), load_cluster("8xa40"), ROWS["pat_context"]
-    rows = []
-    for tp, batch, measured, origin in ROWS["pat"]:
-        shown = RooflineStep(model, tp, cluster, calibration).decode(batch).step_s(batch * context)
-        times = (f"{measured * 1e3:.2f}", f"{shown * 1e3:.2f}", percent(shown / measured - 1))
-        rows.append((f"TP{tp}", batch, *times, origin))
-    eight = calibration.collectives.nccl["all_reduce"][8]
-    return {
-        "pat_context": context,
-        "a40": table(["layout", "sequences per replica", "PAT, ms", "rlsim, ms", "error", "role"], rows),
-        "a40_host_s": calibration.host.step_s,
-        "a40_latency_s": eight.time_s[0],
-        "a40_rate": (eight.message_bytes[-1] - eight.message_bytes[0]) / (eight.time_s[-1] - eight.time_s[0]),
-    }
 
 
 def _sums(catalogue: Catalogue) -> str:
@@ -125,6 +112,55 @@ def _host_check(measured: list[tuple[str, str, int, float, float]]) -> str:
     return table(head, [(*what, f"{step * 1e3:.2f}", f"{seq * 1e3:.3f}") for *what, step, seq in measured])
 
 
+def carried_errors(data: Path, source: Calibration, target: str) -> dict[str, Residual]:
+    """Errors of `source`'s kernels on `target`'s data-sheet figures, by operator, on rows that L2 does not hold.
+
+    Nothing of the target is fitted, so every such row counts.
+    """
+    gpu, engine = GPUS[target], source.engine
+    ref = Reference.of(load_cluster(gpu.cluster))
+    fits, measured = carried_operators(source.operators, source.reference, ref), operator_tables(data, gpu, engine)
+    gemms = measured.table("gemm")
+    rows = {
+        gemm.KERNEL: gemms[~gemm_rows(gemms, ref).hot],
+        DECODE: _usual(measured.table("decode_attention"), "decode_attention"),
+        PROMPTS: _usual(measured.table("prefill_attention"), "prefill_attention"),
+    }
+    rows[DECODE] = rows[DECODE][decode_rows(rows[DECODE], ref).streamed]
+    return {
+        kernel.operator: residual(predict(kernel, getattr(fits, kernel.operator), ref, some), some.seconds, {})
+        for kernel, some in rows.items()
+    }
+
+
+def measured_there(data: Path, derived: Calibration) -> dict[str, Residual]:
+    """Errors of a `derived` calibration of H20 or H800 on rows that InferSim measured there: products of DeepGEMM by
+    rows, decode attention by query heads for each KV head."""
+    table = pd.read_csv(data / "kernels/infersim/infersim_h20_h800.csv")
+    table = table[table.gpu == derived.gpu.partition("-")[0]].assign(seconds=table.latency_us * 1e-6)
+    products, fit = table[table.op == "gemm"], derived.operators.gemms["fp8_block"]
+    decode = table[(table.op == "mha/decode") & (table.kv_dtype == "bf16")].rename(
+        columns={"batch_size": "batch", "kv_len": "context"}
+    )
+    decode[["q_heads", "kv_heads", "head_dim"]] = decode["shape"].str.split("-", expand=True).astype(int)
+    few, many = products.m <= FEW_ROWS, decode.q_heads > GROUP * decode.kv_heads
+    block, kv = gemm.kernel_of("fp8_block"), derived.operators.decode_attention
+    parts = {
+        f"products in fp8_block, up to {FEW_ROWS} rows": (block, fit, products[few]),
+        "products in fp8_block, more rows": (block, fit, products[~few]),
+        f"decode attention, up to {GROUP} query heads for each KV head": (DECODE, kv, decode[~many]),
+        "decode attention, more": (DECODE, kv, decode[many]),
+    }
+    return {
+        name: residual(predict(kernel, own, derived.reference, rows), rows.seconds, {})
+        for name, (kernel, own, rows) in parts.items()
+    }
+
+
+def _usual(table: pd.DataFrame, operator: str) -> pd.DataFrame:
+    return usual_groups(table[table.head_dim == HEAD_DIM], operator)
+
+
 def _carried(catalogue: Catalogue) -> Iterator[tuple[str, str, str, str, str, str, int]]:
     for source, target in ROWS["pairs"]:
         for engine in ("vllm", "sglang"):
@@ -150,7 +186,6 @@ def report(catalogue: Catalogue) -> str:
         script=SCRIPT,
         residuals=_residuals(made.values()),
         hot=_hot(catalogue),
-        **_a40(kept["a40-sglang"]),
         sums=_sums(catalogue),
         serving=_serving(fits),
         client_s=CLIENT_S,

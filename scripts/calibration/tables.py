@@ -1,21 +1,63 @@
-"""Which measured tables go into the shipped calibrations, and where they lie in the data folder."""
+"""The GPUs of `tables.yaml` that calibrations are made for, which measured tables go into theirs and where these lie,
+and what is said of where numbers come from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from calibration.gpus import Gpu
+from rlsim.base.reading import plain, read_yaml
+from rlsim.calibrate.build import COLD, INTER, PAIR
 from rlsim.calibrate.importers import aiconfigurator
 from rlsim.calibrate.importers.reading import MS, imported
 from rlsim.calibrate.measurements import Measurements
-from rlsim.cost.calibration import Engine, Source
+from rlsim.cost.calibration import Engine, Provenance, RuntimeFit, Source
 from rlsim.models.precision import KvPrecision, Precision
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+DATE = "2026-11-24"
+SCRIPT = "scripts/fit_calibrations.py"
+NOTES: dict[str, str] = plain(read_yaml(Path(__file__).with_name("notes.yaml")))
+COMMON = (COLD, NOTES["skew"], INTER, PAIR)
+LARGEST_GRAPH = {"sglang": 160, "vllm": 256, "trtllm": 128}  # of the engine's defaults
+ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One measured GPU: a row of `tables.yaml`, which says what is what."""
+
+    name: str
+    folder: str
+    cluster: str
+    versions: Mapping[Engine, str]
+    vidur: tuple[str, ...]
+    training: str = "0.5.10"
+    deepgemm: str = "0.5.10"
+
+    @property
+    def elementwise_donor(self) -> str:
+        """Vidur's name of the GPU that the elementwise kernels were measured on."""
+        return self.vidur[0].split("/")[0]
+
+    def gemm(self, engine: Engine, release: str = "") -> str:
+        """Path of the GEMM table of an engine, by default of the release fitted."""
+        return f"{self.folder}/gemm/{engine}/{release or self.versions[engine]}/gemm_perf.parquet"
+
+    @property
+    def training_gemm(self) -> str:
+        """Path of the GEMM table that the share of the peak in training is from."""
+        return self.gemm("sglang", self.training)
+
+
+_ROWS = plain(read_yaml(Path(__file__).with_suffix(".yaml")))
+GPUS = {row["name"]: Gpu(**row) for row in _ROWS["gpus"]}
+OLDER: dict[str, tuple[str, Engine, str]] = {name: tuple(row) for name, row in _ROWS["older"].items()}
+KEPT: list[str] = _ROWS["kept"]
 
 
 def operator_tables(data: Path, gpu: Gpu, engine: Engine) -> Measurements:
@@ -85,3 +127,25 @@ def cpu_overheads(data: Path) -> list[tuple[str, str, int, float, float]]:
             sequence_s, step_s = np.polyfit(group.batch_size, group.host_s, 1)
             found.append((gpu, str(model), int(tp), float(step_s), float(sequence_s)))
     return found
+
+
+def vidur_source(names: Iterable[str]) -> Source:
+    """Microsoft Vidur's layer tables of these GPUs and models."""
+    files = tuple(f"data/profiling/compute/{name}/mlp.csv" for name in names)
+    return Source(project="Microsoft Vidur", commit="7d47513", licence="MIT", files=files)
+
+
+def provenance(sources: Iterable[Source], notes: Iterable[str]) -> Provenance:
+    """Today's fit from these sources."""
+    return Provenance(date=DATE, script=SCRIPT, sources=tuple(sources), notes=tuple(notes))
+
+
+def runtime_of(engine: str) -> RuntimeFit:
+    """Costs of a layout change."""
+    return RuntimeFit(
+        graph_capture_s=3.59 / 23,
+        graph_batch_sizes=(1, 2, 4, *range(8, LARGEST_GRAPH[engine] + 1, 8)),
+        switch_control_s=5.52 - 1.03 - 2.36 - 0.73,
+        group_create_s=1.0,
+        source=NOTES["runtime"],
+    )

@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from calibration.gpus import ENGINES, GPUS
 from calibration.markdown import section, table
-from calibration.provenance import NOTES
 from calibration.stacks import ROWS, Fit, Ring, Timing, fit_stacks
-from calibration.tables import all_gemms
+from calibration.tables import ENGINES, GPUS, NOTES, all_gemms
 from rlsim.cost.calibration import Calibration, Reference, TrainingFit, derived_gpus, load_calibration
 from rlsim.cost.strategy import Recompute, TrainStrategy
 from rlsim.cost.train import TrainCost

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from calibration.provenance import DATE, SCRIPT
 from calibration.stacks import Case, fit_stacks
+from calibration.tables import DATE, SCRIPT
 from calibration.training import gemm_shares
 from evidence.validate.calls import CALLS, LeftOutCalls, TransferCalls
 from evidence.validate.coverage import errors_by_setting, level_spread, spread

@@ -11,19 +11,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Mask, columns_of, held_out, held_out_rows, percent, rounded
-from rlsim.calibrate.fit.kernel import fit_kernel, stacked
-from rlsim.calibrate.fit.kernels import (
+from rlsim.calibrate.fit.common import (
     FULL,
     Kernel,
     Knots,
+    Mask,
     check_enough,
+    columns_of,
     compared,
     distinct,
     enough_for_all_constants,
     few_constants,
+    held_out,
+    held_out_rows,
     operators_with,
+    percent,
+    rounded,
 )
+from rlsim.calibrate.fit.kernel import fit_kernel, stacked
 from rlsim.calibrate.fit.skew import measured_skew
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.points import Fitted, join, residual, residual_of

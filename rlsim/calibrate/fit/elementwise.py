@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import held_out
+from rlsim.calibrate.fit.common import Kernel, compared, distinct, held_out
 from rlsim.calibrate.fit.kernel import fit_kernel
-from rlsim.calibrate.fit.kernels import Kernel, compared, distinct
 from rlsim.calibrate.points import Fitted, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import KernelFit

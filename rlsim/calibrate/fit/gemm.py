@@ -9,16 +9,23 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Array, Mask, as_written, columns_of, fit_logs, held_out, held_out_rows, soft_l1
-from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
-from rlsim.calibrate.fit.kernels import (
+from rlsim.calibrate.fit.common import (
+    Array,
     Kernel,
+    Mask,
+    as_written,
+    columns_of,
     compared,
     distinct,
     enough_for_all_constants,
     few_constants,
+    fit_logs,
+    held_out,
+    held_out_rows,
     predict,
+    soft_l1,
 )
+from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.points import Fitted, residual_of
 from rlsim.cost.calibration import Reference

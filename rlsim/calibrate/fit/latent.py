@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Array, Mask
+from rlsim.calibrate.fit.common import Array, Knots, Mask
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
-from rlsim.calibrate.fit.kernels import Knots
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.fits import KernelFit, LatentAttentionFit

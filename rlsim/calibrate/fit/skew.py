@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import minimize_scalar
 
-from rlsim.calibrate.fit.common import soft_l1
-from rlsim.calibrate.fit.kernels import operators_with
+from rlsim.calibrate.fit.common import operators_with, soft_l1
 from rlsim.calibrate.points import point_rows
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import AttentionFit

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from rlsim.calibrate.measure.attention import attend_padded, causal_attention, flash, padding_mask
+from rlsim.calibrate.measure.kernels import attend_padded, causal_attention, flash, padding_mask
 from rlsim.calibrate.measure.ranks import Ranks
 from rlsim.errors import CalibrationError
 from rlsim.models.layers import FullAttention

@@ -9,12 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlsim.calibrate.measure.attention import decode_attention, prefill_attention
 from rlsim.calibrate.measure.bench import Bench, Call
 from rlsim.calibrate.measure.clock import Timing
-from rlsim.calibrate.measure.collectives import collective
 from rlsim.calibrate.measure.journal import Point
-from rlsim.calibrate.measure.kernels import copy, gemm, layer_elementwise, train_block
+from rlsim.calibrate.measure.kernels import (
+    collective,
+    copy,
+    decode_attention,
+    gemm,
+    layer_elementwise,
+    prefill_attention,
+    train_block,
+)
 from rlsim.calibrate.measure.steps import STEPS
 from rlsim.calibrate.measure.workers import Worker
 from rlsim.errors import RlsimError
