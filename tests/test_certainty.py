@@ -14,8 +14,7 @@ import pytest
 
 import evidence.validate as validation
 import rlsim
-from evidence.validate.calls import OUTLIER, shipped_calls
-from evidence.validate.coverage import inside, level_spread, levels_inside, line, spread
+from evidence.validate.coverage import OUTLIER, inside, level_spread, levels_inside, line, shipped_calls, spread
 from evidence.validate.parts import Options
 from evidence.validate.runs import run as validated
 from evidence.validate.weight_sync import left_out, left_out_errors, predicted_errors, read_syncs

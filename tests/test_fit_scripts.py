@@ -35,7 +35,7 @@ from calibration.training import (  # noqa: E402
 from calibration.transfer import left_out_calls  # noqa: E402
 
 from calibration import across, kv, windows  # noqa: E402
-from evidence.validate.calls import shipped_calls  # noqa: E402
+from evidence.validate.coverage import shipped_calls  # noqa: E402
 from evidence.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
 from rlsim.calibrate.fit.common import held_out  # noqa: E402

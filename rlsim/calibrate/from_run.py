@@ -16,7 +16,7 @@ import pandas as pd
 
 from rlsim.base.reading import read_yaml
 from rlsim.calibrate.fit.common import Array, percent
-from rlsim.calibrate.points import join, point_rows, residual_of
+from rlsim.calibrate.points import error_sizes, join, point_rows, residual_of
 from rlsim.calibrate.run_experiment import arguments_of
 from rlsim.calibrate.run_fit import HostTimes, Run, TrainingShares, check_mfu, doubts, fit_host, fit_training
 from rlsim.calibrate.run_rollout import RolloutTimes, host_fit, rollout_times
@@ -36,8 +36,6 @@ FEWEST_STEPS = 6  # usable ones: half of them are fitted
 MOST_STEPS = 80  # more are thinned out evenly: they cost time and add little
 WARMUP = 2  # first steps of a log: compilation, graph capture, cold caches
 BAD_FIT = 0.2  # 90th percentile of the errors of a training call from which on the cause is worth a word
-#: What is predicted and compared with the log.
-QUANTITIES = ("gen_s", "old_log_prob_s", "ref_log_prob_s", "update_actor_s", "step_s")
 _NEEDED = ["gen_s", "update_actor_s", "response_mean", "prompt_mean"]
 
 
@@ -235,7 +233,7 @@ def _odd(run: Run) -> list[str]:
             f"{float(steps.turns.median()):.1f} messages a conversation: gen holds tool or environment time, which the "
             "fit takes for host time"
         )
-    if run.measured_s("old_log_prob_s") is None:
+    if "old_log_prob_s" not in run.logged:
         notes.append("timing_s/old_log_prob is not logged: the efficiency is fitted to update_actor alone")
     if steps.reshard_s.notna().any():
         notes.append("gen_s is timing_s/gen less timing_s/reshard, which it contains")
@@ -261,7 +259,7 @@ def _predicted(run: Run, training: TrainingShares | None, gen_s: Array) -> dict[
         log_prob = run.log_prob_s(training.forward) + training.call_s
         update = run.update_s(training.flop) + training.call_s
         found |= {"old_log_prob_s": log_prob, "ref_log_prob_s": log_prob, "update_actor_s": update}
-    return {name: values for name, values in found.items() if run.measured_s(name) is not None}
+    return {name: values for name, values in found.items() if name in run.logged}
 
 
 def _before(run: Run) -> TrainingShares | None:
@@ -280,35 +278,21 @@ def _report(
     fitted = _predicted(run, training, times.total_s(host.step_s, host.sequence_s))
     before = _predicted(run, _before(run), times.before_s)
     used, notes = np.asarray(run.used), []
-    step = run.measured_s("step_s")
-    if step is not None:
-        calls = sum((_logged(run, name) for name in fitted), np.zeros(len(step)))
-        rest = float(np.median((step - calls)[used]))
+    if "step_s" in run.logged:
+        calls = sum((run.logged[name] for name in fitted), np.zeros(len(used)))
+        rest = float(np.median((run.logged["step_s"] - calls)[used]))
         notes.append(
             f"step_s: the calls above and {rest:.3g} s for everything else (reward, advantage, weight sync, the "
             "trainer's own work), the median of what the used steps leave"
         )
         for found in (fitted, before) if set(before) == set(fitted) else (fitted,):
-            found["step_s"] = sum(found.values(), np.full(len(step), rest))
+            found["step_s"] = sum(found.values(), np.full(len(used), rest))
     labels = [f"step {number}" for number in run.steps.index]
-    points = join(point_rows(name, labels, _logged(run, name), fitted[name], ~used) for name in fitted)
+    points = join(point_rows(name, labels, run.logged[name], fitted[name], ~used) for name in fitted)
     rows = []
-    for name in QUANTITIES:
-        if name in fitted:
-            shown = _logged(run, name)
-            off = (fitted[name] / shown - 1.0)[~used]
-            was = (before[name] / shown - 1.0)[~used] if name in before else np.array([np.nan])
-            rows.append(
-                {
-                    "quantity": name,
-                    "steps": len(off),
-                    "mean": float(np.abs(off).mean()),
-                    "median": float(np.median(np.abs(off))),
-                    "p90": float(np.quantile(np.abs(off), 0.9)),
-                    "bias": float(np.median(off)),
-                    "base_mean": float(np.abs(was).mean()),
-                }
-            )
+    for name, values in fitted.items():
+        off, was = ((one / run.logged[name] - 1.0)[~used] for one in (values, before.get(name, np.nan * values)))
+        rows.append({"quantity": name, "steps": len(off), **error_sizes(off), "base_mean": error_sizes(was)["mean"]})
     errors = pd.DataFrame(rows)
     badly = errors[errors.quantity.isin(("old_log_prob_s", "update_actor_s")) & (errors.p90 > BAD_FIT)]
     if len(badly):
@@ -318,12 +302,6 @@ def _report(
             "the run's"
         )
     return points, errors, notes
-
-
-def _logged(run: Run, name: str) -> Array:
-    values = run.measured_s(name)
-    assert values is not None
-    return values
 
 
 def _calibration(

@@ -46,14 +46,22 @@ def join(parts: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(filled, ignore_index=True) if filled else point_rows("", [], [], [], [])
 
 
+def error_sizes(errors: NDArray[np.float64]) -> dict[str, float]:
+    """Mean, median and 90th percentile of the size of relative errors, and their median (`bias`)."""
+    size = np.abs(errors)
+    found = {"mean": size.mean(), "median": np.median(size), "p90": np.quantile(size, 0.9), "bias": np.median(errors)}
+    return {name: float(value) for name, value in found.items()}
+
+
 def residual(predicted: Iterable[float], measured: Iterable[float], ranges: Ranges, note: str = "") -> Residual:
     """Error statistics of a prediction and the ranges it was measured over."""
-    ratio = np.fromiter(predicted, float) / np.fromiter(measured, float) - 1.0
+    errors = np.fromiter(predicted, float) / np.fromiter(measured, float) - 1.0
+    sizes = error_sizes(errors)
     return Residual(
-        count=len(ratio),
-        median=float(np.median(np.abs(ratio))),
-        p90=float(np.quantile(np.abs(ratio), 0.9)),
-        bias=float(np.median(ratio)),
+        count=len(errors),
+        median=sizes["median"],
+        p90=sizes["p90"],
+        bias=sizes["bias"],
         ranges={str(name): (float(np.min(values)), float(np.max(values))) for name, values in ranges.items()},
         note=note,
     )

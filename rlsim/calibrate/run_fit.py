@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -24,6 +25,8 @@ from rlsim.frameworks.verl.run import RunSettings
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
 
+#: What is predicted and compared with the log.
+QUANTITIES = ("gen_s", "old_log_prob_s", "ref_log_prob_s", "update_actor_s", "step_s")
 #: Model FLOPs of the update over the peak of all GPUs. Outside this the times, the GPUs or the model must be wrong.
 PLAUSIBLE_MFU = (0.01, 1.0)
 #: Kernel time of the rollout over the logged one, likewise.
@@ -50,12 +53,12 @@ class Run:
     cluster: Cluster
     base: Calibration
 
-    def measured_s(self, quantity: str) -> Array | None:
-        """Seconds by step as logged, None if not logged; `gen_s` is without the resharding that it contains."""
-        if quantity == "gen_s":
-            return np.asarray(self.steps.gen_s - self.steps.reshard_s.fillna(0.0), dtype=float)
-        values = self.steps[quantity].to_numpy(float)
-        return None if np.isnan(values).any() else values
+    @cached_property
+    def logged(self) -> dict[str, Array]:
+        """Seconds by step of every quantity that the log has; `gen_s` is without the resharding that it contains."""
+        steps = self.steps.assign(gen_s=self.steps.gen_s - self.steps.reshard_s.fillna(0.0))
+        found = {name: steps[name].to_numpy(float) for name in QUANTITIES}
+        return {name: values for name, values in found.items() if not np.isnan(values).any()}
 
     def log_prob_s(self, efficiency: float, batches: Sequence[Batch] | None = None) -> Array:
         """Predicted seconds of a log-prob pass over each batch (default: all)."""
@@ -120,11 +123,10 @@ def fit_training(run: Run) -> TrainingShares:
     some = [batch for batch, use in zip(run.batches, run.used, strict=True) if use]
     curves, shown = [], []
     for quantity, times in (("update_actor_s", run.update_s), ("old_log_prob_s", run.log_prob_s)):
-        measured = run.measured_s(quantity)
-        if measured is not None:
+        if quantity in run.logged:
             table = np.array([times(float(efficiency), some) for efficiency in _EFFICIENCIES])
             curves.append(PchipInterpolator(np.log(_EFFICIENCIES), np.log(table), axis=0))
-            shown.append(measured[np.asarray(run.used)])
+            shown.append(run.logged[quantity][np.asarray(run.used)])
     shortest_s, count = float(min(np.median(seconds) for seconds in shown)), len(curves)
 
     def errors(x: Array) -> list[Array]:
@@ -178,8 +180,7 @@ def fit_host(run: Run, times: RolloutTimes) -> HostTimes:
     If the steps are too alike to tell the two apart, the one that explains them better is fitted and the other stays
     the base calibration's. Raises `CalibrationError` if the kernels alone are out of proportion to the logged times.
     """
-    base, measured, used = run.base.host, run.measured_s("gen_s"), np.asarray(run.used)
-    assert measured is not None
+    base, measured, used = run.base.host, run.logged["gen_s"], np.asarray(run.used)
     _check_kernels(run, times.total_s(0.0, 0.0), measured)
     if times.fixed:
         whole = f"{run.base.name} has whole iterations of {run.model.name} at TP{run.settings.rollout_tp}"

@@ -7,12 +7,10 @@ import argparse
 from calibration.stacks import Case, fit_stacks
 from calibration.tables import DATE, SCRIPT
 from calibration.training import gemm_shares
-from evidence.validate.calls import CALLS, LeftOutCalls, TransferCalls
-from evidence.validate.coverage import errors_by_setting, level_spread, spread
+from evidence.validate.coverage import CALLS, LeftOutCalls, TransferCalls, errors_by_setting, level_spread, spread
 from evidence.validate.parts import Options
 from evidence.validate.serving import read_runs
-from evidence.validate.today import today_rows
-from evidence.validate.transfer import kind_rows, shipped_fits, unseen_rows
+from evidence.validate.transfer import kind_rows, shipped_fits, today_rows, unseen_rows
 from evidence.validate.weight_sync import predicted_errors, read_syncs
 from rlsim.calibrate.write import write_record
 from rlsim.cost.draw import TransferErrors
