@@ -9,7 +9,8 @@ import pytest
 import simpy
 from plan_problems import GIB, fits, ppo_node, random_graph, random_ppo, schedule, table
 
-from evidence.validate.steps import realhf_experiment
+from evidence.validate import parts
+from evidence.validate.published import figures
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.plan_report import search_plan
 from rlsim.policies.searched import REAL
@@ -405,7 +406,9 @@ def test_descent_reaches_the_optimum_of_a_node_within_a_percent(scaling, memory_
 @pytest.mark.ci  # 10 s
 def test_the_default_search_finds_the_best_plan_of_a_published_experiment():
     """Of 1e12 plans, as branch and bound once proved; single changes lead from the start to plans 16% worse."""
-    found = search_plan(realhf_experiment(7, 1, 256, 384, ["searched"]), evaluations=REAL().evaluations).found
+    run = figures(parts.Options(), "realhf_steps").runs["llama_2_7b_256"]
+    searched = {**run.set, "systems": [{"name": "searched", "use": ["real"]}]}
+    found = search_plan(run.experiment, overrides=searched, evaluations=REAL().evaluations).found
     assert found.cost_s == pytest.approx(23.3421, rel=1e-3)
 
 

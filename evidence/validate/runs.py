@@ -16,9 +16,9 @@ from rlsim.experiment.result import Result
 
 
 class Run(Schema):
-    """A shipped experiment, and what is set in it."""
+    """An experiment, shipped or spelled out, and what is set in it."""
 
-    experiment: str
+    experiment: str | dict[str, Any]
     set: dict[str, Any] = Field(default_factory=dict)
 
     def result(self, more: Mapping[str, Any] = MappingProxyType({})) -> Result:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 
 import numpy as np
-import pandas as pd
 from scipy.optimize import brentq
 
 from evidence.validate import weight_sync as syncs
 from evidence.validate.parts import Options
-from evidence.validate.published import figures
+from evidence.validate.published import evaluated, figures
 from evidence.validate.rollpacker import TASKS
 from evidence.validate.rollpacker import stage_shares as shares_of
 from evidence.validate.rows import Row
 from evidence.validate.runs import told
-from evidence.validate.steps import EFFICIENCY, REALHF, realhf_rows
 from evidence.validate.steps_trainer import iterations
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import EagerFit, load_calibration
@@ -36,30 +35,29 @@ def eager(_: object) -> None:
     two apart: they are predicted with the plan that rlsim finds for each of a few shares of the collectives, and
     the share in between that meets the measured steps is taken. Then the share of the peak at which the heuristic's
     steps come out right on average. Each model is fitted alone; `rlsim.cost.calibration.EAGER` and
-    `evidence.validate.steps.EFFICIENCY` hold the fit to the smaller one. Ten minutes, most of it searches for plans.
+    `evidence/realhf_steps.yaml` hold the fit to the smaller one. Ten minutes, most of it searches for plans.
     """
-    table = pd.read_csv(Options().evidence / REALHF)
     with tempfile.TemporaryDirectory() as scratch:
         for size in (7, 34):
-            mine = table[table["model_b_parameters"] == size]
-            _eager_of(size, mine[mine["plan"] != "searched"], mine[mine["plan"] == "searched"], Path(scratch))
+            _eager_of(size, Path(scratch))
 
 
-def _eager_of(size: int, heuristic: pd.DataFrame, searched: pd.DataFrame, folder: Path) -> None:
+def _eager_of(size: int, folder: Path) -> None:
     """Fit one model's runs, and print."""
 
     def excess(whole_s: float) -> float:
-        rows = _steps(heuristic, whole_s, 0.0, folder)
+        rows = _steps(size, "heuristic", whole_s, 0.0, folder)
         return _slope(rows, measured=False) - _slope(rows, measured=True)
 
     def bias(efficiency: float) -> float:
-        return float(np.mean([np.log1p(row.error) for row in _steps(heuristic, whole_s, 0.0, folder, efficiency)]))
+        rows = _steps(size, "heuristic", whole_s, 0.0, folder, {"training.efficiency": efficiency})
+        return float(np.mean([np.log1p(row.error) for row in rows]))
 
     whole_s = float(brentq(excess, 0.5e-3, 3e-3, xtol=5e-6))
     print(f"{size}B, heuristic: {whole_s * 1e3:.3f} ms a layer with its collectives at TP8", flush=True)
     measured_s, tokens_s = 0.0, []
     for share in SHARES:
-        rows = _steps(searched, whole_s * (1 - share), whole_s * share / 2, folder)
+        rows = _steps(size, "searched", whole_s * (1 - share), whole_s * share / 2, folder)
         measured_s = _slope(rows, measured=True)
         tokens_s.append(_slope(rows, measured=False))
         print(f"  collectives {share:.0%} of that: searched plans {tokens_s[-1] * 1e3:.1f} ms a token", flush=True)
@@ -74,12 +72,24 @@ def _eager_of(size: int, heuristic: pd.DataFrame, searched: pd.DataFrame, folder
 
 
 def _steps(
-    table: pd.DataFrame, layer_s: float, collective_s: float, folder: Path, efficiency: float = EFFICIENCY
+    size: int,
+    plan: str,
+    layer_s: float,
+    collective_s: float,
+    folder: Path,
+    more: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Row]:
-    """The runs of `table` with these launches."""
+    """A model's steps with a kind of plan under these launches, measured and simulated."""
     tried = EagerFit(layer_s=layer_s, collective_s=collective_s, source="tried")
-    calibration = load_calibration("a800-sglang").model_copy(update={"eager": tried})
-    return list(realhf_rows(table, Options(), write_yaml(calibration, folder), efficiency))
+    calibration = write_yaml(load_calibration("a800-sglang").model_copy(update={"eager": tried}), folder)
+    known = figures(Options(), "realhf_steps")
+    found = {}
+    for name, one in known.runs.items():
+        if f"_{size}b_" in name and isinstance(one.experiment, dict):
+            systems = [system for system in one.experiment["systems"] if system["name"] == plan]
+            found[name] = told(one.result({"calibration": str(calibration), "systems": systems, **more}))
+    rows = [row for row in known.rows if f"-{size}b/{plan}/" in row.case]
+    return [Row("steps", row.case, row.quantity, float(row.value), evaluated(row.of, found)) for row in rows]
 
 
 def _slope(rows: Sequence[Row], *, measured: bool) -> float:
