@@ -19,7 +19,7 @@ from rlsim.frameworks.parts import Options
 from rlsim.frameworks.tables import names
 from rlsim.results.tune.answer import tune
 from rlsim.results.tune.space import ALTERS, axes_of, divisors, token_budgets
-from rlsim.results.tune.trial import Configuration, NotStarted, Run, tried
+from rlsim.results.tune.trial import Configuration, Run, StartError, tried
 
 VERL = (
     "actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B-Instruct", "data.train_batch_size=16", "data.max_prompt_length=256",
@@ -80,7 +80,7 @@ def test_axes_keep_what_is_kept_and_alter_what_is_allowed() -> None:
 def test_what_would_not_start_or_fit_is_told_apart() -> None:
     run = Run(1, 1)
     assert tried(verl(), {"actor_rollout_ref.rollout.max_num_batched_tokens": 16, SEQS: 64}, run).kind == "start"
-    with pytest.raises(NotStarted, match="max_num_batched_tokens"):
+    with pytest.raises(StartError, match="max_num_batched_tokens"):
         verl().experiment({"actor_rollout_ref.rollout.max_num_batched_tokens": 16, SEQS: 64})
     assert tried(verl(), {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-72B-Instruct"}, run).kind == "memory"
 

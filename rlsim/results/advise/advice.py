@@ -11,15 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.results.advise.bound import Bound
-from rlsim.results.advise.conclusions import conclusions
-from rlsim.results.advise.headline import Headline, headline, settings_of
-from rlsim.results.advise.idle import idle_causes, idle_shares, tail_seconds, waits
-from rlsim.results.advise.memory import memory_by_call, memory_by_tp
-from rlsim.results.advise.quick import contenders, left_out, quick_settings
-from rlsim.results.advise.ranking import candidates, ranking
-from rlsim.results.advise.runs import Runner
-from rlsim.results.advise.staleness import Allowed, allowed_steps, allowing
+from rlsim.base.records import file_sha256
 from rlsim.errors import CapacityError, ConfigError, PolicyError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.case import remembering
@@ -31,9 +23,17 @@ from rlsim.experiment.run import Progress
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec, parse_systems
-from rlsim.models.hardware import Cluster, one_kind
 from rlsim.frameworks.keys import Keys
-from rlsim.base.records import file_sha256
+from rlsim.models.hardware import Cluster, one_kind
+from rlsim.results.advise.bound import Bound
+from rlsim.results.advise.conclusions import conclusions
+from rlsim.results.advise.headline import Headline, headline, settings_of
+from rlsim.results.advise.idle import idle_causes, idle_shares, tail_seconds, waits
+from rlsim.results.advise.memory import memory_by_call, memory_by_tp
+from rlsim.results.advise.quick import contenders, left_out, quick_settings
+from rlsim.results.advise.ranking import candidates, ranking
+from rlsim.results.advise.runs import Runner
+from rlsim.results.advise.staleness import Allowed, allowed_steps, allowing
 from rlsim.results.sweeps.local import in_processes
 
 ADVICE = "advice.json"

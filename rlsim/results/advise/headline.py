@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from rlsim.results.comparison.verdict import Verdict, judge
 from rlsim.experiment.systems import SystemSpec
 from rlsim.frameworks.keys import Keys
+from rlsim.results.comparison.verdict import Verdict, judge
 
 
 class Headline(NamedTuple):

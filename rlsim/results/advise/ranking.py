@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.results.comparison.verdict import judge
 from rlsim.errors import RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.refusals import starts_of
@@ -16,6 +15,7 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
+from rlsim.results.comparison.verdict import judge
 
 #: Policies that only mean something where there is this to decide about.
 _JUDGE, _SANDBOX = "no response of the trace is judged by an LLM", "no response of the trace runs in a sandbox"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
+from rlsim.cost.rollout import powers_of_two
+from rlsim.experiment.simulator import Simulator
 from rlsim.results.advise.asynchronous import Family
 from rlsim.results.advise.bound import KINDS, Bound, staleness
 from rlsim.results.advise.peak import peak, together
 from rlsim.results.advise.ranking import unfit
 from rlsim.results.advise.runs import Runner
 from rlsim.results.advise.splits import MEASURED, NOTHING, Point, Probe, Splits
-from rlsim.cost.rollout import powers_of_two
-from rlsim.experiment.simulator import Simulator
 
 #: From so many nodes on they are not cut: whole nodes are as fine a choice then as the GPUs of one node are.
 WHOLE_NODES = 8

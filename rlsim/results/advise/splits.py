@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from rlsim.results.advise.asynchronous import Family
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.frameworks.keys import line_of
+from rlsim.results.advise.asynchronous import Family
 
 #: What a run of the search measured.
 MEASURED = ("responses_per_s", "staleness_mean", "staleness_p95", "staleness_max", "rollout_idle", "trainer_idle")

@@ -8,18 +8,18 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.results.advise.asynchronous import Family, families, steps_for
-from rlsim.results.advise.bound import NONE, Bound, staleness
-from rlsim.results.advise.ranking import STALE, free_name, ranking
-from rlsim.results.advise.runs import Runner
-from rlsim.results.advise.split_search import Search
-from rlsim.results.advise.splits import Point, Splits
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import checked_cases
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
+from rlsim.results.advise.asynchronous import Family, families, steps_for
+from rlsim.results.advise.bound import NONE, Bound, staleness
+from rlsim.results.advise.ranking import STALE, free_name, ranking
+from rlsim.results.advise.runs import Runner
+from rlsim.results.advise.split_search import Search
+from rlsim.results.advise.splits import Point, Splits
 
 #: Periods of steady steps in every run of a full advice, and of a quick one.
 PERIODS, QUICK_PERIODS = 5, 3

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from rlsim.base.formats import APART, Columns, Row, column, number, rate, relaxed, share, written
 from rlsim.results.advise.advice import SECTIONS
 from rlsim.results.advise.conclusions import waits_for_kv
 from rlsim.results.advise.idle import CAUSES, tail_of
 from rlsim.results.comparison.verdict import judge
-from rlsim.base.formats import APART, Columns, Row, column, number, rate, relaxed, share, written
 
 #: Columns that hold words.
 WORDS = ("system", "call", "why not", "verdict")

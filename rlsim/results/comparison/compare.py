@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.results.comparison.runs import NOT_SETTINGS, Run, runs_in
+from rlsim.base.formats import listed
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.steadiness import unsteady
 from rlsim.experiment.summary import CONFIDENCE, means, paired_ratio, ratio_note, ratios
-from rlsim.base.formats import listed
+from rlsim.results.comparison.runs import NOT_SETTINGS, Run, runs_in
 from rlsim.results.sweeps.differences import differences
 from rlsim.results.sweeps.tables import value_at
 from rlsim.units import token_count

@@ -12,13 +12,13 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.schema import validate
 from rlsim.errors import ConfigError
 from rlsim.experiment.case import cases_of
 from rlsim.experiment.result import open_results
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.steadiness import TESTED
 from rlsim.experiment.summary import MEASURED, PUT_OFF, means
-from rlsim.base.schema import validate
 from rlsim.results.sweeps.read import read_sweep
 from rlsim.results.sweeps.store import DEFINITION
 

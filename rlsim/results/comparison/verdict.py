@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from rlsim.experiment.summary import ENDS, EXPLAINED
 from rlsim.base.formats import Row, listed, rate, with_choice
+from rlsim.experiment.summary import ENDS, EXPLAINED
 
 Outcome = Literal["baseline", "faster", "as fast", "not told apart", "slower", "not comparable", "no speedup"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from rlsim.results.comparison.verdict import Verdict, judge
 from rlsim.experiment.result import Result
+from rlsim.results.comparison.verdict import Verdict, judge
 from rlsim.results.report.chosen_run import not_run
 
 

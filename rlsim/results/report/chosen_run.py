@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsim.errors import CatalogueError, ConfigError, unknown_name
 from rlsim.base.formats import listed
+from rlsim.errors import CatalogueError, ConfigError, unknown_name
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.results.comparison.verdict import Verdict, judge
 from rlsim.experiment.result import Result
 from rlsim.models.precision import PRECISIONS
+from rlsim.results.comparison.verdict import Verdict, judge
 from rlsim.results.report.setups import calibrations_of
 
 _MOST_CASES = 6

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlsim.experiment.result import Result
 from rlsim.base.formats import listed
+from rlsim.experiment.result import Result
 from rlsim.results.report.page import Block, Section, Table, Text
 from rlsim.results.report.setups import CaseSetup
 from rlsim.results.report.shares import RUN

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlsim.base.charts import OFFLINE, chart_spec, save_chart, vega_script
-from rlsim.errors import ConfigError
 from rlsim.base.output import check_own_file, write_text
 from rlsim.base.version import __version__
+from rlsim.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,18 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.results.report.page import Block, Section, Table
 from rlsim.results.report.setups import CaseSetup
-from rlsim.results.report.style import BUBBLE, INK, PARTS, TAIL, WAITING, bar_height, by_name, data, finished, kind_colours
+from rlsim.results.report.style import (
+    BUBBLE,
+    INK,
+    PARTS,
+    TAIL,
+    WAITING,
+    bar_height,
+    by_name,
+    data,
+    finished,
+    kind_colours,
+)
 from rlsim.sim.recorder import Span
 
 RUN = ["case", "system", "seed"]

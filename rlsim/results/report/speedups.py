@@ -8,11 +8,22 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from rlsim.results.comparison.verdict import RATES, Verdict, judge
+from rlsim.base.formats import (
+    Columns,
+    column,
+    number,
+    rate,
+    relaxed,
+    share,
+    with_choice,
+    with_half,
+    with_model,
+    written,
+)
 from rlsim.experiment.columns import ACTED
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
-from rlsim.base.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, with_model, written
+from rlsim.results.comparison.verdict import RATES, Verdict, judge
 from rlsim.results.report.page import Block, Figure, Section, Table, Text
 from rlsim.results.report.setups import CaseSetup
 from rlsim.results.report.style import GREY, GRID, INK, WIDTH, along, bar_height, by_name, data, finished, label_angle

@@ -10,9 +10,9 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from rlsim.results.comparison.verdict import judge
-from rlsim.errors import ConfigError
 from rlsim.base.formats import is_missing, rate
+from rlsim.errors import ConfigError
+from rlsim.results.comparison.verdict import judge
 from rlsim.results.report.style import (
     DASHES,
     GREY,

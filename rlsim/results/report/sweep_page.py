@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.results.comparison.verdict import decided
+from rlsim.base.formats import STALE, Columns, column, number, rate, share, written
 from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import comparable
-from rlsim.base.formats import STALE, Columns, column, number, rate, share, written
+from rlsim.results.comparison.verdict import decided
 from rlsim.results.report.method import as_yaml, calibration_section
 from rlsim.results.report.page import Block, Code, Figure, Listing, Page, Section, Table, Text
 from rlsim.results.report.setups import setups_of

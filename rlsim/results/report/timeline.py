@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from rlsim.errors import ConfigError
 from rlsim.base.output import atomic_path, check_own_file
+from rlsim.errors import ConfigError
 from rlsim.results.report.chosen_run import ChosenRun, choose_run
 from rlsim.results.report.timeline_requests import write_requests
 from rlsim.results.report.trace_events import TraceWriter, Tracks, json_texts, microseconds

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from rlsim.results.advise.advice import read_advice
-from rlsim.results.advise.texts import texts
 from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result, read_result
+from rlsim.results.advise.advice import read_advice
+from rlsim.results.advise.texts import texts
 from rlsim.results.report.choice import Choice, choose
 from rlsim.results.report.gantt import timeline_section
 from rlsim.results.report.generation import generation_section

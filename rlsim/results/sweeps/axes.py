@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlsim.errors import ConfigError
 from rlsim.base.schema import located
+from rlsim.errors import ConfigError
 from rlsim.results.sweeps.schema import Block, Distribution, RandomBlock
 
 

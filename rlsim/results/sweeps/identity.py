@@ -11,6 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlsim.base import catalogue
+from rlsim.base.records import file_sha256
+from rlsim.base.usercode import load_module
+from rlsim.base.version import __version__
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.tables import csv_of
 from rlsim.errors import CatalogueError, about
@@ -20,9 +23,6 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
 from rlsim.models.hardware import load_any_cluster
 from rlsim.policies.registry import home_of
-from rlsim.base.records import file_sha256
-from rlsim.base.usercode import load_module
-from rlsim.base.version import __version__
 
 #: Parts of rlsim that only start, store or show simulations.
 NO_PART_OF_RESULTS = ("calibrate", "cli", "data", "frameworks", "results")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.base import catalogue
+from rlsim.base.reading import is_file, plain, read_yaml
+from rlsim.base.schema import validate
 from rlsim.errors import ConfigError, RlsimError, check_arguments, unknown_name
 from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
 from rlsim.experiment.run import Checked, check_loaded
 from rlsim.experiment.schema import Experiment
-from rlsim.base.reading import is_file, plain, read_yaml
-from rlsim.base.schema import validate
 from rlsim.results.sweeps.axes import Settings, Value, check_free, settings_of
 from rlsim.results.sweeps.identity import config_of, inputs_of, point_name
 from rlsim.results.sweeps.schema import Block, SweepSpec

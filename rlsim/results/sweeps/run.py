@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
+from rlsim.base.version import __version__
 from rlsim.errors import ConfigError, check_arguments
 from rlsim.results.sweeps.differences import differences, listed
 from rlsim.results.sweeps.points import Definition, load_sweep
@@ -14,7 +15,6 @@ from rlsim.results.sweeps.read import SweepResult, read_sweep
 from rlsim.results.sweeps.store import Store
 from rlsim.results.sweeps.tables import COLUMNS, DEFAULT_TABLES, described
 from rlsim.results.sweeps.task import Answer, Done, Task
-from rlsim.base.version import __version__
 
 #: Called with (points done or failed, points in all, failed so far).
 Progress = Callable[[int, int, int], None]

@@ -27,10 +27,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlsim.errors import ConfigError
-from rlsim.experiment.columns import Column, opened, to_bytes
 from rlsim.base.output import check_folder, flush, reason
 from rlsim.base.records import file_sha256, read_record, sealed
+from rlsim.errors import ConfigError
+from rlsim.experiment.columns import Column, opened, to_bytes
 from rlsim.results.sweeps.points import Point
 from rlsim.results.sweeps.tables import COLUMNS, RECORD, Axis, described
 from rlsim.results.sweeps.task import Failed

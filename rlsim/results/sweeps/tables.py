@@ -13,11 +13,11 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from rlsim import units
+from rlsim.base.records import Record
+from rlsim.base.schema import model_within
 from rlsim.experiment.columns import SUMMARY, TABLES, TYPES, Column, field_of
 from rlsim.experiment.load import place_in
 from rlsim.experiment.schema import Experiment
-from rlsim.base.records import Record
-from rlsim.base.schema import model_within
 
 #: Every table that a sweep may keep; `summary` is always kept, and written last.
 COLUMNS: dict[str, tuple[Column, ...]] = {**TABLES, "summary": SUMMARY}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rlsim.errors import ConfigError, PolicyError, RlsimError
 from rlsim.base.reading import plain
+from rlsim.errors import ConfigError, PolicyError, RlsimError
 
 if TYPE_CHECKING:
     from rlsim.experiment.schema import Experiment
@@ -59,8 +59,8 @@ class Task:
             return Failed(f"{type(error).__name__}: {error}", _own_traceback(error))
 
     def experiment(self) -> Experiment:
-        from rlsim.experiment.schema import Experiment
         from rlsim.base.schema import validate
+        from rlsim.experiment.schema import Experiment
 
         return validate(plain(self.config), Experiment, self.shown)
 

@@ -49,8 +49,8 @@ class Change:
 class Tuned:
     """The answer: `best` sets these keys; `gain` is responses trained on per second over those of the configuration.
 
-    `gain_low`, `gain_high`: 95% over draws of the trace; `model_low`, `model_high`: the least and most in worlds whose costs are off as
-    the calibration may be.
+    `gain_low`, `gain_high`: 95% over draws of the trace; `model_low`, `model_high`: the least and most in worlds whose
+    costs are off as the calibration may be.
     """
 
     best: Mapping[str, Any]
@@ -216,7 +216,7 @@ def _groups(changes: Changes, axes: Sequence[Axis]) -> list[tuple[str, ...]]:
 def _pairs(
     best: Changes, measure: Measure, runs: Sequence[Run]
 ) -> tuple[dict[str, float], dict[str, float], list[float]]:
-    """Means of the configuration and of the set, and the ratio of each pair; means are geometric, as that of ratios is."""
+    """Means of the configuration and of the set (geometric, as the gain is), and the ratio of each pair."""
     found = [measure([{}, best] if best else [{}], run) for run in runs]
 
     def mean(which: int) -> dict[str, float]:
@@ -266,7 +266,12 @@ def _turns(best: Changes, measure: Measure, run: Run, in_time: Callable[[], bool
 
 
 def _beside(
-    loaded: LoadedExperiment, allow: Collection[str], keep: Collection[str], best: Changes, measure: Measure, run: Run,
+    loaded: LoadedExperiment,
+    allow: Collection[str],
+    keep: Collection[str],
+    best: Changes,
+    measure: Measure,
+    run: Run,
     in_time: Callable[[], bool],
 ) -> list[dict[str, Any]]:
     """What the best single change of each kind that is not allowed would bring on top."""
@@ -293,4 +298,5 @@ def _binds(means: Mapping[str, float]) -> str:
     text = f"{largest}: {parts[largest] / step:.0%} of the step"
     if largest != "generation":
         return text
-    return f"{text}; {means.get('tail_fraction', 0.0):.0%} of the busy time decodes below half of the full batch's throughput"
+    tail = means.get("tail_fraction", 0.0)
+    return f"{text}; {tail:.0%} of the busy time decodes below half of the full batch's throughput"

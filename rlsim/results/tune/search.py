@@ -1,7 +1,7 @@
 """Which changes pay: every single one first, then sets of them, as elites of an evolutionary search.
 
-Memory couples settings: what one change takes another must give. So a set is made of what the best so far have, with one
-to three further changes at once, those first that gained alone or that memory alone refused.
+Memory couples settings: what one change takes another must give. So a set is made of what the best so far have, with
+one to three further changes at once, those first that gained alone or that memory alone refused.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ Changes = Mapping[str, Any]
 Choice = frozenset[tuple[int, int]]
 #: Runs trials, in the order asked.
 Measure = Callable[[Sequence[Changes], Run], list[Trial]]
+Told = Callable[[Sequence[Trial]], None]
 #: Sets that are made between two looks at what is best, and sets that run between two looks at the clock; the same
 #: however many processes work on them.
 ROUND, AT_ONCE = 16, 4
@@ -78,9 +79,7 @@ def _one(job: tuple[Changes, Run]) -> Trial:
     return tried(_configuration, *job)
 
 
-def search(
-    axes: Sequence[Axis], measure: Measure, run: Run, over: Callable[[int], bool], told: Callable[[Sequence[Trial]], None]
-) -> list[Trial]:
+def search(axes: Sequence[Axis], measure: Measure, run: Run, over: Callable[[int], bool], told: Told) -> list[Trial]:
     """Every trial until it is `over` (given how many there are), fastest first.
 
     The first to run is the configuration as it is. `run.seed` is the search's own seed, too; `told` is called now and
@@ -131,9 +130,7 @@ def _promises(axes: Sequence[Axis], found: Mapping[Choice, Trial]) -> list[list[
             return _TIGHT if trial.kind == "memory" else _REFUSED
         return trial.rate / base
 
-    return [
-        [promise(found.get(Choice([(i, j)]))) for j in range(len(axis.options))] for i, axis in enumerate(axes)
-    ]
+    return [[promise(found.get(Choice([(i, j)]))) for j in range(len(axis.options))] for i, axis in enumerate(axes)]
 
 
 def _sets(

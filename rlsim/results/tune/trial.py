@@ -12,10 +12,10 @@ import pandas as pd
 from rlsim.base.schema import validate
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.frames import named
 from rlsim.experiment.ledger import AssumedRecord, ledger_of
 from rlsim.experiment.load import load_experiment, parse_overrides, with_settings
 from rlsim.experiment.refusals import starts_of
-from rlsim.experiment.frames import named
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import means
@@ -51,7 +51,7 @@ class Configuration:
             return self._own(changes)
         draft = self._draft(tuple(f"{key}={written(value)}" for key, value in changes.items()))
         if draft.refused:
-            raise NotStarted("; ".join(draft.refused))
+            raise StartError("; ".join(draft.refused))
         return validate(draft.data(), Experiment)
 
     def _draft(self, overrides: tuple[str, ...]) -> Draft:
@@ -69,7 +69,7 @@ class Configuration:
         return from_areal(sources, self.options)
 
     def _own(self, changes: Mapping[str, Any]) -> Experiment:
-        experiment, shown, _ = load_experiment(self.sources[0], list(self.sources[1:]))
+        experiment, _, _ = load_experiment(self.sources[0], list(self.sources[1:]))
         spec = baseline_of(experiment.systems, experiment.baseline)
         own = {key.removeprefix("system."): value for key, value in changes.items() if key.startswith("system.")}
         parts = [{part.policy: {**part.parameters, **_taken(part, own)}} for part in spec.parts]
@@ -79,7 +79,7 @@ class Configuration:
         return load_experiment(self.sources[0], {**parse_overrides(self.sources[1:]), **settings})[0]
 
 
-class NotStarted(ConfigError):
+class StartError(ConfigError):
     """Settings with which the framework, or its engine, would not start."""
 
 
@@ -126,7 +126,7 @@ def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) ->
         simulator.check_all(spec)
         frames = named(simulator.tables(spec, run.seed, bounded=False), "", spec.name, run.seed)
     except RlsimError as error:
-        kinds = {NotStarted: "start", CapacityError: "memory"}
+        kinds = {StartError: "start", CapacityError: "memory"}
         return Trial(changes, problem=str(error), kind=kinds.get(type(error), "other"))  # type: ignore[arg-type]
     row = pd.to_numeric(means(frames["steps"], ["system"]).iloc[0], errors="coerce").dropna()
     assumed = ledger_of(simulator.loaded, simulator.lookups()).assumed
@@ -151,10 +151,10 @@ def alone(experiment: Experiment, run: Run) -> Experiment:
 
 
 def _check(experiment: Experiment, spec: SystemSpec, folder: Path) -> None:
-    """Raises `NotStarted`, or `CapacityError` where less than `MARGIN` of a GPU's memory would be free."""
+    """Raises `StartError`, or `CapacityError` where less than `MARGIN` of a GPU's memory would be free."""
     loaded = LoadedExperiment.of(experiment, folder)
     if refused := starts_of(loaded, [spec]):
-        raise NotStarted("; ".join(refused))
+        raise StartError("; ".join(refused))
     if isinstance(experiment.cluster, str):
         cluster = load_cluster(experiment.cluster)
         gpu = cluster.gpu.model_copy(update={"memory_bytes": cluster.gpu.memory_bytes * (1 - MARGIN)})
@@ -165,4 +165,3 @@ def _check(experiment: Experiment, spec: SystemSpec, folder: Path) -> None:
 def _taken(part: PartSpec, given: Mapping[str, Any]) -> dict[str, Any]:
     known = getattr(load_policy(part.policy), "model_fields", {})
     return {name: value for name, value in given.items() if name in known}
-
