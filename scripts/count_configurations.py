@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlsim.errors import RlsimError
-from rlsim.frameworks.areal.experiment import from_areal
+from rlsim.frameworks.areal import from_areal
 from rlsim.frameworks.draft import Draft
-from rlsim.frameworks.nemo.experiment import from_nemo
+from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import Options, check
 from rlsim.frameworks.sources import read_sources
 from rlsim.frameworks.verl.experiment import from_verl

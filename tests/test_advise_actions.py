@@ -18,9 +18,9 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.run import run_loaded
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec, parse_systems
-from rlsim.frameworks.areal.experiment import from_areal
+from rlsim.frameworks.areal import from_areal
 from rlsim.frameworks.keys import Keys
-from rlsim.frameworks.nemo.experiment import from_nemo
+from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import Options
 from rlsim.frameworks.verl.defaults import TP
 from rlsim.frameworks.verl.experiment import from_verl

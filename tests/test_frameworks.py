@@ -17,11 +17,10 @@ import rlsim
 from rlsim.base.reading import read_yaml
 from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
-from rlsim.frameworks.areal.allocation import GENERATES, TRAINS, Allocation, allocation, both_sides
-from rlsim.frameworks.areal.experiment import from_areal
+from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
 from rlsim.frameworks.draft import Draft
 from rlsim.frameworks.interpolation import parsed
-from rlsim.frameworks.nemo.experiment import from_nemo
+from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import Options, check
 from rlsim.frameworks.settings import Kind, Settings
 from rlsim.frameworks.sources import read_sources

@@ -39,9 +39,9 @@ from rlsim.experiment.ledger import (
 )
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.result import Result, read_result
-from rlsim.frameworks.areal.experiment import from_areal
+from rlsim.frameworks.areal import from_areal
 from rlsim.frameworks.draft import Draft
-from rlsim.frameworks.nemo.experiment import from_nemo
+from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import RULE_CHECK, Options
 from rlsim.frameworks.verl.experiment import from_verl
 from rlsim.models.hardware import load_cluster

@@ -26,8 +26,7 @@ from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import gather_s
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.run import check_experiment
-from rlsim.frameworks.draft import Entry
-from rlsim.frameworks.nemo.training import _add_experts
+from rlsim.frameworks.mapping import Reading
 from rlsim.frameworks.settings import Settings
 from rlsim.frameworks.tables import default_values, names
 from rlsim.models.hardware import Cluster, load_cluster
@@ -333,12 +332,14 @@ def test_each_kind_of_layer_has_its_own_attention() -> None:
 
 def test_nemo_recipes_say_how_experts_are_spread() -> None:
     def entries(tp: int, ep: int, expert_tp: int, *, has_experts: bool = True) -> dict[str, Any]:
-        degrees = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": expert_tp}
-        config = Settings(default=dict(default_values("nemo")), names=names("nemo"))
+        degrees = {"enabled": True, "tensor_model_parallel_size": tp, "expert_model_parallel_size": ep,
+                   "expert_tensor_parallel_size": expert_tp}  # fmt: skip
+        config = Settings(default=dict(default_values("nemo", "0.7")), names=names("nemo"))
         config.put(degrees, "recipe.yaml", "policy.megatron_cfg.")
-        found: dict[str, Any] = {"tp": Entry(tp, "")}
-        _add_experts(config, found, True, has_experts)
-        return {key: entry.value for key, entry in found.items() if key != "tp"}
+        sizes = ("train_micro_batch_size", "logprob_batch_size", "train_global_batch_size")
+        config.put(dict.fromkeys(sizes, 1), "recipe.yaml", "policy.")
+        found = Reading("nemo", config, has_experts=has_experts).entries("training")
+        return {key: entry.value for key, entry in found.items() if key in ("ep", "expert_tp")}
 
     assert entries(2, 8, 1) == {"ep": 8}
     assert entries(2, 8, 2) == {"ep": 8, "expert_tp": 2}

@@ -19,7 +19,7 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.derived import HostTime
 from rlsim.cost.roofline import RooflineStep
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.frameworks.nemo.experiment import from_nemo
+from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import Options as InitOptions
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model

@@ -113,10 +113,10 @@ def _from_framework(option: str, sources: list[str], options: Options, verl_vers
 
         return from_verl(sources, options, verl_version)
     if option == "--from-nemo":
-        from rlsim.frameworks.nemo.experiment import from_nemo
+        from rlsim.frameworks.nemo import from_nemo
 
         return from_nemo(sources, options)
-    from rlsim.frameworks.areal.experiment import from_areal
+    from rlsim.frameworks.areal import from_areal
 
     return from_areal(sources, options)
 

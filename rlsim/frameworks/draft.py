@@ -44,6 +44,12 @@ class Draft:
     unread: list[str] = field(default_factory=list)  # keys that were not asked for
     refused: list[str] = field(default_factory=list)  # why the framework or its engine would not start
 
+    def block(self, key: str) -> dict[str, Entry]:
+        """The entries of a block, which may be new."""
+        found = self.entries.setdefault(key, {})
+        assert isinstance(found, dict)
+        return found
+
     def data(self) -> dict[str, Any]:
         """The experiment as a mapping."""
         return {

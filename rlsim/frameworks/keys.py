@@ -9,10 +9,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlsim.base.catalogue import data_dir
-from rlsim.base.reading import read_yaml
 from rlsim.experiment.systems import PartSpec, SystemSpec
+from rlsim.frameworks.mapping import keys_of
 from rlsim.policies.registry import load_policy
+
+#: The table of each framework, by the name that experiments have for it.
+FRAMEWORKS = {"veRL": "verl", "NeMo-RL": "nemo", "AReaL": "areal"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Keys:
         """
         if not self.framework:
             return (line_of(after),)
-        rows = self._rows()
+        rows = keys_of(FRAMEWORKS[self.framework], self.engine)
         old, new = ({part.policy: _complete(part) for part in spec.parts} for spec in (before, after))
         given = {part.policy: part.parameters for spec in (before, after) for part in spec.parts}
         lines = []
@@ -53,26 +55,18 @@ class Keys:
             else:
                 values = {policy: policy in new}
             for ours, value in values.items():
-                row = rows.get(ours) or rows.get(ours.rpartition(".")[2])
-                if row is None or value is None or isinstance(value, str):
+                name = ours if ours in rows else ours.rpartition(".")[2]
+                if name not in rows or value is None or isinstance(value, str):
                     return None
-                lines.append(f"{row['key']}={self._written(row, value, new.get(policy, {}))}")
+                key, written = rows[name]
+                said = self._written(written, value, new.get(policy, {}), is_tp=name == "tp")
+                lines.append(f"{key}={said}")
         return tuple(lines)
 
-    def _rows(self) -> dict[str, Mapping[str, str]]:
-        table = read_yaml(data_dir("frameworks") / "keys.yaml")
-        return {
-            row["ours"]: row
-            for row in table
-            if row["framework"] == self.framework and row.get("engine", self.engine) == self.engine
-        }
-
-    def _written(self, row: Mapping[str, str], value: Any, parameters: Mapping[str, Any]) -> str:
-        is_tp = row["ours"] == "tp"
+    def _written(self, text: str, value: Any, parameters: Mapping[str, Any], *, is_tp: bool) -> str:
         own = parameters.get("rollout_gpus") or self.gpus
         replicas = (own if isinstance(own, int) else math.prod(own)) // value if is_tp else 0
         value = value // self.per_tp if is_tp else value
-        text = row.get("value", "{value}")
         return text.format(value=value, engine=self.engine, replicas=replicas, pp=self.pp)
 
 

@@ -18,6 +18,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.frameworks.draft import ASSUMED, Draft, Entry
 from rlsim.frameworks.engines import Use, own_limits
+from rlsim.frameworks.mapping import Reading
 from rlsim.frameworks.names import (
     UNSEEN,
     check_calibration,
@@ -27,21 +28,20 @@ from rlsim.frameworks.names import (
     load_from,
     nearest_trace,
 )
-from rlsim.frameworks.settings import INTEGER, TEXT, TYPE, WHOLE, Settings
+from rlsim.frameworks.settings import INTEGER, WHOLE, Settings
 from rlsim.frameworks.tables import names, unlike_rows, without
 from rlsim.frameworks.unlike import unlike
 from rlsim.models.hardware import Cluster, Gpu, load_cluster
 from rlsim.models.model import Model
-from rlsim.models.precision import Precision
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace, read_trace
 
-STEPS, SEEDS = 5, 5
+SEEDS = 5
 #: The check of a rule, one response after the other: veRL logs timing_s/reward of 1.0 to 1.2 s for 5,120 responses of
 #: GSM8K (github.com/verl-project/verl/issues/1037, zhaochenyang20/Awesome-ML-SYS-Tutorial 106).
 RULE_CHECK: Mapping[str, Any] = {"time_per_response": "0.21 ms", "workers": 1}
-#: A policy, and its parameters but for TP.
-System = tuple[str, Mapping[str, Any]]
+#: A policy, its parameters but for TP, and where those are said.
+System = tuple[str, Mapping[str, Any], str]
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm", "dynamo": "vllm"}
 
 
@@ -62,11 +62,6 @@ class Options:
     calibration: str | None = None
     trace: str | None = None
     name: str | None = None
-
-
-def steps_of(ahead: int) -> Entry:
-    """Steps to simulate; those in which a pipeline of so many fills and drains come on top."""
-    return Entry(STEPS + 3 * ahead, "to simulate; each draws its prompts from the trace")
 
 
 def joined(*parts: str) -> str:
@@ -191,6 +186,23 @@ def add_memory(draft: Draft, share: Entry, folder: Path, *, apart: bool) -> None
     draft.entries["memory_utilization"] = said
 
 
+def add_mapped(reading: Reading, draft: Draft) -> None:
+    """What the framework's table says of the workflow, training, the engine and the rest."""
+    for section in ("workflow", "training", "engine"):
+        draft.block(section).update(reading.entries(section))
+    for key in ("weight_sync", "routing"):
+        if entry := reading.entry(key):
+            draft.entries[key] = entry
+    draft.notes += reading.texts("note")
+
+
+def policy_of(reading: Reading, policy: str) -> System:
+    """A policy, its parameters as the framework's table maps them, and where those are said."""
+    found = reading.entries(policy)
+    said = joined(*(entry.comment for entry in found.values()))
+    return policy, {key: entry.value for key, entry in found.items()}, said
+
+
 def add_systems(
     draft: Draft,
     tp: int,
@@ -206,13 +218,13 @@ def add_systems(
     `more` are further parts of each system. With generation on GPUs of its own the system is `apart`, and PAT is none.
     A replica that is `over_nodes` leaves PAT out, which switches between degrees within a node.
     """
-    policy, parameters = apart or ("verl", {})
+    policy, parameters, said = apart or ("verl", {}, "")
 
     def system(name: str, degree: int | str, comment: str) -> Entry:
         return Entry({"name": name, "use": [{policy: {"tp": degree, **parameters}}, *more]}, comment)
 
     fastest = "the fastest TP of generation on the same GPUs" if apart else "the fastest static TP"
-    systems = [system("as-configured", tp, where), system(best, "best", fastest)]
+    systems = [system("as-configured", tp, joined(where, said)), system(best, "best", fastest)]
     engine = draft.entries.get("engine")
     cut = {"pp", "ep", "data_parallel_attention"}
     fixed = over_nodes or (isinstance(engine, dict) and bool(cut & engine.keys()))  # such a replica stays one
@@ -241,45 +253,6 @@ def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use =
             entries[ours] = Entry(False, config.where(switch))
 
 
-def add_offloading(config: Settings, draft: Draft, gpus: int) -> list[str]:
-    """Host memory for the KV cache of a replica of so many GPUs, by the engines' own settings.
-
-    Returns, in words, what is not read. vLLM's size is in GiB over all GPUs of a replica, SGLang's in GB for each.
-    """
-    entries = draft.entries["engine"]
-    assert isinstance(entries, dict)
-    if (over := config.value("kv_offloading")) is not None:
-        said = f"{config.where('kv_offloading')}, over {gpus} GPUs"
-        entries["kv_offloading_bytes"] = Entry(f"{over / gpus:g} GiB", said)
-    elif config.flag("hierarchical") and (of_each := config.value("hicache")):
-        entries["kv_offloading_bytes"] = Entry(f"{of_each:g} GB", config.where("hicache"))
-    elif config.flag("hierarchical"):
-        unlike = "host memory in proportion to the KV cache (hicache_ratio); give it as engine.kv_offloading_bytes"
-        return [f"{config.where('hierarchical')}: {unlike}"]
-    return []
-
-
-def add_precision(config: Settings, draft: Draft, key: str, known: Mapping[Any, Precision], *kv_keys: str) -> list[str]:
-    """The rollout's precision, where `key` has a `known` value, and that of its KV cache; what is neither, in words.
-
-    What the frameworks call fp8 has a scale for each block of 128 × 128 weights.
-    """
-    unlike, entries = list[str](), draft.entries["engine"]
-    assert isinstance(entries, dict)
-    value = config.get(TYPE, key)
-    if value in known:
-        entries["precision"] = Entry(known[value], config.where(key))
-    elif value not in (None, False, "none", "auto", "bfloat16"):
-        unlike.append(f"{config.where(key)} = {value}: here in bf16")
-    for kv_key in kv_keys:
-        value = config.get(TEXT, kv_key)
-        if value and value.startswith("fp8"):
-            entries["kv_precision"] = Entry("fp8", config.where(kv_key))
-        elif value not in (None, "auto", "bfloat16"):
-            unlike.append(f"{config.where(kv_key)} = {value}: here in bf16")
-    return unlike
-
-
 def add_replica(config: Settings, draft: Draft, tp: int, ep_key: str, pp_key: str, dp_key: str = "") -> int:
     """Experts apart, stages, and data parallelism inside an engine, by their keys: returns the GPUs of a replica.
 
@@ -294,18 +267,8 @@ def add_replica(config: Settings, draft: Draft, tp: int, ep_key: str, pp_key: st
     pp = config.get(WHOLE, pp_key) or 1
     degrees = {"pp": Entry(pp, config.where(pp_key)), "ep": Entry(ep, config.where(ep_key))}
     degrees["data_parallel_attention"] = Entry(groups, config.where(dp_key or ep_key))
-    draft.entries["engine"] |= {key: entry for key, entry in degrees.items() if entry.value > 1}  # type: ignore[operator]
+    draft.block("engine").update({key: entry for key, entry in degrees.items() if entry.value > 1})
     return tp * pp * groups
-
-
-def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:
-    """What training computes again, by the keys of its switch and, of Megatron alone, of its granularity."""
-    if not config.flag(checkpoints):
-        return Entry("none", config.where(checkpoints))
-    if not granularity:
-        return Entry("full", config.where(checkpoints))
-    level = "selective" if config.text(granularity) == "selective" else "full"
-    return Entry(level, joined(config.where(checkpoints), config.where(granularity)))
 
 
 def filtering(config: Settings, draft: Draft) -> list[Any]:

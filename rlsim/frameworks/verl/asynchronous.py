@@ -120,8 +120,8 @@ def colocated_of(config: VerlSettings) -> System | None:
     """The system that trains where it generates and resumes what a step leaves unfinished; None if none does."""
     if config.told(TEXT, _MODE) == "colocate_async":
         config.default |= default_values("verl-v1")
-        return "colocated_async", {"active": 1 + config.needed("colocate_warmup")}
-    return ("colocated_async", {"active": 2}) if _resumes(config) else None
+        return "colocated_async", {"active": 1 + config.needed("colocate_warmup")}, ""
+    return ("colocated_async", {"active": 2}, "") if _resumes(config) else None
 
 
 def add_one_batch(config: VerlSettings, draft: Draft, responses: int, replicas: int) -> None:
@@ -151,21 +151,6 @@ def _set_batch(config: VerlSettings) -> None:
     config.put({_BATCH: math.prod(factors.values())}, said)
 
 
-def parameters(config: VerlSettings, apart: Apart) -> dict[str, Any]:
-    """What the system of the recipe is given beside its TP."""
-    common: dict[str, Any] = {"rollout_gpus": apart.rollout_gpus}
-    if apart.policy == "one_step_off":
-        return common
-    return {
-        **common,
-        "staleness_threshold": config.needed("threshold"),
-        "trigger_parameter_sync_step": config.whole("trigger"),
-        "partial_rollout": config.flag("partial"),
-        "per_replica": None if config.told(TEXT, _MODE) == "separate_async" else config.whole("concurrent"),
-        "recompute_log_probs": recomputes(config),
-    }
-
-
 def parts_beside(config: VerlSettings, apart: Apart) -> list[Any]:
     """Further parts of the system: whether GPUs of training generate while they would wait."""
     if apart.policy != "verl_fully_async" or not (config.flag("switch") or config.flag("scheduling")):
@@ -186,22 +171,3 @@ def recomputes(config: VerlSettings) -> bool:
     """Whether training computes the old policy's log-probs; releases have several switches for it."""
     uses = all(config.told(FLAG, key) is not False for key in config.keys("uses_rollout"))
     return not uses or config.flag("proximal") or not config.get(FLAG, _BYPASS)
-
-
-def said_of(config: VerlSettings, apart: Apart) -> str:
-    """Where the parameters are said."""
-    rules = ("threshold", "trigger", "partial") if apart.policy == "verl_fully_async" else ()
-    return config.said("rollout_tp", "rollout_nodes", *rules)
-
-
-def missing(config: VerlSettings, apart: Apart, machines: Cluster) -> list[str]:
-    """What the recipe does that the experiment has not."""
-    found = []
-    if apart.policy == "verl_fully_async":
-        if config.flag("switch") and config.told(FLAG, "adapts") is not False:
-            found.append(f"{config.where('adapts')}: the share at which GPUs of training go back adapts: here it stays")
-        if config.told(COUNT, "off_policy") and config.told(TEXT, "off_policy_strategy") == "drop":
-            found.append(f"{config.where('off_policy')}: staler responses are dropped: here all are trained on")
-    if apart.shares_nodes(machines.gpus_per_node) and apart.rollout[0] > 1:
-        found.append(f"{apart.where}: every node has GPUs of both sides; here generation has the first GPUs of all")
-    return found

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from rlsim.errors import ConfigError, RlsimError, unknown_name
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import Draft, Entry
+from rlsim.frameworks.mapping import Reading
 from rlsim.frameworks.names import find_model
 from rlsim.frameworks.parts import Options, joined
 from rlsim.frameworks.settings import ANYTHING, FLAG, TEXT, WHOLE
-from rlsim.frameworks.verl import asynchronous, notes
+from rlsim.frameworks.tables import names, unlike_rows
+from rlsim.frameworks.verl import asynchronous
 from rlsim.frameworks.verl.asynchronous import Apart
 from rlsim.frameworks.verl.config import read_config
 from rlsim.frameworks.verl.defaults import (
     ACTOR,
     GPUS_PER_NODE,
+    MODEL,
     NODES,
     ROLLOUT,
     TP,
@@ -27,9 +31,9 @@ from rlsim.frameworks.verl.defaults import (
 from rlsim.frameworks.verl.log import VerlLog
 from rlsim.frameworks.verl.run import RunSettings, replica_problem, settings_of
 from rlsim.frameworks.verl.settings import STRATEGY, VerlSettings
-from rlsim.frameworks.verl.training import add_engine, add_training
 from rlsim.models.hardware import Cluster, load_cluster
 from rlsim.models.model import Model
+from rlsim.sim.request import EngineConfig
 from rlsim.trace.metrics import METRICS
 
 #: Advantage estimators: rlsim's algorithm of the same calls.
@@ -44,6 +48,16 @@ _ALGORITHMS = {
     "remax": "remax",
 }  # fmt: skip
 _ESTIMATOR, _MODEL, _CRITIC = "algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.model.path"
+#: What settings of the engines themselves begin with.
+_SECTIONS = {engine: f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("vllm", "sglang")}
+#: Keys that are known beside those that have names or defaults.
+_KEYS = (
+    *(key for engine in _SECTIONS for _, keys in names(f"verl-{engine}").values() for key in keys),
+    *(key for key, _, _ in unlike_rows("verl")),
+    *(key for engine, section in _SECTIONS.items() for key, _, _ in unlike_rows(engine, section)),
+)
+#: Positions of a model where nothing says how many it has: models of today have as many or more.
+_CONTEXT = 32_768
 
 
 def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[-1]) -> Draft:
@@ -52,33 +66,99 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     Raises `RlsimError`s that say what is missing, unknown or unsupported.
     """
     config = read_config(sources, version)
-    config.check_keys((*config.default, *config.keys(*config.names), *notes.KEYS))
+    config.check_keys((*config.default, *config.keys(*config.names), *_KEYS))
     apart = asynchronous.apart_of(config)
-    draft = Draft({}, missing=notes.missing(config), notes=list(config.notes))
+    draft = Draft({}, missing=_unlike(config), notes=list(config.notes))
     machines = apart.cluster(draft, options) if apart else _cluster(config, draft, options)
-    if apart is not None:
-        draft.missing += asynchronous.missing(config, apart, machines)
     settings = _settings(config, draft, machines, apart)
     actor = _model(config, draft, options)
     _calibration(config, draft, machines, options)
     _trace(config, draft, actor, settings, options)
-    _workflow(config, draft, settings, apart)
+    reading = Reading("verl", config, **_facts(config, settings, machines, apart))
+    reading.facts["measured"] = options.calibration is not None
+    published = str(config.told(TEXT, _MODEL)).lower().rstrip("/")
+    reading.facts["plain_weights"] = bool(actor.quantised_parameters) and published.endswith("-bf16")
+    scored = draft.block("workflow").pop("reward")
+    _engine_limits(config, draft, settings)
+    parts.add_mapped(reading, draft)
+    if config.told(FLAG, "reward_async"):
+        said = joined(scored.comment, config.where("reward_async"))
+        scored = Entry({"order": "beside_log_probs", **scored.value}, said)
+    draft.block("workflow")["reward"] = scored
     _models(config, draft, options)
-    add_engine(config, draft, settings, measured=options.calibration is not None)
-    dp_key = "rollout_dp" if notes.experts_apart(config) else ""
-    if actor.quantised_parameters and str(config.told(TEXT, _MODEL)).lower().rstrip("/").endswith("-bf16"):
-        draft.entries["engine"] |= {"precision": Entry("bf16", config.where(_MODEL))}  # type: ignore[operator]
+    dp_key = "rollout_dp" if (config.value("rollout_ep") or 1) > 1 else ""
     replica = parts.add_replica(config, draft, settings.rollout_tp, "rollout_ep", "rollout_pp", dp_key)
-    add_training(config, draft, settings)
-    notes.note_refusals(config, draft, settings, actor, apart=apart is not None)
+    _note_refusals(config, draft, settings, actor, apart=apart is not None)
     asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
-    _systems(config, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
+    _systems(config, reading, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
+    draft.missing += reading.texts("missing")
     share = Entry(settings.memory_utilization, config.where("memory"))
     parts.add_memory(draft, share, options.folder, apart=apart is not None)
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
     draft.unread = [key for key in config.unasked() if key.startswith(ROLLOUT)]
     named = config.told(ANYTHING, "trainer.experiment_name")
     return parts.finish(config, draft, options, sources, named, config.name)
+
+
+def _facts(config: VerlSettings, settings: RunSettings, machines: Cluster, apart: Apart | None) -> dict[str, Any]:
+    """What follows from several settings, for the table data/frameworks/verl.yaml. Raises `ConfigError`."""
+    estimator, critic, train = config.text(_ESTIMATOR), config.told(FLAG, "critic.enable"), settings.train
+    if estimator not in _ALGORITHMS:
+        raise ConfigError(f"{config.where(_ESTIMATOR)}: {unknown_name('advantage estimator', estimator, _ALGORITHMS)}")
+    algorithm = _ALGORITHMS[estimator]
+    if critic is not None and critic != (algorithm == "ppo"):
+        raise ConfigError(f"{config.origin['critic.enable']}: critic.enable = {critic} with {_ESTIMATOR}={estimator}: "
+                          "no algorithm of rlsim has these calls; write it as workflow.algorithm: custom")  # fmt: skip
+    policy = apart.policy if apart else ""
+    fully = policy == "verl_fully_async"
+    flags = (f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in ("param", "optimizer"))
+    offloaded = [key for key in flags if config.flag(key)]
+    scores = (name for name in ("sandbox", "scoring") if any(config.told(ANYTHING, key) for key in config.keys(name)))
+    return {
+        "algorithm": algorithm, "policy": policy, "apart": apart.where if apart else "",
+        "rollout": apart.rollout_gpus if apart else 0, "ahead": asynchronous.ahead(config, apart),
+        "mixed_nodes": bool(apart and apart.shares_nodes(machines.gpus_per_node) and apart.rollout[0] > 1),
+        "recomputes": asynchronous.recomputes(config) if fully else not config.flag("bypass"),
+        "run": settings, "train": train, "inference": settings.inference, "megatron": settings.backend == "megatron",
+        "of_rank": f" × {train.cp} GPUs of a rank" if train.cp > 1 else "", "scores": next(scores, ""),
+        "offloaded": config.where(*offloaded) if offloaded else "",
+    }  # fmt: skip
+
+
+def _engine_limits(config: VerlSettings, draft: Draft, settings: RunSettings) -> None:
+    """Limits of the engine that are not rlsim's own defaults."""
+    values, default = settings.engine.model_dump(), EngineConfig().model_dump()
+    by = "" if config.value("engine") != "sglang" else "SGLang's own: veRL does not hand it on"
+    draft.block("engine").update({
+        limit: Entry(values[limit], by if by and limit != "max_num_seqs" else config.where(limit))
+        for limit in ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "enable_prefix_caching")
+        if config.is_given(limit) or values[limit] != default[limit]
+    })  # fmt: skip
+
+
+def _note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, model: Model, *, apart: bool) -> None:
+    """Notes of what veRL or its engine would not start with."""
+    strategy, vllm = settings.train, config.told(TEXT, "engine") in ("vllm", None)
+    longest = config.told(WHOLE, "max_model_len")
+    values = {
+        **{name: sum(map(config.is_given, config.keys(name))) for name in ("micro_sizes", "log_prob_sizes")},
+        "longest": longest or config.whole("prompts_longest") + settings.cap,
+        "positions": None if longest else model.max_position_embeddings or _CONTEXT,
+        "train_tokens": strategy.micro_batch_tokens,
+        "prompts": None if apart else settings.prompts,
+        **{name: getattr(strategy, name) for name in ("gpus", "dp", "tp", "pp", "cp")},
+    }
+    of, megatron = ("veRL", "vLLM") if vllm else ("veRL",), settings.backend == "megatron"
+    parts.note_refusals(config, draft, model, *of, megatron=megatron, release=config.version, **values)
+
+
+def _unlike(config: VerlSettings) -> list[str]:
+    """What bears on time and is not in the experiment, by the tables of what is unlike, each with where it is said."""
+    elsewhere = {key for key in _KEYS if key.startswith(ACTOR + "megatron.") and not config.megatron}
+    if config.megatron:  # whose own key counts before 0.8, the model's from then on
+        elsewhere.add((MODEL if config.version < "0.8" else ACTOR + "megatron.") + "use_remove_padding")
+    engine = config.told(TEXT, "engine") or "vllm"
+    return parts.unlike_of(config, "verl", engine, _SECTIONS.get(engine, ""), but=elsewhere)
 
 
 def _cluster(config: VerlSettings, draft: Draft, options: Options) -> Cluster:
@@ -153,41 +233,9 @@ def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettin
     filters = config.key("filters") if config.flag("filters") else ""
     cap = Entry(settings.cap, config.where("cap"))
     parts.add_trace(draft, options, actor, cap, filters, config.entry("prompts_longest"))
-    entries, longest = draft.entries["trace"], config.value("max_model_len")
-    assert isinstance(entries, dict)
+    entries, longest = draft.block("trace"), config.value("max_model_len")
     if longest and longest < entries.get("max_model_len", Entry(longest + 1)).value:
         entries["max_model_len"] = config.entry("max_model_len")
-
-
-def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:
-    estimator, critic = config.text(_ESTIMATOR), config.told(FLAG, "critic.enable")
-    if estimator not in _ALGORITHMS:
-        raise ConfigError(f"{config.where(_ESTIMATOR)}: {unknown_name('advantage estimator', estimator, _ALGORITHMS)}")
-    algorithm = _ALGORITHMS[estimator]
-    if critic is not None and critic != (algorithm == "ppo"):
-        raise ConfigError(f"{config.origin['critic.enable']}: critic.enable = {critic} with {_ESTIMATOR}={estimator}: "
-                          "no algorithm of rlsim has these calls; write it as workflow.algorithm: custom")  # fmt: skip
-    same_calls = "" if estimator in (algorithm, "gae") else f"{estimator} has the calls of {algorithm}"
-    kl_keys = (ACTOR + "use_kl_loss", "algorithm.use_kl_in_reward")
-    on = [key for key in kl_keys if config.flag(key)]
-    with_reference = " and ".join(map(config.where, on)) or "no KL term: " + " and ".join(map(config.where, kl_keys))
-    bypass_key = "algorithm.rollout_correction.bypass_mode"
-    fully = apart is not None and apart.policy == "verl_fully_async"
-    bypass = not asynchronous.recomputes(config) if fully else config.flag(bypass_key)
-    workflow = {
-        "algorithm": Entry(algorithm, joined(config.where(_ESTIMATOR), same_calls)),
-        "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
-        "responses": Entry(settings.responses, config.where(ROLLOUT + "n")),
-        "steps": parts.steps_of(asynchronous.ahead(config, apart)),
-        "reference": Entry(bool(on), with_reference),
-        "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
-    }
-    scored = draft.entries["workflow"]["reward"]  # type: ignore[index]  # of `add_trace`
-    if config.told(FLAG, "reward_async"):
-        scored = Entry(
-            {"order": "beside_log_probs", **scored.value}, joined(scored.comment, config.where("reward_async"))
-        )
-    draft.entries["workflow"] = {**workflow, "reward": scored}
 
 
 def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
@@ -212,21 +260,20 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
                 raise ConfigError(f"{config.where(switch)}: but {path_key} names no model: give --reward-model")
             chosen, said = find_model(named, folder, option="--reward-model")
             models["reward"] = Entry(chosen, joined("--reward-model" if reward_model else config.where(path_key), said))
-            draft.entries["workflow"]["reward"] = Entry({}, config.where(switch))  # type: ignore[index]
+            draft.block("workflow")["reward"] = Entry({}, config.where(switch))
             draft.notes.append("the reward model reads each response once, on the GPUs of the other calls")
     if models:
         draft.entries["models"] = models
 
 
-def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool) -> None:
+def _systems(
+    config: VerlSettings, reading: Reading, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool
+) -> None:
     more = parts.filtering(config, draft)
-    if config.value("mode") == "async" or apart:
-        where = f"{config.where('mode')}: each request goes to the server with fewest"
-        draft.entries["routing"] = Entry("round_robin", where)
     if apart is not None:
-        system = (apart.policy, asynchronous.parameters(config, apart))
+        where, system = config.said("rollout_tp", "rollout_nodes"), parts.policy_of(reading, apart.policy)
         more = [*more, *asynchronous.parts_beside(config, apart)]
-        parts.add_systems(draft, tp, asynchronous.said_of(config, apart), more, apart=system, over_nodes=over_nodes)
+        parts.add_systems(draft, tp, where, more, apart=system, over_nodes=over_nodes)
     else:
         colocated = asynchronous.colocated_of(config)
         best = "best-tp" if colocated else "verl-best"

@@ -1,0 +1,208 @@
+"""`rlsim init --from-areal`: a configuration of AReaL as an experiment, every value with where it is from."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsim.errors import ConfigError
+from rlsim.frameworks import parts
+from rlsim.frameworks.draft import Draft, Entry
+from rlsim.frameworks.mapping import Reading
+from rlsim.frameworks.parts import Options, joined
+from rlsim.frameworks.settings import PERIOD, Settings
+from rlsim.frameworks.sources import read_sources
+from rlsim.frameworks.tables import names
+from rlsim.models.model import Model
+
+_BETWEEN_STEPS = ("saver", "evaluator", "recover")
+#: Keys of the layout before areal-lite, and how they are written today.
+_LEGACY = {
+    "ppo": "gconfig (ppo.gen) and actor (ppo_n_minibatches, recompute_logprob, use_decoupled_loss)",
+    "group_size": "gconfig.n_samples",
+    "dataset": "train_dataset.batch_size (train_bs_n_seqs) and train_dataset.max_length (max_prompt_len)",
+    "max_head_offpolicyness": "rollout.max_head_offpolicyness",
+    "actor_train": "actor.mb_spec",
+    "n_nodes": "cluster.n_nodes",
+    "n_gpus_per_node": "cluster.n_gpus_per_node",
+}
+#: One engine: its name, if it has one, a name of its own in brackets, and degrees by their letters.
+_ENGINE = re.compile(r"(?:(?P<engine>[a-z]+)\b)?(?:\[\w+\])?[:.]?(?P<degrees>(?:[dtpcem][1-9]\d*)+)")
+#: Experts of Megatron apart: the degrees of attention are those of the engine, `ffn` says how experts are cut.
+_HYBRID = re.compile(r"(?P<engine>[a-z]+)?:?\(?attn:(?P<degrees>[a-z\d]+)\|ffn:(?P<experts>[a-z\d]+)\)?")
+_DEGREE = re.compile(r"([dtpcem])(\d+)")
+GENERATES, TRAINS = ("sglang", "vllm"), ("fsdp", "megatron", "archon")
+_EXPECTED = "expected an engine and degrees such as sglang:d4t2, fsdp:d8 or megatron:d2p2t2"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """An engine and its degrees; `ep` of experts, which takes no further GPUs."""
+
+    engine: str
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.dp * self.tp * self.pp * self.cp
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Engines and GPUs of generation and of training."""
+
+    generation: Allocation
+    training: Allocation
+    shared: bool  # they take turns on the same GPUs
+    where: str
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of both."""
+        sizes = self.generation.gpus, self.training.gpus
+        return max(sizes) if self.shared else sum(sizes)
+
+
+def from_areal(sources: Sequence[str], options: Options) -> Draft:
+    """The experiment that AReaL's YAML files and overrides describe.
+
+    Raises `RlsimError`s that say what is missing, unknown or unsupported.
+    """
+    config = read_sources(sources, "AReaL", "--from-areal", "areal")
+    _check_layout(config)
+    draft = Draft({}, notes=list(config.notes))
+    sides = _sides(config)
+    training, generation, where = sides.training, sides.generation, sides.where
+    engine = generation.engine
+    config.names = {**config.names, **names(f"areal-{engine}")}
+    machines = parts.add_cluster(draft, options, *_machines(config, draft, sides), joined(where, config.where("nodes")))
+    actor = parts.add_model(draft, options, options.model or config.text("model"), config.where("model"))
+    parts.add_calibration(draft, options, machines, Entry(engine, where))
+    prompts = config.entry("longest_prompt") if config.value("longest_prompt") else None
+    parts.add_trace(draft, options, actor, config.entry("new_tokens"), "", prompts)
+    _critic(config, draft, options, actor)
+    parts.add_engine(config, draft, engine, machines.gpu, "server")
+    degrees: dict[str, Any] = {name: getattr(training, name) for name in ("tp", "pp", "cp", "ep")}
+    reading = Reading(
+        "areal", config, sides=where, backend=training.engine, engine=engine, dp=training.dp, shared=sides.shared,
+        rollout=generation.gpus, rollout_pp=generation.pp, **degrees,
+    )  # fmt: skip
+    parts.add_mapped(reading, draft)
+    tp = generation.tp * generation.pp
+    if sides.shared:
+        parts.add_systems(draft, tp, where)
+    else:
+        parts.add_systems(draft, tp, where, apart=parts.policy_of(reading, "areal"))
+    parts.add_memory(draft, config.entry("memory"), options.folder, apart=not sides.shared)
+    draft.missing = [*parts.unlike_of(config, "areal", engine, f"{engine}."), *reading.texts("missing")]
+    keys = [f"{section}.freq_{each}" for section in _BETWEEN_STEPS for each in ("epochs", "steps", "secs")]
+    often = [key for key in keys if 0 < (config.get(PERIOD, key) or 0) < math.inf]
+    draft.missing += parts.between_steps(config, *often, sign=", ", what="evaluation")
+    fsdp, megatron = (training.engine == one for one in ("fsdp", "megatron"))
+    parts.note_refusals(config, draft, actor, "AReaL", megatron=megatron, fsdp=fsdp, gpus=training.gpus, **degrees)
+    titles = config.value("title"), parts.own_name(config.name)
+    config.check_spelling()
+    draft.unread = config.unasked()
+    return parts.finish(config, draft, options, sources, *titles)
+
+
+def _check_layout(config: Settings) -> None:
+    """Raises `ConfigError` for a configuration of other algorithms, or of a layout of before AReaL's 1.0."""
+    if config.has("gconfig") and config.has("rollout") and config.has("actor"):
+        return
+    if old := next((key for key in _LEGACY if config.given.get(key) is not None or config.has(key)), ""):
+        today = "; ".join(f"{theirs} is {ours}" for theirs, ours in _LEGACY.items())
+        raise ConfigError(f"{config.name}: {old} is of AReaL's legacy layout (realhf, before areal-lite), which is "
+                          f"not read; write it as today: {today}")  # fmt: skip
+    raise ConfigError(f"{config.name}: expected a configuration of AReaL's GRPO or PPO, with the keys rollout.…, "
+                      "gconfig.… and actor.…")  # fmt: skip
+
+
+def _sides(config: Settings) -> _Sides:
+    """Engines by their own keys, else by `allocation_mode`, as older releases write them."""
+    if config.is_given("rollout_backend") or not config.is_given("both_sides"):
+        generation = allocation(config.text("rollout_backend"), config.where("rollout_backend"), GENERATES)
+        training = allocation(config.text("actor_backend"), config.where("actor_backend"), TRAINS)
+        shared = config.text("strategy") == "colocation"
+        where = config.said("rollout_backend", "actor_backend")
+    else:
+        where = config.where("both_sides")
+        generation, training, shared = both_sides(config.text("both_sides"), where)
+    if shared and generation.gpus != training.gpus:
+        raise ConfigError(f"{where}: generation on {generation.gpus} GPUs shares them with training on "
+                          f"{training.gpus}: expected the same number")  # fmt: skip
+    if shared and config.needed("age"):
+        raise ConfigError(f"{config.where('age')}: asynchronous training on the GPUs that generate is not simulated: "
+                          "expected 0, or GPUs of its own for generation")  # fmt: skip
+    return _Sides(generation, training, shared, where)
+
+
+def _machines(config: Settings, draft: Draft, sides: _Sides) -> tuple[int, int]:
+    """Nodes and GPUs of each that the engines take."""
+    nodes, per_node, gpus = config.whole("nodes"), config.whole("per_node"), sides.gpus
+    if gpus > nodes * per_node:
+        raise ConfigError(f"{sides.where}: {gpus} GPUs, but {config.where('nodes')} × {config.where('per_node')} are "
+                          f"{nodes * per_node}")  # fmt: skip
+    if gpus < nodes * per_node:
+        draft.notes.append(f"{sides.where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")
+    if gpus <= per_node:
+        return 1, gpus
+    if gpus % per_node:
+        raise ConfigError(f"{sides.where}: {gpus} GPUs are no whole nodes of {per_node} ({config.where('per_node')})")
+    return gpus // per_node, per_node
+
+
+def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> None:
+    """The shape of the critic, unless it is the actor's."""
+    if not config.is_given("critic") or config.value("critic") == config.value("model"):
+        return
+    other = Draft({})
+    if parts.add_model(other, options, config.text("critic"), config.where("critic")).name != actor.name:
+        draft.entries["models"] = {"critic": Entry(other.data()["model"], config.where("critic"))}
+
+
+# AReaL's words for GPUs and degrees: `sglang:d4p1t1`, and both sides in one, `sglang.d4p1t1+d4p1t1` -------------------
+
+
+def allocation(text: str, place: str, known: tuple[str, ...]) -> Allocation:
+    """One engine's GPUs; training without an engine is FSDP's, or Megatron's with stages or experts.
+
+    Raises `ConfigError`, which begins with `place`, for text that is none or an engine that is not `known`.
+    """
+    written = re.sub(r"\s", "", text)
+    found = _HYBRID.fullmatch(written) or _ENGINE.fullmatch(written)
+    if found is None:
+        raise ConfigError(f"{place}: {text!r}: {_EXPECTED}")
+    degrees = _degrees(found["degrees"], text, place)
+    experts = _degrees(found["experts"], text, place).get("e", 1) if found.re is _HYBRID else degrees.get("e", 1)
+    stages = degrees.get("p", 1)
+    engine = found["engine"] or ("megatron" if max(stages, experts) > 1 else "fsdp")
+    if engine not in known:
+        raise ConfigError(f"{place}: {text!r}: {engine} is not simulated here; {_EXPECTED}")
+    return Allocation(engine, degrees.get("d", 1), degrees.get("t", 1), stages, degrees.get("c", 1), experts)
+
+
+def _degrees(written: str, text: str, place: str) -> dict[str, int]:
+    """Degrees by letter; `m` is TP, as before AReaL's 1.0."""
+    found = [("t" if letter == "m" else letter, int(size)) for letter, size in _DEGREE.findall(written)]
+    if len(found) > len(dict(found)):
+        raise ConfigError(f"{place}: {text!r}: a degree is given twice")
+    return dict(found)
+
+
+def both_sides(text: str, place: str) -> tuple[Allocation, Allocation, bool]:
+    """Generation, training, and whether they share GPUs (`|`), of an `allocation_mode`."""
+    written = re.sub(r"\s", "", text)
+    for sign in ("+", "|"):
+        left, joint, right = written.partition(sign)
+        if joint and not left.endswith(")") and "attn:" not in left:
+            return allocation(left, place, GENERATES), allocation(right, place, TRAINS), sign == "|"
+    raise ConfigError(f"{place}: {text!r}: expected generation and training, such as sglang:d4t1+fsdp:d4")

@@ -1,1 +1,0 @@
-"""All that reads AReaL: its configurations of GRPO and PPO."""

@@ -1,1 +1,0 @@
-"""All that reads NeMo-RL: its configurations of GRPO."""
