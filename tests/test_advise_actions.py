@@ -22,8 +22,8 @@ from rlsim.frameworks.areal import from_areal
 from rlsim.frameworks.keys import Keys
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import Options
-from rlsim.frameworks.verl.defaults import TP
 from rlsim.frameworks.verl.experiment import from_verl
+from rlsim.frameworks.verl.settings import TP
 from rlsim.policies.registry import BUILTIN
 from rlsim.results.advise.advice import Advice, advise
 from rlsim.results.advise.headline import Headline, headline

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rlsim.cli.trace import app
 from rlsim.errors import CalibrationError, RlsimError, TraceError
-from rlsim.frameworks.verl.trace import batch_size, derive_trace
+from rlsim.frameworks.verl.lengths import batch_size, derive_trace
 from rlsim.trace import read_trace
 from rlsim.trace.importers import import_trace
 

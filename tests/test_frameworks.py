@@ -19,11 +19,10 @@ from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
 from rlsim.frameworks.draft import Draft
-from rlsim.frameworks.interpolation import parsed
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import Options, check
 from rlsim.frameworks.settings import Kind, Settings
-from rlsim.frameworks.sources import read_sources
+from rlsim.frameworks.sources import parsed, read_sources
 from rlsim.frameworks.verl.experiment import from_verl
 
 #: What makes a made experiment small enough to be run here.

@@ -28,8 +28,8 @@ from rlsim.frameworks.names import find_cluster, find_model, nearest_trace
 from rlsim.frameworks.parts import Options, check
 from rlsim.frameworks.settings import Unknown
 from rlsim.frameworks.verl.config import read_config
-from rlsim.frameworks.verl.defaults import VERSIONS, defaults, release
 from rlsim.frameworks.verl.experiment import from_verl
+from rlsim.frameworks.verl.settings import VERSIONS, defaults, release
 from rlsim.frameworks.verl.shell import read_script
 from rlsim.models.hardware import load_cluster, load_gpu
 from rlsim.models.model import load_model

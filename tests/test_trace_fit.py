@@ -14,8 +14,7 @@ from rlsim.errors import ConfigError, TraceError
 from rlsim.trace import Trace, TraceMeta, make_trace, read_trace
 from rlsim.trace.fit import LengthFit, fit_lengths, fit_trace, ks_distance, load_fit, save_fit
 from rlsim.trace.importers import import_trace
-from rlsim.trace.mixture import Component, LengthModel, both_below, mixture
-from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
+from rlsim.trace.mixture import Component, LengthModel, both_below, icc_log, mixture, straggling_groups, within_sd_log
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"the real traces are not beside this checkout ({REAL})")

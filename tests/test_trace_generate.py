@@ -17,7 +17,7 @@ from rlsim.trace import read_trace, write_trace
 from rlsim.trace.facts import Fact, model_from_facts
 from rlsim.trace.fit import fit_trace, save_fit
 from rlsim.trace.generate import Recipe, check, generate, length_model, load_recipe
-from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
+from rlsim.trace.mixture import icc_log, straggling_groups, within_sd_log
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 SHIPPED = sorted(names("traces"))

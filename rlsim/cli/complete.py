@@ -48,7 +48,7 @@ def calibrations(incomplete: str) -> list[str]:
 
 def verl_versions(incomplete: str) -> list[str]:
     """Releases of veRL whose defaults are known."""
-    from rlsim.frameworks.verl.defaults import VERSIONS
+    from rlsim.frameworks.verl.settings import VERSIONS
 
     return _fitting(VERSIONS, incomplete)
 

@@ -106,7 +106,7 @@ def _columns(pairs: Iterable[str]) -> dict[str, str]:
 def _derived(
     file: Path, batch: str | None, cap_tokens: int | None, name: str | None, source: str, others: dict[str, object]
 ) -> Trace:
-    from rlsim.frameworks.verl.trace import batch_size, derive_trace
+    from rlsim.frameworks.verl.lengths import batch_size, derive_trace
 
     for option, value in others.items():
         if value and value != "verl-metrics":

@@ -11,8 +11,7 @@ from rlsim.frameworks.engines import Use
 from rlsim.frameworks.mapping import Reading
 from rlsim.frameworks.parts import Options, joined
 from rlsim.frameworks.sources import read_sources
-from rlsim.frameworks.tables import names, unlike_rows
-from rlsim.frameworks.unlike import unlike
+from rlsim.frameworks.tables import names, unlike, unlike_rows
 
 #: What settings of the engines themselves begin with.
 _SECTIONS = {

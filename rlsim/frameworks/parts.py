@@ -29,8 +29,7 @@ from rlsim.frameworks.names import (
     nearest_trace,
 )
 from rlsim.frameworks.settings import INTEGER, WHOLE, Settings
-from rlsim.frameworks.tables import names, unlike_rows, without
-from rlsim.frameworks.unlike import unlike
+from rlsim.frameworks.tables import names, unlike, unlike_rows, without
 from rlsim.models.hardware import Cluster, Gpu, load_cluster
 from rlsim.models.model import Model
 from rlsim.sim.request import EngineConfig

@@ -1,4 +1,4 @@
-"""Tables of settings of frameworks and engines: their defaults, and what of them an experiment has not.
+"""Tables of settings of frameworks and engines: names, defaults, and what of them an experiment does not represent.
 
 `rlsim/data/keys.csv` has a setting's name, kind and key (several in turn), `defaults.csv` a key's default since a
 release (empty: any), `unlike.csv` a key, when it matters, and what it does. They were read off
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
 from rlsim.base.catalogue import DATA
-from rlsim.frameworks.settings import KINDS, Names
+from rlsim.frameworks.settings import ANYTHING, FLAG, KINDS, NUMBER, Kind, Names, Settings
 
-#: Key, when it matters (`rlsim.frameworks.unlike`), and what it does that an experiment has not.
+#: Key, when it matters (`rlsim.frameworks.tables`), and what it does that an experiment has not.
 Row = tuple[str, str, str]
 
 
@@ -63,3 +63,27 @@ def unlike_rows(of: str, *sections: str) -> tuple[Row, ...]:
 def without(rows: Iterable[Row], *keys: str) -> list[Row]:
     """The rows of other keys."""
     return [row for row in rows if row[0] not in keys]
+
+
+#: The kind of a setting, and when it matters.
+_MATTERS: dict[str, tuple[Kind[Any], Callable[[Any], bool]]] = {
+    "on": (FLAG, bool),
+    "off": (FLAG, lambda value: not value),
+    "set": (ANYTHING, bool),
+    "above 1": (NUMBER, lambda value: value > 1),
+}
+
+
+def unlike(config: Settings, table: Iterable[Row]) -> list[str]:
+    """What of the table matters here, each with where it is said."""
+    found = list[str]()
+    for key, when, what in table:
+        kind, matters = _MATTERS[when]
+        value, where = config.told(kind, key), config.where(key)
+        if kind is ANYTHING and (below := [other for other in config.given if other.startswith(f"{key}.")]):
+            config.asked.update(below)
+            value = ", ".join(f"{other.removeprefix(f'{key}.')}={config.given[other]}" for other in below)
+            where = f"{key} ({config.origin[below[0]]})"
+        if value is not None and matters(value):
+            found.append(f"{where} = {value}: {what}")
+    return found

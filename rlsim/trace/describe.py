@@ -10,8 +10,8 @@ import pandas as pd
 from pydantic import Field
 
 from rlsim.base.schema import Schema
+from rlsim.trace.mixture import icc_log, straggling_groups, within_sd_log
 from rlsim.trace.schema import Trace
-from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 

@@ -14,9 +14,8 @@ from pydantic import Field, model_validator
 
 from rlsim.base.schema import Schema
 from rlsim.errors import TraceError
-from rlsim.trace.mixture import Floats, LengthModel, mixture, mixture_cdf, mixture_mean
+from rlsim.trace.mixture import Floats, LengthModel, icc_log, mixture, mixture_cdf, mixture_mean
 from rlsim.trace.schema import Trace
-from rlsim.trace.stats import icc_log
 from rlsim.units import Tokens
 
 

@@ -19,9 +19,17 @@ from pydantic import Field
 from rlsim.base.output import atomic_path, write_text
 from rlsim.base.schema import Schema, load
 from rlsim.errors import TraceError
-from rlsim.trace.mixture import Floats, LengthModel, both_below, joint_weights, mixture
+from rlsim.trace.mixture import (
+    Floats,
+    LengthModel,
+    both_below,
+    icc_log,
+    joint_weights,
+    mixture,
+    straggling_groups,
+    within_sd_log,
+)
 from rlsim.trace.schema import Trace
-from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]

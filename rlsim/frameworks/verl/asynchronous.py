@@ -12,8 +12,7 @@ from rlsim.frameworks.names import node_gpus
 from rlsim.frameworks.parts import Options, System, add_cluster, joined
 from rlsim.frameworks.settings import COUNT, FLAG, TEXT
 from rlsim.frameworks.tables import default_values
-from rlsim.frameworks.verl.defaults import GPUS_PER_NODE, NODES, ROLLOUT
-from rlsim.frameworks.verl.settings import VerlSettings
+from rlsim.frameworks.verl.settings import GPUS_PER_NODE, NODES, ROLLOUT, VerlSettings
 from rlsim.models.hardware import Cluster
 
 ASYNC = "async_training."

@@ -8,12 +8,10 @@ from pathlib import Path
 
 from rlsim.base.reading import exists, read_yaml
 from rlsim.errors import ConfigError
-from rlsim.frameworks.interpolation import interpolate, parsed
 from rlsim.frameworks.settings import Unknown
-from rlsim.frameworks.verl.defaults import defaults, release
-from rlsim.frameworks.verl.engines import settle_arguments, settle_engine
+from rlsim.frameworks.sources import interpolate, parsed
 from rlsim.frameworks.verl.log import logged_config
-from rlsim.frameworks.verl.settings import STRATEGY, VerlSettings
+from rlsim.frameworks.verl.settings import STRATEGY, VerlSettings, defaults, release, settle_arguments, settle_engine
 from rlsim.frameworks.verl.shell import GROUPS, Override, parse_override, read_script
 
 #: Programs whose settings are veRL's own, and nothing else.

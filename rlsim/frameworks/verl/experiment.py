@@ -19,18 +19,19 @@ from rlsim.frameworks.tables import names, unlike_rows
 from rlsim.frameworks.verl import asynchronous
 from rlsim.frameworks.verl.asynchronous import Apart
 from rlsim.frameworks.verl.config import read_config
-from rlsim.frameworks.verl.defaults import (
+from rlsim.frameworks.verl.log import VerlLog
+from rlsim.frameworks.verl.run import RunSettings, replica_problem, settings_of
+from rlsim.frameworks.verl.settings import (
     ACTOR,
     GPUS_PER_NODE,
     MODEL,
     NODES,
     ROLLOUT,
+    STRATEGY,
     TP,
     VERSIONS,
+    VerlSettings,
 )
-from rlsim.frameworks.verl.log import VerlLog
-from rlsim.frameworks.verl.run import RunSettings, replica_problem, settings_of
-from rlsim.frameworks.verl.settings import STRATEGY, VerlSettings
 from rlsim.models.hardware import Cluster, load_cluster
 from rlsim.models.model import Model
 from rlsim.sim.request import EngineConfig

@@ -14,9 +14,8 @@ from rlsim.cost.strategy import GradientType, Recompute, TrainStrategy, attentio
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.engines import own_limits
 from rlsim.frameworks.settings import FLAG, SHARE, TEXT, WHOLE, Kind
-from rlsim.frameworks.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.frameworks.verl.log import VerlLog
-from rlsim.frameworks.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY
+from rlsim.frameworks.verl.settings import ACTOR, FSDP_REDUCES, MEGATRON_REDUCES, MODEL, ROLLOUT, STRATEGY
 from rlsim.models.hardware import Cluster, Gpu
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Tokens

@@ -5,20 +5,22 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from rlsim.base.tables import floats
 from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, PARQUET, absorb_source, ends, read_table, stem
-from rlsim.trace.importers import areal, layouts, servegen
+from rlsim.trace.importers import frameworks, layouts, servegen
 from rlsim.trace.importers.dumps import Dump, read_dump
-from rlsim.trace.importers.layouts import DUMPS, FILES, FORMATS, KINDS
-from rlsim.trace.importers.tables import RowName, read_known
+from rlsim.trace.importers.layouts import DUMPS, FILES, FORMATS, KINDS, Table
 from rlsim.trace.schema import BY_NAME, Trace, TraceMeta, check_names, make_trace
 
+RowName = Callable[[int], str]
 #: Columns that say how many responses a row of lengths stands for.
 _COUNTS = {"expected_requests", "count", "counts", "requests", "frequency"}
 
@@ -100,7 +102,7 @@ def _dumped(
     """The responses of a rollout dump, and what names a row: file and place."""
     join = None
     if sessions:
-        dump, join = areal.with_sessions(dump, sessions)
+        dump, join = frameworks.with_sessions(dump, sessions)
     frame, places, said = read_dump(dump, files, path, columns, tokenizer, cap_tokens)
     notes += said
 
@@ -204,3 +206,47 @@ def _numbered(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
         keys = [frame[k].map(str) for k in ("prompt_id", "epoch") if k in frame]
         frame = frame.assign(sample_id=frame.groupby(keys, sort=False).cumcount())
     return frame
+
+
+def read_known(
+    table: Table, frame: pd.DataFrame, path: Path, row_name: RowName, columns: dict[str, str], notes: list[str]
+) -> tuple[pd.DataFrame, RowName]:
+    """`frame` with the columns of rlsim's schema that `table` names; `columns` (the caller's mapping) goes first.
+
+    Adds the mapping that goes with the layout to `columns`, and what is assumed to `notes`.
+    """
+    notes.append(table.note)
+    if "arrival_s" not in columns:
+        theirs = table.columns["arrival_s"]
+        frame = frame.assign(**{theirs: _arrival(frame, theirs, table.arrival, path, row_name)})
+    for ours, theirs in table.columns.items():
+        columns.setdefault(ours, theirs)
+    if table.task and "task" not in columns:
+        first, second = (frame[name].map(str) for name in table.task)
+        frame = frame.assign(task=first + " " + second)
+        frame = frame.drop(columns=[c for c in table.task if c not in columns.values()])
+    if table.fails:
+        empty = floats(frame[columns["response_tokens"]]) == 0
+        if empty.any():
+            notes.append(f"{int(empty.sum()):,} requests without a response (failed) are left out")
+            kept = np.flatnonzero(~empty)
+            named, frame = row_name, frame[~empty].reset_index(drop=True)
+            row_name = lambda i: named(int(kept[i]))  # noqa: E731
+    return frame.drop(columns=[c for c in table.drop if c in frame and c not in columns.values()]), row_name
+
+
+def _arrival(frame: pd.DataFrame, column: str, kind: str, path: Path, row_name: RowName) -> Any:
+    """Seconds from the start of the recording: of a clock's time, of seconds after any `first`, or of ms."""
+    given = frame[column]
+    if kind == "clock":
+        at = pd.to_datetime(given, format="ISO8601", utc=True, errors="coerce")
+        bad, expected = (at.isna() & given.notna()).to_numpy(), "should be a time such as 2023-11-16 18:17:03.9799600"
+    else:
+        values = pd.Series(floats(given))
+        bad, expected = ~np.isfinite(values) & given.notna().to_numpy(), "is not a number"
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise TraceError(f"{path}: {row_name(row)}: {column} {expected} (got {given.iloc[row]!r})")
+    if kind == "clock":
+        return (at - at.min()).dt.total_seconds()
+    return values - values.min() if kind == "first" else values * 1e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ from rlsim.base.reading import plain, read_yaml
 from rlsim.base.tables import parse_json
 from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, JSONL, PARQUET, ends
-from rlsim.trace.importers import areal, frameworks
+from rlsim.trace.importers import frameworks
 from rlsim.trace.importers.dumps import Dump
 from rlsim.trace.importers.rows import first_keys
-from rlsim.trace.importers.tables import Table
 from rlsim.trace.metrics import METRICS as METRIC_NAMES
 from rlsim.trace.metrics import begins_metrics
 
@@ -34,9 +34,22 @@ METRICS_ADVICE = (
 )
 
 
+@dataclass(frozen=True)
+class Table:
+    """Another program's columns, with the keys of its row in data/layouts.yaml."""
+
+    format: str
+    needs: tuple[str, ...]
+    columns: Mapping[str, str]
+    note: str
+    arrival: str
+    drop: tuple[str, ...] = ()
+    task: tuple[str, ...] = ()
+    fails: bool = False
+
+
 def _dump(row: dict[str, Any]) -> Dump:
-    code = vars(frameworks) | vars(areal)
-    return Dump(**row | {key: code[row[key]] for key in ("more", "rows") if key in row})
+    return Dump(**row | {key: getattr(frameworks, row[key]) for key in ("more", "rows") if key in row})
 
 
 _TABLE: Mapping[str, Any] = plain(read_yaml(DATA / "layouts.yaml"))
@@ -51,7 +64,7 @@ FORMATS = tuple(
 def find_files(path: Path, notes: list[str]) -> tuple[list[Path], list[Path]]:
     """The files to import in the order of the numbers in their names, and session traces that belong to them."""
     if path.is_dir():
-        dumps, sessions = areal.trial_files(path)
+        dumps, sessions = frameworks.trial_files(path)
         if dumps:
             notes.append(f"{len(dumps):,} files under {path.name}/rollout")
             return _in_order(dumps), sessions

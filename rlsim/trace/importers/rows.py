@@ -91,13 +91,18 @@ def file_rows(path: Path, project: str = "") -> Iterator[Row]:
 
     Raises `TraceError` for a file that is empty, damaged, or has a line that is no JSON object.
     """
-    if ends(path, PARQUET):
-        yield from _parquet_rows(path, project)
-    elif ends(path, CSV):
-        yield from _csv_rows(path, project)
-    else:
+    number = 0
+    if not ends(path, (*PARQUET, *CSV)):
         for number, values in json_lines(path, TraceError):
             yield Row(path, f"line {number}", values, project)
+        return
+    parquet = ends(path, PARQUET)
+    with parquet_errors(path, TraceError) if parquet else csv_errors(path, TraceError):
+        batches: Iterator[list[dict[Any, Any]]] = _parquet_batches(path) if parquet else _csv_batches(path)
+        for number, values in enumerate(chain.from_iterable(batches), 1):
+            yield Row(path, f"row {number}", values, project)
+    if number == 0:
+        raise TraceError(f"{path}: the table {'holds no' if parquet else 'has a header and no'} rows")
 
 
 def _parquet(path: Path) -> Any:
@@ -107,24 +112,13 @@ def _parquet(path: Path) -> Any:
         return pq.ParquetFile(path, page_checksum_verification=True)
 
 
-def _parquet_rows(path: Path, project: str) -> Iterator[Row]:
-    number = 0
-    with parquet_errors(path, TraceError):
-        batches = _parquet(path).iter_batches(batch_size=_BATCH)
-        for number, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-            yield Row(path, f"row {number}", values, project)
-    if number == 0:
-        raise TraceError(f"{path}: the table holds no rows")
+def _parquet_batches(path: Path) -> Iterator[list[dict[str, Any]]]:
+    return (batch.to_pylist() for batch in _parquet(path).iter_batches(batch_size=_BATCH))
 
 
-def _csv_rows(path: Path, project: str) -> Iterator[Row]:
+def _csv_batches(path: Path) -> Iterator[list[dict[Any, Any]]]:
     import pandas as pd
 
-    number = 0
-    with csv_errors(path, TraceError), open_data(path) as file:
-        chunks = pd.read_csv(file, chunksize=_BATCH, index_col=False, keep_default_na=False, na_values=[""])
-        rows = (chunk.astype(object).where(chunk.notna(), None).to_dict("records") for chunk in chunks)
-        for number, values in enumerate(chain.from_iterable(rows), 1):
-            yield Row(path, f"row {number}", {str(key): value for key, value in values.items()}, project)
-    if number == 0:
-        raise TraceError(f"{path}: the table has a header and no rows")
+    with open_data(path) as file:
+        for chunk in pd.read_csv(file, chunksize=_BATCH, index_col=False, keep_default_na=False, na_values=[""]):
+            yield chunk.rename(columns=str).astype(object).where(chunk.notna(), None).to_dict("records")
