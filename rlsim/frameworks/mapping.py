@@ -51,7 +51,8 @@ class Reading:
         self._rows, self.config = rows_of(of), config
         self.facts: dict[str, Any] = {
             "name": config.name, "program": config.program, "has": config.has, "given": config.is_given,
-            "key": config.key, "place": self._section, "value": self._told, **facts,
+            "key": config.key, "place": self._section, "value": self._told, "each": self._each,
+            **facts,
         }  # fmt: skip
 
     def refuse(self) -> None:
@@ -80,6 +81,16 @@ class Reading:
                 found[key] = self._entry(row)
         return found
 
+    def known(self, section: str) -> dict[str, Any]:
+        """The values of a section that the text tells; without those that it does not."""
+        found: dict[str, Any] = {}
+        for row in self._rows:
+            head, _, key = row.get("ours", "").rpartition(".")
+            if head == section and key not in found and self._counts(row, self._told):
+                value = row["value"] if "value" in row else self._evaluated(row.get("is") or row["from"], self._told)
+                found |= {} if value is None else {key: value}
+        return found
+
     def entry(self, key: str) -> Entry | None:
         """A key at the top of the experiment; None where no row of it counts."""
         return next((self._entry(row) for row in self._rows if row.get("ours") == key and self._counts(row)), None)
@@ -91,6 +102,11 @@ class Reading:
         else:
             value = self._value(row.get("is") or settings[0])
         return Entry(value, self._text(row["says"]) if "says" in row else self.config.said(*settings))
+
+    def _each(self, name: str) -> list[Any]:
+        """The values of all keys of a setting that the text tells."""
+        kind = self.config.names[name][0]
+        return [value for key in self.config.keys(name) if (value := self.config.told(kind, key)) is not None]
 
     def _counts(self, row: Row, get: Callable[[str], Any] | None = None) -> bool:
         try:

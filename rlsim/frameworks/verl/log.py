@@ -312,11 +312,16 @@ def _json_record(path: Path, number: int, item: Any) -> _Record:
     data = item.get("data", item)
     if not isinstance(data, dict):
         raise CalibrationError(f"{path}:{number}: data is not a record of metrics")
-    logged = next((data[name] for name in _STEP_NAMES if data.get(name) is not None), None)
-    step = item.get("step", logged)
-    if isinstance(step, str) or not number_of(step).is_integer():
-        raise CalibrationError(f"{path}:{number}: no step number; expected one of: {', '.join(_STEP_NAMES)}")
-    record = _Record(_whole(path, number, step), number)
+    return _record(path, number, data, item.get("step"))
+
+
+def _record(path: Path, line: int, data: Mapping[str, Any], step: Any = None) -> _Record:
+    """The metrics of a step; its number is among them if `step` does not say it."""
+    numbers = (data[name] for name in _STEP_NAMES if data.get(name) is not None)
+    step = next(numbers, None) if step is None else step
+    if step is None:
+        raise CalibrationError(f"{path}:{line}: no step number; expected one of: {', '.join(_STEP_NAMES)}")
+    record = _Record(_whole(path, line, step), line)
     for name, value in data.items():
         if not isinstance(value, bool) and value is not None:
             record.take(name, value)
@@ -350,23 +355,15 @@ def _from_csv(path: Path) -> list[_Record]:
         return _from_long(path, table)
     columns = [column for column in table.columns if column != "line" and not column.endswith(("__MIN", "__MAX"))]
     names = [_bare(column) for column in columns]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise CalibrationError(f"{path}: {twice[0]} stands in more than one column; export one run at a time")
-    steps = [column for wanted in _STEP_NAMES for column, name in zip(columns, names, strict=True) if name == wanted]
-    if not steps:
+    if not set(_STEP_NAMES) & set(names):
         raise CalibrationError(f"{path}: no step column; expected one of: {', '.join(_STEP_NAMES)}")
     records = []
     for row in table.to_dict("records"):
-        line = int(row["line"])
-        cells = [row[column] for column in steps if isinstance(row[column], str)]
-        if not cells:
-            raise CalibrationError(f"{path}:{line}: the row has no step number")
-        record = _Record(_whole(path, line, cells[0]), line)
-        for column, name in zip(columns, names, strict=True):
-            if isinstance(row[column], str) and row[column].strip():
-                record.take(name, row[column])
-        records.append(record)
+        cells = {name: row[column] for column, name in zip(columns, names, strict=True)}
+        told = {name: cell for name, cell in cells.items() if isinstance(cell, str) and cell.strip()}
+        records.append(_record(path, int(row["line"]), told))
     if not records:
         raise CalibrationError(f"{path}: the table has a header and no rows")
     return records
@@ -375,9 +372,8 @@ def _from_csv(path: Path) -> list[_Record]:
 def _from_long(path: Path, table: pd.DataFrame) -> list[_Record]:
     records: dict[int, _Record] = {}
     for row in table.to_dict("records"):
-        line = int(row["line"])
-        step = _whole(path, line, str(row["step"]))
-        record = records.setdefault(step, _Record(step, line))
+        step = _whole(path, int(row["line"]), str(row["step"]))
+        record = records.setdefault(step, _Record(step, int(row["line"])))
         if isinstance(row["value"], str) and row["value"].strip():
             record.take(_bare(str(row["tag"])), row["value"])
     return list(records.values())

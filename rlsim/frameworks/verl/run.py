@@ -10,26 +10,17 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from rlsim.base.schema import Schema, validate
-from rlsim.cost.strategy import GradientType, Recompute, TrainStrategy, attention_of, logits_of
+from rlsim.cost.strategy import Recompute, TrainStrategy, attention_of, logits_of
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.engines import own_limits
-from rlsim.frameworks.settings import FLAG, SHARE, TEXT, WHOLE, Kind
+from rlsim.frameworks.mapping import Reading
 from rlsim.frameworks.verl.log import VerlLog
-from rlsim.frameworks.verl.settings import ACTOR, FSDP_REDUCES, MEGATRON_REDUCES, MODEL, ROLLOUT, STRATEGY
+from rlsim.frameworks.verl.settings import ACTOR
 from rlsim.models.hardware import Cluster, Gpu
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Tokens
 
 T = TypeVar("T")
-#: Of training and of log-prob passes: whether micro-batches have a token budget, that budget, or their sequences.
-_MICRO_BATCHES = {
-    "ppo": (ACTOR + "use_dynamic_bsz", ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "ppo_micro_batch_size_per_gpu"),
-    "log_prob": (
-        ROLLOUT + "log_prob_use_dynamic_bsz",
-        ROLLOUT + "log_prob_max_token_len_per_gpu",
-        ROLLOUT + "log_prob_micro_batch_size_per_gpu",
-    ),
-}
 
 
 class TrainingArguments(Schema):
@@ -86,12 +77,12 @@ class _Finder:
                 f"{self._path}: the log does not say: {'; '.join(self.missing)}. Give the options{self._otherwise}"
             )
 
-    def logged(self, kind: Kind[T], *keys: str) -> T | None:
-        """The value of the first of these keys that has one. Raises `ConfigError` for one of another kind."""
-        return next((value for key in keys if (value := self.config.told(kind, key)) is not None), None)
+    def logged(self, name: str) -> Any:
+        """The value of a setting of data/keys.csv, None without. Raises `ConfigError` for one of another kind."""
+        return self.config.told(self.config.names[name][0], name)
 
-    def pick(self, what: str, given: T | None, kind: Kind[T], *keys: str) -> T | None:
-        return self.prefer(what, given, self.logged(kind, *keys))
+    def pick(self, what: str, given: T | None, name: str) -> T | None:
+        return self.prefer(what, given, self.logged(name))
 
     def prefer(self, what: str, given: T | None, logged: T | None) -> T | None:
         if given is None:
@@ -126,27 +117,27 @@ def settings_of(
     _check_gpus(log, cluster, find)
     prompts, responses = _batch(log, prompts, responses, find)
     cap = _cap(cap, find)
-    rollout_tp = find.pick("the rollout's TP", rollout_tp, WHOLE, ROLLOUT + "tensor_model_parallel_size")
+    rollout_tp = find.pick("the rollout's TP", rollout_tp, "rollout_tp")
     if rollout_tp is None:
         find.missing.append("the rollout's TP (--tp)")
     find.check()
     rollout_tp = rollout_tp or 1
     if problem := replica_problem(rollout_tp, *(rollout or (cluster.gpus // cluster.domain_gpus, cluster.domain_gpus))):
         raise CalibrationError(f"the rollout's TP {rollout_tp} {problem}")
-    logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(TEXT, STRATEGY)))
+    logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged("strategy")))
     backend = find.prefer("backend", backend, logged) or "fsdp"
     strategies = _strategies(given, backend, cluster, find)
-    mini = find.logged(WHOLE, ACTOR + "ppo_mini_batch_size")
-    if find.logged(FLAG, ROLLOUT + "enforce_eager"):
+    mini = find.logged("mini")
+    if find.logged("eager"):
         find.notes.append(
             "the engine ran without CUDA graphs (enforce_eager): the host time holds the launching of every kernel"
         )
-    share = find.pick("memory_utilization", memory_utilization, SHARE, ROLLOUT + "gpu_memory_utilization")
+    share = find.pick("memory_utilization", memory_utilization, "memory")
     return RunSettings(
         prompts=prompts, responses=responses, cap=cap, rollout_tp=rollout_tp, backend=backend,
         train=strategies[0], inference=strategies[1],
         mini_batches=find.prefer("mini_batches", given.mini_batches, math.ceil(prompts / mini) if mini else None) or 1,
-        epochs=find.pick("epochs", given.epochs, WHOLE, ACTOR + "ppo_epochs") or 1,
+        epochs=find.pick("epochs", given.epochs, "epochs") or 1,
         engine=_engine(engine or {}, find, cluster.gpu), memory_utilization=share or 0.9, notes=tuple(find.notes),
     )  # fmt: skip
 
@@ -174,7 +165,7 @@ def batch_of(
 
 
 def _cap(cap: int | None, find: _Finder) -> int:
-    cap = find.pick("cap", cap, WHOLE, "data.max_response_length", ROLLOUT + "response_length")
+    cap = find.pick("cap", cap, "cap")
     if cap is None:
         find.missing.append("the cap of a response (--cap; veRL's data.max_response_length)")
     return cap or 0
@@ -184,7 +175,7 @@ def _check_gpus(log: VerlLog, cluster: Cluster, find: _Finder) -> None:
     """veRL's throughput is tokens per second and GPU, which gives the number of GPUs away."""
     steps = log.steps
     gpus = (steps.total_tokens / steps.step_s / steps.throughput).median()
-    nodes, per_node = (find.logged(WHOLE, key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node"))
+    nodes, per_node = map(find.logged, ("nodes", "per_node"))
     told = nodes * per_node if nodes and per_node else None
     if told is not None and told != cluster.gpus:
         raise CalibrationError(f"{log.path}: the run had {told} GPUs (trainer.nnodes × n_gpus_per_node), cluster "
@@ -200,8 +191,8 @@ def _batch(log: VerlLog, prompts: int | None, responses: int | None, find: _Find
     """Prompts and responses per prompt; all tokens over the mean length say how many sequences there were."""
     steps = log.steps
     counted = (steps.total_tokens / (steps.prompt_mean + steps.response_mean)).median()
-    prompts = find.pick("prompts", prompts, WHOLE, "data.train_batch_size")
-    responses = find.pick("responses", responses, WHOLE, ROLLOUT + "n")
+    prompts = find.pick("prompts", prompts, "batch")
+    responses = find.pick("responses", responses, "responses")
     known = not math.isnan(counted)
     if prompts is None and responses is None and known:
         find.notes.append(
@@ -227,102 +218,57 @@ def _strategies(
     given: TrainingArguments, backend: str, cluster: Cluster, find: _Finder
 ) -> tuple[TrainStrategy, TrainStrategy]:
     """The strategy of training and that of log-prob passes, which may have other micro-batches."""
-    tp = find.pick("train.tp", given.tp, WHOLE, ACTOR + "megatron.tensor_model_parallel_size") or 1
-    pp = find.pick("train.pp", given.pp, WHOLE, ACTOR + "megatron.pipeline_model_parallel_size") or 1
-    ulysses = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
-    cp_keys = ulysses if backend == "fsdp" else ("megatron.context_parallel_size",)
-    # veRL takes either of its two keys for Ulysses: the one that is not left at 1.
-    logged_cp = max((degree for key in cp_keys if (degree := find.logged(WHOLE, ACTOR + key))), default=None)
-    cp = find.prefer("train.cp", given.cp, logged_cp) or 1
+    logged = Reading("verl", find.config, megatron=backend == "megatron").known("run")
+    names = ("tp", "pp", "cp", "ep", "expert_tp", "recompute")
+    values = {name: find.prefer(f"train.{name}", getattr(given, name), logged.get(name)) for name in names}
+    tp, pp, cp, ep = (values[name] or 1 for name in names[:4])
     share = tp * pp * cp
     if cluster.gpus % share:
         raise CalibrationError(f"train: tp × pp × cp = {share} does not divide the {cluster.gpus} GPUs")
-    zero = given.zero_stage if given.zero_stage is not None else (3 if backend == "fsdp" else 1)
-    expert_keys = [f"{ACTOR}megatron.expert_{kind}_parallel_size" for kind in ("model", "tensor")]
-    logged_ep, logged_cut = (find.logged(WHOLE, key) for key in expert_keys)
-    ep = find.prefer("train.ep", given.ep, logged_ep) or 1
-    expert_tp = find.prefer("train.expert_tp", given.expert_tp, logged_cut)
     common: dict[str, Any] = {
         "ep": ep,
-        "expert_tp": tp if expert_tp is None and ep > 1 else expert_tp,  # Megatron-LM's own default
+        "expert_tp": tp if values["expert_tp"] is None and ep > 1 else values["expert_tp"],  # Megatron-LM's own default
         "dp": cluster.gpus // share,
         "tp": tp,
         "pp": pp,
         "cp": cp,
-        "zero_stage": zero,
-        "recompute": find.prefer("train.recompute", given.recompute, _recompute(backend, find)) or "full",
+        "zero_stage": given.zero_stage if given.zero_stage is not None else (3 if backend == "fsdp" else 1),
+        "recompute": values["recompute"] or "full",
         "offload": _offload(given, find),
         "sequence_parallel": tp > 1,
-        "gradients": _gradients(backend, find),
+        "gradients": logged["gradients"],
         "attention": attention_of(backend),
-        "logits": logits_of(backend, bool(find.logged(FLAG, MODEL + "use_fused_kernels"))),
+        "logits": logits_of(backend, bool(find.logged("fused"))),
     }
-    train = _micro_batches(find, "ppo", cp, given.micro_batch_tokens, given.micro_batch_sequences)
-    inference = _micro_batches(
-        find, "log_prob", cp, given.log_prob_micro_batch_tokens, given.log_prob_micro_batch_sequences
-    )
-    return TrainStrategy(**common, **train), TrainStrategy(**common, **(inference or train))
 
+    def micro_batches(call: str) -> dict[str, Any]:
+        """As given, else as configured: a token budget, or a count."""
+        tokens, sequences = f"{call}micro_batch_tokens", f"{call}micro_batch_sequences"
+        if count := getattr(given, sequences):
+            return {"micro_batch_sequences": count}
+        if budget := getattr(given, tokens) or logged.get(tokens, 0) * cp:
+            return {"micro_batch_tokens": budget}
+        return {"micro_batch_sequences": logged[sequences]} if sequences in logged else {}
 
-def _recompute(backend: str, find: _Finder) -> Recompute | None:
-    enabled = find.logged(FLAG, MODEL + "enable_gradient_checkpointing")
-    if enabled is None:
-        return None
-    if not enabled:
-        return "none"
-    if backend == "fsdp":
-        return "full"
-    # Megatron recomputes only at a granularity; veRL passes these keys on, and nothing if they are empty.
-    level = find.logged(
-        TEXT,
-        MODEL + "gradient_checkpointing_kwargs.activations_checkpoint_granularity",
-        ACTOR + "megatron.override_transformer_config.recompute_granularity",
-    )
-    return "full" if level == "full" else "selective" if level == "selective" else "none"
-
-
-def _gradients(backend: str, find: _Finder) -> GradientType:
-    """fp32, unless FSDP's mixed precision or Megatron's DDP says otherwise."""
-    if backend == "fsdp":
-        return "bf16" if find.logged(TEXT, FSDP_REDUCES) in ("bf16", "bfloat16") else "fp32"
-    return "bf16" if find.logged(FLAG, MEGATRON_REDUCES) is False else "fp32"
+    train = micro_batches("")
+    return TrainStrategy(**common, **train), TrainStrategy(**common, **(micro_batches("log_prob_") or train))
 
 
 def _offload(given: TrainingArguments, find: _Finder) -> bool:
-    kinds = {
-        kind: bool(find.logged(FLAG, *(f"{ACTOR}{part}.{kind}" for part in ("fsdp_config", "megatron"))))
-        for kind in ("param_offload", "optimizer_offload")
-    }
+    kinds = {kind: find.logged(kind) for kind in ("param_offload", "optimizer_offload")}
+    on = [kind for kind, value in kinds.items() if value]
+    if given.offload is None and len(on) == 1:
+        find.notes.append(f"the run had {on[0]} only; taken as weights and optimizer states both offloaded")
     keys = (*find.config.given, *find.config.default)
     known = any(key.endswith("_offload") and key.startswith(ACTOR) for key in keys)
-    if given.offload is None and len(set(kinds.values())) == 2:
-        only = next(kind for kind, on in kinds.items() if on)
-        find.notes.append(f"the run had {only} only; taken as weights and optimizer states both offloaded")
-    return bool(find.prefer("train.offload", given.offload, any(kinds.values()) if known else None))
-
-
-def _micro_batches(find: _Finder, kind: str, cp: int, tokens: int | None, sequences: int | None) -> dict[str, Any]:
-    """Micro-batches of one kind of call: as given, else as configured: a token budget per GPU, or a count."""
-    switch, *sizes = _MICRO_BATCHES[kind]
-    dynamic, (budget, count) = find.logged(FLAG, switch), (find.logged(WHOLE, key) for key in sizes)
-    if sequences is not None:
-        return {"micro_batch_sequences": sequences}
-    if tokens is not None:
-        return {"micro_batch_tokens": tokens}
-    if dynamic and budget:
-        return {"micro_batch_tokens": int(budget) * cp}
-    return {"micro_batch_sequences": int(count)} if count else {}
+    return bool(find.prefer("train.offload", given.offload, bool(on) if known else None))
 
 
 def _engine(given: Mapping[str, Any], find: _Finder, gpu: Gpu) -> EngineConfig:
     """Limits as given, else as veRL hands them to its engine; to SGLang it hands on the number of sequences alone."""
-    logged = {
-        "max_num_seqs": find.logged(WHOLE, ROLLOUT + "max_num_seqs"),
-        "max_num_batched_tokens": find.logged(WHOLE, ROLLOUT + "max_num_batched_tokens"),
-        "chunked_prefill": find.logged(FLAG, ROLLOUT + "enable_chunked_prefill"),
-        "enable_prefix_caching": find.logged(FLAG, ROLLOUT + "enable_prefix_caching"),
-    }
-    if find.logged(TEXT, ROLLOUT + "name") == "sglang":
+    limits = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "enable_prefix_caching")
+    logged = {limit: find.logged(limit) for limit in limits}
+    if find.logged("engine") == "sglang":
         own = own_limits("sglang", gpu)
         logged |= {limit: own[limit] for limit in ("max_num_batched_tokens", "chunked_prefill")}
     return validate({**{k: v for k, v in logged.items() if v is not None}, **given}, EngineConfig, "engine")

@@ -19,9 +19,6 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 TP = ROLLOUT + "tensor_model_parallel_size"
 NODES, GPUS_PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
 STRATEGY = ACTOR + "strategy"
-#: The type in which FSDP reduces gradients, and whether Megatron's DDP does in fp32.
-FSDP_REDUCES = ACTOR + "fsdp_config.mixed_precision.reduce_dtype"
-MEGATRON_REDUCES = ACTOR + "megatron.override_ddp_config.grad_reduce_in_fp32"
 #: Sections with keys like those that bear on time.
 _ELSEWHERE = ("actor_rollout_ref.ref", "critic", "reward", "distillation")
 
