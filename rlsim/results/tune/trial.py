@@ -61,10 +61,10 @@ class Configuration:
 
             return from_verl(sources, self.options, self.version)
         if self.framework == "nemo":
-            from rlsim.frameworks.nemo.experiment import from_nemo
+            from rlsim.frameworks.nemo import from_nemo
 
             return from_nemo(sources, self.options)
-        from rlsim.frameworks.areal.experiment import from_areal
+        from rlsim.frameworks.areal import from_areal
 
         return from_areal(sources, self.options)
 
