@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -29,7 +28,8 @@ from rlsim.cost.calibration import (
     Reference,
     TrainingFit,
 )
-from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits, ProductFit
+from rlsim.cost.carried import carried_operators
+from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import RlsimError
 from rlsim.models.model import Model, load_model
@@ -37,6 +37,7 @@ from rlsim.models.model import Model, load_model
 COLD = "weights and KV are taken as cold: bandwidths are fitted on footprints beyond L2 and used for every size"
 MIXTURE = "a mixture's grouped GEMM is approximated from plain GEMMs, not measured"
 INTER = "collectives across nodes follow NCCL's latencies and published measurements on other clusters"
+NEEDED = ("gemm", "decode_attention", "prefill_attention", "memory_bound")  # operators of every calibration
 PAIR = "broadcast and send/receive are derived from all-gather"
 
 
@@ -74,8 +75,9 @@ def build_calibration(
     notes = [*measured.notes, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
     parts = Parts(measured, name, gpu, engine, reference, base, notes)
     operators, collectives, runtime = _operators(parts, cold), _collectives(parts), fit_runtime(parts)
-    trained = parts.add(fit_training(measured, reference, gpu, shape, base.training if base else None))
-    training = trained or parts.borrow("training efficiency", "train_block", partial(_training_from, gpu=gpu))
+    trained = fit_training(measured, reference, gpu, shape, base.training if base else None)
+    lent = _training_from(base, gpu) if base else None
+    training = parts.take("training efficiency", trained, lent, "train_block")
     if "decode_step" not in measured and base is None:
         parts.missing.append("decode_step (host time)")
     parts.check()
@@ -96,8 +98,8 @@ def build_calibration(
         training=training,
         residuals=parts.residuals,
     )
-    host = parts.add(fit_host(measured, draft, shape))
-    host = host or parts.borrow("host time", _why_no_host(measured, shape), _host_from)
+    lent_host = _host_from(base) if base else None
+    host = parts.take("host time", fit_host(measured, draft, shape), lent_host, _why_no_host(measured, shape))
     parts.check()
     draft = draft.model_copy(update={"host": host})
     tables = parts.add(fit_tables(measured, draft, shape))
@@ -135,46 +137,39 @@ def _operators(parts: Parts, cold: bool) -> OperatorFits | None:
         fits["gemm"] = kernel_gemm(measured.table("gemm"), reference, cold)
     if "memory_bound" in measured:
         fits["memory_bound"] = kernel_memory_bound(measured.table("memory_bound"), reference)
-    found: dict[str, Any] = {}
-    needed = ("gemm", "decode_attention", "prefill_attention", "memory_bound")
-    for operator in (*needed, "decode_attention_fp8", "prefill_attention_fp8"):
-        if operator in fits:
-            found[operator] = parts.add(fits[operator])
-        elif parts.carried is not None:
-            if (fit := getattr(parts.carried, operator)) is not None:
-                found[operator] = parts.lent(fit, operator)
-        elif operator in needed:
-            parts.missing.append(operator)
-    if parts.base is not None and parts.base.gpu == parts.gpu:
+    base, found = parts.base, dict[str, Any]()
+    carried = carried_operators(base.operators, base.reference, reference) if base else None
+    for operator in (*NEEDED, "decode_attention_fp8", "prefill_attention_fp8"):
+        missing = operator if operator in NEEDED else ""
+        found[operator] = parts.take(operator, fits.get(operator), getattr(carried, operator, None), missing)
+    if base is not None and base.gpu == parts.gpu:
         for operator in ("latent_attention", "latent_attention_fp8"):
-            if (fit := getattr(parts.base.operators, operator)) is not None:
-                found[operator] = parts.lent(fit, operator)
+            found[operator] = parts.take(operator, None, getattr(base.operators, operator))
         for operator in ("decode_attention", "prefill_attention"):
-            if operator in fits and (windows := getattr(parts.base.operators, operator).windows):
+            if operator in fits and (windows := getattr(base.operators, operator).windows):
                 own = found[operator].model_copy(update={"windows": windows})
-                found[operator] = parts.lent(own, f"{operator}_windows")
+                found[operator] = parts.take(f"{operator}_windows", None, own)
     found["experts"], found["parallel_experts"] = _experts(parts)
-    found["quantised_gemm"] = _quantised(parts, cold)
+    quantised = [parts.add(part) for part in quantised_products(measured, reference, cold)]
+    for fit in carried.quantised_gemm if carried else ():
+        if (name := gemm_of(fit.precision)) not in measured:
+            parts.take(name, None, fit)
+            quantised.append(fit)
+    found["quantised_gemm"] = tuple(quantised)
     return None if parts.missing else OperatorFits.model_validate(found)
-
-
-def _quantised(parts: Parts, cold: bool) -> tuple[ProductFit, ...]:
-    """Products in other precisions than bf16: what was measured, and the base's of the rest."""
-    fits = [parts.add(part) for part in quantised_products(parts.measured, parts.reference, cold)]
-    others = parts.carried.quantised_gemm if parts.carried else ()
-    named = [(gemm_of(fit.precision), fit) for fit in others]
-    return (*fits, *(parts.lent(fit, name) for name, fit in named if name not in parts.measured))
 
 
 def _experts(parts: Parts) -> Experts:
     """Mixtures of experts as measured, or the base's for this GPU; without either a note says what stands for them."""
-    base = parts.base
+    base, own, lent = parts.base, None, None
     if "experts" in parts.measured:
-        return parts.add(kernel_experts(parts.measured.table("experts"), parts.reference))
-    if base is not None and base.gpu == parts.gpu and base.operators.experts:
-        return parts.lent((base.operators.experts, base.operators.parallel_experts), "mixtures of experts", "experts")
-    parts.notes.append(MIXTURE)
-    return {}, {}
+        own = kernel_experts(parts.measured.table("experts"), parts.reference)
+    elif base is not None and base.gpu == parts.gpu and base.operators.experts:
+        lent = base.operators.experts, base.operators.parallel_experts
+    found = parts.take("mixtures of experts", own, lent, "", "experts")
+    if found is None:
+        parts.notes.append(MIXTURE)
+    return found or ({}, {})
 
 
 def _collectives(parts: Parts) -> CollectiveFits | None:
@@ -187,8 +182,8 @@ def _collectives(parts: Parts) -> CollectiveFits | None:
         if base is None and measured.one_device:
             parts.notes.append("one device was measured: no collectives, so no TP beyond 1")
             return CollectiveFits(nccl={})
-        parts.borrow_residuals("nccl", "custom_all_reduce")
-        return parts.borrow("collectives", "collective", lambda base: base.collectives)
+        lent = base.collectives if base else None
+        return parts.take("collectives", None, lent, "collective", "nccl", "custom_all_reduce")
     node = measured_node(parts.gpu, parts.reference)
     fits = parts.add(kernel_collectives(measured.table("collective"), parts.reference, node))
     if "exchange" in measured:

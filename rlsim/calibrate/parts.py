@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -11,8 +10,6 @@ import pandas as pd
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.points import Fitted
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, calibration_names
-from rlsim.cost.carried import carried_operators
-from rlsim.cost.fits import OperatorFits
 from rlsim.errors import CalibrationError
 
 T = TypeVar("T")
@@ -44,25 +41,19 @@ class Parts:
         self.notes.extend(part.notes)
         return part.fit
 
-    @property
-    def carried(self) -> OperatorFits | None:
-        """The base's kernels on this GPU."""
-        base = self.base
-        return None if base is None else carried_operators(base.operators, base.reference, self.reference)
-
-    def borrow(self, what: str, otherwise: str, taken: Callable[[Calibration], T]) -> T | None:
-        """What is `taken` from the base; without one, `otherwise` is missing."""
-        if self.base is None:
+    def take(
+        self, what: str, own: Fitted[T | None] | None, lent: T | None, otherwise: str = "", *operators: str
+    ) -> T | None:
+        """What was fitted; else what the base lends, noted as `what` with the residuals of these operators (by default
+        of that name). Without either there is none, and `otherwise` is missing."""
+        if own is not None and (fit := self.add(own)) is not None:
+            return fit
+        if lent is not None:
+            self.borrowed.append(what)
+            self.borrow_residuals(*(operators or (what,)))
+        elif otherwise:
             self.missing.append(otherwise)
-            return None
-        self.borrowed.append(what)
-        return taken(self.base)
-
-    def lent(self, fit: T, what: str, operator: str = "") -> T:
-        """The base's `fit`, noted as `what`, with its residuals, which are by default under that name too."""
-        self.borrowed.append(what)
-        self.borrow_residuals(operator or what)
-        return fit
+        return lent
 
     def borrow_residuals(self, *operators: str) -> None:
         """The base's residuals of these operators, marked as not this calibration's own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,46 +32,39 @@ def fit_runtime(parts: Parts) -> RuntimeFit | None:
     have no graphs to capture, and a lone device has no layout to change.
     """
     measured, base = parts.measured, parts.base
-    values: dict[str, object] = {}
-    said: list[str] = []
-    kept: list[str] = []
+    capture, control, steps = (measured.table(name) for name in ("graph_capture", "control", "decode_step"))
+    values, said, kept = dict[str, Any](), list[str](), list[str]()
 
-    def found(words: str, **more: object) -> None:
-        said.append(words)
-        values.update(more)
-
-    def borrow(what: str, otherwise: str, *fields: str) -> None:
-        taken = parts.borrow(what, otherwise, lambda base: {name: getattr(base.runtime, name) for name in fields})
-        if taken is not None:
+    def take(what: str, fields: Sequence[str], own: Sequence[Any] | None, words: str, otherwise: str) -> None:
+        """The values of some fields as measured, in these words, or the base's."""
+        lent = tuple(getattr(base.runtime, name) for name in fields) if base else None
+        found = own or parts.take(what, None, lent, otherwise)
+        values.update(zip(fields, found or (), strict=False))
+        if own:
+            said.append(f"{what}: {words}")
+        elif found:
             kept.append(what)
-            values.update(taken)
 
-    capture, steps = measured.table("graph_capture"), measured.table("decode_step")
+    own: Sequence[Any] | None = None
+    words = f"median of {len(capture)} measured"
     if len(capture):
         sizes = base.runtime.graph_batch_sizes if base else tuple(sorted({int(batch) for batch in capture.batch}))
-        capture_s = rounded(float(capture.seconds.median()))
-        what = f"graph capture: median of {len(capture)} measured"
-        found(what, graph_capture_s=capture_s, graph_batch_sizes=sizes)
+        own = rounded(float(capture.seconds.median())), sizes
     elif len(steps) and set(steps["mode"]) == {"eager"}:
-        found("graph capture: none, steps ran eagerly", graph_capture_s=0.0, graph_batch_sizes=())
-    else:
-        borrow("graph capture", "graph_capture", "graph_capture_s", "graph_batch_sizes")
+        own, words = (0.0, ()), "none, steps ran eagerly"
+    take("graph capture", ("graph_capture_s", "graph_batch_sizes"), own, words, "graph_capture")
 
     # Rows whose name has `group` in it are the creation of a communication group; all others are parts of one switch.
-    control = measured.table("control")
-    alone = measured.one_device and "collective" not in measured
+    alone = measured.one_device and "collective" not in measured and base is None
     group = control.what.astype(str).str.contains("group").astype(bool)
     for key, rows, what in (
         ("switch_control_s", control[~group], "control of a switch"),
         ("group_create_s", control[group], "creation of a group"),
     ):
-        if len(rows):
-            medians = rows.groupby("what").seconds.median()
-            found(f"{what}: measured ({', '.join(map(str, medians.index))})", **{key: rounded(float(medians.sum()))})
-        elif alone and base is None:
-            found(f"{what}: none, one device was measured", **{key: 0.0})
-        else:
-            borrow(what, f"control ({what})", key)
+        medians = rows.groupby("what").seconds.median()
+        own = (rounded(float(medians.sum())),) if len(rows) or alone else None
+        words = f"measured ({', '.join(map(str, medians.index))})" if len(rows) else "none, one device was measured"
+        take(what, (key,), own, words, f"control ({what})")
 
     for key, operator in (("reshard_bytes_per_s", "reshard"), ("migrate_bytes_per_s", "migrate")):
         rows = measured.table(operator)
@@ -82,9 +75,9 @@ def fit_runtime(parts: Parts) -> RuntimeFit | None:
             points = point_rows(operator, labels, rows.seconds, rows.bytes / rate, False)
             residual = residual_of(points, rows[["bytes"]], "bytes / rate of the larger moves")
             parts.add(Fitted(None, {operator: residual}, points))
-            found(f"{operator}: median rate of the larger half of {len(rows)} moves", **{key: rounded(rate)})
+            take(operator, (key,), (rounded(rate),), f"median rate of the larger half of {len(rows)} moves", "")
         elif base and getattr(base.runtime, key) is not None:
-            borrow(f"{operator} rate", operator, key)
+            take(f"{operator} rate", (key,), None, "", "")
     if parts.missing:
         return None
     if kept and base:
