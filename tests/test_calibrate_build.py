@@ -14,7 +14,7 @@ from rlsim.calibrate.fit.attention import CHUNK, with_windows
 from rlsim.calibrate.fit.common import operators_with
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import COLUMNS
+from rlsim.calibrate.points import COLUMNS, join, point_rows
 from rlsim.calibrate.show import efficiencies
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Reference, Source, load_calibration
@@ -369,6 +369,14 @@ def test_chart_thins_out_large_tables_but_keeps_the_worst() -> None:
     labels = [row["label"] for row in drawn if row["label"]]
     assert len(labels) <= MOST
     assert "row 17" in labels
+
+
+def test_a_chart_of_many_operators_has_no_more_points_than_altair_draws() -> None:
+    """Twenty tables of 500 points, as of an engine with every kernel: altair refuses more than 5,000 rows."""
+    seconds = np.geomspace(1e-6, 1e-2, 500)
+    tables = [point_rows(f"kernel{i}", ["a point"] * 500, seconds, seconds * 1.1, True) for i in range(20)]
+    (drawn,) = calibration_chart(join(tables)).to_dict()["datasets"].values()
+    assert 4000 < len(drawn) < 5000
 
 
 def test_charts_are_written_whole_or_not_at_all(built: Built, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import altair as alt
 
 BAND = 0.15  # relative error of the shaded band
-MOST = 400  # points drawn for one operator; the worst are always among them
+MOST, MOST_IN_ALL = 400, 4800  # points drawn, of one operator and together; the worst are always among them
 WORST = 20
 COLUMNS = 3
 SIDE = 230  # pixels of a panel
@@ -39,9 +39,9 @@ def calibration_chart(points: pd.DataFrame) -> alt.FacetChart:
 
     if points.empty:
         raise CalibrationError("no points to draw")
-    parts = []
+    parts, most = [], min(MOST, MOST_IN_ALL // points.operator.nunique())
     for operator, rows in points.groupby("operator", sort=False):
-        shown = _sample(rows).sort_values("held_out")  # held-out points lie on top
+        shown = _sample(rows, most).sort_values("held_out")  # held-out points lie on top
         times = shown[["measured_s", "fitted_s"]].to_numpy(float)
         ends = pd.DataFrame({"at": [times.min() / 1.3, times.max() * 1.3]})
         ends = ends.assign(low=ends["at"] * (1 - BAND), high=ends["at"] * (1 + BAND))
@@ -86,11 +86,11 @@ def _title(operator: str, rows: pd.DataFrame, shown: int) -> str:
     return "\n".join(lines)
 
 
-def _sample(rows: pd.DataFrame) -> pd.DataFrame:
-    """At most `MOST` rows, spread evenly over the measured times, and the worst of all."""
-    if len(rows) <= MOST:
+def _sample(rows: pd.DataFrame, most: int) -> pd.DataFrame:
+    """At most `most` rows, spread evenly over the measured times, and the worst of all."""
+    if len(rows) <= most:
         return rows
     ordered = rows.sort_values("measured_s")
-    even = ordered.iloc[np.linspace(0, len(rows) - 1, MOST - WORST).astype(int)]
+    even = ordered.iloc[np.linspace(0, len(rows) - 1, most - WORST).astype(int)]
     worst = rows.loc[rows.error.abs().sort_values(ascending=False).index[:WORST]]
     return pd.concat([even, worst]).drop_duplicates()
