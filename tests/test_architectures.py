@@ -118,35 +118,7 @@ def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
     assert tencent.mtp_parameters == pytest.approx(3.8e9, rel=0.015)
 
 
-@pytest.mark.parametrize(
-    ("words", "billions", "active"),  # as the model cards round them
-    [
-        (config("exaone_moe", 6144, 18432, 48, 64, 8, 153600, head_dim=128, num_experts=128, num_experts_per_tok=8,
-                moe_intermediate_size=2048, sliding_window=128), 236, 23),
-        (config("solar_open", 4096, 10240, 48, 64, 8, 196608, head_dim=128, n_routed_experts=128, n_shared_experts=1,
-                num_experts_per_tok=8, moe_intermediate_size=1280), 102, 12),
-        (config("bailing_moe_v2", 4096, 9216, 32, 32, 4, 157184, num_experts=256, num_shared_experts=1,
-                num_experts_per_tok=8, moe_intermediate_size=1024, first_k_dense_replace=1,
-                use_qk_norm=True), 103, 6.1),
-        (config("afmoe", 2048, 6144, 32, 32, 4, 200192, num_experts=128, num_experts_per_tok=8, num_shared_experts=1,
-                num_dense_layers=2, moe_intermediate_size=1024, sliding_window=2048), 26, 3.3),
-        (config("ministral3", 4096, 14336, 34, 32, 8, 131072, head_dim=128), 8.4, 8.4),
-        (config("ministral3", 3072, 9216, 26, 32, 8, 131072, head_dim=128, tie_word_embeddings=True), 3.4, 3.4),
-        (config("cwm", 6144, 21504, 64, 48, 8, 128256), 32, 32),
-        (config("hunyuan_v1_dense", 4096, 14336, 32, 32, 8, 128167, head_dim=128, tie_word_embeddings=True), 7.5, 7.5),
-        ("mixtral-8x7b", 46.7, 12.9),
-        ("deepseek-v3", 671, 37),
-        ("kimi-k2", 1026, 32),
-        ("qwen3-235b-a22b", 235, 22),
-        ("glm-4.5", 353, 32),
-        ("hy3", 295, 21),
-        ("qwen3.5-397b-a17b", 397, 17),
-        ("gemma-4-31b", 30.7, 30.7),
-        ("gemma-4-26b-a4b", 25.2, 3.8),
-        ("mimo-v2-flash", 309, 15),
-        ("glm-5", 744, 40),
-    ],
-)  # fmt: skip
+@cases("architectures", "rounded counts")
 def test_rounded_counts(words: dict[str, Any] | str, billions: float, active: float) -> None:
     found = load_model(words) if isinstance(words, str) else Model(name="-", **words)
     assert found.parameters / 1e9 == pytest.approx(billions, rel=0.02)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import cases
 
 from evidence.validate.parts import kernel_folder
 from rlsim.calibrate.fit.gemm import kernel_gemm
@@ -214,14 +215,7 @@ MEASURED = (kernel_folder(None) or Path("absent")) / "kernels/aiconfigurator"
 
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured kernel tables are not here (RLSIM_DATA)")
-@pytest.mark.parametrize(
-    ("name", "table", "error"),
-    [
-        ("h100-sglang", "h100_sxm/gemm/sglang/0.5.14", 0.11),
-        ("h100-vllm", "h100_sxm/gemm/vllm/0.24.0", 0.19),
-        ("b200-sglang", "b200_sxm/gemm/sglang/0.5.14", 0.17),
-    ],
-)
+@cases("cost", "narrow products that no fit has seen")
 def test_narrow_products_that_no_fit_has_seen(name: str, table: str, error: float) -> None:
     calibration = load_calibration(name)
     o = Operators(calibration.operators, calibration.reference)

@@ -15,7 +15,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 import pytest
-from conftest import TINY, Command
+from conftest import TINY, Command, cases
 
 import rlsim
 from rlsim.base.charts import save_chart
@@ -68,15 +68,7 @@ def no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_simulation")
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("manifest.json", '{"name": "my web app", "icons": []}'),
-        ("manifest.json", "[]"),
-        ("manifest.json", '{"rlsim": "0.1", '),
-        ("thesis.tex", "years of work"),
-    ],
-)
+@cases("experiments", "a directory of something else is left alone")
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "app.js").write_text("years of work")

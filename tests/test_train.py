@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Talk
+from conftest import Talk, cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -472,16 +472,7 @@ def test_a_layer_with_experts_takes_no_less_than_its_launches() -> None:
     assert dense == cost(TrainEfficiency(flop=1.0), Talk()).forward_s(lengths)
 
 
-@pytest.mark.parametrize(
-    ("given", "training", "log_probs"),
-    [
-        ({"micro_batch_sequences": 4}, 4, 4),
-        ({"micro_batch_sequences": 4, "log_prob_micro_batch_sequences": 8}, 4, 8),
-        ({"micro_batch_sequences": 4, "log_prob_micro_batch_tokens": 1000}, 4, None),
-        ({"log_prob_micro_batch_sequences": 8}, None, 8),
-        ({"micro_batch_sequences": 4, "micro_batches": 2}, None, None),
-    ],
-)
+@cases("cost", "micro batches by number of sequences")
 def test_micro_batches_by_number_of_sequences(
     given: dict[str, int], training: int | None, log_probs: int | None
 ) -> None:
