@@ -259,15 +259,6 @@ def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
     assert found.layers == Model(name="-", **text).layers
 
 
-def test_quantised_weights(tmp_path: Path) -> None:
-    words = {"model_type": "gpt_oss", "head_dim": 16, "sliding_window": 8}
-    words |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-    plain, quantised = read(tmp_path, **words), read(tmp_path, **words, quantization_config={"quant_method": "mxfp4"})
-    experts = 4 * 4 * 3 * 64 * 128
-    assert plain.weight_bytes - quantised.weight_bytes == experts * (2 - 17 / 32)
-    assert quantised.parameters == plain.parameters
-
-
 def test_windows_of_a_config_json(tmp_path: Path) -> None:
     assert read(tmp_path, model_type="mistral", sliding_window=None).layer_types == ()
     assert read(tmp_path, model_type="mistral", sliding_window=32).layer_types == ("sliding_attention",) * 4
@@ -553,10 +544,6 @@ def test_chunks_that_are_outgrown_are_simulated() -> None:
     assert shape.simulated == "yes"
     assert step(shape, tp=8).decode(4).step_s(4 * 9000) < step(shape, tp=8).decode(4).step_s(4 * 8192)
     assert check_experiment(experiment(shape.name, cap=9000) | {"cluster": "8x8xh100"}).runs > 0
-
-
-def test_pages_of_a_latent_are_whole_on_every_gpu() -> None:
-    assert kv_page_bytes(load_model("deepseek-v3"), 8, 16) == 16 * 70_272
 
 
 def experiment(name: str, cap: int, **trace: Any) -> dict[str, Any]:

@@ -54,16 +54,6 @@ def test_clusters_are_made_of_the_nodes_of_the_catalogue(kind: str) -> None:
         assert Cluster.model_validate(several.model_dump()) == several
 
 
-def test_figures_of_the_data_sheets() -> None:
-    assert load_gpu("A40").bf16_flop_per_s == pytest.approx(149.7e12)
-    assert load_cluster("8xh100").intra.bytes_per_s == pytest.approx(450e9)
-    h800 = load_cluster("16x8xh800")
-    assert h800.gpus == 128
-    assert h800.intra.bytes_per_s == pytest.approx(200e9)
-    assert h800.inter is not None
-    assert h800.inter.bytes_per_s == pytest.approx(50e9)
-
-
 def test_a_cluster_spelled_out() -> None:
     cluster = load_cluster(INLINE)
     assert cluster.name == "custom"
@@ -171,19 +161,3 @@ def test_a_gpu_without_a_calibration_says_so() -> None:
         find_calibration("mi300x", "vllm")
     with pytest.raises(RlsimError, match=r"calibration: h100-sxm-vllm is for GPU 'h100-sxm', .*'mi300x'"):
         run(SPEC | {"cluster": "8xmi300x", "calibration": "h100-vllm", "systems": ["verl"]})
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
-def test_h20_has_its_own_peak_rates(engine: str) -> None:
-    """Its calibration is H100's efficiencies: what is absolute in it must be H20's."""
-    h20, h100 = load_calibration(f"h20-{engine}"), load_calibration(f"h100-{engine}")
-    reference = h20.reference
-    assert (reference.bf16_flop_per_s, reference.memory_bytes_per_s, reference.sm_count) == (148e12, 4.0e12, 78)
-    assert h20.operators.decode_attention == h100.operators.decode_attention
-    cluster, other = load_cluster("8xh20"), load_cluster("8xh100")
-    model = load_model("qwen2.5-7b")
-    mine, theirs = RooflineStep(model, 1, cluster, h20), RooflineStep(model, 1, other, h100)
-    chunk = Chunk(8192, 0)
-    # Decoding few sequences goes with the memory, a long prompt with the FLOPs.
-    assert mine.decode(4).step_s(4 * 8192) < theirs.decode(4).step_s(4 * 8192)
-    assert mine.prefill_s([chunk]) > 4 * theirs.prefill_s([chunk])

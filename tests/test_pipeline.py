@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -136,20 +135,6 @@ def test_the_longer_of_two_curves_turns_where_they_cross() -> None:
 
 
 # On real costs -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 4), (4, 4, 1)])
-def test_curves_are_linear_between_their_knots(tp: int, pp: int, dp: int) -> None:
-    cost = step_cost(LLAMA, tp, H100, "h100-sxm-sglang", pp=pp, dp=dp)
-    for batch in (1, 8, 65):
-        curve = cost.decode(batch)
-        for low, high in pairwise(curve.knots):
-            middle = (low + high) / 2
-            assert curve.step_s(middle) == pytest.approx((curve.step_s(low) + curve.step_s(high)) / 2, rel=1e-9)
-        # stepping one token at a time equals the sum
-        start = 700.0 * batch
-        steps = sum(curve.step_s(start + n * batch) for n in range(50))
-        assert curve.steps_s(start, 50) == pytest.approx(steps, rel=1e-9)
 
 
 def test_sampling_takes_its_time_on_the_last_stage() -> None:

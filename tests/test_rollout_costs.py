@@ -185,12 +185,6 @@ def test_captured_batch_sizes() -> None:
     assert captured_batch_sizes(3, sizes=(1, 16, 32)) == (1, 16)
 
 
-def test_pats_measured_switch_from_its_inputs() -> None:
-    """8×A40, TP2 -> TP8: the rates that PAT's weight and KV times imply give those times back."""
-    assert reshard_s(LLAMA, per_byte(), 2, 8, 7.796e9) == pytest.approx(1.03, rel=1e-3)
-    assert kv_migrate_s(LLAMA, per_byte(), sum(TAIL), 2, 8, 3.071e9) == pytest.approx(2.36, rel=1e-3)
-
-
 def test_peak_memory_of_a_switch_against_pat() -> None:
     """Published: 2.5 GB layer-wise against 14 GB for a full move. Ours is 12% and 4% lower."""
     context = sum(TAIL)

@@ -71,15 +71,6 @@ def test_calls_on_one_mesh_take_turns():
     assert spans(problem, [0, 0, 0])["train", 1] == (17, 20)
 
 
-def test_two_calls_side_by_side_and_on_a_shared_gpu():
-    edges = [Dependency("generate", "a"), Dependency("generate", "b"), Dependency("a", "generate", 1)]
-    edges += [Dependency("b", "generate", 1)]
-    made = [options("generate", (0, 2, 5)), options("a", (0, 1, 4)), options("b", (1, 1, 3), (0, 2, 2))]
-    problem = Problem(made, edges, [], 2, 1)
-    assert problem.cost_s([[0, 0, 0], [0, 0, 1]]).tolist() == [9, 11]
-    assert spans(problem, [0, 0, 1])["b", 0] == (9, 11)  # ready as early as a, but later in the order
-
-
 def test_order_decides_between_calls_ready_at_once():
     made = [options("a", (0, 1, 4)), options("b", (0, 1, 1))]
     assert spans(Problem(made, [], [], 1, 1), [0, 0])["a", 0] == (0, 4)
@@ -98,19 +89,6 @@ def test_iterations_overlap_where_meshes_are_disjoint():
     # On one GPU the first two generations come before any training: only many iterations show the 10 s of each.
     assert Problem(made, edges, [], 2, 1).cost_s([[0, 1]]) == [7]
     assert Problem(made, edges, [], 2, 1, iterations=301).cost_s([[0, 1]]) == pytest.approx([10], rel=0.01)
-
-
-def test_nothing_is_filled_in_behind_a_waiting_call():
-    # wide waits for GPU 0 and keeps GPU 1, though late could run there meanwhile.
-    made = [
-        options("long", (0, 1, 10)),
-        options("tiny", (1, 1, 1)),
-        options("wide", (0, 2, 1)),
-        options("late", (1, 1, 2)),
-    ]
-    edges = [Dependency("tiny", "wide"), Dependency("tiny", "late")]
-    problem = Problem(made, edges, [], 2, 1, iterations=2)
-    assert spans(problem, [0, 0, 0, 0])["late", 0][0] >= spans(problem, [0, 0, 0, 0])["wide", 0][1] >= 11
 
 
 def test_transfers_lengthen_the_target_by_their_sum():
@@ -222,17 +200,6 @@ def _run_in_pool(problem: Problem, plan: np.ndarray) -> dict[tuple[str, int], tu
 
 
 # Memory.
-
-
-def test_peak_is_all_residents_and_the_largest_active_of_the_fullest_gpu():
-    made = [
-        options("a", (0, 2, 1, 10, 5)),
-        options("b", (1, 1, 1, 20, 1), (2, 2, 1, 20, 1)),
-        options("c", (1, 2, 1, 3, 8)),
-    ]
-    problem = Problem(made, [], [Reallocation("a", "b", constant(0), lambda s, t: 7.0 * t)], 4, 40)
-    assert problem.peak_bytes([[0, 0, 0], [0, 1, 0]]).tolist() == [10 + 20 + 3 + 8, 20 + 7 + 3 + 8]
-    assert fits(problem, [[0, 0, 0], [0, 1, 0]]).tolist() == [False, True]
 
 
 def test_peak_against_every_gpu():

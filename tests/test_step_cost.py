@@ -317,12 +317,6 @@ def test_elementwise_kernels_of_a_decode_step_by_hand() -> None:
     assert elementwise_s("qwen3-30b-a3b", 1) == pytest.approx(expected_s(48, experts + 3 * 8 * 768, 2048, 5))
 
 
-def test_a_layer_has_two_all_reduces_and_the_embedding_one() -> None:
-    step = roofline(4)
-    one = step.collectives.time_s("all_reduce", 7 * 4096 * 2, 4)
-    assert step.breakdown(7, 7000)["all_reduce"] == pytest.approx(65 * one)
-
-
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_mixed_iteration_pays_for_the_attention_of_both(tp: int) -> None:
     """What more context adds to a decode step, and cached tokens to a prefill, they add to a mixture too."""
