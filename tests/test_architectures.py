@@ -478,23 +478,6 @@ def test_bytes_of_training_layers_that_are_one_part() -> None:
         assert forward_bytes(kind) == pytest.approx(expected, rel=1e-6)
 
 
-def test_communication_of_training_layers_that_are_one_part() -> None:
-    def talk_s(kind: str, **words: Any) -> float:
-        strategy = TrainStrategy(dp=2, tp=2, sequence_parallel=True, zero_stage=0, ep=2 if kind == "E" else 1)
-        cost = TrainCost(
-            parts_of(kind, **words),
-            H100,
-            Talk(all_gather=1.0, reduce_scatter=1.0, all_to_all=1.0),
-            strategy,
-            TrainEfficiency(flop=0.5),
-        )
-        return cost.forward_s([512, 512]).communication_s
-
-    assert talk_s("-") == 5 * 2  # each layer gathers and scatters once
-    assert talk_s("E", n_shared_experts=0) == 2 + 4 * 2  # experts alone: two all-to-alls
-    assert talk_s("E", moe_shared_expert_intermediate_size=512) == 2 + 4 * (2 + 2)
-
-
 def test_sparse_attention_reads_what_its_index_chooses() -> None:
     sizes = config("deepseek_v32", 1024, 4096, 2, 128, 128, 32000, q_lora_rank=512, first_k_dense_replace=2, **MLA)
     sparse = Model(name="sparse", **sizes, **EXPERTS, index_n_heads=64, index_head_dim=128, index_topk=2048)

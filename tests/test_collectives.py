@@ -111,15 +111,6 @@ def test_fitted_collectives_grow_with_bytes(name: str) -> None:
             assert times[-1] / 2.0**33 > 0.3 / c.cluster.intra.bytes_per_s  # no link beyond its rate
 
 
-def test_h800_has_h100s_latency_and_less_bandwidth() -> None:
-    h100 = load_calibration("h100-sglang")
-    h800 = load_calibration("h800-sglang")
-    fast = Collectives(h100.collectives, h100.reference, load_cluster("8xh100"))
-    slow = Collectives(h800.collectives, h800.reference, load_cluster("2x8xh800"))
-    assert slow.time_s("all_reduce", 4096, 8) == pytest.approx(fast.time_s("all_reduce", 4096, 8), rel=0.1)
-    assert slow.time_s("all_reduce", 2**30, 8) == pytest.approx(2.25 * fast.time_s("all_reduce", 2**30, 8), rel=0.05)
-
-
 def test_across_four_nodes_by_hand() -> None:
     """Beyond two nodes a ring carries the bytes, all but a 32nd of them past every GPU, in an all-reduce twice; a tree
     of two hops the latency of all-reduces; and 24 of a GPU's 31 messages of an all-to-all leave the node."""

@@ -147,15 +147,6 @@ def test_pat_gains_on_a_long_tail() -> None:
     assert pat.env.now < 0.9 * static.env.now
 
 
-@both
-def test_pat_begins_with_the_fastest_full_batch(cluster: str, calibration: str) -> None:
-    for requests in (8, 128, 512):
-        known = context(machine(cluster, calibration), requests)
-        batches = {tp: -(-requests * tp // 8) for tp in known.feasible_tps}
-        steps = {tp: known.costs.step(tp).decode(b).step_s(b * PROMPT) for tp, b in batches.items()}
-        assert steps[start_of_pat(known)] <= 1.02 * min(steps.values())  # the profile interpolates between batch sizes
-
-
 @pytest.mark.parametrize("node_gpus", [(8, 8), (4, 8)])
 def test_each_node_decides_on_its_own(node_gpus: tuple[int, int]) -> None:
     """Two nodes do what each does alone with its share of the batch, at its own moments."""

@@ -21,7 +21,6 @@ from rlsim.cost.calibration import Calibration, Reference, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.fits import AttentionFit, OperatorFits, ProductFit, Tile
 from rlsim.cost.layout import Layout
-from rlsim.cost.memory import kv_page_bytes
 from rlsim.cost.products import Products
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.strategy import TrainStrategy
@@ -228,14 +227,6 @@ def test_tp_must_not_cut_a_block() -> None:
     assert MIXTURE.served("fp8").supports_tp(4)
     with pytest.raises(ConfigError, match="TP 4 cuts its MLP width 768 inside a block of 128 weights"):
         served.check_tp(4)
-
-
-def test_a_kv_cache_in_fp8_takes_half() -> None:
-    served = LLAMA.served("bf16", "fp8")
-    assert served.kv_bytes_per_token == LLAMA.kv_bytes_per_token / 2
-    assert kv_page_bytes(served, 2, 16) == kv_page_bytes(LLAMA, 2, 16) / 2
-    assert served.sequence_bytes(100) == LLAMA.sequence_bytes(100) / 2
-    assert served.weight_bytes == LLAMA.weight_bytes
 
 
 @cases("cost", "what a config json says of its weights")

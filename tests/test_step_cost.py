@@ -72,14 +72,6 @@ def test_norms_over_all_heads_sum_across_the_gpus_that_cut_them() -> None:
     assert cost.breakdown(16, 16_000)["all_reduce"] == pytest.approx((2 * 62 + 1) * own + 62 * one)
 
 
-def test_replicated_kv_heads_do_not_shrink_further() -> None:
-    model = load_model("qwen2.5-3b")  # two KV heads
-    calibration = load_calibration("h100-sglang")
-    two, four = (RooflineStep(model, tp, H100, calibration) for tp in (2, 4))
-    slope = [step.decode(8).step_s(2e6) - step.decode(8).step_s(1e6) for step in (two, four)]
-    assert slope[0] == pytest.approx(slope[1], rel=1e-6)
-
-
 def test_impossible_layouts_are_one_clear_message() -> None:
     with pytest.raises(ConfigError, match="TP 3 does not divide its 32 heads"):
         roofline(3)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import Talk, cases
 from hypothesis import given
@@ -28,7 +26,6 @@ LLAMA = load_model("llama-3.1-8b")
 H100 = load_cluster("8xh100")
 IDEAL = TrainEfficiency(flop=1.0, attention=1.0, overhead_tokens=0.0, memory=1.0)
 REAL = TrainEfficiency(flop=0.5)
-DATA = Path(__file__).resolve().parents[1] / "evidence" / "verl_steps.csv"
 
 
 class Ring:
@@ -145,19 +142,6 @@ def test_first_fit_keeps_every_item_and_the_capacity(sizes: list[int], ranks: in
     assert all(0 < sum(sizes[item] for item in members) <= 100 for members in bins)
     assert len(bins) % ranks == 0 or len(bins) == len(sizes)
     assert len(bins) < 2 * sum(sizes) / 100 + ranks  # but for at most one, bins are half full on average
-
-
-def test_measured_verl_step() -> None:
-    """Row 3: Qwen2-7B, FSDP on 8 A100/A800, at the fitted efficiency and bus rate (the part `training` of the fits)."""
-    row = pd.read_csv(DATA).set_index("id").loc[3]
-    draws = np.random.default_rng(0).lognormal(0, 0.7, int(row.responses_per_step))
-    lengths = np.minimum(draws * row.mean_response / draws.mean(), row.max_response) + row.mean_prompt
-    strategy = TrainStrategy(dp=8, zero_stage=3, micro_batch_sequences=16)
-    train = TrainCost(
-        load_model("qwen2.5-7b"), load_cluster("8xa100"), Ring(18e9), strategy, TrainEfficiency(flop=0.57)
-    )
-    assert train.train_s(lengths, 4).total_s == pytest.approx(row.update_actor_s, rel=0.2)
-    assert train.forward_s(lengths).total_s == pytest.approx(row.old_logprob_s, rel=0.2)
 
 
 # HSDP and log-probs ---------------------------------------------------------------------------------------------------

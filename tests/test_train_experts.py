@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import TINY, Talk, cases
 from test_init import draft_of
-from test_train import FLOPS_ONLY, IDEAL, MEMORY_ONLY, Ring
+from test_train import FLOPS_ONLY, IDEAL, MEMORY_ONLY
 
 from evidence.validate.parts import Options
 from evidence.validate.steps_nemo import nemo_rows
@@ -123,21 +123,6 @@ def test_lent_gpus_would_hold_some_experts_only() -> None:
 
 
 # Without expert parallelism ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("degrees", [{"dp": 32}, {"dp": 8, "tp": 4}, {"dp": 8, "tp": 2, "pp": 2}])
-def test_ep_1_is_training_under_tp(degrees: dict[str, int]) -> None:
-    """Named or not, and of a model without experts under any EP."""
-    lengths = np.arange(100.0, 4100.0, 50.0)
-    plain, named = (
-        TrainStrategy(zero_stage=1, **degrees, **more)  # type: ignore[arg-type]
-        for more in ({}, {"ep": 1, "expert_tp": degrees.get("tp", 1)})
-    )
-    assert cost(plain, Ring()).train_s(lengths) == cost(named, Ring()).train_s(lengths)
-    assert call_bytes(QWEN, plain, backward=True) == call_bytes(QWEN, named, backward=True)
-    dense, apart = load_model("llama-3.1-8b"), TrainStrategy(zero_stage=1, ep=8, **degrees)  # type: ignore[arg-type]
-    assert cost(plain, Ring(), model=dense).train_s(lengths) == cost(apart, Ring(), model=dense).train_s(lengths)
-    assert call_bytes(dense, plain, backward=True) == call_bytes(dense, apart, backward=True)
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
