@@ -1,6 +1,7 @@
 """Families of models: published counts, caches, what is read from a config.json, and what is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -219,17 +220,6 @@ def test_a_hybrid_of_olmo_by_hand() -> None:
     assert hybrid.parameters == 24 * linear + 8 * full + 32 * around + 2 * 100352 * 3840 + 3840
 
 
-def test_layers_with_and_without_experts() -> None:
-    def where(**words: Any) -> list[int]:
-        mixed = model(model_type="qwen3_moe", num_hidden_layers=6, **EXPERTS, **words)
-        return [index for index, layer in enumerate(mixed.layers) if layer.expert_weights()]
-
-    assert where() == [0, 1, 2, 3, 4, 5]
-    assert where(mlp_only_layers=[0, 4]) == [1, 2, 3, 5]
-    assert where(decoder_sparse_step=3) == [2, 5]
-    assert where(first_k_dense_replace=2, moe_layer_freq=2) == [2, 4]
-
-
 def test_words_of_a_model_written_out_and_read_again_mean_the_same() -> None:
     for name in PUBLISHED:
         known = load_model(name)
@@ -259,36 +249,23 @@ def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
     assert found.layers == Model(name="-", **text).layers
 
 
-def test_windows_of_a_config_json(tmp_path: Path) -> None:
-    assert read(tmp_path, model_type="mistral", sliding_window=None).layer_types == ()
-    assert read(tmp_path, model_type="mistral", sliding_window=32).layer_types == ("sliding_attention",) * 4
-    idle = {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False, "max_window_layers": 1}
-    assert read(tmp_path, **idle).layer_types == ()
-    some = read(tmp_path, **{**idle, "use_sliding_window": True})
-    assert some.layer_types == ("full_attention", *("sliding_attention",) * 3)
-    for kind, windows in (("qwen2_moe", [0, 2]), ("qwen3_moe", [0, 1, 2, 3])):
-        found = read(
-            tmp_path, **EXPERTS, **idle | {"model_type": kind, "use_sliding_window": True, "max_window_layers": 3}
-        )
-        found = found.layer_types
-        assert [index for index, one in enumerate(found) if one == "sliding_attention"] == windows
-    own = read(tmp_path, model_type="gemma2", layer_types=["full_attention"] * 4)
-    assert own.attention.window_tokens is None
+SAID: dict[str, Callable[[Model], Any]] = {
+    "sliding": lambda model: [i for i, kind in enumerate(model.layer_types) if kind == "sliding_attention"],
+    "windows": lambda model: [layer.attention.window_tokens for layer in model.layers],
+    "experts": lambda model: [i for i, layer in enumerate(model.layers) if layer.expert_weights()],
+    "widths": lambda model: [list(getattr(layer.mlp, "widths", ())) for layer in model.layers],
+    "tensors": lambda model: model.layers[0].tensors(),
+    "outputs": lambda model: [one.n_out for one in model.layers[0].linears()[:6]],
+    "split": lambda model: model.layers[0].attention.split,
+    "layer_types": lambda model: list(model.layer_types),
+}
 
 
-@pytest.mark.parametrize(
-    ("scaling", "tokens"),
-    [
-        (None, 4096),
-        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
-        ({"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 100}, 4096),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
-        ({"rope_type": "linear", "factor": 2.0}, 8192),
-        ({"rope_type": "linear", "factor": float("inf")}, 4096),
-    ],
-)
-def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | None, tokens: int) -> None:
-    assert read(tmp_path, max_position_embeddings=4096, rope_scaling=scaling).max_position_embeddings == tokens
+@cases("architectures", "words of the layers")
+def test_words_of_the_layers(tmp_path: Path, words: dict[str, Any], expected: dict[str, Any]) -> None:
+    more = EXPERTS if "with" in words else {}
+    model = read(tmp_path, **more, **{name: value for name, value in words.items() if name != "with"})
+    assert {name: SAID.get(name, lambda model, name=name: getattr(model, name))(model) for name in expected} == expected
 
 
 def test_config_json_of_hugging_face(tmp_path: Path) -> None:
@@ -325,51 +302,6 @@ def test_words_that_nobody_knows_are_noted(tmp_path: Path) -> None:
     known = {"rope_theta": 1e4, "bos_token_id": 1, "rms_norm_eps": 1e-6, "n_group": 8, "use_cache": True, "hyper": None}
     assert not read(tmp_path, **known).note
     assert read(tmp_path, **known, hyper_widths=[8]).note.endswith("taken to change nothing: hyper_widths")
-
-
-def test_words_of_families(tmp_path: Path) -> None:
-    ernie = {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8}
-    found = read(tmp_path, **ernie, moe_num_shared_experts=2, moe_layer_end_index=2).layers
-    assert [bool(layer.expert_weights()) for layer in found] == [False, True, True, False]
-    assert found[1].mlp.widths == (8, 16)
-    assert read(tmp_path, model_type="ernie4_5", use_bias=True).layers[0].tensors() == 2 * 7 + 2
-    windows = read(tmp_path, model_type="exaone4", sliding_window=8, sliding_window_pattern="LG")
-    assert windows.layer_types == ("sliding_attention", "full_attention") * 2
-    assert read(tmp_path, model_type="exaone4", sliding_window=None).layer_types == ("full_attention",) * 4
-    mixed = {"model_type": "glm4_moe", **EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}
-    assert [bool(layer.expert_weights()) for layer in read(tmp_path, **mixed).layers] == [False, True, True, False]
-    dense = read(tmp_path, model_type="granitemoehybrid", num_local_experts=0, shared_intermediate_size=96,
-                 mamba_n_heads=4, layer_types=["mamba", "attention"] * 2)  # fmt: skip
-    assert dense.layers[0].mlp.widths == (96,)
-    assert dense.layers[0].attention.split == {"Mamba heads": 4}
-    assert dense.mamba_head_dim == 2 * 64 // 4
-
-
-def test_words_of_a_record_and_of_each_layer(tmp_path: Path) -> None:
-    linear = {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}
-    linear |= {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
-    kimi = read(tmp_path, model_type="kimi_linear", linear_attn_config=linear, **MLA)
-    assert kimi.layer_types == (*("linear_attention",) * 3, "full_attention")
-    assert [one.n_out for one in kimi.layers[0].linears()[:6]] == [3 * 64, 4, 2 * 16, 64, 64, 64]
-    assert kimi.state_bytes == 3 * (4 * 4 * 16 * 16 + 2 * 3 * 3 * 64)
-    mixed = {"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "swa_num_key_value_heads": 4}
-    found = read(tmp_path, model_type="mimo_v2_flash", sliding_window=8, **EXPERTS, **mixed).layers
-    assert [layer.attention.window_tokens for layer in found] == [None, 8, 8, None]
-    assert [bool(layer.expert_weights()) for layer in found] == [False, True, True, True]
-    dots = {"model_type": "dots1", **EXPERTS, "sliding_window": 8, "max_window_layers": 3}
-    assert [layer.attention.window_tokens for layer in read(tmp_path, **dots).layers] == [None, None, None, 8]
-
-
-def test_words_that_family_defaults_do_not_replace(tmp_path: Path) -> None:
-    alike = read(tmp_path, model_type="granitemoehybrid", num_local_experts=0, layer_types=["attention"] * 4)
-    assert alike.layer_types == ("full_attention",) * 4
-    routed = {"model_type": "nemotron_h", "hybrid_override_pattern": "M*ME", **EXPERTS}
-    assert read(tmp_path, **routed, n_shared_experts=0).layers[3].mlp.widths == (32,)
-    assert read(tmp_path, **routed).layers[3].mlp.widths == (32, 32)
-    windows = read(tmp_path, model_type="exaone4", sliding_window=8, sliding_window_pattern="LLGG")
-    assert windows.layer_types.count("full_attention") == 2
-    sparse = {"model_type": "glm4_moe", **EXPERTS, "mlp_layer_types": ["sparse"] * 4}  # before first_k_dense_replace
-    assert all(layer.expert_weights() for layer in read(tmp_path, **sparse).layers)
 
 
 def test_engines_cut_groups_of_mamba_heads() -> None:
