@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from rlsim.cost.curve import InWindows
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
-from rlsim.cost.transfer import SwitchCost
+from rlsim.cost.transfer import SwitchCost, SwitchWay
 from rlsim.sim.control import (
     Abort,
     Action,
@@ -274,6 +274,7 @@ class _Switch:
     node: int
     to_tp: int
     kv: KvHandling
+    way: SwitchWay
     old: list[_Replica]
     ends_at: float | None = None  # None until the last replica has stopped
 
@@ -776,7 +777,7 @@ class _Rollout:
         if self.stop_asked:
             return False
         match action:
-            case Reconfigure(node, tp, kv):
+            case Reconfigure(node, tp, kv, way):
                 # Choice: a node that has given up replicas (or is about to) cannot be laid out anew.
                 old = [replica for replica in self.active() if replica.node == node]
                 if not old or self.switching(node) or len(old) * self.tps[node] < self.node_gpus[node]:
@@ -785,7 +786,8 @@ class _Rollout:
                     raise ValueError(f"{self.node_gpus[node]} GPUs cannot be divided into replicas of {tp}")
                 for replica in old:
                     replica.stopping = "switch"
-                self.switches.append(_Switch(node, tp, kv, old))
+                # Choice: with the engine its KV cache ends, whatever the action says of it.
+                self.switches.append(_Switch(node, tp, "recompute" if way.restart else kv, way, old))
                 return True
             case Migrate(ids, to, kv):
                 target = self.replicas[to]
@@ -956,7 +958,8 @@ class _Rollout:
             first_use = switch.to_tp not in self.used_tps[switch.node]
             sequences = sum(len(replica.requests()) for replica in switch.old)
             gpus = self.node_gpus[switch.node]
-            cost = self.costs.switch(gpus, from_tp, switch.to_tp, contexts, sequences, switch.kv, first_use)
+            kv, way = switch.kv, switch.way
+            cost = self.costs.switch(gpus, from_tp, switch.to_tp, contexts, sequences, kv, first_use, way)
             for replica in switch.old:
                 for r in replica.requests():
                     self.end_stay(r, "switched", replica.stopped_at)

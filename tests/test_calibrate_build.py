@@ -404,9 +404,9 @@ def test_shares_are_seconds_of_the_data_sheet_over_those_of_the_kernel() -> None
     found = efficiencies(H100.model_copy(update={"operators": H100.operators.model_copy(update={"gemm": launch})}))
     products, others = found[found.kernel == "gemm"], found[found.kernel != "gemm"]
     weights_s = 2.0 * (4096**2 + 2 * 4096) / H100.reference.memory_bytes_per_s
-    (share,) = products[(products.line == "n = k = 4,096") & (products["at"] == 1)].share
+    (share,) = products[(products.line == "n = k = 4,096") & (products["at"] == 1)].value
     assert share == pytest.approx(weights_s / 1e-3, rel=1e-3)
-    assert others.share.between(0, 1).all()
+    assert others.value.between(0, 1).all()
     assert {"decode_attention", "prefill_attention", "experts_mxfp4", "gemm_fp8"} <= {*others.kernel}
 
 

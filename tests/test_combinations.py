@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
 def combined(draw: st.DrawFn) -> Drawn:
     """Parts of a system; without a split all GPUs generate, and then train."""
     rollout_gpus, batching = draw(st.sampled_from([0, 2, 4, 6])), draw(st.sampled_from(BATCHINGS))
-    layout = draw(st.sampled_from([{"verl": {"tp": 1}}, {"verl": {"tp": 2}}, "pat"]))
+    layout = draw(st.sampled_from([{"verl": {"tp": 1}}, {"verl": {"tp": 2}}, "pat", {"pat": draw(switching())}]))
     parts = [{"split": {"rollout_gpus": rollout_gpus}}] if rollout_gpus else []
     parts += [layout, batching, *(part for part in BESIDE if draw(st.integers(0, 3)) == 0)]
     if "hybrid_rollout" in parts:
@@ -68,6 +68,14 @@ def combined(draw: st.DrawFn) -> Drawn:
 
 
 KV = ("recompute", "migrate")
+
+
+@st.composite
+def switching(draw: st.DrawFn) -> dict[str, Any]:
+    """How PAT switches, and when."""
+    when = draw(st.sampled_from([{}, {"start_tp": 1, "switch_at": 3}, {"start_tp": 1, "predictor_error": 0.3}]))
+    ways = {"weights": ["reshard", "gather", "reload"], "graphs": ["tail", "all"], "kv": [*KV, "cheaper"]}
+    return {**when, "restart": draw(st.booleans()), **{key: draw(st.sampled_from(of)) for key, of in ways.items()}}
 
 
 @st.composite

@@ -13,7 +13,7 @@ from reference import RefEngine, RefRequest, RefResult, simulate
 
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all, sum_of
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
-from rlsim.cost.transfer import NO_HOST_KV, HostKv, SwitchCost
+from rlsim.cost.transfer import IN_PLACE, NO_HOST_KV, WAYS, HostKv, SwitchCost, SwitchWay
 from rlsim.sim.control import (
     Abort,
     Action,
@@ -88,7 +88,8 @@ class StubCosts:
     """A machine for tests (a `RolloutCosts`).
 
     A switch takes `weights_s` shared by the new degree, `capture_s`, `kv_per_token_s` shared by the GPUs for each token
-    that migrates, and `first_use_s` where the degree is new to the node.
+    that migrates, and `first_use_s` where the degree is new to the node. Weights that are loaded take as long as those
+    of TP1, all graphs twice as long as a few, and a restart ten times `first_use_s` instead of that.
     """
 
     steps: Mapping[int, LinearStep]
@@ -120,9 +121,12 @@ class StubCosts:
         sequences: int,
         kv: KvHandling,
         first_use: bool,
+        way: SwitchWay = IN_PLACE,
     ) -> SwitchCost:
         kv_s = self.kv_per_token_s * sum(contexts) / gpus if kv == "migrate" else 0.0
-        return SwitchCost(self.weights_s / to_tp, kv_s, self.capture_s, self.first_use_s if first_use else 0.0)
+        weights_s = self.weights_s / (1 if way.weights == "reload" else to_tp)
+        capture_s = self.capture_s * (2 if way.graphs == "all" else 1)
+        return SwitchCost(weights_s, kv_s, capture_s, self.first_use_s * (10 if way.restart else first_use))
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
         time_s = self.transfer_base_s + self.transfer_per_token_s * sum(contexts) / min(from_tp, to_tp)
@@ -162,13 +166,14 @@ class SwitchAt(Scripted):
     rungs: tuple[tuple[int, int], ...]  # (unfinished, tp), unfinished falling
     kv: KvHandling
     only_finished_nodes: bool = True
+    way: SwitchWay = IN_PLACE
 
     def on_finish(self, view: RolloutView) -> list[Action]:
         actions: list[Action] = []
         for node in view.finished_nodes if self.only_finished_nodes else view.nodes:
             tps = [tp for unfinished, tp in self.rungs if 0 < view.unfinished(node) <= unfinished]
             if tps and tps[-1] != view.tp(node):
-                actions.append(Reconfigure(node, tps[-1], self.kv))
+                actions.append(Reconfigure(node, tps[-1], self.kv, self.way))
         return actions
 
 
@@ -179,12 +184,13 @@ class SwitchUnused(Scripted):
     tps: tuple[int, ...]
     every: int
     kv: KvHandling
+    way: SwitchWay = IN_PLACE
 
     def on_finish(self, view: RolloutView) -> list[Action]:
         if view.finished % self.every:
             return []
         new = {node: [tp for tp in self.tps if tp not in view.used_tps(node)] for node in view.nodes}
-        return [Reconfigure(node, tps[0], self.kv) for node, tps in new.items() if tps]
+        return [Reconfigure(node, tps[0], self.kv, self.way) for node, tps in new.items() if tps]
 
 
 @dataclass(frozen=True)
@@ -396,6 +402,7 @@ def _steps(draw: st.DrawFn, gpus: int, ties: bool) -> dict[int, LinearStep]:
 
 
 KV: st.SearchStrategy[KvHandling] = st.sampled_from(["migrate", "recompute"])
+WAY = st.sampled_from([*[IN_PLACE] * len(WAYS), *WAYS])
 COUNT = st.integers(1, 4)
 
 
@@ -409,8 +416,8 @@ def _kinds(requests: int, gpus: int) -> dict[str, st.SearchStrategy[Scripted]]:
 
     return {
         "nothing": st.just(Nothing()),
-        "switch": st.builds(SwitchAt, rungs.map(falling), KV, st.booleans()),
-        "unused": st.builds(SwitchUnused, st.permutations(degrees(gpus)).map(tuple), COUNT, KV),
+        "switch": st.builds(SwitchAt, rungs.map(falling), KV, st.booleans(), WAY),
+        "unused": st.builds(SwitchUnused, st.permutations(degrees(gpus)).map(tuple), COUNT, KV, WAY),
         "balance": st.builds(Balance, COUNT, COUNT, KV, st.booleans()),
         "gather": st.builds(Gather, left, KV),
         "shrink": st.builds(Shrink, st.integers(0, requests), COUNT, COUNT),

@@ -1,7 +1,9 @@
-"""What kernels reach of the data sheet, by shape: the tables of a calibration as one reads them."""
+"""What kernels reach of the data sheet by shape, and seconds of a decode step: a calibration as one reads it."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +15,10 @@ from rlsim.cost.calibration import Calibration
 from rlsim.cost.experts import FusedExperts, expert_load, peak_of
 from rlsim.cost.operators import Operators, gemm_of
 from rlsim.cost.products import Products
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.errors import CalibrationError
+from rlsim.models.hardware import Cluster, node_types
+from rlsim.models.model import Model
 from rlsim.models.precision import WEIGHT_BYTES, peak_flop_per_s
 
 if TYPE_CHECKING:
@@ -25,12 +30,13 @@ CONTEXTS = (64, 256, 1024, 4096, 16384, 65536)
 SEQUENCES = (1, 8, 64, 256)
 HEADS = (32, 8, 128)  # query heads, KV heads and their size
 EXPERTS = (128, 8, 4096, 1536)  # of Qwen3-235B-A22B: experts, of them for a token, hidden size, width
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # responses on all GPUs together
 SIDE = 260  # pixels of a panel
 
 
 def efficiencies(calibration: Calibration) -> pd.DataFrame:
-    """Columns kernel, line, axis (what `at` counts), at and share: the least seconds that the data sheet's FLOP/s and
-    bandwidth allow, over those of the kernel. A share above 1 is a cache's."""
+    """Columns kernel, line, axis (what `at` counts), at and value: the least seconds that the data sheet's FLOP/s and
+    bandwidth allow, over those of the kernel. A value above 1 is a cache's."""
     return pd.DataFrame([*_products(calibration), *_attention(calibration), *_experts(calibration)]).reset_index(
         drop=True
     )
@@ -73,11 +79,39 @@ def _experts(calibration: Calibration) -> Iterator[dict[str, object]]:
             yield _row(f"experts_{precision}", f"{experts} experts", "tokens", tokens, share)
 
 
-def _row(kernel: str, line: str, axis: str, at: float, share: float) -> dict[str, object]:
-    return {"kernel": kernel, "line": line, "axis": axis, "at": at, "share": share}
+def _row(kernel: str, line: str, axis: str, at: float, value: float) -> dict[str, object]:
+    return {"kernel": kernel, "line": line, "axis": axis, "at": at, "value": value}
 
 
-def write_efficiencies(found: pd.DataFrame, title: str, path: Path) -> None:
+def node_of(calibration: Calibration) -> Cluster:
+    """A node of the catalogue with the calibration's GPU; raises `CalibrationError` if there is none."""
+    for node in node_types().values():
+        if node.gpu.name == calibration.gpu:
+            return node
+    raise CalibrationError(f"{calibration.name}: the catalogue has no node of {calibration.gpu}; name one (--cluster)")
+
+
+def latencies(model: Model, cluster: Cluster, calibration: Calibration) -> pd.DataFrame:
+    """Columns context (tokens of each response), tp, batch (responses on all GPUs) and step_s: seconds of a decode
+    step, missing where the KV cache has no room. Degrees are those that hold a response of the shortest context.
+    """
+    costs = RolloutCostModel(model, cluster, calibration)
+    degrees, _ = costs.feasible_tps(CONTEXTS[2])
+    rows = []
+    for context, tp, batch in itertools.product(CONTEXTS[2:], degrees, BATCHES):
+        own = math.ceil(batch * tp / cluster.gpus)  # of the fullest replica
+        fits = own * context <= costs.capacity_pages(tp) * costs.page_tokens
+        rows.append((context, tp, batch, costs.step(tp).decode(own).step_s(own * context) if fits else math.nan))
+    return pd.DataFrame(rows, columns=["context", "tp", "batch", "step_s"])
+
+
+def by_line(found: pd.DataFrame) -> pd.DataFrame:
+    """The `latencies`, with the columns of `efficiencies`; values are milliseconds."""
+    named = {"kernel": found.context.map("context {:,}".format), "line": "TP" + found.tp.astype(str)}
+    return found.assign(**named, axis="responses", at=found.batch, value=1e3 * found.step_s)
+
+
+def write(found: pd.DataFrame, title: str, path: Path) -> None:
     """A panel for every kernel, as .html, .svg or .png; raises `CalibrationError` for another ending."""
     save_chart(_chart(found, title), path, CalibrationError)
 
@@ -85,16 +119,17 @@ def write_efficiencies(found: pd.DataFrame, title: str, path: Path) -> None:
 def _chart(found: pd.DataFrame, title: str) -> alt.FacetChart:
     import altair as alt
 
+    unit, form, digits = ("ms", "d", ".2f") if "step_s" in found else ("of the data sheet's rate", "%", ".1%")
     panel = found.kernel.str.replace("_", " ") + ", by " + found.axis
     lines = alt.Chart(found.assign(panel=panel)).mark_line(point=True)
     lines = lines.encode(
         x=alt.X("at:Q", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(format="~s", tickCount=5), title=None),
-        y=alt.Y("share:Q", axis=alt.Axis(format="%"), title="of the data sheet's rate"),
+        y=alt.Y("value:Q", axis=alt.Axis(format=form), title=unit),
         color=alt.Color("line:N", title=None, sort=None),
-        tooltip=["line:N", alt.Tooltip("at:Q", format=","), alt.Tooltip("share:Q", format=".1%")],
+        tooltip=["line:N", alt.Tooltip("at:Q", format=","), alt.Tooltip("value:Q", format=digits)],
     )
     panels = lines.properties(width=SIDE, height=SIDE * 0.7).facet(
-        alt.Facet("panel:N", title=None, sort=None), columns=3, title=title
+        alt.Facet("panel:N", title=None, sort=[*panel.unique()]), columns=3, title=title
     )
     chart: alt.FacetChart = panels.resolve_scale(x="independent")
     return chart

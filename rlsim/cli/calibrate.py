@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import echo, named
+from rlsim.cli.common import Json, check_json, echo, named, write_json
 from rlsim.cli.tables import Table, print_tables, table
 from rlsim.errors import CalibrationError
 
@@ -208,32 +209,52 @@ def show_(
         str,
         typer.Argument(metavar="CALIBRATION", help="A name or a file.", autocompletion=complete.calibrations),
     ],
+    model: Annotated[
+        str | None, named("Model whose decode steps to show instead, by TP, batch and context.", complete.models)
+    ] = None,
+    cluster: Annotated[str | None, named("Cluster that it runs on (default: a node).", complete.clusters)] = None,
     out: Annotated[Path | None, typer.Option(help="Chart to write: .html, .svg or .png.")] = None,
+    json_file: Json = None,
 ) -> None:
-    """Show what kernels reach of the data sheet's FLOP/s or bandwidth, by shape.
+    """Show what kernels reach of the data sheet's FLOP/s or bandwidth, by shape, or how long a model's steps take.
 
     \b
     Example: rlsim calibrate show h100-vllm
     Example: rlsim calibrate show my-gpu/calibration.yaml --out efficiency.html
+    Example: rlsim calibrate show a40-sglang --model llama-3.1-8b --cluster 8xa40 --out latencies.png
     """
-    from rlsim.calibrate.show import efficiencies, write_efficiencies
+    from rlsim.calibrate import show
     from rlsim.cost.calibration import load_calibration
+    from rlsim.models.hardware import load_cluster
+    from rlsim.models.model import load_model
 
+    check_json(json_file)
     calibration = load_calibration(name)
-    found = efficiencies(calibration)
+    if model is None:
+        found = shown = show.efficiencies(calibration)
+        title, form = f"{calibration.name}: share of the data sheet's rate", "{:.0%}"
+        said = f"Seconds at {calibration.gpu}'s data sheet over a kernel's, launch included. Over 100%: from caches."
+    else:
+        machine = load_cluster(cluster) if cluster else show.node_of(calibration)
+        found = show.latencies(load_model(model), machine, calibration)
+        title, form = f"{calibration.name}: milliseconds of a decode step of {model} on {machine.name}", "{:.2f}"
+        shown = show.by_line(found)
+        said = "Milliseconds, by responses on all GPUs together; –: more than the KV cache holds."
     if out is not None:
-        write_efficiencies(found, f"{calibration.name}: share of the data sheet's rate", out)
+        show.write(shown, title, out)
+    if write_json(json_file, json.loads(found.to_json(orient="records"))):
+        return
     parts = []
-    for kernel, rows in found.groupby("kernel", sort=False):
-        shares = rows.pivot_table("share", "line", "at", sort=False)
-        heads = [rows.axis.iloc[0], *(f"{at:,.0f}" for at in shares.columns)]
+    for kernel, rows in shown.groupby("kernel", sort=False):
+        values = rows.pivot_table("value", "line", "at", sort=False, dropna=False)
+        heads = [rows.axis.iloc[0], *(f"{at:,.0f}" for at in values.columns)]
         lines = [
-            (str(line), *(f"{share:.0%}" for share in row))
-            for line, row in zip(shares.index, shares.to_numpy(), strict=True)
+            (str(line), *("–" if math.isnan(value) else form.format(value) for value in row))
+            for line, row in zip(values.index, values.to_numpy(), strict=True)
         ]
         parts.append(table(heads, lines, title=str(kernel).replace("_", " ")))
     print_tables(parts)
-    echo(f"Seconds at {calibration.gpu}'s data sheet over those of a kernel, launch included. Over 100%: from caches.")
+    echo(said)
     if out is not None:
         echo(f"chart: {out}")
 

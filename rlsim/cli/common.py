@@ -50,10 +50,17 @@ Certainty = Annotated[
 ]
 
 
-def with_options(settings: Sequence[str] | None, *, warmup: int | None = None, certainty: int | None) -> list[str]:
+def with_options(
+    settings: Sequence[str] | None,
+    *,
+    warmup: int | None = None,
+    steps_at_cap: bool | None = None,
+    certainty: int | None,
+) -> list[str]:
     """Settings, and those that options of their own stand for."""
-    options = {"workflow.warmup": warmup, "certainty": certainty}
-    return [*(settings or ()), *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    options = {"workflow.warmup": warmup, "workflow.steps_at_cap": steps_at_cap, "certainty": certainty}
+    given = (f"{key}={str(value).lower()}" for key, value in options.items() if value is not None)
+    return [*(settings or ()), *given]
 
 
 def add_code_folders(file: str) -> None:

@@ -91,6 +91,9 @@ def run(
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
     settings: Settings = None,
     warmup: Warmup = None,
+    steps_at_cap: Annotated[
+        bool, typer.Option("--steps-at-cap", help="Means count only steps in which a response reaches the cap.")
+    ] = False,
     certainty: Certainty = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse costs of shapes outside what the calibration was measured at.")
@@ -111,7 +114,7 @@ def run(
     add_code_folders(experiment)
     check_json(json_file)
     target = out or results_folder(load_experiment(experiment, settings or ())[0].name)
-    settings = with_options(settings, warmup=warmup, certainty=certainty)
+    settings = with_options(settings, warmup=warmup, steps_at_cap=steps_at_cap or None, certainty=certainty)
     run_and_print(
         experiment, settings, target, seeds=seeds, strict=strict, what_if=what_if, quiet=quiet, json_file=json_file
     )
@@ -224,6 +227,7 @@ def _parts(rows: pd.DataFrame) -> Table:
         **({"paused": column("switch_time_s", number, 1)} if switches else {}),
         **{name: column(name, number, 1) for name in ACTED if rows[name].max() > 0},
         "tokens/s": column("tokens_per_s", number, 0),
+        "generated/s": column("generated_tokens_per_s", number, 0),
         **({"wasted": column("wasted_fraction", share)} if wasted else {}),
         "bound": column("bound_share", share),
     }
@@ -231,7 +235,7 @@ def _parts(rows: pd.DataFrame) -> Table:
     legend += "; paused: for switches" if switches else ""
     for name, what in {"moved": "responses", "released": "replicas", "aborted": "responses"}.items():
         legend += f"; {name}: {what}" if rows[name].max() > 0 else ""
-    legend += "\ntokens/s: trained on, prompts counted"
+    legend += "\ntokens/s: trained on, prompts counted; generated/s: tokens of responses, trained on or not"
     legend += "; wasted: of the generated tokens" if wasted else ""
     return table(columns, written(columns, rows.to_dict("records")), caption=f"{legend}; bound: lower bound / gen")
 

@@ -165,6 +165,13 @@ class RuntimeFit(Fitted):
     migrate_bytes_per_s: Rate | None = Field(
         default=None, description="per rank, one way, while KV migrates; none: from the collectives"
     )
+    restart_s: LongSeconds = Field(
+        default=28.91,
+        description="end and start of an engine without weights, KV and graphs; default: PAT's naive switch (A40, TP8)",
+    )
+    reload_bytes_per_s: Rate = Field(
+        default=2.150e9, description="of all weights, loaded by an engine; default: PAT's 7.47 s for LLaMA-3.1-8B"
+    )
     source: str
 
 

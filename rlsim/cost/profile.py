@@ -63,6 +63,11 @@ class ProfileStep(StepCost):
         self._made = dict(self._curves)
         self._stacked = StackedCurves(self.decode)
 
+    def scaled(self, factors: Sequence[float]) -> ProfileStep:
+        """The profile whose decode steps take so many times as long at each profiled batch size, smallest first."""
+        curves = [curve.mapped(by, 0.0) for curve, by in zip(self._curves.values(), factors, strict=False)]
+        return ProfileStep(self.tp, curves, self._tokens, self._lengths, self._prefill, skew=self.skew)
+
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:  # noqa: ARG002
         """The profiled curve of `batch`, or the blend of its neighbours at the same sum of contexts."""
         known = self._made.get(batch)

@@ -14,7 +14,18 @@ from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
-from rlsim.cost.transfer import NO_HOST_KV, HostKv, SwitchCost, captured_batch_sizes, kv_migrate_s, kv_send_s, reshard_s
+from rlsim.cost.transfer import (
+    IN_PLACE,
+    NO_HOST_KV,
+    HostKv,
+    SwitchCost,
+    SwitchWay,
+    captured_batch_sizes,
+    kv_migrate_s,
+    kv_send_s,
+    reshard_s,
+    switch_peak_bytes,
+)
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
@@ -63,6 +74,7 @@ class RolloutCostModel:
         self.step = cache(self._step)
         self.capacity_pages = cache(self._capacity_pages)
         self.host_kv = cache(self._host_kv)
+        self.switch_bytes = cache(self._switch_bytes)
 
     def lookups(self) -> Lookups:
         """The shapes asked for so far, by operator and by how far they rest on measurements."""
@@ -115,6 +127,13 @@ class RolloutCostModel:
             min_tokens=min_tokens,
         )
 
+    def _switch_bytes(self, from_tp: int, to_tp: int, way: SwitchWay) -> tuple[float, float, float]:
+        """Of a switch, on a GPU: `switch_peak_bytes` without KV, and by token; by how much the KV pool grows."""
+        none, one = (switch_peak_bytes(self.model, tokens, from_tp, to_tp, way) for tokens in (0, 1))
+        pages = {tp: kv_page_bytes(self.model, tp, self.page_tokens) for tp in (from_tp, to_tp)}
+        old, new = (self.capacity_pages(tp) * page for tp, page in pages.items())
+        return none, one - none, new - old
+
     def share_for(self, tp: int, pages: float) -> float:
         """The `memory_utilization` with which each group of a replica at `tp` has so many KV pages, be it above 1."""
         memory, rule = self.memory(tp, min_tokens=-sys.maxsize), self.calibration.memory_rule
@@ -145,14 +164,23 @@ class RolloutCostModel:
         return tuple(feasible), infeasible
 
     def switch(
-        self, gpus: int, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: str, first_use: bool
+        self,
+        gpus: int,
+        from_tp: int,
+        to_tp: int,
+        contexts: Sequence[int],
+        sequences: int,
+        kv: str,
+        first_use: bool,
+        way: SwitchWay = IN_PLACE,
     ) -> SwitchCost:
         """Pause of `gpus` GPUs of a node, going to another TP with `sequences` unfinished requests.
 
-        Weights are resharded layer by layer. The KV of `contexts` migrates (`kv` = "migrate") inside groups of
-        max(from, to) GPUs side by side, each moving its share, or is left to be recomputed by the engine (then it costs
-        nothing here). Decode graphs are captured for the batch sizes up to a target replica's share of the requests
-        only. Communication groups are created at their first use. Raises `ConfigError` for replicas across nodes, and
+        Weights are resharded, or loaded again as a whole. The KV of `contexts` migrates (`kv` = "migrate") inside
+        groups of max(from, to) GPUs side by side, each moving its share, or is left to be recomputed by the engine
+        (then it costs nothing here). Decode graphs are captured for the batch sizes up to a target replica's share of
+        the requests only, unless all are wanted. Communication groups are created at their first use; in a restart
+        they are among what the engine's start takes. Raises `ConfigError` for replicas across nodes, and
         for those that share a model by more than TP: engines do not change such a layout while they run.
         """
         if not self._layout.plain or self._pp > 1 or max(from_tp, to_tp) > self.cluster.domain_gpus:
@@ -161,16 +189,26 @@ class RolloutCostModel:
                 "engine.pp, engine.data_parallel_attention, and across nodes"
             )
         runtime = self.calibration.runtime
-        graphs = captured_batch_sizes(max(math.ceil(sequences * to_tp / gpus), 1), runtime.graph_batch_sizes)
-        moved_s = 0.0
+        graphs: Sequence[int] = runtime.graph_batch_sizes
+        if way.graphs == "tail":
+            graphs = captured_batch_sizes(max(math.ceil(sequences * to_tp / gpus), 1), graphs)
+        moved_s = share = 0.0
         if kv == "migrate":
             share = self._kept_tokens(contexts) * max(from_tp, to_tp) / gpus
             moved_s = kv_migrate_s(self.model, self._collectives, share, from_tp, to_tp, runtime.migrate_bytes_per_s)
+        if way.weights == "reload":
+            weights_s = self.model.weight_bytes / runtime.reload_bytes_per_s
+        else:
+            weights_s = reshard_s(self.model, self._collectives, from_tp, to_tp, runtime.reshard_bytes_per_s)
+        base_bytes, token_bytes, pool_bytes = self.switch_bytes(from_tp, to_tp, way)
+        control_s = runtime.switch_control_s + (runtime.group_create_s if first_use else 0.0)
         return SwitchCost(
-            weights_s=reshard_s(self.model, self._collectives, from_tp, to_tp, runtime.reshard_bytes_per_s),
+            weights_s=weights_s,
             kv_s=moved_s,
             graph_s=runtime.graph_capture_s * len(graphs),
-            control_s=runtime.switch_control_s + (runtime.group_create_s if first_use else 0.0),
+            control_s=runtime.restart_s if way.restart else control_s,
+            peak_bytes=base_bytes + share * token_bytes,
+            pool_bytes=pool_bytes,
         )
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:

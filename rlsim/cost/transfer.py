@@ -5,9 +5,11 @@ Every function is pure and takes what it needs: shapes from `Model`, rates as nu
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
@@ -221,14 +223,35 @@ def rms_context_tokens(contexts: Sequence[float]) -> float:
 # A TP switch as a whole ---------------------------------------------------------------------------------------------
 
 
+WeightHandling = Literal["reshard", "gather", "reload"]
+GraphCapture = Literal["tail", "all"]
+
+
+class SwitchWay(NamedTuple):
+    """How a TP switch brings the weights and the decode graphs of the new layout; the KV cache is another matter."""
+
+    weights: WeightHandling = "reshard"  # layer by layer, whole at once, or loaded again
+    graphs: GraphCapture = "tail"  # for the batch sizes that the requests left may need, or all of the engine's
+    restart: bool = False
+
+
+IN_PLACE = SwitchWay()
+#: The engine is ended and started again under the new layout, as one that cannot switch must be (PAT's naive switch):
+#: weights are loaded, all graphs captured, and no KV cache outlives it.
+RESTART = SwitchWay("reload", "all", restart=True)
+WAYS = (RESTART, *itertools.starmap(SwitchWay, itertools.product(get_args(WeightHandling), get_args(GraphCapture))))
+
+
 @dataclass(frozen=True)
 class SwitchCost:
-    """Seconds of one TP switch of one node, by part; the parts run one after another."""
+    """Seconds of one TP switch of one node, by part; the parts run one after another. And its memory on a GPU."""
 
     weights_s: float
     kv_s: float
     graph_s: float
     control_s: float
+    peak_bytes: float = 0.0  # at most held beside what was there before, while it lasts (`switch_peak_bytes`)
+    pool_bytes: float = 0.0  # by which the KV pool is larger afterwards
 
     @property
     def total_s(self) -> float:
@@ -246,14 +269,15 @@ def captured_batch_sizes(largest: int, sizes: Sequence[int] = GRAPH_BATCH_SIZES)
 
 
 def switch_peak_bytes(
-    model: Model, context_tokens: float, tp_src: int, tp_dst: int, *, layerwise: bool = True
+    model: Model, context_tokens: float, tp_src: int, tp_dst: int, way: SwitchWay = IN_PLACE
 ) -> float:
     """Extra bytes on one GPU at the peak of a TP switch that moves valid KV only.
 
-    A full move first gathers all weights and all KV of the merging replicas, then slices: what is gathered beyond what
-    the GPU already holds. Layer-wise, only one layer of each is gathered at a time; a layer's old weight slice is
-    freed as its new one is written (growth to a smaller TP counts), while the new KV slices pile up until the old page
-    pool can be released. To a smaller TP nothing is gathered of the KV: heads are exchanged for sequences.
+    A full move (`gather`) first gathers all weights and all KV of the merging replicas, then slices: what is gathered
+    beyond what the GPU already holds. Layer-wise, only one layer of each is gathered at a time; a layer's old weight
+    slice is freed as its new one is written (growth to a smaller TP counts), while the new KV slices pile up until the
+    old page pool can be released. To a smaller TP nothing is gathered of the KV: heads are exchanged for sequences.
+    Weights that are loaded again come when the old ones are gone, in slices; a restart begins with an empty GPU.
     Raises `ConfigError` for an impossible degree.
     """
     model.check_tp(tp_src)
@@ -264,9 +288,11 @@ def switch_peak_bytes(
     kv_held = kv_gathered * min(tp_src / tp_dst, 1.0)
     kv_new = model.kv_bytes_per_token * context_tokens / max(tp_src, tp_dst)
     growth = max(rollout_weight_bytes(model, tp_dst) - weights_held, 0.0)
-    if not layerwise:
+    if way.restart:
+        return 0.0
+    if way.weights == "gather":
         return model.weight_bytes - weights_held + max(kv_gathered - kv_held, kv_new)
-    largest = max(map(model.layer_bytes, model.groups))
+    largest = max(map(model.layer_bytes, model.groups)) * (way.weights == "reshard")
     one_layer = largest * (1 - 1 / tp_src) + (kv_gathered - kv_held) / layers
     before_last_layer = max(growth - largest * max(1 / tp_dst - 1 / tp_src, 0.0), 0.0)
     return one_layer + kv_new + before_last_layer

@@ -59,6 +59,7 @@ def frames_of(
     durations_s = np.diff(edges)
     flow = Flow.of(outcome, sampler)
     block = window.blocks([row["round"] for row in rows], flow.fill)
+    block[[row["longest_tokens"] < window.least_tokens for row in rows]] = -1
     columns: dict[str, Any] = {
         "steady": block >= 0,
         "block": block,
@@ -156,6 +157,7 @@ def _steps(outcome: Outcome, bound: GenerationBound | None) -> list[dict[str, An
             rewards=Stretches.merged((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
             began=began,
             ended=ended,
+            alone_at=np.clip(finished[-2], began, ended) if len(finished) > 1 else began,
             p90_at=finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else ended,
             bound_s=bound_s,
             behind=behind,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.refusals import refuse
 from rlsim.errors import CapacityError, RlsimError, check_arguments
 from rlsim.experiment.case import Case, Execute, Job, Ran, cases_of
 from rlsim.experiment.columns import TABLES
@@ -86,6 +87,8 @@ def run_loaded(
 
     collected = _ran(cases, calibrated, execute, strict)
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
+    for (_, system), rows in tables["steps"].groupby(["case", "system"], sort=False):
+        refuse("steps at cap", system=system, counted=rows["steady"].any())
     result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
     if what_if:
         own, runs = dict(iter(result.summary().groupby("case"))), partial(_ran, told=told, execute=execute)

@@ -152,6 +152,9 @@ class WorkflowSpec(Schema):
         le=100_000,
         description="first steps that no mean counts; default: until what the first step began has been trained on",
     )
+    steps_at_cap: bool = Field(
+        default=False, description="means count only steps that train on a response which reaches the cap"
+    )
     reference: bool = Field(default=True, description="whether a frozen reference model scores the responses (KL term)")
     old_log_probs: bool | None = Field(
         default=None, description="whether the trainer computes the old policy's log-probs anew; default: in grpo"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -60,7 +61,8 @@ class Simulator:
     def window(self, system: System) -> Window:
         """The steps of a system that means count; raises `ConfigError` if a warm-up leaves none."""
         workflow = self.loaded.experiment.workflow
-        window = Window(self.workflow(system).overlap, workflow.warmup)
+        least_tokens = self.loaded.longest_response if workflow.steps_at_cap else 0
+        window = Window(self.workflow(system).overlap, workflow.warmup, least_tokens)
         window.check(workflow.steps)
         return window
 
@@ -130,15 +132,16 @@ class Simulator:
     def simulate(self, system: System, sampler: StepSampler) -> Outcome:
         loaded, placed = self.loaded, self.placed(system)
         experiment, spec = loaded.experiment, loaded.experiment.workflow
-        system.control.setup(placed.context)
-        tp = system.initial_tp(placed.context)
+        context = replace(placed.context, seed=sampler.seed)
+        system.control.setup(context)
+        tp = system.initial_tp(context)
         what = Simulation(
             workflow=placed.workflow,
             plan=placed.plan,
             cluster=loaded.cluster,
             control=system.control,
             initial_tp=tp,
-            feasible_tps=placed.context.feasible_tps,
+            feasible_tps=context.feasible_tps,
             feed=PromptFeed(spec.prompts, loaded.launched_responses),
             requests=_Requests(sampler, system.control.length_error),
             costs=placed.rollout_costs,

@@ -87,6 +87,7 @@ class Window(NamedTuple):
 
     lag: int  # steps that may run beside another: the last ones drain the pipeline
     warmup: int | None  # first steps that do not count, if the user says so
+    least_tokens: int = 0  # only steps count whose longest response has so many
 
     def check(self, steps: int) -> None:
         """Raises `ConfigError` if the warm-up leaves nothing to measure."""
@@ -131,6 +132,8 @@ def held_back(steps: pd.DataFrame) -> float:
     grown = trained = dropped = 0.0
     for _, own in steps.groupby("seed"):
         steady = own[own["steady"]].sort_values("step")
+        if steady.empty:
+            continue
         before = own.loc[own["step"] == steady["step"].iloc[0] - 1, "outstanding_tokens"]
         grown += float(steady["outstanding_tokens"].iloc[-1]) - float(before.sum())
         trained, dropped = trained + float(steady["tokens"].sum()), dropped + float(steady["dropped_tokens"].sum())
@@ -153,7 +156,7 @@ def unsteady(steps: pd.DataFrame) -> str:
 
 def _faults(steps: pd.DataFrame) -> Iterator[tuple[str, float]]:
     """What is not steady, the worst first, and how many steps would be needed; 0 if more steps are no help."""
-    seeds = [own.sort_values("step") for _, own in steps.groupby("seed")]
+    seeds = [own.sort_values("step") for _, own in steps.groupby("seed") if own["steady"].any()]
     counted = [own[own["steady"]] for own in seeds]
     fills = [int((~own["filled"]).sum()) for own in seeds]
     filled, total, length = max(fills), len(seeds[0]), min(map(len, counted))

@@ -19,7 +19,7 @@ from pydantic import Field, PrivateAttr
 from rlsim.base.schema import Schema
 from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.step import Chunk
-from rlsim.cost.transfer import rms_context_tokens
+from rlsim.cost.transfer import RESTART, GraphCapture, SwitchWay, WeightHandling, rms_context_tokens
 from rlsim.errors import CapacityError
 from rlsim.sim.control import (
     Action,
@@ -67,6 +67,34 @@ class PAT(Schema, RolloutControl):
         default=True, description="whether responses also move between replicas of one layout, where that pays"
     )
 
+    switch_at: int | None = Field(
+        default=None,
+        ge=1,
+        description="switch once, to the largest candidate, when so many sequences are left on a node; none: by cost",
+    )
+    predictor_error: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="mean error of predicted decode latencies, drawn by the run's seed for each TP and profiled batch",
+    )
+
+    kv: Literal["cheaper", "migrate", "recompute"] = Field(
+        default="cheaper", description="what becomes of the KV cache in a switch"
+    )
+    weights: WeightHandling = Field(
+        default="reshard",
+        description="weights in a switch: reshard, layer by layer; gather, all at once (more memory); reload, anew",
+    )
+    graphs: GraphCapture = Field(
+        default="tail", description="decode graphs captured in a switch: for what is left, or for all batch sizes"
+    )
+    restart: bool = Field(
+        default=False,
+        description="switch by ending the engine and starting it under the new layout: weights are loaded, KV is "
+        "computed again, all graphs are captured, whatever the keys above say",
+    )
+
     _context: ControlContext = PrivateAttr()
     _profiles: dict[int, ProfileStep] = PrivateAttr(default_factory=dict)
 
@@ -77,7 +105,11 @@ class PAT(Schema, RolloutControl):
             if tp in context.feasible_tps:
                 capacity = context.costs.capacity_pages(tp) * context.page_tokens
                 budget = min(capacity, tp * self.profile_tokens_per_gpu)
-                self._profiles[tp] = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, budget)
+                profile = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, budget)
+                if self.predictor_error:  # the mean size of errors whose standard deviation is √(π/2) times as large
+                    errors = np.random.default_rng((context.seed, tp)).normal(size=len(BATCHES))
+                    profile = profile.scaled(np.exp(math.sqrt(math.pi / 2) * self.predictor_error * errors).tolist())
+                self._profiles[tp] = profile
         if self._profiles:
             context.check_switches(self._profiles)
 
@@ -104,18 +136,25 @@ class PAT(Schema, RolloutControl):
         if not generated or now_tp not in self._profiles:
             return None
         shortest, longest = view.finished_tokens
-        if shortest == longest >= max(generated):
+        if self.switch_at is None and shortest == longest >= max(generated):
             return None  # all lengths seen are equal, and nobody is beyond them: there is no tail to switch for
         sequences = sum(generated.values())
         mean_tokens = view.context_tokens(node) / sequences
         left_tokens = view.cap_tokens - np.array(list(generated))
         batch = np.array([left_tokens, np.full(len(generated), mean_tokens), list(generated.values())])
         batch = batch[:, np.argsort(-left_tokens)].T
-        # 1. The remaining time if the layout stays.
-        best, best_s = None, self._remaining_s(gpus, now_tp, batch, self._spread_out(view, node, None))
+        # 1. The remaining time if the layout stays. At a fixed switch point it is never better, and before it always.
+        best, candidates = None, self.candidates
+        if self.switch_at is None:
+            best_s = self._remaining_s(gpus, now_tp, batch, self._spread_out(view, node, None))
+        else:
+            best_s, candidates = (
+                math.inf if sequences <= self.switch_at else 0.0,
+                (max(self._profiles.keys() & {*self.candidates}, default=now_tp),),
+            )
         held: list[int] | None = None
         # 2. For every candidate: the unfinished sequences merged over its replicas, and the switch paid for once.
-        for tp in self.candidates:
+        for tp in candidates:
             if tp == now_tp or tp not in self._profiles:
                 continue
             remaining_s = self._remaining_s(gpus, tp, batch, self._spread_out(view, node, tp))
@@ -124,8 +163,18 @@ class PAT(Schema, RolloutControl):
                 switch_s, kv = self._switch_s(gpus, now_tp, tp, held, sequences, tp not in view.used_tps(node))
                 # 3. The cheapest, and only if it beats staying.
                 if remaining_s + switch_s < best_s:
-                    best, best_s = Reconfigure(node, tp, kv), remaining_s + switch_s
+                    best, best_s = Reconfigure(node, tp, kv, self._way), remaining_s + switch_s
         return best or (self._dealt_anew(view, node) if self.redispatch else None)
+
+    @property
+    def _way(self) -> SwitchWay:
+        return RESTART if self.restart else SwitchWay(self.weights, self.graphs)
+
+    @property
+    def _kv(self) -> Sequence[KvHandling]:
+        if self.restart:
+            return ("recompute",)
+        return ("migrate", "recompute") if self.kv == "cheaper" else (self.kv,)
 
     def _dealt_anew(self, view: RolloutView, node: int) -> Migrate | None:
         """Responses of the replica that would take longest, for the one that would be done first, if that pays.
@@ -188,14 +237,17 @@ class PAT(Schema, RolloutControl):
     def _switch_s(
         self, gpus: int, from_tp: int, to_tp: int, held: Sequence[int], sequences: int, first_use: bool
     ) -> tuple[float, KvHandling]:
-        """Cost of the switch, KV handled the cheaper way: migrated, or recomputed under the target."""
-        switch = self._context.costs.switch
-        migrate_s = switch(gpus, from_tp, to_tp, held, sequences, "migrate", first_use).total_s
-        # One prefill of as many sequences of the RMS context, over the target's replicas.
-        prefill = [Chunk(round(rms_context_tokens(held)), 0)] * math.ceil(len(held) / (gpus // to_tp))
-        recompute_s = switch(gpus, from_tp, to_tp, held, sequences, "recompute", first_use).total_s
-        recompute_s += self._profiles[to_tp].prefill_s(prefill) if held else 0.0
-        return (migrate_s, "migrate") if migrate_s <= recompute_s else (recompute_s, "recompute")
+        """Cost of the switch, KV handled as `kv` says, or the cheaper way: migrated, or recomputed under the target."""
+        costs: dict[KvHandling, float] = {
+            kv: self._context.costs.switch(gpus, from_tp, to_tp, held, sequences, kv, first_use, self._way).total_s
+            for kv in self._kv
+        }
+        if held and "recompute" in costs:
+            # One prefill of as many sequences of the RMS context, over the target's replicas.
+            prefill = [Chunk(round(rms_context_tokens(held)), 0)] * math.ceil(len(held) / (gpus // to_tp))
+            costs["recompute"] += self._profiles[to_tp].prefill_s(prefill)
+        kv = min(costs, key=costs.__getitem__)
+        return costs[kv], kv
 
 
 def _batch(view: RolloutView, requests: Sequence[RequestView]) -> Batch:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 from rlsim.base.hooks import Hooked, hook, is_number, is_whole
 from rlsim.cost.step import StepCost
-from rlsim.cost.transfer import HostKv, SwitchCost
+from rlsim.cost.transfer import IN_PLACE, RESTART, WAYS, HostKv, SwitchCost, SwitchWay
 from rlsim.errors import CapacityError, ConfigError, PolicyError
 
 KvHandling = Literal["migrate", "recompute"]
@@ -21,11 +21,16 @@ KvHandling = Literal["migrate", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """Give a whole node a new tensor-parallel degree, and say what becomes of the KV cache."""
+    """Give a whole node a new tensor-parallel degree, and say what becomes of the KV cache, and how the rest goes."""
 
     node: int
     tp: int
     kv: KvHandling = "migrate"
+    way: SwitchWay = IN_PLACE
+
+    def __post_init__(self) -> None:
+        if self.way == RESTART:  # which no KV cache outlives
+            object.__setattr__(self, "kv", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,7 @@ class RolloutCosts(Protocol):
         sequences: int,
         kv: KvHandling,
         first_use: bool,
+        way: SwitchWay = IN_PLACE,
     ) -> SwitchCost:
         """Pause of so many GPUs of a node with `sequences` unfinished requests, some holding `contexts` tokens of KV.
 
@@ -311,6 +317,7 @@ class ControlContext:
     replica_gpus: int | None = None  # GPUs of a rollout replica (TP × PP), where the plan says it
     windows: int = 0  # equal parts in which training takes a step's batch; 0: it does not
     sequence_tokens: int = 0  # longest prompt and response together; 0: the longest of each
+    seed: int = 0  # of the run, for what a control draws
 
     def __post_init__(self) -> None:
         if not self.sequence_tokens:
@@ -404,8 +411,8 @@ def is_launch(launch: object, *_: object) -> bool:
 def is_action(action: object) -> bool:
     """Whether it is an action with fields of the right types; the engine says whether what they name is there."""
     match action:
-        case Reconfigure(node, tp, kv):
-            return is_whole(node, 0) and is_whole(tp, 0) and kv in get_args(KvHandling)
+        case Reconfigure(node, tp, kv, way):
+            return is_whole(node, 0) and is_whole(tp, 0) and kv in get_args(KvHandling) and way in WAYS
         case Migrate(ids, to, kv):
             return _are_numbers(ids) and is_whole(to, 0) and kv in get_args(KvHandling)
         case Release(ids) | Abort(ids):

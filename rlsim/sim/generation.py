@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import simpy
 
 from rlsim.base.hooks import misused
+from rlsim.cost.transfer import IN_PLACE, SwitchWay
 from rlsim.errors import PolicyError
 from rlsim.sim.batching import Batching, Settled, StepBatch
 from rlsim.sim.borrowing import Borrowing
@@ -47,6 +49,7 @@ class Generation:
         self._backlog_s, self._borrowing = backlog_s, borrowing
         self._tp = what.initial_tp  # that the last one began with
         self._last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
+        self._ways: dict[int, SwitchWay] = {}  # by node: how it switched last
         self._used_tps: dict[int, set[int]] = {}
         #: Calls whose responses rewards take as they come.
         self._streaming = {
@@ -204,11 +207,10 @@ class Generation:
     def _note(self, step: int, start: float, rollout: Rollout, settled: Settled) -> None:
         """Write down how a rollout went, and let the control choose the next one's layout."""
         end = self._env.now
-        for at, node, from_tp, to_tp, time in rollout.switches:
+        for at, node, from_tp, to_tp, cost in rollout.switches:
             self._last_tp[node] = to_tp
-            self._outcome.switches.append(
-                SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
-            )
+            self._outcome.switches.append(SwitchRecord.of(step, at, node, from_tp, to_tp, cost))
+        self._ways |= rollout.ways
         preemptions = sum(replica.preemptions for replica in rollout.replicas)
         peak = max(replica.peak_tokens for replica in rollout.replicas)
         hits = sum(replica.hit_tokens for replica in rollout.replicas)
@@ -229,20 +231,21 @@ class Generation:
     def _lay_out(self, step: int, mesh: Sequence[tuple[int, ...]], requests: int) -> Generator[simpy.Event, Any, None]:
         """Pause the nodes that are not in the layout which the step starts with; the weight sync brought the weights.
 
-        Going back to the layout of the step before is free if its decode graphs were kept; a newly planned one is not.
+        Going back to the layout of the step before is free if its decode graphs were kept; a newly planned one is not,
+        nor is one whose engine was ended.
         """
         what, start, longest_s = self._what, self._env.now, 0.0
         planned, self._tp = self.planned_tp != self._tp, self.planned_tp
         for node, gpus in enumerate(mesh):
             last_tp = self._last_tp.get(node, self._tp)
-            if last_tp != self._tp and (planned or not what.config.first_layout_kept):
+            way = self._ways.get(node, IN_PLACE)
+            if last_tp != self._tp and (planned or way.restart or not what.config.first_layout_kept):
                 first_use = self._tp not in self._used_tps.get(node, ())
                 share = -(-requests * len(gpus) // sum(map(len, mesh)))
-                cost = what.costs.switch(len(gpus), last_tp, self._tp, (), share, "recompute", first_use)
-                record = SwitchRecord(step, start, node, last_tp, self._tp, 0.0, 0.0, cost.graph_s, cost.control_s)
-                self._outcome.switches.append(record)
-                pause_s = cost.graph_s + cost.control_s
-                Recorder(self._outcome.spans, step).add(gpus, start, start + pause_s, "switch", self._tp)
-                longest_s = max(longest_s, pause_s)
+                cost = what.costs.switch(len(gpus), last_tp, self._tp, (), share, "recompute", first_use, way)
+                cost = replace(cost, weights_s=0.0, peak_bytes=0.0)
+                self._outcome.switches.append(SwitchRecord.of(step, start, node, last_tp, self._tp, cost))
+                Recorder(self._outcome.spans, step).add(gpus, start, start + cost.total_s, "switch", self._tp)
+                longest_s = max(longest_s, cost.total_s)
         self._last_tp = dict.fromkeys(range(len(mesh)), self._tp)
         yield self._env.timeout(longest_s)

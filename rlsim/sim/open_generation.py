@@ -419,10 +419,7 @@ class OpenGeneration(RolloutControl):
         return summary
 
     def _note_switches(self, step: int) -> None:
-        for at, node, from_tp, to_tp, time in self._rollout.switches[self._noted[-1] :]:
-            self._outcome.switches.append(
-                SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
-            )
+        self._outcome.switches += [SwitchRecord.of(step, *one) for one in self._rollout.switches[self._noted[-1] :]]
 
     def end(self, state: StepState) -> None:
         """The run is over: its last step has all that is in flight, to go on in a step that does not come."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
+from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.batching import Settled
 from rlsim.sim.recorder import NO_STEP, Span
 from rlsim.sim.responses import Responses
@@ -39,6 +40,13 @@ class SwitchRecord(NamedTuple):
     kv_s: float
     graph_s: float
     control_s: float
+    peak_bytes: float
+    pool_bytes: float
+
+    @classmethod
+    def of(cls, step: int, at: float, node: int, from_tp: int, to_tp: int, cost: SwitchCost) -> SwitchRecord:
+        """A switch that began at that moment."""
+        return cls(step, at, node, from_tp, to_tp, *astuple(cost))
 
 
 class RolloutSummary(NamedTuple):

@@ -17,7 +17,7 @@ import simpy
 from rlsim.base.hooks import misused
 from rlsim.cost.curve import REACHED
 from rlsim.cost.step import StepCost
-from rlsim.cost.transfer import SwitchCost
+from rlsim.cost.transfer import SwitchCost, SwitchWay
 from rlsim.errors import RlsimError
 from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import (
@@ -60,6 +60,7 @@ class Rollout(RolloutState):
         super().__init__(env, stage)
         self.done = env.event()
         self.switches: list[tuple[float, int, int, int, SwitchCost]] = []  # when, node, from TP, to TP, what it cost
+        self.ways: dict[int, SwitchWay] = {}  # by node: how it switched last
         self.released_at: dict[int, float] = {}  # GPU: when it was given up
         #: By actions of controls: responses that left for another replica, replicas given up, responses dropped.
         self.moved = self.released = self.aborted = 0
@@ -337,7 +338,7 @@ class Rollout(RolloutState):
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Reconfigure(node, tp, kv):
+            case Reconfigure(node, tp, kv, way):
                 self._check(node in self._active, action, f"there is no node {node}")
                 self._check(node < self.own_nodes, action, f"node {node} is training's, and keeps its layout")
                 self._check(tp != self._tp[node], action, "the node has that layout already")
@@ -348,7 +349,7 @@ class Rollout(RolloutState):
                 old = self._active[node]
                 if node not in self._switching and len(self.active(node)) == len(old) > 0:
                     self._switching.add(node)
-                    self.env.process(self._reconfigure(node, old, [replica.stop() for replica in old], tp, kv))
+                    self.env.process(self._reconfigure(node, old, [replica.stop() for replica in old], tp, kv, way))
             case Migrate(requests, to, kv):
                 self._check(0 <= to < len(self.replicas), action, f"there is no replica {to}")
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
@@ -410,7 +411,13 @@ class Rollout(RolloutState):
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def _reconfigure(
-        self, node: int, old: Sequence[Replica], stops: Sequence[simpy.Event], tp: int, kv: KvHandling
+        self,
+        node: int,
+        old: Sequence[Replica],
+        stops: Sequence[simpy.Event],
+        tp: int,
+        kv: KvHandling,
+        way: SwitchWay,
     ) -> Generator[simpy.Event, Any, None]:
         for event in stops:  # noqa: UP028 - what SimPy sends back is for us, a list could not take it
             yield event
@@ -426,9 +433,10 @@ class Rollout(RolloutState):
         old_tp = self._tp[node]
         contexts, sequences = [r.context for r in holding], len(holding) + len(others)
         first_use = tp not in self._used_tps[node]
-        cost = self._stage.costs.switch(len(self.mesh[node]), old_tp, tp, contexts, sequences, kv, first_use)
+        cost = self._stage.costs.switch(len(self.mesh[node]), old_tp, tp, contexts, sequences, kv, first_use, way)
         self._used_tps[node].add(tp)
         self.switches.append((self.env.now, node, old_tp, tp, cost))
+        self.ways[node] = way
         self._pauses[node] = self.env.now, tp, f"TP{old_tp} to TP{tp}"
         yield self.env.timeout(cost.total_s)
         if self._stopping:  # the rollout was over before the switch was
