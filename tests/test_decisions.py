@@ -14,12 +14,13 @@ from workloads import LinearStep, StubCosts
 
 from rlsim.base.schema import Schema
 from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.transfer import RESTART, SwitchWay
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.continuous import BoundedStaleness, SyncQuota
 from rlsim.policies.frameworks import Megatron, OpenRLHF, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
 from rlsim.policies.laminar import Repack, ReplicaBatches
 from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve
-from rlsim.policies.pat import PAT
+from rlsim.policies.pat import BATCHES, PAT
 from rlsim.policies.plan import CallPlan, ExplicitPlan
 from rlsim.policies.planner import Planner
 from rlsim.policies.registry import load_policy
@@ -107,7 +108,7 @@ def moment(replicas: Sequence[Sequence[Any]], tp: int, **more: Any) -> Any:
 
 
 def decided(view: Any, moving: StubCosts | None = None, **settings: Any) -> list[Any]:
-    pat = PAT(start_tp=1, candidates=TPS, **{"redispatch": False, **settings})
+    pat = PAT(**{"start_tp": 1, "candidates": TPS, "redispatch": False, **settings})
     pat.setup(context(**({"costs": moving, "feasible_tps": (1,)} if moving else {})))
     return pat.on_finish(view)
 
@@ -128,6 +129,44 @@ def test_pat_moves_kv_the_cheaper_way() -> None:
     assert decided(moment(many, 1)) == [Reconfigure(0, 4, "recompute")]  # 0.8 s against 0.25 + 0.4 s
     waiting = [[running(300, prompt=100, has_kv=False)], [], [], []]
     assert decided(moment(waiting, 1)) == [Reconfigure(0, 4, "migrate")]  # nothing to move
+
+
+def test_pat_switches_as_it_is_told() -> None:
+    """Weights loaded: 8 s, not 2. All graphs: 2 s, not 1. A restart: 8 + 2 + 30 s, and the prefill of 1.24 s."""
+    left = [[running(960, prompt=1)], [], [], []]  # 30 s saved at most
+    forced = {"kv": "migrate", "weights": "reload", "graphs": "all"}  # 0.96 · 2 + 8 + 2 + 3 s
+    assert decided(moment(left, 1), **forced) == [Reconfigure(0, 4, "migrate", SwitchWay("reload", "all"))]
+    assert decided(moment(left, 1), kv="recompute") == [Reconfigure(0, 4, "recompute")]
+    assert decided(moment(left, 1), restart=True) == []
+    early = [[running(940, prompt=1)], [], [], []]  # 45 s against 40 + 1.2
+    for kv in ("migrate", "recompute", "cheaper"):
+        assert decided(moment(early, 1), restart=True, kv=kv) == [Reconfigure(0, 4, "recompute", RESTART)]
+    assert Reconfigure(0, 4, "migrate", RESTART).kv == "recompute"
+
+
+def test_pat_with_a_fixed_switch_point() -> None:
+    """It switches however few tokens are left, to the largest candidate, and once; nothing else makes it switch."""
+    for tokens in (100, 999):
+        held = [[running(tokens, prompt=1)] * 3, [], [], []]
+        assert decided(moment(held, 1), switch_at=2) == []
+        assert decided(moment(held, 1), switch_at=3, kv="migrate") == [Reconfigure(0, 4, "migrate")]
+        assert decided(moment([[running(tokens, prompt=1)] * 3], 4), switch_at=3) == []
+    assert decided(moment([[running(100, prompt=1)] * 3, [], [], []], 1), switch_at=3, candidates=(1, 2))[0].tp == 2
+
+
+def test_pats_predictor_errs_by_the_seed() -> None:
+    """With 0 it is the profile itself; else every profiled batch of every TP is off by a factor of its own."""
+
+    def steps(seed: int, error: float) -> dict[tuple[int, int], float]:
+        pat = PAT(start_tp=1, candidates=TPS, predictor_error=error)
+        pat.setup(context(seed=seed))
+        return {(tp, n): pat._profiles[tp].decode(n).step_s(1000.0 * n) for tp in TPS for n in BATCHES}
+
+    exact = steps(1, 0.0)
+    assert exact == steps(2, 0.0)
+    assert steps(1, 0.04) == steps(1, 0.04) != steps(2, 0.04)
+    errors = [abs(steps(seed, 0.04)[key] / exact[key] - 1) for seed in range(100) for key in exact]
+    assert np.mean(errors) == pytest.approx(0.04, rel=0.05)
 
 
 @pytest.mark.parametrize(

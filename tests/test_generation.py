@@ -10,6 +10,7 @@ import pytest
 from test_systems import Checks, Times
 from workloads import LinearStep, StubCosts
 
+from rlsim.cost.transfer import RESTART
 from rlsim.errors import CapacityError, PolicyError
 from rlsim.models.hardware import load_cluster
 from rlsim.sim.alone import run_rollout
@@ -112,6 +113,19 @@ def test_a_newly_planned_layout_is_captured_before_its_first_step() -> None:
     assert [rollout.initial_tp for rollout in outcome.rollouts] == [1, 2, 2, 1]
     assert control.reports[0].lengths == (3, 3)
     assert control.reports[0].loads == ((1, 3), (1, 3))
+
+
+def test_a_layout_whose_engine_was_ended_is_started_anew() -> None:
+    """TP1 to TP2 after a second: 7 s to load the weights, 6 s of graphs, 50 s for the engine, and a prefill; back to
+    TP1, which was kept otherwise, takes all but the weights."""
+    once, sizes = Once(1, [Reconfigure(0, 2, "migrate", RESTART)]), [(1, 1), (1, 4)]
+    outcome = generate(once, sizes, steps=2)
+    times = [(s.step, s.at, s.to_tp, s.weights_s, s.kv_s, s.graph_s, s.control_s) for s in outcome.switches]
+    once_more = (1, 124.0, 2, 7.0, 0.0, 6.0, 50.0)
+    assert times == [(0, 1.0, 2, 7.0, 0.0, 6.0, 50.0), (1, 67.0, 1, 0.0, 0.0, 6.0, 50.0), once_more]
+    assert ends(outcome) == [1.0 + 63 + 3, 67.0 + 56 + 1 + 63 + 3]
+    kept = generate(Once(1, [Reconfigure(0, 2)]), sizes, steps=2)
+    assert [(s.step, s.to_tp) for s in kept.switches] == [(0, 2), (1, 2)]
 
 
 def test_each_replica_has_gpus_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import (
     NO_HOST_KV,
+    RESTART,
+    SwitchWay,
     captured_batch_sizes,
     kv_migrate_s,
     kv_send_s,
@@ -65,6 +68,24 @@ def test_a_switch_to_a_smaller_degree() -> None:
     assert cost.kv_s == pytest.approx(8000 * KV_BYTES / 8 / 1e9)
     assert cost.weights_s == pytest.approx(WEIGHT_BYTES * 7 / 8 / 2e9)
     assert cost.graph_s == pytest.approx(0.02)
+
+
+def test_a_switch_by_other_ways() -> None:
+    """4 GB/s for weights that are loaded, 20 s to start an engine; the engine has five batch sizes."""
+    made = costs(reload_bytes_per_s=4e9, restart_s=20.0)
+    plain = made.switch(8, 2, 4, [1000, 3000], 6, "migrate", True)
+    loaded = made.switch(8, 2, 4, [1000, 3000], 6, "migrate", True, SwitchWay("reload"))
+    assert loaded == replace(plain, weights_s=WEIGHT_BYTES / 4e9, peak_bytes=loaded.peak_bytes)
+    every = made.switch(8, 2, 4, [1000, 3000], 6, "migrate", True, SwitchWay(graphs="all"))
+    assert every == replace(plain, graph_s=pytest.approx(0.05))
+    whole = made.switch(8, 2, 4, [1000, 3000], 6, "migrate", True, SwitchWay("gather"))
+    assert whole == replace(plain, peak_bytes=whole.peak_bytes)
+    # half of the weights come to the other half; the KV of 2,000 tokens comes from two GPUs
+    assert whole.peak_bytes == pytest.approx(8_029_995_008 + 1000 * KV_BYTES / 2, rel=1e-4)
+    again = made.switch(8, 2, 4, [1000, 3000], 6, "recompute", True, RESTART)
+    assert (again.weights_s, again.kv_s, again.control_s, again.peak_bytes) == (WEIGHT_BYTES / 4e9, 0.0, 20.0, 0.0)
+    # a GPU of TP4 has a quarter of the weights, not half, but more buffers: what is left is larger KV
+    assert plain.pool_bytes == made.memory(4).kv_bytes - made.memory(2).kv_bytes == pytest.approx(3.37e9, rel=0.01)
 
 
 def test_communication_groups_are_made_at_their_first_use() -> None:
@@ -180,11 +201,13 @@ def test_peak_memory_of_a_switch_against_pat() -> None:
     """Published: 2.5 GB layer-wise against 14 GB for a full move. Ours is 12% and 4% lower."""
     context = sum(TAIL)
     layerwise = switch_peak_bytes(LLAMA, context, 2, 8)
-    full = switch_peak_bytes(LLAMA, context, 2, 8, layerwise=False)
+    full = switch_peak_bytes(LLAMA, context, 2, 8, SwitchWay("gather"))
     assert layerwise == pytest.approx(2.5e9, rel=0.15)
     assert full == pytest.approx(14e9, rel=0.05)
     # by hand: half a layer of weights, 3/4 of a layer of gathered KV, and the new KV slice
     assert layerwise == pytest.approx(218_112_000 + 0.75 * 7_247_757_312 / 32 + 7_247_757_312 / 4)
+    assert switch_peak_bytes(LLAMA, context, 2, 8, SwitchWay("reload")) == pytest.approx(layerwise - 218_112_000)
+    assert switch_peak_bytes(LLAMA, context, 2, 8, RESTART) == 0.0
 
 
 # KV offloading --------------------------------------------------------------------------------------------------------
