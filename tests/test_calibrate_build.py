@@ -1,5 +1,6 @@
 """From measurements to a calibration: fits on small and large tables, what is borrowed, what is missing, the chart."""
 
+import json
 import re
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Reference, Source, load_calibration
 from rlsim.cost.carried import carried_operators
 from rlsim.cost.profile import prompts_of
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.errors import CalibrationError
+from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 
 CPU = Reference(bf16_flop_per_s=1e11, memory_bytes_per_s=1e10, sm_count=1, l2_bytes=3e7, link_bytes_per_s=5e9)
@@ -415,3 +418,20 @@ def test_the_command_shows_tables_and_a_chart(tmp_path: Path, call: Command) -> 
     assert (shown.code, "n = k = 4,096" in shown.out) == (0, True)
     assert "256 sequences" in (tmp_path / "shares.svg").read_text()
     assert call("calibrate", "show", "a40-sglang", "--out", tmp_path / "shares.txt").code != 0
+
+
+def test_the_command_shows_decode_steps(tmp_path: Path, call: Command) -> None:
+    """By TP, responses on the cluster and context, as the engine takes them; a missing one has no room."""
+    asked = ("calibrate", "show", "a40-sglang", "--model", "llama-3.1-8b")
+    shown = call(*asked, "--out", tmp_path / "steps.svg")
+    assert (shown.code, "context 16,384" in shown.out, " –" in shown.out) == (0, True, True)
+    assert "TP8" in (tmp_path / "steps.svg").read_text()
+    rows = {(r["context"], r["tp"], r["batch"]): r["step_s"] for r in json.loads(call(*asked, "--json", "-").out)}
+    costs = RolloutCostModel(load_model("llama-3.1-8b"), load_cluster("8xa40"), load_calibration("a40-sglang"))
+    assert rows[1024, 2, 128] == pytest.approx(costs.step(2).decode(32).step_s(32 * 1024))
+    assert rows[4096, 8, 4] == pytest.approx(costs.step(8).decode(4).step_s(4 * 4096))
+    assert rows[65536, 1, 256] is None
+    half = json.loads(call(*asked, "--cluster", "4xa40", "--json", "-").out)
+    assert {row["tp"] for row in half} == {1, 2, 4}
+    nowhere = call("calibrate", "show", "a40-sglang", "--model", "llama-3.1-8b", "--cluster", "4xa41")
+    assert nowhere.code == 2

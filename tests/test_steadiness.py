@@ -201,3 +201,26 @@ def test_what_waits_for_its_own_responses_is_never_marked(system: Any) -> None:
     found = run(system, trace={"path": "rollpacker-math", "cap": "4K"}, workflow={"steps": 10}, seeds=3)
     for _, own in found.steps.groupby("seed"):
         assert unsteady(own) == ""
+
+
+def test_means_of_steps_at_the_cap_alone() -> None:
+    """As PAT's authors average; a seed without such a step has no part in it."""
+    few = {"trace": {"path": "rollpacker-math", "cap": "4K"}, "seeds": 4, "certainty": 2}
+    sizes = {"prompts": 3, "responses": 2, "steps": 3}
+    found = run("verl", "pat", **few, workflow={**sizes, "steps_at_cap": True})
+    reached = found.steps["longest_tokens"] == 4096
+    assert 0 < reached.sum() < len(found.steps)
+    assert found.steps["steady"].tolist() == reached.tolist()
+    mean = found.steps[reached].groupby("system")[["step_time_s", "gen_time_s"]].mean()
+    summary = found.summary().set_index("system")
+    for system, times in mean.iterrows():
+        assert summary.loc[system, [*mean]].tolist() == pytest.approx(times.tolist())
+    every = run("verl", "pat", **few, workflow=sizes)
+    assert every.steps["step_time_s"].tolist() == found.steps["step_time_s"].tolist()
+    assert summary["step_time_s"].gt(every.summary().set_index("system")["step_time_s"]).all(), "the long ones"
+    with pytest.raises(ConfigError, match=r"verl: workflow\.steps_at_cap leaves no step to count"):
+        run(
+            "verl",
+            **few | {"trace": {"path": "rollpacker-math", "cap": "64K"}},
+            workflow={**sizes, "steps_at_cap": True},
+        )

@@ -64,6 +64,18 @@ def test_rates_count_trained_work_of_steady_steps() -> None:
     assert found["bound_share"] == pytest.approx(3 / 12)
 
 
+def test_how_long_a_single_response_is_left() -> None:
+    """Between the last and the last but one of a batch, of a generation that its first response begins."""
+    found = rlsim.run(SMALL)
+    for (seed, step), own in found.responses.groupby(["seed", "step"]):
+        finished = own["finish_at"].sort_values().to_numpy()
+        (row,) = found.steps.query(f"seed == {seed} and step == {step}").to_dict("records")
+        assert row["one_left_s"] == pytest.approx(finished[-1] - finished[-2])
+        assert row["one_left_fraction"] == pytest.approx(row["one_left_s"] / row["gen_time_s"])
+    shares = found.steps["one_left_s"].sum() / found.steps["gen_time_s"].sum()
+    assert found.summary()["one_left_fraction"].tolist() == pytest.approx([shares])
+
+
 # A system that trains on less ----------------------------------------------------------------------------------------
 
 STOPPER = '''
