@@ -16,6 +16,7 @@ from rlsim.base.version import __version__
 
 if TYPE_CHECKING:
     from rlsim.base.schema import Schema as Schema
+    from rlsim.cost.transfer import SwitchWay as SwitchWay
     from rlsim.errors import RlsimError as RlsimError
     from rlsim.experiment.result import Result as Result
     from rlsim.experiment.result import read_result as read_result
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 #: The names that `rlsim` has, by the module that each lives in.
 _NAMES = {
     "rlsim.base.schema": ("Schema",),
+    "rlsim.cost.transfer": ("SwitchWay",),
     "rlsim.errors": ("RlsimError",),
     "rlsim.experiment.result": ("Result", "read_result"),
     "rlsim.experiment.run": ("run",),
