@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.transfer import switch_peak_bytes
+from rlsim.cost.step import Chunk
+from rlsim.cost.transfer import IN_PLACE, RESTART, SwitchWay
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.result import Result
 from rlsim.models.hardware import load_cluster
@@ -34,18 +36,17 @@ SWITCH_S = 5.52  # published, from TP2 to TP8
 
 def section(options: Options) -> Section:
     """Every figure (about a minute)."""
-    results, model = figures(options, "pat").results(), load_model("llama-3.1-8b")
+    results = figures(options, "pat").results()
     found: dict[str, Any] = {name: told(result) for name, result in results.items()}
-    static = [cells for name, result in results.items() for cells in _static(found[name], result, name.split("_")[0])]
+    of_engine = {name: engine for name in results if (engine := name.split("_")[0]) in ENGINES}
+    static = [cells for name, engine in of_engine.items() for cells in _static(found[name], results[name], engine)]
     found |= _inputs() | {"tflops": _tflops(), "latencies": latencies()}
-    held = {name: switch_peak_bytes(model, sum(SWITCH_CONTEXTS), 2, 8, layerwise=way)
-            for name, way in (("layer_wise", True), ("full_move", False))}  # fmt: skip
     headings = ("setting", "system", "gen s", "step s", "PAT's gen speedup", "PAT's step speedup", "bubble", "switches")
-    return published_section(options, "pat", found | {"memory": held}, static=markdown(headings, static))
+    return published_section(options, "pat", found, static=markdown(headings, static))
 
 
 def _inputs() -> dict[str, Any]:
-    """What may be fitted: decode steps, shares of the trace, the parts of a switch."""
+    """What may be fitted: decode steps, shares of the trace, the parts of a switch; and its memory."""
     cluster, model = load_cluster("8xa40"), load_model("llama-3.1-8b")
     costs = RolloutCostModel(model, cluster, load_calibration(A40_ENGINE))
     steps = {
@@ -54,9 +55,13 @@ def _inputs() -> dict[str, Any]:
     }  # fmt: skip
     lengths = read_trace(find_trace("deepscaler-llama-3.1-8b", Path())).frame["response_tokens"].to_numpy()
     shares = {f"above_{above}": float((lengths > above).mean()) for above in (8192, 16384)}
-    switch = costs.switch(8, 2, 8, SWITCH_CONTEXTS, len(SWITCH_CONTEXTS), "migrate", first_use=False)
-    parts = {name: getattr(switch, name) for name in ("weights_s", "kv_s", "graph_s", "total_s")}
-    return {"a40": steps, "trace": shares, "switch": parts}
+    found: dict[str, Any] = {"a40": steps, "trace": shares}
+    for name, way in {"switch": IN_PLACE, "gather": SwitchWay("gather"), "restart": RESTART}.items():
+        kv = "recompute" if way.restart else "migrate"
+        cost = costs.switch(8, 2, 8, SWITCH_CONTEXTS, len(SWITCH_CONTEXTS), kv, False, way)
+        found[name] = {**asdict(cost), "total_s": cost.total_s}
+    found["restart"]["prefill_s"] = costs.step(8).prefill_s([Chunk(tokens, 0) for tokens in SWITCH_CONTEXTS])
+    return found
 
 
 def latencies(seeds: int = 20) -> dict[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from evidence.validate.rollout_steps import PAGE_TOKENS, Fitted
 from rlsim.cost.profile import ProfileStep
-from rlsim.cost.transfer import NO_HOST_KV, HostKv, SwitchCost, kv_rank_bytes, kv_send_s
+from rlsim.cost.transfer import IN_PLACE, NO_HOST_KV, HostKv, SwitchCost, SwitchWay, kv_rank_bytes, kv_send_s
 from rlsim.models.hardware import Link
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.control import Reconfigure, RolloutControl, RolloutView
@@ -54,6 +54,7 @@ class MeasuredCosts:
         sequences: int,  # noqa: ARG002
         kv: str,  # noqa: ARG002
         first_use: bool,  # noqa: ARG002
+        way: SwitchWay = IN_PLACE,  # noqa: ARG002
     ) -> SwitchCost:
         """Control, slicing of the weights included, and the KV at the measured rate; there are no graphs."""
         runtime = self.fitted.runtime

@@ -42,8 +42,7 @@ def by_case(result: Result) -> dict[str, Any]:
 
     - `generate_s` and so on: mean seconds of each call; `scored_s`: from the start of generation to the last score;
     - `steady_s`: mean seconds of a step without the first and the last, which overlap on one side only;
-    - `every`, `short`, `long`, `at_cap`: means of all steps, of a kind of round, of those whose longest response is the
-      longest of the case.
+    - `every`, `short`, `long`: means of all steps, of a kind of round.
     """
     steps, key = result.steps, ["case", "system"]
     found: dict[Any, dict[str, Any]] = _by(result.summary().set_index(key))
@@ -55,8 +54,7 @@ def by_case(result: Result) -> dict[str, Any]:
         scored = of_kind["reward"]["end_at"].max() - of_kind["generate"]["start_at"].min()
         for at, seconds in scored.groupby(key).mean().to_dict().items():
             found[at]["scored_s"] = seconds
-    reached = steps["longest_tokens"] == steps.groupby("case")["longest_tokens"].transform("max")
-    kinds = pd.concat([steps.assign(round="every"), steps, steps[reached].assign(round="at_cap")])
+    kinds = pd.concat([steps.assign(round="every"), steps])
     for (*at, kind), means in _by(kinds.groupby([*key, "round"]).mean(numeric_only=True)).items():
         found[tuple(at)][kind] = means
     for at, times in steps.groupby(key)["step_time_s"]:
