@@ -143,20 +143,17 @@ class PAT(Schema, RolloutControl):
         left_tokens = view.cap_tokens - np.array(list(generated))
         batch = np.array([left_tokens, np.full(len(generated), mean_tokens), list(generated.values())])
         batch = batch[:, np.argsort(-left_tokens)].T
-        # 1. The remaining time if the layout stays. At a fixed switch point it is never better, and before it always.
-        best, candidates = None, self.candidates
-        if self.switch_at is None:
-            best_s = self._remaining_s(gpus, now_tp, batch, self._spread_out(view, node, None))
-        else:
-            best_s, candidates = (
-                math.inf if sequences <= self.switch_at else 0.0,
-                (max(self._profiles.keys() & {*self.candidates}, default=now_tp),),
-            )
+        others = [tp for tp in self.candidates if tp in self._profiles and tp != now_tp]
+        best: Reconfigure | None = None
         held: list[int] | None = None
+        if self.switch_at is None:
+            # 1. The remaining time if the layout stays.
+            best_s = self._remaining_s(gpus, now_tp, batch, self._spread_out(view, node, None))
+        else:  # at a fixed switch point the largest is taken, whatever it costs
+            best_s, largest = math.inf, max(others, default=0)
+            others = [largest] if sequences <= self.switch_at and largest > now_tp else []
         # 2. For every candidate: the unfinished sequences merged over its replicas, and the switch paid for once.
-        for tp in candidates:
-            if tp == now_tp or tp not in self._profiles:
-                continue
+        for tp in others:
             remaining_s = self._remaining_s(gpus, tp, batch, self._spread_out(view, node, tp))
             if remaining_s < best_s:
                 held = _held(view, node) if held is None else held

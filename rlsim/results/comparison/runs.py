@@ -59,8 +59,8 @@ class Run:
         trace, workflow = self.config["trace"], self.config["workflow"]
         drawn = {"trace": self.trace_hash} | {f"trace.{key}": value for key, value in trace.items() if key != "path"}
         algorithm = {"remax": "remax"}.get(workflow["algorithm"], "")  # its baselines are drawn as well
-        keys = ("prompts", "responses", "steps", "warmup")
-        return drawn | {f"workflow.{key}": workflow[key] for key in keys} | {"workflow.algorithm": algorithm}
+        keys = ("prompts", "responses", "steps", "warmup", "steps_at_cap")
+        return drawn | {f"workflow.{key}": workflow.get(key, False) for key in keys} | {"workflow.algorithm": algorithm}
 
     @cached_property
     def plain_tokens(self) -> pd.Series:
