@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from conftest import TINY
 
+from evidence.validate.asynchronous import experiments, seconds, write_lengths
 from evidence.validate.parts import Options
 from evidence.validate.published import figures
 from evidence.validate.steps_nemo import nemo_experiment
-from evidence.validate.steps_stated import experiments, seconds, write_lengths
 from rlsim import run
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment

@@ -12,8 +12,8 @@ from test_init import draft_of
 from test_train import FLOPS_ONLY, IDEAL, MEMORY_ONLY
 
 from evidence.validate.parts import Options
+from evidence.validate.steps import trainer_rows
 from evidence.validate.steps_nemo import nemo_rows
-from evidence.validate.steps_trainer import trainer_rows
 from rlsim import run
 from rlsim.cost.attention_work import DELTA_CHUNK_TOKENS, Reach, attention_work
 from rlsim.cost.flops import forward_flops

@@ -1,17 +1,39 @@
-"""Part `steps`: measured steps of real RL runs, by framework and plan, beside rlsim's."""
+"""Part `steps`: measured steps of real RL runs, by framework and plan, and iterations of trainers alone.
+
+`megatron-moe`: mixtures of experts in pre-training with Megatron Core in bf16 on H800, 8 a node, micro-batches of whole
+sequences, load forced to be balanced (30B: tokens beyond an expert's capacity dropped), all-to-all dispatcher,
+distributed optimizer. Of XTuner's table, rows with DeepEP, dropped tokens, recomputation of the MoE part alone or ZeRO
+and TP overlapped are left out: rlsim has none of these. `prime-rl`: full training of dense models and mixtures with
+FSDP2, one sequence a micro-batch, two of them a GPU; `prime-sft`: supervised. Left out: LoRA,
+offloaded activations and GPUs without a calibration.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from evidence.validate.parts import Options, Section
+from evidence.validate.asynchronous import stated
+from evidence.validate.parts import EVIDENCE, Options, Section
 from evidence.validate.published import figures, measured_section, published_rows
-from evidence.validate.rows import Row, markdown
+from evidence.validate.rows import Kind, Row, markdown, read_rows
 from evidence.validate.runs import told
 from evidence.validate.steps_nemo import SPENT, nemo_rows
-from evidence.validate.steps_stated import stated
-from evidence.validate.steps_trainer import trainer_rows
+from rlsim.base.schema import Schema
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.calls import CallCosts
+from rlsim.cost.memory import call_bytes
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 VERL = "verl_steps.csv"
 
@@ -40,3 +62,82 @@ def verl_rows(options: Options) -> list[Row]:
     measured = {f"row_{number}": phases for number, phases in table.to_dict("index").items()}
     found = stated(options, "verl_steps") | {"measured": measured}
     return published_rows(options, "steps", found, whose="measured", file="verl_steps")
+
+
+class Iteration(Schema):
+    """One configuration and its seconds for an optimizer step over `sequences` of `tokens` tokens each.
+
+    `interleaved`: chunks of layers of a GPU, which divide the pipeline's bubble (Narayanan et al. 2021). `peak_gib`: of
+    one GPU's memory, where it was printed (else 0).
+    """
+
+    group: str
+    model: str
+    cluster: str
+    calibration: str
+    gpus: int
+    tokens: int
+    sequences: int
+    micro_batch: int
+    tp: int
+    pp: int
+    ep: int
+    interleaved: int
+    recompute: str
+    attention: str
+    logits: str
+    iteration_s: float
+    peak_gib: float = 0.0
+
+    @property
+    def case(self) -> str:
+        degrees = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "vpp": self.interleaved}
+        cut = "-".join(f"{name}{degree}" for name, degree in degrees.items() if name != "vpp" or degree > 1)
+        where = cut if self.megatron else f"{self.gpus}-of-{self.cluster}-{self.attention}"
+        return f"{self.group}/{self.model}/{where}/{self.micro_batch}x{self.tokens}-{self.recompute}"
+
+    @property
+    def megatron(self) -> bool:
+        return self.group.startswith("megatron")
+
+    @property
+    def kind(self) -> Kind:
+        """The launches of a layer with experts are fitted to the iteration whose micro-batches are the smallest."""
+        return "input" if self.tp == 4 else "output"
+
+    @property
+    def strategy(self) -> TrainStrategy:
+        kinds: dict[str, Any] = {"recompute": self.recompute, "logits": self.logits, "attention": self.attention}
+        return TrainStrategy(
+            dp=self.gpus // (self.tp * self.pp), tp=self.tp, pp=self.pp, ep=self.ep, sequence_parallel=self.tp > 1,
+            zero_stage=1 if self.megatron else 3, micro_batch_sequences=self.micro_batch, **kinds,
+        )  # fmt: skip
+
+    def simulated_s(self, expert_launch_s: float = EXPERT_LAUNCH_S) -> float:
+        """The same by rlsim, with the share of the peak of the calibration, which none of these was fitted to."""
+        cluster, backend = load_cluster(self.cluster), "megatron" if self.megatron else "fsdp"
+        costs = CallCosts({"actor": load_model(self.model)}, cluster, load_calibration(self.calibration), backend)
+        call = costs.of("actor", self.strategy)
+        efficiency = replace(call.efficiency, expert_launch_s=expert_launch_s)
+        call = TrainCost(call.model, cluster, costs.collectives, self.strategy, efficiency)
+        time = call.train_s(np.full(self.sequences, float(self.tokens)))
+        return time.total_s - time.bubble_s * (1 - 1 / self.interleaved)
+
+    @property
+    def simulated_gib(self) -> float:
+        """The fullest GPU's peak by rlsim."""
+        tokens = float(self.micro_batch * self.tokens)
+        return sum(call_bytes(load_model(self.model), self.strategy, tokens, backward=True).values()) / 2**30
+
+
+def iterations(evidence: Path = EVIDENCE) -> list[Iteration]:
+    """The published iterations."""
+    return read_rows(evidence / "trainers.csv", Iteration)
+
+
+def trainer_rows(evidence: Path = EVIDENCE) -> Iterator[Row]:
+    """Every published iteration beside rlsim's."""
+    for one in iterations(evidence):
+        yield Row("steps", one.case, "iteration_s", one.iteration_s, one.simulated_s(), kind=one.kind)
+        if one.peak_gib > 0:
+            yield Row("steps", one.case, "peak_gib", one.peak_gib, one.simulated_gib)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
+from evidence.validate.asynchronous import SHAPE, seconds
 from evidence.validate.parts import EVIDENCE, Options
 from evidence.validate.rows import Row, number
-from evidence.validate.steps_stated import SHAPE, seconds
 from rlsim.base.schema import Schema, load
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.derived import HostTime

@@ -19,7 +19,7 @@ from evidence.validate.rollpacker import TASKS
 from evidence.validate.rollpacker import stage_shares as shares_of
 from evidence.validate.rows import Row
 from evidence.validate.runs import told
-from evidence.validate.steps_trainer import iterations
+from evidence.validate.steps import iterations
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import EagerFit, load_calibration
 
@@ -107,7 +107,7 @@ def expert_launch_s() -> float:
 def expert_launch(_: object) -> None:
     """The host's time to launch a layer with experts, to a published iteration of Megatron Core.
 
-    Of the iterations of `evidence.validate.steps_trainer` the one with the smallest micro-batches (1,024 tokens on a
+    Of the iterations of `evidence.validate.steps` the one with the smallest micro-batches (1,024 tokens on a
     GPU) is the only one that the GPU's work and its messages leave far too fast. `EXPERT_LAUNCH_S` is what brings it
     to its measured seconds; all others take longer than that for each layer, so they say nothing of it.
     """
