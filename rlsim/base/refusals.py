@@ -22,6 +22,7 @@ _FUNCTIONS = {
     "len": len,
     "min": min,
     "set": set,
+    "sorted": sorted,
 }
 
 

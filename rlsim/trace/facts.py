@@ -10,13 +10,29 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from pydantic import Field, model_validator
+import numpy.typing as npt
+from pydantic import Field
 
 from rlsim.base.schema import Schema
 from rlsim.errors import TraceError
 from rlsim.trace.mixture import Floats, LengthModel, icc_log, mixture, mixture_cdf, mixture_mean
 from rlsim.trace.schema import Trace
 from rlsim.units import Tokens
+
+
+@dataclass(frozen=True)
+class FactCheck:
+    """One fact beside what the trace says; `tolerance` in the unit of `wanted` and `got`."""
+
+    fact: str
+    wanted: float
+    got: float
+    tolerance: float
+    source: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return abs(self.got - self.wanted) <= self.tolerance
 
 
 class Fact(Schema):
@@ -40,28 +56,25 @@ class Fact(Schema):
     )
     source: str = Field(default="", description="where the fact is published")
 
-    @model_validator(mode="after")
-    def _one_form(self) -> Fact:
-        forms = [self.above is not None, self.quantile is not None, self.at_cap is not None, self.mean is not None]
-        pairs = (self.above is None) == (self.share is None) and (self.quantile is None) == (self.tokens is None)
-        if sum(forms) != 1 or not pairs or (self.under is not None and self.mean is None):
-            raise ValueError("give above and share, or quantile and tokens, or at_cap, or mean (with under)")
-        return self
-
     @property
     def allowed(self) -> float:
         """The tolerance, by default 0.001 of a share and 1% of a length."""
         return self.tolerance or (0.001 if self.share or self.at_cap else 0.01)
 
-    def text(self, cap_tokens: int) -> str:
-        """The fact in words, without its value."""
-        if self.above:
-            return f"share above {self.above} tokens"
-        if self.quantile:
-            return f"P{100 * self.quantile:g} length (tokens)"
-        if self.at_cap:
-            return f"share at the cap of {cap_tokens} tokens"
-        return f"mean length{f' under a cap of {self.under}' if self.under else ''} (tokens)"
+    def check(self, tokens: npt.NDArray[np.int64], cap_tokens: int) -> FactCheck:
+        """The fact beside what these lengths say."""
+        if self.above and self.share:
+            fact, wanted, got = f"share above {self.above} tokens", self.share, (tokens > self.above).mean()
+        elif self.at_cap:
+            fact, wanted, got = f"share at the cap of {cap_tokens} tokens", self.at_cap, (tokens >= cap_tokens).mean()
+        elif self.quantile and self.tokens:
+            fact = f"P{100 * self.quantile:g} length (tokens)"
+            wanted, got = float(self.tokens), np.quantile(tokens, self.quantile)
+        else:
+            fact = f"mean length{f' under a cap of {self.under}' if self.under else ''} (tokens)"
+            wanted, got = self.mean or 0.0, np.minimum(tokens, self.under or cap_tokens).mean()
+        allowed = self.allowed if self.share or self.at_cap else self.allowed * wanted
+        return FactCheck(fact, wanted, float(got), allowed, self.source)
 
     def point(self, cap_tokens: int) -> tuple[float, float, float, bool] | None:
         """(length, share longer than it, tolerances per standard deviation, of log length?), or None for a mean."""
@@ -75,40 +88,13 @@ class Fact(Schema):
         return length, share, density / self.allowed, False
 
 
-@dataclass(frozen=True)
-class FactCheck:
-    """One fact beside what the trace says; `tolerance` in the unit of `wanted` and `got`."""
-
-    fact: str
-    wanted: float
-    got: float
-    tolerance: float
-    source: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return abs(self.got - self.wanted) <= self.tolerance
-
-
 def check_facts(
     trace: Trace, facts: Sequence[Fact], *, icc: float | None = None, icc_tolerance: float = 0.03
 ) -> list[FactCheck]:
     """Every fact beside the first epoch of `trace`; with `icc`, the intra-prompt correlation of log length as well."""
     first = (trace.frame["epoch"] == trace.frame["epoch"].min()).to_numpy(np.bool_)
     tokens, cap = trace.response_tokens[first], trace.meta.cap_tokens or int(trace.response_tokens.max())
-    checks = []
-    for fact in facts:
-        if fact.above and fact.share:
-            wanted, got = fact.share, float((tokens > fact.above).mean())
-        elif fact.quantile and fact.tokens:
-            wanted, got = float(fact.tokens), float(np.quantile(tokens, fact.quantile))
-        elif fact.at_cap:
-            wanted, got = fact.at_cap, float((tokens >= cap).mean())
-        else:
-            assert fact.mean is not None
-            wanted, got = fact.mean, float(np.minimum(tokens, fact.under or cap).mean())
-        tolerance = fact.allowed if fact.share or fact.at_cap else fact.allowed * wanted
-        checks.append(FactCheck(fact.text(cap), wanted, got, tolerance, fact.source))
+    checks = [fact.check(tokens, cap) for fact in facts]
     if icc is not None:
         measured = icc_log(tokens, trace.prompt_codes()[0][first])
         checks.append(FactCheck("intra-prompt correlation of log length", icc, measured or 0.0, icc_tolerance))

@@ -8,7 +8,6 @@ of the variance belonging to the prompt and its test case; some programs never e
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlsim.base.schema import Schema, load
 from rlsim.errors import TraceError
@@ -35,12 +34,6 @@ class PromptTokens(Schema):
     p95: Tokens = Field(ge=1, description="length (tokens) that 95% of the prompts do not exceed")
     min: Tokens = Field(default=1, ge=1, description="shortest prompt (tokens)")
     max: Tokens = Field(default=4096, ge=1, description="longest prompt (tokens)")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> PromptTokens:
-        if not self.min <= self.median <= self.p95 <= self.max:
-            raise ValueError("expected min <= median <= p95 <= max")
-        return self
 
 
 class GrowthPoint(Schema):
@@ -60,18 +53,6 @@ class Growth(Schema):
     curve: tuple[GrowthPoint, ...] = Field(default=(), description="mean length by step; linear in between")
     steps_per_epoch: int | None = Field(default=None, ge=1, description="steps in an epoch (with `curve`)")
     epochs: int | None = Field(default=None, ge=1, description="number of epochs (with `curve`)")
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Growth:
-        curve = bool(self.curve) and self.steps_per_epoch is not None and self.epochs is not None
-        if bool(self.factors) == curve or (self.factors and (self.curve or self.steps_per_epoch or self.epochs)):
-            raise ValueError("give either factors, or curve with steps_per_epoch and epochs")
-        if any(f <= 0 for f in self.factors):
-            raise ValueError("every factor must be above 0")
-        steps = [p.step for p in self.curve]
-        if any(b <= a for a, b in itertools.pairwise(steps)):
-            raise ValueError("the steps of the curve must increase")
-        return self
 
     def per_epoch(self) -> Floats:
         """The factor on length in each epoch; of a curve, its value at mid-epoch over that of the first epoch."""
@@ -100,14 +81,6 @@ class Lengths(Schema):
     fit: LengthFit | str | None = Field(default=None, description="a fit, or the path of one beside the recipe")
     model: LengthModel | None = Field(default=None, description="the distribution itself")
 
-    @model_validator(mode="after")
-    def _some(self) -> Lengths:
-        if self.fit is not None and self.model is not None:
-            raise ValueError("give either fit or model")
-        if self.fit is None and self.model is None and not self.facts:
-            raise ValueError("give facts, fit or model")
-        return self
-
 
 class Recipe(Schema):
     """Everything needed to generate a trace, byte for byte."""
@@ -127,12 +100,6 @@ class Recipe(Schema):
     prompt_tokens: PromptTokens | None = Field(default=None, description="prompt lengths; unknown if left out")
     rewards: Rewards | None = Field(default=None, description="reward columns; none if left out")
     growth: Growth | None = Field(default=None, description="growth over training; one epoch if left out")
-
-    @model_validator(mode="after")
-    def _groups_known(self) -> Recipe:
-        if self.groups is None and self.lengths.fit is None and self.lengths.model is None and self.responses > 1:
-            raise ValueError("groups.icc is needed: facts about lengths do not say how alike responses of a prompt are")
-        return self
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -260,12 +227,6 @@ class RunTimes(Schema):
     median: Annotated[Seconds, Field(gt=0)] = Field(description="median, s")
     p95: Annotated[Seconds, Field(gt=0)] = Field(description="time that 95% do not exceed, s")
 
-    @model_validator(mode="after")
-    def _ordered(self) -> RunTimes:
-        if self.p95 < self.median:
-            raise ValueError("expected median <= p95")
-        return self
-
     def sigma(self) -> float:
         return _sigma(self.median, self.p95)
 
@@ -293,17 +254,6 @@ class Rewards(Schema):
     judge_median: Annotated[Tokens, Field(ge=1)] | None = Field(default=None, description="a judge's answer, tokens")
     judge_p95: Annotated[Tokens, Field(ge=1)] | None = Field(default=None, description="and 95% are no longer, tokens")
     source: str = Field(default="", description="where the values come from")
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Rewards:
-        judged = self.judge_median is not None
-        if judged != (self.judge_p95 is not None):
-            raise ValueError("give judge_median and judge_p95 together")
-        if self.judge_median and self.judge_p95 and self.judge_p95 < self.judge_median:
-            raise ValueError("expected judge_median <= judge_p95")
-        if (self.check is not None) + (self.sandbox is not None) + judged != 1:
-            raise ValueError("give one of check, sandbox, and judge_median with judge_p95")
-        return self
 
 
 def reward_columns(

@@ -210,8 +210,10 @@ def _similar(name: str, known: str) -> bool:
 
 
 def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Callable[[int], str]) -> Any:
-    def refuse(bad: npt.NDArray[np.bool_], why: str) -> None:
-        if bad.any():
+    """A column with the dtype of its kind. Raises `TraceError` naming the first bad row."""
+
+    def refuse(bad: npt.ArrayLike, why: str) -> None:
+        if np.any(bad):
             row = int(np.argmax(bad))
             shown = series.iloc[row]
             shown = shown.item() if isinstance(shown, np.generic) else shown
@@ -220,15 +222,17 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
     null = np.asarray(series.isna(), np.bool_)
     if column.required:
         refuse(null, "is missing or NaN: leave out the rows that have none")
-    match column.kind:
-        case "id":
-            return _checked_ids(series, refuse)
-        case "text":
-            return _checked_texts(series, null, refuse)
-        case "flag":
-            return _checked_flags(series, null, refuse)
-        case "numbers":
-            return _checked_lists(series, null, refuse)
+    if column.kind == "id":
+        return _ids(series, refuse)
+    if column.kind == "flag" and pd.api.types.is_bool_dtype(series.dtype) and not null.any():
+        return series.to_numpy(np.bool_)
+    if column.kind in _CELLS:
+        read, why = _CELLS[column.kind]
+        cells = [None if n else read(v) for v, n in zip(series, null, strict=True)]
+        refuse([cell is None and not n for cell, n in zip(cells, null, strict=True)], why)
+        if column.kind == "flag":
+            return pd.array(cells, dtype="boolean") if null.any() else np.array(cells, np.bool_)
+        return pd.Series(cells, dtype=object)
     values = floats(series)
     refuse(np.isnan(values) & ~null, "is not a number")
     refuse(np.isinf(values), "is infinite")
@@ -247,52 +251,36 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
     return pd.array([pd.NA if n else int(v) for v, n in zip(values, null, strict=True)], dtype="Int64")
 
 
-def _checked_ids(series: pd.Series[Any], refuse: Callable[..., None]) -> Any:
+def _ids(series: pd.Series[Any], refuse: Callable[[npt.ArrayLike, str], None]) -> Any:
     """Whole numbers stay numbers if all are; otherwise everything becomes text."""
     if pd.api.types.is_signed_integer_dtype(series.dtype):
         return series.to_numpy(np.int64)
     values = [v.item() if isinstance(v, np.generic) else v for v in series]
-    refuse(np.array([isinstance(v, bool) or not isinstance(v, int | float | str) for v in values]),
-           "is neither a whole number nor text")  # fmt: skip
-    refuse(np.array([isinstance(v, float) and not v.is_integer() for v in values]), "is not a whole number")
+    neither = [isinstance(v, bool) or not isinstance(v, int | float | str) for v in values]
+    refuse(neither, "is neither a whole number nor text")
+    refuse([isinstance(v, float) and not v.is_integer() for v in values], "is not a whole number")
     if all(not isinstance(v, str) and abs(v) < 2**63 for v in values):
         return np.array([int(v) for v in values], np.int64)
     return pd.Series([str(int(v) if isinstance(v, float) else v) for v in values], dtype=object)
 
 
-def _checked_texts(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
-    values = [None if n else v if isinstance(v, bytes) else str(v) for v, n in zip(series, null, strict=True)]
-    refuse(np.array([isinstance(v, bytes) for v in values]), "is bytes, not text")
-    return pd.Series(values, dtype=object)
-
-
 _FLAGS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
-def _checked_flags(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
-    if pd.api.types.is_bool_dtype(series.dtype) and not null.any():
-        return series.to_numpy(np.bool_)
-    values = [None if n else _FLAGS.get(str(v).lower()) for v, n in zip(series, null, strict=True)]
-    refuse(np.array([v is None for v in values]) & ~null, "is neither true nor false")
-    return np.array(values, np.bool_) if not null.any() else pd.array(values, dtype="boolean")
+def _numbers(value: Any) -> list[float] | None:
+    try:
+        numbers = [float(v) for v in (parse_json(value) if isinstance(value, str) else value)]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return numbers if all(np.isfinite(v) and v >= 0 for v in numbers) else None
 
 
-def _checked_lists(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
-    out: list[list[float] | None] = []
-    bad = np.zeros(len(series), np.bool_)
-    for i, value in enumerate(series):
-        if null[i]:
-            out.append(None)
-            continue
-        try:
-            parsed = parse_json(value) if isinstance(value, str) else value
-            numbers = [float(v) for v in parsed]
-            bad[i] = any(not np.isfinite(v) or v < 0 for v in numbers)
-        except (TypeError, ValueError, OverflowError):
-            numbers, bad[i] = [], True
-        out.append(numbers)
-    refuse(bad, "is not a list of finite numbers, 0 or more")
-    return pd.Series(out, dtype=object)
+#: Kinds of cells that are read one by one: what reads one, None if it is none, and what to say of that.
+_CELLS: dict[Kind, tuple[Callable[[Any], Any], str]] = {
+    "text": (lambda value: None if isinstance(value, bytes) else str(value), "is bytes, not text"),
+    "flag": (lambda value: _FLAGS.get(str(value).lower()), "is neither true nor false"),
+    "numbers": (_numbers, "is not a list of finite numbers, 0 or more"),
+}
 
 
 def _check_duplicates(frame: pd.DataFrame, where: str, row_name: Callable[[int], str]) -> None:

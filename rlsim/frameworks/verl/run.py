@@ -78,8 +78,9 @@ class _Finder:
             )
 
     def logged(self, name: str) -> Any:
-        """The value of a setting of data/keys.csv, None without. Raises `ConfigError` for one of another kind."""
-        return self.config.told(self.config.names[name][0], name)
+        """The value of the first key of a setting that has one. Raises `ConfigError` for one of another kind."""
+        kind, keys = self.config.names[name]
+        return next((value for key in keys if (value := self.config.told(kind, key)) is not None), None)
 
     def pick(self, what: str, given: T | None, name: str) -> T | None:
         return self.prefer(what, given, self.logged(name))
