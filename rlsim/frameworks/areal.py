@@ -105,7 +105,8 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     draft.missing = [*parts.unlike_of(config, "areal", engine, f"{engine}."), *reading.texts("missing")]
     keys = [f"{section}.freq_{each}" for section in _BETWEEN_STEPS for each in ("epochs", "steps", "secs")]
     often = [key for key in keys if 0 < (config.get(PERIOD, key) or 0) < math.inf]
-    draft.missing += parts.between_steps(config, *often, sign=", ", what="evaluation")
+    said = ", ".join(map(config.where, often))
+    draft.missing += [f"{said}: evaluation and checkpoints between steps"] if often else []
     fsdp, megatron = (training.engine == one for one in ("fsdp", "megatron"))
     parts.note_refusals(config, draft, actor, "AReaL", megatron=megatron, fsdp=fsdp, gpus=training.gpus, **degrees)
     titles = config.value("title"), parts.own_name(config.name)

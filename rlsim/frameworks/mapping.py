@@ -50,7 +50,7 @@ class Reading:
     def __init__(self, of: str, config: Settings, **facts: Any) -> None:
         self._rows, self.config = rows_of(of), config
         self.facts: dict[str, Any] = {
-            "name": config.name, "program": config.program, "has": config.has, "given": config.is_given,
+            "name": config.name, "program": config.program, "has": config.has, "given": self._given,
             "key": config.key, "place": self._section, "value": self._told, "each": self._each,
             **facts,
         }  # fmt: skip
@@ -102,6 +102,9 @@ class Reading:
         else:
             value = self._value(row.get("is") or settings[0])
         return Entry(value, self._text(row["says"]) if "says" in row else self.config.said(*settings))
+
+    def _given(self, name: str) -> bool:
+        return name in self.config.names and self.config.is_given(name)
 
     def _each(self, name: str) -> list[Any]:
         """The values of all keys of a setting that the text tells."""

@@ -244,12 +244,6 @@ def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use =
     for limit in ("max_num_seqs", "max_num_batched_tokens", "page_tokens"):
         if limit in config.names and config.get(INTEGER, limit) not in (None, -1):  # -1: SGLang's for no chunks
             entries[limit] = config.entry(limit)
-    for switch in ("chunked_prefill", "async_scheduling"):
-        if switch in config.names and config.is_given(switch):
-            entries[switch] = config.entry(switch)
-    for ours, switch in (("graphs", "eager"), ("enable_prefix_caching", "no_prefix_caching")):
-        if switch in config.names and config.flag(switch):
-            entries[ours] = Entry(False, config.where(switch))
 
 
 def add_replica(config: Settings, draft: Draft, tp: int, ep_key: str, pp_key: str, dp_key: str = "") -> int:
@@ -285,11 +279,6 @@ def unlike_of(config: Settings, of: str, engine: str, *sections: str, but: Itera
     """
     rows = (*unlike_rows(of), *(unlike_rows(engine, *sections) if sections else ()))
     return unlike(config, without(rows, *but, *config.keys(*names(f"{of}-{engine}"))))
-
-
-def between_steps(config: Settings, *often: str, sign: str = " and ", what: str = "validation") -> list[str]:
-    """In words, what these settings do between steps, which an experiment has not; empty without any."""
-    return [f"{sign.join(map(config.where, often))}: {what} and checkpoints between steps"] if often else []
 
 
 def note_refusals(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
@@ -15,6 +15,8 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 #: How alike a key and one that means something must be (`difflib`'s ratio) to be taken for a slip.
 _MISSPELT = 0.93
+#: The mapping that has this replaces what is inherited (NeMo-RL).
+_REPLACES = "_override_"
 #: Beyond it no number of tokens, sequences or GPUs can be meant.
 _MOST = 10**12
 
@@ -89,11 +91,29 @@ class Settings:
     inherited: set[str] = field(default_factory=set)  # names of files that a file inherits from
     names: Names = field(default_factory=dict)
 
-    def put(self, data: Mapping[str, Any], place: str, prefix: str = "", *, lines: bool = False) -> None:
-        """Take every leaf of a nested mapping; with `lines`, its line in the file `place` is added."""
-        for key, value, line in _leaves(data, prefix):
-            self.given[key] = value
-            self.origin[key] = f"{place}:{line}" if lines and line else place
+    def put(
+        self, data: Mapping[str, Any], place: str, prefix: str = "", *, lines: bool = False, replaces: bool = False
+    ) -> None:
+        """Take every leaf of a nested mapping; with `lines`, its line in the file `place` is added.
+
+        With `replaces` a value replaces the keys below it, keys the value above them, and a mapping that has
+        `_override_` what was below it.
+        """
+        marks = getattr(data, "lc", None) if lines else None
+        for key, value in data.items():
+            name = f"{prefix}{key}"
+            if replaces and (not isinstance(value, Mapping) or value.get(_REPLACES)):
+                for below in [other for other in self.given if other.startswith(f"{name}.")]:
+                    del self.given[below]
+            if isinstance(value, Mapping):
+                if replaces:
+                    self.given.pop(name, None)
+                self.put(value, place, f"{name}.", lines=lines, replaces=replaces)
+            elif key != _REPLACES or not replaces:
+                mark = marks.data.get(key) if marks is not None and marks.data else None  # keys merged by << have none
+                # A float of ruamel.yaml's own kind remembers how it was written.
+                self.given[name] = float(value) if isinstance(value, float) else value
+                self.origin[name] = f"{place}:{mark[0] + 1}" if mark else place
 
     def keys(self, *names: str) -> tuple[str, ...]:
         """The keys of these names; a key stands for itself, and has dots where there are names."""
@@ -228,16 +248,3 @@ class Settings:
 
     def _asked_below(self, section: str) -> bool:
         return any(key.startswith(f"{section}.") for key in self.asked)
-
-
-def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, int]]:
-    """Every leaf by its dotted key, with its line (0 if it is not known)."""
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            if isinstance(value, float):
-                value = float(value)  # ruamel.yaml's own kind, which remembers how it was written
-            marks = getattr(data, "lc", None)
-            mark = marks.data.get(key) if marks is not None and marks.data else None  # keys merged by << have none
-            yield f"{prefix}{key}", value, mark[0] + 1 if mark else 0

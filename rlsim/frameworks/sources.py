@@ -15,8 +15,6 @@ from rlsim.frameworks.tables import default_values, names, newest
 _OVERRIDE = re.compile(r"(?:\+\+|\+|--)?(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
 #: A file may inherit from one that inherits, and so on.
 _DEEPEST = 20
-#: The mapping that has this replaces what is inherited (NeMo-RL).
-_REPLACES = "_override_"
 
 
 def read_sources(sources: Sequence[str], program: str, option: str, of: str = "") -> Settings:
@@ -37,7 +35,7 @@ def read_sources(sources: Sequence[str], program: str, option: str, of: str = ""
             config.name = config.name or path.name
             _read(config, path, 0)
         else:
-            _put(config, {found["key"]: parsed(found["value"])}, "as given")
+            config.put({found["key"]: parsed(found["value"])}, "as given", replaces=True)
     interpolate(config)
     config.default, config.names = dict(default_values(of, release)), names(of)
     return config
@@ -63,30 +61,8 @@ def _read(config: Settings, path: Path, depth: int) -> None:
                 )
             config.inherited.add(parent.name)
             _read(config, parent, depth + 1)
-    _put(config, {key: value for key, value in data.items() if key != "defaults"}, path.name, marks=data)
-
-
-def _put(config: Settings, data: Mapping[str, Any], place: str, prefix: str = "", marks: Any = None) -> None:
-    """Leaves of a mapping over what is there: a value replaces the keys below it, and keys the value above them."""
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if key == _REPLACES:
-            continue
-        if isinstance(value, Mapping):
-            if value.get(_REPLACES):
-                _drop(config, name)
-            config.given.pop(name, None)
-            _put(config, value, place, f"{name}.", value)
-            continue
-        _drop(config, name)
-        lines = getattr(marks, "lc", None)
-        mark = lines.data.get(key) if lines is not None and lines.data else None
-        config.put({name: value}, f"{place}:{mark[0] + 1}" if mark else place)
-
-
-def _drop(config: Settings, section: str) -> None:
-    for key in [key for key in config.given if key.startswith(f"{section}.")]:
-        del config.given[key]
+    config.put(data, path.name, lines=True, replaces=True)
+    config.given.pop("defaults", None)
 
 
 _INTERPOLATION = re.compile(r"\$\{(?:(?P<resolver>oc\.\w+|add|mul|div|max):)?(?P<body>[^${}]*)\}")
