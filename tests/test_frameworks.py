@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -14,16 +16,23 @@ from test_init import SCRIPT, some
 from typer.testing import CliRunner
 
 import rlsim
+from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import read_yaml
 from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
+from rlsim.experiment.schema import TrainingSpec, WorkflowSpec
 from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
 from rlsim.frameworks.draft import Draft
+from rlsim.frameworks.mapping import FUNCTIONS, rows_of
 from rlsim.frameworks.nemo import from_nemo
-from rlsim.frameworks.parts import Options, check
+from rlsim.frameworks.parts import ENGINES, Options, check
 from rlsim.frameworks.settings import Kind, Settings
 from rlsim.frameworks.sources import parsed, read_sources
+from rlsim.frameworks.tables import names
 from rlsim.frameworks.verl.experiment import from_verl
+from rlsim.frameworks.verl.run import TrainingArguments
+from rlsim.policies.registry import load_policy
+from rlsim.sim.request import EngineConfig
 
 #: What makes a made experiment small enough to be run here.
 SMALL = {"workflow.steps": 1, "workflow.prompts": 8, "workflow.warmup": 0, "trace.cap": 128}
@@ -549,3 +558,30 @@ def test_one_framework_at_a_time() -> None:
     assert "--from-nemo and --from-areal: an experiment is of one configuration" in str(both.exception)
     reward = CliRunner().invoke(app, ["init", "--from-nemo", "a.yaml", "--reward-model", "qwen3-8b"])
     assert "--reward-model goes with --from-verl" in str(reward.exception)
+
+
+# The tables of mappings ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["verl", "nemo", "areal"])
+def test_every_row_of_a_mapping_names_settings_facts_and_keys_that_there_are(of: str) -> None:
+    head = (data_dir("frameworks") / f"{of}.yaml").read_text().partition("\n- ")[0]
+    facts = {*re.findall(r"`(\w+)`", head), "name", "program", "has", "given", "key", "place", "value", "each"}
+    settings = {name for one in (of, *(f"{of}-{engine}" for engine in ENGINES)) for name in names(one)}
+    blocks = {"workflow": WorkflowSpec, "training": TrainingSpec, "engine": EngineConfig, "run": TrainingArguments}
+    for row in rows_of(of):
+        said = " ".join(str(row.get(key, "")) for key in ("says", "value", "note", "missing", "refused"))
+        sources = [row["from"]] if isinstance(row.get("from"), str) else row.get("from", [])
+        asked = {*sources, *re.findall(r"\[(\w+)\]", said)}
+        for expression in (
+            row.get("if", "True"),
+            row.get("is", "True"),
+            *re.findall(r"\{([^{}]+?)(?::[^{}:']*)?\}", said),
+        ):
+            asked |= {node.id for node in ast.walk(ast.parse(expression.strip())) if isinstance(node, ast.Name)}
+        assert asked <= settings | facts | FUNCTIONS.keys(), row
+        section, _, key = row.get("ours", "").rpartition(".")
+        if section in blocks:
+            assert key in blocks[section].model_fields or (section, key) == ("run", "gradients"), row
+        elif section:
+            assert key in load_policy(section).model_fields, row

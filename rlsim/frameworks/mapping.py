@@ -26,7 +26,7 @@ from rlsim.frameworks.tables import names
 
 Row = Mapping[str, Any]
 _PLACE, _VALUE = re.compile(r"\[(\w+)\]"), re.compile(r"\{([^{}]+?)(?::([^{}:']*))?\}")
-_FUNCTIONS = {"bool": bool, "ceil": math.ceil, "max": max, "min": min, "str": str, "unknown_name": unknown_name}
+FUNCTIONS = {"bool": bool, "ceil": math.ceil, "max": max, "min": min, "str": str, "unknown_name": unknown_name}
 
 
 @cache
@@ -121,7 +121,7 @@ class Reading:
         return self._evaluated(expression, self.config.needed)
 
     def _evaluated(self, expression: str, get: Callable[[str], Any]) -> Any:
-        return eval(code_of(expression), {"__builtins__": _FUNCTIONS}, _Names(self.config, self.facts, get))
+        return eval(code_of(expression), {"__builtins__": FUNCTIONS}, _Names(self.config, self.facts, get))
 
     def _text(self, text: str) -> str:
         text = _VALUE.sub(lambda found: format(self._value(found[1]), found[2] or ""), text)
@@ -141,7 +141,7 @@ class _Names(dict[str, Any]):
         self._config, self._get = config, get
 
     def __missing__(self, name: str) -> Any:
-        if name in _FUNCTIONS:
+        if name in FUNCTIONS:
             raise KeyError(name)
         is_flag = name in self._config.names and self._config.names[name][0] is FLAG
         if is_flag and self._get == self._config.needed:
