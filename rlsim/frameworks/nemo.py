@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from rlsim.errors import ConfigError
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import Draft
-from rlsim.frameworks.engines import Use
 from rlsim.frameworks.mapping import Reading
 from rlsim.frameworks.parts import Options, joined
 from rlsim.frameworks.sources import read_sources
-from rlsim.frameworks.tables import names, unlike, unlike_rows
+from rlsim.frameworks.tables import Use, names, unlike, unlike_rows
 
 #: What settings of the engines themselves begin with.
 _SECTIONS = {

@@ -17,7 +17,6 @@ from rlsim.experiment.refusals import conditions, shape_values, unmet
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.frameworks.draft import ASSUMED, Draft, Entry
-from rlsim.frameworks.engines import Use, own_limits
 from rlsim.frameworks.mapping import Reading
 from rlsim.frameworks.names import (
     UNSEEN,
@@ -29,7 +28,7 @@ from rlsim.frameworks.names import (
     nearest_trace,
 )
 from rlsim.frameworks.settings import INTEGER, WHOLE, Settings
-from rlsim.frameworks.tables import names, unlike, unlike_rows, without
+from rlsim.frameworks.tables import Use, names, own_limits, unlike, unlike_rows, without
 from rlsim.models.hardware import Cluster, Gpu, load_cluster
 from rlsim.models.model import Model
 from rlsim.sim.request import EngineConfig
