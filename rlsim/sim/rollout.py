@@ -39,7 +39,7 @@ from rlsim.sim.control import (
     asked,
     one_of,
 )
-from rlsim.sim.dealing import Shares, by_context, by_number, evenly
+from rlsim.sim.dispatch import Shares, by_context, by_number, evenly
 from rlsim.sim.moment import ASK, DEAL, IDLE, at, at_end, when_over
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
