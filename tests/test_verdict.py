@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -60,26 +61,36 @@ def random_table(draw: random.Random) -> tuple[pd.DataFrame, str]:
     return (table, "s0") if len(table) else (random_table(draw))
 
 
-def truth(table: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """By system, from the table alone: whether it can be compared, and the ratio and interval that decide."""
-    own = table.set_index("system")
-    own = own.astype({name: float for name in own if name != "unsteady"})
-    own["comparable"] = own["unsteady"] == ""
-    if baseline in own.index and not own.loc[baseline, "comparable"]:
-        own["comparable"] = False
-    unlike = (own["speedup"] / own["token_speedup"] - 1).abs() > EXPLAINED
-    by = "token_speedup" if (unlike & (own["unsteady"] == "")).any() else "speedup"
-    ends = [own[f"{by}_low"], own[f"{by}_high"]]
-    ends += [own[f"speedup_model_{end}"] * own[by] / own["speedup"] for end in ("low", "high")]
-    own["ratio"], own["unit"] = own[by], "tokens" if by == "token_speedup" else "responses"
-    every = pd.concat(ends, axis=1).round(3)  # as they are printed
-    own["low"], own["high"] = every.min(axis=1), every.max(axis=1)
-    return own
+class Truth(NamedTuple):
+    """Whether a system can be compared, and the ratio, its unit and the interval that decide."""
+
+    comparable: bool
+    ratio: float
+    unit: str
+    low: float
+    high: float
 
 
-def contradictions(text: str, base: str, true: pd.DataFrame) -> list[str]:
+def truth(table: pd.DataFrame, baseline: str) -> dict[str, Truth]:
+    """By system, from the table alone."""
+    rows = {row["system"]: row for row in table.to_dict("records")}
+    steady = {name: row["unsteady"] == "" for name, row in rows.items()}
+    compared = steady.get(baseline, True)
+    unlike = [abs(row["speedup"] / row["token_speedup"] - 1) > EXPLAINED for name, row in rows.items() if steady[name]]
+    by = "token_speedup" if any(unlike) else "speedup"
+    found = {}
+    for name, row in rows.items():
+        ends = [row[f"{by}_low"], row[f"{by}_high"]]
+        ends += [row[f"speedup_model_{end}"] * row[by] / row["speedup"] for end in ("low", "high")]
+        known = [float(np.round(end, 3)) for end in ends if not math.isnan(end)] or [NAN]  # as they are printed
+        unit = "tokens" if by == "token_speedup" else "responses"
+        found[name] = Truth(compared and steady[name], row[by], unit, min(known), max(known))
+    return found
+
+
+def contradictions(text: str, base: str, true: dict[str, Truth]) -> list[str]:
     """What the sentences say that the table does not."""
-    others = true[true["comparable"] & (true.index != base)]
+    others = {name: one for name, one in true.items() if one.comparable and name != base}
     found = []
 
     def claim(holds: object, what: str) -> None:
@@ -88,32 +99,30 @@ def contradictions(text: str, base: str, true: pd.DataFrame) -> list[str]:
 
     claim("1.00 times" not in text.split(";")[0] or "apart" in text, "1.00 times is no gain")
     if named := re.search(r"(\w+) is the fastest", text):
-        best = others.loc[named[1]]
-        claim(best["ratio"] == others["ratio"].max(), "not the best ratio")
-        claim((best["low"] if best["low"] == best["low"] else best["ratio"]) > 1, "not surely faster")
+        best = others[named[1]]
+        claim(not any(one.ratio > best.ratio for one in others.values()), "not the best ratio")
+        claim((best.ratio if math.isnan(best.low) else best.low) > 1, "not surely faster")
     if named := re.search(r"(\w+) is faster than (\w+):", text):
-        claim(others.loc[named[1], "low"] > 1, "not surely faster")
-        rival = others.loc[re.search(r"(\w+) may be faster still", text)[1]]  # type: ignore[index]
-        claim(rival["ratio"] > others.loc[named[1], "ratio"] and rival["low"] <= 1, "no rival")
+        claim(others[named[1]].low > 1, "not surely faster")
+        rival = others[re.search(r"(\w+) may be faster still", text)[1]]  # type: ignore[index]
+        claim(rival.ratio > others[named[1]].ratio and rival.low <= 1, "no rival")
     if re.search(r"Nothing (beats|is surely)", text):
-        lows = others["low"].fillna(others["ratio"])
-        claim(not ((lows > 1) & (others["ratio"] >= 1.005)).any(), "something beats it")
+        surely = [one.ratio >= 1.005 and (one.ratio if math.isnan(one.low) else one.low) > 1 for one in others.values()]
+        claim(not any(surely), "something beats it")
     if named := re.search(r"(\w+) cannot be told apart", text):
-        claim(others.loc[named[1], "low"] <= 1 <= others.loc[named[1], "high"], "the interval excludes 1")
+        claim(others[named[1]].low <= 1 <= others[named[1]].high, "the interval excludes 1")
     for name in re.findall(r"(\w+)(?=[\w, ]* (?:is|are) as fast as)", text):
-        claim(name in ("and", "more") or abs(true.loc[name, "ratio"] - 1) <= 0.005, "not as fast")
+        claim(name in ("and", "more") or abs(true[name].ratio - 1) <= 0.005, "not as fast")
     for name in re.findall(r"(s\d+) \(prompts", text):
-        claim(not true.loc[name, "comparable"], "comparable")
+        claim(not true[name].comparable, "comparable")
     if figure := re.search(rf"(?P<who>s\d+)(?: {CLAIM}) {FIGURE}", text):
-        row = true.loc[figure["who"]]
-        claim(figure["unit"] == row["unit"], "not the unit that decides")
-        claim(abs(float(figure["ratio"]) - row["ratio"]) <= 0.0051, "not its ratio")
+        row = true[figure["who"]]
+        claim(figure["unit"] == row.unit, "not the unit that decides")
+        claim(abs(float(figure["ratio"]) - row.ratio) <= 0.0051, "not its ratio")
         if ends := re.findall(r"interval ([\d.]+) to ([\d.]+)", figure["basis"]):
-            claim(
-                np.allclose([float(end) for end in ends[0]], [row["low"], row["high"]], atol=0.0051), "not its interval"
-            )
+            claim(np.allclose([float(end) for end in ends[0]], [row.low, row.high], atol=0.0051), "not its interval")
         else:
-            claim(math.isnan(row["low"]), "an interval is not told")
+            claim(math.isnan(row.low), "an interval is not told")
     return found
 
 
@@ -129,11 +138,11 @@ def test_no_verdict_that_its_table_contradicts() -> None:
             assert row["verdict"] in VERDICTS
             right = {"faster": low > 1, "slower": high < 1, "not told apart": low <= 1 <= high,
                      "as fast": f"{row['speedup']:.2f}" == "1.00", "baseline": row["system"] == baseline,
-                     "not comparable": not true.loc[row["system"], "comparable"]}  # fmt: skip
+                     "not comparable": not true[row["system"]].comparable}  # fmt: skip
             assert right[row["verdict"]], (row, text)
             if row["verdict"] not in ("baseline", "not comparable"):
-                assert true.loc[row["system"], "comparable"]
-                assert row["low"] == pytest.approx(true.loc[row["system"], "low"], nan_ok=True)
+                assert true[row["system"]].comparable
+                assert row["low"] == pytest.approx(true[row["system"]].low, nan_ok=True)
         told = re.search(r"In (\d) of 1", cases_sentence([verdict]))
         assert (told is not None and told[1] == "1") == bool(re.search("is the fastest|is faster than", text))
         kinds |= {kind: kinds.get(kind, 0) + 1 for kind in KINDS if kind in text}
