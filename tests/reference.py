@@ -8,8 +8,7 @@ that begins with "Choice:" says what is done here.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -131,6 +130,10 @@ class RefResult:
     hit_tokens: int = 0  # of completed prefills
     loaded_tokens: int = 0  # from host memory
     prefilled_tokens: int = 0  # in completed prefills
+
+
+class HaltedError(Exception):
+    """Something is waited for, and nothing will ever happen again."""
 
 
 #: A KV page: whose it is, and which page of a context. Of a prompt ("prompt", position, tokens), of what follows
@@ -291,10 +294,6 @@ class _View:
         return self._rollout.now - self._rollout.begun_at
 
     @property
-    def cap_tokens(self) -> int:
-        return self._rollout.cap_tokens
-
-    @property
     def nodes(self) -> tuple[int, ...]:
         own = range(len(self._rollout.node_gpus))
         return tuple(sorted({replica.node for replica in self._rollout.active() if replica.node in own}))
@@ -311,27 +310,12 @@ class _View:
     def total(self) -> int:
         return len(self._rollout.requests)
 
-    @property
-    def finished_tokens(self) -> tuple[int, int]:
-        finished = self._rollout.result.finished
-        lengths = [r.response_tokens for r in self._rollout.requests if r.id in finished] or [0]
-        return min(lengths), max(lengths)
-
     def unfinished(self, node: int | None = None) -> int:
         # Choice: a request on its way between replicas is on no node; one on a node that switches, or on a replica that
         # is being released, is on that node.
         if node is None:
             return sum(r.left for r in self._rollout.requests)
         return sum(len(replica.requests()) for replica in self._rollout.replicas if replica.node == node)
-
-    def generated(self, node: int) -> Mapping[int, int]:
-        return Counter(r.generated_tokens for replica in self.replicas(node) for r in replica.requests)
-
-    def context_tokens(self, node: int) -> int:
-        return sum(r.context_tokens for replica in self.replicas(node) for r in replica.requests)
-
-    def requests_on(self, node: int) -> Mapping[int, int]:
-        return {replica.index: len(replica.requests) for replica in self.replicas(node)}
 
     def gpus(self, node: int) -> int:
         return self._rollout.node_gpus[node]
@@ -551,17 +535,16 @@ class _Rollout:
     def deal(self, routing: Literal["contiguous", "round_robin"], count: int) -> None:
         """The first `count` by the routing, then the others by context."""
         new, resumed = self.requests[:count], self.requests[count:]
-        if routing == "round_robin":
-            for i, r in enumerate(new):
-                self.replicas[i % len(self.replicas)].arrive(r, self.now)
-        else:
-            each, more = divmod(len(new), len(self.replicas))
-            for i, replica in enumerate(self.replicas):
-                n = each + 1 if i < more else each
-                for r in new[:n]:
-                    replica.arrive(r, self.now)
-                new = new[n:]
+        self.deal_evenly(new, self.replicas, routing)
         self.deal_by_context(resumed, self.replicas, lambda replica, r: replica.arrive(r, self.now))
+
+    def deal_evenly(self, new: list[_Request], replicas: list[_Replica], routing: str) -> None:
+        each, more = divmod(len(new), len(replicas))
+        for i, replica in enumerate(replicas):
+            first = i * each + min(i, more)
+            contiguous = new[first : first + each + (i < more)]
+            for r in new[i :: len(replicas)] if routing == "round_robin" else contiguous:
+                replica.arrive(r, self.now)
 
     def deal_by_context(self, requests: list[_Request], targets: list[_Replica], put: Callable[..., None]) -> None:
         """The longest context first (ties: lower id), to the replica with the least contexts (ties: lowest index)."""
@@ -1018,6 +1001,19 @@ class _Rollout:
             looks += 1
         return [self.begun_at + looks * every_s] if every_s else []
 
+    def go_on_to_next(self) -> bool:
+        """The next moment at which something happens; whether the control's timer is due then."""
+        moments, looks = list(self.moments()), self.next_look()
+        if not moments:
+            raise HaltedError
+        self.now = min([*moments, *looks])
+        return any(map(self.reached, looks))
+
+    def end_iterations(self) -> set[int]:
+        """Those that end now; the nodes on which responses have finished."""
+        ending = [r for r in self.replicas if r.iteration is not None and self.reached(r.iteration.ends_at)]
+        return {replica.node for replica in ending if self.end(replica)}
+
     def over(self) -> bool:
         if self.stop_asked:
             return all(replica.stopped for replica in self.replicas)
@@ -1034,22 +1030,12 @@ class _Rollout:
     def run(self) -> None:
         self.begin_all()
         while not self.over():
-            moments, looks = list(self.moments()), self.next_look()
-            if not moments:
-                raise RuntimeError("requests are left, but no replica will ever serve them")
-            self.now = min([*moments, *looks])
-            looks = [moment for moment in looks if self.reached(moment)]
-            ending = [
-                replica
-                for replica in self.replicas
-                if replica.iteration is not None and self.reached(replica.iteration.ends_at)
-            ]
-            finished_on = {replica.node for replica in ending if self.end(replica)}
+            looks, finished_on = self.go_on_to_next(), self.end_iterations()
             self.settle()
             self.begin_all()
             if (finished_on or looks) and not self.stop_asked:
                 # Choice: asked after the last finish too, though nothing can be done any more.
-                self.ask(finished_on, bool(looks))
+                self.ask(finished_on, looks)
                 if not self.over():
                     self.settle()
                     self.begin_all()

@@ -310,13 +310,10 @@ class StepRollout(Hybrid):
     def to_the_end(self) -> None:
         self.rest_of_moment(set())
         while not self.over():
-            looks = self.next_look()
-            self.now = min([min(self.moments()), *looks])
-            ending = [r for r in self.replicas if r.iteration is not None and self.reached(r.iteration.ends_at)]
-            before = set(self.result.finished)
-            finished_on = {replica.node for replica in ending if self.end(replica)}
+            looks, before = self.go_on_to_next(), set(self.result.finished)
+            finished_on = self.end_iterations()
             self.scores(sorted(self.result.finished - before))
-            self.rest_of_moment(finished_on, any(map(self.reached, looks)))
+            self.rest_of_moment(finished_on, looks)
         self.close()
 
     def scores(self, ids: list[int]) -> None:

@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 Key = tuple[int, int]
 
 
-class HaltedError(Exception):
-    """A step waits for prompts, and nothing will ever happen again."""
-
-
 class RefCheck(NamedTuple):
     """What scoring a response takes, and its reward unless one of the runs takes longer than the limit."""
 
@@ -263,12 +259,7 @@ class _Run(_Rollout):
                 replica = min(replicas, key=lambda replica: (len(replica.requests()), replica.index))
                 replica.arrive(request, self.now)
         else:
-            each, more = divmod(len(new), len(replicas))
-            for i, replica in enumerate(replicas):
-                first = i * each + min(i, more)
-                contiguous = new[first : first + each + (i < more)]
-                for request in new[i :: len(replicas)] if self.routing == "round_robin" else contiguous:
-                    replica.arrive(request, self.now)
+            self.deal_evenly(new, replicas, self.routing)
 
     def begin(self, replica: _Replica) -> None:
         super().begin(replica)
@@ -549,14 +540,8 @@ class _Run(_Rollout):
         self.begins = True
         self.rest_of_moment(set())
         while self.phase != "over":
-            moments = list(self.moments())
-            if not moments:
-                raise HaltedError
-            looks = self.next_look()
-            self.now = min([*moments, *looks])
-            self.looks = any(map(self.reached, looks))
-            ending = [r for r in self.replicas if r.iteration is not None and self.reached(r.iteration.ends_at)]
-            self.rest_of_moment({replica.node for replica in ending if self.end(replica)})
+            self.looks = self.go_on_to_next()
+            self.rest_of_moment(self.end_iterations())
         self.tell_dropped()
         for r in self.requests:
             response = self.response(r)

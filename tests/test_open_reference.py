@@ -23,7 +23,8 @@ from open_workloads import (
     open_workloads,
     steps_workloads,
 )
-from reference_open import HaltedError, OpenResult
+from reference import HaltedError
+from reference_open import OpenResult
 
 from rlsim.errors import PolicyError
 from rlsim.sim.batching import ENDLESS
