@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import cases
+from conftest import cases, tables
 
 from rlsim.base.schema import validate
 from rlsim.cost.calibration import Calibration, EngineFit, calibration_names, load_calibration
@@ -47,66 +47,19 @@ def test_every_file_loads_and_states_its_provenance(name: str) -> None:
     assert reference.sm_count == gpu.sm_count
 
 
-TARGET = (0.05, 0.15)  # median and 90th percentile of the errors on shapes that no fit has seen
-QUANTISED_TARGET = (0.06, 0.18)  # of products and attention in other precisions, and of windows
-#: Where the target is missed, the reason, and the bound that holds instead.
-MISSED = {
-    # jumps between algorithms, and each size judged by its neighbours at half and twice the size
-    ("sglang", "custom_all_reduce"): (0.05, 0.16),
-    ("vllm", "custom_all_reduce"): (0.05, 0.24),
-    ("trtllm", "custom_all_reduce"): (0.05, 0.27),
-    ("sglang", "nccl"): (0.05, 0.16),
-    ("vllm", "nccl"): (0.05, 0.16),
-    ("trtllm", "nccl"): (0.05, 0.16),
-    # the same product of PyTorch's, as measured by SGLang 0.5.14 and by vLLM 0.24.0 on H200, differs by 5% at the
-    # median and 22% at the 90th percentile: no fit comes nearer to one of them than that
-    ("h200-sxm-sglang", "gemm"): (0.059, 0.155),
-    ("h200-sxm-sglang", "gemm_fp8"): (0.066, 0.171),  # likewise
-    # SGLang's of the release that runs as old a DeepGEMM, at vLLM's rate: another engine's fit, 3% too slow on H100
-    ("vllm", "gemm_fp8_block"): (0.058, 0.145, 0.032),
-    # a product of few rows takes what its blocks do, which neither rows nor DeepGEMM's rule of 2026 say
-    ("trtllm", "gemm_fp8_block"): (0.058, 0.187),
-    # heads of 64: few rows, of which held-out pairs of batch and heads are a fifth
-    ("sglang", "prefill_attention_heads_of_64"): (0.045, 0.165),
-    # this kernel reads more than the window, the more the longer the context, which the factor knows nothing of
-    ("trtllm", "decode_attention_windows"): (0.13, 0.61),
-    # FlashMLA's kernel on an FP8 cache computes 64 heads at a time: of 64 heads, left out here, rows of fewer (bound by
-    # memory) and of 128 (by FLOPs) say little. What steps are costed with has seen them, and is off by 1 and 3% on all
-    ("vllm", "latent_attention_fp8"): (0.047, 0.30),
-}
-#: The same on other GPUs: the largest median and bias.
-ELSEWHERE = {
-    # TensorRT-LLM's reads more than the window, as on Hopper, and vLLM's on L40S likewise
-    "decode_attention_windows": (0.18, 0.04),
-    # SGLang's 90th percentiles on B200 are 19% in fp8, 20% in fp8_block and 21% in NVFP4: the same product of
-    # PyTorch's, in its table and vLLM's, differs by 3% at the median and 21% there; one row in ten takes over 20%
-    # longer in SGLang's
-    # vLLM's on H100 is 3% too slow on Hopper, and these are of it
-    "gemm_fp8_block": (0.058, 0.032),
-    "latent_attention_prompts": (0.04, 0.03),
-    "latent_attention_fp8": (0.085, 0.03),  # as below
-}
-EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
-#: What keeps these on B200 too: attention, balanced mixtures, and products in bf16. Not attention on latents in FP8,
-#: for which there are kernels of 16 and of 32 heads and more: of those left out others' rows say less (20 and 23% at
-#: the 90th percentile). What steps are costed with has seen all heads, and is off by 3 and 6% there.
-ON_B200 = re.compile(
-    r"decode_attention|prefill_attention|latent_attention(?!_fp8$)|experts_[a-z0-9_]*(?<!_skewed)$|gemm$"
-)
-#: Median, 90th percentile and bias.
-SKEWED = (0.06, 0.18, 0.045)  # experts of unequal popularity
-EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
+#: Bounds of the errors on shapes that no fit has seen: median, 90th percentile, and perhaps bias.
+BOUNDS = tables("residuals")
+MISSED = {(where, operator): bounds for where, operator, *bounds in BOUNDS["missed"]}
+ON_B200 = re.compile(BOUNDS["on B200"])
 
 
 def bounds(name: str, engine: str, operator: str) -> tuple[float, float, float]:
     """The largest median, 90th percentile and bias."""
-    if operator == "exchange":
-        return EXCHANGE
-    if operator.startswith("experts"):
-        return SKEWED if operator.endswith("_skewed") else (*EXPERTS, 0.05)
     quantised = operator.endswith("_windows") or any(f"_{precision}" in operator for precision in PRECISIONS)
-    target = MISSED.get((engine, operator), QUANTISED_TARGET if quantised else TARGET)
-    median, p90, *bias = MISSED.get((name, operator), target)
+    kind = "quantised" if quantised else "usual"
+    if operator == "exchange" or operator.startswith("experts"):
+        kind = "skewed" if operator.endswith("_skewed") else operator.partition("_")[0]
+    median, p90, *bias = MISSED.get((name, operator)) or MISSED.get((engine, operator)) or BOUNDS[kind]
     return (median, p90, *(bias or [0.03]))
 
 
@@ -124,13 +77,13 @@ def test_kernels_on_hopper_keep_the_target(name: str) -> None:
 def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
     for operator, found in load_calibration(name).residuals.items():
         usual = (0.07, 0.045) if operator.startswith("experts") else (0.08, 0.04)
-        median, bias = ELSEWHERE.get(operator, usual)
+        median, bias = BOUNDS["elsewhere"].get(operator, usual)
         assert found.median < median, operator
         assert abs(found.bias) < bias, operator
         if operator == "gemm":
             assert found.p90 < 0.18
         if name.startswith("b200") and ON_B200.match(operator):
-            assert (found.median <= 0.065) & (found.p90 <= EXPERTS[1]), operator  # NVFP4 over 6%
+            assert (found.median <= 0.065) & (found.p90 <= BOUNDS["experts"][1]), operator  # NVFP4 over 6%
 
 
 #: What a product in another precision may take more than in bf16, where both are launches above all: quantising the
