@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import Command, cases
 from hypothesis import given
@@ -30,7 +29,6 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import ENGINE_SHARES, PlanSpace
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.systems import parse_systems
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import Model
 from rlsim.policies.plan import ExplicitPlan
@@ -428,10 +426,6 @@ def test_the_time_of_every_gpu_adds_up(name: str, frameworks: Result) -> None:
         assert {call: set(own) for call, own in gpus.items()}.items() <= busy_gpus(frameworks, name).items()
 
 
-def _systems(given: dict[str, Any]) -> list[Any]:
-    return [spec.make() for spec in parse_systems(given["systems"], "test")]
-
-
 @pytest.mark.ci
 def test_real_is_no_slower_than_the_heuristic_and_the_same_seed_finds_the_same_plan() -> None:
     real = {"real": {"method": "mcmc", "evaluations": 200, "pipelined_generation": False}}
@@ -540,22 +534,3 @@ def test_the_worst_micro_batch_is_of_the_longest_that_the_limits_allow(call: str
     assert [micro_batch(batch, which, budget, worst=worst) for worst in (False, True)] == [300, 500]
     wide = replace(budget, micro_batch_tokens=900)
     assert micro_batch(batch, which, wide, worst=True) == 900
-
-
-def test_a_budget_beyond_what_a_rank_has_needs_no_memory() -> None:
-    experiment = {
-        "name": "small", "cluster": "8xa40", "model": "qwen2.5-14b", "calibration": "a40-sglang",
-        "trace": {"fixed": 64, "cap": 64}, "workflow": {"prompts": 4, "responses": 2, "steps": 1},
-        "training": {"offload": True}, "systems": [{"verl": {"tp": 4}}], "seeds": 1,
-    }  # fmt: skip
-    exact = {**experiment, "training": {"offload": True, "micro_batch_tokens": 320}}
-    pd.testing.assert_frame_equal(rlsim.run(experiment).calls, rlsim.run(exact).calls)
-    streamed = {**experiment, "systems": ["verl", {"name": "pieces", "use": ["verl", "stream"]}]}
-    loaded, _, folder = load_experiment(streamed)
-    setup = LoadedExperiment.of(loaded, folder)
-    simulator = Simulator(setup)
-    whole, pieces = (simulator.placed(system) for system in _systems(streamed))
-    train, strategy = setup.algorithm.call("train"), whole.training_strategy(8)
-    assert pieces.memory.of(train, strategy)[1]["logits"] == pytest.approx(
-        8 * whole.memory.of(train, strategy)[1]["logits"]
-    ), "any of the eight ranks may take all responses"
