@@ -226,7 +226,7 @@ def luck_note(steps: pd.DataFrame) -> Iterator[str]:
         return
     of = "" if len(vague) == len(found) else f" of {listed(list(vague))}"
     ends = dict.fromkeys(f"±{share:.1%}" for share in (min(vague.values()), max(vague.values())))
-    counts = [int(own["steady"].groupby(own["seed"]).sum().min()) for name, own in found.items() if name in vague]
+    counts = [int(own[own["steady"]].groupby("seed").size().min()) for name, own in found.items() if name in vague]
     seeds, times = steps["seed"].nunique(), (max(vague.values()) / KNOWN) ** 2
     yield (
         f"step times{of} are known to {' to '.join(ends)} by their own {min(counts)} steps"
