@@ -27,7 +27,10 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "What a rollout that never stops knows": ("rlsim", ("OpenView", "Ready", "Update")),
     "What a rollout control knows": ("rlsim", ("ControlContext", "RolloutView", "Prompt")),
-    "Actions": ("rlsim", ("Abort", "Borrow", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop")),
+    "Actions": (
+        "rlsim",
+        ("Abort", "Borrow", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop", "SwitchWay"),
+    ),
     "Testing a policy": ("rlsim", ("check_policy", "Checked", "ContractError")),
 }
 

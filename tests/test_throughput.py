@@ -96,7 +96,7 @@ def stopping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("stopping")
     (folder / "stopping_policy.py").write_text(STOPPER)
     systems = [{"verl": {"tp": 2}}, {"name": "stopper", "use": ["stopping_policy:Stopper", {"verl": {"tp": 2}}]}]
-    trace = {"path": "deepscaler-llama-3.1-8b", "cap": "8K"}
+    trace = {"path": "deepscaler-llama-3.1-8b", "cap": "16K"}
     (folder / "x.json").write_text(json.dumps({**SMALL, "trace": trace, "systems": systems}))
     return folder
 

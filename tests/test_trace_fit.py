@@ -140,7 +140,7 @@ def fitted(file: str) -> LengthFit:
     [
         ("aime8_r1distill1.5b.parquet", 0.012, 5),
         ("rgym3_qwen2.5_3b_instruct.parquet", 0.03, 5),
-        ("prod_servegen_deepseek_r1_hist.csv", 0.06, 1.3),
+        ("prod_servegen_deepseek_r1.parquet", 0.06, 1.3),
         ("prod_azure2023_conv.parquet", 0.07, 3),
     ],
 )

@@ -167,10 +167,10 @@ class RuntimeFit(Fitted):
     )
     restart_s: LongSeconds = Field(
         default=28.91,
-        description="end and start of an engine without weights, KV and graphs; default: PAT's naive switch (A40, TP8)",
+        description="end and start of an engine without weights, KV and graphs; default: as published of A40 at TP8",
     )
     reload_bytes_per_s: Rate = Field(
-        default=2.150e9, description="of all weights, loaded by an engine; default: PAT's 7.47 s for LLaMA-3.1-8B"
+        default=2.150e9, description="of all weights, loaded by an engine; default: a published 7.47 s of LLaMA-3.1-8B"
     )
     source: str
 

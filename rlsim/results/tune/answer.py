@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,8 +117,9 @@ def tune(
     loaded = LoadedExperiment.of(experiment, configuration.options.folder)
     own = Simulator(loaded, search=False)
     spec = baseline_of(experiment.systems, experiment.baseline)
-    if len(list(spec.alternatives(own.placed(spec.make()).context))) > 1:
-        raise ConfigError(f"{spec.name} is tuned already: give a plain system, such as baseline=NAME, as an override")
+    with suppress(CapacityError):  # what fits is to be found
+        if len(list(spec.alternatives(own.placed(spec.make()).context))) > 1:
+            raise ConfigError(f"{spec.name} is tuned already: name a plain system with the override baseline=NAME")
     overlaps = own.overlap(spec.make())
     warmup = experiment.workflow.warmup or 0
     screened = None if overlaps else 1 + warmup
