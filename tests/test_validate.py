@@ -96,7 +96,7 @@ def test_no_two_rows_of_the_page_have_the_same_name() -> None:
         rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
         names = [tuple(row[:3]) for row in rows if len(row) == 8 and re.fullmatch(r"[+-][\d.]+%", row[5])]
         assert len(names) == len(set(names)), part
-        assert names or part in ("transfer", "kernels", "serving", "sensitivity"), part
+        assert names or part in ("transfer", "kernels", "serving", "papers", "sensitivity"), part
 
 
 def test_a_row_is_an_expression_of_what_a_part_finds(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ TITLES = {
     "serving": "Whole engines: closed-loop serving",
     "rollout": "Real rollouts",
     "weight_sync": "Published weight syncs",
+    "papers": "What of the papers is repeated, and what is not",
     "pat": "Published figures: PAT",
     "rollpacker": "Published figures: RollPacker and RLHFuse",
     "oppo": "Published figures: OPPO",
