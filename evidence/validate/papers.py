@@ -1,8 +1,8 @@
 """Part `papers`: every open figure and mechanism of the papers, and what of rlsim repeats it, or why nothing can.
 
 `papers.csv` says it in words that are looked up: `row PART CASE` is a row of the evidence, `key POLICY.KEY` a key of a
-part of a system, `setting PATH` one of the experiment, `column TABLE.NAME` a column of the results, `experiment NAME` a
-shipped one, `table NAME` a file of the evidence, `test NAME` tests of that name, and `none` has its reason in the remark.
+part of a system, `setting PATH` one of the experiment, `column TABLE.NAME` a column of the results, `experiment NAME`
+a shipped one, `table NAME` a file of the evidence, `test NAME` tests of that name; `none` has its reason in the remark.
 """
 
 from __future__ import annotations
