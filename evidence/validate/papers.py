@@ -13,13 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from evidence.validate.parts import EVIDENCE, Options, Section
 from evidence.validate.published import figures
-from evidence.validate.rows import markdown
+from evidence.validate.rows import markdown, read_rows
 from rlsim.base.catalogue import DATA
-from rlsim.base.tables import csv_errors
+from rlsim.base.reading import read_text
+from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.schema import Experiment
 from rlsim.policies.registry import load_policy
@@ -27,23 +26,33 @@ from rlsim.policies.registry import load_policy
 _ROOT = EVIDENCE.parent
 
 
+class Told(Schema):
+    """A figure or mechanism; `found`: what repeats it, several between semicolons."""
+
+    paper: str
+    what: str
+    published: str = ""
+    found: str
+    remark: str = ""
+
+
 def section(options: Options) -> Section:
     """The table, as it stands (a second)."""
-    frame = table(options.evidence)
-    return Section((), (), {"table": markdown(list(frame), frame.to_numpy().tolist())}, reference="")
+    headings = ("paper", "what", "published", "repeated by", "remark")
+    cells = [(t.paper, t.what, t.published, t.found, t.remark) for t in told(options.evidence)]
+    return Section((), (), {"table": markdown(headings, cells)}, reference="")
 
 
-def table(evidence: Path = EVIDENCE) -> pd.DataFrame:
+def told(evidence: Path = EVIDENCE) -> list[Told]:
     """The rows. Raises `ConfigError` for one that names what is not there, or nothing without a reason."""
     path = evidence / "papers.csv"
-    with csv_errors(path, ConfigError):
-        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
-    for number, row in enumerate(frame.itertuples(), 2):
+    rows = read_rows(path, Told)
+    for number, row in enumerate(rows, 2):
         for one in row.found.split("; "):
             kind, _, name = one.partition(" ")
             if not (bool(row.remark) if one == "none" else kind in _KNOWN and _KNOWN[kind](name)):
                 raise ConfigError(f"{path}, row {number}: {row.what}: {one}: not there, or no reason given")
-    return frame.rename(columns={"found": "repeated by"})
+    return rows
 
 
 def _is_row(name: str) -> bool:
@@ -73,8 +82,7 @@ def _is_setting(path: str) -> bool:
 
 
 def _is_column(name: str) -> bool:
-    columns = pd.read_csv(DATA / "columns.csv", dtype=str)
-    return bool(((columns["table"] + "." + columns["column"]) == name).any())
+    return f"{name.replace('.', ',', 1)}," in read_text(DATA / "columns.csv")
 
 
 _KNOWN: Mapping[str, Callable[[str], bool]] = {
