@@ -29,6 +29,8 @@ BATCHINGS: tuple[Any, ...] = (
     {"partial_rollout": {"budget": 200}},
     {"active_groups": {"active": 1.3}},
     "tail_batching",
+    {"tail_batching": {"resume": True}},
+    {"tail_batching": {"active": 0.75}},
     "overcommit",
     {"lagged": {"lag": 1}},
     {"lagged": {"lag": 2}},

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -433,14 +433,22 @@ def test_only_what_was_kept_can_be_resumed() -> None:
 
 
 def test_delta_grows_while_the_reward_improves_and_shrinks_otherwise() -> None:
-    assert adapted(8, [0.0, 0.0, 1.0], 2, 0, 99) == 8  # fewer than two windows
-    assert adapted(8, [0.0, 0.0, 1.0, 1.0], 2, 0, 99) == 10  # by a quarter
-    assert adapted(8, [1.0, 1.0, 0.0, 0.0], 2, 0, 99) == 6
-    assert adapted(8, [1.0, 1.0, 1.0, 1.0], 2, 0, 99) == 6  # no better
-    assert adapted(3, [0.0, 1.0], 1, 0, 99) == 4  # by one at least
-    assert adapted(3, [1.0, 0.0], 1, 0, 99) == 2
-    assert adapted(8, [0.0, 1.0], 1, 0, 9) == 9
-    assert adapted(8, [1.0, 0.0], 1, 7, 99) == 7
+    assert adapted(8, 2, [0.0, 0.0, 1.0], 2, 0, 99) == 8  # fewer than two windows
+    assert adapted(8, 2, [0.0, 0.0, 1.0, 1.0], 2, 0, 99) == 10
+    assert adapted(8, 2, [1.0, 1.0, 0.0, 0.0], 2, 0, 99) == 6
+    assert adapted(8, 2, [1.0, 1.0, 1.0, 1.0], 2, 0, 99) == 6  # no better
+    assert adapted(8, 2, [0.0, 1.0], 1, 0, 9) == 9
+    assert adapted(8, 2, [1.0, 0.0], 1, 7, 99) == 7
+
+
+@pytest.mark.parametrize(("change", "deltas"), [("quarter", [8, 8, 10, 12, 15]), ("one", [8, 8, 9, 10, 11])])
+def test_delta_changes_by_a_quarter_or_by_one(change: Literal["quarter", "one"], deltas: list[int]) -> None:
+    batching, feed = Overcommit(change=change, window=1), PromptFeed(4, 1)
+    seen = []
+    for _ in deltas:
+        seen.append(len(batching.launch(feed).prompts) - 4)
+        batching.keep(())
+    assert seen == deltas
 
 
 def test_delta_follows_the_slope_of_the_reward_in_a_run() -> None:
@@ -466,6 +474,9 @@ def test_reward_curves() -> None:
     assert noisy.at(4) == noisy.at(4) != RewardCurve().at(4)
     points = RewardCurve(points=((2, 1.0), (4, 3.0)))
     assert [points.at(step) for step in (0, 2, 3, 4, 9)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert [points.steps_to(reward) for reward in (1.0, 2.0, 3.0)] == [1, 4, 5]
+    with pytest.raises(ConfigError, match=r"does not reach a reward of 3\.1 in 10 steps"):
+        points.steps_to(3.1, 10)
     with pytest.raises(ValueError, match="ascend"):
         RewardCurve(points=((2, 1.0), (2, 3.0)))
     with pytest.raises(ValueError, match="leave out end"):
@@ -566,6 +577,24 @@ def test_systems_of_an_experiment() -> None:
         for parts in ([], [Chunked(models=("reference",))])
     ]
     assert pages[1] < pages[0]  # the reference model's weights and KV cache stand beside the rollout's
+
+
+def test_oppo_on_dpo() -> None:
+    """Both responses of a pair are scored by the chunk, and pairs that are not complete go on in the next step."""
+    workflow = {**EXPERIMENT["workflow"], "algorithm": "online_dpo", "prompts": 12, "responses": 2}
+    models = {"reward": EXPERIMENT["model"]}
+    systems = [
+        {"trl": {"tp": 1}},
+        {"name": "oppo", "use": [{"trl": {"tp": 1}}, "chunked", {"overcommit": {"delta": 4}}]},
+    ]
+    result = rlsim.run({**EXPERIMENT, "workflow": workflow, "models": models, "systems": systems})
+    steps = result.steps[result.steps["system"] == "oppo"]
+    assert (steps["trained"] == 24).all()
+    assert (steps["paused"] > 0).all()
+    trained = result.responses[result.responses["trained"]].groupby(["system", "step", "position"]).size()
+    assert (trained == 2).all()
+    calls = result.calls[result.calls["system"] == "oppo"].pivot(index="step", columns="call")
+    assert (calls["start_at"]["reward_score"] < calls["end_at"]["generate"]).all()
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

@@ -20,7 +20,7 @@ from rlsim.cli.running import _tables
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.systems import parse_systems
 from rlsim.results.comparison.verdict import judge
-from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, ppo, remax
+from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, online_dpo, ppo, remax
 
 BASE: dict[str, Any] = {
     "name": "probe",
@@ -70,13 +70,14 @@ def run(**changes: Any) -> rlsim.Result:
         (ppo(), "generate reward_score ref_log_prob values train train_critic weight_sync critic_sync"),
         (remax(), "generate reward_score ref_log_prob train weight_sync"),
         (dpo(), "ref_log_prob train"),
+        (online_dpo(), "generate reward_score ref_log_prob train weight_sync"),
     ],
 )
 def test_the_calls_of_an_algorithm(workflow: Workflow, calls: str) -> None:
     assert sorted(workflow.order()) == sorted(calls.split())
 
 
-ON_POLICY: dict[str, Callable[..., Workflow]] = {"grpo": grpo, "ppo": ppo, "remax": remax}
+ON_POLICY: dict[str, Callable[..., Workflow]] = {"grpo": grpo, "ppo": ppo, "remax": remax, "online_dpo": online_dpo}
 
 
 def barriers(workflow: Workflow) -> set[tuple[str, str]]:
@@ -222,6 +223,7 @@ def test_dpo_generates_nothing_and_takes_one_batch_after_another() -> None:
         ({"algorithm": "custom"}, {}, "calls and edges go with algorithm: custom"),
         ({"algorithm": "nowhere:make"}, {}, "nowhere:make cannot be loaded"),
         ({"algorithm": "json:dumps"}, {}, "json:dumps: json is a module of Python's standard library"),
+        ({"algorithm": "online_dpo", "responses": 4}, {}, "online_dpo trains on pairs: responses: 2, not 4"),
         ({"edges": ["generate > train"]}, {}, "expected an edge such as `generate -> train`"),
     ],
 )

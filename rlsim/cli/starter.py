@@ -18,7 +18,7 @@ CLUSTER, MODEL, CAP = "8xh100", "qwen2.5-7b", 8192
 #: What every starter has, whatever it is about.
 _USUAL: dict[str, Entry | dict[str, Entry]] = {
     "workflow": {
-        "algorithm": Entry("grpo", "or ppo, remax, dpo, custom"),
+        "algorithm": Entry("grpo", "or ppo, remax, dpo, online_dpo, custom"),
         "prompts": Entry(32, "a step"),
         "responses": Entry(8, "to each prompt"),
         "steps": Entry(5, "to simulate"),

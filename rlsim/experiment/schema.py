@@ -91,7 +91,7 @@ class RewardSpec(Schema):
     order: Literal["before_log_probs", "beside_log_probs"] | None = Field(
         default=None,
         description="before_log_probs: log-probs and values wait for all rewards, as in veRL's trainer; "
-        "beside_log_probs: they do not, as with its launch_reward_fn_async. Default of grpo, ppo and remax: "
+        "beside_log_probs: they do not, as with its launch_reward_fn_async. Default of an algorithm by name: "
         "before_log_probs; of a graph of your own its edges say it",
     )
     from_trace: bool = Field(
@@ -136,7 +136,7 @@ class WorkflowSpec(Schema):
 
     algorithm: str = Field(
         default="grpo",
-        description="grpo, ppo, remax, dpo, custom (the graph of `calls` and `edges`) or the module:function of one",
+        description="grpo, ppo, remax, dpo, online_dpo, custom (`calls` and `edges`) or a module:function",
     )
     calls: tuple[CallSpec, ...] = Field(default=(), description="of a custom workflow")
     edges: tuple[EdgeSpec, ...] = Field(default=(), description="of a custom workflow; `a -> b` for short")

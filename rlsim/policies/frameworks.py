@@ -31,9 +31,13 @@ class TRL(StaticTP):
     """TRL's PPO as OPPO's authors ran it: all GPUs but one generate and train, the last one scores."""
 
     vllm: bool = Field(default=True, description="vLLM generates; if not, Hugging Face's `generate`, no CUDA graphs")
+    scoring_gpu: bool = Field(
+        default=True, description="whether the last GPU does nothing but score; if not, it works as the others do"
+    )
 
     def parts(self) -> Sequence[Part]:
-        return ScorerApart(graphs=self.vllm), VeRL(tp=self.tp)
+        placing = ScorerApart if self.scoring_gpu else AllOnAll
+        return placing(graphs=self.vllm), VeRL(tp=self.tp)
 
 
 class OpenRLHF(StaticTP):
@@ -153,14 +157,21 @@ class TwoGroups(Schema, Placing):
         )
 
 
-class ZeroEverywhere(Schema, Placing):
-    """Every call on all GPUs, under ZeRO-3."""
+class AllOnAll(Schema, Placing):
+    """Every call on all GPUs, spread as the experiment's `training` says."""
 
     graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
+    _zero_stage: int | None = None
 
     def plan(self, context: PlanContext) -> Plan:
-        plan = on_groups(context, [(context.gpus, any_call)], zero_stage=3)
+        plan = on_groups(context, [(context.gpus, any_call)], zero_stage=self._zero_stage)
         return plan if self.graphs else _eager(plan, context.workflow)
+
+
+class ZeroEverywhere(AllOnAll):
+    """Every call on all GPUs, under ZeRO-3."""
+
+    _zero_stage: int | None = 3
 
 
 class CriticPipelining(Schema, Rewiring):

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim.base.schema import Schema
+from rlsim.errors import ConfigError
 from rlsim.policies.frameworks import StaticTP
 from rlsim.policies.keeping import Keeping
 from rlsim.policies.parts import ChunkStreaming, Part
@@ -120,6 +121,16 @@ class RewardCurve(Schema):
             return float(np.interp(step, steps, rewards)) + noise
         return self.end + (self.start - self.end) * math.exp(-step / self.time_constant_steps) + noise
 
+    def steps_to(self, reward: float, most: int = 1_000_000) -> int:
+        """Steps until one has at least this reward: times the seconds of a step, the time to it on this curve.
+
+        Raises `ConfigError` if none of the first `most` has.
+        """
+        for step in range(most):
+            if self.at(step) >= reward:
+                return step + 1
+        raise ConfigError(f"the curve does not reach a reward of {reward:g} in {most:,} steps")
+
 
 class Overcommit(Keeping):
     """Launch Δ prompts more than needed; what is not finished goes on in the next step.
@@ -127,7 +138,8 @@ class Overcommit(Keeping):
     With `delta: adaptive` Δ follows the slope of the reward: d is the mean of the last `window` steps less that of
     the `window` steps before; Δ grows by max(1, ⌊Δ/4⌋) where d > 0 and shrinks by as much otherwise, within
     `delta_min` and `delta_max`. One published line has the opposite sign; the equation and the text say this. The
-    rewards are a simulated curve that the experiment gives, no claim about learning.
+    equation itself changes Δ by one (`change: one`). The rewards are a simulated curve that the experiment gives, no
+    claim about learning.
     """
 
     delta: Literal["adaptive"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
@@ -137,6 +149,9 @@ class Overcommit(Keeping):
     delta_min: int = Field(default=4, ge=0, le=100_000, description="fewest prompts beyond the batch")
     delta_max: int = Field(default=64, ge=0, le=100_000, description="most prompts beyond the batch")
     window: int = Field(default=5, ge=1, le=100_000, description="steps that a mean reward is taken over")
+    change: Literal["quarter", "one"] = Field(
+        default="quarter", description="of Δ at a time: a quarter of it, as the algorithm says, or one, as the equation"
+    )
     reward: RewardCurve = Field(default=RewardCurve(), description="simulated reward of each step")
 
     _delta: int = PrivateAttr(default=0)
@@ -160,16 +175,16 @@ class Overcommit(Keeping):
         """All of them; the step is over, so its reward is known and Δ adapts."""
         self._rewards.append(self.reward.at(len(self._rewards)))
         if self.delta == "adaptive":
-            self._delta = adapted(self._delta, self._rewards, self.window, self.delta_min, self.delta_max)
+            change = max(1, self._delta // 4) if self.change == "quarter" else 1
+            self._delta = adapted(self._delta, change, self._rewards, self.window, self.delta_min, self.delta_max)
         return super().keep(unfinished)
 
 
-def adapted(delta: int, rewards: Sequence[float], window: int, least: int, most: int) -> int:
+def adapted(delta: int, change: int, rewards: Sequence[float], window: int, least: int, most: int) -> int:
     """Δ after a step, by the rewards of all steps so far; as it was while these are fewer than two windows."""
     if len(rewards) < 2 * window:
         return delta
     slope = sum(rewards[-window:]) / window - sum(rewards[-2 * window : -window]) / window
-    change = max(1, delta // 4)
     return min(max(delta + (change if slope > 0 else -change), least), most)
 
 

@@ -6,10 +6,11 @@ each step, for the kind of round (short, long) that comes next:
 1. The loads of that kind so far and the profiles say how long it would take at each degree; the fastest is chosen.
 2. If the last round of that kind had more than `rise` times the preemptions of the last one before it at the same
    TP, the choice is doubled: the load has grown faster than what is known of it.
-3. If its last `quiet_steps` rounds had none, the choice is halved, where its last load and the profile do not say that
-   this costs more.
+3. If its last `quiet_steps` rounds had none, the choice is halved.
 
-A kind of round that has not been yet has the degree that the run began with.
+The last two hold where the last load and the profile do not say that they cost more. Without profiles they are all of
+the rule, and change the degree that this kind of round had last. A kind of round that has not been yet has the degree
+that the run began with.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ class _Kind:
     loads: deque[Loads] = field(default_factory=lambda: deque(maxlen=8))  # of its last rounds
     preemptions: dict[int, int] = field(default_factory=dict)  # by TP: of the last round under it
     risen: bool = False  # its last round had many more than the last one before it at the same TP
-    quiet: int = 0  # rounds in a row without any
+    quiet: int = 0  # rounds in a row without any, since its degree was halved last
+    tp: int = 0  # of its last round
 
     def remember(self, report: RolloutReport, rise: float) -> None:
         before = self.preemptions.get(report.tp, report.preemptions)
         self.risen = report.preemptions > rise * before
         self.quiet = 0 if report.preemptions else self.quiet + 1
         self.preemptions[report.tp] = report.preemptions
+        self.tp = report.tp
         self.loads.append(report.loads)
 
     def typical(self) -> Loads:
@@ -55,6 +58,10 @@ class _Kind:
 
 class Planner(Schema, RolloutControl):
     """The TP of each round from profiles and loads, doubled when preemptions rise, halved when there are none."""
+
+    profiled: bool = Field(
+        default=True, description="whether profiles and loads choose; without, the rule on preemptions alone"
+    )
 
     start_tp: int | Literal["best"] = Field(default="best", description="first degree; best: the fastest feasible one")
     rise: float = Field(
@@ -91,14 +98,15 @@ class Planner(Schema, RolloutControl):
         kind = self._kinds.get(report.next_label)
         if kind is None:
             return self.initial_tp(self._context)
-        loads = kind.typical()
-        tp = min(self._profiles, key=lambda tp: self.round_s(tp, loads))
-        if kind.risen and 2 * tp in self._profiles:
-            return 2 * tp
-        if kind.quiet >= self.quiet_steps and tp // 2 in self._profiles:
-            last = kind.loads[-1]
-            return tp // 2 if self.round_s(tp // 2, last) <= self.round_s(tp, last) else tp
-        return tp
+        loads, last = kind.typical(), kind.loads[-1]
+        tp = min(self._profiles, key=lambda tp: self.round_s(tp, loads)) if self.profiled else kind.tp
+        quiet = kind.quiet >= self.quiet_steps
+        other = 2 * tp if kind.risen else tp // 2 if quiet else tp
+        if other not in self._profiles or (self.profiled and self.round_s(other, last) > self.round_s(tp, last)):
+            return tp
+        if quiet and not self.profiled:
+            kind.quiet = 0
+        return other
 
     def round_s(self, tp: int, loads: Loads) -> float:
         """Seconds of a round of these loads at `tp`, by the profile.

@@ -8,6 +8,7 @@ recomputation; the freed GPUs accumulate gradients of finished responses. Weight
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Annotated, Literal
 
@@ -34,6 +35,12 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
         description="adaptive: the first milestone at which the KV fits; a share: then, always",
     )
 
+    fetch: Literal["streaming", "once"] = Field(
+        default="streaming",
+        description="streaming: training takes responses as they come; once: those that are there when the GPUs are "
+        "given up, the rest after the rollout",
+    )
+
     rounds: tuple[str, ...] = Field(
         default=(), description="kinds of round in which it acts, such as [long]; none named: in all"
     )
@@ -44,7 +51,8 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """Responses go on to reward, log-probs and training by the sample; log-probs do not wait for rewards."""
-        return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
+        streamed = workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
+        return replace(streamed, fetch_once=self.fetch == "once")
 
     def setup(self, context: ControlContext) -> None:
         self._context = context

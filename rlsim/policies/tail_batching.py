@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pydantic import Field, PrivateAttr
 
 from rlsim.base.schema import Schema
-from rlsim.sim.batching import Batching, PromptFeed
+from rlsim.sim.batching import Batching, PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt
 
 
@@ -30,15 +30,47 @@ class TailBatching(Schema, Batching):
         default=None, ge=1, le=100, description="responses launched over needed (1: more prompts only)"
     )
 
+    active: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="prompts that a short round keeps under way over those needed: new ones begin as others are "
+        "finished or dropped (DAPO); none: all begin at once",
+    )
+    resume: bool = Field(
+        default=False, description="whether long rounds go on with the tokens of what short ones left (partial rollout)"
+    )
+
     _queue: deque[Prompt] = PrivateAttr(default_factory=deque)
+    _round: str = PrivateAttr(default="short")
 
     def launch(self, feed: PromptFeed) -> Launch:
         """A long round if the queue holds a batch of prompts, else a short one of new prompts."""
-        if self.upcoming(feed) == "long":
-            return Launch(tuple(self._queue.popleft() for _ in range(feed.prompts)), feed.responses, "long")
+        self._round = self.upcoming(feed)
+        if self._round == "long":
+            queued = tuple(self._queue.popleft() for _ in range(feed.prompts))
+            return Launch(() if self.resume else queued, feed.responses, "long", resume=queued if self.resume else ())
         prompts = _times(self.eta if self.eta_prompts is None else self.eta_prompts, feed.prompts)
-        responses = _times(self.eta if self.eta_responses is None else self.eta_responses, feed.responses)
-        return Launch(feed.take(prompts), responses, "short")
+        return Launch(feed.take(self.under_way(feed) or prompts), self._responses(feed), "short")
+
+    def under_way(self, feed: PromptFeed) -> int:
+        return _times(self.active, feed.prompts) if self.active and self._round == "short" else 0
+
+    def more(self, missing: int, feed: PromptFeed) -> Launch:
+        return Launch(feed.take(missing), self._responses(feed) if self.under_way(feed) else feed.responses)
+
+    def _responses(self, feed: PromptFeed) -> int:
+        return _times(self.eta if self.eta_responses is None else self.eta_responses, feed.responses)
+
+    @property
+    def pauses(self) -> bool:
+        return self.resume
+
+    def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:
+        """With `resume`, all of them, in the queue of long prompts."""
+        kept = [one.prompt for one in unfinished] if self.resume else []
+        self.put_back(kept)
+        return kept
 
     def upcoming(self, feed: PromptFeed) -> str:
         return "long" if len(self._queue) >= feed.prompts else "short"

@@ -94,6 +94,12 @@ class Batching(Hooked):
         """The batching that says what to launch, for messages."""
         return self
 
+    @hook("a whole number of prompts", lambda prompts, *_: is_whole(prompts, 0))
+    def under_way(self, feed: PromptFeed) -> int:  # noqa: ARG002
+        """A step begins: how many prompts it keeps under way until the batch is complete. `more` brings new ones as
+        others are finished or dropped; 0: only as many as the batch still lacks."""
+        return 0
+
     @hook(_LAUNCH, is_launch)
     def launch(self, feed: PromptFeed) -> Launch:
         """A step begins: the prompts and the number of responses to each that it starts with.
@@ -129,8 +135,8 @@ class Batching(Hooked):
 
     @hook(f"{_LAUNCH}, without resume, or None", lambda more, *_: more is None or (is_launch(more) and not more.resume))
     def more(self, missing: int, feed: PromptFeed) -> Launch | None:
-        """So many prompts were dropped that `missing` more are needed: what to launch in their place, or None to train
-        on those that are there. Asked of batchings that override `counts`.
+        """`missing` more prompts are needed, as others were dropped, or are to be `under_way`: what to launch, or None
+        to train on those that are there. Asked of batchings that override `counts` or `under_way`.
         """
         return Launch(feed.take(missing), feed.responses)
 
@@ -181,6 +187,9 @@ class Batchings(Batching):
 
     def counts(self, rewards: Sequence[float]) -> bool:
         return all(part.counts(rewards) for part in self.parts)
+
+    def under_way(self, feed: PromptFeed) -> int:
+        return self.parts[0].under_way(feed)
 
     def more(self, missing: int, feed: PromptFeed) -> Launch | None:
         return self.parts[0].more(missing, feed)
@@ -258,10 +267,12 @@ class StepBatch(RolloutControl):
         surplus = len(self.first.prompts) > feed.prompts or self.first.samples > feed.responses
         #: The step trains on the prompts that are complete when generation ends, be they fewer than a batch.
         self.partial = batching.ends_early or self.first.budget_tokens > 0
-        self.certain = not (surplus or batching.needs_rewards or batching.pauses or self.partial)
+        self._refilled = batching.under_way(feed)
+        self._grows = batching.needs_rewards or self._refilled > 0  # more may be launched
+        self.certain = not (surplus or self._grows or batching.pauses or self.partial)
         self._accepted: set[int] = set()
-        #: The rollout goes on when nothing is left to generate: rewards decide what else is launched, or budgets grow.
-        self.open = batching.needs_rewards or self.first.budget_tokens > 0
+        #: The rollout goes on when nothing is left to generate: more may be launched, or budgets grow.
+        self.open = self._grows or self.first.budget_tokens > 0
 
     def launched(self, requests: Sequence[Request], launch: Launch) -> None:
         """These are the requests of a launch, the resumed ones last."""
@@ -370,11 +381,12 @@ class StepBatch(RolloutControl):
                 self.over = True
                 yield Stop()
                 return
-        if not self._batching.needs_rewards:
+        if not self._grows:
             return
         possible = len(self._groups) - self._dropped
-        if possible < self._feed.prompts:
-            launch = self._batching.more(self._feed.prompts - possible, self._feed)
+        missing = (self._refilled + self._complete if self._refilled else self._feed.prompts) - possible
+        if missing > 0:
+            launch = self._batching.more(missing, self._feed)
             if launch is not None:
                 if len(self._groups) > ENDLESS * self._feed.prompts:
                     raise PolicyError(

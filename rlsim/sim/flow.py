@@ -142,13 +142,16 @@ class Flow:
     Reward calls score whatever their source delivers, so that rewards can decide what is trained on; inference and
     training work on responses of the batch only. With `Workflow.group_advantage` training, and inference that takes the
     batch in windows, take a prompt's `responses` together. A call that takes chunks is told of every response on its
-    way, and gets those of the batch whole.
+    way, and gets those of the batch whole. With `Workflow.fetch_once` responses of the batch are held back but for
+    those that are there at the first `fetch`.
     """
 
     def __init__(self, env: simpy.Environment, workflow: Workflow, responses: int) -> None:
         self.inboxes: dict[str, Inbox] = {}
         self._joins: list[_Join] = []
         self._chunked: dict[str, tuple[int, list[str]]] = {}  # by source: chunk length, who takes them
+        self._held: list[Request] | None = [] if workflow.fetch_once else None  # of the batch
+        self._fetches = workflow.fetch_once
         for call in workflow.calls:
             edges = workflow.into(call.name)
             for edge in edges:
@@ -167,6 +170,9 @@ class Flow:
 
     def deliver(self, source: str, samples: Sequence[Request]) -> None:
         """`source` is done with these samples."""
+        if source == BATCH and self._held is not None:
+            self._held += samples
+            return
         for join in self._joins:
             if source in join.sources:
                 join.deliver(source, samples)
@@ -180,8 +186,18 @@ class Flow:
         for name in self.chunked(source)[1]:
             self.inboxes[name].put_chunks(chunks)
 
+    def fetch(self) -> None:
+        """GPUs have been given up: what is there goes on to the calls that take responses of the batch, once."""
+        if self._fetches and self._held:
+            self._fetches, held, self._held = False, self._held, None
+            self.deliver(BATCH, held)
+            self._held = []
+
     def close(self, source: str) -> None:
         """`source` will deliver no more."""
+        if source == BATCH and self._held is not None:
+            held, self._held = self._held, None
+            self.deliver(BATCH, held)
         for join in self._joins:
             if source in join.sources:
                 join.close(source)

@@ -127,6 +127,10 @@ class Generation:
                 raise PolicyError(f"step {step}: only the first launch of a step may resume what was kept")
             return self._launched(state, more)
 
+        def released(gpus: Iterable[int]) -> None:
+            self._on_release(gpus)
+            state.flow.fetch()
+
         listens = call.name in self._streaming or state.flow.wants(BATCH) or not batch.certain
         return GenerationStage(
             requests=requests,
@@ -147,7 +151,7 @@ class Generation:
             on_drained=(lambda: self._offer(call, state, [r for r in state.requests if r.finished]))
             if what.batching.needs_rewards
             else None,
-            on_release=self._on_release,
+            on_release=released,
             backlog_s=self._backlog_s,
             borrowing=self._borrowing,
             crowded=what.crowded,

@@ -3,8 +3,21 @@
 Workflows are graphs of model function calls, plans say which GPUs run each call and how; `search` finds plans.
 """
 
-from rlsim.workflow.algorithms import dpo, grpo, ppo, remax
+from rlsim.workflow.algorithms import dpo, grpo, online_dpo, ppo, remax
 from rlsim.workflow.graph import Call, Edge, Grain, Workflow
 from rlsim.workflow.plan import Placement, Plan, colocated
 
-__all__ = ["Call", "Edge", "Grain", "Placement", "Plan", "Workflow", "colocated", "dpo", "grpo", "ppo", "remax"]
+__all__ = [
+    "Call",
+    "Edge",
+    "Grain",
+    "Placement",
+    "Plan",
+    "Workflow",
+    "colocated",
+    "dpo",
+    "grpo",
+    "online_dpo",
+    "ppo",
+    "remax",
+]

@@ -72,6 +72,15 @@ def dpo() -> Workflow:
     return Workflow("dpo", (reference, train), edges)
 
 
+def online_dpo(
+    *, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True, reward_first: bool = True
+) -> Workflow:
+    """DPO on pairs of its own (Guo et al. 2024): two responses to a prompt are generated and scored, the better one is
+    preferred in training, which takes them together (`responses: 2`)."""
+    prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs)]
+    return _on_policy("online_dpo", prepare, reward_first, group_advantage=True)
+
+
 def _reward(reward_model: bool) -> Call:
     return Call("reward_score", "inference", "reward") if reward_model else Call("reward", "reward", "reward")
 
@@ -106,4 +115,10 @@ def _on_policy(
     return Workflow(name, tuple(calls), tuple(edges), group_advantage, baseline_responses)
 
 
-ALGORITHMS: dict[str, Callable[..., Workflow]] = {"grpo": grpo, "ppo": ppo, "remax": remax, "dpo": dpo}
+ALGORITHMS: dict[str, Callable[..., Workflow]] = {
+    "grpo": grpo,
+    "ppo": ppo,
+    "remax": remax,
+    "dpo": dpo,
+    "online_dpo": online_dpo,
+}

@@ -59,7 +59,8 @@ class Workflow:
     whole, on all GPUs of the call, once it is there and the one before is trained on. Without, they work in pieces.
     `elastic`: training that takes samples as they come, or a window's, works in pieces, also on GPUs that generation
     leaves idle: as further data-parallel replicas. `hybrid`: the other way round, generation may have replicas on GPUs
-    of training, while that waits.
+    of training, while that waits. With `fetch_once` calls that take samples as they come take what is there when
+    generation first gives GPUs up, and the rest when it is over.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Workflow:
     windows: int = 0
     elastic: bool = False
     hybrid: bool = False
+    fetch_once: bool = False
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]
