@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -326,6 +327,17 @@ def random_plans(space: PlanSpace, count: int, rng: np.random.Generator) -> list
         if fits(problem, [plan])[0]:
             plans.append(plan)
     return plans
+
+
+def test_a_bound_on_the_plans_keeps_the_fastest_options_of_each_call() -> None:
+    whole = space_in("ppo")
+    few = PlanSpace(whole._placed, most_plans=1e6)
+    assert few.problem.space <= 1e6 < whole.problem.space
+    most = max(len(options) for options in few.options.values())
+    for name, options in whole.options.items():
+        times = sorted(option.time_s for _, option in options)
+        assert [option.time_s for _, option in few.options[name]] in (times[:most], [o.time_s for _, o in options])
+    assert math.prod(min(most + 1, len(options)) for options in whole.options.values()) > 1e6
 
 
 def test_a_search_over_context_parallelism_has_all_it_had_and_more() -> None:

@@ -31,6 +31,9 @@ def plan(
             min=0, max=1000, help="Updates that generation is behind, on GPUs of its own: the split is searched too."
         ),
     ] = 0,
+    most_plans: Annotated[
+        float | None, typer.Option(min=1, help="Keep the fastest options of each call: at most so many plans (1e14).")
+    ] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as YAML, for `use` in a system.")] = None,
     json_file: Json = None,
@@ -64,6 +67,7 @@ def plan(
         evaluations=evaluations,
         seed=seed,
         lag=lag,
+        most_plans=most_plans,
         on_improvement=None if quiet or shown else _progress(),
     )
     _write(report, out, chart)

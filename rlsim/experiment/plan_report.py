@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -128,13 +129,15 @@ def search_plan(
     evaluations: int | None = None,
     seed: int = 0,
     lag: int = 0,
+    most_plans: float | None = None,
     on_improvement: Callable[[Improvement], None] | None = None,
 ) -> PlanReport:
     """Search an execution plan for an experiment, as `rlsim plan` does; the budget is 10 s unless one is given.
 
-    With a `lag` generation is so many updates behind, on GPUs of its own, and the split of the GPUs is searched too.
-    Costs are those of the first step's lengths under the experiment's first seed. Raises `RlsimError` for whatever does
-    not exist or fit.
+    With a `lag` generation is so many updates behind, on GPUs of its own, and the split of the GPUs is searched
+    too. With `most_plans` of each call its fastest options are kept, so that there are no more plans (REAL's
+    pruning). Costs are those of the first step's lengths under the experiment's first seed. Raises `RlsimError` for
+    whatever does not exist or fit.
     """
     experiment, _, folder = load_experiment(source, overrides)
     if experiment.cases:
@@ -143,7 +146,7 @@ def search_plan(
         seconds = 10.0
     loaded = LoadedExperiment.of(experiment, folder)
     workflow = Lagged(lag=lag).rewired(loaded.algorithm) if lag else loaded.algorithm
-    plans = PlanSpace(PlacedExperiment(loaded, workflow, None, None))
+    plans = PlanSpace(PlacedExperiment(loaded, workflow, None, None), most_plans=most_plans or math.inf)
     space, found = plans.search(method, Budget(seconds, evaluations), seed=seed, on_improvement=on_improvement)
     return PlanReport(experiment, space, found, lag)
 

@@ -60,14 +60,21 @@ class PlanSpace:
     GPU of a mesh is used, DP is no larger than a mini-batch; experts are cut as all else is, or as `training` says;
     generation has PP 1 unless `pipelined`. With `context_parallel` training and inference may split sequences over GPUs
     too (CP, a power of two, in a domain with TP). Micro-batches are the experiment's own, or powers of two of them. Of
-    strategies that differ in micro-batches or offload only, those worse in both time and memory are left out. Raises
-    `CapacityError` if a call fits nowhere.
+    strategies that differ in micro-batches or offload only, those worse in both time and memory are left out, and of
+    each call all but its fastest where there are more than `most_plans` (REAL's pruning). Raises `CapacityError` if a
+    call fits nowhere.
 
     Where generation runs ahead of its weights it has the first GPUs for itself, all of their memory included, and the
     other calls have the rest: as meshes above, or all of it. `splits` has one space for each number of GPUs.
     """
 
-    def __init__(self, placed: PlacedExperiment, pipelined: bool = True, context_parallel: bool = False) -> None:
+    def __init__(
+        self,
+        placed: PlacedExperiment,
+        pipelined: bool = True,
+        context_parallel: bool = False,
+        most_plans: float = math.inf,
+    ) -> None:
         self._pipelined, self._context_parallel = pipelined, context_parallel
         self._loaded = loaded = placed.loaded
         self._placed, self._cluster = placed, placed.left_of(one_kind(loaded.cluster, "a search for a plan"))
@@ -96,6 +103,15 @@ class PlanSpace:
                 why = f": it needs {least / 1e9:.2f} GB of a GPU's {self.gpu.memory_bytes / 1e9:.2f}" if least else ""
                 raise CapacityError(f"call {call.name} fits on no mesh of {self._cluster.name}{why}")
             self.options[call.name] = found
+        self._keep_fastest(most_plans)
+
+    def _keep_fastest(self, most_plans: float) -> None:
+        """Of every call as many of its fastest options as make no more plans; all calls as many, if they have them."""
+        sizes = [len(found) for found in self.options.values()]
+        if math.prod(sizes) > most_plans:
+            kept = max(n for n in range(1, max(sizes)) if n == 1 or math.prod(min(n, s) for s in sizes) <= most_plans)
+            for found in self.options.values():
+                found[:] = sorted(found, key=lambda option: option[1].time_s)[:kept]
 
     @cached_property
     def problem(self) -> Problem:
@@ -362,7 +378,7 @@ class Plans:
         if key not in self.found:
             if not self.search:
                 raise SearchAheadError
-            plans = PlanSpace(placed, how.pipelined_generation, how.context_parallel)
+            plans = PlanSpace(placed, how.pipelined_generation, how.context_parallel, how.most_plans)
             space, found = plans.search(how.method, Budget(evaluations=how.evaluations), seed=how.seed)
             self.found[key] = space.plan(found.plan)
         return self.found[key]

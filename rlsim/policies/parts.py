@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, NamedTuple, Union
 
 from rlsim.base.hooks import Hooked, hook, is_number, misused
@@ -64,6 +65,7 @@ class PlanSearch(NamedTuple):
     seed: int
     pipelined_generation: bool
     context_parallel: bool
+    most_plans: float = inf  # the fastest options of each call that are so many plans
 
 
 @dataclass(frozen=True)

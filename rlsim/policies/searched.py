@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from math import inf
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -29,6 +30,9 @@ class REAL(Schema, Placing, Rewiring):
         description="whether generation may run in pipeline stages; without, the search takes far less time",
     )
 
+    most_plans: Annotated[float, Field(ge=1)] | None = Field(
+        default=None, description="plans that are kept: the fastest options of each call; none given: all"
+    )
     context_parallel: bool = Field(
         default=False, description="whether training and inference may split sequences over GPUs (not in REAL's space)"
     )
@@ -38,6 +42,5 @@ class REAL(Schema, Placing, Rewiring):
         return workflow.without_barriers()
 
     def plan(self, context: PlanContext) -> Plan:
-        return context.search(
-            PlanSearch(self.method, self.evaluations, self.seed, self.pipelined_generation, self.context_parallel)
-        )
+        most, spaces = self.most_plans or inf, (self.pipelined_generation, self.context_parallel)
+        return context.search(PlanSearch(self.method, self.evaluations, self.seed, *spaces, most))
