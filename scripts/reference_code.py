@@ -20,7 +20,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     "Run and read": ("rlsim", ("run", "read_result", "Result", "RlsimError")),
     "Sweep and compare": ("rlsim", ("sweep", "read_sweep", "SweepResult", "compare", "Comparison")),
     "Look at results": ("rlsim", ("write_report", "write_timeline")),
-    "Advice": ("rlsim.results.advise.advice", ("advise", "Advice")),
+    "Tune": ("rlsim.results.tune.answer", ("tune", "Wish", "Tuned")),
     "Parts of a system": (
         "rlsim",
         ("RolloutControl", "Batching", "Continuous", "RewardControl", "Rewiring", "Composition", "Schema"),

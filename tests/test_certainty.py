@@ -32,7 +32,6 @@ from rlsim.experiment.run import check_experiment, run_loaded
 from rlsim.experiment.summary import model_interval
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
-from rlsim.results.advise.quick import quick_settings
 from rlsim.results.sweeps.points import load_sweep
 from rlsim.workflow.search.methods import find_best
 
@@ -200,12 +199,11 @@ def test_a_case_in_which_two_systems_run_is_enough() -> None:
     assert check_experiment({**SMALL, "systems": ["verl"], "cases": {"one": cases["one"]}, "seeds": 3}).worlds == 0
 
 
-def test_a_sweep_and_a_quick_advice_draw_only_where_it_is_asked() -> None:
+def test_a_sweep_draws_only_where_it_is_asked() -> None:
     for asked, drawn in (({}, 0), ({"certainty": 2}, 2)):
         experiment = {**SMALL, "seeds": 2, **asked}
         (point,) = load_sweep({"name": "s", "experiment": experiment, "axes": [{"grid": {"trace.cap": [64]}}]}).points
         assert point.config["certainty"] == drawn
-        assert quick_settings(None, None, load_experiment(experiment)[0], overlaps=False)["certainty"] == drawn
 
 
 def test_the_validation_draws_nothing() -> None:

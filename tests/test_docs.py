@@ -151,7 +151,7 @@ class Runner:
         options = [block.value] if block.kind == "run with" else []
         if line.startswith("rlsim run ") and not block.shown and "--certainty" not in line:
             options.append("--certainty 0")
-        if options and line.startswith(("rlsim run ", "rlsim plan ", "rlsim advise ")):
+        if options and line.startswith(("rlsim run ", "rlsim plan ")):
             command, hash_, comment = line.partition("#")
             line = f"{command} {' '.join(options)} {hash_}{comment}"
         folder = ROOT if block.kind == "in a checkout" else self.folder

@@ -21,7 +21,6 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.refusals import conditions, starts_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.systems import parse_systems
 from rlsim.frameworks.draft import Draft, Entry
 from rlsim.frameworks.names import find_cluster, find_model, nearest_trace
 from rlsim.frameworks.parts import Options, check
@@ -33,7 +32,6 @@ from rlsim.frameworks.verl.settings import VERSIONS, defaults, release
 from rlsim.frameworks.verl.shell import read_script
 from rlsim.models.hardware import load_cluster, load_gpu
 from rlsim.models.model import load_model
-from rlsim.results.advise.ranking import unfit
 
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = r"""#!/usr/bin/env bash
@@ -669,20 +667,6 @@ def test_an_experiment_that_its_engine_or_framework_would_not_start_with(
         experiment[key] = {**experiment.get(key, {}), **value} if isinstance(value, dict) else value
     found = starts_of(LoadedExperiment.of(Experiment.model_validate(experiment), tmp_path))
     assert any(said in reason and "does not start with it" in reason for reason in found) if said else not found
-
-
-def test_advice_leaves_out_what_the_framework_would_not_start_with(tmp_path: Path) -> None:
-    experiment = {
-        "name": "e", "cluster": "8xh100", "model": "qwen2.5-1.5b", "calibration": "h100-vllm", "framework": "NeMo-RL",
-        "trace": {"fixed": 1000, "cap": "1K"},
-        "workflow": {"algorithm": "grpo", "prompts": 8, "responses": 8, "steps": 1},
-        "systems": [{"name": "mine", "use": [{"nemo_async": {"rollout_gpus": 4}}]}],
-    }  # fmt: skip
-    simulator = Simulator(LoadedExperiment.of(Experiment.model_validate(experiment), tmp_path))
-    (apart,) = parse_systems(experiment["systems"])
-    (colocated,) = parse_systems([{"verl": {"tp": 2}}])
-    assert unfit(simulator, apart) is None
-    assert "training states leave the GPUs" in str(unfit(simulator, colocated))
 
 
 def test_a_file_that_hydra_composes(tmp_path: Path) -> None:

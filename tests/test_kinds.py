@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from rlsim.experiment.plan_report import search_plan
 from rlsim.experiment.result import Result, read_result
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
+from rlsim.frameworks.parts import Options
 from rlsim.models.hardware import MixedCluster, load_any_cluster, load_cluster
 from rlsim.models.model import load_model
-from rlsim.results.advise.advice import advise
 from rlsim.results.report.setups import case_setups
+from rlsim.results.tune.answer import tune
+from rlsim.results.tune.trial import Configuration
 
 MIXED = "2x8xh20+1x8xh100"
 KINDS = {"h20": "h20-vllm", "h100": "h100-vllm"}
@@ -95,15 +98,17 @@ def test_mistakes_in_groups(cluster: Any, message: str) -> None:
         load_any_cluster(cluster)
 
 
-def test_what_knows_one_kind_only_says_so() -> None:
+def test_what_knows_one_kind_only_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rlsim init or calibrate needs nodes of one kind; cluster .* h20, h100-sxm"):
         load_cluster(MIXED)
     with pytest.raises(ConfigError, match="a search for a plan needs nodes of one kind"):
         search_plan(EXPERIMENT, evaluations=1)
     with pytest.raises(ConfigError, match="system 'real': a search for a plan needs nodes of one kind"):
         run(systems=["real"])
-    with pytest.raises(ConfigError, match="rlsim advise needs nodes of one kind"):
-        advise(EXPERIMENT, quick=True)
+    path = tmp_path / "mixed.yaml"
+    path.write_text(json.dumps(EXPERIMENT))
+    with pytest.raises(ConfigError, match="rlsim tune needs nodes of one kind"):
+        tune(Configuration("", (str(path),), Options(tmp_path)))
 
 
 # Costs ---------------------------------------------------------------------------------------------------------------

@@ -113,9 +113,9 @@ def test_a_file_is_rlsims_by_the_mark_of_its_kind_alone(copy: Path, new: Result,
 def test_what_was_made_of_the_old_results_goes_with_them(copy: Path, new: Result) -> None:
     rlsim.write_timeline(copy, copy / "timeline.json.gz")
     (copy / "report.html").write_text('<html><meta name="generator" content="rlsim 1.0"></html>')
-    new.write(copy, {"advice.json": "{}"})
+    new.write(copy, {"log.jsonl": "{}"})
     tables = {"manifest.json", *(f"{table}.parquet" for table in TABLES)}
-    assert {path.name for path in copy.iterdir()} == {*tables, "advice.json"}
+    assert {path.name for path in copy.iterdir()} == {*tables, "log.jsonl"}
     new.write(copy)
     assert {path.name for path in copy.iterdir()} == tables
 
@@ -218,7 +218,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_results(
 
 
 @pytest.mark.usefixtures("no_simulation")
-@pytest.mark.parametrize("command", ["run", "sweep", "advise"])
+@pytest.mark.parametrize("command", ["run", "sweep"])
 @pytest.mark.parametrize(
     ("out", "why"),
     [
@@ -379,10 +379,9 @@ def test_what_is_a_part_of_results_is_told_by_content(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rlsim.sweep(TINY, out="sw", workers=1)
-    (copy / "advice.json").write_text("{}")
     before = contents(tmp_path)
     parts = [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".json", ".jsonl")]
-    assert {"part.parquet", "points.parquet", "sweep.json", "log.jsonl", "advice.json"} <= {path.name for path in parts}
+    assert {"part.parquet", "points.parquet", "sweep.json", "log.jsonl"} <= {path.name for path in parts}
     for part in parts:
         with pytest.raises(ConfigError, match="is a part of results"):
             check_file(part)

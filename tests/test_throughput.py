@@ -22,7 +22,6 @@ from rlsim.experiment.columns import CALL_PARTS
 from rlsim.experiment.parts import PARTS_OF_A_STEP, tail_stretches
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means, rate_notes
-from rlsim.policies.registry import BUILTIN
 from rlsim.results.report.headline import findings
 from rlsim.results.report.shares import batch_parts, gpu_shares
 
@@ -131,7 +130,7 @@ def test_a_system_that_trains_on_less_is_never_shown_faster_than_its_throughput(
 ) -> None:
     monkeypatch.chdir(stopping)
     monkeypatch.syspath_prepend(stopping)
-    ran, swept, advised = tmp_path / "run", tmp_path / "sweep", tmp_path / "advice"
+    ran, swept = tmp_path / "run", tmp_path / "sweep"
     texts = {"run": output("run", "x.json", "--out", ran)}
     step, gen, true = flattering(ran)
     assert min(step, gen) > 1.2 * true, "the step times must flatter, or nothing is tested"
@@ -145,9 +144,6 @@ def test_a_system_that_trains_on_less_is_never_shown_faster_than_its_throughput(
         page = (folder / "report.html").read_text(encoding="utf-8")
         texts[name] = html.unescape(re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.S))
         assert 0 < max(drawn_speedups(page, "stopper")) < 1.1 * true
-    options = [option for name in BUILTIN if name != "verl" for option in ("--skip", name)]
-    options += ["--workers", "1", "--no-what-if"]
-    texts["advise"] = output("advise", "x.json", "--out", advised, *options)
     result = rlsim.read_result(ran)
     texts["findings"] = " ".join(findings(result))
     for name, text in texts.items():

@@ -12,13 +12,18 @@ from conftest import Command
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.frameworks.draft import yaml_text
 from rlsim.frameworks.parts import Options
 from rlsim.frameworks.tables import names
-from rlsim.results.tune.answer import tune
-from rlsim.results.tune.space import ALTERS, axes_of, divisors, token_budgets
+from rlsim.frameworks.writing import write_changes
+from rlsim.policies.registry import BUILTIN
+from rlsim.results.tune.answer import Wish, tune
+from rlsim.results.tune.bound import Bound
+from rlsim.results.tune.search import measuring
+from rlsim.results.tune.space import ALTERS, axes_of, baseline_of, divisors, token_budgets
+from rlsim.results.tune.systems import CONTENDERS, ranked
 from rlsim.results.tune.trial import Configuration, Run, StartError, tried
 
 VERL = (
@@ -119,7 +124,7 @@ def test_the_split_is_where_both_sides_take_as_long(tmp_path: Path) -> None:
     rates = {gpus: tried(configuration, {"system.rollout_gpus": gpus}, Run(3)).rate for gpus in range(1, 8)}
     keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
     keep.remove("system.rollout_gpus")
-    found = tune(configuration, trials=12, workers=1, keep=keep)
+    found = tune(configuration, Wish(keep), trials=12, workers=1)
     assert rates[found.best["system.rollout_gpus"]] > 0.99 * max(rates.values())
 
 
@@ -128,11 +133,11 @@ def test_what_is_best_already_stays(tmp_path: Path) -> None:
     configuration = own(tmp_path)
     keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
     keep.remove("engine.graphs")
-    found = tune(configuration, trials=5, workers=1, keep=keep)
+    found = tune(configuration, Wish(keep), trials=5, workers=1)
     assert dict(found.best) == {}
     assert found.gain == 1.0
     assert not found.sure
-    again = tune(configuration, trials=5, workers=2, keep=keep)
+    again = tune(configuration, Wish(keep), trials=5, workers=2)
     assert again.as_json() | {"seconds": 0} == found.as_json() | {"seconds": 0}
 
 
@@ -143,11 +148,11 @@ def test_a_configuration_that_does_not_fit(tmp_path: Path) -> None:
     keep = [axis.name for axis in axes_of(LoadedExperiment.of(tight.experiment({}), tmp_path))]
     assert tried(tight, {}, Run(1, 1)).kind == "memory"
     some = [name for name in keep if name not in ("training.offload", "training.micro_batch_tokens")]
-    found = tune(tight, trials=30, workers=1, keep=some)
+    found = tune(tight, Wish(some), trials=30, workers=1)
     assert found.best
     assert found.gain != found.gain  # there is nothing to compare with
     with pytest.raises(CapacityError, match="none of the"):
-        tune(tight, trials=4, workers=1, keep=[name for name in keep if name != "engine.graphs"])
+        tune(tight, Wish([name for name in keep if name != "engine.graphs"]), trials=4, workers=1)
 
 
 def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:
@@ -173,3 +178,143 @@ def test_mistakes_are_told(tmp_path: Path, call: Command) -> None:
     assert "unknown numeric" in call("tune", str(script), "--gpu", "h100", "--allow", "numeric").err
     with pytest.raises(ConfigError, match="no such"):
         Configuration("", ("nowhere.yaml",), Options(Path())).experiment({})
+
+
+# Bounds, systems, own runs -------------------------------------------------------------------------------------------
+
+
+def test_a_bound_of_staleness() -> None:
+    means = {"staleness_mean": 1.04, "staleness_p95": 2.0, "staleness_max": 3.0}
+    assert [Bound.of(text).kept(means) for text in ("mean:1", "p95:1", "p95:2", "max:2", "3")] == [
+        True, False, True, False, True,
+    ]  # fmt: skip
+    for text in ("median:1", "max:-1", "mean:x", "max:inf"):
+        with pytest.raises(RlsimError, match="staleness"):
+            Bound.of(text)
+
+
+def test_what_is_staler_than_allowed_does_not_count(tmp_path: Path) -> None:
+    configuration = own(tmp_path, systems=[{"areal": {"tp": 1, "rollout_gpus": 4, "eta": 2}}],
+                        workflow={"prompts": 16, "responses": 4, "steps": 8})  # fmt: skip
+    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path), ALTERS)]
+    keep.remove("system.eta")
+    found = tune(configuration, Wish(keep, bound=Bound("max", 1.0)), trials=6, workers=1)
+    assert found.excluded["stale"] >= 2  # eta of 1, 4 and 8
+    assert found.best == {"system.eta": 0}, "what is configured breaks the bound, and is no answer"
+    assert found.gain < 1
+    assert [row["staleness"] for row in found.frontiers["staleness"]] == sorted(
+        row["staleness"] for row in found.frontiers["staleness"]
+    )
+
+
+def test_more_gpus_are_tried_where_that_is_asked_and_money_counts_each(tmp_path: Path) -> None:
+    configuration = own(tmp_path)
+    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
+    found = tune(configuration, Wish(keep, most_gpus=16), trials=4, workers=1)
+    assert found.best == {"cluster": "2x8xh100"}
+    assert found.gpus == (8, 16)
+    assert [row["gpus"] for row in found.frontiers["gpus"]] == [8, 16]
+    cheap = tune(configuration, Wish(keep, most_gpus=16, money=True), trials=4, workers=1)
+    assert not cheap.best  # twice the GPUs are less than twice as fast
+    assert found.gain < 2
+
+
+def test_systems_that_must_be_built_are_ranked_or_refused_with_a_reason(tmp_path: Path) -> None:
+    configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 1})
+    loaded = LoadedExperiment.of(configuration.experiment({}), tmp_path)
+    spec = baseline_of(loaded.experiment.systems, None)
+    runs = [Run(seed, 1) for seed in (1, 2, 3)]
+    with measuring(configuration, 1, Wish().judged) as measure:
+        rows, refused = ranked(loaded, {}, spec, measure, runs, None)
+    names = [row["system"] for row in rows]
+    assert {*names, *refused} == set(BUILTIN)
+    assert {"tail_batching", "rlhfuse", "verl"} <= {*names}
+    assert [row["gain"] for row in rows] == sorted((row["gain"] for row in rows), reverse=True)
+    assert sum(row["gain_low"] == row["gain_low"] for row in rows) == CONTENDERS
+    assert "no response of the trace is judged" in refused["colocated_judge"]
+    assert "reward" in refused["oppo"]  # the reason for which it cannot run
+    assert all("--max-staleness" in refused[name] for name in ("laminar", "areal", "overcommit", "lagged"))
+
+
+@pytest.mark.ci
+def test_asynchronous_systems_keep_the_bound(tmp_path: Path) -> None:
+    configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64})
+    loaded = LoadedExperiment.of(configuration.experiment({}), tmp_path)
+    with measuring(configuration, 1, Wish().judged) as measure:
+        spec = baseline_of(loaded.experiment.systems, None)
+        rows, _ = ranked(loaded, {}, spec, measure, [Run(1, 1)], Bound("max", 1.0))
+    stale = {row["system"]: row for row in rows if row["staleness_mean"] > 0}
+    assert {"one_step_off", "areal"} & {*stale}
+    assert all("rollout_gpus" in row["with"] for name, row in stale.items() if name in ("one_step_off", "areal"))
+
+
+SCRIPT = """set -x
+tp=4
+python3 -m verl.trainer.main_ppo \\
+{} \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size="${{tp}}" \\
+    trainer.total_epochs=15 $@
+"""
+
+
+def script(folder: Path) -> Path:
+    path = folder / "run.sh"
+    path.write_text(SCRIPT.format(" \\\n".join(f"    {line}" for line in VERL if not line.startswith(TP))))
+    return path
+
+
+def test_the_written_script_is_the_changed_configuration(tmp_path: Path) -> None:
+    path, out = script(tmp_path), tmp_path / "tuned.sh"
+    changes = {TP: 2, SEQS: 512, "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype": "fp8"}
+    write_changes(path, changes, out)
+    options = Options(Path(), "h100")
+    before, after = (Configuration("verl", (str(one),), options) for one in (path, out))
+    left_out = {"name", "description", "sources"}
+    assert after.experiment({}).model_dump(exclude=left_out) == before.experiment(changes).model_dump(exclude=left_out)
+    assert "++actor_rollout_ref.rollout.engine_kwargs" in out.read_text()
+    with pytest.raises(ConfigError, match="exists"):
+        write_changes(path, changes, out)
+
+
+def test_the_written_yaml_is_the_changed_configuration(tmp_path: Path) -> None:
+    path, out = tmp_path / "own.yaml", tmp_path / "tuned.yaml"
+    configuration = own(tmp_path)
+    write_changes(path, {"engine.graphs": False, "workflow.responses": 2}, out)
+    after = Configuration("", (str(out),), Options(tmp_path)).experiment({})
+    assert after == configuration.experiment({}).__class__.model_validate(
+        {**after.model_dump(exclude_unset=True), "systems": after.systems}
+    )
+    assert (after.engine.graphs, after.workflow.responses, after.workflow.prompts) == (False, 2, 16)
+
+
+def log_of(folder: Path, factor: float, steps: int = 12) -> Path:
+    """A log of steps that take `factor` times what a run of the script is predicted to take."""
+    configuration = Configuration("verl", (str(script(folder)),), Options(Path(), "h100"))
+    means = tried(configuration, {}, Run(0)).means
+    lines = []
+    for step in range(1, steps + 1):
+        jitter = factor * (1 + 0.01 * (step % 3))
+        values = {
+            "timing_s/gen": means["gen_time_s"] * jitter, "timing_s/update_actor": means["train_time_s"] * jitter,
+            "timing_s/step": means["step_time_s"] * jitter, "response_length/mean": 400 + 10 * (step % 4),
+            "response_length/max": 1024, "response_length/clip_ratio": 0.02, "prompt_length/mean": 120,
+        }  # fmt: skip
+        lines.append(f"step:{step} - " + " - ".join(f"{name}:{value:.4f}" for name, value in values.items()))
+    path = folder / "run.log"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_own_runs_are_checked_and_give_the_interval(tmp_path: Path, call: Command) -> None:
+    path, log = script(tmp_path), log_of(tmp_path, 1.25)
+    done = call("tune", str(path), "--gpu", "h100", "--check", str(log))
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "run.rlsim" / "checks.json").read_text())["checks"]
+    assert found[0]["errors"]["step"] == pytest.approx(1 / 1.26 - 1, abs=0.04)
+    assert "over 1 run of yours" in done.out
+    told = call("tune", str(path), "--gpu", "h100", "--trials", "20", "--workers", "1", "--json", "-", "--quiet")
+    data = json.loads(told.out)
+    assert data["own_error"] == pytest.approx(abs(found[0]["errors"]["step"]))
+    assert not data["best"] or data["model_low"] == pytest.approx(data["gain"] / (1 + data["own_error"]))
+    (tmp_path / "run.rlsim" / "checks.json").write_text("{")
+    assert "is damaged" in call("tune", str(path), "--gpu", "h100", "--trials", "2", "--workers", "1").err

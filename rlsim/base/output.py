@@ -41,7 +41,7 @@ _RECORD = re.compile(rb'\{\s*"format": \d+,')
 #: The records that say what the results of a directory are.
 _RECORDS = ("manifest.json", "sweep.json")
 #: Files beside such a record that are a part of the results, as their tables are.
-_BESIDE_RECORDS = ("advice.json", "log.jsonl")
+_BESIDE_RECORDS = ("log.jsonl",)
 
 
 @contextmanager

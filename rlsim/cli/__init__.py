@@ -13,7 +13,6 @@ import typer
 
 from rlsim.base.version import __version__
 from rlsim.cli import (
-    advising,
     calibrate,
     comparing,
     init,
@@ -46,7 +45,6 @@ app.command("compare")(comparing.compare)
 app.command("report")(reporting.report)
 app.command("timeline")(reporting.timeline)
 app.command("tune")(tuning.tune)
-app.command("advise")(advising.advise)
 app.command("plan")(planning.plan)
 app.add_typer(listing.app, name="list")
 app.add_typer(trace.app, name="trace")

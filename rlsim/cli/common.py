@@ -45,7 +45,7 @@ Certainty = Annotated[
     typer.Option(
         min=0,
         help="Draw so many worlds from the calibration's errors, which widen the intervals of speedups "
-        "(default: the experiment's, else one a seed where systems are compared; sweeps and --quick: none).",
+        "(default: the experiment's, else one a seed where systems are compared; sweeps: none).",
     ),
 ]
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsim.base.formats import number
+from rlsim.base.formats import number, share
 from rlsim.cli import complete
-from rlsim.cli.common import Json, check_json, echo, named, progress_bar, write_json
+from rlsim.cli.common import PRINTED, Json, check_json, echo, named, progress_bar, write_json
 from rlsim.cli.tables import Table
-from rlsim.frameworks.draft import written
 
 if TYPE_CHECKING:
     from rlsim.results.tune.answer import Tuned
+    from rlsim.results.tune.parts import Parts
     from rlsim.results.tune.trial import Configuration
 
-_REFUSED = {"start": "that would not start", "memory": "that exceed memory", "other": "that are refused"}
+_REFUSED = {
+    "start": "would not start", "memory": "exceed memory", "stale": "are staler than allowed", "other": "are refused",
+}  # fmt: skip
 #: Means that are shown, in words, and their decimals.
 _MEANS = (
     ("step_time_s", "seconds of a step", 1),
@@ -41,6 +44,11 @@ def tune(
     model: Annotated[str | None, named("Model of the catalogue, or a config.json.", complete.models)] = None,
     trace: Annotated[str | None, named("Trace of response lengths.", complete.traces)] = None,
     calibration: Annotated[str | None, named("Calibration.", complete.calibrations)] = None,
+    log: Annotated[Path | None, typer.Option(help="Log of a run of yours: calibrate to it first.")] = None,
+    rollouts: Annotated[Path | None, typer.Option(help="Its dumped rollouts, with --log: lengths of your own.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Log of a run of this configuration: how far off is its prediction?")
+    ] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds to spend.")] = 60.0,
     trials: Annotated[
         int | None, typer.Option(min=1, help="Sets to try instead: the same answer on any machine.")
@@ -50,36 +58,72 @@ def tune(
         list[str] | None,
         typer.Option(help="What a change may alter beside speed: numerics, algorithm, staleness; repeatable."),
     ] = None,
+    max_staleness: Annotated[
+        str | None, typer.Option(help="Allow staleness up to a bound: mean:1, p95:2 or max:1 updates.")
+    ] = None,
+    on_policy: Annotated[bool, typer.Option("--on-policy", help="Allow none, even if it is configured.")] = False,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Try other numbers of GPUs, up to so many.")] = None,
+    money: Annotated[bool, typer.Option("--money", help="Look for what is cheapest, not for what is fastest.")] = False,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars of a GPU-hour: what it costs, too.")] = None,
+    systems: Annotated[
+        bool, typer.Option("--systems", help="Rank what must be built (PAT, tail batching …) on top.")
+    ] = False,
+    write: Annotated[Path | None, typer.Option(help="File to write: the configuration with the changes.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search and of the draws.")] = 0,
     json_file: Json = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print every table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Search the settings of your framework for those that train fastest, and say how sure that is.
 
     \b
     Example: rlsim tune run_qwen3-8b.sh --gpu h100
-    Example: rlsim tune experiment.yaml --budget 30 --keep memory_utilization
+    Example: rlsim tune run.sh --gpu h100 --log run.log --rollouts dump/ --write run.tuned.sh
+    Example: rlsim tune run.tuned.sh --gpu h100 --check new.log
+    Example: rlsim tune experiment.yaml --budget 30 --keep memory_utilization --systems
     """
+    from rlsim.errors import ConfigError
+    from rlsim.frameworks.writing import check_new, write_changes
+    from rlsim.results.tune.answer import Wish
     from rlsim.results.tune.answer import tune as search
+    from rlsim.results.tune.bound import Bound
+    from rlsim.results.tune.own import Own
 
     check_json(json_file)
+    if write is not None:
+        check_new(write)
+    if rollouts is not None and log is None:
+        raise ConfigError("--rollouts goes with --log; lengths alone are a trace: rlsim trace import, then --trace")
+    if on_policy and max_staleness is not None:
+        raise ConfigError("--on-policy is --max-staleness max:0: give one of them")
+    bound = Bound.of("max:0") if on_policy else Bound.of(max_staleness) if max_staleness is not None else None
+    wish = Wish(keep or (), allow or (), bound, gpus, money, systems)
     configuration = _configuration(sources, gpu, cluster, model, trace, calibration)
+    own = Own.of(configuration) if log or check or Path(sources[0]).is_file() else None
+    if own is not None:
+        configuration = own.corrected(configuration)
+    if check is not None and own is not None:
+        _print_check(own, configuration, check, json_file)
+        return
+    if log is not None and own is not None:
+        configuration, fitted = own.fitted(configuration, log, rollouts)
+        _print_fit(fitted.errors, len(fitted.held_out), own.calibration)
     with progress_bar(quiet) as bar:
         told = (lambda share, what: bar(min(int(100 * share), 100), 100, what)) if bar else (lambda *_: None)
         found = search(
-            configuration,
-            budget_s=budget,
-            trials=trials,
-            workers=workers,
-            seed=seed,
-            keep=keep or (),
-            allow=allow or (),
-            progress=told,
-        )
-    if not write_json(json_file, found.as_json()):
-        _print(found, price)
+            configuration, wish, budget_s=budget, trials=trials, workers=workers, seed=seed, progress=told
+        )  # fmt: skip
+    error = own.error if own is not None else None
+    if error is not None and found.best:
+        found = replace(found, model_low=found.gain / (1 + error), model_high=found.gain * (1 + error))
+    if write is not None and found.best:
+        write_changes(Path(sources[0]), found.best, write)
+    if write_json(json_file, found.as_json() | {"own_error": error}):
+        return
+    _print(found, price, error, verbose=verbose)
+    if write is not None:
+        echo(f"wrote {write}" if found.best else "nothing to change: no file was written")
 
 
 def _configuration(
@@ -104,10 +148,40 @@ def _configuration(
     return Configuration(FRAMEWORKS[option], tuple(sources), options)
 
 
-def _print(found: Tuned, price: float | None) -> None:
+def _print_fit(errors: Any, steps: int, path: Path) -> None:
+    """How well a calibration to the user's log predicts the steps it was not fitted to."""
+    parts = ", ".join(
+        f"{str(row['quantity']).removesuffix('_s')} {share(row['mean'], 1)} (before: {share(row['base_mean'], 1)})"
+        for row in errors.to_dict("records")
+    )
+    echo(f"calibrated to your log: mean errors on {steps} steps it was not fitted to: {parts}; wrote {path}")
+
+
+def _print_check(own: Any, configuration: Configuration, log: Path, json_file: Path | None) -> None:
+    """Predicted against measured."""
+    from rlsim.cli.tables import print_tables
+
+    table, why_not = own.check(configuration, log)
+    data = {"phases": table.to_dict("records"), "own_error": own.error, "checks": own.checks}
+    if json_file == PRINTED and write_json(json_file, data):
+        return
+    write_json(json_file, data)
+    rows = [
+        [row["phase"], number(row["predicted_s"], 1), number(row["measured_s"], 1), f"{row['error']:+.1%}"]
+        for row in table.to_dict("records")
+    ]
+    print_tables([Table(["phase", "predicted s", "measured s", "error"], rows)])
+    if own.error is not None:
+        runs = f"{len(own.checks)} run{'s' * (len(own.checks) != 1)} of yours"
+        echo(f"over {runs} steps were predicted within {own.error:.1%} in the mean: the interval of what is tuned next")
+    echo(f"not calibrated to it: {why_not}" if why_not else f"the next tuning starts from {own.calibration}")
+
+
+def _print(found: Tuned, price: float | None, error: float | None, *, verbose: bool) -> None:
     """The answer, last on the screen; tables before it."""
     from rlsim.cli.tables import print_tables
     from rlsim.cli.terminal import Console
+    from rlsim.frameworks.writing import override
 
     say = Console(soft_wrap=True).print
     refused = ", ".join(f"{count} {_REFUSED[kind]}" for kind, count in found.excluded.items())
@@ -115,33 +189,80 @@ def _print(found: Tuned, price: float | None) -> None:
         f"{found.evaluated} sets of settings tried in {found.seconds:.0f} s"
         + (f"; of these {refused}" if refused else "")
     )
-    print_tables([*_changes(found), _means(found, price), *_rests(found)])
+    print_tables([*(_parts(found.parts) if verbose and found.parts else ()), *_changes(found), _means(found, price),
+                  *_frontiers(found, price), *_systems(found), *_rests(found)])  # fmt: skip
+    for name, why in found.not_tried.items() if verbose else ():
+        say(f"does not apply: {name}: {why}", style="dim")
     if any(not row["gains"] for row in found.assumptions):
         say("time was over: what has no gain above was not tried at its ends; give a larger --budget")
     for other in found.beside:
-        keys = " ".join(f"{key}={written(value)}" for key, value in other["changes"].items())
-        say(f"left alone, as it {other['what']} (--allow {other['kind']}): {keys}: {other['gain']:.2f} times more")
-    say(f"binds now: {found.binds}")
-    for line in verdict(found):
+        keys = " ".join(override(key, value) for key, value in other["changes"].items())
+        asked = "--gpus N" if other["kind"] == "gpus" else f"--allow {other['kind']}"
+        say(f"left alone, as it {other['what']} ({asked}): {keys}: {other['gain']:.2f} times more")
+    say(f"binds now: {found.binds}" + _idle(found.parts))
+    for line in verdict(found, error):
         echo(line)
 
 
 def _changes(found: Tuned) -> Iterator[Table]:
+    from rlsim.frameworks.writing import override
+
     if found.changes:
-        rows = [[one.key, written(one.value), number(one.alone, 2), number(one.within, 2)] for one in found.changes]
-        title = "Changes, times as fast: each alone, and the whole set over the set without it"
-        yield Table(["key", "value", "alone", "within"], rows, title=title)
+        rows = [
+            [number(one.alone, 2), "needed" if one.within != one.within else number(one.within, 2),
+             override(one.key, one.value)]
+            for one in found.changes
+        ]  # fmt: skip
+        title = "Changes, times as fast: alone, and in the set (needed: without it the set does not fit)"
+        yield Table(["alone", "within", "setting"], rows, title=title, words=(2,))
+
+
+def _dollars(price: float, gpus: float, rate: float) -> str:
+    return number(price * gpus / 3.6 / rate, 2)
 
 
 def _means(found: Tuned, price: float | None) -> Table:
-    rows = [
-        [words, number(found.before.get(name), digits), number(found.after.get(name), digits)]
-        for name, words, digits in _MEANS
-    ]
+    both = (found.before, found.after)
+    rows = [[words, *(number(means.get(name), digits) for means in both)] for name, words, digits in _MEANS]
+    if found.gpus[0] != found.gpus[1]:
+        rows.append(["GPUs", *map(str, found.gpus)])
     if price is not None:
-        dollars = [price * found.gpus / 3.6 / means["responses_per_s"] for means in (found.before, found.after)]
-        rows.append(["dollars for 1,000 responses", *(number(one, 2) for one in dollars)])
+        dollars = [
+            _dollars(price, gpus, means["responses_per_s"]) if means.get("responses_per_s") else "–"
+            for gpus, means in zip(found.gpus, both, strict=True)
+        ]
+        rows.append(["dollars for 1,000 responses", *dollars])
     return Table(["means", "now", "tuned"], rows)
+
+
+def _frontiers(found: Tuned, price: float | None) -> Iterator[Table]:
+    words = {"staleness": "Staleness, and the fastest that was found with it", "gpus": "GPUs, and the fastest on them"}
+    for name, each in found.frontiers.items():
+        rows = []
+        for row in each:
+            cells = [number(row[name], 2 if name == "staleness" else 0), number(row["responses_per_s"], 2)]
+            gpus = row["gpus"] if name == "gpus" else found.gpus[1]
+            dollars = [] if price is None else [_dollars(price, gpus, row["responses_per_s"])]
+            rows.append([*cells, number(row["step_time_s"], 1), *dollars])
+        priced = [] if price is None else ["dollars for 1,000"]
+        yield Table([name, "responses/s", "step s", *priced], rows, title=f"{words[name]} (search's draw)", words=())
+
+
+def _systems(found: Tuned) -> Iterator[Table]:
+    from rlsim.results.tune.answer import LEAST
+
+    better = [row for row in found.systems if row["gain"] >= LEAST]
+    if found.systems:
+        rows = [
+            [row["system"], row["with"], number(row["gain"], 2),
+             "–" if math.isnan(row["gain_low"]) else f"{row['gain_low']:.2f} to {row['gain_high']:.2f}",
+             number(row["step_time_s"], 1), number(row["staleness_mean"], 1)]
+            for row in better
+        ]  # fmt: skip
+        others = ", ".join(row["system"] for row in found.systems if row not in better)
+        caption = f"no faster: {others}" if others else ""
+        title = "Systems that must be built, times as fast as the settings above (95%: the first five, three draws)"
+        yield Table(["system", "with", "gain", "95%", "step s", "stale"], rows, title, caption, words=(0, 1))
 
 
 def _rests(found: Tuned) -> Iterator[Table]:
@@ -158,11 +279,46 @@ def _two(value: float | None) -> str:
     return number(value, 2)
 
 
-def verdict(found: Tuned) -> list[str]:
+def _parts(parts: Parts) -> Iterator[Table]:
+    """What fits, and why GPUs are idle, as tuned."""
+    gb, counts = ("weights", "activations", "resident", "kv"), ("kv_tokens", "mean_sequences", "sequences")
+    memory = [
+        [str(row["tp"]), *(number(row[f"{name}_gb"], 1) for name in gb), *(number(row[name], 0) for name in counts),
+         row["why_not"] or ("responses wait" if row["waits"] else "yes")]
+        for row in parts.memory.fillna({"why_not": ""}).to_dict("records")
+    ]  # fmt: skip
+    headings = ["TP", "weights", "working", "beside", "KV", "KV tokens", "mean seq.", "to hold", "fits"]
+    yield Table(headings, memory, "What fits: rollout, GB of each GPU", words=(len(headings) - 1,), prose=8)
+    calls = [
+        [row["call"], *(number(row[f"{name}_gb"], 1) for name in ("kept", "working", "total", "gpu"))]
+        for row in parts.memory_calls.to_dict("records")
+    ]
+    yield Table(["call", "kept", "while it runs", "in all", "GPU has"], calls, "What fits: the other calls, GB")
+    causes = [name for name in parts.idle.columns if name not in ("gpu", "busy")]
+    means = parts.idle[causes].mean()
+    rows = [[name.replace("_", " "), share(means[name], 1)] for name in causes]
+    barriers = [[f"stage barrier: {row['waits_for'] or 'nothing runs'}", share(row["share"], 1)]
+                for row in parts.waits.to_dict("records")]  # fmt: skip
+    yield Table(["idle, by cause", "share of GPU time"], [*rows, *barriers])
+
+
+def _idle(parts: Parts | None) -> str:
+    from rlsim.results.tune.idle import CAUSES
+
+    if parts is None:
+        return ""
+    means = parts.idle[["idle", *CAUSES]].mean()
+    cause = str(means[list(CAUSES)].idxmax()).replace("_", " ")
+    return f"; GPUs are idle for {share(means['idle'], 0)}, most of it for {cause}"
+
+
+def verdict(found: Tuned, error: float | None = None) -> list[str]:
     """The answer in a sentence, and the lines to paste."""
+    from rlsim.frameworks.writing import override
+
     if not found.best:
         return ["Keep the settings as they are: nothing that was tried is faster on fresh draws."]
-    lines = [f"  {key}={written(value)}" for key, value in found.best.items()]
+    lines = [f"  {override(key, value)}" for key, value in found.best.items()]
     if math.isnan(found.gain):
         return [
             "As configured it does not fit. These settings do, and are the fastest of those that were tried:",
@@ -170,8 +326,12 @@ def verdict(found: Tuned) -> list[str]:
         ]
     interval = f"95%: {found.gain_low:.2f} to {found.gain_high:.2f}"
     if not math.isnan(found.model_low):
-        interval += f"; with errors of costs {found.model_low:.2f} to {found.model_high:.2f}"
-    head = f"These settings are {found.gain:.2f} times as fast ({interval})"
+        whose = "errors of costs" if error is None else "the errors of your own runs"
+        interval += f"; with {whose} {found.model_low:.2f} to {found.model_high:.2f}"
+    if found.stale:
+        head = f"The fastest that is not is {found.gain:.2f} times as fast ({interval}):"
+        return [f"As configured it is staler than allowed. {head}", *lines]
+    head = f"These settings are {found.gain:.2f} times as {'cheap' if found.money else 'fast'} ({interval})"
     turning = [row["assumed"] for row in found.assumptions if any(one is not None and one < 1 for one in row["gains"])]
     if not found.sure:
         head += ", which is not told apart from no gain"

@@ -346,7 +346,7 @@ class Experiment(Schema):
         description="worlds to draw from the calibration's errors on settings that no fit has seen; every system runs "
         "a seed in each, which gives speedups an interval of the model beside that of the seeds (2 or more; 0: none). "
         "Default: as many as there are seeds, where two or more seeds and systems are compared; none otherwise, in a "
-        "sweep, in `rlsim advise --quick` and where `draw` is given",
+        "sweep and where `draw` is given",
     )
     draw: int = Field(
         default=0, ge=0, le=1_000_000, description="the world to run in, by number; 0: the calibration as it was fitted"

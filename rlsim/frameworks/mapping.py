@@ -1,4 +1,4 @@
-"""What a framework's settings are in an experiment, and back: one table a framework, data/frameworks/NAME.yaml.
+"""What a framework's settings are in an experiment: one table a framework, data/frameworks/NAME.yaml.
 
 A row has `ours`, a key of the experiment or of a policy; `from`, the settings (by their names in data/keys.csv) that
 say it, whose places are the comment; `is`, an expression over settings and facts (without it, the value of the first
@@ -22,7 +22,6 @@ from rlsim.base.refusals import code_of
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.frameworks.draft import Entry
 from rlsim.frameworks.settings import FLAG, Settings
-from rlsim.frameworks.tables import names
 
 Row = Mapping[str, Any]
 _PLACE, _VALUE = re.compile(r"\[(\w+)\]"), re.compile(r"\{([^{}]+?)(?::([^{}:']*))?\}")
@@ -33,15 +32,6 @@ FUNCTIONS = {"bool": bool, "ceil": math.ceil, "max": max, "min": min, "str": str
 def rows_of(of: str) -> tuple[Row, ...]:
     """The table of a framework."""
     return tuple(plain(read_yaml(data_dir("frameworks") / f"{of}.yaml")))
-
-
-def keys_of(of: str, engine: str) -> dict[str, tuple[str, str]]:
-    """Our keys that are one setting of the framework: its key, and how `{value}` is written there."""
-    known, found = {**names(of), **names(f"{of}-{engine}")}, dict[str, tuple[str, str]]()
-    for row in rows_of(of):
-        if not {"is", "value", "note"} & row.keys() and row.get("from") in known:
-            found.setdefault(row["ours"], (known[row["from"]][1][0], row.get("written", "{value}")))
-    return found
 
 
 class Reading:

@@ -306,7 +306,7 @@ def finish(config: Settings, draft: Draft, options: Options, sources: Sequence[s
         f"{title}: made by rlsim init from {' '.join(sources)}",
         f"What the configuration does not say is {config.program}'s default. Run it: rlsim run FILE",
     ]
-    draft.entries["framework"] = Entry(config.program, "whose words advice on it uses")
+    draft.entries["framework"] = Entry(config.program, "whose settings rlsim tune searches")
     ordered = (key for key in Experiment.model_fields if key in draft.entries)
     draft.entries = {"name": Entry(title), **{key: draft.entries[key] for key in ordered}}
     draft.entries["sources"] = draft.sources()

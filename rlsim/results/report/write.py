@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-
-import pandas as pd
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result, read_result
-from rlsim.results.advise.advice import read_advice
-from rlsim.results.advise.texts import texts
 from rlsim.results.report.choice import Choice, choose
 from rlsim.results.report.gantt import timeline_section
 from rlsim.results.report.generation import generation_section
@@ -20,11 +15,7 @@ from rlsim.results.report.headline import findings
 from rlsim.results.report.lengths import lengths_section
 from rlsim.results.report.method import calibration_section, configuration_section, ledger_section, notes_section
 from rlsim.results.report.page import (
-    Block,
     Page,
-    Section,
-    Table,
-    Text,
     check_page_path,
     check_pictures_folder,
     picture_files,
@@ -69,8 +60,6 @@ def write_report(
         check_pictures_folder(folder)
     if isinstance(found, Result):
         page = report_page(found, choose(found, case=case, systems=systems, seed=seed, step=step), title)
-        if isinstance(source, str | Path) and (advice := read_advice(source)):
-            page = _advised(page, *advice)
     elif case or systems or seed is not None or step is not None:
         raise ConfigError(f"{found.directory} is a sweep: its page has no charts over time to choose a step for")
     else:
@@ -79,12 +68,6 @@ def write_report(
     page.write(target)
     write_pictures(pictures)
     return target
-
-
-def _advised(page: Page, tables: Mapping[str, pd.DataFrame], conclusions: Sequence[str]) -> Page:
-    """The page of a run that was made for advice: its conclusions, and how sure its figures are."""
-    said = tuple(f"{text[0].upper()}{text[1:]}." for text in conclusions)
-    return replace(page, findings=(*said, page.findings[-1]), sections=(advice_section(tables), *page.sections))
 
 
 def read_any(directory: str | Path) -> Result | SweepResult:
@@ -132,13 +115,3 @@ def report_page(result: Result, choice: Choice, title: str | None = None) -> Pag
     *found, sure = findings(result)
     said = (*found, *(f"{text}." for text in deciding), sure)
     return Page(title or experiment["name"], experiment["description"], said, sections, facts)
-
-
-def advice_section(tables: Mapping[str, pd.DataFrame]) -> Section:
-    """The tables of an advice."""
-    blocks: list[Block] = []
-    for text in texts(tables):
-        blocks.append(Text(text.title, heading=True))
-        caption = text.caption[0].upper() + text.caption[1:]
-        blocks.append(Table(caption, tuple(text.headings), text.rows, words=text.words - {0}))
-    return Section("advice", "Advice", tuple(blocks))

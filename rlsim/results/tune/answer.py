@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,13 @@ import numpy as np
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.models.hardware import one_kind
 from rlsim.results.sweeps.local import cores
-from rlsim.results.tune.search import Changes, Measure, intervals, measuring, search
+from rlsim.results.tune.bound import Bound
+from rlsim.results.tune.parts import Parts, parts_of
+from rlsim.results.tune.search import PARTS, Changes, Measure, intervals, measuring, search
 from rlsim.results.tune.space import ALTERS, Axis, axes_of, baseline_of
+from rlsim.results.tune.systems import ranked
 from rlsim.results.tune.trial import Configuration, Run, Trial
 
 #: Share of the budget that the search may take; the rest tells what it found on draws that it has not seen.
@@ -29,11 +33,6 @@ CONTENDERS, PAIRS, STEPS = 8, 5, 3
 _LEAST_TRIALS = 30
 #: A change that brings less is not worth making.
 LEAST = 1.005
-#: Parts of a step, and what binds where one is the largest.
-PARTS = {
-    "gen_exposed_s": "generation", "train_time_s": "training", "prep_time_s": "log-probs and rewards",
-    "sync_time_s": "weight sync", "waiting_time_s": "waiting",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ class Tuned:
     model_high: float
     before: Mapping[str, float]
     after: Mapping[str, float]
-    gpus: int = 0
+    gpus: tuple[int, int] = (0, 0)  # as configured, and as tuned
+    stale: bool = False  # the configuration as it is is staler than allowed
+    money: bool = False  # `gain` is one of responses a GPU
     changes: Sequence[Change] = ()
     evaluated: int = 0
     legal: int = 0
@@ -71,6 +72,10 @@ class Tuned:
     binds: str = ""
     assumptions: Sequence[Mapping[str, Any]] = ()
     beside: Sequence[Mapping[str, Any]] = ()  # what changes of other kinds would bring
+    frontiers: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)  # rate against staleness, GPUs
+    systems: Sequence[Mapping[str, Any]] = ()  # on top, that must be built
+    not_tried: Mapping[str, str] = field(default_factory=dict)  # systems, and why
+    parts: Parts | None = None
 
     @property
     def sure(self) -> bool:
@@ -89,32 +94,63 @@ class Tuned:
             "evaluated": self.evaluated, "legal": self.legal, "excluded": dict(self.excluded),
             "seconds": round(self.seconds, 1), "binds": self.binds, "assumptions": list(self.assumptions),
             "before": dict(self.before), "after": dict(self.after),
-            "changes": [vars(change) for change in self.changes], "beside": list(self.beside),
+            "changes": [vars(change) for change in self.changes], "beside": list(self.beside), "gpus": list(self.gpus),
+            "frontiers": dict(self.frontiers), "systems": list(self.systems), "not_tried": dict(self.not_tried),
+            **(self.parts.as_json() if self.parts else {}),
         }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is wanted of the answer.
+
+    `keep` are keys that stay as they are, `allow` what changes may alter beside speed (`ALTERS`); `bound` limits the
+    staleness of what is chosen; up to `most_gpus` (None: as configured) may be taken; `money` counts responses of a
+    GPU, not of all; with `systems` those that must be built are ranked, too.
+    """
+
+    keep: Collection[str] = ()
+    allow: Collection[str] = ()
+    bound: Bound | None = None
+    most_gpus: int | None = None
+    money: bool = False
+    systems: bool = False
+
+    @property
+    def altered(self) -> tuple[str, ...]:
+        """All that may be altered."""
+        stale, gpus = self.bound is not None and self.bound.most > 0, self.most_gpus is not None
+        return tuple(dict.fromkeys([*self.allow, *["staleness"] * stale, *["gpus"] * gpus]))
+
+    def judged(self, trial: Trial) -> Trial:
+        """A trial as it counts: one that changes something must keep the bound."""
+        trial = replace(trial, each_gpu=self.money)
+        stale = bool(self.bound and trial.changes and not trial.kind and not self.bound.kept(trial.means))
+        return replace(trial, kind="stale", problem="staler than allowed") if stale else trial
 
 
 def tune(
     configuration: Configuration,
+    wish: Wish | None = None,
     *,
     budget_s: float = 60.0,
     trials: int | None = None,
     workers: int | None = None,
     seed: int = 0,
-    keep: Collection[str] = (),
-    allow: Collection[str] = (),
     progress: Callable[[float, str], None] = lambda *_: None,
 ) -> Tuned:
     """The settings of a configuration's framework with which most responses are trained on per second.
 
     About `budget_s` seconds are spent in `workers` processes (None: one a core); with `trials` the search tries so many
-    sets instead, and the answer is the same on any machine. `keep` are keys that stay as they are, `allow` what changes
-    may alter beside speed (`ALTERS`). Raises `RlsimError` for a configuration that does not run.
+    sets instead, and the answer is the same on any machine. Raises `RlsimError` for a configuration that does not run.
     """
-    if unknown := {*allow} - {*ALTERS}:
+    wish = wish or Wish()
+    if unknown := {*wish.allow} - {*ALTERS}:
         raise ConfigError(f"allow: unknown {', '.join(sorted(unknown))}; there are {', '.join(ALTERS)}")
     began = time.monotonic()
     experiment = configuration.experiment({})
     loaded = LoadedExperiment.of(experiment, configuration.options.folder)
+    one_kind(loaded.cluster, "rlsim tune")
     own = Simulator(loaded, search=False)
     spec = baseline_of(experiment.systems, experiment.baseline)
     with suppress(CapacityError):  # what fits is to be found
@@ -122,8 +158,7 @@ def tune(
             raise ConfigError(f"{spec.name} is tuned already: name a plain system with the override baseline=NAME")
     overlaps = own.overlap(spec.make())
     warmup = experiment.workflow.warmup or 0
-    screened = None if overlaps else 1 + warmup
-    axes = axes_of(loaded, allow, keep)
+    axes = axes_of(loaded, wish.altered, wish.keep, wish.most_gpus)
 
     def spent() -> float:
         return (time.monotonic() - began) / budget_s
@@ -139,26 +174,30 @@ def tune(
         share = len(done) / trials if trials is not None else spent()
         progress(share, f"{len(done)} tried, best {best / base:.2f} times" if base else f"{len(done)} tried")
 
-    with measuring(configuration, workers or cores()) as measure:
-        run = Run(_seed(seed, 0), screened)
-        (base,) = measure([{}], run)
+    with measuring(configuration, workers or cores(), wish.judged) as measure:
+        run = Run(_seed(seed, 0), 1 + warmup)
+        (base,) = measure([({}, run)])
         if base.kind not in ("", "memory"):
             raise ConfigError(base.problem)
         tried = search(axes, measure, run, over, told)
         ran = sum(not trial.kind for trial in tried)
-        if not ran:
+        if not any(trial.rate for trial in tried):
             raise CapacityError(f"{base.problem}\nnone of the {len(tried)} sets of settings that were tried fits")
         first = {_key(trial.changes): trial for trial in tried}
         # What the rest of the budget can do, by what a trial took.
         rest = math.inf if trials is not None else (1 - spent()) / max(spent(), 1e-9) * ran
         steps = int(min(max(rest / _LEAST_TRIALS, 1), STEPS, experiment.workflow.steps))
-        confirmed = None if overlaps else steps + warmup
+        confirmed = steps + warmup
         rest /= 1 if overlaps else steps
         progress(spent(), "the best on fresh draws")
-        contenders = [trial.changes for trial in tried[: int(min(max(0.17 * rest, 2), CONTENDERS))] if trial.rate]
+        stale = wish.bound is not None and not base.kind and not wish.bound.kept(base.means)
+        contenders = [trial.changes for trial in tried if trial.rate and trial.changes]
+        if stale and not contenders:
+            raise ConfigError("as configured it is staler than allowed, and so is all that was tried")
+        contenders = [*([] if stale else [{}]), *contenders[: int(min(max(0.17 * rest, 2), CONTENDERS))]]
         races = [Run(_seed(seed, n), confirmed) for n in range(1, 4 if rest > 2 * CONTENDERS else 2)]
-        best = _raced(list({_key(one): one for one in ({}, *contenders)}.values()), measure, races)
-        best = _simplified(best, axes, measure, Run(_seed(seed, 4), confirmed))
+        best = _raced(list({_key(one): one for one in contenders}.values()), measure, races)
+        best = _simplified(best, axes, measure, Run(_seed(seed, 4), confirmed), not stale)
         progress(spent(), "how sure that is")
         pairs = [Run(_seed(seed, 5 + n), confirmed) for n in range(int(min(max(0.12 * rest, 3), PAIRS)))]
         before, after, ratios = _pairs(best, measure, pairs)
@@ -166,16 +205,43 @@ def tune(
         _, _, drawn = _pairs(best, measure, worlds)
         changes = _worths(best, axes, first, base, measure, pairs[:1])
         assumptions = _turns(best, measure, run, in_time)
-        beside = _beside(loaded, allow, keep, best, measure, run, in_time)
+        beside = _beside(loaded, wish, best, measure, run, in_time)
+        tuned = LoadedExperiment.of(configuration.experiment(best), configuration.options.folder)
+        parts = parts_of(tuned, configuration.options.folder, pairs[0])
+        systems, refused = list[dict[str, Any]](), dict[str, str]()
+        if wish.systems:
+            progress(spent(), "systems that must be built")
+            mine = baseline_of(tuned.experiment.systems, tuned.experiment.baseline)
+            systems, refused = ranked(tuned, best, mine, measure, pairs[:3], wish.bound)
     gain = float(np.exp(np.mean(np.log(ratios)))) if ratios else math.nan if best else 1.0
     low, high = intervals(ratios) if best else (1.0, 1.0)
     return Tuned(
         best=best, gain=gain, gain_low=low, gain_high=high,
         model_low=min(drawn, default=math.nan), model_high=max(drawn, default=math.nan),
-        before=before, after=after, gpus=loaded.cluster.gpus, changes=changes, evaluated=len(tried), legal=ran,
-        excluded=dict(Counter(trial.kind for trial in tried if trial.kind)),
+        before=before, after=after, stale=stale, money=wish.money,
+        gpus=(loaded.cluster.gpus, tuned.cluster.gpus), changes=changes,
+        evaluated=len(tried), legal=ran, excluded=dict(Counter(trial.kind for trial in tried if trial.kind)),
         seconds=time.monotonic() - began, binds=_binds(after), assumptions=assumptions, beside=beside,
+        frontiers=_frontiers(tried, wish), systems=systems, not_tried=refused, parts=parts,
     )  # fmt: skip
+
+
+def _frontiers(tried: Sequence[Trial], wish: Wish) -> dict[str, list[dict[str, float]]]:
+    """What the fastest sets cost of what was allowed: for staleness and for GPUs, none that another beats in both."""
+    costs: dict[str, Callable[[Trial], float]] = {}
+    if "staleness" in wish.altered:
+        costs["staleness"] = lambda trial: round(trial.means["staleness_mean"], 2)
+    if "gpus" in wish.altered:
+        costs["gpus"] = lambda trial: trial.gpus
+    found: dict[str, list[dict[str, float]]] = {}
+    for name, cost in costs.items():
+        rows: list[dict[str, float]] = []
+        for trial in sorted((one for one in tried if one.rate), key=lambda one: (cost(one), -one.rate)):
+            rate = trial.means["responses_per_s"]
+            if not rows or rate > rows[-1]["responses_per_s"]:
+                rows.append({name: cost(trial), "responses_per_s": rate, "step_time_s": trial.means["step_time_s"]})
+        found[name] = rows
+    return found
 
 
 def _seed(seed: int, number: int) -> int:
@@ -191,17 +257,18 @@ def _raced(contenders: Sequence[Changes], measure: Measure, runs: Sequence[Run])
     """The set that is fastest on draws that chose nothing: half of the contenders stay after each."""
     rates = np.zeros(len(contenders))
     for run in runs:
-        rates += [np.log(max(trial.rate, 1e-9)) for trial in measure(contenders, run)]
+        rates += [np.log(max(trial.rate, 1e-9)) for trial in measure([(one, run) for one in contenders])]
         order = np.argsort(-rates, kind="stable")[: max(len(contenders) // 2, 1)]
         contenders, rates = [contenders[i] for i in order], rates[order]
     return dict(contenders[0])
 
 
-def _simplified(best: dict[str, Any], axes: Sequence[Axis], measure: Measure, run: Run) -> dict[str, Any]:
-    """The set without the changes that it loses nothing without, those that are worth least first."""
-    while groups := _groups(best, axes):
+def _simplified(best: dict[str, Any], axes: Sequence[Axis], measure: Measure, run: Run, bare: bool) -> dict[str, Any]:
+    """The set without the changes that it loses nothing without, those that are worth least first; all of them only if
+    the configuration as it is (`bare`) is an answer."""
+    while len(groups := _groups(best, axes)) > (not bare):
         without = [{key: value for key, value in best.items() if key not in group} for group in groups]
-        whole, *rest = measure([best, *without], run)
+        whole, *rest = measure([(one, run) for one in (best, *without)])
         worth = [whole.rate / trial.rate if trial.rate else np.inf for trial in rest]
         least = int(np.argmin(worth))
         if worth[least] >= LEAST:
@@ -219,7 +286,9 @@ def _pairs(
     best: Changes, measure: Measure, runs: Sequence[Run]
 ) -> tuple[dict[str, float], dict[str, float], list[float]]:
     """Means of the configuration and of the set (geometric, as the gain is), and the ratio of each pair."""
-    found = [measure([{}, best] if best else [{}], run) for run in runs]
+    both = ({}, best) if best else ({},)
+    each = measure([(one, run) for run in runs for one in both])
+    found = [each[start : start + len(both)] for start in range(0, len(each), len(both))]
 
     def mean(which: int) -> dict[str, float]:
         rows = [trials[which].means for trials in found]
@@ -244,7 +313,7 @@ def _worths(
         without = {key: value for key, value in best.items() if key not in group}
         ratios = []
         for run in runs:
-            whole, rest = measure([best, without], run)
+            whole, rest = measure([(best, run), (without, run)])
             ratios.append(whole.rate / rest.rate if rest.rate else np.nan)
         gained = single.rate / base.rate if single is not None and single.rate and base.rate else None
         found += [Change(key, value, gained, float(np.mean(ratios))) for key, value in own.items()]
@@ -256,11 +325,11 @@ def _turns(best: Changes, measure: Measure, run: Run, in_time: Callable[[], bool
     if not best:
         return []
     found = []
-    for row in measure([best], run)[0].assumed:
+    for row in measure([(best, run)])[0].assumed:
         gains = []
         for end in row.ends if in_time() else ():
-            settings = tuple(end.settings.items())
-            before, after = measure([{}, best], Run(run.seed, run.steps, settings=settings))
+            there = Run(run.seed, run.steps, settings=tuple(end.settings.items()))
+            before, after = measure([({}, there), (best, there)])
             gains.append(after.rate / before.rate if before.rate and after.rate else None)
         shown_ends = [end.shown for end in row.ends]
         found.append({"assumed": row.name, "taken": row.taken, "ends": shown_ends, "gains": gains})
@@ -268,23 +337,18 @@ def _turns(best: Changes, measure: Measure, run: Run, in_time: Callable[[], bool
 
 
 def _beside(
-    loaded: LoadedExperiment,
-    allow: Collection[str],
-    keep: Collection[str],
-    best: Changes,
-    measure: Measure,
-    run: Run,
-    in_time: Callable[[], bool],
+    loaded: LoadedExperiment, wish: Wish, best: Changes, measure: Measure, run: Run, in_time: Callable[[], bool]
 ) -> list[dict[str, Any]]:
     """What the best single change of each kind that is not allowed would bring on top."""
-    (whole,), found = measure([best], run), []
+    (whole,), found = measure([(best, run)]), []
     for kind, words in ALTERS.items():
-        if kind in allow or not in_time():
+        if kind in wish.altered or not in_time():
             continue
-        options = [one for axis in axes_of(loaded, [kind], keep) if axis.alters == kind for one in axis.options]
-        trials = [trial for trial in measure([{**best, **one} for one in options], run) if trial.rate > whole.rate]
-        if trials and whole.rate:
-            top = max(trials, key=lambda trial: trial.rate)
+        options = [one for axis in axes_of(loaded, [kind], wish.keep) if axis.alters == kind for one in axis.options]
+        trials = measure([({**best, **one}, run) for one in options])
+        better = [trial for trial in trials if trial.rate > whole.rate]
+        if better and whole.rate:
+            top = max(better, key=lambda trial: trial.rate)
             more = {key: value for key, value in top.changes.items() if best.get(key) != value}
             found.append({"kind": kind, "what": words, "changes": more, "gain": top.rate / whole.rate})
     return found

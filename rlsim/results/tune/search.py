@@ -1,21 +1,21 @@
-"""Which changes pay: every single one first, then sets of them, as elites of an evolutionary search.
+"""Which changes pay: single ones at both ends of their range first, then sets that a model of a step promises most of.
 
-Memory couples settings: what one change takes another must give. So a set is made of what the best so far have, with
-one to three further changes at once, those first that gained alone or that memory alone refused.
+Memory couples settings: what one change takes another must give. So sets differ from the best so far in one to four
+changes at once, and some are chosen by chance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlsim.errors import RlsimError
 from rlsim.results.tune.space import Axis
@@ -24,33 +24,37 @@ from rlsim.results.tune.trial import Configuration, Run, Trial, tried
 Changes = Mapping[str, Any]
 #: What is chosen of each axis that is not left as it is: numbers of axes and options.
 Choice = frozenset[tuple[int, int]]
-#: Runs trials, in the order asked.
-Measure = Callable[[Sequence[Changes], Run], list[Trial]]
+#: A trial to make, and what makes some, in the order asked.
+Job = tuple[Changes, Run]
+Measure = Callable[[Sequence[Job]], list[Trial]]
 Told = Callable[[Sequence[Trial]], None]
 #: Sets that are made between two looks at what is best, and sets that run between two looks at the clock; the same
 #: however many processes work on them.
 ROUND, AT_ONCE = 16, 4
-#: The best so far, of which new sets are made.
-ELITES = 6
-#: An option that brings less, either way, does not matter; what lies between two of them is not tried alone.
-MATTERS = 0.002
-_FLIPS = (0.45, 0.35, 0.2)  # chances of one, two, three changes
-#: What to expect of a change that was not tried alone, of one that memory refused, and of one that did not start.
-_UNKNOWN, _TIGHT, _REFUSED = 1.0, 1.01, 0.9
+#: The best so far, around which new sets are made; so many are made, and so many of a round are chosen by chance.
+ELITES, MADE, BY_CHANCE = 6, 300, 4
+#: Parts of a step, and what binds where one is the largest.
+PARTS = {
+    "gen_exposed_s": "generation", "train_time_s": "training", "prep_time_s": "log-probs and rewards",
+    "sync_time_s": "weight sync", "waiting_time_s": "waiting",
+}  # fmt: skip
+#: How much evidence a factor needs (trials), what an option of which nothing is known may be worth, and what a certain
+#: refusal takes of a set's worth (logarithms).
+RIDGE, HOPE, REFUSED = 0.1, 0.02, 0.3
+Floats = NDArray[np.float64]
 
 
 @contextmanager
-def measuring(configuration: Configuration, workers: int) -> Iterator[Measure]:
-    """Trials in so many processes; the same trial is run once."""
-    known: dict[tuple[Any, ...], Trial] = {}
+def measuring(configuration: Configuration, workers: int, judged: Callable[[Trial], Trial]) -> Iterator[Measure]:
+    """Trials in so many processes, as they are `judged`; the same trial is run once."""
+    known: dict[str, Trial] = {}
 
-    def through(each: Callable[[Sequence[tuple[Changes, Run]]], list[Trial]]) -> Measure:
-        def measure(wanted: Sequence[Changes], run: Run) -> list[Trial]:
-            keys = [(*sorted(changes.items(), key=str), run) for changes in wanted]
-            new = dict(zip([str(key) for key in keys], wanted, strict=True))
-            missing = [text for text in new if (text,) not in known]
-            known.update(zip([(text,) for text in missing], each([(new[text], run) for text in missing]), strict=True))
-            return [known[(str(key),)] for key in keys]
+    def through(each: Callable[[Sequence[Job]], Iterable[Trial]]) -> Measure:
+        def measure(jobs: Sequence[Job]) -> list[Trial]:
+            keys = [str((sorted(changes.items(), key=str), run)) for changes, run in jobs]
+            missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in known}
+            known.update(zip(missing, map(judged, each(list(missing.values()))), strict=True))
+            return [known[key] for key in keys]
 
         return measure
 
@@ -59,7 +63,7 @@ def measuring(configuration: Configuration, workers: int) -> Iterator[Measure]:
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (configuration,)) as pool:
         try:
-            yield through(lambda jobs: list(pool.map(_one, jobs)))
+            yield through(lambda jobs: pool.map(_one, jobs))
         except BrokenProcessPool:
             raise RlsimError("a process that ran trials was killed (no memory left?); try --workers 1") from None
         finally:
@@ -74,7 +78,7 @@ def _begin(configuration: Configuration) -> None:
     _configuration = configuration
 
 
-def _one(job: tuple[Changes, Run]) -> Trial:
+def _one(job: Job) -> Trial:
     assert _configuration is not None
     return tried(_configuration, *job)
 
@@ -93,21 +97,14 @@ def search(axes: Sequence[Axis], measure: Measure, run: Run, over: Callable[[int
             if found and over(len(found)):
                 return
             some = choices[start : start + AT_ONCE]
-            found.update(zip(some, measure([changes_of(axes, one) for one in some], run), strict=True))
+            found.update(zip(some, measure([(changes_of(axes, one), run) for one in some]), strict=True))
             told(list(found.values()))
 
     add([Choice()])
     ends = [{0, len(axis.options) - 1} for axis in axes]
     add([Choice([(i, j)]) for i, both in enumerate(ends) for j in sorted(both)])
-    promise = _promises(axes, found)
-    between = [
-        [j for j in range(len(axis.options)) if j not in both and any(abs(promise[i][k] - 1) > MATTERS for k in both)]
-        for i, (axis, both) in enumerate(zip(axes, ends, strict=True))
-    ]
-    add([Choice([(i, j)]) for i, options in enumerate(between) for j in options])
-    promise = _promises(axes, found)
     while not over(len(found)):
-        new = list(islice(_sets(axes, promise, found, generator), ROUND))
+        new = _sets(axes, found, generator)
         if not new:
             break
         add(new)
@@ -119,49 +116,67 @@ def changes_of(axes: Sequence[Axis], choice: Choice) -> dict[str, Any]:
     return {key: value for i, j in sorted(choice) for key, value in axes[i].options[j].items()}
 
 
-def _promises(axes: Sequence[Axis], found: Mapping[Choice, Trial]) -> list[list[float]]:
-    """What each option is expected to be worth, as a ratio: what it brought alone."""
-    base = found[Choice()].rate
-
-    def promise(trial: Trial | None) -> float:
-        if trial is None or not base:
-            return _UNKNOWN
-        if trial.kind:
-            return _TIGHT if trial.kind == "memory" else _REFUSED
-        return trial.rate / base
-
-    return [[promise(found.get(Choice([(i, j)]))) for j in range(len(axis.options))] for i, axis in enumerate(axes)]
-
-
-def _sets(
-    axes: Sequence[Axis], promise: list[list[float]], found: Mapping[Choice, Trial], generator: np.random.Generator
-) -> Iterator[Choice]:
-    """New sets; ends when none was found for long."""
-    elites = sorted((one for one, trial in found.items() if trial.rate), key=lambda one: -found[one].rate)[:ELITES]
-    if not axes:
-        return
-    elites = elites or [Choice()]  # nothing fits yet
-    seen, misses = set(found), 0
-    best = np.array([max(options) for options in promise])
-    weights = np.exp(np.clip(10 * (best - 1), -3, 3)) + 0.05
-    while misses < 200:
+def _sets(axes: Sequence[Axis], found: Mapping[Choice, Trial], generator: np.random.Generator) -> list[Choice]:
+    """The sets to try next: of many around the best so far those that promise most, and some that chance chooses."""
+    ran = sorted((one for one, trial in found.items() if trial.rate), key=lambda one: -found[one].rate)
+    elites = ran[:ELITES] or [Choice()]  # nothing fits yet
+    made: dict[Choice, None] = {}
+    for elite in elites[:2]:  # every single further change, and every change taken back
+        others = [(i, j) for i, axis in enumerate(axes) for j in range(len(axis.options)) if (i, j) not in elite]
+        made |= dict.fromkeys(_with(elite, [one]) for one in others)
+        made |= dict.fromkeys(elite - {one} for one in sorted(elite))
+    for _ in range(MADE if axes else 0):
         parent = elites[int(generator.integers(len(elites)))]
-        mate = elites[int(generator.integers(len(elites)))] if generator.random() < 0.3 else frozenset()
-        made = dict(mate) | dict(parent)
-        flips = 1 + int(generator.choice(3, p=_FLIPS))
-        for i in generator.choice(len(axes), min(flips, len(axes)), replace=False, p=weights / weights.sum()):
-            values = [1.0, *promise[i]]  # as it is, or one of the options
-            chances = np.exp(np.clip(15 * (np.array(values) - 1), -4, 4))
-            chosen = int(generator.choice(len(values), p=chances / chances.sum()))
-            made.pop(int(i), None)
-            if chosen:
-                made[int(i)] = chosen - 1
-        choice = Choice(made.items())
-        if choice in seen:
-            misses += 1
-            continue
-        seen.add(choice)
-        yield choice
+        mate = elites[int(generator.integers(len(elites)))] if generator.random() < 0.3 else Choice()
+        flips = generator.choice(len(axes), min(int(generator.integers(1, 5)), len(axes)), replace=False)
+        drawn = [(int(i), int(generator.integers(-1, len(axes[i].options)))) for i in flips]
+        made[_with(_with(mate, parent), drawn)] = None
+    new = [one for one in made if one not in found]
+    rated = _expected(axes, found, new) if ran and new else np.zeros(len(new))
+    order = [new[i] for i in np.argsort(-rated, kind="stable")]
+    best, rest = order[: ROUND - BY_CHANCE], order[ROUND - BY_CHANCE :]
+    chosen = generator.choice(len(rest), min(BY_CHANCE, len(rest)), replace=False) if rest else ()
+    return [*best, *(rest[int(i)] for i in chosen)]
+
+
+def _with(choice: Choice, options: Iterable[tuple[int, int]]) -> Choice:
+    """A choice with these options in place of its own of the same axes; option -1 leaves an axis as it is."""
+    return Choice((i, j) for i, j in {**dict(choice), **dict(options)}.items() if j >= 0)
+
+
+def _expected(axes: Sequence[Axis], found: Mapping[Choice, Trial], wanted: Sequence[Choice]) -> Floats:
+    """What sets are expected to be worth, up to a constant: the logarithm of a rate.
+
+    An option multiplies each part of a step (generation, training …) by a factor of its own, and parts add up: factors
+    by ridge regression over all that ran, the best of it counting most. What was not seen is expected to change
+    nothing, what was refused for memory without some change that ran to be refused again.
+    """
+    ran = {one: trial for one, trial in found.items() if trial.rate}
+    width = np.cumsum([0, *(len(axis.options) for axis in axes)])
+
+    def rows(choices: Collection[Choice]) -> Floats:
+        made = np.zeros((len(choices), width[-1]))
+        for row, one in zip(made, choices, strict=True):
+            row[[width[i] + j for i, j in one]] = 1.0
+        return made
+
+    seconds = np.array([[max(trial.means.get(name, 0.0), 0.0) for name in PARTS] for trial in ran.values()])
+    rates = np.array([trial.rate for trial in ran.values()])
+    seconds *= (1 / rates / np.maximum(seconds.sum(axis=1), 1e-12))[:, None]  # of a response
+    logs = np.log(seconds + 1e-3 / rates.max())
+    known = np.hstack([rows(ran), np.ones((len(ran), 1))])
+    weights = (rates / rates.max())[:, None] ** 2
+    evidence = known.T @ (weights * known) + np.diag([RIDGE] * int(width[-1]) + [1e-6])
+    factors = np.linalg.solve(evidence, known.T @ (weights * logs))
+    asked = rows(wanted)
+    full = np.hstack([asked, np.ones((len(asked), 1))])
+    expected: Floats = -np.log(np.exp(full @ factors).sum(axis=1))
+    expected += HOPE * np.sqrt(np.sum(full * np.linalg.solve(evidence, full.T).T, axis=1))
+    refused = rows([one for one, trial in found.items() if trial.kind])
+    if len(refused):  # the share of what is refused of sets that are alike
+        near = np.exp(-np.abs(asked[:, None, :] - np.vstack([refused, rows(ran)])[None]).sum(axis=2))
+        expected -= REFUSED * near[:, : len(refused)].sum(axis=1) / near.sum(axis=1)
+    return expected
 
 
 def intervals(ratios: Sequence[float]) -> tuple[float, float]:

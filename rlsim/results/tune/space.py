@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ ALTERS: Mapping[str, str] = {
     "numerics": "computes in other number formats",
     "algorithm": "changes which log-probs the loss sees",
     "staleness": "trains on responses of older weights",
+    "gpus": "takes another number of GPUs",
 }
 
 
@@ -30,10 +32,12 @@ class Axis(NamedTuple):
     alters: str = ""
 
 
-def axes_of(loaded: LoadedExperiment, allow: Collection[str] = (), keep: Collection[str] = ()) -> tuple[Axis, ...]:
+def axes_of(
+    loaded: LoadedExperiment, allow: Collection[str] = (), keep: Collection[str] = (), most_gpus: int | None = None
+) -> tuple[Axis, ...]:
     """The axes of an experiment's framework, without those whose keys are to be kept, and those that alter what is not
-    allowed (`ALTERS`)."""
-    facts = facts_of(loaded)
+    allowed (`ALTERS`); numbers of GPUs up to `most_gpus`."""
+    facts = facts_of(loaded) | {"most_gpus": most_gpus or loaded.cluster.gpus}
     framework = loaded.experiment.framework.partition(" ")[0]
     table = plain(read_yaml(data_dir("frameworks") / "space.yaml"))
     return tuple(_axes(table.get(framework, ()), facts, allow, keep))
@@ -77,6 +81,7 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
     rollout_gpus = own if isinstance(own, int) else cluster.gpus
     engine = loaded.kind((0,)).calibration.engine
     tp = parameters.get("tp")
+    named = re.fullmatch(r"(?:\d+x)?\d+x(.+)", experiment.cluster) if isinstance(experiment.cluster, str) else None
     return {
         "gpus": cluster.gpus, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node,
         "domain_gpus": min(cluster.domain_gpus, cluster.gpus), "engine": engine, "tp": tp if isinstance(tp, int) else 1,
@@ -85,7 +90,8 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "megatron": training.backend == "megatron", "fsdp": training.backend == "fsdp",
         "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
         "fp8": gpu.fp8_flop_per_s is not None, "hopper": gpu.name.startswith(("h100", "h200", "h800", "h20")),
-        "longest": loaded.longest_sequence, **{name: engine == name for name in ("vllm", "sglang", "trtllm")},
+        "longest": loaded.longest_sequence,
+        "kind": named[1] if named else "", **{name: engine == name for name in ("vllm", "sglang", "trtllm")},
     }  # fmt: skip
 
 

@@ -54,6 +54,16 @@ class Configuration:
             raise StartError("; ".join(draft.refused))
         return validate(draft.data(), Experiment)
 
+    def with_files(self, **files: Path) -> Configuration:
+        """The configuration with a `calibration` or a `trace` of the user's own."""
+        paths: dict[str, Any] = {name: str(path.resolve()) for name, path in files.items()}
+        options = replace(self.options, **paths)
+        if self.framework:
+            return replace(self, options=options)
+        keys = {"calibration": "calibration", "trace": "trace.path"}
+        own = [f"{keys[name]}={path}" for name, path in paths.items()]
+        return replace(self, sources=(*self.sources, *own), options=options)
+
     def _draft(self, overrides: tuple[str, ...]) -> Draft:
         sources = (*self.sources, *overrides)
         if self.framework == "verl":
@@ -85,25 +95,32 @@ class StartError(ConfigError):
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a changed configuration: its means, or why there is none."""
+    """A run of a changed configuration on so many GPUs: its means, or why there are none, or why they do not count.
+
+    Where money counts, its rate is one of a GPU (`each_gpu`).
+    """
 
     changes: Mapping[str, Any]
     means: Mapping[str, float] = field(default_factory=dict)
     assumed: tuple[AssumedRecord, ...] = ()
     problem: str = ""
-    kind: Literal["", "start", "memory", "other"] = ""
+    kind: Literal["", "start", "memory", "stale", "other"] = ""
+    gpus: int = 0
+    each_gpu: bool = False
 
     @property
     def rate(self) -> float:
-        """Responses trained on per second; 0 where nothing ran."""
-        return self.means.get("responses_per_s", 0.0)
+        """Responses trained on per second; 0 where nothing ran, or nothing that counts."""
+        rate = 0.0 if self.kind else self.means.get("responses_per_s", 0.0)
+        return rate / self.gpus if self.each_gpu and rate else rate
 
 
 @dataclass(frozen=True)
 class Run:
     """How a changed configuration is run: on which draws of the trace, so many steps, in which world of costs.
 
-    `settings` are keys of the experiment that are set beside, such as an assumption at the end of its range.
+    One whose steps overlap runs its own number of steps: fewer would show how its pipeline fills. `settings` are keys
+    of the experiment that are set beside, such as an assumption at the end of its range.
     """
 
     seed: int
@@ -115,7 +132,8 @@ class Run:
 def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -> Trial:
     """The trial of some changes; what the framework refuses or memory does not hold comes back as its problem."""
     try:
-        experiment = alone(configuration.experiment(changes), run)
+        whole = configuration.experiment(changes)
+        experiment = alone(whole, run)
         spec = baseline_of(experiment.systems, experiment.baseline)
         same = _known.get(key := experiment.model_dump_json(exclude={"name", "description", "sources"}))
         if same is not None:
@@ -123,15 +141,26 @@ def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) ->
         if changes:
             _check(experiment, spec, configuration.options.folder)
         simulator = Simulator(LoadedExperiment.of(experiment, configuration.options.folder), search=False)
+        if run.steps is not None and simulator.overlap(spec.make()):
+            longer = alone(whole, replace(run, steps=None))
+            simulator = Simulator(LoadedExperiment.of(longer, configuration.options.folder), search=False)
         simulator.check_all(spec)
-        frames = named(simulator.tables(spec, run.seed, bounded=False), "", spec.name, run.seed)
+        steps = means(tables_of(simulator, spec, run.seed)["steps"], ["system"])
     except RlsimError as error:
         kinds = {StartError: "start", CapacityError: "memory"}
         return Trial(changes, problem=str(error), kind=kinds.get(type(error), "other"))  # type: ignore[arg-type]
-    row = pd.to_numeric(means(frames["steps"], ["system"]).iloc[0], errors="coerce").dropna()
+    if steps.empty:
+        return Trial(changes, problem=f"none of {experiment.workflow.steps} steps is steady", kind="other")
+    row = pd.to_numeric(steps.iloc[0], errors="coerce").dropna()
     assumed = ledger_of(simulator.loaded, simulator.lookups()).assumed
-    _known[key] = Trial(changes, {str(name): float(value) for name, value in row.items()}, tuple(assumed))
+    found = {str(name): float(value) for name, value in row.items()}
+    _known[key] = Trial(changes, found, tuple(assumed), gpus=simulator.loaded.cluster.gpus)
     return _known[key]
+
+
+def tables_of(simulator: Simulator, spec: SystemSpec, seed: int) -> dict[str, pd.DataFrame]:
+    """The tables of one run of a system."""
+    return named(simulator.tables(spec, seed, bounded=False), "", spec.name, seed)
 
 
 #: Trials of this process by their experiments: several changes may come to the same.
@@ -141,12 +170,11 @@ _known: dict[str, Trial] = {}
 def alone(experiment: Experiment, run: Run) -> Experiment:
     """The experiment with its baseline as its only system, and nothing run that a trial has no use for."""
     spec = baseline_of(experiment.systems, experiment.baseline)
-    settings: dict[str, Any] = {
+    steps = {} if run.steps is None else {"workflow.steps": run.steps}
+    settings = {
         "seeds": [run.seed], "certainty": 0, "draw": run.draw, "cases": {}, "baseline": spec.name,
-        "systems": [spec.entry], **dict(run.settings),
+        "systems": [spec.entry], **steps, **dict(run.settings),
     }  # fmt: skip
-    if run.steps is not None:
-        settings["workflow.steps"] = run.steps
     return with_settings(experiment, settings, "tune")
 
 

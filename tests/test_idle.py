@@ -1,8 +1,5 @@
-"""`rlsim advise`: idle time by cause on timelines made by hand, memory, ranking, GPU counts, and the command."""
+"""Why GPUs are idle, on timelines made by hand, and what fits on them."""
 
-import html
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,31 +7,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from result_tables import table
-from typer.testing import CliRunner
 
 import rlsim
-from rlsim.cli import app
-from rlsim.errors import CapacityError, CatalogueError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
-from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.systems import parse_systems
-from rlsim.policies.registry import BUILTIN
-from rlsim.results.advise.advice import ALLOWING, SECTIONS, Advice, advise, read_tables
-from rlsim.results.advise.conclusions import waits_for_kv
-from rlsim.results.advise.idle import CAUSES, idle_causes, idle_shares, waits
-from rlsim.results.advise.memory import memory_by_call, memory_by_tp
-from rlsim.results.advise.ranking import candidates, ranking
-from rlsim.results.advise.texts import texts
+from rlsim.results.tune.idle import CAUSES, idle_causes, idle_shares, waits
+from rlsim.results.tune.memory import memory_by_call, memory_by_tp
 
-#: Left out where everything is run: they search, or tune several things.
-SLOW = ("real", "rlhfuse", "rlhfuse_plus", "openrlhf", "trl", "stream", "overcommit", "tail_consolidation", "planner",
-        "megatron")  # fmt: skip
-#: Where a few systems show as much as all.
-ALL_BUT_FEW = [name for name in BUILTIN if name not in ("verl", "pat", "tail_batching", "laminar")]
 RUN = {"case": "", "system": "s", "seed": 0, "step": 0}
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -270,16 +251,6 @@ def test_too_little_kv_shows_as_such() -> None:
     assert by_cause["kv_limit"] > 1.0
 
 
-def test_the_tail_of_gpus_shown_together_is_a_share_of_their_busy_time() -> None:
-    busy = [0.8, 0.2] * 16
-    frame = pd.DataFrame({"gpu": range(32), "busy": busy, "idle": 1 - np.array(busy), "tail": [0.0, 1.0] * 16})
-    shares = frame.assign(**dict.fromkeys(CAUSES, 0.0))
-    sections = dict.fromkeys((name for name, _, _ in SECTIONS), pd.DataFrame())
-    (shown,) = texts({**sections, "idle": shares})
-    assert [row[0] for row in shown.rows] == [f"{gpu}-{gpu + 1}" for gpu in range(0, 32, 2)] + ["all"]
-    assert {(row[1], row[-1]) for row in shown.rows} == {("50.0%", "20.0%")}
-
-
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
@@ -314,166 +285,13 @@ def test_memory_says_why_not() -> None:
     placed = placed_with(crowded)
     assert not memory_by_tp(placed)["fits"].any()
     assert not memory_by_call(placed)["fits"].all()
-    with pytest.raises(CapacityError, match=r"nothing fits on 8xa40:\nTP 1, 2, 4, 8: .* call train .* does not fit"):
-        advise(SMALL, overrides=crowded)
 
 
 def test_a_small_cache_makes_responses_wait_and_a_small_batch_too() -> None:
     many = {"workflow.prompts": 400, "workflow.responses": 8, "memory_utilization": 0.5}
     cache = memory_by_tp(placed_with(many)).set_index("tp").loc[1]
     assert cache["waits"]
-    assert waits_for_kv(cache)
     assert (cache["sequences"], cache["mean_sequences"] < 400) == (400, True)
     crowded = {"workflow.prompts": 400, "workflow.responses": 8, "engine.max_num_seqs": 16, "trace.cap": 128}
     table = memory_by_tp(placed_with(crowded))
     assert table.loc[0, "waits"]
-    assert not waits_for_kv(table.loc[0])
-    shown = next(texts({**dict.fromkeys(name for name, _, _ in SECTIONS), "memory": table}))
-    assert shown.rows[0][-1] == "responses wait for max_num_seqs"
-
-
-def test_a_baseline_that_does_not_fit_hears_which_tp_does() -> None:
-    with pytest.raises(CapacityError, match=r"TP 1 does not fit[^\n]*\nOn 8xh100 generation fits at TP 4, 8: make"):
-        advise(
-            SMALL,
-            overrides={"systems": [{"verl": {"tp": 1}}], "baseline": "verl", "memory_utilization": 0.28},
-            skip=SLOW,
-        )
-
-
-# Ranking --------------------------------------------------------------------------------------------------------------
-
-
-def result_of(times: dict[str, list[float]], baseline: str = "b", waiting: dict[str, int] | None = None) -> Result:
-    """A result with one step per seed, 1,000 tokens each."""
-    rows = [
-        {"system": system, "seed": seed, "step_time_s": time, "gen_time_s": time / 2, "tokens": 1000, "trained": 8,
-         "outstanding_tokens": 100 * (waiting or {}).get(system, 0), "bubble_fraction": 0.25}
-        for system, own in times.items()
-        for seed, time in enumerate(own)
-    ]  # fmt: skip
-    manifest = {"baseline": baseline, "tuned": {"": {}}, "systems": {"": list(times)}}
-    manifest["setups"] = {"": {"responses": 4}}
-    nothing = pd.DataFrame()
-    return Result(steps=table("steps", *rows), responses=nothing, stays=nothing, calls=nothing, switches=nothing,
-                  spans=nothing, manifest=manifest)  # fmt: skip
-
-
-def test_systems_are_ranked_and_paired() -> None:
-    times = {"b": [10.0, 20.0, 30.0], "fast": [5.0, 10.0, 15.0], "near": [5.2, 9.9, 15.1], "b2": [10.0, 20.0, 30.0]}
-    table = ranking(result_of(times)).set_index("system")
-    assert table.index.tolist() == ["fast", "near", "b", "b2"]
-    assert table.loc["fast", "speedup"] == pytest.approx(2.0)
-    assert table.loc["fast", "speedup_low"] == pytest.approx(2.0)  # the same ratio on every seed
-    assert table["verdict"].tolist() == ["faster", "faster", "baseline", "as fast"]
-    assert table.loc["b2", "same_as"] == "b"
-
-
-def test_the_ranking_is_by_the_mean_that_the_speedup_is() -> None:
-    """Over both seeds together `often` is slower, though it gains more in one than it loses in the other."""
-    table = ranking(result_of({"b": [10.0, 30.0], "often": [5.0, 45.0]}))
-    assert table["system"].tolist() == ["often", "b"]
-    assert table["speedup"].iloc[0] == pytest.approx((10 / 5 * 30 / 45) ** 0.5)
-    late = ranking(result_of({"b": [10.0, 20.0], "late": [1.0, 2.0]}, waiting={"late": 1}))
-    assert late["verdict"].tolist() == ["baseline", "not comparable"], "what puts off its work is not the best"
-    assert late["why"].tolist()[1].startswith("more tokens are begun")
-
-
-def test_all_shipped_policies_are_tried_or_refused_with_a_reason() -> None:
-    simulator = Simulator(LoadedExperiment.of(load_experiment(SMALL)[0], Path()))
-    entries, refused = candidates(simulator, parse_systems(simulator.loaded.experiment.systems), skip=["real"])
-    names = [entry["name"] for entry in entries]
-    said = {name.partition("-tp")[0] for name in [*names, *refused]}
-    assert said == set(BUILTIN)
-    assert "verl-tp2" not in names  # the experiment's own
-    assert {"verl-tp1", "verl-tp4", "verl-tp8", "pat-tp1", "rollpacker", "rlhfuse"} <= set(names)
-    assert "no response of the trace is judged" in refused["colocated_judge"]
-    assert "reward" in refused["oppo"]  # the reason for which it cannot run
-    assert all("--max-staleness" in refused[name] for name in ("laminar", "areal", "overcommit", "lagged"))
-    assert refused["real"] == "left out, as asked"
-    with pytest.raises(CatalogueError, match="did you mean 'rlhfuse'"):
-        candidates(simulator, (), skip=["rlhfus"])
-
-
-# All together ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def advice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
-    out = tmp_path_factory.mktemp("advice") / "out"
-    tiny = {
-        "trace.cap": 256,
-        "workflow.prompts": 2,
-        "workflow.responses": 2,
-        "systems": [{"verl": {"tp": [1, "best"]}}],
-    }
-    seen: list[str] = []
-    given = {"overrides": tiny, "skip": ALL_BUT_FEW, "what_if": False, "workers": 1, "out": out}
-    found = advise(SMALL, **given, progress=lambda done, total, what: seen.append(what))
-    assert any("all systems" in what for what in seen)
-    return found, out
-
-
-def test_advice_is_complete(advice: tuple[Advice, Path]) -> None:
-    found, out = advice
-    assert set(found.tables) == {name for name, _, _ in SECTIONS}
-    assert [sentence.partition(":")[0] for sentence in found.conclusions] == ["fits", "idle today (verl-tp1)"]
-    data = json.loads((out / "advice.json").read_text())
-    assert data["baseline"] == found.baseline == "verl-tp1"
-    assert len(data["idle"]) == 8
-    assert not {*ALLOWING, "max_staleness"} & {*data, *data["settings"]}, "no bound, none of it"
-    tables = read_tables(out)
-    assert list(tables) == [name for name, _, _ in SECTIONS]
-    assert tables["ranking"]["system"].tolist() == found.tables["ranking"]["system"].tolist()
-    assert tables["splits"].empty
-    assert read_tables(out.parent) == {}
-
-
-def test_results_are_those_of_a_run_on_the_same_responses(advice: tuple[Advice, Path]) -> None:
-    found, out = advice
-    assert set(rlsim.read_result(out).summary()["system"]) == set(found.tables["ranking"]["system"])
-    lengths = found.result.responses.query("system in ['verl-tp1', 'verl-tp4']")
-    by_system = [part["response_tokens"].tolist() for _, part in lengths.groupby("system")]
-    assert by_system[0] == by_system[1]
-
-
-def test_mistakes_cost_no_run(tmp_path: Path) -> None:
-    cases = {"cases": {"a": {"trace.cap": 128}, "b": {"trace.cap": 256}}}
-    (tmp_path / "mine.txt").write_text("keep me")
-    for given, message in (
-        ({"overrides": cases}, "several cases: choose one of a, b"),
-        ({"overrides": cases, "case": "c"}, "unknown case 'c'"),
-        ({"case": "c"}, "has no cases"),
-        ({"out": tmp_path}, "holds no rlsim results"),
-    ):
-        with pytest.raises(RlsimError, match=message):
-            advise(SMALL, **given)
-
-
-def test_command(advice: tuple[Advice, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny = "--set trace.cap=128 --set workflow.prompts=2 --set workflow.responses=1"
-    options = f"--workers 1 --no-what-if --seeds 1 --steps 1 {tiny}"
-    skipped = [part for name in ALL_BUT_FEW for part in ("--skip", name)]
-    command = ["advise", "pat_vs_static", *options.split(), *skipped, "--json", "advice.json"]
-    done = CliRunner().invoke(app, command, env={"COLUMNS": "150"})
-    assert done.exit_code == 0, done.output
-    said = ("What fits: rollout", "Systems, the best first", "idle today", "not tried: ", "results: ")
-    places = [done.output.index(text) for text in said]
-    assert places == sorted(places)
-    answer = done.output[places[-1] :].strip().splitlines()[2:]  # stands last on the screen
-    assert re.match("Keep verl-best|Run ", answer[0])
-    assert len(done.output.splitlines()) < 60
-    assert "does not apply: " not in done.output
-    told = json.loads(Path("advice.json").read_text())
-    assert told["headline"] in done.output.replace("\n", " ")
-    folder = tmp_path / "results" / "pat-vs-static-advice"
-    assert (folder / "advice.json").is_file()
-    page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
-    assert "What fits: rollout" in page
-    assert all(sentence[1:] in page for sentence in told["conclusions"]), "the report of an advice leads with it"
-    monkeypatch.setattr("rlsim.results.advise.advice.advise", lambda *_, **__: advice[0])
-    monkeypatch.setattr("rlsim.results.report.write.write_report", lambda target: target / "report.html")
-    whole = CliRunner().invoke(app, [*command, "--verbose"], env={"COLUMNS": "150"})
-    assert "does not apply: laminar: what older weights have generated" in whole.output
-    assert "Idle time of every GPU" in whole.output

@@ -1,1 +1,0 @@
-"""What fits, why GPUs are idle, which system to take, and how many GPUs pay: `rlsim advise`."""
