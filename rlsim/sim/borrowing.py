@@ -11,8 +11,15 @@ from typing import NamedTuple
 
 import simpy
 
-from rlsim.sim.control import Borrowable, RolloutCosts
+from rlsim.sim.costs import RolloutCosts
 from rlsim.sim.pool import GpuPool
+
+
+class Borrowable(NamedTuple):
+    """Replicas that generation may have on GPUs of training."""
+
+    replicas: int
+    load_s: float  # until they have the weights
 
 
 class HybridReplicas(NamedTuple):

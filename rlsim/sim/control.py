@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import NamedTuple, get_args
 
 from rlsim.base.hooks import Hooked, hook, is_number, is_whole
-from rlsim.cost.step import StepCost
-from rlsim.cost.transfer import IN_PLACE, RESTART, WAYS, HostKv, SwitchCost, SwitchWay
+from rlsim.cost.transfer import IN_PLACE, RESTART, WAYS, SwitchWay
 from rlsim.errors import CapacityError, ConfigError, PolicyError
-
-KvHandling = Literal["migrate", "recompute"]
+from rlsim.sim.borrowing import Borrowable as Borrowable
+from rlsim.sim.costs import KvHandling as KvHandling
+from rlsim.sim.costs import RolloutCosts as RolloutCosts
+from rlsim.sim.view import ReplicaView as ReplicaView
+from rlsim.sim.view import RequestView as RequestView
+from rlsim.sim.view import RolloutView as RolloutView
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,171 +116,6 @@ class Launch:
 
 
 Action = Reconfigure | Migrate | Release | Borrow | Abort | Launch | Extend | Stop
-
-
-class RequestView(NamedTuple):
-    """An unfinished request as a scheduler may know it."""
-
-    id: int
-    position: int  # of its prompt in training order: responses to one prompt share it
-    prompt_tokens: int
-    generated_tokens: int
-    has_kv: bool  # running: its context is in the KV cache
-    predicted_tokens: float = 0.0  # of the whole response, where the system has a predictor (`length_error`); else 0
-
-    @property
-    def context_tokens(self) -> int:
-        """Prompt and generated tokens together."""
-        return self.prompt_tokens + self.generated_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaView:
-    """One replica and its unfinished requests, in the order they were admitted, then those waiting."""
-
-    index: int  # names the replica in actions
-    node: int
-    tp: int
-    gpus: tuple[int, ...]
-    requests: tuple[RequestView, ...]
-    version: int = 0  # of its weights: updates that they have had
-
-
-class RolloutCosts(Protocol):
-    """What the engine needs to know about the machine; rlsim.cost provides it, tests make their own."""
-
-    def step(self, tp: int) -> StepCost:
-        """Iteration times of a replica at this TP."""
-
-    def capacity_pages(self, tp: int) -> int:
-        """KV pages of a replica at this TP."""
-
-    def host_kv(self, tp: int) -> HostKv:
-        """Host memory for KV pages that a replica at this TP has no room for."""
-
-    def switch(
-        self,
-        gpus: int,
-        from_tp: int,
-        to_tp: int,
-        contexts: Sequence[int],
-        sequences: int,
-        kv: KvHandling,
-        first_use: bool,
-        way: SwitchWay = IN_PLACE,
-    ) -> SwitchCost:
-        """Pause of so many GPUs of a node with `sequences` unfinished requests, some holding `contexts` tokens of KV.
-
-        With `kv` "recompute" the KV costs nothing here: the engine prefills it again. `first_use`: this run has not
-        used `to_tp` on this node before, so its communication groups must be created.
-        """
-
-    def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
-        """Time of moving the KV of these contexts from one replica to another."""
-
-
-class Borrowable(NamedTuple):
-    """Replicas that generation may have on GPUs of training."""
-
-    replicas: int
-    load_s: float  # until they have the weights
-
-
-class RolloutView(Protocol):
-    """The rollout at one moment, read-only. Building the details costs time, so they are made when asked for."""
-
-    @property
-    def now_s(self) -> float:
-        """Seconds since the rollout began."""
-
-    @property
-    def label(self) -> str:
-        """The kind of round, as the step's batching calls it."""
-
-    @property
-    def cap_tokens(self) -> int:
-        """The longest a response can get."""
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """The nodes of generation's own GPUs that have active replicas and are not switching."""
-
-    @property
-    def finished_nodes(self) -> tuple[int, ...]:
-        """Those of `nodes` on which responses have just finished, or paused as their budgets are used up."""
-
-    @property
-    def finished(self) -> int:
-        """Responses finished so far."""
-
-    @property
-    def total(self) -> int:
-        """Requests launched in this rollout."""
-
-    @property
-    def finished_tokens(self) -> tuple[int, int]:
-        """Lengths of the shortest and the longest response finished so far; (0, 0) before the first."""
-
-    def finished_lengths(self) -> Sequence[int]:
-        """Lengths of the responses finished so far, in that order."""
-
-    def unfinished(self, node: int | None = None) -> int:
-        """Requests neither finished, aborted nor paused, on one node or on all. Cheap."""
-
-    def generated(self, node: int) -> Mapping[int, int]:
-        """How many of the node's unfinished requests have generated how many tokens. Cheap."""
-
-    def context_tokens(self, node: int) -> int:
-        """Prompt and generated tokens of all unfinished requests of the node. Cheap."""
-
-    def requests_on(self, node: int) -> Mapping[int, int]:
-        """How many unfinished requests each active replica of the node has, by the replica's index. Cheap."""
-
-    def gpus(self, node: int) -> int:
-        """How many of the node's GPUs generate; they all have one layout."""
-
-    def tp(self, node: int) -> int:
-        """The node's present tensor-parallel degree."""
-
-    def used_tps(self, node: int) -> frozenset[int]:
-        """Degrees that this node has used before in the run: their communication groups exist."""
-
-    @property
-    def idle(self) -> tuple[int, ...]:
-        """The active replicas that have nothing to generate. Cheap."""
-
-    @property
-    def training_backlog_s(self) -> float:
-        """How long training will be at work on responses that wait for it, on its own GPUs, if it may borrow others;
-        0 if it may not. What it works on at this moment does not count.
-        """
-
-    @property
-    def launching(self) -> bool:
-        """Whether prompts begin at this moment, or may when new weights that are on their way have come; False where
-        generation ends with the step.
-        """
-
-    @property
-    def borrowable(self) -> Borrowable | None:
-        """What a `Borrow` would bring now (`replicas`, and `load_s` until they have the weights): GPUs of training are
-        idle, and the weights there those that generate. None if not, or if the system borrows none.
-        """
-
-    @property
-    def borrowed(self) -> tuple[int, ...]:
-        """The active replicas on GPUs of training."""
-
-    @property
-    def wanted_back(self) -> bool:
-        """Whether a call waits for GPUs of training that generation has borrowed."""
-
-    @property
-    def batch_missing(self) -> float:
-        """What the step that takes responses still lacks, as a share of its batch; 0 while none takes any."""
-
-    def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
-        """The active replicas of one node or of all, with their requests."""
 
 
 def one_of(tps: Iterable[int]) -> str:

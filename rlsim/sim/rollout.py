@@ -25,28 +25,26 @@ from rlsim.sim.control import (
     Action,
     Borrow,
     Extend,
-    KvHandling,
     Launch,
     Migrate,
     Reconfigure,
     Release,
     RolloutControl,
-    RolloutCosts,
-    RolloutView,
     Stop,
     Surplus,
     actions_of,
     asked,
     one_of,
 )
+from rlsim.sim.costs import KvHandling, RolloutCosts
 from rlsim.sim.dispatch import Shares, by_context, by_number, evenly
 from rlsim.sim.moment import ASK, DEAL, IDLE, at, at_end, when_over
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
-from rlsim.sim.stage import GenerationStage, RolloutState
+from rlsim.sim.stage import GenerationStage
 from rlsim.sim.stays import Left
 from rlsim.sim.updating import WeightUpdates
-from rlsim.sim.view import LiveView, view_of, view_of_replica
+from rlsim.sim.view import RolloutState, RolloutView, view_of, view_of_replica
 
 
 class Rollout(RolloutState):
@@ -57,7 +55,9 @@ class Rollout(RolloutState):
     """
 
     def __init__(self, env: simpy.Environment, stage: GenerationStage) -> None:
-        super().__init__(env, stage)
+        super().__init__(env, (*stage.requests, *stage.resumed), stage.mesh, stage.tp, stage.borrowing)
+        self.cap_tokens, self.label, self.backlog_s = stage.cap_tokens, stage.label, stage.backlog_s
+        self.missing_share, self._used_tps = stage.batch_missing, stage.used_tps
         self.done = env.event()
         self.switches: list[tuple[float, int, int, int, SwitchCost]] = []  # when, node, from TP, to TP, what it cost
         self.ways: dict[int, SwitchWay] = {}  # by node: how it switched last
@@ -306,7 +306,7 @@ class Rollout(RolloutState):
         self._due = set()
         if self.done.triggered or self._stopping:
             return
-        view: RolloutView = LiveView(self)
+        view = RolloutView(self)
         # All of it before anything is done, and while the view still shows this moment: it may be a generator.
         self._answers = []
         for method, i in due:

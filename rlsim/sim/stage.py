@@ -1,19 +1,17 @@
-"""One generation stage, and how far it is."""
+"""One generation stage: what is generated, where, and who decides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Literal
-
-import simpy
 
 from rlsim.cost.step import StepCost
 from rlsim.sim.borrowing import Borrowing
-from rlsim.sim.control import Launch, RolloutControl, RolloutCosts
+from rlsim.sim.control import Launch, RolloutControl
+from rlsim.sim.costs import RolloutCosts
 from rlsim.sim.recorder import Recorder
-from rlsim.sim.replica import ChunkListener, Replica
+from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import EngineConfig, Request
 
 Routing = Literal["contiguous", "round_robin"]
@@ -53,70 +51,3 @@ class GenerationStage:
     borrowing: Borrowing | None = None  # GPUs of training that it may have for a time
     chunks: ChunkListener | None = None  # is told of responses on their way
     recorder: Recorder = field(default_factory=Recorder)
-
-
-class RolloutState:
-    """Where a rollout stands: `Rollout` changes it, its control sees it as a `LiveView`."""
-
-    def __init__(self, env: simpy.Environment, stage: GenerationStage) -> None:
-        self.env = env
-        self.started_at = env.now
-        self._requests = {request.id: request for request in (*stage.requests, *stage.resumed)}
-        self.launched = len(self._requests)  # so far
-        self.cap_tokens = stage.cap_tokens
-        self.backlog_s = stage.backlog_s
-        self.label = stage.label
-        self.borrowing = stage.borrowing
-        self._batch_missing = stage.batch_missing
-        self.own_nodes = len(stage.mesh)  # the first; the others are those of GPUs of training
-        self.mesh = (*stage.mesh, *(stage.borrowing.there.mesh if stage.borrowing else ()))
-        self.finished = 0  # responses finished so far
-        self.finished_lengths: list[int] = []  # of these, where a control is asked
-        self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
-        self._left = len(self._requests)
-        self._left_on = dict.fromkeys(range(len(self.mesh)), 0)
-        self._tp = dict.fromkeys(range(len(self.mesh)), stage.borrowing.there.tp if stage.borrowing else stage.tp)
-        self._tp |= dict.fromkeys(range(self.own_nodes), stage.tp)
-        self._used_tps = stage.used_tps
-        self._active: dict[int, list[Replica]] = {node: [] for node in self._tp}
-        self._switching: set[int] = set()
-        self._just_finished: set[int] = set()
-        self.lent: list[Replica] = []  # released, their GPUs not taken back
-        self.launching = False  # prompts begin at this moment, or when the weights that are on their way have come
-
-    @property
-    def requests(self) -> list[Request]:
-        """Those that it knows: all, in the order of their launch, but for what `Rollout.forget` was told."""
-        return list(self._requests.values())
-
-    @property
-    def unfinished(self) -> int:
-        """Requests neither finished nor aborted."""
-        return self._left
-
-    @property
-    def size(self) -> int:
-        """How many replicas the layouts of its own nodes have, without those that are lent, with those borrowed."""
-        own = sum(len(gpus) // self._tp[node] for node, gpus in enumerate(self.mesh[: self.own_nodes]))
-        return own - len(self.lent) + len(self.borrowed)
-
-    @property
-    def batch_missing(self) -> float:
-        """Share of the step's batch that is still to come."""
-        if self._batch_missing:
-            return self._batch_missing()
-        return self._left / self.launched if self.launched else 0.0
-
-    @property
-    def borrowed(self) -> list[Replica]:
-        """The active replicas on GPUs of training."""
-        return [replica for node in range(self.own_nodes, len(self.mesh)) for replica in self.active(node)]
-
-    def active(self, node: int | None = None) -> list[Replica]:
-        """Replicas that have not been told to stop, of one node or of all, by index."""
-        return sorted(self.there(node), key=attrgetter("index"))
-
-    def there(self, node: int | None = None) -> Iterator[Replica]:
-        """The same in no particular order."""
-        nodes = self._active if node is None else (node,)
-        return (replica for n in nodes for replica in self._active[n] if replica.stopped is None)

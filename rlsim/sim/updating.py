@@ -13,7 +13,7 @@ from rlsim.sim.moment import IDLE, when_over
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import UpdatedKv
-from rlsim.sim.stage import RolloutState
+from rlsim.sim.view import RolloutState
 
 
 class Pull(NamedTuple):

@@ -1,116 +1,252 @@
-"""The live `RolloutView` that the engine hands to a control."""
+"""Where a rollout stands, and what a control sees of it: never a response's length."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
-from rlsim.sim.control import Borrowable, ReplicaView, RequestView
+import simpy
+
+from rlsim.sim.borrowing import Borrowable, Borrowing
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
-from rlsim.sim.stage import RolloutState
 
 
-class LiveView:
-    """The `RolloutView` of a rollout; see there."""
+class RolloutState:
+    """Where a rollout stands: `Rollout` changes it, its control sees it as a `RolloutView`.
+
+    It has the GPUs of `mesh`, node by node, each in the layout of `tp`, and those that `borrowing` may bring.
+    """
+
+    cap_tokens: int  # the longest a response can get
+    label: str  # the kind of round
+    backlog_s: Callable[[], float]  # of training that may borrow GPUs
+    missing_share: Callable[[], float] | None  # of the batch; None: what is unfinished of all that was launched
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        requests: Iterable[Request],
+        mesh: Sequence[tuple[int, ...]],
+        tp: int,
+        borrowing: Borrowing | None,
+    ) -> None:
+        self.env = env
+        self.started_at = env.now
+        self.borrowing = borrowing
+        self._requests = {request.id: request for request in requests}
+        self.launched = len(self._requests)  # so far
+        self.own_nodes = len(mesh)  # the first; the others are those of GPUs of training
+        self.mesh = (*mesh, *(borrowing.there.mesh if borrowing else ()))
+        self.finished = 0  # responses finished so far
+        self.finished_lengths: list[int] = []  # of these, where a control is asked
+        self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
+        self._left = len(self._requests)
+        self._left_on = dict.fromkeys(range(len(self.mesh)), 0)
+        self._tp = dict.fromkeys(range(len(self.mesh)), borrowing.there.tp if borrowing else tp)
+        self._tp |= dict.fromkeys(range(self.own_nodes), tp)
+        self._used_tps: dict[int, set[int]] = {}  # by node: degrees of this run
+        self._active: dict[int, list[Replica]] = {node: [] for node in self._tp}
+        self._switching: set[int] = set()
+        self._just_finished: set[int] = set()
+        self.lent: list[Replica] = []  # released, their GPUs not taken back
+        self.launching = False  # prompts begin at this moment, or when the weights that are on their way have come
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that it knows: all, in the order of their launch, but for what `Rollout.forget` was told."""
+        return list(self._requests.values())
+
+    @property
+    def unfinished(self) -> int:
+        """Requests neither finished nor aborted."""
+        return self._left
+
+    @property
+    def size(self) -> int:
+        """How many replicas the layouts of its own nodes have, without those that are lent, with those borrowed."""
+        own = sum(len(gpus) // self._tp[node] for node, gpus in enumerate(self.mesh[: self.own_nodes]))
+        return own - len(self.lent) + len(self.borrowed)
+
+    @property
+    def borrowed(self) -> list[Replica]:
+        """The active replicas on GPUs of training."""
+        return [replica for node in range(self.own_nodes, len(self.mesh)) for replica in self.active(node)]
+
+    def active(self, node: int | None = None) -> list[Replica]:
+        """Replicas that have not been told to stop, of one node or of all, by index."""
+        return sorted(self.there(node), key=attrgetter("index"))
+
+    def there(self, node: int | None = None) -> Iterator[Replica]:
+        """The same in no particular order."""
+        nodes = self._active if node is None else (node,)
+        return (replica for n in nodes for replica in self._active[n] if replica.stopped is None)
+
+
+class RequestView(NamedTuple):
+    """An unfinished request as a scheduler may know it."""
+
+    id: int
+    position: int  # of its prompt in training order: responses to one prompt share it
+    prompt_tokens: int
+    generated_tokens: int
+    has_kv: bool  # running: its context is in the KV cache
+    predicted_tokens: float = 0.0  # of the whole response, where the system has a predictor (`length_error`); else 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and generated tokens together."""
+        return self.prompt_tokens + self.generated_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica and its unfinished requests, in the order they were admitted, then those waiting."""
+
+    index: int  # names the replica in actions
+    node: int
+    tp: int
+    gpus: tuple[int, ...]
+    requests: tuple[RequestView, ...]
+    version: int = 0  # of its weights: updates that they have had
+
+
+class RolloutView:
+    """The rollout at one moment, read-only. Building the details costs time, so they are made when asked for."""
 
     def __init__(self, rollout: RolloutState) -> None:
         self._rollout = rollout
 
     @property
     def now_s(self) -> float:
+        """Seconds since the rollout began."""
         return self._rollout.env.now - self._rollout.started_at
 
     @property
     def label(self) -> str:
+        """The kind of round, as the step's batching calls it."""
         return self._rollout.label
 
     @property
     def cap_tokens(self) -> int:
+        """The longest a response can get."""
         return self._rollout.cap_tokens
 
     @property
     def nodes(self) -> tuple[int, ...]:
+        """The nodes of generation's own GPUs that have active replicas and are not switching."""
         rollout = self._rollout
         own = range(rollout.own_nodes)
         return tuple(n for n in own if n not in rollout._switching and rollout.active(n))
 
     @property
     def finished_nodes(self) -> tuple[int, ...]:
+        """Those of `nodes` on which responses have just finished, or paused as their budgets are used up."""
         rollout = self._rollout
         nodes = [n for n in sorted(rollout._just_finished) if n < rollout.own_nodes]
         return tuple(n for n in nodes if n not in rollout._switching and rollout.active(n))
 
     @property
     def finished(self) -> int:
+        """Responses finished so far."""
         return self._rollout.finished
 
     @property
     def total(self) -> int:
+        """Requests launched in this rollout."""
         return self._rollout.launched
 
     @property
     def finished_tokens(self) -> tuple[int, int]:
+        """Lengths of the shortest and the longest response finished so far; (0, 0) before the first."""
         return self._rollout.finished_tokens
 
-    def finished_lengths(self) -> tuple[int, ...]:
+    def finished_lengths(self) -> Sequence[int]:
+        """Lengths of the responses finished so far, in that order."""
         return tuple(self._rollout.finished_lengths)
 
     def unfinished(self, node: int | None = None) -> int:
+        """Requests neither finished, aborted nor paused, on one node or on all. Cheap."""
         rollout = self._rollout
         return rollout._left if node is None else rollout._left_on[node]
 
     def generated(self, node: int) -> Mapping[int, int]:
+        """How many of the node's unfinished requests have generated how many tokens. Cheap."""
         first, *others = [replica.generated() for replica in self._rollout.active(node)] or [Counter()]
         for found in others:
             first.update(found)
         return first
 
     def context_tokens(self, node: int) -> int:
+        """Prompt and generated tokens of all unfinished requests of the node. Cheap."""
         return sum(replica.context_tokens() for replica in self._rollout.active(node))
 
     def requests_on(self, node: int) -> Mapping[int, int]:
+        """How many unfinished requests each active replica of the node has, by the replica's index. Cheap."""
         return {replica.index: replica.unfinished for replica in self._rollout.active(node)}
 
     def gpus(self, node: int) -> int:
+        """How many of the node's GPUs generate; they all have one layout."""
         return len(self._rollout.mesh[node])
 
     def tp(self, node: int) -> int:
+        """The node's present tensor-parallel degree."""
         return self._rollout._tp[node]
 
     def used_tps(self, node: int) -> frozenset[int]:
+        """Degrees that this node has used before in the run: their communication groups exist."""
         return frozenset(self._rollout._used_tps[node])
 
     @property
-    def training_backlog_s(self) -> float:
-        return self._rollout.backlog_s()
-
-    @property
     def idle(self) -> tuple[int, ...]:
+        """The active replicas that have nothing to generate. Cheap."""
         return tuple(replica.index for replica in self._rollout.active() if replica.idle)
 
     @property
+    def training_backlog_s(self) -> float:
+        """How long training will be at work on responses that wait for it, on its own GPUs, if it may borrow others;
+        0 if it may not. What it works on at this moment does not count.
+        """
+        return self._rollout.backlog_s()
+
+    @property
     def launching(self) -> bool:
+        """Whether prompts begin at this moment, or may when new weights that are on their way have come; False where
+        generation ends with the step.
+        """
         return self._rollout.launching
 
     @property
     def borrowable(self) -> Borrowable | None:
+        """What a `Borrow` would bring now (`replicas`, and `load_s` until they have the weights): GPUs of training are
+        idle, and the weights there those that generate. None if not, or if the system borrows none.
+        """
         borrowing = self._rollout.borrowing
         return borrowing.offer() if borrowing else None
 
     @property
     def borrowed(self) -> tuple[int, ...]:
+        """The active replicas on GPUs of training."""
         return tuple(replica.index for replica in self._rollout.borrowed)
 
     @property
     def wanted_back(self) -> bool:
+        """Whether a call waits for GPUs of training that generation has borrowed."""
         return self._rollout.borrowing is not None and self._rollout.borrowing.wanted_back
 
     @property
     def batch_missing(self) -> float:
-        return self._rollout.batch_missing
+        """What the step that takes responses still lacks, as a share of its batch; 0 while none takes any."""
+        rollout = self._rollout
+        if rollout.missing_share:
+            return rollout.missing_share()
+        return rollout._left / rollout.launched if rollout.launched else 0.0
 
     def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
+        """The active replicas of one node or of all, with their requests."""
         return tuple(view_of_replica(replica) for replica in self._rollout.active(node))
 
 
