@@ -1,12 +1,12 @@
-"""Fit `calibration/*.yaml` and write `docs/calibration.md` from measured kernel tables, or fit other constants.
+"""Fit `calibration/*.yaml` from measured kernel tables, or fit other constants.
 
     python scripts/fit_calibrations.py [--data DIR] [--only GPU-ENGINE] [--out DIR]
     python scripts/fit_calibrations.py PART [--data DIR] [--only ENGINE]
 
 DIR holds `kernels/aiconfigurator`, `kernels/vidur`, `engine` and `rl_timings` (default: `../shared/data`). The tables
 themselves are never copied; what is written are fitted constants, their residuals on held-out shapes and where they
-come from. Running it again on the same data gives the same bytes. With `--only` one file is fitted and written, and
-the page is left as it is. The A40's two files stay as they are: what fitted them went after the commit that they name.
+come from. Running it again on the same data gives the same bytes. With `--only` one file is fitted and written.
+The A40's two files stay as they are: what fitted them went after the commit that they name.
 
 Other parts print the constants that rlsim's code or files hold:
 """
@@ -38,10 +38,8 @@ PARTS = {
 
 
 def calibrations(options: argparse.Namespace) -> None:
-    """Fit and write the files, and the page."""
+    """Fit and write the files."""
     from calibration.catalogue import Catalogue
-    from calibration.markdown import write
-    from calibration.report import report
 
     catalogue, folder = Catalogue(options.data), options.out / "calibration"
     if options.only not in (None, *catalogue.names()):
@@ -52,8 +50,6 @@ def calibrations(options: argparse.Namespace) -> None:
         write_yaml(calibration, folder)
         errors = [f"{key} {percent(item.median)}/{percent(item.p90)}" for key, item in calibration.residuals.items()]
         print(f"{name}: {', '.join(errors)}")
-    if not options.only:
-        write(report(catalogue), options.out / "docs" / "calibration.md")
 
 
 def main() -> None:
@@ -69,7 +65,7 @@ def main() -> None:
     parser.add_argument("part", nargs="?", default="calibrations", choices=parts)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the measured tables")
     parser.add_argument("--only", metavar="NAME", help="fit and write this calibration, or this engine's, only")
-    parser.add_argument("--out", type=Path, default=ROOT, help="where calibration/ and docs/ are written")
+    parser.add_argument("--out", type=Path, default=ROOT, help="where calibration/ is written")
     options = parser.parse_args()
     parts[options.part](options)
 

@@ -9,6 +9,7 @@ Where a page has `<!-- on the site: NAME -->`, the part is made when the site is
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 import re
@@ -22,6 +23,7 @@ from pydantic import BaseModel
 from rlsim.base import catalogue
 from rlsim.base.hooks import hooks as hooks_of
 from rlsim.base.reference import Key, first_paragraph, keys_of
+from rlsim.cost.calibration import Residual, load_calibration
 from rlsim.experiment.columns import TABLES, Column
 from rlsim.experiment.schema import Experiment
 from rlsim.models.architectures import Config
@@ -185,6 +187,22 @@ def models() -> str:
     return table(("name", "parameters", "active, G", "KV cache, KiB per token", "simulated"), rows)
 
 
+def residuals() -> str:
+    """Errors of the shipped calibrations by operator and engine, from the best to the worst one; derived ones apart."""
+    found = collections.defaultdict[tuple[str, str], list[Residual]](list)
+    for calibration in (load_calibration(path.stem) for path in sorted((DOCS.parent / "calibration").glob("*.yaml"))):
+        for operator, item in calibration.residuals.items():
+            found[operator.replace("_", " "), calibration.engine].append(item)
+    rows = []
+    for key, items in sorted(found.items()):
+        spans = []
+        for name in ("median", "p90", "bias"):
+            shown = [f"{100 * value:.1f}%" for value in sorted(getattr(item, name) for item in items)]
+            spans.append(" to ".join(dict.fromkeys((shown[0], shown[-1]))))
+        rows.append((*key, str(len(items)), *spans, f"{sum(item.count for item in items):,}"))
+    return table(("operator", "engine", "calibrations", "median", "p90", "bias", "rows"), rows)
+
+
 def _field_names(record: Any) -> list[str]:
     known = getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]
     return [*known, *(name for name, member in vars(record).items() if isinstance(member, property))]
@@ -196,6 +214,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cluster": lambda: keys(Cluster, "A cluster spelled out"),
     "model": lambda: keys(Config, "A model file"),
     "models": models,
+    "residuals": residuals,
     "recipe": lambda: keys(Recipe, "The recipe", leave_out=(LengthFit, LengthModel)),
     "policies": policies,
     "results": result_tables,

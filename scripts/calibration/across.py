@@ -1,8 +1,7 @@
-"""Collectives across nodes: published nccl-tests, the fit of three constants to them, and the page's section."""
+"""Collectives across nodes: published nccl-tests, and the fit of three constants to them."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from calibration.markdown import rewrite, section, summary, table
 from rlsim.base.reading import plain, read_yaml
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
@@ -22,8 +20,6 @@ from rlsim.models.hardware import load_cluster
 POINTS = Path(__file__).with_suffix("").with_name("across_nodes.yaml")
 #: What NCCL does not publish: `AcrossFit` fields, and the bounds of their fit.
 FITTED = {"efficiency": (0.5, 1.0), "ramp": (0.0, 20.0), "power": (0.05, 0.95)}
-CLASSES = (("up to 256 KiB", 0.0, 2.0**18), ("1 to 16 MiB", 2.0**18, 2.0**24), ("64 MiB and more", 2.0**24, math.inf))
-DEEPEP_US = {16: 118 + 195, 32: 155 + 273, 64: 173 + 314, 128: 192 + 369, 256: 194 + 360}
 _UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
 
 
@@ -92,41 +88,6 @@ def left_out(measured: Sequence[Point]) -> list[float]:
     return [point.error(fits[point.cluster]) for point in measured]
 
 
-def across_section(errors: Sequence[float] | None = None) -> str:
-    """The page's section, of the errors of `points` left out, if these are known."""
-    measured = points()
-    errors = left_out(measured) if errors is None else errors
-    both = list(zip(measured, errors, strict=True))
-    rows = []
-    for op in dict.fromkeys(point.op for point in measured):
-        for name, low, high in CLASSES:
-            found = [error for point, error in both if point.op == op and low < point.size <= high]
-            rows.append((op, name, *summary(found)))
-    rows.append(("all", "", *summary(errors)))
-    known = [error for point, error in both if point.latency_s is None]
-    rows.append(("all, but of clusters whose own smallest message gave a hop's latency (EFA)", "", *summary(known)))
-    clusters = [
-        (name, one.source, ", ".join(_what(measured, name)), *summary([e for p, e in both if p.cluster == name]))
-        for name, one in {point.cluster: point for point in measured}.items()
-    ]
-    exchanges = []
-    for gpus, us in DEEPEP_US.items():
-        calibration = load_calibration("h800-sglang")
-        cluster = load_cluster(f"{gpus // 8}x8xh800")
-        collectives = Collectives(calibration.collectives, calibration.reference, cluster)
-        time_s = collectives.exchange_s(128, 8, 7168 * 2, gpus, gpus // 8)
-        exchanges.append((f"EP{gpus}", f"{us} us", f"{time_s * 1e6:.0f} us", f"{time_s * 1e6 / us - 1:+.0%}"))
-    errors_of = ("median", "p90", "bias", "points")
-    return section(
-        "across",
-        points=len(measured),
-        fit=ACROSS,
-        operations=table(["operation", "size", *errors_of], rows),
-        clusters=table(["cluster", "source", "tables", *errors_of], clusters),
-        exchanges=table(["GPUs", "measured", "rlsim", "error"], exchanges),
-    )
-
-
 @cache
 def _collectives(gpu: str, nodes: int, bytes_per_s: float, latency_s: float | None) -> Collectives:
     """What rlsim knows of such nodes, joined by this network."""
@@ -142,14 +103,7 @@ def _bytes(size: str) -> float:
     return float(size[:-1]) * _UNITS[size[-1]] if size[-1] in _UNITS else float(size)
 
 
-def _what(measured: Sequence[Point], cluster: str) -> list[str]:
-    mine = [point for point in measured if point.cluster == cluster]
-    return list(dict.fromkeys(f"{point.op} over {point.nodes} nodes" for point in mine))
-
-
 def main(_: object) -> None:
-    """Collectives across nodes, to published nccl-tests: prints the constants of `rlsim.cost.fits.ACROSS` and writes
-    their section of the page. A minute."""
+    """Collectives across nodes, to published nccl-tests: prints the constants of `rlsim.cost.fits.ACROSS`."""
     found = fit(points())
     print(", ".join(f"{name} {getattr(found, name):g}" for name in FITTED))
-    rewrite(across_section())

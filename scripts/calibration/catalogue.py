@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -31,10 +30,9 @@ from calibration.training import large_gemm_share, training_fit
 from evidence.validate.transfer import shipped_fits
 from rlsim.base.schema import Schema
 from rlsim.calibrate.build import MIXTURE
-from rlsim.calibrate.fit import attention
-from rlsim.calibrate.fit.attention import attention_kernels, decode_rows, kv_bytes, usual_groups, with_windows
+from rlsim.calibrate.fit.attention import attention_kernels, with_windows
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
-from rlsim.calibrate.fit.common import Kernel, as_written, compared, operators_with, predict
+from rlsim.calibrate.fit.common import as_written, compared, operators_with, predict
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of, quantised_products
@@ -42,13 +40,12 @@ from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.importers import aiconfigurator, vidur
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import Fitted, residual, residual_of
+from rlsim.calibrate.points import Fitted, residual_of
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
 from rlsim.cost.fits import CollectiveFits, ExchangeFit, ExpertsFit, KernelFit, OperatorFits, ProductFit
-from rlsim.cost.operators import gemm_of
 from rlsim.models.hardware import load_cluster
-from rlsim.models.precision import WEIGHT_BYTES, KvPrecision, Precision
+from rlsim.models.precision import KvPrecision, Precision
 
 #: Since this release vLLM schedules an iteration while the one before runs, unless it is told not to.
 ASYNC_SCHEDULING = (0, 14)
@@ -67,14 +64,6 @@ class Catalogue:
     def names() -> list[str]:
         """Every calibration that is fitted."""
         return sorted([f"{name}-{engine}" for name, gpu in GPUS.items() for engine in gpu.versions] + [*OLDER])
-
-    def hot(self) -> dict[str, dict[str, HotRows]]:
-        """How the kernels of the measured GPUs compare with L2-hot rows, by calibration and operator."""
-        return {
-            f"{name}-{engine}": against_hot_rows(self.data, gpu, self.kernels(name, engine))
-            for name, gpu in sorted(GPUS.items())
-            for engine in sorted(gpu.versions)
-        }
 
     def _kernels(self, gpu: str, engine: Engine, release: str = "") -> Calibration:
         about = GPUS[gpu]
@@ -246,41 +235,6 @@ def _mixtures(measured: Measurements, ref: Reference) -> tuple[Fitted[Experts], 
     mixtures = kernel_experts(measured.table("experts"), ref) if "experts" in measured else Fitted(({}, {}))
     exchange = kernel_exchange(measured.table("exchange")) if "exchange" in measured else Fitted({})
     return mixtures, exchange
-
-
-class HotRows(NamedTuple):
-    """How a kernel compares with held-out rows whose operands were in L2. From memory they would have taken that time
-    at least, and no more than it and a whole read of the weights or the KV at peak bandwidth."""
-
-    measured: Residual  # against the rows as they are
-    with_read: float  # the median signed error against them with that read
-    below: float  # share of rows that are predicted over 15% faster than measured
-    above: float  # or over 15% slower than with that read
-
-
-def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, HotRows]:
-    """The kernels of `calibration` by operator, products in every precision that its own engine measured."""
-    measured, ref = operator_tables(data, gpu, calibration.engine), calibration.reference
-    table = measured.table("decode_attention")
-    table = usual_groups(table[table.head_dim == attention.HEAD_DIM], "decode_attention")
-    steps = decode_rows(table, ref)
-    in_l2 = ~steps.beyond & (table.context >= 128) & steps.test & (table.batch <= 512)
-    fit: Schema = calibration.operators.decode_attention
-    hot = [(attention.DECODE, fit, table.assign(size=kv_bytes(table))[in_l2])]
-    for precision, fit in calibration.operators.gemms.items():
-        table = measured.table(gemm_of(precision))
-        if len(table):
-            rows = gemm_rows(table, ref, precision)
-            size = WEIGHT_BYTES[precision] * table.n * table.k
-            hot.append((kernel_of(precision), fit, table.assign(size=size)[rows.hot & rows.test]))
-    return {kernel.operator: _hot_rows(kernel, fit, ref, rows) for kernel, fit, rows in hot if len(rows)}
-
-
-def _hot_rows(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -> HotRows:
-    shown, seconds = predict(kernel, fit, ref, rows), rows.seconds.to_numpy(float)
-    with_read = shown / (seconds + rows["size"].to_numpy(float) / ref.memory_bytes_per_s) - 1.0
-    below, above = float((shown < 0.85 * seconds).mean()), float((with_read > 0.15).mean())
-    return HotRows(residual(shown, seconds, {}), float(np.median(with_read)), below, above)
 
 
 def _elementwise(data: Path, gpu: Gpu) -> Fitted[KernelFit]:

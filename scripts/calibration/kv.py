@@ -1,4 +1,4 @@
-"""What engines print of their memory when they start: published logs, constants fitted to them, the page's section."""
+"""What engines print of their memory when they start: published logs, and constants fitted to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.markdown import rewrite, section, summary, table
 from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema
 from rlsim.cost import engine_memory as shipped
@@ -20,8 +19,7 @@ from rlsim.cost.replica import ReplicaLayout
 from rlsim.models.model import Model, load_model
 
 LOGS = Path(__file__).with_name("kv_logs.yaml")
-#: Of a GPU, and how the page calls them.
-PARTS = {name: name for name in ("weights", "activations", "libraries", "context")} | {"kv": "KV cache"}
+PARTS = ("weights", "activations", "libraries", "context", "kv")  # of a GPU's memory
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,6 @@ class Log(Schema):
         """What it says, by part."""
         found = {part: getattr(self, part) for part in (*PARTS, "tokens")}
         return {part: value for part, value in found.items() if value is not None}
-
-    @property
-    def setting(self) -> str:
-        """`vLLM 0.11.0, llama-3.1-8b, TP1`."""
-        name = {"vllm-v0": "vLLM (V0)", "vllm": "vLLM", "sglang": "SGLang"}[self.engine]
-        precision = "" if self.precision == "bf16" else f" {self.precision}"
-        return f"{name} {self.release}, {self.model}{precision}, TP{self.tp}"
 
     @property
     def rule(self) -> EngineMemory:
@@ -155,42 +146,7 @@ def _model(name: str, precision: str) -> Model:
     return load_model(name) if precision in ("bf16", "published") else load_model(name).served(precision)
 
 
-def kv_section(errors: Sequence[dict[str, float]] | None = None) -> str:
-    """The page's section, of the errors of `logs` left out, if these are known."""
-    measured = logs()
-    errors = left_out(measured) if errors is None else errors
-    both = list(zip(measured, errors, strict=True))
-    engines = {"vllm": "vLLM", "vllm-v0": "vLLM's first engine (to 0.8)", "sglang": "SGLang"}
-
-    def of(engine: str, part: str) -> list[float]:
-        return [error[part] for log, error in both if log.engine == engine and part in error]
-
-    rows = [
-        (name, shown, *summary(found, ".2f", "+.2f"))
-        for engine, name in engines.items()
-        for part, shown in PARTS.items()
-        if (found := of(engine, part))
-    ]
-    tokens = [(name, *summary(of(engine, "tokens"))) for engine, name in engines.items()]
-    each = []
-    for log, error in both:
-        cells = (f"{log.stated[part]:.2f} ({error[part]:+.2f})" if part in error else "" for part in PARTS)
-        kept = f"{error['tokens']:+.0%}" if "tokens" in error else ""
-        each.append((log.setting, *cells, kept, log.source, log.assumed))
-    return section(
-        "kv",
-        starts=len(measured),
-        sources=len({log.source for log in measured}),
-        shipped=shipped,
-        gib=GIB,
-        tokens=table(["engine", "of the KV tokens", "p90", "bias", "starts"], tokens),
-        parts=table(["engine", "part", "median error, GiB", "p90", "bias", "starts"], rows),
-        each=table(["start", *PARTS.values(), "KV tokens", "source", "assumed"], each),
-    )
-
-
 def main(_: object) -> None:
     """What engines keep beside weights and KV cache, to published logs: prints the constants of
-    `rlsim.cost.engine_memory` and writes their section of the page. Seconds."""
+    `rlsim.cost.engine_memory`."""
     print(fit(logs()))
-    rewrite(kv_section())

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.build import COLD, INTER, PAIR
 from rlsim.calibrate.importers import aiconfigurator
-from rlsim.calibrate.importers.reading import MS, imported
+from rlsim.calibrate.importers.reading import imported
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Engine, Provenance, RuntimeFit, Source
 from rlsim.models.precision import KvPrecision, Precision
@@ -104,29 +103,6 @@ def latent_tables(
 def vidur_layers(data: Path, names: Iterable[str]) -> list[Path]:
     """Paths of Vidur's layer tables."""
     return [data / "kernels/vidur/head/data/profiling/compute" / name / "mlp.csv" for name in names]
-
-
-def decode_sums(data: Path) -> pd.DataFrame:
-    """Decode steps of LLaMA-3-8B as sums over Vidur's layers, LM head included: gpu, tp, batch, ctx (the context),
-    seconds; those that fit the GPU's memory."""
-    table = pd.read_csv(data / "kernels/vidur/decode_latency_llama3_8b.csv")
-    return table[table.fits_mem].assign(seconds=table.plus_lmhead_ms * MS)
-
-
-def cpu_overheads(data: Path) -> list[tuple[str, str, int, float, float]]:
-    """Vidur's measured CPU time of a vLLM-like engine: GPU, model, TP, seconds per step and per sequence.
-
-    The sum of scheduling, input preparation and output processing (medians), a straight line over 8 to 128 sequences.
-    """
-    found = []
-    for gpu in ("a100", "a40"):
-        table = pd.read_csv(data / f"kernels/vidur/history/{gpu}_cpu_overheads_6d98aa8.csv")
-        parts = ["schedule_median", "prepare_inputs_e2e_median", "process_model_outputs_median"]
-        table = table.assign(host_s=table[parts].sum(axis=1) * MS)[table.batch_size <= 128]
-        for (model, tp), group in table.groupby(["model_name", "tensor_parallel_degree"]):
-            sequence_s, step_s = np.polyfit(group.batch_size, group.host_s, 1)
-            found.append((gpu, str(model), int(tp), float(step_s), float(sequence_s)))
-    return found
 
 
 def vidur_source(names: Iterable[str]) -> Source:

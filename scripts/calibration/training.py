@@ -4,16 +4,17 @@ it, and REAL's per-call seconds (an input, not an output, of its comparison) pre
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from calibration.markdown import section, table
 from calibration.stacks import ROWS, Fit, Ring, Timing, fit_stacks
-from calibration.tables import ENGINES, GPUS, NOTES, all_gemms
-from rlsim.cost.calibration import Calibration, Reference, TrainingFit, derived_gpus, load_calibration
+from calibration.tables import GPUS, NOTES, all_gemms
+from evidence.validate.rows import markdown
+from rlsim.cost.calibration import Reference, TrainingFit
 from rlsim.cost.strategy import Recompute, TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.train_efficiency import TRAFFIC, TrainEfficiency, efficiency_of
@@ -88,44 +89,6 @@ def check_real(efficiency: float) -> list[tuple[Call, list[Timing]]]:
     return [(call, [call.predict(efficiency, how) for how in recomputes[call.train]]) for call in calls]
 
 
-# The page's section ---------------------------------------------------------------------------------------------------
-
-
-def training_section(data: Path, made: dict[str, Calibration]) -> str:
-    """The numbers of training stacks, what they are fitted to, and how they do on rows they have not seen."""
-    found = fit_stacks(data, gemm_shares(data))
-    efficiency = made["h100-sxm-sglang"].training.flop_efficiency["megatron"]
-    return section(
-        "training",
-        large_gemms=NOTES["large gemms"],
-        traffic=TRAFFIC,
-        gpus=_gpus(data, made),
-        driver_s=DRIVER_S,
-        stacks=stacks_table(found),
-        bus_bytes_per_s=found.bus_bytes_per_s,
-        efficiency=efficiency,
-        calls=len(ROWS["real"]),
-        real=real_table(efficiency),
-    )
-
-
-def _gpus(data: Path, made: dict[str, Calibration]) -> str:
-    rows = []
-    for gpu in GPUS.values():
-        tables = [gpu.training_gemm, *(gpu.gemm(engine) for engine in ENGINES[1:] if engine in gpu.versions)]
-        shares = [f"{gemm_share(data, gpu.name, path):.2f}" for path in tables]
-        shares += [""] * (len(ENGINES) - len(shares))
-        rows.append((gpu.name, *shares, _efficiency(made[f"{gpu.name}-sglang"])))
-    others = {"a40": "0.75 (Vidur)", **dict.fromkeys(derived_gpus(), "carried over")}
-    rows += [(gpu, said, "", "", _efficiency(load_calibration(f"{gpu}-sglang"))) for gpu, said in others.items()]
-    return table(["GPU", *(f"GEMM, {engine}" for engine in ENGINES), "training"], rows)
-
-
-def _efficiency(calibration: Calibration) -> str:
-    (value,) = set(calibration.training.flop_efficiency.values())
-    return f"{value:.3f}"
-
-
 def stacks_table(found: Fit) -> str:
     """Predicted and measured seconds of the runs, by case."""
     rows = [
@@ -133,7 +96,7 @@ def stacks_table(found: Fit) -> str:
         for case in found.cases
         for row, *timings in case.rows
     ]
-    return table(["case", "bytes / 1000 FLOPs", "driver, us", "row", "log-probs, s", "update, s"], rows)
+    return _table(["case", "bytes / 1000 FLOPs", "driver, us", "row", "log-probs, s", "update, s"], rows)
 
 
 def real_table(efficiency: float) -> str:
@@ -142,7 +105,11 @@ def real_table(efficiency: float) -> str:
         (call.name, "TP{} PP{} DP{}".format(*call.layout), *timings, *[""] * (2 - len(timings)))
         for call, timings in check_real(efficiency)
     ]
-    return table(["call", "layout", "s", "with recomputation, s"], rows)
+    return _table(["call", "layout", "s", "with recomputation, s"], rows)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    return markdown(headings, [[*map(str, row)] for row in rows])
 
 
 def main(options: argparse.Namespace) -> None:
