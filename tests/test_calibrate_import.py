@@ -266,7 +266,6 @@ def test_nccl_tests_text(tmp_path: Path) -> None:
     assert set(zip(table.op, table.gpus, strict=True)) == {("all_reduce", 8)}
     assert len(table) == 10  # the empty message left out
     assert table.query("bytes == 8**10").seconds.item() == pytest.approx(12e-6 + 8**10 / 250e9, rel=1e-3)
-    assert read.sources[0].engine_version == "NCCL 2.29.2"
 
 
 def test_nccl_tests_several_tests_in_a_file_and_prefixes(tmp_path: Path) -> None:
@@ -289,12 +288,6 @@ def test_nccl_tests_older_header_without_root(tmp_path: Path) -> None:
     table = nccl_read(tmp_path, text, "alltoall-2gpu.out").table("collective")
     assert set(zip(table.op, table.gpus, strict=True)) == {("all_to_all", 2)}
     assert len(table) >= 9
-
-
-@pytest.mark.parametrize("program", ["all_reduce", "reduce_scatter"])
-def test_nccl_tests_without_a_name_are_told_by_their_bandwidths(tmp_path: Path, program: str) -> None:
-    named = nccl_read(tmp_path, nccl_text(program)).table("collective")
-    assert nccl_read(tmp_path, nccl_text(program, named=False), "log.txt").table("collective").equals(named)
 
 
 def row_of(text: str, size: int) -> str:
