@@ -129,7 +129,6 @@ def test_points_of_the_suite(two):
         ("decode_attention", 3, 20, 40, 4, 2, 8),
         ("prefill_attention", 2, 8, 5, 4, 2, 8),
         ("memory_bound", 4, 5, 1),
-        ("train_block", "tiny", "forward_backward", 8, 4),
         *(("collective", op, 2, 256) for op in OPERATIONS),
         ("decode_step", "tiny", 1, "eager", 3, 40),
         ("decode_step", "tiny", 2, "eager", 3, 40),
@@ -344,7 +343,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(borrowed, tmp
 
     def first_points(setup):
         enough = {"gemm": 8, "collective": 18, "decode_attention": 7, "prefill_attention": 6, "memory_bound": 5}
-        enough |= {"train_block": 4, "decode_step": 4}
+        enough |= {"decode_step": 4}
         seen = Counter()
         small = [
             point for point in plan(setup) if max((n for n in point.values if not isinstance(n, str)), default=0) < 1e5

@@ -18,7 +18,7 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.parts import Parts
 from rlsim.calibrate.points import Fitted, join
-from rlsim.calibrate.runtime import copy_notes, fit_runtime, fit_training
+from rlsim.calibrate.runtime import copy_notes, fit_runtime, training_of
 from rlsim.calibrate.steps import NO_HOST, fit_host, fit_tables
 from rlsim.cost.calibration import (
     Calibration,
@@ -26,7 +26,6 @@ from rlsim.cost.calibration import (
     HostFit,
     Provenance,
     Reference,
-    TrainingFit,
 )
 from rlsim.cost.carried import carried_operators
 from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits
@@ -75,9 +74,9 @@ def build_calibration(
     notes = [*measured.notes, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
     parts = Parts(measured, name, gpu, engine, reference, base, notes)
     operators, collectives, runtime = _operators(parts, cold), _collectives(parts), fit_runtime(parts)
-    trained = fit_training(measured, reference, gpu, shape, base.training if base else None)
-    lent = _training_from(base, gpu) if base else None
-    training = parts.take("training efficiency", trained, lent, "train_block")
+    training = training_of(measured.table("gemm"), reference, base)
+    if base is not None:
+        parts.borrowed.append("training efficiency")
     if "decode_step" not in measured and base is None:
         parts.missing.append("decode_step (host time)")
     parts.check()
@@ -219,11 +218,6 @@ def with_ring(fits: CollectiveFits) -> CollectiveFits:
     }
     derived = {op: halves for op in ("all_gather", "reduce_scatter", "all_to_all") if op not in fits.nccl}
     return fits.model_copy(update={"nccl": {**fits.nccl, **derived}})
-
-
-def _training_from(base: Calibration, gpu: str) -> TrainingFit:
-    about = f"not measured, from {base.name}" + ("" if base.gpu == gpu else ", shares of another GPU's peak")
-    return base.training.model_copy(update={"source": f"{about}: {base.training.source}"})
 
 
 def _host_from(base: Calibration) -> HostFit:

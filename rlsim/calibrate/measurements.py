@@ -43,7 +43,6 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "decode_step": ("model", "tp", "mode", "batch", "context_tokens"),  # whole step; sum of contexts; graph or eager
     "prefill_step": ("model", "tp", "tokens", "length"),  # whole prefill: new tokens in all, tokens per sequence
     "graph_capture": ("model", "tp", "batch"),
-    "train_block": ("model", "direction", "tokens", "length"),  # one layer: forward or forward_backward
     "reshard": ("model", "from_tp", "to_tp", "bytes"),  # bytes a rank receives, all layers
     "migrate": ("model", "from_tp", "to_tp", "bytes"),  # KV bytes a rank handles
     "control": ("what",),  # pause and resume of a switch, creation of a communication group

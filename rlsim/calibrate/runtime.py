@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize_scalar
+import pandas as pd
 
-from rlsim.calibrate.fit.common import percent, rounded, soft_l1
+from rlsim.calibrate.fit.common import percent, rounded
 from rlsim.calibrate.measurements import Measurements
-from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.parts import Parts
 from rlsim.calibrate.points import Fitted, point_rows, residual_of
-from rlsim.cost.calibration import Reference, RuntimeFit, TrainingFit
-from rlsim.cost.collectives import Collectives
-from rlsim.cost.fits import CollectiveFits
-from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TrainEfficiency
-from rlsim.models.model import Model
+from rlsim.cost.calibration import Calibration, Reference, RuntimeFit, TrainingFit
+from rlsim.cost.train_efficiency import TRAFFIC, efficiency_of
 
 FRAMEWORKS = ("fsdp", "megatron")  # what experiments train with
-FRAMEWORK = "torch"  # name of the training efficiency that is measured here
+FRAMEWORK = "torch"  # name of the training efficiency that is of one's own products
+LARGE = 0.9  # products with at least this quantile of FLOPs are large
 
 
 def fit_runtime(parts: Parts) -> RuntimeFit | None:
@@ -85,65 +80,22 @@ def fit_runtime(parts: Parts) -> RuntimeFit | None:
     return RuntimeFit.model_validate({**values, "source": "; ".join(said)})
 
 
-# Training -------------------------------------------------------------------------------------------------------------
-
-
-def fit_training(
-    measured: Measurements, ref: Reference, gpu: str, shape: Callable[[str], Model | None], base: TrainingFit | None
-) -> Fitted[TrainingFit | None]:
-    """The share of peak at which `TrainCost`'s layer takes as long as the measured ones; every third size held out.
-
-    It joins `base`'s frameworks as `torch`: a lone layer has no gaps, gathers or data loading, so it is a bound for
-    a framework, not a replacement.
-    """
-    table = measured.table("train_block")
-    known = table[[shape(str(model)) is not None for model in table.model]] if len(table) else table
-    if known.empty:
-        return Fitted(None)
-    test = np.arange(len(known)) % 3 == 2 if len(known) >= 6 else np.zeros(len(known), dtype=bool)
-    rows = known.to_dict("records")
-    measured_s = known.seconds.to_numpy(float)
-
-    def seconds(row: Mapping[Hashable, Any], efficiency: float) -> float:
-        model = shape(str(row["model"]))
-        assert model is not None
-        return _layer_s(model, row, ref, gpu, efficiency)
-
-    def loss(logarithm: float) -> float:
-        efficiency = float(np.exp(logarithm))
-        fitted = zip(rows, measured_s, test, strict=True)
-        return float(
-            np.sum(soft_l1(np.array([np.log(seconds(r, efficiency) / s) for r, s, unseen in fitted if not unseen])))
-        )
-
-    best = float(minimize_scalar(loss, bounds=(np.log(1e-4), 0.0), method="bounded").x)
-    efficiency = rounded(float(np.exp(best)))
-    labels = [f"{r['model']} {r['direction']}, {r['tokens']} tokens in sequences of {r['length']}" for r in rows]
-    points = point_rows("train_block", labels, measured_s, [seconds(row, efficiency) for row in rows], test)
-    residual = residual_of(points, known[["tokens"]], "layer blocks, one efficiency for all")
-    others = base.flop_efficiency if base else dict.fromkeys(FRAMEWORKS, efficiency)
-    said = base.source if base else "taken to reach what plain layers do"
-    training = TrainingFit(
-        flop_efficiency={**others, FRAMEWORK: efficiency},
-        source=f"{FRAMEWORK}: {len(rows)} measured passes of single layers; the others: not measured, {said}",
+def training_of(gemm: pd.DataFrame, ref: Reference, base: Calibration | None) -> TrainingFit | None:
+    """`FRAMEWORK` as the large products of `gemm` (m, n, k, seconds) and the traffic beside them give it, as they do in
+    shipped calibrations; the others are `base`'s, or as much. None if neither is there."""
+    said = f"not measured, from {base.name}: {base.training.source}" if base else ""
+    if gemm.empty:
+        return base.training.model_copy(update={"source": said}) if base else None
+    flops = 2.0 * gemm.m * gemm.n * gemm.k
+    large = flops >= flops.quantile(LARGE)
+    share = min(float((flops / gemm.seconds)[large].median()) / ref.bf16_flop_per_s, 1.0)
+    own = rounded(efficiency_of(share, ref.flops_per_byte))
+    others = base.training.flop_efficiency if base else dict.fromkeys(FRAMEWORKS, own)
+    source = (
+        f"{FRAMEWORK}: the largest {int(large.sum())} products reach {percent(share)} of peak, and {TRAFFIC * 1e3:g} "
+        f"bytes are moved for every thousand of their FLOPs; the others: {said or 'the same'}"
     )
-    return Fitted(training, {"train_block": residual}, points)
-
-
-def _layer_s(model: Model, row: Mapping[Hashable, Any], ref: Reference, gpu: str, efficiency: float) -> float:
-    """Two layers less one: embedding and head drop out."""
-    node = measured_node(gpu, ref)
-    none = Collectives(CollectiveFits(nccl={}), ref, node)
-    tokens, length = int(row["tokens"]), int(row["length"])
-    lengths = [length] * max(1, tokens // length)
-    strategy = TrainStrategy(recompute="none", micro_batch_tokens=max(tokens, length))
-    times = []
-    for layers in (1, 2):
-        deep = model.model_copy(update={"num_hidden_layers": layers})
-        cost = TrainCost(deep, node, none, strategy, TrainEfficiency(flop=efficiency))
-        both = row["direction"] == "forward_backward"
-        times.append((cost.train_s(lengths) if both else cost.forward_s(lengths)).compute_s)
-    return times[1] - times[0]
+    return TrainingFit(flop_efficiency={**others, FRAMEWORK: own}, source=source)
 
 
 def copy_notes(measured: Measurements, ref: Reference) -> tuple[str, ...]:

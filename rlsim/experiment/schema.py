@@ -185,7 +185,7 @@ class TrainingSpec(Schema):
     """How training and log-prob passes run on their GPUs; data parallelism takes what TP and PP leave."""
 
     backend: Literal["fsdp", "megatron", "torch"] = Field(
-        default="fsdp", description="framework; sets the fitted efficiency (torch: plain layers, of `rlsim calibrate`)"
+        default="fsdp", description="framework; sets the fitted efficiency (torch: own products, of `rlsim calibrate`)"
     )
     efficiency: float | None = Field(
         default=None, gt=0, le=1, description="share of the peak that linear layers reach; default: the calibration's"

@@ -1,5 +1,5 @@
-"""What is timed of kernels: copies, matrix products, attention, elementwise kernels and training of one device, and
-communication between the workers."""
+"""What is timed of kernels: copies, matrix products, attention and elementwise kernels of one device, and communication
+between the workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rlsim.calibrate.measure.bench import Bench, Call
 from rlsim.calibrate.measure.clock import Timing, measure
 from rlsim.calibrate.measure.plan import contexts, elementwise_shape
 from rlsim.calibrate.measure.workers import Worker
-from rlsim.models.model import Model
 
 
 def copy(bench: Bench, kind: str, size: int) -> list[Call]:
@@ -60,61 +59,6 @@ def layer_elementwise(bench: Bench, _kernels: int, tokens: int, _bytes: int) -> 
         _ = x + residual
 
     return [layer]
-
-
-# Training -------------------------------------------------------------------------------------------------------------
-
-
-def train_block(bench: Bench, model: Model, direction: str, tokens: int, length: int) -> list[Call]:
-    """One decoder layer over `tokens` tokens in sequences of `length`: forward without gradients (as a log-prob pass
-    runs it), or forward and backward to weights and input, nothing recomputed."""
-    backward = direction == "forward_backward"
-    sequences, attention = tokens // length, model.attention
-    weights = {
-        name: bench.tensor(*shape).requires_grad_(backward)
-        for name, shape in {
-            "qkv": (attention.q_dim + 2 * attention.kv_dim, model.hidden_size),
-            "o": (model.hidden_size, attention.q_dim),
-            "gate_up": (2 * model.intermediate_size, model.hidden_size),
-            "down": (model.hidden_size, model.intermediate_size),
-            "norm1": (model.hidden_size,),
-            "norm2": (model.hidden_size,),
-        }.items()
-    }
-    x = bench.tensor(sequences, length, model.hidden_size).requires_grad_(backward)
-    angles = bench.tensor(length, model.head_dim // 2)
-    rotation = (angles.cos(), angles.sin())
-    gradient = bench.tensor(sequences, length, model.hidden_size)
-
-    def forward() -> None:
-        with torch.no_grad():
-            block(x, weights, rotation, model)
-
-    def forward_backward() -> None:
-        block(x, weights, rotation, model).backward(gradient)
-        for tensor in (x, *weights.values()):
-            tensor.grad = None
-
-    return [forward_backward if backward else forward]
-
-
-def block(x: Any, weights: dict[str, Any], rotation: tuple[Any, Any], model: Model) -> Any:
-    """One llama-like layer over (sequences, length, hidden) activations, causal attention within each sequence."""
-    sequences, length, hidden = x.shape
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    normed = functional.rms_norm(x, (hidden,), weights["norm1"], 1e-6)
-    qkv = functional.linear(normed, weights["qkv"]).view(sequences, length, heads + 2 * kv_heads, model.head_dim)
-    qkv = qkv.transpose(1, 2)
-    turned, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-    cosine, sine = rotation
-    first, second = turned.chunk(2, dim=-1)
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    query, keys = turned[:, :heads], turned[:, heads:]
-    seen = causal_attention(query, keys, values).transpose(1, 2).reshape(sequences, length, model.attention.q_dim)
-    x = x + functional.linear(seen, weights["o"])
-    normed = functional.rms_norm(x, (hidden,), weights["norm2"], 1e-6)
-    gate, up = functional.linear(normed, weights["gate_up"]).chunk(2, dim=-1)
-    return x + functional.linear(functional.silu(gate) * up, weights["down"])
 
 
 def decode_attention(

@@ -21,7 +21,6 @@ FIRST = {
     "prefill_attention": 12,
     "decode_step": 8,
     "memory_bound": 6,
-    "train_block": 4,
     "prefill_step": 4,
     "control": 4,
     "copy": 3,
@@ -87,7 +86,6 @@ def plan(setup: GridSetup) -> dict[Point, int]:
             "decode_attention": _decode_attention(setup),
             "prefill_attention": _prefill_attention(setup),
             "memory_bound": _elementwise(setup),
-            "train_block": _train(setup),
             "collective": _collectives(setup),
         },
         *(_steps(setup, tp) for tp in setup.tps),
@@ -197,22 +195,6 @@ def _elementwise(setup: GridSetup) -> Grid:
     elements = 8 * model.hidden_size + (2 * heads + 3 * kv_heads) * model.head_dim + 3 * width
     token_bytes = int(elements * model.dtype_bytes)
     return ((4, tokens, tokens * token_bytes) for tokens in setup.sizes(1, 2**15, 3 * token_bytes))
-
-
-def _train(setup: GridSetup) -> Grid:
-    model = setup.model
-    if model.num_experts:  # the block measured is dense
-        return
-    q_dim, weights = model.attention.q_dim, model.layer.parameters
-    passes = (("forward", 1), ("forward_backward", 3))
-    sizes = coarse_to_fine([doublings(128, 2**15)])
-    for tokens, share, (direction, work) in itertools.product(sizes, (1, 4), passes):
-        length = tokens // share
-        activations = tokens * (8 * model.hidden_size + 4 * q_dim + 4 * model.intermediate_size)
-        flops = work * (2.0 * weights * tokens + 4.0 * share * length**2 * q_dim)
-        size = model.dtype_bytes * (2 * weights + 2 * activations)
-        if setup.fits(flops, size + setup.scores_bytes(share * length**2 * model.num_attention_heads)):
-            yield model.name, direction, tokens, length
 
 
 def _collectives(setup: GridSetup) -> Grid:

@@ -19,7 +19,6 @@ from rlsim.calibrate.measure.kernels import (
     gemm,
     layer_elementwise,
     prefill_attention,
-    train_block,
 )
 from rlsim.calibrate.measure.steps import STEPS
 from rlsim.calibrate.measure.workers import Worker
@@ -32,16 +31,13 @@ KERNELS: Mapping[str, Callable[..., list[Call]]] = {
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
     "memory_bound": layer_elementwise,
-    "train_block": train_block,
 }
 
 
 def warm_up(worker: Worker) -> None:
     """What torch does once only, seconds long, before the first point rather than in it."""
-    weight = torch.ones(16, device=worker.device, requires_grad=True)
-    torch.autograd.backward(weight.square().sum())
-    torch.optim.AdamW([weight]).step()
-    torch.nn.functional.linear(weight, torch.ones(16, 16, device=worker.device))
+    ones = torch.ones(16, 16, device=worker.device)
+    torch.nn.functional.linear(ones, ones)
 
 
 def run_point(worker: Worker, bench: Bench, point: Point) -> Timing | str:
@@ -49,7 +45,7 @@ def run_point(worker: Worker, bench: Bench, point: Point) -> Timing | str:
     operator, bench = point.operator, replace(bench, device=worker.device)
     values: list[Any] = [bench.model if name == "model" else value for name, value in point.row().items()]
     try:
-        with torch.inference_mode(operator != "train_block"):  # as an engine does
+        with torch.inference_mode():  # as an engine does
             if operator in STEPS:
                 return STEPS[operator](worker, bench, *values)
             if bench.device != "cpu":
