@@ -31,30 +31,6 @@ class RunningBatch:
     older ones are stale and skipped.
     """
 
-    __slots__ = (
-        "_ages",
-        "_capacity_pages",
-        "_chunk_tokens",
-        "_chunks",
-        "_final_tokens",
-        "_finishing",
-        "_kv",
-        "_longest",
-        "_padding",
-        "_page_tokens",
-        "_round",
-        "_skew",
-        "_turns",
-        "_windows",
-        "cache",
-        "pages",
-        "plain",
-        "size",
-        "step",
-        "tokens",
-        "windowed",
-    )
-
     def __init__(
         self,
         page_tokens: int,

@@ -7,6 +7,7 @@ belong to the batch, and what is to be aborted or launched beyond.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -228,17 +229,15 @@ class Settled(NamedTuple):
     stale: int = 0  # of the prompts that do not count, those whose weights were too old
 
 
+@dataclass(slots=True, eq=False)
 class _Group:
     """The requests of one prompt in one step."""
 
-    __slots__ = ("finished", "left", "prompt", "samples", "settled")
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self.samples = 0  # launched
-        self.left: dict[int, Request] = {}  # those that are neither finished nor aborted
-        self.finished: list[Request] = []  # in that order
-        self.settled = False
+    prompt: Prompt
+    samples: int = 0  # launched
+    left: dict[int, Request] = field(default_factory=dict)  # those that are neither finished nor aborted
+    finished: list[Request] = field(default_factory=list)  # in that order
+    settled: bool = False
 
 
 class StepBatch(RolloutControl):

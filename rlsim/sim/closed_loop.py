@@ -171,8 +171,6 @@ class _Run:
 class _Observed(Replica):
     """A replica that tells its benchmark of every iteration."""
 
-    __slots__ = ("_run_of",)
-
     def __init__(self, run: _Run, capacity_pages: int, engine: EngineConfig, cost: StepCost) -> None:
         self._run_of = run
         gpus = tuple(range(cost.tp))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,15 +32,13 @@ from rlsim.workflow.graph import Call
 from rlsim.workflow.plan import Placement
 
 
+@dataclass(slots=True, eq=False)
 class _Group:
     """The responses to one prompt, from their launch until a step takes them."""
 
-    __slots__ = ("left", "prompt", "requests")
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self.requests: list[Request] = []
-        self.left = 0  # responses that are not complete, or not scored where rewards come by the sample
+    prompt: Prompt
+    requests: list[Request] = field(default_factory=list)
+    left: int = 0  # responses that are not complete, or not scored where rewards come by the sample
 
     def version(self, now: Callable[[Request], int]) -> int:
         """The oldest of the weights that generated a token of it; `now`, those that generate a response at present."""

@@ -27,18 +27,6 @@ class PrefixCache:
     and of a context the last ones first. Then `host_pages` pages stay in host memory, which lets go by the same order.
     """
 
-    __slots__ = (
-        "_cached",
-        "_host_pages",
-        "_idle",
-        "_offloaded",
-        "_page_tokens",
-        "boundary",
-        "idle_pages",
-        "offloaded_pages",
-        "shared_pages",
-    )
-
     def __init__(self, page_tokens: int, host_pages: int = 0) -> None:
         self.shared_pages = 0  # pages that requests hold together, counted for each but the first
         self.idle_pages = 0  # pages that nobody holds

@@ -43,42 +43,6 @@ class Replica:
     cache has no room for goes to `host`.
     """
 
-    __slots__ = (
-        "_arrivals",
-        "_batch",
-        "_began_at",
-        "_chunked",
-        "_chunks",
-        "_hold",
-        "_host",
-        "_jump",
-        "_kept",
-        "_label",
-        "_on_finish",
-        "_orders",
-        "_owed_s",
-        "_quiet",
-        "_recorder",
-        "_scheduler",
-        "_sleep",
-        "_span_end",
-        "_span_kind",
-        "_span_start",
-        "_stays",
-        "_steps",
-        "_stopped_at",
-        "capacity_pages",
-        "cost",
-        "env",
-        "gpus",
-        "index",
-        "node",
-        "peak_tokens",
-        "stopped",
-        "tp",
-        "version",
-    )
-
     def __init__(
         self,
         env: simpy.Environment,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import isnan
 from typing import ClassVar, Literal, NamedTuple
 
@@ -147,100 +148,62 @@ class Run(NamedTuple):
     tokens: int
 
 
+@dataclass(slots=True, eq=False)
 class Cached:
     """Pages of one context in a prefix cache: of its prompt from the start, or those that follow the prompt."""
 
-    __slots__ = ("holders", "idle_since", "offloaded", "pages")
-
-    def __init__(self, pages: int, holders: int, idle_since: int) -> None:
-        self.pages = pages  # that are here, or will be with the next iteration
-        self.offloaded = 0  # the next ones, which are in host memory only; none while it is held
-        self.holders = holders  # requests that run or are being prefilled
-        self.idle_since = idle_since  # the boundary at which the last holder left
+    pages: int  # that are here, or will be with the next iteration
+    holders: int  # requests that run or are being prefilled
+    idle_since: int  # the boundary at which the last holder left
+    offloaded: int = 0  # the next pages, which are in host memory only; none while it is held
 
     def __lt__(self, _: Cached) -> bool:
         """Any may be first of two heap entries that are alike but for it: the other is stale."""
         return False
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One response: what is asked, how far it is, and when things happened (simulated seconds, NaN until they do)."""
 
-    __slots__ = (
-        "aborted",
-        "admitted_at",
-        "arrived_at",
-        "baseline",
-        "decoding_at",
-        "finished_at",
-        "first_token_at",
-        "generated",
-        "has_kv",
-        "hit_tokens",
-        "id",
-        "limit_tokens",
-        "offset",
-        "order",
-        "position",
-        "predicted_tokens",
-        "preemptions",
-        "prefill_left",
-        "prefix",
-        "prompt_tokens",
-        "replica",
-        "response_tokens",
-        "resumed",
-        "resumed_tokens",
-        "reward",
-        "row",
-        "runs",
-        "score_started_at",
-        "scored_at",
-        "shared_pages",
-        "start_tokens",
-        "started_at",
-        "timed_out",
-        "tps",
-    )
+    id: int
+    position: int  # of its prompt in training order
+    prompt_tokens: int
+    response_tokens: int  # the truth; no policy sees it
+    generated: int = 0  # brought up to date when the request leaves the running batch
+    row: int = -1  # of the trace, -1 if it is from none; what its reward call takes stands there
+    predicted_tokens: float = 0.0  # of the response, by the system's predictor; 0: it has none
+    limit_tokens: int = field(init=False)  # with so many tokens it leaves its replica: complete, or it pauses
+    order: int = 0  # admission number at its replica; 0 while waiting
+    offset: int = 0  # while running: context = offset + the replica's step counter
+    prefill_left: int = 0  # while prefilling: tokens still to process
+    has_kv: bool = False  # while waiting: its KV has just arrived with it
+    hit_tokens: int = 0  # of its context, that the prefix cache had when it was last admitted without KV
+    shared_pages: int = 0  # while admitted: of its prompt, held together with other responses to it
+    prefix: Cached = field(init=False)  # where these are
+    start_tokens: int = 0  # context when it was last admitted
+    replica: int = -1
+    tps: tuple[int, ...] = ()  # tensor-parallel degrees it ran under, in order
+    preemptions: int = 0
+    aborted: bool = False
+    baseline: bool = False  # scored to compare with, not trained on
+    timed_out: bool = False  # in its reward call
+    resumed: bool = False  # begun in an earlier step
+    resumed_tokens: int = 0  # generated in earlier steps
+    runs: tuple[Run, ...] = ()  # oldest first; tokens in none of them are of the step's weights (`runs_under`)
+    #: Of its stay at the replica where it is: when it came to the queue, was admitted, joined the decoding batch.
+    arrived_at: float = NAN
+    admitted_at: float = NAN
+    decoding_at: float = NAN
+    started_at: float = NAN
+    first_token_at: float = NAN
+    finished_at: float = NAN
+    reward: float = NAN
+    score_started_at: float = NAN
+    scored_at: float = NAN
 
-    def __init__(
-        self,
-        id: int,  # noqa: A002
-        position: int,
-        prompt_tokens: int,
-        response_tokens: int,
-        generated: int = 0,
-        row: int = -1,
-    ) -> None:
-        self.id = id
-        self.row = row  # of the trace, -1 if it is from none; what its reward call takes stands there
-        self.position = position  # of its prompt in training order
-        self.prompt_tokens = prompt_tokens
-        self.response_tokens = response_tokens  # the truth; no policy sees it
-        self.predicted_tokens = 0.0  # of the response, by the system's predictor; 0: it has none
-        self.limit_tokens = response_tokens  # with so many tokens it leaves its replica: complete, or it pauses
-        self.generated = generated  # brought up to date when the request leaves the running batch
-        self.order = 0  # admission number at its replica; 0 while waiting
-        self.offset = 0  # while running: context = offset + the replica's step counter
-        self.prefill_left = 0  # while prefilling: tokens still to process
-        self.has_kv = False  # while waiting: its KV has just arrived with it
-        self.hit_tokens = 0  # of its context, that the prefix cache had when it was last admitted without KV
-        self.shared_pages = 0  # while admitted: of its prompt, held together with other responses to it
-        self.prefix: Cached  # where these are
-        self.start_tokens = 0  # context when it was last admitted
-        self.replica = -1
-        self.tps: tuple[int, ...] = ()  # tensor-parallel degrees it ran under, in order
-        self.preemptions = 0
-        self.aborted = False
-        self.baseline = False  # scored to compare with, not trained on
-        self.timed_out = False  # in its reward call
-        self.resumed = False  # begun in an earlier step
-        self.resumed_tokens = 0  # generated in earlier steps
-        self.runs: tuple[Run, ...] = ()  # oldest first; tokens in none of them are of the step's weights (`runs_under`)
-        # Of its stay at the replica where it is: when it came to the queue, was admitted, joined the decoding batch.
-        self.arrived_at = self.admitted_at = self.decoding_at = NAN
-        self.reward = self.started_at = self.first_token_at = self.finished_at = NAN
-        self.score_started_at = self.scored_at = NAN
+    def __post_init__(self) -> None:
+        self.limit_tokens = self.response_tokens
 
     def end_run(self, version: int, generated: int) -> None:
         """With so many tokens, those that stand in no run yet are of weights of this version."""
@@ -266,17 +229,27 @@ class Request:
 
         `version` is that of the weights in the step that it comes from.
         """
-        later = Request(id, self.position, self.prompt_tokens, self.response_tokens, self.generated, self.row)
-        later.resumed, later.resumed_tokens, later.runs = True, self.generated, self.runs_under(version)
-        later.tps, later.timed_out = self.tps, self.timed_out
-        later.started_at, later.first_token_at, later.finished_at = (
-            self.started_at,
-            self.first_token_at,
-            self.finished_at,
+        return Request(
+            id,
+            self.position,
+            self.prompt_tokens,
+            self.response_tokens,
+            self.generated,
+            self.row,
+            self.predicted_tokens,
+            tps=self.tps,
+            baseline=self.baseline,
+            timed_out=self.timed_out,
+            resumed=True,
+            resumed_tokens=self.generated,
+            runs=self.runs_under(version),
+            started_at=self.started_at,
+            first_token_at=self.first_token_at,
+            finished_at=self.finished_at,
+            reward=self.reward,
+            score_started_at=self.score_started_at,
+            scored_at=self.scored_at,
         )
-        later.baseline, later.predicted_tokens = self.baseline, self.predicted_tokens
-        later.reward, later.score_started_at, later.scored_at = self.reward, self.score_started_at, self.scored_at
-        return later
 
     @property
     def context(self) -> int:

@@ -30,29 +30,6 @@ class Scheduler:
     there is no prefix cache to keep.
     """
 
-    __slots__ = (
-        "_admitted",
-        "_batch",
-        "_caches",
-        "_config",
-        "_hits_scheduled",
-        "_host_pages",
-        "_kv_arrived",
-        "_most_admitted",
-        "_numbers",
-        "_prefill_pages",
-        "_replica",
-        "_stays",
-        "_tps",
-        "_watermark_pages",
-        "hit_tokens",
-        "loaded_tokens",
-        "loading_pages",
-        "preemptions",
-        "prefilling",
-        "waiting",
-    )
-
     def __init__(
         self,
         batch: RunningBatch,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import simpy
@@ -21,19 +22,17 @@ from rlsim.sim.request import EngineConfig, Request
 OnBusy = Callable[[tuple[int, ...], bool], None]
 
 
+@dataclass(slots=True, eq=False)
 class _Sequence:
     """A response as the scoring model has it."""
 
-    __slots__ = ("arrival", "done", "on_scored", "pages", "queued", "request", "there")
-
-    def __init__(self, request: Request, arrival: int) -> None:
-        self.request = request
-        self.arrival = arrival
-        self.there = 0  # tokens of prompt and response that have come
-        self.done = 0  # of these, the ones in the KV cache
-        self.pages = 0  # that those hold, or will at the end of the iteration
-        self.queued = False  # some of them are neither in the cache nor on their way there
-        self.on_scored: Callable[[Request], None] | None = None  # set once all of it has come
+    request: Request
+    arrival: int
+    there: int = 0  # tokens of prompt and response that have come
+    done: int = 0  # of these, the ones in the KV cache
+    pages: int = 0  # that those hold, or will at the end of the iteration
+    queued: bool = False  # some of them are neither in the cache nor on their way there
+    on_scored: Callable[[Request], None] | None = None  # set once all of it has come
 
 
 class _PrefillReplica:

@@ -49,8 +49,6 @@ class Stays:
     preempted begins another. A run has as many stays as responses or more, so each is packed into bytes at once.
     """
 
-    __slots__ = ("_packed", "call", "gpus", "replica", "step")
-
     def __init__(self, step: int, call: str, replica: int, gpus: tuple[int, ...]) -> None:
         self.step = step
         self.call = call  # that the replica works for

@@ -15,8 +15,6 @@ from rlsim.sim.request import Request
 class WindowTokens:
     """The running requests whose contexts are still shorter than `window` tokens, and what all of them read."""
 
-    __slots__ = ("_growing_offsets", "_outgrowing", "_window", "growing")
-
     def __init__(self, window: int) -> None:
         self.growing = 0  # requests with shorter contexts
         self._window = window
@@ -80,8 +78,6 @@ class ChunkTokens:
 
     The interface is that of `WindowTokens`; a request outgrows each of its chunks, and reads one token in the next.
     """
-
-    __slots__ = ("_chunk", "_later", "_leaving", "_read_offsets")
 
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
