@@ -227,7 +227,7 @@ class _Step:
         preemptions = sum(replica.preemptions for replica in rollout.replicas)
         generated = tuple(r.generated for r in self.requests if r.finished)
         loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in self.requests)
-        coming, tps, took_s = self.batching.upcoming(self.feed), context.feasible_tps, rollout.env.now
+        coming, tps, took_s = self.batching.launcher.upcoming(self.feed), context.feasible_tps, rollout.env.now
         return RolloutReport(self.step, tp, took_s, preemptions, generated, settled.label, coming, loads, tps)
 
     def check(self, actions: Sequence[Action]) -> None:

@@ -92,7 +92,7 @@ class Batching(Hooked):
 
     @property
     def launcher(self) -> Batching:
-        """The batching that says what to launch, for messages."""
+        """The batching that says what to launch, what to keep and when generation ends."""
         return self
 
     @hook("a whole number of prompts", lambda prompts, *_: is_whole(prompts, 0))
@@ -163,14 +163,10 @@ class Batching(Hooked):
 
 
 class Batchings(Batching):
-    """Several batchings as one: the first says what to launch, a prompt counts if it counts for all of them."""
+    """Several batchings as one: the first is the `launcher`, a prompt counts if it counts for all of them."""
 
     def __init__(self, parts: Sequence[Batching]) -> None:
         self.parts = tuple(parts)
-
-    @property
-    def launches_its_own(self) -> bool:
-        return self.parts[0].launches_its_own
 
     @property
     def launcher(self) -> Batching:
@@ -180,34 +176,8 @@ class Batchings(Batching):
     def needs_rewards(self) -> bool:
         return any(part.needs_rewards for part in self.parts)
 
-    def launch(self, feed: PromptFeed) -> Launch:
-        return self.parts[0].launch(feed)
-
-    def upcoming(self, feed: PromptFeed) -> str:
-        return self.parts[0].upcoming(feed)
-
     def counts(self, rewards: Sequence[float]) -> bool:
         return all(part.counts(rewards) for part in self.parts)
-
-    def under_way(self, feed: PromptFeed) -> int:
-        return self.parts[0].under_way(feed)
-
-    def more(self, missing: int, feed: PromptFeed) -> Launch | None:
-        return self.parts[0].more(missing, feed)
-
-    @property
-    def pauses(self) -> bool:
-        return self.parts[0].pauses
-
-    @property
-    def ends_early(self) -> bool:
-        return self.parts[0].ends_early
-
-    def ends(self, progress: Progress) -> bool:
-        return self.parts[0].ends(progress)
-
-    def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:
-        return self.parts[0].keep(unfinished)
 
     def put_back(self, unfinished: Sequence[Prompt]) -> None:
         for part in self.parts:
@@ -262,20 +232,21 @@ class StepBatch(RolloutControl):
         self.resumed = 0  # requests that came from earlier steps
         self.paused: dict[int, list[Request]] = {}  # by prompt position, once the step is over: what it keeps
         self.over = False
-        self.first = batching.launch(feed)
+        self._launcher = batching.launcher
+        self.first = self._launcher.launch(feed)
         surplus = len(self.first.prompts) > feed.prompts or self.first.samples > feed.responses
         #: The step trains on the prompts that are complete when generation ends, be they fewer than a batch.
-        self.partial = batching.ends_early or self.first.budget_tokens > 0
-        self._refilled = batching.under_way(feed)
+        self.partial = self._launcher.ends_early or self.first.budget_tokens > 0
+        self._refilled = self._launcher.under_way(feed)
         self._grows = batching.needs_rewards or self._refilled > 0  # more may be launched
-        self.certain = not (surplus or self._grows or batching.pauses or self.partial)
+        self.certain = not (surplus or self._grows or self._launcher.pauses or self.partial)
         self._accepted: set[int] = set()
         #: The rollout goes on when nothing is left to generate: more may be launched, or budgets grow.
         self.open = self._grows or self.first.budget_tokens > 0
 
     def launched(self, requests: Sequence[Request], launch: Launch) -> None:
         """These are the requests of a launch, the resumed ones last."""
-        resumed = sum(request.resumed for request in requests) if self._batching.pauses else 0
+        resumed = sum(request.resumed for request in requests) if self._launcher.pauses else 0
         self.size += len(requests) - resumed
         self.resumed += resumed
         if self.certain:
@@ -321,7 +292,7 @@ class StepBatch(RolloutControl):
         """Stop before the batch is complete, if it is time; give new budgets if all are used up for nothing."""
         progress = Progress(self._generated, self._finished, self._complete, self._unfinished.values())
         budget, idle = self.first.budget_tokens, not view.unfinished()
-        if (budget and idle and self._complete) or self._batching.ends(progress):
+        if (budget and idle and self._complete) or self._launcher.ends(progress):
             yield Stop()
         elif budget and idle:
             yield Extend(tuple(i for group in self._groups.values() for i in group.left), budget)
@@ -333,10 +304,10 @@ class StepBatch(RolloutControl):
                 pass
         self.over = True
         unfinished = {g.prompt.position: g for g in self._groups.values() if not g.settled}
-        if self._batching.pauses:
+        if self._launcher.pauses:
             there = {at: [*g.finished, *g.left.values()] for at, g in unfinished.items()}
             asked = [self._seen(g.prompt, there[at]) for at, g in unfinished.items()]
-            self.paused = {prompt.position: there[prompt.position] for prompt in self._batching.keep(asked)}
+            self.paused = {prompt.position: there[prompt.position] for prompt in self._launcher.keep(asked)}
         back = [group for at, group in unfinished.items() if at not in self.paused]
         self._batching.put_back([g.prompt._replace(first_sample=g.prompt.first_sample + g.samples) for g in back])
         paused = sum(map(len, self.paused.values()))
@@ -385,7 +356,7 @@ class StepBatch(RolloutControl):
         possible = len(self._groups) - self._dropped
         missing = (self._refilled + self._complete if self._refilled else self._feed.prompts) - possible
         if missing > 0:
-            launch = self._batching.more(missing, self._feed)
+            launch = self._launcher.more(missing, self._feed)
             if launch is not None:
                 if len(self._groups) > ENDLESS * self._feed.prompts:
                     raise PolicyError(

@@ -226,7 +226,7 @@ class Generation:
         self._outcome.rollouts.append(RolloutSummary(step, self._tp, preemptions, peak, *counted))
         lengths = tuple(r.generated for r in rollout.requests if r.finished)
         loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in rollout.requests)
-        coming = self._what.batching.upcoming(self._what.feed)
+        coming = self._what.batching.launcher.upcoming(self._what.feed)
         tps = self._what.feasible_tps
         report = RolloutReport(step, self._tp, end - start, preemptions, lengths, settled.label, coming, loads, tps)
         wanted = self._what.control.next_tp(report)

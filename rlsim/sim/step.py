@@ -55,7 +55,7 @@ class StepState:
             self.requests,
             self._accepted,
             self.version,
-            self.paused if self.batching.pauses else None,
+            self.paused if self.batching.launcher.pauses else None,
             self.trained_version,
         )
 

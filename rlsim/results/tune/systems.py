@@ -82,7 +82,7 @@ def _overlap(spec: SystemSpec, loaded: LoadedExperiment) -> bool:
     """Whether a system may train on responses of older weights; not so for one that cannot run."""
     with suppress(RlsimError):
         system = spec.make()
-        return Simulator(loaded, search=False).overlap(system) > 0 or system.batching.pauses
+        return Simulator(loaded, search=False).overlap(system) > 0 or system.batching.launcher.pauses
     return False
 
 
