@@ -1,9 +1,10 @@
-"""The generation stages of a run: what each launches, the layout it starts with, what becomes of its responses."""
+"""How a run generates: what all ways have, and a rollout for each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import simpy
@@ -12,15 +13,14 @@ from rlsim.base.hooks import misused
 from rlsim.cost.transfer import IN_PLACE, SwitchWay
 from rlsim.errors import PolicyError
 from rlsim.sim.batching import Batching, Settled, StepBatch
-from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import Controls, Launch, RolloutReport
 from rlsim.sim.flow import BATCH
-from rlsim.sim.outcome import Outcome, RolloutSummary, SwitchRecord
+from rlsim.sim.machine import Machine
+from rlsim.sim.outcome import RolloutSummary, SwitchRecord
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import Rollout
-from rlsim.sim.simulation import Simulation
 from rlsim.sim.stage import GenerationStage
 from rlsim.sim.step import StepState
 from rlsim.workflow.graph import Call
@@ -28,25 +28,53 @@ from rlsim.workflow.plan import Placement
 
 
 class Generation:
-    """What generation remembers from one step to the next.
+    """What every way to generate has: the version of the weights, and how a rollout begins and is written down."""
 
-    `outcome` is written to; `on_release` is told the GPUs that a rollout gives up before its end; `backlog_s` says what
-    waits for training, `borrowing` who has GPUs of training.
-    """
-
-    def __init__(
-        self,
-        env: simpy.Environment,
-        what: Simulation,
-        outcome: Outcome,
-        on_release: Callable[[Iterable[int]], None],
-        backlog_s: Callable[[], float],
-        borrowing: Borrowing | None,
-    ) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.version = 0  # of the rollout's weights: updates so far
-        self.planned_tp = what.initial_tp  # that the next rollout is to begin with
-        self._env, self._what, self._outcome, self._on_release = env, what, outcome, on_release
-        self._backlog_s, self._borrowing = backlog_s, borrowing
+        self.planned_tp = machine.what.initial_tp  # that the next rollout is to begin with
+        self._env, self._what, self._outcome, self._pool = machine.env, machine.what, machine.outcome, machine.pool
+        self._backlog_s, self._borrowing = machine.backlog_s, machine.borrowing
+        self._noted = [0] * 7  # what `_summary` counts of the rollout, so far
+
+    def _rollout(self, call: Call, step: int, mesh: Sequence[tuple[int, ...]], **how: Any) -> Rollout:
+        """Begin one, with these fields of its stage beside those that are the same for all."""
+        what, outcome, self._noted = self._what, self._outcome, [0] * 7
+        stage = GenerationStage(
+            mesh=mesh,
+            costs=what.costs,
+            config=what.config,
+            cap_tokens=what.cap_tokens,
+            routing=what.routing,
+            backlog_s=self._backlog_s,
+            borrowing=self._borrowing,
+            recorder=Recorder(outcome.spans, step, stays=outcome.stays, call=call.name),
+            **how,
+        )
+        return Rollout(self._env, stage)
+
+    def _summary(
+        self, step: int, tp: int, rollout: Rollout, settled: Settled, waiting: int, released_gpu_s: float
+    ) -> RolloutSummary:
+        """What came to pass in a rollout since the last summary; its switches are noted down."""
+        replicas = rollout.replicas
+        counted = [sum(map(attrgetter(of), replicas)) for of in ("preemptions", "hit_tokens", "loaded_tokens")]
+        so_far = [*counted, rollout.moved, rollout.released, rollout.aborted, len(rollout.switches)]
+        preemptions, hits, loaded, *acted, _ = (now - then for now, then in zip(so_far, self._noted, strict=True))
+        self._outcome.switches += [SwitchRecord.of(step, *one) for one in rollout.switches[self._noted[-1] :]]
+        self._noted = so_far
+        peak = max(replica.take_peak() for replica in replicas)
+        borrowed_gpu_s = self._borrowing.settle() if self._borrowing else 0.0
+        counts = (settled, waiting, released_gpu_s, hits, loaded, borrowed_gpu_s, *acted)
+        return RolloutSummary(step, tp, preemptions, peak, *counts)
+
+
+class StepGeneration(Generation):
+    """A rollout for each step: what it launches, the layout it starts with, what becomes of its responses."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        what = self._what
         self._tp = what.initial_tp  # that the last one began with
         self._last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
         self._ways: dict[int, SwitchWay] = {}  # by node: how it switched last
@@ -83,10 +111,8 @@ class Generation:
         resumed = [r for r in requests if r.resumed] if batch.first.resume else []
         generating = [r for r in resumed if not r.finished]
         yield from self._lay_out(step, mesh, len(requests) - len(resumed) + len(generating))
-        stage = self._stage(
-            call, step, state, mesh, [r for r in requests if not r.resumed] if resumed else requests, generating
-        )
-        rollout = state.rollout = Rollout(self._env, stage)
+        new = [r for r in requests if not r.resumed] if resumed else requests
+        rollout = state.rollout = self._of_step(call, step, state, mesh, new, generating)
         start = state.generates_at = self._env.now
         self._go_on(call, state, generating)
         if len(generating) < len(resumed):
@@ -109,7 +135,7 @@ class Generation:
         rollout.close()
         return set(rollout.released_at)
 
-    def _stage(
+    def _of_step(
         self,
         call: Call,
         step: int,
@@ -117,8 +143,8 @@ class Generation:
         mesh: Sequence[tuple[int, ...]],
         requests: Sequence[Request],
         resumed: Sequence[Request],
-    ) -> GenerationStage:
-        """What the rollout of a step is to do."""
+    ) -> Rollout:
+        """The rollout of a step begins."""
         what, batch = self._what, state.batch
         assert batch is not None
 
@@ -128,19 +154,17 @@ class Generation:
             return self._launched(state, more)
 
         def released(gpus: Iterable[int]) -> None:
-            self._on_release(gpus)
+            self._pool.release(gpus)
             state.flow.fetch()
 
         listens = call.name in self._streaming or state.flow.wants(BATCH) or not batch.certain
-        return GenerationStage(
+        return self._rollout(
+            call,
+            step,
+            mesh,
             requests=requests,
-            mesh=mesh,
             tp=self._tp,
-            costs=what.costs,
-            config=what.config,
-            cap_tokens=what.cap_tokens,
             control=what.control if batch.certain else Controls([batch, what.control]),
-            routing=what.routing,
             label=batch.first.label,
             resumed=resumed,
             used_tps=self._used_tps,
@@ -152,11 +176,8 @@ class Generation:
             if what.batching.needs_rewards
             else None,
             on_release=released,
-            backlog_s=self._backlog_s,
-            borrowing=self._borrowing,
             crowded=what.crowded,
             chunks=self._chunks(call, state),
-            recorder=Recorder(self._outcome.spans, step, stays=self._outcome.stays, call=call.name),
         )
 
     def _finished(self, call: Call, state: StepState, responses: Sequence[Request]) -> None:
@@ -211,24 +232,19 @@ class Generation:
     def _note(self, step: int, start: float, rollout: Rollout, settled: Settled) -> None:
         """Write down how a rollout went, and let the control choose the next one's layout."""
         end = self._env.now
-        for at, node, from_tp, to_tp, cost in rollout.switches:
-            self._last_tp[node] = to_tp
-            self._outcome.switches.append(SwitchRecord.of(step, at, node, from_tp, to_tp, cost))
+        self._last_tp.update((node, to_tp) for _, node, _, to_tp, _ in rollout.switches)
         self._ways |= rollout.ways
-        preemptions = sum(replica.preemptions for replica in rollout.replicas)
-        peak = max(replica.peak_tokens for replica in rollout.replicas)
-        hits = sum(replica.hit_tokens for replica in rollout.replicas)
-        loaded = sum(replica.loaded_tokens for replica in rollout.replicas)
-        released = sum(end - at for at in rollout.released_at.values())
+        released_gpu_s = sum(end - at for at in rollout.released_at.values())
         waiting = self._what.batching.waiting()
-        borrowed = self._borrowing.settle() if self._borrowing else 0.0
-        counted = (settled, waiting, released, hits, loaded, borrowed, rollout.moved, rollout.released, rollout.aborted)
-        self._outcome.rollouts.append(RolloutSummary(step, self._tp, preemptions, peak, *counted))
+        summary = self._summary(step, self._tp, rollout, settled, waiting, released_gpu_s)
+        self._outcome.rollouts.append(summary)
         lengths = tuple(r.generated for r in rollout.requests if r.finished)
         loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in rollout.requests)
         coming = self._what.batching.launcher.upcoming(self._what.feed)
         tps = self._what.feasible_tps
-        report = RolloutReport(step, self._tp, end - start, preemptions, lengths, settled.label, coming, loads, tps)
+        report = RolloutReport(
+            step, self._tp, end - start, summary.preemptions, lengths, settled.label, coming, loads, tps
+        )
         wanted = self._what.control.next_tp(report)
         self.planned_tp = self._tp if wanted is None else wanted
 

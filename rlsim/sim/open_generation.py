@@ -11,21 +11,20 @@ import simpy
 
 from rlsim.errors import PolicyError
 from rlsim.sim.batching import ENDLESS, PromptFeed, Settled
-from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.continuous import Continuous, OpenView, Ready
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView, decides
 from rlsim.sim.flow import BATCH
+from rlsim.sim.generation import Generation
+from rlsim.sim.machine import Machine
 from rlsim.sim.moment import settled
-from rlsim.sim.outcome import Outcome, RolloutSummary, SwitchRecord
-from rlsim.sim.pool import GpuPool
-from rlsim.sim.recorder import NO_STEP, Recorder
+from rlsim.sim.outcome import RolloutSummary
+from rlsim.sim.recorder import NO_STEP
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.server import InferenceServer
-from rlsim.sim.simulation import Relay, Simulation
-from rlsim.sim.stage import GenerationStage
+from rlsim.sim.simulation import Relay
 from rlsim.sim.step import StepState
 from rlsim.sim.updating import Pull
 from rlsim.workflow.graph import Call
@@ -56,7 +55,7 @@ class _Window(NamedTuple):
     awaited: set[int] | None  # positions of prompts under way for which it keeps places, once that is known
 
 
-class OpenGeneration(RolloutControl):
+class OpenGeneration(Generation, RolloutControl):
     """Continuous generation. As a control of its rollout it says what is launched; `window` and `update` are for calls.
 
     Where rewards come by the sample (`scores`), a response is scored as soon as it is complete, before a step takes it:
@@ -64,31 +63,19 @@ class OpenGeneration(RolloutControl):
     """
 
     def __init__(
-        self,
-        env: simpy.Environment,
-        what: Simulation,
-        outcome: Outcome,
-        desk: RewardDesk,
-        call: Call,
-        judge: Callable[[Call, int], InferenceServer | None],
-        pool: GpuPool,
-        backlog_s: Callable[[], float],
-        borrowing: Borrowing | None,
+        self, machine: Machine, desk: RewardDesk, call: Call, judge: Callable[[Call, int], InferenceServer | None]
     ) -> None:
-        self.version = 0
-        self.planned_tp = what.initial_tp
-        self.served_at = env.now  # when a step last had its batch
+        super().__init__(machine)
+        what = self._what
+        self.served_at = self._env.now  # when a step last had its batch
         batching = what.batching.launcher
         assert isinstance(batching, Continuous)
-        self._env, self._what, self._outcome, self._desk, self._batching = env, what, outcome, desk, batching
+        self._desk, self._batching = desk, batching
         self._feed: PromptFeed = what.feed
         ends = (what.workflow.call(edge.target) for edge in what.workflow.edges if edge.grain == "sample")
         reward = next((end for end in ends if end.kind == "reward"), None)
         self.scores = reward is not None
         self._judge = judge(reward, NO_STEP) if reward else None
-        self._backlog_s = backlog_s  # what waits for training
-        self._borrowing = borrowing
-        self._pool = pool  # where it lends GPUs, and takes them back
         self._groups: dict[int, _Group] = {}  # by prompt position: those that are not ready
         self._ready_now: list[_Group] = []
         self._queue: list[tuple[Ready, _Group]] = []
@@ -105,26 +92,24 @@ class OpenGeneration(RolloutControl):
         self._drained: simpy.Event | None = None
         self._ids = self._ready = self._taken = self._dropped = 0
         self._launched_since_update = self._left_at_update = 0
-        self._noted = [0] * 9  # what `_note` counts, so far
-        self._rollout = self._begin(call, what.plan.of(call.name))
+        self._noted_ids = self._noted_dropped = 0  # so far
+        self._open = self._begin(call, what.plan.of(call.name))
         for launch in self._launches():
-            self._rollout.launch(launch)
+            self._open.launch(launch)
 
     # ---- the rollout ------------------------------------------------------------------------------------------------
 
     def _begin(self, call: Call, placement: Placement) -> Rollout:
         what, mesh = self._what, placement.rollout_mesh(self._what.cluster, self._what.initial_tp)
         self._pool.acquire(placement.gpus, call.kind)
-        stage = GenerationStage(
+        return self._rollout(
+            call,
+            NO_STEP,
+            mesh,
             requests=(),
-            mesh=mesh,
             tp=what.initial_tp,
-            costs=what.costs,
-            config=what.config,
-            cap_tokens=what.cap_tokens,
             control=Controls([self, what.control]),
             asked_at_finish=decides(what.control),
-            routing=what.routing,
             dispatch="fewest_requests",
             open=True,
             launcher=self._launched,
@@ -133,12 +118,8 @@ class OpenGeneration(RolloutControl):
             on_drained=self._all_finished,
             on_idle=self._idle,
             on_release=self._lend,
-            backlog_s=self._backlog_s,
             batch_missing=lambda: self._missing / self._feed.prompts if self._window else 0.0,
-            borrowing=self._borrowing,
-            recorder=Recorder(self._outcome.spans, NO_STEP, stays=self._outcome.stays, call=call.name),
         )
-        return Rollout(self._env, stage)
 
     def _launched(self, launch: Launch) -> list[Request]:
         requests = self._what.requests(launch.prompts, launch.samples, self._ids)
@@ -165,7 +146,7 @@ class OpenGeneration(RolloutControl):
     def _call_in(self) -> Generator[simpy.Event, Any, list[Replica]]:
         """At the end of a moment: wait for the GPUs that are lent; returns whose they were, by index."""
         yield from settled(self._env)
-        lent = sorted((r for r in self._rollout.lent if r.gpus[0] in self._lent_at), key=attrgetter("index"))
+        lent = sorted((r for r in self._open.lent if r.gpus[0] in self._lent_at), key=attrgetter("index"))
         since = {gpu: self._lent_at.pop(gpu) for replica in lent for gpu in replica.gpus}
         if lent and not (granted := self._pool.acquire(since, "generate")).triggered:
             yield granted
@@ -174,7 +155,7 @@ class OpenGeneration(RolloutControl):
         return lent
 
     def _finished(self, responses: Sequence[Request]) -> None:
-        version = self._rollout.version_of(responses[0])  # all are of one replica
+        version = self._open.version_of(responses[0])  # all are of one replica
         for request in responses:
             request.end_run(version, request.generated)
         if self.scores:
@@ -202,7 +183,7 @@ class OpenGeneration(RolloutControl):
     def _ask(self) -> None:
         """At the end of this moment, a step may take prompts and others may begin."""
         self._due = True
-        self._rollout.ask()
+        self._open.ask()
 
     def on_finish(self, view: RolloutView) -> list[Launch]:  # noqa: ARG002
         """At the end of a moment: the open window takes what is ready, and prompts begin where there is room."""
@@ -211,9 +192,9 @@ class OpenGeneration(RolloutControl):
             self._due = False
             self._line_up()
             self._serve()
-            if not self._updating and self._rollout.takes_launches:
+            if not self._updating and self._open.takes_launches:
                 launches += self._launches()
-        self._rollout.launching = bool(launches or self._updating or self._spreading)
+        self._open.launching = bool(launches or self._updating or self._spreading)
         return launches
 
     def _launches(self) -> Iterator[Launch]:
@@ -227,15 +208,15 @@ class OpenGeneration(RolloutControl):
                 yield Launch((*again, *new), self._feed.responses, to=to)
 
     def _seen(self) -> OpenView:
-        free = tuple(sorted([replica.index for replica in self._rollout.there() if replica.idle]))
+        free = tuple(sorted([replica.index for replica in self._open.there() if replica.idle]))
         return OpenView(
             self._feed.prompts,
-            self._rollout.updates.version,
+            self._open.updates.version,
             len(self._groups),
             len(self._queue),
             self._taken,
             self._dropped,
-            self._rollout.size,
+            self._open.size,
             free,
             self._launched_since_update,
             self._left_at_update,
@@ -246,13 +227,13 @@ class OpenGeneration(RolloutControl):
     def _line_up(self) -> None:
         """What became ready at this moment joins the queue, by position, if it is whole and its rewards count."""
         for group in sorted(self._ready_now, key=lambda g: g.prompt.position):
-            self._rollout.forget(group.requests)
+            self._open.forget(group.requests)
             if any(r.aborted for r in group.requests) or not self._counts(group):
                 self._launched_since_update -= 1  # another may take its place
                 self._drop(group)
                 continue
             lengths = tuple(r.generated for r in group.requests)
-            ready = Ready(group.prompt, self._ready, group.version(self._rollout.version_of), lengths)
+            ready = Ready(group.prompt, self._ready, group.version(self._open.version_of), lengths)
             self._queue.append((ready, group))
             self._ready += 1
         self._ready_now.clear()
@@ -333,7 +314,7 @@ class OpenGeneration(RolloutControl):
         if type(self._batching).awaited is Continuous.awaited:
             return set()
         waits = self._batching.awaited
-        return {at for at, group in self._groups.items() if waits(step - group.version(self._rollout.version_of))}
+        return {at for at, group in self._groups.items() if waits(step - group.version(self._open.version_of))}
 
     # ---- new weights ------------------------------------------------------------------------------------------------
 
@@ -346,16 +327,16 @@ class OpenGeneration(RolloutControl):
         """Bring new weights, which takes so long once all replicas stand still; returns when they did."""
         self._updating = True
         how = self._batching.update()
-        if how.responses == "drain" and self._rollout.unfinished:
+        if how.responses == "drain" and self._open.unfinished:
             self._drained = self._env.event()
             yield self._drained
         lent = yield from self._call_in()
-        paused = self._rollout.updates.pause(how.kv)
-        self._rollout.take_back(lent)
+        paused = self._open.updates.pause(how.kv)
+        self._open.take_back(lent)
         yield paused
         start = self._env.now
         yield self._env.timeout(seconds)
-        self._rollout.updates.resume(self.version + 1)
+        self._open.updates.resume(self.version + 1)
         self._updating = False
         self._begin_version()
         return start
@@ -371,8 +352,8 @@ class OpenGeneration(RolloutControl):
         yield self._env.timeout(seconds)
         lent = yield from self._call_in()
         self._spreading -= 1
-        self._rollout.take_back(lent)
-        self._rollout.updates.publish(pull)
+        self._open.take_back(lent)
+        self._open.updates.publish(pull)
         self._begin_version()
 
     def _begin_version(self) -> None:
@@ -388,41 +369,19 @@ class OpenGeneration(RolloutControl):
 
     def _note(self, step: int, state: StepState) -> RolloutSummary:
         """What happened since the last step had its batch; the step is given what was dropped meanwhile."""
-        rollout = self._rollout
         for group in self._discarded:
             state.requests += group.requests
-        counted = ("preemptions", "hit_tokens", "loaded_tokens")
-        counts = [sum(map(attrgetter(of), rollout.replicas)) for of in counted]
-        acted = rollout.moved, rollout.released, rollout.aborted
-        so_far = [self._ids, self._dropped, *counts, *acted, len(rollout.switches)]
-        launched, dropped, preemptions, hits, loaded, *did, _ = (
-            now - before for now, before in zip(so_far, self._noted, strict=True)
-        )
-        self._note_switches(step)
-        self._noted = so_far
+        launched, dropped = self._ids - self._noted_ids, self._dropped - self._noted_dropped
+        self._noted_ids, self._noted_dropped = self._ids, self._dropped
         settled = Settled("", launched, dropped, self._relaunched, stale=self._stale)
-        summary = RolloutSummary(
-            step,
-            self._what.initial_tp,
-            preemptions,
-            max(replica.take_peak() for replica in rollout.replicas),
-            settled,
-            len(self._queue) + len(self._again),
-            self._lent_gpu_s,
-            hits,
-            loaded,
-            self._borrowing.settle() if self._borrowing else 0.0,
-            *did,
-        )
+        waiting = len(self._queue) + len(self._again)
+        summary = self._summary(step, self.planned_tp, self._open, settled, waiting, self._lent_gpu_s)
         self._discarded, self._uncounted, self._relaunched, self._stale, self._lent_gpu_s = [], 0, 0, 0, 0.0
         return summary
 
-    def _note_switches(self, step: int) -> None:
-        self._outcome.switches += [SwitchRecord.of(step, *one) for one in self._rollout.switches[self._noted[-1] :]]
-
     def end(self, state: StepState) -> None:
         """The run is over: its last step has all that is in flight, to go on in a step that does not come."""
-        self._rollout.break_off()
+        self._open.break_off()
         if self._judge:
             self._judge.break_off()
         self._lent_gpu_s += sum(self._env.now - at for at in self._lent_at.values())
@@ -433,4 +392,4 @@ class OpenGeneration(RolloutControl):
         state.paused = frozenset(request.id for request in requests)
         rest = rest._replace(settled=rest.settled._replace(paused=len(requests)))
         self._outcome.rollouts[-1] = self._outcome.rollouts[-1].with_rest(rest)
-        self._rollout.close()
+        self._open.close()

@@ -9,8 +9,21 @@ from typing import NamedTuple
 from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.batching import Settled
 from rlsim.sim.recorder import NO_STEP, Span
+from rlsim.sim.request import NAN
 from rlsim.sim.responses import Responses
 from rlsim.sim.stays import Stays
+
+#: What a call spends its time on, one after the other: names and seconds.
+Parts = tuple[tuple[str, float], ...]
+
+
+class Ran(NamedTuple):
+    """How a call went, which is over now."""
+
+    start_at: float
+    parts: Parts = ()
+    samples: tuple[int, ...] = ()  # that each data-parallel replica worked on, if it took them as they came
+    ready_at: float = NAN  # if it was not when the calls before it were over
 
 
 class CallRecord(NamedTuple):
@@ -24,7 +37,7 @@ class CallRecord(NamedTuple):
     start_at: float
     end_at: float
     gpus: int
-    parts: tuple[tuple[str, float], ...]
+    parts: Parts
     samples: tuple[int, ...] = ()  # that each data-parallel replica worked on, if it took them as they came
 
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from math import isnan
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import simpy
 
 from rlsim.errors import PolicyError
-from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import ScoringReport
 from rlsim.sim.elastic import ElasticCall
 from rlsim.sim.flow import Flow, Inbox, closed
-from rlsim.sim.generation import Generation
+from rlsim.sim.generation import StepGeneration
+from rlsim.sim.machine import Machine
 from rlsim.sim.open_generation import OpenGeneration
-from rlsim.sim.outcome import CallRecord, Outcome
-from rlsim.sim.pool import GpuPool
+from rlsim.sim.outcome import CallRecord, Outcome, Parts, Ran
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, Request
 from rlsim.sim.reward import RewardDesk
@@ -30,6 +30,10 @@ from rlsim.sim.step import Countdown, StepState
 from rlsim.workflow.graph import Call, Edge, Workflow
 from rlsim.workflow.plan import Placement
 
+_T = TypeVar("_T")
+_Process = Generator[simpy.Event, Any, _T]
+_Runner = Callable[[Call, int, Placement], _Process[Ran]]
+
 
 def simulate(simulation: Simulation) -> Outcome:
     """Simulate all steps. Raises `PolicyError` if a policy does what it may not, or a step comes to a halt."""
@@ -39,13 +43,14 @@ def simulate(simulation: Simulation) -> Outcome:
 class _Run:
     def __init__(self, what: Simulation) -> None:
         self.what = what
-        self.env = simpy.Environment()
-        self.pool = GpuPool(self.env)
-        self.outcome = Outcome()
+        self.machine = machine = Machine(what)
+        self.env, self.pool, self.outcome, self.borrowing = (
+            machine.env,
+            machine.pool,
+            machine.outcome,
+            machine.borrowing,
+        )
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
-        self.borrowing = Borrowing(self.env, self.pool, what.hybrid) if what.hybrid else None
-        self.generation = Generation(self.env, what, self.outcome, self.pool.release, self._backlog_s, self.borrowing)
-        self.elastic: list[ElasticCall] = []  # training at work that may borrow GPUs
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step (NO_STEP: of all steps)
         self.steps = {
             step: StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching, step)
@@ -57,26 +62,17 @@ class _Run:
         self.updating = _updating(what.workflow)
         self.judging = self._judging()
         self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
-        self.open: OpenGeneration | None = None
+        self.generation: StepGeneration | OpenGeneration = StepGeneration(machine)
         generating = [call for call in what.workflow.calls if call.kind == "generate"]
         if not generating:
             self.generation.take_given(list(self.steps.values()))
         elif isinstance(what.batching.launcher, Continuous):
-            self.open = OpenGeneration(
-                self.env,
-                what,
-                self.outcome,
-                self.desk,
-                generating[0],
-                self._judge,
-                self.pool,
-                self._backlog_s,
-                self.borrowing,
-            )
+            self.generation = OpenGeneration(machine, self.desk, generating[0], self._judge)
+        runners = {call.name: self._runner(call) for call in what.workflow.calls}
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
-                self.done[name, step] = self.env.process(self._call(what.workflow.call(name), step))
+                self.done[name, step] = self.env.process(self._call(what.workflow.call(name), step, runners[name]))
 
     def to_the_end(self) -> Outcome:
         """Run all steps, and let go of each step's requests once it is over."""
@@ -84,8 +80,8 @@ class _Run:
             self._run_until([self.done[call.name, step] for call in self.what.workflow.calls], step)
             self.outcome.step_ends.append(self.env.now)
             state = self.steps.pop(step)
-            if self.open and not self.steps:
-                self.open.end(state)
+            if isinstance(self.generation, OpenGeneration) and not self.steps:
+                self.generation.end(state)
             self.outcome.responses.append(state.responses())
             state.forget()
         self.outcome.settle()
@@ -107,7 +103,27 @@ class _Run:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def _call(self, call: Call, step: int) -> Generator[simpy.Event, Any, None]:
+    def _runner(self, call: Call) -> _Runner:
+        """The way to run a call."""
+        edges, generation = self.what.workflow.into(call.name), self.generation
+        if isinstance(generation, OpenGeneration):
+            if call.kind == "generate":
+                return partial(self._from_queue, generation)
+            if call.name in self.updating:
+                return partial(self._update, generation)
+            if call.kind == "reward" and generation.scores:
+                return self._scored_before
+        elif call.kind == "generate":
+            return partial(self._generate, generation)
+        if call.kind == "reward":
+            return self._reward
+        if any(edge.grain == "chunk" for edge in edges):
+            return self._in_chunks
+        if _streams(edges):
+            return self._in_windows if self.what.workflow.windows else self._in_pieces
+        return self._at_once
+
+    def _call(self, call: Call, step: int, run: _Runner) -> _Process[None]:
         placement, edges = self.what.plan.of(call.name), self.what.workflow.into(call.name)
         for edge in edges:
             if edge.grain == "stage" and step >= edge.lag and (call.kind != "reward" or edge.lag):
@@ -119,48 +135,41 @@ class _Run:
                 yield self.done[edge.source, step - edge.lag + 1]  # weights go out before the step's responses are used
         if call.kind == "train" and step:
             yield self.done[call.name, step - 1]  # steps are trained in their order, however soon a later one is ready
-        if self.open and call.kind == "generate":
-            record = yield from self._from_queue(self.open, call, step, placement)
-        elif self.open and call.name in self.updating:
-            record = yield from self._update(self.open, call, step, placement)
-        elif self.open and self.open.scores and call.kind == "reward":
-            record = yield from self._scored_before(call, step, placement)
-        elif call.kind == "reward":
-            record = yield from self._reward(call, step, placement)
-        elif any(edge.grain == "chunk" for edge in edges):
-            record = yield from self._in_chunks(call, step, placement)
-        elif _streams(edges) and self.what.workflow.windows:
-            record = yield from self._in_windows(call, step, placement)
-        elif _streams(edges):
-            record = yield from self._in_pieces(call, step, placement)
-        else:
-            record = yield from self._at_once(call, step, placement)
+        ready_at = self.env.now
+        ran = yield from run(call, step, placement)
+        when = (ready_at if isnan(ran.ready_at) else ran.ready_at, ran.start_at, self.env.now)
+        record = CallRecord(step, call.name, call.kind, call.model, *when, len(placement.gpus), ran.parts, ran.samples)
         self.outcome.calls.append(record)
-        (self.open or self.generation).version += call.name in self.updating
+        self.generation.version += call.name in self.updating
 
-    def _at_once(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+    def _at_once(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """All of a call, on all its GPUs."""
-        env, state = self.env, self.steps[step]
-        ready_at = env.now
+        state = self.steps[step]
         self._begins(call, step)
-        judging = self.judging if call.kind == "generate" else ()
-        yield self.pool.acquire((*placement.gpus, *judging), call.kind)
-        start_at, held = env.now, set(placement.gpus)
-        if judging:
-            env.process(self._keep_for_judge(step))
-        parts: tuple[tuple[str, float], ...] = ()
-        if call.kind == "generate":
-            held -= yield from self.generation.run(call, step, state, placement)
-        else:
-            parts = self._parts(call, placement, state, self.generation.planned_tp)
-            yield env.timeout(sum(seconds for _, seconds in parts))
-            Recorder(self.outcome.spans, step).add(placement.gpus, start_at, env.now, call.name)
-            if state.flow.wants(call.name):
-                state.flow.deliver(call.name, state.trained_on())
-                state.flow.close(call.name)
-        self.pool.release(held)
-        gpus = len(placement.gpus)
-        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts)
+        yield self.pool.acquire(placement.gpus, call.kind)
+        start_at, parts = self.env.now, self._parts(call, placement, state.trained_on())
+        yield from self._hold(call, step, placement.gpus, parts)
+        if state.flow.wants(call.name):
+            state.flow.deliver(call.name, state.trained_on())
+            state.flow.close(call.name)
+        return Ran(start_at, parts)
+
+    def _hold(self, call: Call, step: int, gpus: tuple[int, ...], parts: Parts) -> _Process[None]:
+        """Use GPUs that a call has for as long as that takes, and give them back."""
+        start_at = self.env.now
+        yield self.env.timeout(sum(seconds for _, seconds in parts))
+        Recorder(self.outcome.spans, step).add(gpus, start_at, self.env.now, call.name)
+        self.pool.release(gpus)
+
+    def _generate(self, generation: StepGeneration, call: Call, step: int, placement: Placement) -> _Process[Ran]:
+        """The generation stage of a step, from whose start on the judge has its GPUs."""
+        yield self.pool.acquire((*placement.gpus, *self.judging), call.kind)
+        start_at = self.env.now
+        if self.judging:
+            self.env.process(self._keep_for_judge(step))
+        released = yield from generation.run(call, step, self.steps[step], placement)
+        self.pool.release({*placement.gpus} - released)
+        return Ran(start_at)
 
     def _begins(self, call: Call, step: int) -> None:
         """A call of a step is ready: where it trains what generates, generation has the trainer's weights no more."""
@@ -168,61 +177,48 @@ class _Run:
         if self.borrowing and call.kind == "train" and updated:
             self.borrowing.trained = max(self.borrowing.trained, step + 1)
 
-    def _from_queue(
-        self, generation: OpenGeneration, call: Call, step: int, placement: Placement
-    ) -> Generator[simpy.Event, Any, CallRecord]:
+    def _from_queue(self, generation: OpenGeneration, call: Call, step: int, _: Placement) -> _Process[Ran]:
         """A step takes its batch from a rollout for all steps, at work on it since the step before had its own."""
         start_at = generation.served_at
         yield from generation.window(call, step, self.steps[step])
-        gpus = len(placement.gpus)
-        return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, self.env.now, gpus, ())
+        return Ran(start_at, ready_at=start_at)
 
-    def _update(
-        self, generation: OpenGeneration, call: Call, step: int, placement: Placement
-    ) -> Generator[simpy.Event, Any, CallRecord]:
+    def _update(self, generation: OpenGeneration, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """New weights for a rollout that goes on: the others' GPUs wait until its replicas stand still."""
-        ready_at, state = self.env.now, self.steps[step]
-        rollout = frozenset(gpu for c in self.what.workflow.calls if c.kind == "generate" for gpu in self._gpus_of(c))
-        own = [gpu for gpu in placement.gpus if gpu not in rollout]
+        calls = self.what.workflow.calls
+        rollout = {gpu for c in calls if c.kind == "generate" for gpu in self.what.plan.of(c.name).gpus}
+        own = tuple(gpu for gpu in placement.gpus if gpu not in rollout)
         yield self.pool.acquire(own, call.kind)
         if generation.relays:
-            relay, start_at, busy = self.what.times.relay(call), self.env.now, tuple(own)
-            parts: tuple[tuple[str, float], ...] = (("weights", relay.push_s),)
-            yield self.env.timeout(relay.push_s)
+            relay, start_at = self.what.times.relay(call), self.env.now
+            parts: Parts = (("weights", relay.push_s),)
+            yield from self._hold(call, step, own, parts)
             generation.publish(relay, call.name)
-        else:
-            parts = self._parts(call, placement, state, generation.planned_tp)
-            start_at = yield from generation.update(sum(seconds for _, seconds in parts))
-            busy = placement.gpus
-        Recorder(self.outcome.spans, step).add(busy, start_at, self.env.now, call.name)
+            return Ran(start_at, parts)
+        parts = self._parts(call, placement, self.steps[step].trained_on())
+        start_at = yield from generation.update(sum(seconds for _, seconds in parts))
+        Recorder(self.outcome.spans, step).add(placement.gpus, start_at, self.env.now, call.name)
         self.pool.release(own)
-        gpus = len(placement.gpus)
-        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, self.env.now, gpus, parts)
+        return Ran(start_at, parts)
 
-    def _parts(
-        self, call: Call, placement: Placement, state: StepState, rollout_tp: int
-    ) -> tuple[tuple[str, float], ...]:
-        """What a call on all of a step's batch spends its time on."""
-        samples = () if call.kind == "sync" else _worked_on(call, state.trained_on())
-        return tuple(self.what.times.parts(call, placement, samples, rollout_tp))
+    def _parts(self, call: Call, placement: Placement, batch: Sequence[Request], windows: int = 1) -> Parts:
+        """The names and seconds of a call's work; a reward model works also on what the samples are compared with."""
+        samples = [r for r in batch if call.model == "reward" or not r.baseline] if call.kind != "sync" else []
+        return tuple(self.what.times.parts(call, placement, samples, self.generation.planned_tp, windows))
 
-    def _gpus_of(self, call: Call) -> tuple[int, ...]:
-        return self.what.plan.of(call.name).gpus
-
-    def _in_pieces(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+    def _in_pieces(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """A call on samples as they come, then what it does once at the end."""
-        env, flow = self.env, self.steps[step].flow
+        flow = self.steps[step].flow
         inbox = flow.inboxes[call.name]
         yield inbox.first
-        ready_at = env.now
+        ready_at = self.env.now
         work = self._elastic(inbox, call, step, placement)
         work.on_done = lambda samples: flow.deliver(call.name, samples)
         yield work.done
         flow.close(call.name)
         yield from self._finish(work, call, step, placement)
-        start_at, gpus, parts = min(work.started_at, env.now), len(placement.gpus), tuple(work.parts_s.items())
-        record = (step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus)
-        return CallRecord(*record, parts, tuple(work.samples))
+        start_at = min(work.started_at, self.env.now)
+        return Ran(start_at, tuple(work.parts_s.items()), tuple(work.samples), ready_at)
 
     def _elastic(self, inbox: Inbox, call: Call, step: int, placement: Placement) -> ElasticCall:
         """A call begins to work on the samples of an inbox in pieces."""
@@ -238,28 +234,17 @@ class _Run:
         pieces = self.what.times.pieces(call)
         work = ElasticCall(self.env, self.pool, placement.replicas(), pieces, inbox, recorder, call, slowdown)
         if pieces.guests:
-            self.elastic.append(work)
+            self.machine.elastic.append(work)
         return work
 
-    def _backlog_s(self) -> float:
-        """How long training that may borrow GPUs will be at work, on its own, on what waits for it."""
-        self.elastic = [work for work in self.elastic if not work.done.triggered]
-        return sum(work.backlog_s for work in self.elastic)
-
-    def _finish(
-        self, work: ElasticCall, call: Call, step: int, placement: Placement
-    ) -> Generator[simpy.Event, Any, None]:
+    def _finish(self, work: ElasticCall, call: Call, step: int, placement: Placement) -> _Process[None]:
         """What a call in pieces does on all of its own GPUs at the end."""
-        if finish := work.finish:
+        if finish := tuple(work.finish):
             yield self.pool.acquire(placement.gpus, call.kind)
-            start = self.env.now
-            yield self.env.timeout(sum(seconds for _, seconds in finish))
-            Recorder(self.outcome.spans, step).add(placement.gpus, start, self.env.now, call.name)
-            self.pool.release(placement.gpus)
-        for name, seconds in finish:
-            work.parts_s[name] = work.parts_s.get(name, 0.0) + seconds
+            yield from self._hold(call, step, placement.gpus, finish)
+        _add(work.parts_s, finish)
 
-    def _in_windows(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+    def _in_windows(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """A call on equal parts of the batch, one after the other, each whole and on all GPUs, or in pieces.
 
         Where a prompt's responses stay together a part ends with the last of a prompt that it has begun. A short batch
@@ -284,27 +269,22 @@ class _Run:
                 work = self._elastic(closed(env, samples), call, step, placement)
                 yield work.done
                 yield from self._finish(work, call, step, placement)
-                start, parts = work.started_at, list(work.parts_s.items())
+                start, parts = work.started_at, tuple(work.parts_s.items())
             else:
                 self._begins(call, step)
                 yield self.pool.acquire(placement.gpus, call.kind)
-                start, tp = env.now, self.generation.planned_tp
-                parts = list(self.what.times.parts(call, placement, _worked_on(call, samples), tp, windows))
-                yield env.timeout(sum(seconds for _, seconds in parts))
-                Recorder(self.outcome.spans, step).add(placement.gpus, start, env.now, call.name)
-                self.pool.release(placement.gpus)
+                start, parts = env.now, self._parts(call, placement, samples, windows)
+                yield from self._hold(call, step, placement.gpus, parts)
             start_at = start if isnan(start_at) else start_at
-            for name, seconds in parts:
-                parts_s[name] = parts_s.get(name, 0.0) + seconds
+            _add(parts_s, parts)
             state.flow.deliver(call.name, samples)
             if call.kind == "train":
                 state.trained[window].one()
         state.flow.close(call.name)
         start_at = ready_at if isnan(start_at) else start_at  # of a batch of none
-        record = (step, call.name, call.kind, call.model, ready_at, start_at, env.now, len(placement.gpus))
-        return CallRecord(*record, tuple(parts_s.items()))
+        return Ran(start_at, tuple(parts_s.items()), ready_at=ready_at)
 
-    def _in_chunks(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+    def _in_chunks(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """Prefill responses while they are generated; over when all of the batch are scored."""
         env, state, engine = self.env, self.steps[step], self.what.scorers[call.name]
         flow, inbox = state.flow, state.flow.inboxes[call.name]
@@ -349,9 +329,7 @@ class _Run:
         if not placement.shared:
             self.pool.release(placement.gpus)
         self._report_scored(state, call.name, step)
-        parts = (("compute", scorer.mean_busy_s),)
-        gpus = len(placement.gpus)
-        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts)
+        return Ran(start_at, (("compute", scorer.mean_busy_s),), ready_at=ready_at)
 
     def _report_scored(self, state: StepState, name: str, step: int) -> None:
         """Tell the control, after the last of the calls that take chunks."""
@@ -361,7 +339,7 @@ class _Run:
             stage_s = self.env.now - state.generates_at
             self.what.control.on_scored(ScoringReport(step, state.chunk_tokens, stage_s, tokens))
 
-    def _reward(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+    def _reward(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """Score responses as they are offered, but for those that an earlier step has had scored; over when all of the
         batch have their rewards."""
         env, state, desk = self.env, self.steps[step], self.desk
@@ -403,20 +381,18 @@ class _Run:
             judge.close()
             self.judges.remove((step, judge))
         flow.close(call.name)
-        gpus = len(placement.gpus)
-        return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, env.now, gpus, ())
+        return Ran(start_at, ready_at=start_at)
 
-    def _scored_before(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+    def _scored_before(self, call: Call, step: int, _: Placement) -> _Process[Ran]:
         """Pass on responses that a rollout for all steps has had scored; over when the step has its batch."""
-        env, flow = self.env, self.steps[step].flow
+        flow = self.steps[step].flow
         inbox = flow.inboxes[call.name]
         yield inbox.first
-        start_at = env.now
+        start_at = self.env.now
         inbox.listen(lambda samples: flow.deliver(call.name, samples))
         yield inbox.closed
         flow.close(call.name)
-        gpus = len(placement.gpus)
-        return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, env.now, gpus, ())
+        return Ran(start_at, ready_at=start_at)
 
     def _judging(self) -> tuple[int, ...]:
         """GPUs of a judge that other calls work on too, while nothing is generated or scored."""
@@ -426,7 +402,7 @@ class _Run:
         own = {g for c in calls if c.kind == "reward" and not plan.of(c.name).shared for g in plan.of(c.name).gpus}
         return tuple(sorted(own & {g for c in calls if c.kind != "reward" for g in plan.of(c.name).gpus}))
 
-    def _keep_for_judge(self, step: int) -> Generator[simpy.Event, Any, None]:
+    def _keep_for_judge(self, step: int) -> _Process[None]:
         """The judge has its GPUs from the start of generation, when its weights come, to the step's last score."""
         judge, calls = self.what.judge, [c.name for c in self.what.workflow.calls if c.kind == "reward"]
         if judge and judge.load_s:
@@ -460,9 +436,9 @@ class _Run:
         return service
 
 
-def _worked_on(call: Call, batch: Sequence[Request]) -> list[Request]:
-    """What a call works on: the reward model also on what the samples of the batch are compared with."""
-    return [request for request in batch if call.model == "reward" or not request.baseline]
+def _add(parts_s: dict[str, float], parts: Parts) -> None:
+    for name, seconds in parts:
+        parts_s[name] = parts_s.get(name, 0.0) + seconds
 
 
 def _streams(edges: Iterable[Edge]) -> bool:
