@@ -87,7 +87,7 @@ class BarrierTimes(Times):
     """The scoring model at the barrier takes one iteration."""
 
     def parts(
-        self, call: Call, placement: Placement, samples: Sequence[Request], rollout_tp: int
+        self, call: Call, placement: Placement, samples: Sequence[Request], rollout_tp: int, windows: int = 1
     ) -> list[tuple[str, float]]:
         if call.kind == "inference":
             return [("compute", 0.5 + 0.25 * sum(r.context for r in samples))]
@@ -235,9 +235,9 @@ def test_the_scoring_model_equals_its_reference(seed: int, ties: bool) -> None:
     scored_at, scorer = serve(arrivals, step, engine, pages)
     assert scored_at == pytest.approx(expected, rel=1e-9, abs=0)
     assert set(scored_at) == {a.id for a in arrivals}
-    assert scorer.peak_pages <= pages
+    assert scorer.replicas[0].peak_pages <= pages
     if pages > 10**6:
-        assert scorer.recomputed_tokens == 0
+        assert scorer.replicas[0].recomputed_tokens == 0
 
 
 def test_the_last_to_come_loses_its_cache_where_pages_are_missing() -> None:
@@ -246,7 +246,7 @@ def test_the_last_to_come_loses_its_cache_where_pages_are_missing() -> None:
     engine = RefEngine(1, 100, 1000, False, 0)
     scored_at, scorer = serve(arrivals, PREFILL, engine, 10)
     assert scored_at == {0: 5.0 + 1.5, 1: 8.0 + 0.5 + 6 / 4}  # all 6 tokens of 1, not 2
-    assert scorer.recomputed_tokens == 4
+    assert scorer.replicas[0].recomputed_tokens == 4
 
 
 def test_what_is_not_trained_on_does_not_hold_up_the_scores() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evidence.validate.closed_loop import Load, Served, closed_loop
 from evidence.validate.parts import Options
 from evidence.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, run_rows, section
 from rlsim.cost.calibration import FrontEndFit, HostFit
@@ -14,7 +15,6 @@ from rlsim.cost.curve import DecodeCurve, InWindows, at_least
 from rlsim.cost.derived import hosted
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 
 DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05

@@ -30,6 +30,7 @@ import pandas as pd
 from pydantic import PositiveFloat, PositiveInt
 
 from evidence.validate.charts import error_panels
+from evidence.validate.closed_loop import Load, Served, closed_loop
 from evidence.validate.parts import Options, Section
 from evidence.validate.rows import Kind, Row, markdown, read_rows, summarise, summary_table
 from rlsim.base.schema import Schema
@@ -44,7 +45,6 @@ from rlsim.models.hardware import Cluster, load_cluster
 from rlsim.models.layers import LatentAttention
 from rlsim.models.model import Model, load_model
 from rlsim.models.precision import Precision
-from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 
 TABLE = "h100_serving.csv"

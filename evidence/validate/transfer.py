@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
+from evidence.validate.closed_loop import Served
 from evidence.validate.coverage import calls_table, errors_by_setting, inside, level_spread, shipped_calls, spread
 from evidence.validate.parts import Options, Section
 from evidence.validate.rows import Kind, Row, Summary, markdown, summarise, summary_table
@@ -44,7 +45,6 @@ from rlsim.cost.calibration import Engine, FrontEndFit, HostFit, load_calibratio
 from rlsim.cost.draw import MEASURED
 from rlsim.cost.fits import Fitted
 from rlsim.errors import CapacityError
-from rlsim.sim.closed_loop import Served
 
 #: Rounds of requests that are simulated where lengths differ. Those of equal lengths stay in step for long: all run.
 ROUNDS = Protocol(simulated_rounds=4)

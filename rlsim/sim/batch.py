@@ -69,7 +69,6 @@ class RunningBatch:
         return self._capacity_pages + self.cache.shared_pages if self.cache else self._capacity_pages
 
     def requests(self) -> list[Request]:
-        """The requests in admission order."""
         return sorted(self, key=attrgetter("order"))
 
     def __iter__(self) -> Iterator[Request]:
@@ -228,7 +227,6 @@ class RunningBatch:
         return requests
 
     def _empty(self) -> None:
-        """Nothing is here or in the KV cache any more."""
         self.size = self.tokens = self.pages = self._final_tokens = self._round = 0
         self._ages.clear()
         self._turns = [0] * self._page_tokens
@@ -255,7 +253,6 @@ class RunningBatch:
         return [(request, request.offset + step - request.prompt_tokens) for request in reached]
 
     def clear(self) -> None:
-        """Forget all requests."""
         self._finishing, self._longest, self._chunks = [], [], []
         if self._windows is not None:
             self._windows.clear()

@@ -54,7 +54,6 @@ class Progress(NamedTuple):
 
 
 def _are_of(kept: object, unfinished: Sequence[Unfinished]) -> bool:
-    """Whether these are prompts of the unfinished ones."""
     asked = {one.prompt.position for one in unfinished}
     return isinstance(kept, Sequence) and all(isinstance(p, Prompt) and p.position in asked for p in kept)
 
@@ -245,7 +244,6 @@ class StepBatch(RolloutControl):
         self.open = self._grows or self.first.budget_tokens > 0
 
     def launched(self, requests: Sequence[Request], launch: Launch) -> None:
-        """These are the requests of a launch, the resumed ones last."""
         resumed = sum(request.resumed for request in requests) if self._launcher.pauses else 0
         self.size += len(requests) - resumed
         self.resumed += resumed
@@ -263,7 +261,6 @@ class StepBatch(RolloutControl):
             group.samples += 1
 
     def finished(self, requests: Sequence[Request]) -> None:
-        """These responses are complete."""
         if self.certain:
             self._accept(requests)
             return
@@ -314,7 +311,6 @@ class StepBatch(RolloutControl):
         return Settled(self.first.label, self.size, self._dropped, len(back), self.resumed, paused)
 
     def _seen(self, prompt: Prompt, responses: Sequence[Request]) -> Unfinished:
-        """A prompt as the batching may know it."""
         return Unfinished(
             prompt,
             tuple(r.generated for r in responses),
@@ -324,7 +320,6 @@ class StepBatch(RolloutControl):
 
     @property
     def accepted(self) -> Set[int] | None:
-        """Requests whose responses belong to the batch; None: all that finish."""
         return None if self.certain else self._accepted
 
     def _decide(self) -> Iterator[Action]:

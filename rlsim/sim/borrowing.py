@@ -34,7 +34,6 @@ class HybridReplicas(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many."""
         return sum(len(gpus) // self.tp for gpus in self.mesh)
 
 
@@ -71,18 +70,15 @@ class Borrowing:
         return self._pool.wanted(self._since)
 
     def offer(self) -> Borrowable | None:
-        """What generation may have now."""
         if self._since or self.trained > self._version() or not self._pool.idle(self._gpus):
             return None
         return Borrowable(self.there.size, self.there.load_s)
 
     def take(self) -> None:
-        """Generation has them from now on; they must be on offer."""
         self._pool.acquire(self._gpus, "generate", guest=True)
         self._since, self.loading = dict.fromkeys(self._gpus, self._env.now), True
 
     def give_back(self, gpus: Iterable[int]) -> None:
-        """Generation does not need these any more."""
         back = [gpu for gpu in gpus if gpu in self._since]
         self._had_gpu_s += sum(self._env.now - self._since.pop(gpu) for gpu in back)
         self._pool.release(back)

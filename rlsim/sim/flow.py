@@ -29,7 +29,6 @@ class Inbox:
         self.on_chunks: Callable[[Sequence[tuple[Request, int]]], None] | None = None
 
     def put(self, samples: Sequence[Request]) -> None:
-        """Take samples that have come, and tell the listener of them."""
         self.samples += samples
         self._tell(len(self.samples))
         if samples and not self.first.triggered:
@@ -71,7 +70,6 @@ class Inbox:
             on_samples(self.samples)
 
     def close(self) -> None:
-        """Take note that no more samples will come."""
         if not self.first.triggered:
             self.first.succeed()
         if not self.closed.triggered:
@@ -194,7 +192,6 @@ class Flow:
             self._held = []
 
     def close(self, source: str) -> None:
-        """`source` will deliver no more."""
         if source == BATCH and self._held is not None:
             held, self._held = self._held, None
             self.deliver(BATCH, held)

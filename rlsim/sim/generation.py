@@ -144,7 +144,6 @@ class StepGeneration(Generation):
         requests: Sequence[Request],
         resumed: Sequence[Request],
     ) -> Rollout:
-        """The rollout of a step begins."""
         what, batch = self._what, state.batch
         assert batch is not None
 
@@ -181,7 +180,6 @@ class StepGeneration(Generation):
         )
 
     def _finished(self, call: Call, state: StepState, responses: Sequence[Request]) -> None:
-        """These responses are complete."""
         if state.batch:
             state.batch.finished(responses)
         if call.name in self._streaming:
@@ -215,7 +213,6 @@ class StepGeneration(Generation):
         return ChunkListener(state.chunk_tokens, handover_s, lambda c: state.flow.deliver_chunks(call.name, c))
 
     def _go_on(self, call: Call, state: StepState, resumed: Sequence[Request]) -> None:
-        """Hand over what responses from earlier steps have already."""
         there = [(r, r.generated) for r in resumed if r.generated]
         if there and state.chunk_tokens:
             state.flow.deliver_chunks(call.name, there)

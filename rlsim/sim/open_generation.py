@@ -181,7 +181,6 @@ class OpenGeneration(Generation, RolloutControl):
             self._ask()
 
     def _ask(self) -> None:
-        """At the end of this moment, a step may take prompts and others may begin."""
         self._due = True
         self._open.ask()
 
@@ -310,7 +309,6 @@ class OpenGeneration(Generation, RolloutControl):
         self._outcome.rollouts.append(self._note(step, state))
 
     def _awaited(self, step: int) -> set[int]:
-        """Prompts under way that a step keeps places for."""
         if type(self._batching).awaited is Continuous.awaited:
             return set()
         waits = self._batching.awaited

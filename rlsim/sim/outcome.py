@@ -58,7 +58,6 @@ class SwitchRecord(NamedTuple):
 
     @classmethod
     def of(cls, step: int, at: float, node: int, from_tp: int, to_tp: int, cost: SwitchCost) -> SwitchRecord:
-        """A switch that began at that moment."""
         return cls(step, at, node, from_tp, to_tp, *astuple(cost))
 
 

@@ -65,11 +65,9 @@ class GpuPool:
         return self._busy.isdisjoint(gpus) and not self.wanted(gpus)
 
     def wanted(self, gpus: Iterable[int]) -> bool:
-        """Whether somebody waits for one of these GPUs."""
         return any(self._queues[gpu] for gpu in gpus)
 
     def release(self, gpus: Iterable[int]) -> None:
-        """Give GPUs back."""
         freed = set(gpus)
         self._busy -= freed
         self._serve(freed)

@@ -161,12 +161,10 @@ class PrefixCache:
                     self._forget(key, cached)
 
     def _forget(self, key: PromptKey | int, cached: Cached) -> None:
-        """None of these pages is anywhere any more."""
         del self._cached[key]
         cached.idle_since = -1
 
     def flush(self) -> None:
-        """Forget everything; nobody holds any of it."""
         self._cached.clear()
         self._idle.clear()
         self._offloaded.clear()

@@ -53,7 +53,6 @@ class Recorder:
             self.spans.append(Span(gpus, start_at, end_at, self._kind or kind, tp, self._step, label, self._shared))
 
     def stays_at(self, replica: int, gpus: tuple[int, ...]) -> Stays:
-        """Where a replica on these GPUs records its stays."""
         stays = Stays(self._step, self._call, replica, gpus)
         self.stays.append(stays)
         return stays

@@ -129,7 +129,6 @@ class Replica:
         return self._hold
 
     def resume(self) -> None:
-        """Go on after a pause."""
         self._hold = None
         self._wake()
 
@@ -169,7 +168,6 @@ class Replica:
         self.cost = cost
 
     def drain(self, left: Left) -> tuple[list[Request], list[Request]]:
-        """Take everything out of a stopped replica, as `remove` does."""
         return self.remove(frozenset(r.id for r in self.requests()), left)
 
     def requests(self) -> list[Request]:
@@ -186,12 +184,10 @@ class Replica:
 
     @property
     def unfinished(self) -> int:
-        """How many requests are here."""
         return self._batch.size + self._scheduler.size + len(self._arrivals)
 
     @property
     def idle(self) -> bool:
-        """Whether no request is here."""
         return not (self._batch.size or self._arrivals or self._scheduler.size)
 
     def take_peak(self) -> int:
@@ -201,17 +197,14 @@ class Replica:
 
     @property
     def preemptions(self) -> int:
-        """How often a request has been preempted here."""
         return self._scheduler.preemptions
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens of contexts whose KV prefills found in the prefix cache."""
         return self._scheduler.hit_tokens
 
     @property
     def loaded_tokens(self) -> int:
-        """Tokens of contexts whose KV came from host memory."""
         return self._scheduler.loaded_tokens
 
     def progress(self) -> int:
@@ -227,13 +220,11 @@ class Replica:
         return [(r, r.offset + step, True) if self.is_running(r) else (r, r.context, False) for r in self.requests()]
 
     def generated(self) -> Counter[int]:
-        """How many requests here have generated how many tokens by now."""
         found = self._batch.generated(self.progress())
         found.update(r.generated for r in self._not_decoding())
         return found
 
     def context_tokens(self) -> int:
-        """The contexts of all requests here by now."""
         running = self._batch.tokens + (self.progress() - self._batch.step) * self._batch.size
         return running + sum(r.context for r in self._not_decoding())
 

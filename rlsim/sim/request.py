@@ -133,7 +133,6 @@ class EngineConfig(Schema):
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
 
     def with_prefix_hits(self, default: PrefixHits) -> EngineConfig:
-        """The same with `prefix_hits` given, by `default` where it was not."""
         return self.model_copy(update={"prefix_hits": self.prefix_hits or default})
 
     def watermark_pages(self, capacity_pages: int) -> int:
@@ -258,17 +257,14 @@ class Request:
 
     @property
     def full_tokens(self) -> int:
-        """Tokens of prompt and whole response."""
         return self.prompt_tokens + self.response_tokens
 
     @property
     def scored(self) -> bool:
-        """Whether it has its reward."""
         return not isnan(self.reward)
 
     @property
     def finished(self) -> bool:
-        """Whether the whole response is there."""
         return self.generated >= self.response_tokens
 
     @property

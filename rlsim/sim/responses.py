@@ -99,12 +99,10 @@ class Responses:
 
     @property
     def total_tokens(self) -> NDArray[np.int64]:
-        """Prompt and response tokens of each: what inference and training process."""
         return self.prompt_tokens + self.generated_tokens
 
     @property
     def finished(self) -> NDArray[np.bool_]:
-        """Which responses are complete."""
         return ~np.isnan(self.finished_at)
 
 

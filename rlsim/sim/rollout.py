@@ -247,7 +247,6 @@ class Rollout(RolloutState):
         return replica.version if replica else self.updates.version
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Let go of finished requests; no action may name them any more."""
         for request in requests:
             del self._requests[request.id]
             self._at.pop(request.id, None)
@@ -266,7 +265,6 @@ class Rollout(RolloutState):
     # ---- asking the control -----------------------------------------------------------------------------------------
 
     def _finished(self, replica: Replica, left: list[Request]) -> None:
-        """These have left the replica: complete, or with their budgets used up."""
         finished = [request for request in left if request.generated >= request.response_tokens]
         self.finished += len(finished)
         if (self._asks or self._asked["on_timer"]) and finished:
@@ -584,7 +582,6 @@ class Rollout(RolloutState):
             self.updates.started([new])
 
     def launch(self, launch: Launch) -> None:
-        """Carry out a launch now."""
         self._check(self._stage.launcher is not None, launch, "nothing can be launched here")
         requests = list(self._stage.launcher(launch)) if self._stage.launcher else []
         for request in requests:
@@ -634,7 +631,6 @@ class Rollout(RolloutState):
             self.done.succeed()
 
     def _end_pause(self, node: int) -> None:
-        """Note down a switch that ends, or is broken off, now."""
         start, tp, label = self._pauses.pop(node)
         self._stage.recorder.add(self.mesh[node], start, self.env.now, "switch", tp, label)
 

@@ -44,12 +44,7 @@ class _Run:
     def __init__(self, what: Simulation) -> None:
         self.what = what
         self.machine = machine = Machine(what)
-        self.env, self.pool, self.outcome, self.borrowing = (
-            machine.env,
-            machine.pool,
-            machine.outcome,
-            machine.borrowing,
-        )
+        self.env, self.pool, self.outcome = machine.env, machine.pool, machine.outcome
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step (NO_STEP: of all steps)
         self.steps = {
@@ -104,7 +99,6 @@ class _Run:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def _runner(self, call: Call) -> _Runner:
-        """The way to run a call."""
         edges, generation = self.what.workflow.into(call.name), self.generation
         if isinstance(generation, OpenGeneration):
             if call.kind == "generate":
@@ -174,8 +168,9 @@ class _Run:
     def _begins(self, call: Call, step: int) -> None:
         """A call of a step is ready: where it trains what generates, generation has the trainer's weights no more."""
         updated = set(self.what.workflow.beside(call.name)[1]) & self.updating
-        if self.borrowing and call.kind == "train" and updated:
-            self.borrowing.trained = max(self.borrowing.trained, step + 1)
+        borrowing = self.machine.borrowing
+        if borrowing and call.kind == "train" and updated:
+            borrowing.trained = max(borrowing.trained, step + 1)
 
     def _from_queue(self, generation: OpenGeneration, call: Call, step: int, _: Placement) -> _Process[Ran]:
         """A step takes its batch from a rollout for all steps, at work on it since the step before had its own."""
@@ -221,7 +216,6 @@ class _Run:
         return Ran(start_at, tuple(work.parts_s.items()), tuple(work.samples), ready_at)
 
     def _elastic(self, inbox: Inbox, call: Call, step: int, placement: Placement) -> ElasticCall:
-        """A call begins to work on the samples of an inbox in pieces."""
         recorder, state = Recorder(self.outcome.spans, step), self.steps[step]
         self._begins(call, step)
 
@@ -238,7 +232,6 @@ class _Run:
         return work
 
     def _finish(self, work: ElasticCall, call: Call, step: int, placement: Placement) -> _Process[None]:
-        """What a call in pieces does on all of its own GPUs at the end."""
         if finish := tuple(work.finish):
             yield self.pool.acquire(placement.gpus, call.kind)
             yield from self._hold(call, step, placement.gpus, finish)

@@ -63,7 +63,6 @@ class Scheduler:
 
     @property
     def size(self) -> int:
-        """How many requests wait or are being prefilled."""
         return len(self.waiting) + len(self.prefilling)
 
     @property
@@ -76,7 +75,6 @@ class Scheduler:
         return batch.tokens - shared * self._config.page_tokens
 
     def arrive(self, requests: Sequence[Request]) -> None:
-        """Append requests to the waiting queue."""
         self._kv_arrived |= any(r.has_kv for r in requests)
         self.waiting.extend(requests)
         if self._caches and len({(r.position, r.prompt_tokens) for r in requests}) < len(requests):
@@ -103,13 +101,11 @@ class Scheduler:
         return self._admit(now)
 
     def trim(self) -> None:
-        """Let cached pages go whose room is needed."""
         batch, cache = self._batch, self._batch.cache
         if cache and cache.idle_pages + batch.pages + self._prefill_pages > batch.room_pages:
             cache.evict(self._free_pages())
 
     def _free_pages(self) -> int:
-        """Pages that no request holds."""
         return self._batch.room_pages - self._batch.pages - self._prefill_pages
 
     def prefilled(self, work: Sequence[Chunk], now: float) -> list[Request]:
@@ -163,7 +159,6 @@ class Scheduler:
         return prefilling
 
     def clear(self) -> None:
-        """Let go of the requests that were ever admitted."""
         self._admitted = []
 
     def _forget_stale(self) -> None:

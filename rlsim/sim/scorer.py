@@ -69,7 +69,6 @@ class _PrefillReplica:
         env.process(self._run())
 
     def add(self, sequence: _Sequence, tokens: int) -> None:
-        """So many tokens of the sequence are there now."""
         self.tokens += tokens - sequence.there
         sequence.there = tokens
         if not sequence.queued:
@@ -88,7 +87,6 @@ class _PrefillReplica:
             self._free(sequence)
 
     def close(self) -> None:
-        """Stop for good."""
         self._closed = True
         self._wake()
 
@@ -200,7 +198,7 @@ class StreamingScorer:
         recorder: Recorder,
         on_busy: OnBusy | None = None,
     ) -> None:
-        self._replicas = [
+        self.replicas = [
             _PrefillReplica(env, i, gpus, cost, capacity_pages, config, recorder, on_busy)
             for i, gpus in enumerate(replicas)
         ]
@@ -214,7 +212,6 @@ class StreamingScorer:
             replica.add(sequence, request.prompt_tokens + generated)
 
     def complete(self, request: Request, on_scored: Callable[[Request], None]) -> None:
-        """All of the response is there; `on_scored` is told when it is scored."""
         sequence, replica = self._find(request)
 
         def scored(request: Request) -> None:
@@ -230,42 +227,27 @@ class StreamingScorer:
 
     def _find(self, request: Request) -> tuple[_Sequence, _PrefillReplica]:
         if request.id not in self._on:
-            replica = min(self._replicas, key=lambda r: r.tokens)
+            replica = min(self.replicas, key=lambda r: r.tokens)
             self._on[request.id] = _Sequence(request, next(self._arrivals)), replica
         return self._on[request.id]
 
     def keep_only(self, ids: frozenset[int]) -> None:
-        """Forget all other responses."""
         for request in [i for i in self._on if i not in ids]:
             sequence, replica = self._on.pop(request)
             replica.drop(sequence)
 
     def set_cost(self, cost: StepCost) -> None:
-        """Change the cost of an iteration, from each replica's next one."""
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.cost = cost
 
     @property
     def busy_gpus(self) -> frozenset[int]:
-        """GPUs of replicas that have work."""
-        return frozenset(gpu for replica in self._replicas if replica.busy for gpu in replica.gpus)
+        return frozenset(gpu for replica in self.replicas if replica.busy for gpu in replica.gpus)
 
     @property
     def mean_busy_s(self) -> float:
-        """Time that a replica worked, mean over all."""
-        return sum(replica.busy_s for replica in self._replicas) / len(self._replicas)
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """Tokens prefilled again because their KV cache had to go."""
-        return sum(replica.recomputed_tokens for replica in self._replicas)
-
-    @property
-    def peak_pages(self) -> int:
-        """Most KV pages that a replica held at a time."""
-        return max(replica.peak_pages for replica in self._replicas)
+        return sum(replica.busy_s for replica in self.replicas) / len(self.replicas)
 
     def close(self) -> None:
-        """Nothing more will come."""
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.close()

@@ -56,7 +56,6 @@ class InferenceServer:
         self.closed = env.event()  # fires when it is closed
 
     def submit(self, request: Request, on_answer: Callable[[], None]) -> None:
-        """Have a request answered."""
         index = min(range(len(self._tokens)), key=lambda i: (self._tokens[i], i))
         replica = self._replicas[index]
         if self._on_busy and not self._tokens[index]:
@@ -75,7 +74,6 @@ class InferenceServer:
 
     @property
     def busy_gpus(self) -> frozenset[int]:
-        """GPUs of replicas that have work."""
         working = [] if self.closed.triggered else self._replicas
         return frozenset(g for r in working if self._tokens[r.index] for g in r.gpus)
 

@@ -37,7 +37,6 @@ _FIELDS = np.dtype(
 
 
 def _row(r: Request, left_at: float, code: int) -> bytes:
-    """One entry of `_FIELDS`; `code` says why the response left."""
     tokens = r.prompt_tokens + r.generated
     return _pack(r.id, r.arrived_at, r.admitted_at, r.decoding_at, left_at, r.start_tokens, tokens, r.offset, code)
 
@@ -57,13 +56,11 @@ class Stays:
         self._packed = bytearray()
 
     def finished(self, requests: Iterable[Request]) -> None:
-        """These are complete, each at its moment."""
         packed = self._packed
         for r in requests:
             packed += _row(r, r.finished_at, _FINISHED)
 
     def add(self, requests: Iterable[Request], left_at: float, left: Left) -> None:
-        """The replica has let go of these; their tokens are up to date."""
         packed, code = self._packed, _CODES[left]
         for r in requests:
             packed += _row(r, left_at, code)

@@ -50,7 +50,6 @@ class StepState:
         self.judge_ready_at = 0.0  # when the judge's weights are there
 
     def responses(self) -> Responses:
-        """The step's responses as columns, as later calls see them."""
         return Responses.of(
             self.requests,
             self._accepted,
@@ -60,7 +59,6 @@ class StepState:
         )
 
     def take(self, requests: Sequence[Request]) -> None:
-        """Train on these, which come from a rollout for all steps."""
         self.requests += requests
         self.taken = self.taken or set()
         self.taken.update(request.id for request in requests)

@@ -59,7 +59,6 @@ class WeightUpdates:
                 yield self._switched
 
     def resume(self, version: int) -> None:
-        """All replicas have weights of this version, and go on."""
         self.version, self.together, self._holds = version, version, None
         for replica in self._rollout.active():
             replica.renew(version)
@@ -68,7 +67,6 @@ class WeightUpdates:
     # ---- each on its own --------------------------------------------------------------------------------------------
 
     def publish(self, pull: Pull) -> None:
-        """Weights are there that every replica takes when it may."""
         self.version, self._kv, self._pull = pull.version, pull.kv, pull
         for replica in self._rollout.active():
             self.refresh(replica)
@@ -101,7 +99,6 @@ class WeightUpdates:
     # ---- replicas that come, KV cache that moves --------------------------------------------------------------------
 
     def started(self, replicas: Sequence[Replica]) -> None:
-        """These replicas are new."""
         if self._holds is not None:
             self._holds += [replica.pause(self._kv) for replica in replicas]
         for replica in replicas:
@@ -109,7 +106,6 @@ class WeightUpdates:
                 when_over(self._env, IDLE, partial(self.refresh, replica))  # it may get requests at this moment
 
     def switched(self) -> None:
-        """A node has changed its layout."""
         if self._switched and not self._switched.triggered:
             self._switched.succeed()
 

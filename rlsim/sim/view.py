@@ -62,7 +62,6 @@ class RolloutState:
 
     @property
     def unfinished(self) -> int:
-        """Requests neither finished nor aborted."""
         return self._left
 
     @property
@@ -73,7 +72,6 @@ class RolloutState:
 
     @property
     def borrowed(self) -> list[Replica]:
-        """The active replicas on GPUs of training."""
         return [replica for node in range(self.own_nodes, len(self.mesh)) for replica in self.active(node)]
 
     def active(self, node: int | None = None) -> list[Replica]:

@@ -39,7 +39,6 @@ class WindowTokens:
         return True
 
     def outgrown(self, step: int) -> list[Request]:
-        """Those whose contexts have become as long as the window since the last call."""
         heap, found = self._outgrowing, []
         while heap and (heap[0][0] <= step or heap[0][2].order != heap[0][1]):
             _, order, request = heappop(heap)
@@ -55,7 +54,6 @@ class WindowTokens:
         return min(most, self._outgrowing[0][0] - step) if self._outgrowing else most
 
     def clear(self) -> None:
-        """Forget all requests."""
         self.growing = self._growing_offsets = 0
         self._outgrowing = []
 
@@ -86,7 +84,6 @@ class ChunkTokens:
         self._leaving: list[tuple[int, int, Request]] = []  # heap of (step it enters another chunk at, order, …)
 
     def _start(self, request: Request, step: int) -> int:
-        """Tokens before the chunk that its last token is in."""
         return (request.offset + step - 1) // self._chunk * self._chunk
 
     def join(self, request: Request, step: int) -> bool:
@@ -105,7 +102,6 @@ class ChunkTokens:
         return True
 
     def outgrown(self, step: int) -> list[Request]:
-        """Those that have entered another chunk since the last call."""
         heap, found = self._leaving, []
         while heap and (heap[0][0] <= step or heap[0][2].order != heap[0][1]):
             at, order, request = heappop(heap)
@@ -127,7 +123,6 @@ class ChunkTokens:
         return min(most, self._leaving[0][0] - step) if self._leaving else most
 
     def clear(self) -> None:
-        """Forget all requests."""
         self._later = self._read_offsets = 0
         self._leaving = []
 
