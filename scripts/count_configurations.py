@@ -23,9 +23,10 @@ from rlsim.frameworks.areal import from_areal
 from rlsim.frameworks.draft import Draft
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import Options, check
+from rlsim.frameworks.shell import read_script
 from rlsim.frameworks.sources import read_sources
+from rlsim.frameworks.verl.config import takes
 from rlsim.frameworks.verl.experiment import from_verl
-from rlsim.frameworks.verl.shell import read_script
 
 
 class Framework(NamedTuple):
@@ -39,7 +40,7 @@ class Framework(NamedTuple):
 def is_verl(script: Path) -> bool:
     """Whether a command of the script sets keys of veRL's RL trainers, and does not merely generate."""
     try:
-        found = read_script(script.read_text(errors="replace"), str(script), {})
+        found = read_script(script.read_text(errors="replace"), str(script), {}, takes)
     except RlsimError:
         return True  # and refused
     keys = [override.key for override in found.overrides]

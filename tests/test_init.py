@@ -25,11 +25,11 @@ from rlsim.frameworks.draft import Draft, Entry
 from rlsim.frameworks.names import find_cluster, find_model, nearest_trace
 from rlsim.frameworks.parts import Options, check
 from rlsim.frameworks.settings import Unknown
+from rlsim.frameworks.shell import read_script
 from rlsim.frameworks.tables import own_limits
-from rlsim.frameworks.verl.config import read_config
+from rlsim.frameworks.verl.config import read_config, takes
 from rlsim.frameworks.verl.experiment import from_verl
 from rlsim.frameworks.verl.settings import VERSIONS, defaults, release
-from rlsim.frameworks.verl.shell import read_script
 from rlsim.models.hardware import load_cluster, load_gpu
 from rlsim.models.model import load_model
 
@@ -68,7 +68,7 @@ python3 -m verl.trainer.main_ppo \
 
 
 def script_of(text: str, **given: str) -> dict[str, Any]:
-    return {override.key: override.value for override in read_script(text, "run.sh", given).overrides}
+    return {override.key: override.value for override in read_script(text, "run.sh", given, takes).overrides}
 
 
 def draft_of(tmp_path: Path, *sources: str, text: str = SCRIPT, version: str = VERSIONS[-1], **options: Any) -> Draft:
@@ -166,7 +166,7 @@ def test_what_tests_of_a_script_take_for_granted() -> None:
     assert found["actor_rollout_ref.model.path"] == "models/mine"
     assert isinstance(found["data.train_batch_size"], Unknown)  # as a value it is needed
     assert script_of(text, TASK="long")["data.max_response_length"] == "8192"
-    (note,) = read_script(text, "run.sh", {}).notes
+    (note,) = read_script(text, "run.sh", {}, takes).notes
     assert note == (
         "taken in tests: USE_DUMMY is not set, so empty (line 2), TASK is not set, so empty (line 4), $model is there "
         "(line 6)"
@@ -193,7 +193,7 @@ def test_what_is_no_rl_training(tmp_path: Path, text: str, message: str) -> None
 def test_a_setting_stands_where_its_array_has_it_and_loops_are_read_once() -> None:
     loop = "for ((i = 0; i < 3; i++)); do\n  sleep 1\ndone\n"
     text = "A=(\n  trainer.nnodes=2\n)\n" + loop + 'python x data.n=${i:-1} "${A[@]}"\n'
-    found = read_script(text, "run.sh", {}).overrides
+    found = read_script(text, "run.sh", {}, takes).overrides
     assert [(override.key, override.value, override.line) for override in found] == [
         ("data.n", "1", 7),
         ("trainer.nnodes", "2", 2),
@@ -207,7 +207,7 @@ def test_plain_lists_and_several_commands() -> None:
         "data.max_response_length": "16",
         "trainer.nnodes": "2",
     }
-    script = read_script("a data.train_batch_size=1\nb data.train_batch_size=2", "run.sh", {})
+    script = read_script("a data.train_batch_size=1\nb data.train_batch_size=2", "run.sh", {}, takes)
     assert [override.value for override in script.overrides] == ["2"]
     assert "the last one is taken" in script.notes[0]
 
@@ -223,7 +223,7 @@ def test_plain_lists_and_several_commands() -> None:
 )  # fmt: skip
 def test_what_no_shell_reads_is_an_error_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_script(text, "run.sh", {})
+        read_script(text, "run.sh", {}, takes)
 
 
 # From veRL ------------------------------------------------------------------------------------------------------------
@@ -561,7 +561,7 @@ def test_a_variable_without_quotes_is_several_settings() -> None:
     assert found["data.a"] == "3"
     assert found["data.b"] == "1 2"
     assert "rollout.n=8" in found["data.c"]
-    assert any("the settings in $MORE are not known" in note for note in read_script(text, "run.sh", {}).notes)
+    assert any("the settings in $MORE are not known" in note for note in read_script(text, "run.sh", {}, takes).notes)
 
 
 def test_merged_keys_of_yaml(tmp_path: Path) -> None:

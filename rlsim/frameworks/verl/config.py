@@ -9,11 +9,20 @@ from pathlib import Path
 from rlsim.base.reading import exists, read_yaml
 from rlsim.errors import ConfigError
 from rlsim.frameworks.settings import Unknown
+from rlsim.frameworks.shell import Override, read_script
 from rlsim.frameworks.sources import interpolate, parsed
+from rlsim.frameworks.variables import Argument
 from rlsim.frameworks.verl.log import logged_config
 from rlsim.frameworks.verl.settings import STRATEGY, VerlSettings, defaults, release, settle_arguments, settle_engine
-from rlsim.frameworks.verl.shell import GROUPS, Override, parse_override, read_script
 
+_OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(?P<value>.*)", re.DOTALL)
+#: The first parts of keys of veRL's configuration.
+ROOTS = frozenset(
+    {"actor_rollout_ref", "algorithm", "async_training", "critic", "custom_reward_function", "data", "distillation",
+     "reward", "reward_model", "rollout", "sandbox_fusion", "trainer"}
+)  # fmt: skip
+#: Hydra's choices of the engine that trains.
+GROUPS = frozenset({"model_engine", "actor@actor_rollout_ref.actor"})
 #: Programs whose settings are veRL's own, and nothing else.
 _READ_AS_PPO = re.compile(r"(verl|recipe\.(dapo|entropy|partial_rollout))\.")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
@@ -48,6 +57,24 @@ def read_config(sources: Sequence[str], version: str) -> VerlSettings:
     interpolate(config)
     settle_arguments(config)
     return config
+
+
+def parse_override(text: str, line: int = 0, unknown: Unknown | None = None) -> Override | None:
+    """A word that sets a key of veRL's configuration; None for any other."""
+    found = _OVERRIDE.fullmatch(text)
+    if found is None:
+        return None
+    key = found["key"]
+    if key in GROUPS or ("." in key and re.split(r"[.@/]", key)[0] in ROOTS):
+        return Override(key, unknown or found["value"], line, found["mode"] == "~")
+    return None
+
+
+def takes(found: list[Override], before: str, argument: Argument) -> bool:  # noqa: ARG001
+    """See `rlsim.frameworks.shell.Takes`: each override is one word."""
+    override = parse_override(argument.text, argument.line, argument.unknown)
+    found += [override] if override else []
+    return override is not None
 
 
 def _sorted(sources: Sequence[str]) -> tuple[list[Path], list[Override], dict[str, str]]:
@@ -111,7 +138,7 @@ def _read_text(config: VerlSettings, path: Path, variables: dict[str, str]) -> N
     if logged := logged_config(path):
         config.put(logged, path.name)
         return
-    script = read_script(text, str(path), variables)
+    script = read_script(text, str(path), variables, takes)
     if "main_generation" in script.program:
         raise ConfigError(f"{path}: it runs {script.program}, which only generates: an experiment is of RL training")
     config.notes += [f"{path.name}: {note}" for note in script.notes]

@@ -1,4 +1,4 @@
-"""`key=value` overrides in a script that starts veRL: read, never run.
+"""Settings in a script that starts a framework, `key=value` or `--flag value`: read, never run.
 
 Assignments, `${NAME:-default}`, `$((1024 * 2))`, arrays, `if` and `case` are followed as far as the text tells; what
 would have to be run (`$(…)`), or comes from outside, is unknown. An unknown value that is needed is an error.
@@ -7,24 +7,16 @@ would have to be run (`$(…)`), or comes from outside, is unknown. An unknown v
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from rlsim.errors import ConfigError
 from rlsim.frameworks.settings import Unknown
-from rlsim.frameworks.verl.variables import Argument, Variables, assigned
-from rlsim.frameworks.verl.words import INSTEAD, Token, tokens, unquoted
+from rlsim.frameworks.variables import Argument, Variables, assigned
+from rlsim.frameworks.words import INSTEAD, Token, tokens, unquoted
 
-_OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(?P<value>.*)", re.DOTALL)
-#: The first parts of keys of veRL's configuration.
-ROOTS = frozenset(
-    {"actor_rollout_ref", "algorithm", "async_training", "critic", "custom_reward_function", "data", "distillation",
-     "reward", "reward_model", "rollout", "sandbox_fusion", "trainer"}
-)  # fmt: skip
-#: Hydra's choices of the engine that trains.
-GROUPS = frozenset({"model_engine", "actor@actor_rollout_ref.actor"})
 #: What sbatch takes from a script's `#SBATCH` lines, and the variables in which the script finds it.
 _SBATCH = {
     r"(?:--nodes[= ]|-N ?)(\d+)": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
@@ -44,35 +36,29 @@ class Override:
     removes: bool = False  # ~key
 
 
+#: Adds an argument of a command, behind that text, to the settings found in it; false if it is none, nor part of one.
+Takes = Callable[[list[Override], str, Argument], bool]
+
+
 @dataclass(frozen=True)
 class Script:
     """The overrides of the last command that has some, the Python module that it runs ("" if none is named), Hydra's
-    `--config-name` if given, and what to know about it."""
+    `--config-name` if given, the files that it sources, and what to know about it."""
 
     overrides: tuple[Override, ...]
     program: str
     config_name: str
+    sourced: tuple[str, ...]
     notes: tuple[str, ...]
 
 
-def parse_override(text: str, line: int = 0, unknown: Unknown | None = None) -> Override | None:
-    """A word that sets a key of veRL's configuration; None for any other."""
-    found = _OVERRIDE.fullmatch(text)
-    if found is None:
-        return None
-    key = found["key"]
-    if key in GROUPS or ("." in key and re.split(r"[.@/]", key)[0] in ROOTS):
-        return Override(key, unknown or found["value"], line, found["mode"] == "~")
-    return None
-
-
-def read_script(text: str, source: str, given: dict[str, str]) -> Script:
+def read_script(text: str, source: str, given: dict[str, str], takes: Takes) -> Script:
     """The overrides in a script, or in a plain list of overrides. `given` are variables set from outside.
 
     Raises `ConfigError` with file and line for text that no shell reads.
     """
     try:
-        run = _Run(tokens(text, source), source, Variables(given))
+        run = _Run(tokens(text, source), source, Variables(given), takes)
         run.submitted(text)
         while run.at < len(run.tokens):
             run.block(mode=True)
@@ -85,9 +71,9 @@ def read_script(text: str, source: str, given: dict[str, str]) -> Script:
         notes.append(f"taken in tests: {assumed}")
     if len(commands) > 1:
         lines = ", ".join(str(command[0].line) for command in commands)
-        notes.append(f"{len(commands)} commands with settings of veRL (from lines {lines}): the last one is taken")
+        notes.append(f"{len(commands)} commands with settings (from lines {lines}): the last one is taken")
     program = run.programs[-1] if commands else ""
-    return Script(tuple(commands[-1]) if commands else (), program, run.config_name, tuple(notes))
+    return Script(tuple(commands[-1]) if commands else (), program, run.config_name, tuple(run.sourced), tuple(notes))
 
 
 class _Doubt(NamedTuple):
@@ -104,14 +90,16 @@ _Mode = bool | _Doubt
 class _Run:
     """Goes through the tokens once, as the shell would."""
 
-    def __init__(self, found: list[Token], source: str, variables: Variables) -> None:
+    def __init__(self, found: list[Token], source: str, variables: Variables, takes: Takes) -> None:
         self.tokens = found
         self.source = source
         self.variables = variables
+        self.takes = takes
         self.at = 0
         self.commands: list[list[Override]] = []
         self.programs: list[str] = []  # of each command
         self.config_name = ""
+        self.sourced: list[str] = []
         self.notes: list[str] = []
 
     def submitted(self, text: str) -> None:
@@ -259,7 +247,7 @@ class _Run:
         why = f"it is set {condition} (line {doubt.line}) that the text does not tell"
         for word in words:
             name, appends = assigned(word)
-            settings = any(parse_override(unquoted(item)) for item in word.items or ())
+            settings = any(map(self._begins, word.items or ()))
             if name and not appends and (settings or not word.items):
                 self.variables.set(name, Unknown(why, doubt.deciding or name))
             elif settings:
@@ -273,25 +261,30 @@ class _Run:
             return self.variables.condition(words)
         while words and (words[0].text in _DECLARING or self.variables.assign(words[0])):
             words = words[1:]
+        if len(words) > 1 and words[0].text in ("source", "."):
+            self.sourced.append(unquoted(words[1]))
         found: list[Override] = []
         program, before = "", ""
         for i, word in enumerate(words):
             for argument in self.variables.arguments(word):
+                taken = self.takes(found, before, argument)
                 program, before = argument.text if before == "-m" else program, argument.text
                 if argument.text.startswith("--config-name"):
                     following = unquoted(words[i + 1]) if i + 1 < len(words) else ""
                     self.config_name = argument.text.partition("=")[2] or following
-                if override := parse_override(argument.text, argument.line, argument.unknown):
-                    found.append(override)
-                elif argument.unknown and "=" not in argument.text:
+                if not taken and argument.unknown and "=" not in argument.text:
                     self._note_unknown(word, argument, argument.unknown, among_settings=bool(found))
         if found:
             # A list of settings needs no command; and a comment between the lines of one cuts it in two.
-            if not self.commands or not parse_override(unquoted(words[0])):
+            if not self.commands or not self._begins(words[0]):
                 self.commands.append([])
                 self.programs.append(program)
             self.commands[-1] += found
         return True
+
+    def _begins(self, word: Token) -> bool:
+        """Whether a word is a setting by itself."""
+        return self.takes([], "", Argument(unquoted(word), word.line))
 
     def _note_unknown(self, word: Token, argument: Argument, unknown: Unknown, *, among_settings: bool) -> None:
         """Settings may be in an array, or in a variable that stands among other settings, whose value is not known."""

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import zip_longest
 
 from rlsim.frameworks.settings import Unknown
-from rlsim.frameworks.verl.words import Piece, Token, pieces, unquoted
+from rlsim.frameworks.words import Piece, Token, pieces, unquoted
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(

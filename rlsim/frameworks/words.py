@@ -1,4 +1,4 @@
-"""Shell text as words and operators. Nothing is run; `rlsim.frameworks.verl.variables` finds what a word stands for."""
+"""Shell text as words and operators. Nothing is run; `rlsim.frameworks.variables` finds what a word stands for."""
 
 from __future__ import annotations
 
