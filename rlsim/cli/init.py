@@ -12,7 +12,6 @@ from rlsim.cli.common import echo, named
 
 if TYPE_CHECKING:
     from rlsim.frameworks.draft import Draft
-    from rlsim.frameworks.parts import Options
 
 
 FromVerl = Annotated[
@@ -41,6 +40,15 @@ FromAreal = Annotated[
         help="An AReaL configuration of GRPO or PPO: YAML; or KEY=VALUE. Repeatable, later ones win.",
     ),
 ]
+FromSlime = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--from-slime",
+        metavar="CONFIG",
+        help="slime: a run-*.sh, or a file of its flags; or --FLAG=VALUE, or NAME=VALUE of a script's variable. "
+        "Repeatable, later ones win.",
+    ),
+]
 Nccl = Annotated[
     list[Path] | None,
     typer.Option(help="Output of nccl-tests on your machines: fits a calibration beside the experiment."),
@@ -54,6 +62,7 @@ def init(
     from_verl: FromVerl = None,
     from_nemo: FromNemo = None,
     from_areal: FromAreal = None,
+    from_slime: FromSlime = None,
     gpu: Annotated[
         str | None, named("GPU of the catalogue, such as h100; configurations name none.", complete.gpus)
     ] = None,
@@ -75,25 +84,29 @@ def init(
     out: Annotated[Path | None, typer.Option(help="File to write (default: NAME.yaml).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
-    """Write an experiment file: a commented starter, or what a configuration of veRL, NeMo-RL or AReaL describes.
+    """Write an experiment file: a commented starter, or what veRL, NeMo-RL, AReaL or slime is configured to do.
 
     \b
     Example: rlsim init my-first
     Example: rlsim init --from-verl run_qwen2.5-7b.sh --gpu h100
     Example: rlsim init --from-nemo grpo.yaml --gpu h100
+    Example: rlsim init --from-slime run-qwen3-4B.sh --gpu h100
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
     from rlsim.cli.starter import starter
+    from rlsim.frameworks import read
     from rlsim.frameworks.draft import check_free
     from rlsim.frameworks.parts import Options
 
     folder = out.parent if out is not None else Path()
-    sources = {"--from-verl": from_verl, "--from-nemo": from_nemo, "--from-areal": from_areal}
+    sources = {"--from-verl": from_verl, "--from-nemo": from_nemo, "--from-areal": from_areal,
+               "--from-slime": from_slime}  # fmt: skip
     frameworks = [option for option, texts in sources.items() if texts]
     _check_used(frameworks, reward_model, gpu)
     if frameworks:
         options = Options(folder, gpu, cluster, model, reward_model, calibration, trace, name)
-        draft = _from_framework(frameworks[0], sources[frameworks[0]] or [], options, verl_version)
+        option = frameworks[0]
+        draft = read(option.removeprefix("--from-"), sources[option] or [], options, verl_version)
     else:
         draft = starter(
             name or "experiment", folder=folder, cluster=cluster, model=model, trace=trace, calibration=calibration
@@ -106,21 +119,6 @@ def init(
     _write(draft, target, folder, force)
 
 
-def _from_framework(option: str, sources: list[str], options: Options, verl_version: str) -> Draft:
-    """The draft of a framework's configuration."""
-    if option == "--from-verl":
-        from rlsim.frameworks.verl.experiment import from_verl
-
-        return from_verl(sources, options, verl_version)
-    if option == "--from-nemo":
-        from rlsim.frameworks.nemo import from_nemo
-
-        return from_nemo(sources, options)
-    from rlsim.frameworks.areal import from_areal
-
-    return from_areal(sources, options)
-
-
 def _check_used(frameworks: list[str], reward_model: str | None, gpu: str | None) -> None:
     from rlsim.errors import ConfigError
 
@@ -129,7 +127,7 @@ def _check_used(frameworks: list[str], reward_model: str | None, gpu: str | None
     if reward_model is not None and frameworks != ["--from-verl"]:
         raise ConfigError("--reward-model goes with --from-verl")
     if gpu is not None and not frameworks:
-        raise ConfigError("--gpu goes with --from-verl, --from-nemo or --from-areal: give --cluster")
+        raise ConfigError("--gpu goes with a configuration (--from-verl and its like): give --cluster")
 
 
 def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path) -> None:

@@ -36,7 +36,7 @@ def tune(
         list[str],
         typer.Argument(
             metavar="CONFIG [KEY=VALUE]...",
-            help="A veRL script or configuration, one of NeMo-RL or AReaL, or an experiment; then overrides.",
+            help="A veRL or slime script, a configuration of veRL, NeMo-RL or AReaL, or an experiment; then overrides.",
         ),
     ],
     gpu: Annotated[str | None, named("GPU of the catalogue; configurations name none.", complete.gpus)] = None,
@@ -137,8 +137,6 @@ def _configuration(
     from rlsim.results.tune.trial import FRAMEWORKS, Configuration
 
     name, option = framework_of(Path(sources[0]))
-    if name and not option:
-        raise ConfigError(f"{sources[0]}: configurations of {name} are not read")
     options = Options(Path(), gpu, cluster, model, None, calibration, trace, None)
     if name and not (gpu or cluster):
         raise ConfigError(f"{sources[0]}: configurations name no GPU: give --gpu, such as h100, or --cluster")

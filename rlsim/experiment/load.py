@@ -16,11 +16,11 @@ from rlsim.experiment.schema import Experiment
 
 #: Where a value is from that no file says, in messages.
 OVERRIDDEN = "as overridden"
-#: What only a framework's own files say, and the option of `rlsim init` that reads these, if there is one.
+#: What only a framework's own files say, and the option of `rlsim init` that reads these.
 _FRAMEWORKS = {
     "veRL": (r"actor_rollout_ref|verl\.trainer", "--from-verl"),
     "NeMo-RL": (r"^ *grpo[:.]|run_grpo|nemo_rl", "--from-nemo"),
-    "slime": (r"rollout[-_]num[-_]gpus|actor[-_]num[-_]nodes", ""),
+    "slime": (r"rollout[-_]num[-_]gpus|actor[-_]num[-_]nodes", "--from-slime"),
     "AReaL": (r"^allocation_mode:|max_head_offpolicyness|^ +max_concurrent_rollouts:|-m areal\.", "--from-areal"),
 }
 _LOOKED_AT = 100_000  # characters of a file
@@ -97,10 +97,8 @@ def _find(path: Path) -> Path:
 def _way_out(path: Path) -> str:
     """What to do with a file that is no experiment: make one of it, or name the one beside it that was meant."""
     name, option = framework_of(path)
-    if name and not option:
-        return f"; rlsim reads no configuration of {name}: rlsim init NAME --model MODEL --cluster CLUSTER"
     if name:
-        file = path if name == "veRL" or path.suffix in (".yaml", ".yml") else "ITS_YAML"
+        file = path if name in ("veRL", "slime") or path.suffix in (".yaml", ".yml") else "ITS_YAML"
         return f"; make an experiment of a configuration of {name}: rlsim init {option} {file} --gpu GPU"
     if path.suffix in (".sh", ".log", ".py", ".ipynb"):
         return f"; make an experiment of a run script or log of veRL: rlsim init --from-verl {path} --gpu GPU"

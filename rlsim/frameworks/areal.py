@@ -83,7 +83,9 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     training, generation, where = sides.training, sides.generation, sides.where
     engine = generation.engine
     config.names = {**config.names, **names(f"areal-{engine}")}
-    machines = parts.add_cluster(draft, options, *_machines(config, draft, sides), joined(where, config.where("nodes")))
+    machines = parts.add_cluster(
+        draft, options, *_machines(config, draft, sides, options), joined(where, config.where("nodes"))
+    )
     actor = parts.add_model(draft, options, options.model or config.text("model"), config.where("model"))
     parts.add_calibration(draft, options, machines, Entry(engine, where))
     prompts = config.entry("longest_prompt") if config.value("longest_prompt") else None
@@ -146,7 +148,7 @@ def _sides(config: Settings) -> _Sides:
     return _Sides(generation, training, shared, where)
 
 
-def _machines(config: Settings, draft: Draft, sides: _Sides) -> tuple[int, int]:
+def _machines(config: Settings, draft: Draft, sides: _Sides, options: Options) -> tuple[int, int]:
     """Nodes and GPUs of each that the engines take."""
     nodes, per_node, gpus = config.whole("nodes"), config.whole("per_node"), sides.gpus
     if gpus > nodes * per_node:
@@ -154,11 +156,7 @@ def _machines(config: Settings, draft: Draft, sides: _Sides) -> tuple[int, int]:
                           f"{nodes * per_node}")  # fmt: skip
     if gpus < nodes * per_node:
         draft.notes.append(f"{sides.where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")
-    if gpus <= per_node:
-        return 1, gpus
-    if gpus % per_node:
-        raise ConfigError(f"{sides.where}: {gpus} GPUs are no whole nodes of {per_node} ({config.where('per_node')})")
-    return gpus // per_node, per_node
+    return parts.whole_nodes(gpus, per_node, sides.where, options)
 
 
 def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> None:

@@ -86,6 +86,15 @@ def add_cluster(draft: Draft, options: Options, nodes: int, per_node: int, where
     return found
 
 
+def whole_nodes(gpus: int, per_node: int, where: str, options: Options) -> tuple[int, int]:
+    """Nodes, and GPUs of each, that so many GPUs are; raises `ConfigError` unless they fill them, or are one."""
+    if gpus % per_node == 0:
+        return gpus // per_node, per_node
+    if gpus > per_node and options.cluster is None:
+        raise ConfigError(f"{where}: {gpus} GPUs are no whole nodes of {per_node}: give --cluster")
+    return 1, gpus
+
+
 def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
     """The actor's shape: that of `path`, unless an option names one."""
     try:

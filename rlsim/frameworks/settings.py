@@ -116,9 +116,10 @@ class Settings:
                 self.origin[name] = f"{place}:{mark[0] + 1}" if mark else place
 
     def keys(self, *names: str) -> tuple[str, ...]:
-        """The keys of these names; a key stands for itself, and has dots where there are names."""
+        """The keys of these names; a key stands for itself, and has dots or dashes where there are names."""
         there = self.names
-        return tuple(key for name in names for key in ((name,) if "." in name or not there else there[name][1]))
+        plain = (name if "." in name or "--" in name or not there else "" for name in names)
+        return tuple(key for name, own in zip(names, plain, strict=True) for key in ((own,) if own else there[name][1]))
 
     def key(self, name: str) -> str:
         """The first key of a name."""

@@ -4,7 +4,8 @@
 release (empty: any), `unlike.csv` a key, when it matters, and what it does. They were read off
 github.com/verl-project/verl (YAML of its trainers, 0.2 to 0.9, and of its asynchronous recipes), NVIDIA-NeMo/RL
 (`GRPOConfig` and its kin, `examples/configs/grpo_math_1B.yaml`; the same in 0.7 and 7ea279a), inclusionAI/AReaL
-(`areal/api/cli_args.py`, 1.0), all Apache-2.0, and the arguments of vLLM 0.9 to 0.26 and SGLang 0.5.
+(`areal/api/cli_args.py`, 1.0), THUDM/slime (`slime/utils/arguments.py`, 0.3 at 624b824), all Apache-2.0, and the
+arguments of vLLM 0.9 to 0.26 and SGLang 0.5.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def _number(release: str) -> tuple[int, ...]:
 def unlike_rows(of: str, *sections: str) -> tuple[Row, ...]:
     """What a framework, or an engine below these sections of a framework, has that an experiment has not."""
     rows = [(key, when, what) for key, when, what in _rows("unlike.csv", of)]
+    flags = bool(sections) and sections[0].startswith("--")  # slime's have dashes
+    rows = [(key.replace("_", "-"), when, what) for key, when, what in rows] if flags else rows
     return tuple((section + key, when, what) for section in sections or ("",) for key, when, what in rows)
 
 

@@ -29,7 +29,7 @@ _IN_DOUBLE = re.compile(rf"{_EXPANSION}|\\.|[^\\$`]++|\$", re.DOTALL)
 _IN_WORD = re.compile(rf"{_UNIT}|.", re.DOTALL)
 _TOKEN = re.compile(
     rf"""(?P<blank> (?: [ \t] | \\\n | \#[^\n]* )+ )           # with comments
-       | (?P<redirection> [<>][<>&-]{{0,2}} [ \t]* (?:{_UNIT})* )
+       | (?P<redirection> [0-9]* [<>][<>&-]{{0,2}} [ \t]* (?:{_UNIT})* )
        | (?P<operator> ;; | && | \|\| | [;|&\n()] )
        | (?P<array> [A-Za-z_]\w*\+?= ) \(
        | (?P<word> (?:{_UNIT})+ )""",

@@ -20,9 +20,13 @@ _ANY_KEY = r"[a-z]\w*(?:\.\w+)+"
 
 
 def override(key: str, value: Any) -> str:
-    """`key=value` as the framework's command line takes it."""
+    """`key=value`, or `--flag value`, as the framework's command line takes it."""
+    if key.startswith("--") and (value is None or isinstance(value, bool)):
+        return key if value else f"(no {key})"
     text = written(value)
     quoted = f"'{text}'" if re.search(r"[\s\[\]{}*?$&;|<>()]", text) else text
+    if key.startswith("--"):
+        return f"{key} {quoted}"
     return f"{'++' * bool(_OPEN.search(key))}{key}={quoted}"
 
 
@@ -40,11 +44,13 @@ def write_changes(source: Path, changes: Mapping[str, Any], out: Path) -> None:
     """
     check_new(out)
     text = source.read_text(encoding="utf-8")
-    write_text(out, _yaml(text, changes) if source.suffix in (".yaml", ".yml") else _script(text, changes, source))
+    flags = any(key.startswith("--") for key in changes)
+    change = _flags if flags else _yaml if source.suffix in (".yaml", ".yml") else _script
+    write_text(out, change(text, changes, source))
     out.chmod(source.stat().st_mode & 0o777)
 
 
-def _yaml(text: str, changes: Mapping[str, Any]) -> str:
+def _yaml(text: str, changes: Mapping[str, Any], _: Path) -> str:
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import CommentedMap
 
@@ -83,4 +89,27 @@ def _script(text: str, changes: Mapping[str, Any], source: Path) -> str:
             indent = re.match(r"\s*", lines[some[-1]])
             assert indent is not None
             lines.insert(some[-1], f"{indent[0]}{override(key, value)} \\")
+    return "\n".join(lines)
+
+
+def _flags(text: str, changes: Mapping[str, Any], source: Path) -> str:
+    """A flag is changed, or taken out, where it stands; new ones go before the last line that begins with one."""
+    lines = text.split("\n")
+    for key, value in changes.items():
+        new = "" if value is None or value is False else override(key, value)
+        setting = re.compile(rf"(?<![\w-]){re.escape(key)}(?![\w-])(?:[ =]+(?!--|[\\#)])[^\s\\]+)*")
+        if key == "program":
+            setting, new = re.compile(r"\btrain(?:_async)?\.py\b"), str(value)
+        places = [i for i, line in enumerate(lines) if setting.search(line) and not line.lstrip().startswith("#")]
+        for i in reversed(places):
+            lines[i] = setting.sub(lambda _, new=new: new, lines[i])
+            if lines[i].strip() in ("", "\\"):
+                del lines[i]
+        if new and not places:
+            flag = re.compile(r"(\s*)--[a-z][^\\]*(\\?)$")
+            some = [(i, found) for i, line in enumerate(lines) if (found := flag.match(line))]
+            if not some:
+                raise ConfigError(f"{source}: no line of it begins with a flag: add the lines above to your command")
+            at, found = some[-1]
+            lines.insert(at, f"{found[1]}{new} {found[2]}".rstrip())
     return "\n".join(lines)

@@ -20,6 +20,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import means
 from rlsim.experiment.systems import PartSpec, SystemSpec
+from rlsim.frameworks import READERS, read
 from rlsim.frameworks.draft import Draft, written
 from rlsim.frameworks.parts import Options
 from rlsim.models.hardware import load_cluster
@@ -28,16 +29,15 @@ from rlsim.results.tune.space import baseline_of
 
 #: Share of a GPU's memory that a changed configuration leaves free: what is not modelled, fragments and imbalance.
 MARGIN = 0.03
-Framework = Literal["verl", "nemo", "areal", ""]
 #: By the option of `rlsim init` that reads them.
-FRAMEWORKS: Mapping[str, Framework] = {"--from-verl": "verl", "--from-nemo": "nemo", "--from-areal": "areal", "": ""}
+FRAMEWORKS: Mapping[str, str] = {"": "", **{f"--from-{name}": name for name in READERS}}
 
 
 @dataclass(frozen=True)
 class Configuration:
     """Where settings come from: files and overrides of a framework, or an experiment (`framework` empty)."""
 
-    framework: Framework
+    framework: str
     sources: tuple[str, ...]
     options: Options
     version: str = "0.9"
@@ -65,18 +65,7 @@ class Configuration:
         return replace(self, sources=(*self.sources, *own), options=options)
 
     def _draft(self, overrides: tuple[str, ...]) -> Draft:
-        sources = (*self.sources, *overrides)
-        if self.framework == "verl":
-            from rlsim.frameworks.verl.experiment import from_verl
-
-            return from_verl(sources, self.options, self.version)
-        if self.framework == "nemo":
-            from rlsim.frameworks.nemo import from_nemo
-
-            return from_nemo(sources, self.options)
-        from rlsim.frameworks.areal import from_areal
-
-        return from_areal(sources, self.options)
+        return read(self.framework, (*self.sources, *overrides), self.options, self.version)
 
     def _own(self, changes: Mapping[str, Any]) -> Experiment:
         experiment, _, _ = load_experiment(self.sources[0], list(self.sources[1:]))
