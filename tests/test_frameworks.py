@@ -1,4 +1,4 @@
-"""Configurations of veRL's asynchronous recipes, of NeMo-RL and of AReaL as experiments, key by key."""
+"""Configurations of veRL's asynchronous recipes, NeMo-RL, AReaL and slime as experiments, key by key."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from rlsim.base.reading import read_yaml
 from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.schema import TrainingSpec, WorkflowSpec
+from rlsim.frameworks import READERS as READ
 from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
-from rlsim.frameworks.draft import Draft
+from rlsim.frameworks.draft import Draft, yaml_text
 from rlsim.frameworks.mapping import FUNCTIONS, rows_of
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import ENGINES, Options, check
 from rlsim.frameworks.settings import Kind, Settings
+from rlsim.frameworks.slime import from_slime
 from rlsim.frameworks.sources import parsed, read_sources
 from rlsim.frameworks.tables import names
 from rlsim.frameworks.verl.experiment import from_verl
 from rlsim.frameworks.verl.run import TrainingArguments
+from rlsim.frameworks.writing import write_changes
 from rlsim.policies.registry import load_policy
 from rlsim.sim.request import EngineConfig
 
@@ -456,6 +459,122 @@ ppo: {gen: {max_new_tokens: 27648}, ppo_n_minibatches: 4}
         areal(tmp_path, text=text)
 
 
+# slime ----------------------------------------------------------------------------------------------------------------
+
+#: After slime's scripts: the GPUs of the machine are counted, the model's arguments are in a file that lies elsewhere.
+SLIME = r"""
+DETECTED_GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
+NUM_GPUS=${NUM_GPUS:-${DETECTED_GPUS}}
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/qwen2.5-1.5B.sh"
+CKPT_ARGS=(
+   --hf-checkpoint ${BASE_FOLDER}/my-checkpoint
+   #--hf-checkpoint /root/Qwen3-4B
+   --save-interval 20
+)
+ROLLOUT_ARGS=(
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 2048
+   --global-batch-size 128
+   --balance-data
+)
+PERF_ARGS=(
+   --tensor-model-parallel-size 2
+   --sequence-parallel
+   --context-parallel-size 2
+   --recompute-granularity full
+   --recompute-method uniform
+   --recompute-num-layers 1
+   --use-dynamic-batch-size
+   --max-tokens-per-gpu 4096
+)
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 2
+   --sglang-mem-fraction-static 0.7
+   --sglang-cuda-graph-bs 1 2 4 8 $(seq 16 8 256)
+)
+ray start --head --num-gpus ${NUM_GPUS} --disable-usage-stats
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json="${RUNTIME_ENV_JSON}" \
+   -- python3 train.py \
+   --actor-num-nodes 1 \
+   --actor-num-gpus-per-node ${NUM_GPUS} \
+   --colocate \
+   ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} \
+   --use-kl-loss --accumulate-allreduce-grads-in-fp32 ${PERF_ARGS[@]} \
+   ${SGLANG_ARGS[@]} 2>&1 | tee run.log
+"""
+ASYNC_SLIME = SLIME.replace("--colocate", "--rollout-num-gpus 4").replace("train.py", "train_async.py")
+
+
+def slime(tmp_path: Path, *sources: str, text: str = SLIME, **more: Any) -> Draft:
+    (tmp_path / "run-mine.sh").write_text(text)
+    return from_slime([str(tmp_path / "run-mine.sh"), *sources], options(tmp_path, **more))
+
+
+def test_slime(tmp_path: Path) -> None:
+    draft = slime(tmp_path)
+    data = draft.data()
+    expected = {
+        "name": "run-mine", "framework": "slime 0.3", "cluster": "8xh100", "model": "qwen2.5-1.5b",
+        "calibration": "h100-sxm-sglang", "routing": "round_robin", "engine": {"max_num_seqs": 512},
+    }  # fmt: skip
+    assert some(data, expected) == expected
+    assert system(draft) == [{"verl": {"tp": 2}}]
+    assert data["workflow"] == {
+        "algorithm": "grpo", "prompts": 32, "responses": 8, "steps": 5, "reference": True, "old_log_probs": True,
+        "reward": {"from_trace": True},
+    }  # fmt: skip
+    assert data["training"] == {
+        "backend": "megatron", "tp": 2, "pp": 1, "cp": 2, "micro_batch_tokens": 8192, "packing": "first_fit",
+        "recompute": "full", "offload": True, "mini_batches": 2,
+    }  # fmt: skip
+    assert data["memory_utilization"] == 0.7
+    assert "--max-tokens-per-gpu (run-mine.sh:26) × 2 GPUs of a rank" in draft.text()
+    assert "8, a whole node, is taken; give DETECTED_GPUS=… if it is another" in draft.notes[0]
+    assert draft.missing == ["--save-interval (run-mine.sh:9): checkpoints between steps"]
+    assert {"--balance-data", "--sequence-parallel"} <= set(draft.unread)
+    runs(draft, tmp_path)
+
+
+def test_asynchronous_slime(tmp_path: Path) -> None:
+    draft = slime(tmp_path, "NUM_GPUS=4", "update-weights-interval=2", text=ASYNC_SLIME)
+    assert draft.data()["cluster"] == "8xh100"
+    assert system(draft) == [{"one_step_off": {"tp": 2, "rollout_gpus": 4}}]
+    assert "offload" not in draft.data()["training"]
+    assert any(text.startswith("--update-weights-interval (as given): weights every 2 steps") for text in draft.missing)
+    runs(draft, tmp_path)
+    apart = slime(tmp_path, "NUM_GPUS=4", text=ASYNC_SLIME.replace("train_async", "train"))
+    assert system(apart) == [{"verl": {"tp": 2}}, {"split": {"rollout_gpus": 4}}]
+
+
+def test_a_plain_list_of_flags_is_read_as_well(tmp_path: Path) -> None:
+    flags = "\n".join(
+        line for line in SLIME.split("\n") if re.match(" +--(?!runtime|actor)", line) and "\\" not in line
+    )
+    draft = slime(tmp_path, "--colocate", "--hf-checkpoint=Qwen/Qwen2.5-1.5B", text=flags)
+    assert draft.data()["training"]["micro_batch_tokens"] == 8192
+    assert system(draft) == [{"verl": {"tp": 2}}]
+
+
+def test_changes_are_written_into_a_script_of_flags(tmp_path: Path) -> None:
+    before = slime(tmp_path).data()
+    changes = {
+        "--rollout-num-gpus-per-engine": 4, "--recompute-granularity": None, "--recompute-method": None,
+        "--recompute-num-layers": None, "--colocate": False, "program": "train_async.py", "--rollout-num-gpus": 4,
+        "--actor-num-gpus-per-node": 4, "--use-rollout-logprobs": True,
+    }  # fmt: skip
+    write_changes(tmp_path / "run-mine.sh", changes, tmp_path / "tuned.sh")
+    given = [f"{key}={yaml_text(value)}" for key, value in changes.items()]
+    tuned = from_slime([str(tmp_path / "tuned.sh")], options(tmp_path)).data()
+    expected = slime(tmp_path, *given).data()
+    assert {**tuned, "name": ""} == {**expected, "name": ""} != {**before, "name": ""}
+    text = (tmp_path / "tuned.sh").read_text()
+    assert "recompute" not in text
+    assert "#--hf-checkpoint /root/Qwen3-4B" in text
+
+
 # Settings and mistakes ------------------------------------------------------------------------------------------------
 
 READERS: dict[str, Callable[..., Draft]] = {
@@ -463,6 +582,8 @@ READERS: dict[str, Callable[..., Draft]] = {
     "nemo": nemo,
     "nemo async": partial(nemo, text=ASYNC),
     "areal": areal,
+    "slime": slime,
+    "slime async": partial(slime, text=ASYNC_SLIME),
 }
 
 
@@ -502,6 +623,7 @@ CONFIGURATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "verl": (verl, (FULLY, SCRIPT, SCRIPT + " actor_rollout_ref.actor.strategy=megatron")),
     "nemo": (nemo, (ASYNC, BASE)),
     "areal": (areal, (AREAL,)),
+    "slime": (slime, (SLIME, ASYNC_SLIME.replace("${NUM_GPUS}", "4"))),
 }
 #: A value of each kind that a setting may be given by mistake.
 VALUES = ("auto", "'10'", "[1]", "{a: 1}", ".nan", "x" * 300)
@@ -537,11 +659,16 @@ def test_every_setting_that_is_asked_for_is_refused_or_taken_whatever_its_kind(
 
 @pytest.mark.parametrize(
     ("option", "text", "program"),
-    [("--from-nemo", BASE, "NeMo-RL 0.7"), ("--from-areal", AREAL, "AReaL 1.0"), ("--from-verl", FULLY, "veRL 0.9")],
+    [
+        ("--from-nemo", BASE, "NeMo-RL 0.7"),
+        ("--from-areal", AREAL, "AReaL 1.0"),
+        ("--from-verl", FULLY, "veRL 0.9"),
+        ("--from-slime", SLIME, "slime 0.3"),
+    ],
 )
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, text: str, program: str) -> None:
     monkeypatch.chdir(tmp_path)
-    name = "mine.sh" if option == "--from-verl" else "mine.yaml"
+    name = "mine.sh" if option in ("--from-verl", "--from-slime") else "mine.yaml"
     Path(name).write_text(text)
     done = CliRunner().invoke(app, ["init", option, name, "--gpu", "h100", "--out", "made.yaml"])
     assert done.exit_code == 0, done.output
@@ -563,7 +690,7 @@ def test_one_framework_at_a_time() -> None:
 # The tables of mappings ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", ["verl", "nemo", "areal"])
+@pytest.mark.parametrize("of", READ)
 def test_every_row_of_a_mapping_names_settings_facts_and_keys_that_there_are(of: str) -> None:
     head = (data_dir("frameworks") / f"{of}.yaml").read_text().partition("\n- ")[0]
     facts = {*re.findall(r"`(\w+)`", head), "name", "program", "has", "given", "key", "place", "value", "each"}

@@ -138,14 +138,8 @@ def from_slime(sources: Sequence[str], options: Options) -> Draft:
     share = config.entry("memory") if config.value("memory") else Entry(_OWN_SHARE, f"{ASSUMED}: as SGLang finds it")
     parts.add_memory(draft, share, options.folder, apart=apart)
     draft.missing = [*parts.unlike_of(config, "slime", "sglang", "--sglang-"), *reading.texts("missing")]
-    more_values: dict[str, Any] = {
-        **degrees,
-        "gpus": train,
-        "rollout": rollout,
-        "async": asynchronous,
-        "samples": responses,
-    }
-    parts.note_refusals(config, draft, actor, "slime", "SGLang", megatron=True, **more_values)
+    values: dict[str, Any] = {**degrees, "gpus": train, "samples": responses}
+    parts.note_refusals(config, draft, actor, "slime", "SGLang", megatron=True, **values)
     config.check_spelling()
     draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, config.name)

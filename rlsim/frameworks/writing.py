@@ -102,7 +102,7 @@ def _flags(text: str, changes: Mapping[str, Any], source: Path) -> str:
             setting, new = re.compile(r"\btrain(?:_async)?\.py\b"), str(value)
         places = [i for i, line in enumerate(lines) if setting.search(line) and not line.lstrip().startswith("#")]
         for i in reversed(places):
-            lines[i] = setting.sub(lambda _, new=new: new, lines[i])
+            lines[i] = setting.sub(new.replace("\\", r"\\"), lines[i])
             if lines[i].strip() in ("", "\\"):
                 del lines[i]
         if new and not places:
