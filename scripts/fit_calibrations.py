@@ -26,7 +26,6 @@ from rlsim.calibrate.write import write_yaml
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {
     "across": "across:main",
-    "eager": "published:eager",
     "expert-launch": "published:expert_launch",
     "kv": "kv:main",
     "serving": "host:main",

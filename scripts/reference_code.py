@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
+import typer.cli
 import typer.main
 
 import rlsim
@@ -85,51 +84,10 @@ def _prose(text: str) -> str:
 
 
 def cli() -> str:
-    """Every command: what it does, an example, its arguments and options."""
-    return "\n\n".join(_commands(typer.main.get_command(app), "rlsim"))
-
-
-def _commands(command: Any, path: str) -> Iterator[str]:
-    level = "##" if path.count(" ") < 2 else "###"
-    about = inspect.cleandoc(command.help or "")
-    examples = re.findall(r"^ *Example: *(.*)$", f"{about}\n{command.epilog or ''}", re.MULTILINE)
-    about = re.sub(r"^ *Example:.*$", "", about, flags=re.MULTILINE).strip()
-    text = [f"{level} `{path}`", about]
-    text += [f"Example: `{example.strip()}`" for example in examples]
-    types = get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
-    rows = [_parameter(one, types.get(one.name)) for one in command.params if one.name != "help"]
-    if rows:
-        text.append(table(("name", "value", "meaning"), rows))
-    yield "\n\n".join(text)
-    for name, inner in getattr(command, "commands", {}).items():
-        if not inner.hidden:
-            yield from _commands(inner, f"{path} {name}")
-
-
-def _parameter(parameter: Any, annotation: Any) -> tuple[str, str, str]:
-    option = parameter.param_type_name == "option"
-    names = [*parameter.opts, *parameter.secondary_opts] if option else [parameter.metavar or parameter.name.upper()]
-    value = "" if option and parameter.is_flag else (option and parameter.metavar) or _kind(annotation)
-    meaning = parameter.help or ""
-    if parameter.required:
-        meaning += " Required."
-    elif parameter.default not in (None, "", False, (), []) and parameter.show_default:
-        meaning += f" Default: `{parameter.default}`."
-    return ", ".join(f"`{name}`" for name in names), value, meaning
-
-
-def _kind(annotation: Any) -> str:
-    """How a type reads."""
-    inside = [part for part in get_args(annotation) if part is not type(None)]
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return " or ".join(f"`{member.value}`" for member in annotation)
-    if get_origin(annotation) is Literal:
-        return " or ".join(f"`{value}`" for value in inside)
-    if get_origin(annotation) in (list, tuple):
-        return f"{_kind(inside[0])}, repeatable"
-    if inside:
-        return _kind(inside[0])
-    return {int: "whole number", float: "number", Path: "path", str: "text"}.get(annotation, "")
+    """Every command, as typer writes it down: what it does, examples, its arguments and options."""
+    command = typer.main.get_command(app)
+    text = typer.cli.get_docs_for_click(obj=command, ctx=typer.Context(command), name="rlsim")
+    return text.replace("# `rlsim`\n", "## `rlsim`\n", 1).replace("\nExample: ", "\n\nExample: ").strip()
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
