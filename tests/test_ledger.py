@@ -190,6 +190,23 @@ def test_what_the_cases_assume(tmp_path: Path) -> None:
     assert "experts under FSDP" in ledger_rows("24", tmp_path, model="qwen3-30b-a3b")
 
 
+def test_a_trace_that_is_carried_beyond_its_facts_says_so(tmp_path: Path) -> None:
+    """RollPacker's curves end at 16,383 tokens, alone and mixed; lengths that are scaled end twice as far."""
+    rows = {"lengths beyond those published", "lengths under another cap"}
+    given: dict[str, Any] = {"cluster": "2x8xh800", "calibration": "h800-vllm"}
+
+    def told(path: Any, cap: str, **more: Any) -> dict[str, str]:
+        settings = {**given, "trace": {"path": path, "cap": cap, **more}}
+        loaded = LoadedExperiment.of(load_experiment("rollpacker_32b", settings)[0], tmp_path)
+        return {row.name: row.taken for row in ledger_of(loaded, Lookups()).assumed if row.name in rows}
+
+    beyond = told("rollpacker-math", "32K")
+    assert beyond == {"lengths beyond those published": "1.0% of the responses, by the fit",
+                      "lengths under another cap": "as published"}  # fmt: skip
+    assert told(["rollpacker-math", "rollpacker-judge"], "32K").keys() == rows
+    assert told("rollpacker-math", "16K") == told("rollpacker-math", "32K", scale=2) == {}
+
+
 # Worths --------------------------------------------------------------------------------------------------------------
 
 

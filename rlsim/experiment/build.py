@@ -254,7 +254,8 @@ def _scaled(trace: Trace, spec: TraceSpec) -> Trace:
         if factor != 1.0 and name in trace.frame
     }
     cap = trace.meta.cap_tokens and max(round(trace.meta.cap_tokens * spec.scale), 1)
-    meta = trace.meta.model_copy(update={"cap_tokens": cap})
+    known = trace.meta.known_tokens and max(round(trace.meta.known_tokens * spec.scale), 1)
+    meta = trace.meta.model_copy(update={"cap_tokens": cap, "known_tokens": known})
     return Trace(trace.frame.assign(**scaled), meta) if scaled else trace
 
 

@@ -230,6 +230,7 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
     wholly = (name for name in lookups.examples if counts[name]["extrapolated"] == counts[name].total())
     outside = sorted(name for name in wholly if name.startswith(_KERNELS))  # none of whose shapes was measured
     links = [one.inter for one in (cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)) if one.inter]
+    known = loaded.trace.meta.known_tokens or 0
     return {
         "loaded": loaded,
         "trace": experiment.trace,
@@ -249,6 +250,8 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "skew_assumed": any("skew" in note and "not measured" in note for note in calibration.provenance.notes),
         "prompts": float(frame["prompt_tokens"].mean()) if "prompt_tokens" in frame else 0.0,
         "check": seconds_text(reward.time_per_response),
+        "carried": known if source_of(experiment, "trace.path") == GIVEN else 0,
+        "beyond": float((loaded.trace.response_tokens > known).mean()),
         "workers": f"{reward.workers} worker{'s' * (reward.workers > 1)}",
         "host_us": calibration.host.sequence_s * 1e6,
         "host_source": one_line(calibration.host.source),

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from rlsim.base.schema import Schema
 from rlsim.base.tables import floats, parse_json
@@ -63,6 +64,22 @@ class TraceMeta(Schema):
     cap_tokens: int | None = Field(default=None, ge=1, description="response cap in force when sampled (tokens)")
     recipe: dict[str, Any] | None = Field(default=None, description="the recipe that generated it, if generated")
     notes: tuple[str, ...] = Field(default=(), description="what reading or importing assumed or left out")
+    known_tokens: int | None = Field(
+        default=None,
+        exclude=True,
+        description="longest length that the facts of its recipe speak of (tokens), if any do",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_by_its_recipe(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or "known_tokens" in given:
+            return given
+        with suppress(KeyError, TypeError, ValueError):  # no recipe, or one without facts
+            facts = [fact for fact in given["recipe"]["lengths"]["facts"] if "mean" not in fact]
+            known = max(f.get("above") or f.get("tokens") or given["recipe"]["cap_tokens"] for f in facts)
+            return {**given, "known_tokens": known}
+        return given
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,7 @@ def mix(traces: Sequence[Trace]) -> Trace:
         source="; ".join(dict.fromkeys(trace.meta.source for trace in traces)),
         cap_tokens=caps.pop() if len(caps) == 1 else None,
         notes=tuple(notes),
+        known_tokens=max((t.meta.known_tokens for t in traces if t.meta.known_tokens), default=None),
     )
     return make_trace(pd.concat(frames, ignore_index=True), meta, where=meta.name)
 
