@@ -32,7 +32,7 @@ def call_published_s(options: parts.Options) -> dict[str, dict[str, float]]:
     """The published seconds of every call, by plan."""
     found: dict[str, dict[str, float]] = {name: {} for name in PLANS}
     for row in figures(options, "real").rows:
-        if row.quantity.endswith("_s") and row.quantity != "iteration_s":
+        if row.case in found and row.quantity.endswith("_s") and row.quantity != "iteration_s":
             found[row.case][row.quantity.removesuffix("_s")] = float(row.value)
     return found
 

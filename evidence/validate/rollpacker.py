@@ -24,7 +24,8 @@ def section(options: Options) -> Section:
     found: dict[str, Any] = {name: told(result) for name, result in results.items()}
     shares = {task: stage_shares(found[f"shares_{task}"]["verl"]) for task in TASKS}
     found["shares"] = {f"{task}_{name}": share for task, own in shares.items() for name, share in own.items()}
-    found |= {f"rounds_{size}": _rounds(results[f"fitted_{size}"]) for size in ("7b", "32b")}
+    rounds = {"7b": "fitted_7b", "32b": "fitted_32b", "stretched": "stretched_32b"}
+    found |= {f"rounds_{name}": _rounds(results[run]) for name, run in rounds.items()}
     tried = [name for name in found["eta"] if name.startswith("tail-eta")]
     best = min(tried, key=lambda name: found["eta"][name]["every"]["gen_time_s"])
     found["best_eta"] = float(best.removeprefix("tail-eta"))

@@ -81,6 +81,7 @@ class Megatron(Schema, Placing):
     micro_batches: int | None = Field(
         default=None, ge=1, le=1_000_000, description="micro-batches of a data-parallel rank, at most its sequences"
     )
+    graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
 
     def plan(self, context: PlanContext) -> Plan:
         """The first layout that fits, from the fewest pipeline stages on; raises `CapacityError` if none does."""
@@ -102,6 +103,7 @@ class Megatron(Schema, Placing):
                 if call.kind not in ("sync", "reward")
             }
             plan = with_transfers(context.workflow, placed, context.reward)
+            plan = plan if self.graphs else _eager(plan, context.workflow)
             try:
                 context.check(plan)
             except CapacityError as too_large:
