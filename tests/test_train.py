@@ -303,11 +303,11 @@ def test_sends_between_stages_by_hand() -> None:
     """Both micro-batches over one boundary and the larger over the two others; gradients come back."""
     way_s = (3000 + 2 * 2000) * 4096 * 2 / 360e9
     call = cost(pp=4, micro_batch_sequences=1)
-    assert call.forward_s([1000, 2000]).communication_s == pytest.approx(way_s)
-    assert call.part_time([1000, 2000], backward=True).communication_s == pytest.approx(2 * way_s)
+    assert call.forward_s([1000, 2000]).sends_s == pytest.approx(way_s)
+    assert call.part_time([1000, 2000], backward=True).sends_s == pytest.approx(2 * way_s)
     halved = cost(IDEAL, Ring(), pp=4, tp=2, sequence_parallel=True, micro_batch_sequences=1)
     whole = cost(IDEAL, Ring(), pp=4, tp=2, micro_batch_sequences=1)
-    saved_s = whole.forward_s([1000, 2000]).communication_s - halved.forward_s([1000, 2000]).communication_s
+    saved_s = whole.forward_s([1000, 2000]).sends_s - halved.forward_s([1000, 2000]).sends_s
     assert saved_s == pytest.approx(way_s / 2)  # the layers' own communication is the same
 
 

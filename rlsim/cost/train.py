@@ -51,7 +51,8 @@ class TrainTime:
     """Seconds of one call; the parts add up to `total_s`.
 
     `compute_s` is the mean over data-parallel ranks (of the slowest pipeline stage), `imbalance_s` what they wait for
-    the slowest rank, `communication_s` what is not hidden behind compute, `bubble_s` the pipeline's fill and drain.
+    the slowest rank, `communication_s` collectives that compute does not hide, `sends_s` what pipeline stages send from
+    one to the next, `bubble_s` the pipeline's fill and drain.
     """
 
     compute_s: float = 0.0
@@ -60,12 +61,13 @@ class TrainTime:
     optimizer_s: float = 0.0
     offload_s: float = 0.0
     imbalance_s: float = 0.0
+    sends_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """The call from start to end."""
         work = self.compute_s + self.communication_s + self.bubble_s
-        return work + self.optimizer_s + self.offload_s + self.imbalance_s
+        return work + self.sends_s + self.optimizer_s + self.offload_s + self.imbalance_s
 
     @property
     def named(self) -> list[tuple[str, float]]:
@@ -307,7 +309,8 @@ class TrainCost:
         bubble_s = float(bubbles.mean())
         return TrainTime(
             compute_s=mean_s,
-            communication_s=talk_s + self._stage_sends_s(tokens, passes),
+            communication_s=talk_s,
+            sends_s=self._stage_sends_s(tokens, passes),
             bubble_s=bubble_s,
             imbalance_s=float((work.sum(axis=1) + bubbles).max()) - mean_s - talk_s - bubble_s,
         )
