@@ -78,12 +78,18 @@ def test_a_kept_bound_above_its_target_is_a_miss() -> None:
 
 def test_every_row_has_a_target_and_no_bound_has_grown() -> None:
     """By file: how many bounds, and their sum; a bound may only shrink (new rows: three targets of prime-rl's, eight of
-    PAT's naive switch and memory, fourteen of RollPacker's planner, streams and stretched lengths, five of TRL's engine
+    PAT's naive switch and memory, fifteen of RollPacker's planner, streams, stretched lengths and judge, five of TRL's engine
     and Δ, seven of REAL's costs)."""
     targets = load_targets(ROOT / "evidence")
     assert all(targets.within(Row(part, "x", "y", 1, 1, kind=kind)) <= 0.2
                for part in PARTS for kind in ("input", "output", "left-out", "fitted"))  # fmt: skip
-    most = {"pat": (57, 7.59), "rollpacker": (60, 16.31), "oppo": (11, 5.17), "real": (30, 9.02), "targets": (56, 10.16)}
+    most = {
+        "pat": (57, 7.59),
+        "rollpacker": (61, 17.08),
+        "oppo": (11, 5.17),
+        "real": (30, 9.02),
+        "targets": (56, 10.16),
+    }
     found = {part: [row.bound for row in figures(Options(), part).rows] for part in PAPERS}
     found["targets"] = [bound.limit for bound in targets.bounds]
     for part, (count, total) in most.items():

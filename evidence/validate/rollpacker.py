@@ -26,10 +26,21 @@ def section(options: Options) -> Section:
     found["shares"] = {f"{task}_{name}": share for task, own in shares.items() for name, share in own.items()}
     rounds = {"7b": "fitted_7b", "32b": "fitted_32b", "stretched": "stretched_32b"}
     found |= {f"rounds_{name}": _rounds(results[run]) for name, run in rounds.items()}
+    found["judge_busy"] = judge_busy(results["shares_judge"])
     tried = [name for name in found["eta"] if name.startswith("tail-eta")]
     best = min(tried, key=lambda name: found["eta"][name]["every"]["gen_time_s"])
     found["best_eta"] = float(best.removeprefix("tail-eta"))
     return published_section(options, "rollpacker", found | {"trace": _lengths()})
+
+
+def judge_busy(result: Result) -> float:
+    """Share of the time from the start of generation to the last score in which a judge's GPU is at work."""
+    ((record,),) = (systems.values() for systems in result.manifest["judge"].values())
+    calls, at_work = result.calls, result.spans[result.spans["kind"] == "reward"]
+    ends = calls[calls["kind"] == "reward"].set_index(["seed", "step"])["end_at"]
+    starts = calls[calls["kind"] == "generate"].set_index(["seed", "step"])["start_at"]
+    busy_s = ((at_work["end_at"] - at_work["start_at"]) * at_work["gpus"]).sum()
+    return float(busy_s / (record["gpus"] * (ends - starts).sum()))
 
 
 def stage_shares(system: Mapping[str, Any]) -> dict[str, float]:
