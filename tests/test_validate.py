@@ -78,7 +78,7 @@ def test_a_kept_bound_above_its_target_is_a_miss() -> None:
 
 def test_every_row_has_a_target_and_no_bound_has_grown() -> None:
     """By file: how many bounds, and their sum; a bound may only shrink (new rows: three targets of prime-rl's, eight of
-    PAT's naive switch and memory, fifteen of RollPacker's planner, streams, stretched lengths and judge, five of TRL's engine
+    PAT's naive switch and memory, fifteen of RollPacker's planner, streams, lengths and judge, five of TRL's engine
     and Δ, seven of REAL's costs)."""
     targets = load_targets(ROOT / "evidence")
     assert all(targets.within(Row(part, "x", "y", 1, 1, kind=kind)) <= 0.2
