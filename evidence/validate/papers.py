@@ -7,8 +7,6 @@ a shipped one, `table NAME` a file of the evidence, `test NAME` tests of that na
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -26,7 +24,6 @@ from rlsim.experiment.schema import Experiment
 from rlsim.policies.registry import load_policy
 
 _ROOT = EVIDENCE.parent
-_BASELINES = ("baseline", "of", "engine", "graphs", "batch", "memory", "source", "in rlsim")
 
 
 class Told(Schema):
@@ -43,9 +40,7 @@ def section(options: Options) -> Section:
     """The table, as it stands (a second)."""
     headings = ("paper", "what", "published", "repeated by", "remark")
     cells = [(t.paper, t.what, t.published, t.found, t.remark) for t in told(options.evidence)]
-    _, *ran = csv.reader(io.StringIO(read_text(options.evidence / "baselines.csv")))
-    tables = {"table": markdown(headings, cells), "baselines": markdown(_BASELINES, ran)}
-    return Section((), (), tables, reference="")
+    return Section((), (), {"table": markdown(headings, cells)}, reference="")
 
 
 def told(evidence: Path = EVIDENCE) -> list[Told]:
