@@ -26,7 +26,6 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
-from rlsim.experiment.case import Execute, in_turn
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.run import check_experiment, run_loaded
 from rlsim.experiment.summary import model_interval
@@ -212,11 +211,10 @@ def test_the_validation_draws_nothing() -> None:
         assert "rlsim.experiment.run import" not in path.read_text(encoding="utf-8"), f"{path.name}: runs.run instead"
 
 
-@pytest.mark.parametrize("execute", [None, in_turn])
-def test_progress_counts_the_runs_in_worlds(execute: Execute | None) -> None:
+def test_progress_counts_the_runs_in_worlds() -> None:
     told: list[tuple[int, int, str]] = []
     loaded = load_experiment({**SMALL, "seeds": 2})
-    run_loaded(*loaded, progress=lambda *now: told.append(now), execute=execute)
+    run_loaded(*loaded, progress=lambda *now: told.append(now))
     assert {total for _, total, _ in told} == {8}, "two distinct systems, on two seeds and in two worlds"
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
     assert told[0][0] == 0
@@ -224,10 +222,7 @@ def test_progress_counts_the_runs_in_worlds(execute: Execute | None) -> None:
     assert any(what == "world 2 of 2: verl-tp4" for _, _, what in told)
 
 
-@pytest.mark.parametrize("execute", [None, in_turn])
-def test_a_plan_is_searched_for_once_and_kept_in_the_worlds(
-    execute: Execute | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_searched_for_once_and_kept_in_the_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
 
     def counted(*arguments: Any, **more: Any) -> Any:
@@ -237,7 +232,7 @@ def test_a_plan_is_searched_for_once_and_kept_in_the_worlds(
     monkeypatch.setattr("rlsim.experiment.planning.find_best", counted)
     systems = [{"verl": {"tp": 2}}, {"name": "found", "use": [{"real": {"evaluations": 200}}]}]
     loaded = load_experiment({**SMALL, "cluster": "2xh100", "model": "qwen2.5-1.5b", "seeds": 2, "systems": systems})
-    assert len(run_loaded(*loaded, execute=execute).manifest["worlds"][""]["found"]) == 2
+    assert len(run_loaded(*loaded).manifest["worlds"][""]["found"]) == 2
     assert len(searches) == 1
 
 

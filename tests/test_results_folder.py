@@ -54,8 +54,8 @@ def test_results_can_be_read_while_they_are_replaced(tmp_path: Path) -> None:
 
     def write() -> None:
         try:
-            for seed in range(12):
-                result.write(folder, {"note.txt": str(seed)})
+            for _ in range(12):
+                result.write(folder)
         finally:
             over.set()
 

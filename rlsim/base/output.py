@@ -1,9 +1,4 @@
-"""Files that appear whole or not at all, where nothing of the user's is replaced unasked.
-
-Pages, timelines, the charts of a folder, calibrations and whatever else can tell that rlsim wrote it are replaced
-only if it did. Another file that the user names (`--json x.json`) is replaced, as other programs do it, unless it is
-an input of the command or a part of some results.
-"""
+"""Files that appear whole or not at all. What rlsim names itself is replaced only if rlsim wrote it."""
 
 from __future__ import annotations
 
@@ -20,28 +15,14 @@ from pathlib import Path
 
 from rlsim.errors import ConfigError, RlsimError
 
-#: What tells a file that rlsim wrote, within its first bytes, by its ending: pages and charts, timelines, calibrations
-#: with their clusters and models.
+#: What tells pages, charts, timelines and calibrations that rlsim wrote, within their first bytes.
 GENERATOR = '<meta name="generator" content="rlsim">'
 SVG_MARK, PNG_MARK = b"<!-- rlsim -->", b"Software\0rlsim"
-_PAGE, _TIMELINE = re.escape(GENERATOR.removesuffix('">').encode()), rb'"simulator": "rlsim '
-_MARKS = {
-    ".html": _PAGE,
-    ".htm": _PAGE,
-    ".svg": re.escape(SVG_MARK),
-    ".png": re.escape(PNG_MARK),
-    ".json": _TIMELINE,
-    ".gz": _TIMELINE,
-    ".csv": rb"\A# Tables of ",
-    ".yaml": rb"\A# (Fitted by .+; change that, not this\.|(This machine, as|The model as) `rlsim calibrate` )",
-}
+_MARK = re.compile(
+    rb'content="rlsim|<!-- rlsim|Software\0rlsim|"simulator": "rlsim |\A# Tables of '
+    rb"|\A# (Fitted by .+; change that, not this\.|(This machine, as|The model as) `rlsim calibrate` )"
+)
 _MARKED_BYTES = 4_096
-#: How the records of results begin (see `rlsim.base.records`).
-_RECORD = re.compile(rb'\{\s*"format": \d+,')
-#: The records that say what the results of a directory are.
-_RECORDS = ("manifest.json", "sweep.json")
-#: Files beside such a record that are a part of the results, as their tables are.
-_BESIDE_RECORDS = ("log.jsonl",)
 
 
 @contextmanager
@@ -75,6 +56,40 @@ def write_text(path: Path, text: str, error: type[RlsimError] = ConfigError) -> 
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """A file by `atomic_path`, in a folder that is made if need be; raises `ConfigError` if that is not possible."""
+    with _problems(path, ConfigError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(data)
+
+
+@contextmanager
+def locked(folder: Path, *, shared: bool = False, wait: bool = True) -> Iterator[bool | None]:
+    """One process at a time writes to a folder, or many read it; false if another one does and this one does not wait.
+
+    None where the system has no such locks.
+    """
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield None
+        return
+    alone: bool | None = True
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            alone = False
+        except OSError:  # a network file system
+            alone = None
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
 def resolved(path: str | Path, error: type[RlsimError] = ConfigError) -> Path:
     """Where a path leads once all links are followed; raises `error` if no file can be there, whatever its name."""
     with _problems(path, error):
@@ -90,8 +105,8 @@ def resolved(path: str | Path, error: type[RlsimError] = ConfigError) -> Path:
 def check_file(path: Path, error: type[RlsimError] = ConfigError, *, inputs: Iterable[str | Path] = ()) -> Path:
     """Where such a file would be written, links followed.
 
-    Raises `error` if there is no folder for it, it cannot be written there, a folder is in its place, it is one of the
-    `inputs` of the command, or a part of some results.
+    Raises `error` if there is no folder for it, it cannot be written there, a folder is in its place, or it is one of
+    the `inputs` of the command.
     """
     with _problems(path, error):
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -105,8 +120,6 @@ def check_file(path: Path, error: type[RlsimError] = ConfigError, *, inputs: Ite
         for one in inputs:
             if Path(one).exists() and target.samefile(one):
                 raise error(f"{path}: is what the command reads; give another name")
-        if _part_of_results(target):
-            raise error(f"{path}: is a part of results; give another name")
     check_writable(target.parent, path, error)
     return target
 
@@ -132,18 +145,7 @@ def check_own_file(path: Path, error: type[RlsimError] = ConfigError) -> Path:
 
 def written_by_rlsim(path: Path) -> bool:
     """Whether a page, chart, timeline, calibration or cluster file is one that rlsim wrote."""
-    mark = _MARKS.get(path.suffix)
-    return mark is not None and re.search(mark, _head(path)) is not None
-
-
-def _part_of_results(path: Path) -> bool:
-    """Whether a file is a record of some results, or a table or log that belongs to one."""
-    if path.name == "part.parquet" and path.parent.name.startswith("point="):
-        return True
-    if path.suffix == ".json" and _RECORD.match(_head(path)):
-        return True
-    belongs = path.suffix == ".parquet" or path.name in _BESIDE_RECORDS
-    return belongs and any(_RECORD.match(_head(path.with_name(name))) for name in _RECORDS)
+    return _MARK.search(_head(path)) is not None
 
 
 def _head(path: Path) -> bytes:

@@ -1,20 +1,18 @@
-"""One case of an experiment: what it loaded, its systems, and its runs as pieces of work that any process can do."""
+"""One case of an experiment: what it loaded, its systems, and their runs."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from rlsim.base.schema import located, validate
+from rlsim.base.schema import located
 from rlsim.cost.lookups import Lookups
-from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError, about, unknown_name
+from rlsim.errors import CapacityError, CatalogueError, ConfigError, about, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.frames import Frames, named
 from rlsim.experiment.ledger import LedgerRecord, ledger_of
@@ -57,7 +55,10 @@ def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experime
 
 
 class Case:
-    """One case: what it loaded, its systems, and the runs so far. Nothing is searched for before `search`."""
+    """One case: what it loaded, its systems, and the runs so far. Nothing is searched for before `search`.
+
+    With `optional` systems, all that do not fit are left out with a note; else only variants for want of memory are.
+    """
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class Case:
         experiment: Experiment,
         folder: Path,
         shown: str,
-        optional: Collection[str],
         plans: FoundPlans,
+        optional: bool = False,
     ) -> None:
         self.name = name
         self.experiment = experiment
@@ -83,14 +84,12 @@ class Case:
             raise unknown_name("baseline system", experiment.baseline, self.names)
         self._done: dict[tuple[str, int], Frames] = {}
         self._ran: dict[str, str] = {}  # by system: the key of what it came out as
-        self._missed: dict[str, RlsimError] = {}  # by key: why no plan was found
-        self._looked_up: list[Lookups] = []  # by jobs with simulators of their own
         self._settle()
 
     def search(self, told: Callable[[int, int, str], None]) -> None:
         """Search for the plans that systems leave to a search; raises `RlsimError` if one does not fit."""
         if self.searched:
-            told(0, len(self.jobs(0)), f"{self.name} plan of {', '.join(self.searched)}".strip())
+            told(0, len(self.runs()), f"{self.name} plan of {', '.join(self.searched)}".strip())
             self.simulator.plans.search = True
             self._settle()
 
@@ -103,56 +102,15 @@ class Case:
         self.memory_notes = list(self._memory_notes())
         self.notes += self.memory_notes
 
-    @cached_property
-    def _config(self) -> str:
-        """The experiment as jobs have it: without systems, and with the seed that searches take."""
-        seeds = list(self.experiment.seed_list[:1])
-        bare: dict[str, Any] = {"systems": ["verl"], "baseline": None, "cases": {}, "certainty": 0, "seeds": seeds}
-        return json.dumps({**self.experiment.model_dump(mode="json"), **bare})
-
-    def jobs(self, first: int) -> list[Job]:
-        """The runs to do, numbered from `first`; two systems with the same policy and parameters share theirs.
-
-        A job is one run, or all of a system whose plan is to be searched for.
-        """
+    def runs(self) -> list[tuple[SystemSpec, int]]:
+        """The runs to do, a system and a seed each; two systems with the same policy and parameters share theirs."""
         needed: dict[str, SystemSpec] = {}
         for spec, _ in chain.from_iterable(self.systems.values()):
             needed.setdefault(spec.key, spec)
-        seeds, plans = self.experiment.seed_list, dict(self.simulator.plans.found)
-        runs = [
-            (spec, own)
-            for spec in needed.values()
-            for own in ([seeds] if spec.name in self.searched else [(seed,) for seed in seeds])
-        ]
-        return [
-            Job(f"{n}: {self.name} {spec.name}", spec.key, self._config, *self._place, spec.plain, own, plans)
-            for n, (spec, own) in enumerate(runs, first)
-        ]
+        return [(spec, seed) for spec in needed.values() for seed in self.experiment.seed_list]
 
-    def take(self, done: Mapping[Job, Ran | RlsimError]) -> None:
-        """Take what jobs came to."""
-        searched, ran = set(self.searched), dict[Job, Ran]()
-        for job, answer in done.items():
-            if isinstance(answer, RlsimError):
-                self._missed[job.key] = answer
-                continue
-            ran[job] = answer
-            self.simulator.plans.found |= answer.plans
-            self._looked_up += [answer.lookups] if answer.lookups else []
-        if searched:
-            self._settle()
-        stands_for = {spec.name: [s.key for s, _ in found] for spec, found in self.systems.items()}
-        for job, answer in ran.items():
-            keys = stands_for[job.system.name] if job.system.name in searched else [job.key]
-            for key, own in zip(keys, answer.frames, strict=True):
-                self._done |= {(key, seed): frames for seed, frames in zip(job.seeds, own, strict=True)}
-
-    def left_out(self, spec: SystemSpec, error: RlsimError) -> bool:
-        """Whether a system is left out with a note because of this: it does not fit, and is one variant of several or
-        optional."""
-        if spec.name in self._optional:
-            return isinstance(error, CapacityError | ConfigError)
-        return isinstance(error, CapacityError) and spec.variant
+    def run(self, spec: SystemSpec, seed: int) -> None:
+        self._done[spec.key, seed] = self.simulator.tables(spec, seed)
 
     def decides(self, spec: SystemSpec) -> bool:
         """Whether a system decides on layouts or places while it generates."""
@@ -191,15 +149,13 @@ class Case:
         return list(spec.alternatives(self.simulator.placed(spec.make()).context))
 
     def _fits(self, spec: SystemSpec) -> bool:
-        """Whether the system can run; if not, it is left out with a note or that is an error (`left_out`)."""
+        """Whether the system can run; if not, it is left out with a note, or that is an error."""
         try:
-            if spec.key in self._missed:
-                raise self._missed[spec.key]
             self.simulator.check_all(spec)
         except SearchAheadError:
             self.searched.append(spec.name)
         except (CapacityError, ConfigError) as error:
-            if not self.left_out(spec, error):
+            if not (self._optional or (spec.variant and isinstance(error, CapacityError))):
                 more = self.remedies(spec) if isinstance(error, CapacityError) else ""
                 raise type(error)(f"{spec.shown}: {error}{more}") from None
             self.notes.append(f"{spec.name} left out: {error}")
@@ -251,8 +207,7 @@ class Case:
         return {", ".join(names): placed for placed, names in found.values()}
 
     def lookups(self) -> Lookups:
-        own = (placed.lookups() for placed in self.experiments().values())
-        return Lookups().merge(self._looked_up or own)
+        return Lookups().merge(placed.lookups() for placed in self.experiments().values())
 
     @cached_property
     def ledger(self) -> LedgerRecord:
@@ -287,7 +242,7 @@ class Case:
     def again(self, experiment: Experiment, name: str) -> Case:
         """A case of another experiment in the same place, with the plans that were found; its systems need not fit."""
         found = self.simulator.plans.found
-        made = Case(name, experiment, self._place[1], self._place[0], self.names, found)
+        made = Case(name, experiment, self._place[1], self._place[0], found, optional=True)
         made.baseline = self.baseline
         return made
 
@@ -319,98 +274,3 @@ class Case:
         kinds = kinds_note(self.loaded.cluster.kinds)
         found = (*tuned, *rates, *preempted, *infeasible, *self.notes, *sampled, *scored, *kinds)
         return [prefix + note for note in found]
-
-
-# ---- the runs of one system as a piece of work: all that they need is sent along -------------------------------------
-
-
-#: Experiments that a process keeps loaded.
-KEPT = 8
-#: Tables of runs, by what a tuned system stands for, then seed.
-Tables = Sequence[Sequence[Frames]]
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What runs came to; what a simulator of their own searched for and looked up, if they had one."""
-
-    frames: Tables
-    plans: FoundPlans = field(default_factory=dict)
-    lookups: Lookups | None = None
-
-
-@dataclass(frozen=True)
-class Job:
-    """Runs of one system under some seeds."""
-
-    point: str  # its number among the jobs, and the case and system in messages
-    key: str  # of the system
-    config: str  # the case's resolved experiment, without its systems and further seeds, as JSON
-    shown: str
-    folder: Path
-    system: SystemSpec
-    seeds: tuple[int, ...]
-    plans: FoundPlans = field(compare=False)  # found before
-
-    @property
-    def content(self) -> tuple[Any, ...]:
-        """Jobs with the same come to the same."""
-        return self.key, self.config, self.folder, self.seeds
-
-    @property
-    def name(self) -> str:
-        """The case and system."""
-        return self.point.partition(": ")[2].strip()
-
-    def run(self) -> Ran | RlsimError:
-        """Simulate on a simulator of its own, so that what it finds depends on nothing else.
-
-        Never raises: what goes wrong is the answer.
-        """
-        try:
-            simulator = Simulator(_loaded(self.config, self.shown, self.folder))
-            simulator.plans.found |= self.plans
-            return Ran(self.tables(simulator), simulator.plans.found, simulator.lookups())
-        except RlsimError as error:
-            return error
-        except MemoryError:
-            return RlsimError(f"{self.name}: out of memory")
-        except Exception as error:  # a mistake of rlsim's own
-            return RlsimError(f"{self.name}: {type(error).__name__}: {error}")
-
-    def tables(self, simulator: Simulator) -> Tables:
-        """Simulate on that simulator; raises whatever goes wrong."""
-        context = simulator.placed(self.system.make()).context
-        return [
-            [simulator.tables(alternative, seed) for seed in self.seeds]
-            for alternative, _ in self.system.alternatives(context)
-        ]
-
-
-#: Does jobs, in any order; calls its second argument as it begins one, and gives each with its answer.
-Execute = Callable[[Sequence[Job], Callable[[Job], None]], Iterable[tuple[Job, Ran | RlsimError]]]
-
-
-def in_turn(jobs: Sequence[Job], begun: Callable[[Job], None]) -> Iterable[tuple[Job, Ran | RlsimError]]:
-    """One job after the other in this process."""
-    for job in jobs:
-        begun(job)
-        yield job, job.run()
-
-
-def remembering(execute: Execute) -> Execute:
-    """Does no job again that it did before."""
-    known: dict[tuple[Any, ...], Ran | RlsimError] = {}
-
-    def does(jobs: Sequence[Job], begun: Callable[[Job], None]) -> Iterable[tuple[Job, Ran | RlsimError]]:
-        yield from [(job, known[job.content]) for job in jobs if job.content in known]
-        for job, answer in execute([job for job in jobs if job.content not in known], begun):
-            known[job.content] = answer
-            yield job, answer
-
-    return does
-
-
-@lru_cache(maxsize=KEPT)
-def _loaded(config: str, shown: str, folder: Path) -> LoadedExperiment:
-    return LoadedExperiment.of(validate(json.loads(config), Experiment, shown), folder, shown)

@@ -7,8 +7,7 @@ time on its GPUs. Where a row of the summary has no meaning of its own, it is th
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlsim.base.catalogue import DATA
-from rlsim.base.output import reason
 from rlsim.base.records import file_sha256
 from rlsim.base.refusals import code_of
+from rlsim.base.tables import parquet_errors
 from rlsim.errors import ConfigError
 
 
@@ -67,7 +66,7 @@ def computed(columns: Sequence[Column], **known: Any) -> dict[str, Any]:
     return {column.name: eval(code_of(column.of), known) for column in columns if column.of}
 
 
-# ---- as Parquet files, read only with their recorded SHA-256 ---------------------------------------------------------
+# ---- as Parquet files ------------------------------------------------------------------------------------------------
 
 
 TYPES = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string(), "bool": pa.bool_()}
@@ -103,29 +102,30 @@ def to_bytes(rows: pa.Table) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-@contextmanager
-def opened(path: Path, columns: Sequence[Column], sha256: str) -> Iterator[pq.ParquetFile]:
-    """A Parquet file, open to be read, once it is known that it has its SHA-256 and these columns.
-
-    Raises `ConfigError`, naming the file, for one that is missing, cannot be read, is damaged, or lacks such columns.
-    """
-    try:
-        if file_sha256(path) != sha256:
-            raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
-        with pq.ParquetFile(path) as file:
-            for name in [column.name for column in columns if column.name not in file.schema_arrow.names]:
-                raise ConfigError(f"{path}: has no column {name}: written by another version of rlsim; run it again")
-            yield file
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: missing: the results are damaged, or of a version of rlsim without it") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
-
-
 def read_parquet(
-    path: Path, columns: Sequence[Column], sha256: str, only: Mapping[str, Collection[Any]] = MappingProxyType({})
+    path: Path,
+    columns: Sequence[Column],
+    sha256: str = "",
+    only: Mapping[str, Collection[Any]] = MappingProxyType({}),
+    *,
+    every: bool = False,
 ) -> pa.Table:
-    """These columns of a Parquet file, checked as `opened` does: of the rows whose values are among those of `only`."""
-    with opened(path, columns, sha256):
-        names, rows = [column.name for column in columns], [(name, "in", list(values)) for name, values in only.items()]
-        return pq.read_table(path, columns=names, filters=rows or None, use_threads=False)
+    """These columns of a Parquet file, or `every` one, of the rows whose values are among those of `only`.
+
+    Raises `ConfigError`, naming the file, for one that is missing, cannot be read, is damaged (a page does not have its
+    checksum, or the file not this SHA-256), or lacks such columns.
+    """
+    wanted = [column.name for column in columns]
+    with parquet_errors(path, ConfigError):
+        if sha256 and file_sha256(path) != sha256:
+            raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
+        for name in sorted({*wanted} - {*pq.read_schema(path).names}, key=wanted.index):
+            raise ConfigError(f"{path}: has no column {name}: written by another version of rlsim; run it again")
+        return pq.read_table(
+            path,
+            columns=None if every else wanted,
+            filters=[(name, "in", list(values)) for name, values in only.items()] or None,
+            use_threads=False,
+            partitioning=None,
+            page_checksum_verification=True,
+        )

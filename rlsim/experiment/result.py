@@ -1,14 +1,12 @@
 """The results of an experiment: tables in memory, how they came to be, and the directory they are written to.
 
-New files are written whole in `.rlsim-new-…`, which then is renamed to `.rlsim-next`: from that moment they are the
-results. They move to their places one by one, the manifest last; who finds `.rlsim-next` after a crash, a reader or the
-next writer, goes on with that. Files that rlsim did not write stay where they are, or the directory is refused.
+Files move to their places whole and one by one, the manifest, which has their SHA-256, last: a crash leaves the old
+results, the new ones, or some that readers tell from both.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shutil
 import tempfile
@@ -23,7 +21,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.base.output import check_folder, flush, reason, resolved, written_by_rlsim
+from rlsim.base.output import check_folder, flush, locked, reason, written_by_rlsim
 from rlsim.base.records import file_sha256, read_record, sealed
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError
@@ -35,7 +33,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import summarise
 
 MANIFEST = "manifest.json"
-_NEW, _NEXT = ".rlsim-new-", ".rlsim-next"
+_NEW = ".rlsim-new-"
 #: Written from results by other commands; out of date when there are new ones.
 _DERIVED = ("report.html", "timeline.json", "timeline.json.gz")
 
@@ -72,29 +70,26 @@ class Result:
             rows = rows[rows[column].isin(values)]
         return rows[list(columns)].reset_index(drop=True)
 
-    def write(self, directory: str | Path, extra: Mapping[str, str] = MappingProxyType({})) -> Path:
-        """Write all tables, `extra` texts by file name, and the manifest to `directory`, all or nothing.
+    def write(self, directory: str | Path) -> Path:
+        """Write all tables and the manifest to `directory`, where they replace earlier results.
 
-        Earlier results there are replaced. Files that rlsim did not write stay; where they are in the way, or it is no
-        directory of results, `ConfigError` is raised and nothing is changed.
+        Other files there stay. Raises `ConfigError` if it cannot be written, or is no directory of results.
         """
-        check_target(directory, extra)
-        target = resolved(directory)
+        target = check_target(directory)
         made = [folder for folder in (target, *target.parents) if not folder.exists()]
         try:
             target.mkdir(parents=True, exist_ok=True)
-            with _locked(target) as alone:
-                _check(target, directory, extra)  # again: others may have written there since
-                for left in target.glob(f"{_NEW}*") if alone else ():
+            with locked(target):
+                for left in target.glob(f"{_NEW}*"):
                     shutil.rmtree(left, ignore_errors=True)
-                scratch = Path(tempfile.mkdtemp(prefix=_NEW, dir=target))
-                try:
-                    self._write_whole(scratch, extra)
-                    scratch.rename(target / _NEXT)
-                except BaseException:
-                    shutil.rmtree(scratch, ignore_errors=True)
-                    raise
-                _finish(target)
+                with tempfile.TemporaryDirectory(prefix=_NEW, dir=target) as scratch:
+                    self._write_whole(Path(scratch))
+                    for name in _DERIVED:
+                        if written_by_rlsim(target / name):
+                            (target / name).unlink()
+                    for path in sorted(Path(scratch).iterdir(), key=lambda path: path.name == MANIFEST):
+                        path.replace(target / path.name)
+                flush(target)
         except BaseException as error:
             for folder in made:
                 with suppress(OSError):
@@ -104,15 +99,13 @@ class Result:
             raise
         return Path(directory)
 
-    def _write_whole(self, scratch: Path, extra: Mapping[str, str]) -> None:
+    def _write_whole(self, scratch: Path) -> None:
         """Write everything to a new folder, down to the disk."""
         for table, columns in TABLES.items():
             write_parquet(to_arrow(getattr(self, table), columns), scratch / f"{table}.parquet")
-        for name, text in extra.items():
-            (scratch / name).write_text(text, encoding="utf-8")
         files = {path.name: file_sha256(path) for path in sorted(scratch.iterdir())}
         (scratch / MANIFEST).write_bytes(sealed({**self.manifest, "files": files}))
-        for path in (*scratch.iterdir(), scratch):
+        for path in scratch.iterdir():
             flush(path)
 
 
@@ -135,20 +128,10 @@ class Results:
 def open_results(directory: str | Path) -> Iterator[Results]:
     """The results in a directory that `Result.write` made, which nobody replaces while the block runs.
 
-    Waits for who replaces them, and goes on with a replacement that was interrupted when the new ones were there.
-    Raises `ConfigError` if there are none, or they are not as they were written.
+    Waits for who replaces them. Raises `ConfigError` if there are none, or they are not as they were written.
     """
     folder = Path(directory)
-    if (folder / _NEXT).is_dir():
-        try:
-            with _locked(folder):
-                _finish(folder)
-        except OSError as error:
-            raise ConfigError(
-                f"{folder}: writing results was interrupted, and cannot go on: {reason(error)}; "
-                f"the new ones are in {folder / _NEXT}"
-            ) from None
-    with _locked(folder, shared=True):
+    with locked(folder, shared=True):
         try:
             manifest = read_record(folder / MANIFEST)
         except FileNotFoundError:
@@ -228,24 +211,31 @@ def _calibration_record(loaded: LoadedExperiment) -> dict[str, Any] | list[dict[
     return [first, *others] if others else first
 
 
-# ---- the directory: which of its files are rlsim's, and how new ones take their place --------------------------------
+# ---- the directory ---------------------------------------------------------------------------------------------------
 
 
-def check_target(directory: str | Path, extra: Collection[str] = (), name: str | None = None) -> None:
-    """Check that results, with a manifest, all tables and `extra` files, can be written there.
+def check_target(directory: str | Path, name: str | None = None) -> Path:
+    """The directory, links followed, if results can be written there.
 
-    Raises `ConfigError` if they cannot, or if that would replace what rlsim did not write, or the results of an
-    experiment of another name than `name`.
+    Raises `ConfigError` if they cannot, or it holds what is no results, or those of an experiment of another name than
+    `name`.
     """
-    target, there = check_folder(directory), earlier(directory)
-    if name is not None and there and there["experiment"]["name"] != name:
+    target = check_folder(directory)
+    names = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    if MANIFEST not in names:
+        if not names or any(name.startswith(_NEW) for name in names):  # a first write that was interrupted
+            return target
+        raise ConfigError(f"{directory} exists and holds no rlsim results; choose another directory")
+    try:
+        there = read_record(target / MANIFEST)["experiment"]["name"]
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{directory} is left as it is; choose another directory") from None
+    if name is not None and there != name:
         raise ConfigError(
-            f"{directory} holds the results of another experiment, {there['experiment']['name']}, and this one is "
-            f"{name}: name another directory (--out), or remove that one"
+            f"{directory} holds the results of another experiment, {there}, and this one is {name}: name another "
+            "directory (--out), or remove that one"
         )
-    if target.is_dir():
-        with _locked(target):
-            _check(target, directory, extra)
+    return target
 
 
 def earlier(directory: str | Path) -> Mapping[str, Any] | None:
@@ -255,64 +245,3 @@ def earlier(directory: str | Path) -> Mapping[str, Any] | None:
             return found.manifest
     except ConfigError:
         return None
-
-
-def _check(target: Path, shown: str | Path, extra: Collection[str]) -> None:
-    """`check_target` for an existing directory whose lock is held."""
-    _finish(target)
-    names = {path.name for path in target.iterdir() if not path.name.startswith(_NEW)}
-    if names and MANIFEST not in names:
-        raise ConfigError(f"{shown} exists and holds no rlsim results; choose another directory")
-    try:
-        known = {MANIFEST, *_own_files(target)} if names else set()
-    except ConfigError as error:
-        raise ConfigError(f"{error}\n{shown} is left as it is; choose another directory") from None
-    taken = {MANIFEST, *extra, *(f"{table}.parquet" for table in TABLES)} & names - known
-    if taken:
-        raise ConfigError(
-            f"{shown} holds {', '.join(sorted(taken))}, which rlsim did not write or which was changed since; "
-            "move it away or choose another directory"
-        )
-
-
-def _finish(target: Path) -> None:
-    """Move new results that are whole to their places; the lock of the directory is held."""
-    new = target / _NEXT
-    if not new.is_dir():
-        return
-    if (new / MANIFEST).is_file():
-        kept = {MANIFEST, *read_record(new / MANIFEST)["files"]}
-        for name in (_own_files(target) if (target / MANIFEST).is_file() else set()) - kept:
-            (target / name).unlink(missing_ok=True)
-        for path in sorted(new.iterdir(), key=lambda path: path.name == MANIFEST):
-            path.replace(target / path.name)
-        flush(target)
-    new.rmdir()
-
-
-def _own_files(target: Path) -> set[str]:
-    """The files beside a manifest that rlsim wrote; raises `ConfigError` if the manifest is not rlsim's."""
-    listed = read_record(target / MANIFEST)["files"]
-    own = {name for name in listed if (target / name).is_file() and file_sha256(target / name) == listed[name]}
-    return own | {name for name in _DERIVED if written_by_rlsim(target / name)}
-
-
-@contextmanager
-def _locked(folder: Path, *, shared: bool = False) -> Iterator[bool]:
-    """One process at a time writes results to a folder, or many read them; whether the system could see to that."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-            alone = True
-        except OSError:  # a network file system that has no locks
-            alone = False
-        yield alone
-    finally:
-        os.close(descriptor)

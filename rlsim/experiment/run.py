@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import pandas as pd
 
 from rlsim.base.refusals import refuse
 from rlsim.errors import CapacityError, RlsimError, check_arguments
-from rlsim.experiment.case import Case, Execute, Job, Ran, cases_of
+from rlsim.experiment.case import Case, cases_of
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.frames import Frames
 from rlsim.experiment.ledger import EndRecord, LedgerRecord
@@ -64,18 +64,12 @@ def run_loaded(
     strict: bool = False,
     what_if: bool = False,
     progress: Progress | None = None,
-    execute: Execute | None = None,
-    optional: Collection[str] = (),
-    plans: Mapping[str, FoundPlans] = MappingProxyType({}),
 ) -> Result:
     """Run an experiment as `load_experiment` gave it; the rest as in `run`.
 
-    With `execute` the runs are jobs, each with a simulator of its own: results do not depend on who does them, and
-    shapes are counted as looked up once for each job that did. Systems named in `optional` are left out with a note
-    where they do not fit. `plans` are those found before, by case, which are not searched for again: in worlds drawn
-    from the calibration's errors, systems keep the plans that it led to as it was fitted.
+    In worlds drawn from the calibration's errors, systems keep the plans that it led to as it was fitted.
     """
-    cases = checked_cases(experiment, folder, shown, optional, plans)
+    cases = checked_cases(experiment, folder, shown)
     worlds, seeds = worlds_of(experiment, cases), experiment.seed_list
     experiment = experiment.model_copy(update={"certainty": worlds})  # for the manifest
     told, before = progress or (lambda *_: None), 0  # runs as calibrated
@@ -85,13 +79,13 @@ def run_loaded(
         before = runs
         told(done, runs + worlds * (runs // len(seeds)), what)
 
-    collected = _ran(cases, calibrated, execute, strict)
+    collected = _ran(cases, calibrated, strict)
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
     for (_, system), rows in tables["steps"].groupby(["case", "system"], sort=False):
         refuse("steps at cap", system=system, counted=rows["steady"].any())
     result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
     if what_if:
-        own, runs = dict(iter(result.summary().groupby("case"))), partial(_ran, told=told, execute=execute)
+        own, runs = dict(iter(result.summary().groupby("case"))), partial(_ran, told=told)
         ledger = {case.name: weighed(case, own.get(case.name), runs).model_dump() for case in cases}
         result = replace(result, manifest={**result.manifest, "ledger": ledger})
     if not worlds:
@@ -104,37 +98,22 @@ def run_loaded(
             told(before + (number - 1) * runs + done, before + worlds * runs, f"world {number} of {worlds}: {what}")
 
         world = with_settings(settled, {"draw": number, "seeds": [seed]}, shown)
-        there = checked_cases(world, folder, shown, optional, found)
-        return pd.concat([frames["steps"] for frames in _ran(there, said, execute)])
+        there = checked_cases(world, folder, shown, found)
+        return pd.concat([frames["steps"] for frames in _ran(there, said)])
 
     drawn = in_worlds(worlds, seeds, baseline, result.steps, in_world)
     return replace(result, manifest={**result.manifest, **drawn})
 
 
-def _ran(cases: Sequence[Case], told: Progress, execute: Execute | None = None, strict: bool = False) -> list[Frames]:
+def _ran(cases: Sequence[Case], told: Progress, strict: bool = False) -> list[Frames]:
     """The tables of all runs of these cases, done; raises `CapacityError` if no system could run."""
-    if execute is None:
-        for case in cases:
-            case.search(told)
-    owner, done = dict[Job, Case](), dict[Job, Ran | RlsimError]()
     for case in cases:
-        owner |= dict.fromkeys(case.jobs(len(owner)), case)
-    if execute is None:  # one after the other; those of a case share what they look up
-        for job, case in owner.items():
-            told(len(done), len(owner), job.name)
-            done[job] = Ran(job.tables(case.simulator))
-        told(len(owner), len(owner), "")
-    else:
-        # Plans are searched for first and layouts that change while they run come next, as these take longest.
-        waits = {job: job.system.name in case.searched for job, case in owner.items()}
-        order = sorted(owner, key=lambda job: (not waits[job], not owner[job].decides(job.system)))
-        for job, answer in execute(order, lambda job: told(len(done), len(owner), job.name)):
-            if isinstance(answer, RlsimError) and not (waits[job] and owner[job].left_out(job.system, answer)):
-                raise answer
-            done[job] = answer
-            told(len(done), len(owner), job.name)
-    for case in cases:  # in the order of the jobs, whoever was done first
-        case.take({job: done[job] for job in owner if owner[job] is case})
+        case.search(told)
+    runs = [(case, *own) for case in cases for own in case.runs()]
+    for done, (case, spec, seed) in enumerate(runs):
+        told(done, len(runs), f"{case.name} {spec.name}".strip())
+        case.run(spec, seed)
+    told(len(runs), len(runs), "")
     _settle_baseline(cases)
     collected: list[Frames] = []
     for case in cases:
@@ -150,17 +129,14 @@ def checked_cases(
     experiment: Experiment,
     folder: Path,
     shown: str = "experiment",
-    optional: Collection[str] = (),
     plans: Mapping[str, FoundPlans] = MappingProxyType({}),
 ) -> list[Case]:
     """All cases of an experiment, each with everything checked that can be before a search or simulation.
 
-    Relative paths of the experiment start at `folder`; systems named in `optional` are left out where they do not fit.
-    `plans`: those found before, by case. Raises `RlsimError` for whatever does not exist or fit.
+    Relative paths of the experiment start at `folder`. `plans`: those found before, by case, which are not searched for
+    again. Raises `RlsimError` for whatever does not exist or fit.
     """
-    cases = [
-        Case(name, case, folder, shown, optional, plans.get(name, {})) for name, case in cases_of(experiment, shown)
-    ]
+    cases = [Case(name, case, folder, shown, plans.get(name, {})) for name, case in cases_of(experiment, shown)]
     _settle_baseline(cases)
     if not any(case.systems for case in cases):
         told = "\n".join(note for case in cases for note in case.notes)

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from rlsim.base.reading import plain
 from rlsim.base.schema import located, name_of, placed, validate
 from rlsim.base.usercode import blamed
 from rlsim.errors import ConfigError, about, shown
@@ -76,11 +75,6 @@ class SystemSpec:
     def entry(self) -> dict[str, Any]:
         """The system as an experiment spells it."""
         return {"name": self.name, "use": [{part.policy: dict(part.parameters)} for part in self.parts]}
-
-    @property
-    def plain(self) -> SystemSpec:
-        """The same of plain values, which can be sent anywhere."""
-        return replace(self, parts=tuple(replace(part, parameters=plain(part.parameters)) for part in self.parts))
 
     def make(self) -> System:
         """A new system; raises `ConfigError` if a part does not take its parameters or the parts do not go together."""

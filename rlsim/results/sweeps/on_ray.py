@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +17,13 @@ from typing import Any
 
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.results.sweeps.identity import files_of
-from rlsim.results.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Done, Failed, Task
+from rlsim.results.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Answers, Failed, Task
 
 #: How long a cluster's address may take to answer (s).
 CONNECT_S = 10.0
 
 
-def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) -> Generator[Answer, None, None]:
+def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) -> Answers:
     """Run tasks in a Ray cluster, `workers` at a time (default: its CPUs); answers come as they are ready.
 
     `address` is the cluster's (default: `RAY_ADDRESS`, else a Ray is started here and stopped at the end). A task
@@ -59,12 +59,12 @@ def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) 
                 ray.cancel(reference, force=True)
 
 
-def _run_there(task: Task) -> Done | Failed:
+def _run_there(task: Task) -> Mapping[str, bytes] | Failed:
     """In a worker: the working directory holds the files that the experiment names."""
     return replace(task, folder=Path.cwd()).run()
 
 
-def _result(ray: Any, reference: Any) -> Done | Failed | str:
+def _result(ray: Any, reference: Any) -> Mapping[str, bytes] | Failed | str:
     """What a task came to; text says how its worker or node died."""
     errors = ray.exceptions
     try:

@@ -21,7 +21,7 @@ from rlsim.results.sweeps.tables import COLUMNS, AxisColumn
 class SweepResult:
     """A sweep's directory. Tables are read when they are asked for; points that are not done are not in them.
 
-    What is read is checked against its recorded SHA-256: `ConfigError` names a file that is damaged.
+    Pages of files are checked against their checksums: `ConfigError` names a file that is damaged.
     """
 
     directory: Path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from rlsim.results.sweeps.points import Definition, load_sweep
 from rlsim.results.sweeps.read import SweepResult, read_sweep
 from rlsim.results.sweeps.store import Store
 from rlsim.results.sweeps.tables import COLUMNS, DEFAULT_TABLES, described
-from rlsim.results.sweeps.task import Answer, Done, Task
+from rlsim.results.sweeps.task import Answer, Answers, Failed, Task
 
 #: Called with (points done or failed, points in all, failed so far).
 Progress = Callable[[int, int, int], None]
@@ -80,9 +80,7 @@ def _check(tables: Sequence[str] | None, workers: int | None, executor: str, add
         check_ray(address)
 
 
-def _answers(
-    tasks: Sequence[Task], executor: str, workers: int | None, address: str | None
-) -> Generator[Answer, None, None]:
+def _answers(tasks: Sequence[Task], executor: str, workers: int | None, address: str | None) -> Answers:
     if executor == "ray":
         from rlsim.results.sweeps.on_ray import run_on_ray
 
@@ -99,12 +97,12 @@ def _keep(answers: Iterable[Answer], store: Store, done: int, total: int, progre
         progress(done, total, failed)
     for answer in answers:
         point, result = answer.task.point, answer.result
-        if isinstance(result, Done):
-            store.put(point, answer.task.axes, result.files)
-        else:
+        if isinstance(result, Failed):
             store.fail(point, result)
             failed += 1
-        store.log({"point": point, "done": isinstance(result, Done), "elapsed_s": round(answer.elapsed_s, 3)})
+        else:
+            store.put(point, result)
+        store.log({"point": point, "done": not isinstance(result, Failed), "elapsed_s": round(answer.elapsed_s, 3)})
         done += 1
         if progress:
             progress(done, total, failed)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlsim.base.reading import plain
 from rlsim.errors import ConfigError, PolicyError, RlsimError
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 MOST_ATTEMPTS = 3
 #: A worker process is replaced after so many points, so that memory it does not give back stays bounded.
 POINTS_OF_A_WORKER = 100
-
-
-@dataclass(frozen=True)
-class Done:
-    """A point's tables as Parquet files, by name."""
-
-    files: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -47,10 +40,10 @@ class Task:
     shown: str  # the experiment in messages
     folder: Path  # where its relative paths begin
 
-    def run(self) -> Done | Failed:
-        """Simulate the point. Never raises: what goes wrong is the answer."""
+    def run(self) -> Mapping[str, bytes] | Failed:
+        """Simulate the point: its tables as Parquet files, by name. Never raises: what goes wrong is the answer."""
         try:
-            return Done(self._files())
+            return self._files()
         except RlsimError as error:
             return Failed(str(error), _own_traceback(error.__cause__) if isinstance(error, PolicyError) else "")
         except MemoryError:
@@ -87,23 +80,15 @@ class Task:
         return {"point": self.point, **manifest, **own}
 
 
-class Work(Protocol):
-    """What processes can be given to do."""
-
-    @property
-    def point(self) -> str:
-        """Its name among all."""
-
-    def run(self) -> Any:
-        """Do it. Never raises: what goes wrong is the answer."""
-
-
 class Answer(NamedTuple):
     """What became of a task (`Failed` if its process died), and how long that took (s)."""
 
-    task: Any
-    result: Any
+    task: Task
+    result: Mapping[str, bytes] | Failed
     elapsed_s: float
+
+
+Answers = Generator[Answer, None, None]
 
 
 def _check_same(expected: Mapping[str, str], found: Mapping[str, str]) -> None:
