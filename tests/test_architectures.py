@@ -10,10 +10,9 @@ import pytest
 from conftest import TINY, Talk, cases, tables
 
 from rlsim.base import catalogue
-from rlsim.cost.attention_work import attention_work
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.experts import expert_load
-from rlsim.cost.flops import forward_flops
+from rlsim.cost.flops import attention_work, forward_flops
 from rlsim.cost.memory import (
     activation_bytes_per_token,
     kv_page_bytes,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import rlsim
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.collectives import Collectives
-from rlsim.cost.groups import Groups
+from rlsim.cost.collectives import Collectives, Groups
 from rlsim.cost.layout import Layout
 from rlsim.errors import RlsimError
 from rlsim.experiment.result import Result

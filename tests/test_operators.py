@@ -15,11 +15,10 @@ from evidence.validate.parts import kernel_folder
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.cost.calibration import Reference, Residual, load_calibration
 from rlsim.cost.curve import DecodeCurve
-from rlsim.cost.deepgemm import KINDS, Block, blocks_of, choose, quantising_blocks
 from rlsim.cost.fits import AttentionFit, Correction, KernelFit, OperatorFits, ProductFit, Tile
+from rlsim.cost.kernel import Surface
 from rlsim.cost.operators import Operators
-from rlsim.cost.products import Products
-from rlsim.cost.surface import Surface
+from rlsim.cost.products import KINDS, Block, Products, blocks_of, choose, quantising_blocks
 from rlsim.errors import CalibrationError
 
 REFERENCE = Reference(

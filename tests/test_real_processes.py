@@ -32,8 +32,8 @@ from rlsim.calibrate.measure.tasks import run_point
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import OPERATIONS
+from rlsim.cost.derived import ServedStep
 from rlsim.cost.roofline import RooflineStep, step_cost
-from rlsim.cost.served import ServedStep
 from rlsim.cost.step import Chunk
 from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.errors import CalibrationError

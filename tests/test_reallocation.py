@@ -12,8 +12,7 @@ import pytest
 from conftest import Talk
 
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.collectives import Collectives
-from rlsim.cost.groups import CollectiveTime
+from rlsim.cost.collectives import Collectives, CollectiveTime
 from rlsim.cost.layout import Layout, PairTimes, canonical
 from rlsim.cost.reallocation import DataTransfer, Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy

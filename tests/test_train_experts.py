@@ -15,9 +15,8 @@ from evidence.validate.parts import Options
 from evidence.validate.steps import trainer_rows
 from evidence.validate.steps_nemo import nemo_rows
 from rlsim import run
-from rlsim.cost.attention_work import DELTA_CHUNK_TOKENS, Reach, attention_work
-from rlsim.cost.flops import forward_flops
-from rlsim.cost.groups import Groups
+from rlsim.cost.collectives import Groups
+from rlsim.cost.flops import DELTA_CHUNK_TOKENS, Reach, attention_work, forward_flops
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import activation_bytes_per_token, call_bytes, stage_parts
 from rlsim.cost.reallocation import Reallocation, common_bytes

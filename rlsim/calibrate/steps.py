@@ -16,9 +16,9 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import DECODE_AXES, PREFILL_AXES, Calibration, EngineFit, HostFit, Residual
+from rlsim.cost.derived import ServedStep
 from rlsim.cost.fits import Correction
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.served import ServedStep
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.models.model import Model
 

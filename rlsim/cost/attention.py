@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from rlsim.cost.attention_kernels import BLOCK_QUERIES
-from rlsim.cost.attention_work import attention_work
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.flops import attention_work
 from rlsim.cost.latent import LatentKernels, padded_heads
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError

@@ -10,8 +10,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from rlsim.cost.attention_work import attention_work
 from rlsim.cost.engine_memory import SAMPLING_BYTES, VLLM, EngineMemory
+from rlsim.cost.flops import attention_work
 from rlsim.cost.ledger import does_not_fit
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import KvShape

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.cost.attention_work import Reach
-from rlsim.cost.flops import linear_flops, pair_flops, token_flops
+from rlsim.cost.flops import Reach, linear_flops, pair_flops, token_flops
 from rlsim.cost.packing import Floats, deal, first_fit, pack
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.models.model import Model

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlsim.cost.collectives import CollectiveTime
 from rlsim.cost.curve import Curves, DecodeCurve, InWindows, at_least, longer
 from rlsim.cost.derived import HostTime
-from rlsim.cost.groups import CollectiveTime
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.packing import pack
 from rlsim.cost.step import Chunk, StepCost

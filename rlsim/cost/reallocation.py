@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.cost.groups import CollectiveTime, Groups
+from rlsim.cost.collectives import CollectiveTime, Groups
 from rlsim.cost.layout import Integers, Layout, canonical
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import Floats

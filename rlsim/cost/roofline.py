@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rlsim.cost.attention import LayerAttention, layer_attention
 from rlsim.cost.calibration import Calibration, Known, load_calibration
-from rlsim.cost.collectives import Collectives
+from rlsim.cost.collectives import Collectives, Groups
 from rlsim.cost.curve import Curves, DecodeCurve, InWindows, over_all, read_of_equal, sum_of
-from rlsim.cost.derived import Change, DerivedStep, HostTime, hosted
+from rlsim.cost.derived import Change, DerivedStep, HostTime, ServedStep, hosted
 from rlsim.cost.draw import Draw
 from rlsim.cost.experts import expert_load
-from rlsim.cost.groups import Groups
 from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16, kv_shape
@@ -23,7 +22,6 @@ from rlsim.cost.operators import Operators
 from rlsim.cost.packing import pack
 from rlsim.cost.pipeline import Boundaries, Pipelined
 from rlsim.cost.replica import PLAIN, ReplicaLayout
-from rlsim.cost.served import ServedStep
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.models.hardware import Cluster

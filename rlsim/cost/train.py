@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.cost.attention_work import Reach, attention_work
-from rlsim.cost.groups import CollectiveTime, Groups
+from rlsim.cost.collectives import CollectiveTime, Groups
+from rlsim.cost.flops import Reach, attention_work
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
 from rlsim.cost.micro_batches import MicroBatches, MicroBatching

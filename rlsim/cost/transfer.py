@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from rlsim.cost.groups import CollectiveTime, Groups
+from rlsim.cost.collectives import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy

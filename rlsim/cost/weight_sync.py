@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlsim.cost.calibration import Engine
-from rlsim.cost.groups import CollectiveTime
+from rlsim.cost.collectives import CollectiveTime
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.replica import PLAIN, ReplicaLayout
