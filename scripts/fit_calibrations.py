@@ -31,7 +31,7 @@ PARTS = {
     "serving": "host:main",
     "stage-shares": "published:stage_shares",
     "training": "training:main",
-    "transfer": "transfer:main",
+    "transfer": "published:transfer",
     "weight-sync": "published:weight_sync",
 }
 

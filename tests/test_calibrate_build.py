@@ -13,9 +13,8 @@ from rlsim.calibrate.build import Built, build_calibration
 from rlsim.calibrate.chart import MOST, calibration_chart, write_chart
 from rlsim.calibrate.fit.attention import CHUNK, with_windows
 from rlsim.calibrate.fit.common import operators_with
-from rlsim.calibrate.measurements import Measurements
-from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import COLUMNS, join, point_rows
+from rlsim.calibrate.measurements import Measurements, measured_node
+from rlsim.calibrate.parts import COLUMNS, join, point_rows
 from rlsim.calibrate.show import efficiencies
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Reference, Source, load_calibration

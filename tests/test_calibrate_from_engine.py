@@ -11,9 +11,8 @@ from scipy.optimize import lsq_linear
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.calibrate.engine_log import read_engine_log
-from rlsim.calibrate.from_engine import from_engine
-from rlsim.calibrate.node import measured_node
+from rlsim.calibrate.from_engine import from_engine, read_engine_log
+from rlsim.calibrate.measurements import measured_node
 from rlsim.calibrate.steps import iteration_times
 from rlsim.cli import app
 from rlsim.cost.calibration import load_calibration

@@ -13,10 +13,8 @@ from conftest import cases
 from typer.testing import CliRunner
 
 from rlsim.base.schema import load
-from rlsim.calibrate.measure.bench import Bench
-from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing, measure, timing
-from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
-from rlsim.calibrate.measure.host import MachineFacts
+from rlsim.calibrate.measure.bench import NOISY, NOISY_ONCE, Bench, Effort, Timing, measure, timing
+from rlsim.calibrate.measure.host import MachineFacts, describe_cluster, write_cluster
 from rlsim.calibrate.measure.journal import ATTEMPTS, Attempt, Journal, Point, limit, measure_all
 from rlsim.calibrate.measure.plan import FIRST, GridSetup, coarse_to_fine, contexts, doublings, level, plan
 from rlsim.calibrate.measurements import KEYS

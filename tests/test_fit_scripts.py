@@ -19,7 +19,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 from calibration.catalogue import Catalogue  # noqa: E402
 from calibration.host import CLIENT_S, ENGINES, ROUNDS, Serving, _begin  # noqa: E402
-from calibration.published import expert_launch_s  # noqa: E402
+from calibration.published import expert_launch_s, left_out_calls  # noqa: E402
 from calibration.stacks import Fit, fit_stacks  # noqa: E402
 from calibration.tables import DATA, GPUS, KEPT, operator_tables  # noqa: E402
 from calibration.training import (  # noqa: E402
@@ -29,7 +29,6 @@ from calibration.training import (  # noqa: E402
     large_gemm_share,
     training_fit,
 )
-from calibration.transfer import left_out_calls  # noqa: E402
 
 from calibration import across, kv  # noqa: E402
 from evidence.validate.coverage import shipped_calls  # noqa: E402
@@ -39,7 +38,7 @@ from rlsim.calibrate.fit.attention import DECODE, HEAD_DIM, PROMPTS, decode_rows
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
 from rlsim.calibrate.fit.common import held_out, predict  # noqa: E402
 from rlsim.calibrate.fit.gemm import gemm_rows  # noqa: E402
-from rlsim.calibrate.points import residual  # noqa: E402
+from rlsim.calibrate.parts import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost import engine_memory  # noqa: E402
 from rlsim.cost.calibration import Calibration, FrontEndFit, HostFit, Reference, Residual  # noqa: E402

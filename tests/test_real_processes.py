@@ -21,13 +21,11 @@ from evidence.validate.rollout_simulation import Case, MeasuredCosts, simulate
 from evidence.validate.rollout_steps import QUICK, Samples, fit, shapes
 from rlsim.calibrate.measure import steps
 from rlsim.calibrate.measure.batch import Batch
-from rlsim.calibrate.measure.bench import Bench
-from rlsim.calibrate.measure.clock import Effort, Timing
+from rlsim.calibrate.measure.bench import Bench, Effort, Timing
 from rlsim.calibrate.measure.decoder import KvCache, build_decoder, check_degree, weight_splits
 from rlsim.calibrate.measure.journal import Point
-from rlsim.calibrate.measure.layout import migrate, reshard
 from rlsim.calibrate.measure.plan import plan, reshard_bytes
-from rlsim.calibrate.measure.steps import Lap, spread_moves
+from rlsim.calibrate.measure.steps import Lap, migrate, reshard, spread_moves
 from rlsim.calibrate.measure.tasks import run_point
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.cost.calibration import load_calibration

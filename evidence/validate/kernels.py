@@ -15,8 +15,8 @@ from rlsim.calibrate.fit.collectives import kernel_collectives
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.importers import aiconfigurator, vidur
-from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import join
+from rlsim.calibrate.measurements import measured_node
+from rlsim.calibrate.parts import join
 from rlsim.cost.calibration import Calibration, calibration_names, load_calibration
 
 _CHART_ROWS = 80  # of each operator and calibration, or points hide each other

@@ -14,10 +14,8 @@ from rlsim.calibrate.fit.common import as_written
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import kernel_gemm, quantised_products
-from rlsim.calibrate.measurements import Measurements
-from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.parts import Parts
-from rlsim.calibrate.points import Fitted, join
+from rlsim.calibrate.measurements import Measurements, measured_node
+from rlsim.calibrate.parts import Fitted, Parts, join
 from rlsim.calibrate.runtime import copy_notes, fit_runtime, training_of
 from rlsim.calibrate.steps import NO_HOST, fit_host, fit_tables
 from rlsim.cost.calibration import (
@@ -42,7 +40,7 @@ PAIR = "broadcast and send/receive are derived from all-gather"
 
 @dataclass(frozen=True)
 class Built:
-    """A calibration and its points (see `points.COLUMNS`)."""
+    """A calibration and its points (see `parts.COLUMNS`)."""
 
     calibration: Calibration
     points: pd.DataFrame

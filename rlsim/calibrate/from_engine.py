@@ -5,24 +5,164 @@ Every third batch size is predicted from a table of the others, and these errors
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.engine_log import read_engine_log
+from rlsim.base.catalogue import DATA
+from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.fit.common import Array
-from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.steps import fit_iterations, iteration_points, iteration_times
+from rlsim.calibrate.importers.reading import numbers, read_table, read_text, row_name
+from rlsim.calibrate.measurements import measured_node
+from rlsim.calibrate.steps import ITERATION, as_iterations, fit_iterations, iteration_points, iteration_times
 from rlsim.calibrate.write import extended
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.roofline import step_cost
 from rlsim.errors import CalibrationError, unknown_name
 from rlsim.models.model import load_model
 from rlsim.models.precision import KV_BYTES, PRECISIONS, KvPrecision, Precision
+
+# The log --------------------------------------------------------------------------------------------------------------
+
+# Reads iterations as an engine logs them in service: lines of servers (data/engine_logs.yaml), or a table of them.
+
+LIKE = 0.2  # share by which two lines of averages may differ in their size: the mean of both stands for it
+#: Columns of a table; of the contexts either, tokens of each sequence or of all.
+COLUMNS = ("batch", "context_mean", "context_total", "prefill_tokens", "prefill_sequences", "cached_tokens", "seconds")
+SPECULATIVE, OTHER = "speculative decoding", "other work or a pause in its time"
+UNLIKE, SHORT = "of another size than the line before", "too little of the KV cache in use to tell the contexts"
+
+OTHERWISE = "give the iterations as a table (.csv)"
+
+_FORMS: list[tuple[Mapping[str, str], re.Pattern[str], re.Pattern[str]]] = [
+    (row, re.compile(row["mark"]), re.compile(row["numbers"])) for row in plain(read_yaml(DATA / "engine_logs.yaml"))
+]
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_PROCESS = re.compile(r"pid=\d+|\bEngine \d+|\b[DT]P\d+")
+
+
+@dataclass(frozen=True)
+class EngineLog:
+    """`rows` are iterations of `seconds` (`as_iterations`), in their order. `excluded` counts lines by why they are no
+    rows. `engine` and `release` are empty where the log does not tell them."""
+
+    rows: pd.DataFrame
+    excluded: Mapping[str, int]
+    engine: str = ""
+    release: str = ""
+
+
+def read_engine_log(path: str | Path) -> EngineLog:
+    """The iterations in `path`: a table if its name ends in .csv or .parquet, else a server's log.
+
+    Raises `CalibrationError` with file and line for what cannot be read, and if there is no iteration at all.
+    """
+    path = Path(path)
+    found = _table(path) if path.suffix in (".csv", ".parquet") else _log(path)
+    if found.rows.empty:
+        why = "".join(f"; {count} lines: {reason}" for reason, count in found.excluded.items())
+        known = "\n  ".join(row["example"] for row, *_ in _FORMS if "kind" in row)
+        raise CalibrationError(
+            f"{path}: no iteration of an engine{why}; expected lines such as\n  {known}\nor a table named .csv with "
+            f"columns {', '.join(COLUMNS)}"
+        )
+    return found
+
+
+def _table(path: Path) -> EngineLog:
+    table = read_table(path, ["seconds"])
+    for name in map(str, table.columns):
+        near = difflib.get_close_matches(name.lower(), COLUMNS, n=1, cutoff=0.75)
+        if name not in COLUMNS and near:
+            raise CalibrationError(f"{path}: column {name!r}; did you mean {near[0]!r}?")
+    if "batch" in table and ("context_mean" in table) == ("context_total" in table):
+        raise CalibrationError(
+            f"{path}: give either column 'context_mean' (tokens of a sequence) or 'context_total' (of the whole batch)"
+        )
+    table = numbers(path, table, [name for name in COLUMNS if name in table])[
+        [name for name in COLUMNS if name in table]
+    ]
+    numbers(path, table, ["seconds"], positive=True)
+    if "context_mean" in table:
+        table["context_total"] = table.context_mean * table.batch
+    rows = as_iterations(table.rename(columns={"context_total": "context_tokens"}))
+    if len(empty := np.flatnonzero(rows.batch + rows.prefill_tokens < 1)):
+        where = row_name(path, int(empty[0]))
+        raise CalibrationError(f"{path}: {where}: an iteration of nothing; expected a batch or prefill_tokens")
+    return EngineLog(rows, {})
+
+
+def _log(path: Path) -> EngineLog:
+    rows: list[Mapping[str, float]] = []
+    excluded: Counter[str] = Counter()
+    before: dict[Any, tuple[str, Mapping[str, float]]] = {}
+    last, said = dict.fromkeys(("pool", "usage"), 0.0), {"engine": "", "release": ""}
+    lines = _ANSI.sub("", read_text(path, errors="replace")).split("\n")
+    for number, line in enumerate(lines, 1):
+        for form, mark, numbered in _FORMS:
+            if not (at := mark.search(line)):
+                continue
+            if not (found := numbered.search(line)):
+                if number == len(lines):
+                    continue  # cut while it was written
+                raise CalibrationError(
+                    f"{path}:{number}: not as {form['engine']} writes such a line; expected\n  {form['example']}\n"
+                    f"Take the line out, or {OTHERWISE}"
+                )
+            values = {name: text for name, text in found.groupdict().items() if text}
+            said |= {"engine": form["engine"]} | ({"release": values.pop("release")} if "release" in values else {})
+            now = {name: float(text.replace(",", "").rstrip(".")) for name, text in values.items()}
+            last |= {name: now[name] for name in last if name in now}
+            if "kind" not in form:
+                continue
+            if now.get("batch") and "context_tokens" not in now:
+                if not last["pool"]:
+                    raise CalibrationError(
+                        f"{path}:{number}: the log does not say before how large the KV cache is; expected\n  "
+                        f"GPU KV cache size: 559,232 tokens\nKeep the log from its start, or {OTHERWISE}"
+                    )
+                now["context_tokens"] = last["usage"] / 100 * last["pool"]
+            process = (form["engine"], *sorted(set(_PROCESS.findall(line[: at.start()]))))
+            row = _row(form["kind"], now, *before.get(process, ("", {})))
+            before[process] = form["kind"], now
+            if isinstance(row, str):
+                excluded[row] += 1
+            else:
+                rows.append(row)
+    return EngineLog(as_iterations(pd.DataFrame(rows)), dict(excluded), **said)
+
+
+def _row(kind: str, now: Mapping[str, float], kind_before: str, before: Mapping[str, float]) -> dict[str, float] | str:
+    """The iteration that a line tells of, beside the line before of the same process; or why it tells of none.
+
+    A throughput is over the time since that line. Of two prefills it may be of either, so they have to be alike.
+    """
+    if "accepted" in now or now.get("generated", now.get("batch")) != now.get("batch"):
+        return SPECULATIVE
+    if now.get("batch") and not now["context_tokens"]:
+        return SHORT
+    if kind == "iteration":
+        return {**now, "seconds": now["ms"] / 1e3} if now["ms"] else OTHER
+    decodes = kind == "averages"
+    size, rate = ("batch", "rate") if decodes else ("prefill_tokens", "prompt_rate")
+    alone = not now.get("prompt_rate") if decodes else before.get("waiting")
+    if kind_before != kind or not alone or not now.get(rate) or not now[size] * before[size]:
+        return OTHER
+    if abs(now[size] - before[size]) > LIKE * max(now[size], before[size]):
+        return UNLIKE
+    mean = {name: (now[name] + before[name]) / 2 for name in ITERATION if name in now and name in before}
+    return {**mean, "seconds": mean[size] / now[rate]}
+
+
+# The fit --------------------------------------------------------------------------------------------------------------
+
 
 FEWEST_ROWS = 6  # decode steps: a third of them is left out
 MOST_ROWS = 20_000  # more are thinned out evenly

@@ -16,7 +16,7 @@ import pandas as pd
 
 from rlsim.base.reading import read_yaml
 from rlsim.calibrate.fit.common import Array, percent
-from rlsim.calibrate.points import error_sizes, join, point_rows, residual_of
+from rlsim.calibrate.parts import error_sizes, join, point_rows, residual_of
 from rlsim.calibrate.run_experiment import arguments_of
 from rlsim.calibrate.run_fit import HostTimes, Run, TrainingShares, check_mfu, doubts, fit_host, fit_training
 from rlsim.calibrate.run_rollout import RolloutTimes, host_fit, rollout_times
@@ -45,7 +45,7 @@ class FromRun:
 
     `errors` has one row per quantity: `steps` (held out), `mean`, `median` and `p90` of the absolute relative error,
     `bias` (median signed error, positive = predicted too slow), `base_mean` (mean absolute error of the calibration
-    that it started from). `points` has one row per quantity and step (see `rlsim.calibrate.points`). `excluded` counts
+    that it started from). `points` has one row per quantity and step (see `rlsim.calibrate.parts`). `excluded` counts
     the steps that were neither fitted nor held out, by reason.
     """
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from rlsim.cost.calibration import Source
+from rlsim.cost.calibration import Reference, Source
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
+from rlsim.models.hardware import Cluster, Gpu, Link
 from rlsim.models.precision import PRECISIONS
 
 #: Attention: mean and longest context of a decode step; new and cached tokens of a sequence that is prefilled.
@@ -98,3 +99,31 @@ def _check(operator: str, table: pd.DataFrame) -> None:
     seconds = table.seconds.to_numpy(float)
     if not np.all(np.isfinite(seconds) & (seconds > 0.0)):
         raise CalibrationError(f"the {operator} table has times that are not positive numbers")
+
+
+# The node -------------------------------------------------------------------------------------------------------------
+
+# One node of the GPUs that were measured, as the cost models want to see it.
+
+GPUS = 64  # in the node: more than any that is measured
+
+
+def measured_node(gpu: str, ref: Reference) -> Cluster:
+    """A node of GPUs with the figures of `ref`. Memory size and latencies do not enter the time of a step."""
+    return Cluster(
+        name="measured",
+        gpu=Gpu(
+            name=gpu,
+            title=gpu,
+            memory_bytes=1e12,
+            memory_bytes_per_s=ref.memory_bytes_per_s,
+            bf16_flop_per_s=ref.bf16_flop_per_s,
+            l2_bytes=ref.l2_bytes,
+            sm_count=ref.sm_count,
+            source="the calibration's reference",
+        ),
+        nodes=1,
+        gpus_per_node=GPUS,
+        intra=Link(name="measured", bytes_per_s=ref.link_bytes_per_s, latency_s=0.0),
+        host=Link(name="measured", bytes_per_s=ref.link_bytes_per_s, latency_s=0.0),
+    )

@@ -10,8 +10,7 @@ import pandas as pd
 
 from rlsim.calibrate.fit.common import percent, rounded
 from rlsim.calibrate.measurements import Measurements
-from rlsim.calibrate.parts import Parts
-from rlsim.calibrate.points import Fitted, point_rows, residual_of
+from rlsim.calibrate.parts import Fitted, Parts, point_rows, residual_of
 from rlsim.cost.calibration import Calibration, Reference, RuntimeFit, TrainingFit
 from rlsim.cost.train_efficiency import TRAFFIC, efficiency_of
 

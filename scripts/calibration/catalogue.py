@@ -38,9 +38,8 @@ from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of, quantised_products
 from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.importers import aiconfigurator, vidur
-from rlsim.calibrate.measurements import Measurements
-from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import Fitted, residual_of
+from rlsim.calibrate.measurements import Measurements, measured_node
+from rlsim.calibrate.parts import Fitted, residual_of
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
 from rlsim.cost.fits import CollectiveFits, ExchangeFit, ExpertsFit, KernelFit, OperatorFits, ProductFit

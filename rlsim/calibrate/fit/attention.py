@@ -31,7 +31,7 @@ from rlsim.calibrate.fit.common import (
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
 from rlsim.calibrate.fit.skew import measured_skew
 from rlsim.calibrate.measurements import Measurements
-from rlsim.calibrate.points import Fitted, join, residual, residual_of
+from rlsim.calibrate.parts import Fitted, join, residual, residual_of
 from rlsim.cost.attention_kernels import DecodeKernels, PromptKernels
 from rlsim.cost.calibration import Engine, Reference, Residual
 from rlsim.cost.fits import AttentionFit, KernelFit

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.optimize import OptimizeResult, least_squares
 
 from rlsim.base.schema import Schema, validate
-from rlsim.calibrate.points import point_rows
+from rlsim.calibrate.parts import point_rows
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import OperatorFits
 from rlsim.cost.operators import Operators

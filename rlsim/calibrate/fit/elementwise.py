@@ -7,7 +7,7 @@ import pandas as pd
 
 from rlsim.calibrate.fit.common import Kernel, compared, distinct, held_out
 from rlsim.calibrate.fit.kernel import fit_kernel
-from rlsim.calibrate.points import Fitted, residual_of
+from rlsim.calibrate.parts import Fitted, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import KernelFit
 from rlsim.cost.kernel import Work

@@ -7,7 +7,7 @@ import pandas as pd
 from scipy.optimize import minimize_scalar
 
 from rlsim.calibrate.fit.common import operators_with, soft_l1
-from rlsim.calibrate.points import point_rows
+from rlsim.calibrate.parts import point_rows
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import AttentionFit
 

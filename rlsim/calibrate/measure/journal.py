@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Timing
+from rlsim.calibrate.measure.bench import NOISY, NOISY_ONCE, Timing
 from rlsim.calibrate.measure.host import MachineFacts
 from rlsim.calibrate.measurements import KEYS, Measurements
 from rlsim.cost.calibration import Source

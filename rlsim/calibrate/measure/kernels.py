@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from rlsim.calibrate.measure.bench import Bench, Call
-from rlsim.calibrate.measure.clock import Timing, measure
+from rlsim.calibrate.measure.bench import Bench, Call, Timing, measure
 from rlsim.calibrate.measure.plan import contexts, elementwise_shape
 from rlsim.calibrate.measure.workers import Worker
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from rlsim.base.output import check_own_file
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
-from rlsim.calibrate.measure.bench import Bench
-from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing
-from rlsim.calibrate.measure.describe import describe_cluster, write_cluster, write_model
-from rlsim.calibrate.measure.host import devices, machine_facts
+from rlsim.calibrate.measure.bench import NOISY, NOISY_ONCE, Bench, Effort, Timing
+from rlsim.calibrate.measure.host import describe_cluster, devices, machine_facts, write_cluster, write_model
 from rlsim.calibrate.measure.journal import LEFT, ONCE, TOO_NOISY, Journal, Point, Report, measure_all
 from rlsim.calibrate.measure.plan import GridSetup, plan
 from rlsim.calibrate.measure.workers import Workers

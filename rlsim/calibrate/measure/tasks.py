@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlsim.calibrate.measure.bench import Bench, Call
-from rlsim.calibrate.measure.clock import Timing
+from rlsim.calibrate.measure.bench import Bench, Call, Timing
 from rlsim.calibrate.measure.journal import Point
 from rlsim.calibrate.measure.kernels import (
     collective,
