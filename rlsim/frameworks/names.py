@@ -7,37 +7,20 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import get_args
 
 from rlsim.base import catalogue
-from rlsim.base.reading import is_file, read_yaml
+from rlsim.base.reading import is_file
 from rlsim.cost.calibration import Engine, calibration_names, load_calibration
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import beside
 from rlsim.models.hardware import Cluster, load_cluster, load_gpu, node_types
 from rlsim.models.model import Model, load_model
+from rlsim.models.names import known_shape, short_name
 from rlsim.trace import Trace, read_trace
 
-UNSEEN = "what it sees or hears, and the time that takes, is not represented"
-#: What may follow the size in a model's name without changing its shape.
-_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|merge|rm|preview|thinking|bf16|v?\d+(\.\d+)*|\d{4}))*")
-#: The end of a checkpoint's path, below the name of its model.
-_STEP = re.compile(r"(/(global_step_\d+|huggingface))+$")
 _MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)
-
-
-@cache
-def _called_otherwise() -> tuple[dict[str, str], dict[str, str]]:
-    """Published models by their names, each with the one of the catalogue whose shape it has, or its language model."""
-    known, tables = catalogue.names("models"), read_yaml(catalogue.data_dir("models").parent / "known_names.yaml")
-    same, language = (
-        {name: shape for shape, names in tables[kind].items() for name in names}
-        for kind in ("same_shape", "language_model")
-    )
-    same |= {f"nvidia-{name}": name for name in known if name.startswith("nemotron-")}
-    return same, language | {name: name for name in known if name.startswith("qwen3.5-")}
 
 
 def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str, str]:
@@ -53,24 +36,15 @@ def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str
             return _from_folder(config, folder), ""
     if name.endswith((".json", ".yaml", ".yml")):
         raise ConfigError(f"{name}: no such file")
-    whole = _STEP.sub("", name.rstrip("/")).rpartition("/")[2]
-    last = whole.lower()
-    known = catalogue.names("models")
-    same_shape, language_model = _called_otherwise()
-    named = {**same_shape, **language_model, **{entry: entry for entry in known}}
-    fitting = [entry for entry in named if last.startswith(entry) and _SUFFIX.fullmatch(last[len(entry) :])]
-    if not fitting:
-        near = difflib.get_close_matches(last, sorted(known), n=3, cutoff=0.5)
+    found = known_shape(name)
+    if found is None:
+        near = difflib.get_close_matches(short_name(name).lower(), sorted(catalogue.names("models")), n=3, cutoff=0.5)
         nearest = f"the nearest of the catalogue: {', '.join(near)}; " if near else ""
         raise CatalogueError(
             f"model {name!r}: its shape is not known; {nearest}give {option} a name of `rlsim list models`, or the "
             "path of its config.json"
         )
-    chosen = named[max(fitting, key=len)]
-    if max(fitting, key=len) in language_model:
-        return chosen, f"{whole} has a language model of this shape; {UNSEEN}"
-    same = chosen in (last, name.lower())
-    return chosen, "" if same else f"{whole} has the shape of {chosen}"
+    return found
 
 
 def _from_folder(path: Path, folder: Path) -> str:

@@ -19,7 +19,6 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.frameworks.draft import ASSUMED, Draft, Entry
 from rlsim.frameworks.mapping import Reading
 from rlsim.frameworks.names import (
-    UNSEEN,
     check_calibration,
     find_calibration,
     find_cluster,
@@ -31,6 +30,7 @@ from rlsim.frameworks.settings import INTEGER, WHOLE, Settings
 from rlsim.frameworks.tables import Use, names, own_limits, unlike, unlike_rows, without
 from rlsim.models.hardware import Cluster, Gpu, load_cluster
 from rlsim.models.model import Model
+from rlsim.models.names import UNSEEN
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace, read_trace
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.base import catalogue
-from rlsim.base.reading import is_folder, read_json
+from rlsim.base.reading import exists, is_folder, read_json
 from rlsim.base.schema import load, validate
-from rlsim.errors import CatalogueError, ConfigError, shown, unknown_name
+from rlsim.errors import ConfigError, shown, unknown_name
 from rlsim.models.architectures import Config, following_layers_of, layers_of
 from rlsim.models.config_words import canonical
 from rlsim.models.families import FAMILIES, MODEL_TYPES, WINDOWED, family_name, unsupported
 from rlsim.models.layers import Experts, FullAttention, LatentAttention, Layer, Linear, LinearAttention, Mamba2
+from rlsim.models.names import UNSEEN, known_shape
 from rlsim.models.precision import (
     KV_BYTES,
     PRECISIONS,
@@ -288,24 +289,24 @@ def _stages(model: Model, pp: int) -> tuple[Mapping[Layer, int], ...]:
 
 
 def load_model(name_or_path: str | Path) -> Model:
-    """A model by its name in the catalogue (letter case does not matter), or from a file or folder.
+    """A model by its name in the catalogue or on Hugging Face (`Qwen/Qwen3-8B`), or from a file or folder.
 
     A path may lead to a Hugging Face `config.json`, to the folder it lies in, or to a YAML file as in
     `rlsim/data/models`; keys of a `config.json` that are not known are noted. Raises
     `CatalogueError` for an unknown name and `ConfigError` for a file that is missing, damaged, incomplete, of
     an unsupported `model_type`, or quantised to what no engine's measured kernels multiply.
     """
-    known = catalogue.names("models")
-    text = str(name_or_path)
+    known, text = catalogue.names("models"), str(name_or_path)
     if text.lower() in known:
-        path = known[text.lower()]
-    elif isinstance(name_or_path, Path) or "/" in text or text.endswith((".json", ".yaml", ".yml")):
-        path = Path(name_or_path)
-        path = path / "config.json" if is_folder(path) else path
-        if (name := Path(text).name.lower()) in known and not path.exists():  # as Hugging Face calls it
-            raise CatalogueError(f"{text}: no such file; did you mean {name!r}, which the catalogue has?")
-    else:
-        raise unknown_name("model", text, known)
+        return load(known[text.lower()], Model)
+    if not (isinstance(name_or_path, Path) or text.endswith((".json", ".yaml", ".yml"))):
+        if text.count("/") < 2 and not exists(Path(text)) and (found := known_shape(text)):
+            model = load(known[found.model], Model)
+            return model.model_copy(update={"note": found.said}) if found.said.endswith(UNSEEN) else model
+        if "/" not in text:
+            raise unknown_name("model", text, known)
+    path = Path(name_or_path)
+    path = path / "config.json" if is_folder(path) else path
     if path.suffix != ".json":
         return load(path, Model)
     return validate(_from_config_json(path), Model, source=str(path))
