@@ -18,15 +18,18 @@ from typer.testing import CliRunner
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import read_yaml
+from rlsim.base.schema import validate
 from rlsim.cli import app
+from rlsim.cost.calibration import load_calibration
 from rlsim.errors import ConfigError, RlsimError
-from rlsim.experiment.schema import TrainingSpec, WorkflowSpec
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.schema import Experiment, TrainingSpec, WorkflowSpec
 from rlsim.frameworks import READERS as READ
 from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
 from rlsim.frameworks.draft import Draft, yaml_text
 from rlsim.frameworks.mapping import FUNCTIONS, rows_of
 from rlsim.frameworks.nemo import from_nemo
-from rlsim.frameworks.parts import ENGINES, Options, check
+from rlsim.frameworks.parts import ENGINES, Options, check, likeness
 from rlsim.frameworks.settings import Kind, Settings
 from rlsim.frameworks.slime import from_slime
 from rlsim.frameworks.sources import parsed, read_sources
@@ -34,6 +37,7 @@ from rlsim.frameworks.tables import names
 from rlsim.frameworks.verl.experiment import from_verl
 from rlsim.frameworks.verl.run import TrainingArguments
 from rlsim.frameworks.writing import write_changes
+from rlsim.models.hardware import load_gpu
 from rlsim.policies.registry import load_policy
 from rlsim.sim.request import EngineConfig
 
@@ -573,6 +577,36 @@ def test_changes_are_written_into_a_script_of_flags(tmp_path: Path) -> None:
     text = (tmp_path / "tuned.sh").read_text()
     assert "recompute" not in text
     assert "#--hf-checkpoint /root/Qwen3-4B" in text
+
+
+# GPUs and networks that the catalogue has not -------------------------------------------------------------------------
+
+
+def test_a_gpu_is_described_by_one_that_it_is_like(tmp_path: Path) -> None:
+    kind, described = likeness("mine", "h100,48GB,864GB/s,494.7T")
+    draft = slime(tmp_path, gpu=kind, described=described, network="100Gb")
+    assert check(draft, tmp_path) == ""
+    loaded = LoadedExperiment.of(validate(draft.data(), Experiment), tmp_path)
+    gpu, known = loaded.cluster.gpu_at(0), load_gpu("h100-sxm")
+    assert (gpu.name, gpu.like, gpu.memory_bytes, gpu.memory_bytes_per_s) == ("mine", "h100-sxm", 48e9, 864e9)
+    assert gpu.fp8_flop_per_s == pytest.approx(known.fp8_flop_per_s / 2, rel=1e-3)  # in proportion to bf16
+    assert (gpu.sm_count, gpu.l2_bytes) == (known.sm_count, known.l2_bytes)
+    inter = loaded.cluster.around([0]).inter
+    assert inter is not None
+    assert (inter.bytes_per_s, inter.shared_by_gpus) == (12.5e9, 8)
+    calibration, source = loaded.calibrations["mine"], load_calibration("h100-sxm-sglang")
+    assert calibration.reference.memory_bytes_per_s == 864e9
+    assert calibration.operators == source.operators  # shares of the peaks
+    assert "nothing is measured on it" in calibration.provenance.notes[0]
+    assert {"cluster.gpu", "calibration"} <= set(draft.data()["sources"]["assumed"])
+    runs(draft, tmp_path)
+
+
+def test_a_network_alone_is_written_out(tmp_path: Path) -> None:
+    cluster = slime(tmp_path, "--actor-num-nodes=2", network="25Gb/s").data()["cluster"]
+    assert (cluster["name"], cluster["gpu"], cluster["nodes"]) == ("2x8xh100", "h100-sxm", 2)
+    assert cluster["inter"]["bytes_per_s"] == "25Gb/s"
+    assert likeness(None, "l40s 24GB") == ("l40s", ("l40s-like", "24GB"))
 
 
 # Settings and mistakes ------------------------------------------------------------------------------------------------

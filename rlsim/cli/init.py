@@ -49,6 +49,17 @@ FromSlime = Annotated[
         "Repeatable, later ones win.",
     ),
 ]
+GpuLike = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GPU,FIGURES",
+        help="GPU of the catalogue that yours is like, then its memory, bandwidth and dense bf16 rate as they differ: "
+        "h100,48GB,864GB/s,362TFLOP/s.",
+    ),
+]
+Network = Annotated[
+    str | None, typer.Option(metavar="RATE", help="Network of a node, all its ports together: 100Gb/s.")
+]
 Nccl = Annotated[
     list[Path] | None,
     typer.Option(help="Output of nccl-tests on your machines: fits a calibration beside the experiment."),
@@ -66,6 +77,8 @@ def init(
     gpu: Annotated[
         str | None, named("GPU of the catalogue, such as h100; configurations name none.", complete.gpus)
     ] = None,
+    gpu_like: GpuLike = None,
+    network: Network = None,
     cluster: Annotated[
         str | None, named("Cluster of the catalogue or .yaml, instead of --gpu.", complete.clusters)
     ] = None,
@@ -96,15 +109,16 @@ def init(
     from rlsim.cli.starter import starter
     from rlsim.frameworks import read
     from rlsim.frameworks.draft import check_free
-    from rlsim.frameworks.parts import Options
+    from rlsim.frameworks.parts import Options, likeness
 
     folder = out.parent if out is not None else Path()
     sources = {"--from-verl": from_verl, "--from-nemo": from_nemo, "--from-areal": from_areal,
                "--from-slime": from_slime}  # fmt: skip
     frameworks = [option for option, texts in sources.items() if texts]
-    _check_used(frameworks, reward_model, gpu)
+    _check_used(frameworks, reward_model, gpu or gpu_like or network)
+    kind, described = likeness(gpu, gpu_like)
     if frameworks:
-        options = Options(folder, gpu, cluster, model, reward_model, calibration, trace, name)
+        options = Options(folder, kind, cluster, model, reward_model, calibration, trace, name, described, network)
         option = frameworks[0]
         draft = read(option.removeprefix("--from-"), sources[option] or [], options, verl_version)
     else:

@@ -13,6 +13,7 @@ import typer
 from rlsim.base.formats import number, share
 from rlsim.cli import complete
 from rlsim.cli.common import PRINTED, Json, check_json, echo, named, progress_bar, write_json
+from rlsim.cli.init import GpuLike, Network
 from rlsim.cli.tables import Table
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def tune(
         ),
     ],
     gpu: Annotated[str | None, named("GPU of the catalogue; configurations name none.", complete.gpus)] = None,
+    gpu_like: GpuLike = None,
+    network: Network = None,
     cluster: Annotated[str | None, named("Cluster of the catalogue, instead of --gpu.", complete.clusters)] = None,
     model: Annotated[str | None, named("Model of the catalogue, or a config.json.", complete.models)] = None,
     trace: Annotated[str | None, named("Trace of response lengths.", complete.traces)] = None,
@@ -99,7 +102,7 @@ def tune(
         raise ConfigError("--on-policy is --max-staleness max:0: give one of them")
     bound = Bound.of("max:0") if on_policy else Bound.of(max_staleness) if max_staleness is not None else None
     wish = Wish(keep or (), allow or (), bound, gpus, money, systems)
-    configuration = _configuration(sources, gpu, cluster, model, trace, calibration)
+    configuration = _configuration(sources, gpu, cluster, model, trace, calibration, gpu_like, network)
     own = Own.of(configuration) if log or check or Path(sources[0]).is_file() else None
     if own is not None:
         configuration = own.corrected(configuration)
@@ -128,17 +131,18 @@ def tune(
 
 def _configuration(
     sources: list[str], gpu: str | None, cluster: str | None, model: str | None, trace: str | None,
-    calibration: str | None,
+    calibration: str | None, gpu_like: str | None, network: str | None,
 ) -> Configuration:  # fmt: skip
     """Where the settings come from, told by what the first file is."""
     from rlsim.errors import ConfigError
     from rlsim.experiment.load import framework_of
-    from rlsim.frameworks.parts import Options
+    from rlsim.frameworks.parts import Options, likeness
     from rlsim.results.tune.trial import FRAMEWORKS, Configuration
 
     name, option = framework_of(Path(sources[0]))
-    options = Options(Path(), gpu, cluster, model, None, calibration, trace, None)
-    if name and not (gpu or cluster):
+    kind, described = likeness(gpu, gpu_like)
+    options = Options(Path(), kind, cluster, model, None, calibration, trace, None, described, network)
+    if name and not (kind or cluster):
         raise ConfigError(f"{sources[0]}: configurations name no GPU: give --gpu, such as h100, or --cluster")
     if not name:
         folder = Path(sources[0]).resolve().parent if Path(sources[0]).is_file() else Path()

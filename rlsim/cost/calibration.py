@@ -387,6 +387,15 @@ def derive(source: Calibration, gpu: str, note: str, reference: Reference) -> Ca
     return source.model_copy(update=update)
 
 
+def carried_to(calibration: Calibration, cluster: Cluster) -> Calibration:
+    """The calibration, or what is derived of it, where the cluster's GPU says that it is `like` the measured one."""
+    gpu = cluster.gpu
+    if gpu.like is None or gpu.like != calibration.gpu:
+        return calibration
+    note = f"{gpu.like} efficiencies on the figures that are given of {gpu.name}; nothing is measured on it"
+    return derive(calibration, gpu.name, note, Reference.of(cluster))
+
+
 def _training(source: Calibration, gpu: str, reference: Reference) -> TrainingFit:
     """The source's large GEMMs, with the GPU's own peak and memory bandwidth."""
     more = reference.flops_per_byte - source.reference.flops_per_byte

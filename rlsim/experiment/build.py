@@ -15,7 +15,7 @@ import pandas as pd
 from rlsim.base import catalogue
 from rlsim.base.reading import is_file
 from rlsim.base.refusals import refuse
-from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.calibration import Calibration, carried_to, load_calibration
 from rlsim.cost.memory import kv_shape
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import check_served
@@ -23,7 +23,7 @@ from rlsim.cost.step import PLAIN_KV
 from rlsim.errors import CalibrationError, ConfigError, about, unknown_name
 from rlsim.experiment.schema import Experiment, TraceSpec
 from rlsim.experiment.workflows import TraceScoring, workflow_of
-from rlsim.models.hardware import AnyCluster, Cluster, load_any_cluster, node_types
+from rlsim.models.hardware import AnyCluster, Cluster, MixedCluster, load_any_cluster, node_types
 from rlsim.models.model import Model, load_model
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import StepSampler, Trace, TraceMeta, limits, make_trace, mix, read_trace
@@ -298,7 +298,10 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, sho
     for kind in kinds:
         if kind not in named:
             raise ConfigError(f"{shown}: none for {kind} of cluster {cluster.name}; expected {kind}: <gpu>-<engine>")
-        read = load_calibration(beside(named[kind], folder)).drawn(experiment.draw, experiment.costs)
+        groups = cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)
+        nodes_of_kind = next(one for one in groups if one.gpu.name == kind)
+        read = carried_to(load_calibration(beside(named[kind], folder)), nodes_of_kind)
+        read = read.drawn(experiment.draw, experiment.costs)
         found[kind] = read.scheduled(experiment.engine.async_scheduling)
         if found[kind].gpu != kind:
             raise CalibrationError(

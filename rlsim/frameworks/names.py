@@ -8,14 +8,15 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rlsim.base import catalogue
-from rlsim.base.reading import is_file
+from rlsim.base.reading import is_file, plain, read_yaml
+from rlsim.base.schema import validate
 from rlsim.cost.calibration import Engine, calibration_names, load_calibration
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import beside
-from rlsim.models.hardware import Cluster, load_cluster, load_gpu, node_types
+from rlsim.models.hardware import Cluster, Gpu, load_cluster, load_gpu, node_types
 from rlsim.models.model import Model, load_model
 from rlsim.models.names import known_shape, short_name
 from rlsim.trace import Trace, read_trace
@@ -96,7 +97,47 @@ def _gpu(name: str) -> str:
     """A GPU of the catalogue, its name whole or, where only one begins that way, its first words."""
     known = catalogue.names("gpus")
     fitting = [one for one in known if f"{one}-".startswith(f"{name.lower()}-")]
-    return load_gpu(fitting[0] if len(fitting) == 1 else name).name
+    try:
+        return load_gpu(fitting[0] if len(fitting) == 1 else name).name
+    except CatalogueError as error:
+        how = f"--gpu {name} --gpu-like h100,48GB,864GB/s,362TFLOP/s"
+        raise CatalogueError(f"{error}; another GPU is described by the one that it is like: {how}") from None
+
+
+def spelled_out(found: Cluster, described: Sequence[str], network: str | None) -> dict[str, Any]:
+    """A cluster of the catalogue by its keys, with the name and figures of another GPU, and another network of a node.
+
+    `described` has the name, then the GPU's memory, bandwidth and FLOP/s in any order, told by their units; what it
+    lacks stays as it is. `network` is the rate of a node's ports together.
+    """
+    kind = found.name.lstrip("0123456789x")
+    path = next(path for name, path in catalogue.names("clusters").items() if name.partition("x")[2] == kind)
+    keys: dict[str, Any] = plain(read_yaml(path)) | {"nodes": found.nodes, "gpus_per_node": found.gpus_per_node}
+    keys["nodes_per_domain"] = found.nodes_per_domain
+    if found.inter is None and network is None:
+        keys.pop("inter", None)
+    elif network is not None:
+        rate = network if network.endswith("/s") else f"{network}/s"
+        port = {"name": "network", "bytes_per_s": rate, "shared_by_gpus": found.gpus_per_node}
+        keys["inter"] = {"latency_s": "5 us", **keys.get("inter", {}), **port}
+    if not described:
+        return keys | {"name": found.name}
+    name, *figures = described
+    told = dict(_figure(text) for text in figures)
+    gpu = plain(read_yaml(catalogue.names("gpus")[found.gpu.name])) | told
+    gpu |= {"name": name, "title": name, "like": found.gpu.name, "source": f"given: {', '.join(figures) or 'nothing'}"}
+    if "bf16_flop_per_s" in told:  # FP8 in proportion
+        times = validate(gpu, Gpu, "--gpu-like").bf16_flop_per_s / found.gpu.bf16_flop_per_s
+        lower = {key: getattr(found.gpu, key) for key in ("fp8_flop_per_s", "fp4_flop_per_s")}
+        gpu |= {key: f"{rate * times / 1e12:.4g} TFLOP/s" for key, rate in lower.items() if rate}
+    return keys | {"name": found.name.replace(kind, name), "gpu": gpu}
+
+
+def _figure(text: str) -> tuple[str, str]:
+    """The key of a GPU that a figure is of, by its unit, and the figure."""
+    if "FLOP" not in text.upper() and text.endswith(("B", "B/s", "b/s")):
+        return "memory_bytes" if text.endswith("B") else "memory_bytes_per_s", text
+    return "bf16_flop_per_s", f"{text}FLOP/s" if re.fullmatch(r"[\d.]+[TP]", text) else text
 
 
 def find_calibration(gpu: str, engine: str) -> tuple[str, str]:
@@ -118,7 +159,7 @@ def load_from(name: str, folder: Path) -> Model:
 def check_calibration(name: str, cluster: Cluster, folder: Path) -> None:
     """Raises `ConfigError` if the calibration, as an experiment in `folder` names it, is not for the cluster's GPU."""
     found = load_calibration(beside(name, folder))
-    if found.gpu != cluster.gpu.name:
+    if found.gpu not in (cluster.gpu.name, cluster.gpu.like):
         raise ConfigError(f"calibration {name} is for {found.gpu}, cluster {cluster.name} has {cluster.gpu.name}")
 
 

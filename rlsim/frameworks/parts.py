@@ -25,6 +25,7 @@ from rlsim.frameworks.names import (
     find_model,
     load_from,
     nearest_trace,
+    spelled_out,
 )
 from rlsim.frameworks.settings import INTEGER, WHOLE, Settings
 from rlsim.frameworks.tables import Use, names, own_limits, unlike, unlike_rows, without
@@ -47,9 +48,10 @@ ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": 
 class Options:
     """What the options of `rlsim init` say beside a configuration; the draft is to be written into `folder`.
 
-    Configurations name no GPU: `gpu` or `cluster` does. `model` and `reward_model` name shapes that their paths do not
-    tell, `trace` the lengths (default: the nearest that ships), `calibration` the costs (default: that of the GPU and
-    engine).
+    Configurations name no GPU: `gpu` or `cluster` does. A GPU that is only like `gpu` is `described` by its name and
+    figures, and `network` is the rate of a node (`rlsim.frameworks.names.spelled_out`). `model` and `reward_model` name
+    shapes that their paths do not tell, `trace` the lengths (default: the nearest that ships), `calibration` the costs
+    (default: that of the GPU and engine).
     """
 
     folder: Path
@@ -60,6 +62,16 @@ class Options:
     calibration: str | None = None
     trace: str | None = None
     name: str | None = None
+    described: tuple[str, ...] = ()
+    network: str | None = None
+
+
+def likeness(gpu: str | None, like: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """`Options.gpu` and `described` for a GPU of the catalogue, or one `like` it: `h100,48GB,864GB/s,362TFLOP/s`."""
+    if like is None:
+        return gpu, ()
+    kind, *figures = re.split(r"[,\s]+", like.strip())
+    return kind, (gpu or f"{kind}-like", *figures)
 
 
 def joined(*parts: str) -> str:
@@ -78,12 +90,23 @@ def add_cluster(draft: Draft, options: Options, nodes: int, per_node: int, where
                 f"{where}: nodes of {per_node}, as which {options.gpu} is not built: taken as {found.nodes} nodes of "
                 f"{found.gpus_per_node}"
             )
-        return found
+        return _spelled_out(draft, options, found) if options.described or options.network else found
     found = load_cluster(options.cluster)
     if found.gpus != nodes * per_node:
         raise ConfigError(f"{where}: {nodes * per_node} GPUs, cluster {found.name} has {found.gpus}")
     draft.entries["cluster"] = Entry(options.cluster, f"as given; {where}")
     return found
+
+
+def _spelled_out(draft: Draft, options: Options, found: Cluster) -> Cluster:
+    """The cluster key by key, of a GPU or a network that the catalogue does not have."""
+    keys = spelled_out(found, options.described, options.network)
+    said = {"inter": f"--network {options.network} of a node"} if options.network else {}
+    if options.described:
+        said |= dict.fromkeys(("intra", "host"), f"{ASSUMED}: of a node of {found.gpu.name}")
+        said["gpu"] = f"{ASSUMED}: as {found.gpu.name}, but for the figures that are given"
+    draft.entries["cluster"] = {key: Entry(value, said.get(key, "")) for key, value in keys.items()}
+    return load_cluster(keys, "the GPU or network as given")
 
 
 def whole_nodes(gpus: int, per_node: int, where: str, options: Options) -> tuple[int, int]:
@@ -115,9 +138,11 @@ def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: E
         return
     if engine.value not in ENGINES:
         raise ConfigError(f"{engine.comment}: {unknown_name('rollout engine', str(engine.value), ENGINES)}")
-    name, said = find_calibration(machines.gpu.name, ENGINES[engine.value])
+    like = machines.gpu.like
+    name, said = find_calibration(like or machines.gpu.name, ENGINES[engine.value])
     draft.notes += [said] if said else []
-    draft.entries["calibration"] = Entry(name, engine.comment)
+    carried = f"{ASSUMED}: the efficiencies of {like}; " if like else ""
+    draft.entries["calibration"] = Entry(name, f"{carried}{engine.comment}")
 
 
 def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters: str, prompts: Entry | None) -> None:

@@ -25,7 +25,7 @@ class Gpu(Schema):
     """One GPU, by its data sheet."""
 
     name: Name
-    title: str = Field(description="name as the maker writes it")
+    title: str = Field(default="", description="name as the maker writes it")
     memory_bytes: Bytes = Field(gt=0, description="device memory, as CUDA reports it")
     memory_bytes_per_s: BytesPerSecond = Field(ge=1, description="peak device-memory bandwidth")
     bf16_flop_per_s: FlopPerSecond = Field(ge=1, description="peak dense bf16 tensor-core rate")
@@ -38,6 +38,9 @@ class Gpu(Schema):
     l2_bytes: Bytes = Field(gt=0, description="L2 cache")
     sm_count: int = Field(gt=0, le=1_000_000, description="streaming multiprocessors")
     source: str = Field(description="where the figures are from")
+    like: Name | None = Field(
+        default=None, description="GPU whose calibrations are carried over to these figures; none: they are of this one"
+    )
 
 
 class Link(Schema):
