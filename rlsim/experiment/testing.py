@@ -41,7 +41,7 @@ _PAGE = 16
 
 #: Hooks that rollouts alone call; the others are called by a run of an experiment.
 _CALLED = {"alternatives", "setup", "initial_tp", "on_finish", "every_s", "on_timer", "next_tp", "parts"} | {
-    "ends", "launch", "upcoming", "counts", "more", "keep", "put_back", "waiting",
+    "ends", "launch", "under_way", "upcoming", "counts", "more", "keep", "put_back", "waiting",
 }  # fmt: skip
 #: Hooks of a batching, and what of `Tally.prompts` must have happened for them to matter.
 _OF_PROMPTS = {"counts": "dropped", "keep": "kept", "put_back": "put back"}
