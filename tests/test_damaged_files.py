@@ -495,13 +495,9 @@ def test_half_a_character_can_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.jsonl.gz", "t.csv.gz"])
-def test_compressed_bombs_and_cut_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MOST_GROWN_BYTES", 100_000)
+def test_compressed_files_that_are_cut(tmp_path: Path, name: str) -> None:
     line = b'{"prompt_id": 1}\n' if "json" in name else b"prompt_id,sample_id,response_tokens\n"
     packed = gzip.compress(line + b" " * 2_000_000 + b"\n")
-    (tmp_path / name).write_bytes(packed)
-    with pytest.raises(TraceError, match=f"{name}.*grows to more than"):
-        read_trace(tmp_path / name)
     (tmp_path / name).write_bytes(packed[:-9])
     with pytest.raises(TraceError, match=name):
         import_trace(tmp_path / name)

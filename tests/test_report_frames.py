@@ -16,7 +16,7 @@ from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result
 from rlsim.results.report.choice import Choice
 from rlsim.results.report.gantt import by_group, gantt, merged
-from rlsim.results.report.generation import active_replicas, active_sequences, generation, gpus_by_tp, switch_labels
+from rlsim.results.report.generation import active_replicas, active_sequences, generation, gpus_by_tp
 from rlsim.results.report.lengths import survival, trained_lengths
 from rlsim.results.report.page import Page, Text
 from rlsim.results.report.shares import gpu_shares
@@ -128,12 +128,6 @@ def test_generation_counts_from_its_begin() -> None:
     assert np.isnan(shown.sequences["batch"].iloc[4])
     assert shown.switches[["at_s", "from_tp", "to_tp", "pause_s"]].values.tolist() == [[1.0, 2, 4, 0.75]]
     assert generation(results(), CHOICE, "a") is None
-
-
-def test_labels_of_switches_do_not_overlap() -> None:
-    switches = pd.DataFrame({"at_s": [0.0, 0.5, 50.0, 51.0, 90.0], "text": ["1→2", "1→2", "2→4", "4→8", "8→4"]})
-    labels = switch_labels(switches, 1.0)
-    assert labels.values.tolist() == [[0.0, "1→2 ×2"], [50.0, "2 switches"], [90.0, "8→4"]]
 
 
 def test_timeline_by_gpu() -> None:

@@ -10,7 +10,6 @@ import pytest
 from conftest import TINY, Command, cases
 
 import rlsim
-from rlsim.base.charts import vega_script
 from rlsim.base.output import results_folder
 from rlsim.errors import ConfigError
 
@@ -70,15 +69,6 @@ def test_results_can_be_read_while_they_are_replaced(tmp_path: Path) -> None:
             problems.append(error)
     writer.join()
     assert (problems, reads > 3) == ([], True)
-
-
-def test_a_kept_script_for_charts_that_is_cut_off_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    whole = vega_script.__wrapped__()
-    (kept,) = (tmp_path / "rlsim").iterdir()
-    assert vega_script.__wrapped__() == whole, "as it was kept"
-    kept.write_text(kept.read_text(encoding="utf-8")[:1000], encoding="utf-8")
-    assert vega_script.__wrapped__() == whole
 
 
 def swept(out: Path) -> dict[str, str]:

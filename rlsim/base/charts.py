@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 import zlib
@@ -18,8 +17,6 @@ from rlsim.errors import ConfigError, RlsimError, printable
 
 CHART_SUFFIXES = (".html", ".svg", ".png")
 _PNG_HEAD_BYTES = 33
-#: Before the SHA-256 of the script for charts, at the end of the file that keeps it.
-_SEAL = "\n// sha256 "
 #: A page that holds everything it needs.
 OFFLINE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
@@ -82,9 +79,7 @@ def vega_script() -> str:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     kept = folder / "rlsim" / f"vega-{version('vl-convert-python')}.js"
     with suppress(OSError, UnicodeDecodeError):
-        script, _, whole = kept.read_text(encoding="utf-8").rpartition(_SEAL)
-        if whole == hashlib.sha256(script.encode()).hexdigest():  # else it is cut off, or not ours: it is made anew
-            return script
+        return kept.read_text(encoding="utf-8")
     import vl_convert
 
     script = (
@@ -94,5 +89,5 @@ def vega_script() -> str:
     )
     with suppress(OSError, ConfigError):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, f"{script}{_SEAL}{hashlib.sha256(script.encode()).hexdigest()}")
+        write_text(kept, script)
     return script

@@ -24,8 +24,6 @@ from rlsim.errors import RlsimError
 if TYPE_CHECKING:
     import pandas as pd
 
-#: A compressed file that grows to more than so many times its size, and to more than so many bytes, is a bomb.
-MOST_GROWTH, MOST_GROWN_BYTES = 200, 256 << 20
 #: What reading a text raises, compressed or not.
 UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
 
@@ -58,7 +56,7 @@ def _whole(digits: str) -> int:
 
 def open_data(path: Path) -> IO[bytes]:
     """A file's bytes, decompressed if its name ends in .gz; reading may raise what `UNREADABLE` lists."""
-    return cast("IO[bytes]", _Inflated(path) if path.name.lower().endswith(".gz") else path.open("rb"))
+    return cast("IO[bytes]", gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb"))
 
 
 def json_lines(path: Path, error: type[RlsimError]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -108,25 +106,6 @@ def csv_errors(path: Path, error: type[RlsimError]) -> Iterator[None]:
     except (pd.errors.ParserWarning, ValueError, OverflowError) as problem:
         reason = str(problem).strip().removeprefix("Error tokenizing data. ").removeprefix("C error: ")
         raise error(f"{path}: not valid CSV: {reason}") from None
-
-
-class _Inflated(gzip.GzipFile):
-    """A compressed file that refuses to grow without end."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._most_bytes = max(MOST_GROWN_BYTES, MOST_GROWTH * path.stat().st_size)
-
-    def read(self, size: int | None = -1) -> bytes:
-        return self._counted(super().read(self._most_bytes + 1 if size is None or size < 0 else size))
-
-    def read1(self, size: int = -1) -> bytes:
-        return self._counted(super().read1(size))
-
-    def _counted(self, data: bytes) -> bytes:
-        if self.tell() > self._most_bytes:
-            raise OSError(f"it grows to more than {self._most_bytes >> 20:,} MiB when it is decompressed")
-        return data
 
 
 @contextmanager

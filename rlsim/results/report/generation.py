@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import altair as alt
@@ -19,7 +20,6 @@ Floats = npt.NDArray[np.float64]
 MOMENTS = 300
 _ENGINE_KINDS = ("decode", "prefill", "mixed")
 _PANEL = WIDTH - 110  # px of a panel without its labels
-_CHARACTER = 6.5  # px of a label
 
 
 class Generation(NamedTuple):
@@ -82,27 +82,6 @@ def gpus_by_tp(spans: pd.DataFrame, at: Floats) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"at_s": [], "tp": [], "gpus": []})
 
 
-def switch_labels(switches: pd.DataFrame, character_s: float) -> pd.DataFrame:
-    """Labels (at_s, text) that do not overlap, each from its switch to the right; `character_s`: width of a character.
-
-    `switches` has columns at_s and text, what the switch was. One that would begin within the label before it is
-    counted there.
-    """
-    labels: list[tuple[float, list[str]]] = []
-    for row in switches.sort_values("at_s").to_dict("records"):
-        if labels and row["at_s"] < labels[-1][0] + (len(_counted(labels[-1][1])) + 1) * character_s:
-            labels[-1][1].append(row["text"])
-        else:
-            labels.append((row["at_s"], [row["text"]]))
-    return pd.DataFrame([{"at_s": at_s, "text": _counted(texts)} for at_s, texts in labels])
-
-
-def _counted(texts: list[str]) -> str:
-    if len(texts) == 1:
-        return texts[0]
-    return f"{texts[0]} ×{len(texts)}" if len(set(texts)) == 1 else f"{len(texts)} switches"
-
-
 def covering(
     start: pd.Series[float], end: pd.Series[float], at: Floats, weight: pd.Series[int] | None = None
 ) -> npt.NDArray[np.int64]:
@@ -126,10 +105,10 @@ def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) ->
     The axes end at `until_s` seconds, `most` active sequences and all `gpus`, so that systems can be compared.
     """
     scale = exactly(0, until_s)
-    rules, labels = _switches(shown.switches, scale, until_s)
+    rules = _switches(shown.switches, scale)
     active = _sequences(shown.sequences, "active", "active sequences", ENGINE["decode"], [0, most], scale)
     batch = _sequences(shown.sequences, "batch", "per replica", "#009E73", alt.Undefined, scale)
-    panels = ((active, rules + labels, 130), (batch, rules, 100), (_layouts(shown.tp, gpus, scale), rules, 110))
+    panels = ((active, rules, 130), (batch, rules, 100), (_layouts(shown.tp, gpus, scale), rules, 110))
     stacked = [alt.layer(one, *over).properties(width=_PANEL, height=height) for one, over, height in panels]
     chart = alt.vconcat(*stacked, spacing=8).resolve_scale(color="independent")
     return finished(chart, description=f"Generation under {shown.system}: active sequences, batch, TP", fit=False)
@@ -162,18 +141,15 @@ def _layouts(frame: pd.DataFrame, gpus: int, scale: Any) -> Any:
     )
 
 
-def _switches(switches: pd.DataFrame, scale: Any, until_s: float) -> tuple[list[Any], list[Any]]:
-    """A rule for every switch, and labels above the panel whose axis ends at `until_s`; none without switches."""
+def _switches(switches: pd.DataFrame, scale: Any) -> list[Any]:
+    """A rule for every switch; none without switches."""
     if switches.empty:
-        return [], []
+        return []
     rows = switches.assign(text=switches["from_tp"].astype(str) + "→" + switches["to_tp"].astype(str))
     at, pause = (alt.Tooltip(f"{name}_s:Q", format=".2f", title=f"{name} (s)") for name in ("at", "pause"))
-    x = alt.X("at_s:Q", scale=scale)
     rules = alt.Chart(data(rows)).mark_rule(color=SWITCH, strokeWidth=1.4, strokeDash=[4, 2])
-    rules = rules.encode(x=x, tooltip=[at, "node:N", alt.Tooltip("text:N", title="TP"), pause])
-    labels = alt.Chart(data(switch_labels(rows, _CHARACTER * until_s / _PANEL)))
-    labels = labels.mark_text(color=SWITCH, align="left", fontSize=11).encode(x=x, y=alt.value(-7), text="text:N")
-    return [rules], [labels]
+    told = [at, "node:N", alt.Tooltip("text:N", title="TP"), pause]
+    return [rules.encode(x=alt.X("at_s:Q", scale=scale), tooltip=told)]
 
 
 def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Section:
@@ -193,8 +169,10 @@ def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Sect
             f"{MOMENTS} moments are drawn. "
         )
         caption += "All systems have the same time axis. " if len(found) > 1 else ""
-        changes = f"Dashed: {count} change{'s' if count > 1 else ''} of a node's TP, from one degree to another."
-        caption += changes if count else "No node changed its TP."
+        degrees = Counter(zip(shown.switches["from_tp"], shown.switches["to_tp"], strict=True))
+        changes = ", ".join(f"{before}→{after} ×{times}" for (before, after), times in degrees.most_common())
+        caption += f"Dashed: {count} change{'s' if count > 1 else ''} of a node's TP ({changes})." if count else ""
+        caption += "" if count else "No node changed its TP."
         title = choice.titled(f"Generation under {system}", result, system)
         blocks.append(Figure(f"generation-{number}", title, generation_chart(shown, until, most, setup.gpus), caption))
     return Section("generation", "Generation over time", tuple(blocks))

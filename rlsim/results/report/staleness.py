@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -17,26 +18,13 @@ from rlsim.results.report.page import Block, Figure, Section
 from rlsim.results.report.setups import CaseSetup
 from rlsim.results.report.style import GREY, INK, SERIES, WIDTH, along, by_name, data, exactly, finished
 
-_HEIGHT, _LINE, _CHARACTER = 360, 15, 6.6  # px: of the plot, of a line of text, of a character
+_HEIGHT, _LINE = 360, 15  # px: of the plot, of a line of text
 _SAME = 0.005  # throughputs that differ by no more than this share are equal, as is such a difference of staleness
 _MOMENTS = 400
 _MOST_QUEUES = 8
 _BEST, _BEATEN = "no other is faster and no staler", "another is faster and no staler"
 _LATE = "not comparable: not steady"
 _COLOURS = {_BEST: SERIES[0], _BEATEN: "#7A7A7A", _LATE: "#C4C4C4"}
-
-
-class Label(NamedTuple):
-    """A text beside a point, in px from the plot's left and upper edges: its begin, its middle, its width."""
-
-    x: float
-    y: float
-    width: float
-
-    def hides(self, other: Label) -> bool:
-        """Whether the two overlap."""
-        beside = self.x >= other.x + other.width or other.x >= self.x + self.width
-        return not beside and abs(self.y - other.y) < _LINE
 
 
 def frontier(result: Result, case: str) -> pd.DataFrame:
@@ -75,12 +63,12 @@ def frontier_chart(frame: pd.DataFrame) -> Any:
     most = max(float(frame["staleness"].max()), 0.1) * 1.22
     x_scale, y_scale = alt.Scale(domain=[0, most], nice=False), alt.Scale(domain=[max(low, 0.0), high], nice=False)
     across, down = (WIDTH - 70) / most, _HEIGHT / (high - max(low, 0.0))
-    points = [(x * across, (high - y) * down) for x, y in zip(frame["staleness"], frame["rate"], strict=True)]
-    places = placed_labels(points, frame["system"].tolist())
+    heights = ((high - frame["rate"]) * down).tolist()
+    places = np.array(spread(heights))
     rows = frame.assign(
-        label_at=[place.x / across for place in places],
-        label_rate=[high - place.y / down for place in places],
-        moved=[abs(place.y - y) > 12 for place, (_, y) in zip(places, points, strict=True)],
+        label_at=frame["staleness"] + 9 / across,
+        label_rate=high - places / down,
+        moved=abs(places - heights) > _LINE,
         kind=np.where(frame["best"], _BEST, np.where(frame["comparable"], _BEATEN, _LATE)),
     )
     x = alt.X("staleness:Q", title="mean staleness of the responses trained on (weight updates)", scale=x_scale)
@@ -103,18 +91,12 @@ def frontier_chart(frame: pd.DataFrame) -> Any:
     return finished(chart, description="Throughput of each system against the staleness of what it trains on")
 
 
-def placed_labels(points: Sequence[tuple[float, float]], texts: Sequence[str]) -> list[Label]:
-    """A label beside each point (px), right of it and a little above if that is free, else the nearest free height."""
-    dots = [Label(x - 6, y, 12) for x, y in points]
-    taken: dict[int, Label] = {}
-    for i in sorted(range(len(points)), key=lambda i: points[i][1]):
-        x, y = points[i]
-        wanted = Label(x + 9, y - 9, len(texts[i]) * _CHARACTER + 4)
-        others = [*taken.values(), *(dot for j, dot in enumerate(dots) if j != i)]
-        moved = (wanted._replace(y=wanted.y + shift) for shift in sorted(range(-_HEIGHT, _HEIGHT), key=abs))
-        inside = (place for place in moved if _LINE / 2 <= place.y <= _HEIGHT - _LINE / 2)
-        taken[i] = next((place for place in inside if not any(map(place.hides, others))), wanted)
-    return [taken[i] for i in range(len(points))]
+def spread(heights: Sequence[float]) -> list[float]:
+    """The heights (px) of labels of these points: a little above each, and none nearer than a line to another."""
+    found, lowest = dict[int, float](), -math.inf
+    for i in sorted(range(len(heights)), key=heights.__getitem__):
+        found[i] = lowest = max(heights[i] - _LINE / 2, lowest + _LINE)
+    return [found[i] for i in range(len(heights))]
 
 
 def continuous(result: Result, case: str) -> list[str]:
