@@ -348,7 +348,7 @@ def test_command_refuses_what_it_cannot_do_before_the_work(results: Path, tmp_pa
         ([str(tmp_path)], "holds no rlsim results"),
         ([str(results), "--out", str(tmp_path / "page.pdf")], "a report is written as .html"),
         ([str(results), "--out", str(tmp_path / "no" / "page.html")], "does not exist"),
-        ([str(results), "--png", str(tmp_path / "file")], "give a folder for the pictures"),
+        ([str(results), "--png", str(tmp_path / "file")], "give a directory"),
         ([str(results), "--system", "nobody"], "unknown system 'nobody'"),
     ):
         done = CliRunner().invoke(app, ["report", *arguments])

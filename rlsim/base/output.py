@@ -58,10 +58,15 @@ def write_text(path: Path, text: str, error: type[RlsimError] = ConfigError) -> 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """A file by `atomic_path`, in a folder that is made if need be; raises `ConfigError` if that is not possible."""
-    with _problems(path, ConfigError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as temporary:
-            temporary.write_bytes(data)
+    make_folder(path.parent)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it; raises `ConfigError` if that is not possible."""
+    with _problems(folder, ConfigError):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlsim.base.charts import OFFLINE, chart_spec, save_chart, vega_script
-from rlsim.base.output import check_own_file, write_text
+from rlsim.base.output import check_own_file, make_folder, write_text
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError
 
@@ -122,26 +122,16 @@ def check_page_path(path: Path) -> None:
     check_own_file(path)
 
 
-def check_pictures_folder(folder: Path) -> None:
-    """Raises `ConfigError` if pictures cannot be put there."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder}: is a file; give a folder for the pictures")
-
-
 def picture_files(page: Page, folder: Path, suffix: str) -> dict[Path, Figure]:
     """A file for every chart, named after it; raises `ConfigError` if one is there that rlsim did not write."""
-    check_pictures_folder(folder)
     files = {folder / f"{figure.id}{suffix}": figure for figure in page.figures}
-    for path in files if folder.is_dir() else ():
+    for path in filter(Path.exists, files):
         check_own_file(path)
     return files
 
 
 def write_pictures(files: Mapping[Path, Figure]) -> None:
-    """Charts as `.png` (two pixels a point) or `.svg`; their folders are made if need be."""
+    """Charts as `.png` (two pixels a point) or `.svg`; raises `ConfigError` for what cannot be written."""
     for path, figure in files.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{path.parent}: cannot be made: {error.strerror}") from None
+        make_folder(path.parent)
         save_chart(figure.chart, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlsim.base.output import check_folder
 from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result, read_result
@@ -17,7 +18,6 @@ from rlsim.results.report.method import calibration_section, configuration_secti
 from rlsim.results.report.page import (
     Page,
     check_page_path,
-    check_pictures_folder,
     picture_files,
     write_pictures,
 )
@@ -57,7 +57,7 @@ def write_report(
     folders = [(Path(folder), suffix) for folder, suffix in ((png, ".png"), (svg, ".svg")) if folder is not None]
     check_page_path(target)  # before the work, not after it
     for folder, _ in folders:
-        check_pictures_folder(folder)
+        check_folder(folder)
     if isinstance(found, Result):
         page = report_page(found, choose(found, case=case, systems=systems, seed=seed, step=step), title)
     elif case or systems or seed is not None or step is not None:

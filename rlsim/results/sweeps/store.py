@@ -23,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlsim.base.output import check_folder, locked, reason, write_bytes
+from rlsim.base.output import check_folder, locked, make_folder, reason, write_bytes
 from rlsim.base.records import read_record, sealed
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import Column, field_of, read_parquet, to_bytes
@@ -53,10 +53,7 @@ class Store:
         Raises `ConfigError` if another process has it, or the directory holds something else.
         """
         target = self._check_target()
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{self.directory}: cannot be written: {reason(error)}") from None
+        make_folder(target)
         with locked(target, wait=False) as alone:
             if alone is False:
                 raise ConfigError(f"{self.directory}: another process is running a sweep here")
