@@ -1,3 +1,3 @@
 """The version of rlsim, which results and calibrations carry."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

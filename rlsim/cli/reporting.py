@@ -37,6 +37,7 @@ def report(
     step: Annotated[
         int | None, typer.Option(help="Step in the charts over time (default: the baseline's median one).")
     ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the page only.")] = False,
 ) -> None:
     """Write results as one HTML page that works offline: what was found, charts, and exactly what was run.
@@ -48,6 +49,8 @@ def report(
     path = write_report(
         directory, out, title=title, png=png, svg=svg, case=case, systems=system or (), seed=seed, step=step
     )
+    if show:
+        typer.launch(path.resolve().as_uri())
     if quiet:
         typer.echo(str(path))
         return

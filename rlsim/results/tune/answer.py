@@ -138,16 +138,18 @@ def tune(
     workers: int | None = None,
     seed: int = 0,
     progress: Callable[[float, str], None] = lambda *_: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Tuned:
     """The settings of a configuration's framework with which most responses are trained on per second.
 
-    About `budget_s` seconds are spent in `workers` processes (None: one a core); with `trials` the search tries so many
-    sets instead, and the answer is the same on any machine. Raises `RlsimError` for a configuration that does not run.
+    About `budget_s` seconds, by `clock`, are spent in `workers` processes (None: one a core); with `trials` the search
+    tries so many sets instead, and the answer is the same on any machine. Raises `RlsimError` for a configuration that
+    does not run.
     """
     wish = wish or Wish()
     if unknown := {*wish.allow} - {*ALTERS}:
         raise ConfigError(f"allow: unknown {', '.join(sorted(unknown))}; there are {', '.join(ALTERS)}")
-    began = time.monotonic()
+    began = clock()
     experiment = configuration.experiment({})
     loaded = LoadedExperiment.of(experiment, configuration.options.folder)
     one_kind(loaded.cluster, "rlsim tune")
@@ -161,7 +163,7 @@ def tune(
     axes = axes_of(loaded, wish.altered, wish.keep, wish.most_gpus)
 
     def spent() -> float:
-        return (time.monotonic() - began) / budget_s
+        return (clock() - began) / budget_s
 
     def in_time() -> bool:
         return trials is not None or spent() < 1
@@ -177,6 +179,7 @@ def tune(
     with measuring(configuration, workers or cores(), wish.judged) as measure:
         run = Run(_seed(seed, 0), 1 + warmup)
         (base,) = measure([({}, run)])
+        began = clock()  # that processes start is no part of the budget
         if base.kind not in ("", "memory"):
             raise ConfigError(base.problem)
         tried = search(axes, measure, run, over, told)
@@ -221,7 +224,7 @@ def tune(
         before=before, after=after, stale=stale, money=wish.money,
         gpus=(loaded.cluster.gpus, tuned.cluster.gpus), changes=changes,
         evaluated=len(tried), legal=ran, excluded=dict(Counter(trial.kind for trial in tried if trial.kind)),
-        seconds=time.monotonic() - began, binds=_binds(after), assumptions=assumptions, beside=beside,
+        seconds=clock() - began, binds=_binds(after), assumptions=assumptions, beside=beside,
         frontiers=_frontiers(tried, wish), systems=systems, not_tried=refused, parts=parts,
     )  # fmt: skip
 
