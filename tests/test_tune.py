@@ -218,6 +218,7 @@ def test_mistakes_are_told(tmp_path: Path, call: Command) -> None:
     script = tmp_path / "run.sh"
     script.write_text("python3 -m verl.trainer.main_ppo " + " ".join(VERL))
     assert "give --gpu" in call("tune", str(script)).err
+    assert "did you mean" in call("tune", str(script), "--gpu", "h100", "--keep", f"{SEQS}s").err
     assert "unknown numeric" in call("tune", str(script), "--gpu", "h100", "--allow", "numeric").err
     with pytest.raises(ConfigError, match="no such"):
         Configuration("", ("nowhere.yaml",), Options(Path())).experiment({})
@@ -361,3 +362,18 @@ def test_own_runs_are_checked_and_give_the_interval(tmp_path: Path, call: Comman
     assert not data["best"] or data["model_low"] == pytest.approx(data["gain"] / (1 + data["own_error"]))
     (tmp_path / "run.rlsim" / "checks.json").write_text("{")
     assert "is damaged" in call("tune", str(path), "--gpu", "h100", "--trials", "2", "--workers", "1").err
+
+
+def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
+    configuration = own(tmp_path, engine={"graphs": False})
+
+    def interrupt(share: float, what: str) -> None:
+        if what.startswith("21 tried"):
+            raise KeyboardInterrupt
+
+    found = tune(configuration, trials=60, workers=1, progress=interrupt)
+    assert found.evaluated == 21
+    assert found.best["engine.graphs"] is True
+    assert all(not row["gains"] for row in found.assumptions)
+    with pytest.raises(KeyboardInterrupt):
+        tune(configuration, trials=60, workers=1, progress=lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -12,6 +12,8 @@ rows stand beside what another simulator said of them (`aisimulate.csv`).
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -110,6 +112,7 @@ def section(options: Options) -> Section:
         "peers": peer_table(options.evidence),
         "settings": summary_table(summaries),
         "fits": fits_table(fits),
+        "choices": choices_table(unseen_rows(left_out, today)),
         "coverage": coverage_table(unseen_rows(left_out, today)),
         "calls": f"{calls_table()}\nWithout veRL's row 4 calls scatter by {spread}, with it by {MEASURED.calls:.0%}.",
         "ablation": "" if options.quick else _ablation(runs, fits, options.progress),
@@ -132,6 +135,25 @@ def fits_table(fits: TransferFits) -> str:
             own = "the same: this setting's fit leaves nothing out"
         cells.append((fit.left_out, of_all or "none", own))
     return markdown(("setting", "host time fitted to all settings", "fitted without it"), cells)
+
+
+def choices_table(rows: Iterable[Row]) -> str:
+    """Of as many users on as many GPUs under two TPs, with TPOTs that differ by over a tenth: the faster one chosen?"""
+    served: dict[tuple[str, str], list[tuple[int, int, Row]]] = {}
+    for row in rows:
+        *place, degrees, lengths = row.case.split("/")
+        found, (tokens, asked) = re.fullmatch(r"tp(\d+)(?:-ep\d+)?", degrees), lengths.split("x")
+        if found and row.quantity == "tpot_s":
+            served.setdefault(("/".join(place), tokens), []).append((int(found[1]), int(asked), row))
+    chosen: dict[str, list[bool]] = {}
+    for (setting, _), runs in served.items():
+        for (tp, users, one), (other_tp, others, other) in itertools.combinations(runs, 2):
+            measured, said = np.log(one.reference / other.reference), np.log(one.simulated / other.simulated)
+            if tp != other_tp and users * other_tp == others * tp and abs(measured) > np.log(1.1):
+                chosen.setdefault(setting.split("/")[2], []).append(bool(measured * said > 0))
+    chosen["all"] = [right for own in chosen.values() for right in own]
+    cells = [(engine, str(len(own)), f"{np.mean(own):.0%}") for engine, own in chosen.items() if own]
+    return markdown(("engine", "pairs of TPs", "the faster one chosen"), cells)
 
 
 def unseen_rows(left_out: Iterable[Row], today: Iterable[Row]) -> list[Row]:

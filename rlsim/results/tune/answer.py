@@ -20,7 +20,7 @@ from rlsim.results.sweeps.local import cores
 from rlsim.results.tune.bound import Bound
 from rlsim.results.tune.parts import Parts, parts_of
 from rlsim.results.tune.search import PARTS, Changes, Measure, intervals, measuring, search
-from rlsim.results.tune.space import ALTERS, Axis, axes_of, baseline_of
+from rlsim.results.tune.space import ALTERS, Axis, axes_of, baseline_of, check_keys
 from rlsim.results.tune.systems import ranked
 from rlsim.results.tune.trial import Configuration, Run, Trial
 
@@ -144,7 +144,7 @@ def tune(
 
     About `budget_s` seconds, by `clock`, are spent in `workers` processes (None: one a core); with `trials` the search
     tries so many sets instead, and the answer is the same on any machine. Raises `RlsimError` for a configuration that
-    does not run.
+    does not run. An interrupt ends the search; what it found by then is the answer.
     """
     wish = wish or Wish()
     if unknown := {*wish.allow} - {*ALTERS}:
@@ -160,18 +160,23 @@ def tune(
             raise ConfigError(f"{spec.name} is tuned already: name a plain system with the override baseline=NAME")
     overlaps = own.overlap(spec.make())
     warmup = experiment.workflow.warmup or 0
+    check_keys(loaded, wish.keep)
     axes = axes_of(loaded, wish.altered, wish.keep, wish.most_gpus)
 
     def spent() -> float:
         return (clock() - began) / budget_s
 
+    done: list[Trial] = []
+    stopped = False
+
     def in_time() -> bool:
-        return trials is not None or spent() < 1
+        return not stopped and (trials is not None or spent() < 1)
 
     def over(tried: int) -> bool:
         return tried >= trials if trials is not None else spent() > SEARCH_SHARE
 
-    def told(done: Sequence[Trial]) -> None:
+    def told(found: Sequence[Trial]) -> None:
+        done[:] = found
         base, best = done[0].rate, max(trial.rate for trial in done)
         share = len(done) / trials if trials is not None else spent()
         progress(share, f"{len(done)} tried, best {best / base:.2f} times" if base else f"{len(done)} tried")
@@ -182,13 +187,18 @@ def tune(
         began = clock()  # that processes start is no part of the budget
         if base.kind not in ("", "memory"):
             raise ConfigError(base.problem)
-        tried = search(axes, measure, run, over, told)
+        try:
+            tried = search(axes, measure, run, over, told)
+        except KeyboardInterrupt:
+            if not any(trial.rate for trial in done):
+                raise
+            tried, stopped = sorted(done, key=lambda trial: -trial.rate), True
         ran = sum(not trial.kind for trial in tried)
         if not any(trial.rate for trial in tried):
             raise CapacityError(f"{base.problem}\nnone of the {len(tried)} sets of settings that were tried fits")
         first = {_key(trial.changes): trial for trial in tried}
         # What the rest of the budget can do, by what a trial took.
-        rest = math.inf if trials is not None else (1 - spent()) / max(spent(), 1e-9) * ran
+        rest = 0.0 if stopped else math.inf if trials is not None else (1 - spent()) / max(spent(), 1e-9) * ran
         steps = int(min(max(rest / _LEAST_TRIALS, 1), STEPS, experiment.workflow.steps))
         confirmed = steps + warmup
         rest /= 1 if overlaps else steps

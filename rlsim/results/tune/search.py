@@ -7,6 +7,7 @@ changes at once, and some are chosen by chance.
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -76,6 +77,7 @@ _configuration: Configuration | None = None
 def _begin(configuration: Configuration) -> None:
     global _configuration
     _configuration = configuration
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the search's, which keeps what it found
 
 
 def _one(job: Job) -> Trial:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
 from rlsim.base.refusals import code_of
+from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.systems import SystemSpec, parse_systems
 
@@ -38,9 +39,20 @@ def axes_of(
     """The axes of an experiment's framework, without those whose keys are to be kept, and those that alter what is not
     allowed (`ALTERS`); numbers of GPUs up to `most_gpus`."""
     facts = facts_of(loaded) | {"most_gpus": most_gpus or loaded.cluster.gpus}
-    framework = loaded.experiment.framework.partition(" ")[0]
+    return tuple(_axes(_rows(loaded), facts, allow, keep))
+
+
+def check_keys(loaded: LoadedExperiment, keys: Collection[str]) -> None:
+    """Raises `ConfigError` for a key that no row of the experiment's framework sets."""
+    known = [key for row in _rows(loaded) for key in (row.get("set") or (row["key"],))]
+    for key in keys:
+        if key not in known:
+            raise ConfigError(str(unknown_name("key to keep", key, known)))
+
+
+def _rows(loaded: LoadedExperiment) -> Sequence[Mapping[str, Any]]:
     table = plain(read_yaml(data_dir("frameworks") / "space.yaml"))
-    return tuple(_axes(table.get(framework, ()), facts, allow, keep))
+    return table.get(loaded.experiment.framework.partition(" ")[0], ())  # type: ignore[no-any-return]
 
 
 def _axes(rows: Any, facts: Mapping[str, Any], allow: Collection[str], keep: Collection[str]) -> Iterator[Axis]:
