@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import json
 import os
 import re
 import shlex
@@ -263,3 +264,15 @@ def test_what_asynchrony_pays_is_what_a_run_says() -> None:
     names = ("asynchrony", "elastic_split")
     summaries = [rlsim.run(ROOT / "experiments" / f"{name}.yaml").summary() for name in names]
     assert draw.page_with(*summaries) == draw.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.ci
+def test_the_notebook_runs() -> None:
+    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+            assert cell["outputs"] == [], "outputs go stale: they are not committed"
+    shown = names["result"]._repr_html_()  # type: ignore[attr-defined]
+    assert all(name in shown for name in ("verl-tp1", "verl-tp4", "pat", "responses/s"))

@@ -42,6 +42,13 @@ _DERIVED = ("report.html", "timeline.json", "timeline.json.gz")
 Only = Mapping[str, Collection[Any]]
 
 
+#: Columns of the summary that a notebook shows, and their headings.
+_SHOWN = {
+    "case": "case", "system": "system", "responses_per_s": "responses/s", "speedup": "speedup", "speedup_low": "from",
+    "speedup_high": "to", "step_time_s": "step s", "bubble_fraction": "bubble", "tail_fraction": "tail",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Result:
     """Tables of an experiment (see rlsim.experiment.columns) and the manifest that says how they came to be."""
@@ -62,6 +69,11 @@ class Result:
     def summary(self) -> pd.DataFrame:
         """One row per case and system: mean times, speedup with its interval, bubble share, switches."""
         return summarise(self.steps, self.manifest)
+
+    def _repr_html_(self) -> str:
+        """The summary's main columns, as notebooks show them."""
+        shown = self.summary()[[*_SHOWN]].rename(columns=_SHOWN)
+        return str(shown.to_html(index=False, float_format="{:.3g}".format, border=0))
 
     def table(self, name: str, columns: Sequence[str], only: Only) -> pd.DataFrame:
         """These columns of a table, of the rows whose values are among those of `only`."""
