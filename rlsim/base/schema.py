@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args
+from typing import Annotated, Any, Self, TypeVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from rlsim.base.catalogue import DATA
 from rlsim.base.reading import read_yaml
 from rlsim.base.refusals import refusal
 from rlsim.errors import ConfigError, shown
@@ -45,8 +46,6 @@ _WORDS = (
 class Schema(BaseModel):
     """A frozen record that refuses unknown keys, and values that a row of `rlsim/data/refusals.yaml` refuses."""
 
-    #: What other programs call a key, and how it is said here: for messages.
-    also_called: ClassVar[Mapping[str, str]] = {}
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*")
@@ -242,9 +241,16 @@ def model_within(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(model_within, get_args(annotation))), None)
 
 
+@cache
+def _also_called() -> Mapping[str, Mapping[str, str]]:
+    """By record, what other programs call its keys, and how it is said here."""
+    found: Mapping[str, Mapping[str, str]] = read_yaml(DATA / "also_called.yaml")
+    return found
+
+
 def _nearest(name: str, model: type[BaseModel] | None) -> str:
-    if model is not None and issubclass(model, Schema) and name in model.also_called:
-        return f"; here it is {model.also_called[name]}"
+    if model and (ours := _also_called().get(f"{model.__module__}.{model.__qualname__}", {}).get(name)):
+        return f"; here it is {ours}"
     known = [info.alias or name for name, info in model.model_fields.items()] if model else []
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if near:

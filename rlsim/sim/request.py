@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isnan
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -23,34 +23,6 @@ UpdatedKv = Literal["keep", "recompute"]
 class EngineConfig(Schema):
     """Settings of the inference engine that every replica runs (names as vLLM and SGLang write them)."""
 
-    also_called: ClassVar = {
-        "block_size": "page_tokens",
-        "chunked_prefill_size": "max_num_batched_tokens",
-        "context_length": "trace.max_model_len",
-        "data_parallel_size": "data_parallel_attention",
-        "disable_cuda_graph": "graphs: false",
-        "disable_overlap_schedule": "async_scheduling: false",
-        "disable_radix_cache": "enable_prefix_caching: false",
-        "dp_size": "data_parallel_attention",
-        "enable_chunked_prefill": "chunked_prefill",
-        "enable_expert_parallel": "ep, as many as a replica has GPUs",
-        "enforce_eager": "graphs: false",
-        "ep_size": "ep",
-        "expert_parallel_size": "ep",
-        "gpu_memory_utilization": "memory_utilization, beside engine",
-        "hicache_size": "kv_offloading_bytes",
-        "kv_cache_dtype": "kv_precision",
-        "kv_offloading_size": "kv_offloading_bytes, of each GPU",
-        "max_model_len": "trace.max_model_len",
-        "max_running_requests": "max_num_seqs",
-        "mem_fraction_static": "memory_utilization, beside engine",
-        "page_size": "page_tokens",
-        "pipeline_parallel_size": "pp",
-        "pp_size": "pp",
-        "quantization": "precision",
-        "tensor_parallel_size": "the tp of a system",
-        "tp_size": "the tp of a system",
-    }
     page_tokens: int = Field(default=16, ge=1, le=65_536, description="tokens of one KV-cache page")
     max_num_seqs: int = Field(
         default=1024, ge=1, le=1_000_000, description="sequences running or prefilling together in a replica"

@@ -58,38 +58,22 @@ class Responses:
         on from step to step.
         """
 
-        def ints(name: str) -> NDArray[np.int64]:
-            return np.fromiter(map(attrgetter(name), requests), np.int64, len(requests))
+        def read(kind: type[np.generic], *names: str) -> dict[str, Any]:
+            return {name: np.fromiter(map(attrgetter(name), requests), kind, len(requests)) for name in names}
 
-        def floats(name: str) -> NDArray[np.float64]:
-            return np.fromiter(map(attrgetter(name), requests), np.float64, len(requests))
-
-        def flags(name: str) -> NDArray[np.bool_]:
-            return np.fromiter(map(attrgetter(name), requests), np.bool_, len(requests))
-
-        finished_at = floats("finished_at")
-        trained, baseline = ~np.isnan(finished_at), flags("baseline")
+        moments = read(np.float64, "started_at", "first_token_at", "finished_at", "score_started_at", "scored_at")
+        trained, baseline = ~np.isnan(moments["finished_at"]), read(np.bool_, "baseline")["baseline"]
         if accepted is not None:
             trained &= np.fromiter((r.id in accepted for r in requests), np.bool_, len(requests))
         return cls(
-            id=ints("id"),
-            position=ints("position"),
-            prompt_tokens=ints("prompt_tokens"),
-            generated_tokens=ints("generated"),
-            started_at=floats("started_at"),
-            first_token_at=floats("first_token_at"),
-            finished_at=finished_at,
-            preemptions=ints("preemptions"),
-            replica=ints("replica"),
+            generated_tokens=read(np.int64, "generated")["generated"],
             tps=tuple(map(attrgetter("tps"), requests)),
-            aborted=flags("aborted"),
             trained=trained & ~baseline,
             baseline=trained & baseline,
-            row=ints("row"),
-            score_started_at=floats("score_started_at"),
-            scored_at=floats("scored_at"),
-            reward=floats("reward"),
-            timed_out=flags("timed_out"),
+            **moments,
+            **read(np.float64, "reward"),
+            **read(np.int64, "id", "position", "prompt_tokens", "preemptions", "replica", "row"),
+            **read(np.bool_, "aborted", "timed_out"),
             **_across_steps(requests, paused),
             **_versions(requests, version, trained_version),
         )

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import simpy
 
+from rlsim.cost.step import StepCost
 from rlsim.errors import PolicyError
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import ScoringReport
@@ -20,11 +21,11 @@ from rlsim.sim.machine import Machine
 from rlsim.sim.open_generation import OpenGeneration
 from rlsim.sim.outcome import CallRecord, Outcome, Parts, Ran
 from rlsim.sim.recorder import Recorder
-from rlsim.sim.request import NAN, Request
+from rlsim.sim.request import NAN, EngineConfig, Request
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.scorer import StreamingScorer
-from rlsim.sim.server import InferenceServer
+from rlsim.sim.server import InferenceServer, RewardModelEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.sim.step import Countdown, StepState
 from rlsim.workflow.graph import Call, Edge, Workflow
@@ -286,15 +287,8 @@ class _Run:
         if not placement.shared:
             yield self.pool.acquire(placement.gpus, call.kind)
         start_at, beside = env.now, self._beside(placement, step)
-        scorer = state.scorers[call.name] = StreamingScorer(
-            env,
-            placement.replicas(engine.tp),
-            engine.crowded if beside else engine.cost,
-            engine.capacity_pages,
-            engine.config,
-            Recorder(self.outcome.spans, step, call.name, placement.shared),
-            on_busy=beside.share if beside else None,
-        )
+        served = self._served(engine, call, step, placement, beside)
+        scorer = state.scorers[call.name] = StreamingScorer(*served, beside.share if beside else None)
         if beside and beside.done.callbacks is not None:
             beside.done.callbacks.append(lambda _: scorer.set_cost(engine.cost))
         left, complete = 0, env.event()
@@ -387,6 +381,14 @@ class _Run:
         flow.close(call.name)
         return Ran(start_at, ready_at=start_at)
 
+    def _served(
+        self, engine: RewardModelEngine, call: Call, step: int, placement: Placement, beside: Rollout | None
+    ) -> tuple[simpy.Environment, Sequence[tuple[int, ...]], StepCost, int, EngineConfig, Recorder]:
+        """What serves a model that scores is made of; beside a rollout its iterations take longer."""
+        outcome, cost = self.outcome, engine.crowded if beside else engine.cost
+        recorder = Recorder(outcome.spans, step, call.name, placement.shared, outcome.stays, call.name)
+        return self.env, placement.replicas(engine.tp), cost, engine.capacity_pages, engine.config, recorder
+
     def _judging(self) -> tuple[int, ...]:
         """GPUs of a judge that other calls work on too, while nothing is generated or scored."""
         plan, calls = self.what.plan, self.what.workflow.calls
@@ -415,16 +417,8 @@ class _Run:
         judge, placement = self.what.judge, self.what.plan.of(call.name)
         if judge is None:
             return None
-        service = InferenceServer(
-            self.env,
-            placement.replicas(judge.tp),
-            judge.crowded if beside else judge.cost,
-            judge.capacity_pages,
-            judge.config,
-            Recorder(self.outcome.spans, step, call.name, placement.shared, self.outcome.stays, call.name),
-            self.what.cluster.node_of,
-            on_busy=beside.share if beside else None,
-        )
+        served = self._served(judge, call, step, placement, beside)
+        service = InferenceServer(*served, self.what.cluster.node_of, beside.share if beside else None)
         self.judges.append((step, service))
         return service
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
+from rlsim.base.refusals import refuse
 from rlsim.errors import ConfigError
 
 CallKind = Literal["generate", "inference", "train", "reward", "sync"]
@@ -77,29 +78,12 @@ class Workflow:
         names = [call.name for call in self.calls]
         if len(set(names)) != len(names):
             raise ConfigError(f"workflow {self.name}: two calls have the same name")
+        kinds = {call.name: call.kind for call in self.calls}
         for edge in self.edges:
-            for end in (edge.source, edge.target):
-                if end not in names:
-                    raise ConfigError(f"workflow {self.name}: an edge names {end!r}, which is no call of it")
-            if edge.lag < 0:
-                raise ConfigError(f"workflow {self.name}: the edge {edge.source} -> {edge.target} has a negative lag")
-            if edge.grain == "sample" and (edge.lag or not self._streams(edge)):
-                raise ConfigError(
-                    f"workflow {self.name}: {edge.source} -> {edge.target} cannot have the grain `sample`: it is for "
-                    "responses of the same step on their way to a reward, inference or train call"
-                )
-            if edge.exact and (self.call(edge.source).kind, self.call(edge.target).kind) != ("sync", "generate"):
-                raise ConfigError(
-                    f"workflow {self.name}: {edge.source} -> {edge.target} cannot be exact: that is for the weights on "
-                    "their way from a sync to a generate call"
-                )
-            waits = self.call(edge.target).kind in ("inference", "train")
-            if edge.barrier and (edge.lag or not waits or any(e.grain != "stage" for e in self.into(edge.target))):
-                raise ConfigError(
-                    f"workflow {self.name}: {edge.source} -> {edge.target} cannot be a barrier: inference and train "
-                    "calls that take nothing as it comes wait at one, for all of a call of the same step"
-                )
-            self._check_chunks(edge)
+            chunks = {e.chunk_tokens for e in self.edges if e.grain == "chunk" and e.source == edge.source}
+            grains = {e.grain for e in self.into(edge.target)}
+            ends = {"source": kinds.get(edge.source), "target": kinds.get(edge.target)}
+            refuse("edge", workflow=self.name, edge=edge, chunks=chunks, grains=grains, **ends)
         if len([call for call in self.calls if call.kind == "generate"]) > 1:
             raise ConfigError(f"workflow {self.name}: one call of the kind generate is possible, several are not")
         for call in self.calls:
@@ -114,27 +98,6 @@ class Workflow:
                     f"model; it has {', '.join(before) or 'nothing'} before and {', '.join(after) or 'nothing'} after"
                 )
         self.order()
-
-    def _check_chunks(self, edge: Edge) -> None:
-        where = f"workflow {self.name}: {edge.source} -> {edge.target}"
-        if (edge.grain == "chunk") != (edge.chunk_tokens >= 1):
-            raise ConfigError(f"{where}: the grain `chunk`, and no other, has chunk_tokens, at least 1")
-        if edge.grain != "chunk":
-            return
-        if edge.lag or (self.call(edge.source).kind, self.call(edge.target).kind) != ("generate", "inference"):
-            raise ConfigError(
-                f"{where} cannot have the grain `chunk`: it is for responses of the same step on their way from a "
-                "generate to an inference call"
-            )
-        others = [e for e in self.edges if e.grain == "chunk" and e.source == edge.source]
-        if any(e.chunk_tokens != edge.chunk_tokens for e in others):
-            raise ConfigError(f"{where}: all chunks that leave {edge.source} have the same length")
-        if any(e.grain == "sample" for e in self.into(edge.target)):
-            raise ConfigError(f"{where}: what comes by the chunk cannot come by the sample from elsewhere")
-
-    def _streams(self, edge: Edge) -> bool:
-        sources = ("generate", "reward", "inference")
-        return self.call(edge.source).kind in sources and self.call(edge.target).kind in (*sources[1:], "train")
 
     def streaming(self, sources: Sequence[CallKind], targets: Sequence[CallKind]) -> Self:
         """The workflow with grain `sample` on every edge of the step from calls of one kind to calls of another.
