@@ -13,7 +13,6 @@ from workloads import LinearStep, StubCosts
 from rlsim.cost.transfer import RESTART
 from rlsim.errors import CapacityError, PolicyError
 from rlsim.models.hardware import load_cluster
-from rlsim.sim.alone import run_rollout
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import (
     Abort,
@@ -27,6 +26,7 @@ from rlsim.sim.control import (
 )
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.rollout import run_rollout
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import Simulation
 from rlsim.sim.stage import GenerationStage

@@ -10,10 +10,10 @@ from evidence.validate.rollout_steps import PAGE_TOKENS, Fitted
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.transfer import IN_PLACE, NO_HOST_KV, HostKv, SwitchCost, SwitchWay, kv_rank_bytes, kv_send_s
 from rlsim.models.hardware import Link
-from rlsim.sim.alone import run_rollout
 from rlsim.sim.control import Reconfigure, RolloutControl, RolloutView
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.rollout import run_rollout
 from rlsim.sim.stage import GenerationStage
 
 

@@ -15,7 +15,7 @@ from rlsim.frameworks.verl.lengths import Batch
 from rlsim.frameworks.verl.run import RunSettings
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
-from rlsim.sim.alone import run_rollout
+from rlsim.sim.rollout import run_rollout
 from rlsim.sim.stage import GenerationStage
 
 

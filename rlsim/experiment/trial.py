@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from rlsim.base.hooks import misused
 from rlsim.experiment.systems import System
-from rlsim.sim.alone import run_rollout
 from rlsim.sim.batching import PromptFeed, StepBatch
 from rlsim.sim.control import (
     Abort,
@@ -26,7 +25,7 @@ from rlsim.sim.control import (
     asked,
 )
 from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.rollout import Rollout
+from rlsim.sim.rollout import Rollout, run_rollout
 from rlsim.sim.stage import GenerationStage
 
 _VIEW = frozenset(name for name in vars(RolloutView) if not name.startswith("_"))

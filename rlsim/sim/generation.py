@@ -15,12 +15,12 @@ from rlsim.errors import PolicyError
 from rlsim.sim.batching import Batching, Settled, StepBatch
 from rlsim.sim.control import Controls, Launch, RolloutReport
 from rlsim.sim.flow import BATCH
-from rlsim.sim.machine import Machine
 from rlsim.sim.outcome import RolloutSummary, SwitchRecord
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import Rollout
+from rlsim.sim.simulation import Machine
 from rlsim.sim.stage import GenerationStage
 from rlsim.sim.step import StepState
 from rlsim.workflow.graph import Call

@@ -15,7 +15,6 @@ from rlsim.sim.continuous import Continuous, OpenView, Ready
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView, decides
 from rlsim.sim.flow import BATCH
 from rlsim.sim.generation import Generation
-from rlsim.sim.machine import Machine
 from rlsim.sim.moment import settled
 from rlsim.sim.outcome import RolloutSummary
 from rlsim.sim.recorder import NO_STEP
@@ -24,7 +23,7 @@ from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.server import InferenceServer
-from rlsim.sim.simulation import Relay
+from rlsim.sim.simulation import Machine, Relay
 from rlsim.sim.step import StepState
 from rlsim.sim.updating import Pull
 from rlsim.workflow.graph import Call

@@ -81,22 +81,13 @@ class RolloutSummary(NamedTuple):
     def with_rest(self, rest: RolloutSummary) -> RolloutSummary:
         """This, and what happened from when the last step had its batch to the end of the run."""
         counts = {name: getattr(self.settled, name) + getattr(rest.settled, name) for name in _SETTLED}
-        sums = {name: getattr(self, name) + getattr(rest, name) for name in _SUMS}
+        sums = {name: getattr(self, name) + getattr(rest, name) for name in self._fields if name not in _KEPT}
         peak = max(self.peak_kv_tokens, rest.peak_kv_tokens)
         return self._replace(settled=self.settled._replace(**counts), peak_kv_tokens=peak, **sums)
 
 
 _SETTLED = ("launched", "dropped", "put_back", "paused", "stale")
-_SUMS = (
-    "preemptions",
-    "released_gpu_s",
-    "prefix_hit_tokens",
-    "kv_loaded_tokens",
-    "borrowed_gpu_s",
-    "moved",
-    "released",
-    "aborted",
-)
+_KEPT = ("step", "initial_tp", "peak_kv_tokens", "settled", "waiting")
 
 
 @dataclass

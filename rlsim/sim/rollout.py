@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -18,7 +18,7 @@ from rlsim.base.hooks import misused
 from rlsim.cost.curve import REACHED
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost, SwitchWay
-from rlsim.errors import RlsimError
+from rlsim.errors import PolicyError, RlsimError
 from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import (
     Abort,
@@ -642,3 +642,24 @@ class Rollout(RolloutState):
             if replica and replica.stopped is None and not self._requests[id_].at_limit:
                 found.setdefault(replica, set()).add(id_)
         return [(r, frozenset(found[r])) for r in sorted(found, key=attrgetter("node", "index"))]
+
+
+def run_rollout(stage: GenerationStage, begun: Callable[[Rollout], None] | None = None) -> Rollout:
+    """Run the stage with no workflow around it; returns the rollout once it is over. The requests hold their moments.
+
+    The clock starts at 0 and stands at `env.now`, in seconds. `begun` is handed the rollout at its start. Raises
+    `PolicyError` if it comes to a halt: requests are left and nobody is at work.
+    """
+    env = simpy.Environment()
+    rollout = Rollout(env, stage)
+    if begun:
+        begun(rollout)
+    try:
+        env.run(until=rollout.done)
+    except RuntimeError as error:
+        if rollout.done.triggered or env.peek() != float("inf"):
+            raise
+        left = sum(not (request.finished or request.aborted) for request in rollout.requests)
+        raise PolicyError(f"the rollout comes to a halt with {left} requests unfinished and nobody at work") from error
+    rollout.close()
+    return rollout

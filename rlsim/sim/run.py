@@ -17,7 +17,6 @@ from rlsim.sim.control import ScoringReport
 from rlsim.sim.elastic import ElasticCall
 from rlsim.sim.flow import Flow, Inbox, closed
 from rlsim.sim.generation import StepGeneration
-from rlsim.sim.machine import Machine
 from rlsim.sim.open_generation import OpenGeneration
 from rlsim.sim.outcome import CallRecord, Outcome, Parts, Ran
 from rlsim.sim.recorder import Recorder
@@ -26,7 +25,7 @@ from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.scorer import StreamingScorer
 from rlsim.sim.server import InferenceServer, RewardModelEngine
-from rlsim.sim.simulation import Simulation
+from rlsim.sim.simulation import Machine, Simulation
 from rlsim.sim.step import Countdown, StepState
 from rlsim.workflow.graph import Call, Edge, Workflow
 from rlsim.workflow.plan import Placement

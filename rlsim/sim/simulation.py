@@ -1,4 +1,4 @@
-"""What a simulation is given: one system on one trace with one seed."""
+"""What a simulation is given, one system on one trace with one seed, and what its calls share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import simpy
+
 from rlsim.cost.step import StepCost
 from rlsim.models.hardware import AnyCluster
 from rlsim.sim.batching import Batching, PromptFeed
-from rlsim.sim.borrowing import HybridReplicas
+from rlsim.sim.borrowing import Borrowing, HybridReplicas
 from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts
-from rlsim.sim.elastic import Pieces
+from rlsim.sim.elastic import ElasticCall, Pieces
+from rlsim.sim.outcome import Outcome
+from rlsim.sim.pool import GpuPool
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import RewardControl, RewardFunction
 from rlsim.sim.server import RewardModelEngine
@@ -78,3 +82,20 @@ class Simulation:
     crowded: Callable[[int], StepCost] | None = None  # a rollout replica's steps while others work on its GPUs
     routing: Routing = "contiguous"
     hybrid: HybridReplicas | None = None  # that generation may have on GPUs of training
+
+
+class Machine:
+    """Clock, GPUs and record of a run: what all its calls share."""
+
+    def __init__(self, what: Simulation) -> None:
+        self.what = what
+        self.env = simpy.Environment()
+        self.pool = GpuPool(self.env)
+        self.outcome = Outcome()
+        self.borrowing = Borrowing(self.env, self.pool, what.hybrid) if what.hybrid else None
+        self.elastic: list[ElasticCall] = []  # training at work that may borrow GPUs
+
+    def backlog_s(self) -> float:
+        """How long training that may borrow GPUs will be at work, on its own, on what waits for it."""
+        self.elastic = [work for work in self.elastic if not work.done.triggered]
+        return sum(work.backlog_s for work in self.elastic)

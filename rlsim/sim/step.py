@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 
 import simpy
 
 from rlsim.sim.batching import Batching, StepBatch
 from rlsim.sim.flow import Flow
-from rlsim.sim.request import Request
+from rlsim.sim.request import NAN, Request
 from rlsim.sim.responses import Responses
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.scorer import StreamingScorer
@@ -27,27 +28,27 @@ class Countdown:
             self.done.succeed()
 
 
+@dataclass(eq=False)
 class StepState:
     """What is under way in one step."""
 
-    def __init__(self, flow: Flow, batching: Batching, trained_version: int) -> None:
-        self.flow = flow
-        self.batching = batching
-        self.trained_version = trained_version  # of the weights that the step trains: the updates before it
-        self.version = 0  # of the weights that generate: how many updates they have had
-        self.paused: frozenset[int] = frozenset()  # requests that go on in a later step
-        self.batch: StepBatch | None = None
-        self.rollout: Rollout | None = None
-        self.requests: list[Request] = []
-        self.taken: set[int] | None = None  # those trained on, where a rollout for all steps generates them
-        self.ids = 0
-        self.trained: list[Countdown] = []  # of each window: the train calls that are to work on it
-        self.offered: set[int] = set()  # responses that reward calls have been given
-        self.scorers: dict[str, StreamingScorer] = {}  # by call that takes chunks
-        self.scored: set[str] = set()  # those of these calls that are done
-        self.chunk_tokens = 0
-        self.generates_at = float("nan")  # when its rollout began
-        self.judge_ready_at = 0.0  # when the judge's weights are there
+    flow: Flow
+    batching: Batching
+    trained_version: int  # of the weights that the step trains: the updates before it
+    version: int = 0  # of the weights that generate: how many updates they have had
+    paused: frozenset[int] = frozenset()  # requests that go on in a later step
+    batch: StepBatch | None = None
+    rollout: Rollout | None = None
+    requests: list[Request] = field(default_factory=list)
+    taken: set[int] | None = None  # those trained on, where a rollout for all steps generates them
+    ids: int = 0
+    trained: list[Countdown] = field(default_factory=list)  # of each window: the train calls that are to work on it
+    offered: set[int] = field(default_factory=set)  # responses that reward calls have been given
+    scorers: dict[str, StreamingScorer] = field(default_factory=dict)  # by call that takes chunks
+    scored: set[str] = field(default_factory=set)  # those of these calls that are done
+    chunk_tokens: int = 0
+    generates_at: float = NAN  # when its rollout began
+    judge_ready_at: float = 0.0  # when the judge's weights are there
 
     def responses(self) -> Responses:
         return Responses.of(
