@@ -10,7 +10,7 @@ until all rewards are there. Without it they run beside the rewards, as with veR
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from rlsim.workflow.graph import Call, Edge, Workflow
 
@@ -23,28 +23,14 @@ def grpo(
     GRPO (Shao et al. 2024) has no critic; `reference` off is training without a KL term (DAPO), `old_log_probs` off
     takes those of the rollout engine. With `reward_model` a model scores the responses.
     """
-    prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs)]
-    return _on_policy("grpo", prepare, reward_first, group_advantage=True)
+    return _on_policy("grpo", reference, old_log_probs, reward_model, reward_first, group_advantage=True)
 
 
 def ppo(
     *, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True, reward_first: bool = True
 ) -> Workflow:
     """PPO with a critic, as in InstructGPT (Ouyang et al. 2022): six calls on four models, and the new weights' way."""
-    values, train_critic = Call("values", "inference", "critic"), Call("train_critic", "train", "critic")
-    prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs), values]
-    base = _on_policy("ppo", prepare, reward_first)
-    sync = Call("critic_sync", "sync", "critic")
-    return Workflow(
-        "ppo",
-        (*base.calls, train_critic, sync),
-        (
-            *base.edges,
-            *(Edge(call.name, train_critic.name) for call in prepare),
-            Edge(train_critic.name, sync.name),
-            Edge(sync.name, values.name, lag=1),
-        ),
-    )
+    return _on_policy("ppo", reference, old_log_probs, reward_model, reward_first, critic=True)
 
 
 def remax(
@@ -54,8 +40,7 @@ def remax(
 
     The greedy responses are generated and scored with the others and not trained on.
     """
-    prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs)]
-    return _on_policy("remax", prepare, reward_first, baseline_responses=1)
+    return _on_policy("remax", reference, old_log_probs, reward_model, reward_first, baseline_responses=1)
 
 
 def dpo() -> Workflow:
@@ -77,28 +62,28 @@ def online_dpo(
 ) -> Workflow:
     """DPO on pairs of its own (Guo et al. 2024): two responses to a prompt are generated and scored, the better one is
     preferred in training, which takes them together (`responses: 2`)."""
-    prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs)]
-    return _on_policy("online_dpo", prepare, reward_first, group_advantage=True)
-
-
-def _reward(reward_model: bool) -> Call:
-    return Call("reward_score", "inference", "reward") if reward_model else Call("reward", "reward", "reward")
-
-
-def _log_probs(reference: bool, old_log_probs: bool) -> Iterable[Call]:
-    if old_log_probs:
-        yield Call("old_log_prob", "inference", "actor")
-    if reference:
-        yield Call("ref_log_prob", "inference", "reference")
+    return _on_policy("online_dpo", reference, old_log_probs, reward_model, reward_first, group_advantage=True)
 
 
 def _on_policy(
-    name: str, prepare: list[Call], reward_first: bool, *, group_advantage: bool = False, baseline_responses: int = 0
+    name: str,
+    reference: bool,
+    old_log_probs: bool,
+    reward_model: bool,
+    reward_first: bool,
+    *,
+    critic: bool = False,
+    group_advantage: bool = False,
+    baseline_responses: int = 0,
 ) -> Workflow:
-    """Generate, prepare (rewards are the first of `prepare`), train the actor, bring its weights to the next step."""
+    """Generate, score, prepare, train the actor (and the critic), bring the weights to the next step."""
     generate, train = Call("generate", "generate", "actor"), Call("train", "train", "actor")
     sync = Call("weight_sync", "sync", "actor")
-    reward, *others = prepare
+    reward = Call("reward_score", "inference", "reward") if reward_model else Call("reward", "reward", "reward")
+    others = [Call("old_log_prob", "inference", "actor")] if old_log_probs else []
+    others += [Call("ref_log_prob", "inference", "reference")] if reference else []
+    others += [Call("values", "inference", "critic")] if critic else []
+    prepare = [reward, *others]
     edges = [
         *(Edge(generate.name, call.name) for call in prepare),
         *(Edge(reward.name, call.name, barrier=True) for call in others if reward_first),
@@ -107,11 +92,13 @@ def _on_policy(
         Edge(sync.name, generate.name, lag=1),
     ]
     calls = [generate, *prepare, train, sync]
-    for call in prepare:
-        if call.model == "actor":  # nothing to move where it runs as training does
-            again = Call(f"{call.name}_sync", "sync", "actor")
-            calls.append(again)
-            edges += [Edge(train.name, again.name), Edge(again.name, call.name, lag=1)]
+    if old_log_probs:  # nothing to move where it runs as training does
+        calls.append(Call("old_log_prob_sync", "sync", "actor"))
+        edges += [Edge("train", "old_log_prob_sync"), Edge("old_log_prob_sync", "old_log_prob", lag=1)]
+    if critic:
+        calls += [Call("train_critic", "train", "critic"), Call("critic_sync", "sync", "critic")]
+        edges += [Edge(call.name, "train_critic") for call in prepare]
+        edges += [Edge("train_critic", "critic_sync"), Edge("critic_sync", "values", lag=1)]
     return Workflow(name, tuple(calls), tuple(edges), group_advantage, baseline_responses)
 
 
