@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rlsim.sim.stays import Stays
@@ -23,36 +24,28 @@ class Span(NamedTuple):
     shared: bool = False  # runs beside other work on the same GPUs
 
 
+@dataclass
 class Recorder:
     """Collects the spans and stays of one step into lists that several steps may share; with `kind`, all spans as that.
 
     Stays are recorded as of the call `call`.
     """
 
-    def __init__(
-        self,
-        spans: list[Span] | None = None,
-        step: int = 0,
-        kind: str = "",
-        shared: bool = False,
-        stays: list[Stays] | None = None,
-        call: str = "",
-    ) -> None:
-        self.spans: list[Span] = [] if spans is None else spans
-        self.stays: list[Stays] = [] if stays is None else stays
-        self._call = call
-        self._step = step
-        self._kind = kind
-        self._shared = shared
+    spans: list[Span] = field(default_factory=list)
+    step: int = 0
+    kind: str = ""
+    shared: bool = False
+    stays: list[Stays] = field(default_factory=list)
+    call: str = ""
 
     def add(
         self, gpus: tuple[int, ...], start_at: float, end_at: float, kind: str, tp: int = 1, label: str = ""
     ) -> None:
         """Record one span; one of no length is dropped."""
         if end_at > start_at:
-            self.spans.append(Span(gpus, start_at, end_at, self._kind or kind, tp, self._step, label, self._shared))
+            self.spans.append(Span(gpus, start_at, end_at, self.kind or kind, tp, self.step, label, self.shared))
 
     def stays_at(self, replica: int, gpus: tuple[int, ...]) -> Stays:
-        stays = Stays(self._step, self._call, replica, gpus)
+        stays = Stays(self.step, self.call, replica, gpus)
         self.stays.append(stays)
         return stays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, Literal, get_args
 
@@ -41,6 +42,7 @@ def _row(r: Request, left_at: float, code: int) -> bytes:
     return _pack(r.id, r.arrived_at, r.admitted_at, r.decoding_at, left_at, r.start_tokens, tokens, r.offset, code)
 
 
+@dataclass(eq=False)
 class Stays:
     """The stays at one replica during one step, in the order in which they end.
 
@@ -48,12 +50,11 @@ class Stays:
     preempted begins another. A run has as many stays as responses or more, so each is packed into bytes at once.
     """
 
-    def __init__(self, step: int, call: str, replica: int, gpus: tuple[int, ...]) -> None:
-        self.step = step
-        self.call = call  # that the replica works for
-        self.replica = replica
-        self.gpus = gpus
-        self._packed = bytearray()
+    step: int
+    call: str  # that the replica works for
+    replica: int
+    gpus: tuple[int, ...]
+    _packed: bytearray = field(default_factory=bytearray, init=False)
 
     def finished(self, requests: Iterable[Request]) -> None:
         packed = self._packed
