@@ -75,28 +75,20 @@ class Workflow:
     fetch_once: bool = False
 
     def __post_init__(self) -> None:
-        names = [call.name for call in self.calls]
-        if len(set(names)) != len(names):
-            raise ConfigError(f"workflow {self.name}: two calls have the same name")
+        names, generate = [call.name for call in self.calls], [c.name for c in self.calls if c.kind == "generate"]
+        refuse("workflow", workflow=self.name, names=names, generate=generate)
         kinds = {call.name: call.kind for call in self.calls}
         for edge in self.edges:
             chunks = {e.chunk_tokens for e in self.edges if e.grain == "chunk" and e.source == edge.source}
             grains = {e.grain for e in self.into(edge.target)}
             ends = {"source": kinds.get(edge.source), "target": kinds.get(edge.target)}
             refuse("edge", workflow=self.name, edge=edge, chunks=chunks, grains=grains, **ends)
-        if len([call for call in self.calls if call.kind == "generate"]) > 1:
-            raise ConfigError(f"workflow {self.name}: one call of the kind generate is possible, several are not")
         for call in self.calls:
             before, after = self.beside(call.name)
-            if call.kind == "sync" and (
-                [self.call(name).kind for name in before] != ["train"]
-                or not after
-                or any(self.call(name).model != call.model for name in (*before, *after))
-            ):
-                raise ConfigError(
-                    f"workflow {self.name}: {call.name} brings weights from one train call to other calls of that "
-                    f"model; it has {', '.join(before) or 'nothing'} before and {', '.join(after) or 'nothing'} after"
-                )
+            shown = {"before": ", ".join(before) or "nothing", "after": ", ".join(after) or "nothing"}
+            models = {self.call(name).model for name in (call.name, *before, *after)}
+            trained = [kinds[name] for name in before] == ["train"] and bool(after) and len(models) == 1
+            refuse("call", workflow=self.name, call=call, trained=trained, **shown)
         self.order()
 
     def streaming(self, sources: Sequence[CallKind], targets: Sequence[CallKind]) -> Self:
