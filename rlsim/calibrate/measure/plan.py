@@ -206,8 +206,8 @@ def _collectives(setup: GridSetup) -> Grid:
 
 
 def _steps(setup: GridSetup, tp: int) -> dict[str, Grid]:
-    """Decode steps of batches by mean contexts, denser below a few thousand tokens, graphs before eager ones; prompts
-    by tokens and length."""
+    """Decode steps of batches by mean contexts, denser below a few thousand tokens, from graphs where there are any;
+    prompts by tokens and length."""
     model, graphs = setup.model, setup.device == "cuda"
     weights, token = rollout_weight_bytes(model, tp), kv_page_bytes(model, tp, 1)
 
@@ -226,9 +226,7 @@ def _steps(setup: GridSetup, tp: int) -> dict[str, Grid]:
         [[(n, length) for length in sizes if length <= n and fits(n, n * length, n)] for n in sizes]
     )
     return {
-        "decode_step": [
-            (model.name, tp, mode, *step) for mode in (("graph", "eager") if graphs else ("eager",)) for step in decodes
-        ],
+        "decode_step": [(model.name, tp, "graph" if graphs else "eager", *step) for step in decodes],
         "prefill_step": [(model.name, tp, *prompt) for prompt in prompts],
         "graph_capture": [(model.name, tp, batch) for batch in coarse_to_fine([doublings(1, 256)]) if graphs],
     }
