@@ -3,10 +3,11 @@
     python scripts/count_configurations.py verl VERL VERL_RECIPE [--gpu h100] [--list]
     python scripts/count_configurations.py nemo NEMO_RL/examples/configs
     python scripts/count_configurations.py areal AREAL/examples
+    python scripts/count_configurations.py slime SLIME/scripts SLIME/examples
 
-The folders are of checkouts of github.com/verl-project/verl and verl-recipe, NVIDIA-NeMo/RL and inclusionAI/AReaL.
-Counted are the shell scripts that have settings of veRL's RL trainers, and the YAML files with a section `grpo`
-(NeMo-RL) or `gconfig` (AReaL); what does not fit is written too, and says so. --list prints what becomes of each.
+The folders are of checkouts of github.com/verl-project/verl and verl-recipe, NVIDIA-NeMo/RL, inclusionAI/AReaL and
+THUDM/slime. Counted are the shell scripts that have settings of veRL's RL trainers, or a batch of slime's rollouts and
+no supervised loss, and the YAML files with a section `grpo` (NeMo-RL) or `gconfig` (AReaL); what does not fit is written too, and says so. --list prints what becomes of each.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rlsim.frameworks.draft import Draft
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import Options, check
 from rlsim.frameworks.shell import read_script
+from rlsim.frameworks.slime import from_slime
 from rlsim.frameworks.sources import read_sources
 from rlsim.frameworks.verl.config import takes
 from rlsim.frameworks.verl.experiment import from_verl
@@ -47,6 +49,12 @@ def is_verl(script: Path) -> bool:
     return any(key.startswith("actor_rollout_ref.") for key in keys) and "main_generation" not in found.program
 
 
+def is_slime(script: Path) -> bool:
+    """Whether a script gives slime a batch of rollouts, and no supervised loss."""
+    text = script.read_text(errors="replace")
+    return "--rollout-batch-size" in text and "sft_loss" not in text
+
+
 def has(*keys: str) -> Callable[[Path], bool]:
     """Whether a YAML file, with what it inherits from, has one of these sections."""
 
@@ -64,6 +72,7 @@ FRAMEWORKS = {
     "verl": Framework("sh", is_verl, from_verl),
     "nemo": Framework("yaml", has("grpo"), from_nemo),
     "areal": Framework("yaml", has("gconfig"), from_areal),
+    "slime": Framework("sh", is_slime, from_slime),
 }
 
 
