@@ -7,7 +7,8 @@
 
 The folders are of checkouts of github.com/verl-project/verl and verl-recipe, NVIDIA-NeMo/RL, inclusionAI/AReaL and
 THUDM/slime. Counted are the shell scripts that have settings of veRL's RL trainers, or a batch of slime's rollouts and
-no supervised loss, and the YAML files with a section `grpo` (NeMo-RL) or `gconfig` (AReaL); what does not fit is written too, and says so. --list prints what becomes of each.
+no supervised loss, and the YAML files with a section `grpo` (NeMo-RL) or `gconfig` (AReaL); what does not fit is
+written too, and says so. --list prints what becomes of each.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def own(folder: Path, **changed: Any) -> Configuration:
     return Configuration("", (str(folder / "own.yaml"),), Options(folder))
 
 
-@pytest.mark.parametrize(("framework", "of"), [("veRL", "verl"), ("NeMo-RL", "nemo"), ("AReaL", "areal")])
+@pytest.mark.parametrize(
+    ("framework", "of"), [("veRL", "verl"), ("NeMo-RL", "nemo"), ("AReaL", "areal"), ("slime", "slime")]
+)
 def test_what_is_tuned_is_what_the_framework_reads(framework: str, of: str) -> None:
     known = {key for table in (of, *(f"{of}-{engine}" for engine in ("vllm", "sglang", "trtllm"))) for _, keys in
              names(table).values() for key in keys}  # fmt: skip
