@@ -51,12 +51,12 @@ def run_locally(tasks: Sequence[Task], workers: int) -> Answers:
                 except BrokenProcessPool:
                     pools.remove(pool)
                     pools.add(pool := _pool())
-                    deaths[task.point] += 1
-                    if deaths[task.point] < MOST_ATTEMPTS:
+                    deaths[task.point.name] += 1
+                    if deaths[task.point.name] < MOST_ATTEMPTS:
                         waiting.append(task)
                         idle.append(pool)
                         continue
-                    result = Failed(f"its worker process died (out of memory?), {deaths[task.point]} times")
+                    result = Failed(f"its worker process died (out of memory?), {deaths[task.point.name]} times")
                 idle.append(pool)
                 answers.append(Answer(task, result, time.monotonic() - sent_at))
             send()  # before the answers are stored: work does not wait for the disk

@@ -48,11 +48,11 @@ def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) 
                     task, sent_at = running.pop(reference)
                     result = _result(ray, reference)
                     if isinstance(result, str):
-                        deaths[task.point] += 1
-                        if deaths[task.point] < MOST_ATTEMPTS:
+                        deaths[task.point.name] += 1
+                        if deaths[task.point.name] < MOST_ATTEMPTS:
                             waiting.append(task)
                             continue
-                        result = Failed(f"{result}, {deaths[task.point]} times")
+                        result = Failed(f"{result}, {deaths[task.point.name]} times")
                     yield Answer(task, result, time.monotonic() - sent_at)
         finally:
             for reference in running:
@@ -98,7 +98,7 @@ def _ray() -> Any:
 def _connected(ray: Any, address: str | None, staging: Path, tasks: Sequence[Task]) -> Iterator[None]:
     """A connection to the cluster, whose workers start in a copy of the files that the tasks read."""
     for task in tasks:
-        for name, path in files_of(task.experiment(), task.shown, task.folder).items():
+        for name, path in files_of(task.point.experiment(task.shown), task.shown, task.folder).items():
             target = staging / name
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,10 @@ class Point:
     inputs: Mapping[str, str]
     axes: tuple[Axis, ...]
 
+    def experiment(self, shown: str) -> Experiment:
+        """Its experiment, which messages call `shown`."""
+        return validate(plain(self.config), Experiment, shown)
+
 
 @dataclass(frozen=True)
 class Definition:
@@ -96,8 +100,7 @@ def check_sweep(
     mistakes: dict[str, str] = {}
     for point in definition.points:
         try:
-            experiment = validate(plain(point.config), Experiment, definition.shown)
-            found.append(check_loaded(experiment, definition.folder, definition.shown))
+            found.append(check_loaded(point.experiment(definition.shown), definition.folder, definition.shown))
         except RlsimError as error:
             settings = ", ".join(f"{axis.column.name}={axis.value}" for axis in point.axes)
             mistakes.setdefault(str(error), f"{error} (point {settings})" if settings else str(error))

@@ -54,7 +54,7 @@ def sweep(
         _make_room(definition, store, prune)
         store.write_definition(_described(definition, kept))
         tasks = [
-            Task(point.name, point.config, point.inputs, point.axes, kept, definition.shown, definition.folder)
+            Task(point, kept, definition.shown, definition.folder)
             for point in definition.points
             if not store.whole(point, kept)
         ]
@@ -96,7 +96,7 @@ def _keep(answers: Iterable[Answer], store: Store, done: int, total: int, progre
     if progress:
         progress(done, total, failed)
     for answer in answers:
-        point, result = answer.task.point, answer.result
+        point, result = answer.task.point.name, answer.result
         if isinstance(result, Failed):
             store.fail(point, result)
             failed += 1

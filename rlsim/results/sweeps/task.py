@@ -6,13 +6,14 @@ import traceback
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from rlsim.base.reading import plain
 from rlsim.errors import ConfigError, PolicyError, RlsimError
-
-if TYPE_CHECKING:
-    from rlsim.experiment.schema import Experiment
+from rlsim.experiment.columns import to_arrow, to_bytes
+from rlsim.experiment.run import run_loaded
+from rlsim.results.sweeps.identity import inputs_of
+from rlsim.results.sweeps.points import Point
+from rlsim.results.sweeps.tables import COLUMNS, of_point
 
 #: A point whose worker dies is given up after so many.
 MOST_ATTEMPTS = 3
@@ -30,12 +31,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Task:
-    """Everything that a worker needs to know of a point; plain values, so that it can be sent anywhere."""
+    """A point as a worker gets it."""
 
-    point: str
-    config: Mapping[str, Any]  # the resolved experiment
-    inputs: Mapping[str, str]  # hashes of what it reads
-    axes: tuple[Any, ...]  # of `tables.Axis`
+    point: Point
     tables: tuple[str, ...]
     shown: str  # the experiment in messages
     folder: Path  # where its relative paths begin
@@ -51,33 +49,22 @@ class Task:
         except Exception as error:  # a mistake of rlsim's own ends one point
             return Failed(f"{type(error).__name__}: {error}", _own_traceback(error))
 
-    def experiment(self) -> Experiment:
-        from rlsim.base.schema import validate
-        from rlsim.experiment.schema import Experiment
-
-        return validate(plain(self.config), Experiment, self.shown)
-
     def _files(self) -> dict[str, bytes]:
-        from rlsim.experiment.columns import to_arrow, to_bytes
-        from rlsim.experiment.run import run_loaded
-        from rlsim.results.sweeps.identity import inputs_of
-        from rlsim.results.sweeps.tables import COLUMNS, of_point
-
-        experiment = self.experiment()
-        _check_same(self.inputs, inputs_of(experiment, self.shown, self.folder))
+        experiment = self.point.experiment(self.shown)
+        _check_same(self.point.inputs, inputs_of(experiment, self.shown, self.folder))
         result = run_loaded(experiment, self.shown, self.folder)
         record = self._record(result.manifest)
         files = {}
         for table in self.tables:
             frame = result.summary() if table == "summary" else getattr(result, table)
-            files[table] = to_bytes(of_point(to_arrow(frame, COLUMNS[table]), self.axes, record))
+            files[table] = to_bytes(of_point(to_arrow(frame, COLUMNS[table]), self.point.axes, record))
         return files
 
     def _record(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """The manifest of the point, without what depends on where files lie."""
         model = {key: value for key, value in manifest["model"].items() if key != "source"}
-        own = {"experiment": dict(self.config), "model": model, "inputs": dict(self.inputs)}
-        return {"point": self.point, **manifest, **own}
+        own = {"experiment": dict(self.point.config), "model": model, "inputs": dict(self.point.inputs)}
+        return {"point": self.point.name, **manifest, **own}
 
 
 class Answer(NamedTuple):
