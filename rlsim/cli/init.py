@@ -141,7 +141,7 @@ def _check_used(frameworks: list[str], reward_model: str | None, gpu: str | None
     if reward_model is not None and frameworks != ["--from-verl"]:
         raise ConfigError("--reward-model goes with --from-verl")
     if gpu is not None and not frameworks:
-        raise ConfigError("--gpu goes with a configuration (--from-verl and its like): give --cluster")
+        raise ConfigError("--gpu goes with --from-verl, or another configuration: give --cluster")
 
 
 def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path) -> None:
