@@ -1,6 +1,6 @@
 """Why GPUs are idle: the bubble of every GPU split exactly by cause. Tables in, a table out.
 
-docs/advise.md states the rules that this file carries out.
+docs/tune.md states the rules that this file carries out.
 """
 
 from __future__ import annotations
