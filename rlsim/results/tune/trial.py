@@ -23,7 +23,7 @@ from rlsim.experiment.systems import PartSpec, SystemSpec
 from rlsim.frameworks import READERS, read
 from rlsim.frameworks.draft import Draft, written
 from rlsim.frameworks.parts import Options
-from rlsim.models.hardware import load_cluster
+from rlsim.models.hardware import one_kind
 from rlsim.policies.registry import load_policy
 from rlsim.results.tune.space import baseline_of
 
@@ -172,11 +172,10 @@ def _check(experiment: Experiment, spec: SystemSpec, folder: Path) -> None:
     loaded = LoadedExperiment.of(experiment, folder)
     if refused := starts_of(loaded, [spec]):
         raise StartError("; ".join(refused))
-    if isinstance(experiment.cluster, str):
-        cluster = load_cluster(experiment.cluster)
-        gpu = cluster.gpu.model_copy(update={"memory_bytes": cluster.gpu.memory_bytes * (1 - MARGIN)})
-        smaller = experiment.model_copy(update={"cluster": cluster.model_copy(update={"gpu": gpu}).model_dump()})
-        Simulator(LoadedExperiment.of(smaller, folder), search=False).check_all(spec)
+    cluster = one_kind(loaded.cluster, "rlsim tune")
+    gpu = cluster.gpu.model_copy(update={"memory_bytes": cluster.gpu.memory_bytes * (1 - MARGIN)})
+    smaller = experiment.model_copy(update={"cluster": cluster.model_copy(update={"gpu": gpu}).model_dump()})
+    Simulator(LoadedExperiment.of(smaller, folder), search=False).check_all(spec)
 
 
 def _taken(part: PartSpec, given: Mapping[str, Any]) -> dict[str, Any]:
