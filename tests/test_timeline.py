@@ -277,7 +277,7 @@ def test_names_that_are_not_there(pat: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     copy = shutil.copytree(pat, tmp_path / "results")
     (copy / "stays.parquet").unlink()
-    with pytest.raises(ConfigError, match=r"stays\.parquet: missing"):
+    with pytest.raises(ConfigError, match=r"stays\.parquet: no such file"):
         write_timeline(copy, out)
 
 
