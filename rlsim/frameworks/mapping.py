@@ -24,7 +24,8 @@ from rlsim.frameworks.draft import Entry
 from rlsim.frameworks.settings import FLAG, Settings
 
 Row = Mapping[str, Any]
-_PLACE, _VALUE = re.compile(r"\[(\w+)\]"), re.compile(r"\{([^{}]+?)(?::([^{}:']*))?\}")
+#: In texts, the place of a setting, or a value and its format.
+_TOLD = re.compile(r"\[(\w+)\]|\{([^{}]+?)(?::([^{}:']*))?\}")
 FUNCTIONS = {"bool": bool, "ceil": math.ceil, "max": max, "min": min, "str": str, "unknown_name": unknown_name}
 
 
@@ -114,8 +115,10 @@ class Reading:
         return eval(code_of(expression), {"__builtins__": FUNCTIONS}, _Names(self.config, self.facts, get))
 
     def _text(self, text: str) -> str:
-        text = _VALUE.sub(lambda found: format(self._value(found[1]), found[2] or ""), text)
-        return _PLACE.sub(lambda found: self.config.where(found[1]), text)
+        def told(found: re.Match[str]) -> str:
+            return self.config.where(found[1]) if found[1] else format(self._value(found[2]), found[3] or "")
+
+        return _TOLD.sub(told, text)
 
     def _section(self, name: str) -> str:
         """Where the first key of a section is given, and the key."""

@@ -21,7 +21,7 @@ from rlsim.models.architectures import Config, following_layers_of, layers_of
 from rlsim.models.config_words import canonical
 from rlsim.models.families import FAMILIES, MODEL_TYPES, WINDOWED, family_name, unsupported
 from rlsim.models.layers import Experts, FullAttention, LatentAttention, Layer, Linear, LinearAttention, Mamba2
-from rlsim.models.names import UNSEEN, known_shape
+from rlsim.models.names import UNSEEN, known_shape, short_name
 from rlsim.models.precision import (
     KV_BYTES,
     PRECISIONS,
@@ -303,8 +303,8 @@ def load_model(name_or_path: str | Path) -> Model:
         if text.count("/") < 2 and not exists(Path(text)) and (found := known_shape(text)):
             model = load(known[found.model], Model)
             return model.model_copy(update={"note": found.said}) if found.said.endswith(UNSEEN) else model
-        if "/" not in text:
-            raise unknown_name("model", text, known)
+        if text.count("/") < 2 and not exists(Path(text)):
+            raise unknown_name("model", short_name(text), known)
     path = Path(name_or_path)
     path = path / "config.json" if is_folder(path) else path
     if path.suffix != ".json":
