@@ -161,7 +161,7 @@ def test_known_optima_are_found_in_the_whole_space(problem: str, tmp_path: Path)
     assert found.evaluated >= 40 or found.evaluated > found.legal
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_split_is_where_both_sides_take_as_long(tmp_path: Path) -> None:
     """One step off: of seven splits of eight GPUs the one whose slower side is fastest, tried one by one."""
     configuration = own(tmp_path, systems=[{"one_step_off": {"tp": 1, "rollout_gpus": 7}}],
@@ -282,7 +282,7 @@ def test_systems_that_must_be_built_are_ranked_or_refused_with_a_reason(tmp_path
     assert all("--max-staleness" in refused[name] for name in ("laminar", "areal", "overcommit", "lagged"))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_asynchronous_systems_keep_the_bound(tmp_path: Path) -> None:
     configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64})
     loaded = LoadedExperiment.of(configuration.experiment({}), tmp_path)
