@@ -613,3 +613,17 @@ def test_the_engine_knows_no_system() -> None:
 
 def _without_docstrings(code: str) -> str:
     return "".join(part for i, part in enumerate(code.split('"""')) if i % 2 == 0)
+
+
+def test_trl_without_a_scoring_gpu_works_on_all() -> None:
+    """The last GPU scores and nothing else, or it generates and trains as the others do."""
+    experiment: dict[str, Any] = {
+        "name": "trl", "cluster": "4xh100", "model": "qwen2.5-1.5b", "models": {"reward": "qwen2.5-1.5b"},
+        "calibration": "h100-vllm", "trace": {"fixed": 64, "cap": 64}, "seeds": 1, "certainty": 0,
+        "workflow": {"algorithm": "ppo", "prompts": 12, "responses": 1, "steps": 1},
+        "systems": [{"trl": {"tp": 1, "scoring_gpu": [True, False]}}],
+    }  # fmt: skip
+    spans = rlsim.run(experiment).spans
+    last = spans[spans["gpu"] + spans["gpus"] > 3].groupby("system")["kind"].unique()
+    assert {*last["trl-gpuTrue"]} == {"reward_score"}
+    assert {"decode", "train"} <= {*last["trl-gpuFalse"]}
