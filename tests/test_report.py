@@ -6,6 +6,7 @@ import html
 import itertools
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from browser import open_page
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.base.charts import vega_script
+from rlsim.base.charts import save_chart, vega_script
 from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
@@ -388,21 +389,29 @@ def test_a_sweep_is_reported_with_its_failures(tmp_path: Path, monkeypatch: pyte
         rlsim.write_report(tmp_path / "sweep", seed=0)
 
 
-def test_the_bundled_script_is_kept_and_a_folder_that_cannot_be_written_does_not_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_of_pages_is_of_the_vega_lite_that_charts_are_written_for() -> None:
+    import altair as alt
+
     script = vega_script()
-    kept = tmp_path / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
-    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: script)
-    assert vega_script.__wrapped__() == script
-    (file,) = kept.rglob("*.js")
-    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: pytest.fail("bundled again"))
-    assert vega_script.__wrapped__() == script
-    assert file.read_text(encoding="utf-8").startswith(script)
-    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: script)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # a file stands where the folder would be
-    assert vega_script.__wrapped__() == script
+    assert f'"{alt.SCHEMA_VERSION.removeprefix("v")}"' in script  # else make it anew: rlsim/data/vega/README.md
+    assert "</script" not in script
+    assert "<!--" not in script
+
+
+def test_without_the_extra_pages_are_written_and_pictures_say_what_they_need(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    figure = report_page(rlsim.read_result(results), choose(rlsim.read_result(results))).figures[0].chart
+    rlsim.write_report(results, tmp_path / "page.html")
+    save_chart(figure, tmp_path / "chart.html")
+    for draw in (
+        lambda: rlsim.write_report(results, tmp_path / "other.html", svg=tmp_path / "charts"),
+        lambda: save_chart(figure, tmp_path / "chart.png"),
+    ):
+        with pytest.raises(ConfigError, match=r"pip install 'rlsim\[charts\]'; \.html needs nothing more"):
+            draw()
+    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "chart.html"}
 
 
 # -------------------------------------------------------------------------------------------------------- staleness

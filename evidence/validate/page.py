@@ -14,6 +14,7 @@ from evidence.validate.long_tables import with_tables, without_long_tables
 from evidence.validate.parts import PARTS, TITLES, Section
 from evidence.validate.rows import markdown
 from evidence.validate.targets import Targets, bounds_of, verdicts
+from rlsim.base.charts import check_chart_path
 from rlsim.base.output import atomic_path, check_file, write_text
 from rlsim.base.reading import read_text
 from rlsim.errors import ConfigError
@@ -61,6 +62,7 @@ def check_page(page: Path, parts: Iterable[str]) -> None:
     check_file(page)
     text = read_text(page) if page.exists() else ""
     _tables(text, page)
+    check_chart_path(page.with_suffix(".png"))
     for chart in (page.parent / _chart(name) for name in parts if _chart(name) not in text):
         if chart.exists():
             raise ConfigError(f"{chart}: exists, and {page} does not show it; move it away or give another page")

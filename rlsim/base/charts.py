@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import cache
-from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlsim.base.output import GENERATOR, PNG_MARK, SVG_MARK, atomic_path, write_text
+from rlsim.base.catalogue import DATA
+from rlsim.base.output import GENERATOR, PNG_MARK, SVG_MARK, atomic_path
 from rlsim.errors import ConfigError, RlsimError, printable
 
 CHART_SUFFIXES = (".html", ".svg", ".png")
@@ -25,6 +23,8 @@ def check_chart_path(path: Path, error: type[RlsimError] = ConfigError) -> None:
     """Raises `error` if a chart cannot be written as such a file."""
     if path.suffix not in CHART_SUFFIXES:
         raise error(f"{path}: a chart is written as one of {', '.join(CHART_SUFFIXES)}")
+    if path.suffix != ".html" and find_spec("vl_convert") is None:
+        raise error(f"{path}: pictures need vl-convert: pip install 'rlsim[charts]'; .html needs nothing more")
 
 
 def save_chart(figure: Any, path: Path, error: type[RlsimError] = ConfigError) -> None:
@@ -70,24 +70,6 @@ def _chart_page(figure: Any) -> str:
     return template.render(spec=chart_spec(figure), vega=vega_script(), policy=OFFLINE, generator=GENERATOR)
 
 
-@cache
 def vega_script() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script, once for all charts; it cannot end its own element.
-
-    Bundling takes two seconds, so the script is kept in the user's cache folder where that can be written.
-    """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    kept = folder / "rlsim" / f"vega-{version('vl-convert-python')}.js"
-    with suppress(OSError, UnicodeDecodeError):
-        return kept.read_text(encoding="utf-8")
-    import vl_convert
-
-    script = (
-        str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
-        .replace("</script", "<\\/script")
-        .replace("<!--", "<\\!--")
-    )
-    with suppress(OSError, ConfigError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, script)
-    return script
+    """Vega, Vega-Lite and Vega-Embed as one script, once for all charts; it cannot end its own element."""
+    return (DATA / "vega" / "vega.js").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlsim.base.charts import check_chart_path
 from rlsim.base.output import check_folder
 from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers, turns
@@ -56,8 +57,9 @@ def write_report(
     target = _target(source, path)
     folders = [(Path(folder), suffix) for folder, suffix in ((png, ".png"), (svg, ".svg")) if folder is not None]
     check_page_path(target)  # before the work, not after it
-    for folder, _ in folders:
+    for folder, suffix in folders:
         check_folder(folder)
+        check_chart_path(folder / f"charts{suffix}")
     if isinstance(found, Result):
         page = report_page(found, choose(found, case=case, systems=systems, seed=seed, step=step), title)
     elif case or systems or seed is not None or step is not None:
