@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from rlsim.cost.attention_kernels import BLOCK_QUERIES
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import DecodeCurve, longer
 from rlsim.cost.flops import attention_work
 from rlsim.cost.latent import LatentKernels, padded_heads
 from rlsim.cost.operators import Operators
@@ -52,9 +52,9 @@ class LayerAttention:
         """Seconds of the norms, rotary embedding and other elementwise kernels of `tokens` tokens."""
         return 0.0
 
-    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:  # noqa: ARG002
+    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:  # noqa: ARG002
         """Knots of the sum of what `batch` sequences read, in tokens, and the seconds there; linear in between, the
-        last slope continues."""
+        last slope continues. Each has as many `queries` in the step, which share what they read."""
         return [0.0], [0.0]
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:  # noqa: ARG002
@@ -65,8 +65,8 @@ class LayerAttention:
         """The operator that decode of `batch` sequences asks for, if any, and what its measured ranges bound."""
         return None
 
-    def _curve(self, batch: int) -> DecodeCurve:
-        return DecodeCurve(batch, *self.decode_curve(batch))
+    def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
+        return DecodeCurve(batch, *self.decode_curve(batch, queries))
 
 
 class GroupedQueries(LayerAttention):
@@ -92,9 +92,19 @@ class GroupedQueries(LayerAttention):
             each.append(3 * self._q_heads * attention.head_dim)
         return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
-    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
+    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:  # noqa: ARG002
         window = None if self.chunked else self.window_tokens
         return self._operators.decode_attention_curve(batch, self._kv_heads, self._attention.head_elements // 2, window)
+
+    def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
+        """With several queries no less than their FLOPs take, by whole blocks of rows, at the rate of prompts."""
+        curve = super()._curve(batch)
+        if queries == 1:
+            return curve
+        operators, size = self._operators, self._attention.head_elements // 2
+        rows = self._kv_heads * padded_heads(queries * self._q_heads // self._kv_heads)
+        each_s = 4.0 * size * rows / (operators.reference.bf16_flop_per_s * operators.prompt_kernels.reached(size))
+        return longer(curve, DecodeCurve(batch, [0.0, 1e6], [0.0, 1e6 * each_s]))
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
         shape = self._q_heads, self._kv_heads, self._attention.head_elements // 2
@@ -174,6 +184,10 @@ class SparseLatent(Latent):
             flop += latent if new + prior > topk else self._dense_flop(new, prior)
         return self.prompt_flop_s(chunks) * flop
 
+    def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
+        """Every query reads tokens of its own choice, as a sequence of its own would."""
+        return super()._curve(batch * queries).stretched(1 / queries, batch)
+
     def reached(self, batch: int) -> float:
         """Share of its roofline that decode of `batch` sequences reaches over long contexts."""
         curve, long = self.curve(batch), batch * _LONG_TOKENS
@@ -212,10 +226,10 @@ class SparseIndex(LayerAttention):
         ref = self._operators.reference
         return 2.0 * self._index.heads * self._index.head_dim / (ref.fp8_flop_per_s or ref.bf16_flop_per_s)
 
-    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
-        read_s = (self._index.key_bytes + 8) / self._operators.reference.memory_bytes_per_s
-        each_s = max(read_s, self._pair_s) / self._latent.reached(batch)
-        launches_s = 2 * self._operators.memory_bound_s(batch * self._index.topk * 4, batch)
+    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:
+        read_s = (self._index.key_bytes + 8 * queries) / self._operators.reference.memory_bytes_per_s
+        each_s = max(read_s, self._pair_s * queries) / self._latent.reached(batch)
+        launches_s = 2 * self._operators.memory_bound_s(batch * queries * self._index.topk * 4, batch * queries)
         return [0.0, 1e6], [launches_s, launches_s + 1e6 * each_s]
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
@@ -253,8 +267,10 @@ class State(LayerAttention):
         each = (2 * convolved, 3 * inner)  # convolution and activation; the output's norm with its gate
         return self._times * sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
-    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
-        return [0.0], [self._times * self._operators.memory_bound_s(2 * batch * self._state_bytes, batch)]
+    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:
+        """The state is read once, and written behind every query (vLLM keeps one for each token to verify)."""
+        size = (1 + queries) * batch * self._state_bytes
+        return [0.0], [self._times * self._operators.memory_bound_s(size, batch * queries)]
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:  # noqa: ARG002
         return self._operator, {"batch": batch}

@@ -176,6 +176,11 @@ class PromptKernels:
         new = found.tokens / count if windows else 2.0 * found.pairs / found.tokens
         return max(kernel.time_s(found.work, count, new), found.least_s)
 
+    def reached(self, head_dim: float) -> float:
+        """Share of the peak of bf16 at which long prompts are computed."""
+        kernel = self._whole.get(head_dim) or next(iter(self._whole.values()))
+        return kernel.fit.efficiency["compute"]
+
     def _of_heads(self, q_heads: int, kv_heads: int, head_dim: float, windows: bool) -> Kernel:
         if windows:
             return self._windows[head_dim].at(kv_heads, q_heads / kv_heads)

@@ -183,8 +183,9 @@ def at_least(curve: DecodeCurve, floor_s: float) -> DecodeCurve:
     return longer(curve, DecodeCurve(curve.batch, [0.0], [floor_s]))
 
 
-def longer(one: DecodeCurve, other: DecodeCurve) -> DecodeCurve:
-    """The longer step time of two curves of the same batch everywhere; for context totals of zero and more."""
+def longer(one: DecodeCurve, other: DecodeCurve, pick: Callable[[float, float], float] = max) -> DecodeCurve:
+    """The longer step time of two curves of the same batch everywhere, or the shorter with `pick` min; for context
+    totals of zero and more."""
     knots = sorted({0.0, *one.knots, *other.knots})
     knots.append(knots[-1] + _BEYOND_TOKENS)
     turns = []
@@ -197,7 +198,7 @@ def longer(one: DecodeCurve, other: DecodeCurve) -> DecodeCurve:
                 turns.append(turn)
     knots = sorted({*knots, *turns})
     knots.append(knots[-1] + _BEYOND_TOKENS)
-    return DecodeCurve(one.batch, knots, [max(one.step_s(knot), other.step_s(knot)) for knot in knots])
+    return DecodeCurve(one.batch, knots, [pick(one.step_s(knot), other.step_s(knot)) for knot in knots])
 
 
 def sum_of(curves: Sequence[tuple[float, DecodeCurve]], fixed_s: float) -> DecodeCurve:

@@ -9,6 +9,7 @@ again. *Over keys and values*, as long prompts do, kv_b makes them of the latent
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from rlsim.cost.attention_kernels import BF16_BYTES, bent
 from rlsim.cost.fits import LatentAttentionFit
@@ -44,22 +45,25 @@ class LatentKernels:
         self._rope = attention.rope_dim
         self._made = attention.nope_dim + attention.v_dim
         self._pair_flop = 2.0 * heads * (self._made + self._rope)
-        self._decode = Kernel(fit.decode, LATENT_AXES).at(heads)
+        self._decode_at = cache(Kernel(fit.decode, LATENT_AXES).at)
         self._prompts = Kernel(fit.prompts, LATENT_PROMPT_AXES).at(heads) if fit.prompts else None
 
-    def decode_work(self, batch: int, tokens: float) -> Work:
-        """Bytes of so many latents, and the FLOPs of all heads: scores over all of a latent, values over its rank."""
-        ref, heads = self._operators.reference, self._heads
+    def decode_work(self, batch: int, tokens: float, queries: int = 1) -> Work:
+        """Bytes of so many latents, and the FLOPs of all heads of all queries of a sequence: scores over all of a
+        latent, values over its rank."""
+        ref, heads = self._operators.reference, self._heads * queries
         flop = 2.0 * padded_heads(heads) * (self._cached + self._rank) * tokens
         read_s = tokens * self._cached_bytes / ref.memory_bytes_per_s
         resources = {"memory": read_s, "compute": flop / ref.bf16_flop_per_s}
         return Work(resources, {"sequences": batch, "heads": batch * heads})
 
-    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
-        """Knots of T, the sum of the batch's context tokens, and one layer's seconds there."""
+    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:
+        """Knots of T, the sum of the batch's context tokens, and one layer's seconds there; the heads of several
+        `queries` of a sequence stand side by side in the kernel."""
         least = self._cached_bytes / self._operators.reference.memory_bytes_per_s
-        knots, times = bent(self._decode, batch, batch, lambda total: self.decode_work(batch, total), least)
-        absorb = self.absorb_s(batch)
+        kernel = self._decode_at(self._heads * queries)
+        knots, times = bent(kernel, batch, batch, lambda total: self.decode_work(batch, total, queries), least)
+        absorb = self.absorb_s(batch * queries)
         return knots, [time + absorb for time in times]
 
     def elementwise_s(self, tokens: float) -> float:

@@ -177,6 +177,7 @@ def rollout_memory(
     nvlink: bool = True,
     resident_bytes: float = 0.0,
     min_tokens: int = 1,
+    draft_bytes: tuple[float, float] = (0.0, 0.0),
 ) -> RolloutMemory:
     """What a rollout replica of `tp` · `pp` GPUs keeps on each, and the KV pages left, by the engine's `rule`:
 
@@ -186,14 +187,16 @@ def rollout_memory(
     With `pp` stages the fullest one decides; a page there holds a stage's layers only, so the replica has more of them.
     Groups of GPUs that share the sequences out (`layout`) have their own pages each, and must hold `min_tokens` each.
 
+    `draft_bytes`: what drafts tokens (`cost.speculation`) adds to the weights, and to the KV cache of each token.
+
     Raises `CapacityError`, with the bytes, if that does not fit, and `ConfigError` if `tp` or `pp` does not split the
     model.
     """
-    weights = rollout_weight_bytes(model, tp, pp, layout)
+    weights = rollout_weight_bytes(model, tp, pp, layout) + draft_bytes[0]
     own_tp = layout.attention_tp(tp)
     activations = rollout_activation_bytes(model, own_tp, max_batched_tokens, max_sequences, rule.sampling_bytes)
     beside = rule.beside_bytes(tp * pp, nvlink=nvlink)
-    page = kv_page_bytes(model, own_tp, page_tokens, pp)
+    page = kv_page_bytes(model, own_tp, page_tokens, pp) + draft_bytes[1] * page_tokens
     room = rule.kv_bytes(gpu.memory_bytes, memory_utilization, weights, activations, beside, resident_bytes)
     pages = math.floor(room / page)
     shape = kv_shape(model, own_tp)

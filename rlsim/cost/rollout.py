@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
@@ -13,6 +13,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.roofline import step_cost
+from rlsim.cost.speculation import Drafts, speculative
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import (
     IN_PLACE,
@@ -39,7 +40,8 @@ class RolloutCostModel:
     those of the cluster that generate (default: all). With `pp` stages a replica of n GPUs has TP n / pp, and what
     follows calls n its degree; its stages lie side by side, or with `planned` as in a plan (`step_cost`).
     `layout` says what else cuts it. `kv_offloading_bytes` is host memory for the KV
-    cache, of each GPU (0: none). `sampling_s_per_logit` and `graphs` as in `step_cost`.
+    cache, of each GPU (0: none). `sampling_s_per_logit` and `graphs` as in `step_cost`. `drafts`: what it speculates
+    with.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RolloutCostModel:
         sampling_s_per_logit: float = 0.0,
         graphs: bool = True,
         kv_offloading_bytes: float = 0.0,
+        drafts: Drafts | None = None,
     ) -> None:
         self.model, self.cluster, self.calibration = model, cluster, calibration
         self.page_tokens = page_tokens
@@ -69,7 +72,7 @@ class RolloutCostModel:
         self._pp, self._planned, self._layout = pp, planned, layout
         self._sampling_s_per_logit, self._graphs = sampling_s_per_logit, graphs
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
-        self._kv_offloading_bytes = kv_offloading_bytes
+        self._kv_offloading_bytes, self._drafts = kv_offloading_bytes, drafts
         self._steps: list[StepCost] = []
         self.step = cache(self._step)
         self.capacity_pages = cache(self._capacity_pages)
@@ -81,7 +84,7 @@ class RolloutCostModel:
         return self._collectives.lookups.merge(step.lookups() for step in self._steps)
 
     def _step(self, tp: int) -> StepCost:
-        step = step_cost(
+        step = (step_cost if self._drafts is None else partial(speculative, drafts=self._drafts))(
             self.model,
             self._stage_tp(tp),
             self.cluster,
@@ -125,6 +128,7 @@ class RolloutCostModel:
             nvlink=self.cluster.nvlink,
             resident_bytes=self._resident_bytes,
             min_tokens=min_tokens,
+            draft_bytes=self._drafts.memory(self._stage_tp(tp), self._layout) if self._drafts else (0.0, 0.0),
         )
 
     def _switch_bytes(self, from_tp: int, to_tp: int, way: SwitchWay) -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -61,13 +61,22 @@ class RooflineStep(StepCost):
     experts lie on every GPU, else by an all-gather and a reduce-scatter. With experts dealt to GPUs that share all
     sequences the all-reduce stays: every GPU has all tokens, and adds up what its own experts make of them.
 
+    `queries`: tokens that each sequence has in a decode step: with one drafted token to verify two. They share what
+    attention reads of the sequence, and are tokens apart in all else.
+
     Raises `ConfigError` if the model does not split that way, has layers of another kind, or `tp` is neither within a
     domain nor whole domains, `CapacityError` if `tp` exceeds the cluster, and `CalibrationError` if the calibration
     lacks the precision of the weights or of the KV cache.
     """
 
     def __init__(
-        self, model: Model, tp: int, cluster: Cluster, calibration: Calibration, layout: ReplicaLayout = PLAIN
+        self,
+        model: Model,
+        tp: int,
+        cluster: Cluster,
+        calibration: Calibration,
+        layout: ReplicaLayout = PLAIN,
+        queries: int = 1,
     ) -> None:
         layout.check(model, tp)
         per_domain = cluster.domain_gpus
@@ -78,7 +87,7 @@ class RooflineStep(StepCost):
                 f"TP {tp} is not a multiple of the {per_domain} GPUs that {cluster.intra.name} joins in cluster "
                 f"{cluster.name!r}"
             )
-        self.tp, self.layout = tp, layout
+        self.tp, self.layout, self.queries = tp, layout, queries
         self._domains = max(tp // per_domain, 1)
         self._groups, self._group_tp = layout.attention_dp, layout.attention_tp(tp)
         self._group_domains = max(self._group_tp // per_domain, 1)
@@ -110,7 +119,8 @@ class RooflineStep(StepCost):
         return self.curves[batch] if in_windows is None else self.curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
-        fixed = self._tokens_s(batch) + self.head_s(batch)
+        tokens = batch * self.queries
+        fixed = self._tokens_s(tokens, self.own(batch) * self.queries) + self.head_s(tokens)
         curves = []
         for count, kind in self._attentions:
             curve = self._attention_curve(kind, batch)
@@ -131,8 +141,8 @@ class RooflineStep(StepCost):
 
     def _attention_curve(self, kind: LayerAttention, batch: int) -> DecodeCurve:
         """Of one layer, over what all `batch` sequences read: the group of GPUs with most sequences has its share."""
-        own = self._share(batch)
-        curve = kind.curve(own)
+        own = self.own(batch)
+        curve = kind.curve(own, self.queries)
         return curve if own == batch else curve.stretched(batch / own, batch)
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
@@ -148,14 +158,15 @@ class RooflineStep(StepCost):
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
         """Seconds of one iteration in which the products run over decode and prefill tokens together."""
-        tokens, own = batch + sum(chunk.new_tokens for chunk in chunks), self._busiest(chunks)
+        decoded, own = batch * self.queries, self._busiest(chunks)
+        tokens = decoded + sum(chunk.new_tokens for chunk in chunks)
         for operator, values in self._decode_shapes(batch, context_tokens):
             self.operators.count(operator, **values)
         return (
-            self._tokens_s(tokens, self._share(batch) + sum(chunk.new_tokens for chunk in own))
+            self._tokens_s(tokens, self.own(batch) * self.queries + sum(chunk.new_tokens for chunk in own))
             + self._attention_s(batch, context_tokens, in_windows)
             + self._prefill_attention_s(own)
-            + self.head_s(batch + len(chunks))
+            + self.head_s(decoded + len(chunks))
         )
 
     def lookups(self) -> Lookups:
@@ -167,7 +178,7 @@ class RooflineStep(StepCost):
         return own.merge([self.operators.lookups, self.collectives.lookups])
 
     def _decode_shapes(self, batch: int, context_tokens: float) -> Iterator[tuple[str, dict[str, float]]]:
-        own = self._share(batch)
+        own = self.own(batch)
         for _, kind in self._attentions:
             read_tokens = min(context_tokens, batch * (kind.window_tokens or math.inf))
             if shape := kind.decode_shape(own, read_tokens * own / batch):
@@ -176,20 +187,25 @@ class RooflineStep(StepCost):
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one decode step by kind: products (experts among them), attention, elementwise, all_reduce,
         exchange (of tokens between groups of GPUs), head."""
-        own = self._share(batch)
+        own, tokens = self.own(batch) * self.queries, batch * self.queries
         elementwise = sum(count * self._elementwise_s(layer, own) for count, layer, _ in self._layers)
-        products = sum(count * self._products_s(layer, linears, batch, own) for count, layer, linears in self._layers)
-        all_reduce, exchange = self._communication_s(batch, own)
+        products = sum(count * self._products_s(layer, linears, tokens, own) for count, layer, linears in self._layers)
+        all_reduce, exchange = self._communication_s(tokens, own)
         return {
             "products": products,
             "attention": self._attention_s(batch, context_tokens, None),
             "elementwise": elementwise + self._embedding_s(own),
             "all_reduce": all_reduce,
             "exchange": exchange,
-            "head": self.head_s(batch),
+            "head": self.head_s(tokens),
         }
 
-    def _share(self, count: N) -> N:
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's hidden state."""
+        return self._model.hidden_size
+
+    def own(self, count: N) -> N:
         """Sequences, tokens or rows of the group of GPUs that has most."""
         return count if self._groups == 1 else type(count)(math.ceil(count / self._groups))
 
@@ -205,7 +221,7 @@ class RooflineStep(StepCost):
 
         `own` are the tokens of one group of GPUs, by default its share.
         """
-        return self._known_tokens_s(tokens, self._share(tokens) if own is None else own)
+        return self._known_tokens_s(tokens, self.own(tokens) if own is None else own)
 
     def _of_tokens_s(self, tokens: float, own: float) -> float:
         layers_s = sum(
@@ -289,7 +305,7 @@ class RooflineStep(StepCost):
 
     def _head_s(self, rows: float) -> float:
         """Seconds of the LM head on `rows` tokens, and of gathering its logits."""
-        own = self._share(rows)
+        own = self.own(rows)
         time = self.operators.gemm_s(own, self._head.n_out, self._head.k_in)
         if not self._model.scalar_head:
             logits = own * self._model.vocab_size * self._model.dtype_bytes
@@ -318,6 +334,8 @@ def step_cost(
     first_gpu: int = 0,
     sampling_s_per_logit: float = 0.0,
     graphs: bool = True,
+    queries: int = 1,
+    drafting: Callable[[RooflineStep], StepCost] | None = None,
 ) -> StepCost:
     """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs: the roofline with host time, times what
     whole iterations tell (`in_service`).
@@ -326,7 +344,8 @@ def step_cost(
     the GPU takes for each entry of a sampled token's vocabulary, on the last stage: nothing for the fused kernels of
     serving engines, much for a framework that sorts all logits of one sequence after another. Without `graphs` an
     iteration takes at least as long as the host needs to launch its kernels (`EagerFit`), and a serving engine's whole
-    iterations say nothing of it; of several stages they tell the level alone.
+    iterations say nothing of it; of several stages they tell the level alone. `queries`: tokens of each sequence in a
+    decode step; `drafting` adds what else the GPUs do in it (`rlsim.cost.speculation`).
 
     Raises `ConfigError` if the model cannot be cut that way, `CapacityError` if the replicas exceed the cluster,
     `CalibrationError` if the calibration was made for another GPU.
@@ -335,12 +354,13 @@ def step_cost(
     known = calibration.known(model, tp if layout.plain and pp == 1 else None) if graphs else Known()
     if known.fit is not None:
         calibration = calibration.scheduled(known.fit.overlapped)
-    roofline = RooflineStep(model, tp, cluster, calibration, layout)
+    roofline = RooflineStep(model, tp, cluster, calibration, layout, queries)
     if tp * pp * dp > cluster.gpus:
         raise CapacityError(
             f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
         )
-    kernels = launched(sampled(roofline, model, sampling_s_per_logit, layout), model, calibration, graphs)
+    on_gpu = roofline if drafting is None else drafting(roofline)
+    kernels = launched(sampled(on_gpu, model, sampling_s_per_logit * queries, layout), model, calibration, graphs)
     if pp == 1:
         return in_service(hosted(kernels, calibration.host, layout.attention_dp), calibration, known)
     inside, across = Groups(roofline.collectives, cluster, Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)).boundaries

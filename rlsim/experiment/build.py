@@ -19,6 +19,7 @@ from rlsim.cost.calibration import Calibration, carried_to, load_calibration
 from rlsim.cost.memory import kv_shape
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import check_served
+from rlsim.cost.speculation import Drafts, head_of
 from rlsim.cost.step import PLAIN_KV
 from rlsim.errors import CalibrationError, ConfigError, about, unknown_name
 from rlsim.experiment.schema import Experiment, TraceSpec
@@ -51,6 +52,7 @@ class LoadedExperiment:
     models: Mapping[str, Model]  # as they are trained, by role: actor, reference, critic, reward
     judge_model: Model | None
     trace_note: str  # of prompts that are left out, if any
+    draft_model: Model | None  # of the rollout's speculation
 
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> LoadedExperiment:
@@ -72,6 +74,7 @@ class LoadedExperiment:
             _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),
             find_model(judge.model, folder) if judge else None,
             note,
+            find_model(spec.model, folder) if (spec := experiment.engine.speculation) and spec.model else None,
         )
         return loaded._with_models_that_do(shown)
 
@@ -150,6 +153,14 @@ class LoadedExperiment:
         return ReplicaLayout(
             ep=engine.ep, attention_dp=engine.data_parallel_attention, imbalance=engine.expert_imbalance
         )
+
+    @cached_property
+    def drafts(self) -> Drafts | None:
+        """What the rollout speculates with, if it does."""
+        spec = self.experiment.engine.speculation
+        if spec is None or not spec.num_speculative_tokens:
+            return None
+        return Drafts(spec, self.draft_model or head_of(self.model, spec.method, spec.draft_vocab_size))
 
     @cached_property
     def scoring(self) -> TraceScoring:

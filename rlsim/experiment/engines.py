@@ -96,6 +96,7 @@ def rollout_costs(
         layout=loaded.replica,
         resident_bytes=resident_bytes,
         kv_offloading_bytes=engine.kv_offloading_bytes,
+        drafts=loaded.drafts,
     )
 
 

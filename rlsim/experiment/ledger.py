@@ -230,7 +230,7 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
     wholly = (name for name in lookups.examples if counts[name]["extrapolated"] == counts[name].total())
     outside = sorted(name for name in wholly if name.startswith(_KERNELS))  # none of whose shapes was measured
     links = [one.inter for one in (cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)) if one.inter]
-    known = loaded.trace.meta.known_tokens or 0
+    known, drafts = loaded.trace.meta.known_tokens or 0, loaded.drafts
     return {
         "loaded": loaded,
         "trace": experiment.trace,
@@ -253,6 +253,8 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "carried": known if source_of(experiment, "trace.path") == GIVEN else 0,
         "beyond": float((loaded.trace.response_tokens > known).mean()),
         "workers": f"{reward.workers} worker{'s' * (reward.workers > 1)}",
+        "speculation": drafts and drafts.speculation,
+        "yielded": drafts.speculation.yielded(drafts.speculation.num_speculative_tokens) if drafts else 1.0,
         "host_us": calibration.host.sequence_s * 1e6,
         "host_source": one_line(calibration.host.source),
         "outside": ", ".join(outside),

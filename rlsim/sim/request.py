@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from rlsim.base.schema import Schema
+from rlsim.cost.speculation import Speculation
 from rlsim.models.precision import KvPrecision, Precision
 from rlsim.units import Bytes, Seconds, Tokens
 
@@ -103,6 +104,9 @@ class EngineConfig(Schema):
         "mixtures are trained for",
     )
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
+    speculation: Speculation | None = Field(
+        default=None, description="drafted tokens that a decode step verifies; default: none"
+    )
 
     def with_prefix_hits(self, default: PrefixHits) -> EngineConfig:
         return self.model_copy(update={"prefix_hits": self.prefix_hits or default})

@@ -1,0 +1,331 @@
+"""Speculative decoding: a cheap draft proposes k tokens of each sequence, and the model verifies them in one step.
+
+A step over a sequence yields the drafted tokens that are accepted, up to the first that is not, and one token of the
+model's own: r = 1 + a_1 + … + a_k in expectation, where a_j is the chance that the first j drafted tokens are all
+accepted (Leviathan et al. 2023, section 3.1). For the engine "one more token of each of b sequences" then takes
+
+    (verification of k + 1 tokens of each sequence + k passes of the draft + the host's time) / r
+
+which is piecewise linear in the context as any decode curve is, so that the engine's jumps stay as they are. What a
+jump gives is the time of so many expected steps: requests that are accepted more often than others, and the yield of
+single steps, are not modelled (docs/engine.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import mul
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from rlsim.base.refusals import refuse
+from rlsim.base.schema import Schema
+from rlsim.cost.calibration import Calibration
+from rlsim.cost.curve import Curves, DecodeCurve, InWindows, longer, sum_of
+from rlsim.cost.lookups import Lookups
+from rlsim.cost.memory import BF16, kv_page_bytes, rollout_weight_bytes
+from rlsim.cost.replica import PLAIN, ReplicaLayout
+from rlsim.cost.roofline import RooflineStep, step_cost
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.models.hardware import Cluster
+from rlsim.models.model import Model
+
+#: What drafts tokens: the sequence's own text (`ngram`, `suffix`), a head of one layer that is trained for the model
+#: (`eagle`, `eagle3`), the model's layer for multi-token prediction (`mtp`), or a small model.
+Method = Literal["ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"]
+Chance = Annotated[float, Field(ge=0, le=1)]
+
+#: Chance that a drafted token is accepted given those before it, where nobody says it (rlsim/data/assumptions.yaml).
+ACCEPTANCE: dict[Method, float] = {
+    "ngram": 0.3, "suffix": 0.3, "eagle": 0.65, "eagle3": 0.65, "mtp": 0.85, "draft_model": 0.65
+}  # fmt: skip
+
+
+class Speculation(Schema):
+    """Speculative decoding of a rollout, in the words of vLLM's `speculative_config`."""
+
+    method: Method = Field(
+        description="what drafts tokens: ngram or suffix (the text so far, on the host), eagle or eagle3 (a head of "
+        "one layer), mtp (the model's own layer for multi-token prediction), draft_model (a smaller model)"
+    )
+    num_speculative_tokens: int = Field(
+        ge=0, le=64, description="drafted tokens of each sequence in a step, one after the other; 0: no speculation"
+    )
+    acceptance: Chance | tuple[Chance, ...] | None = Field(
+        default=None,
+        description="the chance that a drafted token is accepted given those before it, or by position the chance that "
+        "all up to there are (vLLM's acceptance rate per position); default: assumed by method, see the ledger",
+    )
+    model: str | None = Field(default=None, description="of method draft_model: a model's name or its config.json")
+    draft_tensor_parallel_size: int | None = Field(
+        default=None, ge=1, le=1024, description="TP of a draft model; default: the replica's"
+    )
+    draft_vocab_size: int | None = Field(
+        default=None, ge=1, le=100_000_000, description="tokens that an EAGLE head can draft; default: all"
+    )
+    disable_by_batch_size: int | None = Field(
+        default=None, ge=1, description="with more sequences than that in a replica's batch nothing is drafted"
+    )
+    dynamic: bool = Field(
+        default=False,
+        description="whether each step drafts the number of tokens up to num_speculative_tokens, 0 among them, that is "
+        "fastest for its batch and context; if not, always as many",
+    )
+    refresh: bool = Field(
+        default=False, description="whether the draft is trained along and comes with the new weights of each step"
+    )
+
+    @property
+    def accepted(self) -> tuple[float, ...]:
+        """By position the chance that all drafted tokens up to there are accepted."""
+        given = ACCEPTANCE[self.method] if self.acceptance is None else self.acceptance
+        each = given if isinstance(given, tuple) else tuple(accumulate([given] * self.num_speculative_tokens, mul))
+        return each[: self.num_speculative_tokens]
+
+    def yielded(self, drafted: int) -> float:
+        """Tokens of a sequence that a step with so many drafted ones yields, in expectation."""
+        return 1.0 + sum(self.accepted[:drafted])
+
+    @property
+    def drafted(self) -> Sequence[int]:
+        """Numbers of tokens that a step may draft, 0 aside."""
+        most = self.num_speculative_tokens
+        return range(1, most + 1) if self.dynamic else range(most, most + 1)
+
+
+def head_of(model: Model, method: Method, vocab: int | None = None) -> Model | None:
+    """The shape of what drafts, as a model; None where it is no network.
+
+    Of `eagle` and `eagle3` one dense layer with the attention of a plain layer of the model, as wide as what a token
+    passes there, in bf16; of `mtp` the layers that the model has for it.
+    """
+    if method in ("ngram", "suffix", "draft_model"):
+        return None
+    plain: dict[str, Any] = {"name": f"{model.name}-{method}", "indexer_types": (), "num_nextn_predict_layers": 0}
+    if method == "mtp":
+        kinds = model.mtp_layer_types or model.layer_types[-1:]
+        alike = {"first_k_dense_replace": 0, "moe_layer_freq": 1, "decoder_sparse_step": 1, "mlp_only_layers": ()}
+        return model.model_copy(update={**plain, **alike, "num_hidden_layers": len(kinds) or 1, "layer_types": kinds})
+    return model.model_copy(
+        update={
+            **plain,
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "layer_types": (),
+            "num_experts": 0,
+            "intermediate_size": max(layer.mlp.active_width for layer in model.groups),
+            "head_dim": model.v_head_dim if model.kv_lora_rank else model.head_dim,
+            "vocab_size": vocab or model.vocab_size,
+            "tie_word_embeddings": False,
+            "precision": "bf16",
+            "expert_precision": None,
+        }
+    )
+
+
+class DraftBytes(NamedTuple):
+    """What a draft takes on each GPU of a replica: its weights, and its KV cache of one token."""
+
+    weights: float = 0.0
+    token: float = 0.0
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Speculation with a model: how, and the shape of what drafts (None: the host does)."""
+
+    speculation: Speculation
+    model: Model | None
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it works on the model's hidden states, and has the model's embedding."""
+        return self.speculation.method != "draft_model"
+
+    def tp(self, tp: int) -> int:
+        """GPUs that cut it in a replica at `tp`."""
+        return tp if self.is_head else self.speculation.draft_tensor_parallel_size or tp
+
+    def layout(self, layout: ReplicaLayout) -> ReplicaLayout:
+        """How a replica's GPUs share it: as the model, but for experts that it has none of."""
+        if self.speculation.method == "mtp" and self.model is not None and self.model.num_experts:
+            return layout
+        return ReplicaLayout(attention_dp=layout.attention_dp if self.is_head else 1)
+
+    def memory(self, tp: int, layout: ReplicaLayout = PLAIN) -> DraftBytes:
+        """Bytes on each GPU. A head has the model's embedding, one for multi-token prediction its output head too."""
+        if self.model is None:
+            return DraftBytes()
+        own, layout = self.tp(tp), self.layout(layout)
+        weights, cut = rollout_weight_bytes(self.model, own, 1, layout), layout.attention_tp(own)
+        if self.is_head:
+            hidden, shared = self.model.hidden_size, self.model.embedding_parameters
+            shared = shared if self.speculation.method != "eagle3" else shared - self.model.head_parameters
+            weights += BF16 * (2 * hidden**2 - shared / cut)
+        return DraftBytes(weights, kv_page_bytes(self.model, cut, 1))
+
+
+class DraftedStep(StepCost):
+    """`verifying` (a decode step of k + 1 tokens of each sequence) and the draft's passes before it, without host time.
+
+    The `first` pass takes in what the last step verified, k + 1 tokens of each sequence (vLLM pads what was refused),
+    each `later` one the token before; None: the host drafts. A head multiplies two hidden states down to one first.
+    Prompts pass the draft as well.
+    """
+
+    def __init__(
+        self, verifying: RooflineStep, first: RooflineStep | None, later: RooflineStep | None, head: bool
+    ) -> None:
+        self.tp, self.skew, self.kv = verifying.tp, verifying.skew, verifying.kv
+        self._verifying, self._first, self._later, self._head = verifying, first, later, head
+        self._drafted = verifying.queries - 1
+        self._curves = Curves(self._decode)
+
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        return self._curves.at(batch, in_windows)
+
+    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
+        verified = self._verifying.decode(batch, in_windows)
+        first, later = self._first, self._later
+        if first is None or later is None:
+            return verified
+        more, every = self._drafted - 1, batch * first.queries
+        # Only the last accepted token of each sequence needs the first pass' output head.
+        fixed_s = first.head_s(batch) - first.head_s(every) + self._joined_s(every) + more * self._joined_s(batch)
+        return sum_of([(1, verified), (1, first.decode(batch)), (more, later.decode(batch))], fixed_s)
+
+    def _joined_s(self, tokens: int) -> float:
+        step, hidden = self._later, self._verifying.hidden_size
+        if not self._head or step is None:
+            return 0.0
+        return step.operators.gemm_s(step.own(tokens), hidden, 2 * hidden)
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        return self._verifying.prefill_s(chunks) + self._prompts_s(chunks)
+
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
+        decoded_s = self.decode(batch).step_s(context_tokens) - self._verifying.decode(batch).step_s(context_tokens)
+        mixed_s = self._verifying.mixed_s(batch, context_tokens, chunks, in_windows)
+        return mixed_s + decoded_s + self._prompts_s(chunks)
+
+    def _prompts_s(self, chunks: Sequence[Chunk]) -> float:
+        if self._later is None:
+            return 0.0
+        return self._later.prefill_s(chunks) + self._joined_s(sum(chunk.new_tokens for chunk in chunks))
+
+    def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
+        """Seconds of one step by part: those of the verification, and the draft's."""
+        parts = self._verifying.breakdown(batch, context_tokens)
+        if self._later is None:
+            return parts
+        return parts | {"draft": self.decode(batch).step_s(context_tokens) - sum(parts.values())}
+
+    def lookups(self) -> Lookups:
+        steps = [self._verifying, *filter(None, (self._first, self._later))]
+        for step in steps:
+            self._curves.pass_on(step.decode)
+        return Lookups().merge(step.lookups() for step in steps)
+
+
+class SpeculativeStep(StepCost):
+    """Steps of one token of each sequence, each a share 1 / r of a step of `steps` (by its drafted tokens), which
+    yields r; `plain` where nothing is drafted.
+
+    An iteration with prompts in it takes what these add to a step with drafts, and one token's share of that step.
+    """
+
+    def __init__(self, plain: StepCost, steps: Mapping[int, StepCost], speculation: Speculation) -> None:
+        self.tp, self.skew, self.kv = plain.tp, plain.skew, plain.kv
+        self._plain, self._steps, self._speculation = plain, steps, speculation
+        self._curves = Curves(self._decode)
+
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        return self._curves.at(batch, in_windows)
+
+    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
+        each = [self._token(drafted, batch, in_windows) for drafted in self._choices(batch)]
+        return reduce(lambda one, other: longer(one, other, min), each)
+
+    def _choices(self, batch: int) -> Sequence[int]:
+        most = self._speculation.disable_by_batch_size
+        if most is not None and batch > most:
+            return (0,)
+        return (0, *self._steps) if self._speculation.dynamic else tuple(self._steps)
+
+    def _token(self, drafted: int, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        """The curve of one token of each sequence where so many are drafted."""
+        step = self._steps[drafted] if drafted else self._plain
+        return step.decode(batch, in_windows).mapped(1 / self._speculation.yielded(drafted), 0.0)
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        return self._last.prefill_s(chunks)
+
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
+        token_s = self.decode(batch, in_windows).step_s(context_tokens)
+        step = self._plain if self._choices(batch) == (0,) else self._last
+        mixed_s = step.mixed_s(batch, context_tokens, chunks, in_windows)
+        return token_s + max(mixed_s - step.decode(batch, in_windows).step_s(context_tokens), 0.0)
+
+    @property
+    def _last(self) -> StepCost:
+        return self._steps[max(self._steps)]
+
+    def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
+        """Seconds of one token of each sequence by part."""
+
+        def token_s(drafted: int) -> float:
+            return self._token(drafted, batch).step_s(context_tokens)
+
+        drafted = min(self._choices(batch), key=token_s)
+        step, share = self._steps[drafted] if drafted else self._plain, self._speculation.yielded(drafted)
+        return {name: time_s / share for name, time_s in step.breakdown(batch, context_tokens).items()}
+
+    def lookups(self) -> Lookups:
+        steps = [self._plain, *self._steps.values()]
+        for step in steps:
+            self._curves.pass_on(step.decode)
+        return Lookups().merge(step.lookups() for step in steps)
+
+
+def speculative(
+    model: Model,
+    tp: int,
+    cluster: Cluster,
+    calibration: Calibration,
+    layout: ReplicaLayout,
+    drafts: Drafts,
+    **other: Any,
+) -> StepCost:
+    """`step_cost` of a replica that speculates, at least one token ahead.
+
+    An n-gram is sought in the tokens of the step before, so the host cannot prepare one step while the GPU is at
+    another (vLLM refuses asynchronous scheduling with it). All other drafts run from graphs as the model does. Raises
+    `ConfigError` for pipeline stages.
+    """
+    spec = drafts.speculation
+    refuse("speculation", pp=other.get("pp", 1))
+    if spec.method in ("ngram", "suffix"):
+        calibration = calibration.scheduled(False)
+
+    def passing(queries: int) -> RooflineStep | None:
+        shape = cluster, calibration, drafts.layout(layout), queries
+        return None if drafts.model is None else RooflineStep(drafts.model, drafts.tp(tp), *shape)
+
+    later = passing(1)
+
+    def drafting(verifying: RooflineStep) -> StepCost:
+        return DraftedStep(verifying, passing(verifying.queries), later, drafts.is_head)
+
+    steps = {
+        drafted: step_cost(model, tp, cluster, calibration, layout, queries=drafted + 1, drafting=drafting, **other)
+        for drafted in spec.drafted
+    }
+    return SpeculativeStep(step_cost(model, tp, cluster, calibration, layout, **other), steps, spec)

@@ -1,0 +1,170 @@
+"""Speculative decoding: what a step yields and takes, what a draft keeps on a GPU, and what does not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TINY, cases
+
+import rlsim
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.curve import DecodeCurve, InWindows
+from rlsim.cost.memory import rollout_memory
+from rlsim.cost.replica import PLAIN
+from rlsim.cost.rollout import RolloutCostModel
+from rlsim.cost.roofline import RooflineStep, step_cost
+from rlsim.cost.speculation import Drafts, Speculation, SpeculativeStep, head_of, speculative
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.errors import RlsimError
+from rlsim.experiment.ledger import ledgers
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
+
+H100 = load_cluster("8xh100")
+KERNELS = load_calibration("h100-vllm")
+SETTINGS = {**TINY, "trace": {"fixed": 300, "cap": 300}, "systems": [{"verl": {"tp": 1}}], "certainty": 0}
+
+
+def drafts(target: str, **settings: Any) -> Drafts:
+    spec = Speculation(**settings)
+    served = load_model(target).served()
+    return Drafts(spec, load_model(spec.model) if spec.model else head_of(served, spec.method, spec.draft_vocab_size))
+
+
+def cost(target: str, tp: int = 1, **settings: Any) -> StepCost:
+    return speculative(load_model(target).served(), tp, H100, KERNELS, PLAIN, drafts(target, **settings))
+
+
+class Toy(StepCost):
+    """Steps of `base_s` and 1 us for each of T; prompts take 1 ms for each token more."""
+
+    tp = 1
+
+    def __init__(self, base_s: float) -> None:
+        self.base_s = base_s
+
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        return DecodeCurve(batch, [0.0, 1e6], [self.base_s, self.base_s + 1.0])
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        return self.base_s + 1e-3 * sum(chunk.new_tokens for chunk in chunks)
+
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
+        return self.prefill_s(chunks) + 1e-6 * context_tokens
+
+
+def test_what_a_step_yields_by_hand() -> None:
+    one = Speculation(method="eagle3", num_speculative_tokens=3, acceptance=0.5)
+    assert one.accepted == (0.5, 0.25, 0.125)
+    assert [one.yielded(k) for k in range(4)] == [1.0, 1.5, 1.75, 1.875]
+    listed = Speculation(method="mtp", num_speculative_tokens=2, acceptance=(0.886, 0.77, 0.663))
+    assert listed.yielded(2) == pytest.approx(2.656)
+
+
+def test_a_token_takes_its_share_of_a_step() -> None:
+    """Steps of 10 ms (plain) or 12 ms with one drafted token and 24 ms with two, each with 1 us a token of context."""
+    toys = {1: Toy(12e-3), 2: Toy(24e-3)}
+    spec = Speculation(method="eagle", num_speculative_tokens=2, acceptance=(0.5, 0.5))
+    always = SpeculativeStep(Toy(10e-3), {2: toys[2]}, spec)
+    assert always.decode(4).step_s(6000) == pytest.approx(30e-3 / 2)
+    assert always.decode(4).steps_s(6000, 3) == pytest.approx((90e-3 + 12e-6) / 2)
+    assert always.prefill_s([Chunk(5, 0)]) == pytest.approx(29e-3)
+    assert always.mixed_s(4, 6000, [Chunk(5, 0)]) == pytest.approx(15e-3 + 5e-3)
+    below = spec.model_copy(update={"disable_by_batch_size": 4})
+    assert SpeculativeStep(Toy(10e-3), {2: toys[2]}, below).decode(5).step_s(6000) == pytest.approx(16e-3)
+    fastest = SpeculativeStep(Toy(10e-3), toys, spec.model_copy(update={"dynamic": True})).decode(4)
+    for tokens, token_s in ((0, 12e-3 / 1.5), (1000, 13e-3 / 1.5), (20_000, 32e-3 / 1.5), (30_000, 54e-3 / 2)):
+        assert fastest.step_s(tokens) == pytest.approx(min(token_s, 10e-3 + tokens * 1e-6))
+
+
+def test_verification_is_more_tokens_over_the_same_cache() -> None:
+    """Three tokens of each of 8 sequences: products and head as of 24 sequences, attention as of 8."""
+    model = load_model("llama-3.1-8b")
+    three = RooflineStep(model, 2, H100, KERNELS, queries=3).breakdown(8, 16_000)
+    plain = RooflineStep(model, 2, H100, KERNELS)
+    more = plain.breakdown(24, 16_000)
+    assert {name: three[name] for name in more if name != "attention"} == {
+        name: time_s for name, time_s in more.items() if name != "attention"
+    }
+    assert three["attention"] == plain.breakdown(8, 16_000)["attention"]
+    many = RooflineStep(model, 2, H100, KERNELS, queries=129).breakdown(8, 160_000)  # 516 rows for each KV head
+    assert many["attention"] > 1.5 * plain.breakdown(8, 160_000)["attention"]
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt-oss-20b", "deepseek-v2-lite", "qwen3-next-80b-a3b"])
+def test_more_queries_never_take_less_and_never_more_than_as_many_sequences(model: str) -> None:
+    steps = {q: RooflineStep(load_model(model), 2, H100, KERNELS, queries=q) for q in (1, 2, 5)}
+    for batch, context in ((1, 500), (16, 4000), (128, 9000)):
+        one, two, five = (steps[q].decode(batch).step_s(batch * context) for q in (1, 2, 5))
+        assert one <= two <= five <= steps[1].decode(5 * batch).step_s(5 * batch * context) * 1.02
+        mixed = [steps[q].mixed_s(batch, batch * context, [Chunk(512, 0)]) for q in (1, 2)]
+        assert mixed[0] <= mixed[1]
+
+
+def test_drafts_that_cost_nothing_and_are_always_accepted_pay_alone() -> None:
+    rng = np.random.default_rng(3)
+    for model, k in zip(("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b"), rng.integers(1, 9, 3).tolist(), strict=True):
+        plain = step_cost(load_model(model).served(), 1, H100, KERNELS.scheduled(False))
+        drafted = cost(model, method="ngram", num_speculative_tokens=k, acceptance=1.0)
+        for context in rng.integers(1, 20_000, 5).tolist():
+            assert drafted.decode(1).step_s(context) <= plain.decode(1).step_s(context)
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "mtp", "draft_model"])
+def test_parts_and_lookups_of_a_speculating_step(method: str) -> None:
+    model = "qwen3.5-9b" if method == "mtp" else "qwen3-8b"
+    small = {"model": "qwen3-0.6b", "draft_tensor_parallel_size": 1} if method == "draft_model" else {}
+    step = cost(model, 2, method=method, num_speculative_tokens=3, acceptance=0.7, dynamic=True, **small)
+    for batch in (1, 64):
+        parts = step.breakdown(batch, batch * 3000)
+        assert sum(parts.values()) == pytest.approx(step.decode(batch).step_s(batch * 3000), rel=1e-9)
+        assert ("draft" in parts) == (method != "ngram") or batch > 1  # which may do better without
+    step.decode(64).steps_s(64 * 3000, 100)
+    assert step.lookups().counts["decode_attention"].total() > 1
+
+
+def test_memory_of_drafts_by_hand() -> None:
+    """LLaMA-3.1-8B at TP 2: EAGLE-3 has a layer of 218 M, a head over 32,000 tokens, and 2 · 4096² to join states."""
+    layer = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336
+    eagle = drafts("llama-3.1-8b", method="eagle3", num_speculative_tokens=2, draft_vocab_size=32_000).memory(2)
+    assert eagle.weights == pytest.approx(2 * ((layer + 4096 * 32_000) / 2 + 2 * 4096**2 + 3 * 4096))
+    assert eagle.token == 2 * 2 * 4 * 128
+    assert drafts("llama-3.1-8b", method="ngram", num_speculative_tokens=2).memory(2) == (0, 0)
+    model = load_model("llama-3.1-8b")
+    plain, own = (rollout_memory(model, H100.gpu, 2, draft_bytes=one) for one in ((0.0, 0.0), eagle))
+    assert own.weight_bytes - plain.weight_bytes == eagle.weights
+    assert own.page_bytes == plain.page_bytes * 33 / 32
+    assert own.kv_bytes == pytest.approx(plain.kv_bytes - eagle.weights, rel=1e-4)
+    spec = drafts("llama-3.1-8b", method="draft_model", num_speculative_tokens=2, model="llama-3.2-1b")
+    assert RolloutCostModel(model, H100, KERNELS, drafts=spec).memory(2).pages < plain.pages
+
+
+def run(**speculation: Any) -> Any:
+    return rlsim.run(SETTINGS, overrides={"engine.speculation": speculation} if speculation else {})
+
+
+def test_speculation_shortens_generation_alone() -> None:
+    plain, none = run(), run(method="eagle3", num_speculative_tokens=0)
+    assert (plain.steps.gen_time_s == none.steps.gen_time_s).all()
+    eagle = run(method="eagle3", num_speculative_tokens=2, acceptance=0.7).steps.iloc[0]
+    worse = run(method="eagle3", num_speculative_tokens=2, acceptance=0.0).steps.iloc[0]
+    assert eagle.gen_time_s < plain.steps.gen_time_s[0] < worse.gen_time_s
+    assert eagle.trained_response_tokens == plain.steps.trained_response_tokens[0]
+
+
+def test_an_acceptance_that_nobody_gave_is_an_assumption() -> None:
+    for given, assumed in (({}, True), ({"acceptance": 0.7}, False)):
+        found = run(method="eagle3", num_speculative_tokens=2, **given).manifest
+        rows = [row for _, ledger in ledgers(found) for row in ledger.assumed if row.name.startswith("acceptance")]
+        assert [row.taken for row in rows] == ["2.07 tokens a step"] * assumed
+
+
+@cases("cost", "speculation that does not go")
+def test_speculation_that_does_not_go(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(RlsimError, match=message):
+        rlsim.run(SETTINGS, overrides=overrides)
