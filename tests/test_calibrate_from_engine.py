@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +169,8 @@ def test_the_command_prints_its_errors_and_its_file_serves_a_run(tmp_path: Path)
     result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
     assert result.exit_code == 0, result.exception
     assert "decode_step" in result.stdout
+    again = CliRunner().invoke(app, [*arguments, "--out", str(out), "--json", "-"])
+    assert json.loads(again.stdout)["errors"][0]["mean"] >= 0.0
     found, base = load_calibration(out), load_calibration("h100-vllm")
     assert (found.name, len(found.iterations)) == ("mine", 1)
     assert found.operators == base.operators

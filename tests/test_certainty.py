@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import evidence.validate as validation
@@ -219,7 +220,14 @@ def test_progress_counts_the_runs_in_worlds() -> None:
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
     assert told[0][0] == 0
     assert told[-1][0] == 8
-    assert any(what == "world 2 of 2: verl-tp4" for _, _, what in told)
+    assert any(what == "world 2 of 2" for _, _, what in told)
+
+
+def test_workers_change_no_result() -> None:
+    loaded = load_experiment({**SMALL, "seeds": 2})
+    one, two = run_loaded(*loaded), run_loaded(*loaded, workers=2)
+    assert {**one.manifest, "created": ""} == {**two.manifest, "created": ""}
+    pd.testing.assert_frame_equal(one.summary(), two.summary())
 
 
 def test_a_plan_is_searched_for_once_and_kept_in_the_worlds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,20 @@ def test_every_option_is_explained(path: tuple[str, ...]) -> None:
             assert parameter.help, parameter.name
 
 
+#: Commands that compute nothing: what they print is what they are asked for, or they draw what others computed.
+NOTHING = {(), ("init",), ("report",), ("timeline",), ("trace",)}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=IDS)
+def test_what_computes_tells_scripts(path: tuple[str, ...]) -> None:
+    """Only these compute for long in parts that are apart: a search for plans is one chain, and what measures needs the
+    machine to itself."""
+    options = {option for parameter in COMMANDS[path].params for option in parameter.opts}
+    if path not in NOTHING and path[0] != "list":
+        assert options >= {"--json", "--quiet"}
+    assert ("--workers" in options) == (path in (("run",), ("sweep",), ("tune",)))
+
+
 Completed = Callable[[str], list[str]]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import Command
 from typer.testing import CliRunner
 
 from rlsim.base.catalogue import data_dir
@@ -17,6 +18,7 @@ from rlsim.errors import RlsimError, TraceError
 from rlsim.trace import make_trace, read_trace, write_trace
 from rlsim.trace.chart import write_chart
 from rlsim.trace.describe import describe
+from rlsim.trace.fit import load_fit
 
 SHIPPED = data_dir("traces") / "rollpacker-math.parquet"
 
@@ -91,6 +93,21 @@ def test_description_by_hand() -> None:
     assert part.samples_per_prompt == {2: 2}
     tasks = describe(make_trace(small())).parts
     assert [p.part for p in tasks] == ["all", "task code", "task math"]
+
+
+def test_what_scripts_read(folder: Path, call: Command) -> None:
+    imported = call("trace", "import", "lengths.csv", "mine.parquet", "--json", "-")
+    assert set(json.loads(imported.out)) == {"file", "responses", "prompts", "notes"}
+    assert call("trace", "import", "lengths.csv", "mine.parquet", "--quiet").out == "mine.parquet\n"
+    assert call("trace", "fit", "mine.parquet", "--quiet", "--json", "fit.json").out == ""
+    assert load_fit(folder / "fit.json").goodness.ks > 0
+    assert call("trace", "describe", "mine.parquet", "--quiet", "--chart", "mine.html").out == "mine.html\n"
+    recipe = data_dir("traces") / "deepscaler-llama-3.1-8b.yaml"
+    generated = call("trace", "generate", recipe, "--out", "new.parquet", "--json", "-")
+    assert all(fact["ok"] for fact in json.loads(generated.out))
+    checked = call("check", "base.yaml", "--json", "-")
+    assert json.loads(checked.out)["runs"] > 0
+    assert call("check", "base.yaml", "--quiet").out == ""
 
 
 @pytest.mark.parametrize("suffix", [".html", ".svg", ".png"])

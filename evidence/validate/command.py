@@ -9,7 +9,7 @@ import typer
 
 from evidence.validate.parts import PARTS, REPEATABLE
 from rlsim.cli import complete
-from rlsim.cli.common import PRINTED, Json, check_json, write_json
+from rlsim.cli.common import PRINTED, Json, write_json
 from rlsim.cli.tables import Table, print_tables
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def validate(
     check: Annotated[Path | None, typer.Option(help="Fail if the parts' sections of this page are stale.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes for the real rollouts.")] = False,
     device: Annotated[str, typer.Option(help="Device of the real rollouts: cpu or cuda.")] = "cpu",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only what is beyond its bound.")] = False,
 ) -> None:
     """Compare rlsim with what was measured: kernels, whole engines, real rollouts, published figures.
 
@@ -53,14 +54,14 @@ def validate(
     from rlsim.errors import ConfigError
 
     wanted = parts or list(PARTS)
-    check_json(json_file)
     if page is not None:
         check_page(page, wanted)
     if check is not None:
         read_page(check)
-    options = Options(kernels=kernel_folder(data), quick=quick, device=device, progress=_log)
+    told = (lambda _: None) if quiet else _log
+    options = Options(kernels=kernel_folder(data), quick=quick, device=device, progress=told)
     targets = load_targets(options.evidence)
-    found, fine = _run(wanted, options, targets, hidden=json_file == PRINTED)
+    found, fine = _run(wanted, options, targets, hidden=json_file == PRINTED, quiet=quiet)
     if not found:
         raise ConfigError("no part of the validation could run here")
     write_json(
@@ -82,8 +83,13 @@ def _log(text: str) -> None:
     Console(stderr=True).print(text, style="dim")
 
 
-def _run(wanted: Iterable[str], options: Options, targets: Targets, *, hidden: bool) -> tuple[dict[str, Section], bool]:
-    """Run and print the parts (`hidden`: to standard error); what each found, and whether all bounds are kept."""
+def _run(
+    wanted: Iterable[str], options: Options, targets: Targets, *, hidden: bool, quiet: bool
+) -> tuple[dict[str, Section], bool]:
+    """Run and print the parts (`hidden`: to standard error); what each found, and whether all bounds are kept.
+
+    `quiet`: print only what is beyond its bound.
+    """
     from evidence.validate.parts import Skipped, run_part
     from rlsim.cli.terminal import Console
 
@@ -95,12 +101,28 @@ def _run(wanted: Iterable[str], options: Options, targets: Targets, *, hidden: b
             Console(stderr=hidden).print(f"{name}: skipped: {result.reason}")
             continue
         found[name] = result
-        fine &= _print(name, result, targets, stderr=hidden)
+        if not quiet:
+            _print(name, result, targets, stderr=hidden)
+        fine &= _kept(result, targets, stderr=hidden)
+        if not quiet:
+            Console(stderr=hidden).print()
     return found, fine
 
 
-def _print(name: str, section: Section, targets: Targets, *, stderr: bool) -> bool:
-    """One part's comparisons, or their summaries where they are many; whether all are within their bounds."""
+def _kept(section: Section, targets: Targets, *, stderr: bool) -> bool:
+    """Whether a part is within its bounds; prints what is not."""
+    from evidence.validate.targets import bounds_of
+    from rlsim.cli.terminal import Console
+
+    beyond = [bound for bound in bounds_of(targets, section.rows, section.summaries) if not bound.fine]
+    for b in beyond:
+        text = f"{b.what} {b.quantity}: {b.statistic} error {b.value:.1%} is beyond its bound of {b.limit:.1%}"
+        Console(stderr=stderr, soft_wrap=True).print(text, style="bold red")
+    return not beyond
+
+
+def _print(name: str, section: Section, targets: Targets, *, stderr: bool) -> None:
+    """One part's comparisons, or their summaries where they are many, and what they come to."""
     from evidence.validate.targets import bounds_of, verdicts
     from rlsim.cli.terminal import Console
 
@@ -121,9 +143,3 @@ def _print(name: str, section: Section, targets: Targets, *, stderr: bool) -> bo
     bounds = bounds_of(targets, section.rows, section.summaries)
     for line in verdicts(targets, section.rows, bounds):
         console.print(line)
-    beyond = [bound for bound in bounds if not bound.fine]
-    for b in beyond:
-        text = f"{b.what} {b.quantity}: {b.statistic} error {b.value:.1%} is beyond its bound of {b.limit:.1%}"
-        console.print(text, style="bold red")
-    console.print()
-    return not beyond

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Json, check_json, echo, named, write_json
+from rlsim.cli.common import PRINTED, Json, Quiet, echo, named, paths_only, write_json
 from rlsim.cli.tables import Table, print_tables, table
 from rlsim.errors import CalibrationError
 
@@ -55,6 +55,8 @@ def calibrate(
     fresh: Annotated[
         bool, typer.Option("--fresh/--resume", help="Discard the folder's measurements, or go on with them.")
     ] = False,
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Measure kernels, whole steps and links of this machine within a budget, and fit a calibration to them.
 
@@ -67,16 +69,15 @@ def calibrate(
 
     donor, budget_s = None if base is None else load_calibration(base), _budget(budget)
     try:
-        with _bar(budget_s) as report:
+        with _bar(budget_s, hidden=quiet or json_file == PRINTED) as report:
             measured = measure_machine(device, model, _degrees(tp), budget_s, out, fresh, report)
     except KeyboardInterrupt:
         typer.echo("rlsim: what was measured so far is kept; the same command goes on from there", err=True)
         raise
-    _print_counts(measured)
     calibration, files = fit_machine(measured, donor)
-    _print_residuals(calibration)
-    for path in files:
-        _print_file(path)
+    if not _told(calibration, files, json_file, quiet, measured.counts):
+        _print_counts(measured)
+        _print_residuals(calibration, files)
 
 
 @app.command("import")
@@ -102,6 +103,8 @@ def import_(
     base: Annotated[str | None, named("Calibration that gives what the tables lack.", complete.calibrations)] = None,
     name: Annotated[str | None, typer.Option(help="Name of the calibration (default: GPU-ENGINE).")] = None,
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Fit a calibration to measurements that others have published, in their own layouts and units.
 
@@ -111,8 +114,9 @@ def import_(
     from rlsim.cost.calibration import load_calibration
 
     path = import_calibration(format, paths, gpu=gpu, engine=engine, version=version, base=base, name=name, out=out)
-    _print_residuals(load_calibration(path))
-    _print_file(path)
+    calibration = load_calibration(path)
+    if not _told(calibration, (path,), json_file, quiet):
+        _print_residuals(calibration, (path,))
 
 
 @app.command("from-run")
@@ -142,6 +146,8 @@ def from_run_(
     warmup: Annotated[int, typer.Option(min=0, help="First steps to leave out.")] = 2,
     name: Annotated[str | None, typer.Option(help="Name of the calibration.")] = None,
     out: Annotated[Path, typer.Option(help="Folder or .yaml to write to.")] = Path(),
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Fit training efficiency and host time to your own run, and test them on steps it was not fitted to.
 
@@ -158,7 +164,8 @@ def from_run_(
         cap=None if cap is None else _cap(cap), prompt_tokens=prompt_tokens, backend=backend, train=given["train"],
         engine=given["engine"], trace=trace, name=name, warmup=warmup,
     )  # fmt: skip
-    _print_errors(result, f"Errors on {len(result.held_out)} steps not fitted", write(result, out))
+    title = f"Errors on {len(result.held_out)} steps not fitted"
+    _print_errors(result, title, write(result, out), json_file, quiet)
 
 
 @app.command("from-engine")
@@ -181,6 +188,8 @@ def from_engine_(
     release: Annotated[str, typer.Option(help="Release of the engine (default: as logged).")] = "",
     name: Annotated[str | None, typer.Option(help="Name of the calibration.")] = None,
     out: Annotated[Path, typer.Option(help="Folder or .yaml to write to.")] = Path(),
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Fit whole iterations to what your engine logs in service, and test them on batch sizes left out of the fit.
 
@@ -198,9 +207,8 @@ def from_engine_(
         log, model=model, tp=tp, calibration=base, precision=precision, kv_precision=kv_precision, release=release,
         name=name,
     )  # fmt: skip
-    _print_errors(
-        result, f"Errors on iterations of {model} at TP{tp} that were left out of the fit", write(result, out)
-    )
+    title = f"Errors on iterations of {model} at TP{tp} that were left out of the fit"
+    _print_errors(result, title, write(result, out), json_file, quiet)
 
 
 @app.command("show")
@@ -215,6 +223,7 @@ def show_(
     cluster: Annotated[str | None, named("Cluster that it runs on (default: a node).", complete.clusters)] = None,
     out: Annotated[Path | None, typer.Option(help="Chart to write: .html, .svg or .png.")] = None,
     json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Show what kernels reach of the data sheet's FLOP/s or bandwidth, by shape, or how long a model's steps take.
 
@@ -228,7 +237,6 @@ def show_(
     from rlsim.models.hardware import load_cluster
     from rlsim.models.model import load_model
 
-    check_json(json_file)
     calibration = load_calibration(name)
     if model is None:
         found = shown = show.efficiencies(calibration)
@@ -242,7 +250,7 @@ def show_(
         said = "Milliseconds, by responses on all GPUs together; –: more than the KV cache holds."
     if out is not None:
         show.write(shown, title, out)
-    if write_json(json_file, json.loads(found.to_json(orient="records"))):
+    if write_json(json_file, json.loads(found.to_json(orient="records"))) or paths_only(quiet, out):
         return
     parts = []
     for kernel, rows in shown.groupby("kernel", sort=False):
@@ -282,7 +290,11 @@ def _keys(items: list[str]) -> dict[str, dict[str, object]]:
     return data
 
 
-def _print_errors(result: FromRun | FromEngine, title: str, path: Path) -> None:
+def _print_errors(result: FromRun | FromEngine, title: str, path: Path, json_file: Path | None, quiet: bool) -> None:
+    data: dict[str, Any] = {"file": str(path), "errors": json.loads(result.errors.to_json(orient="records"))}
+    data |= {"excluded": {**result.excluded}, "notes": [*result.notes]}
+    if write_json(json_file, data) or paths_only(quiet, path):
+        return
     headings = [name.removesuffix("_s").replace("_", " ") for name in result.errors.columns]
     rows = [[_error(str(name), value) for name, value in row.items()] for row in result.errors.to_dict("records")]
     print_tables([table(headings, rows, title=title)])
@@ -331,8 +343,8 @@ def _budget(text: str) -> float:
 
 
 @contextmanager
-def _bar(budget_s: float) -> Iterator[Report]:
-    """A progress bar on stderr over the budget; it goes away when done."""
+def _bar(budget_s: float, hidden: bool) -> Iterator[Report]:
+    """A progress bar on stderr over the budget, which goes away when done; none if it is to be hidden."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from rlsim.cli.terminal import Console
@@ -343,7 +355,7 @@ def _bar(budget_s: float) -> Iterator[Report]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[points]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
         bar = progress.add_task("starting", total=None, points="")
 
         def report(point: Point, done: int, planned: int, spent_s: float) -> None:
@@ -360,7 +372,20 @@ def _print_counts(measured: Measured) -> None:
     print_tables([table(headings, rows, title=title)])
 
 
-def _print_residuals(calibration: Calibration) -> None:
+def _told(
+    calibration: Calibration,
+    files: Sequence[Path],
+    json_file: Path | None,
+    quiet: bool,
+    counts: dict[str, dict[str, int]] | None = None,
+) -> bool:
+    """Whether `--json -` or `--quiet` printed what there is to print of a calibration that was fitted."""
+    residuals = {name: found.model_dump(mode="json") for name, found in calibration.residuals.items()}
+    data = {"files": [*map(str, files)], "points": counts, "residuals": residuals}
+    return write_json(json_file, data) or paths_only(quiet, *files)
+
+
+def _print_residuals(calibration: Calibration, files: Sequence[Path]) -> None:
     title = f"Errors of {calibration.name} on points that its fits have not seen"
     headings = ("operator", "points", "median", "90th percentile", "bias", "note")
     rows = [
@@ -368,3 +393,5 @@ def _print_residuals(calibration: Calibration) -> None:
         for name, found in calibration.residuals.items()
     ]
     print_tables([Table(headings, rows, title, words=(0, 5), prose=5)])
+    for path in files:
+        _print_file(path)

@@ -75,17 +75,24 @@ def echo(text: str, err: bool = False) -> None:
 
 #: `--json -`: the screen.
 PRINTED = Path("-")
-Json = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write everything to this file; - prints it instead."),
-]
 
 
-def check_json(file: Path | None) -> None:
-    """Raises `ConfigError` if what `--json` asks for cannot be written: before the work, not after it."""
+def _checked(file: Path | None) -> Path | None:
+    """What `--json` gives; raises `ConfigError` if it cannot be written: before the work, not after it."""
     from rlsim.base.output import check_files
 
     check_files(None if file == PRINTED else file)
+    return file
+
+
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write everything to this file; - prints it instead.", callback=_checked
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the paths of what is written, and nothing else.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")]
 
 
 def write_json(file: Path | None, data: Any) -> bool:
@@ -100,6 +107,14 @@ def write_json(file: Path | None, data: Any) -> bool:
         return False
     typer.echo(text, nl=False)
     return True
+
+
+def paths_only(quiet: bool, *paths: Path | None) -> bool:
+    """With `--quiet` print the paths of what was written; whether that is so, and nothing else is printed."""
+    for path in paths if quiet else ():
+        if path is not None:
+            typer.echo(str(path))
+    return quiet
 
 
 #: Seconds between two lines of progress where there is no terminal for a bar.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.base.formats import Columns, Row, column, number, rate, relaxed, share, with_interval, written
-from rlsim.cli.common import PRINTED, Json, write_json
+from rlsim.cli.common import PRINTED, Json, Quiet, write_json
 from rlsim.cli.tables import Table, print_tables, setting_texts, table
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def compare(
     ] = None,
     json_file: Json = None,
     csv: Annotated[Path | None, typer.Option(help="Write the run table to this file; - prints it.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Compare runs and sweeps: one row per run, differences with 95% intervals, paired by seed where that is fair.
 
@@ -51,7 +52,7 @@ def compare(
         typer.echo(text, nl=False)
     elif csv:
         write_text(csv, text)
-    if not printed and csv != PRINTED:
+    if not (printed or quiet or csv == PRINTED):
         _print(found)
 
 

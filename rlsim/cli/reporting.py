@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.base.formats import listed
-from rlsim.cli.common import echo
+from rlsim.cli.common import Quiet, echo, paths_only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ def report(
         int | None, typer.Option(help="Step in the charts over time (default: the baseline's median one).")
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the page only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write results as one HTML page that works offline: what was found, charts, and exactly what was run.
 
@@ -51,8 +51,7 @@ def report(
     )
     if show:
         typer.launch(path.resolve().as_uri())
-    if quiet:
-        typer.echo(str(path))
+    if paths_only(quiet, path):
         return
     typer.echo(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB, opens in any browser)")
     for folder in (png, svg):
@@ -73,7 +72,7 @@ def timeline(
     ] = True,
     out: Annotated[Path | None, typer.Option(help="The file: .json or .json.gz (default: DIR/timeline.json).")] = None,
     compressed: Annotated[bool, typer.Option("--gzip", help="Write DIR/timeline.json.gz instead.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the file only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write one run as a timeline to open at https://ui.perfetto.dev: GPUs, requests, calls, counters, migrations.
 
@@ -88,8 +87,7 @@ def timeline(
     written = write_timeline(
         results, path, case=case, system=system, seed=seed, steps=_numbers(steps), requests=requests
     )
-    if quiet:
-        typer.echo(str(path))
+    if paths_only(quiet, path):
         return
     run = written.run
     shown = " · ".join(part for part in (run.case, run.system, f"seed {run.seed}", _steps(run.steps)) if part)

@@ -28,11 +28,12 @@ from rlsim.cli.common import (
     Certainty,
     Experiment,
     Json,
+    Quiet,
     Settings,
     Warmup,
     add_code_folders,
-    check_json,
     echo,
+    paths_only,
     progress_bar,
     with_options,
     write_json,
@@ -58,6 +59,8 @@ def check(
     ],
     settings: Settings = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
+    json_file: Json = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing: the exit code tells.")] = False,
 ) -> None:
     """Check an experiment or a sweep, all its cases and points, without a simulation or a search for plans.
 
@@ -75,13 +78,16 @@ def check(
         name, points = check_sweep(file, settings or (), seeds)
         runs = sum(point.runs for point in points)
         many = f"{len(points):,} point{'s' * (len(points) > 1)}"
-        echo(f"{name}: {many} (the first: {points[0].counted}); {runs:,} run{'s' * (runs > 1)} in all")
+        what = f"{many} (the first: {points[0].counted}); {runs:,} run{'s' * (runs > 1)} in all"
     else:
         points = [check_experiment(file, settings or (), seeds)]
-        echo(f"{points[0].name}: {points[0].counted}")
-    for note in dict.fromkeys(note for point in points for note in point.notes):
-        echo(f"note: {note}")
-    if any(point.refused for point in points):
+        name, runs, what = points[0].name, points[0].runs, points[0].counted
+    notes, refused = [*dict.fromkeys(note for point in points for note in point.notes)], any(p.refused for p in points)
+    data = {"name": name, "points": len(points), "runs": runs, "notes": notes, "refused": refused}
+    if not write_json(json_file, data) and not quiet:
+        for line in (f"{name}: {what}", *(f"note: {note}" for note in notes)):
+            echo(line)
+    if refused:
         raise typer.Exit(2)
 
 
@@ -102,7 +108,8 @@ def run(
         bool, typer.Option("--what-if", help="Also run each end of what is assumed: what it is worth.")
     ] = False,
     json_file: Json = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the results only.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes: the worlds of --certainty run beside the rest.")] = 1,
+    quiet: Quiet = False,
 ) -> None:
     """Run an experiment, print a comparison, write the results.
 
@@ -112,12 +119,12 @@ def run(
     from rlsim.experiment.load import load_experiment
 
     add_code_folders(experiment)
-    check_json(json_file)
     target = out or results_folder(load_experiment(experiment, settings or ())[0].name)
     settings = with_options(settings, warmup=warmup, steps_at_cap=steps_at_cap or None, certainty=certainty)
     run_and_print(
-        experiment, settings, target, seeds=seeds, strict=strict, what_if=what_if, quiet=quiet, json_file=json_file
-    )
+        experiment, settings, target, seeds=seeds, strict=strict, what_if=what_if, workers=workers, quiet=quiet,
+        json_file=json_file,
+    )  # fmt: skip
 
 
 def run_and_print(
@@ -128,6 +135,7 @@ def run_and_print(
     seeds: int | None = None,
     strict: bool = False,
     what_if: bool = False,
+    workers: int = 1,
     quiet: bool = False,
     json_file: Path | None = None,
 ) -> None:
@@ -138,8 +146,9 @@ def run_and_print(
     before, reported = earlier(target), (target / "report.html").is_file()
     with progress_bar(quiet or json_file == PRINTED) as progress:
         result = run_experiment(
-            experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, what_if=what_if, progress=progress
-        )
+            experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, what_if=what_if, workers=workers,
+            progress=progress,
+        )  # fmt: skip
     from rlsim.cli.terminal import Console
     from rlsim.experiment.ledger import ledgers
     from rlsim.results.comparison.verdict import judge
@@ -149,10 +158,8 @@ def run_and_print(
     verdicts = {case: judge(rows, str(result.manifest["baseline"])) for case, rows in cases.items()}
     said = {case: one.sentences(result.manifest["tuned"].get(case)) for case, one in verdicts.items()}
     document = {"directory": str(target), "headlines": said, "summary": json.loads(summary.to_json(orient="records"))}
-    if write_json(json_file, {**document, "notes": [*result.notes], "ledger": result.manifest["ledger"]}):
-        return
-    if quiet:
-        typer.echo(str(target))
+    document |= {"notes": [*result.notes], "ledger": result.manifest["ledger"]}
+    if write_json(json_file, document) or paths_only(quiet, target):
         return
     print_tables(table for case, rows in cases.items() for table in _tables(result, case, rows, verdicts[case]))
     print_ledgers(

@@ -16,11 +16,12 @@ from rlsim.cli.common import (
     PRINTED,
     Certainty,
     Json,
+    Quiet,
     Settings,
     Warmup,
     add_code_folders,
-    check_json,
     echo,
+    paths_only,
     progress_bar,
     with_options,
     write_json,
@@ -72,7 +73,7 @@ def sweep(
     prune: Annotated[bool, typer.Option("--prune", help=PRUNE)] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points; run nothing.")] = False,
     json_file: Json = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the results only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run an experiment under many settings, on all cores; interrupted, the same command goes on.
 
@@ -86,7 +87,6 @@ def sweep(
     from rlsim.results.sweeps.tables import COLUMNS
 
     add_code_folders(file)
-    check_json(json_file)
     overrides = with_options(settings, warmup=warmup, certainty=certainty)
     definition = load_sweep(file, overrides=overrides, seeds=seeds, axes=_axes(grid or ()))
     if dry_run:
@@ -122,11 +122,8 @@ def _axes(grid: Sequence[str]) -> dict[str, Any]:
 
 def _tell(found: SweepResult, definition: Definition, json_file: Path | None, quiet: bool) -> None:
     """Print the results of the sweep, and on standard error a line for every distinct failure."""
-    if write_json(json_file, {"directory": str(found.directory), "points": found.points_table().to_pylist()}):
-        pass
-    elif quiet:
-        typer.echo(str(found.directory))
-    else:
+    data = {"directory": str(found.directory), "points": found.points_table().to_pylist()}
+    if not write_json(json_file, data) and not paths_only(quiet, found.directory):
         _print(found, definition)
     points_of: dict[str, list[str]] = {}
     for point, error in found.failed.items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlsim.base.formats import number
-from rlsim.cli.common import Json, check_json, echo, write_json
+from rlsim.cli.common import PRINTED, Json, Quiet, echo, paths_only, write_json
 from rlsim.cli.tables import print_tables, table
 from rlsim.errors import TraceError
 
@@ -63,6 +64,8 @@ def import_(
     tokenizer: Annotated[Path | None, typer.Option(help=TOKENIZER_HELP)] = None,
     derive: Annotated[bool, typer.Option("--derive", help=DERIVE_HELP)] = False,
     batch: Annotated[str | None, typer.Option(help=BATCH_HELP)] = None,
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Read another program's rollouts or trace and write them in rlsim's schema.
 
@@ -87,6 +90,9 @@ def import_(
                              tokenizer=tokenizer)  # fmt: skip
     write_trace(trace, out)
     prompts = trace.frame["prompt_id"].nunique()
+    data = {"file": str(out), "responses": len(trace), "prompts": prompts, "notes": [*trace.meta.notes]}
+    if write_json(json_file, data) or paths_only(quiet, out):
+        return
     echo(f"wrote {out}: {len(trace):,} responses of {prompts:,} prompts")
     for note in trace.meta.notes:
         echo(f"note: {note}")
@@ -122,6 +128,7 @@ def describe_(
     above: Annotated[str, typer.Option(help="Lengths to give the share above of, such as 8K,16K.")] = "",
     chart: Annotated[Path | None, typer.Option(help="Draw the distribution to this .html, .svg or .png.")] = None,
     json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Print quantiles, share at the cap and correlation within prompts.
 
@@ -134,7 +141,6 @@ def describe_(
 
     if chart is not None:
         check_file(chart, TraceError, inputs=(file,))
-    check_json(json_file)
     limits = [value for text in above.split(",") if text.strip() and (value := _tokens("--above", text.strip()))]
     cap_tokens = _tokens("--cap", cap)
     trace = read_trace(file)
@@ -143,7 +149,7 @@ def describe_(
         from rlsim.trace.chart import write_chart
 
         write_chart(trace, chart, cap_tokens)
-    if write_json(json_file, description.model_dump(mode="json")):
+    if write_json(json_file, description.model_dump(mode="json")) or paths_only(quiet, chart):
         return
     print_description(description)
     if chart is not None:
@@ -156,6 +162,8 @@ def fit_(
     cap: Annotated[str | None, typer.Option(help=f"{CAP_HELP} Lengths there are taken as cut, not observed.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the fit to this .yaml or .json.")] = None,
     components: Annotated[int, typer.Option(min=1, max=3, help="Number of lognormals.")] = 2,
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Fit a censored lognormal mixture with the share the prompt has in it.
 
@@ -171,6 +179,8 @@ def fit_(
     fit = fit_trace(read_trace(file), _tokens("--cap", cap), components=components)
     if out is not None:
         save_fit(fit, out)
+    if write_json(json_file, fit.model_dump(mode="json")) or paths_only(quiet, out):
+        return
     _print_fit(fit)
     if out is not None:
         echo(f"wrote {out}")
@@ -204,6 +214,8 @@ def generate_(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
     out: Annotated[Path | None, typer.Option(help="Where to write (default: beside the recipe, as .parquet).")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the facts and write nothing.")] = False,
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Generate a trace from a recipe, after checking that it meets the recipe's facts.
 
@@ -221,12 +233,14 @@ def generate_(
         raise TraceError(f"{target} exists, and is not a generated trace; give another name with --out")
     trace = draw_trace(loaded)
     checks = check(loaded, trace)
-    _print_checks(checks)
+    if not write_json(json_file, [{**asdict(one), "ok": one.ok} for one in checks]) and not quiet:
+        _print_checks(checks)
     require(loaded, checks)
     if check_only:
         return
     write_trace(trace, target)
-    echo(f"wrote {target}: {len(trace):,} responses of {loaded.prompts:,} prompts")
+    if json_file != PRINTED and not paths_only(quiet, target):
+        echo(f"wrote {target}: {len(trace):,} responses of {loaded.prompts:,} prompts")
 
 
 def _print_checks(checks: list[FactCheck]) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from rlsim.base.formats import number, share
 from rlsim.cli import complete
-from rlsim.cli.common import PRINTED, Json, check_json, echo, named, progress_bar, write_json
+from rlsim.cli.common import PRINTED, Json, Workers, echo, named, progress_bar, write_json
 from rlsim.cli.init import GpuLike, Network
 from rlsim.cli.tables import Table
 
@@ -72,7 +72,7 @@ def tune(
         bool, typer.Option("--systems", help="Rank what must be built (PAT, tail batching …) on top.")
     ] = False,
     write: Annotated[Path | None, typer.Option(help="File to write: the configuration with the changes.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")] = None,
+    workers: Workers = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search and of the draws.")] = 0,
     json_file: Json = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print every table.")] = False,
@@ -93,7 +93,6 @@ def tune(
     from rlsim.results.tune.bound import Bound
     from rlsim.results.tune.own import Own
 
-    check_json(json_file)
     if write is not None:
         check_new(write)
     if rollouts is not None and log is None:

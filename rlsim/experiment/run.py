@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.processes import ending, pool_of
 from rlsim.base.refusals import refuse
 from rlsim.errors import CapacityError, RlsimError, check_arguments
 from rlsim.experiment.case import Case, cases_of
@@ -36,6 +38,7 @@ def run(
     out: str | Path | None = None,
     strict: bool = False,
     what_if: bool = False,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Result:
     """Run an experiment: a YAML file, the name of one that ships with rlsim, or a mapping.
@@ -44,13 +47,14 @@ def run(
     directory to write the results to. Nothing is written unless everything has run. With `strict`, a run that needed
     costs of shapes outside what its calibration was measured at raises `CalibrationError` and names them; without, the
     manifest counts them. `what_if` also runs each end of what is assumed, which gives the manifest's ledger its worths.
+    With more `workers` than one (processes), worlds that are drawn run beside the rest; the results are the same.
     Raises `RlsimError` for whatever does not exist or fit.
     """
-    check_arguments(out=out, strict=strict, what_if=what_if, progress=progress)
+    check_arguments(out=out, strict=strict, what_if=what_if, workers=workers, progress=progress)
     experiment, shown, folder = load_experiment(source, overrides, seeds)
     if out is not None:
         check_target(out, name=experiment.name)  # before the work, not after it
-    result = run_loaded(experiment, shown, folder, strict=strict, what_if=what_if, progress=progress)
+    result = run_loaded(experiment, shown, folder, strict=strict, what_if=what_if, workers=workers, progress=progress)
     if out is not None:
         result.write(out)
     return result
@@ -63,6 +67,7 @@ def run_loaded(
     *,
     strict: bool = False,
     what_if: bool = False,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Result:
     """Run an experiment as `load_experiment` gave it; the rest as in `run`.
@@ -79,42 +84,58 @@ def run_loaded(
         before = runs
         told(done, runs + worlds * (runs // len(seeds)), what)
 
-    collected = _ran(cases, calibrated, strict)
-    tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
-    for (_, system), rows in tables["steps"].groupby(["case", "system"], sort=False):
-        refuse("steps at cap", system=system, counted=rows["steady"].any())
-    result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
-    if what_if:
-        own, runs = dict(iter(result.summary().groupby("case"))), partial(_ran, told=told)
-        ledger = {case.name: weighed(case, own.get(case.name), runs).model_dump() for case in cases}
-        result = replace(result, manifest={**result.manifest, "ledger": ledger})
-    if not worlds:
-        return result
+    _search(cases, calibrated)
     baseline, found = cases[0].baseline, {case.name: case.simulator.plans.found for case in cases}
     settled = with_settings(experiment, {"baseline": baseline, "certainty": 0}, shown)
+    in_world = partial(_in_world, settled, folder, shown, found)
+    drawn = [seeds[world % len(seeds)] for world in range(worlds)]
+    with ending(pool_of(workers - 1)) if worlds and workers > 1 else nullcontext() as pool:
+        there = (pool.map if pool else map)(in_world, range(1, worlds + 1), drawn)
+        collected = _ran(cases, calibrated, strict)
+        tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
+        for (_, system), rows in tables["steps"].groupby(["case", "system"], sort=False):
+            refuse("steps at cap", system=system, counted=rows["steady"].any())
+        result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
+        if what_if:
+            own, runs = dict(iter(result.summary().groupby("case"))), partial(_ran, told=told)
+            ledger = {case.name: weighed(case, own.get(case.name), runs).model_dump() for case in cases}
+            result = replace(result, manifest={**result.manifest, "ledger": ledger})
+        if not worlds:
+            return result
+        total = before + worlds * (before // len(seeds))
 
-    def in_world(number: int, seed: int) -> pd.DataFrame:
-        def said(done: int, runs: int, what: str) -> None:
-            told(before + (number - 1) * runs + done, before + worlds * runs, f"world {number} of {worlds}: {what}")
+        def waited() -> Iterator[tuple[int, pd.DataFrame]]:
+            for world, seed in enumerate(drawn):
+                told(before + world * (before // len(seeds)), total, f"world {world + 1} of {worlds}")
+                yield seed, next(there)
+            told(total, total, "")
 
-        world = with_settings(settled, {"draw": number, "seeds": [seed]}, shown)
-        there = checked_cases(world, folder, shown, found)
-        return pd.concat([frames["steps"] for frames in _ran(there, said)])
+        return replace(result, manifest={**result.manifest, **in_worlds(baseline, result.steps, waited())})
 
-    drawn = in_worlds(worlds, seeds, baseline, result.steps, in_world)
-    return replace(result, manifest={**result.manifest, **drawn})
+
+def _in_world(
+    settled: Experiment, folder: Path, shown: str, found: Mapping[str, FoundPlans], world: int, seed: int
+) -> pd.DataFrame:
+    """The steps of all systems in a world on a seed."""
+    there = with_settings(settled, {"draw": world, "seeds": [seed]}, shown)
+    return pd.concat([frames["steps"] for frames in _ran(checked_cases(there, folder, shown, found), lambda *_: None)])
+
+
+def _search(cases: Sequence[Case], told: Progress) -> None:
+    """Search for the plans that are left to a search, and settle the baseline of what then fits."""
+    for case in cases:
+        case.search(told)
+    _settle_baseline(cases)
 
 
 def _ran(cases: Sequence[Case], told: Progress, strict: bool = False) -> list[Frames]:
     """The tables of all runs of these cases, done; raises `CapacityError` if no system could run."""
-    for case in cases:
-        case.search(told)
+    _search(cases, told)
     runs = [(case, *own) for case in cases for own in case.runs()]
     for done, (case, spec, seed) in enumerate(runs):
         told(done, len(runs), f"{case.name} {spec.name}".strip())
         case.run(spec, seed)
     told(len(runs), len(runs), "")
-    _settle_baseline(cases)
     collected: list[Frames] = []
     for case in cases:
         collected += case.tables()
@@ -233,21 +254,17 @@ def _span(counts: tuple[int, ...], what: str) -> str:
 Ratios = dict[str, dict[str, list[float]]]
 
 
-def in_worlds(
-    number: int, seeds: Sequence[int], baseline: str, calibrated: pd.DataFrame, run: Callable[[int, int], pd.DataFrame]
-) -> dict[str, Ratios]:
-    """How many times as large a system's speedup (`worlds`) and its step (`world_steps`) are in worlds 1 to `number` as
-    they are `calibrated`.
+def in_worlds(baseline: str, calibrated: pd.DataFrame, drawn: Iterable[tuple[int, pd.DataFrame]]) -> dict[str, Ratios]:
+    """How many times as large a system's speedup (`worlds`) and its step (`world_steps`) are in worlds that were
+    `drawn` as they are `calibrated`.
 
-    Worlds take the seeds in turn, one each, and are compared on the same one. `run` is given the number of a world and
-    a seed, and runs all systems in it; what it returns and `calibrated` are rows of `steps`. A world in which a system
-    does not fit is missing in that system's list.
+    Each world has a seed, on which it is compared, and what all systems did in it; that and `calibrated` are rows of
+    `steps`. A world in which a system does not fit is missing in that system's list.
     """
     known = {seed: _measured(steps, baseline) for seed, steps in calibrated.groupby("seed")}
     found: dict[str, Ratios] = {"worlds": {}, "world_steps": {}}
-    for world in range(1, number + 1):
-        seed = seeds[(world - 1) % len(seeds)]
-        there = _measured(run(world, seed), baseline)
+    for seed, steps in drawn:
+        there = _measured(steps, baseline)
         ratios = there / known[seed].reindex(there.index)
         for name, of in found.items():
             for (case, system), ratio in zip(ratios.index.tolist(), ratios[name].tolist(), strict=True):

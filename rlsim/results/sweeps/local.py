@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from rlsim.base.processes import end, pool_of
 from rlsim.errors import RlsimError
 from rlsim.results.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Answers, Failed, Task
 
@@ -62,15 +63,12 @@ def run_locally(tasks: Sequence[Task], workers: int) -> Answers:
             send()  # before the answers are stored: work does not wait for the disk
             yield from answers
     finally:
-        for pool in pools:
-            for process in [*(pool._processes or {}).values()]:  # they have nothing to tidy up
-                process.kill()
-            pool.shutdown(wait=False, cancel_futures=True)
+        for own in pools:
+            end(own)
 
 
 def _pool() -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, context, _begin, max_tasks_per_child=POINTS_OF_A_WORKER)
+    return pool_of(1, max_tasks_per_child=POINTS_OF_A_WORKER)
 
 
 def _check_start(pools: Sequence[ProcessPoolExecutor]) -> None:
@@ -90,20 +88,3 @@ def _check_start(pools: Sequence[ProcessPoolExecutor]) -> None:
             "a worker process could not start; a script that calls rlsim.sweep does so under "
             "`if __name__ == '__main__':`"
         ) from None
-
-
-def _begin() -> None:
-    """In a worker: interrupts are for the parent to handle, and it ends with its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -85,7 +85,8 @@ def _answers(tasks: Sequence[Task], executor: str, workers: int | None, address:
         from rlsim.results.sweeps.on_ray import run_on_ray
 
         return run_on_ray(tasks, workers, address)
-    from rlsim.results.sweeps.local import cores, run_locally
+    from rlsim.base.processes import cores
+    from rlsim.results.sweeps.local import run_locally
 
     return run_locally(tasks, workers or cores())
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from rlsim.base.processes import cores
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.models.hardware import one_kind
-from rlsim.results.sweeps.local import cores
 from rlsim.results.tune.bound import Bound
 from rlsim.results.tune.parts import Parts, parts_of
 from rlsim.results.tune.search import PARTS, Changes, Measure, intervals, measuring, search

@@ -7,18 +7,14 @@ changes at once, and some are chosen by chance.
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsim.errors import RlsimError
+from rlsim.base.processes import ending, pool_of
 from rlsim.results.tune.space import Axis
 from rlsim.results.tune.trial import Configuration, Run, Trial, tried
 
@@ -62,13 +58,8 @@ def measuring(configuration: Configuration, workers: int, judged: Callable[[Tria
     if workers == 1:
         yield through(lambda jobs: [tried(configuration, *job) for job in jobs])
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (configuration,)) as pool:
-        try:
-            yield through(lambda jobs: pool.map(_one, jobs))
-        except BrokenProcessPool:
-            raise RlsimError("a process that ran trials was killed (no memory left?); try --workers 1") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with ending(pool_of(workers, _begin, configuration)) as pool:
+        yield through(lambda jobs: pool.map(_one, jobs))
 
 
 _configuration: Configuration | None = None
@@ -77,7 +68,6 @@ _configuration: Configuration | None = None
 def _begin(configuration: Configuration) -> None:
     global _configuration
     _configuration = configuration
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the search's, which keeps what it found
 
 
 def _one(job: Job) -> Trial:

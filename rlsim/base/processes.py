@@ -1,0 +1,60 @@
+"""Processes that work for this one: started anew, deaf to interrupts, and gone when it is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Any
+
+from rlsim.errors import RlsimError
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pool_of(workers: int, begin: Callable[..., None] | None = None, *given: Any, **more: Any) -> ProcessPoolExecutor:
+    """So many processes, in each of which `begin` is called with what is `given` before all else."""
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (begin, *given), **more)
+
+
+def end(one: ProcessPoolExecutor) -> None:
+    """End the processes of a pool, whatever they are at."""
+    for process in [*(one._processes or {}).values()]:  # they have nothing to tidy up
+        process.kill()
+    one.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def ending(one: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
+    """A pool that ends with the block; raises `RlsimError` if one of its processes dies."""
+    try:
+        yield one
+    except BrokenProcessPool:
+        raise RlsimError(
+            "a worker process did not start or was killed (no memory left?): try one worker; a script that asks for "
+            "more does so under `if __name__ == '__main__':`"
+        ) from None
+    finally:
+        end(one)
+
+
+def _begin(begin: Callable[..., None] | None, *given: Any) -> None:
+    """In a worker: interrupts are for the parent to handle, and it ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if begin is not None:
+        begin(*given)
+
+
+def _end_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
