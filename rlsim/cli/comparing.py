@@ -6,12 +6,12 @@ import string
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlsim.base.formats import Columns, Row, column, number, rate, relaxed, share, with_interval, written
-from rlsim.cli.common import PRINTED, Json, Quiet, write_json
+from rlsim.cli.common import PRINTED, Json, Quiet, paths_only, write_json
 from rlsim.cli.tables import Table, print_tables, setting_texts, table
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Settings after these are not printed one by one.
 MOST_GROUPS = 24
+#: Headings of the ratios, in the order of `rlsim.experiment.summary.RATIOS`.
+HEADINGS = ("speedup", "by tokens", "in gen", "90% by")
 #: Characters of a setting's text.
 MOST_TEXT = 40
 
@@ -33,6 +35,7 @@ def compare(
     ] = None,
     json_file: Json = None,
     csv: Annotated[Path | None, typer.Option(help="Write the run table to this file; - prints it.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Draw the intervals: .html, .svg or .png.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Compare runs and sweeps: one row per run, differences with 95% intervals, paired by seed where that is fair.
@@ -41,10 +44,13 @@ def compare(
 
     Example: rlsim compare results/before results/after --baseline verl-best
     """
+    from rlsim.base.charts import check_chart_path, save_chart
     from rlsim.base.output import check_files, write_text
     from rlsim.results.comparison.compare import compare as compare_directories
 
-    check_files(*(file for file in (json_file, csv) if file != PRINTED))
+    check_files(*(file for file in (json_file, csv, chart) if file != PRINTED))
+    if chart is not None:
+        check_chart_path(chart)
     found = compare_directories([one.rstrip("/") or one for one in directories], baseline=baseline)
     printed = write_json(json_file, found.as_json())
     text = found.table.to_csv(index=False) if csv else ""
@@ -52,7 +58,9 @@ def compare(
         typer.echo(text, nl=False)
     elif csv:
         write_text(csv, text)
-    if not (printed or quiet or csv == PRINTED):
+    if chart is not None:
+        save_chart(_chart(found), chart)
+    if not (printed or csv == PRINTED or paths_only(quiet, chart)):
         _print(found)
 
 
@@ -125,7 +133,7 @@ def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
         **relaxed(rows),
     }
     yield table(means, written(means, records), words=len(where) + 1)
-    ratios = zip(("speedup", "by tokens", "in gen", "90% by"), RATIOS, strict=True)
+    ratios = zip(HEADINGS, RATIOS, strict=True)
     speedups: Columns = {
         **where,
         "system": column("system"),
@@ -134,6 +142,46 @@ def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
     }
     if compared := [row for row in records if row["baseline"] and not row["is_baseline"]]:
         yield table(speedups, written(speedups, compared), words=len(where) + 2)
+
+
+def _chart(found: Comparison) -> Any:
+    """The intervals of the tables; raises `ConfigError` if nothing is compared."""
+    import pandas as pd
+
+    from rlsim.errors import ConfigError
+    from rlsim.experiment.summary import ENDS, RATIOS
+    from rlsim.results.report.speedups import ratios_chart
+
+    letters, groups = _letters(found), list(_groups(found))
+    runs = [
+        (title, _against(row, letters), row)
+        for title, rows in groups[:MOST_GROUPS]
+        for row in rows.to_dict("records")
+        if row["baseline"] and not row["is_baseline"]
+    ]
+    if not runs:
+        raise ConfigError("nothing to draw: no run has another that it is compared with")
+    against = {name for _, name, _ in runs}
+    one = f" as {next(iter(against))}" if len(against) == 1 else ""
+
+    def named(title: str, name: str, row: Row) -> str:
+        star, other = "" if row["paired"] else "*", "" if one else f"against {name}"
+        return " · ".join(filter(None, [title, letters.get(row["directory"]), f"{row['system']}{star}", other]))
+
+    drawn = [
+        {
+            "panel": heading,
+            "system": named(title, name, row),
+            "unsteady": bool(row["unsteady"]),
+            **{end: row[f"{ratio}{suffix}"] for end, suffix in zip(("speedup", "low", "high"), ENDS, strict=True)},
+        }
+        for heading, ratio in zip(HEADINGS, RATIOS, strict=True)
+        for title, name, row in runs
+    ]
+    told = [f"{letter} = {directory}" for directory, letter in letters.items()]
+    told += ["* not paired by seed"] if any(not row["paired"] for *_, row in runs) else []
+    told += [f"{len(groups) - MOST_GROUPS} more settings are not drawn"] if len(groups) > MOST_GROUPS else []
+    return ratios_chart(pd.DataFrame(drawn), f"Times as fast{one}, with 95% intervals over seeds", told)
 
 
 def _against(row: Row, letters: dict[str, str]) -> str:

@@ -23,10 +23,22 @@ from rlsim.base.formats import (
 from rlsim.experiment.columns import ACTED
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
-from rlsim.results.comparison.verdict import RATES, Verdict, judge
+from rlsim.results.comparison.verdict import RATES, Verdict, judge, outcome
 from rlsim.results.report.page import Block, Figure, Section, Table, Text
 from rlsim.results.report.setups import CaseSetup
-from rlsim.results.report.style import GREY, GRID, INK, WIDTH, along, bar_height, by_name, data, finished, label_angle
+from rlsim.results.report.style import (
+    GREY,
+    GRID,
+    INK,
+    LABEL_LIMIT,
+    WIDTH,
+    along,
+    bar_height,
+    by_name,
+    data,
+    finished,
+    label_angle,
+)
 
 #: Colour and shape of each verdict; shape too, for those who print in grey.
 VERDICTS: dict[str, tuple[str, str]] = {
@@ -78,25 +90,48 @@ def speedup_chart(verdict: Verdict, by_seed: pd.DataFrame) -> Any:
     """A dot and the interval that decides per system, in the colour of the verdict; a tick per seed behind them."""
     frame = speedups(verdict)
     order = frame["system"].tolist()
-    y = alt.Y("system:N", sort=order, title=None, axis=alt.Axis(grid=True))
-    scale = alt.Scale(zero=False, nice=True, padding=12)
     title = f"{verdict.unit} trained on per second, over those of {verdict.baseline} (times)"
-    x = along(alt.X, "speedup", title, scale, tickCount=10)
+    chart = _intervals(frame, title, by_seed).properties(height=bar_height(len(order)))
+    return finished(chart, description=f"Speedup of each system over {verdict.baseline}, with 95% intervals")
+
+
+def ratios_chart(frame: pd.DataFrame, title: str, told: list[str]) -> Any:
+    """A panel for each kind of ratio: its dots and intervals, in the colour of what they say.
+
+    `frame` has columns `panel`, `system` (a row's name), `unsteady`, `speedup`, `low` and `high`; `title` stands above
+    all, and what is `told` below it.
+    """
+    frame = frame.assign(verdict=[outcome(*figures) for figures in frame[["speedup", "low", "high"]].to_numpy()])
+    frame.loc[frame["unsteady"], "verdict"] = "not comparable"
+    frame = frame[frame["verdict"].isin(VERDICTS)]
+    rows, panels = frame["system"].nunique(), frame["panel"].unique().tolist()
+    each = _intervals(frame, "times").properties(width=(WIDTH - LABEL_LIMIT) // len(panels), height=bar_height(rows))
+    header = alt.Header(title=None, labelColor=INK, labelFontSize=12)
+    chart = each.facet(alt.Column("panel:N", sort=panels, header=header), spacing=12)
+    chart.title = alt.TitleParams(title, subtitle=told, anchor="start", offset=12)
+    return finished(chart, description=title, fit=False)
+
+
+def _intervals(frame: pd.DataFrame, title: str, by_seed: pd.DataFrame | None = None) -> Any:
+    """Dots and intervals in the colours of verdicts, with a tick per seed behind them if there are several."""
+    y = alt.Y("system:N", sort=list(dict.fromkeys(frame["system"])), title=None, axis=alt.Axis(grid=True))
+    scale = alt.Scale(zero=False, nice=True, padding=12)
+    x = along(alt.X, "speedup", title, scale, tickCount=10 if by_seed is not None else 4)
     present = {name: look for name, look in VERDICTS.items() if name in set(frame["verdict"])}
     colours, shapes = ({name: look[i] for name, look in present.items()} for i in (0, 1))
     hue, shape = by_name(alt.Color, "verdict", colours), by_name(alt.Shape, "verdict", shapes)
     figures = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("speedup", "low", "high")]
     told = ["system:N", *figures, "verdict:N"]
     base = alt.Chart(data(frame))
-    one = alt.Chart(pd.DataFrame({"speedup": [1.0]})).mark_rule(color=INK, strokeDash=[4, 3]).encode(x=x)
-    ticks = alt.Chart(data(by_seed)).mark_tick(color=GREY, opacity=0.7, thickness=1.2, height=11).encode(x=x, y=y)
+    one = base.transform_calculate(one="1").mark_rule(color=INK, strokeDash=[4, 3]).encode(x="one:Q")
+    behind = []
+    if by_seed is not None and by_seed["seed"].nunique() > 1:
+        ticks = alt.Chart(data(by_seed)).mark_tick(color=GREY, opacity=0.7, thickness=1.2, height=11)
+        behind = [ticks.encode(x=x, y=y)]
     bars = base.mark_rule(strokeWidth=2.5).encode(x=alt.X("low:Q", scale=scale), x2="high:Q", y=y, color=hue)
     bars = bars.transform_filter("isValid(datum.low)")
     dots = base.mark_point(size=95, filled=True, opacity=1).encode(x=x, y=y, color=hue, shape=shape, tooltip=told)
-    behind = [ticks] if by_seed["seed"].nunique() > 1 else []
-    layers = (one, *behind, *([bars] if frame["low"].notna().any() else []), dots)
-    chart = alt.layer(*layers).properties(height=bar_height(len(order)))
-    return finished(chart, description=f"Speedup of each system over {verdict.baseline}, with 95% intervals")
+    return alt.layer(one, *behind, *([bars] if frame["low"].notna().any() else []), dots)
 
 
 def cases_chart(verdicts: Mapping[str, Verdict], baseline: str) -> Any:
