@@ -10,6 +10,9 @@ import pytest
 from conftest import TINY, cases
 
 import rlsim
+from evidence.validate.parts import EVIDENCE
+from evidence.validate.rows import read_rows
+from evidence.validate.speculation import GAINS, TABLE, DraftedRun, Gain, chance, gain_table, rows_of
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.memory import rollout_memory
@@ -168,3 +171,17 @@ def test_an_acceptance_that_nobody_gave_is_an_assumption() -> None:
 def test_speculation_that_does_not_go(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(RlsimError, match=message):
         rlsim.run(SETTINGS, overrides=overrides)
+
+
+def test_the_validation_runs() -> None:
+    """One user of the measured runs, with prompts as priced and as the run without drafts says; one published gain."""
+    runs = [run for run in read_rows(EVIDENCE / TABLE, DraftedRun) if run.concurrency == 1]
+    rows, slower = rows_of(runs), rows_of(runs, 1.0, slow=True)
+    assert [(row.case, row.quantity) for row in rows] == [
+        ("gpt-oss-120b/k0/1", "tokens_per_s"), ("gpt-oss-120b/k1/1", "tokens_per_s"), ("gpt-oss-120b/k1/1", "gain")
+    ]  # fmt: skip
+    assert all(abs(row.error) < 0.12 for row in [*rows, *slower])
+    assert rows[2].reference > 1 < rows[2].simulated
+    gains = {one.case: one for one in read_rows(EVIDENCE / GAINS, Gain)}
+    assert "| 3.32 | 2." in gain_table([gains["skyrl/qwen3.5-9b"]])
+    assert [chance(2.0, 1), chance(1.75, 2)] == pytest.approx([1.0, 0.5])

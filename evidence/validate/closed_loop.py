@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -45,11 +45,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Served:
-    """What the client measures: means over all requests of a run, in seconds."""
+    """What the client measures: means over all requests of a run, in seconds; generated tokens a second."""
 
     ttft_s: float  # from sending a request to its first token
     tpot_s: float  # from the first token to the last, for each token after the first; NaN for responses of one token
     preemptions: int
+    tokens_per_s: float = field(default=float("nan"), compare=False)
 
 
 def closed_loop(
@@ -102,7 +103,9 @@ class _Run:
         decoded = [request.finished_at - self._first_at[request.id] for request in requests]
         later = [max(request.response_tokens - 1, 1) for request in requests]
         tpot_s = mean([time_s / tokens for time_s, tokens in zip(decoded, later, strict=True)])
-        return Served(ttft_s, tpot_s, self._replica.preemptions)
+        generated = sum(request.response_tokens for request in requests)
+        rate = generated / max(request.finished_at for request in requests)
+        return Served(ttft_s, tpot_s, self._replica.preemptions, rate)
 
     # ---- client and front end ---------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ TITLES = {
     "transfer": "Trust that transfers: settings that no fit has seen",
     "kernels": "Kernels at shapes that no fit has seen",
     "serving": "Whole engines: closed-loop serving",
+    "speculation": "Speculative decoding",
     "rollout": "Real rollouts",
     "weight_sync": "Published weight syncs",
     "papers": "What of the papers is repeated, and what is not",

@@ -199,8 +199,8 @@ class Protocol:
             watermark=0.0,
         )
 
-    def pages(self, run: ServingRun) -> int:
-        """KV pages of the engine."""
+    def pages(self, run: ServingRun, draft_bytes: tuple[float, float] = (0.0, 0.0)) -> int:
+        """KV pages of the engine beside a draft of so many bytes."""
         config = self.config(run)
         memory = rollout_memory(
             run.served,
@@ -214,6 +214,7 @@ class Protocol:
             if run.engine == "vllm"
             else run.concurrency,
             rule=engine_memory_of(run.engine, run.release if run.engine == "vllm" else ""),
+            draft_bytes=draft_bytes,
         )
         return memory.pages
 
