@@ -12,6 +12,7 @@ from conftest import Command
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
+from rlsim.cli.tuning import _price
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.frameworks.draft import yaml_text
@@ -208,11 +209,26 @@ def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:
     assert done.code == 0, done.err
     assert "engine.graphs=true" in done.out.splitlines()[-1]
     assert "dollars for 1,000 responses" in done.out
-    printed = call("tune", path, "--trials", "16", "--workers", "1", "--json", "-", "--quiet", *keep)
+    (tmp_path / "prices.csv").write_text("gpu,dollars\nh200,3.8\nh100,2.5\n")
+    priced = ("--price", tmp_path / "prices.csv")
+    printed = call("tune", path, "--trials", "16", "--workers", "1", "--json", "-", "--quiet", *keep, *priced)
     found = json.loads(printed.out)
     assert {"best", "gain", "gain_low", "gain_high", "model_low", "model_high", "evaluated", "legal", "excluded",
             "seconds", "binds", "assumptions"} <= set(found)  # fmt: skip
     assert found["best"] == {"engine.graphs": True}
+    dollars = [f"{one:.2f}" for one in found["dollars_per_1000"]]
+    assert all(one in done.out for one in dollars), "the table's h100 costs what the one number says"
+
+
+def test_prices_by_gpu(tmp_path: Path) -> None:
+    configuration = own(tmp_path)
+    (tmp_path / "prices.yaml").write_text("H100-SXM: 2\nh200: 3.8\n")
+    texts = ("2.5", "h100=2.5,h200=3.8", "H100-SXM = 2.5", str(tmp_path / "prices.yaml"))
+    assert [_price(text, configuration) for text in texts] == [2.5, 2.5, 2.5, 2.0]
+    for text, why in (("h200=3.8", "has no price of h100-sxm; it has h200"), ("h100", "expected dollars of a GPU-hour"),
+                      ("-1", "expected dollars"), ("h100=-1", "expected dollars"), ("no.csv", "no such")):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            _price(text, configuration)
 
 
 def test_mistakes_are_told(tmp_path: Path, call: Command) -> None:

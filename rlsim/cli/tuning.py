@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +68,12 @@ def tune(
     on_policy: Annotated[bool, typer.Option("--on-policy", help="Allow none, even if it is configured.")] = False,
     gpus: Annotated[int | None, typer.Option(min=1, help="Try other numbers of GPUs, up to so many.")] = None,
     money: Annotated[bool, typer.Option("--money", help="Look for what is cheapest, not for what is fastest.")] = False,
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars of a GPU-hour: what it costs, too.")] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            help="What it costs, by dollars of a GPU-hour: 2.5, h100=2.5,h200=3.8, or a .yaml or .csv of these."
+        ),
+    ] = None,
     systems: Annotated[
         bool, typer.Option("--systems", help="Rank what must be built (PAT, tail batching …) on top.")
     ] = False,
@@ -102,6 +108,7 @@ def tune(
     bound = Bound.of("max:0") if on_policy else Bound.of(max_staleness) if max_staleness is not None else None
     wish = Wish(keep or (), allow or (), bound, gpus, money, systems)
     configuration = _configuration(sources, gpu, cluster, model, trace, calibration, gpu_like, network)
+    dollars = None if price is None else _price(price, configuration)
     own = Own.of(configuration) if log or check or Path(sources[0]).is_file() else None
     if own is not None:
         configuration = own.corrected(configuration)
@@ -121,9 +128,11 @@ def tune(
         found = replace(found, model_low=found.gain / (1 + error), model_high=found.gain * (1 + error))
     if write is not None and found.best:
         write_changes(Path(sources[0]), found.best, write)
-    if write_json(json_file, found.as_json() | {"own_error": error}):
+    both = [] if dollars is None else _dollars_of_both(found, dollars)
+    costs = {"dollars_per_1000": [None if math.isnan(one) else one for one in both]} if both else {}
+    if write_json(json_file, found.as_json() | {"own_error": error} | costs):
         return
-    _print(found, price, error, verbose=verbose)
+    _print(found, dollars, error, verbose=verbose)
     if write is not None:
         echo(f"wrote {write}" if found.best else "nothing to change: no file was written")
 
@@ -147,6 +156,46 @@ def _configuration(
         folder = Path(sources[0]).resolve().parent if Path(sources[0]).is_file() else Path()
         options = Options(folder)
     return Configuration(FRAMEWORKS[option], tuple(sources), options)
+
+
+def _price(text: str, configuration: Configuration) -> float:
+    """Dollars of an hour of the configuration's GPU: `--price` is one number, or a table by GPU (see there)."""
+    import csv
+
+    from rlsim.base.reading import read_text, read_yaml
+    from rlsim.errors import ConfigError
+    from rlsim.experiment.build import LoadedExperiment
+    from rlsim.models.hardware import node_types
+
+    with suppress(ValueError):
+        return _positive(text)
+    path = Path(text)
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            rows = list(read_yaml(path).items())
+        elif path.suffix == ".csv":
+            rows = [row for row in csv.reader(read_text(path).splitlines()) if row[1:] and row[0] != "gpu"]
+        else:
+            rows = [part.split("=") for part in text.split(",")]
+        prices = {str(name).strip().lower(): _positive(value) for name, value in rows}
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(
+            f"--price {text}: expected dollars of a GPU-hour: 2.5, h100=2.5,h200=3.8, or a file of such rows "
+            "(.yaml: h100: 2.5; .csv: h100,2.5)"
+        ) from None
+    gpu = LoadedExperiment.of(configuration.experiment({}), configuration.options.folder).cluster.kinds[0]
+    names = [gpu.lower(), *(name for name, node in node_types().items() if node.gpu.name == gpu)]
+    for name in names:
+        if name in prices:
+            return prices[name]
+    raise ConfigError(f"--price {text}: has no price of {gpu}; it has {', '.join(prices)}")
+
+
+def _positive(value: Any) -> float:
+    """A price; raises `ValueError` or `TypeError` for what is none."""
+    if not 0 <= (price := float(value)) < math.inf:
+        raise ValueError(value)
+    return price
 
 
 def _print_fit(errors: Any, steps: int, path: Path) -> None:
@@ -218,8 +267,15 @@ def _changes(found: Tuned) -> Iterator[Table]:
         yield Table(["alone", "within", "setting"], rows, title=title, words=(2,))
 
 
-def _dollars(price: float, gpus: float, rate: float) -> str:
-    return number(price * gpus / 3.6 / rate, 2)
+def _dollars(price: float, gpus: float, rate: float) -> float:
+    """Of a thousand responses, at a price of a GPU-hour."""
+    return price * gpus / 3.6 / rate if rate else math.nan
+
+
+def _dollars_of_both(found: Tuned, price: float) -> list[float]:
+    """As configured, and as tuned."""
+    both = zip(found.gpus, (found.before, found.after), strict=True)
+    return [_dollars(price, gpus, means.get("responses_per_s", 0.0)) for gpus, means in both]
 
 
 def _means(found: Tuned, price: float | None) -> Table:
@@ -228,11 +284,7 @@ def _means(found: Tuned, price: float | None) -> Table:
     if found.gpus[0] != found.gpus[1]:
         rows.append(["GPUs", *map(str, found.gpus)])
     if price is not None:
-        dollars = [
-            _dollars(price, gpus, means["responses_per_s"]) if means.get("responses_per_s") else "–"
-            for gpus, means in zip(found.gpus, both, strict=True)
-        ]
-        rows.append(["dollars for 1,000 responses", *dollars])
+        rows.append(["dollars for 1,000 responses", *(number(one, 2) for one in _dollars_of_both(found, price))])
     return Table(["means", "now", "tuned"], rows)
 
 
@@ -243,7 +295,7 @@ def _frontiers(found: Tuned, price: float | None) -> Iterator[Table]:
         for row in each:
             cells = [number(row[name], 2 if name == "staleness" else 0), number(row["responses_per_s"], 2)]
             gpus = row["gpus"] if name == "gpus" else found.gpus[1]
-            dollars = [] if price is None else [_dollars(price, gpus, row["responses_per_s"])]
+            dollars = [] if price is None else [number(_dollars(price, gpus, row["responses_per_s"]), 2)]
             rows.append([*cells, number(row["step_time_s"], 1), *dollars])
         priced = [] if price is None else ["dollars for 1,000"]
         yield Table([name, "responses/s", "step s", *priced], rows, title=f"{words[name]} (search's draw)", words=())
