@@ -358,6 +358,7 @@ def log_of(folder: Path, factor: float, steps: int = 12) -> Path:
         jitter = factor * (1 + 0.01 * (step % 3))
         values = {
             "timing_s/gen": means["gen_time_s"] * jitter, "timing_s/update_actor": means["train_time_s"] * jitter,
+            "timing_s/old_log_prob": means["old_log_prob_s"] * jitter,
             "timing_s/step": means["step_time_s"] * jitter, "response_length/mean": 400 + 10 * (step % 4),
             "response_length/max": 1024, "response_length/clip_ratio": 0.02, "prompt_length/mean": 120,
         }  # fmt: skip
@@ -373,6 +374,8 @@ def test_own_runs_are_checked_and_give_the_interval(tmp_path: Path, call: Comman
     assert done.code == 0, done.err
     found = json.loads((tmp_path / "run.rlsim" / "checks.json").read_text())["checks"]
     assert found[0]["errors"]["step"] == pytest.approx(1 / 1.26 - 1, abs=0.04)
+    assert found[0]["errors"]["old log-probs"] == pytest.approx(1 / 1.26 - 1, abs=0.04)
+    assert "reference log-probs" not in found[0]["errors"], "the log has none"
     assert "over 1 run of yours" in done.out
     told = call("tune", str(path), "--gpu", "h100", "--trials", "20", "--workers", "1", "--json", "-", "--quiet")
     data = json.loads(told.out)

@@ -19,15 +19,18 @@ from rlsim.calibrate.from_run import FromRun, from_run
 from rlsim.calibrate.write import write
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.frameworks.verl.log import read_log
-from rlsim.results.tune.trial import Configuration, Run, tried
+from rlsim.results.tune.trial import LOG_PROBS, Configuration, Run, tried
 from rlsim.trace import write_trace
 from rlsim.trace.importers import import_trace
 
-#: Phases of a step: the column of a run's means, and the metrics of a log that together are the same (those logged).
-PHASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "generation": ("gen_time_s", ("gen_s",)),
-    "training": ("train_time_s", ("update_actor_s",)),
-    "step": ("step_time_s", ("step_s",)),
+#: Phases of a step: of a run's means those that together are the same as a metric of a log.
+PHASES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "generation": (("gen_time_s",), "gen_s"),
+    "old log-probs": (("old_log_prob_s",), "old_log_prob_s"),
+    "reference log-probs": (("ref_log_prob_s",), "ref_log_prob_s"),
+    "log-probs": (LOG_PROBS, "log_probs_s"),
+    "training": (("train_time_s",), "update_actor_s"),
+    "step": (("step_time_s",), "step_s"),
 }
 #: First steps of a log, which are slower, and draws of a prediction.
 _WARMUP, _DRAWS = 2, 3
@@ -102,9 +105,9 @@ class Own:
             raise ConfigError(problem)
         rows = []
         for phase, (ours, theirs) in PHASES.items():
-            measured_s = float(steps[list(theirs)].sum(axis=1, min_count=1).median())
-            predicted_s = float(np.mean([one.means.get(ours, np.nan) for one in runs]))
-            if measured_s > 0:
+            measured_s = float(steps[theirs].median())
+            predicted_s = float(np.mean([sum(one.means.get(name, 0.0) for name in ours) for one in runs]))
+            if measured_s > 0 and predicted_s > 0:
                 rows.append((phase, predicted_s, measured_s, predicted_s / measured_s - 1.0))
         if not rows:
             raise CalibrationError(f"{log}: no step after the first {_WARMUP} logs how long it took")

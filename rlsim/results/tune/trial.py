@@ -78,6 +78,10 @@ class Configuration:
         return load_experiment(self.sources[0], {**parse_overrides(self.sources[1:]), **settings})[0]
 
 
+#: Calls of log-probs, as means of a trial.
+LOG_PROBS = ("old_log_prob_s", "ref_log_prob_s")
+
+
 class StartError(ConfigError):
     """Settings with which the framework, or its engine, would not start."""
 
@@ -134,7 +138,8 @@ def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) ->
             longer = alone(whole, replace(run, steps=None))
             simulator = Simulator(LoadedExperiment.of(longer, configuration.options.folder), search=False)
         simulator.check_all(spec)
-        steps = means(tables_of(simulator, spec, run.seed)["steps"], ["system"])
+        tables = tables_of(simulator, spec, run.seed)
+        steps = means(tables["steps"], ["system"])
     except RlsimError as error:
         kinds = {StartError: "start", CapacityError: "memory"}
         return Trial(changes, problem=str(error), kind=kinds.get(type(error), "other"))  # type: ignore[arg-type]
@@ -142,9 +147,17 @@ def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) ->
         return Trial(changes, problem=f"none of {experiment.workflow.steps} steps is steady", kind="other")
     row = pd.to_numeric(steps.iloc[0], errors="coerce").dropna()
     assumed = ledger_of(simulator.loaded, simulator.lookups()).assumed
-    found = {str(name): float(value) for name, value in row.items()}
+    found = {str(name): float(value) for name, value in row.items()} | _log_probs_s(tables)
     _known[key] = Trial(changes, found, tuple(assumed), gpus=simulator.loaded.cluster.gpus)
     return _known[key]
+
+
+def _log_probs_s(tables: Mapping[str, pd.DataFrame]) -> dict[str, float]:
+    """Seconds of each call of log-probs in a steady step, in the mean; 0 of one that the step has not."""
+    steady = tables["steps"].loc[tables["steps"]["steady"], "step"]
+    calls = tables["calls"][tables["calls"]["step"].isin(steady)]
+    taken_s = (calls["end_at"] - calls["start_at"]).groupby(calls["call"]).sum() / len(steady)
+    return {name: float(taken_s.get(name.removesuffix("_s"), 0.0)) for name in LOG_PROBS}
 
 
 def tables_of(simulator: Simulator, spec: SystemSpec, seed: int) -> dict[str, pd.DataFrame]:
