@@ -16,9 +16,10 @@ from rlsim.cost.experts import FusedExperts, expert_load, peak_of
 from rlsim.cost.operators import Operators, gemm_of
 from rlsim.cost.products import Products
 from rlsim.cost.rollout import RolloutCostModel
+from rlsim.cost.speculation import Drafts, Speculation, head_of
 from rlsim.errors import CalibrationError
 from rlsim.models.hardware import Cluster, node_types
-from rlsim.models.model import Model
+from rlsim.models.model import Model, load_model
 from rlsim.models.precision import WEIGHT_BYTES, peak_flop_per_s
 
 if TYPE_CHECKING:
@@ -105,10 +106,31 @@ def latencies(model: Model, cluster: Cluster, calibration: Calibration) -> pd.Da
     return pd.DataFrame(rows, columns=["context", "tp", "batch", "step_s"])
 
 
+def gains(model: Model, cluster: Cluster, calibration: Calibration, speculation: Speculation) -> pd.DataFrame:
+    """Columns context (tokens of each response), drafted (of each in a step), tp, batch (responses of a replica) and
+    gain: time of a token without drafts over that with them, missing where the KV cache has no room. At the lowest TP.
+    """
+    plain, rows = RolloutCostModel(model, cluster, calibration), []
+    tp, named = plain.feasible_tps(CONTEXTS[2])[0][0], speculation.model
+    draft = load_model(named) if named else head_of(model, speculation.method, speculation.draft_vocab_size)
+    for drafted in range(1, speculation.num_speculative_tokens + 1):
+        own = speculation.model_copy(update={"num_speculative_tokens": drafted})
+        costs = RolloutCostModel(model, cluster, calibration, drafts=Drafts(own, draft))
+        for context, batch in itertools.product(CONTEXTS[2:], BATCHES):
+            times = [one.step(tp).decode(batch).step_s(batch * context) for one in (plain, costs)]
+            fits = batch * context <= costs.capacity_pages(tp) * costs.page_tokens
+            rows.append((context, drafted, tp, batch, times[0] / times[1] if fits else math.nan))
+    return pd.DataFrame(rows, columns=["context", "drafted", "tp", "batch", "gain"])
+
+
 def by_line(found: pd.DataFrame) -> pd.DataFrame:
-    """The `latencies`, with the columns of `efficiencies`; values are milliseconds."""
-    named = {"kernel": found.context.map("context {:,}".format), "line": "TP" + found.tp.astype(str)}
-    return found.assign(**named, axis="responses", at=found.batch, value=1e3 * found.step_s)
+    """`latencies` or `gains` with the columns of `efficiencies`; values are milliseconds, or gains."""
+    if "gain" in found:
+        lines, values = "k = " + found.drafted.astype(str), found.gain
+    else:
+        lines, values = "TP" + found.tp.astype(str), 1e3 * found.step_s
+    named = {"kernel": found.context.map("context {:,}".format), "line": lines}
+    return found.assign(**named, axis="responses", at=found.batch, value=values)
 
 
 def write(found: pd.DataFrame, title: str, path: Path) -> None:
@@ -120,6 +142,7 @@ def _chart(found: pd.DataFrame, title: str) -> alt.FacetChart:
     import altair as alt
 
     unit, form, digits = ("ms", "d", ".2f") if "step_s" in found else ("of the data sheet's rate", "%", ".1%")
+    unit, form, digits = ("times as fast", ".1f", ".2f") if "gain" in found else (unit, form, digits)
     panel = found.kernel.str.replace("_", " ") + ", by " + found.axis
     lines = alt.Chart(found.assign(panel=panel)).mark_line(point=True)
     lines = lines.encode(

@@ -14,7 +14,7 @@ import typer
 from rlsim.cli import complete
 from rlsim.cli.common import PRINTED, Json, Quiet, echo, named, paths_only, write_json
 from rlsim.cli.tables import Table, print_tables, table
-from rlsim.errors import CalibrationError
+from rlsim.errors import CalibrationError, ConfigError
 
 if TYPE_CHECKING:
     from rlsim.calibrate.from_engine import FromEngine
@@ -221,6 +221,9 @@ def show_(
         str | None, named("Model whose decode steps to show instead, by TP, batch and context.", complete.models)
     ] = None,
     cluster: Annotated[str | None, named("Cluster that it runs on (default: a node).", complete.clusters)] = None,
+    speculation: Annotated[
+        str | None, typer.Option(help="Drafts (engine.speculation as YAML) whose gain to show instead, up to that k.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Chart to write: .html, .svg or .png.")] = None,
     json_file: Json = None,
     quiet: Quiet = False,
@@ -231,17 +234,33 @@ def show_(
     Example: rlsim calibrate show h100-vllm
     Example: rlsim calibrate show my-gpu/calibration.yaml --out efficiency.html
     Example: rlsim calibrate show a40-sglang --model llama-3.1-8b --cluster 8xa40 --out latencies.png
+    Example: rlsim calibrate show h100-vllm --model qwen3-8b --speculation "{method: eagle3, num_speculative_tokens: 3}"
     """
+    from rlsim.base.reading import parse_yaml, plain
+    from rlsim.base.schema import validate
     from rlsim.calibrate import show
     from rlsim.cost.calibration import load_calibration
+    from rlsim.cost.speculation import Speculation
     from rlsim.models.hardware import load_cluster
     from rlsim.models.model import load_model
 
     calibration = load_calibration(name)
+    if model is None and speculation is not None:
+        raise ConfigError("--speculation goes with --model")
     if model is None:
         found = shown = show.efficiencies(calibration)
         title, form = f"{calibration.name}: share of the data sheet's rate", "{:.0%}"
         said = f"Seconds at {calibration.gpu}'s data sheet over a kernel's, launch included. Over 100%: from caches."
+    elif speculation is not None:
+        machine = load_cluster(cluster) if cluster else show.node_of(calibration)
+        drafts = validate(plain(parse_yaml(speculation, "--speculation")), Speculation, "--speculation")
+        found = show.gains(load_model(model), machine, calibration, drafts)
+        title, form = f"{calibration.name}: gain of {model} on {machine.name} by k drafted tokens a step", "{:.2f}"
+        shown, each = show.by_line(found), ", ".join(f"{chance:.2g}" for chance in drafts.accepted)
+        said = (
+            f"Time of a token without drafts over that with them, one replica at TP{found.tp[0]}, by its responses; "
+            f"accepted up to each position: {each}; –: more than the KV cache holds."
+        )
     else:
         machine = load_cluster(cluster) if cluster else show.node_of(calibration)
         found = show.latencies(load_model(model), machine, calibration)

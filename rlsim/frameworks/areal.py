@@ -97,7 +97,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
         "areal", config, sides=where, backend=training.engine, engine=engine, dp=training.dp, shared=sides.shared,
         rollout=generation.gpus, rollout_pp=generation.pp, **degrees,
     )  # fmt: skip
-    parts.add_mapped(reading, draft)
+    parts.add_mapped(reading, draft, actor)
     tp = generation.tp * generation.pp
     if sides.shared:
         parts.add_systems(draft, tp, where)

@@ -39,7 +39,7 @@ class Reading:
     """A framework's table over the settings of a configuration; `facts` are values that follow from several of them."""
 
     def __init__(self, of: str, config: Settings, **facts: Any) -> None:
-        self._rows, self.config = rows_of(of), config
+        self._rows, self.config = (*rows_of(of), *rows_of("speculation")), config
         self.facts: dict[str, Any] = {
             "name": config.name, "program": config.program, "has": config.has, "given": self._given,
             "key": config.key, "place": self._section, "value": self._told, "each": self._each,

@@ -55,7 +55,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     reading.facts |= {
         "apart": apart, "ahead": ahead, "rollout": rollout, "replica": replica, "has_experts": actor.num_experts > 0,
     }  # fmt: skip
-    parts.add_mapped(reading, draft)
+    parts.add_mapped(reading, draft, actor)
     over_nodes, more = replica > machines.domain_gpus, parts.filtering(config, draft)
     if asynchronous:
         parts.add_systems(draft, replica, where, more, apart=parts.policy_of(reading, "nemo_async"))

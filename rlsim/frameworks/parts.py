@@ -218,10 +218,16 @@ def add_memory(draft: Draft, share: Entry, folder: Path, *, apart: bool) -> None
     draft.entries["memory_utilization"] = said
 
 
-def add_mapped(reading: Reading, draft: Draft) -> None:
+def add_mapped(reading: Reading, draft: Draft, actor: Model) -> None:
     """What the framework's table says of the workflow, training, the engine and the rest."""
+    reading.facts["predicts"] = actor.num_nextn_predict_layers > 0
     for section in ("workflow", "training", "engine"):
         draft.block(section).update(reading.entries(section))
+    speculation = reading.entries("engine.speculation")
+    if {"method", "num_speculative_tokens"} <= speculation.keys():
+        said = joined(*dict.fromkeys(entry.comment for entry in speculation.values()))
+        found = Entry({key: entry.value for key, entry in speculation.items()}, said)
+        draft.block("engine")["speculation"] = found
     for key in ("weight_sync", "routing"):
         if entry := reading.entry(key):
             draft.entries[key] = entry

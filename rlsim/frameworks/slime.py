@@ -123,7 +123,7 @@ def from_slime(sources: Sequence[str], options: Options) -> Draft:
         "apart": apart, "rollout": rollout, "has_experts": actor.num_experts > 0, "of_step": responses,
         "updates": config.value("updates") or max(responses // config.whole("batch"), 1),
     }  # fmt: skip
-    parts.add_mapped(reading, draft)
+    parts.add_mapped(reading, draft, actor)
     more = ["dynamic_sampling"] if filters else []
     draft.notes += [f"{config.where('filters')}: dynamic_sampling in every system"] if filters else []
     said = config.where("tp")

@@ -81,7 +81,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     reading.facts["plain_weights"] = bool(actor.quantised_parameters) and published.endswith("-bf16")
     scored = draft.block("workflow").pop("reward")
     _engine_limits(config, draft, settings)
-    parts.add_mapped(reading, draft)
+    parts.add_mapped(reading, draft, actor)
     if config.told(FLAG, "reward_async"):
         said = joined(scored.comment, config.where("reward_async"))
         scored = Entry({"order": "beside_log_probs", **scored.value}, said)
