@@ -396,6 +396,17 @@ def fitted(rows: dict[int, Metrics], tmp_path_factory: pytest.TempPathFactory) -
     return from_run(save(tmp_path_factory.mktemp("run"), as_console(rows), "my-run.log"), **RUN)
 
 
+def test_a_run_on_a_gpu_that_is_described(rows: dict[int, Metrics], fitted: FromRun, tmp_path: Path) -> None:
+    cluster = load_cluster(CLUSTER).model_dump(mode="json")
+    gpu = {**cluster["gpu"], "name": "mine", "like": cluster["gpu"]["name"]}
+    log = save(tmp_path, as_console(rows))
+    found = from_run(log, **RUN | {"cluster": {**cluster, "gpu": gpu}})
+    assert found.calibration.gpu == "mine"
+    pd.testing.assert_frame_equal(found.errors, fitted.errors)  # its figures are the measured GPU's
+    with pytest.raises(CalibrationError, match="has 'mine'"):
+        from_run(log, **RUN | {"cluster": {**cluster, "gpu": {**gpu, "like": None}}})
+
+
 def error_of(result: FromRun, quantity: str, column: str) -> float:
     return float(result.errors.set_index("quantity").loc[quantity, column])
 

@@ -49,7 +49,7 @@ from rlsim.cost.tables import csv_of, read_calibration
 from rlsim.errors import CalibrationError, RlsimError, TraceError
 from rlsim.frameworks.verl.log import read_log
 from rlsim.frameworks.verl.run import batch_of
-from rlsim.models.hardware import load_cluster, load_gpu
+from rlsim.models.hardware import load_cluster, node_types
 from rlsim.models.model import load_model
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
@@ -233,7 +233,7 @@ def kernel_tables(folder: Path) -> Iterator[Sample]:
 
 def measured(main: Path) -> None:
     kind = "aiconfigurator" if main.is_dir() else "nccl-tests"
-    found, _ = read_format(kind, [main], load_gpu("h100-sxm"), "vllm", None)
+    found, _ = read_format(kind, [main], node_types()["h100"], "vllm", None)
     for table in found.tables.values():
         assert np.isfinite(table.seconds.to_numpy(float)).all()
         assert (table.seconds >= 0).all()

@@ -541,6 +541,18 @@ def test_nccl_tests_make_a_calibration_beside_the_experiment(tmp_path: Path, mon
     assert LoadedExperiment.of(experiment, folder).kind((0,)).calibration.name == "mine-calibration"
 
 
+def test_nccl_tests_of_a_gpu_that_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(SCRIPT)
+    Path("all_reduce.txt").write_text(nccl_text())
+    like = ("--gpu", "mine", "--gpu-like", "h100,94GB,3.9TB/s")
+    done = command("own", "--from-verl", "run.sh", *like, "--nccl", "all_reduce.txt")
+    assert done.exit_code == 0, done.output
+    experiment, _, folder = load_experiment(Path("own.yaml"))
+    fitted = LoadedExperiment.of(experiment, folder).kind((0,)).calibration
+    assert (fitted.name, fitted.gpu) == ("own-calibration", "mine")
+
+
 @pytest.mark.parametrize("option", ["--gpu", "--reward-model"])
 def test_options_of_verl_need_a_configuration(option: str) -> None:
     assert f"{option} goes with --from-verl" in str(command("mine", option, "x").exception)

@@ -21,7 +21,7 @@ from rlsim.calibrate.run_experiment import arguments_of
 from rlsim.calibrate.run_fit import HostTimes, Run, TrainingShares, check_mfu, doubts, fit_host, fit_training
 from rlsim.calibrate.run_rollout import RolloutTimes, host_fit, rollout_times
 from rlsim.calibrate.write import extended
-from rlsim.cost.calibration import Calibration, Residual, load_calibration
+from rlsim.cost.calibration import Calibration, Residual, carried_to, load_calibration
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.verl.lengths import Batch, deals, from_trace, logged_lengths, reconstruct
 from rlsim.frameworks.verl.log import VerlLog, read_log
@@ -99,9 +99,9 @@ def from_run(
     said |= {key: value for key, value in given.items() if value is not None}
     if missing := [f"--{key}" for key in ("model", "cluster", "calibration") if key not in said]:
         raise CalibrationError(f"{log}: give {', '.join(missing)}, or the experiment of the run (rlsim init)")
-    read, base = read_log(log), load_calibration(said.pop("calibration"))
+    read, machines = read_log(log), _cluster(said.pop("cluster"))
+    base, shape = _base(load_calibration(said.pop("calibration")), machines), load_model(said.pop("model"))
     read, about_prompts = _with_prompts(read, said.pop("prompt_tokens", None))
-    machines, shape = _cluster(said.pop("cluster"), base), load_model(said.pop("model"))
     for metric in _NEEDED:
         read.need(metric)
     settings = settings_of(
@@ -165,17 +165,20 @@ def _with_prompts(log: VerlLog, mean: float | None) -> tuple[VerlLog, list[str]]
     return replace(log, steps=steps), [f"prompts are taken to have {mean:.0f} tokens: the log does not say"]
 
 
-def _cluster(cluster: str | Mapping[str, Any], base: Calibration) -> Cluster:
-    """The cluster; raises `CalibrationError` if the base is for another GPU."""
+def _cluster(cluster: str | Mapping[str, Any]) -> Cluster:
     if isinstance(cluster, str) and cluster.endswith((".yaml", ".yml")):
-        machines = load_cluster(read_yaml(Path(cluster)), cluster)
-    else:
-        machines = load_cluster(cluster)
+        return load_cluster(read_yaml(Path(cluster)), cluster)
+    return load_cluster(cluster)
+
+
+def _base(base: Calibration, machines: Cluster) -> Calibration:
+    """The base on the cluster's GPU; raises `CalibrationError` if it is for another that this one is not like."""
+    base = carried_to(base, machines)
     if base.gpu != machines.gpu.name:
         raise CalibrationError(
             f"calibration {base.name!r} is for GPU {base.gpu!r}, cluster {machines.name!r} has {machines.gpu.name!r}"
         )
-    return machines
+    return base
 
 
 # Which steps ---------------------------------------------------------------------------------------------------------

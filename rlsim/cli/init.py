@@ -151,8 +151,8 @@ def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path
     from rlsim.models.hardware import load_cluster
 
     data = draft.data()
-    base, gpu = str(data["calibration"]), load_cluster(cluster or CLUSTER).gpu.name
-    fitted = calibration_from_nccl(nccl, gpu=gpu, base=base, name=str(data["name"]), folder=folder)
+    base, machines = str(data["calibration"]), load_cluster(cluster or CLUSTER)
+    fitted = calibration_from_nccl(nccl, machines=machines, base=base, name=str(data["name"]), folder=folder)
     draft.entries["calibration"] = Entry(fitted, f"collectives of {', '.join(map(str, nccl))}; the rest of {base}")
 
 

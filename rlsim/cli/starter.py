@@ -6,11 +6,10 @@ from pathlib import Path
 
 from rlsim.calibrate.importers import import_calibration
 from rlsim.cost.calibration import load_calibration
-from rlsim.errors import ConfigError
 from rlsim.frameworks.draft import Draft, Entry
 from rlsim.frameworks.names import check_calibration, find_calibration, find_model, load_from
 from rlsim.frameworks.parts import Options, add_trace
-from rlsim.models.hardware import load_cluster
+from rlsim.models.hardware import Cluster, load_cluster
 
 ENGINE = "vllm"
 CLUSTER, MODEL, CAP = "8xh100", "qwen2.5-7b", 8192
@@ -79,15 +78,12 @@ def starter(
     return draft
 
 
-def calibration_from_nccl(paths: list[Path], *, gpu: str, base: str, name: str, folder: Path) -> str:
+def calibration_from_nccl(paths: list[Path], *, machines: Cluster, base: str, name: str, folder: Path) -> str:
     """A calibration `folder`/NAME.yaml whose collectives are fitted to nccl-tests' output, the rest from `base`.
 
     Returns how an experiment in `folder` names it. Raises `CalibrationError` for output that cannot be read.
     """
-    donor = load_calibration(base)
-    if donor.gpu != gpu:
-        raise ConfigError(f"calibration {base} is for {donor.gpu}, the cluster has {gpu}")
-    path = import_calibration(
-        "nccl-tests", paths, gpu=gpu, engine=donor.engine, base=base, name=f"{name}-calibration", out=folder
-    )
+    check_calibration(base, machines, folder)
+    engine, stem = load_calibration(base).engine, f"{name}-calibration"
+    path = import_calibration("nccl-tests", paths, gpu=machines, engine=engine, base=base, name=stem, out=folder)
     return path.name

@@ -12,9 +12,9 @@ from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_yaml
-from rlsim.cost.calibration import Engine, Reference, load_calibration
+from rlsim.cost.calibration import Engine, Reference, carried_to, load_calibration
 from rlsim.errors import CalibrationError, nearest
-from rlsim.models.hardware import Gpu, load_gpu, node_types
+from rlsim.models.hardware import Cluster, Gpu, load_gpu, node_types
 
 FORMATS = ("aiconfigurator", "nccl-tests")
 SCRIPT = "rlsim calibrate import"
@@ -25,7 +25,7 @@ def import_calibration(
     format: str,  # noqa: A002 - the word of the command line
     paths: list[Path],
     *,
-    gpu: str,
+    gpu: str | Cluster,
     engine: str,
     version: str | None = None,
     base: str | None = None,
@@ -34,10 +34,10 @@ def import_calibration(
 ) -> Path:
     """Reads tables of one of `FORMATS`, fits them, and writes `out/NAME.yaml` and beside it the chart `NAME.html`.
 
-    `gpu` and `engine` say what was measured, `version` which release of the engine to take (aiconfigurator), `base` the
-    calibration that what was not measured comes from. The name is `<gpu>-<engine>` by default. Returns the path of the
-    calibration. Raises `CalibrationError` (and `CatalogueError` for an unknown GPU or base) with one message; then
-    nothing is written.
+    `gpu` (of the catalogue, or nodes that have it) and `engine` say what was measured, `version` which release of the
+    engine to take (aiconfigurator), `base` the calibration that what was not measured comes from. The name is
+    `<gpu>-<engine>` by default. Returns the path of the calibration. Raises `CalibrationError` (and `CatalogueError`
+    for an unknown GPU or base) with one message; then nothing is written.
     """
     if format not in FORMATS:
         raise CalibrationError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
@@ -48,16 +48,16 @@ def import_calibration(
         raise CalibrationError(f"no files or folders of {format} given")
     if not out.is_dir():
         raise CalibrationError(f"{out}: no such folder to write to")
-    described = load_gpu(gpu)
-    stem = name or f"{described.name}-{known_engine}"
+    node = _node(load_gpu(gpu)) if isinstance(gpu, str) else gpu
+    stem = name or f"{node.gpu.name}-{known_engine}"
     for suffix in (".yaml", ".html"):
         check_own_file(out / f"{stem}{suffix}", CalibrationError)
-    donor = load_calibration(base) if base is not None else None
-    measured, reference = read_format(format, paths, described, known_engine, version)
+    donor = carried_to(load_calibration(base), node) if base is not None else None
+    measured, reference = read_format(format, paths, node, known_engine, version)
     built = build_calibration(
         measured,
         name=stem,
-        gpu=described.name,
+        gpu=node.gpu.name,
         engine=known_engine,
         reference=reference,
         base=donor,
@@ -72,25 +72,27 @@ def import_calibration(
 def read_format(
     format: str,  # noqa: A002 - the word of the command line
     paths: list[Path],
-    gpu: Gpu,
+    node: Cluster,
     engine: Engine,
     version: str | None,
 ) -> tuple[Measurements, Reference]:
-    """The tables of one of `FORMATS` joined, and the data-sheet figures that their efficiencies are relative to.
-
-    The catalogue's node of such GPUs is taken as the measured one.
-    """
-    node = next((node for node in node_types().values() if node.gpu.name == gpu.name), None)
-    if node is None:
-        raise CalibrationError(f"no cluster of {gpu.name} in the catalogue, so its link is not known")
-    reference = Reference.of(node.model_copy(update={"gpu": gpu}))
+    """The tables of one of `FORMATS` joined, and the data-sheet figures that their efficiencies are relative to."""
+    reference, gpu = Reference.of(node), node.gpu.name
     if format == "aiconfigurator":
-        folders = [aiconfigurator.gpu_folder(path, gpu.name) for path in paths]
+        folders = [aiconfigurator.gpu_folder(path, gpu) for path in paths]
         joined = Measurements.merge(
-            aiconfigurator.read(folder, engine, version, gpu=gpu.name, reference=reference) for folder in folders
+            aiconfigurator.read(folder, engine, version, gpu=gpu, reference=reference) for folder in folders
         )
         used = aiconfigurator.used_sizes(joined.table("gemm"))
         return Measurements({**joined.tables, "gemm": used}, joined.sources, joined.notes), reference
     if version is not None:
         raise CalibrationError(f"{format} tables have no engine versions; leave --version out")
-    return nccl_tests.read(paths, gpu=gpu.name, reference=reference), reference
+    return nccl_tests.read(paths, gpu=gpu, reference=reference), reference
+
+
+def _node(gpu: Gpu) -> Cluster:
+    """The catalogue's node of such GPUs, which is taken as the measured one."""
+    node = next((node for node in node_types().values() if node.gpu.name == gpu.name), None)
+    if node is None:
+        raise CalibrationError(f"no cluster of {gpu.name} in the catalogue, so its link is not known")
+    return node

@@ -219,10 +219,11 @@ def check_messages(
 
 
 def check_device(path: Path, device: str, gpu: str) -> None:
-    """Refuses a table measured on another GPU of the catalogue than `gpu`; devices it does not know pass."""
-    families = {name.split("-")[0] for name in catalogue.names("gpus")}
+    """Refuses a table measured on another GPU of the catalogue than `gpu`; devices and GPUs it does not know pass."""
+    known = catalogue.names("gpus")
+    families = {name.split("-")[0] for name in known}
     found = {name for name in families if re.search(rf"\b{name}\b", device.lower())}
-    if gpu and found and gpu.split("-")[0] not in found:
+    if gpu in known and found and gpu.split("-")[0] not in found:
         raise CalibrationError(f"{path}: measured on {device}, but the GPU given is {gpu}")
 
 
