@@ -429,3 +429,16 @@ def test_the_command_shows_decode_steps(tmp_path: Path, call: Command) -> None:
     assert {row["tp"] for row in half} == {1, 2, 4}
     nowhere = call("calibrate", "show", "a40-sglang", "--model", "llama-3.1-8b", "--cluster", "4xa41")
     assert nowhere.code == 2
+
+
+def test_the_command_shows_gains_of_drafts(tmp_path: Path, call: Command) -> None:
+    asked = ("calibrate", "show", "a40-sglang", "--model", "llama-3.1-8b", "--speculation")
+    of = "{method: eagle3, num_speculative_tokens: 2, acceptance: 0.7}"
+    shown = call(*asked, of, "--out", tmp_path / "gains.svg")
+    assert (shown.code, "k = 2" in shown.out, "each position: 0.7, 0.49" in shown.out) == (0, True, True)
+    rows = {
+        (r["context"], r["drafted"], r["batch"]): r["gain"] for r in json.loads(call(*asked, of, "--json", "-").out)
+    }
+    assert 1.2 < rows[1024, 1, 1] < 1.7 < rows[1024, 2, 1] < 2.19
+    assert "acceptance" in call(*asked, "{method: eagle3, num_speculative_tokens: 2, acceptance: 2}").err
+    assert "goes with --model" in call("calibrate", "show", "a40-sglang", "--speculation", of).err

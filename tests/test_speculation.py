@@ -160,6 +160,16 @@ def test_speculation_shortens_generation_alone() -> None:
     assert eagle.trained_response_tokens == plain.steps.trained_response_tokens[0]
 
 
+def test_a_draft_that_is_trained_along_comes_with_the_weights() -> None:
+    still, trained = (
+        run(method="eagle3", num_speculative_tokens=2, refresh=refresh).steps.sync_time_s[0]
+        for refresh in (False, True)
+    )
+    model = load_model(str(TINY["model"]))
+    share = drafts(str(TINY["model"]), method="eagle3", num_speculative_tokens=2).memory(1).weights / model.weight_bytes
+    assert trained == pytest.approx((1 + share) * still)
+
+
 def test_an_acceptance_that_nobody_gave_is_an_assumption() -> None:
     for given, assumed in (({}, True), ({"acceptance": 0.7}, False)):
         found = run(method="eagle3", num_speculative_tokens=2, **given).manifest

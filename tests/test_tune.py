@@ -39,6 +39,7 @@ VERL = (
 )  # fmt: skip
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 SEQS = "actor_rollout_ref.rollout.max_num_seqs"
+KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
 
 
 def verl(*more: str) -> Configuration:
@@ -83,6 +84,10 @@ def test_axes_keep_what_is_kept_and_alter_what_is_allowed() -> None:
     assert TP not in {axis.name for axis in axes_of(loaded, keep=[TP])}
     more = {axis.name: axis.alters for axis in axes_of(loaded, ALTERS)}
     assert set(more.values()) == {"", *ALTERS}
+    drafted = verl().experiment({f"{KWARGS}.method": "eagle3", f"{KWARGS}.num_speculative_tokens": 4})
+    options = {axis.name: axis.options for axis in axes_of(LoadedExperiment.of(drafted, Path()))}
+    assert [*options.keys() - plainly] == [f"{KWARGS}.num_speculative_tokens"]
+    assert [*options[f"{KWARGS}.num_speculative_tokens"][2].values()] == [3]
     assert divisors(12) == [1, 2, 4]
     assert token_budgets(1500)[:3] == [2048, 3072, 3072]
 

@@ -168,6 +168,10 @@ class Drafts:
             weights += BF16 * (2 * hidden**2 - shared / cut)
         return DraftBytes(weights, kv_page_bytes(self.model, cut, 1))
 
+    def synced(self, model: Model) -> float:
+        """Bytes that come with the new weights of `model`, over those without the draft."""
+        return 1.0 + self.speculation.refresh * self.memory(1).weights / model.weight_bytes
+
 
 class DraftedStep(StepCost):
     """`verifying` (a decode step of k + 1 tokens of each sequence) and the draft's passes before it, without host time.

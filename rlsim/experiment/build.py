@@ -124,6 +124,9 @@ class LoadedExperiment:
         known = [*self._models_in_use, *filter(None, [self.judge_model])]
         notes = dict.fromkeys([self.trace_note] if self.trace_note else ())
         notes |= dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note)
+        if self.drafts and self.drafts.speculation.refresh:
+            own = "its weights come with each sync, what their training takes is left out"
+            notes[f"engine.speculation: the draft is trained along: {own}"] = None
         groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
         if groups > 1 and caches:
             own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"

@@ -258,7 +258,8 @@ class PlacedExperiment:
         """Of a model's new weights from GPUs of training to others, by this method or that of the experiment."""
         experiment, receiver = self.loaded.experiment, self.calls_on(target)
         offload, method = experiment.training.offload, method or experiment.weight_sync
-        return self.calls_on(source).weight_sync(model, method, receiver, offload=offload)
+        sync, drafts = self.calls_on(source).weight_sync(model, method, receiver, offload=offload), self.loaded.drafts
+        return replace(sync, factor=sync.factor * drafts.synced(sync.model)) if drafts else sync
 
     def gpus_of(self, kind: CallKind) -> frozenset[int]:
         """The GPUs of the calls of a kind; all GPUs where there is none."""

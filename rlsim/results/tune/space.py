@@ -93,6 +93,8 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
     rollout_gpus = own if isinstance(own, int) else cluster.gpus
     engine = loaded.kind((0,)).calibration.engine
     tp = parameters.get("tp")
+    drafts = experiment.engine.speculation
+    most_drafted = len(drafts.acceptance) if drafts and isinstance(drafts.acceptance, tuple) else 64
     named = re.fullmatch(r"(?:\d+x)?\d+x(.+)", experiment.cluster) if isinstance(experiment.cluster, str) else None
     return {
         "gpus": cluster.gpus, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node,
@@ -101,6 +103,7 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "apart": own is not None, "fully": "verl_fully_async" in policies, "eta": "eta" in parameters,
         "megatron": training.backend == "megatron", "fsdp": training.backend == "fsdp",
         "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
+        "drafts": drafts is not None, "most_drafted": most_drafted,
         "fp8": gpu.fp8_flop_per_s is not None, "hopper": gpu.name.startswith(("h100", "h200", "h800", "h20")),
         "longest": loaded.longest_sequence,
         "kind": named[1] if named else "", **{name: engine == name for name in ("vllm", "sglang", "trtllm")},
