@@ -75,9 +75,7 @@ def calibrate(
         typer.echo("rlsim: what was measured so far is kept; the same command goes on from there", err=True)
         raise
     calibration, files = fit_machine(measured, donor)
-    if not _told(calibration, files, json_file, quiet, measured.counts):
-        _print_counts(measured)
-        _print_residuals(calibration, files)
+    _print_fitted(calibration, files, json_file, quiet, measured)
 
 
 @app.command("import")
@@ -114,9 +112,7 @@ def import_(
     from rlsim.cost.calibration import load_calibration
 
     path = import_calibration(format, paths, gpu=gpu, engine=engine, version=version, base=base, name=name, out=out)
-    calibration = load_calibration(path)
-    if not _told(calibration, (path,), json_file, quiet):
-        _print_residuals(calibration, (path,))
+    _print_fitted(load_calibration(path), (path,), json_file, quiet)
 
 
 @app.command("from-run")
@@ -391,20 +387,20 @@ def _print_counts(measured: Measured) -> None:
     print_tables([table(headings, rows, title=title)])
 
 
-def _told(
+def _print_fitted(
     calibration: Calibration,
     files: Sequence[Path],
     json_file: Path | None,
     quiet: bool,
-    counts: dict[str, dict[str, int]] | None = None,
-) -> bool:
-    """Whether `--json -` or `--quiet` printed what there is to print of a calibration that was fitted."""
+    measured: Measured | None = None,
+) -> None:
     residuals = {name: found.model_dump(mode="json") for name, found in calibration.residuals.items()}
-    data = {"files": [*map(str, files)], "points": counts, "residuals": residuals}
-    return write_json(json_file, data) or paths_only(quiet, *files)
-
-
-def _print_residuals(calibration: Calibration, files: Sequence[Path]) -> None:
+    points = measured.counts if measured else {}
+    data = {"files": [*map(str, files)], "points": points, "residuals": residuals}
+    if write_json(json_file, data) or paths_only(quiet, *files):
+        return
+    if measured is not None:
+        _print_counts(measured)
     title = f"Errors of {calibration.name} on points that its fits have not seen"
     headings = ("operator", "points", "median", "90th percentile", "bias", "note")
     rows = [

@@ -60,7 +60,7 @@ def compare(
         write_text(csv, text)
     if chart is not None:
         save_chart(_chart(found), chart)
-    if not (printed or csv == PRINTED or paths_only(quiet, chart)):
+    if not (printed or csv == PRINTED or paths_only(quiet, csv, chart)):
         _print(found)
 
 

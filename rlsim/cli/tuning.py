@@ -13,7 +13,7 @@ import typer
 
 from rlsim.base.formats import number, share
 from rlsim.cli import complete
-from rlsim.cli.common import PRINTED, Json, Workers, echo, named, progress_bar, write_json
+from rlsim.cli.common import Json, Workers, echo, named, progress_bar, write_json
 from rlsim.cli.init import GpuLike, Network
 from rlsim.cli.tables import Table
 
@@ -213,9 +213,8 @@ def _print_check(own: Any, configuration: Configuration, log: Path, json_file: P
 
     table, why_not = own.check(configuration, log)
     data = {"phases": table.to_dict("records"), "own_error": own.error, "checks": own.checks}
-    if json_file == PRINTED and write_json(json_file, data):
+    if write_json(json_file, data):
         return
-    write_json(json_file, data)
     rows = [
         [row["phase"], number(row["predicted_s"], 1), number(row["measured_s"], 1), f"{row['error']:+.1%}"]
         for row in table.to_dict("records")
