@@ -19,7 +19,7 @@ from rlsim.cost.memory import rollout_memory
 from rlsim.cost.replica import PLAIN
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
-from rlsim.cost.speculation import Drafts, Speculation, SpeculativeStep, head_of, speculative
+from rlsim.cost.speculation import Drafts, Speculation, SpeculativeStep, speculative
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import RlsimError
 from rlsim.experiment.ledger import ledgers
@@ -33,8 +33,7 @@ SETTINGS = {**TINY, "trace": {"fixed": 300, "cap": 300}, "systems": [{"verl": {"
 
 def drafts(target: str, **settings: Any) -> Drafts:
     spec = Speculation(**settings)
-    served = load_model(target).served()
-    return Drafts(spec, load_model(spec.model) if spec.model else head_of(served, spec.method, spec.draft_vocab_size))
+    return Drafts.of(spec, load_model(target).served(), load_model(spec.model) if spec.model else None)
 
 
 def cost(target: str, tp: int = 1, **settings: Any) -> StepCost:
@@ -158,6 +157,22 @@ def test_speculation_shortens_generation_alone() -> None:
     worse = run(method="eagle3", num_speculative_tokens=2, acceptance=0.0).steps.iloc[0]
     assert eagle.gen_time_s < plain.steps.gen_time_s[0] < worse.gen_time_s
     assert eagle.trained_response_tokens == plain.steps.trained_response_tokens[0]
+
+
+def test_systems_that_decide_meanwhile_run_with_drafts() -> None:
+    """Chunked prefills, switches, cut-off and resumed responses, stale ones: nobody beats the lower bound."""
+    systems = [{"verl": {"tp": 1}}, "pat", {"name": "tail", "use": [{"verl": {"tp": 1}}, "tail_batching"]},
+               {"name": "partial", "use": [{"verl": {"tp": 2}}, {"partial_rollout": {"share": 0.8, "splits": 2}}]},
+               {"areal": {"tp": 2, "rollout_gpus": 4}}]  # fmt: skip
+    drafted = {"method": "eagle3", "num_speculative_tokens": 3, "dynamic": True}
+    experiment = {**SETTINGS, "trace": {"path": "rollpacker-math", "cap": "2K"}, "systems": systems, "baseline": "verl",
+                  "workflow": {"prompts": 16, "responses": 8, "steps": 3}}  # fmt: skip
+    overrides = {"engine.speculation": drafted, "engine.chunked_prefill": True, "cluster": "8xh100"}
+    found = rlsim.run(experiment, overrides=overrides)
+    plain = rlsim.run(experiment, overrides={**overrides, "engine.speculation": None})
+    assert (found.steps.gen_bound_s <= found.steps.gen_time_s * (1 + 1e-9)).all()
+    took = [result.steps.groupby("system").gen_time_s.sum() for result in (found, plain)]
+    assert (took[0] < took[1])[["verl", "pat", "tail", "partial"]].all()
 
 
 def test_a_draft_that_is_trained_along_comes_with_the_weights() -> None:

@@ -27,7 +27,7 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.speculation import Drafts, Method, Speculation, head_of, speculative
+from rlsim.cost.speculation import Drafts, Method, Speculation, speculative
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import Model, load_model
@@ -92,7 +92,7 @@ class Gain(Schema):
 
 def _drafts(model: Model, method: Method, drafted: int, acceptance: float) -> Drafts:
     spec = Speculation(method=method, num_speculative_tokens=drafted, acceptance=acceptance)
-    return Drafts(spec, head_of(model, method))
+    return Drafts.of(spec, model)
 
 
 class SlowPrompts(StepCost):

@@ -16,7 +16,7 @@ from rlsim.cost.experts import FusedExperts, expert_load, peak_of
 from rlsim.cost.operators import Operators, gemm_of
 from rlsim.cost.products import Products
 from rlsim.cost.rollout import RolloutCostModel
-from rlsim.cost.speculation import Drafts, Speculation, head_of
+from rlsim.cost.speculation import Drafts, Speculation
 from rlsim.errors import CalibrationError
 from rlsim.models.hardware import Cluster, node_types
 from rlsim.models.model import Model, load_model
@@ -112,10 +112,10 @@ def gains(model: Model, cluster: Cluster, calibration: Calibration, speculation:
     """
     plain, rows = RolloutCostModel(model, cluster, calibration), []
     tp, named = plain.feasible_tps(CONTEXTS[2])[0][0], speculation.model
-    draft = load_model(named) if named else head_of(model, speculation.method, speculation.draft_vocab_size)
+    draft = load_model(named) if named else None
     for drafted in range(1, speculation.num_speculative_tokens + 1):
         own = speculation.model_copy(update={"num_speculative_tokens": drafted})
-        costs = RolloutCostModel(model, cluster, calibration, drafts=Drafts(own, draft))
+        costs = RolloutCostModel(model, cluster, calibration, drafts=Drafts.of(own, model, draft))
         for context, batch in itertools.product(CONTEXTS[2:], BATCHES):
             times = [one.step(tp).decode(batch).step_s(batch * context) for one in (plain, costs)]
             fits = batch * context <= costs.capacity_pages(tp) * costs.page_tokens

@@ -141,6 +141,11 @@ class Drafts:
     speculation: Speculation
     model: Model | None
 
+    @classmethod
+    def of(cls, speculation: Speculation, model: Model, draft: Model | None = None) -> Drafts:
+        """Speculation of a rollout of `model`, by the model `draft` if that is its method."""
+        return cls(speculation, draft or head_of(model, speculation.method, speculation.draft_vocab_size))
+
     @property
     def is_head(self) -> bool:
         """Whether it works on the model's hidden states, and has the model's embedding."""

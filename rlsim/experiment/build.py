@@ -19,7 +19,7 @@ from rlsim.cost.calibration import Calibration, carried_to, load_calibration
 from rlsim.cost.memory import kv_shape
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import check_served
-from rlsim.cost.speculation import Drafts, head_of
+from rlsim.cost.speculation import Drafts
 from rlsim.cost.step import PLAIN_KV
 from rlsim.errors import CalibrationError, ConfigError, about, unknown_name
 from rlsim.experiment.schema import Experiment, TraceSpec
@@ -124,9 +124,13 @@ class LoadedExperiment:
         known = [*self._models_in_use, *filter(None, [self.judge_model])]
         notes = dict.fromkeys([self.trace_note] if self.trace_note else ())
         notes |= dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note)
-        if self.drafts and self.drafts.speculation.refresh:
-            own = "its weights come with each sync, what their training takes is left out"
-            notes[f"engine.speculation: the draft is trained along: {own}"] = None
+        if self.drafts:
+            spec = self.drafts.speculation
+            drafted, along = spec.num_speculative_tokens, "; the draft's training takes no time" * spec.refresh
+            said = (
+                f"a step of {drafted} drafted tokens yields {spec.yielded(drafted):.2f} of each response, as expected"
+            )
+            notes[f"engine.speculation: {said}{along}"] = None
         groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
         if groups > 1 and caches:
             own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"
@@ -163,7 +167,7 @@ class LoadedExperiment:
         spec = self.experiment.engine.speculation
         if spec is None or not spec.num_speculative_tokens:
             return None
-        return Drafts(spec, self.draft_model or head_of(self.model, spec.method, spec.draft_vocab_size))
+        return Drafts.of(spec, self.model, self.draft_model)
 
     @cached_property
     def scoring(self) -> TraceScoring:
