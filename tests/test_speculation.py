@@ -82,6 +82,8 @@ def test_a_token_takes_its_share_of_a_step() -> None:
     fastest = SpeculativeStep(Toy(10e-3), toys, spec.model_copy(update={"dynamic": True})).decode(4)
     for tokens, token_s in ((0, 12e-3 / 1.5), (1000, 13e-3 / 1.5), (20_000, 32e-3 / 1.5), (30_000, 54e-3 / 2)):
         assert fastest.step_s(tokens) == pytest.approx(min(token_s, 10e-3 + tokens * 1e-6))
+    stepped = sum(fastest.step_s(15_000 + 4 * i) for i in range(5000))
+    assert fastest.steps_s(15_000, 5000) == pytest.approx(stepped, rel=1e-12)
 
 
 def test_verification_is_more_tokens_over_the_same_cache() -> None:
