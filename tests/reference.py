@@ -62,6 +62,18 @@ class RefRequest:
     response_tokens: int
     generated: int = 0  # above 0: resumed
     budget_tokens: int = 0  # 0: none
+    tools: tuple[tuple[int, int, float], ...] = ()  # after so many tokens: tokens observed, seconds; those ahead
+
+
+@dataclass(frozen=True)
+class RefTools:
+    """What runs tool calls; 0: as many as are wanted."""
+
+    sandboxes: int = 0
+    start_s: float = 0.0
+    workers: int = 0
+    together: bool = False
+    least_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,8 @@ class RefResult:
     hit_tokens: int = 0  # of completed prefills
     loaded_tokens: int = 0  # from host memory
     prefilled_tokens: int = 0  # in completed prefills
+    tool_s: dict[int, float] = field(default_factory=dict)  # of requests that called tools: in them
+    tool_wait_s: dict[int, float] = field(default_factory=dict)  # and until these began
 
 
 class HaltedError(Exception):
@@ -157,6 +171,7 @@ def simulate(
     resumed: Sequence[RefRequest] = (),
     chunk_tokens: int = 0,
     handover_s: float = 0.0,
+    tools: RefTools | None = None,
 ) -> RefResult:
     """One rollout from its start to its end, on so many GPUs of every node.
 
@@ -165,7 +180,7 @@ def simulate(
     takes `handover_s`.
     """
     rollout = _Rollout([*requests, *resumed], node_gpus, tp, costs, engine, cap_tokens, control, launcher)
-    rollout.chunk_tokens, rollout.handover_s = chunk_tokens, handover_s
+    rollout.chunk_tokens, rollout.handover_s, rollout.tools = chunk_tokens, handover_s, tools or RefTools()
     rollout.deal(routing, len(requests))
     rollout.run()
     return rollout.result
@@ -181,8 +196,9 @@ class _Request:
     prompt_tokens: int
     response_tokens: int
     generated: int
-    limit: int  # tokens with which it finishes, or pauses
-    state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving", "paused"] = "waiting"
+    budget: int  # tokens with which it finishes, or pauses
+    tools: list[tuple[int, int, float]]  # calls ahead
+    state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving", "paused", "acting"] = "waiting"
     arrived_kv: bool = False  # waiting, and its KV has just arrived with it
     prefilled: int = 0  # prefilling: tokens already in the cache
     hit: int = 0  # of these, found in the prefix cache
@@ -195,6 +211,15 @@ class _Request:
         return self.prompt_tokens + self.generated
 
     @property
+    def limit(self) -> int:
+        """Tokens with which it leaves: it finishes, pauses, or calls a tool."""
+        return min(self.budget, self.tools[0][0]) if self.tools else self.budget
+
+    @property
+    def calls(self) -> bool:
+        return bool(self.tools) and self.generated == self.tools[0][0]
+
+    @property
     def left(self) -> bool:
         return self.state not in ("finished", "aborted", "paused")
 
@@ -204,7 +229,18 @@ class _Request:
 
 def made(r: RefRequest) -> _Request:
     limit = min(r.response_tokens, r.generated + r.budget_tokens) if r.budget_tokens else r.response_tokens
-    return _Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated, limit)
+    return _Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated, limit, list(r.tools))
+
+
+@dataclass(eq=False)
+class _Call:
+    """A tool call of a request that was at a replica before, if it was at any."""
+
+    request: _Request
+    home: _Replica | None
+    asked_at: float
+    where: Literal["sandbox", "starts", "worker", "runs", "over"] = "sandbox"
+    until: float = math.inf
 
 
 @dataclass(eq=False)
@@ -361,6 +397,10 @@ class _Rollout:
     ) -> None:
         self.now, self.begun_at, self.launcher, self.admissions = 0.0, 0.0, launcher, 0
         self.chunk_tokens, self.handover_s = 0, 0.0
+        self.tools, self.paused_at_tools = RefTools(), False
+        self.calls: list[_Call] = []  # in the order in which they were asked for
+        self.queue: list[_Call] = []  # those that wait for a worker
+        self.sandboxes: list[_Request] = []  # who has one
         self.node_gpus, self.costs, self.engine = node_gpus, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
         self.requests = [made(r) for r in requests]
@@ -536,7 +576,11 @@ class _Rollout:
         """The first `count` by the routing, then the others by context."""
         new, resumed = self.requests[:count], self.requests[count:]
         self.deal_evenly(new, self.replicas, routing)
-        self.deal_by_context(resumed, self.replicas, lambda replica, r: replica.arrive(r, self.now))
+        going = [r for r in resumed if not r.calls]
+        self.deal_by_context(going, self.replicas, lambda replica, r: replica.arrive(r, self.now))
+        for r in resumed:
+            if r.calls:
+                self.call(r, None)
 
     def deal_evenly(self, new: list[_Request], replicas: list[_Replica], routing: str) -> None:
         each, more = divmod(len(new), len(replicas))
@@ -739,8 +783,16 @@ class _Rollout:
             self.end_stay(r, "finished")
             result.finished.add(r.id)
             result.finish_at[r.id] = self.now
+            self.leave_sandbox(r)
+        for r in [r for r in replica.admitted if r.calls]:
+            replica.admitted.remove(r)
+            self.free(replica, r, r.context - 1)
+            self.end_stay(r, "tool")
+            r.lose_kv()
+            self.call(r, replica)
         paused = [r for r in replica.admitted if r.generated == r.limit]
         for r in paused:
+            self.leave_sandbox(r)
             replica.admitted.remove(r)
             self.free(replica, r, r.context - 1)
             self.end_stay(r, "paused")
@@ -752,6 +804,89 @@ class _Rollout:
                 if r not in move.gone:
                     move.requests = [other for other in move.requests if other is not r]
         return bool(finished or paused)
+
+    # --- tool calls
+
+    def call(self, r: _Request, home: _Replica | None) -> None:
+        r.state = "acting"
+        self.calls.append(_Call(r, home, self.now))
+        self.result.tool_s.setdefault(r.id, 0.0)
+        self.result.tool_wait_s.setdefault(r.id, 0.0)
+
+    def leave_sandbox(self, r: _Request) -> None:
+        """It has ended, pauses, or is dropped."""
+        self.sandboxes = [other for other in self.sandboxes if other is not r]
+        self.calls = [call for call in self.calls if call.request is not r]
+        self.queue = [call for call in self.queue if call.request is not r]
+
+    def begin_calls(self) -> bool:
+        """Tool calls get sandboxes and workers, in order."""
+        tools, before = self.tools, [(call.request, call.where) for call in self.calls]
+        for call in self.calls:
+            if call.where == "sandbox" and call.request in self.sandboxes:
+                call.where = "worker"
+                self.queue.append(call)
+            elif call.where == "sandbox" and not 0 < tools.sandboxes <= len(self.sandboxes):
+                self.sandboxes.append(call.request)
+                call.where, call.until = "starts", self.now + tools.start_s
+            if call.where == "starts" and self.reached(call.until):
+                call.where = "worker"
+                self.queue.append(call)
+        for call in list(self.queue):
+            if not 0 < tools.workers <= sum(other.where == "runs" for other in self.calls):
+                self.queue.remove(call)
+                _, _, seconds = call.request.tools[0]
+                call.where, call.until = "runs", self.now + seconds
+                self.result.tool_wait_s[call.request.id] += self.now - call.asked_at
+                self.result.tool_s[call.request.id] += seconds
+        return before != [(call.request, call.where) for call in self.calls]
+
+    def end_calls(self) -> bool:
+        """They come to their end."""
+        ending = [call for call in self.calls if call.where == "runs" and self.reached(call.until)]
+        for call in ending:
+            call.where = "over"
+            _, observed, _ = call.request.tools.pop(0)
+            call.request.generated += observed
+            if not self.tools.together:
+                self.come_back(call)
+                self.house()
+        return bool(ending)
+
+    def end_turn(self) -> bool:
+        """Where trajectories take turns together: all have ended theirs, and are dealt together."""
+        over = [call for call in self.calls if call.where == "over"]
+        if not over or len(over) < sum(r.left for r in self.requests):
+            return False
+        for call in sorted(over, key=lambda call: call.request.id):
+            self.come_back(call)
+        return True
+
+    def come_back(self, call: _Call) -> None:
+        r = call.request
+        self.calls.remove(call)
+        if r.generated >= r.limit:
+            r.state, self.paused_at_tools = "paused", True
+            self.leave_sandbox(r)
+            return
+        r.state = "waiting"
+        if call.home and call.home.active and not self.tools.least_context:
+            call.home.arrive(r, self.now)
+        else:
+            self.homeless.append(r)
+
+    def stay_away(self) -> bool:
+        """What was to be done at this boundary to those that have left for their tools: they are dropped, not moved."""
+        away = [call.request for call in self.calls]
+        for r in away:
+            if r in self.aborting:
+                self.leave_sandbox(r)
+                r.state = "aborted"
+                self.result.aborted.add(r.id)
+            for move in self.moves:
+                if r not in move.gone:
+                    move.requests = [other for other in move.requests if other is not r]
+        return bool(self.aborting & set(away))
 
     # --- actions: first noted, then settled at the boundaries of the replicas concerned
 
@@ -797,7 +932,7 @@ class _Rollout:
                     replica.stopping = "release"
                 return True
             case Abort(ids):
-                leaving = []
+                leaving = [self.by_id[i] for i in ids if self.by_id[i].state == "acting"]
                 for i in ids:
                     source = self.replica_of(self.by_id[i])
                     if source is not None and source.active:
@@ -818,7 +953,7 @@ class _Rollout:
                 further = [r for r in (self.by_id[i] for i in dict.fromkeys(ids)) if r.state == "paused"]
                 for r in further:
                     r.state = "waiting"
-                    r.limit = min(r.response_tokens, r.generated + tokens)
+                    r.budget = min(r.response_tokens, r.generated + tokens)
                 self.homeless += further
                 self.house()
                 return bool(further)
@@ -831,7 +966,10 @@ class _Rollout:
 
     def settle(self) -> None:
         """Everything that replicas at a boundary and arrivals of this moment entail, until nothing more follows."""
-        steps = (self.leave, self.stop_replicas, self.arrive, self.begin_switches, self.end_switches, self.house)
+        steps = (
+            self.begin_calls, self.end_turn, self.stay_away, self.leave, self.stop_replicas, self.arrive, self.begin_switches,
+            self.end_switches, self.house,
+        )  # fmt: skip
         followed = True
         while followed:
             followed = sum(step() for step in steps) > 0  # every one of them
@@ -862,6 +1000,7 @@ class _Rollout:
                         self.end_stay(r, "aborted")
                         r.state = "aborted"
                         self.result.aborted.add(r.id)
+                        self.leave_sandbox(r)
                     elif move is not None:
                         if r.state == "running":
                             move.held.append((r, replica))
@@ -990,6 +1129,9 @@ class _Rollout:
         for move in self.moves:
             if move.arrives_at is not None:
                 yield move.arrives_at
+        for call in self.calls:
+            if call.where in ("starts", "runs"):
+                yield call.until
         for switch in self.switches:
             if switch.ends_at not in (None, math.inf) and not self.stop_asked:
                 yield switch.ends_at
@@ -1027,25 +1169,32 @@ class _Rollout:
                 if replica.iteration is None:
                     self.begin(replica)
 
-    def run(self) -> None:
+    def go_on(self) -> None:
+        """What this moment entails, then what tool calls that end at it do."""
+        self.settle()
         self.begin_all()
-        while not self.over():
-            looks, finished_on = self.go_on_to_next(), self.end_iterations()
+        while self.end_calls():
             self.settle()
             self.begin_all()
-            if (finished_on or looks) and not self.stop_asked:
+
+    def run(self) -> None:
+        self.go_on()
+        while not self.over():
+            looks, finished_on = self.go_on_to_next(), self.end_iterations()
+            self.go_on()
+            paused, self.paused_at_tools = self.paused_at_tools, False
+            if (finished_on or looks or paused) and not self.stop_asked:
                 # Choice: asked after the last finish too, though nothing can be done any more.
-                self.ask(finished_on, looks)
+                self.ask(finished_on, looks, paused)
                 if not self.over():
-                    self.settle()
-                    self.begin_all()
+                    self.go_on()
         self.close()
 
     def view(self, finished_on: set[int]) -> _View:
         return _View(self, finished_on)
 
-    def ask(self, finished_on: set[int], looks: bool) -> None:
-        for action in self.answers(finished_on, bool(finished_on), looks):
+    def ask(self, finished_on: set[int], looks: bool, paused: bool = False) -> None:
+        for action in self.answers(finished_on, bool(finished_on) or paused, looks):
             if not self.over() and self.note(action):
                 self.result.actions.append((self.now, action))
 

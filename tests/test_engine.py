@@ -13,7 +13,7 @@ import pytest
 import simpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import RefEngine, RefRequest, RefResult, RefStay
+from reference import RefEngine, RefRequest, RefResult, RefStay, RefTools
 from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, windowed, workloads
 
 from rlsim.cost.bound import GenerationBound
@@ -22,11 +22,13 @@ from rlsim.cost.step import Chunk
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 from rlsim.sim.control import Action, Migrate, Release, RolloutView
+from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.stage import GenerationStage
+from rlsim.trace.turns import ToolCall
 
 CLOSE = 1e-9
 
@@ -53,6 +55,21 @@ class FixedWatermark(EngineConfig):
         return self.pages
 
 
+def calls_of(request: RefRequest) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(*call) for call in request.tools)
+
+
+def environment_of(tools: RefTools) -> EnvironmentConfig:
+    """The reference's settings as the engine takes them."""
+    return EnvironmentConfig(
+        sandboxes=tools.sandboxes or None,
+        start_s=tools.start_s,
+        workers=tools.workers or None,
+        turns="together" if tools.together else "each",
+        returns="least_context" if tools.least_context else "same_replica",
+    )
+
+
 def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = None) -> tuple[Rollout, Recorder]:
     """The workload in the engine. When which chunk was handed over is noted down in `chunk_at`."""
     env = simpy.Environment()
@@ -64,7 +81,10 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
                 chunk_at[request.id, tokens] = env.now
 
     def made(given: Sequence[RefRequest]) -> list[Request]:
-        requests = [Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated) for r in given]
+        requests = [
+            Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated, tool_calls=calls_of(r))
+            for r in given
+        ]
         for request, r in zip(requests, given, strict=True):
             if r.budget_tokens:
                 request.allow(r.budget_tokens)
@@ -88,6 +108,7 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
             recorder=recorder,
             routing=work.routing,
             launcher=lambda launch: made(work.launched(launch, len(rollout.requests))),
+            environments=Environments(env, environment_of(work.tools)) if work.tools else None,
         ),
     )
     env.run(rollout.done)
@@ -109,6 +130,9 @@ def check_equal(work: Workload, rollout: Rollout, expected: RefResult) -> None:
     assert len(rollout.switches) == len(expected.switches)
     assert sum(replica.hit_tokens for replica in rollout.replicas) == expected.hit_tokens
     assert sum(replica.loaded_tokens for replica in rollout.replicas) == expected.loaded_tokens
+    for i, tool_s in expected.tool_s.items():
+        waits_s = requests[i].tool_s, requests[i].tool_wait_s
+        assert waits_s == pytest.approx((tool_s, expected.tool_wait_s[i]), rel=CLOSE, abs=CLOSE), f"tools of {i}"
 
 
 def check_stays(recorder: Recorder, expected: RefResult) -> None:
@@ -177,12 +201,11 @@ def check(work: Workload) -> None:
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-def shared(offloaded: bool) -> st.SearchStrategy[Workload]:
+def shared(offloaded: bool, agents: bool = False) -> st.SearchStrategy[Workload]:
     """Prompts of several responses, or of one each, of which nothing is kept before the first preemption."""
     given = st.tuples(st.sampled_from([1, 4, 4]), st.booleans())
-    return given.flatmap(
-        lambda of: workloads(prefixes=True, offloaded=offloaded, most_samples=of[0], streamed=of[1], max_requests=20)
-    )
+    more = {"prefixes": True, "offloaded": offloaded, "agents": agents, "max_requests": 20}
+    return given.flatmap(lambda of: workloads(most_samples=of[0], streamed=of[1], **more))
 
 
 class Told(Nothing):
@@ -220,6 +243,8 @@ KINDS = {
     "layers have windows": (BOTH.flatmap(lambda streamed: windowed(streamed=streamed)), 60),
     "prompts are shared": (shared(False), 50),
     "prompts are shared and offloaded": (shared(True), 50),
+    "agents call tools": (BOTH.flatmap(lambda timed: workloads(agents=True, timed=timed, max_requests=24)), 60),
+    "agents find their KV again": (BOTH.flatmap(lambda offloaded: shared(offloaded, agents=True)), 80),
 }
 
 

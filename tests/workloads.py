@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hypothesis import strategies as st
-from reference import RefEngine, RefRequest, RefResult, simulate
+from reference import RefEngine, RefRequest, RefResult, RefTools, simulate
 
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all, sum_of
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
@@ -347,12 +347,13 @@ class Workload:
     chunk_tokens: int = 0  # 0: nobody listens
     handover_s: float = 0.0
     budget_tokens: int = 0  # of every request; 0: none
+    tools: RefTools | None = None  # where trajectories act; None: there are none
 
     def launched(self, launch: Launch, first_id: int) -> list[RefRequest]:
         """The requests of a launch: the sizes of the first ones again."""
         sizes = [self.requests[(first_id + i) % len(self.requests)] for i in range(len(launch.prompts))]
         return [
-            RefRequest(first_id + i, r.position, r.prompt_tokens, r.response_tokens, budget_tokens=self.budget_tokens)
+            RefRequest(first_id + i, r.position, r.prompt_tokens, r.response_tokens, 0, self.budget_tokens, r.tools)
             for i, r in enumerate(sizes)
         ]
 
@@ -371,6 +372,7 @@ class Workload:
             resumed=self.resumed,
             chunk_tokens=self.chunk_tokens,
             handover_s=self.handover_s,
+            tools=self.tools,
         )
 
 
@@ -468,6 +470,31 @@ def any_controls(requests: int, gpus: int) -> st.SearchStrategy[Scripted]:
 
 
 @st.composite
+def tool_calls(draw: st.DrawFn, length: int, done: int) -> tuple[tuple[int, int, float], ...]:
+    """Those ahead of a response of so many tokens that has `done` of them: after how many, tokens observed, seconds."""
+    rng, calls = random.Random(draw(st.integers(0, 2**32))), list[tuple[int, int, float]]()
+    after = done + 1
+    for _ in range(draw(st.sampled_from([0, 1, 2, 5, 20]))):
+        after += rng.choice([0, rng.randint(0, 30)])
+        observed = rng.choice([0, 1, rng.randint(0, 100)])
+        if after + observed >= length:
+            break
+        calls.append((after, observed, rng.choice([0.0, rng.uniform(1e-4, 0.1), rng.uniform(0.1, 5.0)])))
+        after += observed + 1
+    return tuple(calls)
+
+
+@st.composite
+def environments(draw: st.DrawFn) -> RefTools:
+    """What runs tool calls."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    slots = st.sampled_from([0, 0, 1, 2, 7])
+    start_s = draw(st.sampled_from([0.0, rng.uniform(1e-3, 1.0)]))
+    together = draw(st.booleans())
+    return RefTools(0 if together else draw(slots), start_s, draw(slots), together, draw(st.booleans()))
+
+
+@st.composite
 def workloads(
     draw: st.DrawFn,
     *,
@@ -481,6 +508,7 @@ def workloads(
     most_samples: int = 4,
     offloaded: bool = False,
     timed: bool = False,
+    agents: bool = False,
 ) -> Workload:
     """A whole rollout. Capacities are tight, so that preemption is frequent, but fit the longest request alone.
 
@@ -488,6 +516,7 @@ def workloads(
 
     `prefixes`: requests of one position, `most_samples` or fewer, have one prompt, and share what is computed of it.
     `offloaded`: what the KV cache has no room for goes to host memory. `timed`: another control has a timer.
+    `agents`: some requests call tools on their way.
 
     `kinds` and `mixtures` say which controls (`everything`: any mixture whatever). With `ties` all requests have equal
     prompts and lengths (but for a few lengths in between), and all times but those of prefills and switches are exact.
@@ -507,7 +536,8 @@ def workloads(
         done = draw(st.integers(0, length - 1)) if resumed else 0
         same = prefixes and i % samples > 0
         prompt_tokens = requests[-1].prompt_tokens if same else draw(prompts)
-        requests.append(RefRequest(i, i // samples, prompt_tokens, length, done, budget_tokens))
+        tools = draw(tool_calls(length, done)) if agents else ()
+        requests.append(RefRequest(i, i // samples, prompt_tokens, length, done, budget_tokens, tools))
 
     node_gpus = draw(st.sampled_from(MESHES))
     gpus = math.gcd(*node_gpus)
@@ -545,6 +575,7 @@ def workloads(
         page_s = moving * rng.choice([1e-6, 1e-4, 1e-2])
         hosts = {degree: HostKv(draw(host), moving * 1e-5, page_s) for degree in degrees(gpus)}
         costs = replace(costs, hosts=hosts)
+    where = draw(environments()) if agents else None
     chunk_tokens, handover_s, paused = 0, 0.0, 0
     if streamed:
         chunk_tokens = draw(st.sampled_from([1, 2, 7, 16, 50, 1000]))
@@ -569,6 +600,7 @@ def workloads(
         cap_tokens=max(r.response_tokens for r in requests),
         control=control,
         routing=draw(st.sampled_from(["contiguous", "round_robin"])),
+        tools=where,
     )
 
 

@@ -35,6 +35,7 @@ class Generation:
         self.planned_tp = machine.what.initial_tp  # that the next rollout is to begin with
         self._env, self._what, self._outcome, self._pool = machine.env, machine.what, machine.outcome, machine.pool
         self._backlog_s, self._borrowing = machine.backlog_s, machine.borrowing
+        self._environments = machine.environments
         self._noted = [0] * 7  # what `_summary` counts of the rollout, so far
 
     def _rollout(self, call: Call, step: int, mesh: Sequence[tuple[int, ...]], **how: Any) -> Rollout:
@@ -48,6 +49,7 @@ class Generation:
             routing=what.routing,
             backlog_s=self._backlog_s,
             borrowing=self._borrowing,
+            environments=self._environments,
             recorder=Recorder(outcome.spans, step, stays=outcome.stays, call=call.name),
             **how,
         )

@@ -369,7 +369,8 @@ class Replica:
                 request.finished_at = now
             self._stays.finished(finished)
         if len(finished) < len(left):
-            self._stays.add([request for request in left if not request.finished], now, "paused")
+            self._stays.add([r for r in left if not (r.finished or r.acts)], now, "paused")
+            self._stays.add([r for r in left if r.acts], now, "tool")
         if self._chunks:
             self._hand_over(self._chunks, len(finished), prefilled)
         if left:

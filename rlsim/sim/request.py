@@ -11,6 +11,7 @@ from pydantic import Field
 from rlsim.base.schema import Schema
 from rlsim.cost.speculation import Speculation
 from rlsim.models.precision import KvPrecision, Precision
+from rlsim.trace.turns import ToolCall
 from rlsim.units import Bytes, Seconds, Tokens
 
 NAN = float("nan")
@@ -148,7 +149,10 @@ class Request:
     generated: int = 0  # brought up to date when the request leaves the running batch
     row: int = -1  # of the trace, -1 if it is from none; what its reward call takes stands there
     predicted_tokens: float = 0.0  # of the response, by the system's predictor; 0: it has none
-    limit_tokens: int = field(init=False)  # with so many tokens it leaves its replica: complete, or it pauses
+    tool_calls: tuple[ToolCall, ...] = ()  # of a trajectory; what they observe counts as generated once it is back
+    called: int = 0  # of these, those that are over
+    budget_tokens: int = field(init=False)  # with so many tokens it is complete, or pauses
+    limit_tokens: int = field(init=False)  # the same, or it calls a tool: with so many it leaves its replica
     order: int = 0  # admission number at its replica; 0 while waiting
     offset: int = 0  # while running: context = offset + the replica's step counter
     prefill_left: int = 0  # while prefilling: tokens still to process
@@ -163,6 +167,8 @@ class Request:
     aborted: bool = False
     baseline: bool = False  # scored to compare with, not trained on
     timed_out: bool = False  # in its reward call
+    tool_s: float = 0.0  # in tool calls so far
+    tool_wait_s: float = 0.0  # for sandboxes and workers, so far
     resumed: bool = False  # begun in an earlier step
     resumed_tokens: int = 0  # generated in earlier steps
     runs: tuple[Run, ...] = ()  # oldest first; tokens in none of them are of the step's weights (`runs_under`)
@@ -178,7 +184,30 @@ class Request:
     scored_at: float = NAN
 
     def __post_init__(self) -> None:
-        self.limit_tokens = self.response_tokens
+        self.budget_tokens = self.response_tokens
+        self._set_limit()
+
+    def _set_limit(self) -> None:
+        self.limit_tokens = self.budget_tokens
+        if self.called < len(self.tool_calls):
+            self.limit_tokens = min(self.limit_tokens, self.tool_calls[self.called].after_tokens)
+
+    @property
+    def acts(self) -> bool:
+        """Whether it has generated what stands before its next tool call."""
+        calls = self.tool_calls
+        return self.called < len(calls) and self.generated == calls[self.called].after_tokens
+
+    def observe(self) -> None:
+        """Its tool call is over: what it observes follows in its context, without KV cache."""
+        self.generated += self.tool_calls[self.called].observation_tokens
+        self.called += 1
+        self._set_limit()
+
+    @property
+    def observed_tokens(self) -> int:
+        """Of its tokens so far, those that no model generated."""
+        return sum([call.observation_tokens for call in self.tool_calls[: self.called]])
 
     def end_run(self, version: int, generated: int) -> None:
         """With so many tokens, those that stand in no run yet are of weights of this version."""
@@ -212,9 +241,13 @@ class Request:
             self.generated,
             self.row,
             self.predicted_tokens,
+            self.tool_calls,
+            self.called,
             tps=self.tps,
             baseline=self.baseline,
             timed_out=self.timed_out,
+            tool_s=self.tool_s,
+            tool_wait_s=self.tool_wait_s,
             resumed=True,
             resumed_tokens=self.generated,
             runs=self.runs_under(version),
@@ -245,12 +278,13 @@ class Request:
 
     @property
     def at_limit(self) -> bool:
-        """Whether it has all the tokens that it may generate for now: it is complete, or has used up its budget."""
+        """Whether it has all tokens that it may generate for now: it is complete, has used up its budget, or acts."""
         return self.generated >= self.limit_tokens
 
     def allow(self, tokens: int) -> None:
         """Let it generate so many tokens from now on, then pause."""
-        self.limit_tokens = min(self.response_tokens, self.generated + tokens)
+        self.budget_tokens = min(self.response_tokens, self.generated + tokens)
+        self._set_limit()
 
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.generated}/{self.response_tokens})"

@@ -78,6 +78,8 @@ class Rollout(RolloutState):
         self._starting: dict[int, tuple[int, int, Sequence[Request]]] = {}
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
+        self._acting: dict[int, Request] = {}  # trajectories at their tool calls, or that wait for others' to end
+        self._back: list[Request] = []  # of these, those that wait for others'
         self._longest: Request | None = None  # of those that were unfinished when that was last asked
         #: By method: the controls that answer to it, of `on_timer` with the seconds between two calls.
         self._asked: dict[str, list[tuple[RolloutControl, float]]] = {
@@ -104,7 +106,7 @@ class Rollout(RolloutState):
             self._start_node(node, stage.tp, stage.version)
         self._deal_new(stage.requests, self.active(), idle=True)
         if stage.resumed:
-            self._deal_to_active(stage.resumed)
+            self._resume(stage.resumed)
         if not self._requests:
             self._none_left()
         self._set_timer()
@@ -256,6 +258,7 @@ class Rollout(RolloutState):
         for replica in self.active():
             replica.settle()
             self._take(replica, "stopped")
+        self._end_trajectories()
 
     def close(self) -> None:
         """The rollout is over: note down the spans of replicas that were still there, and let go of the requests."""
@@ -266,22 +269,96 @@ class Rollout(RolloutState):
 
     def _finished(self, replica: Replica, left: list[Request]) -> None:
         finished = [request for request in left if request.generated >= request.response_tokens]
+        acting = self._act(replica, left) if self._stage.environments else ()
         self.finished += len(finished)
         if (self._asks or self._asked["on_timer"]) and finished:
             lengths = [request.generated for request in finished]
             self.finished_lengths += lengths
             shortest, longest = self.finished_tokens
             self.finished_tokens = min(shortest or lengths[0], *lengths), max(longest, *lengths)
-        self._left -= len(left)
+        self._left -= len(left) - len(acting)
         self._left_on[replica.node] -= len(left)
         if self._stage.on_finish and finished:
             self._stage.on_finish(finished)
         self._look_after(replica)
+        self._call_tools(acting)
         if self._left == 0:
             self._none_left()
-        if self._asks and not self.done.triggered:
+        if self._asks and len(acting) < len(left) and not self.done.triggered:
             self._just_finished.add(replica.node)
             self.ask()
+
+    # ---- trajectories at their tool calls ---------------------------------------------------------------------------
+
+    def _act(self, replica: Replica, left: Sequence[Request]) -> list[Request]:
+        """Of those that leave a replica the ones that call a tool; the others give their sandboxes back."""
+        assert self._stage.environments is not None
+        acting = [request for request in left if request.acts]
+        for request in acting:
+            request.end_run(replica.version, request.generated)
+            self._acting[request.id] = request
+        self._stage.environments.leave(request for request in left if not request.acts)
+        return acting
+
+    def _resume(self, requests: Sequence[Request]) -> None:
+        """Requests from an earlier step go on; those that were at a tool call then begin it again."""
+        acting = [request for request in requests if request.acts]
+        self._acting |= {request.id: request for request in acting}
+        self._deal_to_active([request for request in requests if not request.acts])
+        self._call_tools(acting)
+
+    def _call_tools(self, acting: Sequence[Request]) -> None:
+        for request in acting:
+            self._stage.environments.call(request, self._observed)  # type: ignore[union-attr]
+        self._end_turn()
+
+    def _observed(self, request: Request) -> None:
+        """A tool call is over: the trajectory goes on, or pauses if its budget is used up."""
+        request.observe()
+        if self._stage.environments.config.turns == "together":  # type: ignore[union-attr]
+            self._back.append(request)
+            self._end_turn()
+        else:
+            self._go_back([request])
+
+    def _end_turn(self) -> None:
+        """Where trajectories take turns together: the last one has ended its own."""
+        if self._back and len(self._back) == self._left:
+            back, self._back = sorted(self._back, key=attrgetter("id")), []
+            self._go_back(back)
+
+    def _go_back(self, requests: Sequence[Request]) -> None:
+        environments, elsewhere, paused = self._stage.environments, list[Request](), False
+        assert environments is not None
+        for request in requests:
+            del self._acting[request.id]
+            home = self._at.get(request.id)
+            if request.at_limit:
+                environments.leave([request])
+                paused = True
+                self._left -= 1
+            elif environments.config.returns == "same_replica" and home and home.stopped is None:
+                self._give(home, [request])
+            else:
+                elsewhere.append(request)
+        if elsewhere:
+            self._deal_to_active(elsewhere)
+        if self._left == 0:
+            self._none_left()
+        if paused and self._asks and not self.done.triggered:
+            self.ask()
+
+    def _end_trajectories(self) -> None:
+        """Generation is over: whatever is unfinished gives its sandbox back."""
+        if self._stage.environments:
+            self._stage.environments.leave(self._requests.values())
+        self._acting, self._back = {}, []
+
+    def _drop_acting(self, ids: Iterable[int]) -> list[Request]:
+        """Trajectories that are at their tool calls do not come back."""
+        dropped = [self._acting.pop(id_) for id_ in ids if id_ in self._acting]
+        self._back = [request for request in self._back if request.id in self._acting]
+        return dropped
 
     def _none_left(self) -> None:
         if not self._stage.open:
@@ -370,6 +447,8 @@ class Rollout(RolloutState):
                     self.env.process(self._borrow(borrowing))
             case Abort(requests) as abort:
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
+                if acting := self._drop_acting(dict.fromkeys(requests)):
+                    self._drop(acting, abort)
                 for replica, ids in self._where(requests):
                     replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i, abort), urgent=True)  # type: ignore[misc]
             case Launch():
@@ -599,7 +678,7 @@ class Rollout(RolloutState):
             self._deal_to_active(requests)
 
     def _extend(self, requests: Sequence[Request], tokens: int) -> None:
-        paused = [r for r in requests if r.at_limit and not r.finished]
+        paused = [r for r in requests if r.at_limit and not (r.finished or r.aborted or r.id in self._acting)]
         for request in paused:
             request.allow(tokens)
         self._left += len(paused)
@@ -608,12 +687,18 @@ class Rollout(RolloutState):
 
     def _abort(self, replica: Replica, ids: frozenset[int], action: Abort) -> None:
         running, others = self._take(replica, "aborted", ids)
-        self.aborted += 0 if isinstance(action, Surplus) else len(running) + len(others)
-        for request in (*running, *others):
+        self._drop([*running, *others, *self._drop_acting(ids)], action)
+
+    def _drop(self, requests: Sequence[Request], action: Abort) -> None:
+        self.aborted += 0 if isinstance(action, Surplus) else len(requests)
+        for request in requests:
             request.aborted = True
             self._left -= 1
+        if self._stage.environments:
+            self._stage.environments.leave(requests)
         if self._stage.on_abort:
-            self._stage.on_abort([*running, *others])
+            self._stage.on_abort(requests)
+        self._end_turn()
         if self._left == 0:
             self._none_left()
 
@@ -625,6 +710,7 @@ class Rollout(RolloutState):
                 yield replica.stopped
         for replica in self.replicas:
             self._take(replica, "stopped")  # brings the tokens of what was running up to date
+        self._end_trajectories()
         for node in list(self._pauses):
             self._end_pause(node)
         if not self.done.triggered:
@@ -639,7 +725,8 @@ class Rollout(RolloutState):
         found: dict[Replica, set[int]] = {}
         for id_ in ids:
             replica = self._at.get(id_)
-            if replica and replica.stopped is None and not self._requests[id_].at_limit:
+            away = id_ in self._acting or self._requests[id_].at_limit
+            if replica and replica.stopped is None and not away:
                 found.setdefault(replica, set()).add(id_)
         return [(r, frozenset(found[r])) for r in sorted(found, key=attrgetter("node", "index"))]
 

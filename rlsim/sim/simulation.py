@@ -14,6 +14,7 @@ from rlsim.sim.batching import Batching, PromptFeed
 from rlsim.sim.borrowing import Borrowing, HybridReplicas
 from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts
 from rlsim.sim.elastic import ElasticCall, Pieces
+from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.pool import GpuPool
 from rlsim.sim.request import EngineConfig, Request
@@ -82,6 +83,8 @@ class Simulation:
     crowded: Callable[[int], StepCost] | None = None  # a rollout replica's steps while others work on its GPUs
     routing: Routing = "contiguous"
     hybrid: HybridReplicas | None = None  # that generation may have on GPUs of training
+    environment: EnvironmentConfig | None = None  # of tool calls; None where no request has any
+    seed: int = 0  # of what environments draw
 
 
 class Machine:
@@ -93,6 +96,7 @@ class Machine:
         self.pool = GpuPool(self.env)
         self.outcome = Outcome()
         self.borrowing = Borrowing(self.env, self.pool, what.hybrid) if what.hybrid else None
+        self.environments = Environments(self.env, what.environment, what.seed) if what.environment else None
         self.elastic: list[ElasticCall] = []  # training at work that may borrow GPUs
 
     def backlog_s(self) -> float:

@@ -10,6 +10,7 @@ from rlsim.cost.step import StepCost
 from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import Launch, RolloutControl
 from rlsim.sim.costs import RolloutCosts
+from rlsim.sim.environment import Environments
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import EngineConfig, Request
@@ -50,4 +51,5 @@ class GenerationStage:
     batch_missing: Callable[[], float] | None = None  # see `RolloutView`; default: the share that is unfinished
     borrowing: Borrowing | None = None  # GPUs of training that it may have for a time
     chunks: ChunkListener | None = None  # is told of responses on their way
+    environments: Environments | None = None  # that run tool calls; None where no request has any
     recorder: Recorder = field(default_factory=Recorder)

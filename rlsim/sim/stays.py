@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from rlsim.sim.request import NAN, Request
 
 #: Why a response leaves a replica; `preempted`: to the front of its queue; `updated`: the same, as new weights came;
-#: `stopped`: generation was over; `paused`: it has used up its budget.
+#: `stopped`: generation was over; `paused`: it has used up its budget; `tool`: it calls one, and comes back.
 Left = Literal[
-    "finished", "preempted", "migrated", "switched", "released", "aborted", "stopped", "paused", "updated",
+    "finished", "preempted", "migrated", "switched", "released", "aborted", "stopped", "paused", "updated", "tool",
 ]  # fmt: skip
 
 LEFT: tuple[Left, ...] = get_args(Left)

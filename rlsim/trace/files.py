@@ -15,6 +15,7 @@ from rlsim.base.output import atomic_path
 from rlsim.base.tables import csv_errors, json_lines, open_data, read_parquet
 from rlsim.errors import TraceError
 from rlsim.trace.schema import BY_NAME, COLUMNS, Trace, TraceMeta, make_trace
+from rlsim.trace.turns import FIELDS, as_rows
 
 #: What the names of files of each kind end in.
 PARQUET = (".parquet", ".pq")
@@ -77,7 +78,8 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     if path.suffix not in (".parquet", ".pq"):
         raise TraceError(f"{path}: a trace is written as Parquet; give a name that ends in .parquet")
     fields = [_arrow_field(name, trace) for name in trace.frame.columns]
-    arrays = [pa.array(trace.frame[f.name], type=f.type, from_pandas=True) for f in fields]
+    frame = trace.frame.assign(turns=trace.frame["turns"].map(as_rows)) if "turns" in trace.frame else trace.frame
+    arrays = [pa.array(frame[f.name], type=f.type, from_pandas=True) for f in fields]
     metadata = {_META_KEY: trace.meta.model_dump_json(exclude_none=True).encode()}
     table = pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=metadata))
     with atomic_path(path, TraceError) as temporary:
@@ -92,6 +94,7 @@ def _arrow_field(name: str, trace: Trace) -> Any:
         "id": pa.string() if trace.frame[name].dtype == object else pa.int64(),
         "tokens": pa.int32(), "index": pa.int32(), "number": pa.float64(), "flag": pa.bool_(),
         "text": pa.string(), "numbers": pa.list_(pa.float64()),
+        "turns": pa.list_(pa.struct(list(zip(FIELDS, (pa.int32(), pa.int32(), pa.float32()), strict=True)))),
     }  # fmt: skip
     notes = {b"unit": column.unit.encode(), b"meaning": column.meaning.encode()}
     return pa.field(name, kinds[column.kind], metadata=notes)
@@ -135,7 +138,7 @@ def _read_parquet(path: Path, meta: TraceMeta) -> tuple[pd.DataFrame, TraceMeta]
 
 
 def _read_csv(path: Path) -> pd.DataFrame:
-    texts: dict[str, Any] = {c.name: str for c in COLUMNS if c.kind in ("id", "text", "numbers")}
+    texts: dict[str, Any] = {c.name: str for c in COLUMNS if c.kind in ("id", "text", "numbers", "turns")}
     with csv_errors(path, TraceError), open_data(path) as file:
         frame = pd.read_csv(file, dtype=texts, skip_blank_lines=False, low_memory=False, index_col=False)
     frame = frame[~frame.isna().all(axis=1)]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from rlsim.errors import TraceError
 from rlsim.trace.schema import Trace
+from rlsim.trace.turns import ToolCall, recorded_s, tool_calls
 
 Ints = npt.NDArray[np.int64]
 AGAIN = "a system generates more responses to a prompt than the trace has: their lengths are used again"
@@ -55,7 +56,9 @@ class StepSampler:
     """Draws the prompts and responses of every training step from a trace.
 
     `prompts` × `responses` a step; `cap_tokens` cuts responses (default: the trace's own cap), and so does what their
-    prompt leaves of `max_model_len`; an unknown prompt length is taken as `default_prompt_tokens`. Every prompt comes
+    prompt leaves of `max_model_len`; an unknown prompt length is taken as `default_prompt_tokens`. A trajectory has at
+    most `max_turns` turns, and `tool_calls` holds its tool calls by row; one whose seconds nobody recorded takes
+    `default_tool_s`, by default the mean of those that are. Every prompt comes
     exactly once an epoch, in a permutation of its own; a step that reaches the end of an epoch goes on with the next. A
     trace with epochs gives training epoch e its rows of epoch e, and those of its last epoch afterwards.
 
@@ -75,8 +78,10 @@ class StepSampler:
         *,
         default_prompt_tokens: int = 256,
         max_model_len: int | None = None,
+        max_turns: int | None = None,
+        default_tool_s: float | None = None,
     ) -> None:
-        given = {"prompts": prompts, "responses": responses, "cap_tokens": cap_tokens,
+        given = {"prompts": prompts, "responses": responses, "cap_tokens": cap_tokens, "max_turns": max_turns,
                  "default_prompt_tokens": default_prompt_tokens, "max_model_len": max_model_len}  # fmt: skip
         for name, value in given.items():
             if value is not None and value < 1:
@@ -85,6 +90,9 @@ class StepSampler:
         self.notes: list[str] = []
         self._prompt_lengths(default_prompt_tokens)
         self._lengths(cap_tokens, max_model_len)
+        self.tool_calls: list[tuple[ToolCall, ...]] | None = None
+        if "turns" in trace.frame:
+            self._trajectories(limits(self._prompt_tokens, self.cap_tokens, max_model_len), max_turns, default_tool_s)
         codes, self.prompt_ids = trace.prompt_codes()
         self._epochs = self._group(codes, trace.frame["epoch"].to_numpy(np.int64))
         self._starts = [0]
@@ -173,6 +181,24 @@ class StepSampler:
                 "there, their true lengths are unknown and are taken as the cut ones (the tail is too short)"
             )
         self._response_tokens, self._capped = trace.cut(limits(self._prompt_tokens, self.cap_tokens, max_model_len))
+
+    def _trajectories(self, limit_tokens: Ints, most_turns: int | None, default_s: float | None) -> None:
+        """The tool calls of every row, within these limits, and the lengths that follow."""
+        cells: list[Any] = self.trace.frame["turns"].tolist()
+        known = recorded_s(cells)
+        unknown = sum(max(len(turns) - 1, 0) for turns in cells if turns) - len(known)
+        unknown_s = default_s if default_s is not None else float(np.mean(known)) if known else 0.0
+        if unknown:
+            which = "as given" if default_s is not None else "the mean of the others" if known else "none is recorded"
+            share = unknown / (unknown + len(known))
+            self.notes.append(
+                f"{share:.1%} of the tool calls have no recorded time: taken as {unknown_s:.3g} s ({which})"
+            )
+        self.tool_calls, self._response_tokens = [()] * len(cells), self._response_tokens.copy()
+        for row, (turns, limit) in enumerate(zip(cells, limit_tokens.tolist(), strict=True)):
+            if turns:
+                self._response_tokens[row], calls = tool_calls(turns, limit, most_turns, unknown_s)
+                self.tool_calls[row] = tuple(calls)
 
     def _prompt_lengths(self, default: int) -> None:
         frame = self.trace.frame

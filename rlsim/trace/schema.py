@@ -21,8 +21,9 @@ from pydantic import AfterValidator, Field, model_validator
 from rlsim.base.schema import Schema
 from rlsim.base.tables import floats, parse_json
 from rlsim.errors import TraceError, one_line
+from rlsim.trace.turns import FIELDS, as_json, read_turns, response_tokens
 
-Kind = Literal["id", "tokens", "index", "number", "flag", "text", "numbers"]
+Kind = Literal["id", "tokens", "index", "number", "flag", "text", "numbers", "turns"]
 MAX_TOKENS = 2**31 - 1
 
 
@@ -52,6 +53,14 @@ COLUMNS: tuple[Column, ...] = (
     Column("test_run_s", "numbers", "s", False, "sandbox run time of each test case, 0 or more"),
     Column("judge_tokens", "tokens", "tokens", False, "tokens an LLM judge generated for this response"),
     Column("arrival_s", "number", "s", False, "when the request arrived, from the start of the recording"),
+    Column(
+        "turns",
+        "turns",
+        "",
+        False,
+        "of an agent's trajectory, one for each model call: generated_tokens, then observation_tokens and tool_s of "
+        "what the environment does after it (tool_s empty: not recorded); response_tokens counts both",
+    ),
 )
 BY_NAME = {column.name: column for column in COLUMNS}
 
@@ -116,7 +125,10 @@ class Trace:
 
     def digest(self) -> str:
         """SHA-256 of the rows, whatever file they came from."""
-        rows = self.frame.to_csv(index=False, lineterminator="\n")
+        frame = self.frame
+        if "turns" in frame:
+            frame = frame.assign(turns=frame["turns"].map(as_json))
+        rows = frame.to_csv(index=False, lineterminator="\n")
         return hashlib.sha256(rows.encode()).hexdigest()
 
 
@@ -135,6 +147,7 @@ def make_trace(
     meta = meta or TraceMeta()
     notes = list(meta.notes)
     frame = frame.reset_index(drop=True)
+    frame = _with_lengths(frame, where, row_name)
     names = [str(c) for c in frame.columns]
     check_names(names, where)
     if len(frame) == 0:
@@ -155,6 +168,28 @@ def make_trace(
     ordered = [c.name for c in COLUMNS if c.name in checked]
     said = {"notes": tuple(map(_writable, notes)), "name": _writable(meta.name), "source": _writable(meta.source)}
     return Trace(checked[ordered], meta.model_copy(update=said))
+
+
+def _with_lengths(frame: pd.DataFrame, where: str, row_name: Callable[[int], str]) -> pd.DataFrame:
+    """The frame with the turns of its trajectories read, and the lengths of responses that follow from them.
+
+    Raises `TraceError` for turns that cannot be read, or a length that contradicts them.
+    """
+    if "turns" not in frame or bool(frame["turns"].map(lambda cell: cell is None or cell is pd.NA).all()):
+        return frame
+    turns = _checked(frame["turns"], BY_NAME["turns"], where, row_name)
+    length = pd.Series([None if cell is None else response_tokens(cell) for cell in turns], frame.index, "Int64")
+    if "response_tokens" in frame:
+        stated = pd.to_numeric(frame["response_tokens"], errors="coerce")
+        wrong = ((stated != length) & length.notna() & stated.notna()).fillna(False).to_numpy(np.bool_)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise TraceError(
+                f"{where}: {row_name(row)}: response_tokens is {stated.iloc[row]:g}, but its turns have "
+                f"{length.iloc[row]} tokens, generated and observed"
+            )
+        length = frame["response_tokens"].where(length.isna(), length)
+    return frame.assign(turns=turns, response_tokens=length)
 
 
 def mix(traces: Sequence[Trace]) -> Trace:
@@ -235,9 +270,9 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
             row = int(np.argmax(bad))
             shown = series.iloc[row]
             shown = shown.item() if isinstance(shown, np.generic) else shown
-            raise TraceError(f"{where}: {row_name(row)}: {column.name} {why} (got {shown!r})")
+            raise TraceError(f"{where}: {row_name(row)}: {column.name} {why} (got {repr(shown)[:200]})")
 
-    null = np.asarray(series.isna(), np.bool_)
+    null = np.asarray([cell is None for cell in series] if column.kind == "turns" else series.isna(), np.bool_)
     if column.required:
         refuse(null, "is missing or NaN: leave out the rows that have none")
     if column.kind == "id":
@@ -298,6 +333,7 @@ _CELLS: dict[Kind, tuple[Callable[[Any], Any], str]] = {
     "text": (lambda value: None if isinstance(value, bytes) else str(value), "is bytes, not text"),
     "flag": (lambda value: _FLAGS.get(str(value).lower()), "is neither true nor false"),
     "numbers": (_numbers, "is not a list of finite numbers, 0 or more"),
+    "turns": (read_turns, f"is not a list of turns with {FIELDS[0]} of 1 or more, {FIELDS[1]} and {FIELDS[2]}"),
 }
 
 

@@ -1,0 +1,174 @@
+"""Where trajectories act: sandboxes and workers that run their tool calls, while they are out of the batch.
+
+docs/engine.md has the rules under "Tool calls".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import numpy as np
+import simpy
+from pydantic import Field, model_validator
+
+from rlsim.base.schema import Schema
+from rlsim.sim.moment import at
+from rlsim.sim.request import Request
+from rlsim.units import Seconds
+
+
+class EnvironmentConfig(Schema):
+    """What runs the tool calls of trajectories, and how they come back."""
+
+    sandboxes: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="sandboxes (containers) that there are at once: a trajectory holds one from its first tool call "
+        "until it ends or pauses, and waits for one in order; default: as many as are wanted",
+    )
+    start_s: Seconds = Field(default=0.0, ge=0, description="until a sandbox that a trajectory has been given is ready")
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="tool calls that run at once (CPU workers, a rate limit); default: all",
+    )
+    timeout: Seconds | None = Field(default=None, gt=0, description="a tool call is ended then; default: never")
+    failures: float = Field(
+        default=0.0, ge=0, lt=1, description="share of tool calls that fail, after their whole time"
+    )
+    retries: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="how often a failed call is tried again; after that its error is the observation",
+    )
+    default_tool_s: Seconds | None = Field(
+        default=None, ge=0, description="of tool calls whose time the trace lacks; default: the mean of the others"
+    )
+    max_turns: int | None = Field(default=None, ge=1, description="turns of a trajectory (veRL's max_assistant_turns)")
+    turns: Literal["each", "together"] = Field(
+        default="each",
+        description="each: a trajectory goes on as soon as its tool call is over (asynchronous agent loops); together: "
+        "once all trajectories of the rollout have ended their turn (a loop over batches)",
+    )
+    returns: Literal["same_replica", "least_context"] = Field(
+        default="same_replica",
+        description="where it goes on: same_replica: where its KV cache may be (sticky sessions); least_context: the "
+        "replica with the least context",
+    )
+
+    @model_validator(mode="after")
+    def _no_deadlock(self) -> EnvironmentConfig:
+        if self.turns == "together" and self.sandboxes is not None:
+            raise ValueError(
+                "turns: together and sandboxes exclude each other: who holds a sandbox would wait for those who wait for "
+                "one; limit `workers`"
+            )
+        return self
+
+
+class _Slots:
+    """So many places, given in the order in which they are asked for; `None`: as many as are wanted."""
+
+    def __init__(self, places: int | None) -> None:
+        self._free = places
+        self._waiting: dict[Request, Callable[[], None]] = {}
+
+    def take(self, request: Request, then: Callable[[], None]) -> None:
+        if self._free == 0:
+            self._waiting[request] = then
+            return
+        if self._free is not None:
+            self._free -= 1
+        then()
+
+    def give_back(self) -> None:
+        if self._waiting:
+            self._waiting.pop(next(iter(self._waiting)))()
+        elif self._free is not None:
+            self._free += 1
+
+    def forgo(self, request: Request) -> None:
+        """It waits for none any more."""
+        self._waiting.pop(request, None)
+
+
+class Environments:
+    """Runs the tool calls of a run, and notes down in requests how long they ran, and waited for it."""
+
+    def __init__(self, env: simpy.Environment, config: EnvironmentConfig, seed: int = 0) -> None:
+        self.config = config
+        self._env, self._seed = env, seed
+        self._sandboxes, self._workers = _Slots(config.sandboxes), _Slots(config.workers)
+        self._held: set[Request] = set()  # trajectories that have a sandbox
+        self._calls: dict[Request, str] = {}  # under way, and where: waits for a sandbox or a worker, starts, runs
+        self._draws: dict[Request, np.random.Generator] = {}  # of failures
+
+    def call(self, request: Request, back: Callable[[Request], None]) -> None:
+        """Run the tool call at which a trajectory is; `back` is told of it when that is over."""
+        asked_at = self._env.now
+
+        def given() -> None:
+            self._held.add(request)
+            if self.config.start_s:
+                self._calls[request] = "starts"
+                self._after(self.config.start_s, request, ready)
+            else:
+                ready()
+
+        def ready() -> None:
+            self._calls[request] = "worker"
+            self._workers.take(request, run)
+
+        def run() -> None:
+            self._calls[request] = "runs"
+            takes_s = self._takes_s(request)
+            request.tool_wait_s += self._env.now - asked_at
+            request.tool_s += takes_s
+            self._after(takes_s, request, over)
+
+        def over() -> None:
+            del self._calls[request]
+            self._workers.give_back()
+            back(request)
+
+        self._calls[request] = "sandbox"
+        if request in self._held:
+            ready()
+        else:
+            self._sandboxes.take(request, given)
+
+    def _after(self, seconds: float, request: Request, then: Callable[[], None]) -> None:
+        """Go on after so many seconds, be they none (what is ordered at this boundary comes first), if it is there."""
+        at(self._env, self._env.now + seconds, lambda _: then() if request in self._calls else None)
+
+    def _takes_s(self, request: Request) -> float:
+        """Seconds of its tool call, those that failed before it included."""
+        config, once = self.config, request.tool_calls[request.called].tool_s
+        if config.timeout is not None:
+            once = min(once, config.timeout)
+        tries = 1
+        if config.failures:
+            key = self._seed, request.position, request.row if request.row >= 0 else request.id
+            draws = self._draws.setdefault(request, np.random.default_rng(key))
+            while tries <= config.retries and draws.random() < config.failures:
+                tries += 1
+        return once * tries
+
+    def leave(self, requests: Iterable[Request]) -> None:
+        """These trajectories have ended, or pause, or are dropped: what they hold is free again, for others."""
+        held = []
+        for request in requests:
+            where = self._calls.pop(request, "")
+            self._sandboxes.forgo(request)
+            self._workers.forgo(request)
+            held += [self._workers] * (where == "runs")
+            if request in self._held:
+                self._held.remove(request)
+                held.append(self._sandboxes)
+            self._draws.pop(request, None)
+        for slots in held:
+            slots.give_back()
