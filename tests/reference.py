@@ -197,7 +197,7 @@ class _Request:
     response_tokens: int
     generated: int
     budget: int  # tokens with which it finishes, or pauses
-    tools: list[tuple[int, int, float]]  # calls ahead
+    tools: list[tuple[int, int, float]] = field(default_factory=list)  # calls ahead
     state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving", "paused", "acting"] = "waiting"
     arrived_kv: bool = False  # waiting, and its KV has just arrived with it
     prefilled: int = 0  # prefilling: tokens already in the cache

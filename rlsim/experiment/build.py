@@ -26,8 +26,10 @@ from rlsim.experiment.schema import Experiment, TraceSpec
 from rlsim.experiment.workflows import TraceScoring, workflow_of
 from rlsim.models.hardware import AnyCluster, Cluster, MixedCluster, load_any_cluster, node_types
 from rlsim.models.model import Model, load_model
+from rlsim.sim.environment import EnvironmentConfig
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import StepSampler, Trace, TraceMeta, limits, make_trace, mix, read_trace
+from rlsim.trace.turns import response_tokens, scale_turns
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
 
@@ -243,7 +245,8 @@ class LoadedExperiment:
     def _cut(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The trace's lengths as they are generated, and which responses do not end."""
         trace = self.experiment.trace
-        return self.trace.cut(limits(self.prompt_lengths, trace.cap, trace.max_model_len))
+        most_turns = self.experiment.environment.max_turns
+        return self.trace.cut(limits(self.prompt_lengths, trace.cap, trace.max_model_len), most_turns)
 
     def sampler(self, seed: int) -> StepSampler:
         workflow, trace = self.experiment.workflow, self.experiment.trace
@@ -255,7 +258,14 @@ class LoadedExperiment:
             seed,
             default_prompt_tokens=trace.default_prompt_tokens,
             max_model_len=trace.max_model_len,
+            max_turns=self.experiment.environment.max_turns,
+            default_tool_s=self.experiment.environment.default_tool_s,
         )
+
+    @property
+    def environment(self) -> EnvironmentConfig | None:
+        """What runs the tool calls of trajectories; None where the trace has none."""
+        return self.experiment.environment if "turns" in self.trace.frame else None
 
 
 def _prompt_tokens(trace: Trace, spec: TraceSpec) -> pd.Series[int]:
@@ -271,6 +281,10 @@ def _scaled(trace: Trace, spec: TraceSpec) -> Trace:
         for name, factor in times.items()
         if factor != 1.0 and name in trace.frame
     }
+    if spec.scale != 1.0 and "turns" in trace.frame:
+        scaled["turns"] = trace.frame["turns"].map(lambda turns: scale_turns(turns, spec.scale))
+        own = [turns and response_tokens(turns) for turns in scaled["turns"]]
+        scaled["response_tokens"] = pd.Series(own, trace.frame.index).fillna(scaled["response_tokens"]).astype("int64")
     cap = trace.meta.cap_tokens and max(round(trace.meta.cap_tokens * spec.scale), 1)
     known = trace.meta.known_tokens and max(round(trace.meta.known_tokens * spec.scale), 1)
     meta = trace.meta.model_copy(update={"cap_tokens": cap, "known_tokens": known})

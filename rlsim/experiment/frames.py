@@ -141,7 +141,8 @@ def _steps(outcome: Outcome, bound: GenerationBound | None) -> list[dict[str, An
         generate = next((call for call in calls[step] if call.kind == "generate"), None)
         began, ended = (generate.start_at, generate.end_at) if generate else (began_at, began_at)
         responses, rollout = outcome.responses[step], outcome.rollouts[step]
-        kept, new = responses.trained, responses.generated_tokens - responses.resumed_tokens
+        observed = responses.observed_tokens - responses.resumed_observed
+        kept, new = responses.trained, responses.generated_tokens - responses.resumed_tokens - observed
         behind = step - responses.version[kept]  # the weights that it trains have had `step` updates
         finished = np.sort(responses.finished_at[kept])
         own = computed(
@@ -150,6 +151,7 @@ def _steps(outcome: Outcome, bound: GenerationBound | None) -> list[dict[str, An
             kept=kept,
             generated=responses.generated_tokens,
             new=new,
+            observed=observed,
             here=(kept | responses.baseline) & (new > 0) & (generate is not None),
             rollout=rollout,
             settled=rollout.settled,

@@ -23,6 +23,7 @@ from rlsim.cost.strategy import (
 )
 from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import shown, unknown_name
+from rlsim.sim.environment import EnvironmentConfig
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Seconds, Tokens
 from rlsim.workflow.graph import CallKind, Grain
@@ -333,6 +334,7 @@ class Experiment(Schema):
         "what it lacks from where it is, without an engine that loads it (REAL; generation in the trainer's process)",
     )
     trace: TraceSpec
+    environment: EnvironmentConfig = EnvironmentConfig()
     workflow: WorkflowSpec
     training: TrainingSpec = TrainingSpec()
     costs: AssumedCosts = PLAIN_COSTS

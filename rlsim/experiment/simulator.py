@@ -157,6 +157,8 @@ class Simulator:
             crowded=placed.crowded if any(placement.shared for placement in placed.plan.placements.values()) else None,
             routing=experiment.routing,
             hybrid=hybrid_of(placed, tp),
+            environment=loaded.environment,
+            seed=sampler.seed,
         )
         return simulate(what)
 
@@ -173,6 +175,9 @@ class _Requests:
         columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
         rows = zip(*(c.tolist() for c in columns), strict=True)
         made = [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]
+        if (calls := self._sampler.tool_calls) is not None:
+            for request in made:
+                request.call_tools(calls[request.row])
         if self._error is not None:
             factors = np.exp(self._error * self._rng.standard_normal(len(made)))
             for request, factor in zip(made, factors.tolist(), strict=True):

@@ -171,6 +171,7 @@ class Request:
     tool_wait_s: float = 0.0  # for sandboxes and workers, so far
     resumed: bool = False  # begun in an earlier step
     resumed_tokens: int = 0  # generated in earlier steps
+    resumed_observed: int = 0  # of these, those observed
     runs: tuple[Run, ...] = ()  # oldest first; tokens in none of them are of the step's weights (`runs_under`)
     #: Of its stay at the replica where it is: when it came to the queue, was admitted, joined the decoding batch.
     arrived_at: float = NAN
@@ -191,6 +192,11 @@ class Request:
         self.limit_tokens = self.budget_tokens
         if self.called < len(self.tool_calls):
             self.limit_tokens = min(self.limit_tokens, self.tool_calls[self.called].after_tokens)
+
+    def call_tools(self, calls: tuple[ToolCall, ...]) -> None:
+        """It is a trajectory with these tool calls."""
+        self.tool_calls = calls
+        self._set_limit()
 
     @property
     def acts(self) -> bool:
@@ -250,6 +256,7 @@ class Request:
             tool_wait_s=self.tool_wait_s,
             resumed=True,
             resumed_tokens=self.generated,
+            resumed_observed=self.observed_tokens,
             runs=self.runs_under(version),
             started_at=self.started_at,
             first_token_at=self.first_token_at,

@@ -89,10 +89,10 @@ class StepSampler:
         self.trace, self.prompts, self.responses, self.seed = trace, prompts, responses, seed
         self.notes: list[str] = []
         self._prompt_lengths(default_prompt_tokens)
-        self._lengths(cap_tokens, max_model_len)
+        self._lengths(cap_tokens, max_model_len, max_turns)
         self.tool_calls: list[tuple[ToolCall, ...]] | None = None
         if "turns" in trace.frame:
-            self._trajectories(limits(self._prompt_tokens, self.cap_tokens, max_model_len), max_turns, default_tool_s)
+            self._trajectories(default_tool_s)
         codes, self.prompt_ids = trace.prompt_codes()
         self._epochs = self._group(codes, trace.frame["epoch"].to_numpy(np.int64))
         self._starts = [0]
@@ -169,7 +169,7 @@ class StepSampler:
             self._orders[epoch] = rng.permutation(len(rows.prompts)), shuffled
         return self._orders[epoch]
 
-    def _lengths(self, cap_tokens: int | None, max_model_len: int | None) -> None:
+    def _lengths(self, cap_tokens: int | None, max_model_len: int | None, max_turns: int | None) -> None:
         trace, length = self.trace, self.trace.response_tokens
         own = trace.meta.cap_tokens
         self.cap_tokens = cap_tokens or own or int(length.max())
@@ -180,10 +180,11 @@ class StepSampler:
                 f"the cap of {self.cap_tokens} tokens is above {at}: {below.mean():.2%} of the responses were cut "
                 "there, their true lengths are unknown and are taken as the cut ones (the tail is too short)"
             )
-        self._response_tokens, self._capped = trace.cut(limits(self._prompt_tokens, self.cap_tokens, max_model_len))
+        limit_tokens = limits(self._prompt_tokens, self.cap_tokens, max_model_len)
+        self._response_tokens, self._capped = trace.cut(limit_tokens, max_turns)
 
-    def _trajectories(self, limit_tokens: Ints, most_turns: int | None, default_s: float | None) -> None:
-        """The tool calls of every row, within these limits, and the lengths that follow."""
+    def _trajectories(self, default_s: float | None) -> None:
+        """The tool calls of every row, as far as its response goes."""
         cells: list[Any] = self.trace.frame["turns"].tolist()
         known = recorded_s(cells)
         unknown = sum(max(len(turns) - 1, 0) for turns in cells if turns) - len(known)
@@ -194,11 +195,8 @@ class StepSampler:
             self.notes.append(
                 f"{share:.1%} of the tool calls have no recorded time: taken as {unknown_s:.3g} s ({which})"
             )
-        self.tool_calls, self._response_tokens = [()] * len(cells), self._response_tokens.copy()
-        for row, (turns, limit) in enumerate(zip(cells, limit_tokens.tolist(), strict=True)):
-            if turns:
-                self._response_tokens[row], calls = tool_calls(turns, limit, most_turns, unknown_s)
-                self.tool_calls[row] = tuple(calls)
+        rows = zip(cells, self._response_tokens.tolist(), strict=True)
+        self.tool_calls = [tuple(tool_calls(turns, kept, None, unknown_s)[1]) if turns else () for turns, kept in rows]
 
     def _prompt_lengths(self, default: int) -> None:
         frame = self.trace.frame

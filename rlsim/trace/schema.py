@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rlsim.base.schema import Schema
 from rlsim.base.tables import floats, parse_json
 from rlsim.errors import TraceError, one_line
-from rlsim.trace.turns import FIELDS, as_json, read_turns, response_tokens
+from rlsim.trace.turns import FIELDS, as_json, read_turns, response_tokens, tool_calls
 
 Kind = Literal["id", "tokens", "index", "number", "flag", "text", "numbers", "turns"]
 MAX_TOKENS = 2**31 - 1
@@ -113,10 +113,19 @@ class Trace:
     def capped(self) -> npt.NDArray[np.bool_]:
         return self.frame["capped"].to_numpy(np.bool_)
 
-    def cut(self, limit_tokens: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """The lengths of responses of at most `limit_tokens` (one for all, or one for each), and which are cut."""
+    def cut(
+        self, limit_tokens: Any, most_turns: int | None = None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The lengths of responses of at most `limit_tokens` (one for all, or one for each), and which are cut.
+
+        Trajectories end with a turn, of which they have at most `most_turns`.
+        """
         length = self.response_tokens
-        return np.minimum(length, limit_tokens), self.capped | (length > limit_tokens)
+        kept = np.minimum(length, limit_tokens)
+        for row, turns in enumerate(self.frame.get("turns", ())):
+            if turns:
+                kept[row], _ = tool_calls(turns, int(kept[row]), most_turns, 0.0)
+        return kept, self.capped | (length > kept)
 
     def prompt_codes(self) -> tuple[npt.NDArray[np.int64], list[Any]]:
         """For every response a code of its prompt (from 0, in order of appearance), and the prompt id of each code."""

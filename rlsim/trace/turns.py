@@ -91,7 +91,7 @@ def tool_calls(turns: Turns, limit_tokens: int, most_turns: int | None, unknown_
     return min(begun + turns[len(calls)].generated_tokens, limit_tokens), calls
 
 
-def scaled(turns: Turns | None, factor: float) -> Turns | None:
+def scale_turns(turns: Turns | None, factor: float) -> Turns | None:
     """All lengths so many times as long."""
     return turns and tuple(
         Turn(max(round(t.generated_tokens * factor), 1), round(t.observation_tokens * factor), t.tool_s) for t in turns
