@@ -841,9 +841,11 @@ class _Rollout:
                 self.result.tool_s[call.request.id] += seconds
         return before != [(call.request, call.where) for call in self.calls]
 
-    def end_calls(self) -> bool:
-        """They come to their end."""
+    def end_calls(self, at_once: bool = False) -> bool:
+        """They come to their end; `at_once`: those alone that take no time and did not wait."""
         ending = [call for call in self.calls if call.where == "runs" and self.reached(call.until)]
+        if at_once:
+            ending = [call for call in ending if call.asked_at == call.until == self.now]
         for call in ending:
             call.where = "over"
             _, observed, _ = call.request.tools.pop(0)
@@ -967,12 +969,12 @@ class _Rollout:
     def settle(self) -> None:
         """Everything that replicas at a boundary and arrivals of this moment entail, until nothing more follows."""
         steps = (
-            self.begin_calls, self.end_turn, self.stay_away, self.leave, self.stop_replicas, self.arrive, self.begin_switches,
-            self.end_switches, self.house,
+            self.begin_calls, self.end_turn, self.stay_away, self.leave, self.stop_replicas, self.arrive,
+            self.begin_switches, self.end_switches, self.house,
         )  # fmt: skip
         followed = True
         while followed:
-            followed = sum(step() for step in steps) > 0  # every one of them
+            followed = sum(step() for step in steps) > 0 or self.end_calls(at_once=True)  # every one of them
         stranded = [requests for _, requests in sorted(self.stranded, key=lambda item: item[0])]
         for requests in [*self.freed, *stranded]:  # replicas that start at this moment are there for them
             self.homeless += requests

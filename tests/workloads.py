@@ -352,6 +352,8 @@ class Workload:
     def launched(self, launch: Launch, first_id: int) -> list[RefRequest]:
         """The requests of a launch: the sizes of the first ones again."""
         sizes = [self.requests[(first_id + i) % len(self.requests)] for i in range(len(launch.prompts))]
+        if self.tools and self.tools.sandboxes + self.tools.workers:  # twins at one moment: who is first is left open
+            sizes = [replace(size, tools=()) for size in sizes]
         return [
             RefRequest(first_id + i, r.position, r.prompt_tokens, r.response_tokens, 0, self.budget_tokens, r.tools)
             for i, r in enumerate(sizes)
@@ -581,6 +583,8 @@ def workloads(
         chunk_tokens = draw(st.sampled_from([1, 2, 7, 16, 50, 1000]))
         handover_s = draw(st.sampled_from([0.0, 2.0**-12])) if ties else rng.uniform(0.0, 0.01)
         paused = draw(st.integers(0, n - 1))
+    if where and chunk_tokens:  # what comes from another replica at this moment finds no hand-over that is owed
+        where = replace(where, least_context=False)
     control = draw(any_controls(n, gpus) if everything else controls(n, gpus, kinds, mixtures))
     if timed:
         apart = (

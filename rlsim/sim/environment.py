@@ -64,8 +64,8 @@ class EnvironmentConfig(Schema):
     def _no_deadlock(self) -> EnvironmentConfig:
         if self.turns == "together" and self.sandboxes is not None:
             raise ValueError(
-                "turns: together and sandboxes exclude each other: who holds a sandbox would wait for those who wait for "
-                "one; limit `workers`"
+                "turns: together and sandboxes exclude each other: who holds a sandbox would wait for those who wait "
+                "for one; limit `workers`"
             )
         return self
 
@@ -107,8 +107,13 @@ class Environments:
         self._calls: dict[Request, str] = {}  # under way, and where: waits for a sandbox or a worker, starts, runs
         self._draws: dict[Request, np.random.Generator] = {}  # of failures
 
-    def call(self, request: Request, back: Callable[[Request], None]) -> None:
-        """Run the tool call at which a trajectory is; `back` is told of it when that is over."""
+    def call(
+        self, request: Request, back: Callable[[Request], None], soon: Callable[[Callable[[], None]], None] | None
+    ) -> None:
+        """Run the tool call at which a trajectory is; `back` is told of it when that is over.
+
+        `soon` does something at this boundary, after what is ordered for it: what takes no time.
+        """
         asked_at = self._env.now
 
         def given() -> None:
@@ -128,7 +133,10 @@ class Environments:
             takes_s = self._takes_s(request)
             request.tool_wait_s += self._env.now - asked_at
             request.tool_s += takes_s
-            self._after(takes_s, request, over)
+            if soon and not takes_s and self._env.now == asked_at:
+                soon(lambda: over() if request in self._calls else None)
+            else:
+                self._after(takes_s, request, over)
 
         def over() -> None:
             del self._calls[request]
@@ -142,7 +150,7 @@ class Environments:
             self._sandboxes.take(request, given)
 
     def _after(self, seconds: float, request: Request, then: Callable[[], None]) -> None:
-        """Go on after so many seconds, be they none (what is ordered at this boundary comes first), if it is there."""
+        """Go on after so many seconds, if it is there."""
         at(self._env, self._env.now + seconds, lambda _: then() if request in self._calls else None)
 
     def _takes_s(self, request: Request) -> float:

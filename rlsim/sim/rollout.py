@@ -281,7 +281,7 @@ class Rollout(RolloutState):
         if self._stage.on_finish and finished:
             self._stage.on_finish(finished)
         self._look_after(replica)
-        self._call_tools(acting)
+        self._call_tools(acting, replica)
         if self._left == 0:
             self._none_left()
         if self._asks and len(acting) < len(left) and not self.done.triggered:
@@ -307,9 +307,9 @@ class Rollout(RolloutState):
         self._deal_to_active([request for request in requests if not request.acts])
         self._call_tools(acting)
 
-    def _call_tools(self, acting: Sequence[Request]) -> None:
+    def _call_tools(self, acting: Sequence[Request], at: Replica | None = None) -> None:
         for request in acting:
-            self._stage.environments.call(request, self._observed)  # type: ignore[union-attr]
+            self._stage.environments.call(request, self._observed, at.at_boundary if at else None)  # type: ignore[union-attr]
         self._end_turn()
 
     def _observed(self, request: Request) -> None:
