@@ -74,6 +74,7 @@ class RefTools:
     workers: int = 0
     together: bool = False
     least_context: bool = False
+    keep_kv_s: float = 0.0  # for so long its pages are kept for a trajectory
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,7 @@ class _Replica:
     cache: list[Page] = field(default_factory=list)  # that can be found; what nobody holds in the order of its use
     promised: dict[Page, _Request] = field(default_factory=dict)  # of these, not computed yet, and by whom they will be
     host: list[Page] = field(default_factory=list)  # pages that are in host memory only, those that came first in front
+    pinned: list[_Request] = field(default_factory=list)  # away at tool calls, or back, whose pages are kept
     loading: int = 0  # pages that the next iteration with a prefill loads from there
     let_go: list[tuple[int, list[Page], _Request]] = field(default_factory=list)  # at this boundary
 
@@ -401,6 +403,8 @@ class _Rollout:
         self.calls: list[_Call] = []  # in the order in which they were asked for
         self.queue: list[_Call] = []  # those that wait for a worker
         self.sandboxes: list[_Request] = []  # who has one
+        self.pins: list[tuple[float, _Replica, _Request, int]] = []  # until when, by which call
+        self.unpinning: list[tuple[_Replica, _Request]] = []  # at the replica's next boundary
         self.node_gpus, self.costs, self.engine = node_gpus, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
         self.requests = [made(r) for r in requests]
@@ -463,7 +467,8 @@ class _Rollout:
     def in_use(self, replica: _Replica) -> set[Page]:
         """Pages of running and prefilling requests, and all that are there of their prompts."""
         own = {page for r in replica.admitted for page in self.pages_held(r)}
-        prompts = {self.prompt_page(r, 0)[:3] for r in replica.admitted}
+        own |= {page for r in replica.pinned for page in self.find(replica, r)}
+        prompts = {self.prompt_page(r, 0)[:3] for r in (*replica.admitted, *replica.pinned)}
         return own | {page for page in replica.cache if page[:3] in prompts}
 
     # --- the prefix cache
@@ -517,6 +522,32 @@ class _Rollout:
         own = self.context_pages(r, computed_tokens // self.engine.page_tokens)
         replica.let_go.append((r.number, [page for page in own if page[0] == "request"], r))
         r.shares = 0
+
+    def unpin(self, replica: _Replica, r: _Request) -> None:
+        """Others may have its pages; it lets go of them now."""
+        if r in replica.pinned:
+            own = [page for page in self.find(replica, r) if page[0] == "request"]
+            replica.pinned.remove(r)
+            replica.let_go.append((0, own, r))
+
+    def let_pins_go(self) -> bool:
+        any_gone = False
+        for replica, r in list(self.unpinning):
+            if r not in replica.pinned or replica.stopped:
+                self.unpinning.remove((replica, r))
+            elif self.at_boundary(replica):
+                self.unpinning.remove((replica, r))
+                self.unpin(replica, r)
+                any_gone = True
+        return any_gone
+
+    def end_pins(self) -> None:
+        for entry in list(self.pins):
+            until, replica, r, number = entry
+            if self.reached(until):
+                self.pins.remove(entry)
+                if r.state == "acting" and len(r.tools) == number:
+                    self.unpinning.append((replica, r))
 
     def settle_cache(self, replica: _Replica) -> None:
         """What was let go at this boundary is what was used last: the last page of each is the first to go."""
@@ -616,12 +647,17 @@ class _Rollout:
         capacity = self.costs_of(replica).capacity_pages(replica.tp) * units
 
         # 1. arrivals
-        replica.waiting += replica.arrivals
+        kept = [r for r in replica.arrivals if r in replica.pinned]
+        replica.waiting = [*kept, *replica.waiting, *(r for r in replica.arrivals if r not in kept)]
         replica.arrivals = []
 
         # 2. evict
         self.settle_cache(replica)
         while self.pages(replica) > capacity:
+            if replica.pinned:
+                self.unpin(replica, replica.pinned[-1])
+                self.settle_cache(replica)
+                continue
             victim = replica.admitted.pop()
             # The KV of a running request's last token comes with its next step.
             self.free(replica, victim, victim.context - 1 if victim.state == "running" else victim.hit)
@@ -656,7 +692,11 @@ class _Rollout:
             in_use = self.in_use(replica) if found else set()
             new = self.pages_of(head.context, kv) - len([page for page in found if page in in_use])
             if new + self.pages(replica) + watermark > capacity:
-                break
+                if replica.admitted or not replica.pinned:
+                    break
+                self.unpin(replica, replica.pinned[-1])
+                self.settle_cache(replica)
+                continue
             needed = head.context - len(found) * engine.page_tokens
             if not head.arrived_kv:
                 if engine.chunked_prefill:
@@ -670,6 +710,8 @@ class _Rollout:
                 fresh.append(head)
                 head.hit = head.prefilled = len(found) * engine.page_tokens
             replica.waiting.pop(0)
+            if head in replica.pinned:
+                replica.pinned.remove(head)
             replica.admitted.append(head)
             self.load(replica, head, found, head.arrived_kv)
             self.admissions += 1
@@ -789,6 +831,12 @@ class _Rollout:
             self.free(replica, r, r.context - 1)
             self.end_stay(r, "tool")
             r.lose_kv()
+            if self.tools.keep_kv_s and self.prefix_hits != "off":
+                self.settle_cache(replica)
+                if self.find(replica, r):
+                    replica.pinned.append(r)
+                    if self.tools.keep_kv_s < math.inf:
+                        self.pins.append((self.now + self.tools.keep_kv_s, replica, r, len(r.tools)))
             self.call(r, replica)
         paused = [r for r in replica.admitted if r.generated == r.limit]
         for r in paused:
@@ -870,25 +918,31 @@ class _Rollout:
         if r.generated >= r.limit:
             r.state, self.paused_at_tools = "paused", True
             self.leave_sandbox(r)
+            if call.home:
+                self.unpinning.append((call.home, r))
             return
         r.state = "waiting"
         if call.home and call.home.active and not self.tools.least_context:
             call.home.arrive(r, self.now)
         else:
             self.homeless.append(r)
+            if call.home:
+                self.unpinning.append((call.home, r))
 
     def stay_away(self) -> bool:
         """What was to be done at this boundary to those that have left for their tools: they are dropped, not moved."""
-        away = [call.request for call in self.calls]
-        for r in away:
+        away = {call.request: call.home for call in self.calls}
+        for r, home in away.items():
             if r in self.aborting:
+                if home:
+                    self.unpinning.append((home, r))
                 self.leave_sandbox(r)
                 r.state = "aborted"
                 self.result.aborted.add(r.id)
             for move in self.moves:
                 if r not in move.gone:
                     move.requests = [other for other in move.requests if other is not r]
-        return bool(self.aborting & set(away))
+        return bool(self.aborting & away.keys())
 
     # --- actions: first noted, then settled at the boundaries of the replicas concerned
 
@@ -969,8 +1023,8 @@ class _Rollout:
     def settle(self) -> None:
         """Everything that replicas at a boundary and arrivals of this moment entail, until nothing more follows."""
         steps = (
-            self.begin_calls, self.end_turn, self.stay_away, self.leave, self.stop_replicas, self.arrive,
-            self.begin_switches, self.end_switches, self.house,
+            self.begin_calls, self.end_turn, self.stay_away, self.let_pins_go, self.leave, self.stop_replicas,
+            self.arrive, self.begin_switches, self.end_switches, self.house,
         )  # fmt: skip
         followed = True
         while followed:
@@ -997,6 +1051,7 @@ class _Rollout:
                     any_left = True
                     if r in replica.admitted:
                         self.free(replica, r, r.context - 1 if r.state == "running" else r.hit)
+                    self.unpin(replica, r)
                     if r in self.aborting:
                         replica.remove(r)
                         self.end_stay(r, "aborted")
@@ -1134,6 +1189,8 @@ class _Rollout:
         for call in self.calls:
             if call.where in ("starts", "runs"):
                 yield call.until
+        for until, *_ in self.pins:
+            yield until
         for switch in self.switches:
             if switch.ends_at not in (None, math.inf) and not self.stop_asked:
                 yield switch.ends_at
@@ -1173,6 +1230,7 @@ class _Rollout:
 
     def go_on(self) -> None:
         """What this moment entails, then what tool calls that end at it do."""
+        self.end_pins()
         self.settle()
         self.begin_all()
         while self.end_calls():

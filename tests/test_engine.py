@@ -67,6 +67,7 @@ def environment_of(tools: RefTools) -> EnvironmentConfig:
         workers=tools.workers or None,
         turns="together" if tools.together else "each",
         returns="least_context" if tools.least_context else "same_replica",
+        keep_kv="pinned" if tools.keep_kv_s == math.inf else tools.keep_kv_s,
     )
 
 

@@ -493,7 +493,8 @@ def environments(draw: st.DrawFn) -> RefTools:
     slots = st.sampled_from([0, 0, 1, 2, 7])
     start_s = draw(st.sampled_from([0.0, rng.uniform(1e-3, 1.0)]))
     together = draw(st.booleans())
-    return RefTools(0 if together else draw(slots), start_s, draw(slots), together, draw(st.booleans()))
+    keep_kv_s = draw(st.sampled_from([0.0, 0.0, math.inf, rng.uniform(1e-3, 3.0)]))
+    return RefTools(0 if together else draw(slots), start_s, draw(slots), together, draw(st.booleans()), keep_kv_s)
 
 
 @st.composite

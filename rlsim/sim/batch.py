@@ -55,6 +55,7 @@ class RunningBatch:
         self._capacity_pages = capacity_pages * kv.page_units
         self.plain = kv == PLAIN_KV
         self.cache: PrefixCache | None = None  # where requests may find anything
+        self.pinned_pages = 0  # that requests keep which are not here
         self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it leaves at, admission number, request)
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
@@ -66,7 +67,9 @@ class RunningBatch:
     @property
     def room_pages(self) -> int:
         """Pages that requests of the replica may fill, where shared ones are counted for each."""
-        return self._capacity_pages + self.cache.shared_pages if self.cache else self._capacity_pages
+        if not self.cache:
+            return self._capacity_pages
+        return self._capacity_pages - self.pinned_pages + self.cache.shared_pages
 
     def requests(self) -> list[Request]:
         return sorted(self, key=attrgetter("order"))
@@ -182,8 +185,7 @@ class RunningBatch:
 
     def _fits(self, tokens: int) -> bool:
         """Whether so many tokens have pages for certain; nothing is certain where these are not proportional."""
-        room = self._capacity_pages + (self.cache.shared_pages if self.cache else 0)
-        return self.plain and tokens + self.size * self._padding <= room * self._page_tokens
+        return self.plain and tokens + self.size * self._padding <= self.room_pages * self._page_tokens
 
     def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
         """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which

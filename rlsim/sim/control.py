@@ -20,6 +20,7 @@ from rlsim.sim.costs import RolloutCosts as RolloutCosts
 from rlsim.sim.view import ReplicaView as ReplicaView
 from rlsim.sim.view import RequestView as RequestView
 from rlsim.sim.view import RolloutView as RolloutView
+from rlsim.sim.view import ToolCallView as ToolCallView
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +369,13 @@ class RolloutControl(Hooked):
         """
         return None
 
+    @hook("a number of seconds, 0 or more, or None", lambda s, *_: s is None or is_number(s))
+    def keep_kv_s(self, call: ToolCallView) -> float | None:  # noqa: ARG002
+        """A trajectory leaves for a tool call: for how many seconds its KV cache is pinned at its replica, unless it is
+        back before. 0: prefix caching keeps it until others need the room; None: as the environment says.
+        """
+        return None
+
     @hook()
     def on_scored(self, report: ScoringReport) -> None:
         """The calls that took a step's responses by the chunk are done with the step."""
@@ -409,6 +417,11 @@ class Controls(RolloutControl):
     ) -> Mapping[int, Sequence[int]] | None:
         """What the first of those that have an opinion says."""
         answers = (part.dispatch(launched, replicas) for part in self.parts)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def keep_kv_s(self, call: ToolCallView) -> float | None:
+        """What the first of those that have an opinion says."""
+        answers = (part.keep_kv_s(call) for part in self.parts)
         return next((answer for answer in answers if answer is not None), None)
 
     def on_scored(self, report: ScoringReport) -> None:

@@ -5,6 +5,7 @@ docs/engine.md has the rules under "Tool calls".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -54,6 +55,12 @@ class EnvironmentConfig(Schema):
         description="each: a trajectory goes on as soon as its tool call is over (asynchronous agent loops); together: "
         "once all trajectories of the rollout have ended their turn (a loop over batches)",
     )
+    keep_kv: Literal["idle", "pinned"] | Seconds = Field(
+        default="idle",
+        description="KV cache of a trajectory at its tool call. idle: prefix caching keeps it until others need the "
+        "room (the default of engines); pinned: nobody else may have the room; a number: pinned for so many seconds. "
+        "A system's part may decide it for each call (`keep_kv_s`)",
+    )
     returns: Literal["same_replica", "least_context"] = Field(
         default="same_replica",
         description="where it goes on: same_replica: where its KV cache may be (sticky sessions); least_context: the "
@@ -68,6 +75,13 @@ class EnvironmentConfig(Schema):
                 "for one; limit `workers`"
             )
         return self
+
+    @property
+    def keep_kv_s(self) -> float:
+        """For how long KV cache is pinned during a tool call, at most."""
+        if isinstance(self.keep_kv, str):
+            return math.inf if self.keep_kv == "pinned" else 0.0
+        return self.keep_kv
 
 
 class _Slots:
@@ -106,6 +120,12 @@ class Environments:
         self._held: set[Request] = set()  # trajectories that have a sandbox
         self._calls: dict[Request, str] = {}  # under way, and where: waits for a sandbox or a worker, starts, runs
         self._draws: dict[Request, np.random.Generator] = {}  # of failures
+        self._over, self._over_s = 0, 0.0  # calls that are over, and how long these took
+
+    @property
+    def mean_s(self) -> float:
+        """Of the tool calls that are over, waits included; 0 before the first."""
+        return self._over_s / self._over if self._over else 0.0
 
     def call(
         self, request: Request, back: Callable[[Request], None], soon: Callable[[Callable[[], None]], None] | None
@@ -140,6 +160,8 @@ class Environments:
 
         def over() -> None:
             del self._calls[request]
+            self._over += 1
+            self._over_s += self._env.now - asked_at
             self._workers.give_back()
             back(request)
 

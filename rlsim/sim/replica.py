@@ -158,10 +158,26 @@ class Replica:
         others = [*self._scheduler.remove(ids), *(r for r in self._arrivals if r.id in ids)]
         for request in others:
             request.has_kv = False
+        for request in others:
+            self._scheduler.unpin(request)
         self._arrivals = [r for r in self._arrivals if r.id not in ids]
         left_at = self._stopped_at if not isnan(self._stopped_at) else self.env.now
         self._stays.add([*running, *others], left_at, left)
         return running, others
+
+    def pin(self, request: Request) -> None:
+        """Keep the KV cache of a trajectory that leaves for a tool call at this boundary."""
+        self._scheduler.pin(request)
+
+    def unpin(self, request: Request) -> None:
+        """From the next boundary on its pages are free for others, if it is not back."""
+        if request in self._scheduler.pinned:
+            self.at_boundary(lambda: self._scheduler.unpin(request))
+
+    @property
+    def room(self) -> tuple[int, int, int]:
+        """Requests that wait, KV pages that nobody holds, and all there are."""
+        return len(self._scheduler.waiting) + len(self._arrivals), self._scheduler.free_pages, self.capacity_pages
 
     def set_cost(self, cost: StepCost) -> None:
         """Change the cost of an iteration, at a boundary: something else runs on these GPUs from now on, or no more."""

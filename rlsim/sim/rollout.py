@@ -44,7 +44,7 @@ from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage
 from rlsim.sim.stays import Left
 from rlsim.sim.updating import WeightUpdates
-from rlsim.sim.view import RolloutState, RolloutView, view_of, view_of_replica
+from rlsim.sim.view import RolloutState, RolloutView, ToolCallView, view_of, view_of_replica
 
 
 class Rollout(RolloutState):
@@ -297,8 +297,31 @@ class Rollout(RolloutState):
         for request in acting:
             request.end_run(replica.version, request.generated)
             self._acting[request.id] = request
+            self._keep_kv(replica, request)
         self._stage.environments.leave(request for request in left if not request.acts)
         return acting
+
+    def _keep_kv(self, replica: Replica, request: Request) -> None:
+        """Pin the KV cache of a trajectory at its tool call, for as long as is wanted."""
+        environments = self._stage.environments
+        assert environments is not None
+        seconds: float | None = environments.config.keep_kv_s
+        if asked(self._stage.control, "keep_kv_s"):
+            view, calls = view_of(request, request.context, running=False), request.called
+            mean_s = (request.tool_s + request.tool_wait_s) / calls if calls else 0.0
+            call = ToolCallView(view, calls, mean_s, environments.mean_s, *replica.room)
+            wanted = self._stage.control.keep_kv_s(call)
+            seconds = seconds if wanted is None else wanted
+        call_number = request.called
+
+        def over(_: simpy.Event) -> None:
+            if request.id in self._acting and request.called == call_number:
+                replica.unpin(request)
+
+        if seconds:
+            replica.pin(request)
+            if seconds < math.inf:
+                at(self.env, self.env.now + seconds, over)
 
     def _resume(self, requests: Sequence[Request]) -> None:
         """Requests from an earlier step go on; those that were at a tool call then begin it again."""
@@ -339,8 +362,11 @@ class Rollout(RolloutState):
                 self._left -= 1
             elif environments.config.returns == "same_replica" and home and home.stopped is None:
                 self._give(home, [request])
+                continue
             else:
                 elsewhere.append(request)
+            if home:
+                home.unpin(request)
         if elsewhere:
             self._deal_to_active(elsewhere)
         if self._left == 0:
@@ -358,6 +384,9 @@ class Rollout(RolloutState):
         """Trajectories that are at their tool calls do not come back."""
         dropped = [self._acting.pop(id_) for id_ in ids if id_ in self._acting]
         self._back = [request for request in self._back if request.id in self._acting]
+        for request in dropped:
+            if home := self._at.get(request.id):
+                home.unpin(request)
         return dropped
 
     def _none_left(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import chain
 from math import isnan
 
@@ -44,6 +45,8 @@ class Scheduler:
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # in admission order
+        #: Trajectories that keep their KV cache here during a tool call: who holds it for them, and its pages.
+        self.pinned: dict[Request, tuple[Request, int]] = {}
         self.preemptions = 0
         self.hit_tokens = 0  # that prefills found in the prefix cache
         self.loading_pages = 0  # from host memory, with the coming prefill iteration
@@ -76,6 +79,9 @@ class Scheduler:
 
     def arrive(self, requests: Sequence[Request]) -> None:
         self._kv_arrived |= any(r.has_kv for r in requests)
+        if self.pinned:  # what they keep is of use to nobody else
+            self.waiting.extendleft(reversed([r for r in requests if r in self.pinned]))
+            requests = [r for r in requests if r not in self.pinned]
         self.waiting.extend(requests)
         if self._caches and len({(r.position, r.prompt_tokens) for r in requests}) < len(requests):
             self._begin_to_cache()
@@ -100,12 +106,29 @@ class Scheduler:
         self.trim()  # what runs has its pages before who waits looks for some
         return self._admit(now)
 
+    def pin(self, request: Request) -> None:
+        """A trajectory that has just left for a tool call keeps the full pages of its context."""
+        cache = self._batch.cache
+        if cache and (pages := cache.find(request)[0]):
+            holder = copy(request)  # it may be elsewhere when these are let go
+            cache.hold(holder, fills=False)
+            self.pinned[request] = holder, pages
+            self._batch.pinned_pages += pages
+
+    def unpin(self, request: Request) -> None:
+        """Others may have its pages."""
+        if request in self.pinned:
+            holder, pages = self.pinned.pop(request)
+            self._batch.pinned_pages -= pages
+            self._batch.cache.release(holder, pages * self._config.page_tokens)  # type: ignore[union-attr]
+
     def trim(self) -> None:
         batch, cache = self._batch, self._batch.cache
         if cache and cache.idle_pages + batch.pages + self._prefill_pages > batch.room_pages:
-            cache.evict(self._free_pages())
+            cache.evict(self.free_pages)
 
-    def _free_pages(self) -> int:
+    @property
+    def free_pages(self) -> int:
         return self._batch.room_pages - self._batch.pages - self._prefill_pages
 
     def prefilled(self, work: Sequence[Chunk], now: float) -> list[Request]:
@@ -153,6 +176,7 @@ class Scheduler:
     def lose_kv(self) -> list[Request]:
         """Let go of the requests that were being prefilled, as those in the batch lose their KV cache too."""
         prefilling, self.prefilling, self._prefill_pages = self.prefilling, [], 0
+        self.pinned, self._batch.pinned_pages = {}, 0
         for request in prefilling:
             request.prefill_left = 0
         self.clear()
@@ -174,11 +198,14 @@ class Scheduler:
         request.order = request.prefill_left = 0
 
     def _evict(self, now: float) -> None:
-        """Preempt the most recently admitted until the pages suffice."""
+        """Unpin, then preempt, the most recent until the pages suffice."""
         self._begin_to_cache()
         if self._batch.cache:
             self._batch.cache.boundary += 1  # what has just left on its own was let go before
         while self._batch.pages + self._prefill_pages > self._batch.room_pages:
+            if self.pinned:
+                self.unpin(next(reversed(self.pinned)))
+                continue
             order, request = self._admitted.pop()
             if request.order != order:
                 continue
@@ -203,7 +230,7 @@ class Scheduler:
         if cache and self._hits_scheduled and left >= 0:
             for request in self.prefilling:
                 cache.fill(request)
-        free = self._free_pages()
+        free = self.free_pages
         places = config.max_num_seqs - batch.size - len(self.prefilling)
         page, plain, waiting, watermark = config.page_tokens, batch.plain, self.waiting, self._watermark_pages
         offloads = self._host_pages > 0
@@ -212,17 +239,25 @@ class Scheduler:
             request = waiting[0]
             context = request.prompt_tokens + request.generated
             pages = -(-context // page) if plain else batch.pages_of(context)
-            if cache:
+            if request in self.pinned:
+                found = held = self.pinned[request][1]
+                offloaded = 0
+            elif cache:
                 found, held = cache.find(request)
                 if offloads:
                     offloaded = cache.find_offloaded(request)
                     found += offloaded
             if pages - held > (free - watermark if batch.size or self.prefilling else free):
-                break
+                if (batch.size or self.prefilling) or not self.pinned:
+                    break
+                self.unpin(next(reversed(self.pinned)))  # nobody else would ever make room
+                free = self.free_pages
+                continue
             needed = context - found * page
             if not request.has_kv and (left <= 0 if chunked else left < needed and left < budget):
                 break
             waiting.popleft()
+            self.unpin(request)
             places -= 1
             request.order = order = next(self._numbers)
             self._admitted.append((order, request))

@@ -100,6 +100,18 @@ class RequestView(NamedTuple):
         return self.prompt_tokens + self.generated_tokens
 
 
+class ToolCallView(NamedTuple):
+    """A trajectory that leaves for a tool call, as a scheduler may know it."""
+
+    request: RequestView
+    calls: int  # that it made before
+    own_mean_s: float  # of these, waits included; 0 before the first
+    mean_s: float  # of all calls of the run that are over; 0 before the first
+    waiting: int  # requests in the queue of its replica
+    free_pages: int  # of its replica's KV cache, those that nobody holds
+    capacity_pages: int  # of its replica
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
     """One replica and its unfinished requests, in the order they were admitted, then those waiting."""
