@@ -886,7 +886,6 @@ class _Rollout:
                 _, _, seconds = call.request.tools[0]
                 call.where, call.until = "runs", self.now + seconds
                 self.result.tool_wait_s[call.request.id] += self.now - call.asked_at
-                self.result.tool_s[call.request.id] += seconds
         return before != [(call.request, call.where) for call in self.calls]
 
     def end_calls(self, at_once: bool = False) -> bool:
@@ -896,7 +895,8 @@ class _Rollout:
             ending = [call for call in ending if call.asked_at == call.until == self.now]
         for call in ending:
             call.where = "over"
-            _, observed, _ = call.request.tools.pop(0)
+            _, observed, seconds = call.request.tools.pop(0)
+            self.result.tool_s[call.request.id] += seconds
             call.request.generated += observed
             if not self.tools.together:
                 self.come_back(call)

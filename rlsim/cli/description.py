@@ -36,7 +36,7 @@ def print_description(description: Description) -> None:
             "  the same, responses shuffled": share(part.straggling_prompts_shuffled, 2),
             "median prompt": number(part.prompt_tokens_median, 0),
         }
-        cells |= _reward_cells(part, first)
+        cells |= _reward_cells(part, first) | _turn_cells(part, first)
         for name, value in cells.items():
             rows.setdefault(name, []).append(value)
     headings, title = (
@@ -51,6 +51,24 @@ def print_description(description: Description) -> None:
         say(f"{len(shown)} of {len(description.parts)} columns: --json has the rest")
     for note in description.notes:
         say(f"note: {note}")
+
+
+def _turn_cells(part: Summary, first: Summary) -> dict[str, str]:
+    """The cells of a part in the rows on tool calls, where the whole trace (`first`) has any."""
+    if first.tool_calls_mean is None:
+        return {}
+    cells = {
+        "tool calls of a response": f"{number(part.tool_calls_mean, 1)} mean, {number(part.tool_calls_max, 0)} at most",
+        "tokens generated in a turn": f"{number(part.turn_tokens_median, 0)} median",
+        "share that tools returned": share(part.observed_share, 1),
+    }
+    if first.call_s_mean is not None:
+        cells["a tool call (s)"] = f"{number(part.call_s_mean, 2)} mean, {number(part.call_s_p95, 1)} P95"
+        cells["a response in tool calls (s)"] = (
+            f"{number(part.tool_s_mean, 1)} mean, {number(part.tool_s_max, 0)} at most"
+        )
+        cells["  correlation within a prompt (log)"] = number(part.tool_s_icc_log, 3)
+    return cells
 
 
 def _reward_cells(part: Summary, first: Summary) -> dict[str, str]:

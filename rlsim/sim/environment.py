@@ -58,8 +58,8 @@ class EnvironmentConfig(Schema):
     keep_kv: Literal["idle", "pinned"] | Seconds = Field(
         default="idle",
         description="KV cache of a trajectory at its tool call. idle: prefix caching keeps it until others need the "
-        "room (the default of engines); pinned: nobody else may have the room; a number: pinned for so many seconds. "
-        "A system's part may decide it for each call (`keep_kv_s`)",
+        "room (the default of engines); pinned: no other may have the room, but what runs and grows, or if nothing "
+        "could run; a number: pinned for so many seconds. A part of a system may decide it by call (`keep_kv_s`)",
     )
     returns: Literal["same_replica", "least_context"] = Field(
         default="same_replica",
@@ -152,14 +152,14 @@ class Environments:
             self._calls[request] = "runs"
             takes_s = self._takes_s(request)
             request.tool_wait_s += self._env.now - asked_at
-            request.tool_s += takes_s
             if soon and not takes_s and self._env.now == asked_at:
-                soon(lambda: over() if request in self._calls else None)
+                soon(lambda: over(0.0) if request in self._calls else None)
             else:
-                self._after(takes_s, request, over)
+                self._after(takes_s, request, lambda: over(takes_s))
 
-        def over() -> None:
+        def over(takes_s: float) -> None:
             del self._calls[request]
+            request.tool_s += takes_s
             self._over += 1
             self._over_s += self._env.now - asked_at
             self._workers.give_back()

@@ -248,9 +248,9 @@ class Scheduler:
                     offloaded = cache.find_offloaded(request)
                     found += offloaded
             if pages - held > (free - watermark if batch.size or self.prefilling else free):
-                if (batch.size or self.prefilling) or not self.pinned:
+                if batch.size or self.prefilling or not self.pinned:
                     break
-                self.unpin(next(reversed(self.pinned)))  # nobody else would ever make room
+                self.unpin(next(reversed(self.pinned)))  # else nothing would run, perhaps for ever
                 free = self.free_pages
                 continue
             needed = context - found * page

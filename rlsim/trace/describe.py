@@ -12,6 +12,7 @@ from pydantic import Field
 from rlsim.base.schema import Schema
 from rlsim.trace.mixture import icc_log, straggling_groups, within_sd_log
 from rlsim.trace.schema import Trace
+from rlsim.trace.turns import recorded_s
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 
@@ -49,6 +50,17 @@ class Summary(Schema):
         default=None, description="mean over responses of the longest run time of a test case, s"
     )
     judge_tokens_mean: float | None = Field(default=None, description="mean length of a judge's answer")
+    tool_calls_mean: float | None = Field(default=None, description="mean number of tool calls of a trajectory")
+    tool_calls_max: int | None = Field(default=None, description="most tool calls of a trajectory")
+    turn_tokens_median: float | None = Field(default=None, description="median tokens generated in a turn")
+    observed_share: float | None = Field(default=None, description="share of the responses that tools returned")
+    call_s_mean: float | None = Field(default=None, description="mean time of a tool call, s")
+    call_s_p95: float | None = Field(default=None, description="95% of the tool calls are at most as long, s")
+    tool_s_mean: float | None = Field(default=None, description="mean time of a trajectory in its tool calls, s")
+    tool_s_max: float | None = Field(default=None, description="longest time of a trajectory in its tool calls, s")
+    tool_s_icc_log: float | None = Field(
+        default=None, description="intra-prompt correlation of the log of a trajectory's time in tool calls"
+    )
 
 
 class Description(Schema):
@@ -102,7 +114,30 @@ def _summary(part: str, frame: pd.DataFrame, cap: int | None, own: int | None, a
         straggling_prompts_shuffled=_round(stragglers[1] if stragglers else None),
         prompt_tokens_median=None if prompt is None or prompt.isna().all() else float(prompt.median()),
         **_rewards(frame),
+        **_turns(frame),
     )
+
+
+def _turns(frame: pd.DataFrame) -> dict[str, float | None]:
+    """What the turns of trajectories say, as fields of `Summary`."""
+    cells = frame["turns"].dropna() if "turns" in frame else pd.Series(dtype=object)
+    if not len(cells):
+        return {}
+    calls = cells.map(lambda turns: len(turns) - 1)
+    observed = sum(turn.observation_tokens for turns in cells for turn in turns[:-1])
+    found: dict[str, float | None] = {
+        "tool_calls_mean": _round(float(calls.mean())),
+        "tool_calls_max": int(calls.max()),
+        "turn_tokens_median": float(np.median([turn.generated_tokens for turns in cells for turn in turns])),
+        "observed_share": _round(observed / int(frame.loc[cells.index, "response_tokens"].sum())),
+    }
+    if known := recorded_s(cells.tolist()):
+        total = cells.map(lambda turns: sum(recorded_s([turns])))
+        codes = np.unique(frame.loc[cells.index, "code"].to_numpy(np.int64), return_inverse=True)[1]
+        found |= {"call_s_mean": _round(float(np.mean(known))), "call_s_p95": _round(float(np.quantile(known, 0.95)))}
+        found |= {"tool_s_mean": _round(float(total.mean())), "tool_s_max": _round(float(total.max()))}
+        found["tool_s_icc_log"] = _round(icc_log(np.maximum(total.to_numpy(np.float64), 1e-3), codes))
+    return found
 
 
 def _rewards(frame: pd.DataFrame) -> dict[str, float | None]:

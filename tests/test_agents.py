@@ -1,0 +1,269 @@
+"""Trajectories: turns in a trace, tool calls in sandboxes, KV cache that is kept, by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import simpy
+from workloads import LinearStep, Nothing, StubCosts
+
+import rlsim
+from rlsim.errors import TraceError
+from rlsim.sim.control import RolloutControl, ToolCallView
+from rlsim.sim.environment import EnvironmentConfig, Environments
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.rollout import Rollout
+from rlsim.sim.stage import GenerationStage
+from rlsim.trace import StepSampler, make_trace, read_trace, write_trace
+from rlsim.trace.turns import ToolCall, Turn, tool_calls
+
+THREE = [
+    {"generated_tokens": 10, "observation_tokens": 100, "tool_s": 2.0},
+    {"generated_tokens": 20, "observation_tokens": 200, "tool_s": None},
+    {"generated_tokens": 30, "observation_tokens": 7, "tool_s": 1.0},
+]
+
+
+def trace_of(*cells: Any, **more: Any) -> Any:
+    rows = {"prompt_id": range(len(cells)), "sample_id": 0, "prompt_tokens": 50, "turns": list(cells), **more}
+    return make_trace(pd.DataFrame(rows))
+
+
+# ------------------------------------------------------------------------------------------------------------ traces
+
+
+def test_a_response_is_what_was_generated_and_observed(tmp_path: Path) -> None:
+    trace = trace_of(THREE, json.dumps(THREE[:1]))
+    assert trace.response_tokens.tolist() == [10 + 100 + 20 + 200 + 30, 10]  # nothing follows the last turn
+    write_trace(trace, tmp_path / "a.parquet")
+    assert read_trace(tmp_path / "a.parquet").digest() == trace.digest()
+    rows = [{"prompt_id": 1, "sample_id": 0, "turns": THREE}]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_trace(tmp_path / "b.jsonl").response_tokens.tolist() == [360]
+
+
+@pytest.mark.parametrize("bad", ["[]", "{}", "nothing", [{"observation_tokens": 3}], [{"generated_tokens": 0}], 7])
+def test_turns_that_are_none_are_told(bad: Any) -> None:
+    with pytest.raises(TraceError, match="row 2: turns is not a list of turns with generated_tokens of 1 or more"):
+        trace_of(THREE, bad)
+
+
+def test_a_length_that_contradicts_its_turns_is_told() -> None:
+    with pytest.raises(TraceError, match="row 1: response_tokens is 60, but its turns have 360 tokens"):
+        trace_of(THREE, response_tokens=[60])
+
+
+def test_limits_end_a_trajectory_with_a_turn() -> None:
+    turns = tuple(Turn(t["generated_tokens"], t["observation_tokens"], t["tool_s"] or math.nan) for t in THREE)
+    calls = [ToolCall(10, 100, 2.0), ToolCall(130, 200, 0.5)]
+    assert tool_calls(turns, 1000, None, 0.5) == (360, calls)
+    assert tool_calls(turns, 1000, 2, 0.5) == (130, calls[:1])
+    assert tool_calls(turns, 331, None, 0.5) == (331, calls)  # one token after the last observation
+    assert tool_calls(turns, 330, None, 0.5) == (130, calls[:1])  # which leaves no room for one
+    assert tool_calls(turns, 4, None, 0.5) == (4, [])
+
+
+def test_what_is_not_recorded_is_said() -> None:
+    sampler = StepSampler(trace_of(THREE, THREE), 1, 1)
+    assert sampler.tool_calls == [(ToolCall(10, 100, 2.0), ToolCall(130, 200, 2.0))] * 2
+    assert sampler.notes == ["50.0% of the tool calls have no recorded time: taken as 2 s (the mean of the others)"]
+    given = StepSampler(trace_of(THREE), 1, 1, default_tool_s=9.0)
+    assert given.tool_calls is not None
+    assert given.tool_calls[0][1].tool_s == 9.0
+
+
+# ------------------------------------------------------------------------------------------------------------ engine
+
+#: A step takes a second, and so does a prefill, with an eighth of a second for each token.
+COSTS = StubCosts({1: LinearStep(a=1.0, p=0.125)}, {1: 10_000})
+
+
+def play(
+    *tools: tuple[tuple[int, int, float], ...],
+    config: EnvironmentConfig | None = None,
+    pages: int = 10_000,
+    control: RolloutControl | None = None,
+    lengths: int = 4,
+    seed: int = 0,
+    **engine: Any,
+) -> tuple[Rollout, Environments]:
+    """Requests of 8 prompt tokens on one GPU, with these tool calls each, then `lengths` tokens more."""
+    env = simpy.Environment()
+    environments = Environments(env, config or EnvironmentConfig(), seed)
+    requests = []
+    for i, calls in enumerate(tools):
+        before = calls[-1][0] + calls[-1][1] if calls else 0
+        given = tuple(ToolCall(*call) for call in calls)
+        requests.append(Request(i, i, 8, before + lengths, tool_calls=given))
+    stage = GenerationStage(
+        requests=requests,
+        mesh=[(0,)],
+        tp=1,
+        costs=StubCosts(COSTS.steps, {1: pages}),
+        config=EngineConfig(page_tokens=1, watermark=0.0, **engine),
+        cap_tokens=1000,
+        control=control or Nothing(),
+        environments=environments,
+    )
+    rollout = Rollout(env, stage)
+    env.run(rollout.done)
+    return rollout, environments
+
+
+def test_a_tool_call_by_hand() -> None:
+    # Prefill of 8 tokens (2 s, gives token 1), token 2 at 3 s; 5 s away; 3 observed tokens and the last of its own are
+    # computed (1.5 s, gives token 6), and three steps more.
+    rollout, environments = play(((2, 3, 5.0),))
+    (request,) = rollout.requests
+    assert (request.first_token_at, request.finished_at) == (2.0, 3.0 + 5.0 + 1.5 + 3.0)
+    assert (request.generated, request.observed_tokens, request.called) == (9, 3, 1)
+    assert (request.tool_s, request.tool_wait_s, environments.mean_s) == (5.0, 0.0, 5.0)
+    without, _ = play(((2, 3, 5.0),), enable_prefix_caching=False)
+    assert without.requests[0].finished_at == 3.0 + 5.0 + (1 + 13 / 8) + 3.0  # 8 + 2 + 3 tokens anew
+
+
+def test_sandboxes_are_held_to_the_end_and_workers_for_a_call() -> None:
+    call = ((1, 1, 10.0),)
+    alone = 3.0 + 10.0 + 1.25 + 3.0  # both are prefilled together in 3 s
+    one, environments = play(call, call, config=EnvironmentConfig(sandboxes=1, start_s=4.0))
+    first, second = one.requests
+    assert first.finished_at == 4.0 + alone
+    assert second.tool_wait_s == first.finished_at - 3.0 + 4.0
+    assert environments._sandboxes._free == 1
+    worker, _ = play(call, call, config=EnvironmentConfig(workers=1))
+    assert [request.tool_wait_s for request in worker.requests] == [0.0, 10.0]
+
+
+def test_sandboxes_obey_littles_law() -> None:
+    rng = np.random.default_rng(0)
+    tools = [tuple((1 + 2 * i, 1, float(rng.exponential(20.0))) for i in range(3)) for _ in range(60)]
+    rollout, _ = play(*tools, config=EnvironmentConfig(workers=4))
+    calls_s = sum(request.tool_s for request in rollout.requests)
+    # Busy for almost all of the time: as many at work as calls arrive a second, times what one takes.
+    assert calls_s / rollout.env.now == pytest.approx(4, rel=0.1)
+    assert calls_s == pytest.approx(sum(seconds for calls in tools for *_, seconds in calls))
+
+
+def test_time_outs_failures_and_retries() -> None:
+    (request,) = play(((1, 0, 50.0),), config=EnvironmentConfig(timeout=7.0))[0].requests
+    assert request.tool_s == 7.0
+    config = EnvironmentConfig(failures=0.5, retries=2)
+    taken = [play(((1, 0, 1.0),), config=config, seed=seed)[0].requests[0].tool_s for seed in range(300)]
+    assert set(taken) == {1.0, 2.0, 3.0}
+    assert np.mean(taken) == pytest.approx(1 + 0.5 + 0.25, abs=0.15)
+
+
+def test_turns_together_wait_for_the_slowest() -> None:
+    rollout, _ = play(((1, 0, 1.0),), ((1, 0, 9.0),), config=EnvironmentConfig(turns="together"))
+    assert [request.finished_at for request in rollout.requests] == [3.0 + 9.0 + 1.25 + 3.0] * 2
+    with pytest.raises(ValueError, match="turns: together and sandboxes exclude each other"):
+        EnvironmentConfig(turns="together", sandboxes=3)
+
+
+def test_pinned_kv_keeps_others_waiting_and_is_found_again() -> None:
+    # Two run at once, in 23 pages. The first is at its tool when the third asks for 8 pages beside the second's 9.
+    def keeping(keep: Any) -> tuple[float, int]:
+        calls = ((1, 1, 30.0),), (), ()
+        rollout, _ = play(*calls, config=EnvironmentConfig(keep_kv=keep), pages=23, max_num_seqs=2)
+        return rollout.requests[2].first_token_at, rollout.replicas[0].hit_tokens
+
+    assert keeping("idle") == (3.0 + 2.0, 0)  # it begins at once; what both need on their way is taken from the first
+    assert keeping("pinned") == (3.0 + 3.0 + 2.0, 8)  # when the second has done its three steps
+    assert keeping(1.5) == (3.0 + 2.0 + 2.0, 0)  # at the boundary after these seconds
+
+
+def test_pinned_kv_gives_way_where_nothing_else_could_run() -> None:
+    rollout, _ = play(((1, 1, 30.0),), (), config=EnvironmentConfig(keep_kv="pinned"), pages=15, max_num_seqs=1)
+    assert rollout.requests[1].first_token_at == 2.0 + 2.0
+
+
+class KeepShort(RolloutControl):
+    """Pins KV cache while a trajectory's own calls have been shorter than this, where nobody waits."""
+
+    def keep_kv_s(self, call: ToolCallView) -> float | None:
+        return 2 * call.own_mean_s if call.own_mean_s < 20.0 and not call.waiting else 0.0
+
+
+def test_a_policy_says_for_how_long_kv_is_pinned() -> None:
+    seen = []
+
+    class Asked(KeepShort):
+        def keep_kv_s(self, call: ToolCallView) -> float | None:
+            seen.append(call)
+            return super().keep_kv_s(call)
+
+    play(((1, 1, 3.0), (3, 1, 5.0)), control=Asked())
+    first, second = seen
+    assert (first.calls, first.own_mean_s, first.mean_s, first.waiting) == (0, 0.0, 0.0, 0)
+    assert (second.calls, second.own_mean_s, second.mean_s) == (1, 3.0, 3.0)
+    assert first.capacity_pages - first.free_pages == 0  # all that is left is idle
+
+
+# ------------------------------------------------------------------------------------------------------- experiments
+
+AGENTS = {
+    "name": "agents",
+    "cluster": "8xh100",
+    "model": "qwen2.5-7b",
+    "calibration": "h100-vllm",
+    "workflow": {"algorithm": "grpo", "prompts": 8, "responses": 4, "steps": 2},
+    "seeds": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def trajectories(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of 32 tasks × 4 trajectories with 1 to 12 turns."""
+    rng = np.random.default_rng(1)
+    rows = []
+    for task in range(32):
+        mean_s = float(rng.lognormal(0.5, 1.0))
+        for sample in range(4):
+            turns = [
+                {"generated_tokens": int(rng.integers(20, 400)), "observation_tokens": int(rng.integers(0, 800)),
+                 "tool_s": float(rng.exponential(mean_s))}
+                for _ in range(int(rng.integers(1, 13)))
+            ]  # fmt: skip
+            rows.append({"prompt_id": task, "sample_id": sample, "prompt_tokens": 700, "turns": turns})
+    path = tmp_path_factory.mktemp("traces") / "agents.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+#: Every kind of system part beside trajectories.
+SYSTEMS = [
+    "verl", "pat", "rlhfuse", {"one_step_off": {}}, {"areal": {"eta": 2}},
+    {"partial_rollout": {}}, {"tail_batching": {}}, "rollpacker",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("environment", [{}, {"sandboxes": 6, "start_s": 3.0, "keep_kv": "pinned"}, {"workers": 2}])
+def test_every_system_runs_trajectories(trajectories: str, environment: dict[str, Any]) -> None:
+    more = {"trace": {"path": trajectories, "cap": "8K"}, "environment": environment}
+    for system in SYSTEMS:
+        result = rlsim.run({**AGENTS, **more, "systems": [system]})
+        trained = result.responses[result.responses["trained"]]
+        decoded = trained["response_tokens"] - trained["observed_tokens"]
+        assert (decoded > 0).all()
+        took_s = trained["finish_at"] - trained["start_at"]
+        assert (took_s > (trained["tool_s"] + trained["tool_wait_s"]) * (1 - 1e-9)).all()
+        assert (trained["tool_calls"] > 0).any()
+        if "workers" not in environment:
+            continue
+        ends_s = float(result.steps["step_time_s"].sum())
+        assert trained["tool_s"].sum() <= 2 * ends_s * (1 + 1e-9)
+
+
+def test_fewer_turns_are_shorter_trajectories(trajectories: str) -> None:
+    more = {"trace": {"path": trajectories, "cap": "8K"}, "systems": ["verl"]}
+    all_of, two = (
+        rlsim.run({**AGENTS, **more, "environment": environment}).responses for environment in ({}, {"max_turns": 2})
+    )
+    assert two["tool_calls"].max() == 1
+    assert two["response_tokens"].sum() < all_of["response_tokens"].sum()
