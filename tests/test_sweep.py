@@ -348,7 +348,8 @@ def whole_other(target: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda target: flipped(next(target.glob("steps/*/part.parquet")), 0.1),
+        lambda target: flipped(next(target.glob("steps/*/part.parquet")), 0.03),  # in the rows
+        lambda target: flipped(next(target.glob("steps/*/part.parquet")), 0.6),  # in the record
         lambda target: shutil.copyfile(*sorted(target.glob("steps/*/part.parquet"))[:2]),  # another point's
         lambda target: shutil.rmtree(next(target.glob("calls/*"))),  # killed between the tables
         lambda target: cut(next(target.glob("summary/*/part.parquet"))),

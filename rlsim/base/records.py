@@ -24,26 +24,31 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
 
-def sealed(data: Mapping[str, Any]) -> bytes:
+def sealed(data: Mapping[str, Any], indent: int | None = 1) -> bytes:
     """The record as a JSON file that ends with the SHA-256 of its content."""
     content = {FORM: VERSION, **json.loads(json.dumps(data))}
-    text = json.dumps({**content, SEAL: _digest(content)}, indent=1, ensure_ascii=False)
+    text = json.dumps({**content, SEAL: _digest(content)}, indent=indent, ensure_ascii=False)
     return f"{text}\n".encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its JSON escape
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record in a file, without its seal and `FORM`.
-
-    Raises `ConfigError`, naming the file, if it cannot be read, is not of this version, or was changed after it was
-    sealed; `FileNotFoundError` if there is none.
-    """
+    """The record in a file (see `unsealed`); raises `FileNotFoundError` if there is none."""
     try:
-        record = json.loads(path.read_bytes())
-        whole = isinstance(record, dict) and record.pop(SEAL, None) == _digest(record)
+        return unsealed(path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(str(path)) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def unsealed(text: bytes, path: Path) -> dict[str, Any]:
+    """The record that `sealed` wrote, without its seal and `FORM`.
+
+    Raises `ConfigError`, naming the file that it is from, if it is not of this version, or was changed since.
+    """
+    try:
+        record = json.loads(text)
+        whole = isinstance(record, dict) and record.pop(SEAL, None) == _digest(record)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: damaged: not valid JSON: {error}") from None
     if not isinstance(record, dict) or FORM not in record:

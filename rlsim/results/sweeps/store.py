@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlsim.base.output import check_folder, locked, make_folder, reason, write_bytes
-from rlsim.base.records import read_record, sealed
+from rlsim.base.records import read_record, sealed, unsealed
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import Column, field_of, read_parquet, to_bytes
 from rlsim.results.sweeps.points import Point
@@ -113,7 +113,8 @@ class Store:
         path = self.path(table, point)
         try:
             found = read_parquet(path, columns, every=every)
-            if json.loads((found.schema.metadata or {}).get(RECORD, b"{}")).get("point") != point:
+            metadata = found.schema.metadata or {}
+            if RECORD not in metadata or unsealed(metadata[RECORD], path).get("point") != point:
                 raise ConfigError(f"{path}: is not of point {point}")
         except ConfigError as error:
             raise ConfigError(
@@ -123,8 +124,7 @@ class Store:
 
     def record(self, point: str) -> dict[str, Any]:
         """The record that the summary of a point carries; raises `ConfigError`, naming the file, if it is damaged."""
-        found: dict[str, Any] = json.loads(self.rows("summary", point, ()).schema.metadata[RECORD])
-        return found
+        return unsealed(self.rows("summary", point, ()).schema.metadata[RECORD], self.path("summary", point))
 
     def put(self, point: str, files: Mapping[str, bytes]) -> None:
         """Write the tables of a point, the summary last."""

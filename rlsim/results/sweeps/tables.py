@@ -13,7 +13,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from rlsim import units
-from rlsim.base.records import Record
+from rlsim.base.records import Record, sealed
 from rlsim.base.schema import model_within
 from rlsim.experiment.columns import SUMMARY, TABLES, TYPES, Column, field_of
 from rlsim.experiment.load import place_in
@@ -56,7 +56,7 @@ def of_point(rows: pa.Table, axes: Sequence[Axis], record: Mapping[str, Any]) ->
     """`rows` of a point after the columns of its axes, with the point's record in their metadata."""
     arrays = [pa.array([a.value] * len(rows), type=TYPES[a.column.dtype]) for a in axes]
     fields = [field_of(a.column) for a in axes]
-    metadata = {RECORD: json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")}
+    metadata = {RECORD: sealed(record, indent=None)}
     return pa.Table.from_arrays([*arrays, *rows.columns], schema=pa.schema([*fields, *rows.schema], metadata=metadata))
 
 
