@@ -429,6 +429,17 @@ def test_known_efficiencies_are_recovered(
     assert error_of(result, "gen_s", "median") < 0.02
 
 
+def test_a_run_that_speculates_is_not_fitted(rows: dict[int, Metrics], tmp_path: Path) -> None:
+    drafts = "{'method': 'eagle3', 'num_speculative_tokens': 3}"
+    kwargs = f"{{'rollout': {{'engine_kwargs': {{'vllm': {{'speculative_config': {drafts}}}}}}}}}"
+    config = f"{RAY}{{'actor_rollout_ref': {kwargs},\n{RAY} 'data': {{'max_response_length': {CAP}}}}}\n"
+    with pytest.raises(CalibrationError, match="the run speculates"):
+        from_run(save(tmp_path, config + as_console(rows)), **RUN)
+    given = {"speculation": {"method": "ngram", "num_speculative_tokens": 2}}
+    with pytest.raises(CalibrationError, match="the run speculates"):
+        from_run(save(tmp_path, as_console(rows)), **RUN, engine=given)
+
+
 def test_they_are_recovered_from_reconstructed_lengths(fitted: FromRun) -> None:
     """Lengths that are only reconstructed blur which of the two host times is which (seen: 29% and 20%), not what they
     come to."""

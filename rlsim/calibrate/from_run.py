@@ -23,6 +23,7 @@ from rlsim.calibrate.run_rollout import RolloutTimes, host_fit, rollout_times
 from rlsim.calibrate.write import extended
 from rlsim.cost.calibration import Calibration, Residual, carried_to, load_calibration
 from rlsim.errors import CalibrationError
+from rlsim.frameworks.settings import ANYTHING
 from rlsim.frameworks.verl.lengths import Batch, deals, from_trace, logged_lengths, reconstruct
 from rlsim.frameworks.verl.log import VerlLog, read_log
 from rlsim.frameworks.verl.run import RunSettings, settings_of
@@ -112,6 +113,11 @@ def from_run(
         engine={**said.pop("engine", {}), **(engine or {})},
         **said,
     )
+    drafting = ("spec_method", "spec_model", "draft_algorithm", "mtp_rollout")
+    if settings.engine.speculation or any(read.config.told(ANYTHING, name) for name in drafting):
+        raise CalibrationError(
+            f"{log}: the run speculates; its log does not tell what accepted tokens gain from what the host takes"
+        )
     if base.known(shape, settings.rollout_tp).fit is None:  # tables of others hold with the host time they are on
         base = base.model_copy(update={"iterations": ()})
     steps, excluded = _usable(read, warmup)

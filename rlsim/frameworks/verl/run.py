@@ -133,12 +133,6 @@ def settings_of(
         find.notes.append(
             "the engine ran without CUDA graphs (enforce_eager): the host time holds the launching of every kernel"
         )
-    for name in ("spec_method", "spec_model", "draft_algorithm", "mtp_rollout"):
-        if find.logged(name):
-            raise CalibrationError(
-                f"{find.config.where(name)}: the run speculates; its log does not tell what the accepted tokens gain "
-                "from what the host takes"
-            )
     share = find.pick("memory_utilization", memory_utilization, "memory")
     return RunSettings(
         prompts=prompts, responses=responses, cap=cap, rollout_tp=rollout_tp, backend=backend,
