@@ -400,8 +400,8 @@ class _Rollout:
         self.now, self.begun_at, self.launcher, self.admissions = 0.0, 0.0, launcher, 0
         self.chunk_tokens, self.handover_s = 0, 0.0
         self.tools, self.paused_at_tools = RefTools(), False
-        self.calls: list[_Call] = []  # in the order in which they were asked for
-        self.queue: list[_Call] = []  # those that wait for a worker
+        self.at_tools: list[_Call] = []  # in the order in which they were asked for
+        self.for_workers: list[_Call] = []  # those that wait for a worker
         self.sandboxes: list[_Request] = []  # who has one
         self.pins: list[tuple[float, _Replica, _Request, int]] = []  # until when, by which call
         self.unpinning: list[tuple[_Replica, _Request]] = []  # at the replica's next boundary
@@ -857,40 +857,40 @@ class _Rollout:
 
     def call(self, r: _Request, home: _Replica | None) -> None:
         r.state = "acting"
-        self.calls.append(_Call(r, home, self.now))
+        self.at_tools.append(_Call(r, home, self.now))
         self.result.tool_s.setdefault(r.id, 0.0)
         self.result.tool_wait_s.setdefault(r.id, 0.0)
 
     def leave_sandbox(self, r: _Request) -> None:
         """It has ended, pauses, or is dropped."""
         self.sandboxes = [other for other in self.sandboxes if other is not r]
-        self.calls = [call for call in self.calls if call.request is not r]
-        self.queue = [call for call in self.queue if call.request is not r]
+        self.at_tools = [call for call in self.at_tools if call.request is not r]
+        self.for_workers = [call for call in self.for_workers if call.request is not r]
 
     def begin_calls(self) -> bool:
         """Tool calls get sandboxes and workers, in order."""
-        tools, before = self.tools, [(call.request, call.where) for call in self.calls]
-        for call in self.calls:
+        tools, before = self.tools, [(call.request, call.where) for call in self.at_tools]
+        for call in self.at_tools:
             if call.where == "sandbox" and call.request in self.sandboxes:
                 call.where = "worker"
-                self.queue.append(call)
+                self.for_workers.append(call)
             elif call.where == "sandbox" and not 0 < tools.sandboxes <= len(self.sandboxes):
                 self.sandboxes.append(call.request)
                 call.where, call.until = "starts", self.now + tools.start_s
             if call.where == "starts" and self.reached(call.until):
                 call.where = "worker"
-                self.queue.append(call)
-        for call in list(self.queue):
-            if not 0 < tools.workers <= sum(other.where == "runs" for other in self.calls):
-                self.queue.remove(call)
+                self.for_workers.append(call)
+        for call in list(self.for_workers):
+            if not 0 < tools.workers <= sum(other.where == "runs" for other in self.at_tools):
+                self.for_workers.remove(call)
                 _, _, seconds = call.request.tools[0]
                 call.where, call.until = "runs", self.now + seconds
                 self.result.tool_wait_s[call.request.id] += self.now - call.asked_at
-        return before != [(call.request, call.where) for call in self.calls]
+        return before != [(call.request, call.where) for call in self.at_tools]
 
     def end_calls(self, at_once: bool = False) -> bool:
         """They come to their end; `at_once`: those alone that take no time and did not wait."""
-        ending = [call for call in self.calls if call.where == "runs" and self.reached(call.until)]
+        ending = [call for call in self.at_tools if call.where == "runs" and self.reached(call.until)]
         if at_once:
             ending = [call for call in ending if call.asked_at == call.until == self.now]
         for call in ending:
@@ -905,7 +905,7 @@ class _Rollout:
 
     def end_turn(self) -> bool:
         """Where trajectories take turns together: all have ended theirs, and are dealt together."""
-        over = [call for call in self.calls if call.where == "over"]
+        over = [call for call in self.at_tools if call.where == "over"]
         if not over or len(over) < sum(r.left for r in self.requests):
             return False
         for call in sorted(over, key=lambda call: call.request.id):
@@ -914,7 +914,7 @@ class _Rollout:
 
     def come_back(self, call: _Call) -> None:
         r = call.request
-        self.calls.remove(call)
+        self.at_tools.remove(call)
         if r.generated >= r.limit:
             r.state, self.paused_at_tools = "paused", True
             self.leave_sandbox(r)
@@ -931,7 +931,7 @@ class _Rollout:
 
     def stay_away(self) -> bool:
         """What was to be done at this boundary to those that have left for their tools: they are dropped, not moved."""
-        away = {call.request: call.home for call in self.calls}
+        away = {call.request: call.home for call in self.at_tools}
         for r, home in away.items():
             if r in self.aborting:
                 if home:
@@ -1186,7 +1186,7 @@ class _Rollout:
         for move in self.moves:
             if move.arrives_at is not None:
                 yield move.arrives_at
-        for call in self.calls:
+        for call in self.at_tools:
             if call.where in ("starts", "runs"):
                 yield call.until
         for until, *_ in self.pins:
