@@ -104,7 +104,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     else:
         parts.add_systems(draft, tp, where, apart=parts.policy_of(reading, "areal"))
     parts.add_memory(draft, config.entry("memory"), options.folder, apart=not sides.shared)
-    draft.missing = [*parts.unlike_of(config, "areal", engine, f"{engine}."), *reading.texts("missing")]
+    draft.missing = [*parts.unlike_of(config, draft, "areal", engine, f"{engine}."), *reading.texts("missing")]
     keys = [f"{section}.freq_{each}" for section in _BETWEEN_STEPS for each in ("epochs", "steps", "secs")]
     often = [key for key in keys if 0 < (config.get(PERIOD, key) or 0) < math.inf]
     said = ", ".join(map(config.where, often))

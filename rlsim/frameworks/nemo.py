@@ -65,7 +65,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     else:
         parts.add_systems(draft, replica, where, more, over_nodes=over_nodes)
     parts.add_memory(draft, config.entry("memory"), options.folder, apart=apart)
-    draft.missing = parts.unlike_of(config, "nemo", engine, *_SECTIONS.get(engine, ()))
+    draft.missing = parts.unlike_of(config, draft, "nemo", engine, *_SECTIONS.get(engine, ()))
     fp8 = config.value("precision") == "fp8"
     draft.missing += unlike(config, unlike_rows("nemo-fp8")) if fp8 else []
     draft.missing += reading.texts("missing")

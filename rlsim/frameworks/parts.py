@@ -158,6 +158,8 @@ def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters:
     else:
         path, comment = options.trace, "as given"
         trace = read_trace(find_trace(path, options.folder))
+        if "turns" in trace.frame:
+            draft.entries["environment"] = {}
         if filters and not {"correct", "reward"} & set(trace.frame.columns):
             raise ConfigError(f"--trace {path}: {filters} drops prompts by their rewards, but the trace has neither "
                               "the column reward nor correct")  # fmt: skip
@@ -228,6 +230,8 @@ def add_mapped(reading: Reading, draft: Draft, actor: Model) -> None:
         said = joined(*dict.fromkeys(entry.comment for entry in speculation.values()))
         found = Entry({key: entry.value for key, entry in speculation.items()}, said)
         draft.block("engine")["speculation"] = found
+    if "environment" in draft.entries:
+        draft.block("environment").update(reading.entries("environment"))
     for key in ("weight_sync", "routing"):
         if entry := reading.entry(key):
             draft.entries[key] = entry
@@ -311,12 +315,16 @@ def filtering(config: Settings, draft: Draft) -> list[Any]:
     return ["dynamic_sampling"]
 
 
-def unlike_of(config: Settings, of: str, engine: str, *sections: str, but: Iterable[str] = ()) -> list[str]:
+def unlike_of(
+    config: Settings, draft: Draft, of: str, engine: str, *sections: str, but: Iterable[str] = ()
+) -> list[str]:
     """What a framework, and an engine below these sections, has that an experiment has not, `but` for some keys.
 
-    Keys of the engine that are read are left out.
+    Keys of the engine that are read are left out, and those of turns where the trace has some.
     """
     rows = (*unlike_rows(of), *(unlike_rows(engine, *sections) if sections else ()))
+    if "environment" in draft.entries:
+        rows = tuple(row for row in rows if "that has them" not in row[2])
     return unlike(config, without(rows, *but, *config.keys(*names(f"{of}-{engine}"))))
 
 

@@ -137,7 +137,7 @@ def from_slime(sources: Sequence[str], options: Options) -> Draft:
         parts.add_systems(draft, tp, said, more, apart=resumes, over_nodes=tp > machines.domain_gpus)
     share = config.entry("memory") if config.value("memory") else Entry(_OWN_SHARE, f"{ASSUMED}: as SGLang finds it")
     parts.add_memory(draft, share, options.folder, apart=apart)
-    draft.missing = [*parts.unlike_of(config, "slime", "sglang", "--sglang-"), *reading.texts("missing")]
+    draft.missing = [*parts.unlike_of(config, draft, "slime", "sglang", "--sglang-"), *reading.texts("missing")]
     values: dict[str, Any] = {**degrees, "gpus": train, "samples": responses}
     parts.note_refusals(config, draft, actor, "slime", "SGLang", megatron=True, **values)
     config.check_spelling()

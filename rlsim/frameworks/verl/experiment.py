@@ -69,12 +69,13 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     config = read_config(sources, version)
     config.check_keys((*config.default, *config.keys(*config.names), *_KEYS))
     apart = asynchronous.apart_of(config)
-    draft = Draft({}, missing=_unlike(config), notes=list(config.notes))
+    draft = Draft({}, notes=list(config.notes))
     machines = apart.cluster(draft, options) if apart else _cluster(config, draft, options)
     settings = _settings(config, draft, machines, apart)
     actor = _model(config, draft, options)
     _calibration(config, draft, machines, options)
     _trace(config, draft, actor, settings, options)
+    draft.missing += _unlike(config, draft)
     reading = Reading("verl", config, **_facts(config, settings, machines, apart))
     reading.facts["measured"] = options.calibration is not None
     published = str(config.told(TEXT, _MODEL)).lower().rstrip("/")
@@ -153,13 +154,13 @@ def _note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, mo
     parts.note_refusals(config, draft, model, *of, megatron=megatron, release=config.version, **values)
 
 
-def _unlike(config: VerlSettings) -> list[str]:
+def _unlike(config: VerlSettings, draft: Draft) -> list[str]:
     """What bears on time and is not in the experiment, by the tables of what is unlike, each with where it is said."""
     elsewhere = {key for key in _KEYS if key.startswith(ACTOR + "megatron.") and not config.megatron}
     if config.megatron:  # whose own key counts before 0.8, the model's from then on
         elsewhere.add((MODEL if config.version < "0.8" else ACTOR + "megatron.") + "use_remove_padding")
     engine = config.told(TEXT, "engine") or "vllm"
-    return parts.unlike_of(config, "verl", engine, _SECTIONS.get(engine, ""), but=elsewhere)
+    return parts.unlike_of(config, draft, "verl", engine, _SECTIONS.get(engine, ""), but=elsewhere)
 
 
 def _cluster(config: VerlSettings, draft: Draft, options: Options) -> Cluster:
