@@ -29,7 +29,7 @@ from rlsim.models.model import Model, load_model
 from rlsim.sim.environment import EnvironmentConfig
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import StepSampler, Trace, TraceMeta, limits, make_trace, mix, read_trace
-from rlsim.trace.turns import response_tokens, scale_turns
+from rlsim.trace.turns import response_tokens, scale_turns, unrecorded
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
 
@@ -133,6 +133,9 @@ class LoadedExperiment:
                 f"a step of {drafted} drafted tokens yields {spec.yielded(drafted):.2f} of each response, as expected"
             )
             notes[f"engine.speculation: {said}{along}"] = None
+        environment = self.environment
+        if environment and environment.sandboxes is None and environment.workers is None:
+            notes["tool calls: sandboxes and workers are as many as wanted; environment says otherwise"] = None
         groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
         if groups > 1 and caches:
             own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"
@@ -261,6 +264,12 @@ class LoadedExperiment:
             max_turns=self.experiment.environment.max_turns,
             default_tool_s=self.experiment.environment.default_tool_s,
         )
+
+    @cached_property
+    def unrecorded_calls(self) -> tuple[float, float]:
+        """The share of tool calls whose time the trace lacks, and what is taken for it (s)."""
+        cells = self.trace.frame["turns"].tolist() if "turns" in self.trace.frame else []
+        return unrecorded(cells, self.experiment.environment.default_tool_s)[:2]
 
     @property
     def environment(self) -> EnvironmentConfig | None:

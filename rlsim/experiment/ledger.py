@@ -230,6 +230,7 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
     wholly = (name for name in lookups.examples if counts[name]["extrapolated"] == counts[name].total())
     outside = sorted(name for name in wholly if name.startswith(_KERNELS))  # none of whose shapes was measured
     links = [one.inter for one in (cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)) if one.inter]
+    unrecorded, tool_s = loaded.unrecorded_calls
     known, drafts = loaded.trace.meta.known_tokens or 0, loaded.drafts
     return {
         "loaded": loaded,
@@ -252,6 +253,8 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "check": seconds_text(reward.time_per_response),
         "carried": known if source_of(experiment, "trace.path") == GIVEN else 0,
         "beyond": float((loaded.trace.response_tokens > known).mean()),
+        "unrecorded": unrecorded,
+        "tool_s": tool_s,
         "workers": f"{reward.workers} worker{'s' * (reward.workers > 1)}",
         "speculation": drafts and drafts.speculation,
         "yielded": drafts.speculation.yielded(drafts.speculation.num_speculative_tokens) if drafts else 1.0,

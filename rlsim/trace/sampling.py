@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rlsim.errors import TraceError
 from rlsim.trace.schema import Trace
-from rlsim.trace.turns import ToolCall, recorded_s, tool_calls
+from rlsim.trace.turns import ToolCall, tool_calls, unrecorded
 
 Ints = npt.NDArray[np.int64]
 AGAIN = "a system generates more responses to a prompt than the trace has: their lengths are used again"
@@ -186,12 +186,8 @@ class StepSampler:
     def _trajectories(self, default_s: float | None) -> None:
         """The tool calls of every row, as far as its response goes."""
         cells: list[Any] = self.trace.frame["turns"].tolist()
-        known = recorded_s(cells)
-        unknown = sum(max(len(turns) - 1, 0) for turns in cells if turns) - len(known)
-        unknown_s = default_s if default_s is not None else float(np.mean(known)) if known else 0.0
-        if unknown:
-            which = "as given" if default_s is not None else "the mean of the others" if known else "none is recorded"
-            share = unknown / (unknown + len(known))
+        share, unknown_s, which = unrecorded(cells, default_s)
+        if share:
             self.notes.append(
                 f"{share:.1%} of the tool calls have no recorded time: taken as {unknown_s:.3g} s ({which})"
             )

@@ -101,3 +101,13 @@ def scale_turns(turns: Turns | None, factor: float) -> Turns | None:
 def recorded_s(cells: Sequence[Turns | None]) -> list[float]:
     """The seconds of all tool calls of which they are recorded."""
     return [turn.tool_s for turns in cells if turns for turn in turns[:-1] if not isnan(turn.tool_s)]
+
+
+def unrecorded(cells: Sequence[Turns | None], default_s: float | None) -> tuple[float, float, str]:
+    """The share of tool calls whose time is not recorded, the seconds that these are taken to have, and why."""
+    known = recorded_s(cells)
+    calls = sum(len(turns) - 1 for turns in cells if turns)
+    share = (calls - len(known)) / calls if calls else 0.0
+    if default_s is not None:
+        return share, default_s, "as given"
+    return (share, sum(known) / len(known), "the mean of the others") if known else (share, 0.0, "none is recorded")
