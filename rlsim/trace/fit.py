@@ -30,6 +30,7 @@ from rlsim.trace.mixture import (
     within_sd_log,
 )
 from rlsim.trace.schema import Trace
+from rlsim.trace.turn_model import TurnModel, fit_turns
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -73,6 +74,7 @@ class LengthFit(Schema):
     goodness: Goodness = Field(description="fit against trace")
     provenance: Provenance = Field(description="what it was made from")
     notes: tuple[str, ...] = Field(default=(), description="what the fit assumed")
+    turns: TurnModel | None = Field(default=None, description="how responses fall into turns, where they call tools")
 
 
 def load_fit(path: str | Path) -> LengthFit:
@@ -144,7 +146,10 @@ def fit_trace(trace: Trace, cap_tokens: int | None = None, *, components: int = 
         trace=trace.meta.name, source=trace.meta.source, sha256=trace.digest(),
         responses=len(trace), prompts=int(codes.max()) + 1, rlsim=__version__,
     )  # fmt: skip
-    return LengthFit(model=model, cap_tokens=cap, goodness=goodness, provenance=provenance, notes=tuple(notes))
+    turns = fit_turns(trace) if "turns" in trace.frame else None
+    return LengthFit(
+        model=model, cap_tokens=cap, goodness=goodness, provenance=provenance, notes=tuple(notes), turns=turns
+    )
 
 
 def fit_lengths(tokens: Ints, censored: Bools, components: int) -> LengthModel:
