@@ -183,6 +183,15 @@ def test_pinned_kv_gives_way_where_nothing_else_could_run() -> None:
     assert rollout.requests[1].first_token_at == 2.0 + 2.0
 
 
+@pytest.mark.parametrize(("sessions", "hits"), [(4, True), (5, False)])
+def test_hits_fall_where_the_contexts_of_sessions_exceed_the_pool(sessions: int, hits: bool) -> None:
+    # Contexts of 50 to 58 tokens (8 of the prompt, 6 turns), and 232 pages: room for four of them and no more.
+    calls = ((1, 41, 100.0), *((42 + 2 * i + 1, 1, 100.0) for i in range(4)))
+    rollout, _ = play(*[calls] * sessions, pages=232, lengths=4, max_num_seqs=1)
+    found, needed = rollout.replicas[0].hit_tokens, sessions * sum(8 + after for after, *_ in calls)
+    assert found > 0.9 * needed if hits else found < 0.35 * needed
+
+
 class KeepShort(RolloutControl):
     """Pins KV cache while a trajectory's own calls have been shorter than this, where nobody waits."""
 
