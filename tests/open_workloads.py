@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
-from reference import RefEngine
+from reference import RefEngine, RefTools
 from reference_hybrid import HybridRollingRun, HybridRun, RefCalls, RefHybrid, simulate_steps
 from reference_open import OpenResult, RefCheck, RefRewards, RollingRun, simulate_open
-from test_engine import FixedWatermark
+from test_engine import FixedWatermark, environment_of
 from workloads import (
     COUNT,
     KV,
@@ -26,6 +26,8 @@ from workloads import (
     _kinds,
     _steps,
     degrees,
+    environments,
+    tool_calls,
 )
 
 from rlsim.cost.strategy import TrainStrategy
@@ -52,6 +54,7 @@ from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardFunction, RewardJob
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import CallTimes, Relay, Simulation
+from rlsim.trace.turns import ToolCall
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 from rlsim.workflow.graph import CallKind
 
@@ -215,6 +218,8 @@ class OpenWorkload:
     grouped: bool = False  # training takes the responses of a prompt together
     spread_s: float = 0.0  # where replicas take new weights on their own: until all nodes have them
     pull_s: float = 0.0  # then: until a replica has them
+    tools: RefTools | None = None  # where trajectories act; None: there are none
+    calls: tuple[tuple[tuple[int, int, float], ...], ...] = ()  # of trajectories, over and over again
 
     @property
     def rolling(self) -> bool:
@@ -237,6 +242,15 @@ class OpenWorkload:
 
     def of_prompt(self, position: int) -> tuple[tuple[int, int], ...]:
         return self.sizes[position % len(self.sizes)]
+
+    def tools_of(self, position: int, sample: int) -> tuple[tuple[int, int, float], ...]:
+        """The tool calls of a response, as far as its length goes."""
+        if not self.calls:
+            return ()
+        of_prompt = self.of_prompt(position)
+        _, length = of_prompt[sample % len(of_prompt)]
+        calls = self.calls[(position * len(of_prompt) + sample) % len(self.calls)]
+        return tuple(call for call in calls if call[0] + call[1] < length)
 
     @property
     def rewards(self) -> RefRewards:
@@ -284,6 +298,8 @@ class OpenWorkload:
                 Request(first_id + i, at, *self.of_prompt(at)[sample % samples], row=sample)
                 for i, (at, sample) in enumerate(keys)
             ]
+            for request, key in zip(new, keys, strict=True):
+                request.call_tools(tuple(ToolCall(*call) for call in self.tools_of(*key)))
             if run:
                 run.launches.append(tuple(prompt.position for prompt in launched))
                 run.requests |= dict(zip(keys, new, strict=True))
@@ -321,6 +337,7 @@ class OpenWorkload:
             steps=len(self.sync_s),
             batching=Batchings((self.rule, self.filter)),
             routing=self.routing,
+            environment=environment_of(self.tools) if self.tools else None,
         )
 
     def simulate(self) -> OpenRun:
@@ -499,6 +516,17 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
         windows=windows,
         grouped=draw(st.booleans()),
     )
+
+
+@st.composite
+def open_agents(draw: st.DrawFn) -> OpenWorkload:
+    """Runs of trajectories that call tools."""
+    work = draw(open_workloads())
+    if draw(st.booleans()):
+        way: Literal["interrupt", "drain"] = draw(st.sampled_from(("interrupt", "drain")))
+        work = work.each(way, draw(REAL), draw(REAL))
+    calls = tuple(draw(tool_calls(60, 0)) for _ in range(draw(st.integers(1, 12))))
+    return replace(work, calls=calls, tools=replace(draw(environments()), together=False))
 
 
 # ---- trainers that generate meanwhile --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reference import RefStay, _Replica, _Request, _Rollout
+from reference import RefStay, RefTools, _Replica, _Request, _Rollout
 
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
@@ -104,6 +104,7 @@ def simulate_open(work: OpenWorkload, kind: type[_Run] | None = None, **more: ob
     run = (kind or _Run)([], work.node_gpus, work.tp, work.costs, work.engine, work.cap_tokens, work.control, None)
     vars(run).update(more)
     run.sizes, run.prompts, run.batching, run.routing = work.of_prompt, work.prompts, work.rule, work.routing
+    run.tools_of, run.tools = work.tools_of, work.tools or RefTools()
     run.rewards, run.windows = work.rewards if work.checks else None, max(work.windows, 1)
     run.train_s, run.sync_s = list(map(sum, zip(*filter(None, (work.infer_s, work.train_s)), strict=True))), work.sync_s
     run.to_the_end()
@@ -129,6 +130,7 @@ class _Check:
 
 class _Run(_Rollout):
     sizes: Callable[[int], Sequence[tuple[int, int]]]
+    tools_of: Callable[[int, int], Sequence[tuple[int, int, float]]]
     prompts: int
     batching: Continuous
     routing: Literal["contiguous", "round_robin"]
@@ -235,6 +237,7 @@ class _Run(_Rollout):
             before = sum(at == position for at, _ in self.keys.values())  # samples that it has had
             for sample, (prompt_tokens, response_tokens) in enumerate(self.sizes(position), before):
                 request = _Request(len(self.requests), position, prompt_tokens, response_tokens, 0, response_tokens)
+                request.tools = list(self.tools_of(position, sample))
                 self.requests.append(request)
                 self.by_id[request.id] = request
                 self.keys[request.id] = position, sample
@@ -284,6 +287,16 @@ class _Run(_Rollout):
                 response.finished_at, response.finished_version = self.now, version
                 self.complete.append(r)
         return finished
+
+    def end_calls(self, at_once: bool = False) -> bool:
+        """What is observed counts to the version of the weights that made the call."""
+        before = [(call.request, call.request.generated) for call in self.at_tools]
+        ended = super().end_calls(at_once)
+        for r, generated in before:
+            if r.generated > generated:
+                version, tokens = self.response(r).runs[-1]
+                self.response(r).runs[-1] = version, tokens + r.generated - generated
+        return ended
 
     # --- what happens without a decision; each says whether anything did
 
@@ -349,7 +362,7 @@ class _Run(_Rollout):
 
     def lose_kv_of(self, replica: _Replica) -> None:
         losing, replica.admitted = replica.admitted, []
-        replica.cache, replica.host, replica.promised, replica.let_go = [], [], {}, []
+        replica.cache, replica.host, replica.promised, replica.let_go, replica.pinned = [], [], {}, [], []
         for r in losing:
             self.end_stay(r, "updated")
             r.lose_kv()
@@ -506,11 +519,15 @@ class _Run(_Rollout):
     def rest_of_moment(self, finished_on: set[int]) -> None:
         """All but the ends of iterations."""
         followed = True
+        self.end_pins()
         while followed:
             while followed and self.phase != "over":
                 self.settle()
                 followed = self.check() + self.train() + self.stand_still() + self.go_on() > 0
             self.begin_all()
+            if self.phase != "over" and self.end_calls():
+                followed = True
+                continue
             followed = self.phase != "over"
             if self.phase == "over" or self.look_at_idle():
                 pass
@@ -573,7 +590,9 @@ class RollingRun(_Run):
         return self.versions[replica.index]
 
     def version_at(self, request: _Request) -> int:
-        return next((self.version_of(r) for r in self.replicas if request in r.requests()), self.published)
+        away = [call.home for call in self.at_tools if call.request is request and call.home]
+        there = [replica for replica in self.replicas if request in replica.requests()]
+        return next((self.version_of(replica) for replica in (*away, *there)), self.published)
 
     @property
     def shown_version(self) -> int:

@@ -20,6 +20,7 @@ from open_workloads import (
     OpenWorkload,
     StepsWorkload,
     hybrid_workloads,
+    open_agents,
     open_workloads,
     steps_workloads,
 )
@@ -195,6 +196,7 @@ KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int, int]]
     "much happens at once": (open_workloads("whole"), compare, 80, 2000),
     "times on a grid": (open_workloads("grid"), compare, 60, 2000),
     "replicas take weights on their own": (ANY.flatmap(rolling), compare, 50, 4500),
+    "agents call tools": (open_agents(), compare, 60, 2000),
     "the trainer generates": (ANY.flatmap(hybrid_workloads), compare, 50, 500),
     "the trainer generates for its step": (ANY.flatmap(steps_workloads), compare_steps, 50, 3000),
 }

@@ -205,9 +205,13 @@ class Request:
         return self.called < len(calls) and self.generated == calls[self.called].after_tokens
 
     def observe(self) -> None:
-        """Its tool call is over: what it observes follows in its context, without KV cache."""
+        """Its tool call is over: what it observes follows in its context, without KV cache.
+
+        It counts to the weights that made the call.
+        """
         self.generated += self.tool_calls[self.called].observation_tokens
         self.called += 1
+        self.end_run(self.runs[-1].version, self.generated)
         self._set_limit()
 
     @property
