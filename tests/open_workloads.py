@@ -229,7 +229,7 @@ class OpenWorkload:
     @property
     def only_newer(self) -> bool:
         """Whether no response goes to a replica with older weights than it had."""
-        return True
+        return not (self.tools and self.tools.least_context)
 
     def each(self, way: Literal["interrupt", "drain"], spread_s: float, pull_s: float) -> OpenWorkload:
         """The same where each replica takes new weights on its own, without a control."""
@@ -526,7 +526,9 @@ def open_agents(draw: st.DrawFn) -> OpenWorkload:
         way: Literal["interrupt", "drain"] = draw(st.sampled_from(("interrupt", "drain")))
         work = work.each(way, draw(REAL), draw(REAL))
     calls = tuple(draw(tool_calls(60, 0)) for _ in range(draw(st.integers(1, 12))))
-    return replace(work, calls=calls, tools=replace(draw(environments()), together=False))
+    # Who of several is first at one moment is left open, and prompts of one size begin together.
+    tools = replace(draw(environments()), together=False, sandboxes=0, workers=0, least_context=False, keep_kv_s=0.0)
+    return replace(work, calls=calls, tools=tools)
 
 
 # ---- trainers that generate meanwhile --------------------------------------------------------------------------------

@@ -274,6 +274,7 @@ class _Replica:
     promised: dict[Page, _Request] = field(default_factory=dict)  # of these, not computed yet, and by whom they will be
     host: list[Page] = field(default_factory=list)  # pages that are in host memory only, those that came first in front
     pinned: list[_Request] = field(default_factory=list)  # away at tool calls, or back, whose pages are kept
+    unpinned: list[_Request] = field(default_factory=list)  # of these, those just admitted
     loading: int = 0  # pages that the next iteration with a prefill loads from there
     let_go: list[tuple[int, list[Page], _Request]] = field(default_factory=list)  # at this boundary
 
@@ -649,9 +650,10 @@ class _Rollout:
         capacity = self.costs_of(replica).capacity_pages(replica.tp) * units
 
         # 1. arrivals
-        kept = [r for r in replica.arrivals if r in replica.pinned]
-        replica.waiting = [*kept, *replica.waiting, *(r for r in replica.arrivals if r not in kept)]
-        replica.arrivals = []
+        waiting = [*replica.waiting, *replica.arrivals]
+        if replica.arrivals:
+            waiting.sort(key=lambda r: r not in replica.pinned)
+        replica.waiting, replica.arrivals, replica.unpinned = waiting, [], []
 
         # 2. evict
         self.settle_cache(replica)
@@ -714,6 +716,7 @@ class _Rollout:
             replica.waiting.pop(0)
             if head in replica.pinned:
                 replica.pinned.remove(head)
+                replica.unpinned.append(head)
             replica.admitted.append(head)
             self.load(replica, head, found, head.arrived_kv)
             self.admissions += 1
@@ -778,6 +781,8 @@ class _Rollout:
             r.stay.admitted_at = math.nan
             r.lose_kv()
         replica.waiting[:0] = iteration.fresh
+        replica.pinned += [r for r in iteration.fresh if r in replica.unpinned]
+        self.settle_cache(replica)
         replica.iteration = None
 
     def end(self, replica: _Replica) -> bool:

@@ -47,6 +47,7 @@ class Scheduler:
         self.prefilling: list[Request] = []  # in admission order
         #: Trajectories that keep their KV cache here during a tool call: who holds it for them, and its pages.
         self.pinned: dict[Request, tuple[Request, int]] = {}
+        self._unpinned: set[Request] = set()  # of these, those just admitted
         self.preemptions = 0
         self.hit_tokens = 0  # that prefills found in the prefix cache
         self.loading_pages = 0  # from host memory, with the coming prefill iteration
@@ -79,10 +80,9 @@ class Scheduler:
 
     def arrive(self, requests: Sequence[Request]) -> None:
         self._kv_arrived |= any(r.has_kv for r in requests)
-        if self.pinned:  # what they keep is of use to nobody else
-            self.waiting.extendleft(reversed([r for r in requests if r in self.pinned]))
-            requests = [r for r in requests if r not in self.pinned]
         self.waiting.extend(requests)
+        if self.pinned:  # they go first: what they keep is of use to nobody else
+            self.waiting = deque(sorted(self.waiting, key=lambda r: r not in self.pinned))
         if self._caches and len({(r.position, r.prompt_tokens) for r in requests}) < len(requests):
             self._begin_to_cache()
 
@@ -163,6 +163,9 @@ class Scheduler:
                 request.started_at = NAN
             request.admitted_at = NAN
             self.waiting.appendleft(request)
+        for request in fresh:
+            if request in self._unpinned:
+                self.pin(request)
 
     def remove(self, ids: frozenset[int]) -> list[Request]:
         """Take these requests out: those that were being prefilled, then those that were waiting."""
@@ -222,6 +225,7 @@ class Scheduler:
     def _admit(self, now: float) -> list[Chunk]:
         """Admit from the waiting queue and return this iteration's work: a chunk of each of the first prefilling."""
         config, chunked = self._config, self._config.chunked_prefill
+        self._unpinned.clear()
         budget = config.max_num_batched_tokens
         if chunked:
             budget = max(budget - self._batch.size, 1)
@@ -257,7 +261,9 @@ class Scheduler:
             if not request.has_kv and (left <= 0 if chunked else left < needed and left < budget):
                 break
             waiting.popleft()
-            self.unpin(request)
+            if request in self.pinned:
+                self.unpin(request)
+                self._unpinned.add(request)
             places -= 1
             request.order = order = next(self._numbers)
             self._admitted.append((order, request))
