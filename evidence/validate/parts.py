@@ -22,6 +22,8 @@ TITLES = {
     "kernels": "Kernels at shapes that no fit has seen",
     "serving": "Whole engines: closed-loop serving",
     "speculation": "Speculative decoding",
+    "agents": "Agents that wait for tools",
+    "agent_shapes": "Shapes of agents' trajectories",
     "rollout": "Real rollouts",
     "weight_sync": "Published weight syncs",
     "papers": "What of the papers is repeated, and what is not",
