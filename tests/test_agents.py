@@ -14,6 +14,10 @@ import simpy
 from workloads import LinearStep, Nothing, StubCosts
 
 import rlsim
+from evidence.validate import agent_shapes
+from evidence.validate.agents import measured, splits
+from evidence.validate.parts import Options, Section, Skipped
+from evidence.validate.published import figures
 from rlsim.errors import TraceError
 from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
@@ -21,6 +25,7 @@ from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.stage import GenerationStage
 from rlsim.trace import StepSampler, make_trace, read_trace, write_trace
+from rlsim.trace.generate import Recipe, draw_trace
 from rlsim.trace.turns import ToolCall, Turn, tool_calls
 
 THREE = [
@@ -276,3 +281,31 @@ def test_fewer_turns_are_shorter_trajectories(trajectories: str) -> None:
     )
     assert two["tool_calls"].max() == 1
     assert two["response_tokens"].sum() < all_of["response_tokens"].sum()
+
+
+def test_the_validation_runs() -> None:
+    """Two splits of the measured run: one that memory refuses, one whose trajectories take as long as measured."""
+    given = figures(Options(), "agents").given
+    arms = {arm: own for arm, own in given["swe"]["arms"].items() if "all on" in arm or "32 groups" in arm}
+    found = splits(Options(), {**given, "swe": {**given["swe"], "arms": arms}})
+    refused, streamed = found.values()
+    assert isinstance(refused, str)
+    assert "does not fit" in refused
+    assert isinstance(streamed, dict)
+    real = measured(Options())
+    assert streamed["inference_s_mean"] == pytest.approx(real["inference_s_mean"], rel=0.1)
+    assert streamed["turns"] == pytest.approx(real["turns"], rel=0.05)
+
+
+def test_the_validation_compares_shapes(tmp_path: Path) -> None:
+    """Without traces the part is skipped; those that a recipe draws keep their own shape."""
+    assert isinstance(agent_shapes.section(Options()), Skipped)
+    given = figures(Options(), "agents").given["recipe"]
+    (tmp_path / "agentic").mkdir()
+    write_trace(draw_trace(Recipe.model_validate({**given, "prompts": 100})), tmp_path / "agentic" / "drawn.parquet")
+    found = agent_shapes.section(Options(kernels=tmp_path))
+    assert isinstance(found, Section)
+    assert {row.quantity: abs(row.error) < 0.15 for row in found.rows} == dict.fromkeys(
+        ["calls_median", "calls_p95", "generated_per_turn", "observed_per_call", "observed_share",
+         "context_growth_mean", "context_growth_p95", "tool_s_mean", "tool_s_p95"], True,
+    )  # fmt: skip

@@ -63,7 +63,7 @@ def phases(result: Result, prompts: int) -> dict[str, float]:
     steps, parts = result.steps[result.steps["steady"]], prompts // PROMPTS
     mean = steps.mean(numeric_only=True)
     synced_s = (1 - 1 / SYNC_EVERY) * mean["sync_time_s"] if parts == 1 else 0.0  # more often than in the run
-    own = result.responses[result.responses["step"].isin(steps["step"])]
+    own = result.responses[result.responses["step"].isin(steps["step"]) & result.responses["trained"]]
     inference_s = own["finish_at"] - own["start_at"] - own["tool_s"] - own["tool_wait_s"]
     found = {
         "rollout_s": mean["gen_time_s"] / parts, "wait_s": mean["gen_exposed_s"] / parts,
