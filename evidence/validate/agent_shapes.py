@@ -56,7 +56,7 @@ def section(options: Options) -> Section | Skipped:
     paths = sorted((options.kernels / "agentic").glob("*.parquet")) if options.kernels else []
     if not paths:
         return Skipped("no traces of agents are here (they are no part of rlsim); --data FOLDER says where agentic is")
-    rows = []
+    rows: list[Row] = []
     for path in paths:
         options.progress(f"agent_shapes: {path.stem}")
         rows += compared(path)
