@@ -103,6 +103,8 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "apart": own is not None, "fully": "verl_fully_async" in policies, "eta": "eta" in parameters,
         "megatron": training.backend == "megatron", "fsdp": training.backend == "fsdp",
         "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
+        "acts": loaded.environment is not None,
+        "most_sandboxes": experiment.environment.sandboxes or experiment.workflow.batch,
         "drafts": drafts is not None, "most_drafted": most_drafted,
         "fp8": gpu.fp8_flop_per_s is not None, "hopper": gpu.name.startswith(("h100", "h200", "h800", "h20")),
         "longest": loaded.longest_sequence,
