@@ -39,6 +39,7 @@ from rlsim.frameworks.verl.run import TrainingArguments
 from rlsim.frameworks.writing import write_changes
 from rlsim.models.hardware import load_gpu
 from rlsim.policies.registry import load_policy
+from rlsim.sim.environment import EnvironmentConfig
 from rlsim.sim.request import EngineConfig
 
 #: What makes a made experiment small enough to be run here.
@@ -729,7 +730,8 @@ def test_every_row_of_a_mapping_names_settings_facts_and_keys_that_there_are(of:
     head = (data_dir("frameworks") / f"{of}.yaml").read_text().partition("\n- ")[0]
     facts = {*re.findall(r"`(\w+)`", head), "name", "program", "has", "given", "key", "place", "value", "each"}
     settings = {name for one in (of, *(f"{of}-{engine}" for engine in ENGINES)) for name in names(one)}
-    blocks = {"workflow": WorkflowSpec, "training": TrainingSpec, "engine": EngineConfig, "run": TrainingArguments}
+    blocks = {"workflow": WorkflowSpec, "training": TrainingSpec, "engine": EngineConfig, "run": TrainingArguments,
+              "environment": EnvironmentConfig}  # fmt: skip
     for row in rows_of(of):
         said = " ".join(str(row.get(key, "")) for key in ("says", "value", "note", "missing", "refused"))
         sources = [row["from"]] if isinstance(row.get("from"), str) else row.get("from", [])

@@ -49,7 +49,9 @@ class EnvironmentConfig(Schema):
     default_tool_s: Seconds | None = Field(
         default=None, ge=0, description="of tool calls whose time the trace lacks; default: the mean of the others"
     )
-    max_turns: int | None = Field(default=None, ge=1, description="turns of a trajectory (veRL's max_assistant_turns)")
+    max_turns: int | None = Field(
+        default=None, ge=1, description="turns of a trajectory; default: as many as the trace has"
+    )
     turns: Literal["each", "together"] = Field(
         default="each",
         description="each: a trajectory goes on as soon as its tool call is over (asynchronous agent loops); together: "
