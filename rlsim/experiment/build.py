@@ -135,7 +135,7 @@ class LoadedExperiment:
             notes[f"engine.speculation: {said}{along}"] = None
         environment = self.environment
         if environment and environment.sandboxes is None and environment.workers is None:
-            notes["tool calls: sandboxes and workers are as many as wanted; environment says otherwise"] = None
+            notes["tool calls find a sandbox at once: environment.sandboxes and workers say how many there are"] = None
         groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
         if groups > 1 and caches:
             own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"

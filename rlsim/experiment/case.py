@@ -196,6 +196,7 @@ class Case:
             yield from steady_notes(steps)
             yield from luck_note(steps)
             yield from idle_notes(steps, {spec.name for spec in self.systems if self.decides(spec)})
+            yield from tool_notes(steps)
             yield from rate_notes(steps, self.baseline, workflow.prompts * workflow.responses)
 
     def experiments(self) -> dict[str, PlacedExperiment]:

@@ -213,6 +213,18 @@ def idle_notes(steps: pd.DataFrame, deciding: Collection[str]) -> Iterator[str]:
             yield f"{system} never acted: its controls switched, moved, released and aborted nothing in any step"
 
 
+def tool_notes(steps: pd.DataFrame) -> Iterator[str]:
+    """How long responses were in tool calls, and waited for sandboxes and workers, by system; means of steps."""
+    if not steps["tool_calls_mean"].any():
+        return
+    own = steps.groupby("system", sort=False)[["tool_s_mean", "tool_wait_s_mean"]].mean()
+    each = [
+        f"{system} {row.tool_s_mean:,.0f} s in them, {row.tool_wait_s_mean:,.0f} s waiting for a sandbox or worker"
+        for system, row in zip(own.index, own.itertuples(), strict=True)
+    ]
+    yield f"tool calls of a response: {'; '.join(each)}"
+
+
 def luck(steps: pd.DataFrame) -> float:
     """The share of itself to which one system's mean step time is known, by its own steps (`half_width`)."""
     return half_width(steps, "step_time_s") / float(steps.loc[steps["steady"], "step_time_s"].mean())

@@ -323,8 +323,8 @@ def unlike_of(
     Keys of the engine that are read are left out, and those of turns where the trace has some.
     """
     rows = (*unlike_rows(of), *(unlike_rows(engine, *sections) if sections else ()))
-    if "environment" in draft.entries:
-        rows = tuple(row for row in rows if "that has them" not in row[2])
+    if "environment" not in draft.entries:
+        rows += unlike_rows(f"{of}-turns")
     return unlike(config, without(rows, *but, *config.keys(*names(f"{of}-{engine}"))))
 
 

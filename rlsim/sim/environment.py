@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 import simpy
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlsim.base.schema import Schema
 from rlsim.sim.moment import at
@@ -68,15 +68,6 @@ class EnvironmentConfig(Schema):
         description="where it goes on: same_replica: where its KV cache may be (sticky sessions); least_context: the "
         "replica with the least context",
     )
-
-    @model_validator(mode="after")
-    def _no_deadlock(self) -> EnvironmentConfig:
-        if self.turns == "together" and self.sandboxes is not None:
-            raise ValueError(
-                "turns: together and sandboxes exclude each other: who holds a sandbox would wait for those who wait "
-                "for one; limit `workers`"
-            )
-        return self
 
     @property
     def keep_kv_s(self) -> float:
@@ -185,7 +176,9 @@ class Environments:
         tries = 1
         if config.failures:
             key = self._seed, request.position, request.row if request.row >= 0 else request.id
-            draws = self._draws.setdefault(request, np.random.default_rng(key))
+            if request not in self._draws:
+                self._draws[request] = np.random.default_rng(key)
+            draws = self._draws[request]
             while tries <= config.retries and draws.random() < config.failures:
                 tries += 1
         return once * tries

@@ -54,7 +54,7 @@ _SECTIONS = {engine: f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("vllm", 
 #: Keys that are known beside those that have names or defaults.
 _KEYS = (
     *(key for engine in _SECTIONS for _, keys in names(f"verl-{engine}").values() for key in keys),
-    *(key for key, _, _ in unlike_rows("verl")),
+    *(key for of in ("verl", "verl-turns") for key, _, _ in unlike_rows(of)),
     *(key for engine, section in _SECTIONS.items() for key, _, _ in unlike_rows(engine, section)),
 )
 #: Positions of a model where nothing says how many it has: models of today have as many or more.
