@@ -33,6 +33,7 @@ from rlsim.experiment.summary import (
     means,
     preemption_notes,
     rate_notes,
+    tool_notes,
 )
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.plan import part_of

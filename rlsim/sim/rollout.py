@@ -43,8 +43,9 @@ from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage
 from rlsim.sim.stays import Left
+from rlsim.sim.trajectories import Trajectories
 from rlsim.sim.updating import WeightUpdates
-from rlsim.sim.view import RolloutState, RolloutView, ToolCallView, view_of, view_of_replica
+from rlsim.sim.view import RolloutState, RolloutView, view_of, view_of_replica
 
 
 class Rollout(RolloutState):
@@ -78,8 +79,8 @@ class Rollout(RolloutState):
         self._starting: dict[int, tuple[int, int, Sequence[Request]]] = {}
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
-        self._acting: dict[int, Request] = {}  # trajectories at their tool calls, or that wait for others' to end
-        self._back: list[Request] = []  # of these, those that wait for others'
+        tools = stage.environments
+        self._trajectories = Trajectories(self, tools, stage.control) if tools else None
         self._longest: Request | None = None  # of those that were unfinished when that was last asked
         #: By method: the controls that answer to it, of `on_timer` with the seconds between two calls.
         self._asked: dict[str, list[tuple[RolloutControl, float]]] = {
@@ -106,7 +107,7 @@ class Rollout(RolloutState):
             self._start_node(node, stage.tp, stage.version)
         self._deal_new(stage.requests, self.active(), idle=True)
         if stage.resumed:
-            self._resume(stage.resumed)
+            self._deal_to_active(self._trajectories.resume(stage.resumed) if self._trajectories else stage.resumed)
         if not self._requests:
             self._none_left()
         self._set_timer()
@@ -258,7 +259,8 @@ class Rollout(RolloutState):
         for replica in self.active():
             replica.settle()
             self._take(replica, "stopped")
-        self._end_trajectories()
+        if self._trajectories:
+            self._trajectories.forget(self._requests.values())
 
     def close(self) -> None:
         """The rollout is over: note down the spans of replicas that were still there, and let go of the requests."""
@@ -269,7 +271,7 @@ class Rollout(RolloutState):
 
     def _finished(self, replica: Replica, left: list[Request]) -> None:
         finished = [request for request in left if request.generated >= request.response_tokens]
-        acting = self._act(replica, left) if self._stage.environments else ()
+        acting = self._trajectories.leave(replica, left) if self._trajectories else ()
         self.finished += len(finished)
         if (self._asks or self._asked["on_timer"]) and finished:
             lengths = [request.generated for request in finished]
@@ -281,86 +283,24 @@ class Rollout(RolloutState):
         if self._stage.on_finish and finished:
             self._stage.on_finish(finished)
         self._look_after(replica)
-        self._call_tools(acting, replica)
+        if self._trajectories:
+            self._trajectories.call(acting, replica)
         if self._left == 0:
             self._none_left()
         if self._asks and len(acting) < len(left) and not self.done.triggered:
             self._just_finished.add(replica.node)
             self.ask()
 
-    # ---- trajectories at their tool calls ---------------------------------------------------------------------------
-
-    def _act(self, replica: Replica, left: Sequence[Request]) -> list[Request]:
-        """Of those that leave a replica the ones that call a tool; the others give their sandboxes back."""
-        assert self._stage.environments is not None
-        acting = [request for request in left if request.acts]
-        for request in acting:
-            request.end_run(replica.version, request.generated)
-            self._acting[request.id] = request
-            self._keep_kv(replica, request)
-        self._stage.environments.leave(request for request in left if not request.acts)
-        return acting
-
-    def _keep_kv(self, replica: Replica, request: Request) -> None:
-        """Pin the KV cache of a trajectory at its tool call, for as long as is wanted."""
-        environments = self._stage.environments
-        assert environments is not None
-        seconds: float | None = environments.config.keep_kv_s
-        if asked(self._stage.control, "keep_kv_s"):
-            view, calls = view_of(request, request.context, running=False), request.called
-            mean_s = (request.tool_s + request.tool_wait_s) / calls if calls else 0.0
-            call = ToolCallView(view, calls, mean_s, environments.mean_s, *replica.room)
-            wanted = self._stage.control.keep_kv_s(call)
-            seconds = seconds if wanted is None else wanted
-        call_number = request.called
-
-        def over(_: simpy.Event) -> None:
-            if request.id in self._acting and request.called == call_number:
-                replica.unpin(request)
-
-        if seconds:
-            replica.pin(request)
-            if seconds < math.inf:
-                at(self.env, self.env.now + seconds, over)
-
-    def _resume(self, requests: Sequence[Request]) -> None:
-        """Requests from an earlier step go on; those that were at a tool call then begin it again."""
-        acting = [request for request in requests if request.acts]
-        self._acting |= {request.id: request for request in acting}
-        self._deal_to_active([request for request in requests if not request.acts])
-        self._call_tools(acting)
-
-    def _call_tools(self, acting: Sequence[Request], at: Replica | None = None) -> None:
-        for request in acting:
-            self._stage.environments.call(request, self._observed, at.at_boundary if at else None)  # type: ignore[union-attr]
-        self._end_turn()
-
-    def _observed(self, request: Request) -> None:
-        """A tool call is over: the trajectory goes on, or pauses if its budget is used up."""
-        request.observe()
-        if self._stage.environments.config.turns == "together":  # type: ignore[union-attr]
-            self._back.append(request)
-            self._end_turn()
-        else:
-            self._go_back([request])
-
-    def _end_turn(self) -> None:
-        """Where trajectories take turns together: the last one has ended its own."""
-        if self._back and len(self._back) == self._left:
-            back, self._back = sorted(self._back, key=attrgetter("id")), []
-            self._go_back(back)
-
-    def _go_back(self, requests: Sequence[Request]) -> None:
-        environments, elsewhere, paused = self._stage.environments, list[Request](), False
-        assert environments is not None
+    def come_back(self, requests: Sequence[Request]) -> None:
+        """Tool calls are over: trajectories go on where they were, or elsewhere, or pause."""
+        assert self._trajectories is not None
+        elsewhere, paused = list[Request](), False
         for request in requests:
-            del self._acting[request.id]
             home = self._at.get(request.id)
             if request.at_limit:
-                environments.leave([request])
                 paused = True
                 self._left -= 1
-            elif environments.config.returns == "same_replica" and home and home.stopped is None:
+            elif self._trajectories.sticky and home and home.stopped is None:
                 self._give(home, [request])
                 continue
             else:
@@ -374,20 +314,16 @@ class Rollout(RolloutState):
         if paused and self._asks and not self.done.triggered:
             self.ask()
 
-    def _end_trajectories(self) -> None:
-        """Generation is over: whatever is unfinished gives its sandbox back."""
-        if self._stage.environments:
-            self._stage.environments.leave(self._requests.values())
-        self._acting, self._back = {}, []
-
-    def _drop_acting(self, ids: Iterable[int]) -> list[Request]:
+    def _drop_away(self, ids: Iterable[int]) -> list[Request]:
         """Trajectories that are at their tool calls do not come back."""
-        dropped = [self._acting.pop(id_) for id_ in ids if id_ in self._acting]
-        self._back = [request for request in self._back if request.id in self._acting]
+        dropped = self._trajectories.drop(ids) if self._trajectories else []
         for request in dropped:
             if home := self._at.get(request.id):
                 home.unpin(request)
         return dropped
+
+    def _is_away(self, id_: int) -> bool:
+        return self._trajectories is not None and id_ in self._trajectories
 
     def _none_left(self) -> None:
         if not self._stage.open:
@@ -476,8 +412,8 @@ class Rollout(RolloutState):
                     self.env.process(self._borrow(borrowing))
             case Abort(requests) as abort:
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
-                if acting := self._drop_acting(dict.fromkeys(requests)):
-                    self._drop(acting, abort)
+                if away := self._drop_away(dict.fromkeys(requests)):
+                    self._drop(away, abort)
                 for replica, ids in self._where(requests):
                     replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i, abort), urgent=True)  # type: ignore[misc]
             case Launch():
@@ -707,7 +643,7 @@ class Rollout(RolloutState):
             self._deal_to_active(requests)
 
     def _extend(self, requests: Sequence[Request], tokens: int) -> None:
-        paused = [r for r in requests if r.at_limit and not (r.finished or r.aborted or r.id in self._acting)]
+        paused = [r for r in requests if r.at_limit and not (r.finished or r.aborted or self._is_away(r.id))]
         for request in paused:
             request.allow(tokens)
         self._left += len(paused)
@@ -716,18 +652,19 @@ class Rollout(RolloutState):
 
     def _abort(self, replica: Replica, ids: frozenset[int], action: Abort) -> None:
         running, others = self._take(replica, "aborted", ids)
-        self._drop([*running, *others, *self._drop_acting(ids)], action)
+        self._drop([*running, *others, *self._drop_away(ids)], action)
 
     def _drop(self, requests: Sequence[Request], action: Abort) -> None:
         self.aborted += 0 if isinstance(action, Surplus) else len(requests)
         for request in requests:
             request.aborted = True
             self._left -= 1
-        if self._stage.environments:
-            self._stage.environments.leave(requests)
+        if self._trajectories:
+            self._trajectories.end(requests)
         if self._stage.on_abort:
             self._stage.on_abort(requests)
-        self._end_turn()
+        if self._trajectories:
+            self._trajectories.end_turn()
         if self._left == 0:
             self._none_left()
 
@@ -739,7 +676,8 @@ class Rollout(RolloutState):
                 yield replica.stopped
         for replica in self.replicas:
             self._take(replica, "stopped")  # brings the tokens of what was running up to date
-        self._end_trajectories()
+        if self._trajectories:
+            self._trajectories.forget(self._requests.values())
         for node in list(self._pauses):
             self._end_pause(node)
         if not self.done.triggered:
@@ -754,8 +692,8 @@ class Rollout(RolloutState):
         found: dict[Replica, set[int]] = {}
         for id_ in ids:
             replica = self._at.get(id_)
-            away = id_ in self._acting or self._requests[id_].at_limit
-            if replica and replica.stopped is None and not away:
+            left = self._requests[id_].at_limit or self._is_away(id_)
+            if replica and replica.stopped is None and not left:
                 found.setdefault(replica, set()).add(id_)
         return [(r, frozenset(found[r])) for r in sorted(found, key=attrgetter("node", "index"))]
 

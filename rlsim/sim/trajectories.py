@@ -1,0 +1,129 @@
+"""The trajectories of a rollout that are at their tool calls: unfinished, and at no replica."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Sequence
+from operator import attrgetter
+from typing import Protocol
+from weakref import proxy
+
+import simpy
+
+from rlsim.sim.control import RolloutControl, asked
+from rlsim.sim.environment import Environments
+from rlsim.sim.moment import at
+from rlsim.sim.replica import Replica
+from rlsim.sim.request import Request
+from rlsim.sim.view import ToolCallView, view_of
+
+
+class Sender(Protocol):
+    """The rollout that sends trajectories to their tools."""
+
+    env: simpy.Environment
+
+    @property
+    def unfinished(self) -> int:
+        """Its requests that are neither finished, dropped nor paused."""
+
+    def come_back(self, requests: Sequence[Request]) -> None:
+        """Their tool calls are over."""
+
+
+class Trajectories(Container[int]):
+    """Sends trajectories that leave a replica to their tools, and hands them back; it contains the ids of those away.
+
+    `control` may say for how long the KV cache is pinned meanwhile.
+    """
+
+    def __init__(self, rollout: Sender, environments: Environments, control: RolloutControl) -> None:
+        self._rollout: Sender = proxy(rollout)  # which holds this one: a cycle would keep its requests
+        self._env, self._environments = rollout.env, environments
+        self._control = control if asked(control, "keep_kv_s") else None
+        self._away: dict[int, Request] = {}  # at tool calls, or waiting for the others' to end
+        self._over: list[Request] = []  # of these, those that wait for the others'
+        self.sticky = environments.config.returns == "same_replica"
+
+    def __contains__(self, id_: object) -> bool:
+        return id_ in self._away
+
+    def leave(self, replica: Replica, left: Sequence[Request]) -> list[Request]:
+        """Of those that leave a replica the ones that call a tool; the others give their sandboxes back."""
+        acting = [request for request in left if request.acts]
+        for request in acting:
+            request.end_run(replica.version, request.generated)
+            self._away[request.id] = request
+            self._pin(replica, request)
+        self._environments.leave(request for request in left if not request.acts)
+        return acting
+
+    def _pin(self, replica: Replica, request: Request) -> None:
+        """Keep the KV cache of a trajectory at its tool call, for as long as is wanted."""
+        seconds, number = self._environments.config.keep_kv_s, request.called
+        if self._control:
+            mean_s = (request.tool_s + request.tool_wait_s) / number if number else 0.0
+            view = view_of(request, request.context, running=False)
+            wanted = self._control.keep_kv_s(
+                ToolCallView(view, number, mean_s, self._environments.mean_s, *replica.room)
+            )
+            seconds = seconds if wanted is None else wanted
+
+        def over(_: simpy.Event) -> None:
+            if request.id in self._away and request.called == number:
+                replica.unpin(request)
+
+        if seconds:
+            replica.pin(request)
+            if seconds < math.inf:
+                at(self._env, self._env.now + seconds, over)
+
+    def resume(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests of an earlier step go on: those that were at a tool call begin it again; returns the others."""
+        acting = [request for request in requests if request.acts]
+        self._away |= {request.id: request for request in acting}
+        self.call(acting)
+        return [request for request in requests if request.id not in self._away]
+
+    def call(self, acting: Sequence[Request], replica: Replica | None = None) -> None:
+        """They begin their tool calls, at a boundary of the replica that they have left."""
+        for request in acting:
+            self._environments.call(request, self._observed, replica.at_boundary if replica else None)
+        self.end_turn()
+
+    def _observed(self, request: Request) -> None:
+        """A tool call is over."""
+        request.observe()
+        if self._environments.config.turns == "together":
+            self._over.append(request)
+            self.end_turn()
+        else:
+            self._hand_back([request])
+
+    def end_turn(self) -> None:
+        """Where trajectories take turns together: the last one has perhaps ended its own."""
+        if self._over and len(self._over) == self._rollout.unfinished:
+            over, self._over = sorted(self._over, key=attrgetter("id")), []
+            self._hand_back(over)
+
+    def _hand_back(self, requests: Sequence[Request]) -> None:
+        """They go on, but for those whose budget is used up."""
+        for request in requests:
+            del self._away[request.id]
+        self._environments.leave(request for request in requests if request.at_limit)
+        self._rollout.come_back(requests)
+
+    def drop(self, ids: Iterable[int]) -> list[Request]:
+        """Those of these that are away do not come back; they still hold their sandboxes."""
+        dropped = [self._away.pop(id_) for id_ in ids if id_ in self._away]
+        self._over = [request for request in self._over if request.id in self._away]
+        return dropped
+
+    def end(self, requests: Iterable[Request]) -> None:
+        """These are finished, dropped, or go on in another step: they give their sandboxes back."""
+        self._environments.leave(requests)
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Generation is over: the same of all its requests."""
+        self._environments.leave(requests)
+        self._away, self._over = {}, []
