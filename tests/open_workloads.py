@@ -527,7 +527,7 @@ def open_agents(draw: st.DrawFn) -> OpenWorkload:
         work = work.each(way, draw(REAL), draw(REAL))
     calls = tuple(draw(tool_calls(60, 0)) for _ in range(draw(st.integers(1, 12))))
     # Who of several is first at one moment is left open, and prompts of one size begin together.
-    tools = replace(draw(environments()), together=False, sandboxes=0, workers=0, least_context=False, keep_kv_s=0.0)
+    tools = replace(draw(environments()), together=False, sandboxes=0, workers=0, least_context=False)
     return replace(work, calls=calls, tools=tools)
 
 

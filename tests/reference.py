@@ -539,8 +539,6 @@ class _Rollout:
             elif self.at_boundary(replica):
                 self.unpinning.remove((replica, r))
                 self.unpin(replica, r)
-                if not replica.requests():  # nothing else happens at this boundary
-                    self.settle_cache(replica)
                 any_gone = True
         return any_gone
 

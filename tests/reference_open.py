@@ -399,6 +399,8 @@ class _Run(_Rollout):
     def begin_all(self) -> None:
         """Where an update has been asked for, and is not over, replicas stand still at their boundaries."""
         for replica in self.active():
+            if replica.iteration is None and not replica.requests():
+                self.settle_cache(replica)
             if not self.stands(replica):
                 if replica.arrivals and replica.iteration is not None:
                     self.at_boundary(replica)
