@@ -196,11 +196,14 @@ def test_nemo_rl_folder(tmp_path: Path) -> None:
     jsonl(tmp_path / "exp" / "train_data_step10.jsonl", tools)
     jsonl(tmp_path / "exp" / "val_data_step10.jsonl", [{"content": [[]], "rewards": [1.0], "idx": 0}])
     trace = import_trace(tmp_path / "exp")
-    assert column(trace, "response_tokens") == [6, 7, 8, 9, 5]  # of the last what tools wrote is not generated
+    assert column(trace, "response_tokens") == [6, 7, 8, 9, 8]  # of the last with what tools wrote, as its turns say
+    assert [turn[:2] for turn in trace.frame["turns"].iloc[4]] == [(2, 3), (3, 0)]
     assert column(trace, "prompt_tokens") == [3] * 5
     assert column(trace, "sample_id") == [0, 1, 0, 1, 0]
     assert column(trace, "reward") == [0.0, 1.0, 0.0, 1.0, 0.5]
-    noted(trace, "1 responses have several turns", "1 files of validation samples are left out", "2 steps, one epoch")
+    noted(
+        trace, "1 trajectories have several turns", "1 files of validation samples are left out", "2 steps, one epoch"
+    )
 
 
 def test_nemo_rl_before_0_6(tmp_path: Path) -> None:
@@ -233,7 +236,8 @@ def test_slime_folder(tmp_path: Path) -> None:
     slime(tmp_path / "rollout_12.pt", 12, more)
     slime(tmp_path / "rollout_eval_12.pt", 12, [slime_sample(0, "held out", 4, 4)])
     trace = import_trace(tmp_path)
-    assert column(trace, "response_tokens") == [100, 101, 72, 103, 50]
+    assert column(trace, "response_tokens") == [100, 101, 102, 103, 50]
+    assert [turn[:2] for turn in trace.frame["turns"].iloc[2]] == [(60, 30), (12, 0)]
     assert column(trace, "prompt_tokens") == [10] * 5
     assert column(trace, "epoch") == [0, 0, 0, 0, 1]
     assert trace.capped.tolist() == [False, False, False, True, False]
@@ -241,7 +245,7 @@ def test_slime_folder(tmp_path: Path) -> None:
     assert column(trace, "reward") == [1.0, 1.0, 1.0, -1.0, 1.0]
     assert trace.frame["correct"].dropna().tolist() == [False]
     assert trace.meta.cap_tokens == 103
-    noted(trace, "1 samples that are aborted", "1 responses have tokens outside the loss mask", "more than one version",
+    noted(trace, "1 samples that are aborted", "1 trajectories have several turns", "more than one version",
           "1 files of validation samples")  # fmt: skip
 
 

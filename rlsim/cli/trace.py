@@ -27,12 +27,13 @@ app = typer.Typer(
 
 #: Those of `rlsim.trace.importers.FORMATS`, spelled out so that --help does not load it.
 FORMAT_NAMES = (
-    "parquet, csv, jsonl, areal, verl, verl-metrics, nemo-rl, slime, trl, roll, servegen, mooncake, azure, burstgpt"
+    "parquet, csv, jsonl, areal, verl, verl-metrics, nemo-rl, slime, skyrl, rllm, trl, roll, agentic_mooncake, weka, "
+    "servegen, mooncake, azure, burstgpt"
 )
-IN_HELP = "Parquet, CSV, JSON Lines (also .gz) or .pt file, folder, or quoted glob."
+IN_HELP = "Parquet, CSV, JSON Lines (also .gz), .json or .pt file, folder, or quoted glob."
 FORMAT_HELP = f"One of {FORMAT_NAMES}; by default recognised."
 COLUMN_HELP = "OURS=THEIRS, such as response_tokens=output_len; may be repeated."
-TOKENIZER_HELP = "The model's tokenizer.json or local folder, for dumps of texts (veRL, TRL, ROLL)."
+TOKENIZER_HELP = "The model's tokenizer.json or local folder, for dumps of texts (veRL, SkyRL, rLLM, TRL, ROLL)."
 DERIVE_HELP = "Make up lengths that meet the means of veRL's metric log."
 BATCH_HELP = "With --derive: PROMPTSxRESPONSES of a step, if the log does not tell."
 CAP_HELP = "Response cap, such as 16K."

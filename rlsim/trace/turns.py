@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import isfinite, isnan
 from typing import Any, NamedTuple
 
@@ -55,6 +55,19 @@ def _turn(row: Turn | Mapping[str, Any]) -> Turn:
     if generated < 1 or observed < 0 or not (isnan(tool_s) or (isfinite(tool_s) and tool_s >= 0)):
         raise ValueError(row)
     return Turn(generated, observed, tool_s)
+
+
+def turns_of_mask(mask: Sequence[Any]) -> Turns | None:
+    """The turns of a response under its mask: 1 for a token that the model generated, 0 for one that it observed.
+
+    None if it has no more than one; what the mask leaves out before the first 1 counts as generated.
+    """
+    runs = [[bool(one), sum(1 for _ in run)] for one, run in groupby(mask, bool)]
+    if len(runs) > 1 and not runs[0][0]:
+        runs[1][1] += runs.pop(0)[1]
+    lengths = [length for _, length in runs] + [0] * (len(runs) % 2)
+    pairs = zip(lengths[::2], lengths[1::2], strict=True)
+    return tuple(Turn(*pair, float("nan")) for pair in pairs) if len(runs) > 2 else None
 
 
 def as_rows(turns: Turns | None) -> list[dict[str, Any]] | None:

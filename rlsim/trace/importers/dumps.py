@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ import pandas as pd
 
 from rlsim.errors import TraceError
 from rlsim.trace.importers.rows import Row, file_rows
+from rlsim.trace.turns import Turn, response_tokens
 
 #: Counts what has to be said: sentences with `{n}` for the count.
 Tally = Counter[str]
 #: A response as a dump states it, by field: `step`; `prompt`, which identifies the prompt (its text, or what stands for
 #: it), and `group`, the samples drawn together; `prompt_text` and `response_text` where a dump has texts instead of
-#: lengths; and `_COLUMNS` (tokens, s). What is not known is left out.
+#: lengths, `turn_texts` those of a trajectory (generated, observed, seconds in the environment or None); and `_COLUMNS`
+#: (tokens, s). What is not known is left out.
 Fields = Mapping[str, Any]
 _COLUMNS = ("prompt_tokens", "response_tokens", "reward", "correct", "capped", "finish_reason", "task", "arrival_s",
-            "reward_time_s")  # fmt: skip
+            "reward_time_s", "turns")  # fmt: skip
 _READ: dict[str, Callable[[Row, str], Any]] = {
     "step": Row.whole, "group": Row.whole, "prompt": Row.text, "prompt_text": Row.text, "response_text": Row.text,
     "reward": Row.number,
@@ -110,7 +113,8 @@ class _Collector:
         self._texts_of_step: list[list[str]] = [[], []]  # digests of the step before and of this one
         self._step_read: int | None = None
         self._prompt_lengths: dict[int, int] = {}
-        self._texts: list[tuple[bool, int, str]] = []  # of a response?, its row or the prompt's code, the text
+        self._turns: dict[int, tuple[list[int], list[float | None]]] = {}  # of a row: tokens in turn, seconds of tools
+        self._texts: list[tuple[Any, int, str]] = []  # where the tokens of a text go, and its place there
         self._characters = 0
 
     def add(self, fields: dict[str, Any], row: Row) -> None:
@@ -164,30 +168,46 @@ class _Collector:
         prompt, response = fields.get("prompt_text") or "", fields.get("response_text") or ""
         if prompt and "prompt_tokens" not in self._asked and code not in self._prompt_lengths:
             self._prompt_lengths[code] = 0
-            self._texts.append((False, code, prompt))
-        if response:
-            self._texts.append((True, index, response))
+            self._texts.append((self._prompt_lengths, code, prompt))
+        turns = fields.get("turn_texts")
+        if turns:
+            counts, seconds = [0] * 2 * len(turns), [tool_s for *_, tool_s in turns]
+            self._turns[index] = counts, seconds
+            self._texts += [(counts, i, text) for i, text in enumerate(text for turn in turns for text in turn[:2])]
+            response = "".join(turn[0] + turn[1] for turn in turns)
+        elif response:
+            self._texts.append((self._values["response_tokens"], index, response))
         self._characters += len(prompt) + len(response)
 
     def _tokenize(self) -> None:
         if self._tokenizer is None or not self._texts:
             return
         counts = self._tokenizer.count([text for *_, text in self._texts])
-        for (of_response, index, _), count in zip(self._texts, counts, strict=True):
-            if not of_response:
-                self._prompt_lengths[index] = count
-                continue
-            if self._cap is not None and count > self._cap:
+        for (place, index, _), count in zip(self._texts, counts, strict=True):
+            place[index] = max(1, count) if place is self._values["response_tokens"] else count
+        self._texts, self._characters = [], 0
+
+    def _settle_counts(self) -> None:
+        """Turns of what was counted, and no response that is longer than the cap: it was none when it was sampled."""
+        lengths = self._values["response_tokens"]
+        for row, (counts, seconds) in self._turns.items():
+            turns = [
+                Turn(max(1, made), seen, nan if tool_s is None else tool_s)
+                for made, seen, tool_s in zip(counts[::2], counts[1::2], seconds, strict=True)
+            ]
+            self._values["turns"][row], lengths[row] = turns, response_tokens(tuple(turns))
+        for row, length in enumerate(lengths if self._tokenizer is not None and self._cap is not None else ()):
+            if row not in self._turns and length > self._cap:
                 self.tally[
                     f"{{n}} responses are longer than the cap of {self._cap} tokens when tokenized again (decoding "
                     "does not always round-trip): taken as cut there"
                 ] += 1
-            self._values["response_tokens"][index] = max(1, min(count, self._cap or count))
-        self._texts, self._characters = [], 0
+                lengths[row] = self._cap
 
     def frame(self) -> tuple[pd.DataFrame, list[str]]:
         """The columns of rlsim's schema that something filled, and what has to be said."""
         self._tokenize()
+        self._settle_counts()
         prompt = np.array(self._prompt, np.int64)
         if any(self._prompt_lengths.values()):
             self._values["prompt_tokens"] = [self._prompt_lengths.get(code) or None for code in self._prompt]

@@ -172,7 +172,8 @@ def _counted(frame: pd.DataFrame, path: Path, notes: list[str]) -> pd.DataFrame:
             f"{path}: {', '.join(maps)} hold mappings; write out what is in them first, as with "
             f"jq -c '{{response_tokens: .{(near or leaves)[0]}}}' {path.name}"
         )
-    lists = [str(name) for name in frame if frame[name].map(lambda one: isinstance(one, list | np.ndarray)).all()]
+    others = [str(name) for name in frame if name != "turns"]
+    lists = [name for name in others if frame[name].map(lambda one: isinstance(one, list | np.ndarray)).all()]
     if "response_tokens" not in frame and lists:
         options = []
         for ours, words in (("response_tokens", "response|completion|output"), ("prompt_tokens", "prompt")):

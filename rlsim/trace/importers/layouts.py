@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from rlsim.base.reading import plain, read_yaml
 from rlsim.base.tables import parse_json
 from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, JSONL, PARQUET, ends
-from rlsim.trace.importers import frameworks
+from rlsim.trace.importers import agents, frameworks
 from rlsim.trace.importers.dumps import Dump
 from rlsim.trace.importers.rows import first_keys
 from rlsim.trace.metrics import METRICS as METRIC_NAMES
@@ -24,8 +25,11 @@ KINDS = ("parquet", "csv", "jsonl")
 #: Files of `torch.save`.
 TORCH = (".pt", ".pth")
 FILES = (*JSONL, *CSV, *PARQUET, *TORCH)
+#: Files of one object or a list of them; in a folder that holds others they are something else.
+JSON = (".json",)
 METRICS = "verl-metrics"
-_VALIDATION = re.compile(r"(^|[_.-])(eval|val_data)[_.-]")
+_VALIDATION = re.compile(r"(^|[_./-])(eval|val_data|val_step)[_.-]")
+_SUMMARIES = ("batch_summary.json", "aggregated_results.jsonl")  # rLLM's and SkyRL's, beside what they dump
 _LENGTHS = (*METRIC_NAMES["response_mean"], *METRIC_NAMES["clip_ratio"])
 METRICS_ADVICE = (
     "a log of metrics holds each step's mean length, longest and share cut at the cap, and no lengths: there is no "
@@ -49,7 +53,8 @@ class Table:
 
 
 def _dump(row: dict[str, Any]) -> Dump:
-    return Dump(**row | {key: getattr(frameworks, row[key]) for key in ("more", "rows") if key in row})
+    functions = {**vars(agents), **vars(frameworks)}
+    return Dump(**row | {key: functions[row[key]] for key in ("more", "rows") if key in row})
 
 
 _TABLE: Mapping[str, Any] = plain(read_yaml(DATA / "layouts.yaml"))
@@ -68,9 +73,12 @@ def find_files(path: Path, notes: list[str]) -> tuple[list[Path], list[Path]]:
         if dumps:
             notes.append(f"{len(dumps):,} files under {path.name}/rollout")
             return _in_order(dumps), sessions
-        found = [file for file in path.iterdir() if file.is_file() and ends(file, FILES)]
-        found = found or [file for file in path.rglob("*") if file.is_file() and ends(file, FILES)]
-        if not found:
+        for kinds, pattern in itertools.product((FILES, JSON), ("*", "**/*")):
+            files = [file for file in path.glob(pattern) if file.is_file() and file.name not in _SUMMARIES]
+            found = [file for file in files if ends(file, kinds)]
+            if found:
+                break
+        else:
             raise TraceError(f"{path}: the folder holds no file that ends in {', '.join(FILES)}")
     elif path.exists() or not any(sign in path.name for sign in "*?["):
         return [path], []
@@ -78,7 +86,7 @@ def find_files(path: Path, notes: list[str]) -> tuple[list[Path], list[Path]]:
         found = [file for file in path.parent.glob(path.name) if file.is_file()]
         if not found:
             raise TraceError(f"{path}: no file matches")
-    kept = [file for file in found if not _VALIDATION.search(file.name)]
+    kept = [file for file in found if not _VALIDATION.search(f"{file.parent.name}/{file.name}")]
     if kept and len(kept) < len(found):
         notes.append(f"{len(found) - len(kept)} files of validation samples are left out")
     return _in_order(kept or found), []

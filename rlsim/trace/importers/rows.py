@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlsim.base.tables import csv_errors, json_lines, number_of, open_data, parquet_errors
+from rlsim.base.tables import csv_errors, json_lines, number_of, open_data, parquet_errors, parse_json
 from rlsim.errors import TraceError, shown
 from rlsim.trace.files import CSV, JSONL, PARQUET, ends
 
@@ -80,7 +80,7 @@ def first_keys(path: Path) -> set[str]:
     """The keys of a file's first row: what a layout is recognised by. Empty if the kind of file is another."""
     if ends(path, PARQUET):
         return set(_parquet(path).schema_arrow.names)
-    if ends(path, (*JSONL, *CSV)):
+    if ends(path, (*JSONL, *CSV, ".json")):
         row = next(file_rows(path), None)
         return set() if row is None else {str(key) for key in row.values}
     return set()
@@ -92,6 +92,10 @@ def file_rows(path: Path, project: str = "") -> Iterator[Row]:
     Raises `TraceError` for a file that is empty, damaged, or has a line that is no JSON object.
     """
     number = 0
+    objects = _objects(path) if ends(path, (".json",)) else None
+    if objects is not None:
+        yield from (Row(path, f"object {number}", values, project) for number, values in enumerate(objects, 1))
+        return
     if not ends(path, (*PARQUET, *CSV)):
         for number, values in json_lines(path, TraceError):
             yield Row(path, f"line {number}", values, project)
@@ -103,6 +107,16 @@ def file_rows(path: Path, project: str = "") -> Iterator[Row]:
             yield Row(path, f"row {number}", values, project)
     if number == 0:
         raise TraceError(f"{path}: the table {'holds no' if parquet else 'has a header and no'} rows")
+
+
+def _objects(path: Path) -> list[dict[str, Any]] | None:
+    """The objects of a file that is one JSON value, an object or a list; None if it is not, such as JSON Lines."""
+    try:
+        value = parse_json(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return None
+    values = value if isinstance(value, list) else [value]
+    return values if values and all(isinstance(one, dict) for one in values) else None
 
 
 def _parquet(path: Path) -> Any:

@@ -1,0 +1,159 @@
+"""Agents' trajectories in other programs' layouts: recorded calls and texts become turns."""
+
+from __future__ import annotations
+
+import json
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dump_samples import jsonl, tokenizer
+
+from rlsim.errors import TraceError
+from rlsim.trace.importers import import_trace
+from rlsim.trace.importers.agents import texts_of
+from rlsim.trace.schema import Trace
+from rlsim.trace.turns import Turn, turns_of_mask
+
+SEEN = "\nuser\n<tool_response>\nfour five\n</tool_response>"
+ANSWER = f"one two{SEEN}\nassistant\nthree four"
+TAGGED = "<|im_end|>\n<|im_start|>user\n<tool_response>\nx\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
+def turns(trace: Trace) -> list[Any]:
+    """(generated, observed, seconds) of all turns; None for seconds that are not recorded."""
+    cells = ([Turn(*turn) for turn in cell or ()] for cell in trace.frame["turns"])
+    return [[(*turn[:2], None if isnan(turn.tool_s) else turn.tool_s) for turn in cell] for cell in cells]
+
+
+def noted(trace: Trace, *texts: str) -> None:
+    for text in texts:
+        assert any(text in note for note in trace.meta.notes), (text, trace.meta.notes)
+
+
+def call(name: str, session: str, tokens: tuple[int, int], **other: Any) -> dict[str, Any]:
+    return {"request_id": name, "session_id": session, "input_length": tokens[0], "output_length": tokens[1],
+            "hash_ids": [1], **other}  # fmt: skip
+
+
+def wait(name: str, delay_ms: float, trigger: str = "completion") -> dict[str, Any]:
+    return {"request_id": name, "trigger": trigger, "delay_ms": delay_ms, "relation": "sequence"}
+
+
+HEADER = {"schema": "dynamo.agentic_mooncake", "version": 2, "block_size": 64, "hash_id_scope": "local", "source": {}}
+
+
+def test_agentic_mooncake_of_version_2(tmp_path: Path) -> None:
+    p = {"play_id": "p", "model": "m", "not_before_ms": 50.0}
+    rows = [
+        HEADER,
+        call("a0", "s", (100, 20), **p),
+        call("a1", "s", (150, 30), **p, dependencies=[wait("a0", 2500.0)]),
+        call("b0", "sub", (40, 5), **p, dependencies=[wait("a1", 10.0, "dispatch")]),
+        call("a2", "s", (190, 3), **p, dependencies=[wait("a1", 100.0), wait("b0", 0.0)]),
+        call("a3", "s", (170, 0), **p, dependencies=[wait("a2", 1000.0)]),
+    ]
+    trace = import_trace(jsonl(tmp_path / "agents.jsonl", rows))
+    # 150 - 100 - 20 tokens observed in 2.5 s; a2 also waits for a sub-agent; a3 has less context than a2 left.
+    assert turns(trace) == [[(20, 30, 2.5), (30, 10, None), (3, 0, 1.0), (1, 0, None)], [(5, 0, None)]]
+    assert trace.frame["prompt_tokens"].tolist() == [100, 40]
+    assert trace.response_tokens.tolist() == [20 + 30 + 30 + 10 + 3 + 1, 5]
+    assert trace.frame["arrival_s"].dropna().tolist() == [0.05]
+    noted(trace, "1 calls began with a context shorter", "1 sessions have calls after which the seconds are not")
+
+
+def test_agentic_mooncake_before_version_2(tmp_path: Path) -> None:
+    rows = [call("root", "s", (4, 2), timestamp=0), call("x", "s", (9, 1), wait_for=["root"], delay=2, tool_wait_ms=3)]
+    assert turns(import_trace(jsonl(tmp_path / "a.jsonl", rows))) == [[(2, 3, 0.005), (1, 0, None)]]
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="line 1: agentic Mooncake of version 3; version 2 is read"):
+        import_trace(jsonl(tmp_path / "a.jsonl", [HEADER | {"version": 3}, call("a", "s", (4, 2))]))
+
+
+def test_weka_files(tmp_path: Path) -> None:
+    def request(t: float, tokens: tuple[int, int], **other: Any) -> dict[str, Any]:
+        return {"t": t, "type": "s", "model": "m", "in": tokens[0], "out": tokens[1], "hash_ids": [], **other}
+
+    agent = {"t": 2.5, "type": "subagent", "agent_id": "x", "status": "completed", "requests": [request(0.0, (5, 4))]}
+    one = {
+        "id": "c", "block_size": 64, "hash_id_scope": "local",
+        "requests": [request(0.0, (100, 10), api_time=2.0), agent, request(9.0, (140, 20))],
+    }  # fmt: skip
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(one | {"id": name}, indent=2))
+    trace = import_trace(tmp_path)
+    assert turns(trace) == [[(10, 30, 7.0), (20, 0, None)], [(4, 0, None)]] * 2
+
+
+def test_rllm_episodes(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three four five"}]
+    steps = [
+        {"observation": "", "model_response": "three four five", "chat_completions": messages,
+         "timing": {"env_time": 0.75}},
+        {"observation": "two four", "model_response": "one", "chat_completions": [], "timing": {}},
+    ]  # fmt: skip
+    episode = {"training_step": 3, "task_hash": "abc", "episode_id": "e:0", "is_correct": True,
+               "trajectories": [{"name": "solver", "reward": 1.0, "steps": steps}]}  # fmt: skip
+    for kind in ("train", "val"):
+        folder = tmp_path / "episodes" / f"{kind}_step_3_epoch_0"
+        folder.mkdir(parents=True)
+        (folder / "episode_hashabc_ide_0.json").write_text(json.dumps(episode, indent=2))
+        (folder / "batch_summary.json").write_text("{}")
+    trace = import_trace(tmp_path / "episodes", tokenizer=tokenizer(tmp_path))
+    assert turns(trace) == [[(3, 2, 0.75), (1, 0, None)]]
+    assert trace.frame["prompt_tokens"].tolist() == [2]
+    assert trace.frame["correct"].tolist() == [True]
+
+
+def test_skyrl_evaluations(tmp_path: Path) -> None:
+    row = {"input_prompt": "one two three", "output_response": ANSWER, "score": [0, 0, 1.0], "stop_reason": "stop",
+           "env_class": "search"}  # fmt: skip
+    folder = tmp_path / "dumped_evals" / "global_step_7_evals"
+    jsonl(folder / "d.jsonl", [row, row | {"output_response": "one", "score": 0.5, "stop_reason": "length"}])
+    jsonl(folder / "aggregated_results.jsonl", [{"eval/score": 0.75}])
+    trace = import_trace(tmp_path / "dumped_evals", tokenizer=tokenizer(tmp_path))
+    assert turns(trace)[0][0][0] == 2
+    assert turns(trace)[0][1] == (2, 0, None)
+    assert trace.frame["reward"].tolist() == [1.0, 0.5]
+    assert trace.capped.tolist() == [False, True]
+
+
+def test_verl_texts_are_split_where_a_tool_answers(tmp_path: Path) -> None:
+    row = {"input": "one two", "output": ANSWER, "score": 1.0, "step": 1}
+    trace = import_trace(jsonl(tmp_path / "1.jsonl", [row]), tokenizer=tokenizer(tmp_path))
+    assert [turn[0] for turn in turns(trace)[0]] == [2, 2]
+    noted(trace, "1 trajectories have several turns; the seconds of their tools are not in the dump")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain", []),
+        ("says <tool_response> himself", []),
+        (ANSWER, ["one two", "three four"]),
+        (f"a{TAGGED}b", ["a", "b"]),
+        (f"a{SEEN}\n<tool_response>y</tool_response>\nassistant\nb", ["a", "b"]),
+        (f"a{SEEN}\nassistant\nb{SEEN}", ["a", "b"]),
+    ],
+)
+def test_texts_of_turns(text: str, expected: list[str]) -> None:
+    assert [made for made, *_ in texts_of(text)] == expected
+    assert not expected or "".join(made + seen for made, seen, _ in texts_of(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ([1, 1, 1], None),
+        ([1, 1, 0], None),  # what is observed last is not part of the response
+        ([1, 0, 0, 1], [(1, 2), (1, 0)]),
+        ([0, 1, 0, 1, 0], [(2, 1), (1, 1)]),
+        ([0, 0], None),
+    ],
+)
+def test_turns_of_a_mask(mask: list[int], expected: list[tuple[int, int]] | None) -> None:
+    found = turns_of_mask(mask)
+    assert (found and [turn[:2] for turn in found]) == expected
