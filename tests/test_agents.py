@@ -19,6 +19,7 @@ from evidence.validate.agents import measured, splits
 from evidence.validate.parts import Options, Section, Skipped
 from evidence.validate.published import figures
 from rlsim.errors import TraceError
+from rlsim.results.report.trajectories import PARTS, trajectory_times
 from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.request import EngineConfig, Request
@@ -272,6 +273,32 @@ def test_every_system_runs_trajectories(trajectories: str, environment: dict[str
             continue
         ends_s = float(result.steps["step_time_s"].sum())
         assert trained["tool_s"].sum() <= 2 * ends_s * (1 + 1e-9)
+
+
+def test_the_page_says_where_the_time_of_trajectories_goes(trajectories: str, tmp_path: Path) -> None:
+    more = {"trace": {"path": trajectories, "cap": "8K"}, "environment": {"workers": 2, "sandboxes": 12}}
+    result = rlsim.run({**AGENTS, **more, "systems": ["verl", {"partial_rollout": {}}]})
+    times = trajectory_times(result, "")
+    trained = result.responses[result.responses["trained"] & (result.responses["system"] == "verl")]
+    took_s = (trained["finish_at"] - trained["start_at"]).mean()
+    assert times.loc["verl", [*PARTS]].sum() == pytest.approx(took_s)
+    assert times.loc["verl", "held up otherwise"] == pytest.approx(0.0, abs=1e-9)  # each second is told
+    assert times.loc["verl", "tools"] == pytest.approx(trained["tool_s"].mean())
+    assert 0 < times.loc["verl", "found"] < 1
+    rlsim.write_report(result, tmp_path / "page.html")
+    assert "Where the time of trajectories goes" in (tmp_path / "page.html").read_text()
+    plain = rlsim.run({**AGENTS, "trace": {"path": "rollpacker-code", "cap": "1K"}, "systems": ["verl"]})
+    rlsim.write_report(plain, tmp_path / "plain.html")
+    assert "Where the time of trajectories goes" not in (tmp_path / "plain.html").read_text()
+
+
+def test_tool_calls_stand_on_the_timeline(trajectories: str, tmp_path: Path) -> None:
+    result = rlsim.run({**AGENTS, "trace": {"path": trajectories, "cap": "8K"}, "systems": ["verl"]})
+    path = tmp_path / "timeline.json"
+    rlsim.write_timeline(result, path)
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "tool"]
+    drawn_s = sum(event["dur"] for event in events) * 1e-6
+    assert drawn_s == pytest.approx(float(result.responses["tool_s"].sum()), rel=1e-3)
 
 
 def test_fewer_turns_are_shorter_trajectories(trajectories: str) -> None:

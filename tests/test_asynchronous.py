@@ -45,9 +45,10 @@ def of(result: rlsim.Result, system: str, table: str = "steps") -> pd.DataFrame:
 
 
 def check_tokens(steps: pd.DataFrame) -> None:
-    """Tokens generated are trained on, dropped, or under way when the run ends."""
+    """Tokens generated and observed are trained on, compared with, dropped, or under way when the run ends."""
     kept = steps["trained_response_tokens"] + steps["wasted_tokens"] + steps["paused_tokens"] - steps["resumed_tokens"]
-    assert steps["response_tokens"].sum() == kept.sum()
+    kept += steps.get("baseline_tokens", 0)
+    assert (steps["response_tokens"] + steps.get("observed_tokens", 0)).sum() == kept.sum()
 
 
 def check_gpus(spans: pd.DataFrame) -> None:

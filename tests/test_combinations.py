@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from test_asynchronous import check_gpus, check_tokens, run
 import rlsim
 from rlsim.errors import ConfigError
 from rlsim.experiment.times import ExperimentTimes
+from rlsim.trace import make_trace, write_trace
 
 #: Parts that decide what begins and what a step trains on, and those that go with any of them.
 BATCHINGS: tuple[Any, ...] = (
@@ -32,6 +35,7 @@ BATCHINGS: tuple[Any, ...] = (
     {"tail_batching": {"resume": True}},
     {"tail_batching": {"active": 0.75}},
     "overcommit",
+    {"overcommit": {"change": "one", "delta_min": 1, "delta_start": 2}},
     {"lagged": {"lag": 1}},
     {"lagged": {"lag": 2}},
 )
@@ -48,13 +52,15 @@ class Drawn(NamedTuple):
     bound: float  # of staleness, in updates
     partial: bool  # whether a step may train on fewer than a batch
     rollout_gpus: int  # that generate, before all others
+    changes: Mapping[str, Any] = MappingProxyType({})  # of the rest of the experiment
 
 
 @st.composite
 def combined(draw: st.DrawFn) -> Drawn:
     """Parts of a system; without a split all GPUs generate, and then train."""
     rollout_gpus, batching = draw(st.sampled_from([0, 2, 4, 6])), draw(st.sampled_from(BATCHINGS))
-    layout = draw(st.sampled_from([{"verl": {"tp": 1}}, {"verl": {"tp": 2}}, "pat", {"pat": draw(switching())}]))
+    pat, planner = {"pat": draw(switching())}, {"planner": {"start_tp": 1, "profiled": draw(st.booleans())}}
+    layout = draw(st.sampled_from([{"verl": {"tp": 1}}, {"verl": {"tp": 2}}, "pat", pat, planner]))
     parts = [{"split": {"rollout_gpus": rollout_gpus}}] if rollout_gpus else []
     parts += [layout, batching, *(part for part in BESIDE if draw(st.integers(0, 3)) == 0)]
     if "hybrid_rollout" in parts:
@@ -66,10 +72,38 @@ def combined(draw: st.DrawFn) -> Drawn:
     bounded, lag = rule.get("bounded_staleness", {}), rule.get("lagged", {}).get("lag")
     bound = np.ceil(bounded["eta"]) if bounded.get("stale") else np.inf if lag is None else lag
     partial, least = "partial_rollout" in rule, 1 + ("dynamic_sampling" in parts)  # rewards that differ
-    return Drawn({"name": "s", "use": parts}, draw(sizes(least)), windows or 1, bound, partial, rollout_gpus)
+    tools = draw(st.sampled_from([{}, {}, draw(agents())]))
+    return Drawn({"name": "s", "use": parts}, draw(sizes(least)), windows or 1, bound, partial, rollout_gpus, tools)
 
 
 KV = ("recompute", "migrate")
+AGENTS = "trajectories.parquet"
+
+
+@pytest.fixture(autouse=True)
+def trajectories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace of trajectories of up to six turns, in the folder where a test runs."""
+    folder, rng = tmp_path_factory.mktemp("agents"), np.random.default_rng(7)
+    rows = [
+        {
+            "prompt_id": prompt,
+            "sample_id": sample,
+            "prompt_tokens": int(rng.integers(50, 500)),
+            "reward": float(rng.random() < 0.5),
+            "turns": [
+                {
+                    "generated_tokens": int(rng.integers(1, 300)),
+                    "observation_tokens": int(rng.integers(0, 400)),
+                    "tool_s": float(rng.exponential(2.0)),
+                }
+                for _ in range(rng.integers(1, 7))
+            ],
+        }
+        for prompt in range(24)
+        for sample in range(4)
+    ]
+    write_trace(make_trace(pd.DataFrame(rows)), folder / AGENTS)
+    monkeypatch.chdir(folder)
 
 
 @st.composite
@@ -78,6 +112,20 @@ def switching(draw: st.DrawFn) -> dict[str, Any]:
     when = draw(st.sampled_from([{}, {"start_tp": 1, "switch_at": 3}, {"start_tp": 1, "predictor_error": 0.3}]))
     ways = {"weights": ["reshard", "gather", "reload"], "graphs": ["tail", "all"], "kv": [*KV, "cheaper"]}
     return {**when, "restart": draw(st.booleans()), **{key: draw(st.sampled_from(of)) for key, of in ways.items()}}
+
+
+@st.composite
+def agents(draw: st.DrawFn) -> dict[str, Any]:
+    """Trajectories that wait for tools, and what these run on."""
+    together = draw(st.integers(0, 5)) == 0
+    environment = {
+        "sandboxes": None if together else draw(st.sampled_from([None, 8, 64])),
+        "workers": draw(st.sampled_from([None, 2])),
+        "keep_kv": draw(st.sampled_from(["idle", "pinned", 2.0])),
+        "turns": "together" if together else "each",
+        "start_s": draw(st.sampled_from([0, 3])),
+    }
+    return {"trace": {"path": AGENTS, "cap": "4K"}, "environment": environment}
 
 
 @st.composite
@@ -111,6 +159,29 @@ def published(draw: st.DrawFn) -> Drawn:
     return Drawn(system, draw(sizes()), mini_batches, bound, False, gpus)
 
 
+@st.composite
+def of_the_papers(draw: st.DrawFn) -> Drawn:
+    """A system of the seed papers on all GPUs, under each algorithm that it takes."""
+    kept = {"change": draw(st.sampled_from(["one", "quarter"])), "delta_min": 1, "delta_start": draw(st.integers(1, 8))}
+    trl = {"trl": {"tp": 1, "scoring_gpu": draw(st.booleans()), "vllm": draw(st.booleans())}}
+    searched = {"evaluations": 300, "most_plans": draw(st.sampled_from([None, 100, 1e6]))}
+    rollpacker = {"start_tp": 1, "profiled": draw(st.booleans())}
+    system = draw(
+        st.sampled_from([
+            {"name": "s", "use": [trl, "chunked"]},
+            {"name": "s", "use": [trl, {"overcommit": kept}]},
+            {"name": "s", "use": [trl, {"chunked": {"size": 256}}, {"overcommit": kept}]},
+            {"real": {**searched, "pipelined_generation": draw(st.booleans())}},
+            {"rlhfuse": {"tp": 1, "remaining": 0.3}},
+            {"name": "s", "use": [{"planner": rollpacker}, "tail_batching", "reward_scheduler"]},
+        ])
+    )  # fmt: skip
+    algorithm = draw(st.sampled_from(["grpo", "ppo", "remax", "online_dpo"]))
+    workflow = {**draw(sizes()), "algorithm": algorithm, "responses": {"online_dpo": 2, "grpo": 2}.get(algorithm, 1)}
+    models = {"reward": "qwen2.5-1.5b"} | ({"critic": "qwen2.5-1.5b"} if algorithm == "ppo" else {})
+    return Drawn(system, {**workflow, "reference": True, "reward": {}}, 1, np.inf, False, 0, {"models": models})
+
+
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many responses each train call, or each of its parts, works on."""
@@ -118,13 +189,13 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     whole, pieces = ExperimentTimes.parts, ExperimentTimes.pieces
 
     def counted(self: ExperimentTimes, call: Any, placement: Any, samples: Any, *more: Any) -> Any:
-        found.extend([len(samples)] * (call.kind == "train"))
+        found.extend([len(samples)] * (call.kind == "train" and call.model == "actor"))
         return whole(self, call, placement, samples, *more)
 
     def in_pieces(self: ExperimentTimes, call: Any) -> Any:
         def counting(cost: Any) -> Any:
             def part(lengths: Any) -> Any:
-                found.extend([len(lengths)] * (call.kind == "train"))
+                found.extend([len(lengths)] * (call.kind == "train" and call.model == "actor"))
                 return cost.part(lengths)
 
             return cost and cost._replace(part=part)
@@ -140,7 +211,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize(("kind", "runs"), [(combined, 50), (published, 12)])
+@pytest.mark.parametrize(("kind", "runs"), [(combined, 50), (published, 12), (of_the_papers, 25)])
 def test_systems_keep_every_invariant_or_are_refused(
     kind: Callable[[], st.SearchStrategy[Drawn]], runs: int, trained: list[int]
 ) -> None:
@@ -150,7 +221,7 @@ def test_systems_keep_every_invariant_or_are_refused(
         trained.clear()
         training = {"backend": "megatron", "mini_batches": drawn.mini_batches}
         try:
-            found = run(drawn.system, workflow=drawn.sizes, training=training)
+            found = run(drawn.system, workflow=drawn.sizes, training=training, **drawn.changes)
         except ConfigError:
             reject()  # with the reason
         assert sum(trained) == found.steps["trained"].sum() > 0

@@ -96,7 +96,7 @@ def batch_parts_chart(parts: pd.DataFrame, batch: int) -> Any:
     present = [name for name in PARTS if name in set(parts["part"])]
     totals = parts.groupby("system", sort=False)["time_s"].sum().reset_index()
     totals = totals.assign(label=totals["time_s"].map(lambda value: f"{value:,.1f} s"))
-    return _stacked(
+    return stacked(
         parts.rename(columns={"part": "kind", "time_s": "value"}),
         totals.rename(columns={"time_s": "at"}),
         {name: PARTS[name] for name in present},
@@ -111,7 +111,7 @@ def gpu_time_chart(shares: pd.DataFrame, colours: dict[str, str]) -> Any:
     idle = shares[shares["kind"] == BUBBLE]
     labels = pd.DataFrame({"system": idle["system"], "at": 1.0, "label": idle["share"].map("{:.1%} idle".format)})
     present = {kind: colour for kind, colour in colours.items() if kind in set(shares["kind"])}
-    return _stacked(
+    return stacked(
         shares[["system", "kind", "share"]].rename(columns={"share": "value"}),
         labels,
         present,
@@ -121,7 +121,7 @@ def gpu_time_chart(shares: pd.DataFrame, colours: dict[str, str]) -> Any:
     )
 
 
-def _stacked(
+def stacked(
     rows: pd.DataFrame, labels: pd.DataFrame, colours: dict[str, str], *, title: str, unit: str, description: str
 ) -> Any:
     """Bars of columns system, kind, value, stacked in the order of `colours`; a text at the end of each."""

@@ -103,8 +103,10 @@ def _write_phases(writer: TraceWriter, stays: pd.DataFrame, pids: Ints) -> Ints:
     waited = {**known, "context": begins}
     args = {**known, "tokens": ends - begins, "context": ends, "left": reasons}
     previous = reasons.take(pa.array(np.maximum(np.arange(len(arrived)) - 1, 0)))
+    at_tool = moves & (np.roll(reason, 1) == LEFT.index("tool"))
     for name, start, end, about in (
-        ("paused", begun, arrived, {**waited, "after": previous}),
+        ("tool", begun, np.where(at_tool, arrived, begun), waited),
+        ("paused", begun, np.where(at_tool, begun, arrived), {**waited, "after": previous}),
         ("queued", arrived, admitted, waited),
         ("prefill", admitted, decoding, waited),
         ("decode", decoding, left, args),

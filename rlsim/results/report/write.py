@@ -27,6 +27,7 @@ from rlsim.results.report.shares import gpu_section, step_section
 from rlsim.results.report.speedups import speedup_section
 from rlsim.results.report.staleness import staleness_section
 from rlsim.results.report.sweep_page import sweep_page
+from rlsim.results.report.trajectories import trajectories_section
 from rlsim.results.sweeps.read import SweepResult, read_sweep
 from rlsim.results.sweeps.store import DEFINITION
 
@@ -90,12 +91,13 @@ def report_page(result: Result, choice: Choice, title: str | None = None) -> Pag
     setups = case_setups(result)
     setup = next(one for one in setups if one.case == choice.case)
     experiment = result.manifest["experiment"]
-    stale = staleness_section(result, setups)
+    stale, tools = staleness_section(result, setups), trajectories_section(result, setups)
     sections = (
         speedup_section(result, setups),
         *((stale,) if stale else ()),
         step_section(result, setups),
         gpu_section(result, setups),
+        *((tools,) if tools else ()),
         lengths_section(result, setups),
         generation_section(result, choice, setup),
         timeline_section(result, choice, setup),
