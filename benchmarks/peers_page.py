@@ -10,6 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from evidence.validate.long_tables import without_long_tables
 from rlsim import __version__
 
 
@@ -64,7 +67,8 @@ def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def rewrite(page: Path, parts: Mapping[str, str]) -> None:
-    """Put the tables between the page's marks, `<!-- measured: NAME -->` and `<!-- end measured -->`."""
+    """Put tables between the page's marks, `<!-- measured: NAME -->` and `<!-- end measured -->`, long ones as CSV."""
     text = page.read_text(encoding="utf-8")
+    parts = {name: without_long_tables(part, page, name) for name, part in parts.items()}
     mark = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end measured -->)", re.DOTALL)
     page.write_text(mark.sub(lambda found: f"{found[1]}\n{parts[found[2]]}\n\n{found[3]}", text), encoding="utf-8")
