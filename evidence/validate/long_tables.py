@@ -14,7 +14,7 @@ from rlsim.base.reading import read_text
 #: More rows than people read on a page.
 MOST_ROWS = 5
 _TABLE = re.compile(r"^\|.*(?:\n\|.*)+$", re.MULTILINE)
-_LINK = re.compile(r"^\[[\d,]+ rows: .*\]\(([\w-]+/[\w.-]+\.csv)\)$", re.MULTILINE)
+_LINK = re.compile(r"^\[[\d,]+ rows\]\(([\w-]+/[\w.-]+\.csv)\)$", re.MULTILINE)
 
 
 def with_tables(text: str, folder: Path) -> str:
@@ -41,6 +41,6 @@ def without_long_tables(text: str, page: Path, name: str) -> str:
         csv.writer(file, lineterminator="\n").writerows([headings, *rows])
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, file.getvalue())
-        return f"[{len(rows):,} rows: {', '.join(headings)}]({page.stem}/{path.name})"
+        return f"[{len(rows):,} rows]({page.stem}/{path.name})"
 
     return _TABLE.sub(link, text)

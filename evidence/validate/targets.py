@@ -121,5 +121,5 @@ def verdicts(targets: Targets, rows: Sequence[Row], bounds: Sequence[Kept]) -> l
         lines.append(f"{text}; errors {min(errors):+.0%} to {max(errors):+.0%}")
     if bounds:
         kept = sum(bound.fine for bound in bounds)
-        lines.append(f"no worse than before: {kept} of {len(bounds)} bounds, which guard against regression alone")
+        lines.append(f"no worse than before: {kept} of {len(bounds)} bounds")
     return lines
