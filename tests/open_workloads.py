@@ -19,6 +19,7 @@ from workloads import (
     AbortLongest,
     LinearStep,
     Nothing,
+    Ranked,
     Scripted,
     StubCosts,
     Timed,
@@ -45,6 +46,7 @@ from rlsim.sim.control import (
     Migrate,
     Prompt,
     Release,
+    RequestView,
     RolloutView,
     actions_of,
 )
@@ -142,6 +144,9 @@ class Noted(Scripted):
     @property
     def every_s(self) -> float | None:
         return self.control.every_s
+
+    def priority(self, request: RequestView) -> float | None:
+        return self.control.priority(request)
 
     def on_finish(self, view: RolloutView) -> list[Action]:
         return self.noted(view, self.control.on_finish(view))
@@ -496,7 +501,10 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
     control: Scripted = Nothing()
     if "control" in extensions:
         control = draw(controls(draw(st.integers(1, 2 * prompts * samples)), gpus, lends=not windows))
-        control = Noted(perhaps_timed(draw, control.control, clock, iteration[tp]))
+        inner = control.control
+        if draw(st.integers(0, 3)) == 0:
+            inner = Ranked((inner,), draw(st.sampled_from([0, 1, 3])))
+        control = Noted(perhaps_timed(draw, inner, clock, iteration[tp]))
     return OpenWorkload(
         sizes=tuple(sizes),
         prompts=prompts,

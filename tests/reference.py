@@ -201,6 +201,7 @@ class _Request:
     tools: list[tuple[int, int, float]] = field(default_factory=list)  # calls ahead
     state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving", "paused", "acting"] = "waiting"
     arrived_kv: bool = False  # waiting, and its KV has just arrived with it
+    priority: float = 0.0  # in its queue, the lowest first
     prefilled: int = 0  # prefilling: tokens already in the cache
     hit: int = 0  # of these, found in the prefix cache
     shares: int = 0  # admitted: pages of its prompt that it has with others
@@ -649,8 +650,11 @@ class _Rollout:
 
         # 1. arrivals
         waiting = [*replica.waiting, *replica.arrivals]
+        for r in replica.arrivals:
+            view = RequestView(r.id, r.position, r.prompt_tokens, r.generated, has_kv=False)
+            r.priority = self.control.priority(view) or 0.0
         if replica.arrivals:
-            waiting.sort(key=lambda r: r not in replica.pinned)
+            waiting.sort(key=lambda r: (r not in replica.pinned, r.priority))
         replica.waiting, replica.arrivals, replica.unpinned = waiting, [], []
 
         # 2. evict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 import simpy
 from test_asynchronous import EXPERIMENT, run, use
-from workloads import LinearStep, StubCosts
+from workloads import LinearStep, Nothing, StubCosts
 
 from rlsim.errors import PolicyError
-from rlsim.policies.dispatch import SkewnessDispatch
-from rlsim.sim.control import ControlContext, ReplicaView, RequestView, RolloutControl
+from rlsim.policies.dispatch import Priority, SkewnessDispatch
+from rlsim.sim.control import ControlContext, Controls, ReplicaView, RequestView, RolloutControl
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.stage import GenerationStage
@@ -21,7 +22,7 @@ from rlsim.sim.stage import GenerationStage
 COSTS = StubCosts({1: LinearStep(a=1.0, b=0.25)}, {1: 10**6})
 
 
-def rollout(control: RolloutControl, lengths: Sequence[int], gpus: int = 2) -> list[Request]:
+def rollout(control: RolloutControl, lengths: Sequence[int], gpus: int = 2, max_num_seqs: int = 256) -> list[Request]:
     requests = [Request(i, i, 8, length) for i, length in enumerate(lengths)]
     for request in requests:
         request.predicted_tokens = float(request.response_tokens)
@@ -31,7 +32,7 @@ def rollout(control: RolloutControl, lengths: Sequence[int], gpus: int = 2) -> l
         mesh=[tuple(range(gpus))],
         tp=1,
         costs=COSTS,
-        config=EngineConfig(),
+        config=EngineConfig(max_num_seqs=max_num_seqs),
         cap_tokens=100,
         control=control,
     )
@@ -65,6 +66,48 @@ def test_responses_go_where_the_control_says() -> None:
 def test_shares_that_lose_or_double_a_response_are_refused(shares: Any) -> None:
     with pytest.raises(PolicyError, match="dispatch"):
         rollout(Given(shares), [30, 2, 3])
+
+
+class Rank(RolloutControl):
+    """Queues in the order of these numbers, by response."""
+
+    def __init__(self, places: Any) -> None:
+        self.places = places
+
+    def priority(self, request: RequestView) -> float:
+        return self.places[request.id]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("control", "order"),
+    [
+        (Nothing(), [0, 1, 2, 3]),
+        (Rank([3, 0.5, 3, -1]), [3, 1, 0, 2]),  # of equals who came first
+        (Priority(first="longest"), [0, 3, 2, 1]),
+        (Priority(first="shortest"), [1, 2, 3, 0]),
+        (Controls([Nothing(), Priority(first="shortest"), Rank([0, 1, 2, 3])]), [1, 2, 3, 0]),
+    ],
+)
+def test_replicas_admit_by_priority(control: RolloutControl, order: list[int]) -> None:
+    requests = rollout(control, [30, 2, 3, 9], gpus=1, max_num_seqs=1)
+    assert [r.id for r in sorted(requests, key=lambda r: r.finished_at)] == order
+
+
+@pytest.mark.parametrize("place", ["first", math.nan])
+def test_a_place_that_is_no_number_is_refused(place: Any) -> None:
+    with pytest.raises(PolicyError, match=r"Rank.priority: .* returned .*, expected a number, or None"):
+        rollout(Rank([place] * 3), [30, 2, 3])
+
+
+def test_the_longest_first_ends_a_step_sooner_where_few_run_at_once() -> None:
+    engine = {"engine": {"max_num_seqs": 2}, "workflow": {"prompts": 32, "steps": 2}}
+    layout = {"verl": {"tp": 1}}
+    ranked = [
+        {"name": first, "use": [layout, {"priority": {"first": first, "error": 0}}]} for first in ("longest", "shortest")
+    ]
+    systems = [{"name": "arrival", "use": [layout]}, *ranked]
+    gen_s = run(*systems, **engine).steps.groupby("system")["gen_exposed_s"].sum()
+    assert gen_s["longest"] < gen_s["arrival"] < gen_s["shortest"] * 1.05
 
 
 def dispatched(lengths: Sequence[int], replicas: int, **parameters: Any) -> dict[int, list[int]]:

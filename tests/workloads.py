@@ -310,12 +310,25 @@ class Together(Scripted):
 
 
 @dataclass(frozen=True)
+class Ranked(Together):
+    """The same; and queues are in the order of contexts, or of a few classes."""
+
+    classes: int  # 0: the longest context first
+
+    def priority(self, request: RequestView) -> float | None:
+        return request.context_tokens % self.classes if self.classes else -float(request.context_tokens)
+
+
+@dataclass(frozen=True)
 class Timed(Scripted):
     """One control at finishes, and what another would do then every so many seconds, for a while."""
 
     finish: Scripted
     look: Scripted
     seconds: float
+
+    def priority(self, request: RequestView) -> float | None:
+        return self.finish.priority(request)
 
     @property
     def every_s(self) -> float:
@@ -588,6 +601,8 @@ def workloads(
     if where and chunk_tokens:  # whether a hand-over is owed to what comes back as a replica runs out is left open
         where = replace(where, least_context=False, sandboxes=0, workers=0)
     control = draw(any_controls(n, gpus) if everything else controls(n, gpus, kinds, mixtures))
+    if draw(st.integers(0, 3)) == 0:
+        control = Ranked((control,), draw(st.sampled_from([0, 1, 3])))
     if timed:
         apart = (
             draw(st.integers(1, 400)) * 2.0**-8 if ties else rng.uniform(0.5, 300) * costs.step(tp).decode_s(4, 100.0)

@@ -1,8 +1,9 @@
-"""Skewness-aware dispatch (StreamRL, Zhong et al. 2025): what is predicted longest goes to replicas of its own."""
+"""Which replica gets what is predicted longest, and whom a replica admits first."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from pydantic import Field, PrivateAttr
 
@@ -11,10 +12,11 @@ from rlsim.sim.control import ControlContext, ReplicaView, RequestView, RolloutC
 
 
 class SkewnessDispatch(Schema, RolloutControl):
-    """Few long responses on each of some replicas, many short ones on each of the others, longest first everywhere.
+    """Few long responses on each of some replicas, many short ones on each of the others (StreamRL), longest first.
 
-    As many replicas are kept for the long ones as make the slower side fastest. A side takes as long as its longest
-    response under a batch of its size; where that says that all replicas together are faster, nothing is kept.
+    Zhong et al. 2025. As many replicas are kept for the long ones as make the slower side fastest. A side takes as long
+    as its longest response under a batch of its size; where that says that all replicas together are faster, nothing is
+    kept.
     """
 
     long: float = Field(default=0.2, gt=0, lt=1, description="share of the responses that are predicted longest")
@@ -51,6 +53,29 @@ class SkewnessDispatch(Schema, RolloutControl):
         mean = sum(r.context_tokens + r.predicted_tokens / 2 for r in requests) / len(requests)
         step_s = self._context.costs.step(replicas[0].tp).decode(batch).step_s(batch * mean)
         return requests[0].predicted_tokens * step_s
+
+
+class Priority(Schema, RolloutControl):
+    """Replicas admit who waits in this order, trajectories that come back from their tools too."""
+
+    first: Literal["longest", "shortest", "least_served"] = Field(
+        default="longest",
+        description="longest: who is predicted to have the most tokens left, as a step ends with its last response; "
+        "shortest: the fewest; least_served: who has the fewest tokens so far, which takes no prediction",
+    )
+    error: float = Field(
+        default=0.3, ge=0, le=10, description="of the predictor: standard deviation of log(predicted / true length)"
+    )
+
+    @property
+    def length_error(self) -> float | None:
+        return None if self.first == "least_served" else self.error
+
+    def priority(self, request: RequestView) -> float:
+        if self.first == "least_served":
+            return request.generated_tokens
+        left = max(request.predicted_tokens - request.generated_tokens, 0.0)
+        return -left if self.first == "longest" else left
 
 
 def _spread(requests: Sequence[RequestView], replicas: Sequence[ReplicaView]) -> dict[int, list[int]]:

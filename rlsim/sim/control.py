@@ -7,6 +7,7 @@ exactly when each takes effect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
@@ -369,6 +370,13 @@ class RolloutControl(Hooked):
         """
         return None
 
+    @hook("a number, or None", lambda place, *_: place is None or is_number(place, -math.inf))
+    def priority(self, request: RequestView) -> float | None:  # noqa: ARG002
+        """A response comes to a replica's queue: its place there, the lowest number first and of equals who came first
+        (the engines' priority scheduling); None is 0. What runs is not preempted for it.
+        """
+        return None
+
     @hook("a number of seconds, 0 or more, or None", lambda s, *_: s is None or is_number(s))
     def keep_kv_s(self, call: ToolCallView) -> float | None:  # noqa: ARG002
         """A trajectory leaves for a tool call: for how many seconds its KV cache is pinned at its replica, unless it is
@@ -417,6 +425,11 @@ class Controls(RolloutControl):
     ) -> Mapping[int, Sequence[int]] | None:
         """What the first of those that have an opinion says."""
         answers = (part.dispatch(launched, replicas) for part in self.parts)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def priority(self, request: RequestView) -> float | None:
+        """What the first of those that have an opinion says."""
+        answers = (part.priority(request) for part in self.parts)
         return next((answer for answer in answers if answer is not None), None)
 
     def keep_kv_s(self, call: ToolCallView) -> float | None:

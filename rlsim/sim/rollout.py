@@ -87,6 +87,7 @@ class Rollout(RolloutState):
             "on_finish": [(part, 0.0) for part in asked(stage.control, "on_finish")],
             "on_timer": [(part, part.every_s) for part in asked(stage.control, "on_timer") if part.every_s],
         }
+        self._ranks = bool(asked(stage.control, "priority"))
         self._asks = stage.asked_at_finish and bool(self._asked["on_finish"])
         self._due: set[tuple[str, int]] = set()  # who is asked at the end of this moment: method, index
         self._answers: list[tuple[Action, RolloutControl, str]] = []  # the last ones: of whom, of which method
@@ -162,6 +163,10 @@ class Rollout(RolloutState):
 
     def _give(self, replica: Replica, requests: Sequence[Request]) -> None:
         self._left_on[replica.node] += len(requests)
+        if self._ranks:
+            for request in requests:
+                place = self._stage.control.priority(view_of(request, request.context, running=False))
+                request.priority = place or 0.0
         if requests:
             self._at.update(dict.fromkeys([r.id for r in requests], replica))
             replica.receive(requests)

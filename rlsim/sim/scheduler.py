@@ -59,7 +59,7 @@ class Scheduler:
         self._prefill_pages = 0
         self._caches = config.enable_prefix_caching and batch.plain  # once there may be something to find
         self._hits_scheduled = config.prefix_hits != "prefilled"
-        self._kv_arrived = False
+        self._kv_arrived = self._by_priority = False
         self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
         self._most_admitted = FEW  # entries before the stale ones are dropped
         if not once:
@@ -81,8 +81,9 @@ class Scheduler:
     def arrive(self, requests: Sequence[Request]) -> None:
         self._kv_arrived |= any(r.has_kv for r in requests)
         self.waiting.extend(requests)
-        if self.pinned:  # they go first: what they keep is of use to nobody else
-            self.waiting = deque(sorted(self.waiting, key=lambda r: r not in self.pinned))
+        self._by_priority |= any(r.priority for r in requests)
+        if self.pinned or self._by_priority:  # the pinned first: what they keep is of use to nobody else
+            self.waiting = deque(sorted(self.waiting, key=lambda r: (r not in self.pinned, r.priority)))
         if self._caches and len({(r.position, r.prompt_tokens) for r in requests}) < len(requests):
             self._begin_to_cache()
 
