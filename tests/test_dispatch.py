@@ -13,7 +13,7 @@ from test_asynchronous import EXPERIMENT, run, use
 from workloads import LinearStep, Nothing, StubCosts
 
 from rlsim.errors import PolicyError
-from rlsim.policies.dispatch import Priority, SkewnessDispatch
+from rlsim.policies.dispatch import QueueOrder, SkewnessDispatch
 from rlsim.sim.control import ControlContext, Controls, ReplicaView, RequestView, RolloutControl
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
@@ -83,9 +83,9 @@ class Rank(RolloutControl):
     [
         (Nothing(), [0, 1, 2, 3]),
         (Rank([3, 0.5, 3, -1]), [3, 1, 0, 2]),  # of equals who came first
-        (Priority(first="longest"), [0, 3, 2, 1]),
-        (Priority(first="shortest"), [1, 2, 3, 0]),
-        (Controls([Nothing(), Priority(first="shortest"), Rank([0, 1, 2, 3])]), [1, 2, 3, 0]),
+        (QueueOrder(first="longest"), [0, 3, 2, 1]),
+        (QueueOrder(first="shortest"), [1, 2, 3, 0]),
+        (Controls([Nothing(), QueueOrder(first="shortest"), Rank([0, 1, 2, 3])]), [1, 2, 3, 0]),
     ],
 )
 def test_replicas_admit_by_priority(control: RolloutControl, order: list[int]) -> None:
@@ -103,7 +103,8 @@ def test_the_longest_first_ends_a_step_sooner_where_few_run_at_once() -> None:
     engine = {"engine": {"max_num_seqs": 2}, "workflow": {"prompts": 32, "steps": 2}}
     layout = {"verl": {"tp": 1}}
     ranked = [
-        {"name": first, "use": [layout, {"priority": {"first": first, "error": 0}}]} for first in ("longest", "shortest")
+        {"name": first, "use": [layout, {"queue_order": {"first": first, "error": 0}}]}
+        for first in ("longest", "shortest")
     ]
     systems = [{"name": "arrival", "use": [layout]}, *ranked]
     gen_s = run(*systems, **engine).steps.groupby("system")["gen_exposed_s"].sum()

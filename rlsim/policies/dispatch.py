@@ -55,7 +55,7 @@ class SkewnessDispatch(Schema, RolloutControl):
         return requests[0].predicted_tokens * step_s
 
 
-class Priority(Schema, RolloutControl):
+class QueueOrder(Schema, RolloutControl):
     """Replicas admit who waits in this order, trajectories that come back from their tools too."""
 
     first: Literal["longest", "shortest", "least_served"] = Field(

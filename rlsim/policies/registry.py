@@ -42,7 +42,7 @@ BUILTIN = {
     "pat": "rlsim.policies.pat:PAT",
     "plan": "rlsim.policies.plan:ExplicitPlan",
     "planner": "rlsim.policies.planner:Planner",
-    "priority": "rlsim.policies.dispatch:Priority",
+    "queue_order": "rlsim.policies.dispatch:QueueOrder",
     "real": "rlsim.policies.searched:REAL",
     "repack": "rlsim.policies.laminar:Repack",
     "replica_batches": "rlsim.policies.laminar:ReplicaBatches",

@@ -313,7 +313,7 @@ class Replica:
         self._on_finish(self, finished)
 
     def _look_up(self) -> None:
-        """At a boundary: carry out orders, then stop if told to, or take in what has arrived."""
+        """At a boundary: carry out orders, then stop if told to, or take in what has arrived unless it stands still."""
         while self._orders:
             self._orders.popleft()()
         if self.stopped is not None:
@@ -322,7 +322,7 @@ class Replica:
             self.stopped.succeed()
             if self._hold is not None and not self._hold.triggered:
                 self._hold.succeed()  # it stands still for good
-        elif self._arrivals:
+        elif self._arrivals and self._hold is None:
             self._scheduler.arrive(self._arrivals)
             self._arrivals.clear()
 
