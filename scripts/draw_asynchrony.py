@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 import rlsim
+from evidence.validate.long_tables import with_tables, without_long_tables
 from evidence.validate.rows import markdown
 from rlsim.base.charts import save_chart
 from rlsim.base.formats import number, rate, share
@@ -32,12 +33,14 @@ def main() -> None:
     else:
         found, elastic = (rlsim.run(ROOT / "experiments" / f"{name}.yaml") for name in names)
     save_chart(frontier_chart(frontier(found, CASE)), PICTURE)
-    PAGE.write_text(page_with(found.summary(), elastic.summary()), encoding="utf-8")
+    page, table = page_with(found.summary(), elastic.summary()), speedups(found.summary()).rstrip()
+    page = page.replace(table, without_long_tables(table, PAGE, "speedups"))  # beside the page, as its bullets say it
+    PAGE.write_text(page, encoding="utf-8")
 
 
 def page_with(summary: pd.DataFrame, elastic: pd.DataFrame) -> str:
-    """The page with the tables of these summaries."""
-    page = PAGE.read_text(encoding="utf-8")
+    """The page with all tables of these summaries in it."""
+    page = with_tables(PAGE.read_text(encoding="utf-8"), PAGE.parent)
     tables = {CASE: details(summary), "speedups": speedups(summary), "elastic split": splits(elastic)}
     for name, table in tables.items():
         between = re.compile(rf"(<!-- measured: {name} -->\n).*?(<!-- end measured -->)", re.DOTALL)
