@@ -12,7 +12,7 @@ from rlsim.base.output import write_text
 from rlsim.base.reading import read_text
 
 #: More rows than people read on a page.
-MOST_ROWS = 5
+MOST_ROWS = 4
 _TABLE = re.compile(r"^\|.*(?:\n\|.*)+$", re.MULTILINE)
 _LINK = re.compile(r"^\[[\d,]+ rows\]\(([\w-]+/[\w.-]+\.csv)\)$", re.MULTILINE)
 
