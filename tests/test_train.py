@@ -428,6 +428,22 @@ def test_packs_of_a_mini_batch_are_dealt_in_turn() -> None:
     assert second.tokens.tolist() == [[100.0, 100.0]] * 2
 
 
+def test_a_step_on_the_cpu_by_hand() -> None:
+    """28 bytes a parameter at the node's rate, fp32 gradients out and weights back over the link; states stay there."""
+    gpu, half, cpu = (
+        cost(IDEAL, Talk(), MEMORY_ONLY, dp=2, zero_stage=1, cpu_optimizer=share) for share in (0, 0.5, 1)
+    )
+    step_s = 28 * PARAMETERS / 2e11  # two halves of one node
+    assert cpu.update_time().optimizer_s == pytest.approx(step_s + 2 * host_copy_s(4 * PARAMETERS / 2, H100.host))
+    on_both_s = (gpu.update_time().optimizer_s + cpu.update_time().optimizer_s) / 2
+    assert half.update_time().optimizer_s == pytest.approx(on_both_s, rel=1e-4)  # but for the link's latency
+    kept = {share: call_bytes(LLAMA, TrainStrategy(cpu_optimizer=share), backward=True) for share in (0.0, 0.25, 1.0)}
+    assert kept[0.25]["optimizer states"] == pytest.approx(0.75 * kept[0.0]["optimizer states"])
+    assert kept[1.0]["optimizer states"] == 0.0
+    moved = cost(IDEAL, Talk(), MEMORY_ONLY, offload=True, cpu_optimizer=1.0)
+    assert moved.load_s(backward=True) == pytest.approx(host_copy_s(2 * PARAMETERS, H100.host))
+
+
 def test_pageable_states_by_hand() -> None:
     """12 bytes of each parameter out at 1.8 GB/s and in at 16.1 GB/s; weights, pinned, over the link as ever."""
     pinned, pageable = (cost(IDEAL, Talk(), offload=True, host_memory=kind) for kind in ("pinned", "pageable"))

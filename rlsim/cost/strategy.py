@@ -62,6 +62,8 @@ class TrainStrategy:
     - `offload`: weights and optimizer states live in host memory between calls (veRL's `param_offload` and
       `optimizer_offload`). `host_memory`: whether the optimizer's states there are pinned, or pageable and allocated
       anew each time (`tensor.to("cpu")`: NeMo-RL's Megatron worker).
+    - `cpu_optimizer`: share of the optimizer's states that live in host memory and step there (Megatron's
+      `optimizer_cpu_offload` and `optimizer_offload_fraction`), at `cpu_optimizer_rate` bytes/s of a node.
     - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
     - `logits`: what log-probabilities are computed from: all logits of a micro-batch in `bf16` (veRL's FSDP, with flash
       attention's cross entropy) or in `fp32` (Megatron's vocabulary-parallel cross entropy), by `torch` itself
@@ -92,6 +94,8 @@ class TrainStrategy:
     packing: Packing = "balanced"
     offload: bool = False
     host_memory: HostMemory = "pinned"
+    cpu_optimizer: float = 0.0
+    cpu_optimizer_rate: float = 2e11
     sequence_parallel: bool = False
     logits: Logits = "bf16"
     attention: AttentionKernel = "cudnn"

@@ -42,6 +42,9 @@ BACKWARD_MEMORY = 2.0
 #: moments (12) and the bf16 weight (2); clipping reads the gradient (4) and scales it in place (8).
 OPTIMIZER_BYTES = 42.0
 
+#: Host memory traffic of the same on the CPU: read gradient, master and two moments (16), write the latter three (12).
+CPU_OPTIMIZER_BYTES = 28.0
+
 #: Memory traffic per logit and pass: bf16 logits (4), an fp32 copy (8), log-softmax (4).
 LOGIT_BYTES = 16.0
 
@@ -438,9 +441,19 @@ class TrainCost:
         return scatter_s + groups.time_s("all_gather", local * BF16, "shards")
 
     def _optimizer_s(self) -> float:
-        """One Adam step over this GPU's share, bound by memory."""
-        shares = [(n, spread.sharded_over if spread.zero_stage >= 1 else 1) for n, spread in self._parts]
-        return sum(OPTIMIZER_BYTES * n / share / self._memory_bytes_per_s for n, share in shares)
+        """One Adam step over this GPU's share, bound by memory; what steps on the host by that of the node.
+
+        Its gradients go there in fp32, its new weights come back in fp32 (Megatron's `HybridDeviceOptimizer`); nothing
+        hides that.
+        """
+        own = sum(n / (spread.sharded_over if spread.zero_stage >= 1 else 1) for n, spread in self._parts)
+        strategy, on_gpu_s = self.strategy, OPTIMIZER_BYTES * own / self._memory_bytes_per_s
+        if not strategy.cpu_optimizer:
+            return on_gpu_s
+        on_node = min(strategy.gpus, self.cluster.gpus_per_node)
+        step_s = CPU_OPTIMIZER_BYTES * own * strategy.cpu_optimizer * on_node / strategy.cpu_optimizer_rate
+        copied_s = 2 * host_copy_s(FP32 * own * strategy.cpu_optimizer, self.cluster.host)
+        return on_gpu_s * (1 - strategy.cpu_optimizer) + step_s + copied_s
 
     def _offload_s(self, *, backward: bool) -> float:
         """In from host memory before the call and out after it."""
@@ -454,7 +467,8 @@ class TrainCost:
         weights, states = 0.0, 0.0
         for local, spread in self._parts:
             weights += BF16 * local / (spread.sharded_over if strategy.zero_stage == 3 else 1)
-            states += 3 * FP32 * local / (spread.sharded_over if strategy.zero_stage >= 1 else 1)
+            on_gpus = 3 * FP32 * local * (1 - strategy.cpu_optimizer)
+            states += on_gpus / (spread.sharded_over if strategy.zero_stage >= 1 else 1)
         if not backward:
             return host_copy_s(weights, host)
         if strategy.host_memory == "pinned":

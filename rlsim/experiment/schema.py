@@ -25,7 +25,7 @@ from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import shown, unknown_name
 from rlsim.sim.environment import EnvironmentConfig
 from rlsim.sim.request import EngineConfig
-from rlsim.units import Seconds, Tokens
+from rlsim.units import BytesPerSecond, Seconds, Tokens
 from rlsim.workflow.graph import CallKind, Grain
 
 #: Steps of one run.
@@ -274,6 +274,16 @@ class TrainingSpec(Schema):
         default="pinned",
         description="of the optimizer's states with `offload`: pinned, or pageable and allocated anew each time, which "
         "takes 1.8 GB/s of a GPU (NeMo-RL's Megatron worker)",
+    )
+    cpu_optimizer: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the optimizer's states that stay in host memory and step on the CPU (Megatron's "
+        "`optimizer_cpu_offload`)",
+    )
+    cpu_optimizer_rate: BytesPerSecond = Field(
+        default=2e11, gt=0, description="memory traffic of that step on a node, bytes/s (assumed)"
     )
     mini_batches: int = Field(default=1, ge=1, le=10_000, description="optimizer steps per training step")
     epochs: int = Field(default=1, ge=1, le=1000, description="passes over a step's batch")
