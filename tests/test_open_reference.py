@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, Literal
 
 import numpy as np
@@ -161,8 +162,8 @@ def rolling(draw: st.DrawFn, clock: Clock) -> OpenWorkload:
 
 def compare_steps(work: StepsWorkload) -> None:
     """Calls, responses, and what the control was asked."""
-    expected, notes = work.reference(), list(work.control.notes)
-    work.control.notes.clear()
+    theirs = deepcopy(work)  # controls remember
+    expected, notes = theirs.reference(), theirs.control.notes
     run = work.simulate()
     since_start = CLOSE * run.outcome.step_ends[-1]  # a difference of moments, each right to 1e-9
     for ours, known in zip(work.control.notes, notes, strict=False):

@@ -88,7 +88,8 @@ class Trajectories(Container[int]):
     def call(self, acting: Sequence[Request], replica: Replica | None = None) -> None:
         """They begin their tool calls, at a boundary of the replica that they have left."""
         for request in acting:
-            self._environments.call(request, self._observed, replica.at_boundary if replica else None)
+            soon = replica.at_boundary if replica and self.sticky else None
+            self._environments.call(request, self._observed, soon)
         self.end_turn()
 
     def _observed(self, request: Request) -> None:
