@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import runpy
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,17 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def results(*command: str) -> Any:
-    """The last line of a benchmark."""
-    script, *options = command
-    ran = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *options], capture_output=True, text=True, timeout=600
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs a benchmark in this process and reads its last line."""
+
+    def ran(script: str, *options: str) -> Any:
+        monkeypatch.setattr(sys, "argv", [script, *options])
+        monkeypatch.syspath_prepend(BENCHMARKS)
+        runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return ran
 
 
 def points(script: str, capsys: pytest.CaptureFixture[str], *given: tuple[Any, ...]) -> list[dict[str, Any]]:
@@ -36,21 +39,21 @@ def points(script: str, capsys: pytest.CaptureFixture[str], *given: tuple[Any, .
 @pytest.mark.parametrize(
     ("command", "known"),
     [
-        (
-            "rollpacker.py --quick",
-            {"steps": 5, "responses": 4 * 160 * 10 + 128 * 8},
-        ),  # four short rounds and a long one
+        # four short rounds and a long one
+        ("rollpacker.py --quick", {"steps": 5, "responses": 4 * 160 * 10 + 128 * 8}),
         pytest.param("timeline.py --quick --repeats 1", {}, marks=pytest.mark.slow),
     ],
 )
-def test_a_whole_system_from_yaml_to_tables_and_as_a_timeline(command: str, known: dict[str, int]) -> None:
+def test_a_whole_system_from_yaml_to_tables_and_as_a_timeline(
+    command: str, known: dict[str, int], results: Callable[..., Any]
+) -> None:
     result = results(*command.split())
     assert result | known == result
     assert all(value > 0 for value in result.values())
 
 
 @pytest.mark.slow
-def test_attacked_sweeps_lose_nothing() -> None:
+def test_attacked_sweeps_lose_nothing(results: Callable[..., Any]) -> None:
     result = results("sweep.py", "--attacks", "--kills", "2", "--full-disks", "1", "--damages", "2")
     assert result["kills"] == 2
     assert result["full_disks"] == 1
@@ -58,7 +61,7 @@ def test_attacked_sweeps_lose_nothing() -> None:
     assert [result[what] for what in ("lost", "misread", "unequal", "untold")] == [0, 0, 0, 0]
 
 
-def test_quick_benchmark_ends_with_its_results_as_json() -> None:
+def test_quick_benchmark_ends_with_its_results_as_json(results: Callable[..., Any]) -> None:
     result = results("rollout.py", "--quick", "--repeats", "1")
     assert all(value > 0 and math.isfinite(value) for value in result.values())
     # Jumping: a timeout for each response at most, and a few for the prefills of a replica, whatever the tokens.
@@ -83,18 +86,16 @@ def test_growth_with_the_steps_of_asynchronous_systems(capsys: pytest.CaptureFix
     assert [point["system"] for point in found] == list(systems)
 
 
-def test_a_search_for_plans() -> None:
+def test_a_search_for_plans(results: Callable[..., Any]) -> None:
     assert {row["method"] for row in results("plan_search.py", "--quick", "--seconds", "0.2")} == {"descent", "mcmc"}
 
 
-def test_beside_aisimulate_says_how_to_get_it(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "peers.py"), "--venv", str(tmp_path / "none")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 1
-    assert f"{tmp_path}/none/bin/pip install --pre" in ran.stderr
+def test_beside_aisimulate_says_how_to_get_it(tmp_path: Path, results: Callable[..., Any]) -> None:
+    with pytest.raises(SystemExit, match=f"{tmp_path}/none/bin/pip install --pre"):
+        results("peers.py", "--venv", str(tmp_path / "none"))
 
 
-def test_beside_aisimulate_simulates_the_file_that_both_read(tmp_path: Path) -> None:
+def test_beside_aisimulate_simulates_the_file_that_both_read(tmp_path: Path, results: Callable[..., Any]) -> None:
     path = tmp_path / "rollout.jsonl"
     line = {"request_id": "r0", "timestamp": 0.0, "input_length": 512, "hash_ids": [0]}
     path.write_text(

@@ -5,7 +5,8 @@ Every fenced block of a page says what it is. In one temporary folder a page, fr
 - `<!-- file: NAME -->` before a block writes it there; a Python file is only written, not run.
 - `<!-- file: NAME, tested with NEW for OLD and … -->`: smaller than shown, where nothing printed of it is.
 - ```sh blocks run, line by line; ```python blocks run as scripts. Scripts and lines that only call `rlsim` run in this
-  process, as starting one for each of them takes longer than most do; all other lines run in processes of their own.
+  process, as starting one for each of them takes longer than most do, and so do points of sweeps; all other lines run
+  in processes of their own.
 - `<!-- run with: OPTIONS -->` adds options to the `rlsim` lines of a block that run or search (small sizes). Where no
   output is shown, `rlsim run` draws no worlds.
 - `<!-- in a checkout -->` runs a block in the repository; `<!-- fails -->` expects exit code 2.
@@ -196,7 +197,7 @@ class Runner:
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("one_core")
+@pytest.mark.usefixtures("one_core", "in_process")
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_run(name: str, tmp_path: Path, call: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(tmp_path, call, monkeypatch)

@@ -193,13 +193,13 @@ def compare_steps(work: StepsWorkload) -> None:
 ANY = st.sampled_from(CLOCKS)
 #: Random runs of each kind, how each is compared, and how many there are; the many are slow.
 KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int, int]] = {
-    "real times": (open_workloads(), compare, 60, 2000),
-    "much happens at once": (open_workloads("whole"), compare, 80, 2000),
-    "times on a grid": (open_workloads("grid"), compare, 60, 2000),
-    "replicas take weights on their own": (ANY.flatmap(rolling), compare, 50, 4500),
-    "agents call tools": (open_agents(), compare, 60, 2000),
-    "the trainer generates": (ANY.flatmap(hybrid_workloads), compare, 50, 500),
-    "the trainer generates for its step": (ANY.flatmap(steps_workloads), compare_steps, 50, 3000),
+    "real times": (open_workloads(), compare, 40, 2000),
+    "much happens at once": (open_workloads("whole"), compare, 54, 2000),
+    "times on a grid": (open_workloads("grid"), compare, 40, 2000),
+    "replicas take weights on their own": (ANY.flatmap(rolling), compare, 34, 4500),
+    "agents call tools": (open_agents(), compare, 40, 2000),
+    "the trainer generates": (ANY.flatmap(hybrid_workloads), compare, 34, 500),
+    "the trainer generates for its step": (ANY.flatmap(steps_workloads), compare_steps, 34, 3000),
 }
 
 

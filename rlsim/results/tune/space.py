@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from rlsim.base.catalogue import data_dir
@@ -39,20 +40,19 @@ def axes_of(
     """The axes of an experiment's framework, without those whose keys are to be kept, and those that alter what is not
     allowed (`ALTERS`); numbers of GPUs up to `most_gpus`."""
     facts = facts_of(loaded) | {"most_gpus": most_gpus or loaded.cluster.gpus}
-    return tuple(_axes(_rows(loaded), facts, allow, keep))
+    return tuple(_axes(_rows(loaded.experiment.framework), facts, allow, keep))
 
 
 def check_keys(loaded: LoadedExperiment, keys: Collection[str]) -> None:
     """Raises `ConfigError` for a key that no row of the experiment's framework sets."""
-    known = [key for row in _rows(loaded) for key in (row.get("set") or (row["key"],))]
-    for key in keys:
-        if key not in known:
-            raise ConfigError(str(unknown_name("key to keep", key, known)))
+    known = [key for row in _rows(loaded.experiment.framework) for key in (row.get("set") or (row["key"],))]
+    for key in (key for key in keys if key not in known):
+        raise ConfigError(str(unknown_name("key to keep", key, known)))
 
 
-def _rows(loaded: LoadedExperiment) -> Sequence[Mapping[str, Any]]:
-    table = plain(read_yaml(data_dir("frameworks") / "space.yaml"))
-    return table.get(loaded.experiment.framework.partition(" ")[0], ())  # type: ignore[no-any-return]
+@cache
+def _rows(framework: str) -> Any:
+    return plain(read_yaml(data_dir("frameworks") / "space.yaml")).get(framework.partition(" ")[0], ())
 
 
 def _axes(rows: Any, facts: Mapping[str, Any], allow: Collection[str], keep: Collection[str]) -> Iterator[Axis]:
