@@ -45,7 +45,7 @@ import pandas as pd
 import rlsim
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.results.sweeps.read import read_sweep
-from rlsim.results.sweeps.store import LOCK, LOG
+from rlsim.results.sweeps.store import LOG
 
 CAPS, PROMPTS = range(512, 2_560, 102), range(6, 16)
 COUNT = "sum(i * i for i in range(20_000_000))"
@@ -107,7 +107,7 @@ def killed(arguments: list[str], out: Path, kills: int, whole_s: float, seed: in
 
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file but the log and the lock."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (LOG, LOCK))
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != LOG)
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
