@@ -218,6 +218,6 @@ def test_means_of_steps_at_the_cap_alone() -> None:
     every = run("verl", "pat", **few, workflow=sizes)
     assert every.steps["step_time_s"].tolist() == found.steps["step_time_s"].tolist()
     assert summary["step_time_s"].gt(every.summary().set_index("system")["step_time_s"]).all(), "the long ones"
+    capped = {**few, "trace": {"path": "rollpacker-math", "cap": "64K"}, "seeds": 1}
     with pytest.raises(ConfigError, match=r"verl: workflow\.steps_at_cap leaves no step to count"):
-        capped = {**few, "trace": {"path": "rollpacker-math", "cap": "64K"}, "seeds": 1}
         run("verl", **capped, workflow={**sizes, "steps_at_cap": True})
