@@ -278,6 +278,7 @@ class _Replica:
     unpinned: list[_Request] = field(default_factory=list)  # of these, those just admitted
     loading: int = 0  # pages that the next iteration with a prefill loads from there
     let_go: list[tuple[int, list[Page], _Request]] = field(default_factory=list)  # at this boundary
+    settled: list[tuple[int, list[Page], _Request]] = field(default_factory=list)  # of these, those seen to
 
     @property
     def active(self) -> bool:
@@ -553,10 +554,13 @@ class _Rollout:
 
     def settle_cache(self, replica: _Replica) -> None:
         """What was let go at this boundary is what was used last: the last page of each is the first to go."""
-        for _, own, _ in sorted(replica.let_go, key=lambda item: item[0]):
-            replica.cache = [page for page in replica.cache if page not in own] + own[::-1]
+        replica.cache += [page for _, own, _ in replica.let_go for page in own if page not in replica.cache]
+        replica.settled += replica.let_go
+        for _, own, _ in sorted(replica.settled, key=lambda item: (item[0], item[2].id)):
+            there = [page for page in own[::-1] if page in replica.cache]
+            replica.cache = [page for page in replica.cache if page not in own] + there
         prompts = {self.prompt_page(r, 0)[:3] for r in replica.admitted}
-        for whose in sorted({self.prompt_page(r, 0)[:3] for *_, r in replica.let_go}):
+        for whose in sorted({self.prompt_page(r, 0)[:3] for *_, r in replica.settled}):
             if whose not in prompts:
                 pages = sorted((page for page in replica.cache if page[:3] == whose), reverse=True)
                 replica.cache = [page for page in replica.cache if page[:3] != whose] + pages
@@ -658,6 +662,7 @@ class _Rollout:
         replica.waiting, replica.arrivals, replica.unpinned = waiting, [], []
 
         # 2. evict
+        replica.settled = []
         self.settle_cache(replica)
         while self.pages(replica) > capacity:
             if replica.pinned:

@@ -363,6 +363,7 @@ class _Run(_Rollout):
     def lose_kv_of(self, replica: _Replica) -> None:
         losing, replica.admitted = replica.admitted, []
         replica.cache, replica.host, replica.promised, replica.let_go, replica.pinned = [], [], {}, [], []
+        replica.settled = []
         for r in losing:
             self.end_stay(r, "updated")
             r.lose_kv()
@@ -400,6 +401,7 @@ class _Run(_Rollout):
         """Where an update has been asked for, and is not over, replicas stand still at their boundaries."""
         for replica in self.active():
             if replica.iteration is None and not replica.requests():
+                replica.settled = []
                 self.settle_cache(replica)
             if not self.stands(replica):
                 if replica.arrivals and replica.iteration is not None:
