@@ -134,14 +134,6 @@ def test_names_of_the_catalogue(names: complete.Completer, kind: str) -> None:
     assert names("?") == []
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, rlsim.cli; "
-        "print(sorted({'numpy', 'pandas', 'pydantic', 'altair', 'scipy', 'torch', 'ray'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-
-
 @pytest.mark.parametrize(
     ("asked", "has", "has_not"),
     [

@@ -65,8 +65,9 @@ def test_experiment_files_that_are_not_there(folder: Path, call: Command) -> Non
 
 
 def test_a_system_too_big_is_an_error_but_one_of_several_is_left_out(
-    failing: Failing, folder: Path, call: Command
+    failing: Failing, folder: Path, call: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rlsim.experiment.case.remedies", lambda *_: "")  # they take seconds: test_remedies.py
     big = edited(*BIG.items())
     message = failing(base=big.replace("{tp: 4}", "{tp: 1}"))
     assert message.startswith("base.yaml:9:5: system 'verl': llama-3-70b rollout at TP 1 does not fit: weights 141")

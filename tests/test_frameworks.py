@@ -664,12 +664,12 @@ CONFIGURATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
 VALUES = ("auto", "'10'", "[1]", "{a: 1}", ".nan", "x" * 300)
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_every_setting_that_is_asked_for_is_refused_or_taken_whatever_its_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, every: int
 ) -> None:
-    """Two kinds of values for each setting, or all of them."""
+    """One or two kinds of values for each setting, or all of them."""
     read, texts = CONFIGURATIONS[name]
     asked, walked, get = set[str](), set[str](), Settings.get
 

@@ -117,6 +117,7 @@ def test_the_part_that_wanted_an_action_is_named(failing: Failing) -> None:
     assert "system 'both': Mine.on_finish: blamed_first.py:6: returned Abort" in failing(base=both)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_other_commands_tell_it_too(folder: Path, call: Command) -> None:
     base = write(folder, "elsewhere", "RolloutControl", "on_finish(self, view)", "return {}['gone']")
     (folder / "base.yaml").write_text(base)

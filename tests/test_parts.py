@@ -243,7 +243,7 @@ def _complete_at(responses: pd.DataFrame, now: float) -> float:
     return best[1]
 
 
-@pytest.mark.parametrize("runs", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [14, pytest.param(200, marks=pytest.mark.slow)])
 def test_parts_are_what_the_trainer_did_and_waited_for(runs: int) -> None:
     settings(
         deadline=None,

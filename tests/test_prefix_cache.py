@@ -158,7 +158,7 @@ def test_pages_are_where_they_are_counted(work: Workload) -> None:
 STATIC = workloads(prefixes=True, kinds=("nothing",), mixtures=False, max_requests=24)
 
 
-@pytest.mark.parametrize("runs", [20, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [14, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_static_rollout_gets_no_slower(runs: int) -> None:
     """No more is prefilled, and there are never more pages than there are."""
 
