@@ -310,10 +310,11 @@ def test_fewer_turns_are_shorter_trajectories(trajectories: str) -> None:
     assert two["response_tokens"].sum() < all_of["response_tokens"].sum()
 
 
-def test_the_validation_runs() -> None:
+def test_the_validation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two splits of the measured run: one that memory refuses, one whose trajectories take as long as measured."""
-    given = figures(Options(), "agents").given
-    arms = {arm: own for arm, own in given["swe"]["arms"].items() if "all on" in arm or "32 groups" in arm}
+    monkeypatch.setattr("rlsim.experiment.case.remedies", lambda *_: "")  # they take seconds: test_remedies.py
+    given, short = figures(Options(), "agents").given, {"workflow.steps": 5}
+    arms = {arm: {**own, **short} for arm, own in given["swe"]["arms"].items() if "all on" in arm or "32 groups" in arm}
     found = splits(Options(), {**given, "swe": {**given["swe"], "arms": arms}})
     refused, streamed = found.values()
     assert isinstance(refused, str)
