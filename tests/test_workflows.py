@@ -43,6 +43,8 @@ BASE: dict[str, Any] = {
         ([Edge("generate", "train", grain="sample", lag=1)], "generate -> train cannot have the grain `sample`"),
         ([Edge("generate", "train", exact=True)], "generate -> train cannot be exact"),
         ([Edge("generate", "sync", barrier=True)], "generate -> sync cannot be a barrier"),
+        ([Edge("generate", "train", lag=1, barrier=True)], "generate -> train cannot be a barrier"),
+        ([Edge("generate", "train", grain="sample", barrier=True)], "generate -> train cannot be a barrier"),
         ([Edge("generate", "train"), Edge("train", "generate")], "generate, train wait for each other"),
         ([Edge("generate", "sync"), Edge("sync", "train")], "sync brings weights from one train call to other calls"),
     ],
@@ -170,23 +172,6 @@ def test_edges_say_the_order_of_a_graph_of_your_own() -> None:
         run(workflow={**graph, "edges": edges, "reward": {"order": "before_log_probs"}})
     with pytest.raises(ConfigError, match="dpo has no rewards"):
         run(workflow={"algorithm": "dpo", "reward": {"order": "before_log_probs"}})
-
-
-@pytest.mark.parametrize(
-    "edge",
-    [Edge("train", "look", lag=1, barrier=True), Edge("generate", "look", grain="sample", barrier=True),
-     Edge("generate", "reward", barrier=True)],
-)  # fmt: skip
-def test_what_cannot_be_a_barrier_is_refused(edge: Edge) -> None:
-    calls = (
-        Call("generate", "generate", "actor"),
-        Call("reward", "reward", "actor"),
-        Call("look", "inference", "reference"),
-        Call("train", "train", "actor"),
-    )
-    edges = (Edge("generate", "reward"), Edge("generate", "look"), Edge("reward", "train"), Edge("look", "train"))
-    with pytest.raises(ConfigError, match="cannot be a barrier"):
-        Workflow("probe", calls, (*edges, edge))
 
 
 def test_remax_scores_a_baseline_that_it_does_not_train_on() -> None:
