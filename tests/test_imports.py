@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -71,6 +73,13 @@ ROOMS = (
     "cost", "models", "base", "units", "errors",
 )  # fmt: skip
 LOOSE = {"__init__", "__main__", "errors", "units"}
+
+
+def test_the_engine_loads_no_tables():
+    """Pandas takes half a second and 70 MB in each of the processes that simulate."""
+    code = "import sys, rlsim.sim.rollout, rlsim.cost.rollout; print('pandas' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "False"
 
 
 def test_the_house_has_twelve_rooms_and_no_loose_files():

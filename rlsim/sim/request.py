@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
 from rlsim.base.schema import Schema
 from rlsim.cost.speculation import Speculation
 from rlsim.models.precision import KvPrecision, Precision
-from rlsim.trace.turns import ToolCall
 from rlsim.units import Bytes, Seconds, Tokens
+
+if TYPE_CHECKING:
+    from rlsim.trace.turns import ToolCall  # whose room loads pandas
 
 NAN = float("nan")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import nan
 from pathlib import Path
@@ -79,29 +79,35 @@ def mooncake_sessions(path: Path, project: str) -> Iterator[Row]:
 def _delay_s(row: Row, before: str) -> float:
     """Seconds from the end of the session's call `before` to this one; NaN if it waits for anything else too."""
     if "dependencies" not in row.values:
-        if [str(one) for one in row.values.get("wait_for") or ()] != [before]:
-            return nan
-        return 1e-3 * sum(row.number(key) or 0.0 for key in ("delay", "tool_wait_ms") if key in row.values)
-    waits = row.items("dependencies")
-    if len(waits) != 1 or str(waits[0].get("request_id")) != before or waits[0].get("trigger") != "completion":
+        waits = row.items("wait_for") if row.values.get("wait_for") is not None else []
+        given = [row.number(key) or 0.0 for key in ("delay", "tool_wait_ms") if key in row.values]
+        return 1e-3 * sum(given) if [str(one) for one in waits] == [before] else nan
+    dependencies = row.objects("dependencies")
+    first = dependencies[0] if len(dependencies) == 1 else None
+    if first is None or str(first.get("request_id")) != before or first.values.get("trigger") != "completion":
         return nan
-    return float(waits[0]["delay_ms"]) * 1e-3
+    return 1e-3 * (first.number("delay_ms") or 0.0)
 
 
 def weka_sessions(path: Path, project: str) -> Iterator[Row]:
     """The sessions of Weka's traces, an object each: its own calls, and those of every sub-agent."""
     for row in file_rows(path, project):
-        name, entries = str(row.get("id")), row.items("requests")
-        agents = [one for one in entries if one.get("type") == "subagent"]
-        own = [one for one in entries if one.get("type") != "subagent"]
-        sessions = [(name, own)] + [(f"{name}/{one.get('agent_id')}", one.get("requests") or []) for one in agents]
-        for session_name, requests in sessions:
-            timed = [row.having(one, f", session {session_name}, call {i}") for i, one in enumerate(requests, 1)]
+        name, entries = str(row.get("id")), row.objects("requests")
+        agents = [one for one in entries if one.values.get("type") == "subagent"]
+        own = [one for one in entries if one.values.get("type") != "subagent"]
+        for session_name, timed in (
+            (name, own),
+            *((f"{name}/{a.get('agent_id')}", a.objects("requests")) for a in agents),
+        ):
             calls = [_Call(c.whole("in", 1), max(1, c.whole("out")), nan) for c in timed]
             for i, (call, after) in enumerate(pairwise(timed)):
-                times: list[Any] = [call.values.get("t"), call.values.get("api_time"), after.values.get("t")]
-                if all(map(is_number, times)):
-                    began, took, then = times
+                times = (
+                    call.number("t"),
+                    call.number("api_time") if "api_time" in call.values else None,
+                    after.number("t"),
+                )
+                if None not in times:
+                    began, took, then = (float(one or 0.0) for one in times)
                     calls[i] = calls[i]._replace(tool_s=max(0.0, then - began - took))
             if calls:
                 yield _session(row, session_name, calls, None)
@@ -151,22 +157,21 @@ def _turn_texts(response: Any, tally: Tally) -> dict[str, Any]:
 def rllm_rows(path: Path, project: str) -> Iterator[Row]:
     """A row for each trajectory of an episode, with the texts and seconds of its steps."""
     for row in file_rows(path, project):
-        for number, one in enumerate(row.items("trajectories"), 1):
-            trajectory = row.having(one, f": trajectory {number}")
-            steps = trajectory.items("steps")
+        for one in row.objects("trajectories"):
+            steps = [step.values for step in one.objects("steps")]
             if not steps:
                 continue
             turns = [
                 (_text(step.get("model_response")), _text(after.get("observation")), _environment_s(step))
                 for step, after in zip(steps, [*steps[1:], {}], strict=True)
             ]
-            yield trajectory.having({
+            yield one.having({
                 "step": row.get("training_step"),
-                "prompt": f"{row.get('task_hash')} {one.get('name')}",
-                "prompt_text": _before_answer(steps[0]),
+                "prompt": f"{row.get('task_hash')} {one.values.get('name')}",
+                "prompt_text": _before_answer(one.objects("steps")[0]),
                 "response": "".join(made for made, *_ in turns),
                 "turn_texts": turns if len(turns) > 1 else [],
-                "reward": one.get("reward"),
+                "reward": one.values.get("reward"),
                 "correct": row.values.get("is_correct"),
             })  # fmt: skip
 
@@ -176,19 +181,20 @@ def rllm(row: Row, _: Tally) -> Fields:
     return {key: row.values[key] for key in ("turn_texts", "correct")}
 
 
-def _environment_s(step: dict[str, Any]) -> float | None:
-    seconds: Any = (step.get("timing") or {}).get("env_time")
+def _environment_s(step: Mapping[str, Any]) -> float | None:
+    timing = step.get("timing")
+    seconds: Any = timing.get("env_time") if isinstance(timing, dict) else None
     return float(seconds) if is_number(seconds) else None
 
 
-def _before_answer(step: dict[str, Any]) -> str:
+def _before_answer(step: Row) -> str:
     """The messages before the first answer of a step, or what it observed where it has none."""
     texts = []
-    for message in step.get("chat_completions") or ():
-        if message.get("role") == "assistant":
+    for message in step.objects("chat_completions") if step.values.get("chat_completions") else ():
+        if message.values.get("role") == "assistant":
             break
-        texts.append(_text(message.get("content")))
-    return "\n".join(texts) or _text(step.get("observation"))
+        texts.append(_text(message.values.get("content")))
+    return "\n".join(texts) or _text(step.values.get("observation"))
 
 
 def _text(value: Any) -> str:

@@ -66,6 +66,13 @@ class Row:
             raise self.fail(f"{key} should be a list (got {shown(value)})")
         return value
 
+    def objects(self, key: str) -> list[Row]:
+        """The objects of a list, each as a row of its own at this place."""
+        values = self.items(key)
+        if not all(isinstance(value, dict) for value in values):
+            raise self.fail(f"{key} should be a list of objects (got {shown(values)})")
+        return [self.having(value, f": {key} {number}") for number, value in enumerate(values, 1)]
+
     def having(self, values: Mapping[str, Any], place: str = "") -> Row:
         """The same place with other values, as for one sample of a row that holds several."""
         return Row(self.file, f"{self.place}{place}", values, self.project)
