@@ -211,10 +211,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-MANY = [pytest.param(kind, 400, marks=pytest.mark.slow) for kind in (combined, of_the_papers)]
+MANY = pytest.param(combined, 400, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("kind", "runs"), [(combined, 34), (published, 12), (of_the_papers, 17), *MANY])
+@pytest.mark.parametrize(("kind", "runs"), [(combined, 34), (published, 12), (of_the_papers, 25), MANY])
 def test_systems_keep_every_invariant_or_are_refused(
     kind: Callable[[], st.SearchStrategy[Drawn]], runs: int, trained: list[int]
 ) -> None:
