@@ -199,7 +199,7 @@ KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int, int]]
     "replicas take weights on their own": (ANY.flatmap(rolling), compare, 34, 4500),
     "agents call tools": (open_agents(), compare, 40, 2000),
     "the trainer generates": (ANY.flatmap(hybrid_workloads), compare, 34, 500),
-    "the trainer generates for its step": (ANY.flatmap(steps_workloads), compare_steps, 34, 3000),
+    "the trainer generates for its step": (ANY.flatmap(steps_workloads), compare_steps, 50, 3000),
 }
 
 
