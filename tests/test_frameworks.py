@@ -21,13 +21,16 @@ from rlsim.base.reading import read_yaml
 from rlsim.base.schema import validate
 from rlsim.cli import app
 from rlsim.cost.calibration import load_calibration
-from rlsim.errors import ConfigError, RlsimError
+from rlsim.cost.lookups import Lookups
+from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.ledger import ledger_of
 from rlsim.experiment.schema import Experiment, TrainingSpec, WorkflowSpec
 from rlsim.frameworks import READERS as READ
 from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
 from rlsim.frameworks.draft import Draft, yaml_text
 from rlsim.frameworks.mapping import FUNCTIONS, rows_of
+from rlsim.frameworks.names import find_cluster
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import ENGINES, Options, check, likeness
 from rlsim.frameworks.settings import Kind, Settings
@@ -599,6 +602,9 @@ def test_a_gpu_is_described_by_one_that_it_is_like(tmp_path: Path) -> None:
     assert calibration.reference.memory_bytes_per_s == 864e9
     assert calibration.operators == source.operators  # shares of the peaks
     assert "nothing is measured on it" in calibration.provenance.notes[0]
+    rows = {row.name: row.taken for row in ledger_of(loaded, Lookups()).assumed}
+    assert rows["link inside a node"] == "450 GB/s a GPU, as nodes of h100-sxm have"
+    assert loaded.cluster.joined_at(1.0, 0.07).around([0]).intra.bytes_per_s == pytest.approx(31.5e9)
     assert {"cluster.gpu", "calibration"} <= set(draft.data()["sources"]["assumed"])
     runs(draft, tmp_path)
 
@@ -748,3 +754,10 @@ def test_every_row_of_a_mapping_names_settings_facts_and_keys_that_there_are(of:
             assert key in blocks[section].model_fields or (section, key) == ("run", "gradients"), row
         elif section:
             assert key in load_policy(section).model_fields, row
+
+
+def test_a_network_may_be_given_for_nodes_of_which_the_catalogue_knows_none() -> None:
+    with pytest.raises(CatalogueError, match="l40s"):
+        find_cluster("l40s", 2, 8)
+    found = find_cluster("l40s", 2, 8, network=True)
+    assert (found.nodes, found.gpus_per_node, found.gpu.name) == (2, 8, "l40s")

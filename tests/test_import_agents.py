@@ -172,7 +172,7 @@ def test_turns_of_a_mask(mask: list[int], expected: list[tuple[int, int]] | None
         ("w.json", {"id": "c", "block_size": 1, "hash_id_scope": "local", "requests": [1]},
          r"w.json: object 1: requests should be a list of objects"),
         ("w.json", {"id": "c", "block_size": 1, "hash_id_scope": "local", "requests": [{"t": 0, "out": 3}]},
-         r"object 1: requests 1: no 'in', which every row of Weka's traces"),
+         r"object 1: requests 1: no 'in', which every row of a trace of Weka's has"),
         ("e.json", {"training_step": 0, "task_hash": "a", "episode_id": "e", "trajectories": [{"steps": [7]}]},
          r"e.json: object 1: trajectories 1: steps should be a list of objects"),
         ("w.json", [], r"w.json: line 1: expected an object"),

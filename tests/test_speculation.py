@@ -21,7 +21,7 @@ from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.speculation import Drafts, Speculation, SpeculativeStep, speculative
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.errors import RlsimError
+from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.ledger import ledgers
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
@@ -146,6 +146,11 @@ def test_memory_of_drafts_by_hand() -> None:
     assert own.kv_bytes == pytest.approx(plain.kv_bytes - eagle.weights, rel=1e-4)
     spec = drafts("llama-3.1-8b", method="draft_model", num_speculative_tokens=2, model="llama-3.2-1b")
     assert RolloutCostModel(model, H100, KERNELS, drafts=spec).memory(2).pages < plain.pages
+
+
+def test_a_draft_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"qwen3-0.6b has a vocabulary of 151,936, llama-3.1-8b one of 128,256"):
+        drafts("llama-3.1-8b", method="draft_model", num_speculative_tokens=2, model="qwen3-0.6b")
 
 
 def run(**speculation: Any) -> Any:

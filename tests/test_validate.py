@@ -186,6 +186,13 @@ def test_the_command_writes_json_and_a_page(stub: dict[str, Section | Skipped], 
     assert list(read_sections(page)) == ["serving"]
 
 
+def test_a_part_of_tables_alone_prints_and_writes_them(stub: dict[str, Section | Skipped], tmp_path: Path) -> None:
+    stub["papers"] = Section((), (), {"table": "| paper | what |\n| --- | --- |\n| PAT | switches |"}, reference="")
+    arguments = ["validate", "papers", "--json", str(tmp_path / "papers.json")]
+    assert "| PAT | switches |" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
+    assert "| PAT | switches |" in json.loads((tmp_path / "papers.json").read_text())[0]["tables"]["table"]
+
+
 def test_a_narrow_terminal_breaks_no_name_and_tells_remarks_below(
     stub: dict[str, Section | Skipped], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,9 +64,9 @@ def validate(
     found, fine = _run(wanted, options, targets, hidden=json_file == PRINTED, quiet=quiet)
     if not found:
         raise ConfigError("no part of the validation could run here")
-    write_json(
-        json_file, [row.record() for one in found.values() for row in (one.summaries if one.summarised else one.rows)]
-    )
+    records = [row.record() for one in found.values() for row in (one.summaries if one.summarised else one.rows)]
+    tables = [{"part": name, "tables": dict(one.tables)} for name, one in found.items() if not one.rows]
+    write_json(json_file, [*records, *tables])
     if page is not None:
         write_page(page, found, targets)
     if check is not None:
@@ -135,8 +135,13 @@ def _print(name: str, section: Section, targets: Targets, *, stderr: bool) -> No
     else:
         headings = ["what", "quantity", "kind", "rows", "mean |error|", "median", "p90", "bias"]
         rows = [[*summary.cells] for summary in section.summaries]
-    print_tables([Table(headings, rows, title=name, words=(0, 1, 2), prose=0)], stderr=stderr)
     console = Console(stderr=stderr, soft_wrap=True)
+    if rows:
+        print_tables([Table(headings, rows, title=name, words=(0, 1, 2), prose=0)], stderr=stderr)
+    else:  # a part of tables alone
+        console.print(f"{name}\n", style="bold")
+        for text in section.tables.values():
+            console.print(text, markup=False)
     for remark, of in remarks.items():
         if remark:
             console.print(f"{'; '.join(of)}: {remark}", style="dim")

@@ -39,6 +39,7 @@ class AssumedCosts(Schema):
         default=1.0, description="products in training and log-probs: how many times as long as calibrated they take"
     )
     network: Factor = Field(default=1.0, description="bandwidth between nodes, times the cluster's `inter`")
+    link: Factor = Field(default=1.0, description="bandwidth inside a node, times the cluster's `intra`")
     skew: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
         description="what unequal contexts add to decode attention, as a share of the padding to the longest; default: "

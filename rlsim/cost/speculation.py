@@ -31,6 +31,7 @@ from rlsim.cost.memory import BF16, kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk, StepCost
+from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
 
@@ -143,7 +144,15 @@ class Drafts:
 
     @classmethod
     def of(cls, speculation: Speculation, model: Model, draft: Model | None = None) -> Drafts:
-        """Speculation of a rollout of `model`, by the model `draft` if that is its method."""
+        """Speculation of a rollout of `model`, by the model `draft` if that is its method.
+
+        Raises `ConfigError` if that has another vocabulary, which no engine takes.
+        """
+        if draft is not None and draft.vocab_size != model.vocab_size:
+            raise ConfigError(
+                f"engine.speculation.model: {draft.name} has a vocabulary of {draft.vocab_size:,}, {model.name} one of "
+                f"{model.vocab_size:,}: what drafts needs the same"
+            )
         return cls(speculation, draft or head_of(model, speculation.method, speculation.draft_vocab_size))
 
     @property

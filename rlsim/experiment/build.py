@@ -63,7 +63,8 @@ class LoadedExperiment:
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
         judge = experiment.workflow.reward.judge
         actor = find_model(experiment.model, folder)
-        cluster = load_any_cluster(experiment.cluster, source=f"{shown}: cluster").joined_at(experiment.costs.network)
+        cluster = load_any_cluster(experiment.cluster, source=f"{shown}: cluster")
+        cluster = cluster.joined_at(experiment.costs.network, experiment.costs.link)
         lengths = mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment)
         trace, note = _with_room(_scaled(lengths, experiment.trace), experiment.trace, shown)
         loaded = cls(

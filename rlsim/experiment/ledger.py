@@ -25,7 +25,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.errors import one_line
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.schema import Experiment
-from rlsim.models.hardware import MixedCluster
+from rlsim.models.hardware import Cluster, MixedCluster
 from rlsim.models.layers import Experts, Recurrent
 
 #: What an assumption moves by less than this, as a share of the step or of a speedup, does not matter.
@@ -263,6 +263,9 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "outside": ", ".join(outside),
         "examples": "; ".join(f"{name} ({lookups.examples[name]})" for name in outside),
         "network": links[0].bytes_per_s / 1e9 if links else 0.0,
+        "network_of": f"for {links[0].shared_by_gpus} GPUs" if links and links[0].shared_by_gpus > 1 else "a GPU",
+        "link": cluster.intra.bytes_per_s / 1e9 if isinstance(cluster, Cluster) else 0.0,
+        "cpu_rate": experiment.training.cpu_optimizer_rate / 1e9,
     }
 
 

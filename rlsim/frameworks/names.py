@@ -57,11 +57,11 @@ def _from_folder(path: Path, folder: Path) -> str:
 # ---- clusters and calibrations --------------------------------------------------------------------------------------
 
 
-def find_cluster(gpu: str | None, nodes: int, per_node: int) -> Cluster:
+def find_cluster(gpu: str | None, nodes: int, per_node: int, *, network: bool = False) -> Cluster:
     """The cluster of `nodes` × `per_node` such GPUs, as nodes of the catalogue; an experiment writes its name.
 
     As many GPUs on more nodes, if the GPU's own nodes have fewer and so many fill them. Raises `ConfigError` if no GPU
-    is named, and `CatalogueError` if the catalogue has no such GPU, nodes or link.
+    is named, and `CatalogueError` if the catalogue has no such GPU, nodes or link (unless that `network` is given).
     """
     kinds = node_types()
     size = f"{nodes}x{per_node}" if nodes > 1 else f"{per_node}"
@@ -76,6 +76,12 @@ def find_cluster(gpu: str | None, nodes: int, per_node: int) -> Cluster:
     most = kinds[kind].gpus_per_node
     if per_node > most and nodes * per_node % most == 0:
         size = f"{nodes * per_node // most}x{most}"
+    if network and kinds[kind].inter is None:
+        inter = {"name": "network", "bytes_per_s": 1e9, "latency_s": "5 us"}  # until its rate is put in
+        path = next(path for name, path in catalogue.names("clusters").items() if name.partition("x")[2] == kind)
+        keys: dict[str, Any] = plain(read_yaml(path)) | {"name": f"{size}x{kind}", "inter": inter}
+        counts = [int(one) for one in reversed(size.split("x"))]
+        return load_cluster(keys | dict(zip(("gpus_per_node", "nodes"), counts, strict=False)))
     return load_cluster(f"{size}x{kind}")
 
 
@@ -117,12 +123,17 @@ def spelled_out(found: Cluster, described: Sequence[str], network: str | None) -
     if found.inter is None and network is None:
         keys.pop("inter", None)
     elif network is not None:
+        if network.replace(".", "").isdigit():
+            raise ConfigError(f"--network {network}: of what? Give a rate with its unit, such as 100Gb or 12.5GB/s")
         rate = network if network.endswith("/s") else f"{network}/s"
         port = {"name": "network", "bytes_per_s": rate, "shared_by_gpus": found.gpus_per_node}
         keys["inter"] = {"latency_s": "5 us", **keys.get("inter", {}), **port}
     if not described:
         return keys | {"name": found.name}
     name, *figures = described
+    if name.lower() in node_types() or name in catalogue.names("gpus"):
+        raise ConfigError(f"--gpu {name}: the catalogue has that GPU; one of other figures needs "
+                          "another name")  # fmt: skip
     told = dict(_figure(text) for text in figures)
     gpu = plain(read_yaml(catalogue.names("gpus")[found.gpu.name])) | told
     gpu |= {"name": name, "title": name, "like": found.gpu.name, "source": f"given: {', '.join(figures) or 'nothing'}"}
@@ -135,6 +146,9 @@ def spelled_out(found: Cluster, described: Sequence[str], network: str | None) -
 
 def _figure(text: str) -> tuple[str, str]:
     """The key of a GPU that a figure is of, by its unit, and the figure."""
+    if not re.fullmatch(r"[\d.]+ ?([KMGTP]i?B(/s)?|[KMGTP]b/s|[TP](FLOPS?(/s)?)?)", text, re.IGNORECASE):
+        what = "memory (48GB), its bandwidth (864GB/s) or bf16 FLOP/s (362TFLOP/s)"
+        raise ConfigError(f"--gpu-like …,{text}: not a figure with a unit; expected {what}")
     if "FLOP" not in text.upper() and text.endswith(("B", "B/s", "b/s")):
         return "memory_bytes" if text.endswith("B") else "memory_bytes_per_s", text
     return "bf16_flop_per_s", f"{text}FLOP/s" if re.fullmatch(r"[\d.]+[TP]", text) else text

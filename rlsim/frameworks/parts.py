@@ -83,7 +83,7 @@ def add_cluster(draft: Draft, options: Options, nodes: int, per_node: int, where
     """The cluster of `nodes` × `per_node` GPUs; one that is named must have as many."""
     if options.cluster is None:
         with about(where, CatalogueError):
-            found = find_cluster(options.gpu, nodes, per_node)
+            found = find_cluster(options.gpu, nodes, per_node, network=options.network is not None)
         draft.entries["cluster"] = Entry(found.name, joined(f"--gpu {options.gpu}", where))
         if found.gpus_per_node < per_node:
             draft.notes.append(

@@ -51,6 +51,10 @@ class Link(Schema):
     latency_s: Seconds = Field(ge=0, le=10, description="time of one hop of an empty message")
     shared_by_gpus: int = Field(default=1, gt=0, le=MOST_GPUS, description="GPUs of a node that share one such port")
 
+    def at(self, times: float) -> Link:
+        """The link at so many times its rate."""
+        return self if times == 1.0 else self.model_copy(update={"bytes_per_s": self.bytes_per_s * times})
+
 
 class Cluster(Schema):
     """Identical nodes of identical GPUs; GPU g sits in node g // gpus_per_node.
@@ -116,12 +120,10 @@ class Cluster(Schema):
         """The NVLink domain that GPU number `gpu` sits in."""
         return gpu // self.domain_gpus
 
-    def joined_at(self, times: float) -> Cluster:
-        """The cluster with so many times the bandwidth between nodes."""
-        if self.inter is None or times == 1.0:
-            return self
-        link = self.inter.model_copy(update={"bytes_per_s": self.inter.bytes_per_s * times})
-        return self.model_copy(update={"inter": link})
+    def joined_at(self, network: float, inside: float = 1.0) -> Cluster:
+        """The cluster with so many times the bandwidth between nodes, and inside them."""
+        links = {"inter": self.inter and self.inter.at(network), "intra": self.intra.at(inside)}
+        return self.model_copy(update=links)
 
     def gpu_at(self, number: int) -> Gpu:  # noqa: ARG002
         """The GPU of that number."""
@@ -208,9 +210,9 @@ class MixedCluster(Schema):
         """The NVLink domain that GPU number `gpu` sits in."""
         return gpu // self.domain_gpus
 
-    def joined_at(self, times: float) -> MixedCluster:
-        """The cluster with so many times the bandwidth between nodes."""
-        return self.model_copy(update={"groups": tuple(group.joined_at(times) for group in self.groups)})
+    def joined_at(self, network: float, inside: float = 1.0) -> MixedCluster:
+        """The cluster with so many times the bandwidth between nodes, and inside them."""
+        return self.model_copy(update={"groups": tuple(group.joined_at(network, inside) for group in self.groups)})
 
     def gpu_at(self, number: int) -> Gpu:
         """The GPU of that number."""

@@ -58,9 +58,9 @@ def mooncake_sessions(path: Path, project: str) -> Iterator[Row]:
     calls: dict[str, list[_Call]] = {}
     last: dict[str, str] = {}
     for row in file_rows(path, project):
+        if row.values.get("version", 2) != 2:
+            raise row.fail(f"agentic Mooncake of version {row.values['version']}; version 2 is read")
         if "schema" in row.values:
-            if row.values.get("version") != 2:
-                raise row.fail(f"agentic Mooncake of version {row.values.get('version')}; version 2 is read")
             continue
         name = "/".join(str(row.values[key]) for key in ("play_id", "session_id") if row.values.get(key) is not None)
         name = name or str(row.get("request_id"))
@@ -162,7 +162,7 @@ def rllm_rows(path: Path, project: str) -> Iterator[Row]:
             if not steps:
                 continue
             turns = [
-                (_text(step.get("model_response")), _text(after.get("observation")), _environment_s(step))
+                (_text(one.having(step).get("model_response")), _text(after.get("observation")), _environment_s(step))
                 for step, after in zip(steps, [*steps[1:], {}], strict=True)
             ]
             yield one.having({

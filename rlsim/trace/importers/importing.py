@@ -17,7 +17,8 @@ from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, PARQUET, absorb_source, ends, read_table, stem
 from rlsim.trace.importers import frameworks, layouts, servegen
 from rlsim.trace.importers.dumps import Dump, read_dump
-from rlsim.trace.importers.layouts import DUMPS, FILES, FORMATS, KINDS, Table
+from rlsim.trace.importers.layouts import DUMPS, FILES, FORMATS, JSON, KINDS, Table
+from rlsim.trace.importers.rows import first_keys
 from rlsim.trace.schema import BY_NAME, Trace, TraceMeta, check_names, make_trace
 
 RowName = Callable[[int], str]
@@ -137,6 +138,10 @@ def _table(
     kind = wanted if wanted in KINDS else None
     if kind is None and wanted is not None and not ends(first, (*PARQUET, *CSV, ".gz", ".jsonl", ".ndjson")):
         kind = "jsonl" if wanted == "mooncake" else "csv"  # usual in that layout, where the name does not tell
+    if kind is None and ends(first, JSON) and (keys := first_keys(first)):
+        known = ", ".join(dict.fromkeys(dump.format for dump in DUMPS))
+        has = ", ".join(sorted(keys))
+        raise TraceError(f"{first}: of no layout that a file of one object may have ({known}); it has {has}")
     frame, meta, row_name = read_table(first, kind)
     notes[:0] = meta.notes
     names = {str(c) for c in frame.columns}
