@@ -12,7 +12,7 @@ from conftest import Command
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
-from rlsim.cli.tuning import _price
+from rlsim.cli.tuning import _price, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.frameworks.draft import yaml_text
@@ -20,7 +20,7 @@ from rlsim.frameworks.parts import Options
 from rlsim.frameworks.tables import names
 from rlsim.frameworks.writing import write_changes
 from rlsim.policies.registry import BUILTIN
-from rlsim.results.tune.answer import Wish, tune
+from rlsim.results.tune.answer import Tuned, Wish, tune
 from rlsim.results.tune.bound import Bound
 from rlsim.results.tune.search import measuring
 from rlsim.results.tune.space import ALTERS, axes_of, baseline_of, divisors, token_budgets
@@ -201,9 +201,39 @@ def test_a_configuration_that_does_not_fit(tmp_path: Path) -> None:
     some = [name for name in keep if name not in ("training.offload", "training.micro_batch_tokens")]
     found = tune(tight, Wish(some), trials=12, workers=1)
     assert found.best
-    assert found.gain != found.gain  # there is nothing to compare with
+    assert "does not fit" in found.unfit
+    _told_without_ratios(found)
     with pytest.raises(CapacityError, match="none of the"):
         tune(tight, Wish([name for name in keep if name != "engine.graphs"]), trials=4, workers=1)
+
+
+def _told_without_ratios(found: Tuned) -> None:
+    """There is nothing to compare with: no ratio to the configuration, anywhere."""
+    assert not found.before
+    data = found.as_json()
+    assert [data[name] for name in ("gain", "gain_low", "gain_high", "model_low", "model_high")] == [None] * 5
+    assert not any(row["gains"] for row in data["assumptions"])
+    assert not any(change["alone"] for change in data["changes"])
+    json.dumps(data, allow_nan=False)
+    head = verdict(found)[0]
+    assert "As configured it does not fit" in head
+    assert f"These settings do, in {found.after['step_time_s']:.1f} seconds a step" in head
+    assert "times" not in head
+
+
+def test_a_configuration_that_fits_on_some_draws_only(tmp_path: Path) -> None:
+    """Its micro-batch holds prompts with short responses, and none with long ones: it does not fit."""
+    rows = "\n".join(f"{prompt},40,{30_000 if prompt % 2 else 16}" for prompt in range(8) for _ in range(8))
+    (tmp_path / "two.csv").write_text(f"prompt_id,prompt_tokens,response_tokens\n{rows}\n")
+    write_trace(import_trace(tmp_path / "two.csv", cap_tokens=32_768), tmp_path / "two.parquet")
+    configuration = own(tmp_path, cluster="1xh100", workflow={"prompts": 1, "responses": 8, "steps": 1},
+                        trace={"path": "two.parquet", "cap": "32K"},
+                        training={"micro_batch_sequences": 8})  # fmt: skip
+    assert {tried(configuration, {}, Run(seed, 1)).kind for seed in range(8)} == {"", "memory"}
+    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
+    keep.remove("training.micro_batch_sequences")
+    for seed in range(3):  # the search's draw fits, or not
+        _told_without_ratios(tune(configuration, Wish(keep), trials=6, workers=1, seed=seed))
 
 
 def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:

@@ -242,7 +242,7 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
                   *_frontiers(found, price), *_systems(found), *_rests(found)])  # fmt: skip
     for name, why in found.not_tried.items() if verbose else ():
         say(f"does not apply: {name}: {why}", style="dim")
-    if any(not row["gains"] for row in found.assumptions):
+    if not found.unfit and any(not row["gains"] for row in found.assumptions):
         say("time was over: what has no gain above was not tried at its ends; give a larger --budget")
     for other in found.beside:
         keys = " ".join(override(key, value) for key, value in other["changes"].items())
@@ -320,15 +320,13 @@ def _systems(found: Tuned) -> Iterator[Table]:
 def _rests(found: Tuned) -> Iterator[Table]:
     if found.assumptions:
         rows = [
-            [row["assumed"], " to ".join(map(_two, row["gains"])), row["taken"], " to ".join(row["ends"])]
+            [row["assumed"], " to ".join("no fit" if one is None else number(one) for one in row["gains"]),
+             row["taken"], " to ".join(row["ends"])]
             for row in found.assumptions
-        ]
-        title = "What the answer rests on: the gain at both ends of what is assumed"
+        ]  # fmt: skip
+        told = "" if found.unfit else ": the gain at both ends of what is assumed (no fit: not both run there)"
+        title = f"What the answer rests on{told}"
         yield Table(["assumed", "gain there", "taken", "range"], rows, title=title, words=(0, 1, 2, 3), prose=3)
-
-
-def _two(value: float | None) -> str:
-    return number(value, 2)
 
 
 def _parts(parts: Parts) -> Iterator[Table]:
@@ -371,11 +369,9 @@ def verdict(found: Tuned, error: float | None = None) -> list[str]:
     if not found.best:
         return ["Keep the settings as they are: nothing that was tried is faster on fresh draws."]
     lines = [f"  {override(key, value)}" for key, value in found.best.items()]
-    if math.isnan(found.gain):
-        return [
-            "As configured it does not fit. These settings do, and are the fastest of those that were tried:",
-            *lines,
-        ]
+    if found.unfit:
+        took = f"in {number(found.after.get('step_time_s'), 1)} seconds a step"
+        return [f"As configured it does not fit ({found.unfit}). These settings do, {took}, the fastest found:", *lines]
     interval = f"95%: {found.gain_low:.2f} to {found.gain_high:.2f}"
     if not math.isnan(found.model_low):
         whose = "errors of costs" if error is None else "the errors of your own runs"

@@ -62,6 +62,7 @@ class Tuned:
     before: Mapping[str, float]
     after: Mapping[str, float]
     gpus: tuple[int, int] = (0, 0)  # as configured, and as tuned
+    unfit: str = ""  # what of the configuration as it is does not fit, on a draw: nothing is compared with it
     stale: bool = False  # the configuration as it is is staler than allowed
     money: bool = False  # `gain` is one of responses a GPU
     changes: Sequence[Change] = ()
@@ -84,20 +85,25 @@ class Tuned:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, as JSON knows it; what is missing is null."""
-
-        def known(value: float) -> float | None:
-            return value if value == value else None
-
         numbers = ("gain", "gain_low", "gain_high", "model_low", "model_high")
-        return {
-            "best": dict(self.best), **{name: known(getattr(self, name)) for name in numbers},
+        known: dict[str, Any] = _known({
+            "best": dict(self.best), **{name: getattr(self, name) for name in numbers}, "unfit": self.unfit,
             "evaluated": self.evaluated, "legal": self.legal, "excluded": dict(self.excluded),
             "seconds": round(self.seconds, 1), "binds": self.binds, "assumptions": list(self.assumptions),
             "before": dict(self.before), "after": dict(self.after),
             "changes": [vars(change) for change in self.changes], "beside": list(self.beside), "gpus": list(self.gpus),
             "frontiers": dict(self.frontiers), "systems": list(self.systems), "not_tried": dict(self.not_tried),
             **(self.parts.as_json() if self.parts else {}),
-        }  # fmt: skip
+        })  # fmt: skip
+        return known
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _known(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known(one) for one in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 @dataclass(frozen=True)
@@ -182,8 +188,9 @@ def tune(
         progress(share, f"{len(done)} tried, best {best / base:.2f} times" if base else f"{len(done)} tried")
 
     with measuring(configuration, workers or cores(), wish.judged) as measure:
-        run = Run(_seed(seed, 0), 1 + warmup)
-        (base,) = measure([({}, run)])
+        draws = [Run(_seed(seed, n), 1 + warmup) for n in (0, 5, 6, 7)]
+        each = [*zip(draws, measure([({}, one) for one in draws]), strict=True)]
+        run, base = next((one for one in each if one[1].kind == "memory"), each[0])  # lengths decide what fits
         began = clock()  # that processes start is no part of the budget
         if base.kind not in ("", "memory"):
             raise ConfigError(base.problem)
@@ -194,8 +201,6 @@ def tune(
                 raise
             tried, stopped = sorted(done, key=lambda trial: -trial.rate), True
         ran = sum(not trial.kind for trial in tried)
-        if not any(trial.rate for trial in tried):
-            raise CapacityError(f"{base.problem}\nnone of the {len(tried)} sets of settings that were tried fits")
         first = {_key(trial.changes): trial for trial in tried}
         # What the rest of the budget can do, by what a trial took.
         rest = 0.0 if stopped else math.inf if trials is not None else (1 - spent()) / max(spent(), 1e-9) * ran
@@ -204,20 +209,33 @@ def tune(
         rest /= 1 if overlaps else steps
         progress(spent(), "the best on fresh draws")
         stale = wish.bound is not None and not base.kind and not wish.bound.kept(base.means)
+        pairs = [Run(_seed(seed, 5 + n), confirmed) for n in range(int(min(max(0.12 * rest, 3), PAIRS)))]
+        draws = [run, *pairs]
+        both = zip(draws, measure([({}, one) for one in draws]), strict=True)
+        tight = {one: trial.problem for one, trial in both if trial.kind == "memory"}
+        unfit = next(iter(tight.values()), "")
+        bare = not (stale or unfit)
         contenders = [trial.changes for trial in tried if trial.rate and trial.changes]
         if stale and not contenders:
             raise ConfigError("as configured it is staler than allowed, and so is all that was tried")
-        contenders = [*([] if stale else [{}]), *contenders[: int(min(max(0.17 * rest, 2), CONTENDERS))]]
-        races = [Run(_seed(seed, n), confirmed) for n in range(1, 4 if rest > 2 * CONTENDERS else 2)]
-        best = _raced(list({_key(one): one for one in contenders}.values()), measure, races)
-        best = _simplified(best, axes, measure, Run(_seed(seed, 4), confirmed), not stale)
+        many = CONTENDERS if tight else int(min(max(0.17 * rest, 2), CONTENDERS))
+        contenders = [*([{}] if bare else []), *contenders[:many]]
+        races = [*tight] or [Run(_seed(seed, n), confirmed) for n in range(1, 4 if rest > 2 * CONTENDERS else 2)]
+        if contenders:
+            best = _raced(list({_key(one): one for one in contenders}.values()), measure, races)
+        if not contenders or not all(trial.rate for trial in measure([(best, one) for one in tight])):
+            raise CapacityError(
+                f"{unfit}\nnone of the {len(tried)} sets of settings that were tried fits all draws of lengths"
+            )
+        best = _simplified(best, axes, measure, next(iter(tight), Run(_seed(seed, 4), confirmed)), bare)
         progress(spent(), "how sure that is")
-        pairs = [Run(_seed(seed, 5 + n), confirmed) for n in range(int(min(max(0.12 * rest, 3), PAIRS)))]
         before, after, ratios = _pairs(best, measure, pairs)
-        worlds = [Run(one.seed, one.steps, draw=n + 1) for n, one in enumerate(pairs)] if best and in_time() else []
+        if unfit:
+            before, ratios, base = {}, [], replace(base, kind="memory")
+        worlds = [Run(one.seed, one.steps, draw=n + 1) for n, one in enumerate(pairs)] if ratios and in_time() else []
         _, _, drawn = _pairs(best, measure, worlds)
         changes = _worths(best, axes, first, base, measure, pairs[:1])
-        assumptions = _turns(best, measure, run, in_time)
+        assumptions = _turns(best, measure, run, lambda: not unfit and in_time())
         beside = _beside(loaded, wish, best, measure, run, in_time)
         tuned = LoadedExperiment.of(configuration.experiment(best), configuration.options.folder)
         parts = parts_of(tuned, configuration.options.folder, pairs[0])
@@ -231,7 +249,7 @@ def tune(
     return Tuned(
         best=best, gain=gain, gain_low=low, gain_high=high,
         model_low=min(drawn, default=math.nan), model_high=max(drawn, default=math.nan),
-        before=before, after=after, stale=stale, money=wish.money,
+        before=before, after=after, unfit=unfit, stale=stale, money=wish.money,
         gpus=(loaded.cluster.gpus, tuned.cluster.gpus), changes=changes,
         evaluated=len(tried), legal=ran, excluded=dict(Counter(trial.kind for trial in tried if trial.kind)),
         seconds=clock() - began, binds=_binds(after), assumptions=assumptions, beside=beside,
