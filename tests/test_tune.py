@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from conftest import Command
 
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
-from rlsim.cli.tuning import _price, verdict
+from rlsim.cli.tuning import _idle, _price, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.frameworks.draft import yaml_text
@@ -22,6 +23,8 @@ from rlsim.frameworks.writing import write_changes
 from rlsim.policies.registry import BUILTIN
 from rlsim.results.tune.answer import Tuned, Wish, tune
 from rlsim.results.tune.bound import Bound
+from rlsim.results.tune.idle import CAUSES
+from rlsim.results.tune.parts import Parts
 from rlsim.results.tune.search import measuring
 from rlsim.results.tune.space import ALTERS, axes_of, baseline_of, divisors, token_budgets
 from rlsim.results.tune.systems import CONTENDERS, ranked
@@ -244,11 +247,22 @@ def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:
     assert done.code == 0, done.err
     assert "engine.graphs=true" in done.out.splitlines()[-1]
     assert "dollars for 1,000 responses" in done.out
+    assert "binds as tuned: " in done.out
+    assert "now" not in done.out.split()
     found = json.loads((tmp_path / "found.json").read_text())
     assert {"best", "gain", "gain_low", "gain_high", "model_low", "model_high", "evaluated", "legal", "excluded",
             "seconds", "binds", "assumptions"} <= set(found)  # fmt: skip
     assert found["best"] == {"engine.graphs": True}
     assert all(f"{one:.2f}" in done.out for one in found["dollars_per_1000"])
+
+
+def test_idle_gpus_have_a_cause_where_they_are_idle() -> None:
+    def parts(idle: float) -> Parts:
+        shares = pd.DataFrame([dict.fromkeys(CAUSES, 0.0) | {"idle": idle, "kv_limit": idle}])
+        return Parts(shares, pd.DataFrame(), pd.DataFrame(), pd.DataFrame())
+
+    assert _idle(parts(0.02)) == "; GPUs are idle for 2%, most of it for kv limit"
+    assert _idle(parts(0.004)) == "; GPUs are idle for 0%"
 
 
 def test_prices_by_gpu(tmp_path: Path) -> None:

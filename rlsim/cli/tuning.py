@@ -248,7 +248,7 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
         keys = " ".join(override(key, value) for key, value in other["changes"].items())
         asked = "--gpus N" if other["kind"] == "gpus" else f"--allow {other['kind']}"
         say(f"left alone, as it {other['what']} ({asked}): {keys}: {other['gain']:.2f} times more")
-    say(f"binds now: {found.binds}" + _idle(found.parts))
+    say(f"binds {'as tuned' if found.best else 'as configured'}: {found.binds}{_idle(found.parts)}")
     for line in verdict(found, error):
         echo(line)
 
@@ -284,7 +284,7 @@ def _means(found: Tuned, price: float | None) -> Table:
         rows.append(["GPUs", *map(str, found.gpus)])
     if price is not None:
         rows.append(["dollars for 1,000 responses", *(number(one, 2) for one in _dollars_of_both(found, price))])
-    return Table(["means", "now", "tuned"], rows)
+    return Table(["means", "as configured", "tuned"], rows)
 
 
 def _frontiers(found: Tuned, price: float | None) -> Iterator[Table]:
@@ -359,7 +359,8 @@ def _idle(parts: Parts | None) -> str:
         return ""
     means = parts.idle[["idle", *CAUSES]].mean()
     cause = str(means[list(CAUSES)].idxmax()).replace("_", " ")
-    return f"; GPUs are idle for {share(means['idle'], 0)}, most of it for {cause}"
+    idle = share(means["idle"], 0)
+    return f"; GPUs are idle for {idle}" + f", most of it for {cause}" * (idle != share(0.0, 0))
 
 
 def verdict(found: Tuned, error: float | None = None) -> list[str]:
