@@ -13,7 +13,7 @@ from conftest import Command
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
-from rlsim.cli.tuning import _idle, _price, verdict
+from rlsim.cli.tuning import _changes, _idle, _price, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.frameworks.draft import yaml_text
@@ -21,7 +21,7 @@ from rlsim.frameworks.parts import Options
 from rlsim.frameworks.tables import names
 from rlsim.frameworks.writing import write_changes
 from rlsim.policies.registry import BUILTIN
-from rlsim.results.tune.answer import Tuned, Wish, tune
+from rlsim.results.tune.answer import Change, Tuned, Wish, tune
 from rlsim.results.tune.bound import Bound
 from rlsim.results.tune.idle import CAUSES
 from rlsim.results.tune.parts import Parts
@@ -263,6 +263,15 @@ def test_idle_gpus_have_a_cause_where_they_are_idle() -> None:
 
     assert _idle(parts(0.02)) == "; GPUs are idle for 2%, most of it for kv limit"
     assert _idle(parts(0.004)) == "; GPUs are idle for 0%"
+
+
+def test_changes_keep_the_name_of_their_setting_on_a_narrow_terminal() -> None:
+    key = f"actor_rollout_ref.{'actor.' * 9}size"  # wider than the room beside the numbers
+    changes = [Change(key, 2, 1.31, 1.12), Change("short", 4, 1.41, 1.22)]
+    (table,) = _changes(Tuned({key: 2, "short": 4}, *[1.0] * 5, {}, {}, changes=changes))
+    (_, lines), *more = table.parts(80)
+    assert not more
+    assert [line.split() for line in lines] == [["1.31", "1.12", f"{key}=2"], ["1.41", "1.22", "short=4"]]
 
 
 def test_prices_by_gpu(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def _changes(found: Tuned) -> Iterator[Table]:
             for one in found.changes
         ]  # fmt: skip
         title = "Changes, times as fast: alone, and in the set (needed: without it the set does not fit)"
-        yield Table(["alone", "within", "setting"], rows, title=title, words=(2,))
+        yield Table(["alone", "within", "setting"], rows, title=title, words=(2,), prose=2)
 
 
 def _dollars(price: float, gpus: float, rate: float) -> float:
