@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,9 @@ def test_more_gpus_are_tried_where_that_is_asked_and_money_counts_each(tmp_path:
     assert found.best == {"cluster": "2x8xh100"}
     assert found.gpus == (8, 16)
     assert [row["gpus"] for row in found.frontiers["gpus"]] == [8, 16]
+    told = f"{found.gain:.2f} times as fast on 16 GPUs instead of 8, {found.gain / 2:.2f} times as fast per GPU (95%"
+    assert told in verdict(found)[0]
+    assert "on 16 GPUs instead of 8 (95%" in verdict(replace(found, money=True))[0]
     cheap = tune(configuration, Wish(keep, most_gpus=16, money=True), trials=4, workers=1)
     assert not cheap.best  # twice the GPUs are less than twice as fast
     assert found.gain < 2

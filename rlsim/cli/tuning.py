@@ -370,17 +370,21 @@ def verdict(found: Tuned, error: float | None = None) -> list[str]:
     if not found.best:
         return ["Keep the settings as they are: nothing that was tried is faster on fresh draws."]
     lines = [f"  {override(key, value)}" for key, value in found.best.items()]
+    before, after = found.gpus
+    on = "" if before == after else f" on {after} GPUs instead of {before}"
     if found.unfit:
-        took = f"in {number(found.after.get('step_time_s'), 1)} seconds a step"
+        took = f"in {number(found.after.get('step_time_s'), 1)} seconds a step{on}"
         return [f"As configured it does not fit ({found.unfit}). These settings do, {took}, the fastest found:", *lines]
+    if on and not found.money:
+        on += f", {number(found.gain * before / after)} times as fast per GPU"
     interval = f"95%: {found.gain_low:.2f} to {found.gain_high:.2f}"
     if not math.isnan(found.model_low):
         whose = "errors of costs" if error is None else "the errors of your own runs"
         interval += f"; with {whose} {found.model_low:.2f} to {found.model_high:.2f}"
     if found.stale:
-        head = f"The fastest that is not is {found.gain:.2f} times as fast ({interval}):"
+        head = f"The fastest that is not is {found.gain:.2f} times as fast{on} ({interval}):"
         return [f"As configured it is staler than allowed. {head}", *lines]
-    head = f"These settings are {found.gain:.2f} times as {'cheap' if found.money else 'fast'} ({interval})"
+    head = f"These settings are {found.gain:.2f} times as {'cheap' if found.money else 'fast'}{on} ({interval})"
     turning = [row["assumed"] for row in found.assumptions if any(one is not None and one < 1 for one in row["gains"])]
     if not found.sure:
         head += ", which is not told apart from no gain"
