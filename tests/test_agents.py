@@ -18,7 +18,8 @@ from evidence.validate import agent_shapes
 from evidence.validate.agents import measured, splits
 from evidence.validate.parts import Options, Section, Skipped
 from evidence.validate.published import figures
-from rlsim.errors import TraceError
+from rlsim.errors import ConfigError, TraceError
+from rlsim.experiment.run import check_experiment
 from rlsim.results.report.trajectories import PARTS, trajectory_times
 from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
@@ -337,3 +338,10 @@ def test_the_validation_compares_shapes(tmp_path: Path) -> None:
         ["calls_median", "calls_p95", "generated_per_turn", "observed_per_call", "observed_share",
          "context_growth_mean", "context_growth_p95", "tool_s_mean", "tool_s_p95"], True,
     )  # fmt: skip
+
+
+def test_check_refuses_a_trace_that_forms_no_group(tmp_path: Path) -> None:
+    write_trace(trace_of(THREE, THREE), tmp_path / "two.parquet")
+    experiment = {**AGENTS, "trace": {"path": str(tmp_path / "two.parquet"), "cap": "8K"}, "systems": ["verl"]}
+    with pytest.raises(ConfigError, match=r"its 2 responses cannot form one group of 4"):
+        check_experiment(experiment)

@@ -102,6 +102,8 @@ class LoadedExperiment:
             caching=self.engine.enable_prefix_caching,
             rollout=rollout,
             plain_kv=kv_shape(rollout, 1) == PLAIN_KV,
+            trace=self.trace,
+            needed=self.launched_responses,
         )
         if len(self.calibrations) == 1:  # of several kinds of GPU only those that generate and train count
             (calibration,) = self.calibrations.values()
