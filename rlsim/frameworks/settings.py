@@ -151,9 +151,9 @@ class Settings:
         if value is None:
             key = self.key(keys[0])
             place = self.origin.get(key) or self.name or "the configuration"
-            raise ConfigError(
-                f"{place}: {key} has no value: expected {kind.expected}; give {key}=… beside {self.option}"
-            )
+            near = get_close_matches(key, [one for one in self.given if one != key], n=1, cutoff=0.92)
+            way = f"is {near[0]} ({self.origin.get(near[0])}) it?" if near else f"give {key}=… beside {self.option}"
+            raise ConfigError(f"{place}: {key} has no value: expected {kind.expected}; {way}")
         return value
 
     def whole(self, *keys: str) -> int:
