@@ -22,14 +22,15 @@ from rlsim.frameworks.parts import Options
 from rlsim.frameworks.tables import names
 from rlsim.frameworks.writing import write_changes
 from rlsim.policies.registry import BUILTIN
+from rlsim.results.tune import systems
 from rlsim.results.tune.answer import Change, Tuned, Wish, tune
 from rlsim.results.tune.bound import Bound
 from rlsim.results.tune.idle import CAUSES
 from rlsim.results.tune.parts import Parts
 from rlsim.results.tune.search import measuring
 from rlsim.results.tune.space import ALTERS, axes_of, baseline_of, divisors, token_budgets
-from rlsim.results.tune.systems import CONTENDERS, ranked
-from rlsim.results.tune.trial import Configuration, Run, StartError, tried
+from rlsim.results.tune.systems import CONTENDERS, FEW, ranked
+from rlsim.results.tune.trial import Configuration, Run, StartError, Trial, tried
 from rlsim.trace import write_trace
 from rlsim.trace.importers import import_trace
 
@@ -356,6 +357,36 @@ def test_systems_that_must_be_built_are_ranked_or_refused_with_a_reason(tmp_path
     assert "no response of the trace is judged" in refused["colocated_judge"]
     assert "reward" in refused["oppo"]  # the reason for which it cannot run
     assert all("--max-staleness" in refused[name] for name in ("laminar", "areal", "overcommit", "lagged"))
+
+
+def test_systems_whose_steps_are_not_comparable_run_for_longer_or_have_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few short rounds of tail batching are no measure of it: the first whole periods are (of 8 steps)."""
+    monkeypatch.setattr(systems, "BUILTIN", ["tail_batching", "tail_consolidation"])
+    configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 1})
+    loaded = LoadedExperiment.of(configuration.experiment({}), tmp_path)
+    spec, seen = baseline_of(loaded.experiment.systems, None), list[Trial]()
+
+    def kept(trial: Trial) -> Trial:
+        seen.append(trial)
+        return trial
+
+    with measuring(configuration, 1, kept) as measure:
+        (row, other), _ = ranked(loaded, {}, spec, measure, [Run(1, 2)], None)
+    with measuring(configuration, 1, kept) as measure:
+        seen.clear()
+        in_time = lambda _: not any(trial.unsteady for trial in seen)  # noqa: E731
+        (only,), refused = ranked(loaded, {}, spec, measure, [Run(1, 2)], None, in_time)
+    assert only["system"] == "tail_consolidation"
+    assert refused == {"tail_batching": FEW}
+    row = row if row["system"] == "tail_batching" else other
+    settings = {"certainty": 0, "seeds": [1], "workflow.steps": 8, "draw": 0, "cases": {}}
+    tail = {"name": "tail", "use": [{"tail_batching": {}}, {"verl": {"tp": int(row["with"].removeprefix("tp "))}}]}
+    result = rlsim.run(str(tmp_path / "own.yaml"), overrides={**settings, "systems": [{"verl": {"tp": 1}}, tail]})
+    summary = result.summary().set_index("system")
+    assert summary.loc["tail", "unsteady"] == ""
+    assert row["gain"] == pytest.approx(summary.loc["tail", "speedup"])
 
 
 @pytest.mark.slow

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,62 +20,102 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
 from rlsim.results.tune.bound import Bound
-from rlsim.results.tune.search import Changes, Measure, intervals
+from rlsim.results.tune.search import AT_ONCE, Changes, Measure, intervals
 from rlsim.results.tune.space import facts_of
 from rlsim.results.tune.trial import Run, Trial
 
+#: Why a system has no number, though it could have one.
+FEW, LATE = "not comparable in so few steps", "not tried, as time was over"
 STALE = "it trains on responses of older weights, which is yours to allow (--max-staleness)"
 #: Systems that are compared on draws of their own; updates that a system is held to, at most: more bring little.
 CONTENDERS, MOST_AGE = 5, 4
+#: Steps that a run is doubled to at most while it is not steady; share of the time that the first draw may take.
+MOST_STEPS, FIRST_SHARE = 48, 0.7
 #: Shares of the GPUs that generate, where a system has GPUs for that.
-_SPLITS = (0.25, 0.375, 0.5, 0.625, 0.75)
+_SPLITS = (0.5, 0.375, 0.625, 0.25, 0.75)
 
 
 def ranked(
-    loaded: LoadedExperiment, best: Changes, own: SystemSpec, measure: Measure, runs: Sequence[Run], bound: Bound | None
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    loaded: LoadedExperiment, best: Changes, own: SystemSpec, measure: Measure, runs: Sequence[Run],
+    bound: Bound | None, in_time: Callable[[float], bool] = lambda _: True,
+) -> tuple[list[dict[str, Any]], dict[str, str]]:  # fmt: skip
     """Systems by what they train a second over the settings `best` of the experiment `loaded`, and why others are not.
 
     All run on the first of `runs`, each as it is fastest there; the first of them also on the rest, paired, which gives
-    `gain_low` and `gain_high`.
+    `gain_low` and `gain_high`. `in_time` says whether a share of the time for all that is left.
     """
     refused: dict[str, str] = {}
-    tried = [(name, spec, chosen) for name in BUILTIN for spec, chosen in _of(name, loaded, own, bound, refused)]
-    jobs = [(best, _as(runs[0], spec, loaded, bound)) for _, spec, _ in tried]
-    (whole, *trials) = measure([(best, runs[0]), *jobs])
-    fastest: dict[str, tuple[Trial, SystemSpec, str]] = {}
-    for (name, spec, chosen), trial in zip(tried, trials, strict=True):
+    each = [[(name, *one) for one in _of(name, loaded, own, bound, refused)] for name in BUILTIN]
+    tried = [one for turn in zip_longest(*each) for one in turn if one]  # every system once before any of them twice
+    found = _paired([(spec, runs[0]) for _, spec, _ in tried], loaded, own, best, measure, bound,
+                    lambda: in_time(FIRST_SHARE))  # fmt: skip
+    fastest: dict[str, tuple[float, Trial, SystemSpec, str]] = {}
+    for (name, spec, chosen), pair in zip(tried, found, strict=True):
+        if pair is None:
+            refused.setdefault(name, LATE)
+            continue
+        trial, gain = pair[0], _gain(pair)
         if bound and not trial.kind and not bound.kept(trial.means):
             refused[name] = f"it was {trial.means['staleness_mean']:.1f} updates stale in the mean"
-        elif trial.rate > (fastest[name][0].rate if name in fastest else 0.0):
-            fastest[name] = trial, spec, chosen
+        elif gain > (fastest[name][0] if name in fastest else 0.0):
+            fastest[name] = gain, trial, spec, chosen
+        elif any(one.unsteady for one in pair):
+            refused[name] = FEW
         elif trial.kind:
             refused.setdefault(name, trial.problem)
-    order = sorted(fastest, key=lambda name: -fastest[name][0].rate)
-    again = measure([
-        (best, one) for run in runs[1:]
-        for one in (run, *(_as(run, fastest[name][1], loaded, bound) for name in order[:CONTENDERS]))
-    ])  # fmt: skip
-    pairs = np.reshape([trial.rate for trial in again], (-1, 1 + min(len(order), CONTENDERS)))
+    order = sorted(fastest, key=lambda name: -fastest[name][0])
+    again = _paired([(fastest[name][2], run) for name in order[:CONTENDERS] for run in runs[1:]], loaded, own, best,
+                    measure, bound, lambda: in_time(1.0))  # fmt: skip
     rows = []
     for place, name in enumerate(order):
-        trial, _, chosen = fastest[name]
-        ratios = (pairs[:, place + 1] / pairs[:, 0]).tolist() if place < CONTENDERS and len(runs) > 1 else []
-        gain = float(np.exp(np.mean(np.log(ratios)))) if all(ratios) and ratios else trial.rate / whole.rate
-        low, high = intervals(ratios) if all(ratios) else (math.nan, math.nan)
+        first, trial, _, chosen = fastest[name]
+        others = again[place * len(runs[1:]) : (place + 1) * len(runs[1:])]
+        ratios = [_gain(pair) for pair in others if pair is not None]
+        ratios = ratios if all(ratios) and len(ratios) == len(runs[1:]) else []
+        low, high = intervals(ratios)
         rows.append({
-            "system": name, "with": chosen, "gain": gain, "gain_low": low, "gain_high": high,
+            "system": name, "with": chosen, "gain": float(np.exp(np.mean(np.log(ratios)))) if ratios else first,
+            "gain_low": low, "gain_high": high,
             "step_time_s": trial.means["step_time_s"], "staleness_mean": trial.means.get("staleness_mean", 0.0),
         })  # fmt: skip
     return sorted(rows, key=lambda row: -row["gain"]), {name: why for name, why in refused.items() if name not in order}
 
 
-def _as(run: Run, spec: SystemSpec, loaded: LoadedExperiment, bound: Bound | None) -> Run:
-    """The run with a system in place of the configuration's own."""
-    settings: dict[str, Any] = {"systems": [spec.entry], "baseline": spec.name}
-    if _overlap(spec, loaded):
-        age = min(math.ceil(bound.most if bound else 0), MOST_AGE)
-        settings["workflow.steps"] = (loaded.experiment.workflow.warmup or age) + age + 5 * (age + 1)
+def _paired(
+    jobs: Sequence[tuple[SystemSpec, Run]], loaded: LoadedExperiment, own: SystemSpec, best: Changes, measure: Measure,
+    bound: Bound | None, in_time: Callable[[], bool],
+) -> list[tuple[Trial, Trial] | None]:  # fmt: skip
+    """The trial of each system and one of the settings alone, of as many steps: of twice as many as long as one of them
+    is not steady. None where time was over before."""
+    age = min(math.ceil(bound.most if bound else 0), MOST_AGE)
+    stale = (loaded.experiment.workflow.warmup or age) + age + 5 * (age + 1)
+    steps = [stale if _overlap(spec, loaded) else run.steps or loaded.experiment.workflow.steps for spec, run in jobs]
+    found: list[tuple[Trial, Trial] | None] = [None] * len(jobs)
+    left = sorted(range(len(jobs)), key=lambda i: steps[i])
+    while left:
+        for start in range(0, len(left), AT_ONCE):
+            some = left[start : start + AT_ONCE] if in_time() else []
+            both = [(best, _as(jobs[i][1], spec, steps[i])) for i in some for spec in (jobs[i][0], own)]
+            trials = measure(both)
+            found_now = zip(trials[::2], trials[1::2], strict=True)
+            for i, pair in zip(some, found_now, strict=True):
+                found[i] = pair
+        left = [i for i in left if in_time() and 2 * steps[i] <= MOST_STEPS
+                and any(one.unsteady for one in found[i] or ())]  # fmt: skip
+        for i in left:
+            steps[i] *= 2
+    return found
+
+
+def _gain(pair: tuple[Trial, Trial]) -> float:
+    """Of a system over the settings; 0 where one of the two does not count or is not steady."""
+    trial, whole = pair
+    return trial.rate / whole.rate if whole.rate and not (trial.unsteady or whole.unsteady) else 0.0
+
+
+def _as(run: Run, spec: SystemSpec, steps: int) -> Run:
+    """The run of a system, in place of the configuration's own, for so many steps."""
+    settings = {"systems": [spec.entry], "baseline": spec.name, "workflow.steps": steps}
     return Run(run.seed, run.steps, run.draw, tuple(settings.items()))
 
 

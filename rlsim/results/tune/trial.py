@@ -18,6 +18,7 @@ from rlsim.experiment.load import load_experiment, parse_overrides, with_setting
 from rlsim.experiment.refusals import starts_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.steadiness import unsteady
 from rlsim.experiment.summary import means
 from rlsim.experiment.systems import PartSpec, SystemSpec
 from rlsim.frameworks import READERS, read
@@ -99,6 +100,7 @@ class Trial:
     problem: str = ""
     kind: Literal["", "start", "memory", "stale", "other"] = ""
     gpus: int = 0
+    unsteady: str = ""  # why its throughput would not last
     each_gpu: bool = False
 
     @property
@@ -148,7 +150,8 @@ def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) ->
     row = pd.to_numeric(steps.iloc[0], errors="coerce").dropna()
     assumed = ledger_of(simulator.loaded, simulator.lookups()).assumed
     found = {str(name): float(value) for name, value in row.items()} | _log_probs_s(tables)
-    _known[key] = Trial(changes, found, tuple(assumed), gpus=simulator.loaded.cluster.gpus)
+    gpus, late = simulator.loaded.cluster.gpus, unsteady(tables["steps"])
+    _known[key] = Trial(changes, found, tuple(assumed), gpus=gpus, unsteady=late)
     return _known[key]
 
 
