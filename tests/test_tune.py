@@ -14,7 +14,7 @@ from conftest import Command
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
-from rlsim.cli.tuning import _changes, _idle, _price, verdict
+from rlsim.cli.tuning import _changes, _idle, _price, _print, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.frameworks.draft import yaml_text
@@ -29,7 +29,7 @@ from rlsim.results.tune.idle import CAUSES
 from rlsim.results.tune.parts import Parts
 from rlsim.results.tune.search import measuring
 from rlsim.results.tune.space import ALTERS, axes_of, baseline_of, divisors, token_budgets
-from rlsim.results.tune.systems import CONTENDERS, FEW, ranked
+from rlsim.results.tune.systems import CONTENDERS, FEW, LATE, ranked
 from rlsim.results.tune.trial import Configuration, Run, StartError, Trial, tried
 from rlsim.trace import write_trace
 from rlsim.trace.importers import import_trace
@@ -330,9 +330,11 @@ def test_what_is_staler_than_allowed_does_not_count(tmp_path: Path) -> None:
 def test_more_gpus_are_tried_where_that_is_asked_and_money_counts_each(tmp_path: Path) -> None:
     configuration = own(tmp_path)
     keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
-    found = tune(configuration, Wish(keep, most_gpus=16), trials=4, workers=1)
+    found = tune(configuration, Wish(keep, bound=Bound("max", 1.0), most_gpus=16), trials=4, workers=1)
     assert found.best == {"cluster": "2x8xh100"}
     assert found.gpus == (8, 16)
+    assert "gpus" in found.frontiers
+    assert "staleness" not in found.frontiers, "no setting that was tried alters it"
     assert [row["gpus"] for row in found.frontiers["gpus"]] == [8, 16]
     told = f"{found.gain:.2f} times as fast on 16 GPUs instead of 8, {found.gain / 2:.2f} times as fast per GPU (95%"
     assert told in verdict(found)[0]
@@ -357,6 +359,26 @@ def test_systems_that_must_be_built_are_ranked_or_refused_with_a_reason(tmp_path
     assert "no response of the trace is judged" in refused["colocated_judge"]
     assert "reward" in refused["oppo"]  # the reason for which it cannot run
     assert all("--max-staleness" in refused[name] for name in ("laminar", "areal", "overcommit", "lagged"))
+
+
+def test_the_budget_is_shared_and_what_it_is_too_short_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a clock that goes on by one at each look: systems, four between two looks, have 40% of the time."""
+    several = [name for name in BUILTIN if name not in ("tail_batching", "rollpacker", "rlhfuse", "rlhfuse_plus")]
+    monkeypatch.setattr(systems, "BUILTIN", several)
+    looks, configuration = iter(range(10_000)), own(tmp_path)
+    wish = Wish(systems=True, most_gpus=16)
+    found = tune(configuration, wish, budget_s=10, workers=1, clock=lambda: float(next(looks)))
+    assert "training.offload" in found.untried
+    assert "cluster" not in found.untried, "what may be altered is tried first"
+    late = [name for name, why in found.not_tried.items() if why == LATE]
+    assert late
+    assert 0 < len(found.systems) <= 8
+    _print(found, None, None, verbose=False)
+    told = capsys.readouterr().out
+    assert f"time was over: not tried: {', '.join(found.untried)}; give a larger --budget" in told
+    assert f"systems not tried, as time was over: {', '.join(late)}; give a larger --budget" in told
 
 
 def test_systems_whose_steps_are_not_comparable_run_for_longer_or_have_no_number(

@@ -53,7 +53,7 @@ def tune(
     check: Annotated[
         Path | None, typer.Option(help="Log of a run of this configuration: how far off is its prediction?")
     ] = None,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds to spend.")] = 60.0,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds to spend, about; --systems has 40% of them.")] = 60.0,
     trials: Annotated[
         int | None, typer.Option(min=1, help="Sets to try instead: the same answer on any machine.")
     ] = None,
@@ -231,6 +231,7 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
     from rlsim.cli.tables import print_tables
     from rlsim.cli.terminal import Console
     from rlsim.frameworks.writing import override
+    from rlsim.results.tune.systems import FEW, LATE
 
     say = Console(soft_wrap=True).print
     refused = ", ".join(f"{count} {_REFUSED[kind]}" for kind, count in found.excluded.items())
@@ -240,6 +241,11 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
     )
     print_tables([*(_parts(found.parts) if verbose and found.parts else ()), *_changes(found), _means(found, price),
                   *_frontiers(found, price), *_systems(found), *_rests(found)])  # fmt: skip
+    if found.untried:
+        say(f"time was over: not tried: {', '.join(found.untried)}; give a larger --budget")
+    for why in (FEW, LATE):
+        if names := [name for name, own in found.not_tried.items() if own == why]:
+            say(f"systems {why}: {', '.join(names)}; give a larger --budget")
     for name, why in found.not_tried.items() if verbose else ():
         say(f"does not apply: {name}: {why}", style="dim")
     if not found.unfit and any(not row["gains"] for row in found.assumptions):

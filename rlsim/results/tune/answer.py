@@ -26,6 +26,8 @@ from rlsim.results.tune.trial import Configuration, Run, Trial
 
 #: Share of the budget that the search may take; the rest tells what it found on draws that it has not seen.
 SEARCH_SHARE = 0.5
+#: Share of the budget that systems have, where they are asked for; the search's is one of the rest.
+SYSTEMS_SHARE = 0.4
 #: At most: sets that go on to fresh draws, halved until one is left; paired draws of the answer, and worlds; steps of a
 #: synchronous run.
 CONTENDERS, PAIRS, STEPS = 8, 5, 3
@@ -66,6 +68,7 @@ class Tuned:
     stale: bool = False  # the configuration as it is is staler than allowed
     money: bool = False  # `gain` is one of responses a GPU
     changes: Sequence[Change] = ()
+    untried: Sequence[str] = ()  # settings for which time was too short
     evaluated: int = 0
     legal: int = 0
     excluded: Mapping[str, int] = field(default_factory=dict)
@@ -89,8 +92,8 @@ class Tuned:
         known: dict[str, Any] = _known({
             "best": dict(self.best), **{name: getattr(self, name) for name in numbers}, "unfit": self.unfit,
             "evaluated": self.evaluated, "legal": self.legal, "excluded": dict(self.excluded),
-            "seconds": round(self.seconds, 1), "binds": self.binds, "assumptions": list(self.assumptions),
-            "before": dict(self.before), "after": dict(self.after),
+            "untried": list(self.untried), "seconds": round(self.seconds, 1), "binds": self.binds,
+            "assumptions": list(self.assumptions), "before": dict(self.before), "after": dict(self.after),
             "changes": [vars(change) for change in self.changes], "beside": list(self.beside), "gpus": list(self.gpus),
             "frontiers": dict(self.frontiers), "systems": list(self.systems), "not_tried": dict(self.not_tried),
             **(self.parts.as_json() if self.parts else {}),
@@ -167,7 +170,7 @@ def tune(
     overlaps = own.overlap(spec.make())
     warmup = experiment.workflow.warmup or 0
     check_keys(loaded, wish.keep)
-    axes = axes_of(loaded, wish.altered, wish.keep, wish.most_gpus)
+    axes = sorted(axes_of(loaded, wish.altered, wish.keep, wish.most_gpus), key=lambda axis: not axis.alters)
 
     def spent() -> float:
         return (clock() - began) / budget_s
@@ -175,11 +178,13 @@ def tune(
     done: list[Trial] = []
     stopped = False
 
-    def in_time() -> bool:
-        return not stopped and (trials is not None or spent() < 1)
+    settings_share = 1 - SYSTEMS_SHARE * wish.systems
+
+    def in_time(share: float = settings_share) -> bool:
+        return not stopped and (trials is not None or spent() < share)
 
     def over(tried: int) -> bool:
-        return tried >= trials if trials is not None else spent() > SEARCH_SHARE
+        return tried >= trials if trials is not None else spent() > SEARCH_SHARE * settings_share
 
     def told(found: Sequence[Trial]) -> None:
         done[:] = found
@@ -203,7 +208,13 @@ def tune(
         ran = sum(not trial.kind for trial in tried)
         first = {_key(trial.changes): trial for trial in tried}
         # What the rest of the budget can do, by what a trial took.
-        rest = 0.0 if stopped else math.inf if trials is not None else (1 - spent()) / max(spent(), 1e-9) * ran
+        rest = (
+            0.0
+            if stopped
+            else math.inf
+            if trials is not None
+            else (settings_share - spent()) / max(spent(), 1e-9) * ran
+        )
         steps = int(min(max(rest / _LEAST_TRIALS, 1), STEPS, experiment.workflow.steps))
         confirmed = steps + warmup
         rest /= 1 if overlaps else steps
@@ -243,7 +254,11 @@ def tune(
         if wish.systems:
             progress(spent(), "systems that must be built")
             mine = baseline_of(tuned.experiment.systems, tuned.experiment.baseline)
-            systems, refused = ranked(tuned, best, mine, measure, pairs[:3], wish.bound)
+            start = spent()
+            systems, refused = ranked(
+                tuned, best, mine, measure, pairs[:3], wish.bound,
+                lambda part: in_time(start + part * SYSTEMS_SHARE),
+            )  # fmt: skip
     gain = float(np.exp(np.mean(np.log(ratios)))) if ratios else math.nan if best else 1.0
     low, high = intervals(ratios) if best else (1.0, 1.0)
     return Tuned(
@@ -252,17 +267,23 @@ def tune(
         before=before, after=after, unfit=unfit, stale=stale, money=wish.money,
         gpus=(loaded.cluster.gpus, tuned.cluster.gpus), changes=changes,
         evaluated=len(tried), legal=ran, excluded=dict(Counter(trial.kind for trial in tried if trial.kind)),
+        untried=[axis.name for axis in axes if not _met(axis, tried)],
         seconds=clock() - began, binds=_binds(after), assumptions=assumptions, beside=beside,
-        frontiers=_frontiers(tried, wish), systems=systems, not_tried=refused, parts=parts,
+        frontiers=_frontiers(tried, {axis.alters for axis in axes}), systems=systems, not_tried=refused, parts=parts,
     )  # fmt: skip
 
 
-def _frontiers(tried: Sequence[Trial], wish: Wish) -> dict[str, list[dict[str, float]]]:
+def _met(axis: Axis, tried: Sequence[Trial]) -> bool:
+    """Whether one of its options was tried."""
+    return any(option.items() <= trial.changes.items() for option in axis.options for trial in tried)
+
+
+def _frontiers(tried: Sequence[Trial], altered: Collection[str]) -> dict[str, list[dict[str, float]]]:
     """What the fastest sets cost of what was allowed: for staleness and for GPUs, none that another beats in both."""
     costs: dict[str, Callable[[Trial], float]] = {}
-    if "staleness" in wish.altered:
+    if "staleness" in altered:
         costs["staleness"] = lambda trial: round(trial.means["staleness_mean"], 2)
-    if "gpus" in wish.altered:
+    if "gpus" in altered:
         costs["gpus"] = lambda trial: trial.gpus
     found: dict[str, list[dict[str, float]]] = {}
     for name, cost in costs.items():
