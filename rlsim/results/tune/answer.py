@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter
@@ -89,7 +90,7 @@ class Tuned:
     def as_json(self) -> dict[str, Any]:
         """All of it, as JSON knows it; what is missing is null."""
         numbers = ("gain", "gain_low", "gain_high", "model_low", "model_high")
-        known: dict[str, Any] = _known({
+        found = {
             "best": dict(self.best), **{name: getattr(self, name) for name in numbers}, "unfit": self.unfit,
             "evaluated": self.evaluated, "legal": self.legal, "excluded": dict(self.excluded),
             "untried": list(self.untried), "seconds": round(self.seconds, 1), "binds": self.binds,
@@ -97,16 +98,9 @@ class Tuned:
             "changes": [vars(change) for change in self.changes], "beside": list(self.beside), "gpus": list(self.gpus),
             "frontiers": dict(self.frontiers), "systems": list(self.systems), "not_tried": dict(self.not_tried),
             **(self.parts.as_json() if self.parts else {}),
-        })  # fmt: skip
+        }  # fmt: skip
+        known: dict[str, Any] = json.loads(json.dumps(found), parse_constant=lambda _: None)
         return known
-
-
-def _known(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _known(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_known(one) for one in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 @dataclass(frozen=True)
@@ -177,7 +171,6 @@ def tune(
 
     done: list[Trial] = []
     stopped = False
-
     settings_share = 1 - SYSTEMS_SHARE * wish.systems
 
     def in_time(share: float = settings_share) -> bool:
@@ -230,7 +223,7 @@ def tune(
         if stale and not contenders:
             raise ConfigError("as configured it is staler than allowed, and so is all that was tried")
         many = CONTENDERS if tight else int(min(max(0.17 * rest, 2), CONTENDERS))
-        contenders = [*([{}] if bare else []), *contenders[:many]]
+        contenders = [*[{}] * bare, *contenders[:many]]
         races = [*tight] or [Run(_seed(seed, n), confirmed) for n in range(1, 4 if rest > 2 * CONTENDERS else 2)]
         if contenders:
             best = _raced(list({_key(one): one for one in contenders}.values()), measure, races)
@@ -245,7 +238,7 @@ def tune(
             before, ratios, base = {}, [], replace(base, kind="memory")
         worlds = [Run(one.seed, one.steps, draw=n + 1) for n, one in enumerate(pairs)] if ratios and in_time() else []
         _, _, drawn = _pairs(best, measure, worlds)
-        changes = _worths(best, axes, first, base, measure, pairs[:1])
+        changes = _worths(best, axes, first, base, measure, pairs[0])
         assumptions = _turns(best, measure, run, lambda: not unfit and in_time())
         beside = _beside(loaded, wish, best, measure, run, in_time)
         tuned = LoadedExperiment.of(configuration.experiment(best), configuration.options.folder)
@@ -255,10 +248,8 @@ def tune(
             progress(spent(), "systems that must be built")
             mine = baseline_of(tuned.experiment.systems, tuned.experiment.baseline)
             start = spent()
-            systems, refused = ranked(
-                tuned, best, mine, measure, pairs[:3], wish.bound,
-                lambda part: in_time(start + part * SYSTEMS_SHARE),
-            )  # fmt: skip
+            left = lambda share: in_time(start + share * SYSTEMS_SHARE)  # noqa: E731
+            systems, refused = ranked(tuned, best, mine, measure, pairs[:3], wish.bound, left)
     gain = float(np.exp(np.mean(np.log(ratios)))) if ratios else math.nan if best else 1.0
     low, high = intervals(ratios) if best else (1.0, 1.0)
     return Tuned(
@@ -267,15 +258,11 @@ def tune(
         before=before, after=after, unfit=unfit, stale=stale, money=wish.money,
         gpus=(loaded.cluster.gpus, tuned.cluster.gpus), changes=changes,
         evaluated=len(tried), legal=ran, excluded=dict(Counter(trial.kind for trial in tried if trial.kind)),
-        untried=[axis.name for axis in axes if not _met(axis, tried)],
+        untried=[axis.name for axis in axes if not any(
+            option.items() <= trial.changes.items() for option in axis.options for trial in tried)],
         seconds=clock() - began, binds=_binds(after), assumptions=assumptions, beside=beside,
         frontiers=_frontiers(tried, {axis.alters for axis in axes}), systems=systems, not_tried=refused, parts=parts,
     )  # fmt: skip
-
-
-def _met(axis: Axis, tried: Sequence[Trial]) -> bool:
-    """Whether one of its options was tried."""
-    return any(option.items() <= trial.changes.items() for option in axis.options for trial in tried)
 
 
 def _frontiers(tried: Sequence[Trial], altered: Collection[str]) -> dict[str, list[dict[str, float]]]:
@@ -355,7 +342,7 @@ def _pairs(
 
 
 def _worths(
-    best: Changes, axes: Sequence[Axis], first: Mapping[str, Trial], base: Trial, measure: Measure, runs: Sequence[Run]
+    best: Changes, axes: Sequence[Axis], first: Mapping[str, Trial], base: Trial, measure: Measure, run: Run
 ) -> list[Change]:
     """Every change of the set: what it brought alone on the search's draws, and what the set has of it."""
     found = []
@@ -363,12 +350,10 @@ def _worths(
         own = {key: best[key] for key in group}
         single = first.get(_key(own))
         without = {key: value for key, value in best.items() if key not in group}
-        ratios = []
-        for run in runs:
-            whole, rest = measure([(best, run), (without, run)])
-            ratios.append(whole.rate / rest.rate if rest.rate else np.nan)
+        whole, rest = measure([(best, run), (without, run)])
+        within = whole.rate / rest.rate if rest.rate else math.nan
         gained = single.rate / base.rate if single is not None and single.rate and base.rate else None
-        found += [Change(key, value, gained, float(np.mean(ratios))) for key, value in own.items()]
+        found += [Change(key, value, gained, within) for key, value in own.items()]
     return sorted(found, key=lambda change: -(change.within if change.within == change.within else np.inf))
 
 

@@ -50,16 +50,16 @@ def ranked(
     found = _paired([(spec, runs[0]) for _, spec, _ in tried], loaded, own, best, measure, bound,
                     lambda: in_time(FIRST_SHARE))  # fmt: skip
     fastest: dict[str, tuple[float, Trial, SystemSpec, str]] = {}
-    for (name, spec, chosen), pair in zip(tried, found, strict=True):
-        if pair is None:
+    for i, (name, spec, chosen) in enumerate(tried):
+        if i not in found:
             refused.setdefault(name, LATE)
             continue
-        trial, gain = pair[0], _gain(pair)
+        trial, gain = found[i][0], _gain(found[i])
         if bound and not trial.kind and not bound.kept(trial.means):
             refused[name] = f"it was {trial.means['staleness_mean']:.1f} updates stale in the mean"
         elif gain > (fastest[name][0] if name in fastest else 0.0):
             fastest[name] = gain, trial, spec, chosen
-        elif any(one.unsteady for one in pair):
+        elif any(one.unsteady for one in found[i]):
             refused[name] = FEW
         elif trial.kind:
             refused.setdefault(name, trial.problem)
@@ -69,9 +69,9 @@ def ranked(
     rows = []
     for place, name in enumerate(order):
         first, trial, _, chosen = fastest[name]
-        others = again[place * len(runs[1:]) : (place + 1) * len(runs[1:])]
-        ratios = [_gain(pair) for pair in others if pair is not None]
-        ratios = ratios if all(ratios) and len(ratios) == len(runs[1:]) else []
+        own_runs = range(place * len(runs[1:]), (place + 1) * len(runs[1:]))
+        ratios = [_gain(again[i]) for i in own_runs] if {*own_runs} <= {*again} else []
+        ratios = ratios if all(ratios) else []
         low, high = intervals(ratios)
         rows.append({
             "system": name, "with": chosen, "gain": float(np.exp(np.mean(np.log(ratios)))) if ratios else first,
@@ -84,26 +84,22 @@ def ranked(
 def _paired(
     jobs: Sequence[tuple[SystemSpec, Run]], loaded: LoadedExperiment, own: SystemSpec, best: Changes, measure: Measure,
     bound: Bound | None, in_time: Callable[[], bool],
-) -> list[tuple[Trial, Trial] | None]:  # fmt: skip
+) -> dict[int, tuple[Trial, Trial]]:  # fmt: skip
     """The trial of each system and one of the settings alone, of as many steps: of twice as many as long as one of them
-    is not steady. None where time was over before."""
+    is not steady. Those for which time was over are not in it."""
     age = min(math.ceil(bound.most if bound else 0), MOST_AGE)
     stale = (loaded.experiment.workflow.warmup or age) + age + 5 * (age + 1)
     steps = [stale if _overlap(spec, loaded) else run.steps or loaded.experiment.workflow.steps for spec, run in jobs]
-    found: list[tuple[Trial, Trial] | None] = [None] * len(jobs)
+    found: dict[int, tuple[Trial, Trial]] = {}
     left = sorted(range(len(jobs)), key=lambda i: steps[i])
     while left:
         for start in range(0, len(left), AT_ONCE):
             some = left[start : start + AT_ONCE] if in_time() else []
-            both = [(best, _as(jobs[i][1], spec, steps[i])) for i in some for spec in (jobs[i][0], own)]
-            trials = measure(both)
-            found_now = zip(trials[::2], trials[1::2], strict=True)
-            for i, pair in zip(some, found_now, strict=True):
-                found[i] = pair
-        left = [i for i in left if in_time() and 2 * steps[i] <= MOST_STEPS
-                and any(one.unsteady for one in found[i] or ())]  # fmt: skip
-        for i in left:
-            steps[i] *= 2
+            trials = measure([(best, _as(jobs[i][1], spec, steps[i])) for i in some for spec in (jobs[i][0], own)])
+            found |= zip(some, zip(trials[::2], trials[1::2], strict=True), strict=True)
+        late = (i for i, pair in found.items() if any(one.unsteady for one in pair))
+        left = sorted({*left} & {i for i in late if in_time() and 2 * steps[i] <= MOST_STEPS})
+        steps = [count * (1 + (i in left)) for i, count in enumerate(steps)]
     return found
 
 
