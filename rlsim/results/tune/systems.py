@@ -29,8 +29,9 @@ FEW, LATE = "not comparable in so few steps", "not tried, as time was over"
 STALE = "it trains on responses of older weights, which is yours to allow (--max-staleness)"
 #: Systems that are compared on draws of their own; updates that a system is held to, at most: more bring little.
 CONTENDERS, MOST_AGE = 5, 4
-#: Steps that a run is doubled to at most while it is not steady; share of the time that the first draw may take.
-MOST_STEPS, FIRST_SHARE = 48, 0.7
+#: Steps that a run is doubled to at most while it is not steady; shares of the time up to which all systems run on the
+#: first draw, and then those that are not steady for longer.
+MOST_STEPS, SHARES = 48, (0.4, 0.8)
 #: Shares of the GPUs that generate, where a system has GPUs for that.
 _SPLITS = (0.5, 0.375, 0.625, 0.25, 0.75)
 
@@ -48,7 +49,7 @@ def ranked(
     each = [[(name, *one) for one in _of(name, loaded, own, bound, refused)] for name in BUILTIN]
     tried = [one for turn in zip_longest(*each) for one in turn if one]  # every system once before any of them twice
     found = _paired([(spec, runs[0]) for _, spec, _ in tried], loaded, own, best, measure, bound,
-                    lambda: in_time(FIRST_SHARE))  # fmt: skip
+                    in_time, *SHARES)  # fmt: skip
     fastest: dict[str, tuple[float, Trial, SystemSpec, str]] = {}
     for i, (name, spec, chosen) in enumerate(tried):
         if i not in found:
@@ -65,7 +66,7 @@ def ranked(
             refused.setdefault(name, trial.problem)
     order = sorted(fastest, key=lambda name: -fastest[name][0])
     again = _paired([(fastest[name][2], run) for name in order[:CONTENDERS] for run in runs[1:]], loaded, own, best,
-                    measure, bound, lambda: in_time(1.0))  # fmt: skip
+                    measure, bound, in_time, 1.0, 1.0)  # fmt: skip
     rows = []
     for place, name in enumerate(order):
         first, trial, _, chosen = fastest[name]
@@ -83,10 +84,11 @@ def ranked(
 
 def _paired(
     jobs: Sequence[tuple[SystemSpec, Run]], loaded: LoadedExperiment, own: SystemSpec, best: Changes, measure: Measure,
-    bound: Bound | None, in_time: Callable[[], bool],
+    bound: Bound | None, in_time: Callable[[float], bool], share: float, longer: float,
 ) -> dict[int, tuple[Trial, Trial]]:  # fmt: skip
     """The trial of each system and one of the settings alone, of as many steps: of twice as many as long as one of them
-    is not steady. Those for which time was over are not in it."""
+    is not steady, of each system as it is fastest. Those for which time was over are not in it: a share of the time for
+    all of them, and one up to which some run `longer`."""
     age = min(math.ceil(bound.most if bound else 0), MOST_AGE)
     stale = (loaded.experiment.workflow.warmup or age) + age + 5 * (age + 1)
     steps = [stale if _overlap(spec, loaded) else run.steps or loaded.experiment.workflow.steps for spec, run in jobs]
@@ -94,11 +96,12 @@ def _paired(
     left = sorted(range(len(jobs)), key=lambda i: steps[i])
     while left:
         for start in range(0, len(left), AT_ONCE):
-            some = left[start : start + AT_ONCE] if in_time() else []
+            some = left[start : start + AT_ONCE] if in_time(share) else []
             trials = measure([(best, _as(jobs[i][1], spec, steps[i])) for i in some for spec in (jobs[i][0], own)])
             found |= zip(some, zip(trials[::2], trials[1::2], strict=True), strict=True)
-        late = (i for i, pair in found.items() if any(one.unsteady for one in pair))
-        left = sorted({*left} & {i for i in late if in_time() and 2 * steps[i] <= MOST_STEPS})
+        late = [i for i in left if i in found and any(one.unsteady for one in found[i]) and 2 * steps[i] <= MOST_STEPS]
+        fastest = {(jobs[i][0].name, jobs[i][1]): i for i in sorted(late, key=lambda i: found[i][0].rate)}
+        share, left = longer, sorted(fastest.values()) if in_time(longer) else []
         steps = [count * (1 + (i in left)) for i, count in enumerate(steps)]
     return found
 
