@@ -192,6 +192,10 @@ def test_points_of_a_sweep_are_rows_and_an_axis_can_be_the_baseline(results: Pat
     beside = rlsim.compare([results / "sweep", results / "base"], baseline=str(results / "base"))
     assert list(beside.table["memory_utilization"]) == [0.5, 0.5, 0.9, 0.9, 0.9, 0.9]
     assert (beside.table["baseline"] != "").all()
+    # A run without the axis is compared with the point of its own settings.
+    other = rlsim.compare([results / "sweep", results / "base"]).table
+    assert list(other["baseline"][-2:]) == [f"{results / 'sweep'}:verl-tp{tp}" for tp in (2, 8)]
+    assert other["speedup"][-2:].tolist() == pytest.approx([1.0] * 2)
 
 
 def test_points_of_single_seeds_are_put_together(results: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -215,9 +215,11 @@ class Baseline:
 
         None, and it is noted, if there is none, or not one alone.
         """
-        directory, wanted = self._directory or run.directory, {**run.axes, **self._settings}
+        directory = self._directory or run.directory
+        configured = {key: value_at(run.config, key) for key in self._axes[directory] if run.directory != directory}
+        wanted = {**configured, **run.axes, **self._settings}
         keys = tuple(key for key in wanted if key in self._axes[directory] or key in self._settings)
-        alike = self._index(directory, keys)[tuple(wanted[key] for key in keys)]
+        alike = self._index(directory, keys)[_hashable(wanted[key] for key in keys)]
         there = [one for one in alike if run.case == one.case or not (run.case and one.case)]
         systems = [self._system or (run.system if self._directory or self._settings else run.baseline)]
         if self._directory and self._default and there:
@@ -234,8 +236,12 @@ class Baseline:
         """The directory's runs by their values of these axes."""
         found = defaultdict[Any, list[Run]](list)
         for one in self._by_directory[directory]:
-            found[tuple(one.axes.get(key) for key in keys)].append(one)
+            found[_hashable(one.axes.get(key) for key in keys)].append(one)
         return found
+
+
+def _hashable(values: Iterable[Any]) -> tuple[Hashable, ...]:
+    return tuple(value if isinstance(value, Hashable) else str(value) for value in values)
 
 
 def _settings_in(asked: str, runs: Sequence[Run]) -> Mapping[str, Any]:

@@ -35,7 +35,7 @@ class Row:
         """The value of `key`. Raises `TraceError` with the nearest name if the row has none."""
         if key in self.values:
             return self.values[key]
-        near = difflib.get_close_matches(key, [str(k) for k in self.values], n=1, cutoff=0.6)
+        near = difflib.get_close_matches(key, [str(k) for k in self.values], n=1, cutoff=0.8)
         hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(map(str, self.values))[:200]}"
         raise self.fail(f"no {key!r}, which every row of {self.project or 'this layout'} has{hint}")
 
