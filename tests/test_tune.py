@@ -411,6 +411,13 @@ def test_systems_whose_steps_are_not_comparable_run_for_longer_or_have_no_number
     assert row["gain"] == pytest.approx(summary.loc["tail", "speedup"])
 
 
+def test_rates_that_would_not_last_are_told(tmp_path: Path, call: Command) -> None:
+    split = {"areal": {"tp": 1, "rollout_gpus": 4, "eta": 2}}
+    own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64}, systems=[split])
+    done = call("tune", tmp_path / "own.yaml", "--trials", "2", "--workers", "1", "--quiet")
+    assert "as configured it is not steady, so its rate may not last: it fills for " in done.out
+
+
 @pytest.mark.slow
 def test_asynchronous_systems_keep_the_bound(tmp_path: Path) -> None:
     configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64})

@@ -254,6 +254,8 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
         keys = " ".join(override(key, value) for key, value in other["changes"].items())
         asked = "--gpus N" if other["kind"] == "gpus" else f"--allow {other['kind']}"
         say(f"left alone, as it {other['what']} ({asked}): {keys}: {other['gain']:.2f} times more")
+    for words, why in found.unsteady.items():
+        say(f"{words} it is not steady, so its rate may not last: {why}")
     say(f"binds {'as tuned' if found.best else 'as configured'}: {found.binds}{_idle(found.parts)}")
     for line in verdict(found, error):
         echo(line)

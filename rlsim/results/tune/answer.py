@@ -81,6 +81,7 @@ class Tuned:
     systems: Sequence[Mapping[str, Any]] = ()  # on top, that must be built
     not_tried: Mapping[str, str] = field(default_factory=dict)  # systems, and why
     parts: Parts | None = None
+    unsteady: Mapping[str, str] = field(default_factory=dict)  # why a rate would not last: as configured, as tuned
 
     @property
     def sure(self) -> bool:
@@ -97,6 +98,7 @@ class Tuned:
             "assumptions": list(self.assumptions), "before": dict(self.before), "after": dict(self.after),
             "changes": [vars(change) for change in self.changes], "beside": list(self.beside), "gpus": list(self.gpus),
             "frontiers": dict(self.frontiers), "systems": list(self.systems), "not_tried": dict(self.not_tried),
+            "unsteady": dict(self.unsteady),
             **(self.parts.as_json() if self.parts else {}),
         }  # fmt: skip
         known: dict[str, Any] = json.loads(json.dumps(found), parse_constant=lambda _: None)
@@ -233,11 +235,11 @@ def tune(
             )
         best = _simplified(best, axes, measure, next(iter(tight), Run(_seed(seed, 4), confirmed)), bare)
         progress(spent(), "how sure that is")
-        before, after, ratios = _pairs(best, measure, pairs)
+        before, after, ratios, late = _pairs(best, measure, pairs)
         if unfit:
             before, ratios, base = {}, [], replace(base, kind="memory")
         worlds = [Run(one.seed, one.steps, draw=n + 1) for n, one in enumerate(pairs)] if ratios and in_time() else []
-        _, _, drawn = _pairs(best, measure, worlds)
+        _, _, drawn, _ = _pairs(best, measure, worlds)
         changes = _worths(best, axes, first, base, measure, pairs[0])
         assumptions = _turns(best, measure, run, lambda: not unfit and in_time())
         beside = _beside(loaded, wish, best, measure, run, in_time)
@@ -262,6 +264,7 @@ def tune(
             option.items() <= trial.changes.items() for option in axis.options for trial in tried)],
         seconds=clock() - began, binds=_binds(after), assumptions=assumptions, beside=beside,
         frontiers=_frontiers(tried, {axis.alters for axis in axes}), systems=systems, not_tried=refused, parts=parts,
+        unsteady=late,
     )  # fmt: skip
 
 
@@ -323,8 +326,8 @@ def _groups(changes: Changes, axes: Sequence[Axis]) -> list[tuple[str, ...]]:
 
 def _pairs(
     best: Changes, measure: Measure, runs: Sequence[Run]
-) -> tuple[dict[str, float], dict[str, float], list[float]]:
-    """Means of the configuration and of the set (geometric, as the gain is), and the ratio of each pair."""
+) -> tuple[dict[str, float], dict[str, float], list[float], dict[str, str]]:
+    """Means of the configuration and of the set (geometric, as the gain), ratios of pairs, why one would not last."""
     both = ({}, best) if best else ({},)
     each = measure([(one, run) for run in runs for one in both])
     found = [each[start : start + len(both)] for start in range(0, len(each), len(both))]
@@ -338,7 +341,9 @@ def _pairs(
         }
 
     ratios = [after.rate / before.rate for before, after in found if before.rate and after.rate] if best else []
-    return mean(0), mean(-1), ratios
+    words = ("as configured", "as tuned")
+    late = {words[which]: one.unsteady for trials in found for which, one in enumerate(trials) if one.unsteady}
+    return mean(0), mean(-1), ratios, late
 
 
 def _worths(
