@@ -278,7 +278,10 @@ def are_parameters(choices: object, *_: object) -> bool:
 
 
 CHOICES = "a list of mappings such as {'tp': 2}"
-_ACTIONS = "actions (" + ", ".join(kind.__name__ for kind in get_args(Action)) + ") or None"
+_ACTIONS = (
+    f"actions ({', '.join(kind.__name__ for kind in get_args(Action))}) or None, with whole numbers for nodes, "
+    f"requests and tokens, and {' or '.join(get_args(KvHandling))} for kv"
+)
 
 
 class RolloutControl(Hooked):
