@@ -662,8 +662,8 @@ class _Rollout:
         replica.waiting, replica.arrivals, replica.unpinned = waiting, [], []
 
         # 2. evict
-        replica.settled = []
         self.settle_cache(replica)
+        replica.settled = []  # what is preempted counts as let go after what left on its own
         while self.pages(replica) > capacity:
             if replica.pinned:
                 self.unpin(replica, replica.pinned[-1])
@@ -679,6 +679,7 @@ class _Rollout:
             self.result.preemptions[victim.id] += 1
 
         self.settle_cache(replica)
+        replica.settled = []  # what an iteration that does not begin gives back leaves with those who go then
         self.trim_cache(replica)
 
         # 3. admit, handing out the token budget on the way
