@@ -298,9 +298,10 @@ class Replica:
                 self._finish("decode", start)
             else:
                 self.close()
-                self._owed_s = 0.0
-                self._sleep, self._began_at = Sleep(env), NAN
+                idle_at, self._sleep, self._began_at = env.now, Sleep(env), NAN
                 yield self._sleep
+                if env.now > idle_at:
+                    self._owed_s = 0.0
 
     def _to_the_end(self) -> Generator[simpy.Event, Any, None]:
         """Decode until every response is complete: nothing comes in between."""
