@@ -267,6 +267,7 @@ class _Replica:
     arrivals: list[_Request] = field(default_factory=list)  # not yet taken in at a boundary
     iteration: _Iteration | None = None
     owed_s: float = 0.0  # hand-overs of the boundary before, paid at the start of the next iteration
+    idle_at: float = math.inf  # since when nothing is to be done
     stopping: Literal["no", "switch", "release", "stop"] = "no"
     stopped: bool = False
     stopped_at: float = math.nan
@@ -768,8 +769,11 @@ class _Rollout:
         else:
             if replica.waiting:
                 raise RuntimeError(f"request {replica.waiting[0].id} does not fit the empty replica {replica.index}")
-            replica.owed_s = 0.0
+            replica.idle_at = min(replica.idle_at, self.now)
             return
+        if replica.idle_at < self.now and not one_moment(replica.idle_at, self.now):
+            replica.owed_s = 0.0
+        replica.idle_at = math.inf
         if chunks and replica.loading:
             host = self.costs_of(replica).host_kv(replica.tp)
             time_s = max(time_s, host.latency_s + replica.loading * host.page_s)
