@@ -31,7 +31,7 @@ from rlsim.sim.control import (
     Stop,
 )
 
-ONE_MOMENT = 1e-9
+ONE_MOMENT = 1e-11
 
 
 def in_windows(step: StepCost, contexts: Sequence[int]) -> InWindows | None:

@@ -598,8 +598,6 @@ def workloads(
         chunk_tokens = draw(st.sampled_from([1, 2, 7, 16, 50, 1000]))
         handover_s = draw(st.sampled_from([0.0, 2.0**-12])) if ties else rng.uniform(0.0, 0.01)
         paused = draw(st.integers(0, n - 1))
-    if where and chunk_tokens:  # whether a hand-over is owed to what comes back as a replica runs out is left open
-        where = replace(where, least_context=False, sandboxes=0, workers=0)
     control = draw(any_controls(n, gpus) if everything else controls(n, gpus, kinds, mixtures))
     if draw(st.integers(0, 3)) == 0:
         control = Ranked((control,), draw(st.sampled_from([0, 1, 3])))
