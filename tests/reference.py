@@ -47,7 +47,7 @@ def in_windows(step: StepCost, contexts: Sequence[int]) -> InWindows | None:
 
 
 def one_moment(a: float, b: float) -> bool:
-    """Moments closer than 1e-9 of their value are one."""
+    """Moments closer than this share of their value are one."""
     return math.isclose(a, b, rel_tol=ONE_MOMENT)
 
 

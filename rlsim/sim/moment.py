@@ -9,7 +9,8 @@ from heapq import heappush
 import simpy
 from simpy.events import NORMAL, URGENT, EventPriority
 
-from rlsim.cost.curve import REACHED
+#: Times that differ by this share of their value are one (rounding of sums, nothing physical).
+ONE_MOMENT = 1e-11
 
 #: Priorities of the end of a moment; SimPy's own are 0 (urgent) and 1 (normal).
 DEAL = EventPriority(2)  # what released replicas held, once all that stop at this moment are known
@@ -69,15 +70,15 @@ class Sleep(simpy.Event):
 def is_over(env: simpy.Environment) -> bool:
     """Whether nothing is left of this moment but the event that is being carried out."""
     queue = env._queue
-    return not queue or queue[0][0] > env.now * (1 + REACHED)
+    return not queue or queue[0][0] > env.now * (1 + ONE_MOMENT)
 
 
 def rest_of(env: simpy.Environment) -> float | None:
-    """When the next event is that is later, but of this same moment but for rounding (1e-9 of its value), if any is.
+    """When the next event is that is later, but of this same moment but for rounding (`ONE_MOMENT`), if any is.
 
     It may stand behind others that wait for the end of this one, so it is looked for in SimPy's heap.
     """
-    queue, last = env._queue, env.now * (1 + REACHED)
+    queue, last = env._queue, env.now * (1 + ONE_MOMENT)
     if not queue or queue[0][0] > last:
         return None
     later, look_at = [], [0]

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import simpy
 
-from rlsim.cost.curve import REACHED, DecodeCurve
+from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import NO_HOST_KV, HostKv
 from rlsim.sim.batch import RunningBatch
-from rlsim.sim.moment import Sleep, at
+from rlsim.sim.moment import ONE_MOMENT, Sleep, at
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request, UpdatedKv
 from rlsim.sim.scheduler import Scheduler
@@ -258,7 +258,7 @@ class Replica:
             return
         if isnan(self._began_at):
             sleep.cut(now)
-        elif now - self._began_at <= REACHED * now:
+        elif now - self._began_at <= ONE_MOMENT * now:
             self._steps, self._began_at = 0, NAN
             sleep.cut(now)
         elif self._jump is not None:

@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import simpy
 
 from rlsim.base.hooks import Hooked, hook, is_number
-from rlsim.cost.curve import REACHED
-from rlsim.sim.moment import DEAL, at, is_over, when_over
+from rlsim.sim.moment import DEAL, ONE_MOMENT, at, is_over, when_over
 from rlsim.sim.request import Request
 from rlsim.sim.server import InferenceServer
 
@@ -79,7 +78,7 @@ class RewardDesk:
     ) -> None:
         """Have responses scored that come now; `judge` is that of their step, or of all steps."""
         now = self._env.now
-        if now > self._came_at * (1 + REACHED):
+        if now > self._came_at * (1 + ONE_MOMENT):
             self._came_at = now
         for request in requests:
             job = self._scoring.job(request)

@@ -15,7 +15,6 @@ from typing import Any
 import simpy
 
 from rlsim.base.hooks import misused
-from rlsim.cost.curve import REACHED
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost, SwitchWay
 from rlsim.errors import PolicyError, RlsimError
@@ -38,7 +37,7 @@ from rlsim.sim.control import (
 )
 from rlsim.sim.costs import KvHandling, RolloutCosts
 from rlsim.sim.dispatch import Shares, by_context, by_number, evenly
-from rlsim.sim.moment import ASK, DEAL, IDLE, at, at_end, when_over
+from rlsim.sim.moment import ASK, DEAL, IDLE, ONE_MOMENT, at, at_end, when_over
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage
@@ -368,12 +367,12 @@ class Rollout(RolloutState):
     def _set_timer(self) -> None:
         """Plan the next call of an `on_timer`; none while nothing is unfinished, or nothing else is going to happen."""
         if self._asked["on_timer"] and self._left and not self._ticks and self.env.peek() < math.inf:
-            self._ticks, now = True, self.env.now * (1 + REACHED)
+            self._ticks, now = True, self.env.now * (1 + ONE_MOMENT)
             next_at = [
                 self.started_at + every_s * (math.floor((now - self.started_at) / every_s) + 1)
                 for _, every_s in self._asked["on_timer"]
             ]
-            first = min(next_at) * (1 + REACHED)
+            first = min(next_at) * (1 + ONE_MOMENT)
             due = {("on_timer", i) for i, moment in enumerate(next_at) if moment <= first}
             at(self.env, min(next_at), lambda _: self._tick(due))
 
