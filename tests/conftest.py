@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer.main
+import typer.testing
 from ruamel.yaml import YAML
 
 from rlsim.cli import app, main
@@ -89,6 +90,14 @@ def pytest_collection_finish() -> None:
 def command_line() -> Any:
     """The commands, which `rlsim.cli.app` makes anew in each call: that took longer than many of them."""
     return typer.main.get_command(app)
+
+
+typer.testing._get_command = lambda _: command_line()  # type: ignore[attr-defined]
+
+
+def invoke(*arguments: object, **settings: Any) -> typer.testing.Result:
+    """What a command of rlsim leaves behind, its exception too."""
+    return typer.testing.CliRunner().invoke(app, [*map(str, arguments)], **settings)
 
 
 @pytest.fixture

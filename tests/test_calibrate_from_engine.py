@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import invoke
 from scipy.optimize import lsq_linear
-from typer.testing import CliRunner
 
 import rlsim
 from rlsim.calibrate.from_engine import from_engine, read_engine_log
 from rlsim.calibrate.measurements import measured_node
 from rlsim.calibrate.steps import iteration_times
-from rlsim.cli import app
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
@@ -153,7 +152,7 @@ def test_what_is_wrong_is_said_with_its_line(lines: list[str], name: str, messag
     with pytest.raises(CalibrationError, match=message):
         from_engine(log, model=MODEL, tp=2, calibration="h100-vllm")
     arguments = ["calibrate", "from-engine", str(log), "--model", MODEL, "--tp", "2", "--calibration", "h100-vllm"]
-    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
+    result = invoke(*arguments, "--out", tmp_path / "out")
     assert result.exit_code != 0
     assert not (tmp_path / "out").exists()
 
@@ -166,10 +165,10 @@ def test_a_precision_that_is_none(tmp_path: Path) -> None:
 def test_the_command_prints_its_errors_and_its_file_serves_a_run(tmp_path: Path) -> None:
     log, out = written(tmp_path, table(), "steps.csv"), tmp_path / "mine.yaml"
     arguments = ["calibrate", "from-engine", str(log), "--model", MODEL, "--tp", "2", "--calibration", "h100-vllm"]
-    result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    result = invoke(*arguments, "--out", out)
     assert result.exit_code == 0, result.exception
     assert "decode_step" in result.stdout
-    again = CliRunner().invoke(app, [*arguments, "--out", str(out), "--json", "-"])
+    again = invoke(*arguments, "--out", out, "--json", "-")
     assert json.loads(again.stdout)["errors"][0]["mean"] >= 0.0
     found, base = load_calibration(out), load_calibration("h100-vllm")
     assert (found.name, len(found.iterations)) == ("mine", 1)

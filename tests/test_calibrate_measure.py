@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import cases
-from typer.testing import CliRunner
+from conftest import cases, invoke
 
 from rlsim.base.schema import load
 from rlsim.calibrate.measure.bench import NOISY, NOISY_ONCE, Bench, Effort, Timing, measure, timing
@@ -18,7 +17,6 @@ from rlsim.calibrate.measure.host import MachineFacts, describe_cluster, write_c
 from rlsim.calibrate.measure.journal import ATTEMPTS, Attempt, Journal, Point, limit, measure_all
 from rlsim.calibrate.measure.plan import FIRST, GridSetup, coarse_to_fine, contexts, doublings, level, plan
 from rlsim.calibrate.measurements import KEYS
-from rlsim.cli import app
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.operators import gemm_of
@@ -336,13 +334,13 @@ def test_a_known_gpu_keeps_its_data_sheet(tmp_path: Path) -> None:
 @cases("calibrate_measure", "mistakes are named")
 def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     pytest.importorskip("torch")
-    result = CliRunner().invoke(app, ["calibrate", *arguments])
+    result = invoke("calibrate", *arguments)
     assert result.exit_code != 0
     assert message in str(result.exception)
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    result = CliRunner().invoke(app, ["calibrate", "--device", "cpu"])
+    result = invoke("calibrate", "--device", "cpu")
     assert result.exit_code != 0
     assert "pip install 'rlsim[gpu]'" in str(result.exception)

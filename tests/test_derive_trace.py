@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import cases
+from conftest import cases, invoke
 from dump_samples import jsonl, verl_row
-from typer.testing import CliRunner
 
-from rlsim.cli.trace import app
 from rlsim.errors import CalibrationError, RlsimError, TraceError
 from rlsim.frameworks.verl.lengths import batch_size, derive_trace
 from rlsim.trace import read_trace
@@ -71,7 +69,7 @@ def test_without_derive_a_metric_log_is_refused(tmp_path: Path, write: object, n
             import_trace(path, format=layout)
     out = tmp_path / "out.parquet"
     arguments = ["import", str(path), str(out), "--derive", "--batch", "16x4", "--cap", "1K", "--name", "mine"]
-    result = CliRunner().invoke(app, arguments)
+    result = invoke("trace", *arguments)
     assert result.exception is None
     assert "192 responses of 48 prompts" in result.output
     assert "DERIVED" in result.output
@@ -84,7 +82,7 @@ def test_without_derive_a_metric_log_is_refused(tmp_path: Path, write: object, n
 @cases("derive_trace", "derive near misses")
 def test_derive_near_misses(tmp_path: Path, arguments: list[str], message: str) -> None:
     log, out = console(tmp_path / "l.log"), tmp_path / "o.parquet"
-    result = CliRunner().invoke(app, ["import", str(log), str(out), *arguments])
+    result = invoke("trace", "import", log, out, *arguments)
     assert isinstance(result.exception, RlsimError)
     assert message in str(result.exception)
     assert not out.exists()

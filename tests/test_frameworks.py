@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cases
+from conftest import cases, invoke
 from test_init import SCRIPT, some
-from typer.testing import CliRunner
 
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import read_yaml
 from rlsim.base.schema import validate
-from rlsim.cli import app
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
@@ -711,20 +709,20 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, t
     monkeypatch.chdir(tmp_path)
     name = "mine.sh" if option in ("--from-verl", "--from-slime") else "mine.yaml"
     Path(name).write_text(text)
-    done = CliRunner().invoke(app, ["init", option, name, "--gpu", "h100", "--out", "made.yaml"])
+    done = invoke("init", option, name, "--gpu", "h100", "--out", "made.yaml")
     assert done.exit_code == 0, done.output
     assert "run it: rlsim run made.yaml" in done.output
     assert f"\n  {program}'s default: [" in Path("made.yaml").read_text()  # of `sources`
-    assert CliRunner().invoke(app, ["check", "made.yaml"]).exit_code == 0
-    named = CliRunner().invoke(app, ["init", "other", option, name, "--cluster", "8xh100", "--model", "qwen3-8b"])
+    assert invoke("check", "made.yaml").exit_code == 0
+    named = invoke("init", "other", option, name, "--cluster", "8xh100", "--model", "qwen3-8b")
     assert "other.yaml" in named.output
     assert "model: qwen3-8b" in Path("other.yaml").read_text()
 
 
 def test_one_framework_at_a_time() -> None:
-    both = CliRunner().invoke(app, ["init", "--from-nemo", "a.yaml", "--from-areal", "b.yaml", "--gpu", "h100"])
+    both = invoke("init", "--from-nemo", "a.yaml", "--from-areal", "b.yaml", "--gpu", "h100")
     assert "--from-nemo and --from-areal: an experiment is of one configuration" in str(both.exception)
-    reward = CliRunner().invoke(app, ["init", "--from-nemo", "a.yaml", "--reward-model", "qwen3-8b"])
+    reward = invoke("init", "--from-nemo", "a.yaml", "--reward-model", "qwen3-8b")
     assert "--reward-model goes with --from-verl" in str(reward.exception)
 
 

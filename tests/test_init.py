@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cases
+from conftest import cases, invoke
 from test_calibrate_import import nccl_text
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import rlsim
 from rlsim.base.reading import read_yaml
 from rlsim.base.refusals import code_of
 from rlsim.calibrate.importers import nccl_tests
-from rlsim.cli import app
 from rlsim.cli.starter import starter
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -503,7 +502,7 @@ def test_the_nearest_trace() -> None:
 
 
 def command(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["init", *arguments])
+    return invoke("init", *arguments)
 
 
 def test_command_writes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

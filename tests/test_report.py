@@ -15,11 +15,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser import open_page
-from typer.testing import CliRunner
+from conftest import invoke
 
 import rlsim
 from rlsim.base.charts import save_chart, vega_script
-from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
 from rlsim.models.hardware import load_cluster
@@ -332,7 +331,7 @@ def test_command_writes_page_and_pictures(ppo: Result, tmp_path: Path) -> None:
     results = ppo.write(tmp_path / "ppo")
     written, pictures = tmp_path / "page.html", tmp_path / "pictures"
     arguments = ["report", str(results), "--out", str(written), "--title", "My run"]
-    done = CliRunner().invoke(app, [*arguments, "--system", "oppo", "--png", str(pictures), "--svg", str(pictures)])
+    done = invoke(*arguments, "--system", "oppo", "--png", pictures, "--svg", pictures)
     assert done.exit_code == 0, done.output
     assert str(written) in done.output
     text = written.read_text(encoding="utf-8")
@@ -352,7 +351,7 @@ def test_command_refuses_what_it_cannot_do_before_the_work(results: Path, tmp_pa
         ([str(results), "--png", str(tmp_path / "file")], "give a directory"),
         ([str(results), "--system", "nobody"], "unknown system 'nobody'"),
     ):
-        done = CliRunner().invoke(app, ["report", *arguments])
+        done = invoke("report", *arguments)
         assert isinstance(done.exception, RlsimError), arguments
         assert message in str(done.exception)
     assert {path.name for path in tmp_path.iterdir()} == {"file"}

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases
+from conftest import cases, invoke
 from result_tables import RUN, table
-from typer.testing import CliRunner
 
 import rlsim
-from rlsim.cli import app
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.columns import CALL_PARTS
 from rlsim.experiment.parts import PARTS_OF_A_STEP, tail_stretches
@@ -119,7 +117,7 @@ def drawn_speedups(page: str, system: str) -> list[float]:
 
 
 def output(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    result = invoke(*arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 

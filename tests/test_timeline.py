@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import invoke
 from hypothesis import HealthCheck, event, given, settings
 from reference import RefEngine, RefRequest, RefResult
 from test_engine import simulate
 from trace_checks import Trace
-from typer.testing import CliRunner
 from workloads import LinearStep, Scripted, StubCosts, Workload, workloads
 
 import rlsim
-from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.frames import stays_frame
 from rlsim.experiment.load import read_experiment
@@ -252,7 +251,7 @@ def test_many_requests_have_tracks_in_first_steps(pat: Path, tmp_path: Path, mon
     trace, stays = Trace(tmp_path / "timeline.json"), rlsim.read_result(pat).stays
     check_requests(trace, rows(stays, "pat").query("step == 0"))
     assert [s.name for s in trace.named("pat · seed 0")["steps"]] == ["step 0", "step 1"]
-    done = CliRunner().invoke(app, ["timeline", str(pat), "--system", "pat", "--out", str(tmp_path / "timeline.json")])
+    done = invoke("timeline", pat, "--system", "pat", "--out", tmp_path / "timeline.json")
     assert "requests have tracks in step 0: --steps chooses others" in done.output
 
 
@@ -282,17 +281,16 @@ def test_names_that_are_not_there(pat: Path, tmp_path: Path) -> None:
 
 
 def test_command(pat: Path, tmp_path: Path) -> None:
-    run = CliRunner().invoke
     out = tmp_path / "timeline.json"
-    done = run(app, ["timeline", str(pat), "--system", "pat", "--steps", "0-1", "--out", str(out)])
+    done = invoke("timeline", pat, "--system", "pat", "--steps", "0-1", "--out", out)
     assert done.exit_code == 0, done.output
     assert "timeline of pat · seed 0 · steps 0–1" in done.output
     assert "--system chooses another: verl-tp2, verl-tp4" in done.output
     json.loads(out.read_text(encoding="utf-8"))
-    assert run(app, ["timeline", str(pat), "--gzip", "-q"]).stdout.split() == [str(pat / "timeline.json.gz")]
+    assert invoke("timeline", pat, "--gzip", "-q").stdout.split() == [str(pat / "timeline.json.gz")]
     assert Trace(pat / "timeline.json.gz").about["system"] == "verl-tp2"
     for steps in ("x", "2-", "3-1", "", "²", "0-9999999999", "0-999999999"):
-        failed = run(app, ["timeline", str(pat), "--steps", steps, "--out", str(out)])
+        failed = invoke("timeline", pat, "--steps", steps, "--out", out)
         assert isinstance(failed.exception, RlsimError)
 
 

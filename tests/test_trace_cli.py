@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Command
-from typer.testing import CliRunner
+from conftest import Command, invoke
 
 from rlsim.base.catalogue import data_dir
-from rlsim.cli.trace import app
 from rlsim.errors import RlsimError, TraceError
 from rlsim.trace import make_trace, read_trace, write_trace
 from rlsim.trace.chart import write_chart
@@ -25,7 +23,7 @@ SHIPPED = data_dir("traces") / "rollpacker-math.parquet"
 
 def run(*arguments: object) -> str:
     """The command's output; its error is raised."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    result = invoke("trace", *arguments)
     if result.exception is not None:
         raise result.exception
     return result.output

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import altair as alt
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
+from conftest import invoke
 
 from evidence.validate import parts, pat, transfer
 from evidence.validate.page import blocks, read_sections, stale, write_page
@@ -22,7 +22,6 @@ from evidence.validate.runs import told
 from evidence.validate.serving import AISIMULATE, SERVED, TABLE, TODAY
 from evidence.validate.targets import Bound, Target, Targets, bounds_of, load_targets, verdicts
 from evidence.validate.transfer import SettingFit, TransferFits, kind_rows, read_runs, shipped_fits
-from rlsim.cli import app
 from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.errors import ConfigError
 
@@ -176,9 +175,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Section | Skipped]:
 
 def test_the_command_writes_json_and_a_page(stub: dict[str, Section | Skipped], tmp_path: Path) -> None:
     target, page = tmp_path / "rows.json", tmp_path / "page.md"
-    done = CliRunner().invoke(
-        app, ["validate", "kernels", "serving", "--json", str(target), "--page", str(page)], catch_exceptions=False
-    )
+    done = invoke("validate", "kernels", "serving", "--json", target, "--page", page, catch_exceptions=False)
     assert done.exit_code == 0
     assert "kernels: skipped: no tables" in done.output
     (record,) = json.loads(target.read_text())
@@ -189,7 +186,7 @@ def test_the_command_writes_json_and_a_page(stub: dict[str, Section | Skipped], 
 def test_a_part_of_tables_alone_prints_and_writes_them(stub: dict[str, Section | Skipped], tmp_path: Path) -> None:
     stub["papers"] = Section((), (), {"table": "| paper | what |\n| --- | --- |\n| PAT | switches |"}, reference="")
     arguments = ["validate", "papers", "--json", str(tmp_path / "papers.json")]
-    assert "| PAT | switches |" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
+    assert "| PAT | switches |" in invoke(*arguments, catch_exceptions=False).output
     assert "| PAT | switches |" in json.loads((tmp_path / "papers.json").read_text())[0]["tables"]["table"]
 
 
@@ -199,7 +196,7 @@ def test_a_narrow_terminal_breaks_no_name_and_tells_remarks_below(
     monkeypatch.setenv("COLUMNS", "80")
     case = "llama-3.1-8b on 8 x A40, 128 responses, static TP8"
     stub["pat"] = Section((Row("pat", case, "step time over PAT's", 1.4, 1.0, "a remark"),), ())
-    lines = CliRunner().invoke(app, ["validate", "pat"]).output.splitlines()
+    lines = invoke("validate", "pat").output.splitlines()
     assert f"{case}, step time over PAT's: a remark" in lines
     below = lines[lines.index("") + 1 :]
     assert below[0].split() == ["what", "published", "rlsim", "error", "target"]
@@ -212,21 +209,19 @@ def test_the_command_fails_beyond_a_bound_and_on_a_stale_page(
 ) -> None:
     found = (Row("kernels", "h100-sxm-vllm/x", "gemm_s", 1.0, 1.5),)
     stub["kernels"] = Section(found, tuple(summarise(found, depth=1)))
-    done = CliRunner().invoke(app, ["validate", "kernels"])
+    done = invoke("validate", "kernels")
     assert done.exit_code == 1
     assert "h100-sxm-vllm gemm_s: median error 50.0% is beyond its bound of 5.0%" in done.output
     page = tmp_path / "page.md"
     write_page(page, {"serving": Section((), (), {"words": "Older text.\n"}, None, "")}, NONE)
-    done = CliRunner().invoke(app, ["validate", "serving", "--check", str(page)])
+    done = invoke("validate", "serving", "--check", page)
     assert done.exit_code == 1
     assert "tables of serving are stale" in done.output
 
 
 def test_nothing_is_written_where_no_part_could_run(stub: dict[str, Section | Skipped], tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("old")
-    done = CliRunner().invoke(
-        app, ["validate", "kernels", "--json", str(tmp_path / "old.json"), "--page", str(tmp_path / "p.md")]
-    )
+    done = invoke("validate", "kernels", "--json", tmp_path / "old.json", "--page", tmp_path / "p.md")
     assert str(done.exception) == "no part of the validation could run here"
     assert (tmp_path / "old.json").read_text() == "old"
     assert not (tmp_path / "p.md").exists()
@@ -244,7 +239,7 @@ def test_pages_are_looked_at_before_the_parts_run(tmp_path: Path, monkeypatch: p
         ("--page", "new.md", "serving.png: exists, and .*new.md does not show it"),
     ):
         with pytest.raises(ConfigError, match=why):
-            CliRunner().invoke(app, ["validate", "serving", option, str(tmp_path / page)], catch_exceptions=False)
+            invoke("validate", "serving", option, tmp_path / page, catch_exceptions=False)
 
 
 def test_a_page_replaces_the_charts_that_it_shows(tmp_path: Path) -> None:

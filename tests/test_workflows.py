@@ -9,13 +9,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from conftest import invoke
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_asynchronous import check_gpus
-from typer.testing import CliRunner
 
 import rlsim
-from rlsim.cli import app
 from rlsim.cli.running import _tables
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.systems import parse_systems
@@ -346,6 +345,6 @@ def test_every_table_shows_how_stale_a_system_is_and_none_does_where_nothing_is(
         summary = result.summary()
         tables = _tables(result, "", summary, judge(summary, str(result.manifest["baseline"])))
         assert any("stale" in heading for table in tables for heading in table.headings) == shown
-        assert ("stale" in CliRunner().invoke(app, ["compare", str(folder)]).output) == shown
+        assert ("stale" in invoke("compare", folder).output) == shown
         rlsim.write_report(result, tmp_path / "report.html")
         assert (">stale</th>" in (tmp_path / "report.html").read_text(encoding="utf-8")) == shown
