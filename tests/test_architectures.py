@@ -22,9 +22,8 @@ from rlsim.cost.memory import (
 from rlsim.cost.reallocation import common_bytes
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.step import Chunk
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.run import check_experiment
 from rlsim.models.hardware import load_cluster

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.strategy import TrainEfficiency
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.transfer import weight_sync_s
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment

@@ -19,9 +19,9 @@ from evidence.validate.coverage import OUTLIER, inside, level_spread, levels_ins
 from evidence.validate.parts import Options
 from evidence.validate.runs import run as validated
 from evidence.validate.weight_sync import left_out, left_out_errors, predicted_errors, read_syncs
+from rlsim.cost.assumed import LARGEST_BATCH, MEASURED, MIDDLE_BATCH, Draw, TransferErrors
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.calls import CallCosts
-from rlsim.cost.draw import LARGEST_BATCH, MEASURED, MIDDLE_BATCH, Draw, TransferErrors
 from rlsim.cost.layout import Layout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk

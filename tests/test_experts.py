@@ -22,9 +22,9 @@ from rlsim.cost.calibration import HostFit, Reference, load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, expert_load
 from rlsim.cost.fits import Correction, ExpertsFit
+from rlsim.cost.layout import ReplicaLayout
 from rlsim.cost.memory import rollout_memory
 from rlsim.cost.operators import Operators
-from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk

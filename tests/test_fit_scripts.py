@@ -46,7 +46,7 @@ from rlsim.cost.carried import carried_operators  # noqa: E402
 from rlsim.cost.experts import FusedExperts, expert_load  # noqa: E402
 from rlsim.cost.fits import ACROSS  # noqa: E402
 from rlsim.cost.operators import Operators  # noqa: E402
-from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S, TRAFFIC  # noqa: E402
+from rlsim.cost.strategy import EXPERT_LAUNCH_S, TRAFFIC  # noqa: E402
 from rlsim.models.hardware import load_cluster  # noqa: E402
 from rlsim.models.precision import Precision  # noqa: E402
 

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from rlsim.calibrate.fit.latent import MEASURED, UNSEEN, kernel_latent_attention
 from rlsim.calibrate.importers import aiconfigurator
+from rlsim.cost.attention import Latent
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.fits import KernelFit, LatentAttentionFit, OperatorFits
-from rlsim.cost.latent import LatentKernels
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.operators import Operators
 from rlsim.cost.roofline import RooflineStep
@@ -40,8 +40,8 @@ def operators() -> Operators:
     return Operators(base().operators, base().reference)
 
 
-def kernels(heads: int, fit: LatentAttentionFit = FIT) -> LatentKernels:
-    return LatentKernels(operators(), fit, MEASURED, heads)
+def kernels(heads: int, fit: LatentAttentionFit = FIT) -> Latent:
+    return Latent(operators(), MEASURED, heads, fit)
 
 
 def test_decode_by_hand() -> None:

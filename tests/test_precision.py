@@ -23,8 +23,7 @@ from rlsim.cost.fits import AttentionFit, OperatorFits, ProductFit, Tile
 from rlsim.cost.layout import Layout
 from rlsim.cost.products import Products
 from rlsim.cost.roofline import RooflineStep
-from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train_efficiency import TrainEfficiency
+from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
 from rlsim.cost.weight_sync import QUANTISING_BYTES
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.build import LoadedExperiment

@@ -190,10 +190,11 @@ def test_rms_context() -> None:
 
 
 def test_captured_batch_sizes() -> None:
-    assert captured_batch_sizes(1) == (1,)
-    assert captured_batch_sizes(8) == (1, 2, 4, 8)
-    assert captured_batch_sizes(9) == (1, 2, 4, 8, 12)
-    assert captured_batch_sizes(1000)[-1] == 160
+    sizes = (1, 2, 4, 8, 12, 160)
+    assert captured_batch_sizes(1, sizes) == (1,)
+    assert captured_batch_sizes(8, sizes) == (1, 2, 4, 8)
+    assert captured_batch_sizes(9, sizes) == (1, 2, 4, 8, 12)
+    assert captured_batch_sizes(1000, sizes)[-1] == 160
     assert captured_batch_sizes(3, sizes=(1, 16, 32)) == (1, 16)
 
 

@@ -5,8 +5,8 @@ from workloads import LinearStep
 
 from rlsim.cost.derived import crowded, streamed
 from rlsim.cost.memory import RESERVED_BYTES, rollout_activation_bytes, rollout_weight_bytes
-from rlsim.cost.sharing import judge_bytes, layers_to_offload, stream_s
 from rlsim.cost.step import Chunk
+from rlsim.cost.transfer import judge_bytes, layers_to_offload, stream_s
 from rlsim.models.hardware import Link
 from rlsim.models.model import load_model
 

@@ -15,8 +15,8 @@ from evidence.validate.rows import read_rows
 from evidence.validate.speculation import GAINS, TABLE, DraftedRun, Gain, chance, gain_table, rows_of
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows
+from rlsim.cost.layout import PLAIN
 from rlsim.cost.memory import rollout_memory
-from rlsim.cost.replica import PLAIN
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.speculation import Drafts, Speculation, SpeculativeStep, speculative

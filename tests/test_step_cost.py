@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from conftest import cases
 
+from rlsim.cost.assumed import MEASURED
 from rlsim.cost.calibration import Calibration, EngineFit, load_calibration
 from rlsim.cost.curve import REACHED, DecodeCurve
-from rlsim.cost.draw import MEASURED
 from rlsim.cost.fits import Correction, KernelFit
 from rlsim.cost.profile import ProfileStep, profile_of, rising
 from rlsim.cost.roofline import RooflineStep, step_cost

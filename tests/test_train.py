@@ -14,9 +14,8 @@ from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import call_bytes, kept_bytes
 from rlsim.cost.micro_batches import MicroBatching
 from rlsim.cost.packing import deal, first_fit, pack
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster, load_cluster

@@ -11,9 +11,8 @@ from conftest import TINY, Talk
 
 import rlsim
 from evidence.validate import weight_sync as published
-from rlsim.cost.layout import Layout
+from rlsim.cost.layout import Layout, ReplicaLayout
 from rlsim.cost.memory import rollout_weight_bytes
-from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.weight_sync import FITTED, SyncFit, WeightSync
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.models.hardware import load_cluster

@@ -18,7 +18,7 @@ from scipy.special import stdtrit
 
 from evidence.validate.rows import Row, markdown
 from rlsim.base.schema import load
-from rlsim.cost.draw import MIDDLE_BATCH
+from rlsim.cost.assumed import MIDDLE_BATCH
 from rlsim.cost.fits import Fitted
 from rlsim.cost.packing import Floats
 

@@ -37,8 +37,8 @@ from rlsim.base.schema import Schema
 from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit, load_calibration
 from rlsim.cost.derived import hosted
 from rlsim.cost.engine_memory import engine_memory_of
+from rlsim.cost.layout import ReplicaLayout
 from rlsim.cost.memory import rollout_memory
-from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
 from rlsim.models.hardware import Cluster, load_cluster

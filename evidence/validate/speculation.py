@@ -25,7 +25,7 @@ from evidence.validate.serving import AS_ASSUMED, ServingRun
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows
-from rlsim.cost.replica import ReplicaLayout
+from rlsim.cost.layout import ReplicaLayout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.speculation import Drafts, Method, Speculation, speculative
 from rlsim.cost.step import Chunk, StepCost

@@ -29,9 +29,8 @@ from rlsim.base.schema import Schema
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.memory import call_bytes
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.strategy import EXPERT_LAUNCH_S, TrainStrategy
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 

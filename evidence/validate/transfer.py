@@ -43,8 +43,8 @@ from evidence.validate.serving import (
     simulate,
 )
 from rlsim.base.schema import load
+from rlsim.cost.assumed import MEASURED
 from rlsim.cost.calibration import Engine, FrontEndFit, HostFit, load_calibration
-from rlsim.cost.draw import MEASURED
 from rlsim.cost.fits import Fitted
 from rlsim.errors import CapacityError
 

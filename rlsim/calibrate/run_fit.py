@@ -16,8 +16,8 @@ from rlsim.calibrate.run_rollout import RolloutTimes
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.flops import forward_flops
+from rlsim.cost.strategy import TrainEfficiency
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.verl.lengths import Batch
 from rlsim.frameworks.verl.log import VerlLog

@@ -12,7 +12,7 @@ from rlsim.calibrate.fit.common import percent, rounded
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.parts import Fitted, Parts, point_rows, residual_of
 from rlsim.cost.calibration import Calibration, Reference, RuntimeFit, TrainingFit
-from rlsim.cost.train_efficiency import TRAFFIC, efficiency_of
+from rlsim.cost.strategy import TRAFFIC, efficiency_of
 
 FRAMEWORKS = ("fsdp", "megatron")  # what experiments train with
 FRAMEWORK = "torch"  # name of the training efficiency that is of one's own products

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Annotated, Literal, get_args
 
+import numpy as np
 from pydantic import Field
 
 from rlsim.base.schema import Schema
@@ -48,3 +52,72 @@ class AssumedCosts(Schema):
 
 
 PLAIN_COSTS = AssumedCosts()
+
+# Worlds that a calibration's errors allow -----------------------------------------------------------------------------
+
+# By what factors times may differ where no fit has seen the setting. A world is drawn as a whole: all systems and seeds
+# run in the same one, so that what two systems share cancels.
+
+#: Sequences around which the error of a rollout's iterations turns, and the batch sizes that were measured.
+MIDDLE_BATCH = 16
+SMALLEST_BATCH, LARGEST_BATCH = 1, 128
+
+Part = Literal["rollout", "tilt", "inference", "train", "sync", "family"]
+_PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True)
+class TransferErrors:
+    """Standard deviations, over settings that no fit has seen, of log(simulated / measured)."""
+
+    family: float  # iterations of a model on a GPU under an engine, over all its TPs
+    rollout: float  # beside that, those at one TP, with `MIDDLE_BATCH` sequences
+    tilt: float  # what that grows by with each doubling of the sequences
+    calls: float  # training calls, and inference calls on their own
+    sync: float  # weight syncs into an engine
+
+
+#: Printed by `scripts/fit_calibrations.py transfer`; `rlsim validate transfer` and `weight_sync` say how many left-out
+#: measurements lie inside. Without veRL's row 4, a run whose calls the model of training stacks cannot tell, calls
+#: would be 0.120.
+MEASURED = TransferErrors(family=0.137, rollout=0.090, tilt=0.042, calls=0.266, sync=0.174)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The world of a number; 0 is the calibration as it was fitted.
+
+    All iterations share one error, as they are of one model, GPU and engine; every TP has one of its own beside it.
+    None depends on the GPU, the engine or the model, so that a number stands for one world in all experiments.
+    """
+
+    number: int = 0
+    errors: TransferErrors = MEASURED
+
+    def iteration(self, tp: int, sequences: int) -> float:
+        """How many times as long as calibrated an iteration of so many sequences takes at a TP."""
+        family, level, tilt = self._normal("family"), self._normal("rollout", tp), self._normal("tilt", tp)
+        doublings = math.log2(min(max(sequences, SMALLEST_BATCH), LARGEST_BATCH) / MIDDLE_BATCH)
+        errors = self.errors
+        return math.exp(family * errors.family + level * errors.rollout + tilt * errors.tilt * doublings)
+
+    def of_level(self) -> Draw:
+        """The same where a model's level was measured at another TP: it is off by what one TP is off by itself."""
+        errors = self.errors
+        return replace(self, errors=replace(errors, family=min(errors.family, errors.rollout)))
+
+    def call(self, kind: Literal["inference", "train"]) -> float:
+        """How many times as long as calibrated the computation of inference or training calls takes."""
+        return math.exp(self._normal(kind) * self.errors.calls)
+
+    def sync(self) -> float:
+        """How many times as long as calibrated a weight sync into an engine takes."""
+        return math.exp(self._normal("sync") * self.errors.sync)
+
+    def _normal(self, part: Part, tp: int = 0) -> float:
+        return _normal(self.number, _PARTS.index(part), tp) if self.number else 0.0
+
+
+@cache
+def _normal(number: int, part: int, tp: int) -> float:
+    return float(np.random.default_rng([number, part, tp]).standard_normal())

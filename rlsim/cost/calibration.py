@@ -16,9 +16,8 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim.base import catalogue
 from rlsim.base.schema import Schema, load
-from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
+from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts, Draw
 from rlsim.cost.carried import Derived, carried_operators
-from rlsim.cost.draw import Draw
 from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
 from rlsim.cost.fits import (
     CollectiveFits,
@@ -30,8 +29,8 @@ from rlsim.cost.fits import (
     OperatorFits,
     Share,
 )
+from rlsim.cost.strategy import efficiency_of
 from rlsim.cost.tables import csv_of, read_calibration
-from rlsim.cost.train_efficiency import efficiency_of
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, shown, unknown_name
 from rlsim.models.hardware import Cluster, load_cluster
 from rlsim.models.precision import KvPrecision, Precision, peak_flop_per_s
@@ -80,16 +79,8 @@ class Reference(Fitted):
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
         """The reference rates of a cluster's GPUs and links."""
-        gpu = cluster.gpu
-        return cls(
-            bf16_flop_per_s=gpu.bf16_flop_per_s,
-            fp8_flop_per_s=gpu.fp8_flop_per_s,
-            fp4_flop_per_s=gpu.fp4_flop_per_s,
-            memory_bytes_per_s=gpu.memory_bytes_per_s,
-            sm_count=gpu.sm_count,
-            l2_bytes=gpu.l2_bytes,
-            link_bytes_per_s=cluster.intra.bytes_per_s,
-        )
+        figures = {name: getattr(cluster.gpu, name, None) for name in cls.model_fields}
+        return cls(**{**figures, "link_bytes_per_s": cluster.intra.bytes_per_s})
 
     @property
     def flops_per_byte(self) -> float:

@@ -8,14 +8,12 @@ from functools import cache
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
-from rlsim.cost.layout import Layout
+from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
-from rlsim.cost.replica import PLAIN, ReplicaLayout
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.strategy import EXPERT_LAUNCH_S, TrainEfficiency, TrainStrategy
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S, TrainEfficiency
 from rlsim.cost.transfer import weight_sync_s
 from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import ConfigError

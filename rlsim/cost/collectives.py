@@ -125,8 +125,6 @@ class Collectives:
         return min(low_latency(size_each), normal(size_once))
 
     def _intra(self, op: str, size: float, gpus: int) -> float:
-        if gpus == 1:
-            return 0.0
         if op == "send_recv":
             # In an all-gather over two GPUs each sends half of the tensor while it receives the other half.
             return self._nccl_s("all_gather", 2.0 * size, 2)

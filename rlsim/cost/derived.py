@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rlsim.cost.calibration import DECODE_AXES, PREFILL_AXES, EngineFit, HostFit
-from rlsim.cost.curve import Curves, DecodeCurve, InWindows, at_least, times
+from rlsim.cost.curve import DecodeCurve, InWindows, at_least, times
 from rlsim.cost.fits import Correction
 from rlsim.cost.kernel import Surface, surface_of
 from rlsim.cost.lookups import Lookups
@@ -31,10 +31,6 @@ class DerivedStep(StepCost):
     def __init__(self, cost: StepCost, change: Callable[[int, bool], Change], part: str = "host") -> None:
         self.tp, self.skew, self.kv = cost.tp, cost.skew, cost.kv
         self._cost, self._change, self._part = cost, change, part
-        self._curves = Curves(self._decode)
-
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        return self._curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         change = self._change(batch, False)
@@ -61,7 +57,7 @@ class DerivedStep(StepCost):
         return parts | ({self._part: parts.get(self._part, 0.0) + added_s} if added_s else {})
 
     def lookups(self) -> Lookups:
-        self._curves.pass_on(self._cost.decode)
+        self.curves.pass_on(self._cost.decode)
         return self._cost.lookups()
 
 
@@ -156,7 +152,7 @@ class ServedStep(DerivedStep):
     def lookups(self) -> Lookups:
         """Batch sizes, each at the longest mean context it was used at, and sizes of prefills."""
         own = Lookups()
-        for batch, furthest in self._curves.used():
+        for batch, furthest in self.curves.used():
             own.add_within(ITERATIONS, _ranges(self._fit.decode), batch=batch, context=furthest / batch)
         for tokens in self._prefilled:
             if self._fit.prefill is None:

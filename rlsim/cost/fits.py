@@ -156,7 +156,7 @@ class AttentionFit(Fitted):
 
 
 class LatentAttentionFit(Fitted):
-    """Latent attention (MLA) beside its products with the model's weights (`cost.latent`)."""
+    """Latent attention (MLA) beside its products with the model's weights (`cost.attention`)."""
 
     kv_precision: KvPrecision = "bf16"
     decode: KernelFit

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from rlsim.cost.engine_memory import SAMPLING_BYTES, VLLM, EngineMemory
 from rlsim.cost.flops import attention_work
+from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.ledger import does_not_fit
-from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import KvShape
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.models.hardware import Gpu

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlsim.cost.collectives import CollectiveTime
-from rlsim.cost.curve import Curves, DecodeCurve, InWindows, at_least, longer
+from rlsim.cost.curve import DecodeCurve, InWindows, at_least, longer
 from rlsim.cost.derived import HostTime
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.packing import pack
@@ -99,13 +99,9 @@ class Pipelined(StepCost):
         self._head_s = head_s
         self._boundaries = boundaries
         self._host = host
-        self._curves = Curves(self._decode)
-
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        """The decode curve of `batch` sequences: the longest of the three lines, each piecewise linear in T."""
-        return self._curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
+        """The longest of the three lines, each piecewise linear in T."""
         count, size = min(batch, self.pp), self._micro_batch_size(batch)
         curve = self._kernels.decode(size, in_windows and in_windows.of(size / batch))
         parts = [self._micro_batch(curve.step_s(tokens), size, size) for tokens in curve.knots]
@@ -128,7 +124,7 @@ class Pipelined(StepCost):
         return self._iteration_s(batch, context_tokens, chunks, in_windows)
 
     def lookups(self) -> Lookups:
-        self._curves.pass_on(self._kernels.decode, self._micro_batch_size)
+        self.curves.pass_on(self._kernels.decode, self._micro_batch_size)
         return self._kernels.lookups()
 
     def _iteration_s(

@@ -8,20 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
+from rlsim.cost.assumed import Draw
 from rlsim.cost.attention import LayerAttention, layer_attention
 from rlsim.cost.calibration import Calibration, Known, load_calibration
 from rlsim.cost.collectives import Collectives, Groups
-from rlsim.cost.curve import Curves, DecodeCurve, InWindows, over_all, read_of_equal, sum_of
+from rlsim.cost.curve import DecodeCurve, InWindows, over_all, read_of_equal, sum_of
 from rlsim.cost.derived import Change, DerivedStep, HostTime, ServedStep, hosted
-from rlsim.cost.draw import Draw
 from rlsim.cost.experts import expert_load
-from rlsim.cost.layout import Layout
+from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16, kv_shape
 from rlsim.cost.operators import Operators
 from rlsim.cost.packing import pack
 from rlsim.cost.pipeline import Boundaries, Pipelined
-from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.models.hardware import Cluster
@@ -109,14 +108,9 @@ class RooflineStep(StepCost):
             for layer, count in model.groups.items()
         )
         self._head = model.head(self._group_tp)
-        self.curves = Curves(self._decode)
         self.head_s = cache(self._head_s)
         self._known_tokens_s = cache(self._of_tokens_s)
         self._known_prefill_s: dict[Chunk, float] = {}
-
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        """The decode curve of `batch` sequences; its knots are those of decode attention."""
-        return self.curves[batch] if in_windows is None else self.curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         tokens = batch * self.queries

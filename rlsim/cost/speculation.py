@@ -25,10 +25,10 @@ from pydantic import Field
 from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import Calibration
-from rlsim.cost.curve import Curves, DecodeCurve, InWindows, longer, sum_of
+from rlsim.cost.curve import DecodeCurve, InWindows, longer, sum_of
+from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16, kv_page_bytes, rollout_weight_bytes
-from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import ConfigError
@@ -201,10 +201,6 @@ class DraftedStep(StepCost):
         self.tp, self.skew, self.kv = verifying.tp, verifying.skew, verifying.kv
         self._verifying, self._first, self._later, self._head = verifying, first, later, head
         self._drafted = verifying.queries - 1
-        self._curves = Curves(self._decode)
-
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        return self._curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         verified = self._verifying.decode(batch, in_windows)
@@ -247,7 +243,7 @@ class DraftedStep(StepCost):
     def lookups(self) -> Lookups:
         steps = [self._verifying, *filter(None, (self._first, self._later))]
         for step in steps:
-            self._curves.pass_on(step.decode)
+            self.curves.pass_on(step.decode)
         return Lookups().merge(step.lookups() for step in steps)
 
 
@@ -261,10 +257,6 @@ class SpeculativeStep(StepCost):
     def __init__(self, plain: StepCost, steps: Mapping[int, StepCost], speculation: Speculation) -> None:
         self.tp, self.skew, self.kv = plain.tp, plain.skew, plain.kv
         self._plain, self._steps, self._speculation = plain, steps, speculation
-        self._curves = Curves(self._decode)
-
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        return self._curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         each = [self._token(drafted, batch, in_windows) for drafted in self._choices(batch)]
@@ -309,7 +301,7 @@ class SpeculativeStep(StepCost):
     def lookups(self) -> Lookups:
         steps = [self._plain, *self._steps.values()]
         for step in steps:
-            self._curves.pass_on(step.decode)
+            self.curves.pass_on(step.decode)
         return Lookups().merge(step.lookups() for step in steps)
 
 

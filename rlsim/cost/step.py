@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
-from rlsim.cost.curve import DecodeCurve, InWindows
+from rlsim.cost.curve import Curves, DecodeCurve, InWindows
 from rlsim.cost.lookups import Lookups
 
 
@@ -75,12 +76,21 @@ class StepCost(ABC):
     #: many context tokens lie in windows, too (`InWindows`).
     kv: KvShape = PLAIN_KV
 
-    @abstractmethod
+    @cached_property
+    def curves(self) -> Curves:
+        """The decode curves that were made."""
+        return Curves(self._decode)
+
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         """The decode curve of `batch` ≥ 1 sequences, over the (skew-corrected) sum of their context tokens.
 
         Without `in_windows` their contexts are equal.
         """
+        return self.curves.at(batch, in_windows)
+
+    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
+        """The curve that `decode` keeps."""
+        raise NotImplementedError
 
     @abstractmethod
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:

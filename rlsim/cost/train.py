@@ -24,8 +24,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
 from rlsim.cost.micro_batches import MicroBatches, MicroBatching
 from rlsim.cost.packing import Floats
-from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train_efficiency import TrainEfficiency
+from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
 from rlsim.cost.transfer import host_copy_s, pageable_copy_s
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster

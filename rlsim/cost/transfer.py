@@ -5,6 +5,7 @@ Every function is pure and takes what it needs: shapes from `Model`, rates as nu
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +14,8 @@ from typing import Literal, NamedTuple, get_args
 
 from rlsim.cost.collectives import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
-from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
+from rlsim.cost.memory import RESERVED_BYTES, kv_page_bytes, rollout_activation_bytes, rollout_weight_bytes
+from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.models.hardware import Cluster, Link
 from rlsim.models.model import Model
@@ -259,11 +261,7 @@ class SwitchCost:
         return self.weights_s + self.kv_s + self.graph_s + self.control_s
 
 
-#: Batch sizes that decode graphs are captured for: SGLang's default list (vLLM's is 1, 2, 4 and every 8).
-GRAPH_BATCH_SIZES = (1, 2, 4, *range(8, 17, 4), *range(24, 161, 8))
-
-
-def captured_batch_sizes(largest: int, sizes: Sequence[int] = GRAPH_BATCH_SIZES) -> tuple[int, ...]:
+def captured_batch_sizes(largest: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """The ascending `sizes` up to the first that holds `largest` sequences (PAT captures for the tail only)."""
     return tuple(size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < largest)
 
@@ -296,3 +294,41 @@ def switch_peak_bytes(
     one_layer = largest * (1 - 1 / tp_src) + (kv_gathered - kv_held) / layers
     before_last_layer = max(growth - largest * max(1 / tp_dst - 1 / tp_src, 0.0), 0.0)
     return one_layer + kv_new + before_last_layer
+
+
+# Engines that share their GPUs ----------------------------------------------------------------------------------------
+
+# How many layers stay in host memory, and what the rest takes.
+
+
+def layers_to_offload(model: Model, resident: StepCost, host: Link, batched_tokens: int, sequence_tokens: int) -> int:
+    """Most layers of `model` whose copying from host memory hides behind one prefill iteration.
+
+    The iteration is full: `batched_tokens` of sequences of `sequence_tokens`, the last one in part. The longer the
+    sequences, the longer attention takes and the more layers can stay in host memory.
+    """
+    whole, rest = divmod(batched_tokens, sequence_tokens)
+    chunks = [Chunk(sequence_tokens, 0)] * whole + ([Chunk(rest, 0)] if rest else [])
+    hidden_s = resident.prefill_s(chunks)
+    layers = model.num_hidden_layers
+    return max((n for n in range(layers + 1) if stream_s(model, n, resident.tp, host) <= hidden_s), default=0)
+
+
+def judge_bytes(model: Model, layers: int, tp: int, batched_tokens: int, sequences: int) -> float:
+    """Bytes on each GPU of an engine with that many layers in host memory, without its KV cache.
+
+    The weights that stay, buffers for two of those that are streamed, working memory, context and graphs.
+    """
+    streamed = _largest_bytes(model, min(2, layers)) - _largest_bytes(model, layers)
+    weights = rollout_weight_bytes(model, tp) + streamed / tp
+    return weights + rollout_activation_bytes(model, tp, batched_tokens, sequences) + RESERVED_BYTES
+
+
+def stream_s(model: Model, layers: int, tp: int, host: Link) -> float:
+    """Seconds to copy that many layers of a replica from host memory once, each GPU its share."""
+    return host_copy_s(math.ceil(_largest_bytes(model, layers) / tp), host)
+
+
+def _largest_bytes(model: Model, layers: int) -> float:
+    """Weights of so many layers, the largest ones."""
+    return sum(heapq.nlargest(layers, map(model.layer_bytes, model.layers)))

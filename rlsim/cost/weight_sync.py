@@ -23,9 +23,8 @@ from typing import Literal
 
 from rlsim.cost.calibration import Engine
 from rlsim.cost.collectives import CollectiveTime
-from rlsim.cost.layout import Layout
+from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
 from rlsim.cost.memory import rollout_weight_bytes
-from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.transfer import gather_s, host_copy_s
 from rlsim.errors import CalibrationError
 from rlsim.models.hardware import Cluster, Link

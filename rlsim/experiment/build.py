@@ -16,8 +16,8 @@ from rlsim.base import catalogue
 from rlsim.base.reading import is_file
 from rlsim.base.refusals import refuse
 from rlsim.cost.calibration import Calibration, carried_to, load_calibration
+from rlsim.cost.layout import ReplicaLayout
 from rlsim.cost.memory import kv_shape
-from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import check_served
 from rlsim.cost.speculation import Drafts
 from rlsim.cost.step import PLAIN_KV

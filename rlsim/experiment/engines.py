@@ -14,10 +14,9 @@ from rlsim.cost.ledger import Row
 from rlsim.cost.memory import RESERVED_BYTES, kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.sharing import judge_bytes, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.transfer import host_copy_s
+from rlsim.cost.transfer import host_copy_s, judge_bytes, layers_to_offload, stream_s
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import Kind, LoadedExperiment
 from rlsim.experiment.schema import JudgeSpec

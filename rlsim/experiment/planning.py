@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rlsim.cost.layout import Layout, PairTimes
+from rlsim.cost.layout import PLAIN, Layout, PairTimes
 from rlsim.cost.memory import RESERVED_BYTES, call_bytes, kv_shape
-from rlsim.cost.replica import PLAIN
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError

@@ -247,7 +247,7 @@ def _span(counts: tuple[int, ...], what: str) -> str:
     return f"{low:,} {what}{'' if high == 1 else 's'}" if low == high else f"{low:,} to {high:,} {what}s"
 
 
-# ---- worlds that the calibration's errors allow (`rlsim.cost.draw`) -------------------------------------------------
+# ---- worlds that the calibration's errors allow (`rlsim.cost.assumed`) -----------------------------------------------
 
 
 #: By case and system: how many times as large as calibrated, in each world.

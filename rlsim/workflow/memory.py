@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.ledger import Ledger, Row, does_not_fit, total
 from rlsim.cost.memory import RESERVED_BYTES, STATES, call_bytes, rollout_weight_bytes
 from rlsim.cost.micro_batches import MicroBatching
-from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
 from rlsim.models.hardware import AnyCluster

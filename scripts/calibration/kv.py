@@ -14,8 +14,8 @@ from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema
 from rlsim.cost import engine_memory as shipped
 from rlsim.cost.engine_memory import GIB, EngineMemory, engine_memory_of
+from rlsim.cost.layout import ReplicaLayout
 from rlsim.cost.memory import kv_page_bytes, rollout_activation_bytes, rollout_weight_bytes
-from rlsim.cost.replica import ReplicaLayout
 from rlsim.models.model import Model, load_model
 
 LOGS = Path(__file__).with_name("kv_logs.yaml")

@@ -23,7 +23,7 @@ from evidence.validate.steps import iterations
 from evidence.validate.transfer import kind_rows, shipped_fits, today_rows, unseen_rows
 from evidence.validate.weight_sync import predicted_errors, read_syncs
 from rlsim.calibrate.write import write_record
-from rlsim.cost.draw import TransferErrors
+from rlsim.cost.assumed import TransferErrors
 
 
 def expert_launch_s() -> float:
@@ -88,7 +88,7 @@ def weight_sync(_: object) -> None:
 
 # Settings left out ----------------------------------------------------------------------------------------------------
 
-# How far calibrations are off on settings that no fit has seen: `rlsim.cost.draw.MEASURED`.
+# How far calibrations are off on settings that no fit has seen: `rlsim.cost.assumed.MEASURED`.
 
 SOURCE = "rl_timings/verl_steps.csv, rl_timings/rl_steps_async.csv (logs of veRL and NeMo-RL)"
 
@@ -116,7 +116,7 @@ def left_out_calls(cases: tuple[Case, ...]) -> TransferCalls:
 
 
 def transfer(options: argparse.Namespace) -> None:
-    """How far calibrations are off on settings that no fit has seen: `rlsim.cost.draw.MEASURED`.
+    """How far calibrations are off on settings that no fit has seen: `rlsim.cost.assumed.MEASURED`.
 
     `rollout` and `tilt`: time per output token of every measured serving run, with the fit that has not seen its TP;
     `calls`: log-probs and updates of measured runs, each group left out of the fit of the training stack, and veRL's

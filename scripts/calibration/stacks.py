@@ -24,9 +24,8 @@ from scipy.optimize import brentq, minimize_scalar
 
 from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.fit.common import Array
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.strategy import TrainEfficiency, TrainStrategy, efficiency_of
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TrainEfficiency, efficiency_of
 from rlsim.models.hardware import Cluster, load_cluster
 from rlsim.models.model import load_model
 

@@ -15,9 +15,8 @@ from calibration.stacks import ROWS, Fit, Ring, Timing, fit_stacks
 from calibration.tables import GPUS, NOTES, all_gemms
 from evidence.validate.rows import markdown
 from rlsim.cost.calibration import Reference, TrainingFit
-from rlsim.cost.strategy import Recompute, TrainStrategy
+from rlsim.cost.strategy import TRAFFIC, Recompute, TrainEfficiency, TrainStrategy, efficiency_of
 from rlsim.cost.train import TrainCost
-from rlsim.cost.train_efficiency import TRAFFIC, TrainEfficiency, efficiency_of
 from rlsim.models.hardware import load_cluster, load_gpu
 from rlsim.models.model import load_model
 
@@ -115,7 +114,7 @@ def _table(headings: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
 def main(options: argparse.Namespace) -> None:
     """The numbers of training stacks, to measured runs of veRL and NeMo-RL, predicted against measured.
 
-    The outcome is `rlsim.cost.train_efficiency.TRAFFIC`, `DRIVER_S` and words of notes.yaml.
+    The outcome is `rlsim.cost.strategy.TRAFFIC`, `DRIVER_S` and words of notes.yaml.
     """
     shares, gpu = gemm_shares(options.data), load_gpu("h100-sxm")
     found = fit_stacks(options.data, shares)

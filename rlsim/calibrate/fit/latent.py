@@ -17,10 +17,10 @@ import pandas as pd
 from rlsim.calibrate.fit.common import Array, Knots, Mask
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
 from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
+from rlsim.cost.attention import HEAD_BLOCK, Latent
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.fits import KernelFit, LatentAttentionFit
 from rlsim.cost.kernel import Work
-from rlsim.cost.latent import HEAD_BLOCK, LatentKernels
 from rlsim.cost.operators import Operators
 from rlsim.models.layers import LatentAttention
 from rlsim.models.precision import KV_BYTES, KvPrecision
@@ -62,7 +62,7 @@ def kernel_latent_attention(
     decode is made for 16, 32 or 64 heads.
     """
     none = LatentAttentionFit(kv_precision=kv, decode=_EMPTY)
-    made = {int(heads): LatentKernels(operators, none, MEASURED, int(heads)) for heads in decode.heads.unique()}
+    made = {int(heads): Latent(operators, MEASURED, int(heads), none) for heads in decode.heads.unique()}
 
     def beside_s(row: Any, tokens: float) -> float:
         """A measured layer's products over all tokens, `kv_b` not among them, and its elementwise kernels."""
@@ -132,13 +132,13 @@ def _decode_s(operators: Operators, fit: LatentAttentionFit, rows: pd.DataFrame)
     found = np.empty(len(rows))
     for _, group in rows.groupby(["heads", "batch"]):
         heads, batch = int(group.heads.iloc[0]), int(group.batch.iloc[0])
-        curve = DecodeCurve(batch, *LatentKernels(operators, fit, MEASURED, heads).decode_curve(batch))
+        curve = DecodeCurve(batch, *Latent(operators, MEASURED, heads, fit).decode_curve(batch))
         found[group.index] = [curve.step_s(batch * context) for context in group.context]
     return np.asarray(found + rows.beside_s)
 
 
 def _prompts_s(operators: Operators, fit: LatentAttentionFit, rows: pd.DataFrame) -> Array:
-    kernels = {int(heads): LatentKernels(operators, fit, MEASURED, int(heads)) for heads in rows.heads.unique()}
+    kernels = {int(heads): Latent(operators, MEASURED, int(heads), fit) for heads in rows.heads.unique()}
     each: list[Any] = list(rows.itertuples(index=False))
     shown = [kernels[row.heads].prefill_s(_chunks(row)) for row in each]
     return np.asarray(np.array(shown) + rows.beside_s)
