@@ -11,7 +11,6 @@ from pydantic import Field, PrivateAttr
 
 import rlsim
 from rlsim.base.schema import Schema
-from rlsim.errors import ConfigError, PolicyError, RlsimError
 from rlsim.results.report.staleness import queue_lengths
 from rlsim.sim.control import ControlContext, Reconfigure, RolloutControl, RolloutView
 
@@ -204,12 +203,6 @@ def test_the_quota_between_two_syncs_is_verls() -> None:
 # ---- updates and windows --------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_never_count_end_the_run() -> None:
-    rule = {"bounded_staleness": {"eta": 2}}
-    with pytest.raises(PolicyError, match=r"401 prompts were dropped for their rewards .* its batch of 8"):
-        run(use("endless", rule, "async_reward", "dynamic_sampling"), workflow={"responses": 1})
-
-
 # ---- replicas on their own ------------------------------------------------------------------------------------------
 
 
@@ -222,37 +215,6 @@ def test_under_laminar_one_version_generates_a_response_and_repack_frees_replica
     assert summary["True"] > 1.05 * summary["False"]
     responses = found.responses[found.responses["trained"]]
     assert (responses["stale_tokens"].isin([0]) | (responses["stale_tokens"] == responses["response_tokens"])).all()
-
-
-# ---- what does not go together --------------------------------------------------------------------------------------
-
-RULE = {"bounded_staleness": {"eta": 1}}
-REWARDED = {"models": {"reward": "qwen2.5-1.5b"}}
-
-
-@pytest.mark.parametrize(
-    ("parts", "changes", "told"),
-    [
-        ([TP1, RULE], {}, "generates without end: add `split`"),
-        ([SPLIT, TP1, RULE, "lagged"], {}, "no lag of the weights does"),
-        ([SPLIT, TP1, RULE, "dynamic_sampling"], {}, "add async_reward"),
-        ([TP1, "dynamic_sampling"], REWARDED, "leave out models.reward"),
-        ([SPLIT, TP1, RULE, "tail_batching"], {}, "all decide what to launch"),
-        ([SPLIT, "planner", RULE], {}, "plans the layout of the next rollout"),
-        ([SPLIT, TP1, RULE], {"workflow": {"algorithm": "remax"}, **REWARDED}, "compared with"),
-        ([SPLIT, TP1, RULE, {"training_windows": {"parts": 3}}], {}, "mini_batches 1"),
-        ([SPLIT, TP1, RULE, {"training_windows": {"parts": 3}}], {"training": {"mini_batches": 3}}, "3 equal parts"),
-    ],
-)  # fmt: skip
-def test_bad_combinations_are_refused_with_the_reason(parts: list[Any], changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(RlsimError, match=told) as caught:
-        run({"name": "wrong", "use": parts}, **changes)
-    assert isinstance(caught.value, ConfigError)
-
-
-def test_gpus_of_a_rollout_that_never_ends_are_not_released() -> None:
-    with pytest.raises(PolicyError, match="no call of the workflow takes them"):
-        run(use("released", RULE, "tail_consolidation"))
 
 
 class Toggle(Schema, RolloutControl):

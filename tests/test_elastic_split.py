@@ -12,7 +12,6 @@ from open_workloads import OpenWorkload, Rule, StepTimes
 from test_asynchronous import TOLD, check_gpus, check_tokens, of, run
 from test_continuous import COSTS
 
-from rlsim.errors import RlsimError
 from rlsim.policies.elastic_split import ElasticSplit
 from rlsim.policies.parts import Rewiring
 from rlsim.sim.continuous import Update
@@ -133,24 +132,3 @@ def test_lending_shortens_training_where_the_split_favours_generation(rule: list
     check_gpus(of(found, "elastic", "spans"))
     check_tokens(of(found, "elastic"))
     assert (found.steps["staleness_max"] <= 1).all()
-
-
-FOUR = {"split": {"rollout_gpus": 4}}
-WINDOWS = {"training_windows": {"parts": 2}}
-LARGE = {"model": "qwen2.5-7b", "training": {"backend": "fsdp", "micro_batch_tokens": "32K"}}
-
-
-@pytest.mark.parametrize(
-    ("parts", "changes", "told"),
-    [
-        (["elastic_split"], {}, "share GPUs.*add `split`"),
-        ([FOUR, RULE, "elastic_split"], {"training": {"mini_batches": 2}}, "one update a step"),
-        ([FOUR, RULE, WINDOWS, "elastic_split"], {"training": {"mini_batches": 4}}, "mini_batches to 2"),
-        ([{"split": {"rollout_gpus": 2}}, RULE, "elastic_split"], {"training": {"pp": 3}}, "more than generation has"),
-        ([FOUR, RULE, "elastic_split"], LARGE, "do not fit on a GPU that generation lends"),
-    ],
-)
-def test_bad_combinations_are_refused_with_the_reason(parts: list[Any], changes: dict[str, Any], told: str) -> None:
-    training = {"backend": "megatron", **changes.get("training", {})}
-    with pytest.raises(RlsimError, match=told):
-        run({"name": "wrong", "use": [{"verl": {"tp": 1}}, *parts]}, **{**changes, "training": training})

@@ -16,7 +16,6 @@ import rlsim
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives, Groups
 from rlsim.cost.layout import Layout
-from rlsim.errors import RlsimError
 from rlsim.experiment.result import Result
 from rlsim.models.hardware import load_cluster
 
@@ -113,21 +112,3 @@ def test_openrlhf_cuts_where_it_is_told() -> None:
     result = experiment("2x8xh100", [{"openrlhf": {"rollout": 0.75, "tp": "best"}}])
     assert set(result.spans.loc[result.spans["kind"] == "train", "gpu"]) <= set(range(12, 16))
     assert set(result.steps["initial_tp"]) <= {1, 2, 4}
-
-
-@pytest.mark.parametrize(
-    ("systems", "expected"),
-    [
-        (
-            split((0, 11), (12, 15), {"verl": {"tp": 8}}),
-            "TP 8 does not divide the 4 GPUs of a node that generation has",
-        ),
-        (split((0, 11), (12, 15), {"pat": {"start_tp": 3}}), "tp 3 does not divide the 8 GPUs of a node"),
-        (split((0, 5), (6, 13), "pat", tp=4), "call old_log_prob has a TP 4 group on GPUs 6-9, on nodes 0 and 1 of 8"),
-        (split((0, 3), (4, 15), "pat", tp=8), "DP 1 × TP 8 × PP 1 × CP 1 are not its 12 GPUs"),
-    ],
-)
-def test_what_does_not_tile_is_refused(systems: list[Any], expected: str) -> None:
-    with pytest.raises(RlsimError, match=r"system ") as refused:
-        experiment("2x8xh100", [{"name": "split", "use": systems}])
-    assert expected in str(refused.value)

@@ -597,11 +597,6 @@ def test_oppo_on_dpo() -> None:
     assert (calls["start_at"]["reward_score"] < calls["end_at"]["generate"]).all()
 
 
-def test_a_model_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"system 'oppo': workflow grpo: no inference call of reward takes responses"):
-        rlsim.run({**EXPERIMENT, "systems": [{"oppo": {"tp": 1}}]})
-
-
 def test_two_parts_cannot_both_chunk() -> None:
     with pytest.raises(ConfigError, match="all decide the chunks of responses"):
         System.of([VeRL(tp=1), Chunked(), Chunked()], "x")

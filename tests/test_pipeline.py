@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from conftest import TINY, Talk, cases
+from conftest import TINY, Talk
 
 import rlsim
 from rlsim.cost.calibration import HostFit, load_calibration
@@ -17,7 +17,7 @@ from rlsim.cost.pipeline import Boundaries, Pipelined
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.errors import CalibrationError, CapacityError, ConfigError, RlsimError
+from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 
@@ -255,9 +255,3 @@ def test_kv_of_stages_moves_by_their_layers() -> None:
         for pp in (1, 2)
     }
     assert seconds[2] == pytest.approx(seconds[1] * 31 / 61, rel=0.02)  # the latent lies on every GPU of a stage
-
-
-@cases("cost", "what does not go with stages")
-def test_what_does_not_go_with_stages(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RlsimError, match=message):
-        rlsim.run({**STAGED, **changes})

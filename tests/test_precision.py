@@ -321,25 +321,6 @@ def loaded(folder: Path, **changes: Any) -> LoadedExperiment:
     return LoadedExperiment.of(Experiment.model_validate({**TINY, **changes}), folder)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"engine": {"precision": "nvfp4"}}, CalibrationError, "experiment: engine: precision nvfp4: h100-sxm has no"),
-        (
-            {"training": {"precision": "fp8"}, "cluster": "8xa100", "calibration": "a100-vllm"},
-            CalibrationError,
-            "experiment: training: precision fp8: a100-sxm-80gb has no tensor cores",
-        ),
-        ({"engine": {"precision": "fp8"}, "weight_sync": "reshard"}, ConfigError, "reshard leaves weights"),
-    ],
-)
-def test_precisions_that_an_experiment_cannot_have(
-    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        loaded(tmp_path, **changes)
-
-
 def test_a_quantised_config_json_is_served_as_published(tmp_path: Path) -> None:
     words = {name: getattr(LLAMA, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size", "head_dim")}
     words |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "model_type": "llama"}

@@ -15,7 +15,7 @@ import rlsim
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import load_cluster
-from rlsim.policies.relaxed import ActiveGroups, Lagged, PartialRollout, Split
+from rlsim.policies.relaxed import ActiveGroups, Lagged, PartialRollout
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import Prompt
 from rlsim.sim.outcome import Outcome
@@ -135,12 +135,7 @@ def test_one_step_off_in_an_experiment() -> None:
     assert set(zip(trained["gpu"], trained["gpus"], strict=True)) == {(4, 4)}
 
 
-def test_a_split_leaves_both_sides_something() -> None:
-    for size in ({"rollout_gpus": 8}, {"rollout_gpus": 9}, {"rollout": 0.01}):
-        with pytest.raises(ConfigError, match="leaves no GPU for one side"):
-            run(use("split", {"split": size}))
-    with pytest.raises(ValueError, match="give one of them"):
-        Split(rollout_gpus=4, rollout=0.5)
+def test_a_lag_needs_new_weights_before_generation() -> None:
     with pytest.raises(ConfigError, match="no weight sync goes before generation"):
         Lagged().rewired(dpo())
 
@@ -253,14 +248,3 @@ def test_a_response_is_split_only_so_often() -> None:
         ends.append([gen_s(outcome, step) for step in range(3)])
         conserved(outcome)
     assert ends == [pytest.approx(times) for times in ([2.0, 7.0, 2.0], [2.0, 2.0, 5.0], [2.0, 2.0, 2.0])]
-
-
-def test_what_partial_rollout_does_not_go_with() -> None:
-    with pytest.raises(ConfigError, match=r"PartialRollout trains on the prompts that are complete.*DynamicSampling"):
-        run(use("both", "partial_rollout", "dynamic_sampling"))
-    with pytest.raises(ConfigError, match="PartialRollout and ActiveGroups all decide what to launch"):
-        run(use("both", "partial_rollout", "active_groups"))
-    with pytest.raises(ValueError, match="give one or the other"):
-        PartialRollout(budget=8, share=0.5)
-    with pytest.raises(ConfigError, match="remax: a batching that trains on the first responses"):
-        run(use("remax", "partial_rollout"), workflow={"algorithm": "remax"}, models={"reward": "qwen2.5-1.5b"})

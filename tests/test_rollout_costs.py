@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import TINY, Talk, cases
+from conftest import TINY, Talk
 
 import rlsim
 from rlsim.cost.calibration import load_calibration
@@ -248,9 +248,3 @@ def test_preempted_responses_are_loaded_instead_of_prefilled() -> None:
     assert 0 < offloaded.kv_loaded_tokens < offloaded.prefix_hit_tokens
     assert offloaded.prefix_hit_tokens > plain.prefix_hit_tokens
     assert offloaded.gen_bound_s < offloaded.gen_time_s < plain.gen_time_s
-
-
-@cases("cost", "host memory without a prefix cache is refused")
-def test_host_memory_without_a_prefix_cache_is_refused(overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        rlsim.run(SHORT_OF_KV, overrides={"engine.kv_offloading_bytes": "64 GiB", **overrides})

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases
 from test_asynchronous import check_gpus
 
 import rlsim
@@ -259,12 +258,6 @@ def test_in_pieces_costs_about_as_much_as_at_once() -> None:
     found = rlsim.run(settings, overrides={**settings_of_work, "training": training})
     after = found.steps.assign(s=lambda f: f["prep_time_s"] + f["train_time_s"]).groupby("system")["s"].sum()
     assert after["pieces"] == pytest.approx(after["verl"], rel=0.15)
-
-
-@cases("experiments", "what does not go together is said")
-def test_what_does_not_go_together_is_said(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RlsimError, match=message):
-        rlsim.run(experiment(**changes))
 
 
 def test_lists_in_use_make_variants() -> None:

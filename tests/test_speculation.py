@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY, cases
+from conftest import TINY
 
 import rlsim
 from evidence.validate.parts import EVIDENCE
@@ -21,7 +21,7 @@ from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.speculation import Drafts, Speculation, SpeculativeStep, speculative
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.errors import ConfigError, RlsimError
+from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
@@ -197,12 +197,6 @@ def test_an_acceptance_that_nobody_gave_is_an_assumption() -> None:
         found = run(method="eagle3", num_speculative_tokens=2, **given).manifest
         rows = [row for _, ledger in ledgers(found) for row in ledger.assumed if row.name.startswith("acceptance")]
         assert [row.taken for row in rows] == ["2.07 tokens a step"] * assumed
-
-
-@cases("cost", "speculation that does not go")
-def test_speculation_that_does_not_go(overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(RlsimError, match=message):
-        rlsim.run(SETTINGS, overrides=overrides)
 
 
 def test_the_validation_runs() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases, invoke
+from conftest import invoke
 from result_tables import RUN, table
 
 import rlsim
@@ -436,12 +436,6 @@ def test_a_step_that_trains_on_nothing_is_refused(tmp_path: Path, monkeypatch: p
     systems = [{"name": "zero", "use": ["zero_policy:Zero", "tail_batching", {"verl": {"tp": 2}}]}]
     with pytest.raises(PolicyError, match=r"zero.*step 0 trains on no response"):
         rlsim.run(SMALL, overrides={"systems": systems, "baseline": None, "seeds": 1})
-
-
-@cases("experiments", "what cannot be measured is refused")
-def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        rlsim.run(SMALL, overrides=changes)
 
 
 def test_all_cases_have_the_same_baseline() -> None:

@@ -16,7 +16,7 @@ from test_asynchronous import check_gpus
 
 import rlsim
 from rlsim.cli.running import _tables
-from rlsim.errors import ConfigError, RlsimError
+from rlsim.errors import ConfigError
 from rlsim.experiment.systems import parse_systems
 from rlsim.results.comparison.verdict import judge
 from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, online_dpo, ppo, remax
@@ -197,24 +197,6 @@ def test_dpo_generates_nothing_and_takes_one_batch_after_another() -> None:
     assert result.steps["step_time_s"].std() < 1e-9
     calls = result.calls.set_index(["step", "call"])
     assert calls.loc[(1, "ref_log_prob"), "start_at"] == calls.loc[(0, "train"), "end_at"]
-
-
-@pytest.mark.parametrize(
-    ("workflow", "models", "message"),
-    [
-        ({"algorithm": "pppo"}, {}, "unknown algorithm 'pppo'; did you mean 'ppo'"),
-        ({"algorithm": "ppo"}, {"critc": "qwen2.5-3b"}, "unknown model role for ppo 'critc'"),
-        ({"algorithm": "custom"}, {}, "calls and edges go with algorithm: custom"),
-        ({"algorithm": "nowhere:make"}, {}, "nowhere:make cannot be loaded"),
-        ({"algorithm": "json:dumps"}, {}, "json:dumps: json is a module of Python's standard library"),
-        ({"algorithm": "online_dpo", "responses": 4}, {}, "online_dpo trains on pairs: responses: 2, not 4"),
-        ({"edges": ["generate > train"]}, {}, "expected an edge such as `generate -> train`"),
-    ],
-)
-def test_workflows_with_a_mistake(workflow: dict[str, Any], models: dict[str, str], message: str) -> None:
-    with pytest.raises(RlsimError) as caught:
-        run(workflow=workflow, models=models)
-    assert message in str(caught.value)
 
 
 def test_a_sync_goes_from_training_to_the_same_model() -> None:
