@@ -274,13 +274,7 @@ def test_config_json_of_hugging_face(tmp_path: Path) -> None:
     assert tiny.parameters == 6400 + 64 + 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("Qwen/Qwen3-8B", "qwen3-8b"), ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
-        ("Qwen3-8B-Base", "qwen3-8b"), ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-7b"),
-    ],
-)  # fmt: skip
+@cases("architectures", "hugging face names are models")
 def test_hugging_face_names_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_model(name) == load_model(shape).model_copy(update={"note": load_model(name).note})

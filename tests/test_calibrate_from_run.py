@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import simpy
+from conftest import cases
 
 from rlsim.calibrate.from_run import FromRun, from_run
 from rlsim.calibrate.run_fit import HostTimes, doubts
@@ -244,29 +245,7 @@ def test_a_resumed_run_counts_as_logged_last_and_a_cut_line_is_left_out(tmp_path
     assert any("step 3" in note and "cut while being written" in note for note in log.notes)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "the file is empty"),
-        ("\n \n", "the file is empty"),
-        ("hello\nworld\n", "no metrics of a training step found; expected the console"),
-        # Public reports: means with deviations (verl#5637), and a step without its number (DeepEyes#14).
-        ("[tb.py:264] INFO - [45/58] : (avg (std), med) = ( 25.100 (1.1), 25.0)  # timing_s/gen\n", "no metrics of a"),
-        ("timing_s/gen:802.057 - timing_s/old_log_prob:293.286 - timing_s/step:2142.433\n", "no metrics of a"),
-        ("step:1 - timing_s/gen:61.3s - actor/lr:0.0\n", r"run.log:1: step 1: timing_s/gen is '61.3s', not a plain"),
-        ("step:1 - timing_s/gen:-1.0 - actor/lr:0.0\n", "timing_s/gen is -1, below zero"),
-        ('{"step": 1, "data": {"timing_s/gen": 1.0}}\n{"step": 2, "da\n{"step": 3}\n', r"run.log:2: not valid JSON"),
-        ('{"data": {"timing_s/gen": 1.0}}\n', r"run.log:1: no step number"),
-        ('{"step": 1, "data": 3}\n', r"run.log:1: data is not a record"),
-        ('[{"step": 1}, \n', r"not valid JSON"),
-        ("a,timing_s/gen\n1,2\n", "no step column"),
-        ("step,timing_s/gen\nx,2\n", r"run.log:2: the step number is 'x'"),
-        ("step,timing_s/gen\n1,2\n2,3,4,5\n", "not valid CSV: .*line 3"),
-        ("step,timing_s/gen\n1,fast\n", r"run.log:2: step 1: timing_s/gen is 'fast'"),
-        ("step,timing_s/gen\n", "a header and no rows"),
-        ("Step,a - timing_s/gen,b - timing_s/gen\n1,2,3\n", "timing_s/gen stands in more than one column"),
-    ],
-)  # fmt: skip
+@cases("calibrate_from_run", "damaged files are refused with their line")
 def test_damaged_files_are_refused_with_their_line(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=message):
         read_log(save(tmp_path, text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import BASE, Command
+from conftest import BASE, Command, cases
 
 from rlsim.experiment.run import check_experiment
 
@@ -37,16 +37,7 @@ def test_check_says_what_an_experiment_is(folder: Path, call: Command) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("cases.b={training.tp: 3}", "training: tp × pp × cp = 3 does not divide the 8 GPUs"),
-        ("cases.b={cluster: 8xa40}", "is for GPU 'h100-sxm', cluster '8xa40' has 'a40'"),
-        ("cases.b={memory_utilization: 0.05}", "no TP degree is feasible"),
-        ("systems.2={real: {method: x}}", "system 'real': method: expected"),
-        ("systems.2={plan: {calls: {generate: {gpus: 0-9}}}}", "system 'plan'"),
-    ],
-)
+@cases("check", "check finds what a later case has wrong")
 def test_check_finds_what_a_later_case_has_wrong(folder: Path, call: Command, change: str, message: str) -> None:
     (folder / "base.yaml").write_text(CASES, encoding="utf-8")
     for arguments in (("check", "base.yaml"), ("run", "base.yaml", "--out", "out")):

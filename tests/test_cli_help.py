@@ -134,17 +134,7 @@ def test_names_of_the_catalogue(names: complete.Completer, kind: str) -> None:
     assert names("?") == []
 
 
-@pytest.mark.parametrize(
-    ("asked", "has", "has_not"),
-    [
-        (("keys",), ("seeds", "workflow", "required"), ("workflow.prompts",)),
-        (("keys", "workflow.reward"), ("workflow.reward.judge.tp", "time ≥ 0", "0.01"), ("workflow.prompts",)),
-        (("keys", "axes", "--of", "sweep"), ("axes[].grid",), ("experiment",)),
-        (("policies", "pat"), ("profile_tokens_per_gpu", "131072", "[1, 2, 4, 8]"), ("rollpacker",)),
-        (("policies", "stream"), ("stream: ",), ("areal",)),
-        (("columns", "switches"), ("from_tp", "resharding the weights"), ("steps.parquet",)),
-    ],
-)
+@cases("cli_help", "what may be written and read is listed")
 def test_what_may_be_written_and_read_is_listed(
     asked: tuple[str, ...], has: tuple[str, ...], has_not: tuple[str, ...], call: Run
 ) -> None:

@@ -139,18 +139,8 @@ def test_one_step_off_scripts(tmp_path: Path) -> None:
     runs(draft, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("training", "rollout", "cluster"),
-    [
-        ((2, 6), (2, 2), "2x8xh100"),  # on the same nodes
-        ((2, 8), (1, 8), "3x8xh100"),  # on nodes of their own
-        ((1, 4), (1, 4), "8xh100"),
-        ((1, 8), (2, 4), "2x8xh100"),  # as whole nodes
-        ((1, 2), (1, 2), "4xgb200"),
-        ((1, 6), (1, 2), "2x4xgb200"),  # nodes of that GPU have four
-    ],
-)
-def test_nodes_of_both_sides(tmp_path: Path, training: tuple[int, int], rollout: tuple[int, int], cluster: str) -> None:
+@cases("frameworks", "nodes of both sides")
+def test_nodes_of_both_sides(tmp_path: Path, training: list[int], rollout: list[int], cluster: str) -> None:
     sides = {"trainer": training, "rollout": rollout}
     settings = [f"{side}.nnodes={n}" for side, (n, _) in sides.items()]
     settings += [f"{side}.n_gpus_per_node={gpus}" for side, (_, gpus) in sides.items()]

@@ -94,14 +94,7 @@ def test_more_nonsense(failing: Failing, kind: str, hook: str, body: str, messag
     assert message in told
 
 
-@pytest.mark.parametrize(
-    ("cluster", "hook", "body", "message"),
-    [
-        ("6xh100", "initial_tp(self, context)", "return 3", "TP 3 does not divide its 32 heads, "),
-        ("2x6xh100", "initial_tp(self, context)", "return 12", "TP 12 does not divide its 32 heads, "),
-        ("8xh100", "setup(self, context)", "context.costs.step(0)", "a replica has 1 GPU or more, not 0"),
-    ],
-)
+@cases("hooks", "a degree that the model has not")
 def test_a_degree_that_the_model_has_not(failing: Failing, cluster: str, hook: str, body: str, message: str) -> None:
     base = write(failing.folder, f"degree_{cluster[0]}", "RolloutControl", hook, body)
     told = failing(base=base.replace("8xh100", cluster).replace("tp: 4", "tp: 2"))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import cases
 
 import rlsim
 from rlsim.experiment.build import LoadedExperiment
@@ -188,17 +189,7 @@ def test_replicas_of_several_gpus_count_once() -> None:
     assert line.idle_s() == {"split_imbalance": pytest.approx(2 * 4.0), "length_skew": pytest.approx(2 * 2.0)}
 
 
-@pytest.mark.parametrize(
-    ("systems", "changes"),
-    [
-        ([{"verl": {"tp": 1}}, "pat", {"rlhfuse": {"tp": 1, "remaining": 0.25}}, {"stream": {}}], {}),
-        (["tail_batching", "rollpacker", "overcommit"], {"workflow.steps": 2}),
-        ([{"areal": {"tp": 1, "rollout_gpus": 4, "eta": 1}}, {"laminar": {"tp": 1, "rollout_gpus": 4}}],
-         {"workflow.steps": 3}),
-        ([{"openrlhf": {"tp": 1}}, {"trl": {"tp": 1}}, {"nemo_aligner": {"tp": 1}}],
-         {"workflow.algorithm": "ppo", "model": "qwen2.5-1.5b", "models": {"reward": "qwen2.5-1.5b"}}),
-    ],
-)  # fmt: skip
+@cases("experiments", "the causes are exactly the bubble")
 def test_the_causes_are_exactly_the_bubble(systems: list[Any], changes: dict[str, Any]) -> None:
     result = rlsim.run(SMALL, overrides={"systems": systems, "trace.cap": "1K", "seeds": 1, **changes})
     causes = idle_causes(result.steps, result.spans, result.responses, result.stays, result.calls, 8)

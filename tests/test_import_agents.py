@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import cases
 from dump_samples import jsonl, tokenizer
 
 from rlsim.errors import TraceError
@@ -144,19 +145,10 @@ def test_texts_of_turns(text: str, expected: list[str]) -> None:
     assert not expected or "".join(made + seen for made, seen, _ in texts_of(text)) == text
 
 
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [
-        ([1, 1, 1], None),
-        ([1, 1, 0], None),  # what is observed last is not part of the response
-        ([1, 0, 0, 1], [(1, 2), (1, 0)]),
-        ([0, 1, 0, 1, 0], [(2, 1), (1, 1)]),
-        ([0, 0], None),
-    ],
-)
-def test_turns_of_a_mask(mask: list[int], expected: list[tuple[int, int]] | None) -> None:
+@cases("import_near_misses", "turns of a mask")
+def test_turns_of_a_mask(mask: list[int], expected: list[list[int]] | None) -> None:
     found = turns_of_mask(mask)
-    assert (found and [turn[:2] for turn in found]) == expected
+    assert (found and [list(turn[:2]) for turn in found]) == expected
 
 
 @pytest.mark.parametrize(

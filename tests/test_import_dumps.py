@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from conftest import cases
 from dump_samples import (
     areal,
     areal_row,
@@ -133,14 +134,7 @@ def test_a_large_dump_is_never_in_memory_at_once(tmp_path: Path) -> None:
     assert peak < size / 4
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("Qwen/Qwen3-8B", "no such file or folder.*rlsim downloads nothing"),
-        ("empty", "holds no tokenizer.json"),
-        ("bad.json", "not a readable tokenizer.json"),
-    ],
-)
+@cases("import_near_misses", "tokenizers that are none")
 def test_tokenizers_that_are_none(tmp_path: Path, path: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.json").write_text("{}")

@@ -87,17 +87,7 @@ def test_wrong_types(tmp_path: Path, row: Callable[[], Row], change: Row, messag
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"status": "done"}, "sample 1: status should be one of pending, completed, truncated, aborted, failed"),
-        ({"response_length": -1}, "sample 1: response_length should be a whole number"),
-        ({"response_length": 99}, "sample 1: response_length 99 is more than the 7 tokens"),
-        ({"reward": "good"}, "sample 1: reward should be a number"),
-        ({"response_length": None, "response_len": 4}, "sample 1: no 'response_length'.*did you mean 'response_len'"),
-        (None, "sample 1: expected a dictionary"),
-    ],
-)
+@cases("import_near_misses", "slime wrong values")
 def test_slime_wrong_values(tmp_path: Path, change: Row | None, message: str) -> None:
     sample = slime_sample(0, "q", 3, 4, **(change or {}))
     whole = {key: value for key, value in sample.items() if (change or {}).get(key, 0) is not None}

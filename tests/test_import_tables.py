@@ -22,17 +22,7 @@ def saved(folder: Path, text: str, name: str = "t.csv") -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize(
-    ("layout", "prompts", "responses", "arrivals"),
-    [
-        ("azure", [4808, 3180, 110], [10, 8, 27], [0.0, 0.052, 2.0]),
-        ("azure 2024", [2162, 2399], [5, 6], [0.00993, 0.0]),
-        ("azure 2025", [100, 900], [5, 6], [0.0, 2.0]),
-        ("burstgpt", [472, 417], [18, 276], [0.0, 105.5]),
-        ("burstgpt 3", [906, 36], [446, 29], [0.0, 51.0]),
-        ("mooncake", [100, 101, 102, 103], [50, 51, 52, 53], [0.0, 3.0, 6.0, 9.0]),
-    ],
-)
+@cases("import_near_misses", "tables that are read")
 def test_tables(tmp_path: Path, layout: str, prompts: list[int], responses: list[int], arrivals: list[float]) -> None:
     trace = import_trace(layouts(tmp_path)[layout])
     assert trace.frame["prompt_tokens"].tolist() == prompts

@@ -642,30 +642,7 @@ def test_every_start_condition_has_a_source_and_words_for_its_names() -> None:
     assert len({row.refused + row.of + row.until for row in conditions()}) == len(conditions())
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, ""),
-        ({"engine": {"max_num_batched_tokens": 512, "max_num_seqs": 1024}}, "512 is below max_num_seqs 1,024"),
-        ({"engine": {"max_num_batched_tokens": 512}}, ""),  # vLLM takes as few sequences then
-        ({"engine": {"max_num_batched_tokens": 512, "chunked_prefill": False}}, "must hold the longest sequence"),
-        ({"training": {"backend": "megatron", "tp": 8}}, ""),  # two GPUs have a KV head, since core 0.16
-        ({"training": {"backend": "megatron", "tp": 8}, "framework": "veRL 0.6"}, "TP 8 does not divide the 4"),
-        ({"training": {"backend": "megatron", "tp": 6}}, "TP 6 is neither a divisor nor a multiple"),
-        ({"training": {"backend": "megatron", "pp": 8}}, "8 pipeline stages do not divide the 28 layers"),
-        ({"training": {"backend": "megatron", "pp": 8}, "framework": "veRL 0.9"}, ""),  # its keys may deal
-        ({"training": {"zero_stage": 1}}, "it has no ZeRO 1"),
-        ({"training": {"zero_stage": 0}}, ""),  # NO_SHARD
-        ({"training": {"pp": 2}, "framework": "veRL 0.9"}, "FSDP has no pipeline stages (2) in veRL"),
-        ({"training": {"pp": 2, "offload": True}, "framework": "NeMo-RL 0.7"}, "DTensor has no pipeline stages (2)"),
-        ({"training": {"cp": 8}, "framework": "veRL 0.9"}, "neither with 28 heads"),
-        ({"training": {"tp": 2}, "framework": "veRL 0.9"}, "FSDP has no TP (2) in veRL"),
-        ({"training": {"mini_batches": 7}, "framework": "veRL 0.8"}, "7 mini-batches of 8"),
-        ({"workflow": {"prompts": 9, "responses": 5}, "framework": "veRL 0.8"}, "among 8 ranks"),
-        ({"framework": "NeMo-RL"}, "training states leave the GPUs"),
-        ({"framework": "NeMo-RL", "systems": [{"name": "s", "use": [{"verl": {"tp": 2}}, {"split": {}}]}]}, ""),
-    ],
-)
+@cases("init", "an experiment that its engine or framework would not start with")
 def test_an_experiment_that_its_engine_or_framework_would_not_start_with(
     tmp_path: Path, settings: dict[str, Any], said: str
 ) -> None:

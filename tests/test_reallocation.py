@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Talk
+from conftest import Talk, cases
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives, CollectiveTime
@@ -290,27 +290,9 @@ def test_pairs_are_computed_once() -> None:
     assert len(asked) == seen
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "expected"),
-    [
-        # nodes of eight GPUs; with none in common how far apart does not matter, and the source comes first
-        ((8, 8), (24, 8), (0, 8)),
-        ((24, 8), (8, 8), (0, 8)),
-        ((8, 8), (0, 8), (0, 8)),
-        ((0, 8), (8, 8), (0, 8)),
-        ((12, 4), (28, 4), (4, 12)),  # where in its node each begins does
-        ((16, 16), (40, 8), (0, 16)),
-        # a node in common: both keep their distance
-        ((8, 8), (12, 4), (0, 4)),
-        ((12, 4), (8, 4), (4, 0)),
-        ((8, 16), (16, 8), (0, 8)),
-        ((16, 8), (8, 16), (8, 0)),
-    ],
-)
-def test_pairs_are_moved_to_the_first_nodes(
-    source: tuple[int, int], target: tuple[int, int], expected: tuple[int, int]
-) -> None:
+@cases("cost", "pairs are moved to the first nodes")
+def test_pairs_are_moved_to_the_first_nodes(source: list[int], target: list[int], expected: list[int]) -> None:
     """Meshes by first GPU and size."""
     found = canonical(H100, *(at(first, dp=gpus) for first, gpus in (source, target)))
-    assert tuple(layout.first_gpu for layout in found) == expected
+    assert [layout.first_gpu for layout in found] == expected
     assert [layout.gpus for layout in found] == [source[1], target[1]]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Command
+from conftest import Command, cases
 
 from rlsim.errors import CapacityError, RlsimError
 from rlsim.experiment.load import parse_overrides
@@ -145,17 +145,7 @@ def test_a_way_out_is_enough_for_the_longest_that_may_meet() -> None:
 # ---- the worst that can meet -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("source", "arguments", "expected"),
-    [
-        # 4 · 28,672 tokens: 4 bytes for each of 152,064 logits are 69.76 GB; log-probs of 8 have twice as many
-        ("16/run.sh", ["--gpu", "h100"], r"old_log_prob with 8 of 28,672 tokens .* logits 139\.52 GB .* = 143\.85 GB"),
-        ("16/dyn.sh", ["--gpu", "h100"], r"does not run as it stands: .* logits 69\.76 GB .*= 103\.57 GB > 85\.03"),
-        # torch's log_softmax: 16 bytes for each of 152,064 logits, already at the mean length
-        ("23/nemo.yaml", ["--gpu", "h100"], r"does not run as it stands: .* logits 76\.83 GB .* = 106\.81 GB > 85\.03"),
-        ("11/run.sh", ["--gpu", "h800"], r"does not run as it stands: .* logits 14\.95 GB .*= 113\.15 GB > 85\.03"),
-    ],
-)
+@cases("experiments", "reported ooms are refused or warned of")
 def test_reported_ooms_are_refused_or_warned_of(
     source: str, arguments: list[str], expected: str, call: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser import open_page
-from conftest import invoke
+from conftest import cases, invoke
 
 import rlsim
 from rlsim.base.charts import save_chart, vega_script
@@ -289,15 +289,7 @@ def test_baseline_and_best_other_at_the_median_step_are_shown(result: Result) ->
     assert (chosen.case, chosen.systems, chosen.seed, chosen.step) == ("<b>1K</b>", ("pat",), 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"case": "2k"}, "did you mean '2K'"),
-        ({"systems": ["patt"]}, "did you mean 'pat'"),
-        ({"seed": 7}, "the results have no seed 7, only 0 to 1"),
-        ({"step": 2}, "the results have no step 2, only 0 to 1"),
-    ],
-)
+@cases("report", "what was not run cannot be shown")
 def test_what_was_not_run_cannot_be_shown(result: Result, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(RlsimError, match=re.escape(message)):
         choose(result, **asked)

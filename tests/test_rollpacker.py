@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import cases
 from test_asynchronous import check_gpus
 
 import rlsim
@@ -228,15 +229,7 @@ def test_a_resident_judge_takes_memory_from_training_and_training_from_the_judge
     assert 0 < joined.capacity_pages < 0.95 * alone.capacity_pages  # optimizer states stay
 
 
-@pytest.mark.parametrize(
-    ("training", "parts"),
-    [
-        ({"tp": 1}, ["tail_batching", "stream"]),
-        ({"tp": 4}, ["async_reward"]),
-        ({"tp": 4}, ["dynamic_sampling", "stream"]),
-        ({"tp": 4, "pp": 2}, ["stream"]),
-    ],
-)
+@cases("experiments", "a judge whose gpus train in pieces gets them in time")
 def test_a_judge_whose_gpus_train_in_pieces_gets_them_in_time(parts: list[Any], training: dict[str, int]) -> None:
     """A replica of training that spans GPUs of the rollout and of the judge must not keep the judge from its own."""
     found = rlsim.run(

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import simpy
+from conftest import cases
 from plan_problems import GIB, fits, ppo_node, random_graph, random_ppo, schedule, table
 
 from evidence.validate import parts
@@ -356,14 +357,7 @@ def test_no_plan_takes_less_than_the_bound_of_all():
 # Searches.
 
 
-@pytest.mark.parametrize(
-    ("scaling", "memory_gib", "evaluations", "best"),  # the best of all 4e12 plans, as branch and bound once proved
-    [
-        (1.0, 60, 10_000, 72.92026202442196),
-        (0.8, 80, 20_000, 102.83144164715375),
-        (0.6, 80, 60_000, 137.96584560407342),
-    ],
-)
+@cases("plans", "descent reaches the optimum of a node within a percent")
 def test_descent_reaches_the_optimum_of_a_node_within_a_percent(scaling, memory_gib, evaluations, best):
     problem = ppo_node(seed=3, scaling=scaling, memory_gib=memory_gib)
     found = descent(problem, Budget(evaluations=evaluations))

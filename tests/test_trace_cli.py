@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Command, invoke
+from conftest import Command, cases, invoke
 
 from rlsim.base.catalogue import data_dir
 from rlsim.errors import RlsimError, TraceError
@@ -51,17 +51,7 @@ def test_import_writes_a_trace(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "out.parquet").meta.cap_tokens == 1024
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--column", "response_tokens"], "--column response_tokens: expected OURS=THEIRS"),
-        (["--column", "response_tokens=n"], "no column 'n'"),
-        (["--cap", "16Q"], "--cap: unknown unit 'Q'"),
-        (["--cap", "0"], "--cap: expected at least 1 token"),
-        (["--format", "csvv"], "unknown format 'csvv'; did you mean 'csv'"),
-        ([], "no column 'response_tokens'"),
-    ],
-)
+@cases("trace_files", "bad imports leave no file")
 def test_bad_imports_leave_no_file(tmp_path: Path, arguments: list[str], message: str) -> None:
     small().rename(columns={"response_tokens": "n_out"}).to_csv(tmp_path / "in.csv", index=False)
     with pytest.raises(RlsimError, match=message):

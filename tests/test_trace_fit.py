@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import cases
 
 from rlsim.errors import ConfigError, TraceError
 from rlsim.trace import Trace, TraceMeta, make_trace, read_trace
@@ -135,15 +136,7 @@ def fitted(file: str) -> LengthFit:
 
 
 @real
-@pytest.mark.parametrize(
-    ("file", "ks", "better"),
-    [
-        ("aime8_r1distill1.5b.parquet", 0.012, 5),
-        ("rgym3_qwen2.5_3b_instruct.parquet", 0.03, 5),
-        ("prod_servegen_deepseek_r1.parquet", 0.06, 1.3),
-        ("prod_azure2023_conv.parquet", 0.07, 3),
-    ],
-)
+@cases("trace_files", "real traces are fitted better by two lognormals")
 def test_real_traces_are_fitted_better_by_two_lognormals(file: str, ks: float, better: float) -> None:
     good = fitted(file).goodness
     assert good.ks < ks

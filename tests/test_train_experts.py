@@ -59,17 +59,7 @@ def cost(strategy: TrainStrategy, collectives: Any = None, cluster: Cluster = NO
 # Degrees ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "cut", "copies"),
-    [
-        ({"dp": 32}, 1, 32),
-        ({"dp": 8, "tp": 4}, 4, 8),  # as the rest: TP cuts experts too
-        ({"dp": 16, "tp": 2, "ep": 8}, 8, 4),  # every expert whole
-        ({"dp": 16, "tp": 2, "ep": 8, "expert_tp": 2}, 16, 2),
-        ({"dp": 16, "tp": 2, "expert_tp": 1}, 1, 32),
-        ({"dp": 4, "tp": 2, "cp": 2, "pp": 2, "ep": 16}, 16, 1),  # over TP, CP and DP of a stage
-    ],
-)
+@cases("cost", "experts are cut over neighbours of a stage")
 def test_experts_are_cut_over_neighbours_of_a_stage(given: dict[str, int], cut: int, copies: int) -> None:
     strategy = TrainStrategy(**given)  # type: ignore[arg-type]
     assert strategy.gpus == 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from conftest import cases
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all
@@ -24,14 +25,7 @@ WHOLE = KNOWN.operators.decode_attention.model_copy(update={"windows": {}})
 CALIBRATION = KNOWN.model_copy(update={"operators": KNOWN.operators.model_copy(update={"decode_attention": WHOLE})})
 
 
-@pytest.mark.parametrize(
-    ("model", "tp", "calibration", "pp", "contexts", "jumps"),
-    [  # jumps are cut where one outgrows its window, or enters another chunk
-        ("gemma-3-4b", 2, "h100-vllm", 2, [3, 300, 700, 1000, 1024, 1500, 4000, 9000], 5),
-        ("gemma-3-4b", 2, "h100-sglang", 1, [3, 300, 700, 1000, 1024, 1500, 4000, 9000], 5),
-        ("llama-4-scout-17b-16e", 8, "h100-vllm", 1, [1, 8000, 8191, 8192, 8193, 12_000, 16_300, 40_000], 6),
-    ],
-)
+@cases("cost", "a jump under real costs is the sum of its steps")
 def test_a_jump_under_real_costs_is_the_sum_of_its_steps(
     model: str, tp: int, calibration: str, pp: int, contexts: list[int], jumps: int
 ) -> None:
