@@ -18,7 +18,7 @@ from browser import open_page
 from conftest import cases, invoke
 
 import rlsim
-from rlsim.base.charts import save_chart, vega_script
+from rlsim.base.charts import chart_spec, save_chart, vega_script
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
 from rlsim.models.hardware import load_cluster
@@ -163,7 +163,7 @@ def test_every_switch_is_a_rule_in_the_chart_of_generation(result: Result) -> No
     (chart,) = (one.chart for one in report_page(result, choice).figures if one.id == "generation-1")
     switches = choice.rows(result.switches, "pat").query("step == @choice.step")
     assert len(switches) > 0
-    assert any(len(rows) == len(switches) and "from_tp" in rows[0] for rows in chart.to_dict()["datasets"].values())
+    assert any(len(rows) == len(switches) and "from_tp" in rows[0] for rows in chart_spec(chart)["datasets"].values())
 
 
 def test_the_same_results_make_the_same_page(page: Path, result: Result, tmp_path: Path) -> None:

@@ -1,22 +1,59 @@
-"""Charts as files: pages that load nothing, SVG and PNG."""
+"""Charts from templates in Vega-Lite, and as files: pages that load nothing, SVG and PNG."""
 
 from __future__ import annotations
 
+import json
+import re
 import struct
 import zlib
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlsim.base.catalogue import DATA
 from rlsim.base.output import GENERATOR, PNG_MARK, SVG_MARK, atomic_path
+from rlsim.base.reading import plain, read_yaml
+from rlsim.base.refusals import code_of
 from rlsim.errors import ConfigError, RlsimError, printable
 
 CHART_SUFFIXES = (".html", ".svg", ".png")
 _PNG_HEAD_BYTES = 33
 #: A page that holds everything it needs.
 OFFLINE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.4.1.json"
+#: A field of the data, and its type.
+_FIELD = re.compile(r"([\w ]+):([QN])")
+_TYPES = {"Q": "quantitative", "N": "nominal"}
+
+
+@cache
+def templates(name: str) -> dict[str, Any]:
+    """The charts of a table of `rlsim/data/vega`, whose heads say how they are written."""
+    found: dict[str, Any] = plain(read_yaml(DATA / "vega" / f"{name}.yaml"))
+    return found
+
+
+def drawn(template: Any, known: Mapping[str, Any]) -> Any:
+    """A template with the values of its expressions over what is `known`."""
+    if isinstance(template, str):
+        if template.startswith("="):
+            return eval(code_of(template[1:].strip()), {**known})
+        found = _FIELD.fullmatch(template)
+        return {"field": found[1], "type": _TYPES[found[2]]} if found else template
+    if isinstance(template, list):
+        there = (
+            one for one in template if not isinstance(one, dict) or eval(code_of(one.get("if", "True")), {**known})
+        )
+        return [drawn(one, known) for one in there]
+    if not isinstance(template, dict):
+        return template
+    of = drawn(template["of"], known) if "of" in template else {}
+    of = drawn(of, known) if isinstance(of, str) else of
+    items = ((key, drawn(value, known)) for key, value in template.items() if key not in ("of", "if"))
+    return {**of, **{key: value for key, value in items if value is not ...}}
 
 
 def check_chart_path(path: Path, error: type[RlsimError] = ConfigError) -> None:
@@ -28,7 +65,7 @@ def check_chart_path(path: Path, error: type[RlsimError] = ConfigError) -> None:
 
 
 def save_chart(figure: Any, path: Path, error: type[RlsimError] = ConfigError) -> None:
-    """An Altair chart as .html (which holds everything it needs), .svg or .png; raises `error` for another ending."""
+    """A chart as .html (which holds everything it needs), .svg or .png; raises `error` for another ending."""
     check_chart_path(path, error)
     with atomic_path(path, error) as temporary:
         if path.suffix == ".html":
@@ -48,16 +85,27 @@ def save_chart(figure: Any, path: Path, error: type[RlsimError] = ConfigError) -
 
 
 def chart_spec(figure: Any) -> Any:
-    """An Altair chart as Vega-Lite, its texts printable: a control character in one ends the process that draws it."""
+    """A chart as Vega-Lite, data that it has more than once only once, its texts printable.
+
+    A control character in one ends the process that draws it.
+    """
+    datasets: dict[str, Any] = {}
 
     def clean(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {clean(key): clean(item) for key, item in value.items()}
+            made = {clean(key): clean(item) for key, item in value.items()}
+            if [*made] != ["values"]:
+                return made
+            name = f"data-{zlib.crc32(json.dumps(made).encode()):08x}"
+            datasets[name] = made["values"]
+            return {"name": name}
         if isinstance(value, list | tuple):
             return [clean(item) for item in value]
         return printable(value) if isinstance(value, str) else value
 
-    return clean(figure.to_dict())
+    if not isinstance(figure, dict):
+        return clean(figure.to_dict())
+    return {"$schema": _SCHEMA, **clean(figure), "datasets": datasets}
 
 
 def _chart_page(figure: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from rlsim.base.charts import drawn, templates
 from rlsim.cost.memory import RESERVED_BYTES
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
@@ -153,15 +154,8 @@ def search_plan(
 
 def improvement_chart(report: PlanReport) -> Any:
     """The best plan's seconds over the time of the search."""
-    import altair as alt
-
     found = report.found
-    points = [(i.elapsed_s, i.best_cost_s) for i in found.improvements]
-    frame = pd.DataFrame([*points, (found.elapsed_s, found.cost_s)], columns=["elapsed_s", "best_s"])
-    x = alt.X("elapsed_s:Q", title="time of the search (s)", scale=alt.Scale(type="log", nice=False))
-    y = alt.Y("best_s:Q", title="best iteration time so far (s)", scale=alt.Scale(zero=False))
-    line = alt.Chart(frame).mark_line(interpolate="step-after", color="#1f5a94").encode(x=x, y=y)
-    dots = alt.Chart(frame.iloc[:-1]).mark_circle(size=30, opacity=1, color="#1f5a94").encode(x=x, y=y)
-    subtitle = f"{found.method}, seed {found.seed}: {found.evaluations:,} of {report.space.problem.space:.2g} plans"
-    title = alt.TitleParams(f"{report.experiment.name}: search of a plan", subtitle=subtitle, anchor="start")
-    return (line + dots).properties(width=520, height=260, title=title)
+    points = [*((one.elapsed_s, one.best_cost_s) for one in found.improvements), (found.elapsed_s, found.cost_s)]
+    told = f"{found.method}, seed {found.seed}: {found.evaluations:,} of {report.space.problem.space:.2g} plans"
+    rows = [{"elapsed_s": elapsed_s, "best_s": best_s} for elapsed_s, best_s in points]
+    return drawn(templates("plan")["search"], {"name": report.experiment.name, "told": told, "points": rows})

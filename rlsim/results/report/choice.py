@@ -30,10 +30,10 @@ class Choice:
         rows = self.rows(table, system)
         return rows[rows["step"] == self.step]
 
-    def titled(self, title: str, result: Result, system: str) -> str:
-        """A title, with the kind of the step's round if there are several kinds."""
+    def round(self, result: Result, system: str) -> str:
+        """The end of a title that tells the kind of the step's round, if there are several kinds."""
         kind = str(self.step_rows(result.steps, system)["round"].iloc[0])
-        return f"{title} ({kind} round)" if kind else title
+        return f" ({kind} round)" if kind else ""
 
     @property
     def text(self) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import altair as alt
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -13,10 +12,10 @@ import pandas as pd
 from rlsim.experiment.frames import gpu_seconds
 from rlsim.experiment.result import Result
 from rlsim.results.report.choice import Choice
-from rlsim.results.report.page import Block, Figure, Section, Text
+from rlsim.results.report.page import Block, Section, Text, figure
 from rlsim.results.report.setups import CaseSetup
 from rlsim.results.report.shares import exclusive
-from rlsim.results.report.style import FAINT, along, by_name, data, exactly, finished, kind_colours
+from rlsim.results.report.style import chart, kind_colours
 
 Floats = npt.NDArray[np.float64]
 MOST_GPUS = 32  # drawn one by one
@@ -142,31 +141,6 @@ def _stretches(times: Floats, base: Floats, top: Floats, row: int) -> pd.DataFra
     )
 
 
-def gantt_chart(shown: Gantt, system: str, colours: dict[str, str], until_s: float) -> Any:
-    """Work on the GPUs of one step; one row per GPU, or per group of nodes."""
-    rows = len(shown.rows)
-    each = 22 if rows <= 16 else 15
-    present = {kind: colour for kind, colour in colours.items() if kind in set(shown.marks["kind"])}
-    labels = "[" + ",".join(f"'{row}'" for row in shown.rows) + "]"
-    names = {"values": [row + 0.5 for row in range(rows)], "labelExpr": f"{labels}[floor(datum.value)]"}
-    scale = alt.Scale(domain=[0, rows], reverse=True, nice=False)
-    marks = alt.Chart(data(shown.marks)).mark_rect(strokeWidth=0.5)  # in the fill's colour: no seams between neighbours
-    chart = marks.encode(
-        x=along(alt.X, "start_s", "time since the step began (s)", exactly(0, until_s), format=",~f", tickCount=10),
-        x2="end_s:Q",
-        y=along(alt.Y, "low", None, scale, **names, grid=False, ticks=False, labelColor=FAINT),
-        y2="high:Q",
-        color=by_name(alt.Color, "kind", present),
-        stroke=by_name(alt.Stroke, "kind", present),
-        tooltip=[
-            "kind:N",
-            alt.Tooltip("what:N", title="where"),
-            *(alt.Tooltip(f"{end}_s:Q", format=".2f") for end in ("start", "end")),
-        ],
-    )
-    return finished(chart.properties(height=max(each * rows, 80)), description=f"Work on each GPU under {system}")
-
-
 def timeline_section(result: Result, choice: Choice, setup: CaseSetup) -> Section:
     """GPU timeline of the chosen step, one chart per system."""
     blocks: list[Block] = [Text(choice.text)]
@@ -174,21 +148,9 @@ def timeline_section(result: Result, choice: Choice, setup: CaseSetup) -> Sectio
     found = {system: gantt(result, choice, system, setup.gpus, setup.gpus_per_node) for system in choice.systems}
     until = max(shown.duration_s for shown in found.values())
     for number, (system, shown) in enumerate(found.items(), 1):
-        chart = gantt_chart(shown, system, colours, until)
-        title = choice.titled(f"GPUs under {system}: {shown.duration_s:,.1f} s", result, system)
-        blocks.append(Figure(f"timeline-{number}", title, chart, _timeline_caption(shown)))
+        present = {kind: colour for kind, colour in colours.items() if kind in set(shown.marks["kind"])}
+        known = {"names": shown.rows, "middles": [row + 0.5 for row in range(len(shown.rows))], "until_s": until}
+        drawn = chart("timeline", marks=shown.marks, system=system, colours=present, **known)
+        told = {"system": system, "shown": shown, "round": choice.round(result, system)}
+        blocks.append(figure("timeline", drawn, f"timeline-{number}", **told))
     return Section("timeline", "What every GPU did", tuple(blocks))
-
-
-def _timeline_caption(shown: Gantt) -> str:
-    if shown.grouped:
-        return (
-            "Each row is a group of GPUs; the height that a colour takes of a row is the share of its GPUs that did "
-            f"this work, in intervals of {shown.resolution_s:.2g} s. White is idle."
-        )
-    text = "Each row is a GPU; a block over several rows is one replica or call on all of them. White is idle. "
-    if shown.beside:
-        text += "A narrow strip at a row's lower edge is work beside other work on the same GPU. "
-    return text + (
-        f"Gaps below {shown.resolution_s:.2g} s are not drawn." if shown.resolution_s else "Every gap is drawn."
-    )

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-import altair as alt
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from rlsim.experiment.result import Result
 from rlsim.results.report.choice import Choice
-from rlsim.results.report.page import Block, Figure, Section, Text
+from rlsim.results.report.page import Block, Section, Text, figure
 from rlsim.results.report.setups import CaseSetup
-from rlsim.results.report.style import ENGINE, SWITCH, TP_SHADES, WIDTH, along, by_name, data, exactly, finished
+from rlsim.results.report.style import ENGINE, TP_SHADES, WIDTH, chart, part
 
 Floats = npt.NDArray[np.float64]
 MOMENTS = 300
@@ -104,52 +103,21 @@ def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) ->
 
     The axes end at `until_s` seconds, `most` active sequences and all `gpus`, so that systems can be compared.
     """
-    scale = exactly(0, until_s)
-    rules = _switches(shown.switches, scale)
-    active = _sequences(shown.sequences, "active", "active sequences", ENGINE["decode"], [0, most], scale)
-    batch = _sequences(shown.sequences, "batch", "per replica", "#009E73", alt.Undefined, scale)
-    panels = ((active, rules, 130), (batch, rules, 100), (_layouts(shown.tp, gpus, scale), rules, 110))
-    stacked = [alt.layer(one, *over).properties(width=_PANEL, height=height) for one, over, height in panels]
-    chart = alt.vconcat(*stacked, spacing=8).resolve_scale(color="independent")
-    return finished(chart, description=f"Generation under {shown.system}: active sequences, batch, TP", fit=False)
-
-
-def _seconds(title: str | None, scale: Any) -> Any:
-    """The axis of time; without a title, without labels."""
-    return along(alt.X, "at_s", title, scale, labels=title is not None, format=",~f", tickCount=10)
-
-
-def _sequences(frame: pd.DataFrame, column: str, title: str, colour: str, domain: Any, scale: Any) -> Any:
-    y = along(alt.Y, column, title, alt.Scale(domain=domain, nice=True), minExtent=48, format=",~f", tickCount=4)
-    base = alt.Chart(data(frame)).encode(x=_seconds(None, scale), y=y)
-    area = base.mark_area(interpolate="step-after", color=colour, opacity=0.18)
-    return area + base.mark_line(interpolate="step-after", color=colour, strokeWidth=1.8)
-
-
-def _layouts(frame: pd.DataFrame, gpus: int, scale: Any) -> Any:
-    """GPUs at work by TP degree, stacked."""
-    degrees = sorted({int(tp) for tp in frame["tp"]})
+    pairs = shown.switches["from_tp"].astype(str) + "→" + shown.switches["to_tp"].astype(str)
+    over_time = {"until_s": until_s, "width": _PANEL, "switches": shown.switches.assign(text=pairs)}
+    active = {"column": "active", "y_title": "active sequences", "colour": ENGINE["decode"], "height": 130}
+    batch = {"column": "batch", "y_title": "per replica", "colour": "#009E73", "height": 100}
+    look = {"frame": shown.sequences, "title": ..., "x_title": None, "extent": 48, "ticks": 4, "stroke": 1.8}
+    degrees = sorted({int(tp) for tp in shown.tp["tp"]})
     shades = {f"TP {tp}": TP_SHADES[min(tp.bit_length() - 1, len(TP_SHADES) - 1)] for tp in degrees}
-    rows = data(frame.assign(degree="TP " + frame["tp"].astype(str)))
-    area = alt.Chart(rows).mark_area(interpolate="step-after", stroke="#FFFFFF", strokeWidth=0.4)
-    height = along(alt.Y, "gpus", "GPUs by TP degree", exactly(0, gpus), minExtent=48, tickCount=4, format=",~f")
-    return area.encode(
-        x=_seconds("time since generation began (s)", scale),
-        y=height.stack("zero"),
-        color=by_name(alt.Color, "degree", shades),
-        order="tp:Q",
-    )
-
-
-def _switches(switches: pd.DataFrame, scale: Any) -> list[Any]:
-    """A rule for every switch; none without switches."""
-    if switches.empty:
-        return []
-    rows = switches.assign(text=switches["from_tp"].astype(str) + "→" + switches["to_tp"].astype(str))
-    at, pause = (alt.Tooltip(f"{name}_s:Q", format=".2f", title=f"{name} (s)") for name in ("at", "pause"))
-    rules = alt.Chart(data(rows)).mark_rule(color=SWITCH, strokeWidth=1.4, strokeDash=[4, 2])
-    told = [at, "node:N", alt.Tooltip("text:N", title="TP"), pause]
-    return [rules.encode(x=alt.X("at_s:Q", scale=scale), tooltip=told)]
+    layouts = {"frame": shown.tp.assign(degree="TP " + shown.tp["tp"].astype(str)), "shades": shades, "gpus": gpus}
+    panels = [
+        part("sequences", y_scale={"domain": [0, most], "nice": True}, **active, **look, **over_time),
+        part("sequences", y_scale={"nice": True}, **batch, **look, **over_time),
+        part("layouts", **layouts, **over_time),
+    ]
+    what = f"Generation under {shown.system}: active sequences, batch, TP"
+    return chart("panels", panels=panels, spacing=8, colours="independent", description=what)
 
 
 def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Section:
@@ -162,17 +130,10 @@ def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Sect
         if shown is None:
             blocks.append(Text(f"{system} generated nothing in this step."))
             continue
-        count = len(shown.switches)
-        caption = (
-            "Top: sequences in prefill or decoding. Middle: these, divided by the replicas at work. "
-            "Bottom: GPUs at work, by TP degree (times PP, if a plan pipelines generation); white is idle or paused. "
-            f"{MOMENTS} moments are drawn. "
-        )
-        caption += "All systems have the same time axis. " if len(found) > 1 else ""
         degrees = Counter(zip(shown.switches["from_tp"], shown.switches["to_tp"], strict=True))
         changes = ", ".join(f"{before}→{after} ×{times}" for (before, after), times in degrees.most_common())
-        caption += f"Dashed: {count} change{'s' if count > 1 else ''} of a node's TP ({changes})." if count else ""
-        caption += "" if count else "No node changed its TP."
-        title = choice.titled(f"Generation under {system}", result, system)
-        blocks.append(Figure(f"generation-{number}", title, generation_chart(shown, until, most, setup.gpus), caption))
+        told = {"switches": len(shown.switches), "changes": changes, "moments": MOMENTS, "systems": len(found)}
+        told |= {"system": system, "round": choice.round(result, system)}
+        drawn = generation_chart(shown, until, most, setup.gpus)
+        blocks.append(figure("generation", drawn, f"generation-{number}", **told))
     return Section("generation", "Generation over time", tuple(blocks))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import altair as alt
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -14,7 +13,7 @@ from rlsim.experiment.result import Result
 from rlsim.results.report.page import Block, Section, Table, Text
 from rlsim.results.report.setups import CaseSetup
 from rlsim.results.report.shares import RUN
-from rlsim.results.report.style import CAP, DASHES, GREY, SERIES, along, by_name, data, finished
+from rlsim.results.report.style import DASHES, GREY, SERIES, chart
 
 _POINTS = 250  # of a curve
 _OTHERS = "others"
@@ -58,40 +57,26 @@ def survival(tokens: npt.NDArray[np.int64]) -> pd.DataFrame:
 def lengths_chart(groups: list[Lengths], cap_tokens: int) -> Any:
     """Share of responses of at least so many tokens, one line per set of lengths, the cap as a rule."""
     names = [_name(group.systems, len(groups)) if i < len(SERIES) else _OTHERS for i, group in enumerate(groups)]
-    curves = [
+    parts = [
         survival(group.tokens).assign(series=name, line=i)
         for i, (group, name) in enumerate(zip(groups, names, strict=True))
     ]
-    rows = pd.concat(curves, ignore_index=True)
-    rows["tokens"] = rows["tokens"].clip(lower=1)  # there is no zero on a log axis
+    curves = pd.concat(parts, ignore_index=True)
+    curves["tokens"] = curves["tokens"].clip(lower=1)  # there is no zero on a log axis
     shown = list(dict.fromkeys(names))
-    colours = dict(zip(shown, [*SERIES[: len(groups)], GREY], strict=False))
-    dashes = dict(zip(shown, [*map(list, DASHES[: len(groups)]), [1, 0]], strict=False))
-    low = max(float(min(group.tokens[0] for group in groups)), 1)
     high = max(int(max(group.tokens[-1] for group in groups)), cap_tokens)
-    low = min(low, high / 2)  # where all are equal there is still an axis
-    scale, ticks = alt.Scale(type="log", domain=[low, high * 1.04], nice=False), _ticks(low, high)
-    title = "response length (tokens, log scale)"
-    x = along(alt.X, "tokens", title, scale, values=ticks, format=",d", labelOverlap="greedy")
-    y = along(alt.Y, "share", "responses at least this long", alt.Scale(domain=[0, 1]), format=".0%")
-    line = alt.Chart(data(rows)).mark_line(interpolate="step-before", strokeWidth=2)
-    line = line.encode(
-        x=x,
-        y=y,
-        detail="line:N",
-        color=by_name(alt.Color, "series", colours, key=len(shown) > 1),
-        strokeDash=by_name(alt.StrokeDash, "series", dashes, key=len(shown) > 1),
+    low = min(max(float(min(group.tokens[0] for group in groups)), 1), high / 2)  # where all are equal there is an axis
+    return chart(
+        "lengths",
+        curves=curves,
+        low=low,
+        high=high,
+        ticks=_ticks(low, high),
+        colours=dict(zip(shown, [*SERIES[: len(groups)], GREY], strict=False)),
+        dashes=dict(zip(shown, [*map(list, DASHES[: len(groups)]), [1, 0]], strict=False)),
+        share=groups[0].share_at(cap_tokens),
+        cap=cap_tokens,
     )
-    share = groups[0].share_at(cap_tokens)
-    label = f"cap {cap_tokens:,}: {share:.1%} reach it"
-    at_cap = pd.DataFrame({"tokens": [cap_tokens], "share": [share], "label": [label]})
-    mark = alt.Chart(at_cap).encode(x=x)
-    rule = mark.mark_rule(color=CAP, strokeDash=[5, 3], strokeWidth=1.5)
-    text = mark.mark_text(color=CAP, align="right", dx=-7, fontSize=12).encode(text="label:N", y=alt.value(10))
-    dot = mark.mark_point(color=CAP, filled=True, size=60, opacity=1).encode(y=y)
-    chart = alt.layer(line, rule, text, dot).properties(height=280)
-    reached = f"{share:.1%} reach the cap of {cap_tokens:,} tokens"
-    return finished(chart, description=f"Share of responses by length; {reached}")
 
 
 def _name(systems: tuple[str, ...], groups: int) -> str:
@@ -111,18 +96,8 @@ def lengths_section(result: Result, setups: list[CaseSetup]) -> Section:
         if not groups:
             blocks.append(Text(setup.named("No response was trained on")))
             continue
-        caption = (
-            "Height of the line at a length: share of the responses that steady steps trained on that are at least "
-            "that long. "
-            f"The dashed line is the cap of {setup.cap_tokens:,} tokens; the dot on it is the share that reached it. "
-        )
-        if len(groups) == 1:
-            caption += f"All systems trained on the same {len(groups[0].tokens):,} responses."
-        else:
-            caption += "Systems trained on different responses, as they choose or drop some; the dot is of "
-            caption += f"{groups[0].systems[0]}."
-        chart = lengths_chart(groups, setup.cap_tokens)
-        blocks.append(setup.figure("lengths", "Response lengths", chart, caption))
+        told = {"groups": len(groups), "count": len(groups[0].tokens), "first": groups[0].systems[0]}
+        blocks.append(setup.figure("lengths", lengths_chart(groups, setup.cap_tokens), cap=setup.cap_tokens, **told))
         rows = [
             [
                 ", ".join(group.systems),

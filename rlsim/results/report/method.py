@@ -7,41 +7,16 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from rlsim.cost.lookups import KINDS
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result
-from rlsim.results.report.page import Block, Code, Figure, Listing, Section, Table, Text
+from rlsim.results.report.page import Block, Code, Listing, Section, Table, Text, figure
 from rlsim.results.report.setups import CaseSetup, unique_slug
-from rlsim.results.report.style import bar_height, by_name, data, finished
+from rlsim.results.report.style import chart
 
 Lookups = Mapping[str, Mapping[str, Mapping[str, int]]]
-
-
-def residuals_chart(frame: pd.DataFrame) -> Any:
-    """Median and 90th percentile of the errors (columns operator, median, p90; absolute relative errors)."""
-    order = frame["operator"].tolist()
-    names = {"median": "median error", "p90": "90% of the errors are below"}
-    long = frame.rename(columns=names).melt("operator", list(names.values()), var_name="kind", value_name="error")
-    y = alt.Y("operator:N", sort=order, title=None, axis=alt.Axis(grid=True))
-    scale = alt.Scale(domain=[0, float(frame["p90"].max()) * 1.08 or 1.0], nice=True)
-    title, axis = "error of the fit on shapes it has not seen", alt.Axis(format=".0%", tickCount=8)
-    looks = ("#0072B2", "#E69F00"), ("circle", "square")
-    colours, shapes = (dict(zip(names.values(), look, strict=True)) for look in looks)
-    rule = alt.Chart(data(frame)).mark_rule(color="#9A9A9A", strokeWidth=2)
-    rule = rule.encode(x=alt.X("median:Q", scale=scale), x2="p90:Q", y=y)
-    dots = alt.Chart(data(long)).mark_point(size=85, filled=True, opacity=1)
-    dots = dots.encode(
-        x=alt.X("error:Q", title=title, axis=axis, scale=scale),
-        y=y,
-        color=by_name(alt.Color, "kind", colours),
-        shape=by_name(alt.Shape, "kind", shapes),
-        tooltip=["operator:N", "kind:N", alt.Tooltip("error:Q", format=".1%")],
-    )
-    chart = alt.layer(rule, dots).properties(height=bar_height(len(order)))
-    return finished(chart, description="Median and 90th percentile of the calibration's errors by operator")
 
 
 def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
@@ -59,12 +34,10 @@ def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
         if rows.empty:
             blocks.append(Text("It states no errors: how far its times are off is unknown."))
             continue
-        caption = (
-            "Absolute relative errors of predicted kernel times on measured shapes that the fit has not seen. "
-            "Circle: half of the errors are smaller; square: nine in ten are."
-        )
-        slug = unique_slug(f"calibration {name}", taken)
-        blocks.append(Figure(slug, f"Errors of {name}", residuals_chart(rows[["operator", "median", "p90"]]), caption))
+        errors, kinds = rows[["operator", "median", "p90"]], ["median error", "90% of the errors are below"]
+        both = errors.set_axis(["operator", *kinds], axis=1).melt("operator", var_name="kind", value_name="error")
+        drawn = chart("residuals", errors=errors, both=both, kinds=kinds)
+        blocks.append(figure("residuals", drawn, unique_slug(f"calibration {name}", taken), name=name))
         texts = [
             [r["operator"], f"{r['count']:,}", f"{r['median']:.1%}", f"{r['p90']:.1%}", _signed(r["bias"]), r["note"]]
             for r in rows.to_dict("records")

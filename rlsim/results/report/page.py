@@ -4,24 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlsim.base.catalogue import DATA
 from rlsim.base.charts import OFFLINE, chart_spec, save_chart, vega_script
 from rlsim.base.output import check_own_file, make_folder, write_text
+from rlsim.base.reading import plain, read_yaml
+from rlsim.base.refusals import holds
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart (Altair) with its title and a caption that says how to read it; `id` names its picture."""
+    """A chart (Vega-Lite) with its title and a caption that says how to read it; `id` names its picture."""
 
     id: str
     title: str
     chart: Any
     caption: str
     form: ClassVar[str] = "figure"
+
+
+@cache
+def _texts() -> dict[str, Any]:
+    found: dict[str, Any] = plain(read_yaml(DATA / "report.yaml"))
+    return found
+
+
+def figure(name: str, chart: Any, own: str = "", /, **known: Any) -> Figure:
+    """A chart under the title and over the caption that `rlsim/data/report.yaml` has for that name; its `own` name."""
+    told = _texts()[name]
+    parts = (one if isinstance(one, str) else one["says"] * holds(one["if"], known) for one in told["caption"])
+    return Figure(own or name, told["title"].format(**known), chart, " ".join(filter(None, parts)).format(**known))
 
 
 @dataclass(frozen=True)

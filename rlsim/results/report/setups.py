@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.result import Result
-from rlsim.results.report.page import Figure
+from rlsim.results.report.page import Figure, figure
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ class CaseSetup:
         """A title that names the case, if there are cases."""
         return f"{what}: {self.case}" if self.case else what
 
-    def figure(self, name: str, title: str, chart: Any, caption: str) -> Figure:
-        return Figure(f"{name}-{self.id}" if self.id else name, self.named(title), chart, caption)
+    def figure(self, name: str, chart: Any, /, **known: Any) -> Figure:
+        """The figure of that name, of this case."""
+        made = figure(name, chart, **known)
+        return replace(made, id=f"{name}-{self.id}" if self.id else name, title=self.named(made.title))
 
 
 def case_setups(result: Result) -> list[CaseSetup]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from rlsim.experiment.frames import uncovered
@@ -14,18 +13,7 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.results.report.page import Block, Section, Table
 from rlsim.results.report.setups import CaseSetup
-from rlsim.results.report.style import (
-    BUBBLE,
-    INK,
-    PARTS,
-    TAIL,
-    WAITING,
-    bar_height,
-    by_name,
-    data,
-    finished,
-    kind_colours,
-)
+from rlsim.results.report.style import BUBBLE, PARTS, TAIL, WAITING, chart, kind_colours
 from rlsim.sim.recorder import Span
 
 RUN = ["case", "system", "seed"]
@@ -91,59 +79,12 @@ def exclusive(spans: pd.DataFrame) -> pd.DataFrame:
     return found.assign(gpu=found["gpus"].str[0], gpus=found["gpus"].str.len())
 
 
-def batch_parts_chart(parts: pd.DataFrame, batch: int) -> Any:
-    """Stacked bars: seconds of each part of the time for a batch, by system (columns system, part, time_s)."""
-    present = [name for name in PARTS if name in set(parts["part"])]
-    totals = parts.groupby("system", sort=False)["time_s"].sum().reset_index()
-    totals = totals.assign(label=totals["time_s"].map(lambda value: f"{value:,.1f} s"))
-    return stacked(
-        parts.rename(columns={"part": "kind", "time_s": "value"}),
-        totals.rename(columns={"time_s": "at"}),
-        {name: PARTS[name] for name in present},
-        title=f"mean time to train on {batch:,} responses (s)",
-        unit="seconds",
-        description=f"Mean time in which each system trains on {batch:,} responses, by part",
-    )
-
-
-def gpu_time_chart(shares: pd.DataFrame, colours: dict[str, str]) -> Any:
-    """Stacked bars that end at 100%: share of GPU-seconds by kind of work (columns system, kind, share)."""
-    idle = shares[shares["kind"] == BUBBLE]
-    labels = pd.DataFrame({"system": idle["system"], "at": 1.0, "label": idle["share"].map("{:.1%} idle".format)})
-    present = {kind: colour for kind, colour in colours.items() if kind in set(shares["kind"])}
-    return stacked(
-        shares[["system", "kind", "share"]].rename(columns={"share": "value"}),
-        labels,
-        present,
-        title="share of all GPU-seconds",
-        unit="share",
-        description="Share of the GPU-seconds of each system by kind of work",
-    )
-
-
-def stacked(
-    rows: pd.DataFrame, labels: pd.DataFrame, colours: dict[str, str], *, title: str, unit: str, description: str
-) -> Any:
+def stacked(bars: pd.DataFrame, ends: pd.DataFrame, colours: Mapping[str, str], **known: Any) -> Any:
     """Bars of columns system, kind, value, stacked in the order of `colours`; a text at the end of each."""
-    systems = list(dict.fromkeys(rows["system"]))
-    if unit == "share":
-        most, number, axis = 1.13, ".1%", alt.Axis(format=".0%", values=[0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    else:
-        most, number, axis = float(labels["at"].max()) * 1.1 or 1.0, ",.2f", alt.Axis(format=",~f", tickCount=10)
-    scale = alt.Scale(domain=[0, most], nice=False)
-    y = alt.Y("system:N", sort=systems, title=None)
-    rows = rows.assign(order=rows["kind"].map({name: i for i, name in enumerate(colours)}))
-    bars = alt.Chart(data(rows)).mark_bar(stroke="#FFFFFF", strokeWidth=0.6)
-    bars = bars.encode(
-        x=alt.X("value:Q", title=title, axis=axis, scale=scale, stack="zero"),
-        y=y,
-        order="order:Q",
-        color=by_name(alt.Color, "kind", colours),
-        tooltip=["system:N", "kind:N", alt.Tooltip("value:Q", format=number, title=unit)],
-    )
-    text = alt.Chart(labels).mark_text(align="left", dx=5, color=INK, fontSize=12)
-    chart = bars + text.encode(x=alt.X("at:Q", scale=scale), y=y, text="label:N")
-    return finished(chart.properties(height=bar_height(len(systems))), description=description)
+    shown = {kind: colour for kind, colour in colours.items() if kind in set(bars["kind"])}
+    bars = bars.assign(order=bars["kind"].map({name: i for i, name in enumerate(shown)}))
+    systems = list(dict.fromkeys(bars["system"]))
+    return chart("stacked", bars=bars, ends=ends, colours=shown, systems=systems, **{"share": False, **known})
 
 
 def step_section(result: Result, setups: list[CaseSetup]) -> Section:
@@ -152,15 +93,17 @@ def step_section(result: Result, setups: list[CaseSetup]) -> Section:
     blocks: list[Block] = []
     for setup in setups:
         parts = batch_parts(summary[summary["case"] == setup.case], setup.batch)
-        caption = (
-            f"Mean over seeds and steady steps, for the {setup.batch:,} responses of a whole batch. This is the step "
-            "time; for systems that train on another number of responses it is scaled to a whole batch. Each second "
-            "counts once: as what ran on the trainer's GPUs, or else as what the trainer waited for."
+        bars = parts.rename(columns={"part": "kind", "time_s": "value"})
+        ends = bars.groupby("system", sort=False)["value"].sum().rename("at").reset_index()
+        drawn = stacked(
+            bars,
+            ends.assign(label=ends["at"].map("{:,.1f} s".format)),
+            PARTS,
+            title=f"mean time to train on {setup.batch:,} responses (s)",
+            description=f"Mean time in which each system trains on {setup.batch:,} responses, by part",
         )
-        if WAITING in set(parts["part"]):
-            caption += " Waiting: no call of any step ran."
-        chart = batch_parts_chart(parts, setup.batch)
-        blocks.append(setup.figure("step", "Mean time of a batch", chart, caption))
+        waiting = WAITING in set(parts["part"])
+        blocks.append(setup.figure("step", drawn, batch=setup.batch, waiting=waiting))
         wide = parts.pivot_table(index="system", columns="part", values="time_s", sort=False).fillna(0)
         wide = wide[[part for part in PARTS if part in wide]]
         title = setup.named("Parts of a batch's time in numbers (seconds)")
@@ -175,13 +118,17 @@ def gpu_section(result: Result, setups: list[CaseSetup]) -> Section:
     blocks: list[Block] = []
     for setup in setups:
         mine = shares[shares["case"] == setup.case]
-        caption = (
-            f"All seconds of all {setup.gpus:,} GPUs, over all seeds and steady steps, make 100%. Idle (bubble) is "
-            "time in which nothing runs on a GPU. Decode in the tail: it decodes at less than half of the throughput "
-            "that it reached with its full batch in the same step."
+        idle = mine[mine["kind"] == BUBBLE]
+        ends = pd.DataFrame({"system": idle["system"], "at": 1.0, "label": idle["share"].map("{:.1%} idle".format)})
+        drawn = stacked(
+            mine[["system", "kind", "share"]].rename(columns={"share": "value"}),
+            ends,
+            colours,
+            share=True,
+            title="share of all GPU-seconds",
+            description="Share of the GPU-seconds of each system by kind of work",
         )
-        chart = gpu_time_chart(mine, colours)
-        blocks.append(setup.figure("gpu-time", "GPU-seconds by kind of work", chart, caption))
+        blocks.append(setup.figure("gpu-time", drawn, gpus=setup.gpus))
         wide = mine.pivot_table(index="system", columns="kind", values="share", sort=False).fillna(0)
         wide = wide[[kind for kind in colours if kind in wide]]
         blocks.append(_in_numbers(setup.named("Shares in numbers"), wide, "{:.1%}"))

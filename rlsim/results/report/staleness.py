@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
@@ -16,7 +15,7 @@ from rlsim.experiment.summary import half_interval, means
 from rlsim.results.report.generation import covering
 from rlsim.results.report.page import Block, Figure, Section
 from rlsim.results.report.setups import CaseSetup
-from rlsim.results.report.style import GREY, INK, SERIES, WIDTH, along, by_name, data, exactly, finished
+from rlsim.results.report.style import SERIES, WIDTH, chart, part
 
 _HEIGHT, _LINE = 360, 15  # px: of the plot, of a line of text
 _SAME = 0.005  # throughputs that differ by no more than this share are equal, as is such a difference of staleness
@@ -24,6 +23,10 @@ _MOMENTS = 400
 _MOST_QUEUES = 8
 _BEST, _BEATEN = "no other is faster and no staler", "another is faster and no staler"
 _LATE = "not comparable: not steady"
+_PANEL: Mapping[str, Any] = {
+    "width": WIDTH - 80, "height": 56, "column": "prompts", "y_title": "prompts", "colour": SERIES[0], "stroke": 1.2,
+    "extent": 40, "ticks": 3, "switches": (),
+}  # fmt: skip
 _COLOURS = {_BEST: SERIES[0], _BEATEN: "#7A7A7A", _LATE: "#C4C4C4"}
 
 
@@ -61,34 +64,20 @@ def frontier_chart(frame: pd.DataFrame) -> Any:
     if high <= low:
         low, high = 0.0, 2 * max(ends)
     most = max(float(frame["staleness"].max()), 0.1) * 1.22
-    x_scale, y_scale = alt.Scale(domain=[0, most], nice=False), alt.Scale(domain=[max(low, 0.0), high], nice=False)
-    across, down = (WIDTH - 70) / most, _HEIGHT / (high - max(low, 0.0))
+    low = max(low, 0.0)
+    down = _HEIGHT / (high - low)
     heights = ((high - frame["rate"]) * down).tolist()
     places = np.array(spread(heights))
-    rows = frame.assign(
-        label_at=frame["staleness"] + 9 / across,
+    frame = frame.assign(
+        label_at=frame["staleness"] + 9 * most / (WIDTH - 70),
         label_rate=high - places / down,
         moved=abs(places - heights) > _LINE,
         kind=np.where(frame["best"], _BEST, np.where(frame["comparable"], _BEATEN, _LATE)),
     )
-    x = alt.X("staleness:Q", title="mean staleness of the responses trained on (weight updates)", scale=x_scale)
-    y = alt.Y("rate:Q", title="responses trained on per second", scale=y_scale)
-    hue = by_name(alt.Color, "kind", {kind: c for kind, c in _COLOURS.items() if kind in set(rows["kind"])})
-    told = ["system:N", *(alt.Tooltip(f"{name}:Q", format=".3f") for name in ("staleness", "rate", "low", "high"))]
-    base = alt.Chart(data(rows))
-    front = alt.Chart(data(rows[rows["best"]].sort_values(["staleness", "rate"]))).mark_line(
-        color=_COLOURS[_BEST], interpolate="step-after", strokeDash=[5, 3], strokeWidth=1.3, opacity=0.7
-    )
-    to_label = base.mark_rule(color=GREY, strokeWidth=0.8).transform_filter("datum.moved")
-    to_label = to_label.encode(x=x, y=y, x2="label_at:Q", y2=alt.Y2("label_rate:Q"))
-    bars = base.mark_rule(strokeWidth=2.2).encode(x=x, y=alt.Y("low:Q", scale=y_scale), y2="high:Q", color=hue)
-    bars = bars.transform_filter("isValid(datum.low)")
-    dots = base.mark_point(size=80, filled=True, opacity=1).encode(x=x, y=y, color=hue, tooltip=told)
-    texts = base.mark_text(align="left", dx=2, fontSize=12, color=INK).encode(
-        x=alt.X("label_at:Q", scale=x_scale), y=alt.Y("label_rate:Q", scale=y_scale), text="system:N"
-    )
-    chart = alt.layer(front.encode(x=x, y=y), to_label, bars, dots, texts).properties(height=_HEIGHT)
-    return finished(chart, description="Throughput of each system against the staleness of what it trains on")
+    best = frame[frame["best"]].sort_values(["staleness", "rate"])
+    looks = {kind: colour for kind, colour in _COLOURS.items() if kind in set(frame["kind"])}
+    known = {"low": low, "high": high, "most": most, "height": _HEIGHT}
+    return chart("frontier", frame=frame, best=best, looks=looks, colours=[*_COLOURS.values()], **known)
 
 
 def spread(heights: Sequence[float]) -> list[float]:
@@ -135,20 +124,21 @@ def queue_lengths(result: Result, case: str, system: str, seed: int, at: Any) ->
 def queue_chart(rows: pd.DataFrame) -> Any:
     """A panel for each system: the prompts that wait (columns at_s, prompts, system), on the same axes."""
     systems = list(dict.fromkeys(rows["system"]))
-    x_scale = exactly(0, float(rows["at_s"].max()))
-    y_scale = alt.Scale(domain=[0, max(int(rows["prompts"].max()), 1)], nice=True)
-    panels = []
-    for system in systems:
-        last = system == systems[-1]
-        title = "time since the run began (s)" if last else None
-        x = along(alt.X, "at_s", title, x_scale, labels=last, format=",~f", tickCount=10)
-        y = along(alt.Y, "prompts", "prompts", y_scale, minExtent=40, format=",~f", tickCount=3)
-        base = alt.Chart(data(rows[rows["system"] == system]), title=system).encode(x=x, y=y)
-        area = base.mark_area(interpolate="step-after", color=SERIES[0], opacity=0.18)
-        line = base.mark_line(interpolate="step-after", color=SERIES[0], strokeWidth=1.2)
-        panels.append(alt.layer(area, line).properties(width=WIDTH - 80, height=56))
-    chart = alt.vconcat(*panels, spacing=6)
-    return finished(chart, description="Prompts that wait to be trained on, over time", fit=False)
+    most = max(int(rows["prompts"].max()), 1)
+    panels = [
+        part(
+            "sequences",
+            frame=rows[rows["system"] == system],
+            title=system,
+            x_title="time since the run began (s)" if system == systems[-1] else None,
+            y_scale={"domain": [0, most], "nice": True},
+            until_s=float(rows["at_s"].max()),
+            **_PANEL,
+        )
+        for system in systems
+    ]
+    what = "Prompts that wait to be trained on, over time"
+    return chart("panels", panels=panels, spacing=6, colours=..., description=what)
 
 
 def staleness_section(result: Result, setups: list[CaseSetup]) -> Section | None:
@@ -158,14 +148,7 @@ def staleness_section(result: Result, setups: list[CaseSetup]) -> Section | None
     for setup in setups:
         frame = frontier(result, setup.case)
         if (frame["staleness"] > 0).any():
-            caption = (
-                "Up is faster, left is less stale: mean staleness is the weight updates between a response's oldest "
-                "token and the weights that it trains. Blue: no other system here is faster and no staler; the dashed "
-                "line is the most that any reaches with so much staleness or less. What staleness does to learning is "
-                "not simulated. "
-            )
-            caption += "Bars: 95% intervals over seeds." if len(seeds) > 1 else "One seed was run: no intervals."
-            blocks.append(setup.figure("frontier", "Throughput against staleness", frontier_chart(frame), caption))
+            blocks.append(setup.figure("frontier", frontier_chart(frame), seeds=len(seeds)))
         blocks += _queues(result, setup, seeds[0])
     return Section("staleness", "What staleness buys", tuple(blocks)) if blocks else None
 
@@ -181,12 +164,5 @@ def _queues(result: Result, setup: CaseSetup, seed: int) -> list[Figure]:
     queues = [
         queue_lengths(result, setup.case, name, seed, np.linspace(0.0, until_s[name], _MOMENTS + 1)) for name in shown
     ]
-    caption = (
-        "Prompts all of whose responses are complete and that no step has taken yet, for systems that generate without "
-        f"end; seed {seed}, {_MOMENTS} moments of each run. It falls when a step takes its batch: where it falls to "
-        "zero the step waits for more, where it keeps rising generation is faster than training, and prompts get "
-        "staler while they wait."
-    )
-    if len(shown) < len(systems):
-        caption += f" Left out: {', '.join(systems[_MOST_QUEUES:])}."
-    return [setup.figure("queue", "Prompts that wait to be trained on", queue_chart(pd.concat(queues)), caption)]
+    told = {"seed": seed, "moments": _MOMENTS, "more": ", ".join(systems[_MOST_QUEUES:])}
+    return [setup.figure("queue", queue_chart(pd.concat(queues)), **told)]

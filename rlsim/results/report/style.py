@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import altair as alt
 import pandas as pd
+
+from rlsim.base.charts import drawn, templates
 
 #: Work of the rollout engine, in the order in which it is stacked.
 TAIL = "decode in the tail"
@@ -43,6 +44,19 @@ WIDTH = 900  # px of a chart with its labels
 INK, FAINT, GRID = "#1C1C1C", "#5A5A5A", "#E4E4E4"
 LABEL_LIMIT = 260  # px of a system's name
 _DIGITS = 6
+_TEXT = {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12}
+_LINES = {"gridColor": GRID, "domainColor": "#8A8A8A", "tickColor": "#8A8A8A"}
+#: What every chart has.
+_LOOK: dict[str, Any] = {
+    "background": "#FFFFFF",
+    "padding": {"left": 4, "right": 14, "top": 4, "bottom": 4},
+    "config": {
+        "view": {"continuousWidth": 300, "continuousHeight": 300, "stroke": None},
+        "axis": {"titleFontWeight": "normal", "labelLimit": LABEL_LIMIT, **_TEXT, **_LINES},
+        "legend": {"symbolLimit": 0, **_TEXT},
+        "title": {"color": INK, "fontSize": 13, "fontWeight": "bold", "anchor": "start"},
+    },
+}
 
 
 def kind_colours(kinds: Iterable[str], calls: pd.DataFrame) -> dict[str, str]:
@@ -70,64 +84,42 @@ def _lightness(colour: str) -> int:
     return 299 * red + 587 * green + 114 * blue
 
 
-def data(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with floats rounded to six significant digits: finer than any pixel, and half the bytes."""
+def rows(frame: pd.DataFrame) -> dict[str, Any]:
+    """A frame as a chart has it, floats with six significant digits: finer than any pixel, and half the bytes."""
     rounded = {
         name: column.map(lambda value: float(f"{value:.{_DIGITS}g}"), na_action="ignore")
         for name, column in frame.items()
         if pd.api.types.is_float_dtype(column)
     }
-    return frame.assign(**{str(name): column for name, column in rounded.items()})
+    told = frame.assign(**{str(name): column for name, column in rounded.items()}).astype(object)
+    return {"values": told.where(told.notna(), None).to_dict("records")}
 
 
-def finished(chart: Any, *, description: str, fit: bool = True) -> Any:
-    """The chart, given the report's look in place (Altair's own methods copy all of it each time).
-
-    `fit` makes labels and plot together WIDTH wide (not for rows of charts).
-    """
-    if fit:
-        chart.width, chart.autosize = WIDTH, alt.AutoSizeParams(type="fit-x", contains="padding")
-    chart.description, chart.background = description, "#FFFFFF"
-    chart.padding = {"left": 4, "right": 14, "top": 4, "bottom": 4}
-    text: dict[str, Any] = {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12}
-    lines: dict[str, Any] = {"gridColor": GRID, "domainColor": "#8A8A8A", "tickColor": "#8A8A8A"}
-    chart.config = alt.Config(
-        view=alt.ViewConfig(stroke=None),
-        axis=alt.AxisConfig(titleFontWeight="normal", labelLimit=LABEL_LIMIT, **text, **lines),
-        legend=alt.LegendConfig(symbolLimit=0, **text),
-        title=alt.TitleConfig(color=INK, fontSize=13, fontWeight="bold", anchor="start"),
-    )
-    return chart
+def chart(name: str, /, **known: Any) -> dict[str, Any]:
+    """A chart of `rlsim/data/vega/report.yaml` over what is `known`, with the report's look."""
+    made = part(name, **known)
+    fit = {"width": WIDTH, "autosize": {"type": "fit-x", "contains": "padding"}} if made.pop("fit", True) else {}
+    return {**_LOOK, **fit, **made}
 
 
-def along(channel: Any, field: str, title: str | None, scale: Any, **look: Any) -> Any:
-    """A channel (`alt.X`, `alt.Y`) for a column of numbers, with the look of its axis."""
-    return channel(f"{field}:Q", title=title, scale=scale, axis=alt.Axis(**look))
+def part(name: str, /, **known: Any) -> dict[str, Any]:
+    """The same without the look, as a panel of another chart."""
+    made: dict[str, Any] = drawn(templates("report")[name], {**globals(), **known})
+    return made
 
 
-def exactly(low: float, high: float) -> Any:
-    """A scale from one number to another."""
-    return alt.Scale(domain=[low, high], nice=False)
-
-
-def by_name(channel: Any, field: str, looks: Mapping[str, Any], *, key: bool = True) -> Any:
-    """A channel (`alt.Color`, `alt.Shape`, …) that gives each name of a column its look, with a legend if `key`."""
+def by_name(field: str, looks: Mapping[str, Any], *, key: bool = True) -> dict[str, Any]:
+    """A channel that gives each name of a column its look, with a legend if `key`."""
     names = list(looks)
-    scale = alt.Scale(domain=names, range=list(looks.values()))
-    return channel(f"{field}:N", scale=scale, legend=legend(names) if key else None)
+    scale = {"domain": names, "range": [*looks.values()]}
+    return {"field": field, "type": "nominal", "scale": scale, "legend": legend(names) if key else None}
 
 
-def speedup_scale(values: pd.Series[float]) -> tuple[Any, float]:
-    """Colours of speedups, which diverge at 1, and how far from it the scale reaches."""
-    far = max(float(values.max()), float((1 / values).max()), 1.05)
-    return alt.Scale(type="log", domain=[1 / far, 1, far], range=list(DIVERGING), interpolate="rgb"), far
-
-
-def legend(names: list[str]) -> Any:
+def legend(names: list[str]) -> dict[str, Any]:
     """A legend above the chart, in as many columns as there is room for."""
     widest = max((len(name) for name in names), default=1) * 7.5 + 34
     columns = max(min(len(names), int((WIDTH - 60) // widest)), 1)
-    return alt.Legend(orient="top", title=None, columns=columns, labelLimit=320)
+    return {"orient": "top", "title": None, "columns": columns, "labelLimit": 320}
 
 
 def bar_height(rows: int) -> int:

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
 from rlsim.base.formats import is_missing, rate
 from rlsim.errors import ConfigError
 from rlsim.results.comparison.verdict import judge
-from rlsim.results.report.style import (
-    DASHES,
-    GREY,
-    GRID,
-    INK,
-    SERIES,
-    WIDTH,
-    by_name,
-    data,
-    finished,
-    label_angle,
-    speedup_scale,
-)
+from rlsim.results.report.style import DASHES, DIVERGING, GREY, SERIES, WIDTH, chart, label_angle
 
 #: What a sweep is drawn in: the speedup where there are several systems, and throughput.
 SPEEDUP, RATE = "speedup", "responses_per_s"
@@ -115,96 +103,88 @@ def label(value: Any) -> str:
 
 
 def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
-    """One line per system along one axis (a number or names); intervals as bands where the speedup has them."""
+    """One line per system along one axis (a number or names), with intervals where the speedup has them."""
     systems = list(dict.fromkeys(points["system"]))
-    rows = points.assign(x=points[axis] if is_number(points[axis]) else labels(points[axis]), value=points[metric])
+    numbers = is_number(points[axis])
+    frame = points.assign(x=points[axis] if numbers else labels(points[axis]), value=points[metric])
     shown, colours = systems, SERIES
     if len(systems) > len(SERIES):
         shown, colours = [*systems[: len(SERIES) - 1], "others"], (*SERIES[:-1], GREY)
-    rows["series"] = rows["system"].where(rows["system"].isin(shown), "others")
-    y = alt.Y("value:Q", title=TITLES[metric], scale=alt.Scale(zero=metric == RATE))
-    colour = by_name(alt.Color, "series", dict(zip(shown, colours, strict=False)))
-    dash = by_name(alt.StrokeDash, "series", dict(zip(shown, map(list, DASHES), strict=False)))
+    frame["series"] = frame["system"].where(frame["system"].isin(shown), "others")
     kept = ["x", "value", "system", "series"]
-    low_high = metric == SPEEDUP and {"speedup_low", "speedup_high"} <= set(rows)
-    if low_high:
-        rows = rows.assign(low=rows["speedup_low"], high=rows["speedup_high"])
+    if metric == SPEEDUP and {"speedup_low", "speedup_high"} <= set(frame):
+        frame = frame.assign(low=frame["speedup_low"], high=frame["speedup_high"])
         kept += ["low", "high"]
-    base = alt.Chart(data(rows[kept])).encode(x=_along(points[axis], axis), detail="system:N", color=colour)
-    told = ["system:N", alt.Tooltip("x", title=axis), _value(metric)]
-    line = base.mark_line(strokeWidth=2).encode(y=y, strokeDash=dash)
-    dots = base.mark_circle(size=55, opacity=1).encode(y=y, tooltip=told)
-    layers = [line, dots]
-    if low_high and rows["low"].notna().any():
-        band = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.2)
-        layers.insert(0, band.encode(y="low:Q", y2="high:Q"))
-    chart = alt.layer(*layers).properties(height=300)
-    return finished(chart, description=f"{TITLES[metric]} along {axis}, one line per system")
+    return chart(
+        "sweep-lines",
+        frame=frame[kept],
+        along=_along(points[axis], axis),
+        colours=dict(zip(shown, colours, strict=False)),
+        dashes=dict(zip(shown, map(list, DASHES), strict=False)),
+        kinds=_kinds(x=numbers),
+        axis=axis,
+        title=TITLES[metric],
+        speedup=metric == SPEEDUP,
+    )
 
 
-def _along(values: pd.Series[Any], axis: str) -> Any:
+def _along(values: pd.Series[Any], axis: str) -> dict[str, Any]:
     """The axis of lines: numbers in log if they are far apart, or names."""
     if not is_number(values):
         names = levels(values)
-        return alt.X("x:N", title=axis, sort=names, axis=alt.Axis(labelAngle=label_angle(names, WIDTH - 80)))
+        angle = label_angle(names, WIDTH - 80)
+        return {"field": "x", "type": "nominal", "title": axis, "sort": names, "axis": {"labelAngle": angle}}
     low, high = float(values.min()), float(values.max())
     kind: dict[str, Any] = {"type": "log"} if low > 0 and high / low >= _LOG else {"zero": False}
-    ticks = sorted(set(values)) if values.nunique() <= 12 else alt.Undefined
-    look = alt.Axis(values=ticks, format=",~f", labelOverlap="greedy")
-    return alt.X("x:Q", title=axis, scale=alt.Scale(nice=False, padding=16, **kind), axis=look)
+    ticks = {"values": sorted(set(values))} if values.nunique() <= 12 else {}
+    look = {**ticks, "format": ",~f", "labelOverlap": "greedy"}
+    return {"field": "x", "type": "quantitative", "title": axis, "axis": look,
+            "scale": {"nice": False, "padding": 16, **kind}}  # fmt: skip
 
 
-def _value(metric: str) -> Any:
-    return alt.Tooltip("value:Q", title=TITLES[metric], format=".3f")
+def map_chart(points: pd.DataFrame, axes: Sequence[str], metric: str, text: str = "", *, grid: bool = True) -> Any:
+    """The metric of one system at every point: number and colour of the cells of a grid, or the colours of dots.
 
-
-def heatmap(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str, text: str = "") -> Any:
-    """The metric of one system at every point of a grid: number and colour; `text`: a column to write instead."""
-    across, down = levels(points[x_axis]), levels(points[y_axis])
-    shown = points[text].astype(str) if text else points[metric].map("{:.2f}".format if metric == SPEEDUP else rate)
-    rows = pd.DataFrame(
-        {"x": labels(points[x_axis]), "y": labels(points[y_axis]), "value": points[metric], "text": shown}
+    `text`: a column to write into the cells instead.
+    """
+    numbers = {name: is_number(points[axis]) for name, axis in zip("xy", axes, strict=True)}
+    frame = pd.DataFrame({"value": points[metric]})
+    for name, axis in zip("xy", axes, strict=True):
+        frame[name] = points[axis] if numbers[name] and not grid else labels(points[axis])
+    frame["text"] = (
+        points[text].astype(str) if text else points[metric].map("{:.2f}".format if metric == SPEEDUP else rate)
     )
-    colour, dark = _colour(rows["value"], metric)
-    each = min(max((WIDTH - 140) // len(across), 34), 110)
-    x = alt.X("x:N", sort=across, title=x_axis, axis=alt.Axis(labelAngle=label_angle(across, each * len(across))))
-    y = alt.Y("y:N", sort=down[::-1] if is_number(points[y_axis]) else down, title=y_axis)
-    base = alt.Chart(data(rows)).encode(x=x, y=y)
-    told = [alt.Tooltip("x:N", title=x_axis), alt.Tooltip("y:N", title=y_axis), _value(metric)]
-    layers = [base.mark_rect(stroke=GRID).encode(color=colour, tooltip=told)]
-    if max(rows["text"].str.len()) * 7 < each - 4:
-        ink = alt.condition(dark, alt.value("#FFFFFF"), alt.value(INK)) if dark else alt.value(INK)
-        layers.append(base.mark_text(fontSize=12).encode(text="text:N", color=ink))
-    chart = alt.layer(*layers).properties(width=each * len(across), height=max(30 * len(down), 60))
-    return finished(chart, description=f"{TITLES[metric]} over {x_axis} and {y_axis}", fit=False)
+    colour, dark = _colour(frame["value"], metric)
+    across, down = (levels(points[axis]) for axis in axes)
+    return chart(
+        "sweep-grid" if grid else "sweep-dots",
+        frame=frame[["x", "y", "value", *(["text"] if grid else [])]],
+        colour=colour,
+        dark=dark,
+        across=across,
+        down=down[::-1] if numbers["y"] else down,
+        each=min(max((WIDTH - 140) // len(across), 34), 110),
+        kinds=_kinds(**numbers),
+        x_axis=axes[0],
+        y_axis=axes[1],
+        title=TITLES[metric],
+    )
 
 
-def scatter(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str) -> Any:
-    """The metric of one system as the colour of a dot at every point: for random sweeps."""
-    rows = pd.DataFrame({"value": points[metric]})
-    encoding = {}
-    for name, axis, channel in (("x", x_axis, alt.X), ("y", y_axis, alt.Y)):
-        if is_number(points[axis]):
-            rows[name] = points[axis]
-            encoding[name] = channel(f"{name}:Q", title=axis, scale=alt.Scale(zero=False, padding=14))
-        else:
-            rows[name] = labels(points[axis])
-            encoding[name] = channel(f"{name}:N", title=axis)
-    told = [alt.Tooltip("x", title=x_axis), alt.Tooltip("y", title=y_axis), _value(metric)]
-    dots = alt.Chart(data(rows[["x", "y", "value"]])).mark_circle(size=90, opacity=1, stroke=INK, strokeWidth=0.4)
-    chart = dots.encode(**encoding, color=_colour(rows["value"], metric)[0], tooltip=told).properties(height=340)
-    return finished(chart, description=f"{TITLES[metric]} at each point of {x_axis} and {y_axis}")
+def _kinds(**numbers: bool) -> SimpleNamespace:
+    """The types of axes, of which some hold numbers."""
+    return SimpleNamespace(**{name: "quantitative" if own else "nominal" for name, own in numbers.items()})
 
 
-def _colour(values: pd.Series[float], metric: str) -> tuple[Any, str]:
-    """Colour of the metric, and the test that says where text must be white (empty: nowhere)."""
-    look: dict[str, Any]
+def _colour(values: pd.Series[float], metric: str) -> tuple[dict[str, Any], str]:
+    """Colour of the metric, which diverges at a speedup of 1, and the test that says where text must be white."""
+    low, high = float(values.min()), float(values.max())
     if metric == SPEEDUP:
-        scale, far = speedup_scale(values)
+        far = max(high, float((1 / values).max()), 1.05)
+        scale = {"type": "log", "domain": [1 / far, 1, far], "range": [*DIVERGING], "interpolate": "rgb"}
         dark, look = "", {"format": ".2f", "values": [round(far**power, 2) for power in (-1, -0.5, 0, 0.5, 1)]}
     else:
-        low, high = float(values.min()), float(values.max())
-        scale = alt.Scale(domain=[low, high] if high > low else [low * 0.9, high * 1.1], range=["#EAF2F9", "#0B4A8A"])
+        scale = {"domain": [low, high] if high > low else [low * 0.9, high * 1.1], "range": ["#EAF2F9", "#0B4A8A"]}
         dark, look = f"datum.value > {low + 0.55 * (high - low):.6g}", {"format": ",.3~r"}
-    key = alt.Legend(title=TITLES[metric], orient="top", gradientLength=260, **look)
-    return alt.Color("value:Q", scale=scale, legend=key), dark
+    key = {"title": TITLES[metric], "orient": "top", "gradientLength": 260, **look}
+    return {"field": "value", "type": "quantitative", "scale": scale, "legend": key}, dark

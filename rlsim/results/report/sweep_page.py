@@ -13,7 +13,7 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import comparable
 from rlsim.results.comparison.verdict import decided
 from rlsim.results.report.method import as_yaml, calibration_section
-from rlsim.results.report.page import Block, Code, Figure, Listing, Page, Section, Table, Text
+from rlsim.results.report.page import Block, Code, Listing, Page, Section, Table, Text, figure
 from rlsim.results.report.setups import setups_of
 from rlsim.results.report.sweep_charts import (
     RATE,
@@ -22,12 +22,11 @@ from rlsim.results.report.sweep_charts import (
     Slice,
     best_systems,
     cut,
-    heatmap,
     is_grid,
     label,
     labels,
     lines_chart,
-    scatter,
+    map_chart,
     varying,
 )
 from rlsim.results.sweeps.read import SweepResult
@@ -141,11 +140,16 @@ def _metrics(points: pd.DataFrame) -> list[str]:
 def _lines(points: pd.DataFrame, axis: str, baseline: str) -> Iterator[Block]:
     for metric in _metrics(points):
         rows = points.dropna(subset=[metric])
-        caption = f"One line per system; every dot is a point of the sweep. {_meaning(metric, baseline)}"
-        if metric == SPEEDUP and "speedup_low" in rows and rows["speedup_low"].notna().any():
-            caption += " Bars are 95% intervals."
-        title = _TITLES[metric]
-        yield Figure(f"sweep-{title.lower()}", f"{title} along {axis}", lines_chart(rows, axis, metric), caption)
+        bars = metric == SPEEDUP and "speedup_low" in rows and rows["speedup_low"].notna().any()
+        told = {
+            "metric": _TITLES[metric],
+            "axis": axis,
+            "bars": bars,
+            "speedup": metric == SPEEDUP,
+            "baseline": baseline,
+        }
+        name = f"sweep-{_TITLES[metric].lower()}"
+        yield figure("sweep-lines", lines_chart(rows, axis, metric), name, **told)
 
 
 def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
@@ -157,30 +161,19 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
     grid = is_grid(part.points, part.axes)
     if len(systems) > 2 and grid:
         best = best_systems(part.points, part.axes)
-        caption = f"The system with the best mean at every point; colour: {TITLES[metric]}."
-        chart = heatmap(best, x, y, metric, text="system")
-        yield Figure(f"sweep-best{suffix}", f"Fastest system{where}", chart, caption)
+        drawn = map_chart(best, part.axes, metric, text="system")
+        yield figure("sweep-best", drawn, f"sweep-best{suffix}", metric=TITLES[metric], where=where)
     compared = [name for name in systems if name != baseline or len(systems) == 1]
     for order, system in enumerate(compared[:_MOST_MAPS], 1):
         rows = part.points[part.points["system"] == system].dropna(subset=[metric])
         if rows.empty:
             yield Text(f"{system} has no speedup{where}: {baseline} did not run at any of its points.")
             continue
-        chart = heatmap(rows, x, y, metric) if grid else scatter(rows, x, y, metric)
-        form = "Every cell is a point of the sweep." if grid else "Every dot is a point of the sweep."
-        title = f"{system}: {_TITLES[metric].lower()} over {x} and {y}{where}"
-        yield Figure(f"sweep-map{suffix}-{order}", title, chart, f"{form} {_meaning(metric, baseline)}")
+        told = {"x": x, "y": y, "where": where, "system": system, "metric": _TITLES[metric].lower()}
+        told |= {"form": "cell" if grid else "dot", "speedup": metric == SPEEDUP, "baseline": baseline}
+        yield figure("sweep-map", map_chart(rows, part.axes, metric, grid=grid), f"sweep-map{suffix}-{order}", **told)
     if len(compared) > _MOST_MAPS:
         yield Text(f"The table has every system; of {len(compared)}, {_MOST_MAPS} are drawn.")
-
-
-def _meaning(metric: str, baseline: str) -> str:
-    if metric == SPEEDUP:
-        return (
-            f"Above 1 more is trained on per second than under {baseline} at the same point: responses or, where "
-            "systems train on other lengths, tokens."
-        )
-    return "Responses trained on per second; more is better."
 
 
 def sweep_findings(

@@ -57,24 +57,18 @@ def trajectories_section(result: Result, setups: list[CaseSetup]) -> Section | N
     blocks: list[Block] = []
     for setup in setups:
         times = trajectory_times(result, setup.case)
-        caption = (
-            "Mean over the trajectories that steady steps trained on, from their start to their last token. Waiting at "
-            "replicas: in the queue of one, preempted or before its prefill. Queues for tools: until a sandbox or a "
-            "worker is free, and until it has started. Held up otherwise: between replicas, or paused by a step's end."
-        )
         long = times[[*PARTS]].rename_axis("system").reset_index().melt("system", var_name="kind", value_name="value")
         ends = pd.DataFrame({"system": times.index, "at": times[[*PARTS]].sum(axis=1)})
         ends = ends.assign(label=ends["at"].map("{:,.1f} s".format))
         shown = {part: _COLOURS[part] for part in PARTS if times[part].max() > 1e-3 * ends["at"].max()}
-        chart = stacked(
+        drawn = stacked(
             long[long["kind"].isin(shown)],
             ends,
             shown,
             title="mean time of a trajectory (s)",
-            unit="seconds",
             description="Mean time of a trajectory under each system, by what it does",
         )
-        blocks.append(setup.figure("trajectories", "Mean time of a trajectory", chart, caption))
+        blocks.append(setup.figure("trajectories", drawn))
         headings = (
             "system", "tool calls", "tokens that tools returned", *PARTS[:5], "context found in the cache",
             "contexts at tools (mean tokens)",
