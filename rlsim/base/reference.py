@@ -5,9 +5,11 @@ The site's reference and `rlsim list` show these rows.
 
 from __future__ import annotations
 
+import csv
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -15,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlsim import units
+from rlsim.base.catalogue import DATA
 from rlsim.errors import one_line
 
 #: How a value with a unit is written in YAML, by the function that reads it: type, unit inside rlsim.
@@ -49,10 +52,21 @@ def keys_of(model: type[BaseModel], prefix: str = "", leave_out: Sequence[type[B
         if inner is not None:
             several = {"[]": "list of keys", ".*": "mapping to keys"}.get(marker, "keys")
             kind = inner.__name__ if inner in leave_out else f"{several} …"
-        meaning = field.description or (first_paragraph(inner) if inner is not None else "")
+        meaning = meaning_of(model, name) or (first_paragraph(inner) if inner is not None else "")
         yield Key(key, kind, unit, _default(field, inner is not None), meaning)
         if inner is not None and inner not in leave_out:
             yield from keys_of(inner, f"{key}{marker}.", leave_out)
+
+
+def meaning_of(model: type[BaseModel], name: str) -> str:
+    """What a field of a record means: as it says itself, else a row of `rlsim/data/meanings.csv`; empty if neither."""
+    return model.model_fields[name].description or _meanings().get((model.__name__, name), "")
+
+
+@cache
+def _meanings() -> dict[tuple[str, str], str]:
+    with (DATA / "meanings.csv").open(encoding="utf-8", newline="") as file:
+        return {(record, key): meaning for record, key, meaning in csv.reader(file)}
 
 
 def first_paragraph(thing: Any) -> str:

@@ -26,20 +26,20 @@ T = TypeVar("T")
 class TrainingArguments(Schema):
     """How training ran. What is left out is taken from the log's configuration, else as rlsim's experiments do."""
 
-    tp: int | None = Field(default=None, ge=1, description="tensor-parallel degree")
-    pp: int | None = Field(default=None, ge=1, description="pipeline-parallel degree")
-    cp: int | None = Field(default=None, ge=1, description="context-parallel degree (veRL's Ulysses degree)")
-    ep: int | None = Field(default=None, ge=1, description="expert-parallel degree")
-    expert_tp: int | None = Field(default=None, ge=1, description="tensor-parallel degree of an expert")
-    zero_stage: int | None = Field(default=None, ge=0, le=3, description="default 3 for fsdp, 1 for megatron")
-    micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(default=None, description="per DP rank")
-    micro_batch_sequences: int | None = Field(default=None, ge=1, description="instead of a token budget")
+    tp: int | None = Field(default=None, ge=1)
+    pp: int | None = Field(default=None, ge=1)
+    cp: int | None = Field(default=None, ge=1)
+    ep: int | None = Field(default=None, ge=1)
+    expert_tp: int | None = Field(default=None, ge=1)
+    zero_stage: int | None = Field(default=None, ge=0, le=3)
+    micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = None
+    micro_batch_sequences: int | None = Field(default=None, ge=1)
     log_prob_micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(default=None)
     log_prob_micro_batch_sequences: int | None = Field(default=None, ge=1)
     recompute: Recompute | None = None
     offload: bool | None = None
-    mini_batches: int | None = Field(default=None, ge=1, description="optimizer steps per training step")
-    epochs: int | None = Field(default=None, ge=1, description="passes over a step's batch")
+    mini_batches: int | None = Field(default=None, ge=1)
+    epochs: int | None = Field(default=None, ge=1)
 
 
 @dataclass(frozen=True, kw_only=True)

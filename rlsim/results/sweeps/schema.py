@@ -15,37 +15,27 @@ Bounds = tuple[float, float]
 class Distribution(Schema):
     """What a key of a random block is drawn from."""
 
-    uniform: Bounds | None = Field(default=None, description="lowest and highest number")
-    loguniform: Bounds | None = Field(default=None, description="lowest and highest number, uniform in the logarithm")
-    whole: tuple[Tokens, Tokens] | None = Field(
-        default=None, alias="int", description="lowest and highest whole number, both included; lengths as 4K"
-    )
-    choice: Annotated[tuple[Any, ...], Field(min_length=1)] | None = Field(
-        default=None, description="values, each as likely as any other"
-    )
+    uniform: Bounds | None = None
+    loguniform: Bounds | None = None
+    whole: tuple[Tokens, Tokens] | None = Field(default=None, alias="int")
+    choice: Annotated[tuple[Any, ...], Field(min_length=1)] | None = None
 
 
 class RandomBlock(Schema):
     """Points drawn at random. The first points of a longer block are those of a shorter one."""
 
-    points: int = Field(ge=1, le=1_000_000, description="how many are drawn")
-    seed: int = Field(default=0, ge=0, description="seed of the draw")
-    keys: dict[str, Distribution] = Field(min_length=1, description="key.path -> distribution")
+    points: int = Field(ge=1, le=1_000_000)
+    seed: int = Field(default=0, ge=0)
+    keys: dict[str, Distribution] = Field(min_length=1)
 
 
 class Block(Schema):
     """One block of axes: grid, zip, list or random."""
 
-    grid: dict[str, Any] | None = Field(default=None, description="key.path -> values; every combination")
-    zipped: dict[str, Any] | None = Field(
-        default=None,
-        alias="zip",
-        description="key.path -> values, as many of each; the first ones go together, then the second ones",
-    )
-    listed: tuple[Any, ...] | None = Field(
-        default=None, alias="list", description="mappings of key.path to value, one for each point"
-    )
-    random: RandomBlock | None = Field(default=None, description="points drawn at random")
+    grid: dict[str, Any] | None = None
+    zipped: dict[str, Any] | None = Field(default=None, alias="zip")
+    listed: tuple[Any, ...] | None = Field(default=None, alias="list")
+    random: RandomBlock | None = None
 
     @field_validator("grid", "zipped")
     @classmethod
@@ -74,16 +64,11 @@ class Block(Schema):
 class SweepSpec(Schema):
     """One sweep file."""
 
-    name: Name = Field(description="names the results")
-    description: str = Field(default="", description="what it asks, in a sentence")
-    experiment: str | dict[str, Any] = Field(
-        description="experiment file (beside this file or in the working directory), the name of one that ships with "
-        "rlsim, or an experiment spelled out"
-    )
-    set: dict[str, Any] = Field(default={}, description="key.path -> value, for every point")
-    axes: tuple[Block, ...] = Field(
-        default=(), description="blocks of axes; every combination of their settings is a point"
-    )
+    name: Name
+    description: str = ""
+    experiment: str | dict[str, Any]
+    set: dict[str, Any] = Field(default={})
+    axes: tuple[Block, ...] = ()
 
     @field_validator("axes", mode="before")
     @classmethod

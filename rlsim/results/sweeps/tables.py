@@ -6,14 +6,14 @@ The column of an axis has name, type, unit and meaning, and its values, from the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import pyarrow as pa
 from pydantic import BaseModel
 
-from rlsim import units
 from rlsim.base.records import Record, sealed
+from rlsim.base.reference import UNITS, meaning_of
 from rlsim.base.schema import model_within
 from rlsim.experiment.columns import SUMMARY, TABLES, TYPES, Column, field_of
 from rlsim.experiment.load import place_in
@@ -26,13 +26,6 @@ DEFAULT_TABLES = ("steps", "calls")
 RECORD = b"rlsim.point"
 #: Names of the columns of a sweep's tables.
 TAKEN = {"point", "status", "error", *(column.name for columns in COLUMNS.values() for column in columns)}
-_UNITS: dict[Callable[..., Any], str] = {
-    units.seconds: "s",
-    units.byte_count: "bytes",
-    units.bandwidth: "bytes/s",
-    units.flop_rate: "FLOP/s",
-    units.token_count: "tokens",
-}
 
 
 class AxisColumn(Record):
@@ -123,8 +116,8 @@ def _described(key: str) -> tuple[str, str]:
     if field is None:
         return "", ""
     notes = [*field.metadata, *_annotations(field.annotation)]
-    unit = next((_UNITS[note.func] for note in notes if getattr(note, "func", None) in _UNITS), "")
-    return unit, field.description or ""
+    unit = next((UNITS[note.func][1] for note in notes if getattr(note, "func", None) in UNITS), "")
+    return unit, meaning_of(model, last)
 
 
 def _annotations(annotation: Any) -> list[Any]:
