@@ -181,7 +181,8 @@ def test_misspelt_formats(tmp_path: Path, name: str) -> None:
 
 
 def test_help_names_every_format() -> None:
-    from rlsim.cli.trace import FORMAT_NAMES
+    from rlsim.cli.common import options
 
-    assert sorted(FORMAT_NAMES.split(", ")) == sorted(FORMATS)
+    told = str(options()["trace.import_"]["format"].help)
+    assert sorted(told.removeprefix("One of ").partition(";")[0].split(", ")) == sorted(FORMATS)
     assert {dump.format for dump in DUMPS} <= set(FORMATS)

@@ -25,12 +25,12 @@ from rlsim.cli import (
     tuning,
     validate,
 )
-from rlsim.cli.common import echo
+from rlsim.cli.common import Commands, echo
 from rlsim.errors import RlsimError
 
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
-app = typer.Typer(
+app = Commands(
     name="rlsim",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

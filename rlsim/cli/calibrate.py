@@ -7,12 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlsim.cli import complete
-from rlsim.cli.common import PRINTED, Json, Quiet, echo, named, paths_only, write_json
+from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, write_json
 from rlsim.cli.tables import Table, print_tables, table
 from rlsim.errors import CalibrationError, ConfigError
 
@@ -23,38 +22,22 @@ if TYPE_CHECKING:
     from rlsim.calibrate.measure.session import Measured
     from rlsim.cost.calibration import Calibration
 
-app = typer.Typer(
+app = Commands(
     help="Measure this machine and fit the measurements, or import those of others.",
     epilog="Example: rlsim calibrate --device cpu --budget 2m",
 )
 
 
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY.PATH=VALUE", help="A key of `train` or `engine`; repeatable."),
-]
-
-
 @app.callback(invoke_without_command=True)
 def calibrate(
     context: typer.Context,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try everything without a GPU.")] = "cuda",
-    model: Annotated[
-        str | None,
-        named("Model name or config.json (default: llama-3.1-8b; a small one on the CPU).", complete.models),
-    ] = None,
-    tp: Annotated[str, typer.Option(help="TP degrees, such as 1,2 (default: powers of two up to the devices).")] = "",
-    budget: Annotated[
-        str, typer.Option(help="Time to measure for, such as 10m or 90s, earlier runs included.")
-    ] = "10m",
-    out: Annotated[Path | None, typer.Option(help="Folder to write to (default: calibrate-GPU).")] = None,
-    base: Annotated[
-        str | None,
-        named("Calibration that gives what is not measured here, such as h100-sglang.", complete.calibrations),
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh/--resume", help="Discard the folder's measurements, or go on with them.")
-    ] = False,
+    device: str = "cuda",
+    model: str | None = None,
+    tp: str = "",
+    budget: str = "10m",
+    out: Path | None = None,
+    base: str | None = None,
+    fresh: bool = False,
     json_file: Json = None,
     quiet: Quiet = False,
 ) -> None:
@@ -80,27 +63,14 @@ def calibrate(
 
 @app.command("import")
 def import_(
-    format: Annotated[  # noqa: A002 - what it is
-        str,
-        typer.Argument(
-            metavar="FORMAT",
-            help="aiconfigurator or nccl-tests.",
-            autocompletion=complete.one_of("aiconfigurator", "nccl-tests"),
-        ),
-    ],
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files or folders of that format.")],
-    gpu: Annotated[str, named("GPU of the catalogue that was measured, such as h100-sxm.", complete.gpus)],
-    engine: Annotated[
-        str,
-        named(
-            "Engine that was measured: sglang, vllm, trtllm or torch.",
-            complete.one_of("sglang", "vllm", "trtllm", "torch"),
-        ),
-    ],
-    version: Annotated[str | None, typer.Option(help="Engine release to take (default: the newest).")] = None,
-    base: Annotated[str | None, named("Calibration that gives what the tables lack.", complete.calibrations)] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the calibration (default: GPU-ENGINE).")] = None,
-    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
+    format: str,  # noqa: A002 - what it is
+    paths: list[Path],
+    gpu: str,
+    engine: str,
+    version: str | None = None,
+    base: str | None = None,
+    name: str | None = None,
+    out: Path = Path(),
     json_file: Json = None,
     quiet: Quiet = False,
 ) -> None:
@@ -117,31 +87,22 @@ def import_(
 
 @app.command("from-run")
 def from_run_(
-    log: Annotated[
-        Path,
-        typer.Argument(metavar="LOG", help="Console, JSON Lines, or CSV or JSON export of veRL, NeMo-RL or slime."),
-    ],
-    experiment: Annotated[
-        Path | None, typer.Argument(metavar="[EXPERIMENT]", help="Of the run: gives what is left out below.")
-    ] = None,
-    model: Annotated[str | None, named("Model name or config.json.", complete.models)] = None,
-    cluster: Annotated[str | None, named("Cluster name or .yaml.", complete.clusters)] = None,
-    base: Annotated[
-        str | None, named("Calibration that everything else comes from.", complete.calibrations, "--calibration")
-    ] = None,
-    tp: Annotated[int | None, typer.Option(help="TP of the rollout (default: as logged).")] = None,
-    prompts: Annotated[int | None, typer.Option(help="Prompts a step (default: as logged).")] = None,
-    responses: Annotated[int | None, typer.Option(help="Responses a prompt (default: as logged).")] = None,
-    cap: Annotated[str | None, typer.Option(help="Cap of a response, such as 16K (default: as logged).")] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Mean length of prompts (default: as logged).")
-    ] = None,
-    backend: Annotated[str | None, typer.Option(help="fsdp or megatron (default: as logged).")] = None,
-    settings: Settings = None,
-    trace: Annotated[Path | None, typer.Option(help="Trace that gives the shape of the lengths.")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="First steps to leave out.")] = 2,
-    name: Annotated[str | None, typer.Option(help="Name of the calibration.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder or .yaml to write to.")] = Path(),
+    log: Path,
+    experiment: Path | None = None,
+    model: str | None = None,
+    cluster: str | None = None,
+    base: str | None = None,
+    tp: int | None = None,
+    prompts: int | None = None,
+    responses: int | None = None,
+    cap: str | None = None,
+    prompt_tokens: int | None = None,
+    backend: str | None = None,
+    settings: list[str] | None = None,
+    trace: Path | None = None,
+    warmup: int = 2,
+    name: str | None = None,
+    out: Path = Path(),
     json_file: Json = None,
     quiet: Quiet = False,
 ) -> None:
@@ -166,24 +127,15 @@ def from_run_(
 
 @app.command("from-engine")
 def from_engine_(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="Log of an SGLang or vLLM server, or a .csv.")],
-    model: Annotated[str, named("Model that was served: name or config.json.", complete.models)],
-    tp: Annotated[int, typer.Option(min=1, help="TP that it was served at.")],
-    base: Annotated[
-        str,
-        named("Calibration of that GPU and engine that the rest comes from.", complete.calibrations, "--calibration"),
-    ],
-    precision: Annotated[
-        str | None,
-        named(
-            "Precision of the weights (default: as published).",
-            complete.one_of("bf16", "fp8", "fp8_block", "nvfp4", "mxfp4"),
-        ),
-    ] = None,
-    kv_precision: Annotated[str, named("Of the KV cache: bf16 or fp8.", complete.one_of("bf16", "fp8"))] = "bf16",
-    release: Annotated[str, typer.Option(help="Release of the engine (default: as logged).")] = "",
-    name: Annotated[str | None, typer.Option(help="Name of the calibration.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder or .yaml to write to.")] = Path(),
+    log: Path,
+    model: str,
+    tp: int,
+    base: str,
+    precision: str | None = None,
+    kv_precision: str = "bf16",
+    release: str = "",
+    name: str | None = None,
+    out: Path = Path(),
     json_file: Json = None,
     quiet: Quiet = False,
 ) -> None:
@@ -209,18 +161,11 @@ def from_engine_(
 
 @app.command("show")
 def show_(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="CALIBRATION", help="A name or a file.", autocompletion=complete.calibrations),
-    ],
-    model: Annotated[
-        str | None, named("Model whose decode steps to show instead, by TP, batch and context.", complete.models)
-    ] = None,
-    cluster: Annotated[str | None, named("Cluster that it runs on (default: a node).", complete.clusters)] = None,
-    speculation: Annotated[
-        str | None, typer.Option(help="Drafts (engine.speculation as YAML) whose gain to show instead, up to that k.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Chart to write: .html, .svg or .png.")] = None,
+    name: str,
+    model: str | None = None,
+    cluster: str | None = None,
+    speculation: str | None = None,
+    out: Path | None = None,
     json_file: Json = None,
     quiet: Quiet = False,
 ) -> None:

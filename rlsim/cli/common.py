@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from rlsim.base.catalogue import DATA
 from rlsim.cli import complete
 from rlsim.errors import printable
 
@@ -19,9 +22,50 @@ if TYPE_CHECKING:
     from rlsim.experiment.run import Progress
 
 
-def named(text: str, offered: complete.Completer, *flags: str, **more: Any) -> Any:
-    """An option that takes names, which the shell completes."""
-    return typer.Option(*flags, help=text, autocompletion=offered, **more)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Commands(typer.Typer):
+    """Commands whose options are rows of `rlsim/data/options.csv`, but for those that several have (below).
+
+    A row has the `flags` of an option, if these are not its name (`argument`: it has none), `bounds` of a number, and
+    what the shell `offers`: a completer, or names.
+    """
+
+    def command(self, name: str | None = None, **more: Any) -> Callable[[F], F]:
+        """See `typer.Typer`."""
+        add = super().command(name, **more)
+        return lambda function: add(told(function))
+
+    def callback(self, **more: Any) -> Callable[[F], F]:
+        """See `typer.Typer`."""
+        add = super().callback(**more)
+        return lambda function: add(told(function))
+
+
+def told(function: F) -> F:
+    """A command, its options as their rows say."""
+    rows = options().get(f"{function.__module__.removeprefix('rlsim.cli.')}.{function.__name__}", {})
+    hints = get_type_hints(function) if rows else {}
+    function.__annotations__ |= {name: Annotated[hints[name], option] for name, option in rows.items()}
+    return function
+
+
+@cache
+def options() -> dict[str, dict[str, Any]]:
+    """The options of every command, by the module and the name of its function."""
+    found: dict[str, dict[str, Any]] = {}
+    with (DATA / "options.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            offers, flags = row["offers"].split(), row["flags"].split()
+            offered = getattr(complete, offers[0], complete.one_of(*offers)) if offers else None
+            known: dict[str, Any] = {"help": row["help"], "metavar": row["metavar"] or None, "autocompletion": offered}
+            bounds = zip(("min", "max"), row["bounds"].split(".."), strict=False)
+            known |= {end: json.loads(bound) for end, bound in bounds if bound}
+            argument = flags == ["argument"]
+            option = typer.Argument(**known, show_default=False) if argument else typer.Option(*flags, **known)
+            found.setdefault(row["command"], {})[row["option"]] = option
+    return found
 
 
 Experiment = Annotated[
@@ -32,7 +76,12 @@ Experiment = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    named("Set a key of the experiment; repeatable.", complete.settings, "--set", metavar="KEY.PATH=VALUE"),
+    typer.Option(
+        "--set",
+        metavar="KEY.PATH=VALUE",
+        help="Set a key of the experiment; repeatable.",
+        autocompletion=complete.settings,
+    ),
 ]
 Warmup = Annotated[
     int | None,

@@ -6,7 +6,7 @@ import string
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -28,14 +28,11 @@ MOST_TEXT = 40
 
 
 def compare(
-    directories: Annotated[list[str], typer.Argument(help="Directories that `rlsim run` or `rlsim sweep` wrote.")],
-    baseline: Annotated[
-        str | None,
-        typer.Option(help="A system, one of the directories, DIRECTORY:SYSTEM, or KEY.PATH=VALUE[,…] of axes."),
-    ] = None,
+    directories: list[str],
+    baseline: str | None = None,
     json_file: Json = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the run table to this file; - prints it.")] = None,
-    chart: Annotated[Path | None, typer.Option(help="Draw the intervals: .html, .svg or .png.")] = None,
+    csv: Path | None = None,
+    chart: Path | None = None,
     quiet: Quiet = False,
 ) -> None:
     """Compare runs and sweeps: one row per run, differences with 95% intervals, paired by seed where that is fair.

@@ -3,99 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from rlsim.cli import complete
-from rlsim.cli.common import echo, named
+from rlsim.cli.common import echo
 
 if TYPE_CHECKING:
     from rlsim.frameworks.draft import Draft
 
 
-FromVerl = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--from-verl",
-        metavar="CONFIG",
-        help="A veRL configuration: YAML, a run's folder, a run_*.sh, a log; or KEY=VALUE, or NAME=VALUE of a "
-        "script's variable. Repeatable, later ones win.",
-    ),
-]
-FromNemo = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--from-nemo",
-        metavar="CONFIG",
-        help="A NeMo-RL configuration of GRPO: YAML, with the files that its `defaults` name beside it; or KEY=VALUE. "
-        "Repeatable, later ones win.",
-    ),
-]
-FromAreal = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--from-areal",
-        metavar="CONFIG",
-        help="An AReaL configuration of GRPO or PPO: YAML; or KEY=VALUE. Repeatable, later ones win.",
-    ),
-]
-FromSlime = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--from-slime",
-        metavar="CONFIG",
-        help="slime: a run-*.sh, or a file of its flags; or --FLAG=VALUE, or NAME=VALUE of a script's variable. "
-        "Repeatable, later ones win.",
-    ),
-]
-GpuLike = Annotated[
-    str | None,
-    typer.Option(
-        metavar="GPU,FIGURES",
-        help="GPU of the catalogue that yours is like, then its memory, bandwidth and dense bf16 rate as they differ: "
-        "h100,48GB,864GB/s,362TFLOP/s.",
-    ),
-]
-Network = Annotated[
-    str | None, typer.Option(metavar="RATE", help="Network of a node, all its ports together: 100Gb/s.")
-]
-Nccl = Annotated[
-    list[Path] | None,
-    typer.Option(help="Output of nccl-tests on your machines: fits a calibration beside the experiment."),
-]
-
-
 def init(
-    name: Annotated[
-        str | None, typer.Argument(help="Name of the experiment (default: experiment, or the configuration's).")
-    ] = None,
-    from_verl: FromVerl = None,
-    from_nemo: FromNemo = None,
-    from_areal: FromAreal = None,
-    from_slime: FromSlime = None,
-    gpu: Annotated[
-        str | None, named("GPU of the catalogue, such as h100; configurations name none.", complete.gpus)
-    ] = None,
-    gpu_like: GpuLike = None,
-    network: Network = None,
-    cluster: Annotated[
-        str | None, named("Cluster of the catalogue or .yaml, instead of --gpu.", complete.clusters)
-    ] = None,
-    model: Annotated[
-        str | None, named("Model of the catalogue, or the path of a config.json.", complete.models)
-    ] = None,
-    reward_model: Annotated[str | None, named("The same of veRL's reward model.", complete.models)] = None,
-    trace: Annotated[
-        str | None, named("Trace of response lengths (default: the nearest shipped).", complete.traces)
-    ] = None,
-    calibration: Annotated[
-        str | None, named("Calibration (default: of the GPU and engine).", complete.calibrations)
-    ] = None,
-    nccl: Nccl = None,
-    verl_version: Annotated[str, named("veRL release whose defaults hold.", complete.verl_versions)] = "0.9",
-    out: Annotated[Path | None, typer.Option(help="File to write (default: NAME.yaml).")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    name: str | None = None,
+    from_verl: list[str] | None = None,
+    from_nemo: list[str] | None = None,
+    from_areal: list[str] | None = None,
+    from_slime: list[str] | None = None,
+    gpu: str | None = None,
+    gpu_like: str | None = None,
+    network: str | None = None,
+    cluster: str | None = None,
+    model: str | None = None,
+    reward_model: str | None = None,
+    trace: str | None = None,
+    calibration: str | None = None,
+    nccl: list[Path] | None = None,
+    verl_version: str = "0.9",
+    out: Path | None = None,
+    force: bool = False,
 ) -> None:
     """Write an experiment file: a commented starter, or what veRL, NeMo-RL, AReaL or slime is configured to do.
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
+
+from rlsim.cli.common import Commands
 
 if TYPE_CHECKING:
     from rlsim.base.reference import Key
 
 T = TypeVar("T")
 
-app = typer.Typer(
-    no_args_is_help=True, help="Show what the catalogue holds.", epilog="Example: rlsim list calibrations"
-)
+app = Commands(no_args_is_help=True, help="Show what the catalogue holds.", epilog="Example: rlsim list calibrations")
 
 
 @app.command()
@@ -104,10 +104,7 @@ class Written(StrEnum):
 
 
 @app.command()
-def keys(
-    key: Annotated[str, typer.Argument(help="Those under this key (default: the top ones).", show_default=False)] = "",
-    of: Annotated[Written, typer.Option(help="Which file they are of.")] = Written.EXPERIMENT,
-) -> None:
+def keys(key: str = "", of: Written = Written.EXPERIMENT) -> None:
     """Keys of an experiment, a sweep, a cluster or a model: type, unit, default and meaning.
 
     Example: rlsim list keys workflow.reward
@@ -135,9 +132,7 @@ def keys(
 
 
 @app.command()
-def columns(
-    table: Annotated[str, typer.Argument(help="One table (default: all).", show_default=False)] = "",
-) -> None:
+def columns(table: str = "") -> None:
     """Columns of the tables of a result: type, unit and meaning.
 
     Example: rlsim list columns steps
@@ -153,9 +148,7 @@ def columns(
 
 
 @app.command()
-def policies(
-    name: Annotated[str, typer.Argument(help="One of them, to see its parameters.", show_default=False)] = "",
-) -> None:
+def policies(name: str = "") -> None:
     """Policies that an experiment's systems may use; the parameters of one.
 
     Example: rlsim list policies pat

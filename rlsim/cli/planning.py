@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,27 +19,18 @@ if TYPE_CHECKING:
 
 def plan(
     experiment: Experiment,
-    method: Annotated[str, typer.Option(help="descent (coordinate descent, restarts) or mcmc (REAL's).")] = "descent",
-    seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Time budget of the search (default: 10, if there is no other).")
-    ] = None,
-    evaluations: Annotated[int | None, typer.Option(min=1, help="Budget in plans evaluated.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
-    lag: Annotated[
-        int,
-        typer.Option(
-            min=0, max=1000, help="Updates that generation is behind, on GPUs of its own: the split is searched too."
-        ),
-    ] = 0,
-    most_plans: Annotated[
-        float | None, typer.Option(min=1, help="Keep the fastest options of each call: at most so many plans (1e14).")
-    ] = None,
+    method: str = "descent",
+    seconds: float | None = None,
+    evaluations: int | None = None,
+    seed: int = 0,
+    lag: int = 0,
+    most_plans: float | None = None,
     settings: Settings = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan as YAML, for `use` in a system.")] = None,
+    out: Path | None = None,
     json_file: Json = None,
-    chart: Annotated[Path | None, typer.Option(help="Draw the search's progress: .html, .svg or .png.")] = None,
-    apply: Annotated[bool, typer.Option("--apply", help="Run the plan beside the experiment's systems.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the iteration time only.")] = False,
+    chart: Path | None = None,
+    apply: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Search where the calls of an RLHF step should run, and how they should be spread there.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,23 +21,16 @@ MOST_NAMES = 6
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Results directory of rlsim run or rlsim sweep.")],
-    out: Annotated[Path | None, typer.Option(help="The page to write (default: DIR/report.html).")] = None,
-    title: Annotated[str | None, typer.Option(help="Title of the page (default: the experiment's name).")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Also write every chart there as a PNG.")] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Also write every chart there as an SVG.")] = None,
-    case: Annotated[str | None, typer.Option(help="Case in the charts over time (default: the first).")] = None,
-    system: Annotated[
-        list[str] | None,
-        typer.Option(help="System in the charts over time; repeatable (default: the baseline and the best other)."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed in the charts over time (default: of the median step).")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Step in the charts over time (default: the baseline's median one).")
-    ] = None,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    directory: Path,
+    out: Path | None = None,
+    title: str | None = None,
+    png: Path | None = None,
+    svg: Path | None = None,
+    case: str | None = None,
+    system: list[str] | None = None,
+    seed: int | None = None,
+    step: int | None = None,
+    show: bool = False,
     quiet: Quiet = False,
 ) -> None:
     """Write results as one HTML page that works offline: what was found, charts, and exactly what was run.
@@ -60,18 +53,14 @@ def report(
 
 
 def timeline(
-    results: Annotated[Path, typer.Argument(metavar="DIR", help="Results that `rlsim run` wrote.")],
-    system: Annotated[str | None, typer.Option(help="Which system (default: the first of the case).")] = None,
-    case: Annotated[str | None, typer.Option(help="Which case (default: the first).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Which seed (default: the first).")] = None,
-    steps: Annotated[
-        str | None, typer.Option("--steps", "--step", metavar="STEPS", help="Such as 3, 0-2 or 0,4 (default: all).")
-    ] = None,
-    requests: Annotated[
-        bool, typer.Option("--requests/--no-requests", help="With a track for each request, or GPUs and calls alone.")
-    ] = True,
-    out: Annotated[Path | None, typer.Option(help="The file: .json or .json.gz (default: DIR/timeline.json).")] = None,
-    compressed: Annotated[bool, typer.Option("--gzip", help="Write DIR/timeline.json.gz instead.")] = False,
+    results: Path,
+    system: str | None = None,
+    case: str | None = None,
+    seed: int | None = None,
+    steps: str | None = None,
+    requests: bool = True,
+    out: Path | None = None,
+    compressed: bool = False,
     quiet: Quiet = False,
 ) -> None:
     """Write one run as a timeline to open at https://ui.perfetto.dev: GPUs, requests, calls, counters, migrations.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,7 +22,6 @@ from rlsim.base.formats import (
     with_model,
     written,
 )
-from rlsim.cli import complete
 from rlsim.cli.common import (
     PRINTED,
     Certainty,
@@ -51,16 +50,7 @@ ROUNDING = 1e-6
 
 
 def check(
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="Experiment or sweep file, or the name of one that ships with rlsim.", autocompletion=complete.sweeps
-        ),
-    ],
-    settings: Settings = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
-    json_file: Json = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing: the exit code tells.")] = False,
+    file: str, settings: Settings = None, seeds: int | None = None, json_file: Json = None, quiet: bool = False
 ) -> None:
     """Check an experiment or a sweep, all its cases and points, without a simulation or a search for plans.
 
@@ -93,22 +83,16 @@ def check(
 
 def run(
     experiment: Experiment,
-    out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
+    out: Path | None = None,
+    seeds: int | None = None,
     settings: Settings = None,
     warmup: Warmup = None,
-    steps_at_cap: Annotated[
-        bool, typer.Option("--steps-at-cap", help="Means count only steps in which a response reaches the cap.")
-    ] = False,
+    steps_at_cap: bool = False,
     certainty: Certainty = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse costs of shapes outside what the calibration was measured at.")
-    ] = False,
-    what_if: Annotated[
-        bool, typer.Option("--what-if", help="Also run each end of what is assumed: what it is worth.")
-    ] = False,
+    strict: bool = False,
+    what_if: bool = False,
     json_file: Json = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes: the worlds of --certainty run beside the rest.")] = 1,
+    workers: int = 1,
     quiet: Quiet = False,
 ) -> None:
     """Run an experiment, print a comparison, write the results.

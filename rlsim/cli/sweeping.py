@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rlsim.base.formats import Columns, column, number, rate, relaxed, share, written
-from rlsim.cli import complete
 from rlsim.cli.common import (
     PRINTED,
     Certainty,
@@ -37,41 +36,20 @@ if TYPE_CHECKING:
 MOST_ROWS = 40
 
 
-File = Annotated[
-    str,
-    typer.Argument(
-        help="Sweep file, or an experiment; or the name of one that ships with rlsim.", autocompletion=complete.sweeps
-    ),
-]
-Grid = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--grid",
-        metavar="KEY.PATH=[A, B]",
-        help="Add an axis: every value with all others; repeatable.",
-        autocompletion=complete.settings,
-    ),
-]
-WORKERS = "Processes (default: one a core); with ray: points at work at a time."
-ADDRESS = "Ray cluster (default: $RAY_ADDRESS, else one is started here)."
-TABLES = "Tables to keep beside steps and summary: calls (default), responses, stays, switches, spans; or all."
-PRUNE = "Remove results of points that the sweep does not have any more."
-
-
 def sweep(
-    file: File,
-    out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
-    grid: Grid = None,
+    file: str,
+    out: Path | None = None,
+    grid: list[str] | None = None,
     settings: Settings = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
+    seeds: int | None = None,
     warmup: Warmup = None,
     certainty: Certainty = None,
-    workers: Annotated[int | None, typer.Option(min=1, help=WORKERS)] = None,
-    executor: Annotated[str, typer.Option(help="local, or ray (needs the extra `ray`).")] = "local",
-    address: Annotated[str | None, typer.Option(help=ADDRESS)] = None,
-    tables: Annotated[str | None, typer.Option(help=TABLES)] = None,
-    prune: Annotated[bool, typer.Option("--prune", help=PRUNE)] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points; run nothing.")] = False,
+    workers: int | None = None,
+    executor: str = "local",
+    address: str | None = None,
+    tables: str | None = None,
+    prune: bool = False,
+    dry_run: bool = False,
     json_file: Json = None,
     quiet: Quiet = False,
 ) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from rlsim.base.formats import number
-from rlsim.cli.common import PRINTED, Json, Quiet, echo, paths_only, write_json
+from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, write_json
 from rlsim.cli.tables import print_tables, table
 from rlsim.errors import TraceError
 
@@ -19,24 +17,11 @@ if TYPE_CHECKING:
     from rlsim.trace.fit import LengthFit
     from rlsim.trace.schema import Trace
 
-app = typer.Typer(
+app = Commands(
     no_args_is_help=True,
     help="Response-length traces: import, describe, fit, generate.",
     epilog="Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K",
 )
-
-#: Those of `rlsim.trace.importers.FORMATS`, spelled out so that --help does not load it.
-FORMAT_NAMES = (
-    "parquet, csv, jsonl, areal, verl, verl-metrics, nemo-rl, slime, skyrl, rllm, trl, roll, agentic_mooncake, weka, "
-    "servegen, mooncake, azure, burstgpt"
-)
-IN_HELP = "Parquet, CSV, JSON Lines (also .gz), .json or .pt file, folder, or quoted glob."
-FORMAT_HELP = f"One of {FORMAT_NAMES}; by default recognised."
-COLUMN_HELP = "OURS=THEIRS, such as response_tokens=output_len; may be repeated."
-TOKENIZER_HELP = "The model's tokenizer.json or local folder, for dumps of texts (veRL, SkyRL, rLLM, TRL, ROLL)."
-DERIVE_HELP = "Make up lengths that meet the means of veRL's metric log."
-BATCH_HELP = "With --derive: PROMPTSxRESPONSES of a step, if the log does not tell."
-CAP_HELP = "Response cap, such as 16K."
 
 
 def _tokens(option: str, text: str | None) -> int | None:
@@ -55,16 +40,16 @@ def _tokens(option: str, text: str | None) -> int | None:
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="IN", help=IN_HELP)],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The .parquet file to write.")],
-    format: Annotated[str | None, typer.Option(help=FORMAT_HELP)] = None,  # noqa: A002 - the option's name
-    column: Annotated[list[str] | None, typer.Option(help=COLUMN_HELP)] = None,
-    cap: Annotated[str | None, typer.Option(help="Cap the responses were sampled under, such as 16K.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the trace (default: the file's).")] = None,
-    source: Annotated[str, typer.Option(help="Where the lengths come from.")] = "",
-    tokenizer: Annotated[Path | None, typer.Option(help=TOKENIZER_HELP)] = None,
-    derive: Annotated[bool, typer.Option("--derive", help=DERIVE_HELP)] = False,
-    batch: Annotated[str | None, typer.Option(help=BATCH_HELP)] = None,
+    file: Path,
+    out: Path,
+    format: str | None = None,  # noqa: A002 - the option's name
+    column: list[str] | None = None,
+    cap: str | None = None,
+    name: str | None = None,
+    source: str = "",
+    tokenizer: Path | None = None,
+    derive: bool = False,
+    batch: str | None = None,
     json_file: Json = None,
     quiet: Quiet = False,
 ) -> None:
@@ -124,10 +109,10 @@ def _derived(
 
 @app.command("describe")
 def describe_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace in rlsim's schema.")],
-    cap: Annotated[str | None, typer.Option(help=f"{CAP_HELP} Longer responses count as cut there.")] = None,
-    above: Annotated[str, typer.Option(help="Lengths to give the share above of, such as 8K,16K.")] = "",
-    chart: Annotated[Path | None, typer.Option(help="Draw the distribution to this .html, .svg or .png.")] = None,
+    file: Path,
+    cap: str | None = None,
+    above: str = "",
+    chart: Path | None = None,
     json_file: Json = None,
     quiet: Quiet = False,
 ) -> None:
@@ -159,10 +144,10 @@ def describe_(
 
 @app.command("fit")
 def fit_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace in rlsim's schema.")],
-    cap: Annotated[str | None, typer.Option(help=f"{CAP_HELP} Lengths there are taken as cut, not observed.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the fit to this .yaml or .json.")] = None,
-    components: Annotated[int, typer.Option(min=1, max=3, help="Number of lognormals.")] = 2,
+    file: Path,
+    cap: str | None = None,
+    out: Path | None = None,
+    components: int = 2,
     json_file: Json = None,
     quiet: Quiet = False,
 ) -> None:
@@ -212,11 +197,7 @@ def _print_fit(fit: LengthFit) -> None:
 
 @app.command("generate")
 def generate_(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write (default: beside the recipe, as .parquet).")] = None,
-    check_only: Annotated[bool, typer.Option("--check-only", help="Check the facts and write nothing.")] = False,
-    json_file: Json = None,
-    quiet: Quiet = False,
+    recipe: Path, out: Path | None = None, check_only: bool = False, json_file: Json = None, quiet: Quiet = False
 ) -> None:
     """Generate a trace from a recipe, after checking that it meets the recipe's facts.
 

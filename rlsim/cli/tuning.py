@@ -7,14 +7,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import number, share
-from rlsim.cli import complete
-from rlsim.cli.common import Json, Workers, echo, named, progress_bar, write_json
-from rlsim.cli.init import GpuLike, Network
+from rlsim.cli.common import Json, Workers, echo, progress_bar, write_json
 from rlsim.cli.tables import Table
 
 if TYPE_CHECKING:
@@ -34,55 +30,33 @@ _MEANS = (
 
 
 def tune(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CONFIG [KEY=VALUE]...",
-            help="A veRL or slime script, a configuration of veRL, NeMo-RL or AReaL, or an experiment; then overrides.",
-        ),
-    ],
-    gpu: Annotated[str | None, named("GPU of the catalogue; configurations name none.", complete.gpus)] = None,
-    gpu_like: GpuLike = None,
-    network: Network = None,
-    cluster: Annotated[str | None, named("Cluster of the catalogue, instead of --gpu.", complete.clusters)] = None,
-    model: Annotated[str | None, named("Model of the catalogue, or a config.json.", complete.models)] = None,
-    trace: Annotated[str | None, named("Trace of response lengths.", complete.traces)] = None,
-    calibration: Annotated[str | None, named("Calibration.", complete.calibrations)] = None,
-    log: Annotated[Path | None, typer.Option(help="Log of a run of yours: calibrate to it first.")] = None,
-    rollouts: Annotated[Path | None, typer.Option(help="Its dumped rollouts, with --log: lengths of your own.")] = None,
-    check: Annotated[
-        Path | None, typer.Option(help="Log of a run of this configuration: how far off is its prediction?")
-    ] = None,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds to spend, about; --systems has 40% of them.")] = 60.0,
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="Sets to try instead: the same answer on any machine.")
-    ] = None,
-    keep: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Leave this key as it is; repeatable.")] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(help="What a change may alter beside speed: numerics, algorithm, staleness; repeatable."),
-    ] = None,
-    max_staleness: Annotated[
-        str | None, typer.Option(help="Allow staleness up to a bound: mean:1, p95:2 or max:1 updates.")
-    ] = None,
-    on_policy: Annotated[bool, typer.Option("--on-policy", help="Allow none, even if it is configured.")] = False,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Try other numbers of GPUs, up to so many.")] = None,
-    money: Annotated[bool, typer.Option("--money", help="Look for what is cheapest, not for what is fastest.")] = False,
-    price: Annotated[
-        str | None,
-        typer.Option(
-            help="What it costs, by dollars of a GPU-hour: 2.5, h100=2.5,h200=3.8, or a .yaml or .csv of these."
-        ),
-    ] = None,
-    systems: Annotated[
-        bool, typer.Option("--systems", help="Rank what must be built (PAT, tail batching …) on top.")
-    ] = False,
-    write: Annotated[Path | None, typer.Option(help="File to write: the configuration with the changes.")] = None,
+    sources: list[str],
+    gpu: str | None = None,
+    gpu_like: str | None = None,
+    network: str | None = None,
+    cluster: str | None = None,
+    model: str | None = None,
+    trace: str | None = None,
+    calibration: str | None = None,
+    log: Path | None = None,
+    rollouts: Path | None = None,
+    check: Path | None = None,
+    budget: float = 60.0,
+    trials: int | None = None,
+    keep: list[str] | None = None,
+    allow: list[str] | None = None,
+    max_staleness: str | None = None,
+    on_policy: bool = False,
+    gpus: int | None = None,
+    money: bool = False,
+    price: str | None = None,
+    systems: bool = False,
+    write: Path | None = None,
     workers: Workers = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the search and of the draws.")] = 0,
+    seed: int = 0,
     json_file: Json = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print every table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    verbose: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Search the settings of your framework for those that train fastest, and say how sure that is.
 
