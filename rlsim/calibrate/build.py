@@ -21,7 +21,6 @@ from rlsim.calibrate.steps import NO_HOST, fit_host, fit_tables
 from rlsim.cost.calibration import (
     Calibration,
     Engine,
-    HostFit,
     Provenance,
     Reference,
 )
@@ -95,16 +94,17 @@ def build_calibration(
         training=training,
         residuals=parts.residuals,
     )
-    lent_host = _host_from(base) if base else None
+    said = f"not measured, from {base.name}: {base.host.source}" if base else ""
+    lent_host = base.host.model_copy(update={"source": said}) if base else None
     host = parts.take("host time", fit_host(measured, draft, shape), lent_host, _why_no_host(measured, shape))
     parts.check()
     draft = draft.model_copy(update={"host": host})
     tables = parts.add(fit_tables(measured, draft, shape))
     if parts.borrowed and base is not None:
         parts.notes.append(f"not measured, from {base.name}: {', '.join(parts.borrowed)}")
-    said = {"sources": parts.sources(), "notes": tuple(dict.fromkeys(parts.notes))}
+    whence = {"sources": parts.sources(), "notes": tuple(dict.fromkeys(parts.notes))}
     update = {
-        "provenance": draft.provenance.model_copy(update=said),
+        "provenance": draft.provenance.model_copy(update=whence),
         "residuals": parts.residuals,
         "iterations": tables,
     }
@@ -216,10 +216,6 @@ def with_ring(fits: CollectiveFits) -> CollectiveFits:
     }
     derived = {op: halves for op in ("all_gather", "reduce_scatter", "all_to_all") if op not in fits.nccl}
     return fits.model_copy(update={"nccl": {**fits.nccl, **derived}})
-
-
-def _host_from(base: Calibration) -> HostFit:
-    return base.host.model_copy(update={"source": f"not measured, from {base.name}: {base.host.source}"})
 
 
 def _why_no_host(measured: Measurements, shape: Callable[[str], Model | None]) -> str:

@@ -15,7 +15,7 @@ import pandas as pd
 from rlsim.cost.calibration import Reference, Source
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
-from rlsim.models.hardware import Cluster, Gpu, Link
+from rlsim.models.hardware import Cluster, Gpu, Link, node_types
 from rlsim.models.precision import PRECISIONS
 
 #: Attention: mean and longest context of a decode step; new and cached tokens of a sequence that is prefilled.
@@ -106,6 +106,14 @@ def _check(operator: str, table: pd.DataFrame) -> None:
 # One node of the GPUs that were measured, as the cost models want to see it.
 
 GPUS = 64  # in the node: more than any that is measured
+
+
+def node_of(gpu: str) -> Cluster:
+    """A node of the catalogue with such GPUs; raises `CalibrationError` if there is none."""
+    for node in node_types().values():
+        if node.gpu.name == gpu:
+            return node
+    raise CalibrationError(f"the catalogue has no node of {gpu}; spell its cluster out")
 
 
 def measured_node(gpu: str, ref: Reference) -> Cluster:

@@ -18,7 +18,7 @@ from rlsim.cost.products import Products
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.speculation import Drafts, Speculation
 from rlsim.errors import CalibrationError
-from rlsim.models.hardware import Cluster, node_types
+from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model, load_model
 from rlsim.models.precision import WEIGHT_BYTES, peak_flop_per_s
 
@@ -82,14 +82,6 @@ def _experts(calibration: Calibration) -> Iterator[dict[str, object]]:
 
 def _row(kernel: str, line: str, axis: str, at: float, value: float) -> dict[str, object]:
     return {"kernel": kernel, "line": line, "axis": axis, "at": at, "value": value}
-
-
-def node_of(calibration: Calibration) -> Cluster:
-    """A node of the catalogue with the calibration's GPU; raises `CalibrationError` if there is none."""
-    for node in node_types().values():
-        if node.gpu.name == calibration.gpu:
-            return node
-    raise CalibrationError(f"{calibration.name}: the catalogue has no node of {calibration.gpu}; name one (--cluster)")
 
 
 def latencies(model: Model, cluster: Cluster, calibration: Calibration) -> pd.DataFrame:

@@ -180,6 +180,7 @@ def show_(
     from rlsim.base.reading import parse_yaml, plain
     from rlsim.base.schema import validate
     from rlsim.calibrate import show
+    from rlsim.calibrate.measurements import node_of
     from rlsim.cost.calibration import load_calibration
     from rlsim.cost.speculation import Speculation
     from rlsim.models.hardware import load_cluster
@@ -193,7 +194,7 @@ def show_(
         title, form = f"{calibration.name}: share of the data sheet's rate", "{:.0%}"
         said = f"Seconds at {calibration.gpu}'s data sheet over a kernel's, launch included. Over 100%: from caches."
     elif speculation is not None:
-        machine = load_cluster(cluster) if cluster else show.node_of(calibration)
+        machine = load_cluster(cluster) if cluster else node_of(calibration.gpu)
         drafts = validate(plain(parse_yaml(speculation, "--speculation")), Speculation, "--speculation")
         found = show.gains(load_model(model), machine, calibration, drafts)
         title, form = f"{calibration.name}: gain of {model} on {machine.name} by k drafted tokens a step", "{:.2f}"
@@ -203,7 +204,7 @@ def show_(
             f"accepted up to each position: {each}; –: more than the KV cache holds."
         )
     else:
-        machine = load_cluster(cluster) if cluster else show.node_of(calibration)
+        machine = load_cluster(cluster) if cluster else node_of(calibration.gpu)
         found = show.latencies(load_model(model), machine, calibration)
         title, form = f"{calibration.name}: milliseconds of a decode step of {model} on {machine.name}", "{:.2f}"
         shown = show.by_line(found)

@@ -96,15 +96,12 @@ def _lower_hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[list[fl
     """The lower convex hull of points in ascending order of x."""
     kept: list[tuple[float, float]] = []
     for point in zip(x.tolist(), y.tolist(), strict=True):
-        while len(kept) > 1 and _rises_less(kept[-2], kept[-1], point):
+        while len(kept) > 1 and (kept[-1][1] - kept[-2][1]) * (point[0] - kept[-2][0]) >= (point[1] - kept[-2][1]) * (
+            kept[-1][0] - kept[-2][0]
+        ):  # the last lies on or above the line from the one before to this
             kept.pop()
         kept.append(point)
     return [a for a, _ in kept], [b for _, b in kept]
-
-
-def _rises_less(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether `middle` lies on or above the line from `first` to `last`."""
-    return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])
 
 
 def _at(curve: DecodeCurve, contexts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -99,11 +99,6 @@ class HostFit(Fitted):
     )
     source: str = Field(description="what it is fitted to")
 
-    @property
-    def takes_time(self) -> bool:
-        """Whether any of its terms is above zero."""
-        return self.step_s + self.sequence_s + self.prefill_s > 0
-
 
 class EagerFit(Fitted):
     """The host's time to launch what an iteration runs, where no CUDA graph was captured."""
@@ -343,11 +338,10 @@ class Calibration(Fitted):
             raise CalibrationError(
                 f"precision {precision}: {cores}calibration {self.name} has matrix products in {', '.join(known)}"
             )
-        known_kv = self.operators.latent_kv_precisions if latent else self.operators.kv_precisions
-        if kv_precision not in known_kv:
+        kind, slot = ("latent ", "latent_attention_fp8") if latent else ("", "decode_attention_fp8")
+        if kv_precision == "fp8" and getattr(self.operators, slot) is None:
             raise CalibrationError(
-                f"kv_precision {kv_precision}: calibration {self.name} has {'latent ' if latent else ''}attention on a "
-                f"KV cache of {', '.join(known_kv)} only"
+                f"kv_precision fp8: calibration {self.name} has {kind}attention on a KV cache of bf16 only"
             )
 
     def known(self, model: Model, tp: int | None = None) -> Known:

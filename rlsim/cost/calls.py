@@ -71,8 +71,7 @@ class CallCosts:
         self._rollout, self._replica = rollout, replica
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._engine = calibration.engine
-        self.data = cache(self._data)
-        self._reallocation, self._made = cache(self._moved), cache(self._of)
+        self.data, self._moved, self._made = cache(self._data), cache(self._moving), cache(self._of)
 
     def of(self, role: str, strategy: TrainStrategy, first_gpu: int = 0) -> TrainCost:
         """Calls on the model of that role, on the GPUs from `first_gpu` on.
@@ -131,17 +130,16 @@ class CallCosts:
 
     def reallocation(self, role: str, to: CallCosts) -> Reallocation:
         """Seconds of moving that model's parameters from these GPUs to ones of the kind of `to`."""
-        return self._reallocation(self._shapes[role], to)
+        return self._moved(self._shapes[role], to)
 
-    def _moved(self, role: str, to: CallCosts) -> Reallocation:
-        return Reallocation(self.models[role], self.cluster, self.collectives, self._receiver(to))
+    def _moving(self, role: str, to: CallCosts) -> Reallocation:
+        receiver = None if to is self else Side(to.cluster, to.collectives)
+        return Reallocation(self.models[role], self.cluster, self.collectives, receiver)
 
     def _data(self, to: CallCosts) -> DataTransfer:
         """Seconds of moving what a call on these GPUs has made to a call on ones of the kind of `to`."""
-        return DataTransfer(self.cluster, self.collectives, self._receiver(to))
-
-    def _receiver(self, to: CallCosts) -> Side | None:
-        return None if to is self else Side(to.cluster, to.collectives)
+        receiver = None if to is self else Side(to.cluster, to.collectives)
+        return DataTransfer(self.cluster, self.collectives, receiver)
 
     def lookups(self) -> Lookups:
         """The messages asked for so far, by how far they rest on measurements."""

@@ -84,7 +84,8 @@ class HostTime(NamedTuple):
 
 def hosted(kernels: StepCost, host: HostFit, groups: int = 1) -> StepCost:
     """`kernels` (a step cost without host time) as an engine with this host time runs them."""
-    return DerivedStep(kernels, HostTime(host, groups).change) if host.takes_time else kernels
+    takes_time = host.step_s + host.sequence_s + host.prefill_s > 0
+    return DerivedStep(kernels, HostTime(host, groups).change) if takes_time else kernels
 
 
 def crowded(alone: StepCost, factor: float) -> StepCost:

@@ -228,16 +228,6 @@ class OperatorFits(Fitted):
         """Matrix products by precision."""
         return {fit.precision: fit for fit in (self.gemm, *self.quantised_gemm)}
 
-    @property
-    def kv_precisions(self) -> tuple[KvPrecision, ...]:
-        """The precisions of KV caches that attention was measured on."""
-        return ("bf16", "fp8") if self.decode_attention_fp8 else ("bf16",)
-
-    @property
-    def latent_kv_precisions(self) -> tuple[KvPrecision, ...]:
-        """The same of latent attention."""
-        return ("bf16", "fp8") if self.latent_attention_fp8 else ("bf16",)
-
 
 class CollectiveFit(Fitted):
     """Time of one collective, linear in log-log between knots; flat below, proportional to the bytes above."""

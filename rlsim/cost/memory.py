@@ -314,13 +314,6 @@ def logits_bytes(
     return each * tokens * model.vocab_size / strategy.tp
 
 
-def _largest_unit(model: Model, strategy: TrainStrategy) -> float:
-    """Parameters of the largest unit that ZeRO-3 gathers, on one GPU: a layer or the embedding; 0 on a single rank."""
-    if strategy.sharded_over == 1:
-        return 0.0
-    return max(*(_local(layer, strategy) for layer in model.groups), model.vocab_size * model.hidden_size / strategy.tp)
-
-
 def call_bytes(
     model: Model, strategy: TrainStrategy, tokens: float | None = None, *, backward: bool, entropy: bool = False
 ) -> dict[str, float]:
@@ -356,7 +349,9 @@ def call_bytes(
         states = sharded(3 * FP32, 1) * (1 - strategy.cpu_optimizer)
         found |= {"gradients": sharded(strategy.gradient_bytes, 2), "optimizer states": states}
     unit_bytes = 2 * BF16 + backward * strategy.gradient_bytes
-    found["gathered layers"] = unit_bytes * _largest_unit(model, strategy) if zero == 3 else 0.0
+    embedding = model.vocab_size * model.hidden_size / strategy.tp
+    largest = max(*(_local(layer, strategy) for layer in model.groups), embedding)
+    found["gathered layers"] = unit_bytes * largest * (zero == 3 and strategy.sharded_over > 1)
     at_head = logits > working
     return found | {"activations": kept + working * (not at_head), "logits": logits * at_head}
 

@@ -114,22 +114,16 @@ class Pipelined(StepCost):
         return math.ceil(batch / min(batch, self.pp))
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of one prefill iteration; whole chunks are dealt to the micro-batches, balanced by new tokens."""
-        return self._iteration_s(0, 0.0, chunks)
-
-    def mixed_s(
-        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
-    ) -> float:
-        """Seconds of one mixed iteration; decoding sequences are dealt evenly, and chunks as in a prefill."""
-        return self._iteration_s(batch, context_tokens, chunks, in_windows)
+        return self.mixed_s(0, 0.0, chunks)
 
     def lookups(self) -> Lookups:
         self.curves.pass_on(self._kernels.decode, self._micro_batch_size)
         return self._kernels.lookups()
 
-    def _iteration_s(
+    def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
+        """Decoding sequences are dealt evenly to the micro-batches, whole chunks balanced by new tokens."""
         count = min(batch + len(chunks), self.pp)
         dealt = pack([chunk.new_tokens for chunk in chunks], count)
         # Most of the decoding sequences go where the fewest chunks are, so that no micro-batch stays empty.

@@ -100,21 +100,14 @@ class DeepGemm:
         resources = dict.fromkeys(KINDS, 0.0)
         kind = max(0, ROWS.index(block.rows) - 2) + (3 if SCALED % block.columns else 0)
         resources[KINDS[kind]] = 2.0 * SCALED * area * steps / self._per_sm
-        spilled = _spills(block)
+        wanted = 0 if block.multicast else block.rows * block.columns  # of registers: with multicast there are enough
         return resources, {
             "quantising_blocks": quantising_blocks(m * groups, k),
             "steps": steps,
             "blocks": waves * area / SCALED**2,
-            "few_spilled": steps * (spilled == 1),
-            "many_spilled": steps * (spilled == 2),
+            "few_spilled": steps * (wanted == 128 * 160),
+            "many_spilled": steps * (wanted > 128 * 160),
         }
-
-
-def _spills(block: Block) -> int:
-    """0: it has registers enough; 1: 128 × 160 without multicast; 2: 128 × 192 or 256 × 128."""
-    if block.multicast or block.rows * block.columns < 128 * 160:
-        return 0
-    return 1 + (block.rows * block.columns > 128 * 160)
 
 
 # Products -------------------------------------------------------------------------------------------------------------

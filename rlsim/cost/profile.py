@@ -118,14 +118,6 @@ class ProfileStep(StepCost):
             active -= int(sequences)
         return time_s
 
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        """Bilinear in the new tokens and the equivalent sequence length, which gives the same (query, key) pairs.
-
-        Equal prompts have their own length; unequal ones, or chunks on top of cached tokens,
-        `Σ new · (2 · prior + new) / Σ new`.
-        """
-        return self._prefill_at(chunks)
-
     def mixed_s(
         self,
         batch: int,
@@ -138,9 +130,14 @@ class ProfileStep(StepCost):
         Derived: a profile of separate decode and prefill steps says nothing about their mixture.
         """
         curve = self.decode(batch)
-        return self._prefill_at(chunks, batch) + curve.step_s(context_tokens) - curve.step_s(0.0)
+        return self.prefill_s(chunks, batch) + curve.step_s(context_tokens) - curve.step_s(0.0)
 
-    def _prefill_at(self, chunks: Sequence[Chunk], more_tokens: int = 0) -> float:
+    def prefill_s(self, chunks: Sequence[Chunk], more_tokens: int = 0) -> float:
+        """Bilinear in the new tokens and the equivalent sequence length, which gives the same (query, key) pairs.
+
+        Equal prompts have their own length; unequal ones, or chunks on top of cached tokens,
+        `Σ new · (2 · prior + new) / Σ new`. `more_tokens` are decoded beside.
+        """
         tokens = sum(chunk.new_tokens for chunk in chunks)
         length = sum(chunk.new_tokens * (2.0 * chunk.prior_tokens + chunk.new_tokens) for chunk in chunks) / tokens
         tokens += more_tokens

@@ -221,12 +221,9 @@ class _Broadcasts:
         `largest` is the number of members in the node that has most of them, `nodes` the number of nodes that the
         message travels to.
         """
-        total_s, network_s = np.zeros(len(size)), np.zeros(len(size))
-        known: dict[tuple[float, int, int], tuple[float, float]] = {}
-        for i, shape in enumerate(zip(size.tolist(), largest.tolist(), nodes.tolist(), strict=True)):
-            if shape not in known:
-                known[shape] = self._message_s(*shape)
-            total_s[i], network_s[i] = known[shape]
+        message_s = cache(self._message_s)
+        shapes = zip(size.tolist(), largest.tolist(), nodes.tolist(), strict=True)
+        total_s, network_s = np.array([message_s(*shape) for shape in shapes]).T
         return total_s, network_s
 
     def _message_s(self, size: float, largest: int, nodes: int) -> tuple[float, float]:

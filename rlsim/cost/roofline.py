@@ -234,14 +234,13 @@ class RooflineStep(StepCost):
             for count, layer, _ in self._layers
             if exchanged and isinstance(layer.mlp, Experts)
         )
-        return all_reduces * self._all_reduce_s(own) + self._norms_s(own), exchange_s
-
-    def _norms_s(self, tokens: float) -> float:
-        """Seconds in which GPUs that cut the heads sum the squares of queries and of keys, two numbers in fp32 a token,
-        where a norm is over all heads (vLLM's `MiniMaxText01RMSNormTP`)."""
+        group, time_s = (self._group_tp, self._group_domains), self.collectives.time_s
+        hidden_bytes = own * self._model.hidden_size * self._model.dtype_bytes
+        reduced_s = all_reduces * time_s("all_reduce", hidden_bytes, *group)
+        # Where a norm is over all heads GPUs that cut these sum the squares of queries and of keys, two numbers in fp32
+        # a token (vLLM's `MiniMaxText01RMSNormTP`).
         normed = sum(count for count, layer, _ in self._layers if getattr(layer.attention, "whole_norms", False))
-        each = self.collectives.time_s("all_reduce", 8 * tokens, self._group_tp, self._group_domains) if normed else 0.0
-        return normed * each
+        return reduced_s + (normed * time_s("all_reduce", 8 * own, *group) if normed else 0.0), exchange_s
 
     def _exchange_s(self, tokens: float, own: float, experts: Experts) -> float:
         """Seconds in which the tokens of all groups reach the experts of one layer, and what these make of them comes
@@ -273,29 +272,17 @@ class RooflineStep(StepCost):
             return self.operators.memory_bound_s(tokens * elements_per_token * element, tokens)
 
         norm = move(4 * layer.hidden)  # read input and residual, write sum and norm
-        activated = self._activated(layer)
+        activated, mlp = layer.mlp.active_width, layer.mlp
+        if isinstance(mlp, Experts) and self.operators.measures_experts(self._model.of_experts):
+            activated = mlp.shared_width  # that of experts is among theirs
         activation = move((layer.mlp.projections + 1) * (activated / self._group_tp)) if activated else 0.0
         more = layer.norms - layer.blocks
         more_norms = more * move(2 * layer.hidden) if more > 0 else 0.0
         return layer.blocks * norm + self._attention_of[layer].elementwise_s(tokens) + activation + more_norms
 
-    def _activated(self, layer: Layer) -> int:
-        """Width whose activation is a kernel of its own: that of experts is among theirs, where they were measured."""
-        if isinstance(layer.mlp, Experts) and self.operators.measures_experts(self._model.of_experts):
-            return layer.mlp.shared_width
-        return layer.mlp.active_width
-
     def _embedding_s(self, tokens: float) -> float:
         one = self.operators.memory_bound_s(tokens * self._model.hidden_size * 2 * self._model.dtype_bytes, tokens)
         return 2 * one  # embedding, last norm
-
-    def _all_reduce_s(self, tokens: float) -> float:
-        return self.collectives.time_s(
-            "all_reduce",
-            tokens * self._model.hidden_size * self._model.dtype_bytes,
-            self._group_tp,
-            self._group_domains,
-        )
 
     def _head_s(self, rows: float) -> float:
         """Seconds of the LM head on `rows` tokens, and of gathering its logits."""
@@ -344,7 +331,13 @@ def step_cost(
     Raises `ConfigError` if the model cannot be cut that way, `CapacityError` if the replicas exceed the cluster,
     `CalibrationError` if the calibration was made for another GPU.
     """
-    calibration = calibration_for(cluster, calibration)
+    if isinstance(calibration, str):
+        calibration = load_calibration(calibration)
+    if calibration.gpu != cluster.gpu.name:
+        raise CalibrationError(
+            f"calibration {calibration.name!r} is for GPU {calibration.gpu!r}, "
+            f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
+        )
     known = calibration.known(model, tp if layout.plain and pp == 1 else None) if graphs else Known()
     if known.fit is not None:
         calibration = calibration.scheduled(known.fit.overlapped)
@@ -369,18 +362,6 @@ def step_cost(
     host, layers = HostTime(calibration.host, layout.attention_dp), model.num_hidden_layers
     cost = Pipelined(kernels, pp, layers=layers, head_s=head_s, boundaries=ways, host=host)
     return in_service(cost, calibration, known)
-
-
-def calibration_for(cluster: Cluster, calibration: Calibration | str) -> Calibration:
-    """The calibration, read if it is named; raises `CalibrationError` if it was made for another GPU."""
-    if isinstance(calibration, str):
-        calibration = load_calibration(calibration)
-    if calibration.gpu != cluster.gpu.name:
-        raise CalibrationError(
-            f"calibration {calibration.name!r} is for GPU {calibration.gpu!r}, "
-            f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
-        )
-    return calibration
 
 
 def sampled(kernels: StepCost, model: Model, s_per_logit: float, layout: ReplicaLayout) -> StepCost:

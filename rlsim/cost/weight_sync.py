@@ -27,7 +27,7 @@ from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.transfer import gather_s, host_copy_s
 from rlsim.errors import CalibrationError
-from rlsim.models.hardware import Cluster, Link
+from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
 
 #: How new weights reach the rollout engine. naive: tensor by tensor. bucketed: in buckets, by CUDA IPC on the same GPUs
@@ -175,13 +175,15 @@ class WeightSync:
 
     def _network_s(self, senders: int, hops: int = 1) -> float:
         """To other nodes, by the ports of so many GPUs: the slower network of the two sides binds."""
-        return max(self._link_s(side.inter, senders, hops) for side in (self.cluster, self.rollout or self.cluster))
-
-    def _link_s(self, link: Link | None, senders: int, hops: int) -> float:
-        if link is None:
+        links = [side.inter for side in (self.cluster, self.rollout or self.cluster) if side.inter is not None]
+        if len(links) < 2:
             raise CalibrationError(f"cluster {self.cluster.name!r} has no inter-node link for a weight sync")
-        ports = math.ceil(senders / link.shared_by_gpus)
-        return hops * link.latency_s + self.model.weight_bytes / (ports * link.bytes_per_s * self.fit.network_share)
+        rate = self.fit.network_share
+        return max(
+            hops * link.latency_s
+            + self.model.weight_bytes / (math.ceil(senders / link.shared_by_gpus) * link.bytes_per_s * rate)
+            for link in links
+        )
 
     def _load_s(self) -> float:
         if self.engine is None:

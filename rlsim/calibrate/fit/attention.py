@@ -82,11 +82,6 @@ WINDOWS_NOTE = "sequences beyond their window; (batch, heads) not fitted; KV fro
 ADDED_S = {"tiles": 1e-8, "sequences": 1e-8, "queries": 1e-11, "masked": 0.1}
 
 
-def _prompt_label(row: Any) -> str:
-    cached = f" on {row.prior:.0f}" if row.prior else ""
-    return f"{row.batch:.0f} x {row.new:.0f} tokens{cached}, {row.q_heads:.0f}/{row.kv_heads:.0f} heads"
-
-
 DECODE = Kernel(
     "decode_attention",
     lambda operators, row: operators.decode_attention_s(
@@ -99,7 +94,10 @@ PROMPTS = Kernel(
     lambda operators, row: operators.prefill_attention_s(
         [(float(row.new), float(row.prior))] * int(row.batch), int(row.q_heads), int(row.kv_heads), int(row.head_dim)
     ),
-    _prompt_label,
+    lambda row: (
+        f"{row.batch:.0f} x {row.new:.0f} tokens{f' on {row.prior:.0f}' if row.prior else ''}, "
+        f"{row.q_heads:.0f}/{row.kv_heads:.0f} heads"
+    ),
 )
 
 
@@ -142,18 +140,15 @@ def _of_every_head_dim(
     unused = sorted(int(one) for one in rows.index if one != dim and one not in others)
     notes = f"{operator}: heads of {dim}; rows with heads of {', '.join(map(str, unused))} are left out"
     own = {size: fitted(table[table.head_dim == size].reset_index(drop=True)) for size in (dim, *others)}
-    found = own[dim]
-    residuals = dict(found.residuals)
-    for size in others:
-        residuals[f"{operator}_heads_of_{size}"] = own[size].residuals[operator]
-    heads = {size: one.fit.heads[size] for size, one in own.items()}
-    points = found.points
+    found, heads = own[dim], {size: one.fit.heads[size] for size, one in own.items()}
+    more = {f"{operator}_heads_of_{size}": own[size].residuals[operator] for size in others}
+    residuals, points = {**found.residuals, **more}, found.points
     if kv != "bf16":
         named = f"{operator}_{kv}"
         residuals = {name.replace(operator, named): item for name, item in residuals.items()}
         points = points.assign(operator=points.operator.str.replace(operator, named))
-    fit = found.fit.model_copy(update={"heads": heads})
-    return Fitted(fit, residuals, points, (*((notes,) if unused else ()), *found.notes))
+    said = (*((notes,) if unused else ()), *found.notes)
+    return Fitted(found.fit.model_copy(update={"heads": heads}), residuals, points, said)
 
 
 def _works(kernels: DecodeKernels | PromptKernels, rows: pd.DataFrame) -> Work:
@@ -182,8 +177,8 @@ def _kernel(kernels: DecodeKernels | PromptKernels, rows: pd.DataFrame, knots: K
     return fit_kernel(work._replace(added=unmasked), seconds, shape, knots, added_s=ADDED_S, **own)
 
 
-def _of(kv: KvPrecision, heads: dict[int, KernelFit], skew: float = 0.0) -> AttentionFit:
-    return AttentionFit.model_construct(kv_precision=kv, heads=heads, windows={}, skew=skew)
+def _of(kv: KvPrecision, heads: dict[int, KernelFit]) -> AttentionFit:
+    return AttentionFit.model_construct(kv_precision=kv, heads=heads, windows={}, skew=0.0)
 
 
 def kernel_decode_attention(
@@ -198,8 +193,8 @@ def kernel_decode_attention(
 
 
 def _decode(table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv: KvPrecision) -> Fitted[AttentionFit]:
-    equal = table[table.longest <= table.context * 1.0001]
-    unequal = table[table.longest > table.context * 1.0001]
+    apart = table.longest > table.context * 1.0001
+    equal, unequal = table[~apart], table[apart]
     equal = distinct(equal, "decode_attention", ["batch", "context", "q_heads", "kv_heads", "head_dim"])
     equal = usual_groups(equal, "decode_attention")
     test, tiny, streamed, beyond = decode_rows(equal, ref, kv, include_hot=cold)
@@ -210,12 +205,9 @@ def _decode(table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv:
         note += f"{percent(float(np.mean(~streamed[beyond])))} of the former dropped as impossible"
     else:
         used, test, note = np.ones(len(equal), dtype=bool), held_out_rows(heads_of(equal)), ""
-    dim = int(equal.head_dim.iloc[0])
-    kernels = DecodeKernels(_of(kv, {}), ref)
-    fit = _of(
-        kv,
-        {dim: _kernel(kernels, equal[used & ~test], TRTLLM_KNOTS if engine == "trtllm" else DECODE_KNOTS)},
-    )
+    knots = TRTLLM_KNOTS if engine == "trtllm" else DECODE_KNOTS
+    kernel = _kernel(DecodeKernels(_of(kv, {}), ref), equal[used & ~test], knots)
+    fit = _of(kv, {int(equal.head_dim.iloc[0]): kernel})
     points = compared(DECODE, fit, ref, equal[used], test[used])
     ranges = equal[["batch", "context", "kv_heads"]].assign(group=equal.q_heads / equal.kv_heads)
     note = f"(batch, heads) not fitted; {note or few_constants(points)}"
@@ -279,8 +271,8 @@ def _prompts(table: pd.DataFrame, ref: Reference, kv: KvPrecision) -> Fitted[Att
         table, note = whole, "prompts of 16 tokens or more"
     else:
         test, cached, note = held_out_rows(heads_of(table)), cached.head(0), ""
-    kernels = PromptKernels(_of(kv, {}), ref)
-    fit = _of(kv, {int(table.head_dim.iloc[0]): _kernel(kernels, table[~test], PROMPT_KNOTS)})
+    kernel = _kernel(PromptKernels(_of(kv, {}), ref), table[~test], PROMPT_KNOTS)
+    fit = _of(kv, {int(table.head_dim.iloc[0]): kernel})
     points = compared(PROMPTS, fit, ref, table, test)
     ranges = table[["new"]].assign(context=table.new + table.prior, group=table.q_heads / table.kv_heads)
     unseen = "(batch, heads) not fitted"

@@ -53,20 +53,16 @@ def soft_l1(error: Array) -> Array:
     return np.asarray(np.sqrt(1.0 + (error / SCALE) ** 2) - 1.0)
 
 
-def fit_logs(
-    shown: Callable[[Array], Array], measured: Array, start: Array, *, pull: float = 0.0, within: float = math.inf
-) -> OptimizeResult:
+def fit_logs(shown: Callable[[Array], Array], measured: Array, start: Array, *, pull: float) -> OptimizeResult:
     """Least squares of log(shown(parameters) / measured) with a soft-L1 loss.
 
-    `pull` is the weight of a parameter's distance from its start: it holds what the rows do not tell. No parameter
-    goes further from it than `within`.
+    `pull` is the weight of a parameter's distance from its start: it holds what the rows do not tell.
     """
 
     def error(p: Array) -> Array:
-        logs = np.log(shown(p) / measured)
-        return np.concatenate([logs, pull * (p - start)]) if pull else logs
+        return np.concatenate([np.log(shown(p) / measured), pull * (p - start)])
 
-    return least_squares(error, start, loss="soft_l1", f_scale=SCALE, bounds=(start - within, start + within))
+    return least_squares(error, start, loss="soft_l1", f_scale=SCALE)
 
 
 def rounded(value: Any) -> Any:

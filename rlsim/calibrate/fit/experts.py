@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.calibrate.fit.collectives import fit_collective, times_of
-from rlsim.calibrate.fit.common import FEWEST, Array, Mask, as_written, held_out_rows
+from rlsim.calibrate.fit.common import FEWEST, Mask, as_written, held_out_rows
 from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
 from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Reference
@@ -66,7 +66,10 @@ def kernel_experts(table: pd.DataFrame, ref: Reference) -> Fitted[Experts]:
         for operator, own in found.groupby("operator"):
             skewed = str(operator).endswith("_skewed")
             note = f"{'power-law routing, ' if skewed else ''}models left out of the fit"
-            residuals[str(operator)] = residual_of(own, _ranges(rows[~rows.hot]), note)
+            judged = rows[~rows.hot]
+            ranges = judged[["hit", "hidden", "width"]].astype(float)
+            ranges.insert(0, "rows", judged.rows / judged.hit)
+            residuals[str(operator)] = residual_of(own, ranges, note)
     return Fitted((one, several), residuals, join(points))
 
 
@@ -77,7 +80,9 @@ def kernel_exchange(table: pd.DataFrame) -> Fitted[dict[int, ExchangeFit]]:
     """
     fits, points = {}, []
     for gpus, rows in table.groupby("gpus"):
-        rows = rows.assign(bytes=_exchange_bytes(rows, int(str(gpus))))
+        calls = zip(rows.kind, rows.tokens, rows.active, rows.hidden, strict=True)
+        size = [exchanged_bytes(t, int(k), 2.0 * h, int(str(gpus)))[kind == "normal"] for kind, t, k, h in calls]
+        rows = rows.assign(bytes=size)
         unseen = rows.hidden.isin([int(model.split(" ")[0]) for model in LEFT_OUT])
         curves = {}
         for kind, own in rows.groupby("kind"):
@@ -91,20 +96,6 @@ def kernel_exchange(table: pd.DataFrame) -> Fitted[dict[int, ExchangeFit]]:
     found = join(points)
     residuals = {"exchange": residual_of(found, table[["tokens", "active", "hidden"]], "hidden sizes left out")}
     return Fitted(fits, residuals, found)
-
-
-def _exchange_bytes(rows: pd.DataFrame, gpus: int) -> list[float]:
-    kinds = [*zip(rows.kind, rows.tokens, rows.active, rows.hidden, strict=True)]
-    return [exchanged_bytes(t, int(k), 2.0 * h, gpus)[kind == "normal"] for kind, t, k, h in kinds]
-
-
-def _ranges(rows: pd.DataFrame) -> Mapping[str, Array]:
-    return {
-        "rows": (rows.rows / rows.hit).to_numpy(float),
-        "hit": rows.hit.to_numpy(float),
-        "hidden": rows.hidden.to_numpy(float),
-        "width": rows.width.to_numpy(float),
-    }
 
 
 def _hot(table: pd.DataFrame, ref: Reference, precision: Precision) -> tuple[Mask, Mask]:
@@ -124,18 +115,12 @@ def _judged(name: str, rows: pd.DataFrame, ref: Reference, precision: Precision)
     skewed = (rows.routing != "balanced").to_numpy(bool)
     test = test & ~rows.hot.to_numpy(bool)
     parts = [(name, test & ~skewed), (f"{name}_skewed", test & skewed)]
-    return join([_points(operator, fit, ref, precision, rows[mask]) for operator, mask in parts if mask.any()])
-
-
-def _points(name: str, fit: ExpertsFit, ref: Reference, precision: Precision, rows: pd.DataFrame) -> pd.DataFrame:
-    labels = [f"{row.model}: {row.tokens:.0f} tokens, EP {row.ep}" for row in rows.itertuples(index=False)]
-    return point_rows(name, labels, rows.seconds, predict_experts(fit, ref, precision, rows), True)
-
-
-def predict_experts(fit: ExpertsFit, ref: Reference, precision: Precision, rows: pd.DataFrame) -> Array:
-    """Seconds of each of `rows` by the code that the simulator runs."""
-    kernel = FusedExperts(fit, ref, precision)
-    return np.array([kernel(*one) for one in calls_of(rows)])
+    kernel, points = FusedExperts(fit, ref, precision), []
+    for operator, mask in parts:
+        own = rows[mask]
+        labels = [f"{row.model}: {row.tokens:.0f} tokens, EP {row.ep}" for row in own.itertuples(index=False)]
+        points.append(point_rows(operator, labels, own.seconds, (kernel(*one) for one in calls_of(own)), True))
+    return join(points)
 
 
 def calls_of(rows: pd.DataFrame) -> list[tuple[ExpertLoad, float, float]]:
@@ -176,16 +161,15 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
         {"rows": rows.rows / rows.hit, "width": rows.width, "bytes": size, "popularity": 1.0 + rows.exponent}
     )
     work = stacked(fused.work(*one) for one in calls)
-    seconds, in_l2 = rows.seconds.to_numpy(float), rows.in_l2.to_numpy(bool)
-    begin = equal_parts(work, seconds)
+    seconds = rows.seconds.to_numpy(float)
     fit = fit_kernel(
         work,
         seconds,
         shape,
         KNOTS,
         kernel=kernel,
-        added_s=begin,
-        in_l2=in_l2,
+        added_s=equal_parts(work, seconds),
+        in_l2=rows.in_l2.to_numpy(bool),
         telling=rows.exponent.to_numpy() == 0,
         by_share=True,
     )

@@ -155,12 +155,12 @@ def fit_gemm(
     inner = held_out(_weights_of(table))
     seen, unseen = table[~inner], table[inner & ~table.in_l2]
     kinds = (_with_tiles(plain, seen, ref), plain.model_copy(update={"blocks": "deepgemm"}))
-    return _fitted(min(kinds, key=lambda kind: _loss(_fitted(kind, seen, ref), unseen, ref)), table, ref)
 
+    def loss(kind: ProductFit) -> float:
+        predicted = predict(kernel_of(precision), _fitted(kind, seen, ref), ref, unseen)
+        return float(soft_l1(np.log(predicted / unseen.seconds.to_numpy(float))).sum())
 
-def _loss(fit: ProductFit, rows: pd.DataFrame, ref: Reference) -> float:
-    predicted = predict(kernel_of(fit.precision), fit, ref, rows)
-    return float(soft_l1(np.log(predicted / rows.seconds.to_numpy(float))).sum())
+    return _fitted(min(kinds, key=loss), table, ref)
 
 
 def _fitted(kind: ProductFit, rows: pd.DataFrame, ref: Reference) -> ProductFit:

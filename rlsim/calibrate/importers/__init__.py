@@ -10,11 +10,11 @@ from rlsim.base.output import check_own_file
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests
-from rlsim.calibrate.measurements import Measurements
+from rlsim.calibrate.measurements import Measurements, node_of
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, carried_to, load_calibration
 from rlsim.errors import CalibrationError, nearest
-from rlsim.models.hardware import Cluster, Gpu, load_gpu, node_types
+from rlsim.models.hardware import Cluster, load_gpu
 
 FORMATS = ("aiconfigurator", "nccl-tests")
 SCRIPT = "rlsim calibrate import"
@@ -48,7 +48,7 @@ def import_calibration(
         raise CalibrationError(f"no files or folders of {format} given")
     if not out.is_dir():
         raise CalibrationError(f"{out}: no such folder to write to")
-    node = _node(load_gpu(gpu)) if isinstance(gpu, str) else gpu
+    node = node_of(load_gpu(gpu).name) if isinstance(gpu, str) else gpu
     stem = name or f"{node.gpu.name}-{known_engine}"
     for suffix in (".yaml", ".html"):
         check_own_file(out / f"{stem}{suffix}", CalibrationError)
@@ -88,11 +88,3 @@ def read_format(
     if version is not None:
         raise CalibrationError(f"{format} tables have no engine versions; leave --version out")
     return nccl_tests.read(paths, gpu=gpu, reference=reference), reference
-
-
-def _node(gpu: Gpu) -> Cluster:
-    """The catalogue's node of such GPUs, which is taken as the measured one."""
-    node = next((node for node in node_types().values() if node.gpu.name == gpu.name), None)
-    if node is None:
-        raise CalibrationError(f"no cluster of {gpu.name} in the catalogue, so its link is not known")
-    return node

@@ -81,23 +81,20 @@ def read(
         if release not in (version, ""):
             notes.append(f"{what} {backend} {release}'s; {version} has no table of it")
     exchange = {name: _newest(comm, name)[1] for name in ("wideep_deepep_ll_perf", "wideep_deepep_normal_perf")}
-    both = [path for path in exchange.values() if path is not None and "moe_perf" in paths]
-    if len(both) == len(exchange):
-        paths |= dict(zip(exchange, both, strict=True))
+    both = {name: path for name, path in exchange.items() if path is not None and "moe_perf" in paths}
+    both = both if len(both) == len(exchange) else {}
+    paths |= both
     tables = _kernels(paths, backend, reference, notes)
-    collectives = [
-        reader(paths[name], reference)
-        for name, reader in (("nccl_perf", nccl_collectives), ("custom_allreduce_perf", custom_all_reduce))
-        if name in paths
-    ]
+    readers = {"nccl_perf": nccl_collectives, "custom_allreduce_perf": custom_all_reduce}
+    collectives = [reader(paths[name], reference) for name, reader in readers.items() if name in paths]
     if "custom_allreduce_perf" not in paths:
         notes.append(f"no all-reduce of {backend}'s own is measured: NCCL's alone")
     if collectives:
         tables["collective"] = pd.concat(collectives, ignore_index=True)
     if "moe_perf" in paths:
         tables["experts"] = experts.experts(paths["moe_perf"], reference, notes)
-    if len(both) == len(exchange):
-        tables["exchange"] = experts.exchanges(*both)
+    if both:
+        tables["exchange"] = experts.exchanges(*both.values())
     for path in paths.values():
         for device in read_table(path, ["device"]).device.unique():
             check_device(path, str(device), gpu)
@@ -227,13 +224,13 @@ def in_blocks(path: Path) -> bool:
     return set(read_table(path, ["kernel_source"]).kernel_source) <= {"trtllm_mla", "FLASHINFER_MLA"}
 
 
-def nccl_collectives(path: Path, ref: Reference | None = None) -> pd.DataFrame:
+def nccl_collectives(path: Path, ref: Reference | None) -> pd.DataFrame:
     """NCCL's collectives: op, gpus, bytes, seconds."""
     table = launches(path, MESSAGE, {"nccl_dtype": ("half", "bfloat16")}, ["op_name"])
     return _collectives(path, table.assign(op=table.op_name.replace({"alltoall": "all_to_all"})), ref)
 
 
-def custom_all_reduce(path: Path, ref: Reference | None = None) -> pd.DataFrame:
+def custom_all_reduce(path: Path, ref: Reference | None) -> pd.DataFrame:
     """An engine's own all-reduce, as captured in a graph where both kinds were measured: op, gpus, bytes, seconds."""
     table = read_table(path, [*MESSAGE, "latency"])
     if "backend" in table:
@@ -294,21 +291,21 @@ def _collectives(path: Path, table: pd.DataFrame, ref: Reference | None) -> pd.D
 
 def _version(folder: Path, backend: str, version: str | None) -> str:
     """`version` if it has all kernel tables, or the newest that does."""
-    for family in dict.fromkeys(KERNELS.values()):
+    known = set[str]()
+    for family in KERNELS.values():
         if not (folder / family / backend).is_dir():
             raise CalibrationError(
                 f"{folder}: no {family} tables of backend {backend!r}; {nearest(backend, subfolders(folder / family))}"
             )
+        known |= {*subfolders(folder / family / backend)}
     having = {table: _releases(folder / family / backend, table) for table, family in KERNELS.items()}
     whole = sorted(set.intersection(*map(set, having.values())), key=version_key)
-    known = sorted(
-        {name for family in KERNELS.values() for name in subfolders(folder / family / backend)}, key=version_key
-    )
+    ordered = sorted(known, key=version_key)
     if version is None and not whole:
-        said = ", ".join(known)
+        said = ", ".join(ordered)
         raise CalibrationError(f"{folder}: no version of {backend} has all of {', '.join(KERNELS)}; there are: {said}")
     if version is not None and version not in known:
-        raise CalibrationError(f"{folder}: no {backend} version {version!r}; {nearest(version, known)}")
+        raise CalibrationError(f"{folder}: no {backend} version {version!r}; {nearest(version, ordered)}")
     if version is not None and version not in whole:
         lacking = " and no ".join(table for table in KERNELS if version not in having[table])
         raise CalibrationError(

@@ -102,11 +102,12 @@ def machine_facts(device: str, model: Model, *, workers: int, dtype: str) -> Mac
         found = {"name": properties.name, "memory_bytes": properties.total_memory}
         found["cache_bytes"] = getattr(properties, "L2_cache_size", 0) or _CACHE_BYTES
         found["sm_count"] = properties.multi_processor_count
+    shape = model.model_dump_json(exclude={"name", "title", "source"})
     return MachineFacts(
         device=device,
         workers=workers,
         dtype=dtype,
-        model=f"{model.name} ({shape_hash(model)})",
+        model=f"{model.name} ({hashlib.sha256(shape.encode()).hexdigest()[:12]})",
         versions=versions,
         clocks=clocks,
         date=date.today().isoformat(),
@@ -132,11 +133,6 @@ def devices(device: str) -> int:
             f"--device cuda: torch {torch.__version__} finds no CUDA device; measure the CPU with --device cpu"
         )
     return torch.cuda.device_count()
-
-
-def shape_hash(model: Model) -> str:
-    """A short hash of everything that decides the model's shapes; its name, title and source do not."""
-    return hashlib.sha256(model.model_dump_json(exclude={"name", "title", "source"}).encode()).hexdigest()[:12]
 
 
 def _cpu_info(what: str) -> str:

@@ -52,10 +52,6 @@ class GridSetup:
         flop_per_s, bytes_per_s = (3e10, 4e9) if self.device == "cpu" else (1e14, 6e11)
         return flops / flop_per_s + size / bytes_per_s <= self.longest_call_s and size <= share * self.memory_bytes
 
-    def scores_bytes(self, pairs: float) -> float:
-        """Of the scores of attention over so many pairs of tokens and heads: on the CPU torch may keep them."""
-        return 4.0 * pairs if self.device == "cpu" else 0.0
-
     def sizes(self, low: int, high: int, footprint: float) -> list[int]:
         """Doublings as far as `footprint` bytes for each fit."""
         return coarse_to_fine([[size for size in doublings(low, high) if self.fits(0, footprint * size)]])
@@ -79,9 +75,11 @@ def plan(setup: GridSetup) -> dict[Point, int]:
     Within a round kernels and collectives come first, then whole steps of one TP after the other (the decoder fills the
     memory and takes its time to build), then changes of the layout.
     """
+    kinds = ["device"] if setup.device == "cpu" else ["device", "host_to_device", "device_to_host"]
+    name = setup.model.name
     phases: list[dict[str, Grid]] = [
         {
-            "copy": _copies(setup),
+            "copy": [(kind, size) for size in setup.sizes(2**14, 2**32, 4) for kind in kinds],
             "gemm": _gemms(setup),
             "decode_attention": _decode_attention(setup),
             "prefill_attention": _prefill_attention(setup),
@@ -90,7 +88,8 @@ def plan(setup: GridSetup) -> dict[Point, int]:
         },
         *(_steps(setup, tp) for tp in setup.tps),
         {
-            "reshard": _reshards(setup),
+            # from TP 1 nothing is received, so there is no rate to measure
+            "reshard": [(name, a, b, round(reshard_bytes(setup.model, a))) for a, b in setup.layouts if a > 1],
             "migrate": _migrations(setup),
             "control": [("pause",), ("group_create",)] if setup.workers > 1 else [],
         },
@@ -136,11 +135,6 @@ def contexts(batch: int, mean: int, longest: int) -> list[int]:
 # The grid of every operator: values of `measurements.KEYS` -----------------------------------------------------------
 
 
-def _copies(setup: GridSetup) -> Grid:
-    kinds = ["device"] if setup.device == "cpu" else ["device", "host_to_device", "device_to_host"]
-    return ((kind, size) for size in setup.sizes(2**14, 2**32, 4) for kind in kinds)
-
-
 def _gemms(setup: GridSetup) -> Grid:
     """Large squares first, for the peak rate; then the model's products at every TP it allows, the run's own first,
     and those of narrower and wider models: held-out points need shapes enough."""
@@ -178,7 +172,8 @@ def _prefill_attention(setup: GridSetup) -> Grid:
         for prior in (0, 512, 4096) if index % 4 == 3 else (0,):
             pairs = float(new * (prior + new))
             size = 2.0 * batch * (prior + new) * (q + kv) * dim * setup.model.dtype_bytes
-            if setup.fits(4.0 * batch * pairs * q * dim, size + setup.scores_bytes(q * pairs)):
+            scores = 4.0 * q * pairs if setup.device == "cpu" else 0.0  # of all pairs: torch may keep them
+            if setup.fits(4.0 * batch * pairs * q * dim, size + scores):
                 yield batch, new, prior, q, kv, dim
 
 
@@ -235,12 +230,6 @@ def _steps(setup: GridSetup, tp: int) -> dict[str, Grid]:
 def reshard_bytes(model: Model, from_tp: int) -> float:
     """Bytes that one rank receives when weights are gathered from TP `from_tp` (`rlsim.cost.transfer.reshard_s`)."""
     return model.weight_bytes * (1.0 - 1.0 / from_tp)
-
-
-def _reshards(setup: GridSetup) -> Grid:
-    """From TP 1 nothing is received, so there is no rate to measure."""
-    name = setup.model.name
-    return ((name, a, b, round(reshard_bytes(setup.model, a))) for a, b in setup.layouts if a > 1)
 
 
 def _migrations(setup: GridSetup) -> Grid:
