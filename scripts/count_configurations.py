@@ -17,8 +17,8 @@ import argparse
 import collections
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from rlsim.errors import RlsimError
 from rlsim.frameworks.areal import from_areal
@@ -32,22 +32,14 @@ from rlsim.frameworks.verl.config import takes
 from rlsim.frameworks.verl.experiment import from_verl
 
 
-class Framework(NamedTuple):
-    """Where its configurations are, which of them train by RL, and what reads them."""
-
-    ending: str
-    is_rl: Callable[[Path], bool]
-    read: Callable[[Sequence[str], Options], Draft]
-
-
 def is_verl(script: Path) -> bool:
     """Whether a command of the script sets keys of veRL's RL trainers, and does not merely generate."""
     try:
         found = read_script(script.read_text(errors="replace"), str(script), {}, takes)
     except RlsimError:
         return True  # and refused
-    keys = [override.key for override in found.overrides]
-    return any(key.startswith("actor_rollout_ref.") for key in keys) and "main_generation" not in found.program
+    sets = any(override.key.startswith("actor_rollout_ref.") for override in found.overrides)
+    return sets and "main_generation" not in found.program
 
 
 def is_slime(script: Path) -> bool:
@@ -56,36 +48,21 @@ def is_slime(script: Path) -> bool:
     return "--rollout-batch-size" in text and "sft_loss" not in text
 
 
-def has(*keys: str) -> Callable[[Path], bool]:
-    """Whether a YAML file, with what it inherits from, has one of these sections."""
-
-    def found(file: Path) -> bool:
-        try:
-            config = read_sources([str(file)], "", "")
-        except RlsimError:
-            return False
-        return any(config.has(key) for key in keys)
-
-    return found
+def has(file: Path, section: str) -> bool:
+    """Whether a YAML file, with what it inherits from, has that section."""
+    try:
+        return read_sources([str(file)], "", "").has(section)
+    except RlsimError:
+        return False
 
 
-FRAMEWORKS = {
-    "verl": Framework("sh", is_verl, from_verl),
-    "nemo": Framework("yaml", has("grpo"), from_nemo),
-    "areal": Framework("yaml", has("gconfig"), from_areal),
-    "slime": Framework("sh", is_slime, from_slime),
+#: How the files of a framework's configurations end, which of them train by RL, and what reads them.
+FRAMEWORKS: dict[str, tuple[str, Callable[[Path], bool], Callable[[Sequence[str], Options], Draft]]] = {
+    "verl": ("sh", is_verl, from_verl),
+    "nemo": ("yaml", partial(has, section="grpo"), from_nemo),
+    "areal": ("yaml", partial(has, section="gconfig"), from_areal),
+    "slime": ("sh", is_slime, from_slime),
 }
-
-
-def outcome(framework: Framework, file: Path, gpu: str) -> tuple[str, str]:
-    """What becomes of a configuration: `runs`, `does not fit` or `refused`, and why."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            draft = framework.read([str(file)], Options(Path(folder), gpu))
-        except RlsimError as error:
-            return "refused", str(error)
-        problem = check(draft, Path(folder))
-    return ("does not fit", problem) if problem else ("runs", "")
 
 
 def main() -> None:
@@ -96,12 +73,16 @@ def main() -> None:
     parser.add_argument("--gpu", default="h100")
     parser.add_argument("--list", action="store_true", help="print what becomes of each")
     arguments = parser.parse_args()
-    framework, counts = FRAMEWORKS[arguments.framework], collections.Counter[str]()
-    for file in sorted(path for folder in arguments.folders for path in folder.rglob(f"*.{framework.ending}")):
-        if not framework.is_rl(file):
-            counts["no RL training: no settings of it, supervised fine-tuning, evaluation, generation alone"] += 1
-            continue
-        kind, why = outcome(framework, file, arguments.gpu)
+    (ending, is_rl, read), counts = FRAMEWORKS[arguments.framework], collections.Counter[str]()
+    for file in sorted(path for folder in arguments.folders for path in folder.rglob(f"*.{ending}")):
+        kind, why = "no RL training: no settings of it, supervised fine-tuning, evaluation, generation alone", ""
+        if is_rl(file):
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    why = check(read([str(file)], Options(Path(folder), arguments.gpu)), Path(folder)) or ""
+                    kind = "does not fit" if why else "runs"
+                except RlsimError as error:
+                    kind, why = "refused", str(error)
         counts[kind] += 1
         if arguments.list:
             print(f"{kind}\t{file}\t{why.replace(chr(10), ' ')}", flush=True)

@@ -18,7 +18,7 @@ import inspect
 from importlib import import_module
 from pathlib import Path
 
-from calibration.tables import DATA
+from calibration.catalogue import DATA
 
 from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.write import write_yaml

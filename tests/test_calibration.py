@@ -124,7 +124,7 @@ def test_products_that_l2_held_take_no_longer_than_with_a_whole_read(
     So fp8 is slower than bf16 at no more shapes than the tables say.
     """
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from calibration.tables import GPUS, operator_tables
+    from calibration.catalogue import GPUS, operator_tables
 
     calibration = load_calibration(name)
     tables, ref = operator_tables(DATA, GPUS[calibration.gpu], calibration.engine), calibration.reference
@@ -188,7 +188,7 @@ def test_damaged_files_name_line_and_key(tmp_path: Path) -> None:
 @pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
 def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from calibration.tables import GPUS, operator_tables
+    from calibration.catalogue import GPUS, operator_tables
 
     from rlsim.calibrate.fit.common import held_out
     from rlsim.calibrate.parts import residual

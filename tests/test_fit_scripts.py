@@ -17,18 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from calibration.catalogue import Catalogue  # noqa: E402
+from calibration.catalogue import DATA, GPUS, KEPT, Catalogue, operator_tables, training_fit  # noqa: E402
 from calibration.host import CLIENT_S, ENGINES, ROUNDS, Serving, _begin  # noqa: E402
 from calibration.published import expert_launch_s, left_out_calls  # noqa: E402
-from calibration.stacks import Fit, fit_stacks  # noqa: E402
-from calibration.tables import DATA, GPUS, KEPT, operator_tables  # noqa: E402
-from calibration.training import (  # noqa: E402
-    DRIVER_S,
-    check_real,
-    gemm_shares,
-    large_gemm_share,
-    training_fit,
-)
+from calibration.training import DRIVER_S, Fit, check_real, fit_stacks, gemm_shares, large_gemm_share  # noqa: E402
 
 from calibration import across, kv  # noqa: E402
 from evidence.validate.coverage import shipped_calls  # noqa: E402

@@ -25,8 +25,7 @@ from rlsim.calibrate.measure.bench import Bench, Effort, Timing
 from rlsim.calibrate.measure.decoder import KvCache, build_decoder, check_degree, weight_splits
 from rlsim.calibrate.measure.journal import Point
 from rlsim.calibrate.measure.plan import plan, reshard_bytes
-from rlsim.calibrate.measure.steps import Lap, migrate, reshard, spread_moves
-from rlsim.calibrate.measure.tasks import run_point
+from rlsim.calibrate.measure.steps import Lap, migrate, reshard, run_point, spread_moves
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import OPERATIONS

@@ -15,19 +15,33 @@ import numpy as np
 import pandas as pd
 
 from rlsim.base.reading import read_yaml
+from rlsim.base.schema import Schema
 from rlsim.calibrate.fit.common import Array, percent
 from rlsim.calibrate.parts import error_sizes, join, point_rows, residual_of
-from rlsim.calibrate.run_experiment import arguments_of
-from rlsim.calibrate.run_fit import HostTimes, Run, TrainingShares, check_mfu, doubts, fit_host, fit_training
-from rlsim.calibrate.run_rollout import RolloutTimes, host_fit, rollout_times
+from rlsim.calibrate.run_fit import (
+    HostTimes,
+    RolloutTimes,
+    Run,
+    TrainingShares,
+    check_mfu,
+    doubts,
+    fit_host,
+    fit_training,
+    host_fit,
+    rollout_times,
+)
 from rlsim.calibrate.write import extended
-from rlsim.cost.calibration import Calibration, Residual, carried_to, load_calibration
+from rlsim.cost.calibration import Calibration, carried_to, load_calibration
 from rlsim.errors import CalibrationError
+from rlsim.experiment.build import beside, find_trace
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.schema import Experiment
+from rlsim.experiment.systems import parse_systems
 from rlsim.frameworks.settings import ANYTHING
 from rlsim.frameworks.verl.lengths import Batch, deals, from_trace, logged_lengths, reconstruct
 from rlsim.frameworks.verl.log import VerlLog, read_log
-from rlsim.frameworks.verl.run import RunSettings, settings_of
-from rlsim.models.hardware import Cluster, load_cluster
+from rlsim.frameworks.verl.run import TrainingArguments, settings_of
+from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 from rlsim.trace import read_trace
 from rlsim.trace.metrics import METRICS
@@ -100,8 +114,14 @@ def from_run(
     said |= {key: value for key, value in given.items() if value is not None}
     if missing := [f"--{key}" for key in ("model", "cluster", "calibration") if key not in said]:
         raise CalibrationError(f"{log}: give {', '.join(missing)}, or the experiment of the run (rlsim init)")
-    read, machines = read_log(log), _cluster(said.pop("cluster"))
-    base, shape = _base(load_calibration(said.pop("calibration")), machines), load_model(said.pop("model"))
+    read, where = read_log(log), said.pop("cluster")
+    in_file = isinstance(where, str) and where.endswith((".yaml", ".yml"))
+    machines = load_cluster(read_yaml(Path(where)), where) if in_file else load_cluster(where)
+    base, shape = carried_to(load_calibration(said.pop("calibration")), machines), load_model(said.pop("model"))
+    if base.gpu != machines.gpu.name:
+        raise CalibrationError(
+            f"calibration {base.name!r} is for GPU {base.gpu!r}, cluster {machines.name!r} has {machines.gpu.name!r}"
+        )
     read, about_prompts = _with_prompts(read, said.pop("prompt_tokens", None))
     for metric in _NEEDED:
         read.need(metric)
@@ -121,20 +141,22 @@ def from_run(
     if base.known(shape, settings.rollout_tp).fit is None:  # tables of others hold with the host time they are on
         base = base.model_copy(update={"iterations": ()})
     steps, excluded = _usable(read, warmup)
-    dealt = _dealt(read, steps, settings, trace)
+    logged, size = logged_lengths(read, steps), (settings.prompts, settings.responses, settings.cap)
+    if trace is not None:
+        dealt = [[batch] for batch in from_trace(read_trace(trace), logged, *size)]
+        about_lengths = (
+            f"lengths: drawn from {Path(trace).name}, bent to each step's mean and share at the cap or longest"
+        )
+    else:
+        ways = range(deals(settings.prompts * settings.responses))
+        dealt = [[reconstruct(one, *size, deal) for deal in ways] for one in logged]
+        about_lengths = (
+            "lengths: one lognormal a step with the logged mean, and the logged share at the cap or else longest "
+            "response; the log keeps no lengths, a trace of the run would"
+        )
     batches, used = [ways[0] for ways in dealt], [place % 2 == 0 for place in range(len(steps))]
     run = Run(read, steps, batches, used, settings, shape, machines, base)
-    return _fitted(run, dealt, excluded, [*about_prompts, _lengths_note(trace)], name)
-
-
-def _dealt(log: VerlLog, steps: pd.DataFrame, settings: RunSettings, trace: str | Path | None) -> list[list[Batch]]:
-    """The sequences of every step, in each of the ways that they may lie on the replicas."""
-    logged = logged_lengths(log, steps)
-    size = settings.prompts, settings.responses, settings.cap
-    if trace is not None:
-        return [[batch] for batch in from_trace(read_trace(trace), logged, *size)]
-    numbers = range(deals(settings.prompts * settings.responses))
-    return [[reconstruct(one, *size, deal) for deal in numbers] for one in logged]
+    return _fitted(run, dealt, excluded, [*about_prompts, about_lengths], name)
 
 
 def _fitted(
@@ -169,22 +191,6 @@ def _with_prompts(log: VerlLog, mean: float | None) -> tuple[VerlLog, list[str]]
         )
     steps = log.steps.assign(prompt_mean=log.steps["prompt_mean"].fillna(mean))
     return replace(log, steps=steps), [f"prompts are taken to have {mean:.0f} tokens: the log does not say"]
-
-
-def _cluster(cluster: str | Mapping[str, Any]) -> Cluster:
-    if isinstance(cluster, str) and cluster.endswith((".yaml", ".yml")):
-        return load_cluster(read_yaml(Path(cluster)), cluster)
-    return load_cluster(cluster)
-
-
-def _base(base: Calibration, machines: Cluster) -> Calibration:
-    """The base on the cluster's GPU; raises `CalibrationError` if it is for another that this one is not like."""
-    base = carried_to(base, machines)
-    if base.gpu != machines.gpu.name:
-        raise CalibrationError(
-            f"calibration {base.name!r} is for GPU {base.gpu!r}, cluster {machines.name!r} has {machines.gpu.name!r}"
-        )
-    return base
 
 
 # Which steps ---------------------------------------------------------------------------------------------------------
@@ -249,15 +255,6 @@ def _odd(run: Run) -> list[str]:
     return notes
 
 
-def _lengths_note(trace: str | Path | None) -> str:
-    if trace is not None:
-        return f"lengths: drawn from {Path(trace).name}, bent to each step's mean and share at the cap or longest"
-    return (
-        "lengths: one lognormal a step with the logged mean, and the logged share at the cap or else longest response; "
-        "the log keeps no lengths, a trace of the run would"
-    )
-
-
 # Report --------------------------------------------------------------------------------------------------------------
 
 
@@ -271,21 +268,15 @@ def _predicted(run: Run, training: TrainingShares | None, gen_s: Array) -> dict[
     return {name: values for name, values in found.items() if name in run.logged}
 
 
-def _before(run: Run) -> TrainingShares | None:
-    """The base calibration's training efficiencies for the run's framework; None if it has none for it."""
-    base, backend = run.base.training, run.settings.backend
-    flop = base.flop_efficiency.get(backend)
-    if flop is None:
-        return None
-    return TrainingShares(flop, base.forward_efficiency.get(backend, flop), base.call_s.get(backend, 0.0))
-
-
 def _report(
     run: Run, training: TrainingShares, times: RolloutTimes, host: HostTimes
 ) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     """Points and errors of every logged quantity, and what has to be said about them."""
     fitted = _predicted(run, training, times.total_s(host.step_s, host.sequence_s))
-    before = _predicted(run, _before(run), times.before_s)
+    base, backend = run.base.training, run.settings.backend
+    flop = base.flop_efficiency.get(backend)
+    share = flop and TrainingShares(flop, base.forward_efficiency.get(backend, flop), base.call_s.get(backend, 0.0))
+    before = _predicted(run, share or None, times.before_s)
     used, notes = np.asarray(run.used), []
     if "step_s" in run.logged:
         calls = sum((run.logged[name] for name in fitted), np.zeros(len(used)))
@@ -340,6 +331,14 @@ def _calibration(
         f"errors on {len(result.held_out)} steps of the same run that were not fitted: {tested}",
         *result.notes,
     )
+    unseen = run.steps[~np.asarray(run.used)]
+    ranges = {"response_mean": unseen.response_mean.to_numpy(float)}
+    residuals = {
+        f"run_{str(quantity).removesuffix('_s')}": residual_of(
+            part, ranges, "steps of the same run that were not fitted"
+        )
+        for quantity, part in result.points.groupby("operator", sort=False)
+    }
     return extended(
         base,
         run.log.path,
@@ -349,15 +348,58 @@ def _calibration(
         name=name,
         training=training,
         host=host_fit(base, host.step_s, host.sequence_s, source),
-        residuals={**base.residuals, **_residuals(result.points, run)},
+        residuals={**base.residuals, **residuals},
     )
 
 
-def _residuals(points: pd.DataFrame, run: Run) -> dict[str, Residual]:
-    unseen = run.steps[~np.asarray(run.used)]
-    ranges = {"response_mean": unseen.response_mean.to_numpy(float)}
-    note = "steps of the same run that were not fitted"
-    return {
-        f"run_{str(quantity).removesuffix('_s')}": residual_of(part, ranges, note)
-        for quantity, part in points.groupby("operator", sort=False)
+# The experiment of a run ----------------------------------------------------------------------------------------------
+
+# What `from_run` takes from it, such as `rlsim init` writes it from the run's configuration.
+
+
+def arguments_of(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `from_run` that an experiment gives; of training and the engine only what it says.
+
+    The rollout's TP is the baseline's, if that is a static one. Raises `ConfigError` for a file that is no experiment.
+    """
+    experiment, shown, folder = load_experiment(source)
+    work, training = experiment.workflow, _said(experiment.training)
+    cluster = experiment.cluster
+    found: dict[str, Any] = {
+        "model": beside(experiment.model, folder),
+        "cluster": beside(cluster, folder) if isinstance(cluster, str) else cluster,
+        "calibration": beside(experiment.calibration_names[0], folder),
+        "tp": _tp(experiment, shown),
+        "prompts": work.prompts,
+        "responses": work.responses,
+        "cap": experiment.trace.cap,
+        "backend": experiment.training.backend,
+        "memory_utilization": experiment.memory_utilization,
+        "prompt_tokens": _prompt_tokens(experiment, folder),
+        "train": {key: value for key, value in training.items() if key in TrainingArguments.model_fields},
+        "engine": _said(experiment.engine),
     }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _said(block: Schema) -> dict[str, Any]:
+    """The fields of a block that the file states."""
+    return {key: value for key, value in block.model_dump().items() if key in block.model_fields_set}
+
+
+def _tp(experiment: Experiment, shown: str) -> int | None:
+    """The TP of the baseline's rollout, None if it has no fixed one."""
+    specs = parse_systems(experiment.systems, shown)
+    spec = next((one for one in specs if one.name == experiment.baseline), specs[0])
+    degrees = [part.parameters.get("tp") for part in spec.parts]
+    return next((degree for degree in degrees if isinstance(degree, int)), None)
+
+
+def _prompt_tokens(experiment: Experiment, folder: Path) -> int:
+    """The mean length of the trace's prompts."""
+    spec = experiment.trace
+    if spec.path is None:
+        return spec.default_prompt_tokens
+    paths = (spec.path,) if isinstance(spec.path, str) else spec.path
+    frame = read_trace(find_trace(paths[0], folder)).frame
+    return round(frame["prompt_tokens"].mean()) if "prompt_tokens" in frame else spec.default_prompt_tokens

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -23,48 +23,36 @@ FITTED = {"efficiency": (0.5, 1.0), "ramp": (0.0, 20.0), "power": (0.05, 0.95)}
 _UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
 
 
-@dataclass(frozen=True)
-class Point:
-    """One measured collective."""
+class Point(NamedTuple):
+    """One measured collective; `network` are the GPUs of the nodes, these, and their link's rate and latency."""
 
     cluster: str
-    source: str
     op: str
-    nodes: int
     gpus: int
     size: float
     time_s: float
-    gpu: str
-    bytes_per_s: float
-    latency_s: float | None
+    network: tuple[str, int, float, float | None]
 
     def error(self, fit: AcrossFit = ACROSS) -> float:
         """Relative error of rlsim's time, positive: too slow."""
-        collectives = _collectives(self.gpu, self.nodes, self.bytes_per_s, self.latency_s)
+        collectives = _collectives(*self.network)
         collectives.across = fit
         gpus = 2 if self.op == "send_recv" else self.gpus
-        return collectives.time_s(self.op, self.size, gpus, self.nodes) / self.time_s - 1.0
+        return collectives.time_s(self.op, self.size, gpus, self.network[1]) / self.time_s - 1.0
 
 
 def points() -> list[Point]:
     """All of the file."""
-    return [
-        Point(
-            cluster=one["cluster"],
-            source=one["source"],
-            op=table["op"],
-            nodes=table["nodes"],
-            gpus=table["nodes"] * one.get("local", 8),
-            size=_bytes(str(size)),
-            time_s=us * 1e-6,
-            gpu=one["gpu"],
-            bytes_per_s=one["gbit_per_s"] / 8 * 1e9,
-            latency_s=one["latency_us"] * 1e-6 if "latency_us" in one else None,
-        )
-        for one in plain(read_yaml(POINTS))["clusters"]
-        for table in one["tables"]
-        for size, us in table["us"].items()
-    ]
+    found = []
+    for one in plain(read_yaml(POINTS))["clusters"]:
+        latency_s = one["latency_us"] * 1e-6 if "latency_us" in one else None
+        for table in one["tables"]:
+            nodes, network = table["nodes"], (one["gpu"], table["nodes"], one["gbit_per_s"] / 8 * 1e9, latency_s)
+            for size, us in ((str(size), us) for size, us in table["us"].items()):
+                count = float(size[:-1]) * _UNITS[size[-1]] if size[-1] in _UNITS else float(size)
+                gpus = nodes * one.get("local", 8)
+                found.append(Point(one["cluster"], table["op"], gpus, count, us * 1e-6, network))
+    return found
 
 
 def fit(measured: Sequence[Point]) -> AcrossFit:
@@ -97,10 +85,6 @@ def _collectives(gpu: str, nodes: int, bytes_per_s: float, latency_s: float | No
     cluster = cluster.model_copy(update={"inter": cluster.inter.model_copy(update=link)})
     calibration = load_calibration(f"{gpu}-vllm")
     return Collectives(calibration.collectives, calibration.reference, cluster)
-
-
-def _bytes(size: str) -> float:
-    return float(size[:-1]) * _UNITS[size[-1]] if size[-1] in _UNITS else float(size)
 
 
 def main(_: object) -> None:

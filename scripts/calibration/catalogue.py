@@ -1,35 +1,22 @@
-"""Every calibration by name, made on demand: what it needs of others is made first, and nothing twice."""
+"""Every calibration by name, made on demand: what it needs of others is made first, and nothing twice.
+
+`catalogue.yaml` has the GPUs that calibrations are made for, and which measured tables go into theirs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from calibration.tables import (
-    COMMON,
-    ENGINES,
-    GPUS,
-    NOTES,
-    OLDER,
-    Gpu,
-    all_gemms,
-    all_precisions,
-    latent_tables,
-    operator_tables,
-    provenance,
-    runtime_of,
-    vidur_layers,
-    vidur_source,
-)
-from calibration.training import large_gemm_share, training_fit
 from evidence.validate.transfer import shipped_fits
+from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema
-from rlsim.calibrate.build import MIXTURE
+from rlsim.calibrate.build import COLD, INTER, MIXTURE, PAIR
 from rlsim.calibrate.fit.attention import attention_kernels, with_windows
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.common import as_written, compared, operators_with, predict
@@ -38,13 +25,115 @@ from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of, quantised_products
 from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.importers import aiconfigurator, vidur
+from rlsim.calibrate.importers.reading import imported
 from rlsim.calibrate.measurements import Measurements, measured_node
 from rlsim.calibrate.parts import Fitted, residual_of
 from rlsim.calibrate.steps import NO_HOST
-from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
-from rlsim.cost.fits import CollectiveFits, ExchangeFit, ExpertsFit, KernelFit, OperatorFits, ProductFit
+from rlsim.cost.calibration import Calibration, Engine, Provenance, Reference, Residual, RuntimeFit, Source, TrainingFit
+from rlsim.cost.fits import ExpertsFit, OperatorFits, ProductFit
+from rlsim.cost.strategy import TRAFFIC, efficiency_of
 from rlsim.models.hardware import load_cluster
 from rlsim.models.precision import KvPrecision, Precision
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+DATE = "2026-11-24"
+SCRIPT = "scripts/fit_calibrations.py"
+FRAMEWORKS = ("fsdp", "megatron")
+NOTES: dict[str, str] = plain(read_yaml(Path(__file__).with_name("notes.yaml")))
+COMMON = (COLD, NOTES["skew"], INTER, PAIR)
+LARGEST_GRAPH = {"sglang": 160, "vllm": 256, "trtllm": 128}  # of the engine's defaults
+ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One measured GPU: a row of `catalogue.yaml`, which says what is what."""
+
+    name: str
+    folder: str
+    cluster: str
+    versions: Mapping[Engine, str]
+    vidur: tuple[str, ...]
+    training: str = "0.5.10"
+    deepgemm: str = "0.5.10"
+
+    @property
+    def elementwise_donor(self) -> str:
+        """Vidur's name of the GPU that the elementwise kernels were measured on."""
+        return self.vidur[0].split("/")[0]
+
+    def gemm(self, engine: Engine, release: str = "") -> str:
+        """Path of the GEMM table of an engine, by default of the release fitted."""
+        return f"{self.folder}/gemm/{engine}/{release or self.versions[engine]}/gemm_perf.parquet"
+
+    @property
+    def training_gemm(self) -> str:
+        """Path of the GEMM table that the share of the peak in training is from."""
+        return self.gemm("sglang", self.training)
+
+
+_ROWS = plain(read_yaml(Path(__file__).with_suffix(".yaml")))
+GPUS = {row["name"]: Gpu(**row) for row in _ROWS["gpus"]}
+OLDER: dict[str, tuple[str, Engine, str]] = {name: tuple(row) for name, row in _ROWS["older"].items()}
+KEPT: list[str] = _ROWS["kept"]
+
+
+def operator_tables(data: Path, gpu: Gpu, engine: Engine) -> Measurements:
+    """What aiconfigurator measured of an engine on a GPU."""
+    folder = data / "kernels/aiconfigurator" / gpu.folder
+    measured = aiconfigurator.read(folder, engine, gpu.versions[engine])
+    (source,) = measured.sources
+    source = source.model_copy(update={"commit": "095f58a"})
+    tables = dict(measured.tables)
+    for name, table in tables.items():
+        if name.startswith("gemm"):
+            tables[name] = aiconfigurator.used_sizes(table)
+        elif name.startswith("decode_attention") and engine == "trtllm":  # `grouped` in notes.yaml says why
+            tables[name] = table[table.q_heads == table.kv_heads]
+    return Measurements(tables, (source,))
+
+
+def all_gemms(data: Path, table: str, precision: Precision = "bf16") -> pd.DataFrame:
+    """Products of every size in a table of aiconfigurator's: m, n, k, seconds."""
+    return aiconfigurator.gemms(data / "kernels/aiconfigurator" / table, precision=precision)
+
+
+def all_precisions(data: Path, gpu: Gpu, engine: Engine) -> list[Precision]:
+    """The precisions other than bf16 in which products were measured."""
+    return aiconfigurator.precisions(data / "kernels/aiconfigurator" / gpu.gemm(engine))
+
+
+def latent_tables(
+    data: Path, gpu: Gpu, engine: str, kv: KvPrecision
+) -> tuple[pd.DataFrame, pd.DataFrame, bool, Source] | None:
+    """Latent attention on a KV cache of `kv` as aiconfigurator measured it, of decode and of prompts, whether its
+    kernels are made for blocks of heads, and where from; None if it did not."""
+    folder = data / "kernels/aiconfigurator" / gpu.folder
+    paths = aiconfigurator.latent_tables(folder, engine)
+    if paths is None:
+        return None
+    decode, prompts = (aiconfigurator.latent(path, kv) for path in paths)
+    release = f"{engine} {paths[0].parent.name}"
+    files = (str(path.relative_to(folder.parent)) for path in paths)
+    source = imported("NVIDIA aiconfigurator", "Apache-2.0", files, release)
+    return decode, prompts, aiconfigurator.in_blocks(paths[0]), source.model_copy(update={"commit": "095f58a"})
+
+
+def large_gemm_share(table: pd.DataFrame, peak_flop_per_s: float) -> float:
+    """Median share of the peak rate of measured products with at least 4,096 tokens and weights of 3,584 or more.
+
+    `table`: m (tokens), n and k (weights), seconds. Products wider than 60,000 are LM heads and left out.
+    """
+    big = table[(table.m >= 4096) & table.n.between(3584, 60000) & (table.k >= 3584)]
+    return float((2.0 * big.m * big.n * big.k / big.seconds).median() / peak_flop_per_s)
+
+
+def training_fit(gemm_share: float, reference: Reference, table: str) -> TrainingFit:
+    """Share of peak by framework on a GPU whose large GEMMs in `table` reach `gemm_share` of it."""
+    said = {"share": gemm_share, "large": NOTES["large gemms"], "table": table, "traffic": TRAFFIC * 1e3}
+    efficiency = round(efficiency_of(gemm_share, reference.flops_per_byte), 3)
+    return TrainingFit(flop_efficiency=dict.fromkeys(FRAMEWORKS, efficiency), source=NOTES["training"].format_map(said))
+
 
 #: Since this release vLLM schedules an iteration while the one before runs, unless it is told not to.
 ASYNC_SCHEDULING = (0, 14)
@@ -92,14 +181,19 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     """The calibration of one GPU and engine, host time still zero."""
     ref = Reference.of(load_cluster(gpu.cluster))
     measured = operator_tables(data, gpu, engine)
+    files = tuple(f"data/profiling/compute/{name}/mlp.csv" for name in gpu.vidur)
+    vidurs = Source(project="Microsoft Vidur", commit="7d47513", licence="MIT", files=files)
+    layers = vidur.elementwise_table(data / "kernels/vidur/head" / file for file in files)
+    donor = Reference.of(load_cluster(f"8x{gpu.elementwise_donor}"))  # fitted on the figures of what was measured
     kernels: dict[str, Fitted[Schema]] = {
         "gemm": kernel_gemm(measured.table("gemm"), ref, cold=False),
         **attention_kernels(measured, ref, engine, cold=False),
-        "memory_bound": _elementwise(data, gpu),
+        "memory_bound": fit_elementwise(layers, donor, NOTES["elementwise"]),
     }
     quantised = list(quantised_products(measured, ref, cold=False))
-    mixtures, exchange = _mixtures(measured, ref)
-    sources = [*measured.sources, vidur_source(gpu.vidur)]
+    mixtures = kernel_experts(measured.table("experts"), ref) if "experts" in measured else Fitted(({}, {}))
+    exchange = kernel_exchange(measured.table("exchange")) if "exchange" in measured else Fitted({})
+    sources = [*measured.sources, vidurs]
     if lent := _lent_mixtures(data, gpu, engine, mixtures.fit, ref):
         found_there, source = lent
         one, several = mixtures.fit
@@ -133,9 +227,15 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     notes.extend(note for name, part in kernels.items() if name in LATENT.values() for note in part.notes)
     if engine == "sglang" and "latent_attention_fp8" in kernels and not blocks:
         notes.append(NOTES["slow latents"])
-    if not gpu.name.startswith(gpu.elementwise_donor):
-        donor = gpu.elementwise_donor
-        notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
+    if not gpu.name.startswith(whose := gpu.elementwise_donor):
+        notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {whose}")
+    nccl = {op: collectives.fit.nccl[op] for op in FITTED}
+    sizes = {"nccl": "; all operations", "custom_all_reduce": ""}
+    communication = {
+        name: item.model_copy(update={"note": f"each message size by a fit through the others{sizes[name]}"})
+        for name, item in collectives.residuals.items()
+    }
+    large = all_gemms(data, gpu.training_gemm)
     parts = (*kernels.values(), *quantised, mixtures, exchange)
     residuals = {name: item for part in parts for name, item in part.residuals.items()}
     one, several = mixtures.fit
@@ -145,14 +245,23 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
         engine=engine,
-        provenance=provenance(dict.fromkeys(sources), dict.fromkeys(notes)),
+        provenance=Provenance(
+            date=DATE, script=SCRIPT, sources=tuple(dict.fromkeys(sources)), notes=tuple(dict.fromkeys(notes))
+        ),
         reference=ref,
         operators=_in_an_engine(fits, engine),
-        collectives=_in_order(collectives.fit).model_copy(update={"deepep": exchange.fit}),
+        collectives=collectives.fit.model_copy(update={"nccl": nccl, "deepep": exchange.fit}),
         host=NO_HOST,
-        runtime=runtime_of(engine),
-        training=_training(data, gpu, ref),
-        residuals={**residuals, **in_windows, **_described(collectives.residuals)},
+        runtime=RuntimeFit(
+            graph_capture_s=3.59 / 23,
+            graph_batch_sizes=(1, 2, 4, *range(8, LARGEST_GRAPH[engine] + 1, 8)),
+            switch_control_s=5.52 - 1.03 - 2.36 - 0.73,
+            group_create_s=1.0,
+            source=NOTES["runtime"],
+        ),
+        # The same for every engine: the large GEMMs come from SGLang's tables.
+        training=training_fit(large_gemm_share(large, ref.bf16_flop_per_s), ref, gpu.training_gemm),
+        residuals={**residuals, **in_windows, **communication},
     )
 
 
@@ -170,19 +279,15 @@ def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fit
     host_s = float(rows.seconds[predicted_s < SHORT_PRODUCT_S].median())
     unseen = pd.MultiIndex.from_frame(table[gemm_rows(table, ref, precision).test][["n", "k"]])
     test, long = pd.MultiIndex.from_frame(rows[["n", "k"]]).isin(unseen), predicted_s > 3 * host_s
-    fit = _at_rate(fit, float(np.median((predicted_s / rows.seconds)[long & ~test])))
+    factor = float(np.median((predicted_s / rows.seconds)[long & ~test]))
+    rates = {name: share if name == "memory" else share * factor for name, share in fit.efficiency.items()}
+    fit = as_written(fit.model_copy(update={"efficiency": rates}))
     points = compared(kernel, fit, ref, rows[long & test], True)
     note = (
         f"fit to SGLang {gpu.deepgemm} against vLLM's products of over {3 * host_s * 1e3:.2f} ms, three times what "
         "launching one takes; shapes (n, k) not fitted"
     )
     return Fitted(fit, {"gemm_fp8_block": residual_of(points, table[["m", "n", "k"]], note)}, points)
-
-
-def _at_rate(fit: ProductFit, factor: float) -> ProductFit:
-    """`fit` with the share of the peak times `factor`."""
-    rates = {name: share if name == "memory" else share * factor for name, share in fit.efficiency.items()}
-    return as_written(fit.model_copy(update={"efficiency": rates}))
 
 
 def _windows(data: Path, source: Source) -> dict[str, pd.DataFrame]:
@@ -227,32 +332,3 @@ def _in_an_engine(fits: OperatorFits, engine: Engine) -> OperatorFits:
     most = fits.gemm.launch_s + (0.0 if engine == "trtllm" else fits.memory_bound.added_s["launches"])
     quantised = [fit.model_copy(update={"launch_s": min(fit.launch_s, most)}) for fit in fits.quantised_gemm]
     return as_written(fits.model_copy(update={"quantised_gemm": tuple(quantised)}))
-
-
-def _mixtures(measured: Measurements, ref: Reference) -> tuple[Fitted[Experts], Fitted[dict[int, ExchangeFit]]]:
-    """Mixtures of experts and their all-to-all, as far as they were measured."""
-    mixtures = kernel_experts(measured.table("experts"), ref) if "experts" in measured else Fitted(({}, {}))
-    exchange = kernel_exchange(measured.table("exchange")) if "exchange" in measured else Fitted({})
-    return mixtures, exchange
-
-
-def _elementwise(data: Path, gpu: Gpu) -> Fitted[KernelFit]:
-    """Fitted on the data-sheet figures of the GPU that was measured."""
-    table = vidur.elementwise_table(vidur_layers(data, gpu.vidur))
-    return fit_elementwise(table, Reference.of(load_cluster(f"8x{gpu.elementwise_donor}")), NOTES["elementwise"])
-
-
-def _in_order(fits: CollectiveFits) -> CollectiveFits:
-    return fits.model_copy(update={"nccl": {op: fits.nccl[op] for op in FITTED}})
-
-
-def _described(residuals: Mapping[str, Residual]) -> dict[str, Residual]:
-    note = "each message size by a fit through the others"
-    notes = {"nccl": f"{note}; all operations", "custom_all_reduce": note}
-    return {name: item.model_copy(update={"note": notes[name]}) for name, item in residuals.items()}
-
-
-def _training(data: Path, gpu: Gpu, ref: Reference) -> TrainingFit:
-    """The same for every engine: the large GEMMs come from SGLang's tables."""
-    share = large_gemm_share(all_gemms(data, gpu.training_gemm), ref.bf16_flop_per_s)
-    return training_fit(share, ref, gpu.training_gemm)

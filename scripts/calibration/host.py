@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import OptimizeResult, least_squares
 
-from calibration.catalogue import SERVED_ON, Catalogue
-from calibration.tables import DATE, OLDER, SCRIPT
+from calibration.catalogue import DATE, OLDER, SCRIPT, SERVED_ON, Catalogue
 from evidence.validate.parts import Options
 from evidence.validate.serving import (
     CALIBRATIONS,

@@ -8,9 +8,8 @@ from statistics import fmean
 
 from scipy.optimize import brentq
 
-from calibration.stacks import Case, fit_stacks
-from calibration.tables import DATE, SCRIPT
-from calibration.training import gemm_shares
+from calibration.catalogue import DATE, SCRIPT
+from calibration.training import Case, fit_stacks, gemm_shares
 from evidence.validate import weight_sync as syncs
 from evidence.validate.coverage import CALLS, LeftOutCalls, TransferCalls, errors_by_setting, level_spread, spread
 from evidence.validate.parts import Options

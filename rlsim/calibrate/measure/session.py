@@ -64,7 +64,7 @@ def measure_machine(
     point could be measured; `ConfigError` for a model that does not split.
     """
     found = devices(device)
-    from rlsim.calibrate.measure.tasks import joined, run_point, warm_up  # there is a torch
+    from rlsim.calibrate.measure.steps import joined, run_point, warm_up  # there is a torch
 
     dtype, element = (CPU_DTYPE, 4) if device == "cpu" else (GPU_DTYPE, 2)
     shape = TINY if model_name is None and device == "cpu" else load_model(model_name or "llama-3.1-8b")
