@@ -44,8 +44,7 @@ import pandas as pd
 
 import rlsim
 from rlsim.errors import ConfigError, RlsimError
-from rlsim.results.sweeps.read import read_sweep
-from rlsim.results.sweeps.store import LOG
+from rlsim.results.sweeps.store import LOG, read_sweep
 
 CAPS, PROMPTS = range(512, 2_560, 102), range(6, 16)
 COUNT = "sum(i * i for i in range(20_000_000))"

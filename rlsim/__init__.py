@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from rlsim.results.comparison.compare import compare as compare
     from rlsim.results.report.timeline import write_timeline as write_timeline
     from rlsim.results.report.write import write_report as write_report
-    from rlsim.results.sweeps.read import SweepResult as SweepResult
-    from rlsim.results.sweeps.read import read_sweep as read_sweep
     from rlsim.results.sweeps.run import sweep as sweep
+    from rlsim.results.sweeps.store import SweepResult as SweepResult
+    from rlsim.results.sweeps.store import read_sweep as read_sweep
     from rlsim.sim.batching import Batching as Batching
     from rlsim.sim.continuous import Continuous as Continuous
     from rlsim.sim.continuous import OpenView as OpenView
@@ -64,7 +64,7 @@ _NAMES = {
     "rlsim.results.comparison.compare": ("Comparison", "compare"),
     "rlsim.results.report.timeline": ("write_timeline",),
     "rlsim.results.report.write": ("write_report",),
-    "rlsim.results.sweeps.read": ("SweepResult", "read_sweep"),
+    "rlsim.results.sweeps.store": ("SweepResult", "read_sweep"),
     "rlsim.results.sweeps.run": ("sweep",),
     "rlsim.sim.batching": ("Batching",),
     "rlsim.sim.continuous": ("Continuous", "OpenView", "Ready", "Update"),

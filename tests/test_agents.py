@@ -20,7 +20,7 @@ from evidence.validate.parts import Options, Section, Skipped
 from evidence.validate.published import figures
 from rlsim.errors import ConfigError, TraceError
 from rlsim.experiment.run import check_experiment
-from rlsim.results.report.trajectories import PARTS, trajectory_times
+from rlsim.results.report.shares import TRAJECTORY, trajectory_times
 from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.request import EngineConfig, Request
@@ -282,7 +282,7 @@ def test_the_page_says_where_the_time_of_trajectories_goes(trajectories: str, tm
     times = trajectory_times(result, "")
     trained = result.responses[result.responses["trained"] & (result.responses["system"] == "verl")]
     took_s = (trained["finish_at"] - trained["start_at"]).mean()
-    assert times.loc["verl", [*PARTS]].sum() == pytest.approx(took_s)
+    assert times.loc["verl", [*TRAJECTORY]].sum() == pytest.approx(took_s)
     assert times.loc["verl", "held up otherwise"] == pytest.approx(0.0, abs=1e-9)  # each second is told
     assert times.loc["verl", "tools"] == pytest.approx(trained["tool_s"].mean())
     assert 0 < times.loc["verl", "found"] < 1

@@ -22,8 +22,7 @@ import rlsim
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.summary import paired_ratio
 from rlsim.results.comparison import compare
-from rlsim.results.comparison.compare import Baseline, difference_s, welch_ratio, why_unpaired
-from rlsim.results.comparison.runs import Run, runs_in
+from rlsim.results.comparison.compare import Baseline, Run, difference_s, runs_in, welch_ratio, why_unpaired
 from rlsim.results.sweeps import run as running
 
 EXPERIMENT: dict[str, Any] = {

@@ -26,18 +26,16 @@ from rlsim.experiment.ledger import ledger_of
 from rlsim.experiment.schema import Experiment, TrainingSpec, WorkflowSpec
 from rlsim.frameworks import READERS as READ
 from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
-from rlsim.frameworks.draft import Draft, yaml_text
-from rlsim.frameworks.mapping import FUNCTIONS, rows_of
+from rlsim.frameworks.draft import Draft, write_changes, yaml_text
+from rlsim.frameworks.mapping import FUNCTIONS, names, rows_of
 from rlsim.frameworks.names import find_cluster
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import ENGINES, Options, check, likeness
 from rlsim.frameworks.settings import Kind, Settings
 from rlsim.frameworks.slime import from_slime
 from rlsim.frameworks.sources import parsed, read_sources
-from rlsim.frameworks.tables import names
 from rlsim.frameworks.verl.experiment import from_verl
 from rlsim.frameworks.verl.run import TrainingArguments
-from rlsim.frameworks.writing import write_changes
 from rlsim.models.hardware import load_gpu
 from rlsim.policies.registry import load_policy
 from rlsim.sim.environment import EnvironmentConfig

@@ -21,11 +21,11 @@ from rlsim.experiment.refusals import conditions, starts_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.frameworks.draft import Draft, Entry
+from rlsim.frameworks.mapping import own_limits
 from rlsim.frameworks.names import find_cluster, find_model, nearest_trace
 from rlsim.frameworks.parts import Options, check
 from rlsim.frameworks.settings import Unknown
 from rlsim.frameworks.shell import read_script
-from rlsim.frameworks.tables import own_limits
 from rlsim.frameworks.verl.config import read_config, takes
 from rlsim.frameworks.verl.experiment import from_verl
 from rlsim.frameworks.verl.settings import VERSIONS, defaults, release

@@ -28,7 +28,7 @@ from rlsim.experiment.systems import parse_systems
 from rlsim.frameworks.parts import Options
 from rlsim.models.hardware import MixedCluster, load_any_cluster, load_cluster
 from rlsim.models.model import load_model
-from rlsim.results.report.setups import case_setups
+from rlsim.results.report.page import case_setups
 from rlsim.results.tune.answer import tune
 from rlsim.results.tune.trial import Configuration
 

@@ -24,11 +24,10 @@ from rlsim.experiment.result import Result
 from rlsim.models.hardware import load_cluster
 from rlsim.models.precision import PRECISIONS
 from rlsim.results.comparison.verdict import judge
-from rlsim.results.report.choice import choose
+from rlsim.results.report.chosen_run import choose
 from rlsim.results.report.gantt import MOST_MARKS, gantt
-from rlsim.results.report.headline import cases_sentence, findings
-from rlsim.results.report.page import Figure
-from rlsim.results.report.setups import case_setups
+from rlsim.results.report.method import cases_sentence, findings
+from rlsim.results.report.page import Figure, case_setups
 from rlsim.results.report.shares import batch_parts, gpu_shares, step_section
 from rlsim.results.report.speedups import speedups
 from rlsim.results.report.staleness import beaten, continuous, frontier, queue_lengths, spread

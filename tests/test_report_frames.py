@@ -14,7 +14,7 @@ from result_tables import RUN, table
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result
-from rlsim.results.report.choice import Choice
+from rlsim.results.report.chosen_run import Choice
 from rlsim.results.report.gantt import by_group, gantt, merged
 from rlsim.results.report.generation import active_replicas, active_sequences, generation, gpus_by_tp
 from rlsim.results.report.lengths import survival, trained_lengths
@@ -22,8 +22,18 @@ from rlsim.results.report.page import Page, Text
 from rlsim.results.report.shares import gpu_shares
 from rlsim.results.report.speedups import seed_speedups
 from rlsim.results.report.style import BUBBLE, label_angle
-from rlsim.results.report.sweep_charts import best_systems, cut, is_grid, is_number, label, levels, varying
-from rlsim.results.report.sweep_page import sweep_findings, sweep_section, sweep_table
+from rlsim.results.report.sweep_page import (
+    best_systems,
+    cut,
+    is_grid,
+    is_number,
+    label,
+    levels,
+    sweep_findings,
+    sweep_section,
+    sweep_table,
+    varying,
+)
 
 
 def span(gpu: int, gpus: int, start: float, end: float, kind: str, **more: Any) -> dict[str, Any]:

@@ -26,9 +26,8 @@ from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.columns import SUMMARY
 from rlsim.results.sweeps import local
 from rlsim.results.sweeps import run as running
-from rlsim.results.sweeps.axes import settings_of
 from rlsim.results.sweeps.points import Definition, load_sweep
-from rlsim.results.sweeps.schema import SweepSpec
+from rlsim.results.sweeps.schema import SweepSpec, settings_of
 from rlsim.results.sweeps.store import Store
 from rlsim.results.sweeps.task import Failed
 

@@ -20,7 +20,7 @@ from rlsim.experiment.columns import CALL_PARTS
 from rlsim.experiment.parts import PARTS_OF_A_STEP, tail_stretches
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means, rate_notes
-from rlsim.results.report.headline import findings
+from rlsim.results.report.method import findings
 from rlsim.results.report.shares import batch_parts, gpu_shares
 
 SMALL: dict[str, Any] = {

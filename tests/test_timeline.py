@@ -24,8 +24,8 @@ import rlsim
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.frames import stays_frame
 from rlsim.experiment.load import read_experiment
-from rlsim.results.report.replica_load import held_by_replicas
 from rlsim.results.report.timeline import write_timeline
+from rlsim.results.report.timeline_requests import held_by_replicas
 from rlsim.results.report.trace_events import Tracks
 from rlsim.sim.control import Reconfigure, RolloutView
 

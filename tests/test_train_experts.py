@@ -25,9 +25,8 @@ from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import gather_s
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.run import check_experiment
-from rlsim.frameworks.mapping import Reading
+from rlsim.frameworks.mapping import Reading, default_values, names
 from rlsim.frameworks.settings import Settings
-from rlsim.frameworks.tables import default_values, names
 from rlsim.models.hardware import Cluster, load_cluster
 from rlsim.models.layers import FullAttention, LinearAttention
 from rlsim.models.model import Model, load_model

@@ -17,18 +17,16 @@ from rlsim.base.reading import plain, read_yaml
 from rlsim.cli.tuning import _changes, _idle, _price, _print, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.frameworks.draft import yaml_text
+from rlsim.frameworks.draft import write_changes, yaml_text
+from rlsim.frameworks.mapping import names
 from rlsim.frameworks.parts import Options
-from rlsim.frameworks.tables import names
-from rlsim.frameworks.writing import write_changes
 from rlsim.policies.registry import BUILTIN
 from rlsim.results.tune import systems
 from rlsim.results.tune.answer import Change, Tuned, Wish, tune
-from rlsim.results.tune.bound import Bound
 from rlsim.results.tune.idle import CAUSES
 from rlsim.results.tune.parts import Parts
 from rlsim.results.tune.search import measuring
-from rlsim.results.tune.space import ALTERS, axes_of, baseline_of, divisors, token_budgets
+from rlsim.results.tune.space import ALTERS, Bound, axes_of, baseline_of, divisors, token_budgets
 from rlsim.results.tune.systems import CONTENDERS, FEW, LATE, ranked
 from rlsim.results.tune.trial import Configuration, Run, StartError, Trial, tried
 from rlsim.trace import write_trace

@@ -13,7 +13,7 @@ import pytest
 
 from rlsim.experiment.summary import EXPLAINED
 from rlsim.results.comparison.verdict import decided, judge
-from rlsim.results.report.headline import cases_sentence
+from rlsim.results.report.method import cases_sentence
 from rlsim.results.report.speedups import VERDICTS, speedups
 
 NAN = math.nan

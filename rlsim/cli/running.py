@@ -159,7 +159,7 @@ def run_and_print(
 
 def _replaced(before: Mapping[str, Any], after: Mapping[str, Any], reported: bool) -> str:
     """That earlier results were replaced, and in which settings they differ."""
-    from rlsim.results.sweeps.differences import differences, listed
+    from rlsim.results.sweeps.tables import differences, listed
 
     both = ({**one["experiment"], "seeds": one["seeds"], "rlsim": one["rlsim"]} for one in (before, after))
     changed = differences([{key: value for key, value in one.items() if key != "description"} for one in both])

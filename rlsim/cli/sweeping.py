@@ -29,8 +29,8 @@ from rlsim.cli.tables import VERDICT_LEGEND, print_tables, relaxed_legend, setti
 
 if TYPE_CHECKING:
     from rlsim.results.sweeps.points import Definition
-    from rlsim.results.sweeps.read import SweepResult
     from rlsim.results.sweeps.run import Progress
+    from rlsim.results.sweeps.store import SweepResult
 
 #: More rows than these are left to `rlsim compare` and the tables.
 MOST_ROWS = 40

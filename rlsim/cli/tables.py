@@ -111,7 +111,7 @@ def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:
 
     Where values that differ would look the same, all of them in full.
     """
-    from rlsim.results.sweeps.differences import shown
+    from rlsim.results.sweeps.tables import shown
 
     known = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
     known = [

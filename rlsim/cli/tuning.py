@@ -67,11 +67,11 @@ def tune(
     Example: rlsim tune experiment.yaml --budget 30 --keep memory_utilization --systems
     """
     from rlsim.errors import ConfigError
-    from rlsim.frameworks.writing import check_new, write_changes
+    from rlsim.frameworks.draft import check_new, write_changes
     from rlsim.results.tune.answer import Wish
     from rlsim.results.tune.answer import tune as search
-    from rlsim.results.tune.bound import Bound
     from rlsim.results.tune.own import Own
+    from rlsim.results.tune.space import Bound
 
     if write is not None:
         check_new(write)
@@ -204,7 +204,7 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
     """The answer, last on the screen; tables before it."""
     from rlsim.cli.tables import print_tables
     from rlsim.cli.terminal import Console
-    from rlsim.frameworks.writing import override
+    from rlsim.frameworks.draft import override
     from rlsim.results.tune.systems import FEW, LATE
 
     say = Console(soft_wrap=True).print
@@ -236,7 +236,7 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
 
 
 def _changes(found: Tuned) -> Iterator[Table]:
-    from rlsim.frameworks.writing import override
+    from rlsim.frameworks.draft import override
 
     if found.changes:
         rows = [
@@ -347,7 +347,7 @@ def _idle(parts: Parts | None) -> str:
 
 def verdict(found: Tuned, error: float | None = None) -> list[str]:
     """The answer in a sentence, and the lines to paste."""
-    from rlsim.frameworks.writing import override
+    from rlsim.frameworks.draft import override
 
     if not found.best:
         return ["Keep the settings as they are: nothing that was tried is faster on fresh draws."]

@@ -19,8 +19,7 @@ from rlsim.experiment.ledger import LedgerRecord, ledger_of
 from rlsim.experiment.load import with_settings
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.planning import FoundPlans
-from rlsim.experiment.refusals import starts_of
-from rlsim.experiment.remedies import kv_note, remedies, worst_note
+from rlsim.experiment.refusals import kv_note, remedies, starts_of, worst_note
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.steadiness import steady_notes

@@ -11,11 +11,10 @@ from typing import Any
 from rlsim.errors import ConfigError
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import Draft, Entry
-from rlsim.frameworks.mapping import Reading
+from rlsim.frameworks.mapping import Reading, names
 from rlsim.frameworks.parts import Options, joined
 from rlsim.frameworks.settings import PERIOD, Settings
 from rlsim.frameworks.sources import read_sources
-from rlsim.frameworks.tables import names
 from rlsim.models.model import Model
 
 _BETWEEN_STEPS = ("saver", "evaluator", "recover")

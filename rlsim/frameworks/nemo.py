@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from rlsim.errors import ConfigError
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import Draft
-from rlsim.frameworks.mapping import Reading
+from rlsim.frameworks.mapping import Reading, Use, names, unlike, unlike_rows
 from rlsim.frameworks.parts import Options, joined
 from rlsim.frameworks.sources import read_sources
-from rlsim.frameworks.tables import Use, names, unlike, unlike_rows
 
 #: What settings of the engines themselves begin with.
 _SECTIONS = {

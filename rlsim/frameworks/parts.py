@@ -17,7 +17,7 @@ from rlsim.experiment.refusals import conditions, shape_values, unmet
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.frameworks.draft import ASSUMED, Draft, Entry
-from rlsim.frameworks.mapping import Reading
+from rlsim.frameworks.mapping import Reading, Use, names, own_limits, unlike, unlike_rows, without
 from rlsim.frameworks.names import (
     check_calibration,
     find_calibration,
@@ -28,7 +28,6 @@ from rlsim.frameworks.names import (
     spelled_out,
 )
 from rlsim.frameworks.settings import INTEGER, WHOLE, Settings
-from rlsim.frameworks.tables import Use, names, own_limits, unlike, unlike_rows, without
 from rlsim.models.hardware import Cluster, Gpu, load_cluster
 from rlsim.models.model import Model
 from rlsim.models.names import UNSEEN

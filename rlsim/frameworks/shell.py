@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from rlsim.errors import ConfigError
 from rlsim.frameworks.settings import Unknown
-from rlsim.frameworks.variables import Argument, Variables, assigned
-from rlsim.frameworks.words import INSTEAD, Token, tokens, unquoted
+from rlsim.frameworks.variables import INSTEAD, Argument, Token, Variables, assigned, tokens, unquoted
 
 #: What sbatch takes from a script's `#SBATCH` lines, and the variables in which the script finds it.
 _SBATCH = {

@@ -12,13 +12,12 @@ from rlsim.base.reading import exists, read_text
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import ASSUMED, Draft, Entry
-from rlsim.frameworks.mapping import Reading
+from rlsim.frameworks.mapping import Reading, default_values, names, newest
 from rlsim.frameworks.names import find_model, node_gpus
 from rlsim.frameworks.parts import Options
 from rlsim.frameworks.settings import Settings, Unknown
 from rlsim.frameworks.shell import Override, read_script
 from rlsim.frameworks.sources import parsed
-from rlsim.frameworks.tables import default_values, names, newest
 from rlsim.frameworks.variables import Argument
 from rlsim.models.hardware import load_cluster
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlsim.base.reading import SyntaxConfigError, exists, is_folder, parse_yaml, read_yaml
 from rlsim.errors import ConfigError
+from rlsim.frameworks.mapping import default_values, names, newest
 from rlsim.frameworks.settings import Settings, Unknown
-from rlsim.frameworks.tables import default_values, names, newest
 
 _OVERRIDE = re.compile(r"(?:\+\+|\+|--)?(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
 #: A file may inherit from one that inherits, and so on.

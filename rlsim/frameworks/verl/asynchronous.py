@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from rlsim.errors import ConfigError
 from rlsim.frameworks.draft import Draft, Entry
+from rlsim.frameworks.mapping import default_values
 from rlsim.frameworks.names import node_gpus
 from rlsim.frameworks.parts import Options, System, add_cluster, joined
 from rlsim.frameworks.settings import COUNT, FLAG, TEXT
-from rlsim.frameworks.tables import default_values
 from rlsim.frameworks.verl.settings import GPUS_PER_NODE, NODES, ROLLOUT, VerlSettings
 from rlsim.models.hardware import Cluster
 

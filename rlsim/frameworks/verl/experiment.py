@@ -11,11 +11,10 @@ import pandas as pd
 from rlsim.errors import ConfigError, RlsimError, unknown_name
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import Draft, Entry
-from rlsim.frameworks.mapping import Reading
+from rlsim.frameworks.mapping import Reading, names, unlike_rows
 from rlsim.frameworks.names import find_model
 from rlsim.frameworks.parts import Options, joined
 from rlsim.frameworks.settings import ANYTHING, FLAG, TEXT, WHOLE
-from rlsim.frameworks.tables import names, unlike_rows
 from rlsim.frameworks.verl import asynchronous
 from rlsim.frameworks.verl.asynchronous import Apart
 from rlsim.frameworks.verl.config import read_config

@@ -12,8 +12,7 @@ from pydantic import Field
 from rlsim.base.schema import Schema, validate
 from rlsim.cost.strategy import Recompute, TrainStrategy, attention_of, logits_of
 from rlsim.errors import CalibrationError
-from rlsim.frameworks.mapping import Reading
-from rlsim.frameworks.tables import own_limits
+from rlsim.frameworks.mapping import Reading, own_limits
 from rlsim.frameworks.verl.log import VerlLog
 from rlsim.frameworks.verl.settings import ACTOR
 from rlsim.models.hardware import Cluster, Gpu

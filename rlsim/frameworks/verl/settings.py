@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsim.errors import ConfigError
+from rlsim.frameworks.mapping import default_values, names
 from rlsim.frameworks.settings import TEXT, Settings
-from rlsim.frameworks.tables import default_values, names
 
 #: Releases whose defaults are known, oldest first.
 VERSIONS = ("0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9")

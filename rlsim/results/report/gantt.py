@@ -11,9 +11,8 @@ import pandas as pd
 
 from rlsim.experiment.frames import gpu_seconds
 from rlsim.experiment.result import Result
-from rlsim.results.report.choice import Choice
-from rlsim.results.report.page import Block, Section, Text, figure
-from rlsim.results.report.setups import CaseSetup
+from rlsim.results.report.chosen_run import Choice
+from rlsim.results.report.page import Block, CaseSetup, Section, Text, figure
 from rlsim.results.report.shares import exclusive
 from rlsim.results.report.style import chart, kind_colours
 

@@ -10,9 +10,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from rlsim.experiment.result import Result
-from rlsim.results.report.choice import Choice
-from rlsim.results.report.page import Block, Section, Text, figure
-from rlsim.results.report.setups import CaseSetup
+from rlsim.results.report.chosen_run import Choice
+from rlsim.results.report.page import Block, CaseSetup, Section, Text, figure
 from rlsim.results.report.style import ENGINE, TP_SHADES, WIDTH, chart, part
 
 Floats = npt.NDArray[np.float64]

@@ -10,8 +10,7 @@ import pandas as pd
 
 from rlsim.base.formats import listed
 from rlsim.experiment.result import Result
-from rlsim.results.report.page import Block, Section, Table, Text
-from rlsim.results.report.setups import CaseSetup
+from rlsim.results.report.page import Block, CaseSetup, Section, Table, Text
 from rlsim.results.report.shares import RUN
 from rlsim.results.report.style import DASHES, GREY, SERIES, chart
 

@@ -23,8 +23,7 @@ from rlsim.experiment.columns import ACTED
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.results.comparison.verdict import RATES, Verdict, judge, outcome
-from rlsim.results.report.page import Block, Section, Table, Text, figure
-from rlsim.results.report.setups import CaseSetup
+from rlsim.results.report.page import Block, CaseSetup, Section, Table, Text, figure
 from rlsim.results.report.style import chart
 
 #: Colour and shape of each verdict; shape too, for those who print in grey.

@@ -13,8 +13,7 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.steadiness import comparable
 from rlsim.experiment.summary import half_interval, means
 from rlsim.results.report.generation import covering
-from rlsim.results.report.page import Block, Figure, Section
-from rlsim.results.report.setups import CaseSetup
+from rlsim.results.report.page import Block, CaseSetup, Figure, Section
 from rlsim.results.report.style import SERIES, WIDTH, chart, part
 
 _HEIGHT, _LINE = 360, 15  # px: of the plot, of a line of text

@@ -10,26 +10,29 @@ from rlsim.base.output import check_folder
 from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result, read_result
-from rlsim.results.report.choice import Choice, choose
+from rlsim.results.report.chosen_run import Choice, choose
 from rlsim.results.report.gantt import timeline_section
 from rlsim.results.report.generation import generation_section
-from rlsim.results.report.headline import findings
 from rlsim.results.report.lengths import lengths_section
-from rlsim.results.report.method import calibration_section, configuration_section, ledger_section, notes_section
+from rlsim.results.report.method import (
+    calibration_section,
+    configuration_section,
+    findings,
+    ledger_section,
+    notes_section,
+)
 from rlsim.results.report.page import (
     Page,
+    case_setups,
     check_page_path,
     picture_files,
     write_pictures,
 )
-from rlsim.results.report.setups import case_setups
-from rlsim.results.report.shares import gpu_section, step_section
+from rlsim.results.report.shares import gpu_section, step_section, trajectories_section
 from rlsim.results.report.speedups import speedup_section
 from rlsim.results.report.staleness import staleness_section
 from rlsim.results.report.sweep_page import sweep_page
-from rlsim.results.report.trajectories import trajectories_section
-from rlsim.results.sweeps.read import SweepResult, read_sweep
-from rlsim.results.sweeps.store import DEFINITION
+from rlsim.results.sweeps.store import DEFINITION, SweepResult, read_sweep
 
 #: The page's file in a results directory, if no other is given.
 REPORT = "report.html"

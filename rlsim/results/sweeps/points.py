@@ -15,9 +15,8 @@ from rlsim.errors import ConfigError, RlsimError, check_arguments, unknown_name
 from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
 from rlsim.experiment.run import Checked, check_loaded
 from rlsim.experiment.schema import Experiment
-from rlsim.results.sweeps.axes import Settings, Value, check_free, settings_of
 from rlsim.results.sweeps.identity import config_of, inputs_of, point_name
-from rlsim.results.sweeps.schema import Block, SweepSpec
+from rlsim.results.sweeps.schema import Block, Settings, SweepSpec, Value, check_free, settings_of
 from rlsim.results.sweeps.tables import Axis, columns_of, resolved
 
 #: More mistakes than these are counted, not listed.

@@ -9,11 +9,9 @@ from typing import Any, Literal
 
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError, check_arguments
-from rlsim.results.sweeps.differences import differences, listed
 from rlsim.results.sweeps.points import Definition, load_sweep
-from rlsim.results.sweeps.read import SweepResult, read_sweep
-from rlsim.results.sweeps.store import Store
-from rlsim.results.sweeps.tables import COLUMNS, DEFAULT_TABLES, described
+from rlsim.results.sweeps.store import Store, SweepResult, read_sweep
+from rlsim.results.sweeps.tables import COLUMNS, DEFAULT_TABLES, described, differences, listed
 from rlsim.results.sweeps.task import Answer, Answers, Failed, Task
 
 #: Called with (points done or failed, points in all, failed so far).

@@ -18,10 +18,9 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.models.hardware import one_kind
-from rlsim.results.tune.bound import Bound
 from rlsim.results.tune.parts import Parts, parts_of
 from rlsim.results.tune.search import PARTS, Changes, Measure, intervals, measuring, search
-from rlsim.results.tune.space import ALTERS, Axis, axes_of, baseline_of, check_keys
+from rlsim.results.tune.space import ALTERS, Axis, Bound, axes_of, baseline_of, check_keys
 from rlsim.results.tune.systems import ranked
 from rlsim.results.tune.trial import Configuration, Run, Trial
 

@@ -19,9 +19,8 @@ from rlsim.experiment.refusals import starts_of
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
-from rlsim.results.tune.bound import Bound
 from rlsim.results.tune.search import AT_ONCE, Changes, Measure, intervals
-from rlsim.results.tune.space import facts_of
+from rlsim.results.tune.space import Bound, facts_of
 from rlsim.results.tune.trial import Run, Trial
 
 #: Why a system has no number, though it could have one.
