@@ -56,6 +56,11 @@ def tables(name: str) -> Any:
     return YAML(typ="safe", pure=True).load(Path(__file__).parent / "cases" / f"{name}.yaml")
 
 
+def sample(name: str) -> str:
+    """The text of a file in `cases`."""
+    return (Path(__file__).parent / "cases" / name).read_text(encoding="utf-8")
+
+
 class Talk:
     """Made-up collectives: seconds by operation, or by all that is asked for, which is kept; in no time unless told."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import simpy
+from conftest import tables
 from workloads import LinearStep, Nothing, StubCosts
 
 import rlsim
@@ -223,14 +224,7 @@ def test_a_policy_says_for_how_long_kv_is_pinned() -> None:
 
 # ------------------------------------------------------------------------------------------------------- experiments
 
-AGENTS = {
-    "name": "agents",
-    "cluster": "8xh100",
-    "model": "qwen2.5-7b",
-    "calibration": "h100-vllm",
-    "workflow": {"algorithm": "grpo", "prompts": 8, "responses": 4, "steps": 2},
-    "seeds": 1,
-}
+AGENTS = tables("bases")["agents"]
 
 
 @pytest.fixture(scope="module")

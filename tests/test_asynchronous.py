@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import tables
 from pydantic import Field, PrivateAttr
 
 import rlsim
@@ -14,16 +15,7 @@ from rlsim.base.schema import Schema
 from rlsim.results.report.staleness import queue_lengths
 from rlsim.sim.control import ControlContext, Reconfigure, RolloutControl, RolloutView
 
-EXPERIMENT: dict[str, Any] = {
-    "name": "asynchronous",
-    "cluster": "8xh800",
-    "model": "qwen2.5-1.5b",
-    "calibration": "h800-vllm",
-    "trace": {"path": "rollpacker-code", "cap": "1K"},
-    "workflow": {"prompts": 8, "responses": 4, "steps": 8, "reference": False},
-    "training": {"backend": "megatron"},
-    "seeds": 1,
-}
+EXPERIMENT: dict[str, Any] = tables("bases")["asynchronous"]
 SPLIT, TP1 = {"split": {"rollout_gpus": 4}}, {"verl": {"tp": 1}}
 #: Columns of a step that tell two runs apart.
 TOLD = ["step_time_s", "gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "tokens", "response_tokens"]

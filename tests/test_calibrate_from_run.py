@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import simpy
-from conftest import cases
+from conftest import cases, tables
 
 from rlsim.calibrate.from_run import FromRun, from_run
 from rlsim.calibrate.run_fit import HostTimes, doubts
@@ -134,33 +134,7 @@ def as_tensorboard_csv(rows: dict[int, Metrics]) -> str:
     return "\n".join(["run,tag,value,step", *lines]) + "\n"
 
 
-OTHERS: dict[str, Metrics] = {
-    "NeMo-RL": {
-        "timing/train/generation": 60.0,
-        "timing/train/policy_and_reference_logprobs": 18.0,
-        "timing/train/policy_training": 30.0,
-        "timing/train/total_step_time": 115.0,
-        "train/mean_gen_tokens_per_sample": 700.0,
-        "train/mean_prompt_length": 100.0,
-    },
-    "slime": {
-        "perf/rollout_time": 60.0,
-        "perf/log_probs_time": 9.0,
-        "perf/ref_log_probs_time": 9.0,
-        "perf/actor_train_time": 30.0,
-        "perf/step_time": 115.0,
-        "rollout/response_len/mean": 700.0,
-        "rollout/total_lengths": 800.0,
-    },
-    "AReaL": {
-        "timeperf/rollout": 60.0,
-        "timeperf/recompute_logp": 9.0,
-        "timeperf/ref_logp": 9.0,
-        "timeperf/train_step": 30.0,
-        "ppo_actor/seq_len/avg": 800.0,
-        "ppo_actor/prompt_len/avg": 100.0,
-    },
-}
+OTHERS: dict[str, Metrics] = tables("bases")["calibrate from run others"]
 
 
 @pytest.mark.parametrize("framework", OTHERS)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import cases, invoke
+from conftest import cases, invoke, tables
 
 from rlsim.base.schema import load
 from rlsim.calibrate.measure.bench import NOISY, NOISY_ONCE, Bench, Effort, Timing, measure, timing
@@ -25,16 +25,7 @@ from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
 from rlsim.models.precision import PRECISIONS
 
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-}
+TINY = tables("bases")["calibrate measure tiny"]
 
 
 def tiny(**changes: object) -> Model:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import tables
 
 import evidence.validate as validation
 import rlsim
@@ -39,16 +40,7 @@ EVIDENCE = Options().evidence
 
 H100 = load_calibration("h100-sglang")
 MODEL, CLUSTER = load_model("llama-3.1-8b"), load_cluster("8xh100")
-SMALL: dict[str, Any] = {
-    "name": "small",
-    "cluster": "8xh100",
-    "model": "llama-3.1-8b",
-    "calibration": "h100-sglang",
-    "trace": {"fixed": 300, "cap": 300},
-    "workflow": {"prompts": 8, "responses": 2, "steps": 1},
-    "seeds": 1,
-    "systems": [{"verl": {"tp": [2, 4]}}, {"name": "again", "use": [{"verl": {"tp": 2}}]}],
-}
+SMALL: dict[str, Any] = tables("bases")["certainty"]
 
 
 def with_errors(number: int, **errors: float) -> Calibration:

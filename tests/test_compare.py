@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser import open_page
-from conftest import Command, answers_here
+from conftest import Command, answers_here, tables
 from result_tables import RUN, table
 from scipy import stats
 
@@ -25,17 +25,7 @@ from rlsim.results.comparison import compare
 from rlsim.results.comparison.compare import Baseline, Run, difference_s, runs_in, welch_ratio, why_unpaired
 from rlsim.results.sweeps import run as running
 
-EXPERIMENT: dict[str, Any] = {
-    "name": "tiny",
-    "cluster": "8xh100",
-    "model": "llama-3.1-8b",
-    "calibration": "h100-vllm",
-    "trace": {"path": "rollpacker-math", "cap": "2K"},
-    "workflow": {"prompts": 4, "responses": 4, "steps": 1},
-    "systems": [{"verl": {"tp": [2, 8]}}],
-    "seeds": 2,
-    "certainty": 0,
-}
+EXPERIMENT: dict[str, Any] = tables("bases")["compare"]
 CASES = {"cases": {"short": {"trace.cap": 512}, "long": {}}}
 
 

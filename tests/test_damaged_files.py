@@ -29,7 +29,7 @@ import pytest
 import test_calibrate_from_run as metrics
 import test_calibrate_import as kernels
 import test_frameworks
-from conftest import LENGTHS, TINY, Command, cases
+from conftest import LENGTHS, TINY, Command, cases, sample
 from damage import damaged
 from test_init import SCRIPT
 from test_trace_cli import RECIPE
@@ -253,26 +253,8 @@ def logs(_: Path) -> Iterator[Sample]:
         yield Sample({name: form(rows).encode()}, name, batch)
 
 
-SHELL = r"""
-ARGS=(actor_rollout_ref.rollout.n=4 "data.train_batch_size=${B:-32}")
-if [ "$GPU" = h100 ]; then tp=2; elif [[ -z $GPU ]]; then tp=4; else tp=$((2**2)); fi
-case "$MODE" in fast|quick) n=1 ;; *) n=2 ;; esac
-for m in a b; do echo $m; done
-python3 -m verl.trainer.main_ppo "${ARGS[@]}" actor_rollout_ref.rollout.tensor_model_parallel_size=$tp \
-  trainer.nnodes=$n actor_rollout_ref.model.path=Qwen/Qwen3-8B algorithm.adv_estimator=gae trainer.n_gpus_per_node=8 \
-  critic.model.path=Qwen/Qwen3-8B actor_rollout_ref.actor.strategy=megatron <<EOF
-text
-EOF
-"""
-HYDRA = """\
-data: {train_batch_size: 16, max_prompt_length: 256, max_response_length: 1024}
-actor_rollout_ref:
-  model: {path: Qwen/Qwen3-8B}
-  actor: {ppo_mini_batch_size: "${data.train_batch_size}", use_dynamic_bsz: true,
-          ppo_max_token_len_per_gpu: "${oc.select:nothing.there,4096}"}
-  rollout: {name: vllm, n: 4, tensor_model_parallel_size: "???", response_length: "${data.max_response_length}"}
-trainer: {nnodes: 1, n_gpus_per_node: 8, experiment_name: "${trainer.project_name}-x", project_name: mine}
-"""
+SHELL = sample("frameworks/words.sh")
+HYDRA = sample("frameworks/hydra.yaml")
 
 
 def frameworks(_: Path) -> Iterator[Sample]:

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from conftest import TINY, Command
+from conftest import TINY, Command, tables
 from pydantic import Field
 
 import rlsim
@@ -32,18 +32,7 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import preemption_notes
 from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView
 
-EXPERIMENT: dict[str, Any] = {
-    "name": "small",
-    "cluster": "8xh100",
-    "model": "llama-3.1-8b",
-    "calibration": "h100-vllm",
-    "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "8K"},
-    "workflow": {"prompts": 8, "responses": 4, "steps": 2},
-    "seeds": 2,
-    "certainty": 0,
-    "baseline": "verl-best",
-    "systems": [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, "pat", {"pat": {"start_tp": [1]}}],
-}
+EXPERIMENT: dict[str, Any] = tables("bases")["experiment"]
 
 
 def experiment(**changes: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cases, invoke
+from conftest import cases, invoke, sample
 from test_init import SCRIPT, some
 
 import rlsim
@@ -64,22 +64,7 @@ def runs(draft: Draft, tmp_path: Path, **overrides: Any) -> None:
 
 # veRL -----------------------------------------------------------------------------------------------------------------
 
-FULLY = r"""
-n_gpus_rollout=2
-python -m verl.experimental.fully_async_policy.fully_async_main \
-    data.train_batch_size=0 data.gen_batch_size=1 data.max_prompt_length=1024 data.max_response_length=2048 \
-    algorithm.adv_estimator=grpo \
-    actor_rollout_ref.hybrid_engine=False \
-    actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B \
-    actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.use_dynamic_bsz=True \
-    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
-    trainer.nnodes=1 trainer.n_gpus_per_node=$((8 - n_gpus_rollout)) \
-    rollout.nnodes=1 rollout.n_gpus_per_node=${n_gpus_rollout} rollout.total_rollout_steps=1000 \
-    async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 \
-    async_training.require_batches=2 async_training.partial_rollout=True \
-    async_training.use_rollout_log_probs=True
-"""
+FULLY = sample("frameworks/fully_async.sh")
 
 
 def verl(tmp_path: Path, *sources: str, text: str = FULLY, **more: Any) -> Draft:
@@ -193,48 +178,8 @@ def test_the_recipe_partial_rollout_keeps_one_batch_under_way(tmp_path: Path) ->
 
 # NeMo-RL --------------------------------------------------------------------------------------------------------------
 
-BASE = """
-grpo:
-  num_prompts_per_step: 16
-  num_generations_per_prompt: 4
-  use_dynamic_sampling: false
-  val_period: -1
-  async_grpo: {enabled: false, max_trajectory_age_steps: 1, in_flight_weight_updates: false}
-loss_fn: {reference_policy_kl_penalty: 0.01}
-checkpointing: {enabled: false}
-policy:
-  model_name: Qwen/Qwen2.5-1.5B
-  train_global_batch_size: 32
-  train_micro_batch_size: 4
-  logprob_batch_size: ${policy.train_micro_batch_size}
-  max_total_sequence_length: 2048
-  precision: bfloat16
-  optimizer: {name: adamw, kwargs: {lr: 1.0e-6, weight_decay: 0.1}}
-  dtensor_cfg: {enabled: true, activation_checkpointing: true, tensor_parallel_size: 2, context_parallel_size: 1}
-  sequence_packing:
-    enabled: true
-    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
-    logprob_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}
-  generation:
-    backend: vllm
-    max_new_tokens: ${policy.max_total_sequence_length}
-    vllm_cfg: {tensor_parallel_size: 1, gpu_memory_utilization: 0.6, precision: "${policy.precision}"}
-    colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}
-cluster: {gpus_per_node: 8, num_nodes: 1}
-"""
-ASYNC = """
-defaults: base.yaml
-grpo:
-  async_grpo: {enabled: true, max_trajectory_age_steps: 3, in_flight_weight_updates: true,
-               recompute_kv_cache_after_weight_updates: true}
-policy:
-  logprob_batch_size: 2
-  generation:
-    max_new_tokens: 1024
-    colocated: {enabled: false, resources: {gpus_per_node: 8, num_nodes: 1}}
-    vllm_cfg: {tensor_parallel_size: 2, async_engine: true}
-cluster: {num_nodes: 2}
-"""
+BASE = sample("frameworks/nemo.yaml")
+ASYNC = sample("frameworks/nemo_async.yaml")
 
 
 def nemo(tmp_path: Path, *sources: str, text: str = BASE, **more: Any) -> Draft:
@@ -321,30 +266,7 @@ def test_inheritance(tmp_path: Path) -> None:
 
 # AReaL ----------------------------------------------------------------------------------------------------------------
 
-AREAL = """
-experiment_name: my-grpo
-seed: 1
-cluster: {n_nodes: 1, n_gpus_per_node: 8}
-rollout:
-  backend: "sglang:d2t2"
-  max_concurrent_rollouts: 24
-  consumer_batch_size: ${train_dataset.batch_size}
-  max_head_offpolicyness: 2
-gconfig: {n_samples: 4, max_new_tokens: 1024, temperature: 1.0}
-actor:
-  backend: "fsdp:d2t2"
-  path: Qwen/Qwen2.5-1.5B-Instruct
-  gradient_checkpointing: true
-  mb_spec: {max_tokens_per_mb: 10240}
-  kl_ctl: 0.0
-  ppo_n_minibatches: 2
-  recompute_logprob: true
-  use_decoupled_loss: true
-ref: {backend: "${actor.backend}", path: "${actor.path}"}
-sglang: {mem_fraction_static: 0.8, max_running_requests: null}
-train_dataset: {batch_size: 16, max_length: 1024}
-saver: {freq_epochs: 1}
-"""
+AREAL = sample("frameworks/areal.yaml")
 
 
 def areal(tmp_path: Path, *sources: str, text: str = AREAL, **more: Any) -> Draft:
@@ -456,49 +378,7 @@ ppo: {gen: {max_new_tokens: 27648}, ppo_n_minibatches: 4}
 # slime ----------------------------------------------------------------------------------------------------------------
 
 #: After slime's scripts: the GPUs of the machine are counted, the model's arguments are in a file that lies elsewhere.
-SLIME = r"""
-DETECTED_GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
-NUM_GPUS=${NUM_GPUS:-${DETECTED_GPUS}}
-SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
-source "${SCRIPT_DIR}/models/qwen2.5-1.5B.sh"
-CKPT_ARGS=(
-   --hf-checkpoint ${BASE_FOLDER}/my-checkpoint
-   #--hf-checkpoint /root/Qwen3-4B
-   --save-interval 20
-)
-ROLLOUT_ARGS=(
-   --rollout-batch-size 32
-   --n-samples-per-prompt 8
-   --rollout-max-response-len 2048
-   --global-batch-size 128
-   --balance-data
-)
-PERF_ARGS=(
-   --tensor-model-parallel-size 2
-   --sequence-parallel
-   --context-parallel-size 2
-   --recompute-granularity full
-   --recompute-method uniform
-   --recompute-num-layers 1
-   --use-dynamic-batch-size
-   --max-tokens-per-gpu 4096
-)
-SGLANG_ARGS=(
-   --rollout-num-gpus-per-engine 2
-   --sglang-mem-fraction-static 0.7
-   --sglang-cuda-graph-bs 1 2 4 8 $(seq 16 8 256)
-)
-ray start --head --num-gpus ${NUM_GPUS} --disable-usage-stats
-ray job submit --address="http://127.0.0.1:8265" \
-   --runtime-env-json="${RUNTIME_ENV_JSON}" \
-   -- python3 train.py \
-   --actor-num-nodes 1 \
-   --actor-num-gpus-per-node ${NUM_GPUS} \
-   --colocate \
-   ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} \
-   --use-kl-loss --accumulate-allreduce-grads-in-fp32 ${PERF_ARGS[@]} \
-   ${SGLANG_ARGS[@]} 2>&1 | tee run.log
-"""
+SLIME = sample("frameworks/slime.sh")
 ASYNC_SLIME = SLIME.replace("--colocate", "--rollout-num-gpus 4").replace("train.py", "train_async.py")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases
+from conftest import cases, tables
 
 import rlsim
 from rlsim.experiment.build import LoadedExperiment
@@ -18,17 +18,7 @@ from rlsim.results.tune.idle import CAUSES, idle_causes, idle_shares, waits
 from rlsim.results.tune.parts import memory_by_call, memory_by_tp
 
 RUN = {"case": "", "system": "s", "seed": 0, "step": 0}
-SMALL: dict[str, Any] = {
-    "name": "small",
-    "cluster": "8xh100",
-    "model": "llama-3.1-8b",
-    "calibration": "h100-vllm",
-    "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "2K"},
-    "workflow": {"prompts": 4, "responses": 4, "steps": 1},
-    "seeds": 2,
-    "certainty": 0,
-    "systems": [{"verl": {"tp": 2}}],
-}
+SMALL: dict[str, Any] = tables("bases")["idle"]
 
 
 # Idle time ------------------------------------------------------------------------------------------------------------
@@ -83,40 +73,7 @@ class Timeline:
         return {str(cause): value for cause, value in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("busy_until", "responses", "expected"),
-    [
-        pytest.param((10.0, 10.0), [(0, 10.0), (0, 10.0), (1, 10.0), (1, 10.0)], {}, id="all end together"),
-        # Each replica has one response, one is longer: nobody could help with it.
-        pytest.param((10.0, 4.0), [(0, 10.0), (1, 4.0)], {"length_skew": 6.0}, id="length skew"),
-        # Equal lengths, three against one: the one is done sooner, for a smaller batch is faster. No skew.
-        pytest.param((10.0, 7.0), [*[(0, 10.0)] * 3, (1, 7.0)], {"split_imbalance": 3.0}, id="split imbalance"),
-        pytest.param(
-            (10.0, 10.0, 10.0, 0.0),
-            [(0, 10.0), (1, 10.0), (2, 10.0)],
-            {"split_imbalance": 10.0},
-            id="a replica without any response",
-        ),
-        # Equal lengths; a third response waits until the first have left their KV pages, and runs on alone.
-        pytest.param((10.0, 5.0), [(0, 5.0), (0, 10.0, 5.0), (1, 5.0)], {"kv_limit": 5.0}, id="KV limit"),
-        # It is preempted from 2 to 4 s and ends 5 s after the other: without that, 3 s of skew were left.
-        pytest.param(
-            (10.0, 5.0),
-            [(0, 10.0, 0.0, 0.0, (2.0, 4.0)), (1, 5.0)],
-            {"length_skew": 3.0, "kv_limit": 2.0},
-            id="preempted",
-        ),
-        # It arrives at 4 s, and is admitted at once.
-        pytest.param((10.0, 5.0), [(0, 5.0), (0, 10.0, 4.0, 4.0), (1, 5.0)], {"length_skew": 5.0}, id="launched late"),
-        # A response waited 2 s and ends 5 s after the others: without its wait, 3 s of skew were left.
-        pytest.param(
-            (10.0, 5.0),
-            [(0, 2.0), (0, 10.0, 2.0), (1, 5.0)],
-            {"length_skew": 3.0, "kv_limit": 2.0},
-            id="waiting counts only as far as it goes",
-        ),
-    ],
-)
+@cases("experiments", "idle time by cause")
 def test_idle_time_by_cause(
     busy_until: tuple[float, ...], responses: list[tuple[Any, ...]], expected: dict[str, float]
 ) -> None:

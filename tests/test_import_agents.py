@@ -151,25 +151,7 @@ def test_turns_of_a_mask(mask: list[int], expected: list[list[int]] | None) -> N
     assert (found and [list(turn[:2]) for turn in found]) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", [HEADER, call("a", "s", (4, 2), dependencies=["b"])], None),  # nothing comes before it
-        ("a.jsonl", [HEADER, call("a", "s", (4, 2)), call("b", "s", (9, 2), dependencies=["a"])],
-         r"a.jsonl: line 3: dependencies should be a list of objects \(got \['a'\]\)"),
-        ("a.jsonl", [call("a", "s", (4, 2)), call("b", "s", (9, 2), wait_for="a")],
-         r"line 2: wait_for should be a list"),
-        ("a.jsonl", [call("a", "s", (4, 2)) | {"output_length": "two"}],
-         r"line 1: output_length should be a whole number"),
-        ("w.json", {"id": "c", "block_size": 1, "hash_id_scope": "local", "requests": [1]},
-         r"w.json: object 1: requests should be a list of objects"),
-        ("w.json", {"id": "c", "block_size": 1, "hash_id_scope": "local", "requests": [{"t": 0, "out": 3}]},
-         r"object 1: requests 1: no 'in', which every row of a trace of Weka's has"),
-        ("e.json", {"training_step": 0, "task_hash": "a", "episode_id": "e", "trajectories": [{"steps": [7]}]},
-         r"e.json: object 1: trajectories 1: steps should be a list of objects"),
-        ("w.json", [], r"w.json: line 1: expected an object"),
-    ],
-)  # fmt: skip
+@cases("import_near_misses", "what is wrong is named")
 def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: Any, message: str | None) -> None:
     path = tmp_path / name
     path.write_text("\n".join(map(json.dumps, content)) if path.suffix == ".jsonl" else json.dumps(content))

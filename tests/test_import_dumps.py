@@ -167,12 +167,6 @@ def test_areal_sessions_of_several_ranks_are_not_joined(tmp_path: Path) -> None:
     noted(trace, "session traces of 2 ranks")
 
 
-def test_areal_sessions_alone_hold_no_lengths(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "sessions-r0.jsonl", [session(7, 1, 1700000003.0, 0.5)])
-    with pytest.raises(TraceError, match=r"holds times and no lengths. Import the trial's folder"):
-        import_trace(path)
-
-
 def test_areal_turns_have_prompts_of_their_own(tmp_path: Path) -> None:
     rows = [areal_row(1, i, "first" if i < 2 else f"first answer {i} tool", 10 + 50 * (i > 1), 5) for i in range(4)]
     trace = import_trace(jsonl(tmp_path / "1.jsonl", rows))
@@ -210,12 +204,6 @@ def test_nemo_rl_before_0_6(tmp_path: Path) -> None:
     assert column(trace, "response_tokens") == [5, 6]
     assert column(trace, "prompt_tokens") == [4, 4]
     noted(trace, "2 responses without token_loss_mask")
-
-
-def test_nemo_rl_validation_has_no_lengths(tmp_path: Path) -> None:
-    row = {"content": [[{"role": "user", "content": "hi"}]], "rewards": [1.0], "idx": 0}
-    with pytest.raises(TraceError, match="holds messages and rewards and no lengths; import train_data_step"):
-        import_trace(jsonl(tmp_path / "val_data_step4.jsonl", [row]))
 
 
 # slime ----------------------------------------------------------------------------------------------------------------
@@ -328,12 +316,6 @@ def test_roll_logging_board(tmp_path: Path) -> None:
     assert column(trace, "reward") == [0.5, 0.5]
     assert trace.frame["prompt_id"].nunique() == 1
     assert "prompt_tokens" not in trace.frame
-
-
-def test_roll_agentic_trajectories_hold_only_means(tmp_path: Path) -> None:
-    row = {key: ["{}"] for key in ("trajectory_data", "messages", "tools", "exp_name")} | {"global_step": [1]}
-    with pytest.raises(TraceError, match="keeps no length of a response, only means"):
-        import_trace(jsonl(tmp_path / "rollout_dump_data.step_1.jsonl", [row]))
 
 
 # Steps and epochs -----------------------------------------------------------------------------------------------------

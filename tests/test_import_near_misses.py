@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +16,16 @@ from rlsim.trace.importers import DUMPS, FORMATS, import_trace
 Row = dict[str, Any]
 
 
-def verl_one() -> Row:
-    return verl_row(1, "p", 3, 0.0)
+#: A row of each layout as its project writes it.
+ROWS: dict[str, Row] = {
+    "verl": verl_row(1, "p", 3, 0.0), "areal": areal_row(1, 0, "p", 10, 5),
+    "nemo-rl": nemo_row(0, [1, 2], [1, 1, 1], 1.0), "roll": roll_step(1, ["one", "one"], [3, 4]),
+}  # fmt: skip
 
 
-def areal_one() -> Row:
-    return areal_row(1, 0, "p", 10, 5)
-
-
-def nemo_one() -> Row:
-    return nemo_row(0, [1, 2], [1, 1, 1], 1.0)
-
-
-def roll_one() -> Row:
-    return roll_step(1, ["one", "one"], [3, 4])
-
-
-@pytest.mark.parametrize(
-    ("row", "theirs", "wrong", "layout"),
-    [
-        (verl_one, "output", "outputs", "verl"),
-        (verl_one, "score", "scores", "verl"),
-        (areal_one, "seqlen", "seq_len", "areal"),
-        (areal_one, "prompt_len", "promt_len", "areal"),
-        (nemo_one, "input_lengths", "input_length", "nemo-rl"),
-        (roll_one, "responses", "response", "roll"),
-        (roll_one, "global_step", "global_steps", "roll"),
-    ],
-)
-def test_one_field_misspelt(tmp_path: Path, row: Callable[[], Row], theirs: str, wrong: str, layout: str) -> None:
-    good = row()
+@cases("import_near_misses", "one field misspelt")
+def test_one_field_misspelt(tmp_path: Path, layout: str, theirs: str, wrong: str) -> None:
+    good = ROWS[layout]
     bad = {wrong if key == theirs else key: value for key, value in good.items()}
     path = jsonl(tmp_path / "1.jsonl", [bad])
     with pytest.raises(
@@ -63,25 +42,9 @@ def test_one_field_misspelt(tmp_path: Path, row: Callable[[], Row], theirs: str,
         import_trace(path, tokenizer=tokenizer(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("row", "change", "message"),
-    [
-        (verl_one, {"output": 7}, r"line 1: output should be text \(got 7\)"),
-        (verl_one, {"step": "one"}, r"line 1: step should be a whole number, 0 or more \(got 'one'\)"),
-        (verl_one, {"score": [1.0]}, r"line 1: score should be a number \(got \[1.0\]\)"),
-        (areal_one, {"seqlen": 12.5}, "line 1: seqlen should be a whole number"),
-        (areal_one, {"seqlen": 10}, "line 1: prompt_len 10 leaves nothing of seqlen 10"),
-        (areal_one, {"sample_idx": 0, "reward": "high"}, "line 1: reward should be a number"),
-        (nemo_one, {"input_lengths": [4, 5]}, "line 1: input_lengths should be a list of one element"),
-        (nemo_one, {"input_lengths": [99]}, "token_loss_mask has 8 elements, fewer than input_lengths 99"),
-        (nemo_one, {"token_loss_mask": [["x"] * 8]}, "token_loss_mask should be a list of numbers"),
-        (roll_one, {"scores": [1.0]}, "line 1: scores should be a list of 2 elements, one per response"),
-        (roll_one, {"responses": "one two"}, "line 1: responses should be a list"),
-        (roll_one, {"scores": ["a", "b"]}, "line 1, response 1: scores should be a number"),
-    ],
-)
-def test_wrong_types(tmp_path: Path, row: Callable[[], Row], change: Row, message: str) -> None:
-    path = jsonl(tmp_path / "1.jsonl", [row() | change])
+@cases("import_near_misses", "wrong types")
+def test_wrong_types(tmp_path: Path, layout: str, change: Row, message: str) -> None:
+    path = jsonl(tmp_path / "1.jsonl", [ROWS[layout] | change])
     with pytest.raises(TraceError, match=message) as error:
         import_trace(path, tokenizer=tokenizer(tmp_path))
     assert str(path) in str(error.value)
@@ -111,8 +74,8 @@ def test_trl_misspelt_column(tmp_path: Path) -> None:
 
 
 def test_layouts_mixed_in_a_folder(tmp_path: Path) -> None:
-    jsonl(tmp_path / "d" / "1.jsonl", [verl_one()])
-    jsonl(tmp_path / "d" / "2.jsonl", [areal_one()])
+    jsonl(tmp_path / "d" / "1.jsonl", [ROWS["verl"]])
+    jsonl(tmp_path / "d" / "2.jsonl", [ROWS["areal"]])
     with pytest.raises(
         TraceError, match=r"2.jsonl: line 1: no 'input', which every row of veRL's dump of generations has"
     ):
@@ -120,19 +83,21 @@ def test_layouts_mixed_in_a_folder(tmp_path: Path) -> None:
 
 
 @cases("import_near_misses", "rows without a length that can be read say the way out")
-def test_rows_without_a_length_that_can_be_read_say_the_way_out(tmp_path: Path, rows: list[Row], message: str) -> None:
+def test_rows_without_a_length_that_can_be_read_say_the_way_out(
+    tmp_path: Path, name: str, rows: list[Row], message: str
+) -> None:
     with pytest.raises(TraceError, match=message):
-        import_trace(jsonl(tmp_path / "1.jsonl", rows))
+        import_trace(jsonl(tmp_path / name, rows))
 
 
 def test_a_length_that_cannot_be_names_its_file(tmp_path: Path) -> None:
     for step, length in ((1, 5), (2, -5)):
-        jsonl(tmp_path / "d" / f"{step}.jsonl", [verl_one() | {"step": step, "n": length}])
+        jsonl(tmp_path / "d" / f"{step}.jsonl", [ROWS["verl"] | {"step": step, "n": length}])
     with pytest.raises(TraceError, match=r"d: 2.jsonl: line 1: response_tokens is negative \(got -5\)"):
         import_trace(tmp_path / "d", columns={"response_tokens": "n"})
 
 
-GOOD = json.dumps(verl_one())
+GOOD = json.dumps(ROWS["verl"])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +119,7 @@ def test_empty_and_cut_files(tmp_path: Path, name: str, content: str, message: s
 
 
 def test_an_empty_file_in_a_folder(tmp_path: Path) -> None:
-    jsonl(tmp_path / "d" / "1.jsonl", [verl_one()])
+    jsonl(tmp_path / "d" / "1.jsonl", [ROWS["verl"]])
     (tmp_path / "d" / "2.jsonl").write_text("")
     with pytest.raises(TraceError, match=r"2.jsonl: the file is empty"):
         import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
@@ -177,7 +142,7 @@ def test_folders_and_patterns_without_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["veRL", "nemo_rl", "burst-gpt", "slim"])
 def test_misspelt_formats(tmp_path: Path, name: str) -> None:
     with pytest.raises(TraceError, match=r"unknown format .*did you mean"):
-        import_trace(jsonl(tmp_path / "1.jsonl", [verl_one()]), format=name)
+        import_trace(jsonl(tmp_path / "1.jsonl", [ROWS["verl"]]), format=name)
 
 
 def test_help_names_every_format() -> None:

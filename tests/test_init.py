@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cases, invoke
+from conftest import cases, invoke, sample, tables
 from test_calibrate_import import nccl_text
 from typer.testing import Result
 
@@ -33,37 +33,7 @@ from rlsim.models.hardware import load_cluster, load_gpu
 from rlsim.models.model import load_model
 
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
-SCRIPT = r"""#!/usr/bin/env bash
-set -x
-max_prompt_length=$((1024 * 2))
-max_response_length=$((max_prompt_length * 2))   # a comment with a 'quote
-NNODES=${NNODES:-1}
-MODEL_PATH=${MODEL_PATH:-"$HOME/models/Qwen2.5-7B-Instruct"}
-offload=True
-python3 -m verl.trainer.main_ppo \
-    algorithm.adv_estimator=grpo \
-    data.train_files="['$HOME/gsm8k.parquet', '$HOME/math.parquet']" \
-    data.train_batch_size=64 \
-    data.max_prompt_length=${max_prompt_length} \
-    data.max_response_length=$max_response_length \
-    actor_rollout_ref.model.path="${MODEL_PATH}" \
-    +actor_rollout_ref.model.use_fused_kernels=False \
-    actor_rollout_ref.actor.use_kl_loss=True \
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.use_dynamic_bsz=True \
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000 \
-    actor_rollout_ref.actor.fsdp_config.param_offload=${offload} \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=${offload} \
-    actor_rollout_ref.rollout.name=sglang \
-    actor_rollout_ref.rollout.mode=sync \
-    actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-    trainer.logger='["console","wandb"]' \
-    trainer.n_gpus_per_node=8 \
-    trainer.nnodes="${NNODES}" \
-    trainer.experiment_name='qwen2.5 7b' $@
-"""
+SCRIPT = sample("frameworks/verl.sh")
 
 
 def script_of(text: str, **given: str) -> dict[str, Any]:
@@ -441,27 +411,7 @@ def test_models_of_another_shape_are_not_taken_for_a_known_one(tmp_path: Path, p
         find_model(path, tmp_path)
 
 
-HF: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
-    "mistral": {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32768, "sliding_window": None},
-    "qwen2": {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "use_sliding_window": False},
-    "qwen3": {"num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "head_dim": 128},
-    "nemotron_h": {"intermediate_size": 21504, "vocab_size": 131072, "hybrid_override_pattern": "M-M*M-M-"},
-    "olmo3": {"intermediate_size": 11008, "vocab_size": 100278},
-    "qwen3_moe": {
-        "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936, "num_experts": 128,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128, "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "mixtral": {
-        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "sliding_window": None,
-    },
-    "glm4_moe": {
-        "num_key_value_heads": 8, "intermediate_size": 10944, "vocab_size": 151552, "n_routed_experts": 8,
-        "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
-    },
-}  # fmt: skip
+HF: dict[str, dict[str, Any]] = tables("bases")["init hf"]
 
 
 @pytest.mark.parametrize("kind", HF)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import TINY, Command
+from conftest import Command, tables
 from ruamel.yaml import YAML
 
 import rlsim
@@ -35,14 +35,7 @@ from rlsim.results.tune.trial import Configuration
 MIXED = "2x8xh20+1x8xh100"
 KINDS = {"h20": "h20-vllm", "h100": "h100-vllm"}
 SPLIT: dict[str, Any] = {"name": "split", "use": [{"verl": {"tp": 4}}, "split"]}
-EXPERIMENT: dict[str, Any] = {
-    **TINY,
-    "cluster": MIXED,
-    "calibration": KINDS,
-    "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "4K"},
-    "workflow": {"prompts": 16, "responses": 2, "steps": 2},
-    "systems": [SPLIT],
-}
+EXPERIMENT: dict[str, Any] = tables("bases")["kinds"]
 TABLES = ("steps", "calls", "responses", "spans", "stays", "switches")
 
 

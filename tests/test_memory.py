@@ -218,24 +218,7 @@ def test_fused_kernels_hold_the_logits_of_a_chunk() -> None:
     assert logits_bytes(LLAMA, fused, 100, backward=True) == short * 100 / 512
 
 
-@pytest.mark.parametrize(
-    ("model", "gpu", "tokens", "layout", "fit"),
-    [
-        # examples/ppo_trainer/run_qwen2-7b_seq_balance.sh: 4K + 4K tokens, 24,000 tokens a GPU, nothing offloaded
-        ("qwen2.5-7b", "h100-sxm", 24_000, {"dp": 8}, True),
-        # examples/gmpo_trainer/test_dapo_7b_math.sh: 2K + 8K tokens, Ulysses 4, twice that many tokens a GPU
-        ("qwen2.5-7b", "h100-sxm", 20_480, {"dp": 2, "cp": 4}, True),
-        # examples/grpo_trainer/run_qwen3_8b_grpo_sglang_32k_spmd_npu.sh: 2K + 32K tokens, Ulysses 4, devices of 64 GB
-        ("qwen3-8b", "a100-sxm-80gb", 34_816 // 4, {"dp": 2, "cp": 4}, True),
-        # recipe/dapo/run_dapo_qwen2.5_32b.sh (v0.4.1): 2K + 20K tokens, Ulysses 8 on 16 nodes, as many tokens a GPU
-        ("qwen2.5-32b", "h20", 22_528, {"dp": 16, "cp": 8}, True),
-        # 80,000 tokens in one micro-batch with use_fused_kernels, and without: 41 GB of logits
-        ("llama-3.1-8b", "h100-sxm", 80_000, {"dp": 8, "logits": "fused"}, True),
-        ("llama-3.1-8b", "h100-sxm", 80_000, {"dp": 8}, False),
-        ("qwen2.5-7b", "h100-sxm", 98_304, {"dp": 8}, False),  # the scripts' budget of a critic's forward pass
-        ("qwen2.5-32b", "h100-sxm", 8192, {"dp": 8}, False),  # states alone
-    ],
-)
+@cases("cost", "what verls scripts run fits and what runs nowhere does not")
 def test_what_verls_scripts_run_fits_and_what_runs_nowhere_does_not(
     model: str, gpu: str, tokens: int, layout: dict[str, Any], fit: bool
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import simpy
+from conftest import tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Arrival, RefEngine, score
@@ -526,16 +527,7 @@ def test_graphs_with_chunks_are_checked() -> None:
 
 # --------------------------------------------------------------------------------------------------- experiments
 
-EXPERIMENT: dict[str, Any] = {
-    "name": "chunks",
-    "cluster": "8xh800",
-    "model": "qwen2.5-1.5b",
-    "calibration": "h800-vllm",
-    "trace": {"path": "rollpacker-math", "cap": "2K"},
-    "workflow": {"prompts": 24, "responses": 1, "steps": 4, "reward": {"from_trace": False}},
-    "training": {"backend": "megatron"},
-    "seeds": 1,
-}
+EXPERIMENT: dict[str, Any] = tables("bases")["oppo"]
 
 
 def test_systems_of_an_experiment() -> None:

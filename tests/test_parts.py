@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import tables
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -132,26 +133,8 @@ def test_what_runs_nowhere_is_waited_for_by_none() -> None:
 
 # Random runs that overlap ---------------------------------------------------------------------------------------------
 
-BASE: dict[str, Any] = {
-    "name": "parts",
-    "cluster": "8xh800",
-    "model": "qwen2.5-1.5b",
-    "calibration": "h800-vllm",
-    "seeds": 1,
-    "certainty": 0,
-}
-RULES: list[Any] = [
-    {"lagged": {"lag": 1}},
-    {"lagged": {"lag": 2}},
-    {"lagged": {"lag": 4}},
-    {"bounded_staleness": {"eta": 1}},
-    {"bounded_staleness": {"eta": 4, "interrupt": False}},
-    {"bounded_staleness": {"eta": 0.5, "stale": "wait"}},
-    {"bounded_staleness": {"eta": 2, "rolling": True, "concurrent": 8}},
-    {"sync_quota": {"staleness_threshold": 1}},
-    {"sync_quota": {"staleness_threshold": 0, "partial_rollout": False}},
-    "active_groups",
-]
+BASE: dict[str, Any] = tables("bases")["parts"]
+RULES: list[Any] = tables("bases")["parts rules"]
 
 
 @st.composite

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from conftest import TINY, Talk
+from conftest import Talk, tables
 
 import rlsim
 from rlsim.cost.calibration import HostFit, load_calibration
@@ -204,14 +204,7 @@ def test_what_travels_between_stages() -> None:
 
 # Stages of a rollout engine (engine.pp) -------------------------------------------------------------------------------
 
-STAGED: dict[str, Any] = {
-    **TINY,
-    "cluster": "2x8xh100",
-    "model": "qwen2.5-32b",
-    "workflow": {"prompts": 4, "responses": 4, "steps": 1, "reference": False, "old_log_probs": False},
-    "training": {"backend": "megatron", "tp": 8, "offload": True},
-    "engine": {"pp": 2},
-}
+STAGED: dict[str, Any] = tables("bases")["pipeline staged"]
 
 
 PLAN = {"plan": {"calls": {"generate": {"tp": 8, "pp": 2}, "train": {"tp": 8, "dp": 2}}}}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Command, cases
+from conftest import Command, cases, tables
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_problems import fits
@@ -38,29 +38,11 @@ from rlsim.workflow.memory import BatchSize, PlanMemory
 from rlsim.workflow.plan import Plan, check_meshes, same_weights, with_transfers
 
 SMALL = "qwen2.5-1.5b"
-PPO: dict[str, Any] = {
-    "name": "plans",
-    "cluster": "8xh100",
-    "model": SMALL,
-    "models": {"critic": SMALL, "reward": SMALL},
-    "calibration": "h100-sglang",
-    "trace": {"fixed": 256, "cap": 256, "default_prompt_tokens": 256},
-    "workflow": {"algorithm": "ppo", "prompts": 64, "responses": 1, "steps": 3},
-    "training": {"backend": "megatron", "mini_batches": 2, "micro_batch_tokens": 4096},
-    "seeds": 1,
-    "systems": [{"verl": {"tp": 2}}],
-}
+PPO: dict[str, Any] = tables("bases")["plans ppo"]
 #: Models of which little fits on a GPU.
 BIG = {"model": "llama-3-7b", "models": {"critic": "llama-3-7b", "reward": "llama-3-7b"}}
 #: A plan of PPO with calls side by side.
-APART: dict[str, dict[str, Any]] = {
-    "generate": {"gpus": "all", "tp": 2},
-    "reward_score": {"gpus": "0-3"},
-    "ref_log_prob": {"gpus": "4-7"},
-    "values": {"gpus": "all", "tp": 2},
-    "train": {"gpus": "0-3", "tp": 2},
-    "train_critic": {"gpus": "4-7", "tp": 2},
-}
+APART: dict[str, dict[str, Any]] = tables("bases")["plans apart"]
 
 
 def experiment(**changes: Any) -> dict[str, Any]:
@@ -290,18 +272,7 @@ def test_generation_has_whole_parameters_where_training_shards_them() -> None:
 
 # ---- the engine against the light estimator --------------------------------------------------------------------------
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "ppo on two nodes": {"cluster": "2x8xh100"},
-    "ppo, sharded": {"training": {"backend": "fsdp"}},
-    "grpo on two nodes": {
-        "cluster": "2x8xh100",
-        "models": {},
-        # The estimator leaves rewards on CPUs out: here nothing waits for them.
-        "workflow": {"algorithm": "grpo", "steps": 5, "reward": {"order": "beside_log_probs"}},
-    },
-    "grpo with a reward model": {"models": {"reward": SMALL}, "workflow": {"algorithm": "grpo", "steps": 5}},
-}
+SETTINGS: dict[str, dict[str, Any]] = tables("bases")["plans settings"]
 
 
 def space_of(given: dict[str, Any]) -> PlanSpace:

@@ -11,7 +11,7 @@ import rlsim
 from rlsim import errors
 
 ROWS = [
-    pytest.param(topic["experiment"], *row, id=f"{name}: {row[2]}")
+    pytest.param(tables("bases").get(str(topic["experiment"]), topic["experiment"]), *row, id=f"{name}: {row[2]}")
     for name, topic in tables("refusals").items()
     for row in topic.get("refused", ())
 ]

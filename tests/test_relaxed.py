@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from conftest import tables
 from test_oppo import conserved, graph, play
 from test_systems import Checks, OneEach, Times, call_of, gen_s
 from workloads import LinearStep, StubCosts
@@ -27,16 +28,7 @@ from rlsim.workflow.graph import Edge
 from rlsim.workflow.plan import Plan
 
 TP1 = {"verl": {"tp": 1}}
-EXPERIMENT: dict[str, Any] = {
-    "name": "relaxed",
-    "cluster": "8xh800",
-    "model": "qwen2.5-1.5b",
-    "calibration": "h800-vllm",
-    "trace": {"path": "rollpacker-math", "cap": "2K"},
-    "workflow": {"prompts": 16, "responses": 4, "steps": 6},
-    "training": {"backend": "megatron"},
-    "seeds": 1,
-}
+EXPERIMENT: dict[str, Any] = tables("bases")["relaxed"]
 
 
 def run(*systems: Any, **changes: Any) -> rlsim.Result:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Command, cases
+from conftest import Command, cases, tables
 
 from rlsim.errors import CapacityError, RlsimError
 from rlsim.experiment.load import parse_overrides
@@ -19,29 +19,7 @@ from rlsim.experiment.run import check_experiment
 
 CASES_OF_USERS = Path(__file__).parent / "cases"
 PPO = {"workflow.algorithm": "ppo", "workflow.responses": 1}
-PLAN = {
-    "calls": {
-        "generate": {"gpus": "0-3"},
-        "old_log_prob": {"gpus": "4-7", "tp": 4},
-        "ref_log_prob": {"gpus": "4-7", "tp": 4},
-        "train": {"gpus": "4-7", "tp": 4},
-    }
-}
-CASES: dict[str, dict[str, Any]] = {
-    "logits of a long sequence": {"training.cp": 1, "trace.cap": "96K", "trace.path": "long"},
-    "activations": {"training.recompute": "none", "training.logits": "fused"},
-    "a large budget": {"training.micro_batch_tokens": "256K"},
-    "many sequences": {"training.micro_batch_sequences": 64, "workflow.prompts": 64},
-    "states": {"model": "llama-3-70b"},
-    "states that nothing holds": {"model": "llama-3-70b", "cluster": "2xa40", "calibration": "a40-sglang"},
-    "no ZeRO": {"training.zero_stage": 0},
-    "a pipeline": {"training.backend": "megatron", "training.cp": 1, "training.pp": 2, "model": "qwen2.5-32b"},
-    "states beside a reference model": {"training.zero_stage": 1, "models": {"reference": "qwen2.5-32b"}},
-    "a plan spelled out": {"model": "qwen2.5-32b", "systems": [{"use": [{"plan": PLAN}], "name": "apart"}]},
-    "a critic, too": {**PPO, "model": "llama-3-34b", "training.micro_batch_tokens": "64K"},
-    "little room for KV": {"memory_utilization": 0.1, "training.offload": True},
-    "states beside the engine": {"model": "qwen2.5-14b", "memory_utilization": 0.3},
-}
+CASES: dict[str, dict[str, Any]] = tables("bases")["remedies"]
 SYSTEM = {"systems": [{"verl": {"tp": 2}}], "baseline": None, "seeds": 1}
 
 

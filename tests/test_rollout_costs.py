@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import TINY, Talk
+from conftest import Talk, tables
 
 import rlsim
 from rlsim.cost.calibration import load_calibration
@@ -215,14 +215,7 @@ def test_peak_memory_of_a_switch_against_pat() -> None:
 
 CLUSTER = load_cluster("8xh100")
 #: Responses of 4,096 tokens to prompts of 512, 64 at a time on each GPU, which has KV cache for half of them.
-SHORT_OF_KV: dict[str, Any] = {
-    **TINY,
-    "trace": {"fixed": 4096, "cap": "4K", "default_prompt_tokens": 512},
-    "workflow": {"algorithm": "grpo", "prompts": 128, "responses": 4, "steps": 1, "reference": False},
-    "training": {"offload": True},
-    "memory_utilization": 0.5,
-    "systems": [{"verl": {"tp": 1}}],
-}
+SHORT_OF_KV: dict[str, Any] = tables("bases")["rollout costs short of kv"]
 
 
 def test_host_memory_by_hand() -> None:

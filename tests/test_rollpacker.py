@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases
+from conftest import cases, tables
 from test_asynchronous import check_gpus
 
 import rlsim
@@ -33,42 +33,10 @@ from rlsim.sim.request import Request
 from rlsim.trace import TraceMeta, make_trace, mix
 
 STEPS = 6
-EXPERIMENT: dict[str, Any] = {
-    "name": "parts",
-    "cluster": "8xh800",
-    "model": "qwen2.5-1.5b",
-    "calibration": "h800-vllm",
-    "trace": {"path": ["rollpacker-math", "rollpacker-code", "rollpacker-judge"], "cap": "2K"},
-    "workflow": {
-        "prompts": 16,
-        "responses": 4,
-        "steps": STEPS,
-        "reward": {"workers": 4, "judge": {"model": "qwen2.5-1.5b"}},
-    },
-    "training": {"backend": "megatron"},
-    "seeds": 1,
-    "systems": ["verl"],
-}
+EXPERIMENT: dict[str, Any] = tables("bases")["rollpacker"]
 
 VERL = {"verl": {"tp": 1}}
-SYSTEMS: dict[str, list[Any]] = {
-    "plain": [VERL],
-    "tail": [VERL, "tail_batching"],
-    "tail-dapo": [VERL, "tail_batching", "dynamic_sampling"],
-    "dapo": [VERL, "dynamic_sampling"],
-    "tail-filled": [VERL, {"tail_batching": {"active": 0.5}}, "dynamic_sampling", "reward_scheduler"],
-    "dapo-async": [VERL, "dynamic_sampling", "reward_scheduler"],
-    "scheduler": [VERL, "reward_scheduler"],
-    "stream": [VERL, "stream"],
-    "stream-once": ["pat", "tail_batching", {"stream": {"fetch": "once"}}],
-    "judge": [VERL, "colocated_judge"],
-    "rollpacker": [{"rollpacker": {"start_tp": 1}}],
-    "all three": ["pat", {"tail_batching": {"eta": 1.25}}, "stream"],
-    "dapo-stream": ["pat", "tail_batching", "dynamic_sampling", "stream", "reward_scheduler"],
-    "rlhfuse": [{"rlhfuse": {"tp": 2, "remaining": 0.3}}],
-    "rlhfuse-plus": [{"rlhfuse_plus": {"tp": 1, "remaining": 0.3}}],
-    "both": ["planner", "tail_batching", "stream", "tail_consolidation"],
-}
+SYSTEMS: dict[str, list[Any]] = tables("bases")["rollpacker systems"]
 
 
 def experiment(**changes: Any) -> dict[str, Any]:

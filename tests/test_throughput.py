@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import invoke
+from conftest import invoke, tables
 from result_tables import RUN, table
 
 import rlsim
@@ -23,18 +23,7 @@ from rlsim.experiment.summary import means, rate_notes
 from rlsim.results.report.method import findings
 from rlsim.results.report.shares import batch_parts, gpu_shares
 
-SMALL: dict[str, Any] = {
-    "name": "small",
-    "cluster": "8xh100",
-    "model": "llama-3.1-8b",
-    "calibration": "h100-vllm",
-    "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "4K"},
-    "workflow": {"prompts": 8, "responses": 4, "steps": 2},
-    "seeds": 2,
-    "certainty": 0,
-    "baseline": "verl",
-    "systems": [{"verl": {"tp": 2}}],
-}
+SMALL: dict[str, Any] = tables("bases")["throughput"]
 
 # What is counted -----------------------------------------------------------------------------------------------------
 
@@ -209,39 +198,7 @@ def test_what_puts_its_longest_prompts_off_is_nowhere_the_fastest(tmp_path: Path
 
 # Steps that overlap --------------------------------------------------------------------------------------------------
 
-ONE_STEP_OFF: dict[str, Any] = {
-    **SMALL,
-    "workflow": {
-        "algorithm": "custom",
-        "prompts": 8,
-        "responses": 4,
-        "steps": 6,
-        "calls": [
-            {"name": "generate", "kind": "generate", "model": "actor"},
-            {"name": "score", "kind": "inference", "model": "reference"},
-            {"name": "train", "kind": "train", "model": "actor"},
-            {"name": "push", "kind": "sync", "model": "actor"},
-        ],
-        "edges": [
-            "generate -> score",
-            "score -> train",
-            "train -> push",
-            {"source": "push", "target": "generate", "lag": 2},
-            {"source": "push", "target": "train", "lag": 1},
-        ],
-    },
-    "baseline": "apart",
-    "seeds": 1,
-    "systems": [
-        {
-            "name": "apart",
-            "use": [
-                {"verl": {"tp": 1}},
-                {"plan": {"calls": {"generate": {"gpus": "0-3"}, "score": {"gpus": "4-7"}, "train": {"gpus": "4-7"}}}},
-            ],
-        }
-    ],
-}
+ONE_STEP_OFF: dict[str, Any] = tables("bases")["throughput one step off"]
 
 
 @pytest.fixture(scope="module")

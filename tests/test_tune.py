@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import Command
+from conftest import Command, tables
 
 import rlsim
 from rlsim.base.catalogue import data_dir
@@ -124,38 +124,7 @@ def long_tail(folder: Path) -> dict[str, Any]:
 
 
 #: Problems whose best setting follows by arithmetic: the experiment, and what its best set has.
-KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "eager decoding, two sequences at a time": (
-        {"engine": {"graphs": False, "max_num_seqs": 2}},
-        {"engine.graphs": True, "engine.max_num_seqs": [64, 128, 256, 384, 512, 768, 1024]},
-    ),
-    "all responses are equally long: no communication is best": (
-        {"trace": {"fixed": 512, "cap": 512}, "systems": [{"verl": {"tp": 4}}],
-         "workflow": {"prompts": 16, "responses": 16, "steps": 1}},
-        {"system.tp": 1},
-    ),
-    "one long response: what decodes one sequence fastest is best": (
-        {"trace": "long tail", "systems": [{"verl": {"tp": 1}}], "model": "qwen2.5-32b", "cluster": "8xh200",
-         "calibration": "h200-vllm", "workflow": {"prompts": 1, "responses": 32, "steps": 1}},
-        {"system.tp": 8},
-    ),
-    "the KV cache holds a fraction of the batch": (
-        {"trace": {"fixed": 4096, "cap": "4K"}, "memory_utilization": 0.35, "engine": {"max_num_seqs": 1024},
-         "workflow": {"prompts": 64, "responses": 16, "steps": 1}, "model": "qwen2.5-7b",
-         "training": {"recompute": "full", "offload": True}, "systems": [{"verl": {"tp": 1}}]},
-        {"memory_utilization": [0.7, 0.8, 0.85, 0.9]},
-    ),
-    "rewards take as long as log-probs": (
-        {"workflow": {"prompts": 16, "responses": 4, "steps": 1,
-                      "reward": {"time_per_response": 1.0, "workers": 8, "from_trace": False}}},
-        {"workflow.reward.order": "beside_log_probs"},
-    ),
-    "training is the slow side: it has all GPUs that generation can spare": (
-        {"trace": {"fixed": 64, "cap": 64}, "systems": [{"one_step_off": {"tp": 1, "rollout_gpus": 5}}],
-         "training": {"epochs": 4, "recompute": "full"}, "workflow": {"prompts": 32, "responses": 8, "steps": 5}},
-        {"system.rollout_gpus": [1, 2]},
-    ),
-}  # fmt: skip
+KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = tables("bases")["tune known"]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import TINY, Talk
+from conftest import Talk, tables
 
 import rlsim
 from evidence.validate import weight_sync as published
@@ -127,19 +127,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 # Experiments ---------------------------------------------------------------------------------------------------------
 
-APART = {"generate": {"gpus": "0-3"}, "ref_log_prob": {"gpus": "4-7"}, "old_log_prob": {"gpus": "4-7"}}
-ALIKE: dict[str, Any] = {name: {"gpus": "all", "tp": 2, "zero_stage": 1} for name in (*APART, "train")}
-ALIKE["generate"] = {"gpus": "all", "tp": 2}
-EXPERIMENT: dict[str, Any] = {
-    **TINY,
-    "trace": {"fixed": 64, "cap": 64},
-    "workflow": {"prompts": 8, "responses": 1, "steps": 2},
-    "systems": [
-        {"verl": {"tp": 2}},
-        {"name": "apart", "use": [{"verl": {"tp": 2}}, {"plan": {"calls": APART | {"train": {"gpus": "4-7"}}}}]},
-        {"name": "planned", "use": [{"plan": {"calls": ALIKE}}]},
-    ],
-}
+EXPERIMENT: dict[str, Any] = tables("bases")["weight sync"]
 
 
 def weights_s(method: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import invoke
+from conftest import invoke, tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_asynchronous import check_gpus
@@ -21,17 +21,7 @@ from rlsim.experiment.systems import parse_systems
 from rlsim.results.comparison.verdict import judge
 from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, online_dpo, ppo, remax
 
-BASE: dict[str, Any] = {
-    "name": "probe",
-    "cluster": "8xh100",
-    "model": "qwen2.5-1.5b",
-    "calibration": "h100-sglang",
-    "trace": {"fixed": 64, "cap": 64},
-    "workflow": {"prompts": 16, "responses": 2, "steps": 3},
-    "training": {"tp": 2, "backend": "megatron"},
-    "seeds": 1,
-    "systems": [{"verl": {"tp": 1}}],
-}
+BASE: dict[str, Any] = tables("bases")["workflows"]
 
 
 @pytest.mark.parametrize(
