@@ -87,7 +87,7 @@ def test_a_weight_sync_goes_to_the_rollouts_layout() -> None:
 def test_pieces_add_up_to_the_call() -> None:
     train = placed().workflow.call("train")
     pieces, alone = ExperimentTimes(placed()).pieces(train), by_itself("train")
-    assert sum(s for _, s in pieces.part([1000, 1300])) == pytest.approx(
+    assert sum(s for _, s in pieces.piece([1000, 1300])) == pytest.approx(
         alone.part_time([1000, 1300], backward=True).total_s
     )
     assert pieces.tokens == alone.strategy.micro_batch_tokens
@@ -96,7 +96,7 @@ def test_pieces_add_up_to_the_call() -> None:
     assert dict(pieces.finish) == pytest.approx(
         {"communication": update.communication_s, "optimizer": update.optimizer_s, "offload": load_s}
     )
-    inference = ExperimentTimes(placed()).pieces(placed().workflow.call("old_log_prob"))
+    logprob = ExperimentTimes(placed()).pieces(placed().workflow.call("old_log_prob"))
     forward = by_itself("old_log_prob")
-    assert sum(s for _, s in inference.part([1000])) == pytest.approx(forward.part_time([1000], backward=False).total_s)
-    assert [name for name, _ in inference.finish] == ["offload"]
+    assert sum(s for _, s in logprob.piece([1000])) == pytest.approx(forward.part_time([1000], backward=False).total_s)
+    assert [name for name, _ in logprob.finish] == ["offload"]

@@ -194,11 +194,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def in_pieces(self: ExperimentTimes, call: Any) -> Any:
         def counting(cost: Any) -> Any:
-            def part(lengths: Any) -> Any:
+            def piece(lengths: Any) -> Any:
                 found.extend([len(lengths)] * (call.kind == "train" and call.model == "actor"))
-                return cost.part(lengths)
+                return cost.piece(lengths)
 
-            return cost and cost._replace(part=part)
+            return cost and cost._replace(piece=piece)
 
         cost = counting(pieces(self, call))
         return cost._replace(guests=counting(cost.guests))

@@ -168,7 +168,7 @@ def test_requests_of_steps_that_are_over_are_not_kept(drops: bool, monkeypatch: 
     outcome = simulate(dataclasses.replace(work.simulation(), times=counting))
     assert sum(len(responses) for responses in outcome.responses) > 2 * 4 * steps
     if drops:
-        assert sum(rollout.settled.dropped for rollout in outcome.rollouts) > 10
+        assert sum(rollout.launches.dropped for rollout in outcome.rollouts) > 10
     alive = [count - before for count in counting.alive]
     under_way = 2 * 4 * (rule.much + 1)  # responses: no more may be admitted and not taken at once
     assert len(alive) == 10
@@ -185,7 +185,7 @@ def test_the_peak_of_the_kv_cache_is_a_steps_and_not_the_runs() -> None:
 def test_what_is_launched_while_the_last_step_trains_is_of_that_step() -> None:
     """Two prompts are under way at a time; the run ends while the fourth and the fifth are generated."""
     outcome = run([2, 2, 2, 9, 9], Rule(launches="under_way", much=2), [4.0] * 2, [1.0] * 2).outcome
-    settled = [rollout.settled for rollout in outcome.rollouts]
+    settled = [rollout.launches for rollout in outcome.rollouts]
     assert sum(one.launched for one in settled) == sum(map(len, outcome.responses))
     assert [one.paused for one in settled] == [int(of_step.paused.sum()) for of_step in outcome.responses]
     assert settled[-1].paused > 0

@@ -302,7 +302,7 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
     assert (1 - second.version).tolist() == [0, 0, 1]  # staleness
     # Prompt 4 lacks a token: 1 + 9/2 s. Prompts 5 and 6 take 3.5 s: the batch without it.
     assert third.position[third.trained].tolist() == [5, 6]
-    settled = [r.settled for r in played.outcome.rollouts]
+    settled = [r.launches for r in played.outcome.rollouts]
     assert [(s.launched, s.resumed, s.paused, s.put_back) for s in settled] == [
         (3, 0, 1, 0),
         (2, 1, 1, 0),
@@ -334,7 +334,7 @@ def test_tokens_launched_are_trained_aborted_or_carried_over(seed: int) -> None:
     trained = np.concatenate([r.position[r.trained] for r in played.outcome.responses])
     assert len(trained) == 12 * 8
     assert len(set(trained)) == len(trained)  # each prompt once
-    for settled in (r.settled for r in played.outcome.rollouts):
+    for settled in (r.launches for r in played.outcome.rollouts):
         assert settled.launched + settled.resumed == 8 + delta
         assert settled.launched + settled.resumed == 8 + settled.paused
     begun: dict[int, int] = {}  # by row: the step that generated its first token
@@ -458,7 +458,7 @@ def test_delta_follows_the_slope_of_the_reward_in_a_run() -> None:
     reward = RewardCurve(points=((0, 0.0), (6, 1.0), (12, 0.0)))
     batching = Overcommit(window=2, delta_start=4, delta_min=2, delta_max=12, reward=reward)
     played = play(lengths, 8, workflow=graph(), gpus=3, steps=14, batching=batching)
-    deltas = [r.settled.launched + r.settled.resumed - 8 for r in played.outcome.rollouts]
+    deltas = [r.launches.launched + r.launches.resumed - 8 for r in played.outcome.rollouts]
     # After step 3 (rewards of 0 to 3) it grows; from step 7 on the mean of the last two steps is no better.
     assert deltas[:4] == [4, 4, 4, 4]
     assert deltas[4:8] == [5, 6, 7, 8]

@@ -159,7 +159,7 @@ def test_a_short_round_ends_with_its_first_prompts() -> None:
     # Aborted: the third of prompt 0 at 3 s, what is left of 1 and 2 at 5 s. The one finished response of 1 is lost too.
     assert responses.generated_tokens[~responses.trained].tolist() == [3, 5, 1, 5, 5]
     assert responses.aborted.tolist() == [False, False, True, True, False, True, False, False, True]
-    assert (rollout.settled.label, rollout.settled.launched, rollout.settled.put_back) == ("short", 9, 1)
+    assert (rollout.launches.label, rollout.launches.launched, rollout.launches.put_back) == ("short", 9, 1)
     assert rollout.waiting == 1
     assert rollout.aborted == 0, "no control did that"
 
@@ -168,7 +168,7 @@ def test_the_queue_fills_over_short_rounds_and_a_long_round_empties_it() -> None
     slow = [7] * 9
     lengths = {i: [1 + i % 3] * 9 for i in range(40)} | {1: slow, 4: slow, 6: slow, 10: slow}
     outcome = train(lengths, 2, 2, steps=6, batching=TailBatching(eta=1.5))
-    assert [r.settled.label for r in outcome.rollouts] == ["short", "short", "long", "short", "short", "long"]
+    assert [r.launches.label for r in outcome.rollouts] == ["short", "short", "long", "short", "short", "long"]
     assert [r.waiting for r in outcome.rollouts] == [1, 2, 0, 1, 2, 0]
     long = outcome.responses[2]
     assert set(long.position) == {1, 4}
@@ -185,8 +185,8 @@ def test_a_long_round_goes_on_with_the_tokens_of_short_ones() -> None:
     for resume, long_s in ((False, 7.0), (True, 5.0)):
         batching = TailBatching(eta=1.5, eta_responses=1, resume=resume)
         outcome = train(lengths, 1, 1, steps=2, gpus=2, batching=batching)
-        assert [r.settled.label for r in outcome.rollouts] == ["short", "long"]
-        assert [(r.settled.put_back, r.settled.paused) for r in outcome.rollouts] == [(not resume, resume), (0, 0)]
+        assert [r.launches.label for r in outcome.rollouts] == ["short", "long"]
+        assert [(r.launches.put_back, r.launches.paused) for r in outcome.rollouts] == [(not resume, resume), (0, 0)]
         assert gen_s(outcome, 1) == long_s
         assert outcome.responses[1].resumed_tokens.tolist() == [2 * resume]
         assert outcome.responses[1].position.tolist() == [1]
@@ -196,7 +196,7 @@ def test_a_short_round_may_keep_so_many_prompts_under_way() -> None:
     """Of two: prompt 2 begins at 2 s in the place of 0, prompt 3 at 3 s in that of 2; 1 ends at 5 s."""
     lengths = {0: [2], 1: [5], 2: [1], 3: [3]}
     outcome = train(lengths, 3, 1, gpus=3, batching=TailBatching(eta_responses=1, active=0.6))
-    responses, settled = outcome.responses[0], outcome.rollouts[0].settled
+    responses, settled = outcome.responses[0], outcome.rollouts[0].launches
     assert responses.started_at.tolist() == [0.0, 0.0, 2.0, 3.0]
     assert gen_s(outcome) == 5.0
     assert (settled.launched, settled.put_back) == (4, 1)
@@ -210,7 +210,7 @@ def test_prompts_under_way_are_filled_up_where_others_are_dropped() -> None:
     rewards = {position: [1.0, position > 0 and 0.0] for position in (1, 2, 3)} | {0: [1.0, 1.0]}
     checks = Checks(0.0, workers=9, rewards=rewards)
     outcome = train(lengths, 2, 2, gpus=8, batching=parts, scoring=checks, rewire=AsyncReward().rewired)
-    settled = outcome.rollouts[0].settled
+    settled = outcome.rollouts[0].launches
     assert (settled.launched, settled.dropped, settled.put_back) == (8, 1, 1)
     assert gen_s(outcome) == 5.0
 
@@ -239,7 +239,7 @@ def test_prompts_without_variance_are_replaced_at_the_barrier() -> None:
     outcome = train(lengths, 1, 2, batching=DynamicSampling(), scoring=Checks(0.5, rewards=FLAT))
     # Drained at 3 s, scored one after the other until 4 s; the next prompt takes 2 s and 1 s more to score.
     assert gen_s(outcome) == 7.0
-    assert outcome.rollouts[0].settled.dropped == 1
+    assert outcome.rollouts[0].launches.dropped == 1
     assert outcome.responses[0].position[outcome.responses[0].trained].tolist() == [1, 1]
 
 
@@ -259,7 +259,7 @@ def test_dynamic_sampling_composes_with_tail_batching() -> None:
         lengths, 2, 2, batching=parts, scoring=Checks(0.0, workers=9, rewards=rewards), rewire=AsyncReward().rewired
     )
     responses = outcome.responses[0]
-    assert outcome.rollouts[0].settled.dropped == 1  # prompt 0: the first two responses are both right
+    assert outcome.rollouts[0].launches.dropped == 1  # prompt 0: the first two responses are both right
     assert responses.position[responses.trained].tolist() == [1, 1, 2, 2]
     assert gen_s(outcome) == 4.0
 
@@ -283,7 +283,7 @@ def test_a_batching_may_train_on_the_prompts_that_count() -> None:
     rewards = {0: FLAT[1], 1: FLAT[0], 2: FLAT[3]}
     outcome = train(lengths, 3, 2, batching=Leaves(), scoring=Checks(0.5, rewards=rewards))
     assert outcome.responses[0].position[outcome.responses[0].trained].tolist() == [0, 0, 2, 2]
-    assert outcome.rollouts[0].settled.dropped == 1
+    assert outcome.rollouts[0].launches.dropped == 1
     assert gen_s(outcome) == 3.0 + 6 * 0.5
 
 

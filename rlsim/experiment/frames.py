@@ -154,7 +154,7 @@ def _steps(outcome: Outcome, bound: GenerationBound | None) -> list[dict[str, An
             observed=observed,
             here=(kept | responses.baseline) & (new > 0) & (generate is not None),
             rollout=rollout,
-            settled=rollout.settled,
+            launches=rollout.launches,
             switches=[s for s in outcome.switches if s.step == step],
             rewards=Stretches.merged((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
             began=began,

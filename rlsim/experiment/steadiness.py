@@ -51,7 +51,7 @@ class Flow(NamedTuple):
     @classmethod
     def of(cls, outcome: Outcome, sampler: StepSampler) -> Flow:
         """The flow of a run."""
-        steps, settled = len(outcome.step_ends), [one.settled for one in outcome.rollouts]
+        steps, launches = len(outcome.step_ends), [one.launches for one in outcome.rollouts]
 
         def column(name: str) -> NDArray[Any]:
             return np.concatenate([getattr(one, name) for one in outcome.responses])
@@ -69,7 +69,7 @@ class Flow(NamedTuple):
 
         tokens = np.bincount(prompt, whole) / np.bincount(prompt) * sampler.responses
         trained, goes_on = at_last(column("trained")) > 0, at_last(paused) > 0
-        drops, stale, back = np.array([(one.dropped, one.stale, one.put_back) for one in settled]).T
+        drops, stale, back = np.array([(one.dropped, one.stale, one.put_back) for one in launches]).T
         complete = (at_last(column("finished")) >= sampler.responses) | (back[last] == 0)
         dropped = ~trained & ~goes_on & (drops[last] > 0) & complete
         left = np.where(trained | dropped, last, steps)

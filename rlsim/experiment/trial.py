@@ -219,15 +219,15 @@ class _Step:
             label=step_batch.first.label,
         )
         rollout = run_rollout(stage, self.begun)
-        settled = step_batch.close()
+        launches = step_batch.close()
         self.paused |= step_batch.paused
         self.batching.waiting()
-        tally.prompts.update({"dropped": settled.dropped, "put back": settled.put_back, "kept": settled.paused})
+        tally.prompts.update({"dropped": launches.dropped, "put back": launches.put_back, "kept": launches.paused})
         preemptions = sum(replica.preemptions for replica in rollout.replicas)
         generated = tuple(r.generated for r in self.requests if r.finished)
         loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in self.requests)
         coming, tps, took_s = self.batching.launcher.upcoming(self.feed), context.feasible_tps, rollout.env.now
-        return RolloutReport(self.step, tp, took_s, preemptions, generated, settled.label, coming, loads, tps)
+        return RolloutReport(self.step, tp, took_s, preemptions, generated, launches.label, coming, loads, tps)
 
     def check(self, actions: Sequence[Action]) -> None:
         """Raise `ContractError` if a request is lost or tampered with, or the batch is not complete."""
@@ -239,6 +239,6 @@ class _Step:
             if not (request.finished or request.aborted or stopped or not self.step_batch.certain):
                 raise ContractError(f"request {request.id} is lost: neither finished nor aborted, and nothing stopped")
         needed = self.feed.prompts * self.feed.responses
-        interfered = stopped or any(isinstance(action, Abort) for action in actions) or self.step_batch.partial
+        interfered = stopped or any(isinstance(action, Abort) for action in actions) or self.step_batch.incomplete_ok
         if len(self.accepted) != needed and not interfered:
             raise ContractError(f"the step's batch has {len(self.accepted)} responses, not {needed}")

@@ -17,7 +17,7 @@ from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.step import PLAIN_KV, KvShape
 from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import Request
-from rlsim.sim.windows import ChunkTokens, WindowTokens
+from rlsim.sim.windows import AttentionChunks, WindowTokens
 
 _EVER = 2**62  # more steps than any response has
 
@@ -49,9 +49,9 @@ class RunningBatch:
         self._padding = page_tokens - 1  # the most that one request's last page is short of being full
         self._kv = kv
         self.windowed = kv.window_tokens is not None
-        self._windows: WindowTokens | ChunkTokens | None = None
+        self._windows: WindowTokens | AttentionChunks | None = None
         if kv.window_tokens is not None:
-            self._windows = (ChunkTokens if kv.chunked else WindowTokens)(kv.window_tokens)
+            self._windows = (AttentionChunks if kv.chunked else WindowTokens)(kv.window_tokens)
         self._capacity_pages = capacity_pages * kv.page_units
         self.plain = kv == PLAIN_KV
         self.cache: PrefixCache | None = None  # where requests may find anything
@@ -61,8 +61,8 @@ class RunningBatch:
         self._chunk_tokens = chunk_tokens
         self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
         self._ages: dict[int, int] = {}  # how many requests have generated how many tokens more than `step`
-        self._turns = [0] * page_tokens  # the pages that begin with the step after each i-th of so many
-        self._round = 0  # all of them
+        self._turns = [0] * page_tokens  # i: pages that a decode step at counter i (modulo the page size) begins
+        self._round = 0  # their sum: pages begun in as many steps as a page has tokens
 
     @property
     def room_pages(self) -> int:
@@ -125,11 +125,11 @@ class RunningBatch:
         if self._windows is not None:
             self._outgrow(self._windows)
 
-    def _outgrow(self, windows: WindowTokens | ChunkTokens) -> None:
+    def _outgrow(self, windows: WindowTokens | AttentionChunks) -> None:
         """Requests have outgrown their windows, and fill less with each page from now on, or have left a chunk."""
         less, step, page = self._kv.page_units - self._kv.late_units, self.step, self._page_tokens
         for request in windows.outgrown(step):
-            if isinstance(windows, ChunkTokens):
+            if isinstance(windows, AttentionChunks):
                 self.pages -= less * windows.pages_left_behind(request, step, page)
             else:
                 self._turns[-request.offset % page] -= less

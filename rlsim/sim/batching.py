@@ -71,7 +71,7 @@ class Batching(Hooked):
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether a prompt is settled only once its responses are scored: where `counts` is overridden."""
+        """Whether a prompt is decided on only once its responses are scored: where `counts` is overridden."""
         return type(self).counts is not Batching.counts
 
     @property
@@ -186,13 +186,13 @@ class Batchings(Batching):
         return sum(part.waiting() for part in self.parts)
 
 
-class Settled(NamedTuple):
+class LaunchCounts(NamedTuple):
     """What a step's launches came to."""
 
     label: str
     launched: int  # responses
     dropped: int  # prompts that do not count
-    put_back: int  # prompts that go back to be launched again
+    put_back: int  # prompts handed to `Batching.put_back`, or dropped as not usable and to be launched again
     resumed: int = 0  # responses that came from an earlier step
     paused: int = 0  # responses that go on in a later step
     stale: int = 0  # of the prompts that do not count, those whose weights were too old
@@ -206,15 +206,15 @@ class _Group:
     samples: int = 0  # launched
     left: dict[int, Request] = field(default_factory=dict)  # those that are neither finished nor aborted
     finished: list[Request] = field(default_factory=list)  # in that order
-    settled: bool = False
+    decided: bool = False  # whether it belongs to the batch or is dropped
 
 
 class StepBatch(RolloutControl):
     """The batch of one step, asked as a rollout control: it aborts what is surplus, stops when the batch is complete.
 
     A prompt is finished when its first `feed.responses` responses are (and are scored, if the batching needs that);
-    the batch is complete when `feed.prompts` prompts are. Where nothing can be surplus, each response belongs to the
-    batch as soon as it is finished. `accept` is told of responses that belong to it.
+    the batch is complete when `feed.prompts` prompts are. Where nothing can be surplus, dropped, kept or cut off
+    (`certain`), each response belongs to it as soon as it is finished. `accept` is told of responses that belong to it.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class StepBatch(RolloutControl):
         self._groups: dict[int, _Group] = {}
         self._of: dict[int, _Group] = {}  # by request
         self._news: dict[int, _Group] = {}
-        self._unfinished: dict[int, Prompt] = {}  # those of the groups that are not settled
+        self._unfinished: dict[int, Prompt] = {}  # those of the groups that are not decided
         self._complete = self._dropped = 0
         self._generated = self._finished = 0  # responses that the step generates, and those of them that are whole
         self.size = 0  # new requests launched
@@ -235,10 +235,10 @@ class StepBatch(RolloutControl):
         self.first = self._launcher.launch(feed)
         surplus = len(self.first.prompts) > feed.prompts or self.first.samples > feed.responses
         #: The step trains on the prompts that are complete when generation ends, be they fewer than a batch.
-        self.partial = self._launcher.ends_early or self.first.budget_tokens > 0
+        self.incomplete_ok = self._launcher.ends_early or self.first.budget_tokens > 0
         self._refilled = self._launcher.under_way(feed)
         self._grows = batching.needs_rewards or self._refilled > 0  # more may be launched
-        self.certain = not (surplus or self._grows or self._launcher.pauses or self.partial)
+        self.certain = not (surplus or self._grows or self._launcher.pauses or self.incomplete_ok)
         self._accepted: set[int] = set()
         #: The rollout goes on when nothing is left to generate: more may be launched, or budgets grow.
         self.open = self._grows or self.first.budget_tokens > 0
@@ -273,7 +273,7 @@ class StepBatch(RolloutControl):
 
     def scored(self, request: Request) -> bool:
         """This response has its reward; returns whether that may decide something."""
-        if not self._batching.needs_rewards or self.over or self._of[request.id].settled:
+        if not self._batching.needs_rewards or self.over or self._of[request.id].decided:
             return False
         self._news[request.position] = self._of[request.id]
         return True
@@ -281,7 +281,7 @@ class StepBatch(RolloutControl):
     def on_finish(self, view: RolloutView) -> list[Action]:
         """Abort what is surplus, launch what is missing, stop when the batch is complete or generation ends."""
         actions = list(self._decide())
-        if self.partial and not self.over:
+        if self.incomplete_ok and not self.over:
             actions += self._end(view)
         return actions
 
@@ -294,13 +294,13 @@ class StepBatch(RolloutControl):
         elif budget and idle:
             yield Extend(tuple(i for group in self._groups.values() for i in group.left), budget)
 
-    def close(self) -> Settled:
-        """The rollout is over: settle what its last moment brought; keep or put back what is not finished."""
+    def close(self) -> LaunchCounts:
+        """The rollout is over: decide on what its last moment brought; keep or put back what is not finished."""
         if not self.over:
             for _ in self._decide():
                 pass
         self.over = True
-        unfinished = {g.prompt.position: g for g in self._groups.values() if not g.settled}
+        unfinished = {g.prompt.position: g for g in self._groups.values() if not g.decided}
         if self._launcher.pauses:
             there = {at: [*g.finished, *g.left.values()] for at, g in unfinished.items()}
             asked = [self._seen(g.prompt, there[at]) for at, g in unfinished.items()]
@@ -308,7 +308,7 @@ class StepBatch(RolloutControl):
         back = [group for at, group in unfinished.items() if at not in self.paused]
         self._batching.put_back([g.prompt._replace(first_sample=g.prompt.first_sample + g.samples) for g in back])
         paused = sum(map(len, self.paused.values()))
-        return Settled(self.first.label, self.size, self._dropped, len(back), self.resumed, paused)
+        return LaunchCounts(self.first.label, self.size, self._dropped, len(back), self.resumed, paused)
 
     def _seen(self, prompt: Prompt, responses: Sequence[Request]) -> Unfinished:
         return Unfinished(
@@ -326,7 +326,7 @@ class StepBatch(RolloutControl):
         needed = self._feed.responses
         news, self._news = self._news, {}
         for group in news.values():
-            if group.settled or len(group.finished) < needed:
+            if group.decided or len(group.finished) < needed:
                 continue
             if group.left:
                 yield Surplus(tuple(sorted(group.left)))
@@ -334,7 +334,7 @@ class StepBatch(RolloutControl):
             batch = group.finished[:needed]
             if self._batching.needs_rewards and not all(request.scored for request in batch):
                 continue
-            group.settled = True
+            group.decided = True
             del self._unfinished[group.prompt.position]
             if not self._batching.counts([request.reward for request in batch]):
                 self._dropped += 1

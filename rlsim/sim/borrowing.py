@@ -47,7 +47,7 @@ class Borrowing:
     def __init__(self, env: simpy.Environment, pool: GpuPool, there: HybridReplicas) -> None:
         self.there = there
         self.trained = 0  # updates of the trainer's weights, the one at work included
-        self._had_gpu_s = 0.0  # of generation, on GPUs that it has given back since `settle`
+        self._had_gpu_s = 0.0  # of generation, on GPUs that it has given back since `take_gpu_s`
         self.loading = False  # generation has them, but cannot begin yet
         self._env, self._pool = env, pool
         self._version: Callable[[], int] = lambda: 0
@@ -89,7 +89,7 @@ class Borrowing:
         if not self.loading:
             self.give_back([*self._since])
 
-    def settle(self) -> float:
+    def take_gpu_s(self) -> float:
         """GPU-seconds that generation has had since this was last asked."""
         now = self._env.now
         had_gpu_s = self._had_gpu_s + sum(now - since for since in self._since.values())

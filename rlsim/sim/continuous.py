@@ -59,17 +59,17 @@ def _is_room(room: object, *_: object) -> bool:
 
 
 class Continuous(Batching):
-    """Base of batchings whose rollout never ends: prompts are launched whenever `room` says so, and a step takes the
-    first `feed.prompts` that are ready.
+    """Base of batchings of fully asynchronous rollout (not an engine's continuous batching): prompts are launched
+    whenever `room` says so, and a step takes the `feed.prompts` ready ones of the lowest `rank`.
 
-    Between two updates everything is asked at the end of a moment at which responses finished, a step took prompts or
-    an update was over. While an update comes nothing is launched.
+    Everything is asked at the end of a moment at which prompts became ready, a step began to take some or an update was
+    over. While an update of all replicas together comes nothing is launched.
     """
 
     @property
     @hook("a whole number of steps", lambda ahead: is_whole(ahead, 0))
     def ahead(self) -> int:
-        """Steps that generation may be ahead of training; so many at the start are not steady."""
+        """Steps that generation may be ahead of training. `rlsim tune` tries systems with 0 in short runs."""
         return 1
 
     @property

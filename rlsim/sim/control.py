@@ -51,7 +51,8 @@ class Migrate:
 class Release:
     """Give up the GPUs of these replicas; their requests go to those that stay, to be recomputed.
 
-    In continuous generation they are lent, until the next weights come. GPUs of training that are borrowed go back.
+    None of generation's own replicas go if all of them would. In continuous generation they are lent, until the next
+    weights come. GPUs of training that are borrowed go back.
     """
 
     replicas: tuple[int, ...]
@@ -316,7 +317,9 @@ class RolloutControl(Hooked):
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
         """Responses have just finished or paused, all of this moment together: return one action, several, or None.
 
-        Where a batching decides by rewards, it is also asked when one comes; `view.finished_nodes` is empty then.
+        It is also asked (`view.finished_nodes` may be empty then) when a reward comes by which a batching decides, when
+        a rollout that may borrow GPUs begins, has the weights there or is to give them back, and in continuous
+        generation when prompts are ready, a step begins to take some or new weights are there.
         """
         return None
 
@@ -368,8 +371,8 @@ class RolloutControl(Hooked):
         launched: Sequence[RequestView],  # noqa: ARG002
         replicas: Sequence[ReplicaView],  # noqa: ARG002
     ) -> Mapping[int, Sequence[int]] | None:
-        """Responses are launched: the ids that each of these replicas (by index) gets, in the order in which they come
-        there, each id once; or None to deal them as the stage does.
+        """A step begins, continuous generation launches, or a launch is `to` active replicas (at nothing else): the ids
+        that each of these replicas (by index) gets, in that order, each id once; or None to deal as the stage does.
         """
         return None
 
@@ -398,7 +401,7 @@ class RolloutControl(Hooked):
 
 
 class Controls(RolloutControl):
-    """Several controls as one: each is asked in turn (`asked`), and all that they want is done."""
+    """Several controls as one: each is asked in turn (`asked`), and the actions of all are done, up to a `Stop`."""
 
     def __init__(self, parts: Sequence[RolloutControl]) -> None:
         self.parts = tuple(parts)

@@ -17,7 +17,7 @@ from rlsim.sim.request import Request
 from rlsim.workflow.graph import Call
 
 #: One replica's work on sequences of these lengths (tokens): names and seconds.
-PartTime = Callable[[Sequence[int]], Sequence[tuple[str, float]]]
+PieceTime = Callable[[Sequence[int]], Sequence[tuple[str, float]]]
 
 
 class Guests(NamedTuple):
@@ -27,8 +27,8 @@ class Guests(NamedTuple):
     """
 
     replicas: Sequence[tuple[int, ...]]  # their GPUs
-    part: PartTime
-    load_s: float  # until one has the trainer's weights, before its first part
+    piece: PieceTime
+    load_s: float  # until one has the trainer's weights, before its first piece
     own_tokens_per_s: float  # of all of the call's own replicas
     reduce_s: float  # once at the end: their gradients are added to those of the call's own replicas
 
@@ -36,9 +36,9 @@ class Guests(NamedTuple):
 class Pieces(NamedTuple):
     """What a call costs when it is done in pieces, and how much of it one replica takes at a time."""
 
-    part: PartTime
-    tokens: int  # at most in one part
-    load_s: float  # a replica's states in from host memory, before its first part
+    piece: PieceTime
+    tokens: int  # at most in one piece
+    load_s: float  # a replica's states in from host memory, before its first piece
     finish: Sequence[tuple[str, float]]  # what all replicas do once at the end: names and seconds
     guests: Guests | None = None
 
@@ -66,9 +66,9 @@ class _Worker:
 class ElasticCall:
     """Data-parallel replicas that each take a share of the samples whenever their GPUs are free.
 
-    A replica holds its GPUs for one part at a time, so several such calls, and the rollout whose GPUs these are, take
-    turns. `slowdown` of its GPUs, asked when a part begins, is how many times as long it takes beside what else is
-    there. Once no more samples can come, what is left is spread evenly over all replicas.
+    A replica holds its GPUs for one piece at a time, so several such calls, and the rollout whose GPUs these are, take
+    turns. `slowdown` of its GPUs, asked when a piece begins, is how many times as long it takes beside what else is
+    there. Once no more samples can come, what is left is spread evenly over the call's own replicas and loaded guests.
 
     Guests do the same on GPUs that nobody else wants, with what the call's own replicas cannot take up at once. One
     whose GPUs do not become free is not waited for.
@@ -93,9 +93,9 @@ class ElasticCall:
         self._tokens = 0  # of all that is in the queue
         #: Replicas that have nothing to do, the call's own and guests, in the order in which they had.
         self._idle: tuple[deque[simpy.Event], deque[simpy.Event]] = (deque(), deque())
-        self._coming = 0  # replicas whose GPUs are theirs, and that are about to take a part
+        self._coming = 0  # replicas whose GPUs are theirs, and that are about to take a piece
         self._all_taken = env.event()  # no sample waits, and no more can come
-        self.started_at = inf  # until the first part begins
+        self.started_at = inf  # until the first piece begins
         self.parts_s: dict[str, float] = {}  # what the work went to, mean over the call's own replicas
         workers = [_Worker(i, gpus, pieces) for i, gpus in enumerate(replicas)]
         if pieces.guests:
@@ -159,17 +159,17 @@ class ElasticCall:
                 self._pool.withdraw(granted)
                 return
             self._coming -= at_once
-            part = self._take()
-            if part:
-                yield from self._work_on(part, worker)
+            piece = self._take()
+            if piece:
+                yield from self._work_on(piece, worker)
             self._pool.release(gpus)
-            if part and self.on_done:
-                self.on_done(part)
+            if piece and self.on_done:
+                self.on_done(piece)
 
-    def _work_on(self, part: Sequence[Request], worker: _Worker) -> Generator[simpy.Event, Any, None]:
+    def _work_on(self, piece: Sequence[Request], worker: _Worker) -> Generator[simpy.Event, Any, None]:
         start = self._env.now
         self.started_at = min(start, self.started_at)
-        work = list(worker.costs.part([r.context for r in part]))
+        work = list(worker.costs.piece([r.context for r in piece]))
         if not worker.loaded and worker.costs.load_s:
             work.append(("offload", worker.costs.load_s))
         worker.loaded = True
@@ -177,21 +177,21 @@ class ElasticCall:
         if not worker.guest:
             for name, seconds in work:
                 self.parts_s[name] = self.parts_s.get(name, 0.0) + slowdown * seconds / self._own
-        self.samples[worker.number] += len(part)
+        self.samples[worker.number] += len(piece)
         yield self._env.timeout(slowdown * sum(seconds for _, seconds in work))
         self._recorder.add(worker.gpus, start, self._env.now, self._call.name)
 
     def _take(self) -> list[Request]:
-        """The next part: in order of arrival, no more than an even share of what is left when no more can come."""
+        """The next piece: in order of arrival, no more than an even share of what is left when no more can come."""
         queue, most = self._queue, self._pieces.tokens
         if self._inbox.closed.triggered:
             sharing = sum(not worker.guest or worker.loaded for worker in self._workers)
             most = min(most, max(self._tokens // sharing, 1))
-        part: list[Request] = []
+        piece: list[Request] = []
         tokens = 0
-        while queue and (not part or tokens + queue[0].context <= most):
+        while queue and (not piece or tokens + queue[0].context <= most):
             tokens += queue[0].context
-            part.append(queue.popleft())
+            piece.append(queue.popleft())
         self._tokens -= tokens
         self._look_for_end()
-        return part
+        return piece

@@ -12,7 +12,7 @@ import simpy
 from rlsim.base.hooks import misused
 from rlsim.cost.transfer import IN_PLACE, SwitchWay
 from rlsim.errors import PolicyError
-from rlsim.sim.batching import Batching, Settled, StepBatch
+from rlsim.sim.batching import Batching, LaunchCounts, StepBatch
 from rlsim.sim.control import Controls, Launch, RolloutReport
 from rlsim.sim.flow import BATCH
 from rlsim.sim.outcome import RolloutSummary, SwitchRecord
@@ -56,7 +56,7 @@ class Generation:
         return Rollout(self._env, stage)
 
     def _summary(
-        self, step: int, tp: int, rollout: Rollout, settled: Settled, waiting: int, released_gpu_s: float
+        self, step: int, tp: int, rollout: Rollout, launches: LaunchCounts, waiting: int, released_gpu_s: float
     ) -> RolloutSummary:
         """What came to pass in a rollout since the last summary; its switches are noted down."""
         replicas = rollout.replicas
@@ -66,8 +66,8 @@ class Generation:
         self._outcome.switches += [SwitchRecord.of(step, *one) for one in rollout.switches[self._noted[-1] :]]
         self._noted = so_far
         peak = max(replica.take_peak() for replica in replicas)
-        borrowed_gpu_s = self._borrowing.settle() if self._borrowing else 0.0
-        counts = (settled, waiting, released_gpu_s, hits, loaded, borrowed_gpu_s, *acted)
+        borrowed_gpu_s = self._borrowing.take_gpu_s() if self._borrowing else 0.0
+        counts = (launches, waiting, released_gpu_s, hits, loaded, borrowed_gpu_s, *acted)
         return RolloutSummary(step, tp, preemptions, peak, *counts)
 
 
@@ -96,8 +96,8 @@ class StepGeneration(Generation):
             state.version = step
             for request in self._launched(state, Batching().launch(self._what.feed)):
                 request.generated, request.finished_at = request.response_tokens, self._env.now
-            settled = Settled("", len(state.requests), 0, 0)
-            self._outcome.rollouts.append(RolloutSummary(step, 0, 0, 0, settled, 0, 0.0))
+            launches = LaunchCounts("", len(state.requests), 0, 0)
+            self._outcome.rollouts.append(RolloutSummary(step, 0, 0, 0, launches, 0, 0.0))
 
     def run(
         self, call: Call, step: int, state: StepState, placement: Placement
@@ -123,7 +123,7 @@ class StepGeneration(Generation):
         yield rollout.done
         if self._borrowing:
             self._borrowing.end()
-        settled = batch.close()
+        launches = batch.close()
         if not batch.certain:
             state.paused = frozenset(r.id for kept in batch.paused.values() for r in kept)
             self._paused |= {at: (state.version, kept) for at, kept in batch.paused.items()}
@@ -133,7 +133,7 @@ class StepGeneration(Generation):
             self._offer(call, state, state.trained_on())
         flow.close(call.name)
         flow.close(BATCH)
-        self._note(step, start, rollout, settled)
+        self._note(step, start, rollout, launches)
         rollout.close()
         return set(rollout.released_at)
 
@@ -228,21 +228,21 @@ class StepGeneration(Generation):
         if new:
             state.flow.deliver(call.name, new)
 
-    def _note(self, step: int, start: float, rollout: Rollout, settled: Settled) -> None:
+    def _note(self, step: int, start: float, rollout: Rollout, launches: LaunchCounts) -> None:
         """Write down how a rollout went, and let the control choose the next one's layout."""
         end = self._env.now
         self._last_tp.update((node, to_tp) for _, node, _, to_tp, _ in rollout.switches)
         self._ways |= rollout.ways
         released_gpu_s = sum(end - at for at in rollout.released_at.values())
         waiting = self._what.batching.waiting()
-        summary = self._summary(step, self._tp, rollout, settled, waiting, released_gpu_s)
+        summary = self._summary(step, self._tp, rollout, launches, waiting, released_gpu_s)
         self._outcome.rollouts.append(summary)
         lengths = tuple(r.generated for r in rollout.requests if r.finished)
         loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in rollout.requests)
         coming = self._what.batching.launcher.upcoming(self._what.feed)
         tps = self._what.feasible_tps
         report = RolloutReport(
-            step, self._tp, end - start, summary.preemptions, lengths, settled.label, coming, loads, tps
+            step, self._tp, end - start, summary.preemptions, lengths, launches.label, coming, loads, tps
         )
         wanted = self._what.control.next_tp(report)
         self.planned_tp = self._tp if wanted is None else wanted

@@ -16,7 +16,7 @@ ONE_MOMENT = 1e-11
 DEAL = EventPriority(2)  # what released replicas held, once all that stop at this moment are known
 IDLE = EventPriority(3)  # what replicas do that have nothing left
 ASK = EventPriority(4)  # decisions
-SETTLE = EventPriority(5)  # what starts after all decisions
+START = EventPriority(5)  # what starts after all decisions
 
 
 def at(
@@ -105,9 +105,9 @@ def _look(env: simpy.Environment, priority: EventPriority, then: Callable[[], No
         at(env, following, partial(_look, env, priority, then), priority)
 
 
-def settled(env: simpy.Environment) -> Generator[simpy.Event, object, None]:
+def until_over(env: simpy.Environment) -> Generator[simpy.Event, object, None]:
     """Wait until this moment is over."""
     moment: float | None = env.now
     while moment is not None:
-        yield at(env, moment, priority=SETTLE)
+        yield at(env, moment, priority=START)
         moment = rest_of(env)

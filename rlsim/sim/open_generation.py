@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import simpy
 
 from rlsim.errors import PolicyError
-from rlsim.sim.batching import ENDLESS, PromptFeed, Settled
+from rlsim.sim.batching import ENDLESS, LaunchCounts, PromptFeed
 from rlsim.sim.continuous import Continuous, OpenView, Ready
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView, decides
 from rlsim.sim.flow import BATCH
 from rlsim.sim.generation import Generation
-from rlsim.sim.moment import settled
+from rlsim.sim.moment import until_over
 from rlsim.sim.outcome import RolloutSummary
 from rlsim.sim.recorder import NO_STEP
 from rlsim.sim.replica import Replica
@@ -144,12 +144,12 @@ class OpenGeneration(Generation, RolloutControl):
 
     def _call_in(self) -> Generator[simpy.Event, Any, list[Replica]]:
         """At the end of a moment: wait for the GPUs that are lent; returns whose they were, by index."""
-        yield from settled(self._env)
+        yield from until_over(self._env)
         lent = sorted((r for r in self._open.lent if r.gpus[0] in self._lent_at), key=attrgetter("index"))
         since = {gpu: self._lent_at.pop(gpu) for replica in lent for gpu in replica.gpus}
         if lent and not (granted := self._pool.acquire(since, "generate")).triggered:
             yield granted
-            yield from settled(self._env)
+            yield from until_over(self._env)
         self._lent_gpu_s += sum(self._env.now - at for at in since.values())
         return lent
 
@@ -370,9 +370,9 @@ class OpenGeneration(Generation, RolloutControl):
             state.requests += group.requests
         launched, dropped = self._ids - self._noted_ids, self._dropped - self._noted_dropped
         self._noted_ids, self._noted_dropped = self._ids, self._dropped
-        settled = Settled("", launched, dropped, self._relaunched, stale=self._stale)
+        launches = LaunchCounts("", launched, dropped, self._relaunched, stale=self._stale)
         waiting = len(self._queue) + len(self._again)
-        summary = self._summary(step, self.planned_tp, self._open, settled, waiting, self._lent_gpu_s)
+        summary = self._summary(step, self.planned_tp, self._open, launches, waiting, self._lent_gpu_s)
         self._discarded, self._uncounted, self._relaunched, self._stale, self._lent_gpu_s = [], 0, 0, 0, 0.0
         return summary
 
@@ -387,6 +387,6 @@ class OpenGeneration(Generation, RolloutControl):
         requests = sorted((r for group in left for r in group.requests), key=attrgetter("id"))
         state.requests += requests
         state.paused = frozenset(request.id for request in requests)
-        rest = rest._replace(settled=rest.settled._replace(paused=len(requests)))
+        rest = rest._replace(launches=rest.launches._replace(paused=len(requests)))
         self._outcome.rollouts[-1] = self._outcome.rollouts[-1].with_rest(rest)
         self._open.close()

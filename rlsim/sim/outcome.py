@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
 from rlsim.cost.transfer import SwitchCost
-from rlsim.sim.batching import Settled
+from rlsim.sim.batching import LaunchCounts
 from rlsim.sim.recorder import NO_STEP, Span
 from rlsim.sim.request import NAN
 from rlsim.sim.responses import Responses
@@ -68,8 +68,8 @@ class RolloutSummary(NamedTuple):
     initial_tp: int
     preemptions: int
     peak_kv_tokens: int  # of the fullest replica
-    settled: Settled
-    waiting: int  # prompts that wait to be launched again afterwards
+    launches: LaunchCounts
+    waiting: int  # prompts that wait afterwards to be launched again or, in continuous generation, to be trained on
     released_gpu_s: float  # GPU time that generation gave up before its end
     prefix_hit_tokens: int = 0  # that prefills found in the prefix cache
     kv_loaded_tokens: int = 0  # of these, that came from host memory
@@ -80,14 +80,14 @@ class RolloutSummary(NamedTuple):
 
     def with_rest(self, rest: RolloutSummary) -> RolloutSummary:
         """This, and what happened from when the last step had its batch to the end of the run."""
-        counts = {name: getattr(self.settled, name) + getattr(rest.settled, name) for name in _SETTLED}
+        counts = {name: getattr(self.launches, name) + getattr(rest.launches, name) for name in _SUMMED}
         sums = {name: getattr(self, name) + getattr(rest, name) for name in self._fields if name not in _KEPT}
         peak = max(self.peak_kv_tokens, rest.peak_kv_tokens)
-        return self._replace(settled=self.settled._replace(**counts), peak_kv_tokens=peak, **sums)
+        return self._replace(launches=self.launches._replace(**counts), peak_kv_tokens=peak, **sums)
 
 
-_SETTLED = ("launched", "dropped", "put_back", "paused", "stale")
-_KEPT = ("step", "initial_tp", "peak_kv_tokens", "settled", "waiting")
+_SUMMED = ("launched", "dropped", "put_back", "paused", "stale")
+_KEPT = ("step", "initial_tp", "peak_kv_tokens", "launches", "waiting")
 
 
 @dataclass
@@ -102,8 +102,8 @@ class Outcome:
     responses: list[Responses] = field(default_factory=list)  # by step
     step_ends: list[float] = field(default_factory=list)  # moment when all calls of a step are done
 
-    def settle(self) -> None:
-        """The run is over: spans of a rollout for all steps belong to the step in which they begin."""
+    def assign_steps(self) -> None:
+        """The run is over: spans of a rollout or judge for all steps belong to the step in which they begin."""
         steps = len(self.step_ends) - 1
         for i, (gpus, start_at, end_at, kind, tp, step, label, shared) in enumerate(self.spans):
             if step == NO_STEP:

@@ -29,7 +29,7 @@ class _Waiting(NamedTuple):
 
 
 class GpuPool:
-    """Hands out sets of GPUs. A waiting call is passed over only by calls that want none of the GPUs it waits for."""
+    """Hands out sets of GPUs. Calls that want none of the GPUs that a call waits for pass it, and weight syncs do."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rlsim.sim.stays import Stays
 
-#: Of spans and stays in a rollout for all steps, until the run is over.
+#: The step of spans and stays of a rollout or judge for all steps, until they are dealt to steps after the run.
 NO_STEP = -1
 
 

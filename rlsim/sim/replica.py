@@ -1,7 +1,7 @@
 """One replica of an inference engine: continuous batching over a paged KV cache, jumping from event to event.
 
-docs/engine.md is the specification. `_run` is the loop: at each iteration boundary carry out orders, evict, admit; then
-iterate once (prefill) or as many times as nothing can change (decode), and let go of what has finished or pauses.
+docs/engine.md is the specification. `_run` is the loop: at each iteration boundary carry out orders, preempt, admit;
+then iterate once (prefill) or as many times as nothing can change (decode), and let go of what has finished or pauses.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Replica:
         self.index = index
         self.node = node
         self.gpus = gpus
-        self.tp = len(gpus)
+        self.tp = len(gpus)  # all its GPUs: tensor parallel × pipeline stages (`EngineConfig.pp`)
         self.cost = cost
         self.capacity_pages = capacity_pages
         self.version = version  # of its weights: updates that they have had
@@ -74,7 +74,7 @@ class Replica:
         self._on_finish = on_finish
         self._orders: deque[Callable[[], None]] = deque()
         self._arrivals: list[Request] = []
-        self._chunks = chunks
+        self._chunk_listener = chunks
         self._quiet = quiet
         self._owed_s = 0.0  # for chunks that were handed over at the boundary before
         self._chunked = config.chunked_prefill
@@ -139,10 +139,10 @@ class Replica:
             request.end_run(self.version, request.offset + step - request.prompt_tokens)
         for request in self._not_decoding():
             request.end_run(self.version, request.generated)
-            request.has_kv &= self._kept  # of what came here while it stood still
+            request.kv_arrived &= self._kept  # of what came here while it stood still
         self.version = version
 
-    def settle(self) -> None:
+    def catch_up(self) -> None:
         """Bring the tokens of what is running up to date at a boundary that is not: the run ends here."""
         if self._jump is not None:
             self._extend_span("decode", self._jump[0], self.env.now)
@@ -157,7 +157,7 @@ class Replica:
         self._batch.leave(running)
         others = [*self._scheduler.remove(ids), *(r for r in self._arrivals if r.id in ids)]
         for request in others:
-            request.has_kv = False
+            request.kv_arrived = False
         for request in others:
             self._scheduler.unpin(request)
         self._arrivals = [r for r in self._arrivals if r.id not in ids]
@@ -297,7 +297,7 @@ class Replica:
                 batch.advance(self._steps)
                 self._finish("decode", start)
             else:
-                self.close()
+                self._flush_span()
                 idle_at, self._sleep, self._began_at = env.now, Sleep(env), NAN
                 yield self._sleep
                 if env.now > idle_at:
@@ -318,7 +318,7 @@ class Replica:
         while self._orders:
             self._orders.popleft()()
         if self.stopped is not None:
-            self.close()
+            self._flush_span()
             self._stopped_at = self.env.now
             self.stopped.succeed()
             if self._hold is not None and not self._hold.triggered:
@@ -329,7 +329,7 @@ class Replica:
 
     def _stand_still(self) -> Generator[simpy.Event, Any, None]:
         """From a boundary until something is to be done: an order, a stop, the end of the pause."""
-        self.close()
+        self._flush_span()
         if self._hold is not None and not self._hold.triggered:
             if not self._kept:
                 self._lose_kv()
@@ -388,8 +388,8 @@ class Replica:
         if len(finished) < len(left):
             self._stays.add([r for r in left if not (r.finished or r.acts)], now, "paused")
             self._stays.add([r for r in left if r.acts], now, "tool")
-        if self._chunks:
-            self._hand_over(self._chunks, len(finished), prefilled)
+        if self._chunk_listener:
+            self._hand_over(self._chunk_listener, len(finished), prefilled)
         if left:
             self._on_finish(self, left)
 
@@ -406,12 +406,12 @@ class Replica:
     def _extend_span(self, kind: str, start: float, end: float) -> None:
         """Work of this kind went on from `start` to `end`: the span that is open grows, or a new one begins."""
         if kind != self._span_kind or start != self._span_end:
-            self.close()
+            self._flush_span()
             self._span_kind = kind
             self._span_start = start
         self._span_end = end
 
-    def close(self) -> None:
+    def _flush_span(self) -> None:
         """Record the span that is still open."""
         if self._span_kind:
             self._recorder.add(self.gpus, self._span_start, self._span_end, self._span_kind, self.tp, self._label)
@@ -419,7 +419,7 @@ class Replica:
 
     def retire(self) -> None:
         """Let go of the requests and of the rollout, which is over: what is not in a cycle is freed at once."""
-        self.close()
+        self._flush_span()
         self._scheduler.clear()
         self._batch.clear()
         self._on_finish = _nobody

@@ -14,7 +14,7 @@ from rlsim.models.precision import KvPrecision, Precision
 from rlsim.units import Bytes, Seconds, Tokens
 
 if TYPE_CHECKING:
-    from rlsim.trace.turns import ToolCall  # whose room loads pandas
+    from rlsim.trace.turns import ToolCall  # importing rlsim.trace loads pandas
 
 NAN = float("nan")
 
@@ -131,7 +131,7 @@ class Cached:
     """Pages of one context in a prefix cache: of its prompt from the start, or those that follow the prompt."""
 
     pages: int  # that are here, or will be with the next iteration
-    holders: int  # requests that run or are being prefilled
+    holders: int  # requests that run, are being prefilled or are pinned
     idle_since: int  # the boundary at which the last holder left
     offloaded: int = 0  # the next pages, which are in host memory only; none while it is held
 
@@ -159,7 +159,7 @@ class Request:
     order: int = 0  # admission number at its replica; 0 while waiting
     offset: int = 0  # while running: context = offset + the replica's step counter
     prefill_left: int = 0  # while prefilling: tokens still to process
-    has_kv: bool = False  # while waiting: its KV has just arrived with it
+    kv_arrived: bool = False  # while waiting: its KV has just arrived with it
     hit_tokens: int = 0  # of its context, that the prefix cache had when it was last admitted without KV
     shared_pages: int = 0  # while admitted: of its prompt, held together with other responses to it
     prefix: Cached = field(init=False)  # where these are

@@ -36,11 +36,11 @@ class RewardControl(Hooked):
 
     @hook("seconds: a number, 0 or more", lambda seconds, *_: is_number(seconds))
     def timeout_s(self, kind: RewardKind, prompt: int, test: int, limit_s: float) -> float:  # noqa: ARG002
-        """A worker begins test case `test` (from 0) of a response: how long it may run, in seconds.
+        """A worker begins a response: how long test case `test` (from 0) of it may run, in seconds; asked of all then.
 
         `kind` is "rule" (one check, test 0) or "sandbox" (test cases); where a judge scores, this is not asked.
         `prompt` is the prompt's number in the trace, the same in every epoch; `limit_s` is the limit of the experiment.
-        A longer run is ended there, and with it the job: the response gets no reward.
+        A longer run is ended there, and with it the job (no later case is asked about): the reward is 0.
         """
         return limit_s
 

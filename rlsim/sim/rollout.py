@@ -161,7 +161,7 @@ class Rollout(RolloutState):
                 replica.at_boundary(lambda r=replica: r.set_cost(self._step_cost(r.node, r.gpus)))  # type: ignore[misc]
 
     def _give(self, replica: Replica, requests: Sequence[Request]) -> None:
-        self._left_on[replica.node] += len(requests)
+        self._unfinished_on[replica.node] += len(requests)
         if self._ranks:
             for request in requests:
                 place = self._stage.control.priority(view_of(request, request.context, running=False))
@@ -175,7 +175,7 @@ class Rollout(RolloutState):
     ) -> tuple[list[Request], list[Request]]:
         """Take requests (all, unless named) out of a replica at its boundary: the running ones, and the others."""
         running, others = replica.drain(left) if ids is None else replica.remove(ids, left)
-        self._left_on[replica.node] -= len(running) + len(others)
+        self._unfinished_on[replica.node] -= len(running) + len(others)
         for request in (*running, *others):
             del self._at[request.id]
             request.end_run(replica.version, request.generated)
@@ -205,7 +205,7 @@ class Rollout(RolloutState):
         """Give requests without KV to the active replicas with the least context; keep them while there is none."""
         load = {replica.index: replica.context_tokens() for replica in self.active()}
         for request in requests:
-            request.has_kv = False
+            request.kv_arrived = False
         if load:
             self._deal(by_context(requests, load))
         else:
@@ -261,7 +261,7 @@ class Rollout(RolloutState):
     def break_off(self) -> None:
         """The run is over: bring the tokens of what is running up to date, and take everything out."""
         for replica in self.active():
-            replica.settle()
+            replica.catch_up()
             self._take(replica, "stopped")
         if self._trajectories:
             self._trajectories.forget(self._requests.values())
@@ -282,14 +282,14 @@ class Rollout(RolloutState):
             self.finished_lengths += lengths
             shortest, longest = self.finished_tokens
             self.finished_tokens = min(shortest or lengths[0], *lengths), max(longest, *lengths)
-        self._left -= len(left) - len(acting)
-        self._left_on[replica.node] -= len(left)
+        self._unfinished -= len(left) - len(acting)
+        self._unfinished_on[replica.node] -= len(left)
         if self._stage.on_finish and finished:
             self._stage.on_finish(finished)
         self._look_after(replica)
         if self._trajectories:
             self._trajectories.call(acting, replica)
-        if self._left == 0:
+        if self._unfinished == 0:
             self._none_left()
         if self._asks and len(acting) < len(left) and not self.done.triggered:
             self._just_finished.add(replica.node)
@@ -303,7 +303,7 @@ class Rollout(RolloutState):
             home = self._at.get(request.id)
             if request.at_limit:
                 paused = True
-                self._left -= 1
+                self._unfinished -= 1
             elif self._trajectories.sticky and home and home.stopped is None:
                 self._give(home, [request])
                 continue
@@ -313,7 +313,7 @@ class Rollout(RolloutState):
                 home.unpin(request)
         if elsewhere:
             self._deal_to_active(elsewhere)
-        if self._left == 0:
+        if self._unfinished == 0:
             self._none_left()
         if paused and self._asks and not self.done.triggered:
             self.ask()
@@ -346,7 +346,7 @@ class Rollout(RolloutState):
         self._due |= due
 
     def _ask(self) -> None:
-        due = sorted((method, i) for method, i in self._due if method != "on_timer" or self._left)
+        due = sorted((method, i) for method, i in self._due if method != "on_timer" or self._unfinished)
         self._due = set()
         if self.done.triggered or self._stopping:
             return
@@ -366,7 +366,7 @@ class Rollout(RolloutState):
 
     def _set_timer(self) -> None:
         """Plan the next call of an `on_timer`; none while nothing is unfinished, or nothing else is going to happen."""
-        if self._asked["on_timer"] and self._left and not self._ticks and self.env.peek() < math.inf:
+        if self._asked["on_timer"] and self._unfinished and not self._ticks and self.env.peek() < math.inf:
             self._ticks, now = True, self.env.now * (1 + ONE_MOMENT)
             next_at = [
                 self.started_at + every_s * (math.floor((now - self.started_at) / every_s) + 1)
@@ -491,7 +491,7 @@ class Rollout(RolloutState):
         version = max(version, self.updates.together)  # where all have been updated meanwhile
         for replica, (running, _) in zip(old, drained, strict=True):
             for request in running:
-                request.has_kv = kv == "migrate" and self.updates.keeps(replica.version, version)
+                request.kv_arrived = kv == "migrate" and self.updates.keeps(replica.version, version)
         self._restart(node, tp, version, [*holding, *others])
 
     def _restart(self, node: int, tp: int, version: int, requests: Sequence[Request] = ()) -> None:
@@ -558,7 +558,7 @@ class Rollout(RolloutState):
         arrivals = [r for r, _, _ in moving]
         for request, _, version in moving:
             fits = version is not None and self.updates.keeps(version, to.version)
-            request.has_kv = fits and kv == "migrate"
+            request.kv_arrived = fits and kv == "migrate"
         self._bound_for[to.node] -= len(arrivals)
         if to.stopped is None or (self._stopping and not to.stopped.triggered):
             self._give(to, arrivals)
@@ -635,8 +635,8 @@ class Rollout(RolloutState):
         for request in requests:
             self._requests[request.id] = request
         self._longest = None
-        idle = not self._left
-        self._left += len(requests)
+        idle = not self._unfinished
+        self._unfinished += len(requests)
         self.launched += len(requests)
         self._set_timer()
         if launch.to and (wanted := [replica for replica in self.active() if replica.index in launch.to]):
@@ -650,7 +650,7 @@ class Rollout(RolloutState):
         paused = [r for r in requests if r.at_limit and not (r.finished or r.aborted or self._is_away(r.id))]
         for request in paused:
             request.allow(tokens)
-        self._left += len(paused)
+        self._unfinished += len(paused)
         self._set_timer()
         self._deal_to_active(paused)
 
@@ -662,14 +662,14 @@ class Rollout(RolloutState):
         self.aborted += 0 if isinstance(action, Surplus) else len(requests)
         for request in requests:
             request.aborted = True
-            self._left -= 1
+            self._unfinished -= 1
         if self._trajectories:
             self._trajectories.end(requests)
         if self._stage.on_abort:
             self._stage.on_abort(requests)
         if self._trajectories:
             self._trajectories.end_turn()
-        if self._left == 0:
+        if self._unfinished == 0:
             self._none_left()
 
     def _stop(self) -> Generator[simpy.Event, Any, None]:

@@ -79,7 +79,7 @@ class _Run:
                 self.generation.end(state)
             self.outcome.responses.append(state.responses())
             state.forget()
-        self.outcome.settle()
+        self.outcome.assign_steps()
         self.outcome.spans.sort(key=attrgetter("start_at", "gpus"))
         return self.outcome
 

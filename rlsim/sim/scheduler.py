@@ -1,4 +1,4 @@
-"""What a replica runs next: first come first served admission, chunks of prompts, preemption when pages run out.
+"""What a replica runs next: admission (pinned, by priority, first come first served), chunks of prompts, preemption.
 
 docs/engine.md has the rules.
 """
@@ -79,7 +79,7 @@ class Scheduler:
         return batch.tokens - shared * self._config.page_tokens
 
     def arrive(self, requests: Sequence[Request]) -> None:
-        self._kv_arrived |= any(r.has_kv for r in requests)
+        self._kv_arrived |= any(r.kv_arrived for r in requests)
         self.waiting.extend(requests)
         self._by_priority |= any(r.priority for r in requests)
         if self.pinned or self._by_priority:  # the pinned first: what they keep is of use to nobody else
@@ -96,10 +96,10 @@ class Scheduler:
                 self._batch.cache.hold(request, fills=True)
 
     def schedule(self, now: float) -> list[Chunk]:
-        """Evict and admit at a boundary: a chunk of each of the first prefilling, none if the batch decodes alone."""
+        """Preempt and admit at a boundary: a chunk of each of the first prefilling, none if the batch decodes alone."""
         batch = self._batch
         if batch.pages + self._prefill_pages > batch.room_pages:
-            self._evict(now)
+            self._preempt(now)
         if batch.cache:  # which may have begun just now
             batch.cache.boundary += 1
         if not (self.waiting or self.prefilling):
@@ -201,7 +201,7 @@ class Scheduler:
         self._prefill_pages -= self._batch.pages_of(request.context)
         request.order = request.prefill_left = 0
 
-    def _evict(self, now: float) -> None:
+    def _preempt(self, now: float) -> None:
         """Unpin, then preempt, the most recent until the pages suffice."""
         self._begin_to_cache()
         if self._batch.cache:
@@ -259,7 +259,7 @@ class Scheduler:
                 free = self.free_pages
                 continue
             needed = context - found * page
-            if not request.has_kv and (left <= 0 if chunked else left < needed and left < budget):
+            if not request.kv_arrived and (left <= 0 if chunked else left < needed and left < budget):
                 break
             waiting.popleft()
             if request in self.pinned:
@@ -278,12 +278,12 @@ class Scheduler:
                 request.tps += self._tps
             free -= pages - held
             if cache:
-                cache.hold(request, request.has_kv or (self._hits_scheduled and not (chunked and needed > left)))
+                cache.hold(request, request.kv_arrived or (self._hits_scheduled and not (chunked and needed > left)))
                 request.hit_tokens = found * page
                 if cache.idle_pages > free:
                     cache.evict(free)
-            if request.has_kv:
-                request.has_kv = False
+            if request.kv_arrived:
+                request.kv_arrived = False
                 request.decoding_at = now
                 batch.join([request])
                 continue
@@ -296,7 +296,7 @@ class Scheduler:
         if self._kv_arrived:  # KV that found no place on arrival is dropped
             self._kv_arrived = False
             for request in waiting:
-                request.has_kv = False
+                request.kv_arrived = False
         if not self.prefilling:
             return []
         return self._work(budget) if chunked else [Chunk(r.prefill_left, r.hit_tokens) for r in self.prefilling]

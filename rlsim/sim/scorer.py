@@ -14,7 +14,7 @@ from typing import Any
 import simpy
 
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.sim.moment import settled
+from rlsim.sim.moment import until_over
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 
@@ -97,7 +97,7 @@ class _PrefillReplica:
     def _run(self) -> Generator[simpy.Event, Any, None]:
         env = self._env
         while True:
-            yield from settled(env)  # what comes at one moment is taken together
+            yield from until_over(env)  # what comes at one moment is taken together
             if self._closed or not self._queue:
                 self._say(False)
                 if self._closed:

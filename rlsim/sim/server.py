@@ -88,7 +88,7 @@ class InferenceServer:
     def break_off(self) -> None:
         """The run is over: what is still unanswered is dropped at this moment."""
         for replica in self._replicas:
-            replica.settle()
+            replica.catch_up()
             replica.drain("stopped")
             replica.retire()
 

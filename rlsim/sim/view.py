@@ -44,8 +44,8 @@ class RolloutState:
         self.finished = 0  # responses finished so far
         self.finished_lengths: list[int] = []  # of these, where a control is asked
         self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
-        self._left = len(self._requests)
-        self._left_on = dict.fromkeys(range(len(self.mesh)), 0)
+        self._unfinished = len(self._requests)
+        self._unfinished_on = dict.fromkeys(range(len(self.mesh)), 0)
         self._tp = dict.fromkeys(range(len(self.mesh)), borrowing.there.tp if borrowing else tp)
         self._tp |= dict.fromkeys(range(self.own_nodes), tp)
         self._used_tps: dict[int, set[int]] = {}  # by node: degrees of this run
@@ -62,7 +62,7 @@ class RolloutState:
 
     @property
     def unfinished(self) -> int:
-        return self._left
+        return self._unfinished
 
     @property
     def size(self) -> int:
@@ -85,7 +85,7 @@ class RolloutState:
 
 
 class RequestView(NamedTuple):
-    """An unfinished request as a scheduler may know it."""
+    """An unfinished request as a policy may know it."""
 
     id: int
     position: int  # of its prompt in training order: responses to one prompt share it
@@ -101,7 +101,7 @@ class RequestView(NamedTuple):
 
 
 class ToolCallView(NamedTuple):
-    """A trajectory that leaves for a tool call, as a scheduler may know it."""
+    """A trajectory that leaves for a tool call, as a policy may know it."""
 
     request: RequestView
     calls: int  # that it made before
@@ -179,9 +179,9 @@ class RolloutView:
         return tuple(self._rollout.finished_lengths)
 
     def unfinished(self, node: int | None = None) -> int:
-        """Requests neither finished, aborted nor paused, on one node or on all. Cheap."""
+        """Requests neither finished, aborted nor paused; of a node, without those at tools or on their way. Cheap."""
         rollout = self._rollout
-        return rollout._left if node is None else rollout._left_on[node]
+        return rollout._unfinished if node is None else rollout._unfinished_on[node]
 
     def generated(self, node: int) -> Mapping[int, int]:
         """How many of the node's unfinished requests have generated how many tokens. Cheap."""
@@ -253,7 +253,7 @@ class RolloutView:
         rollout = self._rollout
         if rollout.missing_share:
             return rollout.missing_share()
-        return rollout._left / rollout.launched if rollout.launched else 0.0
+        return rollout._unfinished / rollout.launched if rollout.launched else 0.0
 
     def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
         """The active replicas of one node or of all, with their requests."""

@@ -71,8 +71,8 @@ class WindowTokens:
         return InWindows(padded - share * padded_tokens, share)
 
 
-class ChunkTokens:
-    """What running requests read where layers attend to the tokens of the same chunk of `chunk` only (llama4).
+class AttentionChunks:
+    """What running requests read where layers have chunked attention: each token to its own chunk of `chunk` tokens.
 
     The interface is that of `WindowTokens`; a request outgrows each of its chunks, and reads one token in the next.
     """
