@@ -59,7 +59,7 @@ class Simulation:
     on, `control` decides during generation, `reward` about reward calls. Steps follow each other as the workflow's
     edges allow. A call holds all GPUs of its placement from start to end, but a `Release` frees some early, windows
     give all back in between, rewards take none (the generation before holds what a judge shares), and edges of the
-    grain `sample` let a call work on samples as they come, on whichever of its replicas' GPUs are free. `scorers` are the
+    grain `sample` let a call work on samples as they come, on whichever of its replicas' GPUs are free. `scorers`:
     engines of the calls that take responses by the chunk, by call name.
     """
 
