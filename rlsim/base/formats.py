@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlsim.base.catalogue import DATA
+from rlsim.base.refusals import code_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Row = Mapping[Any, Any]
-#: The columns of a table: by heading, how a row of figures is written there.
-Columns = dict[str, Callable[[Row], str]]
 
 
 def is_missing(value: Any) -> bool:
@@ -67,23 +70,31 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def column(name: str, shown: Callable[..., str] = str, *how: Any) -> Callable[[Row], str]:
-    """The figure `name` of a row, as `shown(figure, *how)` writes it."""
-    return lambda row: shown(row[name], *how)
+class Column(NamedTuple):
+    """A row of `rlsim/data/tables.csv`: a heading, a cell as an expression over the figures of its row, and when there
+    is such a column."""
+
+    tables: str
+    heading: str
+    of: str
+    when: str
+    meaning: str  # for people; of some tables
 
 
-def written(columns: Columns, rows: Iterable[Row]) -> list[list[str]]:
-    """The cells of a table."""
-    return [[cell(row) for cell in columns.values()] for row in rows]
+@cache
+def columns_of(table: str) -> tuple[Column, ...]:
+    """The columns that a table may have."""
+    with (DATA / "tables.csv").open(encoding="utf-8", newline="") as file:
+        return tuple(row for row in map(Column._make, csv.reader(file)) if table in row.tables.split())
 
 
-#: GPUs that do nothing, of those that generate and of those that train, where these are different ones.
-APART: Columns = {"rollout idle": column("rollout_idle", share), "trainer idle": column("trainer_idle", share)}
-#: Weight updates by which the responses trained on are behind.
-STALE: Columns = {"stale": column("staleness_mean", number), "stale p95": column("staleness_p95", number, 1)}
+def written(table: str, figures: pd.DataFrame, **known: Any) -> dict[str, list[str]]:
+    """The columns of a table of these rows of figures, by heading; expressions know what is `known`, too.
 
-
-def relaxed(summary: pd.DataFrame) -> Columns:
-    """What relaxed synchrony costs and leaves idle: `APART` and `STALE`, each where a row of the summary has it."""
-    apart, stale = summary["rollout_idle"].notna().any(), (summary["staleness_max"] > 0).any()
-    return {**(APART if apart else {}), **(STALE if stale else {})}
+    Conditions may ask whether `some` row has more than 0 of a figure, and whether it is `known` of any.
+    """
+    facts = {**globals(), **known}
+    facts |= {"some": lambda name: (figures[name] > 0).any(), "known": lambda name: figures[name].notna().any()}
+    there = {one.heading: one.of for one in columns_of(table) if not one.when or eval(code_of(one.when), facts)}
+    rows: Any = figures.to_dict("records")
+    return {name: [eval(code_of(of), facts, {**row, "row": row}) for row in rows] for name, of in there.items()}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlsim.base.formats import Columns, Row, column, number, rate, relaxed, share, with_interval, written
+from rlsim.base.formats import Row, written
 from rlsim.cli.common import PRINTED, Json, Quiet, paths_only, write_json
-from rlsim.cli.tables import Table, print_tables, setting_texts, table
+from rlsim.cli.tables import Table, of_columns, print_tables, setting_texts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,32 +112,13 @@ def _groups(found: Comparison) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
     """The run table, and what each is compared with."""
-    from rlsim.experiment.summary import RATIOS
-
-    records = rows.to_dict("records")
-    where: Columns = {"in": lambda row: letters[row["directory"]]} if letters else {}
-    means: Columns = {
-        **where,
-        "system": lambda row: row["system"] + (f" ({row['tuned']})" if row["tuned"] else ""),
-        "responses/s": column("responses_per_s", rate),
-        "tokens/s": column("tokens_per_s", number, 0),
-        "step s": column("step_time_s", number, 1),
-        "gen s": column("gen_time_s", number, 1),
-        "90% by": column("gen_p90_time_s", number, 1),
-        "bubble": column("bubble_fraction", share, 1),
-        "tail": column("tail_fraction", share),
-        **relaxed(rows),
-    }
-    yield table(means, written(means, records), words=len(where) + 1)
-    ratios = zip(HEADINGS, RATIOS, strict=True)
-    speedups: Columns = {
-        **where,
-        "system": column("system"),
-        "against": lambda row: _against(row, letters) + ("" if row["paired"] else "*"),
-        **{heading: partial(with_interval, name=name) for heading, name in ratios},
-    }
-    if compared := [row for row in records if row["baseline"] and not row["is_baseline"]]:
-        yield table(speedups, written(speedups, compared), words=len(where) + 2)
+    where = {"in": [letters[one] for one in rows["directory"]]} if letters else {}
+    yield of_columns({**where, **written("compare", rows)}, words=len(where) + 1)
+    compared = rows[(rows["baseline"] != "") & ~rows["is_baseline"]]
+    if len(compared):
+        where = {"in": [letters[one] for one in compared["directory"]]} if letters else {}
+        ratios = written("against", compared, against=lambda row: _against(row, letters))
+        yield of_columns({**where, **ratios}, words=len(where) + 2)
 
 
 def _chart(found: Comparison) -> Any:

@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlsim.base.formats import (
-    Columns,
-    column,
-    number,
-    rate,
-    relaxed,
-    share,
-    with_choice,
-    with_half,
-    with_model,
-    written,
-)
+from rlsim.base.formats import written
 from rlsim.cli.common import (
     PRINTED,
     Certainty,
@@ -37,7 +26,7 @@ from rlsim.cli.common import (
     with_options,
     write_json,
 )
-from rlsim.cli.tables import VERDICT_LEGEND, Table, print_ledgers, print_tables, relaxed_legend, table
+from rlsim.cli.tables import VERDICT_LEGEND, Table, of_columns, print_ledgers, print_tables, relaxed_legend
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -171,26 +160,15 @@ def _tables(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict) -> 
     """Of a case the comparison, where the step's time goes, and what asynchrony costs and leaves idle, if anything."""
     yield _comparison(result, case, rows, verdict)
     yield _parts(rows)
-    if more := relaxed(rows):
-        yield _relaxed(rows, more)
+    if len(more := written("relaxed", rows)) > 1:
+        yield of_columns(more, caption=relaxed_legend(more).removeprefix("; "))
 
 
 def _comparison(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict) -> Table:
     seeds, tuned = len(result.manifest["seeds"]), result.manifest["tuned"].get(case, {})
-    columns: Columns = {
-        "system": lambda row: with_choice(str(row["system"]), tuned),
-        "responses/s": column("responses_per_s", rate),
-        "speedup": column("speedup", number),
-        "by tokens": column("token_speedup", number),
-        "95% interval": lambda row: verdict[row["system"]].interval,
-        "verdict": lambda row: verdict[row["system"]].outcome,
-        "step s": lambda row: with_model(row, "step_time_s"),
-        "bubble": column("bubble_fraction", share, 1),
-        "tail": column("tail_fraction", share),
-    }
-    found = table(
+    columns = written("run", rows, tuned=tuned, verdict=verdict)
+    found = of_columns(
         columns,
-        written(columns, rows.to_dict("records")),
         title=" · ".join(part for part in (result.manifest["experiment"]["name"], case) if part),
         caption=f"means of {seeds} seed{'s' * (seeds > 1)}; responses/s: trained on, per second\n"
         f"speedup: responses/s over those of {verdict.baseline}; by tokens: the same of trained tokens\n"
@@ -201,38 +179,14 @@ def _comparison(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict)
 
 def _parts(rows: pd.DataFrame) -> Table:
     """Where a step's time goes, and throughput in tokens."""
-    from rlsim.experiment.columns import ACTED
-
-    parts = {"gen": "gen_exposed_s", "prep": "prep_time_s", "train": "train_time_s", "sync": "sync_time_s"}
-    legend = f"seconds of a step, each in one of {', '.join(parts)}"
-    if rows["waiting_time_s"].max() > ROUNDING * rows["step_time_s"].max():
-        parts["wait"] = "waiting_time_s"
-        legend = legend.replace("one of", "one of wait (no call of any step ran),")
+    waits = bool(rows["waiting_time_s"].max() > ROUNDING * rows["step_time_s"].max())
     overlaps = bool((rows["gen_time_s"] - rows["gen_exposed_s"] > ROUNDING * rows["gen_time_s"]).any())
-    wasted, switches = rows["wasted_fraction"].max() > 0, bool(rows["switches"].max() > 0)
-    columns: Columns = {
-        "system": column("system"),
-        **{heading: column(name, number, 1) for heading, name in parts.items()},
-        "whole gen" if overlaps else "gen": lambda row: with_half(row, "gen_time_s"),
-        "90% by": column("gen_p90_time_s", number, 1),
-        **({"paused": column("switch_time_s", number, 1)} if switches else {}),
-        **{name: column(name, number, 1) for name in ACTED if rows[name].max() > 0},
-        "tokens/s": column("tokens_per_s", number, 0),
-        "generated/s": column("generated_tokens_per_s", number, 0),
-        **({"wasted": column("wasted_fraction", share)} if wasted else {}),
-        "bound": column("bound_share", share),
-    }
+    columns = written("parts", rows, waits=waits, overlaps=overlaps)
+    legend = f"seconds of a step, each in one of {'wait (no call of any step ran), ' * waits}gen, prep, train, sync"
     legend += "; gen: waited for, of any step; whole gen: its own" if overlaps else ""
-    legend += "; paused: for switches" if switches else ""
+    legend += "; paused: for switches" if "paused" in columns else ""
     for name, what in {"moved": "responses", "released": "replicas", "aborted": "responses"}.items():
-        legend += f"; {name}: {what}" if rows[name].max() > 0 else ""
+        legend += f"; {name}: {what}" if name in columns else ""
     legend += "\ntokens/s: trained on, prompts counted; generated/s: tokens of responses, trained on or not"
-    legend += "; wasted: of the generated tokens" if wasted else ""
-    return table(columns, written(columns, rows.to_dict("records")), caption=f"{legend}; bound: lower bound / gen")
-
-
-def _relaxed(rows: pd.DataFrame, more: Columns) -> Table:
-    """How stale what is trained on is, and how long either side has nothing to do."""
-    columns: Columns = {"system": column("system"), **more}
-    caption = relaxed_legend(more).removeprefix("; ")
-    return table(columns, written(columns, rows.to_dict("records")), caption=caption)
+    legend += "; wasted: of the generated tokens" if "wasted" in columns else ""
+    return of_columns(columns, caption=f"{legend}; bound: lower bound / gen")

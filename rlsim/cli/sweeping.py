@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlsim.base.formats import Columns, column, number, rate, relaxed, share, written
+from rlsim.base.formats import written
 from rlsim.cli.common import (
     PRINTED,
     Certainty,
@@ -25,7 +25,7 @@ from rlsim.cli.common import (
     with_options,
     write_json,
 )
-from rlsim.cli.tables import VERDICT_LEGEND, print_tables, relaxed_legend, setting_texts, table
+from rlsim.cli.tables import VERDICT_LEGEND, of_columns, print_tables, relaxed_legend, setting_texts, table
 
 if TYPE_CHECKING:
     from rlsim.results.sweeps.points import Definition
@@ -174,29 +174,16 @@ def _print(found: SweepResult, definition: Definition) -> None:
     if 0 < len(summary) <= MOST_ROWS:
         axes = [axis.name for axis in found.axes]
         names = [*axes, *(["case"] if summary["case"].any() else []), "system"]
-        texts = zip(*(setting_texts(summary[name].tolist()) for name in names), strict=True)
+        texts = [setting_texts(summary[name].tolist()) for name in names]
         verdicts = {
             (point, case): judge(rows, str(found.record(str(point))["baseline"]))
             for (point, case), rows in summary.groupby(["point", "case"], sort=False)
         }
-        more = relaxed(summary)
-        columns: Columns = {
-            "responses/s": column("responses_per_s", rate),
-            "speedup": column("speedup", number),
-            "by tokens": column("token_speedup", number),
-            "95% interval": lambda row: verdicts[row["point"], row["case"]][row["system"]].interval,
-            "verdict": lambda row: verdicts[row["point"], row["case"]][row["system"]].outcome,
-            "step s": column("step_time_s", number, 1),
-            "gen s": column("gen_time_s", number, 1),
-            "bubble": column("bubble_fraction", share),
-            "tail": column("tail_fraction", share),
-            **more,
-        }
-        figures = written(columns, summary.to_dict("records"))
-        shown = [[*text, *cells] for text, cells in zip(texts, figures, strict=True)]
+        columns = written("sweep", summary, verdicts=verdicts)
         caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens\n"
-        caption += VERDICT_LEGEND + relaxed_legend(more)
-        found_table = table([*names, *columns], shown, words=len(names), caption=caption)
+        caption += VERDICT_LEGEND + relaxed_legend(columns)
+        named = dict(zip(names, texts, strict=True))
+        found_table = of_columns({**named, **columns}, words=len(names), caption=caption)
         print_tables([replace(found_table, words=(*range(len(names)), len(names) + 4))])
     console = Console(soft_wrap=True)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")

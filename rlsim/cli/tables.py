@@ -6,7 +6,7 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,11 @@ def _width(text: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(text)
+
+
+def of_columns(columns: Mapping[str, Sequence[str]], **more: Any) -> Table:
+    """A table by its columns; `more` as in `table`."""
+    return table(columns, zip(*columns.values(), strict=True), **more)
 
 
 def table(

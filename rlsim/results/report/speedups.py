@@ -7,19 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.base.formats import (
-    Columns,
-    column,
-    number,
-    rate,
-    relaxed,
-    share,
-    with_choice,
-    with_half,
-    with_model,
-    written,
-)
-from rlsim.experiment.columns import ACTED
+from rlsim.base.formats import columns_of, written
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.results.comparison.verdict import RATES, Verdict, judge, outcome
@@ -34,25 +22,6 @@ VERDICTS: dict[str, tuple[str, str]] = {
     "slower": ("#D55E00", "triangle-left"),
     "not comparable": ("#7A7A7A", "cross"),
     "baseline": ("#000000", "diamond"),
-}
-#: What the columns of the table of means are, by their headings.
-_MEANINGS = {
-    "responses/s": "trained on, per second of step time",
-    "speedup": "responses trained on per second, over the baseline's",
-    "by tokens": "the same of tokens, prompts counted",
-    "95% interval": "of the speedup, or by tokens where systems train on other lengths; over seeds and, where these "
-    "were drawn, over the calibration's errors; it decides the verdict",
-    "step (s)": "± is half the 95% interval of a mean, by how far its own steps differ in all seeds; brackets: the "
-    "95% interval over the calibration's errors, where they were drawn",
-    "tokens/s": "trained on, prompts counted",
-    "idle": "share of GPU time",
-    "tail": "share of busy GPU time that decodes at less than half of the full batch's throughput",
-    "wasted": "share of the generated tokens that is not trained on",
-    "switches": "changes of a node's TP, a step",
-    "moved": "responses moved from one replica to another, a step",
-    "released": "replicas given up before the end of generation, a step",
-    "aborted": "responses dropped unfinished, a step",
-    "bound": "lower bound of generation over generation time; 100% is the best possible",
 }
 
 
@@ -129,30 +98,14 @@ def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
             blocks.append(setup.figure("speedups", drawn, verdict=verdict, seeds=seeds, over=over, other=other))
         blocks.append(_comparison_table(rows, verdict, result, setup))
     shown = {heading for block in blocks if isinstance(block, Table) for heading in block.headings}
-    said = ". ".join(f"{heading}: {meaning}" for heading, meaning in _MEANINGS.items() if heading in shown)
+    meanings = {column.heading: column.meaning for column in columns_of("report") if column.meaning}
+    said = ". ".join(f"{heading}: {meaning}" for heading, meaning in meanings.items() if heading in shown)
     blocks.append(Text(f"Means of the steady steps. {said}."))
     return Section("speedups", "Which system is fastest", tuple(blocks))
 
 
 def _comparison_table(rows: pd.DataFrame, verdict: Verdict, result: Result, setup: CaseSetup) -> Table:
     tuned = result.manifest["tuned"].get(setup.case, {})
-    wasted = (rows["wasted_fraction"] > 0).any()
-    columns: Columns = {
-        "system": lambda row: with_choice(str(row["system"]), tuned),
-        "responses/s": column("responses_per_s", rate),
-        "speedup": column("speedup", number, 3),
-        "by tokens": column("token_speedup", number, 3),
-        "95% interval": lambda row: verdict[row["system"]].interval,
-        "verdict": lambda row: verdict[row["system"]].outcome,
-        "step (s)": lambda row: with_model(row, "step_time_s"),
-        "generation (s)": lambda row: with_half(row, "gen_time_s"),
-        "tokens/s": column("tokens_per_s", number, 0),
-        "idle": column("bubble_fraction", share, 1),
-        "tail": column("tail_fraction", share, 1),
-        **({"wasted": column("wasted_fraction", share, 1)} if wasted else {}),
-        **{name: column(name, number, 1) for name in ACTED if (rows[name] > 0).any()},
-        "bound": column("bound_share", share),
-        **relaxed(rows),
-    }
-    texts = written(columns, rows.to_dict("records"))
+    columns = written("report", rows, tuned=tuned, verdict=verdict)
+    texts = list(zip(*columns.values(), strict=True))
     return Table(setup.named("Means over steps and seeds"), tuple(columns), texts, words=frozenset({5}))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from rlsim.base.formats import STALE, Columns, column, is_missing, number, rate, share, written
+from rlsim.base.formats import is_missing, rate, written
 from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import comparable
 from rlsim.results.comparison.verdict import decided, judge
@@ -369,18 +369,9 @@ def sweep_findings(
 
 def sweep_table(frame: pd.DataFrame, axes: Sequence[str], most: int = 500) -> Table:
     """The axes' values, system, throughput, speedups and step time of the first `most` rows."""
-    columns: Columns = {
-        **{axis: column(axis, label) for axis in axes},
-        "system": column("system"),
-        "responses/s": column(RATE, rate),
-        "speedup": column(SPEEDUP, number, 3),
-        "by tokens": column("token_speedup", number, 3),
-        "step (s)": column("step_time_s", number),
-        "idle": column("bubble_fraction", share, 1),
-        "tail": column("tail_fraction", share, 1),
-        **(STALE if (frame["staleness_max"] > 0).any() else {}),
-    }
+    shown = frame.head(most)
+    columns = {axis: [label(value) for value in shown[axis]] for axis in axes} | written("sweep-page", shown)
     caption = "Points of the sweep" + (f", the first {most:,} of {len(frame):,} rows" if len(frame) > most else "")
     caption += ". Speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
-    rows = written(columns, frame.head(most).to_dict("records"))
+    rows = list(zip(*columns.values(), strict=True))
     return Table(caption, tuple(columns), rows, words=frozenset({len(axes)}))
