@@ -102,7 +102,7 @@ class Draw:
         return math.exp(family * errors.family + level * errors.rollout + tilt * errors.tilt * doublings)
 
     def of_level(self) -> Draw:
-        """The same where a model's level was measured at another TP: it is off by what one TP is off by itself."""
+        """The same where a model's level was measured at another TP: `family` errs no more than one TP's own."""
         errors = self.errors
         return replace(self, errors=replace(errors, family=min(errors.family, errors.rollout)))
 

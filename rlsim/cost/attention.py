@@ -245,10 +245,10 @@ class SparseLatent(Latent):
         self._index, self.window_tokens = attention.index, attention.index.topk
         self._made_flop = 2.0 * self._heads * self._made * attention.kv_rank
         self._flop = 2.0 * self._heads * (attention.head_elements + attention.kv_rank)
-        read_s = attention.head_elements * KV_BYTES[fit.kv_precision]
+        read_bytes = attention.head_elements * KV_BYTES[fit.kv_precision]
         ref = operators.reference
-        computed_s = 2.0 * padded_heads(self._heads) * (attention.head_elements + attention.kv_rank)
-        self._least_s = max(read_s / ref.memory_bytes_per_s, computed_s / ref.bf16_flop_per_s)
+        flop = 2.0 * padded_heads(self._heads) * (attention.head_elements + attention.kv_rank)
+        self._least_s = max(read_bytes / ref.memory_bytes_per_s, flop / ref.bf16_flop_per_s)
 
     @property
     def parts(self) -> tuple[LayerAttention, ...]:

@@ -55,7 +55,7 @@ def _line(
 
 
 class DecodeKernels:
-    """Attention of one new token for each sequence. Work: bytes of the KV; KV heads of all sequences, and these.
+    """Attention of one new token for each sequence. Work: bytes of the KV; sequences times KV heads, and sequences.
 
     Raises `CalibrationError` for a table over other axes.
     """

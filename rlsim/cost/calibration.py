@@ -1,8 +1,8 @@
 """The fitted constants of one GPU under one engine: `calibration/<gpu>-<engine>.yaml`, or another GPU's carried over.
 
-A calibration holds few numbers, each the outcome of a fit to measured kernels, and says where the measurements
-are from and how far off the fit is on shapes it has not seen. Efficiencies are relative to the data-sheet figures in
-`reference`, which travel with them.
+A calibration holds few numbers, most of them fitted to measured kernels (defaults are published figures), and says
+where the measurements are from and how far off the fit is on shapes it has not seen. Efficiencies are relative to the
+data-sheet figures in `reference`, which travel with them.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class RuntimeFit(Fitted):
 class TrainingFit(Fitted):
     """Training efficiency, fitted elsewhere (see its source)."""
 
-    flop_efficiency: dict[str, Share] = Field(description="framework -> share of peak bf16 FLOP/s in GEMMs")
+    flop_efficiency: dict[str, Share] = Field(description="framework -> share of peak bf16 FLOP/s in linear layers")
     forward_efficiency: dict[str, Share] = Field(
         default={}, description="framework -> the same of calls without gradient, where it is another one"
     )
@@ -222,9 +222,8 @@ class EngineFit(Fitted):
 
 
 class Known(NamedTuple):
-    """What whole iterations tell of a model at a TP: their table (`fit`), or else their level elsewhere.
-
-    `own`: the level is the model's at other TPs, not its family's.
+    """What measured iterations tell of a model at a TP: their table (`fit`) if they are of both; else their mean factor
+    (`level`), of the model at other TPs (`own`) or of its family.
     """
 
     fit: EngineFit | None = None
@@ -345,11 +344,11 @@ class Calibration(Fitted):
             )
 
     def known(self, model: Model, tp: int | None = None) -> Known:
-        """What whole iterations tell of `model` at `tp`; None: of replicas that none was measured of."""
-        kin = [fit for fit in self.iterations if fit.model_type == model.model_type]
-        own = [fit for fit in kin if fit.of(model)]
+        """What whole iterations tell of `model` at `tp`; None: at a degree that none was measured at."""
+        family = [fit for fit in self.iterations if fit.model_type == model.model_type]
+        own = [fit for fit in family if fit.of(model)]
         exact = next((fit for fit in own if fit.tp == tp), None)
-        levels = [fit.level for fit in own or kin]
+        levels = [fit.level for fit in own or family]
         return Known(exact, math.prod(levels) ** (1 / max(len(levels), 1)), bool(own))
 
 
@@ -382,7 +381,7 @@ def carried_to(calibration: Calibration, cluster: Cluster) -> Calibration:
 
 
 def _training(source: Calibration, gpu: str, reference: Reference) -> TrainingFit:
-    """The source's large GEMMs, with the GPU's own peak and memory bandwidth."""
+    """The source's shares in linear layers, at the GPU's own ratio of peak and memory bandwidth."""
     more = reference.flops_per_byte - source.reference.flops_per_byte
     shares = source.training.flop_efficiency.items()
     about = f"nothing of this is measured on {gpu}: large GEMMs are taken to reach the same share of its peak"

@@ -166,7 +166,7 @@ class Collectives:
         if gpus < counts[0]:
             return curves[counts[0]](size)
         if gpus > counts[-1]:
-            # Ring inside one large domain: the bytes each link carries hardly change, the number of hops does.
+            # Latency as through a tree, by log2 of the GPUs; the rest by what a link of a ring carries: (n − 1) / n.
             last, high = counts[-1], counts[-1]
             latency, rest = curves[last](0.0), curves[last](size) - curves[last](0.0)
             factor = ((gpus - 1) / gpus) / ((high - 1) / high)
@@ -243,7 +243,7 @@ class CollectiveTime(Protocol):
 
 
 class Groups:
-    """Times of collectives inside the groups of `layout` on `cluster`; `collectives` gives those of even groups.
+    """Times of collectives in the process groups of `layout` on `cluster`; `collectives` gives those of even groups.
 
     `sharded_over`: the ranks that share the states under HSDP; default: all of `shards`.
     """

@@ -2,8 +2,8 @@
 
 While nothing joins or leaves a replica, every step adds one token to each of its b sequences, so the context
 total T grows by b a step. With a step time piecewise linear in T, the time of n steps is a sum of arithmetic
-series, and how many steps fit into a time is a quadratic equation per segment. Nothing here approximates: the sums
-equal stepping one token at a time to rounding.
+series, and how many steps fit into a time is a quadratic equation per segment. The sums equal stepping one token at a
+time to rounding; what approximates is a curve (`times`, and `over_all` of equal contexts in chunks).
 """
 
 from __future__ import annotations

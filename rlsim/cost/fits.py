@@ -114,7 +114,7 @@ class KernelFit(Fitted):
 
 
 class Tile(Fitted):
-    """One block shape that a GEMM kernel may use."""
+    """One block shape that a GEMM kernel may use: the tile of the output that a thread block works on."""
 
     m: Count
     n: Count
@@ -263,7 +263,8 @@ class AcrossFit(Fitted):
     step_s: KernelSeconds = Field(description="from GPU to GPU of a node, in a tree")
     tree_hop_s: KernelSeconds = Field(description="beyond the link's latency, each time a tree goes to another node")
     message_s: KernelSeconds = Field(
-        description="for the network's proxy to post one message, in rings and all-to-alls"
+        description="for the network's proxy to post one message, in all-to-alls; a ring across nodes waits for it at "
+        "each hop inside them, too (NCCL's model)"
     )
     efficiency: Share = Field(description="share of the link that the largest messages reach")
     ramp: float = Field(ge=0, le=100, description="how much chunks and protocols of middling messages cost")

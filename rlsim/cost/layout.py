@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """GPUs that hold the same layers and tensor-parallel piece (or a part of it each, with `zero3`)."""
+        """Ranks with the same layers and tensor-parallel piece (`zero3`: parts of it): Megatron's DP × CP group."""
         return self.dp * self.cp
 
     @property

@@ -63,7 +63,7 @@ class RolloutMemory:
 
 
 def rollout_weight_bytes(model: Model, tp: int, pp: int = 1, layout: ReplicaLayout = PLAIN) -> float:
-    """Weights on one GPU of a replica: matrices, biases, embedding and head are sharded, norms and router replicated.
+    """Weights on one GPU of a replica: matrices, biases, embedding, LM head are sharded, norms and router replicated.
 
     KV projections are replicated when there are fewer KV heads than GPUs; of a quantised kv_b (latent attention) there
     is a copy in bf16, for decoding in the latent (vLLM's `process_weights_after_loading`), experts in MXFP4 are padded.

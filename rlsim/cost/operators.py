@@ -1,8 +1,9 @@
 """Seconds of single kernels on one GPU, from a calibration's few fitted constants.
 
-Every formula is a roofline, `launch + max(FLOPs / rate, bytes / bandwidth)`, refined by what decides how
-much of the peak a kernel reaches: whole waves of blocks over the SMs for GEMMs, parallelism for attention. What the
-formula's constants leave over is a factor fitted on a coarse grid (`Correction`), constant beyond its edges.
+Every formula is a roofline, `launch + |FLOPs / rate, bytes / bandwidth|` (a p-norm, near the larger: `cost.kernel`),
+refined by what decides how much of the peak a kernel reaches: whole waves of blocks over the SMs for GEMMs, parallelism
+for attention. What the formula's constants leave over is a factor fitted on a coarse grid (`Correction`), constant
+beyond its edges.
 
 Weights and KV are taken as **cold**: in a real decode step every layer's weights stream from device memory, because
 the other layers have displaced them from L2 since the step before. Kernel microbenchmarks repeat one small kernel

@@ -1,4 +1,4 @@
-"""A replica's iterations from whole steps at a few shapes: PAT's offline profile, sampled from another step cost."""
+"""A replica's iterations from whole steps at a few shapes: the offline profile of PAT (adaptive tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ class ProfileStep(StepCost):
     does.
 
     `curves` are the decode curves at the profiled batch sizes (ascending). `prefill_s[i][j]` are the seconds of one
-    prefill of `prefill_tokens[i]` new tokens in sequences of `prefill_lengths[j]` tokens. Outside the profiled
-    region the edge slope continues. Raises `CalibrationError` for grids that
-    do not fit together.
+    prefill of `prefill_tokens[i]` new tokens of the equivalent length `prefill_lengths[j]` (`prefill_s`). Outside the
+    profiled region the edge slope continues. Raises `CalibrationError` for grids that do not fit together.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ def _along(knots: Sequence[float], values: Sequence[float], x: float) -> float:
     return max(found, high) if x > knots[-1] else found
 
 
-#: Of a profile's prefill grid, in both directions: new tokens, and tokens per sequence.
+#: Of a profile's prefill grid, in both directions: new tokens, and the equivalent sequence length.
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -198,7 +197,7 @@ def profile_of(
 
 
 def prompts_of(tokens: int, length: int) -> list[Chunk]:
-    """Chunks of `tokens` new tokens in sequences of `length`, the cached part of longer ones included."""
+    """Chunks of `tokens` new tokens of equivalent length `length` (`ProfileStep.prefill_s`): 2 · prior + new."""
     if length >= tokens:
         return [Chunk(tokens, (length - tokens) // 2)]
     whole, rest = divmod(tokens, length)

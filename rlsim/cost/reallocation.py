@@ -132,9 +132,9 @@ class DataTransfer:
         """Seconds until `target` has the data that a call on `source` made.
 
         `total_bytes` are those of the whole batch: tokens times the bytes kept per token (token numbers,
-        log-probabilities, values, …). They lie, evenly, with the head of each data-parallel rank of the source: the
+        log-probabilities, values, …). They lie, evenly, with one holder in each data-parallel rank of the source: the
         first GPU of its last stage. Every GPU of a data-parallel rank of the target needs that rank's share, of which
-        each head sends its part by one broadcast. Zero if there are no bytes, or if all happens on one GPU.
+        each holder sends its part by one broadcast. Zero if there are no bytes, or if all happens on one GPU.
         Raises `ConfigError` for a placement beyond the cluster.
         """
         return self._between_s(total_bytes, *canonical(self.cluster, source, target))
@@ -314,7 +314,7 @@ def _parameter_wants(cluster: Cluster, common: Floats, source: Layout, target: L
 
 
 def _data_wants(total_bytes: float, source: Layout, target: Layout) -> _Wants:
-    """Every part of the batch that every target GPU needs, with the head that holds it."""
+    """Every part of the batch that every target GPU needs, with its holder."""
     pieces = math.ceil(source.dp / target.dp) + 1
     places = np.arange(target.gpus)
     place, nth = (x.ravel() for x in np.meshgrid(places, np.arange(pieces), indexing="ij"))
@@ -322,7 +322,7 @@ def _data_wants(total_bytes: float, source: Layout, target: Layout) -> _Wants:
     d = rank * source.dp // target.dp + nth
     overlap = np.minimum((rank + 1) * source.dp, (d + 1) * target.dp) - np.maximum(rank * source.dp, d * target.dp)
     last_stage = source.first_gpu + (source.pp - 1) * source.shards * source.tp
-    head, gpu = last_stage + d * source.cp * source.tp, target.first_gpu + place
-    keep = (overlap > 0) & (head != gpu)
+    holder, gpu = last_stage + d * source.cp * source.tp, target.first_gpu + place
+    keep = (overlap > 0) & (holder != gpu)
     size = total_bytes * overlap[keep] / (source.dp * target.dp)
-    return _Wants(head[keep], gpu[keep], rank[keep], size)
+    return _Wants(holder[keep], gpu[keep], rank[keep], size)

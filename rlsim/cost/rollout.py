@@ -37,11 +37,10 @@ class RolloutCostModel:
 
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU
     memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). `gpus` are
-    those of the cluster that generate (default: all). With `pp` stages a replica of n GPUs has TP n / pp, and what
-    follows calls n its degree; its stages lie side by side, or with `planned` as in a plan (`step_cost`).
-    `layout` says what else cuts it. `kv_offloading_bytes` is host memory for the KV
-    cache, of each GPU (0: none). `sampling_s_per_logit` and `graphs` as in `step_cost`. `drafts`: what it speculates
-    with.
+    those of the cluster that generate (default: all). Every `tp` of a method counts all GPUs of a replica: with `pp`
+    stages its tensor parallelism is tp / pp. Its stages lie side by side, or with `planned` as in a plan (`step_cost`).
+    `layout` says what else cuts it. `kv_offloading_bytes` is host memory for the KV cache, of each GPU (0: none).
+    `sampling_s_per_logit` and `graphs` as in `step_cost`. `drafts`: what it speculates with.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class RooflineStep(StepCost):
             )
         self.tp, self.layout, self.queries = tp, layout, queries
         self._domains = max(tp // per_domain, 1)
-        self._groups, self._group_tp = layout.attention_dp, layout.attention_tp(tp)
+        self._attention_dp, self._group_tp = layout.attention_dp, layout.attention_tp(tp)
         self._group_domains = max(self._group_tp // per_domain, 1)
         self._expert_tp = layout.expert_tp(tp)
         check_served(model, calibration)
@@ -201,13 +201,13 @@ class RooflineStep(StepCost):
 
     def own(self, count: N) -> N:
         """Sequences, tokens or rows of the group of GPUs that has most."""
-        return count if self._groups == 1 else type(count)(math.ceil(count / self._groups))
+        return count if self._attention_dp == 1 else type(count)(math.ceil(count / self._attention_dp))
 
     def _busiest(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         """The chunks of the group of GPUs that gets most new tokens, where the groups are dealt them evenly."""
-        if self._groups == 1:
+        if self._attention_dp == 1:
             return chunks
-        dealt = pack([chunk.new_tokens for chunk in chunks], min(self._groups, len(chunks)))
+        dealt = pack([chunk.new_tokens for chunk in chunks], min(self._attention_dp, len(chunks)))
         return [chunks[i] for i in max(dealt, key=lambda members: sum(chunks[i].new_tokens for i in members))]
 
     def _tokens_s(self, tokens: float, own: float | None = None) -> float:
@@ -227,7 +227,7 @@ class RooflineStep(StepCost):
     def _communication_s(self, tokens: float, own: float) -> tuple[float, float]:
         """Seconds of all layers' all-reduces and the embedding's, and of the exchanges around experts."""
         mixtures = sum(count for count, layer, _ in self._layers if isinstance(layer.mlp, Experts))
-        exchanged = mixtures if self._groups > 1 else 0
+        exchanged = mixtures if self._attention_dp > 1 else 0
         all_reduces = self._model.blocks + 1 - exchanged
         exchange_s = sum(
             count * self._exchange_s(tokens, own, layer.mlp)

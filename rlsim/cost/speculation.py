@@ -183,7 +183,7 @@ class Drafts:
         return DraftBytes(weights, kv_page_bytes(self.model, cut, 1))
 
     def synced(self, model: Model) -> float:
-        """Bytes that come with the new weights of `model`, over those without the draft."""
+        """How many times its own bytes come with the new weights of `model`, the draft's included."""
         return 1.0 + self.speculation.refresh * self.memory(1).weights / model.weight_bytes
 
 

@@ -39,7 +39,8 @@ class TrainStrategy:
       arXiv 2504.14960). Every ep · expert_tp GPUs hold all experts of a layer; those with the same ones reduce their
       gradients. `expert_tp` cuts every expert; default: `tp` without expert parallelism, else 1 (as in NeMo-RL and
       Megatron Bridge; Megatron-LM's own is `tp`). Neither matters to a model without experts.
-    - `expert_imbalance`: tokens of the busiest GPU's experts over the mean of the GPUs that share them.
+    - `expert_imbalance`: tokens of the busiest GPU's experts over the mean of the GPUs that share them (a rollout's
+      `ReplicaLayout.imbalance` is an exponent).
     - `micro_batch_tokens`: most tokens in one micro-batch of one data-parallel rank, summed over its sequences
       (veRL's `ppo_max_token_len_per_gpu`); a longer sequence gets a micro-batch of its own.
     - `log_prob_micro_batch_tokens`: the same for calls without gradient, if it is another one (veRL's
@@ -143,7 +144,7 @@ class TrainStrategy:
 
     @property
     def shards(self) -> int:
-        """GPUs that hold the same part of the model but for ZeRO, and reduce its gradients."""
+        """Ranks that hold the same layers and tensor-parallel piece, but for ZeRO: Megatron's DP × CP group."""
         return self.dp * self.cp
 
     @property
