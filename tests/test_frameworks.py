@@ -78,48 +78,8 @@ def without(text: str, *keys: str) -> str:
 
 
 ONE_STEP = without(FULLY, "async_training.", "rollout.total").replace("train_batch_size=0", "train_batch_size=64")
-
-
-def test_fully_async_scripts(tmp_path: Path) -> None:
-    draft = verl(tmp_path)
-    data = draft.data()
-    assert data["cluster"] == "8xh100"
-    assert system(draft) == [
-        {
-            "verl_fully_async": {
-                "tp": 1, "rollout_gpus": 2, "staleness_threshold": 0.5, "trigger_parameter_sync_step": 4,
-                "partial_rollout": True, "per_replica": 16, "recompute_log_probs": False,
-            }
-        }
-    ]  # fmt: skip
-    assert some(data["workflow"], {"prompts": 4 * 2 * 8, "responses": 4, "old_log_probs": False}) == {
-        "prompts": 64, "responses": 4, "old_log_probs": False,
-    }  # fmt: skip
-    assert data["training"]["mini_batches"] == 8
-    assert data["memory_utilization"] == 0.7  # nothing of training lies on the GPUs of generation
-    text = draft.text()
-    assert "trigger_parameter_sync_step 4 × require_batches 2 × ppo_mini_batch_size 8" in text
-    assert "gen_batch_size" not in text
-    runs(draft, tmp_path)
-
-
-def test_defaults_of_fully_async(tmp_path: Path) -> None:
-    text = without(FULLY, "async_training.") + " async_training.require_batches=1"
-    draft = verl(tmp_path, text=text)
-    assert draft.data()["workflow"]["prompts"] == 4 * 1 * 8
-    expected = {"staleness_threshold": 0.1, "trigger_parameter_sync_step": 4, "partial_rollout": True}
-    assert some(system(draft)[0]["verl_fully_async"], expected) == expected
-
-
-def test_one_step_off_scripts(tmp_path: Path) -> None:
-    draft = verl(tmp_path, text=ONE_STEP)
-    assert system(draft) == [{"one_step_off": {"tp": 1, "rollout_gpus": 2}}]
-    workflow = draft.data()["workflow"]
-    assert some(workflow, {"prompts": 0, "old_log_probs": 0}) == {"prompts": 64, "old_log_probs": False}
-    assert draft.data()["training"]["mini_batches"] == 8
-    anew = verl(tmp_path, "algorithm.rollout_correction.bypass_mode=False", text=ONE_STEP)
-    assert anew.data()["workflow"]["old_log_probs"] is True
-    runs(draft, tmp_path)
+BOTH = without(FULLY, "async_training.", "rollout.").replace("train_batch_size=0", "train_batch_size=32")
+TOGETHER = without(BOTH, "actor_rollout_ref.hybrid_engine").replace("$((8 - n_gpus_rollout))", "8")
 
 
 @cases("frameworks", "nodes of both sides")
@@ -141,10 +101,9 @@ def test_asynchronous_keys_without_gpus_of_generation(tmp_path: Path) -> None:
 
 
 def test_trainers_of_v1(tmp_path: Path) -> None:
-    both = without(FULLY, "async_training.", "rollout.").replace("train_batch_size=0", "train_batch_size=32")
     apart = verl(
         tmp_path, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=2", "trainer.v1.separate_async.num_warmup_batches=2", text=both,
+        "actor_rollout_ref.rollout.n_gpus_per_node=2", "trainer.v1.separate_async.num_warmup_batches=2", text=BOTH,
     )  # fmt: skip
     ahead = {"staleness_threshold": 2.0, "trigger_parameter_sync_step": 4, "per_replica": None}
     assert some(system(apart)[0]["verl_fully_async"], ahead) == ahead
@@ -155,25 +114,14 @@ def test_trainers_of_v1(tmp_path: Path) -> None:
     lent = verl(
         tmp_path, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=2", f"{switch}enable_switch=True",
-        f"{switch}switch_threshold_ratio=0.5", text=both,
+        f"{switch}switch_threshold_ratio=0.5", text=BOTH,
     )  # fmt: skip
     assert system(lent)[-1] == {"hybrid_rollout": {"until": 0.5}}
     assert any("adaptive_switch_threshold" in item for item in lent.missing)
     assert check(lent, tmp_path) == ""
-    together = without(both, "actor_rollout_ref.hybrid_engine").replace("$((8 - n_gpus_rollout))", "8")
-    draft = verl(tmp_path, "trainer.v1.trainer_mode=colocate_async", text=together)
+    draft = verl(tmp_path, "trainer.v1.trainer_mode=colocate_async", text=TOGETHER)
     assert system(draft) == [{"colocated_async": {"tp": 1, "active": 2}}]
     assert check(draft, tmp_path) == ""
-
-
-def test_the_recipe_partial_rollout_keeps_one_batch_under_way(tmp_path: Path) -> None:
-    text = without(FULLY, "rollout.", "actor_rollout_ref.hybrid_engine", "async_training.")
-    text = text.replace("train_batch_size=0", "train_batch_size=32").replace("$((8 - n_gpus_rollout))", "8")
-    draft = verl(tmp_path, "+async_training.partial_rollout=True", text=text)
-    assert system(draft) == [{"colocated_async": {"tp": 1, "active": 2}}]
-    assert draft.data()["engine"]["max_num_seqs"] == 32 * 4 / 8
-    assert any("one batch is under way" in note for note in draft.notes)
-    runs(draft, tmp_path)
 
 
 # NeMo-RL --------------------------------------------------------------------------------------------------------------
@@ -186,64 +134,6 @@ def nemo(tmp_path: Path, *sources: str, text: str = BASE, **more: Any) -> Draft:
     (tmp_path / "base.yaml").write_text(BASE)
     (tmp_path / "mine.yaml").write_text(text)
     return from_nemo([str(tmp_path / "mine.yaml"), *sources], options(tmp_path, **more))
-
-
-def test_synchronous_nemo(tmp_path: Path) -> None:
-    draft = nemo(tmp_path)
-    data = draft.data()
-    expected = {
-        "name": "mine-rlsim", "cluster": "8xh100", "model": "qwen2.5-1.5b", "calibration": "h100-sxm-vllm",
-        "memory_utilization": 0.6, "baseline": "as-configured",
-    }  # fmt: skip
-    assert some(data, expected) == expected
-    assert data["workflow"] == {
-        "algorithm": "grpo", "prompts": 16, "responses": 4, "steps": 5, "reference": True, "old_log_probs": True,
-        "reward": {"from_trace": True},
-    }  # fmt: skip
-    assert data["training"] == {
-        "backend": "fsdp", "logits": "torch", "tp": 2, "micro_batch_tokens": 8192, "log_prob_micro_batch_tokens": 8192,
-        "recompute": "full", "packing": "first_fit", "offload": True, "host_memory": "pageable", "mini_batches": 2,
-    }  # fmt: skip
-    assert data["weight_sync"] == "naive"
-    assert some(data["trace"], cut := {"cap": 2048, "max_model_len": 2048}) == cut
-    assert system(draft) == [{"verl": {"tp": 1}}]
-    assert "grpo.num_prompts_per_step (mine.yaml:3)" in draft.text()
-    assert "policy.optimizer.*" in draft.unread
-    assert draft.missing == []
-    runs(draft, tmp_path)
-
-
-def test_asynchronous_nemo_inherits(tmp_path: Path) -> None:
-    draft = nemo(tmp_path, text=ASYNC)
-    data = draft.data()
-    assert data["cluster"] == "2x8xh100"
-    assert system(draft) == [
-        {
-            "nemo_async": {
-                "tp": 2, "rollout_gpus": 8, "max_trajectory_age_steps": 3, "in_flight_weight_updates": True,
-                "updated_kv": "recompute",
-            }
-        }
-    ]  # fmt: skip
-    assert some(data["trace"], cut := {"cap": 1024, "max_model_len": 2048}) == cut
-    assert "offload" not in data["training"]
-    assert data["weight_sync"] == "multi_sender"
-    assert data["training"]["micro_batch_tokens"] == 2048 * 4
-    assert data["training"]["log_prob_micro_batch_tokens"] == 2048 * 2  # of the child's batch, by the parent's formula
-    assert data["workflow"]["steps"] == 5 + 3 * 3
-    assert "policy.model_name (base.yaml:11)" in draft.text()
-    assert "of the files that it inherits from" in draft.unread[-1]
-    runs(draft, tmp_path)
-
-
-def test_generation_apart_without_asynchrony(tmp_path: Path) -> None:
-    off = nemo(tmp_path, "grpo.async_grpo.enabled=false", text=ASYNC)
-    assert system(off) == [{"verl": {"tp": 2}}, {"split": {"rollout_gpus": 8}}]
-    one = ["cluster.num_nodes=1", "policy.generation.colocated.resources.gpus_per_node=2"]
-    on_one_node = nemo(tmp_path, *one, "policy.generation.colocated.resources.num_nodes=null", text=ASYNC)
-    assert on_one_node.data()["cluster"] == "8xh100"
-    assert system(on_one_node)[0]["nemo_async"]["rollout_gpus"] == 2
-    runs(off, tmp_path)
 
 
 def test_pat_switches_within_a_node(tmp_path: Path) -> None:
@@ -272,29 +162,6 @@ AREAL = sample("frameworks/areal.yaml")
 def areal(tmp_path: Path, *sources: str, text: str = AREAL, **more: Any) -> Draft:
     (tmp_path / "mine.yaml").write_text(text)
     return from_areal([str(tmp_path / "mine.yaml"), *sources], options(tmp_path, **more))
-
-
-def test_areal(tmp_path: Path) -> None:
-    draft = areal(tmp_path)
-    data = draft.data()
-    expected = {
-        "name": "my-grpo", "cluster": "8xh100", "model": "qwen2.5-1.5b", "calibration": "h100-sxm-sglang",
-        "memory_utilization": 0.8, "routing": "round_robin",
-    }  # fmt: skip
-    assert some(data, expected) == expected
-    assert system(draft) == [{"areal": {"tp": 2, "rollout_gpus": 4, "eta": 2, "concurrent": 24}}]
-    assert data["workflow"] == {
-        "algorithm": "grpo", "prompts": 16, "responses": 4, "steps": 11, "reference": False, "old_log_probs": True,
-        "reward": {"from_trace": True},
-    }  # fmt: skip
-    assert data["training"] == {
-        "backend": "fsdp", "tp": 2, "micro_batch_tokens": 10240, "recompute": "full", "mini_batches": 2,
-    }  # fmt: skip
-    assert data["trace"]["cap"] == 1024
-    assert "train_dataset.batch_size (mine.yaml:22)" in draft.text()
-    assert draft.missing == ["saver.freq_epochs (mine.yaml:23): evaluation and checkpoints between steps"]
-    assert {"seed", "gconfig.temperature"} <= set(draft.unread)
-    runs(draft, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -387,42 +254,6 @@ def slime(tmp_path: Path, *sources: str, text: str = SLIME, **more: Any) -> Draf
     return from_slime([str(tmp_path / "run-mine.sh"), *sources], options(tmp_path, **more))
 
 
-def test_slime(tmp_path: Path) -> None:
-    draft = slime(tmp_path)
-    data = draft.data()
-    expected = {
-        "name": "run-mine", "framework": "slime 0.3", "cluster": "8xh100", "model": "qwen2.5-1.5b",
-        "calibration": "h100-sxm-sglang", "routing": "round_robin", "engine": {"max_num_seqs": 512},
-    }  # fmt: skip
-    assert some(data, expected) == expected
-    assert system(draft) == [{"verl": {"tp": 2}}]
-    assert data["workflow"] == {
-        "algorithm": "grpo", "prompts": 32, "responses": 8, "steps": 5, "reference": True, "old_log_probs": True,
-        "reward": {"from_trace": True},
-    }  # fmt: skip
-    assert data["training"] == {
-        "backend": "megatron", "tp": 2, "pp": 1, "cp": 2, "micro_batch_tokens": 8192, "packing": "first_fit",
-        "recompute": "full", "offload": True, "mini_batches": 2,
-    }  # fmt: skip
-    assert data["memory_utilization"] == 0.7
-    assert "--max-tokens-per-gpu (run-mine.sh:26) × 2 GPUs of a rank" in draft.text()
-    assert "8, a whole node, is taken; give DETECTED_GPUS=… if it is another" in draft.notes[0]
-    assert draft.missing == ["--save-interval (run-mine.sh:9): checkpoints between steps"]
-    assert {"--balance-data", "--sequence-parallel"} <= set(draft.unread)
-    runs(draft, tmp_path)
-
-
-def test_asynchronous_slime(tmp_path: Path) -> None:
-    draft = slime(tmp_path, "NUM_GPUS=4", "update-weights-interval=2", text=ASYNC_SLIME)
-    assert draft.data()["cluster"] == "8xh100"
-    assert system(draft) == [{"one_step_off": {"tp": 2, "rollout_gpus": 4}}]
-    assert "offload" not in draft.data()["training"]
-    assert any(text.startswith("--update-weights-interval (as given): weights every 2 steps") for text in draft.missing)
-    runs(draft, tmp_path)
-    apart = slime(tmp_path, "NUM_GPUS=4", text=ASYNC_SLIME.replace("train_async", "train"))
-    assert system(apart) == [{"verl": {"tp": 2}}, {"split": {"rollout_gpus": 4}}]
-
-
 def test_a_plain_list_of_flags_is_read_as_well(tmp_path: Path) -> None:
     flags = "\n".join(
         line for line in SLIME.split("\n") if re.match(" +--(?!runtime|actor)", line) and "\\" not in line
@@ -486,12 +317,36 @@ def test_a_network_alone_is_written_out(tmp_path: Path) -> None:
 
 READERS: dict[str, Callable[..., Draft]] = {
     "fully async": verl,
+    "fully async by default": partial(verl, text=without(FULLY, "async_training.")),
+    "one step off": partial(verl, text=ONE_STEP),
+    "recipe of partial rollouts": partial(verl, text=TOGETHER),
     "nemo": nemo,
     "nemo async": partial(nemo, text=ASYNC),
     "areal": areal,
     "slime": slime,
     "slime async": partial(slime, text=ASYNC_SLIME),
+    "slime apart": partial(slime, text=ASYNC_SLIME.replace("train_async", "train")),
 }
+
+
+@cases("frameworks", "a configuration becomes an experiment")
+def test_a_configuration_becomes_an_experiment(
+    tmp_path: Path,
+    reader: str,
+    settings: list[str],
+    whole: dict[str, Any],
+    parts: dict[str, Any],
+    says: dict[str, list[str]],
+) -> None:
+    draft = READERS[reader](tmp_path, *settings)
+    data = draft.data() | {"system": system(draft)}
+    assert some(data, whole) == whole
+    assert {section: some(data[section], keys) for section, keys in parts.items()} == parts
+    text = "\n".join([draft.text(), *draft.notes])
+    assert not [part for part in says.get("text", ()) if part not in text]
+    assert draft.missing == says.get("missing", [])
+    assert {*says.get("unread", ())} <= {*draft.unread}
+    runs(draft, tmp_path)
 
 
 @cases("frameworks", "settings")
