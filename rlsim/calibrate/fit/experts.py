@@ -133,7 +133,7 @@ def calls_of(rows: pd.DataFrame) -> list[tuple[ExpertLoad, float, float]]:
 
 def exponents_of(routing: pd.Series) -> pd.Series:
     """Those of the power laws that routings are named by; 0 for balanced ones."""
-    return pd.to_numeric(routing.str.rpartition("_")[2], errors="coerce").fillna(0.0)
+    return pd.to_numeric(routing.str.rsplit("_").str[-1], errors="coerce").fillna(0.0)
 
 
 def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> ExpertsFit:
