@@ -15,14 +15,19 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
+import typer.cli
+import typer.main
 from pydantic import BaseModel
 
+import rlsim
 from rlsim.base import catalogue
 from rlsim.base.hooks import hooks as hooks_of
 from rlsim.base.reference import Key, first_paragraph, keys_of
+from rlsim.cli import app
 from rlsim.cost.calibration import Residual, load_calibration
 from rlsim.experiment.columns import TABLES, Column
 from rlsim.experiment.schema import Experiment
@@ -39,10 +44,6 @@ from rlsim.trace.generate import Recipe
 from rlsim.trace.mixture import LengthModel
 from rlsim.trace.schema import COLUMNS
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from reference_code import api, call, cli, table  # beside this file, wherever it is run from
-
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 ON_SITE = re.compile(r"<!-- on the site: ([\w-]+) -->")
@@ -55,6 +56,13 @@ ROWS = {
     "switches": "one row per change of a node's degree",
     "spans": "one row per stretch of work of neighbouring GPUs",
 }
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    cells = ((cell.replace("|", "\\|").replace("<", "&lt;") for cell in line) for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 # ---- pydantic schemas ------------------------------------------------------------------------------------------------
@@ -126,7 +134,9 @@ def view() -> str:
         rows.append((f"`view.{shown}`", f"`{returned}`", (inspect.getdoc(function) or "").replace("\n", " ")))
     parts = [table(("view", "type", "meaning"), rows)]
     for record, plain in ((control.ReplicaView, "a replica"), (control.RequestView, "a request")):
-        fields = ", ".join(f"`{name}`" for name in _field_names(record))
+        known = getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]
+        more = (name for name, member in vars(record).items() if isinstance(member, property))
+        fields = ", ".join(f"`{name}`" for name in (*known, *more))
         parts.append(f"Fields of {plain} (`{record.__name__}`): {fields}.")
     return "\n\n".join(parts)
 
@@ -203,9 +213,73 @@ def residuals() -> str:
     return table(("operator", "engine", "calibrations", "median", "p90", "bias", "rows"), rows)
 
 
-def _field_names(record: Any) -> list[str]:
-    known = getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]
-    return [*known, *(name for name, member in vars(record).items() if isinstance(member, property))]
+# ---- commands and public names ---------------------------------------------------------------------------------------
+
+#: What docs/api.md lists: a heading, where the names live, and the names.
+API: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Run and read": ("rlsim", ("run", "read_result", "Result", "RlsimError")),
+    "Sweep and compare": ("rlsim", ("sweep", "read_sweep", "SweepResult", "compare", "Comparison")),
+    "Look at results": ("rlsim", ("write_report", "write_timeline")),
+    "Tune": ("rlsim.results.tune.answer", ("tune", "Wish", "Tuned")),
+    "Parts of a system": (
+        "rlsim",
+        ("RolloutControl", "Batching", "Continuous", "RewardControl", "Rewiring", "Composition", "Schema"),
+    ),
+    "What a rollout that never stops knows": ("rlsim", ("OpenView", "Ready", "Update")),
+    "What a rollout control knows": ("rlsim", ("ControlContext", "RolloutView", "Prompt")),
+    "Actions": (
+        "rlsim",
+        ("Abort", "Borrow", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop", "SwitchWay"),
+    ),
+    "Testing a policy": ("rlsim", ("check_policy", "Checked", "ContractError")),
+}
+
+
+def api() -> str:
+    """Every public name of the package, with its signature and docstring."""
+    missing = set(rlsim.__all__) - {"__version__"} - {name for _, names in API.values() for name in names}
+    if missing:
+        raise SystemExit(f"scripts/make_reference.py: say under which heading docs/api.md has {', '.join(missing)}")
+    parts = []
+    for heading, (module, names) in API.items():
+        parts.append(f"## {heading}")
+        parts += [_described(getattr(import_module(module), name), f"{module}.{name}") for name in names]
+    return "\n\n".join(parts)
+
+
+def _described(thing: Any, name: str) -> str:
+    plain = inspect.isclass(thing) and (hasattr(thing, "model_fields") or issubclass(thing, BaseException))
+    shown = f"{name}()" if plain else call(thing, name, bound=False)
+    # indented code stays, nothing of a docstring is taken for a heading
+    prose = re.sub(r"^#", r"\#", inspect.getdoc(thing) or "", flags=re.MULTILINE)
+    text = [f"### `{name}`", "" if shown == f"{name}()" else f"`{shown}`", prose]
+    members = []
+    for member, value in vars(thing).items() if inspect.isclass(thing) else ():
+        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if member.startswith("_") or not inspect.isfunction(inner) or not inner.__doc__:
+            continue
+        shown = member if isinstance(value, property) else call(inner, member, not isinstance(value, staticmethod))
+        members.append(f"- `{shown}`: {' '.join((inspect.getdoc(inner) or '').split())}")
+    return "\n\n".join(part for part in (*text, "\n".join(members)) if part)
+
+
+def call(function: Any, name: str, bound: bool) -> str:
+    """A call as one writes it: parameters with their defaults, no annotations; `bound`: without `self`."""
+    shown: list[str] = []
+    for parameter in list(inspect.signature(function).parameters.values())[bound:]:
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(text.startswith("*") for text in shown):
+            shown.append("*")
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        shown.append(f"{prefix}{parameter.name}{default}")
+    return f"{name}({', '.join(shown)})"
+
+
+def cli() -> str:
+    """Every command, as typer writes it down: what it does, examples, its arguments and options."""
+    command = typer.main.get_command(app)
+    text = typer.cli.get_docs_for_click(obj=command, ctx=typer.Context(command), name="rlsim")
+    return text.replace("# `rlsim`\n", "## `rlsim`\n", 1).replace("\nExample: ", "\n\nExample: ").strip()
 
 
 PARTS: dict[str, Callable[[], str]] = {

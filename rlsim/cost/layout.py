@@ -119,8 +119,7 @@ class PairTimes:
         self._reach = 2 * cluster.gpus + 1
         self._source_layout, self._source_at = _layouts(sources, per_node)
         self._target_layout, self._target_at = _layouts(targets, per_node)
-        self._known_keys: Integers = np.zeros(0, dtype=np.int64)
-        self._known_s: Floats = np.zeros(0)
+        self._known: dict[int, float] = {}
         self._layouts = int(self._target_layout.max(initial=0)) + 1
         self._per_node = per_node
 
@@ -128,24 +127,12 @@ class PairTimes:
         """Seconds from placement number `source` to number `target`, broadcast against each other like any arrays."""
         s, t = np.broadcast_arrays(np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64))
         shape, s, t = s.shape, s.ravel(), t.ravel()
-        keys = self._keys(s, t)
-        unique, where, back = np.unique(keys, return_index=True, return_inverse=True)
-        at = np.searchsorted(self._known_keys, unique)
-        found = np.zeros(len(unique), dtype=bool)
-        inside = at < len(self._known_keys)
-        found[inside] = self._known_keys[at[inside]] == unique[inside]
-        if not found.all():
-            new = where[~found]
-            times = [
-                self._time_s(self._sources[a], self._targets[b])
-                for a, b in zip(s[new].tolist(), t[new].tolist(), strict=True)
-            ]
-            keys_now = np.concatenate((self._known_keys, unique[~found]))
-            order = np.argsort(keys_now)
-            self._known_keys = keys_now[order]
-            self._known_s = np.concatenate((self._known_s, times))[order]
-            at = np.searchsorted(self._known_keys, unique)
-        return self._known_s[at][back].reshape(shape)
+        unique, where, back = np.unique(self._keys(s, t), return_index=True, return_inverse=True)
+        keys = unique.tolist()
+        for key, at in zip(keys, where.tolist(), strict=True):
+            if key not in self._known:
+                self._known[key] = self._time_s(self._sources[s[at]], self._targets[t[at]])
+        return np.array([self._known[key] for key in keys], dtype=np.float64)[back].reshape(shape)
 
     def _keys(self, s: Integers, t: Integers) -> Integers:
         """One number for every pair that may differ in time: both layouts, places in the node, and the distance."""
