@@ -91,7 +91,7 @@ def test_pieces_add_up_to_the_call() -> None:
         alone.part_time([1000, 1300], backward=True).total_s
     )
     assert pieces.tokens == alone.strategy.micro_batch_tokens
-    update, load_s = alone.update_time(), alone.load_s(backward=True)
+    update, load_s = alone.update_time(), alone.copied_s(backward=True, out=False)
     assert pieces.load_s == pytest.approx(load_s)
     assert dict(pieces.finish) == pytest.approx(
         {"communication": update.communication_s, "optimizer": update.optimizer_s, "offload": load_s}

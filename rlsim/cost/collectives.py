@@ -141,8 +141,8 @@ class Collectives:
         counts = list(curves)
         nearest = curves[min(counts, key=lambda count: abs(count - gpus))]
         if (op, size, gpus) in self._seen:
-            pass
-        elif not counts[0] <= gpus <= counts[-1]:
+            return self._curve_s(op, size, gpus)
+        if not counts[0] <= gpus <= counts[-1]:
             self.lookups.add(op, "extrapolated", f"{gpus} GPUs of one domain, measured {counts[0]} to {counts[-1]}")
         elif not nearest.measured(size):
             self.lookups.add(op, "extrapolated", f"{size:g} bytes over {gpus} GPUs, beyond what was measured")

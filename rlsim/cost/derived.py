@@ -57,8 +57,7 @@ class DerivedStep(StepCost):
         return parts | ({self._part: parts.get(self._part, 0.0) + added_s} if added_s else {})
 
     def lookups(self) -> Lookups:
-        self.curves.pass_on(self._cost.decode)
-        return self._cost.lookups()
+        return self.of_parts([self._cost])
 
 
 class HostTime(NamedTuple):

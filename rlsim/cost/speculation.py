@@ -241,10 +241,7 @@ class DraftedStep(StepCost):
         return parts | {"draft": self.decode(batch).step_s(context_tokens) - sum(parts.values())}
 
     def lookups(self) -> Lookups:
-        steps = [self._verifying, *filter(None, (self._first, self._later))]
-        for step in steps:
-            self.curves.pass_on(step.decode)
-        return Lookups().merge(step.lookups() for step in steps)
+        return self.of_parts([self._verifying, *filter(None, (self._first, self._later))])
 
 
 class SpeculativeStep(StepCost):
@@ -299,10 +296,7 @@ class SpeculativeStep(StepCost):
         return {name: time_s / share for name, time_s in step.breakdown(batch, context_tokens).items()}
 
     def lookups(self) -> Lookups:
-        steps = [self._plain, *self._steps.values()]
-        for step in steps:
-            self.curves.pass_on(step.decode)
-        return Lookups().merge(step.lookups() for step in steps)
+        return self.of_parts([self._plain, *self._steps.values()])
 
 
 def speculative(

@@ -109,3 +109,9 @@ class StepCost(ABC):
     def lookups(self) -> Lookups:
         """The distinct shapes asked for so far, by how far they rest on measurements; empty if nobody counts."""
         return Lookups()
+
+    def of_parts(self, steps: Sequence[StepCost]) -> Lookups:
+        """The look-ups of the steps that this one's decode curves are made of."""
+        for step in steps:
+            self.curves.pass_on(step.decode)
+        return Lookups().merge(step.lookups() for step in steps)

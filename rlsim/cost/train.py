@@ -229,7 +229,7 @@ class TrainCost:
         """An inference call: log-probabilities (or a critic's values) of every token, no gradient."""
         micro = self._batching.of_call(lengths, 1, backward=False)
         time = self._mini_batch(micro[0], self._passes(backward=False))
-        return time + TrainTime(offload_s=self._offload_s(backward=False))
+        return time + TrainTime(offload_s=sum(self.copied_s(backward=False, out=out) for out in (False, True)))
 
     def train_s(self, lengths: npt.ArrayLike, mini_batches: int = 1, epochs: int = 1) -> TrainTime:
         """A training call: `epochs` passes over the batch in `mini_batches` optimizer steps each.
@@ -243,7 +243,7 @@ class TrainCost:
         update = self.update_time()
         for micro in self._batching.of_call(lengths, mini_batches, backward=True):
             total += self._mini_batch(micro, passes) + update
-        return total * epochs + TrainTime(offload_s=self._offload_s(backward=True))
+        return total * epochs + TrainTime(offload_s=sum(self.copied_s(backward=True, out=out) for out in (False, True)))
 
     # A call in pieces: samples as they come, on one data-parallel replica after another ------------------------------
 
@@ -258,14 +258,6 @@ class TrainCost:
     def update_time(self) -> TrainTime:
         """Reducing the accumulated gradients and one optimizer step."""
         return TrainTime(communication_s=self._reduce_s(), optimizer_s=self._optimizer_s())
-
-    def load_s(self, *, backward: bool) -> float:
-        """Seconds to bring this GPU's share of the states in from host memory; 0 without offload."""
-        return self._copied_s(backward=backward, out=False)
-
-    def unload_s(self, *, backward: bool) -> float:
-        """Seconds to bring them out again."""
-        return self._copied_s(backward=backward, out=True)
 
     # Work ------------------------------------------------------------------------------------------------------------
 
@@ -332,8 +324,7 @@ class TrainCost:
         in the open.
         """
         ends = (self.model.embedding_parameters / self.strategy.tp,)
-        total_s, opened = 0.0, self._gather_s(self._layers[0].parts)
-        opened += self._gather_s(ends)
+        total_s, opened = 0.0, self._gather_s(self._layers[0].parts) + self._gather_s(ends)
         for layer in self._layers:
             forward, exposed = self._layer_s(layer, micro, _FORWARD)
             forward += exposed
@@ -454,12 +445,9 @@ class TrainCost:
         copied_s = 2 * host_copy_s(FP32 * own * strategy.cpu_optimizer, self.cluster.host)
         return on_gpu_s * (1 - strategy.cpu_optimizer) + step_s + copied_s
 
-    def _offload_s(self, *, backward: bool) -> float:
-        """In from host memory before the call and out after it."""
-        return self.load_s(backward=backward) + self.unload_s(backward=backward)
-
-    def _copied_s(self, *, backward: bool, out: bool) -> float:
-        """This GPU's weights, and with `backward` the optimizer's states, one way."""
+    def copied_s(self, *, backward: bool, out: bool) -> float:
+        """Seconds to bring this GPU's weights, and with `backward` the optimizer's states, in from host memory or out
+        to it; 0 without offload."""
         strategy, host = self.strategy, self.cluster.host
         if not strategy.offload:
             return 0.0

@@ -83,7 +83,7 @@ class ExperimentTimes:
         each, mean_tokens = strategy.sequences(backward=train), self._placed.loaded.batch.mean_tokens
         tokens = round(each * mean_tokens) if each else strategy.budget(backward=train)
         tokens *= 1 if strategy.pp == 1 else 4 * strategy.pp
-        load_s, unload_s = cost.load_s(backward=train), cost.unload_s(backward=train)
+        load_s, unload_s = (cost.copied_s(backward=train, out=out) for out in (False, True))
         finish = [*(cost.update_time().named if train else ()), *([("offload", unload_s)] if unload_s else ())]
         guests = guests_of(self._placed, call, tokens) if train and self._workflow.elastic else None
         return Pieces(lambda lengths: cost.part_time(lengths, backward=train).named, tokens, load_s, finish, guests)
