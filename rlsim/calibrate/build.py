@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -70,7 +72,13 @@ def build_calibration(
 
     Raises `CalibrationError` if tables have too few rows or none, or listing all that neither they nor `base` give.
     """
-    shape = _shapes(models or {})
+
+    @cache
+    def shape(model: str) -> Model | None:
+        with suppress(RlsimError):
+            return (models or {}).get(model) or load_model(model)
+        return None
+
     notes = [*measured.notes, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
     parts = Parts(measured, name, gpu, engine, reference, base, notes)
     operators, collectives, runtime = _operators(parts, cold), _collectives(parts), fit_runtime(parts)
@@ -97,9 +105,14 @@ def build_calibration(
         training=training,
         residuals=parts.residuals,
     )
+    steps = measured.table("decode_step")
+    unknown = sorted({str(model) for model in steps.model if shape(str(model)) is None})
+    why_not = f"host time (fewer than 4 decode steps: {len(steps)})"
+    if unknown:
+        why_not = f"host time (the shape of {', '.join(unknown)} is not known, so its steps have no operators' sum)"
     said = f"not measured, from {base.name}: {base.host.source}" if base else ""
     lent_host = base.host.model_copy(update={"source": said}) if base else None
-    host = parts.take("host time", fit_host(measured, draft, shape), lent_host, _why_no_host(measured, shape))
+    host = parts.take("host time", fit_host(measured, draft, shape), lent_host, why_not)
     parts.check()
     draft = draft.model_copy(update={"host": host})
     tables = parts.add(fit_tables(measured, draft, shape))
@@ -112,21 +125,6 @@ def build_calibration(
         "iterations": tables,
     }
     return Built(as_written(draft.model_copy(update=update)), join(parts.points))
-
-
-def _shapes(models: Mapping[str, Model]) -> Callable[[str], Model | None]:
-    """A model's shape by its name in the tables: one of `models`, else the catalogue's; None if neither knows it."""
-    known: dict[str, Model | None] = dict(models)
-
-    def shape(name: str) -> Model | None:
-        if name not in known:
-            try:
-                known[name] = load_model(name)
-            except RlsimError:
-                known[name] = None
-        return known[name]
-
-    return shape
 
 
 def _operators(parts: Parts, cold: bool) -> OperatorFits | None:
@@ -219,13 +217,6 @@ def with_ring(fits: CollectiveFits) -> CollectiveFits:
     }
     derived = {op: halves for op in ("all_gather", "reduce_scatter", "all_to_all") if op not in fits.nccl}
     return fits.model_copy(update={"nccl": {**fits.nccl, **derived}})
-
-
-def _why_no_host(measured: Measurements, shape: Callable[[str], Model | None]) -> str:
-    unknown = sorted({str(model) for model in measured.table("decode_step").model if shape(str(model)) is None})
-    if unknown:
-        return f"host time (the shape of {', '.join(unknown)} is not known, so its steps have no operators' sum)"
-    return f"host time (fewer than 4 decode steps: {len(measured.table('decode_step'))})"
 
 
 # Layout changes, training and copies ----------------------------------------------------------------------------------

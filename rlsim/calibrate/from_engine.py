@@ -86,9 +86,8 @@ def _table(path: Path) -> EngineLog:
         raise CalibrationError(
             f"{path}: give either column 'context_mean' (tokens of a sequence) or 'context_total' (of the whole batch)"
         )
-    table = numbers(path, table, [name for name in COLUMNS if name in table])[
-        [name for name in COLUMNS if name in table]
-    ]
+    names = [name for name in COLUMNS if name in table]
+    table = numbers(path, table, names)[names]
     numbers(path, table, ["seconds"], positive=True)
     if "context_mean" in table:
         table["context_total"] = table.context_mean * table.batch

@@ -33,17 +33,17 @@ HEADS = (32, 8, 128)  # query heads, KV heads and their size
 EXPERTS = (128, 8, 4096, 1536)  # of Qwen3-235B-A22B: experts, of them for a token, hidden size, width
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # responses on all GPUs together
 SIDE = 260  # pixels of a panel
+Shown = tuple[str, str, str, float, float]
 
 
 def efficiencies(calibration: Calibration) -> pd.DataFrame:
     """Columns kernel, line, axis (what `at` counts), at and value: the least seconds that the data sheet's FLOP/s and
     bandwidth allow, over those of the kernel. A value above 1 is a cache's."""
-    return pd.DataFrame([*_products(calibration), *_attention(calibration), *_experts(calibration)]).reset_index(
-        drop=True
-    )
+    found = [*_products(calibration), *_attention(calibration), *_experts(calibration)]
+    return pd.DataFrame(found, columns=["kernel", "line", "axis", "at", "value"])
 
 
-def _products(calibration: Calibration) -> Iterator[dict[str, object]]:
+def _products(calibration: Calibration) -> Iterator[Shown]:
     for precision, fit in calibration.operators.gemms.items():
         if peak_flop_per_s(calibration.reference, precision) is None:
             continue
@@ -51,24 +51,24 @@ def _products(calibration: Calibration) -> Iterator[dict[str, object]]:
         for side in WEIGHTS:
             for m in ROWS:
                 share = products.work.fastest_s(m, side, side, 1) / products.time_s(m, side, side)
-                yield _row(gemm_of(precision), f"n = k = {side:,}", "rows", m, share)
+                yield (gemm_of(precision), f"n = k = {side:,}", "rows", m, share)
 
 
-def _attention(calibration: Calibration) -> Iterator[dict[str, object]]:
+def _attention(calibration: Calibration) -> Iterator[Shown]:
     operators, ref = Operators(calibration.operators, calibration.reference), calibration.reference
     q, kv, dim = HEADS
     for batch in SEQUENCES:
         for tokens in CONTEXTS:
             read = 4.0 * batch * tokens * kv * dim / ref.memory_bytes_per_s
             time = operators.decode_attention_s(batch, float(batch * tokens), q, kv, dim)
-            yield _row("decode_attention", f"{batch} sequence{'s' * (batch > 1)}", "context", tokens, read / time)
+            yield ("decode_attention", f"{batch} sequence{'s' * (batch > 1)}", "context", tokens, read / time)
     for tokens in CONTEXTS:
         flop = 2.0 * q * dim * tokens**2
         time = operators.prefill_attention_s([(float(tokens), 0.0)], q, kv, dim)
-        yield _row("prefill_attention", "one prompt", "context", tokens, flop / ref.bf16_flop_per_s / time)
+        yield ("prefill_attention", "one prompt", "context", tokens, flop / ref.bf16_flop_per_s / time)
 
 
-def _experts(calibration: Calibration) -> Iterator[dict[str, object]]:
+def _experts(calibration: Calibration) -> Iterator[Shown]:
     experts, active, hidden, width = EXPERTS
     ref = calibration.reference
     for precision, fit in calibration.operators.experts.items():
@@ -77,11 +77,7 @@ def _experts(calibration: Calibration) -> Iterator[dict[str, object]]:
             load = expert_load(tokens, experts, active)
             flop, size = 6.0 * load.rows * hidden * width, 3.0 * hidden * width * load.hit * WEIGHT_BYTES[precision]
             share = max(flop / peak, size / ref.memory_bytes_per_s) / kernel(load, hidden, width)
-            yield _row(f"experts_{precision}", f"{experts} experts", "tokens", tokens, share)
-
-
-def _row(kernel: str, line: str, axis: str, at: float, value: float) -> dict[str, object]:
-    return {"kernel": kernel, "line": line, "axis": axis, "at": at, "value": value}
+            yield (f"experts_{precision}", f"{experts} experts", "tokens", tokens, share)
 
 
 def latencies(model: Model, cluster: Cluster, calibration: Calibration) -> pd.DataFrame:

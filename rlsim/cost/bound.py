@@ -42,7 +42,9 @@ class GenerationBound:
         self._gpus = gpus
         self._curves: list[DecodeCurve] = []
         self._fastest = np.empty(0)
-        batches = _batches(max_batch)
+        batches = [1]
+        while batches[-1] < max_batch:
+            batches.append(min(max(batches[-1] + 1, int(batches[-1] * _RATIO)), max_batch))
         shares = []  # GPUs that a token of a batch pays for: of at most as many sequences as the next size has less one
         for tp, step in (*steps.items(), *others.items()):
             for batch, following in zip(batches, [*batches[1:], max_batch + 1], strict=True):
@@ -83,13 +85,6 @@ class GenerationBound:
             grid = np.arange(2 * needed, dtype=np.float64) * _STEP_TOKENS
             self._fastest = np.min([_at(curve, grid) for curve in self._curves], axis=0)
         return self._fastest[index]
-
-
-def _batches(largest: int) -> list[int]:
-    found = [1]
-    while found[-1] < largest:
-        found.append(min(max(found[-1] + 1, int(found[-1] * _RATIO)), largest))
-    return found
 
 
 def _lower_hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[list[float], list[float]]:

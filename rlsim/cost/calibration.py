@@ -359,6 +359,15 @@ def derive(source: Calibration, gpu: str, note: str, reference: Reference) -> Ca
         for key, value in source.residuals.items()
     }
     notes = (f"derived from {source.name}: {note}", *source.provenance.notes)
+    # Of training the source's shares in linear layers, at the GPU's own ratio of peak and memory bandwidth.
+    more, training = reference.flops_per_byte - source.reference.flops_per_byte, source.training
+    about = f"nothing of this is measured on {gpu}: large GEMMs are taken to reach the same share of its peak"
+    own = {
+        "flop_efficiency": {
+            key: round(efficiency_of(share, more), 3) for key, share in training.flop_efficiency.items()
+        },
+        "source": f"{about}; there: {training.source}",
+    }
     update = {
         "operators": carried_operators(source.operators, source.reference, reference),
         "name": source.name.replace(source.gpu, gpu, 1),
@@ -366,7 +375,7 @@ def derive(source: Calibration, gpu: str, note: str, reference: Reference) -> Ca
         "reference": reference.model_copy(update={"link_bytes_per_s": source.reference.link_bytes_per_s}),
         "provenance": source.provenance.model_copy(update={"notes": notes}),
         "residuals": residuals,
-        "training": _training(source, gpu, reference),
+        "training": training.model_copy(update=own),
     }
     return source.model_copy(update=update)
 
@@ -378,18 +387,6 @@ def carried_to(calibration: Calibration, cluster: Cluster) -> Calibration:
         return calibration
     note = f"{gpu.like} efficiencies on the figures that are given of {gpu.name}; nothing is measured on it"
     return derive(calibration, gpu.name, note, Reference.of(cluster))
-
-
-def _training(source: Calibration, gpu: str, reference: Reference) -> TrainingFit:
-    """The source's shares in linear layers, at the GPU's own ratio of peak and memory bandwidth."""
-    more = reference.flops_per_byte - source.reference.flops_per_byte
-    shares = source.training.flop_efficiency.items()
-    about = f"nothing of this is measured on {gpu}: large GEMMs are taken to reach the same share of its peak"
-    update = {
-        "flop_efficiency": {name: round(efficiency_of(share, more), 3) for name, share in shares},
-        "source": f"{about}; there: {source.training.source}",
-    }
-    return source.training.model_copy(update=update)
 
 
 def derived_gpus() -> dict[str, Derived]:
@@ -425,7 +422,10 @@ def _full(name: str) -> str:
         raise unknown_name("calibration", name, known)
     gpu, engine, release = wanted.groups()
     same = [full for full in known if full.startswith(f"{gpu}-") and f"-{engine}" in full]
-    near = [full for full in same if _is_release(full, release)]
+    if release is None:
+        near = [full for full in same if (named := _NAME.fullmatch(full)) and named["release"] is None]
+    else:
+        near = [full for full in same if f"{_of_catalogue(full).release}.".startswith(f"{release}.")]
     if len(near) == 1:
         return near[0]
     if release is not None and same:
@@ -438,14 +438,6 @@ def _full(name: str) -> str:
             "such a machine, and an experiment takes the path of its file"
         )
     raise unknown_name("calibration", name, known)
-
-
-def _is_release(full: str, release: str | None) -> bool:
-    """Whether a calibration of the catalogue is the default one, or of the release that begins so."""
-    if release is None:
-        named = _NAME.fullmatch(full)
-        return named is not None and named["release"] is None
-    return f"{_of_catalogue(full).release}.".startswith(f"{release}.")
 
 
 def _of_catalogue(full: str) -> Calibration:

@@ -39,38 +39,35 @@ class MicroBatching:
         never more than the fullest rank has sequences: no sequence is cut in two. Raises `ValueError` for lengths that
         are not a flat sequence of counts.
         """
+        return self._made(lengths, mini_batches, self._strategy.dp, self._strategy.micro_batches, backward)
+
+    def of_part(self, lengths: npt.ArrayLike, *, backward: bool) -> MicroBatches:
+        """Those of one rank that works on some sequences of a call."""
+        return self._made(lengths, 1, 1, None, backward)[0]
+
+    def _made(
+        self, lengths: npt.ArrayLike, mini_batches: int, ranks: int, micro_batches: int | None, backward: bool
+    ) -> list[MicroBatches]:
         sizes = np.asarray(lengths, dtype=np.float64)
         if sizes.ndim != 1 or (len(sizes) and sizes.min() < 0):
             raise ValueError("lengths must be a flat sequence of token counts")
         strategy, pairs = self._strategy, self._pairs(sizes)
-        if self._packs(backward):
+        counted = strategy.micro_batches or strategy.sequences(backward=backward)
+        if strategy.packing == "first_fit" and not counted:
             chunks = np.array_split(np.arange(len(sizes), dtype=np.intp), mini_batches)
-            return [self._packed(sizes[chunk], strategy.dp, backward) for chunk in chunks]
+            return [self._packed(sizes[chunk], ranks, backward) for chunk in chunks]
         work = self._work(sizes, pairs)
-        shares = [np.array_split(indices, mini_batches) for indices in deal(work, strategy.dp)]
+        shares = [np.array_split(indices, mini_batches) for indices in deal(work, ranks)]
         result = []
         for step in range(mini_batches):
             parts = [share[step] for share in shares]
-            if strategy.micro_batches:
-                count = max(min(strategy.micro_batches, max(map(len, parts))), 1)
+            if micro_batches:
+                count = max(min(micro_batches, max(map(len, parts))), 1)
             else:
                 count = max(self._count(sizes[part], backward) for part in parts)
             bins = [self._bins(work[part], count, backward) for part in parts]
             result.append(self._sums(sizes, pairs, parts, bins, count))
         return result
-
-    def of_part(self, lengths: npt.ArrayLike, *, backward: bool) -> MicroBatches:
-        """Those of one rank that works on some sequences of a call."""
-        sizes = np.asarray(lengths, dtype=np.float64)
-        if self._packs(backward):
-            return self._packed(sizes, 1, backward)
-        pairs, everything = self._pairs(sizes), np.arange(len(sizes), dtype=np.intp)
-        count = self._count(sizes, backward)
-        return self._sums(sizes, pairs, [everything], [self._bins(self._work(sizes, pairs), count, backward)], count)
-
-    def _packs(self, backward: bool) -> bool:
-        counted = self._strategy.micro_batches or self._strategy.sequences(backward=backward)
-        return self._strategy.packing == "first_fit" and not counted
 
     def _packed(self, sizes: Floats, ranks: int, backward: bool) -> MicroBatches:
         """Those of one mini-batch by `first_fit`; a micro-batch is padded by making its last sequence longer."""

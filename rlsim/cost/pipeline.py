@@ -48,17 +48,6 @@ class Boundaries:
         return self.collectives.time_s("send_recv", size, 2, nodes)
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    """Seconds of one micro-batch: all layers together, the head, the host, its slowest send, all its sends."""
-
-    layers_s: float
-    head_s: float
-    host_s: float
-    send_s: float
-    sends_s: float
-
-
 class Pipelined(StepCost):
     """A replica of `tp` · `pp` GPUs, from `kernels`: the step cost, without host time, of the same model on `tp` GPUs.
 
@@ -104,11 +93,12 @@ class Pipelined(StepCost):
         """The longest of the three lines, each piecewise linear in T."""
         count, size = min(batch, self.pp), self._micro_batch_size(batch)
         curve = self._kernels.decode(size, in_windows and in_windows.of(size / batch))
-        parts = [self._micro_batch(curve.step_s(tokens), size, size) for tokens in curve.knots]
+        stages_s, ways_s, hosts_s = zip(
+            *(self._micro_batch(curve.step_s(tokens), size, size) for tokens in curve.knots), strict=True
+        )
         knots = [tokens * batch / size for tokens in curve.knots]
-        stage = DecodeCurve(batch, knots, [count * self._stage_s(part) for part in parts])
-        way = DecodeCurve(batch, knots, [self._way_s(part) for part in parts])
-        return at_least(longer(stage, way), count * parts[0].host_s)
+        stage = DecodeCurve(batch, knots, [count * stage_s for stage_s in stages_s])
+        return at_least(longer(stage, DecodeCurve(batch, knots, ways_s)), count * hosts_s[0])
 
     def _micro_batch_size(self, batch: int) -> int:
         return math.ceil(batch / min(batch, self.pp))
@@ -128,7 +118,7 @@ class Pipelined(StepCost):
         dealt = pack([chunk.new_tokens for chunk in chunks], count)
         # Most of the decoding sequences go where the fewest chunks are, so that no micro-batch stays empty.
         dealt.sort(key=lambda members: sum(chunks[i].new_tokens for i in members))
-        parts = []
+        parts: list[tuple[float, float, float]] = []
         for i, members in enumerate(dealt):
             decoding = batch // count + (i < batch % count)
             own = [chunks[j] for j in members]
@@ -142,22 +132,15 @@ class Pipelined(StepCost):
             else:
                 kernels_s = self._kernels.decode(decoding, within).step_s(context)
             parts.append(self._micro_batch(kernels_s, tokens, decoding + len(own), prefills=bool(own)))
-        stage_s = sum(self._stage_s(part) for part in parts)
-        return max(stage_s, *(self._way_s(part) for part in parts), sum(part.host_s for part in parts))
+        stages_s, ways_s, hosts_s = zip(*parts, strict=True)
+        return max(sum(stages_s), *ways_s, sum(hosts_s))
 
-    def _micro_batch(self, kernels_s: float, tokens: float, sequences: int, *, prefills: bool = False) -> _MicroBatch:
-        head_s = self._head_s(sequences)
-        return _MicroBatch(
-            layers_s=kernels_s - head_s,
-            head_s=head_s,
-            host_s=self._host.iteration_s(sequences, prefills),
-            send_s=self._boundaries.slowest_s(tokens),
-            sends_s=self._boundaries.total_s(tokens, sequences),
-        )
-
-    def _stage_s(self, part: _MicroBatch) -> float:
-        return self._share * part.layers_s + max(part.head_s, part.send_s)
-
-    def _way_s(self, part: _MicroBatch) -> float:
-        way_s = part.layers_s + part.head_s + part.sends_s
-        return way_s if self._host.fit.overlapped else way_s + part.host_s
+    def _micro_batch(
+        self, kernels_s: float, tokens: float, sequences: int, *, prefills: bool = False
+    ) -> tuple[float, float, float]:
+        """Seconds of one micro-batch: on a stage, on all its way, of the host."""
+        head_s, host_s = self._head_s(sequences), self._host.iteration_s(sequences, prefills)
+        layers_s = kernels_s - head_s
+        way_s = layers_s + head_s + self._boundaries.total_s(tokens, sequences)
+        stage_s = self._share * layers_s + max(head_s, self._boundaries.slowest_s(tokens))
+        return stage_s, way_s if self._host.fit.overlapped else way_s + host_s, host_s

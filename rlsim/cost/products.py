@@ -143,21 +143,15 @@ class ProductWork:
             return Work({**resources, "memory": memory}, {**added, **more})
         if not fit.tiles:
             return Work({"compute": 2.0 * m * n * k * groups / self._peak_flop_per_s, "memory": memory}, added)
-        return Work({"compute": self._fastest_s(m, n, k, groups), "memory": memory}, added)
+        fastest = inf  # at the tiles' shares of the peak, of all block shapes and splits of k
+        for split, time in zip(fit.splits, self._tiles_s(m, n, k, groups), strict=True):
+            fastest = min(fastest, time + self.split_s(split, m, n, groups))
+        return Work({"compute": fastest, "memory": memory}, added)
 
     def fastest_s(self, m: float, n: int, k: int, groups: float) -> float:
         """Seconds that no kernel can beat: the data sheet's FLOP/s and bandwidth."""
         memory = groups * product_bytes(self._fit.precision, m, float(n), float(k)) / self._reference.memory_bytes_per_s
         return max(2.0 * m * n * k * groups / self._peak_flop_per_s, memory)
-
-    def _fastest_s(self, m: float, n: int, k: int, groups: float) -> float:
-        """Seconds at the tiles' shares of the peak of the fastest block shape and split of k."""
-        fit, fastest = self._fit, inf
-        for split, time in zip(fit.splits, self._tiles_s(m, n, k, groups), strict=True):
-            time += self.split_s(split, m, n, groups)
-            if time < fastest:
-                fastest = time
-        return fastest
 
     def _tiles_s(self, m: float, n: int, k: int, groups: float) -> list[float]:
         """The fastest block shape at each split of k. It depends on m by its number of blocks, which many m share."""

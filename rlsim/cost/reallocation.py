@@ -201,8 +201,8 @@ class _Broadcasts:
         largest = np.maximum.reduceat(members + ~away, start)  # the source is a member in its own node
         nodes = np.add.reduceat(away.astype(np.int64), start)
         size = wants.size[rows[start]]
-        total_s, network_s = self._messages_s(size, largest, nodes)
-
+        message_s, shapes = cache(self._message_s), zip(size.tolist(), largest.tolist(), nodes.tolist(), strict=True)
+        total_s, network_s = np.array([message_s(*shape) for shape in shapes]).T
         sender = wants.source[rows[start]]
         counts = np.diff(np.append(start, len(first)))
         sent = np.bincount(sender, total_s, gpus)
@@ -215,18 +215,9 @@ class _Broadcasts:
             slowest = max(slowest, out, into)
         return float(slowest)
 
-    def _messages_s(self, size: Floats, largest: Integers, nodes: Integers) -> tuple[Floats, Floats]:
-        """Seconds of messages of `size` bytes, in all and on the network.
-
-        `largest` is the number of members in the node that has most of them, `nodes` the number of nodes that the
-        message travels to.
-        """
-        message_s = cache(self._message_s)
-        shapes = zip(size.tolist(), largest.tolist(), nodes.tolist(), strict=True)
-        total_s, network_s = np.array([message_s(*shape) for shape in shapes]).T
-        return total_s, network_s
-
     def _message_s(self, size: float, largest: int, nodes: int) -> tuple[float, float]:
+        """Seconds of a message of `size` bytes, in all and on the network: `largest` members in the node with most of
+        them, to so many other `nodes`."""
         inside_s = self._receiver.collectives.time_s("broadcast", size, largest, 1)
         if not nodes or size <= 0:
             return inside_s, 0.0

@@ -74,7 +74,7 @@ class RolloutCostModel:
         self._kv_offloading_bytes, self._drafts = kv_offloading_bytes, drafts
         self._steps: list[StepCost] = []
         self.step = cache(self._step)
-        self.capacity_pages = cache(self._capacity_pages)
+        self.capacity_pages = cache(lambda tp, min_tokens=1: self.memory(tp, min_tokens).pages)
         self.host_kv = cache(self._host_kv)
         self.switch_bytes = cache(self._switch_bytes)
 
@@ -106,12 +106,9 @@ class RolloutCostModel:
             raise ConfigError(f"engine.pp {self._pp} does not divide the {tp} GPUs of a replica")
         return tp // self._pp
 
-    def _capacity_pages(self, tp: int, min_tokens: int = 1) -> int:
-        """KV pages of a replica at `tp`; raises `CapacityError` if it cannot hold `min_tokens`."""
-        return self.memory(tp, min_tokens).pages
-
     def memory(self, tp: int, min_tokens: int = 1) -> RolloutMemory:
-        """What a replica at `tp` keeps on each GPU; raises `CapacityError` if it cannot hold `min_tokens`."""
+        """What a replica at `tp` keeps on each GPU, and its KV pages (`capacity_pages`); raises `CapacityError` if it
+        cannot hold `min_tokens`."""
         utilization, batched, sequences = self._limits
         return rollout_memory(
             self.model,

@@ -226,14 +226,10 @@ class RooflineStep(StepCost):
 
     def _communication_s(self, tokens: float, own: float) -> tuple[float, float]:
         """Seconds of all layers' all-reduces and the embedding's, and of the exchanges around experts."""
-        mixtures = sum(count for count, layer, _ in self._layers if isinstance(layer.mlp, Experts))
-        exchanged = mixtures if self._attention_dp > 1 else 0
-        all_reduces = self._model.blocks + 1 - exchanged
-        exchange_s = sum(
-            count * self._exchange_s(tokens, own, layer.mlp)
-            for count, layer, _ in self._layers
-            if exchanged and isinstance(layer.mlp, Experts)
-        )
+        mixtures = [(count, layer.mlp) for count, layer, _ in self._layers if isinstance(layer.mlp, Experts)]
+        exchanged = mixtures if self._attention_dp > 1 else []
+        all_reduces = self._model.blocks + 1 - sum(count for count, _ in exchanged)
+        exchange_s = sum(count * self._exchange_s(tokens, own, experts) for count, experts in exchanged)
         group, time_s = (self._group_tp, self._group_domains), self.collectives.time_s
         hidden_bytes = own * self._model.hidden_size * self._model.dtype_bytes
         reduced_s = all_reduces * time_s("all_reduce", hidden_bytes, *group)

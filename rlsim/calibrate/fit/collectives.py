@@ -64,7 +64,9 @@ def kernel_collectives(
     }
     derived = table[table.op.isin(DERIVED)]
     if len(derived) and fits.nccl.get("all_gather"):
-        extra = _derived_points(derived, Collectives(fits, ref, node))
+        derive_s, calls = Collectives(fits, ref, node).time_s, zip(derived.op, derived.bytes, derived.gpus, strict=True)
+        values = np.array([derive_s(str(op), float(size), int(gpus)) for op, size, gpus in calls])
+        extra = point_rows("collective_derived", _labels(derived), derived.seconds, values, True)
         note = "broadcast and send/receive as derived from all-gather, none fitted"
         residuals["collective_derived"] = residual_of(extra, derived[["bytes"]], note)
         points = join([points, extra])
@@ -119,14 +121,6 @@ def _left_out(rows: pd.DataFrame, turns: int) -> tuple[Array, Mask]:
 def times_of(fit: CollectiveFit, size: Array) -> Array:
     """Seconds of messages of these sizes, linear between the knots in logs."""
     return np.asarray(np.exp(np.interp(np.log(size), np.log(fit.message_bytes), np.log(fit.time_s))))
-
-
-def _derived_points(table: pd.DataFrame, collectives: Collectives) -> pd.DataFrame:
-    values = [
-        collectives.time_s(str(op), float(size), int(gpus))
-        for op, size, gpus in zip(table.op, table.bytes, table.gpus, strict=True)
-    ]
-    return point_rows("collective_derived", _labels(table), table.seconds, values, True)
 
 
 def _labels(table: pd.DataFrame) -> list[str]:

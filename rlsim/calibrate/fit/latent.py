@@ -99,7 +99,8 @@ def kernel_latent_attention(
     works = [made[row.heads].prompt_work(_chunks(row))[0] for row in each]
     unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
     judged, final = _both(rows, works, unseen, {**PROMPT_KNOTS, "heads": HEADS}, PROMPT_KNOTS)
-    shown = _prompts_s(operators, none.model_copy(update={"prompts": judged}), rows)
+    kinds = {heads: Latent(operators, MEASURED, heads, none.model_copy(update={"prompts": judged})) for heads in made}
+    shown = np.array([kinds[row.heads].prefill_s(_chunks(row)) for row in each]) + beside
     extra = point_rows(f"{name}_prompts", _labels(rows), rows.seconds, shown, unseen)
     residuals[f"{name}_prompts"] = residual_of(extra, rows[["new", "heads"]], note)
     return Fitted(fit.model_copy(update={"prompts": final}), residuals, join([points, extra]))
@@ -135,10 +136,3 @@ def _decode_s(operators: Operators, fit: LatentAttentionFit, rows: pd.DataFrame)
         curve = DecodeCurve(batch, *Latent(operators, MEASURED, heads, fit).decode_curve(batch))
         found[group.index] = [curve.step_s(batch * context) for context in group.context]
     return np.asarray(found + rows.beside_s)
-
-
-def _prompts_s(operators: Operators, fit: LatentAttentionFit, rows: pd.DataFrame) -> Array:
-    kernels = {int(heads): Latent(operators, MEASURED, int(heads), fit) for heads in rows.heads.unique()}
-    each: list[Any] = list(rows.itertuples(index=False))
-    shown = [kernels[row.heads].prefill_s(_chunks(row)) for row in each]
-    return np.asarray(np.array(shown) + rows.beside_s)

@@ -179,14 +179,10 @@ def _balanced(tokens: int, experts: int, active: int, grouped: bool) -> Counts:
         return np.bincount(chosen.ravel(), minlength=experts).astype(float)
     wanted = np.zeros((tokens, experts))
     wanted[token, chosen] = 1.0
-    allowed = np.repeat(_first(_best_two(wanted), CHOSEN_GROUPS), experts // GROUPS, axis=1)
+    # the sum of the two best experts of every group, by which DeepSeek-V3's router compares groups
+    best_two = np.sort(wanted.reshape(tokens, GROUPS, -1), axis=2)[:, :, -2:].sum(axis=2)
+    allowed = np.repeat(_first(best_two, CHOSEN_GROUPS), experts // GROUPS, axis=1)
     return np.asarray(_first(np.where(allowed, wanted, -1.0), active).sum(axis=0), dtype=float)
-
-
-def _best_two(score: Counts) -> Counts:
-    """The sum of the two best experts of every group, by which DeepSeek-V3's router compares groups."""
-    by_group = np.sort(score.reshape(len(score), GROUPS, -1), axis=2)
-    return np.asarray(by_group[:, :, -2:].sum(axis=2))
 
 
 def _first(score: Counts, count: int) -> npt.NDArray[np.bool_]:

@@ -67,7 +67,12 @@ def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     Raises `CalibrationError` naming file and row for a file that is missing, cut short, empty, without a column,
     or with lists in one.
     """
-    table = _parquet(path) if path.suffix == ".parquet" else _csv(path)
+    if path.suffix != ".parquet":
+        table = _csv(path)
+    else:
+        if not path.is_file() or path.read_bytes()[:4] in (b"", b"vers"):
+            read_text(path)  # missing, empty or a pointer: says which
+        table = read_parquet(path, CalibrationError)[0]
     missing = [name for name in columns if name not in table]
     if missing:
         found = [str(name) for name in table.columns]
@@ -78,12 +83,6 @@ def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
         if table[name].dtype == object and table[name].map(pd.api.types.is_list_like).any():
             raise CalibrationError(f"{path}: column {name!r} holds lists; expected one value a row")
     return table
-
-
-def _parquet(path: Path) -> pd.DataFrame:
-    if not path.is_file() or path.read_bytes()[:4] in (b"", b"vers"):
-        read_text(path)  # missing, empty or a pointer: says which
-    return read_parquet(path, CalibrationError)[0]
 
 
 def _csv(path: Path) -> pd.DataFrame:
