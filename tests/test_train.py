@@ -355,14 +355,16 @@ def test_a_pipelines_bubble_is_that_of_its_largest_micro_batch() -> None:
 def test_states_come_in_from_host_memory_and_go_back_by_hand() -> None:
     """Training: bf16 weights, and fp32 master weights and two moments, 14 bytes a parameter; inference: the weights."""
     call = cost(IDEAL, Talk(), MEMORY_ONLY, offload=True)
-    assert call.train_s([100], epochs=3).offload_s == pytest.approx(2 * call.load_s(backward=True)), "once a call"
-    assert call.forward_s([100]).offload_s == pytest.approx(2 * call.load_s(backward=False))
+    assert call.train_s([100], epochs=3).offload_s == pytest.approx(2 * call.copied_s(backward=True, out=False)), (
+        "once a call"
+    )
+    assert call.forward_s([100]).offload_s == pytest.approx(2 * call.copied_s(backward=False, out=False))
     # ZeRO-1 shards the optimizer's twelve bytes, ZeRO-3 all
     for zero_stage, held in ((0, 14), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, 14 / 4)):
         sharded = cost(IDEAL, Talk(), MEMORY_ONLY, offload=True, dp=4, zero_stage=zero_stage)
-        assert sharded.load_s(backward=True) == pytest.approx(host_copy_s(held * PARAMETERS, H100.host))
+        assert sharded.copied_s(backward=True, out=False) == pytest.approx(host_copy_s(held * PARAMETERS, H100.host))
     kept = cost(IDEAL, Talk(), MEMORY_ONLY)
-    assert (kept.load_s(backward=True), kept.train_s([100]).offload_s) == (0.0, 0.0)
+    assert (kept.copied_s(backward=True, out=False), kept.train_s([100]).offload_s) == (0.0, 0.0)
 
 
 def test_gradients_are_reduced_by_hand() -> None:
@@ -440,20 +442,26 @@ def test_a_step_on_the_cpu_by_hand() -> None:
     assert kept[0.25]["optimizer states"] == pytest.approx(0.75 * kept[0.0]["optimizer states"])
     assert kept[1.0]["optimizer states"] == 0.0
     moved = cost(IDEAL, Talk(), MEMORY_ONLY, offload=True, cpu_optimizer=1.0)
-    assert moved.load_s(backward=True) == pytest.approx(host_copy_s(2 * PARAMETERS, H100.host))
+    assert moved.copied_s(backward=True, out=False) == pytest.approx(host_copy_s(2 * PARAMETERS, H100.host))
 
 
 def test_pageable_states_by_hand() -> None:
     """12 bytes of each parameter out at 1.8 GB/s and in at 16.1 GB/s; weights, pinned, over the link as ever."""
     pinned, pageable = (cost(IDEAL, Talk(), offload=True, host_memory=kind) for kind in ("pinned", "pageable"))
     states, weights_s = 12 * PARAMETERS, host_copy_s(2 * PARAMETERS, H100.host)
-    assert pageable.unload_s(backward=True) == pytest.approx(weights_s + states / 1.8e9)
-    assert pageable.load_s(backward=True) == pytest.approx(weights_s + states / 16.1e9)
-    assert pinned.load_s(backward=True) == pinned.unload_s(backward=True)
-    assert pinned.load_s(backward=True) == pytest.approx(host_copy_s(14 * PARAMETERS, H100.host))
-    assert pageable.load_s(backward=False) == pinned.load_s(backward=False) == pytest.approx(weights_s)
+    assert pageable.copied_s(backward=True, out=True) == pytest.approx(weights_s + states / 1.8e9)
+    assert pageable.copied_s(backward=True, out=False) == pytest.approx(weights_s + states / 16.1e9)
+    assert pinned.copied_s(backward=True, out=False) == pinned.copied_s(backward=True, out=True)
+    assert pinned.copied_s(backward=True, out=False) == pytest.approx(host_copy_s(14 * PARAMETERS, H100.host))
+    assert (
+        pageable.copied_s(backward=False, out=False)
+        == pinned.copied_s(backward=False, out=False)
+        == pytest.approx(weights_s)
+    )
     train = pageable.train_s([1000])
-    assert train.offload_s == pytest.approx(pageable.load_s(backward=True) + pageable.unload_s(backward=True))
+    assert train.offload_s == pytest.approx(
+        pageable.copied_s(backward=True, out=False) + pageable.copied_s(backward=True, out=True)
+    )
 
 
 def test_a_layer_with_experts_takes_no_less_than_its_launches() -> None:

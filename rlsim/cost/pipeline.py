@@ -133,7 +133,8 @@ class Pipelined(StepCost):
                 kernels_s = self._kernels.decode(decoding, within).step_s(context)
             parts.append(self._micro_batch(kernels_s, tokens, decoding + len(own), prefills=bool(own)))
         stages_s, ways_s, hosts_s = zip(*parts, strict=True)
-        return max(sum(stages_s), *ways_s, sum(hosts_s))
+        longest_s: float = max(sum(stages_s), *ways_s, sum(hosts_s))
+        return longest_s
 
     def _micro_batch(
         self, kernels_s: float, tokens: float, sequences: int, *, prefills: bool = False
