@@ -140,6 +140,8 @@ def test_a_port_is_shared_by_the_gpus_of_a_node_that_send(local: int, shared: in
     latency = 5e-6 + (gpus - 2) * 5e-7 + 2e-6
     outside = 1e8 / local * (gpus - 1) / gpus / (25e9 / at_once)
     assert c.time_s("all_gather", 1e8, gpus, nodes=2) == pytest.approx(latency + outside)
+    alone = c.time_s("send_recv", 1e8, 2, nodes=2)
+    assert c.time_s("send_recv", 1e8, gpus, nodes=2) - alone == pytest.approx(1e8 * (at_once - 1) / 25e9)
 
 
 def test_more_gpus_of_a_node_than_were_measured() -> None:

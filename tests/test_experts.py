@@ -28,7 +28,7 @@ from rlsim.cost.operators import Operators
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
-from rlsim.errors import CapacityError, ConfigError, RlsimError
+from rlsim.errors import CalibrationError, CapacityError, ConfigError, RlsimError
 from rlsim.frameworks.draft import Draft
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
@@ -271,6 +271,23 @@ def test_sglang_serves_gpt_oss_on_one_hopper_with_the_kernels_that_vllm_runs() -
     assert CALIBRATION.residuals["experts_mxfp4"].note.startswith("of h100-sxm-vllm, not measured here")
     time_s = FusedExperts(sglang.experts["mxfp4"], CALIBRATION.reference, "mxfp4")(expert_load(128, 128, 4), 2880, 2880)
     assert 3 * 128 * 2880**2 * 17 / 32 / CALIBRATION.reference.memory_bytes_per_s < time_s < 0.9e-3
+
+
+def test_experts_by_a_kernel_that_the_engine_is_told_to_take() -> None:
+    """Marlin takes less of the peak for prompts of gpt-oss than Triton's kernels; decodes take about as long."""
+    vllm = load_calibration("h100-vllm")
+    told = vllm.with_experts("marlin")
+    assert vllm.with_experts(None) is vllm
+    assert told.operators.experts["bf16"] == vllm.operators.experts["bf16"]
+    assert told.operators.parallel_experts["mxfp4"].kernel == "marlin"
+    kernels = [FusedExperts(one.operators.experts["mxfp4"], vllm.reference, "mxfp4") for one in (vllm, told)]
+    ratios = [np.divide(*(kernel(expert_load(n, 128, 4), 2880, 2880) for kernel in kernels)) for n in (8192, 64)]
+    assert ratios[0] < 0.5
+    assert 0.9 < ratios[1] < 1.2
+    with pytest.raises(CalibrationError, match="has no 'triton'; one of: marlin"):
+        vllm.with_experts("triton")
+    with pytest.raises(CalibrationError, match="none beside the engine's own choice, so leave it out"):
+        load_calibration("h100-sglang").with_experts("marlin")
 
 
 def test_a_power_law_gives_every_choice_to_some_expert() -> None:

@@ -85,6 +85,11 @@ def test_each_engines_rule_by_hand() -> None:
         working, beside = memory.activation_bytes, memory.reserved_bytes
         assert rule.kv_bytes(total, 0.8, weights, working, beside) == pytest.approx(room)
         assert rule.share_for(room, total, weights, working, beside) == pytest.approx(0.8)
+        resident = 2.0 * GIB
+        fewer = {"vllm": resident, "sglang": resident * (total - beside) / total, "trtllm": 0.8 * resident}
+        kept = rule.kv_bytes(total, 0.8, weights, working, beside, resident)
+        assert kept == pytest.approx(room - fewer[engine])
+        assert rule.share_for(kept, total, weights, working, beside, resident) == pytest.approx(0.8)
 
 
 def test_sglang_finds_no_more_kv_than_the_gpu_has() -> None:

@@ -12,7 +12,7 @@ from conftest import TINY
 import rlsim
 from evidence.validate.parts import EVIDENCE
 from evidence.validate.rows import read_rows
-from evidence.validate.speculation import GAINS, TABLE, DraftedRun, Gain, chance, gain_table, rows_of
+from evidence.validate.speculation import GAINS, TABLE, DraftedRun, Gain, chance, gain_table, rows_of, served
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.layout import PLAIN
@@ -173,7 +173,7 @@ def test_systems_that_decide_meanwhile_run_with_drafts() -> None:
                {"areal": {"tp": 2, "rollout_gpus": 4}}]  # fmt: skip
     drafted = {"method": "eagle3", "num_speculative_tokens": 3, "dynamic": True}
     experiment = {**SETTINGS, "trace": {"path": "rollpacker-math", "cap": "2K"}, "systems": systems, "baseline": "verl",
-                  "workflow": {"prompts": 8, "responses": 8, "steps": 2}}  # fmt: skip
+                  "workflow": {"prompts": 16, "responses": 8, "steps": 3}}  # fmt: skip
     overrides = {"engine.speculation": drafted, "engine.chunked_prefill": True, "cluster": "8xh100"}
     found = rlsim.run(experiment, overrides=overrides)
     plain = rlsim.run(experiment, overrides={**overrides, "engine.speculation": None})
@@ -200,13 +200,14 @@ def test_an_acceptance_that_nobody_gave_is_an_assumption() -> None:
 
 
 def test_the_validation_runs() -> None:
-    """One user of the measured runs, with prompts as priced and as the run without drafts says; one published gain."""
+    """One user of the measured runs; Triton's experts take less for prompts than Marlin's, with which they ran."""
     runs = [run for run in read_rows(EVIDENCE / TABLE, DraftedRun) if run.concurrency == 1]
-    rows, slower = rows_of(runs), rows_of(runs, 1.0, slow=True)
+    rows, first_s = rows_of(runs), [served(runs[0], own=own).ttft_s for own in (False, True)]
     assert [(row.case, row.quantity) for row in rows] == [
         ("gpt-oss-120b/k0/1", "tokens_per_s"), ("gpt-oss-120b/k1/1", "tokens_per_s"), ("gpt-oss-120b/k1/1", "gain")
     ]  # fmt: skip
-    assert all(abs(row.error) < 0.12 for row in [*rows, *slower])
+    assert all(abs(row.error) < 0.12 for row in rows)
+    assert runs[0].seconds("ttft_s") > first_s[0] > 1.5 * first_s[1]
     assert rows[2].reference > 1 < rows[2].simulated
     gains = {one.case: one for one in read_rows(EVIDENCE / GAINS, Gain)}
     assert "| 3.32 | 2." in gain_table([gains["skyrl/qwen3.5-9b"]])

@@ -13,6 +13,8 @@ import rlsim
 from evidence.validate import weight_sync as published
 from rlsim.cost.layout import Layout, ReplicaLayout
 from rlsim.cost.memory import rollout_weight_bytes
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.transfer import weight_sync_s
 from rlsim.cost.weight_sync import FITTED, SyncFit, WeightSync
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.models.hardware import load_cluster
@@ -35,7 +37,26 @@ FSDP = Layout(first_gpu=0, dp=8, zero3=True)
 
 def sync(**changes: Any) -> WeightSync:
     settings: dict[str, Any] = {"model": QWEN, "cluster": load_cluster("2x8xh100"), "engine": "vllm", "fit": FIT}
-    return WeightSync(collectives=Talk(lambda op, size, gpus, nodes: size * 1e-11), **settings | changes)
+    settings["collectives"] = Talk(lambda op, size, gpus, nodes: size * 1e-11)
+    return WeightSync(**settings | changes)
+
+
+def test_under_hsdp_shards_are_larger_and_gathered_from_fewer() -> None:
+    """Of 16 ranks 8 share the states: an all-gather inside a node, and shards twice as large from host memory."""
+    talk = Talk()
+    whole, halves = (Layout(first_gpu=0, dp=16, zero3=True, shard_gpus=n) for n in (None, 8))
+    once, twice = (sync(collectives=talk, offload=True).parts(one, one).export_s for one in (whole, halves))
+    assert {(gpus, nodes) for _, _, gpus, nodes in talk.asked} == {(16, 2), (8, 1)}
+    assert twice - once == pytest.approx(4 * QWEN.parameters / 16 / FIT.staging_bytes_per_s)
+
+
+def test_experts_that_are_apart_are_gathered_from_the_ranks_that_have_them() -> None:
+    """Two of 16 ranks hold the same experts at EP 8."""
+    talk = Talk()
+    weight_sync_s(MIXTURE, talk, load_cluster("2x8xh100"), TrainStrategy(dp=16, ep=8, zero_stage=3), rollout_tp=1)
+    (layer,) = MIXTURE.groups
+    assert {gpus for _, size, gpus, _ in talk.asked if size == 2 * layer.expert_weights() / 8} == {2}
+    assert {gpus for _, _, gpus, _ in talk.asked} == {16, 2, 8}, "of what is not experts, of shards, of all experts"
 
 
 def test_an_engine_whose_replicas_share_attention_out_loads_what_its_gpus_hold() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -15,6 +15,8 @@ from rlsim.errors import CapacityError
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import EngineConfig, Request
+
+JUST_BEGUN_S = 1e-7  # into an iteration: shorter than any
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,19 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Intake:
+    """When a busy engine takes in what has come.
+
+    `ahead`: the next iteration is scheduled already when one begins, so a request joins the one after it (vLLM's
+    asynchronous scheduling, SGLang's overlapped loop). `every`: decode iterations from one look at the queue to the
+    next; after a prefill it looks at once (SGLang's `scheduler_recv_interval`).
+    """
+
+    ahead: bool = False
+    every: int = 1
+
+
+@dataclass(frozen=True)
 class Served:
     """What the client measures: means over all requests of a run, in seconds; generated tokens a second."""
 
@@ -54,7 +69,12 @@ class Served:
 
 
 def closed_loop(
-    cost: StepCost, capacity_pages: int, engine: EngineConfig, load: Load, front_end: FrontEndFit | None = None
+    cost: StepCost,
+    capacity_pages: int,
+    engine: EngineConfig,
+    load: Load,
+    front_end: FrontEndFit | None = None,
+    intake: Intake = Intake(),
 ) -> Served:
     """Serve `load` on one replica with `capacity_pages` of KV cache, through `front_end` (none: it takes no time).
 
@@ -64,7 +84,7 @@ def closed_loop(
     pages = -(-(load.prompt_tokens + load.response_tokens) // engine.page_tokens)
     if not cost.kv.fits(load.prompt_tokens + load.response_tokens, engine.page_tokens, capacity_pages):
         raise CapacityError(f"one request needs {pages} KV pages, the replica has {capacity_pages}")
-    run = _Run(cost, capacity_pages, engine, load, front_end or FrontEndFit())
+    run = _Run(cost, capacity_pages, engine, load, front_end or FrontEndFit(), intake)
     run.env.run()
     return run.served()
 
@@ -73,7 +93,13 @@ class _Run:
     """One benchmark: its client and its front end, beside the engine's replica."""
 
     def __init__(
-        self, cost: StepCost, capacity_pages: int, engine: EngineConfig, load: Load, front_end: FrontEndFit
+        self,
+        cost: StepCost,
+        capacity_pages: int,
+        engine: EngineConfig,
+        load: Load,
+        front_end: FrontEndFit,
+        intake: Intake,
     ) -> None:
         self.env = simpy.Environment()
         self._load, self._front_end = load, front_end
@@ -85,7 +111,7 @@ class _Run:
         self._held: list[Sequence[Request]] = []  # those of each prefill whose first tokens are not handed out yet
         self._free_at = 0.0  # when the front end's thread has done all work that has come to it
         self._seen_step, self._seen_at = 0, 0.0  # of the engine, whose tokens until then are known
-        self._replica = _Observed(self, capacity_pages, engine, cost)
+        self._replica = _Observed(self, capacity_pages, engine, cost, intake)
         self.env.process(self._send(min(load.concurrency, self._number), 0.0))
 
     def served(self) -> Served:
@@ -172,10 +198,12 @@ class _Run:
 
 
 class _Observed(Replica):
-    """A replica that tells its benchmark of every iteration."""
+    """A replica that tells its benchmark of every iteration, and takes requests in as `intake` says."""
 
-    def __init__(self, run: _Run, capacity_pages: int, engine: EngineConfig, cost: StepCost) -> None:
-        self._run_of = run
+    def __init__(self, run: _Run, capacity_pages: int, engine: EngineConfig, cost: StepCost, intake: Intake) -> None:
+        self._run_of, self._intake = run, intake
+        self._coming: list[Request] = []
+        self._looked_step, self._prefilled = 0, False  # at the last look; whether the last iteration was a prefill
         gpus = tuple(range(cost.tp))
         super().__init__(run.env, 0, 0, gpus, cost, capacity_pages, engine, Recorder(), run.finished, count(1))
 
@@ -184,7 +212,35 @@ class _Observed(Replica):
         """Sequences that decode."""
         return self._batch.size
 
+    def receive(self, requests: Sequence[Request]) -> None:
+        if self.idle or self._intake == Intake():
+            super().receive(requests)
+            return
+        if not self._coming:
+            self.at_boundary(self._look)
+        self._coming += requests
+
+    def _look(self) -> None:
+        """At a boundary: take in what has come, if it is time to look."""
+        due = self.progress() - self._looked_step >= self._intake.every or self._prefilled or not self.running
+        if due:
+            self._looked_step = self.progress()
+        if due and not self._intake.ahead:
+            self._take_in()
+        else:
+            self.env.process(self._within(self._take_in if due else lambda: self.at_boundary(self._look)))
+
+    def _take_in(self) -> None:
+        coming, self._coming = self._coming, []
+        super().receive(coming)
+
+    def _within(self, do: Callable[[], None]) -> Generator[simpy.Event, None, None]:
+        """Once the iteration has begun that begins now, so that it is not undone."""
+        yield self.env.timeout(JUST_BEGUN_S)
+        do()
+
     def _finish(self, kind: str, start: float, prefilled: Sequence[Request] = ()) -> None:
+        self._prefilled = kind != "decode"
         tokens = len(prefilled) if kind == "prefill" else self._batch.size
         self._run_of.boundary(kind, start, tokens, prefilled)
         super()._finish(kind, start, prefilled)

@@ -23,16 +23,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import pandas as pd
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from evidence.validate.charts import error_panels
-from evidence.validate.closed_loop import Load, Served, closed_loop
+from evidence.validate.closed_loop import Intake, Load, Served, closed_loop
 from evidence.validate.parts import Options, Section
 from evidence.validate.rows import Kind, Row, markdown, read_rows, summarise, summary_table
+from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit, load_calibration
 from rlsim.cost.derived import hosted
@@ -50,6 +52,7 @@ from rlsim.sim.request import EngineConfig
 TABLE = "h100_serving.csv"
 TODAY = "today_serving.csv"
 AISIMULATE = "aisimulate.csv"
+SETTINGS = Path(__file__).parents[1] / "run_settings.yaml"
 
 #: Whose kernels each engine's runs are simulated with: of SGLang the release nearest to the one that was measured.
 CALIBRATIONS: dict[Engine, str] = {
@@ -79,6 +82,22 @@ VARIANTS: dict[str, dict[str, int]] = {
 SHARES: dict[Engine, float] = {"vllm": 0.9, "sglang": 0.8, "trtllm": 0.8}
 #: Sequences that the engine's memory is sized for where the benchmark does not say: vLLM's default on an H100.
 PROFILED_SEQUENCES = 1024
+
+
+class RunSettings(Schema):
+    """How some runs were made; the table says what each means. `runs`: fields of those that it is said of."""
+
+    runs: dict[str, str | int] = Field(default={})
+    looks: tuple[tuple[int, int], ...] = ()
+    moe_backend: str | None = None
+    expert_parallel: bool = False
+    left_out: str = ""
+
+
+@cache
+def run_settings() -> tuple[RunSettings, ...]:
+    """The rows of `run_settings.yaml`."""
+    return tuple(RunSettings.model_validate(row) for row in plain(read_yaml(SETTINGS)))
 
 
 class ServingRun(Schema):
@@ -136,6 +155,19 @@ class ServingRun(Schema):
         return self.lengths == "uniform" or tuple(map(int, self.release.split(".")[:2])) >= (0, 14)
 
     @property
+    def settings(self) -> RunSettings:
+        """How it was made, as far as that is known: of no run whose source does not even tell the release."""
+        rows = run_settings() if self.lengths == "uniform" and self.release else ()
+        own = (row for row in rows if all(getattr(self, name) == said for name, said in row.runs.items()))
+        return next(own, RunSettings())
+
+    @property
+    def intake(self) -> Intake:
+        """When the engine takes requests in."""
+        every = [iterations for users, iterations in self.settings.looks if users <= self.concurrency]
+        return Intake(self.engine == "sglang" or bool(self.plans_ahead), (every or [1])[-1])
+
+    @property
     def gpus(self) -> int:
         """GPUs of the replica."""
         return self.tp * self.dp
@@ -148,7 +180,7 @@ class ServingRun(Schema):
     @property
     def layout(self) -> ReplicaLayout:
         """What cuts the model beside TP."""
-        return ReplicaLayout(ep=self.ep, attention_dp=self.dp)
+        return ReplicaLayout(ep=self.gpus if self.settings.expert_parallel else self.ep, attention_dp=self.dp)
 
     @property
     def served(self) -> Model:
@@ -238,7 +270,7 @@ def calibration_of(run: ServingRun) -> str:
 
 def kernels_of(calibration: Calibration, run: ServingRun) -> StepCost:
     """A calibration's step cost of the run's model in its layout, without host time."""
-    bare = calibration.model_copy(update={"host": NO_HOST})
+    bare = calibration.model_copy(update={"host": NO_HOST}).with_experts(run.settings.moe_backend)
     if run.served.kv_precision != "bf16":
         latent = any(isinstance(layer.attention, LatentAttention) for layer in run.served.groups)
         bare = bare.on_kv(run.served.kv_precision, latent=latent)
@@ -261,7 +293,7 @@ def simulate(
 ) -> Served:
     """The run on rlsim's engine, whose kernels take the times of `bare`."""
     cost = hosted(bare, host, run.dp)
-    return closed_loop(cost, protocol.pages(run), protocol.config(run), protocol.load(run), front_end)
+    return closed_loop(cost, protocol.pages(run), protocol.config(run), protocol.load(run), front_end, run.intake)
 
 
 def run_rows(

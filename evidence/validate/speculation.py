@@ -24,24 +24,20 @@ from evidence.validate.rows import Row, markdown, read_rows, summarise, summary_
 from evidence.validate.serving import AS_ASSUMED, ServingRun
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.layout import ReplicaLayout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.speculation import Drafts, Method, Speculation, speculative
-from rlsim.cost.step import Chunk, StepCost
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import Model, load_model
 from rlsim.models.precision import Precision
 
 TABLE, GAINS = "speculation.csv", "speculation_gains.csv"
 
-#: What else could be true of the runs: exponent of the experts' popularity, and whether prompts take as long as the run
-#: of one user without drafts says.
+#: What else could be true of the runs: exponent of the experts' popularity, and whether the engine chose their kernel.
 VARIANTS = {
-    "as the measured kernels say": (0.0, False),
+    "as the scripts and the measured kernels say": (0.0, False),
     "experts of unequal popularity (exponent 1)": (1.0, False),
-    "prompts as slow as for one user without drafts": (0.0, True),
-    "both": (1.0, True),
+    "experts by the engine's own choice (OpenAI's Triton kernels)": (0.0, True),
 }
 
 
@@ -95,40 +91,21 @@ def _drafts(model: Model, method: Method, drafted: int, acceptance: float) -> Dr
     return Drafts.of(spec, model)
 
 
-class SlowPrompts(StepCost):
-    """`cost`, with prompts that take `times` as long, in iterations of their own or beside decodes."""
-
-    def __init__(self, cost: StepCost, times: float) -> None:
-        self.tp, self.skew, self.kv, self._cost, self._times = cost.tp, cost.skew, cost.kv, cost, times
-
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        return self._cost.decode(batch, in_windows)
-
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self._times * self._cost.prefill_s(chunks)
-
-    def mixed_s(
-        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
-    ) -> float:
-        decode_s = self.decode(batch, in_windows).step_s(context_tokens)
-        return decode_s + self._times * (self._cost.mixed_s(batch, context_tokens, chunks, in_windows) - decode_s)
-
-
-def served(run: DraftedRun, imbalance: float = 0.0, prompts: float = 1.0) -> Served:
-    """The run on rlsim's engine."""
+def served(run: DraftedRun, imbalance: float = 0.0, own: bool = False) -> Served:
+    """The run on rlsim's engine, with the experts' kernel that it was made with, or that the engine takes by itself."""
     calibration = load_calibration(f"{run.gpu}-{run.engine}").scheduled(run.plans_ahead)
+    calibration = calibration.with_experts(None if own else run.settings.moe_backend)
     replica = run.served, run.gpus, run.cluster, calibration, replace(run.layout, imbalance=imbalance)
     drafts = _drafts(run.served, "eagle3", run.drafted, run.acceptance) if run.drafted else None
     cost = speculative(*replica, drafts) if drafts else step_cost(*replica)
     pages = AS_ASSUMED.pages(run, drafts.memory(run.gpus) if drafts else (0.0, 0.0))
     config, load = AS_ASSUMED.config(run), AS_ASSUMED.load(run)
-    return closed_loop(SlowPrompts(cost, prompts), pages, config, load, calibration.front_end)
+    return closed_loop(cost, pages, config, load, calibration.front_end, run.intake)
 
 
-def rows_of(runs: Sequence[DraftedRun], imbalance: float = 0.0, slow: bool = False) -> list[Row]:
+def rows_of(runs: Sequence[DraftedRun], imbalance: float = 0.0, own: bool = False) -> list[Row]:
     """Tokens a second of every run, and the gain of drafts for each number of users."""
-    times = runs[0].seconds("ttft_s") / served(runs[0], imbalance).ttft_s if slow else 1.0
-    found = {run: served(run, imbalance, times) for run in runs}
+    found = {run: served(run, imbalance, own) for run in runs}
     rates = {(run.drafted, run.concurrency): (run.tokens_per_s, one.tokens_per_s) for run, one in found.items()}
     rows = []
     for run, one in found.items():
@@ -181,9 +158,9 @@ def section(options: Options) -> Section:
 def _variants(runs: Sequence[DraftedRun], rows: Sequence[Row], options: Options) -> str:
     """Mean and largest |error| of tokens a second and of gains under each assumption."""
     cells = []
-    for name, (imbalance, slow) in VARIANTS.items():
+    for name, (imbalance, own) in VARIANTS.items():
         options.progress(f"speculation: {name}")
-        found = rows_of(runs, imbalance, slow) if imbalance or slow else rows
+        found = rows_of(runs, imbalance, own) if imbalance or own else rows
         sizes = {q: [abs(row.error) for row in found if row.quantity == q] for q in ("tokens_per_s", "gain")}
         cells.append((name, *(f"{np.mean(each):.1%} / {max(each):.1%}" for each in sizes.values())))
     return markdown(("what is taken", "tokens a second: mean / largest error", "gain"), cells)

@@ -30,6 +30,7 @@ from evidence.validate.rows import Kind, Row, Summary, markdown, summarise, summ
 from evidence.validate.serving import (
     AISIMULATE,
     AS_ASSUMED,
+    CALIBRATIONS,
     QUANTITIES,
     SERVED,
     TODAY,
@@ -221,13 +222,17 @@ def _means(rows: Sequence[Row]) -> list[str]:
 
 
 def predicted(runs: Iterable[ServingRun]) -> Iterator[tuple[ServingRun, Served]]:
-    """Runs with the shipped calibration of their GPU and engine; none where one request does not fit.
+    """Runs with the shipped calibration of their GPU and engine; none where one request does not fit, nor those that
+    are known not to be what they are called.
 
-    The front end of TensorRT-LLM is fitted to the client of the runs in bf16 and is left out with any other.
+    The front ends are fitted to the client of the runs in bf16. Of any other only the tokenizer's time is known, from
+    the one fit that tells it, TensorRT-LLM's: all servers have the same tokenizers.
     """
-    for run in runs:
+    tokenizer_s = load_calibration(CALIBRATIONS["trtllm"]).front_end.prompt_token_s
+    other_client = FrontEndFit(client_s=CLIENT_S, prompt_token_s=tokenizer_s)
+    for run in (run for run in runs if not run.settings.left_out):
         calibration = load_calibration(calibration_of(run)).scheduled(run.plans_ahead)
-        front_end = calibration.front_end if run.lengths == "equal" else FrontEndFit(client_s=CLIENT_S)
+        front_end = calibration.front_end if run.lengths == "equal" else other_client
         protocol = ROUNDS if run.lengths == "uniform" else AS_ASSUMED
         with suppress(CapacityError):
             yield run, simulate(run, kernels(run), calibration.host, front_end, protocol)

@@ -15,7 +15,7 @@ from rlsim.calibrate.fit.attention import attention_kernels
 from rlsim.calibrate.fit.collectives import kernel_collectives
 from rlsim.calibrate.fit.common import as_written, percent, rounded
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
-from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
+from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts, other_experts
 from rlsim.calibrate.fit.gemm import kernel_gemm, quantised_products
 from rlsim.calibrate.measurements import Measurements, measured_node
 from rlsim.calibrate.parts import Fitted, Parts, join, point_rows, residual_of
@@ -148,6 +148,10 @@ def _operators(parts: Parts, cold: bool) -> OperatorFits | None:
                 own = found[operator].model_copy(update={"windows": windows})
                 found[operator] = parts.take(f"{operator}_windows", None, own)
     found["experts"], found["parallel_experts"] = _experts(parts)
+    if "other_experts" in measured:
+        found["other_experts"] = parts.add(other_experts(measured.table("other_experts"), reference))
+    elif base is not None and base.gpu == parts.gpu:
+        found["other_experts"] = base.operators.other_experts
     quantised = [parts.add(part) for part in quantised_products(measured, reference, cold)]
     for fit in carried.quantised_gemm if carried else ():
         if (name := gemm_of(fit.precision)) not in measured:

@@ -24,6 +24,11 @@ ATTENTION: Mapping[str, tuple[str, ...]] = {
     "prefill_attention": ("batch", "new", "prior", "q_heads", "kv_heads", "head_dim"),
 }
 
+EXPERTS = (
+    *("precision", "kernel", "model", "routing", "tokens", "hidden", "width", "active", "experts", "ep", "tuned"),
+    *("rows", "hit", *(f"blocks_{size}" for size in (8, 16, 32, 64, 128))),
+)
+
 #: Operators and the columns that identify a point. Every table has `seconds` besides, and may have `spread`: half the
 #: interquartile range of the repeats over their median.
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -34,10 +39,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "decode_attention_fp8": ATTENTION["decode_attention"],  # on an FP8 KV cache
     "prefill_attention_fp8": ATTENTION["prefill_attention"],
     # a fused mixture on one GPU: tokens of all GPUs, width and experts of this one; the work as in `ExpertLoad`
-    "experts": (
-        *("precision", "kernel", "model", "routing", "tokens", "hidden", "width", "active", "experts", "ep", "tuned"),
-        *("rows", "hit", *(f"blocks_{size}" for size in (8, 16, 32, 64, 128))),
-    ),
+    "experts": EXPERTS,
+    "other_experts": EXPERTS,  # by kernels that the engine takes when it is told to
     "memory_bound": ("kernels", "tokens", "bytes"),  # launches in the row, bytes moved by all of them
     "collective": ("op", "gpus", "bytes"),  # full tensor; the engine's own all-reduce is `custom_all_reduce`
     "exchange": ("kind", "gpus", "tokens", "active", "hidden"),  # DeepEP's dispatch and combine; tokens of one GPU

@@ -307,6 +307,20 @@ class Calibration(Fitted):
             return self
         return self.model_copy(update={"host": self.host.model_copy(update={"overlapped": ahead})})
 
+    def with_experts(self, backend: str | None) -> Calibration:
+        """The same with mixtures of experts by the kernel of that name; None: by the engine's own choice.
+
+        Raises `CalibrationError` if that kernel was not measured.
+        """
+        if backend is None:
+            return self
+        fits, known = self.operators, self.operators.other_experts
+        if backend not in known:
+            choice = f"one of: {', '.join(known)}" if known else "none beside the engine's own choice, so leave it out"
+            raise CalibrationError(f"engine.moe_backend: calibration {self.name} has no {backend!r}; {choice}")
+        update = {name: {**getattr(fits, name), **known[backend]} for name in ("experts", "parallel_experts")}
+        return self.model_copy(update={"operators": fits.model_copy(update=update)})
+
     def on_kv(self, precision: KvPrecision, *, latent: bool) -> Calibration:
         """The same with attention on a KV cache of that precision, which `check_precision` takes.
 

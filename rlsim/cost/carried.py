@@ -56,6 +56,10 @@ def carried_operators(operators: OperatorFits, source: Rates, reference: Rates) 
         "quantised_gemm": tuple(_of_products(fit, slower) for fit in operators.quantised_gemm),
         "experts": {name: _by_block(fit, slower) for name, fit in operators.experts.items()},
         "parallel_experts": {name: _by_block(fit, slower) for name, fit in operators.parallel_experts.items()},
+        "other_experts": {
+            kernel: {name: _by_block(fit, slower) for name, fit in fits.items()}
+            for kernel, fits in operators.other_experts.items()
+        },
     }
     return operators.model_copy(update=update)
 

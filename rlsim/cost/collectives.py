@@ -195,7 +195,7 @@ class Collectives:
             self.lookups.add(
                 f"{op} across nodes", "extrapolated", f"{nodes} nodes; as on other networks, this one is not measured"
             )
-        sharing = 1 if op == "send_recv" else min(link.shared_by_gpus, local)
+        sharing = min(link.shared_by_gpus, local)
         rate = link.bytes_per_s * fit.efficiency / sharing
         ring, around = size / local * (gpus - 1) / gpus, (gpus - nodes) * fit.message_s + (nodes - 1) * link.latency_s
         inside = (op, size)
@@ -237,22 +237,17 @@ class CollectiveTime(Protocol):
         """Seconds of one collective among `gpus` ranks spread over `nodes` nodes.
 
         `op` is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_recv; `message_bytes` the whole
-        gathered tensor of an all_gather or reduce_scatter, else the tensor each rank holds or sends.
+        gathered tensor of an all_gather or reduce_scatter, else the tensor each rank holds or sends. In a send_recv
+        half of the ranks send to the others, all at once.
         """
         ...
 
 
 class Groups:
-    """Times of collectives in the process groups of `layout` on `cluster`; `collectives` gives those of even groups.
+    """Times of collectives in the process groups of `layout` on `cluster`; `collectives` gives those of even groups."""
 
-    `sharded_over`: the ranks that share the states under HSDP; default: all of `shards`.
-    """
-
-    def __init__(
-        self, collectives: CollectiveTime, cluster: Cluster, layout: Layout, sharded_over: int | None = None
-    ) -> None:
+    def __init__(self, collectives: CollectiveTime, cluster: Cluster, layout: Layout) -> None:
         self._collectives, self._layout = collectives, layout
-        self._sharded_over = sharded_over or layout.shards
         self._per_domain = cluster.domain_gpus
         self.spreads = cache(self._spreads)
 
@@ -294,9 +289,9 @@ class Groups:
             case "shards":
                 return np.moveaxis(mesh.reshape(layout.pp, layout.shards, layout.tp), 1, 2).reshape(-1, layout.shards)
             case "sharded":
-                return self._nodes("shards").reshape(-1, self._sharded_over)
+                return self._nodes("shards").reshape(-1, layout.sharded_over)
             case "replicas":
-                rows = self._nodes("shards").reshape(-1, layout.shards // self._sharded_over, self._sharded_over)
-                return np.moveaxis(rows, 1, 2).reshape(-1, layout.shards // self._sharded_over)
+                rows = self._nodes("shards").reshape(-1, layout.shards // layout.sharded_over, layout.sharded_over)
+                return np.moveaxis(rows, 1, 2).reshape(-1, layout.shards // layout.sharded_over)
             case "pp":
                 return mesh.reshape(layout.pp, -1).T

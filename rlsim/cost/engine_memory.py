@@ -55,7 +55,8 @@ class EngineMemory:
     ) -> float:
         """Bytes left for KV on a GPU of `memory` bytes; below 0: weights and working memory do not fit.
 
-        Of `share`, others have what they keep there meanwhile (`resident`). Never more than what is there.
+        Of `share`, others have what they keep there meanwhile (`resident`), unless it is a share of what is left. Never
+        more than what is there.
         """
         left = memory - beside - weights - working - resident
         own = share - resident / memory
@@ -63,7 +64,7 @@ class EngineMemory:
             return own * memory - beside - weights - working
         if self.share_of == "before_weights":
             return min(own * (memory - beside) - weights, left)
-        return own * left
+        return share * left
 
     def share_for(
         self, kv: float, memory: float, weights: float, working: float, beside: float, resident: float = 0.0
@@ -74,7 +75,7 @@ class EngineMemory:
             return others + (kv + beside + weights + working) / memory
         if self.share_of == "before_weights":
             return others + (kv + weights) / (memory - beside)
-        return others + kv / max(memory - beside - weights - working - resident, 1.0)
+        return kv / max(memory - beside - weights - working - resident, 1.0)
 
     def most_share(self, memory: float) -> float:
         """The largest share with which the engine starts on a GPU: vLLM's must be free beside CUDA's context."""

@@ -209,6 +209,9 @@ class OperatorFits(Fitted):
     parallel_experts: dict[Precision, ExpertsFit] = Field(
         default={}, description="the same where experts lie on several GPUs, if the engine takes another kernel there"
     )
+    other_experts: dict[str, dict[Precision, ExpertsFit]] = Field(
+        default={}, description="by kernels that the engine takes when it is told to (`engine.moe_backend`)"
+    )
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:

@@ -27,7 +27,8 @@ class Layout:
 
     On the mesh TP is innermost, then CP, DP and PP, as in `TrainStrategy`. `expert_cut`: neighbouring GPUs of a stage
     that hold the experts of a layer once, where these are cut otherwise than the rest. Raises `ConfigError` for a
-    degree below 1, a GPU number below 0, or parameters sharded over data-parallel ranks (`zero3`) together with PP.
+    degree below 1, a GPU number below 0, or parameters sharded over data-parallel ranks (`zero3`; under HSDP over
+    `shard_gpus` of them) together with PP.
     """
 
     first_gpu: int
@@ -36,6 +37,7 @@ class Layout:
     pp: int = 1
     cp: int = 1
     zero3: bool = False
+    shard_gpus: int | None = None
     expert_cut: int | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +56,7 @@ class Layout:
             pp=strategy.pp,
             cp=strategy.cp,
             zero3=strategy.zero_stage == 3 and strategy.shards > 1,
+            shard_gpus=strategy.shard_gpus if strategy.zero_stage == 3 else None,
             expert_cut=strategy.expert_cut if strategy.experts_apart else None,
         )
 
@@ -69,6 +72,11 @@ class Layout:
     def shards(self) -> int:
         """Ranks with the same layers and tensor-parallel piece (`zero3`: parts of it): Megatron's DP × CP group."""
         return self.dp * self.cp
+
+    @property
+    def sharded_over(self) -> int:
+        """Those of them that share the states between them: all, or fewer under HSDP."""
+        return min(self.shard_gpus or self.shards, self.shards)
 
     @property
     def gpus(self) -> int:

@@ -322,8 +322,8 @@ def call_bytes(
     `tokens` are those of a micro-batch (default: its budget). Per parameter: 2 bytes of bf16 weight and, to train, 4 or
     2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam moments (`cpu_optimizer` of them none); ZeRO stages
     1, 2, 3 divide optimizer, gradients, parameters by the data-parallel ranks, those of experts that are apart by the
-    ranks with the same experts. Stage 3 gathers two layers (one in use, one prefetched), or the embedding, and holds
-    that unit's whole gradient. Training keeps what `strategy.recompute` says of each layer, a 1F1B pipeline for PP
+    ranks with the same experts. Stage 3 gathers two layers (one in use, one prefetched), or embedding and head, and
+    holds one unit's whole gradient. Training keeps what `strategy.recompute` says of each layer, a 1F1B pipeline for PP
     micro-batches on its first stage. The peak is inside a layer (its live tensors, no logits) or at the head
     (`logits_bytes`; `entropy`: of the logits too): logits are there after the last layer's forward pass and gone before
     its backward pass. Host offload empties the GPU between calls: the peak is the same. Raises `ConfigError` if the

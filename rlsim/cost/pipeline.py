@@ -21,14 +21,15 @@ _TOKEN_BYTES = 4  # of a sampled token on its way back to the first stage
 class Boundaries:
     """The ways between neighbouring stages: `inside` of them within a node, `across` from one node to another.
 
-    Every TP rank sends the whole hidden state, `hidden_bytes` a token, to its peer of the next stage. What the last
-    stage samples goes back to the first.
+    Every one of `ranks` (a stage's GPUs) sends the whole hidden state, `hidden_bytes` a token, to its peer of the next
+    stage. What the last stage samples goes back to the first.
     """
 
     hidden_bytes: float
     inside: int
     across: int
     collectives: CollectiveTime
+    ranks: int = 1
 
     def slowest_s(self, tokens: float) -> float:
         """Seconds of the slowest send of `tokens` tokens to a next stage; 0 without one."""
@@ -45,7 +46,7 @@ class Boundaries:
         return there + self._send_s(sequences * _TOKEN_BYTES, 2 if self.across else 1)
 
     def _send_s(self, size: float, nodes: int) -> float:
-        return self.collectives.time_s("send_recv", size, 2, nodes)
+        return self.collectives.time_s("send_recv", size, 2 * self.ranks, nodes)
 
 
 class Pipelined(StepCost):

@@ -106,7 +106,7 @@ class Reallocation:
 
         def unit_s(parameters: float, spread: Layout = source) -> float:
             groups = Groups(self._collectives, self.cluster, spread)
-            return groups.time_s("all_gather", BF16 * parameters / spread.tp, "shards")
+            return groups.time_s("all_gather", BF16 * parameters / spread.tp, "sharded")
 
         total_s = unit_s(model.vocab_size * model.hidden_size) + unit_s(model.head_parameters + model.hidden_size)
         for layer, count in model.groups.items():

@@ -144,7 +144,8 @@ class RolloutCostModel:
         """Host memory for KV pages that a replica at `tp` has no room for."""
         if not self._kv_offloading_bytes:
             return NO_HOST_KV
-        page_bytes = kv_page_bytes(self.model, self._stage_tp(tp), self.page_tokens, self._pp)
+        own, groups = self._layout.attention_tp(self._stage_tp(tp)), self._layout.attention_dp
+        page_bytes = kv_page_bytes(self.model, own, self.page_tokens, self._pp) / groups
         return HostKv.of(self._kv_offloading_bytes, page_bytes, self.capacity_pages(tp), self.cluster.host)
 
     def feasible_tps(
@@ -221,7 +222,8 @@ class RolloutCostModel:
         if same_node and rate is not None:
             return kv_send_s(self.model, self.cluster.intra, self._kept_tokens(contexts, tp), tp, rate, pp)
         per_rank = kv_page_bytes(self.model, tp, 1, pp) * self._kept_tokens(contexts, tp)
-        return self._collectives.time_s("send_recv", per_rank, 2, 1 if same_node else 2) if per_rank else 0.0
+        ranks = 2 * self._stage_tp(min(from_tp, to_tp))
+        return self._collectives.time_s("send_recv", per_rank, ranks, 1 if same_node else 2) if per_rank else 0.0
 
     def _kept_tokens(self, contexts: Sequence[int], tp: int = 1) -> float:
         """The tokens whose KV in all layers is as large as what these sequences keep on one of `tp` GPUs."""

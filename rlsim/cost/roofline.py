@@ -347,9 +347,8 @@ def step_cost(
     if pp == 1:
         return in_service(hosted(kernels, calibration.host, layout.attention_dp), calibration, known)
     inside, across = Groups(roofline.collectives, cluster, Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)).boundaries
-    ways = Boundaries(
-        hidden_bytes=BF16 * model.hidden_size, inside=inside, across=across, collectives=roofline.collectives
-    )
+    hidden_bytes, collectives = BF16 * model.hidden_size, roofline.collectives
+    ways = Boundaries(hidden_bytes=hidden_bytes, inside=inside, across=across, collectives=collectives, ranks=dp * tp)
     logit_s = sampling_s_per_logit * model.vocab_size
 
     def head_s(rows: float) -> float:

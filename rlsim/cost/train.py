@@ -152,9 +152,8 @@ class TrainCost:
         self.model, self.cluster, self.strategy, self.efficiency = model, cluster, strategy, efficiency
         self._collectives = collectives
         layout = Layout.of(first_gpu, strategy)
-        self._groups = Groups(collectives, cluster, layout, strategy.sharded_over)
-        experts = strategy.experts
-        self._expert_groups = Groups(collectives, cluster, layout.experts, experts.sharded_over)
+        self._groups = Groups(collectives, cluster, layout)
+        self._expert_groups = Groups(collectives, cluster, layout.experts)
         # EP is the second of the degrees by which a stage's experts are cut, as CP is of the others.
         dispatch = replace(layout.experts, tp=strategy.expert_tp_degree, cp=strategy.ep)
         self._dispatch = Groups(collectives, cluster, dispatch)
@@ -396,9 +395,10 @@ class TrainCost:
         if strategy.pp == 1:
             return 0.0
         width = self.model.hidden_size * BF16 / (strategy.tp if strategy.sequence_parallel else 1)
+        senders = min(strategy.shards * strategy.tp, self.cluster.domain_gpus)
         sizes, (inside, across) = tokens * (width / strategy.cp), self._groups.boundaries
         (most, slowest), *others = [
-            (count, _interpolated(partial(self._collectives.time_s, "send_recv", gpus=2, nodes=nodes), sizes))
+            (count, _interpolated(partial(self._collectives.time_s, "send_recv", gpus=2 * senders, nodes=nodes), sizes))
             for count, nodes in ((across, 2), (inside, 1))
             if count
         ]

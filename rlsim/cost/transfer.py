@@ -87,31 +87,25 @@ def weight_sync_s(
     strategy.check_model(model)
     copy_s = 2 * rollout_weight_bytes(model, rollout_tp, rollout_pp) / cluster.gpu.memory_bytes_per_s
     source, over_tp = Layout.of(first_gpu, strategy), strategy.tp != rollout_tp
-    return gather_s(model, collectives, cluster, source, strategy.sharded_over, over_tp=over_tp) + copy_s
+    return gather_s(model, collectives, cluster, source, over_tp=over_tp) + copy_s
 
 
 def gather_s(
-    model: Model,
-    collectives: CollectiveTime,
-    cluster: Cluster,
-    source: Layout,
-    sharded_over: int | None = None,
-    *,
-    over_tp: bool = True,
+    model: Model, collectives: CollectiveTime, cluster: Cluster, source: Layout, *, over_tp: bool = True
 ) -> float:
     """Making whole tensors of a trainer's shards, layer by layer (and the embedding and head).
 
-    Under ZeRO-3 all-gathered over the ranks that share it, `sharded_over` under HSDP (default: all data-parallel ones);
+    Under ZeRO-3 all-gathered over the ranks that share it (under HSDP not all data-parallel ones);
     with PP broadcast from a layer's stage to the others; with `over_tp` all-gathered over the TP group. Experts that
     are apart are broadcast likewise, each GPU its own, and all-gathered over the GPUs that hold all of them once.
     """
 
     def unit(spread: Layout, over_tp: bool) -> Callable[[float], float]:
-        tp, groups = spread.tp, Groups(collectives, cluster, spread, sharded_over)
+        tp, groups = spread.tp, Groups(collectives, cluster, spread)
 
         def unit_s(size: float) -> float:
             total = 0.0
-            if spread.zero3 and sharded_over != 1:
+            if spread.zero3 and spread.sharded_over > 1:
                 total += groups.time_s("all_gather", size / tp, "sharded")
             if spread.pp > 1:
                 total += groups.time_s("broadcast", size / tp, "pp")

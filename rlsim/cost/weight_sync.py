@@ -149,7 +149,8 @@ class WeightSync:
         if source.zero3 and self.method != "naive":
             total += fit.stored_tensor_s * model.tensors(stacked=self.stacked)
         if self.offload and source.zero3:
-            total += _SHARD_BYTES * model.parameters / source.gpus / fit.staging_bytes_per_s
+            ranks = source.tp * source.sharded_over
+            total += _SHARD_BYTES * model.parameters / ranks / fit.staging_bytes_per_s
         elif self.offload:
             total += host_copy_s(self._held_bytes(source), self.cluster.host)
         if self.method == "checkpoint_engine":  # into host memory and out of it, each GPU its share

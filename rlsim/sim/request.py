@@ -72,6 +72,11 @@ class EngineConfig(Schema):
         description="whether the host prepares an iteration while the GPU is at the one before, so that the longer of "
         "the two counts, not their sum; default: as the calibration's release does (vLLM: on since 0.14)",
     )
+    moe_backend: str | None = Field(
+        default=None,
+        description="kernel of the experts, as vLLM's moe_backend: marlin, for MXFP4 (VLLM_MXFP4_USE_MARLIN=1 before), "
+        "where the calibration has it; default: the engine's own choice",
+    )
     precision: Precision | None = Field(
         default=None,
         description="of the rollout's weights: the matrices of all layers; router, embedding and head stay in bf16. "

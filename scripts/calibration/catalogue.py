@@ -21,7 +21,7 @@ from rlsim.calibrate.fit.attention import attention_kernels, with_windows
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.common import as_written, compared, operators_with, predict
 from rlsim.calibrate.fit.elementwise import fit_elementwise
-from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
+from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts, other_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of, quantised_products
 from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.importers import aiconfigurator, vidur
@@ -236,11 +236,14 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         for name, item in collectives.residuals.items()
     }
     large = all_gemms(data, gpu.training_gemm)
-    parts = (*kernels.values(), *quantised, mixtures, exchange)
+    told = other_experts(measured.table("other_experts"), ref)
+    parts = (*kernels.values(), *quantised, mixtures, told, exchange)
     residuals = {name: item for part in parts for name, item in part.residuals.items()}
     one, several = mixtures.fit
     products = tuple(part.fit for part in quantised)
-    fits = fits.model_copy(update={"experts": one, "parallel_experts": several, "quantised_gemm": products})
+    fits = fits.model_copy(
+        update={"experts": one, "parallel_experts": several, "other_experts": told.fit, "quantised_gemm": products}
+    )
     return Calibration(
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,

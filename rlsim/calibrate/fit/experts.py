@@ -11,7 +11,7 @@ from rlsim.calibrate.fit.collectives import fit_collective, times_of
 from rlsim.calibrate.fit.common import FEWEST, Mask, as_written, held_out_rows
 from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
 from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
-from rlsim.cost.calibration import Reference
+from rlsim.cost.calibration import Reference, Residual
 from rlsim.cost.collectives import exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, MXFP8, ExpertLoad, FusedExperts, peak_of
 from rlsim.cost.fits import ExchangeFit, ExpertsFit
@@ -26,6 +26,7 @@ KNOTS = {
     "popularity": [1.0, 2.0],
 }
 ANY_ROWS = (16, 32, 64, 128)  # rows of blocks
+MARLIN_ROWS = (8, 16, 32, 64)  # of `fused_marlin_moe` in vLLM, whose blocks of 48 are left out
 BY_MEAN = "flashinfer_trtllm"  # the kernel with blocks of its own
 #: Rows of its blocks: FlashInfer's `getSupportedTileNums` without the largest, which it only takes when tuned.
 MEAN_ROWS: Mapping[Precision, tuple[int, ...]] = {"nvfp4": (8, 16, 32, 64, 128), "mxfp4": (8, 16, 32)}
@@ -71,6 +72,19 @@ def kernel_experts(table: pd.DataFrame, ref: Reference) -> Fitted[Experts]:
             ranges.insert(0, "rows", judged.rows / judged.hit)
             residuals[str(operator)] = residual_of(own, ranges, note)
     return Fitted((one, several), residuals, join(points))
+
+
+def other_experts(table: pd.DataFrame, ref: Reference) -> Fitted[dict[str, dict[Precision, ExpertsFit]]]:
+    """The mixtures of `table` by kernel, each as `kernel_experts` has them: one kernel for one GPU and for several."""
+    fits: dict[str, dict[Precision, ExpertsFit]] = {}
+    residuals: dict[str, Residual] = {}
+    points = []
+    for kernel, rows in table.groupby("kernel"):
+        found = kernel_experts(rows, ref)
+        fits[str(kernel)] = found.fit[0]
+        residuals |= {f"{name}_{kernel}": item for name, item in found.residuals.items()}
+        points.append(found.points.assign(operator=found.points.operator + f"_{kernel}"))
+    return Fitted(fits, residuals, join(points))
 
 
 def kernel_exchange(table: pd.DataFrame) -> Fitted[dict[int, ExchangeFit]]:
@@ -144,7 +158,8 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
     all_tuned = bool(rows.tuned.all())
     kernel = str(rows.kernel.iloc[0])
     by_mean, in_mxfp8 = kernel.startswith(BY_MEAN), kernel.endswith(MXFP8)
-    own_rows = MEAN_ROWS.get(precision, MEAN_ROWS_ELSE) if by_mean else ANY_ROWS
+    any_rows = MARLIN_ROWS if kernel == "marlin" else ANY_ROWS
+    own_rows = MEAN_ROWS.get(precision, MEAN_ROWS_ELSE) if by_mean else any_rows
     kind = ExpertsFit(
         kernel=kernel,
         launch_s=0.0,

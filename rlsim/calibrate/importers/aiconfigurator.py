@@ -93,6 +93,8 @@ def read(
         tables["collective"] = pd.concat(collectives, ignore_index=True)
     if "moe_perf" in paths:
         tables["experts"] = experts.experts(paths["moe_perf"], reference, notes)
+        others = experts.experts(paths["moe_perf"], reference, notes, others=True)
+        tables |= {"other_experts": others} if len(others) else {}
     if both:
         tables["exchange"] = experts.exchanges(*both.values())
     for path in paths.values():

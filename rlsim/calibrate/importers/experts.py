@@ -26,9 +26,10 @@ from rlsim.models.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
 
 _LISTS = plain(read_yaml(DATA / "expert_tables.yaml"))
 W4A8: str = _LISTS["w4a8"]
+INT4, MXFP4 = "int4_wo", "w4a16_mxfp4"
 PRECISIONS: Mapping[str, Precision] = _LISTS["precisions"]
-UNGATED, GROUPED, MISROUTED, UNTUNED = (
-    {tuple(row) for row in _LISTS[name]} for name in ("ungated", "grouped", "misrouted", "untuned")
+UNGATED, GROUPED, MISROUTED, UNTUNED, OTHERS = (
+    {tuple(row) for row in _LISTS[name]} for name in ("ungated", "grouped", "misrouted", "untuned", "others")
 )
 TUNED_SGLANG: Mapping[str, str] = _LISTS["tuned"]
 SIZES = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
@@ -39,21 +40,31 @@ _DRAWS = 5  # random routings that a power law's work is averaged over, as many 
 Counts = npt.NDArray[np.float64]
 
 
-def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = None) -> pd.DataFrame:
+def experts(
+    path: Path, ref: Reference | None = None, notes: list[str] | None = None, *, others: bool = False
+) -> pd.DataFrame:
     """The rows of `path` by the columns of `KEYS`, with seconds; only the kernel that most rows of a precision have,
     apart for experts on one GPU and on several.
 
     An engine of its own accord takes that kernel on this GPU: the collector builds the engine's layer and notes what it
-    chose. Raises `CalibrationError` for damaged tables.
+    chose. `others`: instead of these the kernels of `OTHERS`, which it takes when it is told to. Raises
+    `CalibrationError` for damaged tables.
     """
     table = launches(path, SIZES, needed=["moe_dtype", "kernel_source", "distribution", "device"])
     shape = [*zip(table.hidden_size, table.inter_size, strict=True)]
     misrouted = pd.Series([pair in MISROUTED for pair in shape], table.index) & (table.moe_ep_size > 1)
     sglang = table.kernel_source.str.startswith("sglang")
-    kept = table.moe_dtype.isin(list(PRECISIONS)) & ~(misrouted & sglang)
-    kept &= ~pd.Series([pair in UNGATED for pair in shape], table.index)
-    serves = [*map(_serves_gpt_oss, table.moe_dtype, table.kernel_source, table.moe_ep_size)]
-    kept &= ~table.moe_dtype.str.contains("mxfp4") | pd.Series(serves, table.index)
+    kept = ~(misrouted & sglang) & ~pd.Series([pair in UNGATED for pair in shape], table.index)
+    if others:
+        told = [*zip(table.moe_dtype, table.kernel_source.map(_family), strict=True)]
+        kept &= ~sglang & pd.Series([pair in OTHERS for pair in told], table.index)
+        if not kept.any():
+            return pd.DataFrame()
+        table = table.assign(moe_dtype=table.moe_dtype.replace(INT4, MXFP4))
+    else:
+        kept &= table.moe_dtype.isin(list(PRECISIONS))
+        serves = [*map(_serves_gpt_oss, table.moe_dtype, table.kernel_source, table.moe_ep_size)]
+        kept &= ~table.moe_dtype.str.contains("mxfp4") | pd.Series(serves, table.index)
     kept &= table.distribution.eq("balanced") | ~_grouped(table)  # a power law that such a router changes
     kept &= table.distribution.eq("balanced") | table.distribution.str.fullmatch(r"power_law_\d+(\.\d+)?")
     table = table[kept & (table.inter_size % table.moe_tp_size == 0) & (table.num_experts % table.moe_ep_size == 0)]
