@@ -40,7 +40,7 @@ BATCHINGS: tuple[Any, ...] = (
     {"lagged": {"lag": 2}},
 )
 BESIDE = ("async_reward", "rollout_log_probs", "repack", "elastic_split", "hybrid_rollout", "dynamic_sampling",
-          "skewness_dispatch", "reward_beside", "queue_order")  # fmt: skip
+          "skewness_dispatch", "reward_beside", "queue_order", "prefix_dispatch")  # fmt: skip
 
 
 class Drawn(NamedTuple):

@@ -13,7 +13,7 @@ from test_asynchronous import EXPERIMENT, run, use
 from workloads import LinearStep, Nothing, StubCosts
 
 from rlsim.errors import PolicyError
-from rlsim.policies.dispatch import QueueOrder, SkewnessDispatch
+from rlsim.policies.dispatch import PrefixDispatch, QueueOrder, SkewnessDispatch
 from rlsim.sim.control import ControlContext, Controls, ReplicaView, RequestView, RolloutControl
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
@@ -132,6 +132,23 @@ def test_each_side_begins_with_its_longest() -> None:
     assert sorted(i for ids in shares.values() for i in ids) == list(range(10))
     for ids in shares.values():
         assert [lengths[i] for i in ids] == sorted((lengths[i] for i in ids), reverse=True)
+
+
+def test_responses_to_a_prompt_share_the_replica_that_has_fewest() -> None:
+    launched = [RequestView(i, position, 8, 0, False) for i, position in enumerate([5, 7, 5, 6, 7, 7, 6])]
+    busy = (RequestView(100, 1, 8, 3, True),) * 2
+    views = [ReplicaView(0, 0, 1, (0,), busy), ReplicaView(1, 0, 1, (1,), ())]
+    assert PrefixDispatch().dispatch(launched, views) == {0: [1, 4, 5], 1: [0, 2, 3, 6]}
+
+
+def test_prompts_are_found_where_their_other_responses_are() -> None:
+    """Dealt in turn, each of four replicas prefills every prompt."""
+    systems = [use("in turn"), use("by prompt", "prefix_dispatch")]
+    found = run(*systems, routing="round_robin", workflow={"prompts": 8, "responses": 4, "steps": 1})
+    hits = found.steps.set_index("system")["prefix_hit_tokens"]
+    prompts = found.responses.groupby(["system", "position"])["prompt_tokens"].first().groupby("system").sum()
+    assert hits["in turn"] < 0.1 * prompts["in turn"]
+    assert hits["by prompt"] == pytest.approx(3 * prompts["by prompt"], rel=0.1)
 
 
 def test_predictions_have_the_error_that_was_asked_for() -> None:

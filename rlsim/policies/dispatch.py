@@ -1,4 +1,4 @@
-"""Which replica gets what is predicted longest, and whom a replica admits first."""
+"""Which replica gets which responses, by their predicted lengths or their prompts, and whom a replica admits first."""
 
 from __future__ import annotations
 
@@ -53,6 +53,26 @@ class SkewnessDispatch(Schema, RolloutControl):
         mean = sum(r.context_tokens + r.predicted_tokens / 2 for r in requests) / len(requests)
         step_s = self._context.costs.step(replicas[0].tp).decode(batch).step_s(batch * mean)
         return requests[0].predicted_tokens * step_s
+
+
+class PrefixDispatch(Schema, RolloutControl):
+    """Responses to one prompt share a replica, whose prefix cache then has what they have in common.
+
+    The next prompt goes where the fewest requests are; a router of prefixes in front of engines does the same with a
+    batch of groups.
+    """
+
+    def dispatch(self, launched: Sequence[RequestView], replicas: Sequence[ReplicaView]) -> Mapping[int, Sequence[int]]:
+        load = {replica.index: len(replica.requests) for replica in replicas}
+        shares: dict[int, list[int]] = {index: [] for index in load}
+        groups: dict[int, list[int]] = {}
+        for request in launched:
+            groups.setdefault(request.position, []).append(request.id)
+        for ids in groups.values():
+            index = min(load, key=load.__getitem__)
+            load[index] += len(ids)
+            shares[index] += ids
+        return shares
 
 
 class QueueOrder(Schema, RolloutControl):

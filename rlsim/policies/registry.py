@@ -42,6 +42,7 @@ BUILTIN = {
     "pat": "rlsim.policies.pat:PAT",
     "plan": "rlsim.policies.plan:ExplicitPlan",
     "planner": "rlsim.policies.planner:Planner",
+    "prefix_dispatch": "rlsim.policies.dispatch:PrefixDispatch",
     "queue_order": "rlsim.policies.dispatch:QueueOrder",
     "real": "rlsim.policies.searched:REAL",
     "repack": "rlsim.policies.laminar:Repack",
