@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,13 +88,16 @@ def columns_of(table: str) -> tuple[Column, ...]:
         return tuple(row for row in map(Column._make, csv.reader(file)) if table in row.tables.split())
 
 
-def written(table: str, figures: pd.DataFrame, **known: Any) -> dict[str, list[str]]:
-    """The columns of a table of these rows of figures, by heading; expressions know what is `known`, too.
+def written(table: str, figures: pd.DataFrame | Iterable[Any], **known: Any) -> dict[str, list[str]]:
+    """The columns of a table of these rows of figures, by heading; expressions know what is `known`, too, and the whole
+    `row`: so may rows be records that are not mappings.
 
     Conditions may ask whether `some` row has more than 0 of a figure, and whether it is `known` of any.
     """
+    rows: list[Any] = figures.to_dict("records") if hasattr(figures, "to_dict") else [*figures]
     facts = {**globals(), **known}
-    facts |= {"some": lambda name: (figures[name] > 0).any(), "known": lambda name: figures[name].notna().any()}
+    facts |= {"some": lambda name: any(row[name] > 0 for row in rows)}
+    facts |= {"known": lambda name: not all(is_missing(row[name]) for row in rows)}
     there = {one.heading: one.of for one in columns_of(table) if not one.when or eval(code_of(one.when), facts)}
-    rows: Any = figures.to_dict("records")
-    return {name: [eval(code_of(of), facts, {**row, "row": row}) for row in rows] for name, of in there.items()}
+    own = [{"row": row} | (row if isinstance(row, dict) else {}) for row in rows]
+    return {name: [eval(code_of(of), facts, row) for row in own] for name, of in there.items()}

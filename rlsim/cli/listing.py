@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from rlsim.base.formats import written
 from rlsim.cli.common import Commands
 
 if TYPE_CHECKING:
@@ -26,11 +27,7 @@ def gpus() -> None:
     """
     from rlsim.models.hardware import load_gpu
 
-    rows = []
-    for gpu in _loaded("gpus", load_gpu):
-        gb, per_s, flop = gpu.memory_bytes / 1e9, gpu.memory_bytes_per_s / 1e12, gpu.bf16_flop_per_s / 1e12
-        rows.append((gpu.name, f"{gb:.1f}", f"{per_s:.2f}", f"{flop:.0f}", gpu.title))
-    _print(("name", "GB", "TB/s", "TFLOP/s", "title"), rows)
+    _print(written("gpus", _loaded("gpus", load_gpu)))
 
 
 @app.command()
@@ -41,16 +38,7 @@ def clusters() -> None:
     """
     from rlsim.models.hardware import node_types
 
-    rows = [
-        (
-            node.name,
-            f"{node.gpus_per_node} x {node.gpu.name}",
-            node.intra.name if node.nodes_per_domain == 1 else f"{node.intra.name}, {node.nodes_per_domain} nodes",
-            node.inter.name if node.inter else "-",
-        )
-        for node in node_types().values()
-    ]
-    _print(("name", "a node", "joined by", "beyond"), rows)
+    _print(written("clusters", node_types().values()))
     typer.echo(
         "Several nodes, or part of one: nodes x GPUs of a node x GPU, such as 2x8xh100, 16x8xh100, 4x4xa100, 2xh100;\n"
         "18x4xgb200 is a rack whose 18 nodes are one NVLink domain; 32x4xgb200 is 16 nodes in each of two racks.\n"
@@ -67,12 +55,7 @@ def models() -> None:
     """
     from rlsim.models.model import load_model
 
-    rows = []
-    for model in _loaded("models", load_model):
-        billions = (f"{count / 1e9:.2f}" for count in (model.parameters, model.active_parameters))
-        simulated = model.simulated.partition(";")[0]
-        rows.append((model.name, *billions, f"{model.kv_bytes_per_token / 1024:.0f}", simulated, model.title))
-    _print(("name", "params G", "active G", "KV KiB/token", "simulated", "title"), rows)
+    _print(written("models", _loaded("models", load_model)))
 
 
 @app.command()
@@ -83,14 +66,7 @@ def calibrations() -> None:
     """
     from rlsim.cost.calibration import calibration_names, load_calibration
 
-    rows = []
-    for name in calibration_names():
-        calibration = load_calibration(name)
-        derived = next((note for note in calibration.provenance.notes if note.startswith("derived")), "")
-        errors = [calibration.residuals.get(op) for op in ("gemm", "decode_attention", "prefill_attention")]
-        texts = [f"{error.median:.1%}" if error else "derived" for error in errors]
-        rows.append((name, calibration.release or "-", *texts, "derived" if derived else "measured"))
-    _print(("name", "release", "GEMM", "decode attn", "prefill attn", "GPU's kernels"), rows)
+    _print(written("calibrations", map(load_calibration, calibration_names())))
     typer.echo("derived: the kernels, and the errors shown, are those of another GPU (docs/calibration.md).")
 
 
@@ -143,8 +119,7 @@ def columns(table: str = "") -> None:
     if table and table not in TABLES:
         raise unknown_name("table of a result", table, TABLES)
     for name in [table] if table else TABLES:
-        rows = [(column.name, column.dtype, column.unit, column.meaning) for column in TABLES[name]]
-        _print(("column", "type", "unit", "meaning"), rows, f"{name}.parquet")
+        _print(written("columns", TABLES[name]), f"{name}.parquet")
 
 
 @app.command()
@@ -173,8 +148,7 @@ def policies(name: str = "") -> None:
         except RlsimError as error:  # another package's, and no reason to hide the rest
             return f"error: {error}"
 
-    rows = [(name, meaning(name), where) for name, where in sorted(policy_names().items())]
-    _print(("name", "what it does", "where"), rows)
+    _print(written("policies", sorted(policy_names().items()), meaning=meaning))
 
 
 @app.command()
@@ -186,13 +160,8 @@ def traces() -> None:
     from rlsim.base import catalogue
     from rlsim.trace import read_trace
 
-    rows = []
-    for name, path in catalogue.names("traces", ".parquet").items():
-        trace = read_trace(path)
-        lengths = trace.frame["response_tokens"]
-        quantiles = (f"{lengths.quantile(share):.0f}" for share in (0.5, 0.99))
-        rows.append((name, f"{len(lengths):,}", *quantiles, str(lengths.max()), trace.meta.source))
-    _print(("name", "responses", "P50", "P99", "max", "source"), rows)
+    files = catalogue.names("traces", ".parquet")
+    _print(written("traces", [{"name": name, "trace": read_trace(path)} for name, path in files.items()]))
 
 
 @app.command()
@@ -204,12 +173,8 @@ def experiments() -> None:
     from rlsim.base import catalogue
     from rlsim.base.reading import read_yaml
 
-    rows = [
-        (name, kind.removesuffix("s"), str(read_yaml(path).get("description", "")))
-        for kind in ("experiments", "sweeps")
-        for name, path in catalogue.names(kind).items()
-    ]
-    _print(("name", "what", "what it asks"), rows)
+    rows = [(name, kind, path) for kind in ("experiments", "sweeps") for name, path in catalogue.names(kind).items()]
+    _print(written("experiments", rows, read=read_yaml))
 
 
 @app.command()
@@ -231,15 +196,15 @@ _NUMBERS = {"GB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "no
 
 
 def _print_keys(what: str, rows: Sequence[Key]) -> None:
-    """Keys, or parameters of a policy; a column that no row has anything in is left out."""
-    cells = [(row.key, row.meaning, row.default, row.unit, row.kind) for row in rows]
-    _print((what, "meaning", "default", "unit", "type"), cells)
+    """Keys, or parameters of a policy."""
+    _print({what: [row.key for row in rows], **written("keys", rows)})
 
 
-def _print(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+def _print(columns: Mapping[str, Sequence[str]], title: str = "") -> None:
     """A table whose first column is the name to type; the longest other column is prose."""
     from rlsim.cli.tables import Table, print_tables
 
     words = [number for number, column in enumerate(columns) if column not in _NUMBERS]
-    prose = max(words[1:], key=lambda number: max(len(row[number]) for row in rows))
-    print_tables([Table(columns, rows, title=title, words=words, prose=prose)])
+    cells = [*columns.values()]
+    prose = max(words[1:], key=lambda number: max(map(len, cells[number])))
+    print_tables([Table([*columns], [*zip(*cells, strict=True)], title=title, words=words, prose=prose)])
