@@ -86,16 +86,16 @@ def _width(text: str) -> int:
     return cell_len(text)
 
 
-def of_columns(columns: Mapping[str, Sequence[str]], **more: Any) -> Table:
+def of_columns(columns: Mapping[str, Sequence[str]], title: str = "", caption: str = "", **more: Any) -> Table:
     """A table by its columns; `more` as in `table`."""
-    return table(columns, zip(*columns.values(), strict=True), **more)
+    return table(columns, zip(*columns.values(), strict=True), title=title, caption=caption, **more)
 
 
 def table(
-    headings: Iterable[str], rows: Iterable[Sequence[str]], *, words: int = 1, title: str = "", caption: str = ""
+    headings: Iterable[str], rows: Iterable[Sequence[str]], *, words: int | Collection[int] = 1, **more: Any
 ) -> Table:
-    """A table whose first `words` columns are names."""
-    return Table([*headings], [*rows], title, caption, range(words))
+    """A table whose first `words` columns are names, or those of these numbers; `more` as in `Table`."""
+    return Table([*headings], [*rows], words=range(words) if isinstance(words, int) else words, **more)
 
 
 VERDICT_LEGEND = (

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsim.base.formats import number, share
+from rlsim.base.formats import number, share, written
 from rlsim.cli.common import Json, Workers, echo, progress_bar, write_json
-from rlsim.cli.tables import Table
+from rlsim.cli.tables import Table, of_columns
 
 if TYPE_CHECKING:
     from rlsim.results.tune.answer import Tuned
@@ -174,10 +175,7 @@ def _positive(value: Any) -> float:
 
 def _print_fit(errors: Any, steps: int, path: Path) -> None:
     """How well a calibration to the user's log predicts the steps it was not fitted to."""
-    parts = ", ".join(
-        f"{str(row['quantity']).removesuffix('_s')} {share(row['mean'], 1)} (before: {share(row['base_mean'], 1)})"
-        for row in errors.to_dict("records")
-    )
+    parts = ", ".join(written("fitted", errors)["error"])
     echo(f"calibrated to your log: mean errors on {steps} steps it was not fitted to: {parts}; wrote {path}")
 
 
@@ -189,11 +187,7 @@ def _print_check(own: Any, configuration: Configuration, log: Path, json_file: P
     data = {"phases": table.to_dict("records"), "own_error": own.error, "checks": own.checks}
     if write_json(json_file, data):
         return
-    rows = [
-        [row["phase"], number(row["predicted_s"], 1), number(row["measured_s"], 1), f"{row['error']:+.1%}"]
-        for row in table.to_dict("records")
-    ]
-    print_tables([Table(["phase", "predicted s", "measured s", "error"], rows)])
+    print_tables([of_columns(written("check", table))])
     if own.error is not None:
         runs = f"{len(own.checks)} run{'s' * (len(own.checks) != 1)} of yours"
         echo(f"over {runs} steps were predicted within {own.error:.1%} in the mean: the interval of what is tuned next")
@@ -239,13 +233,8 @@ def _changes(found: Tuned) -> Iterator[Table]:
     from rlsim.frameworks.draft import override
 
     if found.changes:
-        rows = [
-            [number(one.alone, 2), "needed" if one.within != one.within else number(one.within, 2),
-             override(one.key, one.value)]
-            for one in found.changes
-        ]  # fmt: skip
         title = "Changes, times as fast: alone, and in the set (needed: without it the set does not fit)"
-        yield Table(["alone", "within", "setting"], rows, title=title, words=(2,), prose=2)
+        yield of_columns(written("changes", found.changes, override=override), title, words=(2,), prose=2)
 
 
 def _dollars(price: float, gpus: float, rate: float) -> float:
@@ -272,14 +261,8 @@ def _means(found: Tuned, price: float | None) -> Table:
 def _frontiers(found: Tuned, price: float | None) -> Iterator[Table]:
     words = {"staleness": "Staleness, and the fastest that was found with it", "gpus": "GPUs, and the fastest on them"}
     for name, each in found.frontiers.items():
-        rows = []
-        for row in each:
-            cells = [number(row[name], 2 if name == "staleness" else 0), number(row["responses_per_s"], 2)]
-            gpus = row["gpus"] if name == "gpus" else found.gpus[1]
-            dollars = [] if price is None else [number(_dollars(price, gpus, row["responses_per_s"]), 2)]
-            rows.append([*cells, number(row["step_time_s"], 1), *dollars])
-        priced = [] if price is None else ["dollars for 1,000"]
-        yield Table([name, "responses/s", "step s", *priced], rows, title=f"{words[name]} (search's draw)", words=())
+        known = {"of": name, "cost": price is not None and partial(_dollars, price), "used": found.gpus[1]}
+        yield of_columns(written("frontier", each, **known), f"{words[name]} (search's draw)", words=())
 
 
 def _systems(found: Tuned) -> Iterator[Table]:
@@ -287,45 +270,24 @@ def _systems(found: Tuned) -> Iterator[Table]:
 
     better = [row for row in found.systems if row["gain"] >= LEAST]
     if found.systems:
-        rows = [
-            [row["system"], row["with"], number(row["gain"], 2),
-             "–" if math.isnan(row["gain_low"]) else f"{row['gain_low']:.2f} to {row['gain_high']:.2f}",
-             number(row["step_time_s"], 1), number(row["staleness_mean"], 1)]
-            for row in better
-        ]  # fmt: skip
         others = ", ".join(row["system"] for row in found.systems if row not in better)
         caption = f"no faster: {others}" if others else ""
         title = "Systems that must be built, times as fast as the settings above (95%: the first five, three draws)"
-        yield Table(["system", "with", "gain", "95%", "step s", "stale"], rows, title, caption, words=(0, 1))
+        yield of_columns(written("systems", better), title, caption, words=(0, 1))
 
 
 def _rests(found: Tuned) -> Iterator[Table]:
     if found.assumptions:
-        rows = [
-            [row["assumed"], " to ".join("no fit" if one is None else number(one) for one in row["gains"]),
-             row["taken"], " to ".join(row["ends"])]
-            for row in found.assumptions
-        ]  # fmt: skip
         told = "" if found.unfit else ": the gain at both ends of what is assumed (no fit: not both run there)"
         title = f"What the answer rests on{told}"
-        yield Table(["assumed", "gain there", "taken", "range"], rows, title=title, words=(0, 1, 2, 3), prose=3)
+        yield of_columns(written("rests", found.assumptions), title, words=(0, 1, 2, 3), prose=3)
 
 
 def _parts(parts: Parts) -> Iterator[Table]:
     """What fits, and why GPUs are idle, as tuned."""
-    gb, counts = ("weights", "activations", "resident", "kv"), ("kv_tokens", "mean_sequences", "sequences")
-    memory = [
-        [str(row["tp"]), *(number(row[f"{name}_gb"], 1) for name in gb), *(number(row[name], 0) for name in counts),
-         row["why_not"] or ("responses wait" if row["waits"] else "yes")]
-        for row in parts.memory.fillna({"why_not": ""}).to_dict("records")
-    ]  # fmt: skip
-    headings = ["TP", "weights", "working", "beside", "KV", "KV tokens", "mean seq.", "to hold", "fits"]
-    yield Table(headings, memory, "What fits: rollout, GB of each GPU", words=(len(headings) - 1,), prose=8)
-    calls = [
-        [row["call"], *(number(row[f"{name}_gb"], 1) for name in ("kept", "working", "total", "gpu"))]
-        for row in parts.memory_calls.to_dict("records")
-    ]
-    yield Table(["call", "kept", "while it runs", "in all", "GPU has"], calls, "What fits: the other calls, GB")
+    memory = written("memory", parts.memory.fillna({"why_not": ""}))
+    yield of_columns(memory, "What fits: rollout, GB of each GPU", words=(8,), prose=8)
+    yield of_columns(written("calls", parts.memory_calls), "What fits: the other calls, GB")
     causes = [name for name in parts.idle.columns if name not in ("gpu", "busy")]
     means = parts.idle[causes].mean()
     rows = [[name.replace("_", " "), share(means[name], 1)] for name in causes]
