@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rlsim.base.formats import written
 from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, write_json
-from rlsim.cli.tables import Table, print_tables, table
+from rlsim.cli.tables import of_columns, print_tables, table
 from rlsim.errors import CalibrationError, ConfigError
 
 if TYPE_CHECKING:
@@ -348,11 +349,7 @@ def _print_fitted(
     if measured is not None:
         _print_counts(measured)
     title = f"Errors of {calibration.name} on points that its fits have not seen"
-    headings = ("operator", "points", "median", "90th percentile", "bias", "note")
-    rows = [
-        (name, f"{found.count:,}", f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}", found.note)
-        for name, found in calibration.residuals.items()
-    ]
-    print_tables([Table(headings, rows, title, words=(0, 5), prose=5)])
+    found = written("residuals", calibration.residuals.items())
+    print_tables([of_columns(found, title, words=(0, 5), prose=5)])
     for path in files:
         _print_file(path)

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlsim.base.formats import number
+from rlsim.base.formats import number, written
 from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, write_json
-from rlsim.cli.tables import print_tables, table
+from rlsim.cli.tables import of_columns, print_tables, table
 from rlsim.errors import TraceError
 
 if TYPE_CHECKING:
@@ -173,11 +173,6 @@ def fit_(
 
 
 def _print_fit(fit: LengthFit) -> None:
-    headings = ("component", "weight", "median (tokens)", "sd of log length", "share due to the prompt")
-    parts = [
-        (str(index), f"{c.weight:.3f}", f"{c.median_tokens:,.0f}", f"{c.sigma:.3f}", f"{c.prompt_share:.2f}")
-        for index, c in enumerate(fit.model.components, 1)
-    ]
     good = fit.goodness
     both = (
         ("share at the cap", good.share_at_cap_trace, good.share_at_cap_fit),
@@ -186,7 +181,8 @@ def _print_fit(fit: LengthFit) -> None:
         ("prompts with a response in the longest 1%", good.straggling_prompts_trace, good.straggling_prompts_fit),
     )
     rows = [(name, *(number(value, 4) for value in values)) for name, *values in both]
-    print_tables([table(headings, parts, title=f"Fit of {fit.provenance.trace}")])
+    parts = written("components", enumerate(fit.model.components, 1))
+    print_tables([of_columns(parts, f"Fit of {fit.provenance.trace}")])
     if len(fit.model.components) > 1 and good.icc_trace is not None:
         echo(f"share of the prompt in which component a response falls into: {fit.model.runaway_share:.2f}")
     print_tables([table(("", "trace", "fit"), rows, title="How well it fits")])
@@ -229,8 +225,4 @@ def _print_checks(checks: list[FactCheck]) -> None:
     if not checks:
         echo("the recipe states no facts to check")
         return
-    rows = [
-        (c.fact, f"{c.wanted:,.5g}", f"{c.got:,.5g}", f"{c.tolerance:,.2g}", "met" if c.ok else "NOT MET")
-        for c in checks
-    ]
-    print_tables([table(("fact", "wanted", "got", "tolerance", ""), rows, title="Facts")])
+    print_tables([of_columns(written("facts", checks), "Facts")])
