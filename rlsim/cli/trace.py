@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlsim.base.formats import number, written
+from rlsim.base.formats import number, share, written
 from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, write_json
-from rlsim.cli.tables import of_columns, print_tables, table
+from rlsim.cli.tables import NO_BREAK, of_columns, print_tables, table
 from rlsim.errors import TraceError
 
 if TYPE_CHECKING:
+    from rlsim.trace.describe import Description, Summary
     from rlsim.trace.facts import FactCheck
     from rlsim.trace.fit import LengthFit
     from rlsim.trace.schema import Trace
+
+_MOST_EPOCHS = 4  # that the table of a description has columns for
 
 app = Commands(
     no_args_is_help=True,
@@ -121,7 +124,6 @@ def describe_(
     Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K
     """
     from rlsim.base.output import check_file
-    from rlsim.cli.description import print_description
     from rlsim.trace.describe import describe
     from rlsim.trace.files import read_trace
 
@@ -137,9 +139,42 @@ def describe_(
         write_chart(trace, chart, cap_tokens)
     if write_json(json_file, description.model_dump(mode="json")) or paths_only(quiet, chart):
         return
-    print_description(description)
+    _print_description(description)
     if chart is not None:
         echo(f"wrote {chart}")
+
+
+def _print_description(description: Description) -> None:
+    """Prints a table with a column for the whole, each task, and each epoch, of many epochs only some."""
+    from rlsim.cli.terminal import Console
+
+    first, shown = description.parts[0], _shown(description.parts)
+    figures = [dict(part) for part in shown]
+    rows = written("lengths", figures)
+    rows |= {name: [number(part.quantiles[name], 0) for part in shown] for name in first.quantiles}
+    at_cap = f"share at the cap of {first.cap_tokens:,}" if first.cap_tokens else "share marked as cut"
+    rows |= written("longest", figures) | {at_cap: [share(part.share_at_cap, 2) for part in shown]}
+    rows |= {f"share above {at:,}": [share(part.share_above[at], 2) for part in shown] for at in first.share_above}
+    rows |= written("more", figures, first=first)
+    headings = ["", *(part.part.replace(" ", NO_BREAK) for part in shown)]
+    title = f"Response lengths of {description.name} (tokens)"
+    print_tables([table(headings, [[name, *values] for name, values in rows.items()], title=title)])
+    say = Console(soft_wrap=True).print
+    if description.source:
+        say(f"source: {description.source}")
+    if len(shown) < len(description.parts):
+        say(f"{len(shown)} of {len(description.parts)} columns: --json has the rest")
+    for note in description.notes:
+        say(f"note: {note}")
+
+
+def _shown(parts: Sequence[Summary]) -> list[Summary]:
+    """All parts, but of many epochs only some, the first and the last among them."""
+    epochs = [part for part in parts if part.part.startswith("epoch ")]
+    if len(epochs) <= _MOST_EPOCHS:
+        return list(parts)
+    kept = {round(i * (len(epochs) - 1) / (_MOST_EPOCHS - 1)) for i in range(_MOST_EPOCHS)}
+    return [part for part in parts if part not in epochs] + [epochs[i] for i in sorted(kept)]
 
 
 @app.command("fit")

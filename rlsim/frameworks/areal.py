@@ -111,8 +111,6 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     fsdp, megatron = (training.engine == one for one in ("fsdp", "megatron"))
     parts.note_refusals(config, draft, actor, "AReaL", megatron=megatron, fsdp=fsdp, gpus=training.gpus, **degrees)
     titles = config.value("title"), parts.own_name(config.name)
-    config.check_spelling()
-    draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, *titles)
 
 

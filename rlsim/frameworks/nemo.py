@@ -77,6 +77,4 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     program = {"vllm": "vLLM", "sglang": "SGLang"}.get(engine, "")
     megatron = training["backend"] == "megatron"
     parts.note_refusals(config, draft, actor, "NeMo-RL", program, megatron=megatron, **values)
-    config.check_spelling()
-    draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, parts.own_name(config.name))

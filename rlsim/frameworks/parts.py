@@ -344,8 +344,17 @@ def note_refusals(
     draft.notes += draft.refused
 
 
-def finish(config: Settings, draft: Draft, options: Options, sources: Sequence[str], *titles: Any) -> Draft:
-    """The draft with its heading, its keys in the order of the schema, and the first name among `titles`, if any."""
+def finish(
+    config: Settings, draft: Draft, options: Options, sources: Sequence[str], *titles: Any, unread: str = ""
+) -> Draft:
+    """The draft with its heading, its keys in the order of the schema, and the first name among `titles`, if any.
+
+    Keys that nobody asked for are told, those that begin with `unread`; without it, raises `ConfigError` for a misspelt
+    one.
+    """
+    if not unread:
+        config.check_spelling()
+    draft.unread = [key for key in config.unasked() if key.startswith(unread)]
     otherwise = config.option.removeprefix("--")
     text = next((one for one in titles if isinstance(one, str) and one and "$" not in one), otherwise)
     title = options.name or re.sub(r"[^\w.+-]+", "-", text).strip("-") or otherwise

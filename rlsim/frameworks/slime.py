@@ -139,8 +139,6 @@ def from_slime(sources: Sequence[str], options: Options) -> Draft:
     draft.missing = [*parts.unlike_of(config, draft, "slime", "sglang", "--sglang-"), *reading.texts("missing")]
     values: dict[str, Any] = {**degrees, "gpus": train, "samples": responses}
     parts.note_refusals(config, draft, actor, "slime", "SGLang", megatron=True, **values)
-    config.check_spelling()
-    draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, config.name)
 
 

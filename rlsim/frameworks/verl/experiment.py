@@ -96,9 +96,8 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     share = Entry(settings.memory_utilization, config.where("memory"))
     parts.add_memory(draft, share, options.folder, apart=apart is not None)
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
-    draft.unread = [key for key in config.unasked() if key.startswith(ROLLOUT)]
     named = config.told(ANYTHING, "trainer.experiment_name")
-    return parts.finish(config, draft, options, sources, named, config.name)
+    return parts.finish(config, draft, options, sources, named, config.name, unread=ROLLOUT)
 
 
 def _facts(config: VerlSettings, settings: RunSettings, machines: Cluster, apart: Apart | None) -> dict[str, Any]:
