@@ -81,14 +81,19 @@ def _check_used(frameworks: list[str], reward_model: str | None, gpu: str | None
 
 def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path) -> None:
     """Give the experiment a calibration of its own, with the collectives of these outputs of nccl-tests."""
-    from rlsim.cli.starter import CLUSTER, calibration_from_nccl
+    from rlsim.calibrate.importers import import_calibration
+    from rlsim.cli.starter import CLUSTER
+    from rlsim.cost.calibration import load_calibration
     from rlsim.frameworks.draft import Entry
+    from rlsim.frameworks.names import check_calibration
     from rlsim.models.hardware import load_cluster
 
     data = draft.data()
     base, machines = str(data["calibration"]), load_cluster(cluster or CLUSTER)
-    fitted = calibration_from_nccl(nccl, machines=machines, base=base, name=str(data["name"]), folder=folder)
-    draft.entries["calibration"] = Entry(fitted, f"collectives of {', '.join(map(str, nccl))}; the rest of {base}")
+    check_calibration(base, machines, folder)
+    engine, name = load_calibration(base).engine, f"{data['name']}-calibration"
+    path = import_calibration("nccl-tests", nccl, gpu=machines, engine=engine, base=base, name=name, out=folder)
+    draft.entries["calibration"] = Entry(path.name, f"collectives of {', '.join(map(str, nccl))}; the rest of {base}")
 
 
 def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from rlsim.calibrate.importers import import_calibration
-from rlsim.cost.calibration import load_calibration
+from rlsim.base.catalogue import DATA
+from rlsim.base.reading import plain, read_yaml
 from rlsim.frameworks.draft import Draft, Entry
 from rlsim.frameworks.names import check_calibration, find_calibration, find_model, load_from
 from rlsim.frameworks.parts import Options, add_trace
-from rlsim.models.hardware import Cluster, load_cluster
+from rlsim.models.hardware import load_cluster
 
 ENGINE = "vllm"
 CLUSTER, MODEL, CAP = "8xh100", "qwen2.5-7b", 8192
 
-#: What every starter has, whatever it is about.
-_USUAL: dict[str, Entry | dict[str, Entry]] = {
-    "workflow": {
-        "algorithm": Entry("grpo", "or ppo, remax, dpo, online_dpo, custom"),
-        "prompts": Entry(32, "a step"),
-        "responses": Entry(8, "to each prompt"),
-        "steps": Entry(5, "to simulate"),
-    },
-    "training": {
-        "backend": Entry("fsdp", "or megatron"),
-        "offload": Entry(True, "weights and optimizer states in host memory between calls"),
-    },
-    "seeds": Entry(5, "runs of each system, each on other draws; intervals are over seeds"),
-    "baseline": Entry("verl-best", "what speedups refer to"),
-    "systems": Entry(
-        (
-            Entry({"verl": {"tp": [1, 2, 4, "best"]}}, "static TP; best is the fastest of all that fit"),
-            Entry("pat", "TP switched while responses are generated; more: rlsim list policies"),
-        )
-    ),
-}
+
+def _usual() -> Any:
+    """What every starter has, whatever it is about (`rlsim/data/starter.yaml`)."""
+
+    def entry(told: Any) -> Any:
+        if "is" not in told:
+            return {key: entry(each) for key, each in told.items()}
+        value = told["is"]
+        return Entry(tuple(map(entry, value)) if isinstance(value, list) else value, told.get("says", ""))
+
+    return entry(plain(read_yaml(DATA / "starter.yaml")))
 
 
 def starter(
@@ -62,28 +53,17 @@ def starter(
         about = about or "<gpu>-<engine>: rlsim list calibrations, or your own (rlsim calibrate)"
     draft = Draft({})
     add_trace(draft, Options(folder, trace=trace), shape, Entry(CAP, "longest response, tokens"), "", None)
-    workflow = {**_USUAL["workflow"], **draft.entries["workflow"]}  # type: ignore[dict-item]
+    others = _usual()
     draft.entries = {
         "name": Entry(name, "results go to results/NAME"),
         "cluster": Entry(cluster or CLUSTER, "rlsim list clusters, or one spelled out (docs/experiments.md)"),
         "model": Entry(chosen, said or "rlsim list models, or the path of a Hugging Face config.json"),
         "calibration": Entry(costs, about),
         "trace": draft.entries["trace"],
-        **_USUAL,
-        "workflow": workflow,
+        **others,
+        "workflow": others["workflow"] | draft.entries["workflow"],
     }
     draft.entries["sources"] = draft.sources()
     question = f"{name}: how much does switching TP gain? Change anything; every key is in docs/experiments.md."
     draft.heading = [question, "Run it: rlsim run FILE"]
     return draft
-
-
-def calibration_from_nccl(paths: list[Path], *, machines: Cluster, base: str, name: str, folder: Path) -> str:
-    """A calibration `folder`/NAME.yaml whose collectives are fitted to nccl-tests' output, the rest from `base`.
-
-    Returns how an experiment in `folder` names it. Raises `CalibrationError` for output that cannot be read.
-    """
-    check_calibration(base, machines, folder)
-    engine, stem = load_calibration(base).engine, f"{name}-calibration"
-    path = import_calibration("nccl-tests", paths, gpu=machines, engine=engine, base=base, name=stem, out=folder)
-    return path.name

@@ -18,16 +18,8 @@ from rlsim.frameworks.sources import read_sources
 from rlsim.models.model import Model
 
 _BETWEEN_STEPS = ("saver", "evaluator", "recover")
-#: Keys of the layout before areal-lite, and how they are written today.
-_LEGACY = {
-    "ppo": "gconfig (ppo.gen) and actor (ppo_n_minibatches, recompute_logprob, use_decoupled_loss)",
-    "group_size": "gconfig.n_samples",
-    "dataset": "train_dataset.batch_size (train_bs_n_seqs) and train_dataset.max_length (max_prompt_len)",
-    "max_head_offpolicyness": "rollout.max_head_offpolicyness",
-    "actor_train": "actor.mb_spec",
-    "n_nodes": "cluster.n_nodes",
-    "n_gpus_per_node": "cluster.n_gpus_per_node",
-}
+#: Keys of the layout before areal-lite.
+_LEGACY = ("ppo", "group_size", "dataset", "max_head_offpolicyness", "actor_train", "n_nodes", "n_gpus_per_node")
 #: One engine: its name, if it has one, a name of its own in brackets, and degrees by their letters.
 _ENGINE = re.compile(r"(?:(?P<engine>[a-z]+)\b)?(?:\[\w+\])?[:.]?(?P<degrees>(?:[dtpcem][1-9]\d*)+)")
 #: Experts of Megatron apart: the degrees of attention are those of the engine, `ffn` says how experts are cut.
@@ -76,11 +68,19 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     Raises `RlsimError`s that say what is missing, unknown or unsupported.
     """
     config = read_sources(sources, "AReaL", "--from-areal", "areal")
-    _check_layout(config)
+    old = next((key for key in _LEGACY if config.given.get(key) is not None or config.has(key)), "")
+    reading = Reading("areal", config, old=old)
+    reading.refuse()
     draft = Draft({}, notes=list(config.notes))
     sides = _sides(config)
     training, generation, where = sides.training, sides.generation, sides.where
     engine = generation.engine
+    degrees: dict[str, Any] = {name: getattr(training, name) for name in ("tp", "pp", "cp", "ep")}
+    reading.facts |= degrees | {
+        "sides": where, "backend": training.engine, "engine": engine, "dp": training.dp, "shared": sides.shared,
+        "rollout": generation.gpus, "rollout_pp": generation.pp, "trainers": training.gpus, "taken": sides.gpus,
+    }  # fmt: skip
+    reading.refuse()
     config.names = {**config.names, **names(f"areal-{engine}")}
     machines = parts.add_cluster(
         draft, options, *_machines(config, draft, sides, options), joined(where, config.where("nodes"))
@@ -91,11 +91,6 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     parts.add_trace(draft, options, actor, config.entry("new_tokens"), "", prompts)
     _critic(config, draft, options, actor)
     parts.add_engine(config, draft, engine, machines.gpu, "server")
-    degrees: dict[str, Any] = {name: getattr(training, name) for name in ("tp", "pp", "cp", "ep")}
-    reading = Reading(
-        "areal", config, sides=where, backend=training.engine, engine=engine, dp=training.dp, shared=sides.shared,
-        rollout=generation.gpus, rollout_pp=generation.pp, **degrees,
-    )  # fmt: skip
     parts.add_mapped(reading, draft, actor)
     tp = generation.tp * generation.pp
     if sides.shared:
@@ -114,18 +109,6 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     return parts.finish(config, draft, options, sources, *titles)
 
 
-def _check_layout(config: Settings) -> None:
-    """Raises `ConfigError` for a configuration of other algorithms, or of a layout of before AReaL's 1.0."""
-    if config.has("gconfig") and config.has("rollout") and config.has("actor"):
-        return
-    if old := next((key for key in _LEGACY if config.given.get(key) is not None or config.has(key)), ""):
-        today = "; ".join(f"{theirs} is {ours}" for theirs, ours in _LEGACY.items())
-        raise ConfigError(f"{config.name}: {old} is of AReaL's legacy layout (realhf, before areal-lite), which is "
-                          f"not read; write it as today: {today}")  # fmt: skip
-    raise ConfigError(f"{config.name}: expected a configuration of AReaL's GRPO or PPO, with the keys rollout.…, "
-                      "gconfig.… and actor.…")  # fmt: skip
-
-
 def _sides(config: Settings) -> _Sides:
     """Engines by their own keys, else by `allocation_mode`, as older releases write them."""
     if config.is_given("rollout_backend") or not config.is_given("both_sides"):
@@ -136,21 +119,12 @@ def _sides(config: Settings) -> _Sides:
     else:
         where = config.where("both_sides")
         generation, training, shared = both_sides(config.text("both_sides"), where)
-    if shared and generation.gpus != training.gpus:
-        raise ConfigError(f"{where}: generation on {generation.gpus} GPUs shares them with training on "
-                          f"{training.gpus}: expected the same number")  # fmt: skip
-    if shared and config.needed("age"):
-        raise ConfigError(f"{config.where('age')}: asynchronous training on the GPUs that generate is not simulated: "
-                          "expected 0, or GPUs of its own for generation")  # fmt: skip
     return _Sides(generation, training, shared, where)
 
 
 def _machines(config: Settings, draft: Draft, sides: _Sides, options: Options) -> tuple[int, int]:
     """Nodes and GPUs of each that the engines take."""
     nodes, per_node, gpus = config.whole("nodes"), config.whole("per_node"), sides.gpus
-    if gpus > nodes * per_node:
-        raise ConfigError(f"{sides.where}: {gpus} GPUs, but {config.where('nodes')} × {config.where('per_node')} are "
-                          f"{nodes * per_node}")  # fmt: skip
     if gpus < nodes * per_node:
         draft.notes.append(f"{sides.where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")
     return parts.whole_nodes(gpus, per_node, sides.where, options)
