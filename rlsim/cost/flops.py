@@ -147,9 +147,8 @@ def forward_flops(model: Model, lengths: npt.ArrayLike) -> float:
     """FLOPs of one forward pass over sequences of `lengths` tokens, attention exactly causal.
 
     2 per token and active weight of the linear layers and the head, and in each layer those of its attention for each
-    pair of a query and a key that it sees (`rlsim.cost.flops`: 4 · q_dim for each of n(n+1)/2 pairs). A
-    training step without recomputation costs three times the linear part (and 3.5 times the attention part with a flash
-    kernel).
+    pair of a query and a key that it sees (`rlsim.cost.flops`: 4 · q_dim for each of n(n+1)/2 pairs). A training
+    step without recomputation costs three times the linear part (and with a flash kernel 3.5 times that of attention).
     """
     n = np.asarray(lengths, dtype=np.float64)
     pairs = sum(flops * float(reach.pairs(n).sum()) for reach, flops in pair_flops(model).items())

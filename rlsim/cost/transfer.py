@@ -131,8 +131,7 @@ def reshard_s(
 
     With `bytes_per_s`, the measured rate at which one GPU receives what it lacks, the time is
     weights · (1 − 1/tp_src) / `bytes_per_s`; otherwise the collectives give the time of every layer. Nothing moves from
-    TP 1 (every GPU has all weights), nor when the degree stays. Raises `ConfigError` if a degree does not split the
-    model.
+    TP 1 (every GPU has all weights), nor when the degree stays. Raises `ConfigError` for a degree that does not fit.
     """
     model.check_tp(tp_src)
     model.check_tp(tp_dst)

@@ -449,9 +449,7 @@ class Controls(RolloutControl):
 
 
 def asked(control: RolloutControl, *methods: str) -> list[RolloutControl]:
-    """Those of the controls that this one is made of which override one of these methods; the others need not be
-    asked.
-    """
+    """Those of the controls that this one is made of which override one of these methods: no other need be asked."""
     if isinstance(control, Controls):
         return [part for one in control.parts for part in asked(one, *methods)]
     own = any(getattr(type(control), method) is not getattr(RolloutControl, method) for method in methods)

@@ -90,7 +90,7 @@ class Replica:
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
         self._stopped_at = NAN
-        self._hold: simpy.Event | None = None  # while it is to stand still: fires when it does
+        self._paused: simpy.Event | None = None  # while it is to stand still: fires when it does
         self._kept = True  # whether requests keep their KV cache in that pause
         self._sleep = Sleep(env)  # that orders and arrivals cut short
         self._began_at = NAN  # when the iteration under way, or its jump, began; NaN: none, or undone
@@ -124,12 +124,12 @@ class Replica:
 
     def pause(self, kv: UpdatedKv) -> simpy.Event:
         """Stand still from the next boundary on until `resume`; the event fires when it does."""
-        self._hold, self._kept = self.env.event(), kv == "keep"
+        self._paused, self._kept = self.env.event(), kv == "keep"
         self._wake()
-        return self._hold
+        return self._paused
 
     def resume(self) -> None:
-        self._hold = None
+        self._paused = None
         self._wake()
 
     def renew(self, version: int) -> None:
@@ -271,11 +271,11 @@ class Replica:
     def _run(self) -> Generator[simpy.Event, Any, None]:
         env, batch, scheduler = self.env, self._batch, self._scheduler
         while True:
-            if self._orders or self._arrivals or self.stopped is not None or self._hold is not None:
+            if self._orders or self._arrivals or self.stopped is not None or self._paused is not None:
                 self._look_up()
                 if self.stopped is not None:
                     return
-                if self._hold is not None:
+                if self._paused is not None:
                     yield from self._stand_still()
                     continue
             chunks = scheduler.schedule(env.now)
@@ -321,19 +321,19 @@ class Replica:
             self._flush_span()
             self._stopped_at = self.env.now
             self.stopped.succeed()
-            if self._hold is not None and not self._hold.triggered:
-                self._hold.succeed()  # it stands still for good
-        elif self._arrivals and self._hold is None:
+            if self._paused is not None and not self._paused.triggered:
+                self._paused.succeed()  # it stands still for good
+        elif self._arrivals and self._paused is None:
             self._scheduler.arrive(self._arrivals)
             self._arrivals.clear()
 
     def _stand_still(self) -> Generator[simpy.Event, Any, None]:
         """From a boundary until something is to be done: an order, a stop, the end of the pause."""
         self._flush_span()
-        if self._hold is not None and not self._hold.triggered:
+        if self._paused is not None and not self._paused.triggered:
             if not self._kept:
                 self._lose_kv()
-            self._hold.succeed()
+            self._paused.succeed()
         self._sleep, self._began_at = Sleep(self.env), NAN
         yield self._sleep
 

@@ -142,13 +142,13 @@ class _Run:
         self._begins(call, step)
         yield self.pool.acquire(placement.gpus, call.kind)
         start_at, parts = self.env.now, self._parts(call, placement, state.trained_on())
-        yield from self._hold(call, step, placement.gpus, parts)
+        yield from self._occupy(call, step, placement.gpus, parts)
         if state.flow.wants(call.name):
             state.flow.deliver(call.name, state.trained_on())
             state.flow.close(call.name)
         return Ran(start_at, parts)
 
-    def _hold(self, call: Call, step: int, gpus: tuple[int, ...], parts: Parts) -> _Process[None]:
+    def _occupy(self, call: Call, step: int, gpus: tuple[int, ...], parts: Parts) -> _Process[None]:
         """Use GPUs that a call has for as long as that takes, and give them back."""
         start_at = self.env.now
         yield self.env.timeout(sum(seconds for _, seconds in parts))
@@ -187,7 +187,7 @@ class _Run:
         if generation.relays:
             relay, start_at = self.what.times.relay(call), self.env.now
             parts: Parts = (("weights", relay.push_s),)
-            yield from self._hold(call, step, own, parts)
+            yield from self._occupy(call, step, own, parts)
             generation.publish(relay, call.name)
             return Ran(start_at, parts)
         parts = self._parts(call, placement, self.steps[step].trained_on())
@@ -234,7 +234,7 @@ class _Run:
     def _finish(self, work: ElasticCall, call: Call, step: int, placement: Placement) -> _Process[None]:
         if finish := tuple(work.finish):
             yield self.pool.acquire(placement.gpus, call.kind)
-            yield from self._hold(call, step, placement.gpus, finish)
+            yield from self._occupy(call, step, placement.gpus, finish)
         _add(work.parts_s, finish)
 
     def _in_windows(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
@@ -267,7 +267,7 @@ class _Run:
                 self._begins(call, step)
                 yield self.pool.acquire(placement.gpus, call.kind)
                 start, parts = env.now, self._parts(call, placement, samples, windows)
-                yield from self._hold(call, step, placement.gpus, parts)
+                yield from self._occupy(call, step, placement.gpus, parts)
             start_at = start if isnan(start_at) else start_at
             _add(parts_s, parts)
             state.flow.deliver(call.name, samples)

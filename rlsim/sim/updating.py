@@ -35,7 +35,7 @@ class WeightUpdates:
         self._env, self._recorder = rollout.env, recorder
         self._rollout = proxy(rollout)  # which holds this one: a cycle would keep its requests
         self._kv: UpdatedKv = "recompute"  # in the last update
-        self._holds: list[simpy.Event] | None = None  # while an update of all goes on, by replica: it stands still
+        self._paused: list[simpy.Event] | None = None  # while an update of all goes on, by replica: it stands still
         self._switched: simpy.Event | None = None  # a node has changed its layout, while that is waited for
         self._pull: Pull | None = None
         self._pulling: set[int] = set()  # replicas
@@ -47,19 +47,19 @@ class WeightUpdates:
 
         A node that changes its layout finishes that, and starts with its new replicas standing still.
         """
-        self._kv, self._holds = kv, [replica.pause(kv) for replica in self._rollout.active()]
+        self._kv, self._paused = kv, [replica.pause(kv) for replica in self._rollout.active()]
         return self._env.process(self._stand_still())
 
     def _stand_still(self) -> Generator[simpy.Event, Any, None]:
-        assert self._holds is not None
-        while self._rollout._switching or not all(hold.triggered for hold in self._holds):
-            yield simpy.AllOf(self._env, self._holds)
+        assert self._paused is not None
+        while self._rollout._switching or not all(event.triggered for event in self._paused):
+            yield simpy.AllOf(self._env, self._paused)
             if self._rollout._switching:
                 self._switched = self._env.event()
                 yield self._switched
 
     def resume(self, version: int) -> None:
-        self.version, self.together, self._holds = version, version, None
+        self.version, self.together, self._paused = version, version, None
         for replica in self._rollout.active():
             replica.renew(version)
             replica.resume()
@@ -99,8 +99,8 @@ class WeightUpdates:
     # ---- replicas that come, KV cache that moves --------------------------------------------------------------------
 
     def started(self, replicas: Sequence[Replica]) -> None:
-        if self._holds is not None:
-            self._holds += [replica.pause(self._kv) for replica in replicas]
+        if self._paused is not None:
+            self._paused += [replica.pause(self._kv) for replica in replicas]
         for replica in replicas:
             if replica.version < self.version:
                 when_over(self._env, IDLE, partial(self.refresh, replica))  # it may get requests at this moment
