@@ -57,21 +57,21 @@ class LoadedExperiment:
     draft_model: Model | None  # of the rollout's speculation
 
     @classmethod
-    def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> LoadedExperiment:
+    def of(cls, experiment: Experiment, folder: Path, label: str = "experiment") -> LoadedExperiment:
         """Load what the experiment names; relative paths start at `folder`, the working directory or the catalogue."""
         named = experiment.trace.path or ()
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
         judge = experiment.workflow.reward.judge
         actor = find_model(experiment.model, folder)
-        cluster = load_any_cluster(experiment.cluster, source=f"{shown}: cluster")
+        cluster = load_any_cluster(experiment.cluster, source=f"{label}: cluster")
         cluster = cluster.joined_at(experiment.costs.network, experiment.costs.link)
         lengths = mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment)
-        trace, note = _with_room(_scaled(lengths, experiment.trace), experiment.trace, shown)
+        trace, note = _with_room(_scaled(lengths, experiment.trace), experiment.trace, label)
         loaded = cls(
             experiment,
             cluster,
             actor,
-            _calibrations(experiment, cluster, folder, f"{shown}: calibration"),
+            _calibrations(experiment, cluster, folder, f"{label}: calibration"),
             trace,
             paths,
             _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),
@@ -79,9 +79,9 @@ class LoadedExperiment:
             note,
             find_model(spec.model, folder) if (spec := experiment.engine.speculation) and spec.model else None,
         )
-        return loaded._with_models_that_do(shown)
+        return loaded._with_models_that_do(label)
 
-    def _with_models_that_do(self, shown: str) -> LoadedExperiment:
+    def _with_models_that_do(self, label: str) -> LoadedExperiment:
         """The same without windows that no sequence outgrows.
 
         Raises `ConfigError` for a model in use whose context the longest prompt and the cap exceed, or whose layers the
@@ -89,7 +89,7 @@ class LoadedExperiment:
         """
         longest, cap = self.longest_sequence, self.experiment.trace.cap
         for model in [*self._models_in_use, *filter(None, [self.judge_model])]:
-            refuse("context", shown=shown, model=model, longest=longest, cap=cap, prompt=self.longest_prompt)
+            refuse("context", shown=label, model=model, longest=longest, cap=cap, prompt=self.longest_prompt)
         engine = self.experiment.engine
         share = next(iter(self.calibrations.values())).window_share
         rollout = self.model.within(longest)
@@ -97,7 +97,7 @@ class LoadedExperiment:
         judge = self.judge_model and self.judge_model.served(window_share=share(self.judge_model.model_type))
         refuse(
             "loaded",
-            shown=shown,
+            shown=label,
             experiment=self.experiment,
             caching=self.engine.enable_prefix_caching,
             rollout=rollout,
@@ -107,12 +107,12 @@ class LoadedExperiment:
         )
         if len(self.calibrations) == 1:  # of several kinds of GPU only those that generate and train count
             (calibration,) = self.calibrations.values()
-            with about(f"{shown}: engine", CalibrationError):
+            with about(f"{label}: engine", CalibrationError):
                 check_served(rollout, calibration)
             if self.judge_model:
-                with about(f"{shown}: workflow.reward.judge", CalibrationError):
+                with about(f"{label}: workflow.reward.judge", CalibrationError):
                     check_served(self.judge_model, calibration)
-            with about(f"{shown}: training", CalibrationError):
+            with about(f"{label}: training", CalibrationError):
                 calibration.check_precision(self.experiment.training.precision)
         models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
         return replace(self, model=rollout, models=models, judge_model=judge)
@@ -179,7 +179,7 @@ class LoadedExperiment:
 
     @cached_property
     def scoring(self) -> TraceScoring:
-        """What the trace says about rewards; nothing where a model scores."""
+        """What the trace says about rewards; of times and judges nothing where no call is a reward."""
         spec = self.experiment.workflow.reward
         if not any(call.kind == "reward" for call in self.algorithm.calls):
             spec = spec.model_copy(update={"from_trace": False})
@@ -303,14 +303,14 @@ def _scaled(trace: Trace, spec: TraceSpec) -> Trace:
     return Trace(trace.frame.assign(**scaled), meta) if scaled else trace
 
 
-def _with_room(trace: Trace, spec: TraceSpec, shown: str) -> tuple[Trace, str]:
+def _with_room(trace: Trace, spec: TraceSpec, label: str) -> tuple[Trace, str]:
     """The trace without prompts that leave no room for a response, as trainers filter their data; what to say of it."""
     if spec.max_model_len is None:
         return trace, ""
     fits = _prompt_tokens(trace, spec) < spec.max_model_len
     said = f"trace.max_model_len, {spec.max_model_len:,} tokens"
     if not fits.any():
-        raise ConfigError(f"{shown}: every prompt of trace {trace.meta.name} fills {said}")
+        raise ConfigError(f"{label}: every prompt of trace {trace.meta.name} fills {said}")
     if fits.all():
         return trace, ""
     prompts = trace.frame["prompt_id"]
@@ -327,21 +327,21 @@ def _fixed_lengths(experiment: Experiment) -> Trace:
     return make_trace(pd.DataFrame({**columns, "response_tokens": spec.fixed}), TraceMeta(name=f"fixed-{spec.fixed}"))
 
 
-def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, shown: str) -> dict[str, Calibration]:
+def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, label: str) -> dict[str, Calibration]:
     """The calibration of every kind of GPU; raises `ConfigError` if one is missing, or is for another GPU."""
     given, kinds, nodes = experiment.calibration, cluster.kinds, node_types()
     if isinstance(given, str):
         if len(kinds) > 1:
             each = ", ".join(f"{kind}: …" for kind in kinds)
             raise ConfigError(
-                f"{shown}: cluster {cluster.name} has several kinds of GPU; expected {{{each}}}, got {given}"
+                f"{label}: cluster {cluster.name} has several kinds of GPU; expected {{{each}}}, got {given}"
             )
         given = {kinds[0]: given}
     named = {nodes[kind].gpu.name if kind in nodes else kind: name for kind, name in given.items()}
     found: dict[str, Calibration] = {}
     for kind in kinds:
         if kind not in named:
-            raise ConfigError(f"{shown}: none for {kind} of cluster {cluster.name}; expected {kind}: <gpu>-<engine>")
+            raise ConfigError(f"{label}: none for {kind} of cluster {cluster.name}; expected {kind}: <gpu>-<engine>")
         groups = cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)
         nodes_of_kind = next(one for one in groups if one.gpu.name == kind)
         read = carried_to(load_calibration(beside(named[kind], folder)), nodes_of_kind)
@@ -349,7 +349,7 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, sho
         found[kind] = read.scheduled(experiment.engine.async_scheduling).with_experts(experiment.engine.moe_backend)
         if found[kind].gpu != kind:
             raise CalibrationError(
-                f"{shown}: {found[kind].name} is for GPU {found[kind].gpu!r}, cluster {cluster.name!r} has {kind!r}"
+                f"{label}: {found[kind].name} is for GPU {found[kind].gpu!r}, cluster {cluster.name!r} has {kind!r}"
             )
     return found
 

@@ -39,7 +39,7 @@ from rlsim.policies.plan import part_of
 from rlsim.sim.control import decides
 
 
-def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
+def cases_of(experiment: Experiment, label: str) -> Iterable[tuple[str, Experiment]]:
     """Every case of an experiment with its settings, by name; the experiment itself under \"\" if it has none.
 
     Raises `ConfigError` with file and line for settings that do not fit.
@@ -47,7 +47,7 @@ def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experime
     if not experiment.cases:
         yield "", experiment
     for name, settings in experiment.cases.items():
-        where = located(shown, settings)
+        where = located(label, settings)
         for key in ("seeds", "baseline"):
             if key in settings:
                 raise ConfigError(f"{where}: case {name!r}: {key} are the same for all cases: set them beside `cases`")
@@ -65,19 +65,19 @@ class Case:
         name: str,
         experiment: Experiment,
         folder: Path,
-        shown: str,
+        label: str,
         plans: FoundPlans,
         optional: bool = False,
     ) -> None:
         self.name = name
         self.experiment = experiment
-        self._place, self._optional = (shown, folder), optional
-        with about(f"{shown}: case {name!r}" if name else shown, CatalogueError):
-            self.loaded = LoadedExperiment.of(experiment, folder, shown)
+        self._place, self._optional = (label, folder), optional
+        with about(f"{label}: case {name!r}" if name else label, CatalogueError):
+            self.loaded = LoadedExperiment.of(experiment, folder, label)
         self.simulator = Simulator(self.loaded, search=False)
         self.simulator.plans.found |= plans
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
-        self._specs = parse_systems(experiment.systems, shown)
+        self._specs = parse_systems(experiment.systems, label)
         self.names = [spec.name for spec in self._specs]
         self.baseline = ""  # settled for all cases together
         if experiment.baseline is not None and experiment.baseline not in self.names:
@@ -86,10 +86,10 @@ class Case:
         self._ran: dict[str, str] = {}  # by system: the key of what it came out as
         self._settle()
 
-    def search(self, told: Callable[[int, int, str], None]) -> None:
+    def search(self, progress: Callable[[int, int, str], None]) -> None:
         """Search for the plans that systems leave to a search; raises `RlsimError` if one does not fit."""
         if self.searched:
-            told(0, len(self.runs()), f"{self.name} plan of {', '.join(self.searched)}".strip())
+            progress(0, len(self.runs()), f"{self.name} plan of {', '.join(self.searched)}".strip())
             self.simulator.plans.search = True
             self._settle()
 

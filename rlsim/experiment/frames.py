@@ -40,8 +40,8 @@ def frames_of(
 ) -> Frames:
     """The tables of one run on `gpus` GPUs, without the columns that name the run; means count steps of `window`.
 
-    Without a `bound` that of generation is 0. `generates` and `trains` are the GPUs of the calls of these
-    kinds; all of them where there is no such call.
+    Without a `bound` that of generation is 0. `generates` and `trains` are the GPUs of the calls of these kinds; where
+    there is no such call all but a judge's own.
     """
     frames = {
         "responses": _responses(outcome, sampler),
@@ -104,14 +104,14 @@ def _values(value: Any, count: int, dtype: str) -> Any:
     return pd.array(repeated, dtype="string") if dtype == "string" else repeated
 
 
-def check_steps(frames: Frames, shown: str) -> None:
-    """Raises `ConfigError` that begins with `shown` if a time of a run is NaN, infinite or negative.
+def check_steps(frames: Frames, label: str) -> None:
+    """Raises `ConfigError` that begins with `label` if a time of a run is NaN, infinite or negative.
 
     `PolicyError` for a step that trains on nothing: no throughput or ratio of such a run means anything.
     """
     nothing = frames["steps"]["trained"].to_numpy() == 0
     if nothing.any():
-        raise PolicyError(f"{shown}: step {nothing.argmax()} trains on no response: was generation stopped too early?")
+        raise PolicyError(f"{label}: step {nothing.argmax()} trains on no response: was generation stopped too early?")
     end_s = float(frames["steps"]["step_time_s"].sum())
     for table in _COMPLETE:
         for name in (column.name for column in TABLES[table] if column.unit == "s" and column.name in frames[table]):
@@ -119,7 +119,7 @@ def check_steps(frames: Frames, shown: str) -> None:
             wrong = ~(np.isfinite(values) & (values >= -ROUNDING * max(end_s, 1.0)))
             if wrong.any():
                 raise ConfigError(
-                    f"{shown}: the column {name} of {table} comes out as {values[wrong][0]:g} s: some figure of the "
+                    f"{label}: the column {name} of {table} comes out as {values[wrong][0]:g} s: some figure of the "
                     "cluster, the calibration or a policy is too large or negative"
                 )
 

@@ -136,7 +136,7 @@ class LedgerRecord(Record):
 def turns(ledger: LedgerRecord) -> str:
     """One sentence on what is assumed and decides the answer, for the headline; empty if nothing is known to.
 
-    That another system would be first goes before a step or a gain that is another one at an end of a range.
+    It names a system that would be first instead; if none would, how far a step or a gain moves over the ranges.
     """
     base = ledger.base
     if base is None or base.step_s is None:

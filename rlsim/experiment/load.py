@@ -38,13 +38,13 @@ def load_experiment(
     with file and line for anything that does not fit.
     """
     check_arguments(source=source, overrides=overrides, seeds=seeds)
-    data, shown, folder = read_experiment(source)
+    data, label, folder = read_experiment(source)
     pairs = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     pairs = {**pairs, **({} if seeds is None else {"seeds": seeds})}
     for key, value in pairs.items():
         set_path(data, key, value, "--set ")
     _give(data, pairs)
-    return validate(data, Experiment, shown, elsewhere=dict.fromkeys(pairs, OVERRIDDEN)), shown, folder
+    return validate(data, Experiment, label, elsewhere=dict.fromkeys(pairs, OVERRIDDEN)), label, folder
 
 
 def read_experiment(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, Path]:
@@ -66,14 +66,14 @@ def read_experiment(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, A
     return data, str(source), path.resolve().parent
 
 
-def with_settings(experiment: Experiment, settings: Mapping[str, Any], shown: str) -> Experiment:
+def with_settings(experiment: Experiment, settings: Mapping[str, Any], label: str) -> Experiment:
     """The experiment with some keys set to other values."""
     data = experiment.model_dump(exclude_unset=True)
     data["systems"] = copy.deepcopy(list(experiment.systems))  # not dumped: they know their lines
     for key, value in settings.items():
-        set_path(data, str(key), value, f"{shown}: ")
+        set_path(data, str(key), value, f"{label}: ")
     _give(data, settings)
-    return validate(data, Experiment, shown)
+    return validate(data, Experiment, label)
 
 
 def _give(data: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -143,11 +143,11 @@ def parse_overrides(texts: Iterable[str], option: str = "--set") -> dict[str, An
     return found
 
 
-def set_path(data: Any, key: str, value: Any, shown: str = "") -> None:
-    """Set `a.b.0.c` in nested mappings and lists; a `ConfigError` about a path to nowhere begins with `shown`."""
+def set_path(data: Any, key: str, value: Any, label: str = "") -> None:
+    """Set `a.b.0.c` in nested mappings and lists; a `ConfigError` about a path to nowhere begins with `label`."""
     *path, last = key.split(".")
     if len(path) >= MOST_LEVELS:
-        raise ConfigError(f"{shown}{key[:60]}…: deeper than {MOST_LEVELS} levels")
+        raise ConfigError(f"{label}{key[:60]}…: deeper than {MOST_LEVELS} levels")
     here = data
     for part in path:
         if (place := place_in(here, part)) is not None:
@@ -155,13 +155,13 @@ def set_path(data: Any, key: str, value: Any, shown: str = "") -> None:
         elif isinstance(here, dict):
             here = here.setdefault(part, {})
         else:
-            raise ConfigError(f"{shown}{key[:60]}: there is no {part[:60]!r}")
+            raise ConfigError(f"{label}{key[:60]}: there is no {part[:60]!r}")
     if isinstance(here, list) and (place := place_in(here, last)) is not None:
         here[place] = value
     elif isinstance(here, dict):
         here[last] = value
     else:
-        raise ConfigError(f"{shown}{key[:60]}: there is no {last[:60]!r}")
+        raise ConfigError(f"{label}{key[:60]}: there is no {last[:60]!r}")
 
 
 def place_in(items: Any, part: str) -> int | None:

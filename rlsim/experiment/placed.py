@@ -150,7 +150,7 @@ class PlacedExperiment:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Of the plan, which fits."""
+        """What the plan, which fits, holds on every GPU."""
         return self.ledger_of(self.plan)
 
     @cached_property
@@ -262,7 +262,7 @@ class PlacedExperiment:
         return replace(sync, factor=sync.factor * drafts.synced(sync.model)) if drafts else sync
 
     def gpus_of(self, kind: CallKind) -> frozenset[int]:
-        """The GPUs of the calls of a kind; all GPUs where there is none."""
+        """The GPUs of the calls of a kind; where there is none, `gpus`: all but a judge's own."""
         names = [call.name for call in self.workflow.calls if call.kind == kind]
         return frozenset(gpu for name in names for gpu in self.plan.of(name).gpus) or frozenset(self.gpus)
 
@@ -305,7 +305,7 @@ class PlacedExperiment:
 
     @cached_property
     def hybrid_costs(self) -> RolloutCostModel:
-        """The same of replicas there, beside what stays in memory between calls."""
+        """Times and sizes of replicas on `hybrid_gpus`, beside what stays in memory there between calls."""
         gpus = self.hybrid_gpus
         return rollout_costs(self.loaded, gpus, resident_bytes=self.ledger.staying(gpus)[1])
 

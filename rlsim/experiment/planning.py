@@ -424,10 +424,10 @@ def borders(gpus: int) -> range:
     return range(step, gpus, step)
 
 
-def degrees(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """TP and PP that leave no GPU of a mesh unused: TP a power of two inside a node, PP what divides the rest."""
+def degrees(gpus: int, domain_gpus: int) -> Iterator[tuple[int, int]]:
+    """TP and PP that leave no GPU of a mesh unused: TP a power of two in an NVLink domain, PP what divides the rest."""
     tp = 1
-    while tp <= per_node:
+    while tp <= domain_gpus:
         if gpus % tp == 0:
             yield from ((tp, pp) for pp in range(1, gpus // tp + 1) if gpus // tp % pp == 0)
         tp *= 2

@@ -124,7 +124,7 @@ def shape_values(model: Model) -> dict[str, Any]:
 def starts_of(loaded: LoadedExperiment, systems: Sequence[SystemSpec] = ()) -> list[str]:
     """Why the framework or engine of an experiment would not start with it, in words; empty if nothing is known to.
 
-    Of other `systems` if any are given. What is not written in it, the engine and the framework settle themselves.
+    Of other `systems` if any are given. Of engine settings only those that are written count, of training's all.
     """
     experiment = loaded.experiment
     engine, training, workflow = experiment.engine, experiment.training, experiment.workflow

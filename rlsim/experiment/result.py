@@ -63,7 +63,7 @@ class Result:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know: assumptions taken, systems left out, look-ups outside the calibration."""
+        """What a reader should know: assumptions taken, systems left out, what rates count (`manifest`: look-ups)."""
         return tuple(self.manifest["notes"])
 
     def summary(self) -> pd.DataFrame:

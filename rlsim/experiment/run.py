@@ -51,10 +51,10 @@ def run(
     Raises `RlsimError` for whatever does not exist or fit.
     """
     check_arguments(out=out, strict=strict, what_if=what_if, workers=workers, progress=progress)
-    experiment, shown, folder = load_experiment(source, overrides, seeds)
+    experiment, label, folder = load_experiment(source, overrides, seeds)
     if out is not None:
         check_target(out, name=experiment.name)  # before the work, not after it
-    result = run_loaded(experiment, shown, folder, strict=strict, what_if=what_if, workers=workers, progress=progress)
+    result = run_loaded(experiment, label, folder, strict=strict, what_if=what_if, workers=workers, progress=progress)
     if out is not None:
         result.write(out)
     return result
@@ -62,7 +62,7 @@ def run(
 
 def run_loaded(
     experiment: Experiment,
-    shown: str,
+    label: str,
     folder: Path,
     *,
     strict: bool = False,
@@ -74,20 +74,20 @@ def run_loaded(
 
     In worlds drawn from the calibration's errors, systems keep the plans that it led to as it was fitted.
     """
-    cases = checked_cases(experiment, folder, shown)
+    cases = checked_cases(experiment, folder, label)
     worlds, seeds = worlds_of(experiment, cases), experiment.seed_list
     experiment = experiment.model_copy(update={"certainty": worlds})  # for the manifest
-    told, before = progress or (lambda *_: None), 0  # runs as calibrated
+    on_progress, before = progress or (lambda *_: None), 0  # runs as calibrated
 
     def calibrated(done: int, runs: int, what: str) -> None:
         nonlocal before
         before = runs
-        told(done, runs + worlds * (runs // len(seeds)), what)
+        on_progress(done, runs + worlds * (runs // len(seeds)), what)
 
     _search(cases, calibrated)
     baseline, found = cases[0].baseline, {case.name: case.simulator.plans.found for case in cases}
-    settled = with_settings(experiment, {"baseline": baseline, "certainty": 0}, shown)
-    in_world = partial(_in_world, settled, folder, shown, found)
+    settled = with_settings(experiment, {"baseline": baseline, "certainty": 0}, label)
+    in_world = partial(_in_world, settled, folder, label, found)
     drawn = [seeds[world % len(seeds)] for world in range(worlds)]
     with ending(pool_of(workers - 1)) if worlds and workers > 1 else nullcontext() as pool:
         there = (pool.map if pool else map)(in_world, range(1, worlds + 1), drawn)
@@ -97,7 +97,7 @@ def run_loaded(
             refuse("steps at cap", system=system, counted=rows["steady"].any())
         result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
         if what_if:
-            own, runs = dict(iter(result.summary().groupby("case"))), partial(_ran, told=told)
+            own, runs = dict(iter(result.summary().groupby("case"))), partial(_ran, progress=on_progress)
             ledger = {case.name: weighed(case, own.get(case.name), runs).model_dump() for case in cases}
             result = replace(result, manifest={**result.manifest, "ledger": ledger})
         if not worlds:
@@ -106,36 +106,36 @@ def run_loaded(
 
         def waited() -> Iterator[tuple[int, pd.DataFrame]]:
             for world, seed in enumerate(drawn):
-                told(before + world * (before // len(seeds)), total, f"world {world + 1} of {worlds}")
+                on_progress(before + world * (before // len(seeds)), total, f"world {world + 1} of {worlds}")
                 yield seed, next(there)
-            told(total, total, "")
+            on_progress(total, total, "")
 
         return replace(result, manifest={**result.manifest, **in_worlds(baseline, result.steps, waited())})
 
 
 def _in_world(
-    settled: Experiment, folder: Path, shown: str, found: Mapping[str, FoundPlans], world: int, seed: int
+    settled: Experiment, folder: Path, label: str, found: Mapping[str, FoundPlans], world: int, seed: int
 ) -> pd.DataFrame:
     """The steps of all systems in a world on a seed."""
-    there = with_settings(settled, {"draw": world, "seeds": [seed]}, shown)
-    return pd.concat([frames["steps"] for frames in _ran(checked_cases(there, folder, shown, found), lambda *_: None)])
+    there = with_settings(settled, {"draw": world, "seeds": [seed]}, label)
+    return pd.concat([frames["steps"] for frames in _ran(checked_cases(there, folder, label, found), lambda *_: None)])
 
 
-def _search(cases: Sequence[Case], told: Progress) -> None:
+def _search(cases: Sequence[Case], progress: Progress) -> None:
     """Search for the plans that are left to a search, and settle the baseline of what then fits."""
     for case in cases:
-        case.search(told)
+        case.search(progress)
     _settle_baseline(cases)
 
 
-def _ran(cases: Sequence[Case], told: Progress, strict: bool = False) -> list[Frames]:
+def _ran(cases: Sequence[Case], progress: Progress, strict: bool = False) -> list[Frames]:
     """The tables of all runs of these cases, done; raises `CapacityError` if no system could run."""
-    _search(cases, told)
+    _search(cases, progress)
     runs = [(case, *own) for case in cases for own in case.runs()]
     for done, (case, spec, seed) in enumerate(runs):
-        told(done, len(runs), f"{case.name} {spec.name}".strip())
+        progress(done, len(runs), f"{case.name} {spec.name}".strip())
         case.run(spec, seed)
-    told(len(runs), len(runs), "")
+    progress(len(runs), len(runs), "")
     collected: list[Frames] = []
     for case in cases:
         collected += case.tables()
@@ -149,7 +149,7 @@ def _ran(cases: Sequence[Case], told: Progress, strict: bool = False) -> list[Fr
 def checked_cases(
     experiment: Experiment,
     folder: Path,
-    shown: str = "experiment",
+    label: str = "experiment",
     plans: Mapping[str, FoundPlans] = MappingProxyType({}),
 ) -> list[Case]:
     """All cases of an experiment, each with everything checked that can be before a search or simulation.
@@ -157,11 +157,11 @@ def checked_cases(
     Relative paths of the experiment start at `folder`. `plans`: those found before, by case, which are not searched for
     again. Raises `RlsimError` for whatever does not exist or fit.
     """
-    cases = [Case(name, case, folder, shown, plans.get(name, {})) for name, case in cases_of(experiment, shown)]
+    cases = [Case(name, case, folder, label, plans.get(name, {})) for name, case in cases_of(experiment, label)]
     _settle_baseline(cases)
     if not any(case.systems for case in cases):
-        told = "\n".join(note for case in cases for note in case.notes)
-        raise CapacityError(f"no system could run:\n{told}{cases[0].remedies()}")
+        notes = "\n".join(note for case in cases for note in case.notes)
+        raise CapacityError(f"no system could run:\n{notes}{cases[0].remedies()}")
     for case in cases:
         for spec in case.systems:
             case.simulator.window(spec.make())  # raises if a warm-up leaves nothing to measure
@@ -190,7 +190,7 @@ def _settle_baseline(cases: Sequence[Case]) -> None:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedExperiment:
     """An experiment that would run. A run is one system in one case, on one seed as calibrated or in one world."""
 
     name: str
@@ -217,22 +217,22 @@ def check_experiment(
     source: str | Path | Mapping[str, Any],
     overrides: Iterable[str] | Mapping[str, Any] = (),
     seeds: int | None = None,
-) -> Checked:
+) -> CheckedExperiment:
     """Check an experiment with its settings; the arguments and errors are those of `run`."""
-    experiment, shown, folder = load_experiment(source, overrides, seeds)
-    return check_loaded(experiment, folder, shown)
+    experiment, label, folder = load_experiment(source, overrides, seeds)
+    return check_loaded(experiment, folder, label)
 
 
-def check_loaded(experiment: Experiment, folder: Path, shown: str) -> Checked:
+def check_loaded(experiment: Experiment, folder: Path, label: str) -> CheckedExperiment:
     """Check an experiment as `load_experiment` gave it; raises `RlsimError` for whatever does not exist or fit."""
-    cases = checked_cases(experiment, folder, shown)
+    cases = checked_cases(experiment, folder, label)
     notes = [f"{case.name}: {note}" if case.name else note for case in cases for note in case.notes]
     later = list(dict.fromkeys(name for case in cases for name in case.searched))
     if later:
         notes.append(
             f"whether the plans of {', '.join(later)} fit is known after the search that `rlsim run` begins with"
         )
-    return Checked(
+    return CheckedExperiment(
         experiment.name,
         tuple(len(case.systems) for case in cases),
         len(experiment.seed_list),

@@ -69,7 +69,7 @@ class Simulator:
     def check_all(self, spec: SystemSpec) -> None:
         """Raises `RlsimError` if a system, or one that it stands for, cannot run or does not fit.
 
-        `SearchAheadError` if that depends on a plan and none is to be searched for: all else is checked then.
+        `SearchAheadError` if that depends on a plan and none is to be searched for; before, its parts are made.
         """
         with blamed(spec.shown):
             for alternative, _ in spec.alternatives(self.placed(spec.make()).context):

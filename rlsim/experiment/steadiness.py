@@ -126,7 +126,7 @@ class Window(NamedTuple):
 def held_back(steps: pd.DataFrame) -> float:
     """By how much the outstanding tokens of one system grow over its steady steps, as a share of those trained on.
 
-    The mean over seeds, below 0 where they fall; larger by the share of those dropped as too stale. The two add up in
+    All seeds together, below 0 where they fall; larger by the share of those dropped as too stale. The two add up in
     size, whatever the sign of the first: neither makes up for the other.
     """
     grown = trained = dropped = 0.0
@@ -155,7 +155,7 @@ def unsteady(steps: pd.DataFrame) -> str:
 
 
 def _faults(steps: pd.DataFrame) -> Iterator[tuple[str, float]]:
-    """What is not steady, the worst first, and how many steps would be needed; 0 if more steps are no help."""
+    """What is not steady, in the order of these tests, and how many steps would be needed; 0 if more are no help."""
     seeds = [own.sort_values("step") for _, own in steps.groupby("seed") if own["steady"].any()]
     counted = [own[own["steady"]] for own in seeds]
     fills = [int((~own["filled"]).sum()) for own in seeds]

@@ -36,13 +36,13 @@ class PartSpec:
     policy: str
     parameters: Mapping[str, Any]
 
-    def make(self, shown: str) -> Part:
+    def make(self, label: str) -> Part:
         """A new part; raises `ConfigError` if it does not take these parameters."""
         kind = load_policy(self.policy)
         if self.parameters and not issubclass(kind, BaseModel):
-            raise ConfigError(f"{shown}: {kind.__name__} takes no parameters")
-        with blamed(shown, kind):
-            return validate(dict(self.parameters), kind, source=shown) if issubclass(kind, BaseModel) else kind()
+            raise ConfigError(f"{label}: {kind.__name__} takes no parameters")
+        with blamed(label, kind):
+            return validate(dict(self.parameters), kind, source=label) if issubclass(kind, BaseModel) else kind()
 
     @property
     def key(self) -> str:
@@ -142,9 +142,9 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
         yield SystemSpec(name, _with_layout(parts, told), variant, told)
 
 
-def _with_layout(parts: tuple[PartSpec, ...], shown: str) -> tuple[PartSpec, ...]:
-    with blamed(shown):
-        every = list(flattened(part.make(shown) for part in parts))
+def _with_layout(parts: tuple[PartSpec, ...], label: str) -> tuple[PartSpec, ...]:
+    with blamed(label):
+        every = list(flattened(part.make(label) for part in parts))
     return parts if any(is_layout(part) for part in every) else (*parts, DEFAULT_LAYOUT)
 
 
@@ -234,7 +234,7 @@ class System:
     streaming: ChunkStreaming | None = None  # None: nothing is handed over by the chunk
 
     @classmethod
-    def of(cls, parts: Iterable[Part], shown: str = "") -> System:
+    def of(cls, parts: Iterable[Part], label: str = "") -> System:
         """The system of these parts; raises `ConfigError` if two of them decide the same thing, or none the layout."""
         every = list(flattened(parts))
         layouts = [part for part in every if is_layout(part)]
@@ -243,17 +243,17 @@ class System:
         controls, batchings, rewards, rewirings, judges, placings, streams = found
         if len(layouts) != 1:
             what = "none of its parts decides" if not layouts else f"{_names(layouts)} all decide"
-            raise ConfigError(f"{shown}: {what} the layout that a rollout starts with; exactly one does")
+            raise ConfigError(f"{label}: {what} the layout that a rollout starts with; exactly one does")
         launching = [part for part in batchings if part.launches_its_own]
         single = {"what to launch": launching, "timeouts": rewards, "where the judge runs": judges}
         single |= {"where the calls run": placings, "the chunks of responses": streams}
         if several := next((what for what, deciding in single.items() if len(deciding) > 1), None):
-            raise ConfigError(f"{shown}: {_names(single[several])} all decide {several}; at most one may")
+            raise ConfigError(f"{label}: {_names(single[several])} all decide {several}; at most one may")
         batchings.sort(key=lambda part: part not in launching)
         deciding = [part for part in batchings if part.needs_rewards]
         if deciding and batchings[0].ends_early:
             raise ConfigError(
-                f"{shown}: {_names(batchings[:1])} trains on the prompts that are complete when generation ends, and "
+                f"{label}: {_names(batchings[:1])} trains on the prompts that are complete when generation ends, and "
                 f"{_names(deciding)} drops prompts by rewards that need not be there by then; they cannot go together"
             )
         return cls(

@@ -55,7 +55,7 @@ class Checked:
     parameters: tuple[Mapping[str, Any], ...]  # the choices of parameters that were tried
     batches: tuple[str, ...]
     rollouts: int  # all choices and batches, each with other futures and again
-    answers: int  # of on_finish and on_timer, where they are overridden
+    answers: int  # of on_finish and on_timer, of parts that override one of them
     actions: Mapping[str, int]  # that these contained, by kind
     prompts: Mapping[str, int]  # dropped, put back, and responses kept by the batching
     not_checked: tuple[str, ...]  # parts of the contract that these rollouts say nothing about, a sentence each
@@ -82,8 +82,8 @@ def check_policy(policy: Callable[..., Any], **parameters: Any) -> Checked:
 
     `policy` is a class, a function that makes a part, or one that decides (`def policy(view, …)`). What it leaves open
     (the layout, what is launched) is as plain as can be. A policy that is to be tuned (see
-    `RolloutControl.alternatives`) is checked with each of its choices. Takes a few seconds; the machine is the
-    catalogue's 8xh100 with LLaMA-3.1-8B.
+    `RolloutControl.alternatives`) is checked with each of its choices. Takes a few seconds; the machine is one
+    node, or both, of the catalogue's 2x8xh100 with LLaMA-3.1-8B.
     """
     if is_control(policy):
         policy = control_of(policy)
@@ -262,7 +262,7 @@ def _short(costs: RolloutCostModel, tokens: int) -> RolloutCostModel:
 
 
 def _machine() -> RolloutCostModel:
-    """The catalogue's 8xh100 nodes with LLaMA-3.1-8B, its training states spread over two of them."""
+    """The catalogue's 2x8xh100 with LLaMA-3.1-8B, its training states spread over both nodes."""
     model = load_model("llama-3.1-8b")
     return RolloutCostModel(
         model,

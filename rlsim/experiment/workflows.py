@@ -86,7 +86,7 @@ def _loaded(name: str) -> Workflow:
 class TraceScoring:
     """The `RewardFunction` of an experiment, by the rows of its trace; those in `cut` do not end.
 
-    A response is worth its `reward`, else 1 or 0 as it is `correct`, else 1; a cut one is wrong and worth nothing.
+    A response is worth its `reward`, else 1 or 0 as it is `correct`, else 1; a cut one is wrong and worth at most 0.
     Raises `ConfigError` if the trace has responses to judge and the experiment no judge.
     """
 

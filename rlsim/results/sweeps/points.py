@@ -13,7 +13,7 @@ from rlsim.base.reading import is_file, plain, read_yaml
 from rlsim.base.schema import validate
 from rlsim.errors import ConfigError, RlsimError, check_arguments, unknown_name
 from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
-from rlsim.experiment.run import Checked, check_loaded
+from rlsim.experiment.run import CheckedExperiment, check_loaded
 from rlsim.experiment.schema import Experiment
 from rlsim.results.sweeps.identity import config_of, inputs_of, point_name
 from rlsim.results.sweeps.schema import Block, Settings, SweepSpec, Value, check_free, settings_of
@@ -88,14 +88,14 @@ def load_sweep(
 
 def check_sweep(
     source: str | Path, overrides: Iterable[str] = (), seeds: int | None = None
-) -> tuple[str, list[Checked]]:
+) -> tuple[str, list[CheckedExperiment]]:
     """The name of a sweep and all its points, checked as their runs would check them; nothing is simulated.
 
     The arguments are those of `load_sweep`. Raises `RlsimError` with all mistakes of all points, and the settings of
     the first point that has each.
     """
     definition = load_sweep(source, overrides=overrides, seeds=seeds)
-    found: list[Checked] = []
+    found: list[CheckedExperiment] = []
     mistakes: dict[str, str] = {}
     for point in definition.points:
         try:
