@@ -15,31 +15,29 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from importlib import import_module
 from pathlib import Path
 
-from calibration.catalogue import DATA
+from calibration.catalogue import DATA, Catalogue
 
+from calibration import across, host, kv, published, training
 from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.write import write_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {
-    "across": "across:main",
-    "expert-launch": "published:expert_launch",
-    "kv": "kv:main",
-    "serving": "host:main",
-    "stage-shares": "published:stage_shares",
-    "training": "training:main",
-    "transfer": "published:transfer",
-    "weight-sync": "published:weight_sync",
+    "across": across.main,
+    "expert-launch": published.expert_launch,
+    "kv": kv.main,
+    "serving": host.main,
+    "stage-shares": published.stage_shares,
+    "training": training.main,
+    "transfer": published.transfer,
+    "weight-sync": published.weight_sync,
 }
 
 
 def calibrations(options: argparse.Namespace) -> None:
     """Fit and write the files."""
-    from calibration.catalogue import Catalogue
-
     catalogue, folder = Catalogue(options.data), options.out / "calibration"
     if options.only not in (None, *catalogue.names()):
         raise SystemExit(f"--only {options.only}: expected one of {', '.join(catalogue.names())}")
@@ -53,10 +51,7 @@ def calibrations(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run one part."""
-    parts = {"calibrations": calibrations}
-    for name, place in PARTS.items():
-        module, _, function = place.partition(":")
-        parts[name] = getattr(import_module(f"calibration.{module}"), function)
+    parts = {"calibrations": calibrations, **PARTS}
     said = "\n".join(f"  {name:14}{inspect.getdoc(parts[name])}".replace("\n", "\n" + " " * 16) for name in PARTS)
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\n{said}", formatter_class=argparse.RawDescriptionHelpFormatter

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,19 +49,6 @@ def faults() -> Iterator[Fault]:
         yield Fault(**row, tests=tuple(f"tests/{name}.py" for name in names))
 
 
-def is_noticed(tree: Path, fault: Fault) -> bool:
-    """Whether a test fails in the tree with the fault in it, which is taken out again."""
-    target = tree / fault.path
-    target.write_text(fault.code(), encoding="utf-8")
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *fault.tests]
-    try:
-        return subprocess.run(command, cwd=tree, capture_output=True, timeout=LIMIT_S).returncode in (1, 2)
-    except subprocess.TimeoutExpired:
-        return True
-    finally:
-        shutil.copy2(ROOT / fault.path, target)
-
-
 def main(topics: list[str]) -> int:
     """Run them one after another; 1 if one survives."""
     survivors = 0
@@ -72,7 +60,24 @@ def main(topics: list[str]) -> int:
             shutil.copy2(ROOT / file, tree / file)
         for fault in faults():
             if not topics or fault.topic in topics:
-                noticed = is_noticed(tree, fault)
+                (tree / fault.path).write_text(fault.code(), encoding="utf-8")
+                command = [
+                    sys.executable,
+                    "-B",
+                    "-m",
+                    "pytest",
+                    "-x",
+                    "-q",
+                    "-n0",
+                    "-p",
+                    "no:cacheprovider",
+                    *fault.tests,
+                ]
+                noticed = True
+                with suppress(subprocess.TimeoutExpired):
+                    done = subprocess.run(command, cwd=tree, capture_output=True, timeout=LIMIT_S)
+                    noticed = done.returncode in (1, 2)
+                shutil.copy2(ROOT / fault.path, tree / fault.path)
                 survivors += not noticed
                 print(f"{'killed' if noticed else 'SURVIVED'}: {fault.topic}: {fault.what}", flush=True)
     return int(survivors > 0)

@@ -465,7 +465,7 @@ def test_held_out_steps_do_not_touch_the_fit(rows: dict[int, Metrics], tmp_path:
 
 def test_the_file_says_where_its_numbers_are_from(fitted: FromRun, tmp_path: Path) -> None:
     base = load_calibration(BASE)
-    path = write(fitted, tmp_path / "new")
+    path = write(fitted.calibration, tmp_path / "new")
     assert path == tmp_path / "new" / "h100-sxm-vllm-my-run.yaml"
     read = load_calibration(path)
     assert read.training.flop_efficiency == {
@@ -481,7 +481,11 @@ def test_the_file_says_where_its_numbers_are_from(fitted: FromRun, tmp_path: Pat
     assert str(tmp_path.parent) not in path.read_text()
     assert read.residuals["run_gen"].count == len(fitted.held_out)
     assert set(base.residuals) < set(read.residuals)
-    assert write(fitted, tmp_path / "mine.yaml").stem == load_calibration(tmp_path / "mine.yaml").name == "mine"
+    assert (
+        write(fitted.calibration, tmp_path / "mine.yaml").stem
+        == load_calibration(tmp_path / "mine.yaml").name
+        == "mine"
+    )
 
 
 def test_equal_steps_leave_one_host_number(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_attention_in_a_window_has_its_own_kernel_by_hand() -> None:
     decode = attention(memory=0.5, tiles=0.0).model_copy(update={"windows": attention(table, memory=0.5).heads})
     made = Operators(fits(decode_attention=decode), REFERENCE)
     for dim, window, factor in ((128, 128, 2.0), (128, 4096, 1.5), (64, 128, 1.0)):  # not measured: as without
-        totals, times = made.decode_attention_curve(4, 2, dim, window)
+        totals, times = made.decode_kernels.curve(4, 2, dim, window)
         read_s = 4 * window * 2 * dim * 4 / 0.5e12
         assert DecodeCurve(4, totals, times).step_s(4 * window) == pytest.approx(5e-6 + factor * read_s)
 
@@ -145,7 +145,7 @@ def test_no_correction_beats_the_data_sheet() -> None:
 def test_a_decode_curve_bends_at_the_knots_of_its_table_and_never_falls() -> None:
     table = Correction.over({"tiles": (8.0,), "context": (100.0, 10_000.0), "kv_heads": (2.0,)}, (200.0, 1.0))
     o = Operators(fits(decode_attention=attention(table, memory=0.5)), REFERENCE)
-    knots, times = o.decode_attention_curve(batch=4, kv_heads=2, head_dim=128)
+    knots, times = o.decode_kernels.curve(batch=4, kv_heads=2, head_dim=128)
     assert {400.0, 40_000.0} <= set(knots)
     assert times == sorted(times)
     slope = 2 * 2 * 128 * 2 / 0.5e12

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from rlsim.base.charts import check_chart_path, save_chart
+from rlsim.base.charts import save_chart
 from rlsim.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ def write_chart(points: pd.DataFrame, path: str | Path) -> None:
 
     Raises `CalibrationError` for another ending, a folder that does not exist, or no points.
     """
-    path = Path(path)
-    check_chart_path(path, CalibrationError)
-    save_chart(calibration_chart(points), path, CalibrationError)
+    save_chart(calibration_chart(points), Path(path), CalibrationError)
 
 
 def calibration_chart(points: pd.DataFrame) -> alt.FacetChart:

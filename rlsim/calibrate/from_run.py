@@ -364,12 +364,14 @@ def arguments_of(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """
     experiment, shown, folder = load_experiment(source)
     work, training = experiment.workflow, _said(experiment.training)
-    cluster = experiment.cluster
+    cluster, specs = experiment.cluster, parse_systems(experiment.systems, shown)
+    baseline = next((one for one in specs if one.name == experiment.baseline), specs[0])
+    degrees = [part.parameters.get("tp") for part in baseline.parts]
     found: dict[str, Any] = {
         "model": beside(experiment.model, folder),
         "cluster": beside(cluster, folder) if isinstance(cluster, str) else cluster,
         "calibration": beside(experiment.calibration_names[0], folder),
-        "tp": _tp(experiment, shown),
+        "tp": next((degree for degree in degrees if isinstance(degree, int)), None),
         "prompts": work.prompts,
         "responses": work.responses,
         "cap": experiment.trace.cap,
@@ -385,14 +387,6 @@ def arguments_of(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 def _said(block: Schema) -> dict[str, Any]:
     """The fields of a block that the file states."""
     return {key: value for key, value in block.model_dump().items() if key in block.model_fields_set}
-
-
-def _tp(experiment: Experiment, shown: str) -> int | None:
-    """The TP of the baseline's rollout, None if it has no fixed one."""
-    specs = parse_systems(experiment.systems, shown)
-    spec = next((one for one in specs if one.name == experiment.baseline), specs[0])
-    degrees = [part.parameters.get("tp") for part in spec.parts]
-    return next((degree for degree in degrees if isinstance(degree, int)), None)
 
 
 def _prompt_tokens(experiment: Experiment, folder: Path) -> int:

@@ -323,7 +323,19 @@ def rollout_times(
     fixed = calibration.known(model, settings.rollout_tp).fit is not None
     kinds = [] if fixed else [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
     hosts = [host_fit(calibration, *kind, "") for kind in kinds] + [calibration.host]
-    candidates = [_costs(model, cluster, calibration.model_copy(update={"host": host}), settings) for host in hosts]
+    candidates = [
+        RolloutCostModel(
+            model,
+            cluster,
+            calibration.model_copy(update={"host": host}),
+            page_tokens=settings.engine.page_tokens,
+            max_batched_tokens=settings.engine.max_num_batched_tokens,
+            max_sequences=settings.engine.max_num_seqs,
+            memory_utilization=settings.memory_utilization,
+            resident_bytes=kept_bytes(model, settings.train),
+        )
+        for host in hosts
+    ]
     ends = np.array(  # steps, kinds, deals, replicas
         [
             [[_replica_ends(costs, cluster, settings, batch) for batch in dealt] for costs in candidates]
@@ -343,19 +355,6 @@ def host_fit(calibration: Calibration, step_s: float, sequence_s: float, source:
     """
     host = calibration.host.model_copy(update={"step_s": step_s, "sequence_s": sequence_s, "source": source})
     return host.model_copy(update={"overlapped": False, "prefill_s": 0.0}) if host.overlapped else host
-
-
-def _costs(model: Model, cluster: Cluster, calibration: Calibration, settings: RunSettings) -> RolloutCostModel:
-    return RolloutCostModel(
-        model,
-        cluster,
-        calibration,
-        page_tokens=settings.engine.page_tokens,
-        max_batched_tokens=settings.engine.max_num_batched_tokens,
-        max_sequences=settings.engine.max_num_seqs,
-        memory_utilization=settings.memory_utilization,
-        resident_bytes=kept_bytes(model, settings.train),
-    )
 
 
 def _replica_ends(costs: RolloutCostModel, cluster: Cluster, settings: RunSettings, batch: Batch) -> Array:

@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from ruamel.yaml import YAML
@@ -18,13 +18,6 @@ from rlsim.calibrate.fit.common import as_written, rounded
 from rlsim.cost.calibration import Calibration, Source
 from rlsim.cost.tables import csv_of, taken_out
 from rlsim.errors import CalibrationError
-
-
-class Result(Protocol):
-    """What a fit to a user's own log gives."""
-
-    @property
-    def calibration(self) -> Calibration: ...
 
 
 def write_yaml(calibration: Calibration, folder: Path) -> Path:
@@ -38,12 +31,12 @@ def write_yaml(calibration: Calibration, folder: Path) -> Path:
     return path
 
 
-def write(result: Result, out: str | Path) -> Path:
+def write(calibration: Calibration, out: str | Path) -> Path:
     """The calibration as a YAML file: `out` itself if it ends in .yaml, else `out/NAME.yaml`. Returns the path.
 
     Its tables are in a CSV file beside it (`rlsim.cost.tables`).
     """
-    out, calibration = Path(out), result.calibration
+    out = Path(out)
     if out.suffix == ".yaml":
         calibration, out = calibration.model_copy(update={"name": out.stem}), out.parent
     elif out.is_dir():

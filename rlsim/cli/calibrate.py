@@ -123,7 +123,7 @@ def from_run_(
         engine=given["engine"], trace=trace, name=name, warmup=warmup,
     )  # fmt: skip
     title = f"Errors on {len(result.held_out)} steps not fitted"
-    _print_errors(result, title, write(result, out), json_file, quiet)
+    _print_errors(result, title, write(result.calibration, out), json_file, quiet)
 
 
 @app.command("from-engine")
@@ -157,7 +157,7 @@ def from_engine_(
         name=name,
     )  # fmt: skip
     title = f"Errors on iterations of {model} at TP{tp} that were left out of the fit"
-    _print_errors(result, title, write(result, out), json_file, quiet)
+    _print_errors(result, title, write(result.calibration, out), json_file, quiet)
 
 
 @app.command("show")

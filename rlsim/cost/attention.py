@@ -95,7 +95,7 @@ class GroupedQueries(LayerAttention):
 
     def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:  # noqa: ARG002
         window = None if self.chunked else self.window_tokens
-        return self._operators.decode_attention_curve(batch, self._kv_heads, self._attention.head_elements // 2, window)
+        return self._operators.decode_kernels.curve(batch, self._kv_heads, self._attention.head_elements // 2, window)
 
     def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
         """With several queries no less than their FLOPs take, by whole blocks of rows, at the rate of prompts."""

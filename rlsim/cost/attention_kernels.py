@@ -75,7 +75,7 @@ class DecodeKernels:
     def curve(
         self, batch: int, kv_heads: int, head_dim: int, window_tokens: int | None = None
     ) -> tuple[list[float], list[float]]:
-        """Knots of T, the sum of what the batch reads, and one layer's seconds there: see `bent`.
+        """Knots of T, the sum of the tokens that the batch reads, and one layer's seconds there: see `bent`.
 
         A window's kernel is a straight line for any context: in a CUDA graph it is the one for the longest context
         that a model may have. Where it was not measured, it is the kernel of as many tokens.

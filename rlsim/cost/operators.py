@@ -57,7 +57,7 @@ class Operators:
         self._lookups = Lookups()  # of all kernels but the products
         self._ranges = {name: residual.ranges for name, residual in (residuals or {}).items()}
         self._products = {precision: Products(fit, reference) for precision, fit in fits.gemms.items()}
-        self._decode = cache(lambda batch, *heads: DecodeCurve(batch, *self.decode_attention_curve(batch, *heads)))
+        self._decode = cache(lambda batch, *heads: DecodeCurve(batch, *self.decode_kernels.curve(batch, *heads)))
         self.decode_kernels = DecodeKernels(fits.decode_attention, reference)
         self.prompt_kernels = PromptKernels(fits.prefill_attention, reference)
         self._memory = Kernel(fits.memory_bound, MEMORY_AXES)
@@ -121,13 +121,6 @@ class Operators:
     def measures_experts(self, precision: Precision = "bf16") -> bool:
         """Whether a mixture was measured in that precision: then its activation is among `experts_s`."""
         return (precision, True) in self._experts
-
-    def decode_attention_curve(
-        self, batch: int, kv_heads: int, head_dim: int, window_tokens: int | None = None
-    ) -> tuple[list[float], list[float]]:
-        """Knots of T, the sum of the tokens that the batch reads, and one layer's seconds there; linear in between, the
-        last slope continues. Times never fall with T and never beat the data sheet's bandwidth."""
-        return self.decode_kernels.curve(batch, kv_heads, head_dim, window_tokens)
 
     def decode_attention_s(
         self, batch: int, context_tokens: float, q_heads: int, kv_heads: int, head_dim: int

@@ -68,12 +68,6 @@ class Serving:
     runs: Sequence[ServingRun]
     pool: ProcessPoolExecutor
 
-    @classmethod
-    def start(cls, engine: Engine, runs: Sequence[ServingRun], calibration: Calibration) -> Serving:
-        """With two processes that simulate."""
-        pool = ProcessPoolExecutor(2, initializer=_begin, initargs=({engine: calibration},))
-        return cls(engine, [run for run in runs if run.engine == engine], pool)
-
     def fits(self) -> Iterator[SettingFit]:
         """To all runs, then without each setting; then the same without each term."""
         settings = [WHOLE, *dict.fromkeys(run.setting for run in self.runs)]
@@ -145,7 +139,8 @@ def main(options: argparse.Namespace) -> None:
     kept = {engine: [fit for fit in known if fit.engine == engine] for engine in SERVED}
     for engine in [options.only] if options.only else ("vllm", "sglang", "trtllm"):  # the longest last
         own = OLDER.get(CALIBRATIONS[engine], (SERVED_ON, engine, ""))
-        serving, kept[engine] = Serving.start(engine, runs, catalogue.kernels(*own)), []
+        pool = ProcessPoolExecutor(2, initializer=_begin, initargs=({engine: catalogue.kernels(*own)},))
+        serving, kept[engine] = Serving(engine, [run for run in runs if run.engine == engine], pool), []
         for fit in serving.fits():
             print(engine, fit.left_out or "all", fit.without, fit.intervals, flush=True)
             kept[engine].append(fit)

@@ -84,9 +84,9 @@ class Stack:
     mini_batches: int
     log_prob_s: float
     update_s: float
-    passes: int
-    update_fits: bool
     bus_bytes_per_s: float | None
+    passes: int = 1
+    update_fits: bool = True
 
     def timings(self, shares: dict[str, float], traffic: float, driver_s: float = 0.0) -> tuple[Timing, Timing]:
         """Log-probs and update; `shares`: of the peak that each GPU's large products reach."""
@@ -122,18 +122,14 @@ def stacks(data: Path, part: str, bus_bytes_per_s: float) -> list[Stack]:
         found.append(
             Stack(
                 label=f"{whose} row {row['row']}: {row['label'].format(**logged)}",
-                group=row["group"],
-                model=row["model"],
                 cluster=load_cluster(row["cluster"]),
                 strategy=TrainStrategy(**row["strategy"]),
                 batch=lengths(row["count"], *shape, row.get("longest", row["cap"]), row["spread"]),
-                cap=row["cap"],
-                mini_batches=row["mini_batches"],
                 log_prob_s=logged.old_logprob_s,
                 update_s=logged.update_actor_s,
-                passes=row.get("passes", 1),
-                update_fits=row.get("update_fits", True),
                 bus_bytes_per_s=bus_bytes_per_s if row.get("bus") else None,
+                **{name: row[name] for name in ("group", "model", "cap", "mini_batches")},
+                **{name: row[name] for name in ("passes", "update_fits") if name in row},
             )
         )
     return found

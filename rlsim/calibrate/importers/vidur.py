@@ -19,18 +19,15 @@ def elementwise_table(paths: Iterable[Path]) -> pd.DataFrame:
 
     Rows timed as zero, shorter than the clock's tick, are left out.
     """
-    rows = pd.concat([_elementwise(path) for path in paths], ignore_index=True)
+    keys, found = ["num_tensor_parallel_workers", "num_tokens"], []
+    for path in paths:
+        table = pd.read_csv(path).groupby(keys, as_index=False).median(numeric_only=True)
+        tokens, tp = table.num_tokens, table.num_tensor_parallel_workers
+        of_heads = (table.n_head + table.n_kv_head) / tp * (table.n_embd / table.n_head) * 4.0
+        size = tokens * (table.n_embd * 8.0 + of_heads + table.n_expanded_embd / tp * 6.0)
+        seconds = sum(table[name] for name in KERNELS) * MS
+        key = path.parent.name + "/" + tokens.astype(str)
+        columns = {"kernels": len(KERNELS), "tokens": tokens, "bytes": size, "seconds": seconds, "key": key}
+        found.append(pd.DataFrame(columns))
+    rows = pd.concat(found, ignore_index=True)
     return rows[rows.seconds > 0]
-
-
-def _elementwise(path: Path) -> pd.DataFrame:
-    keys = ["num_tensor_parallel_workers", "num_tokens"]
-    table = pd.read_csv(path).groupby(keys, as_index=False).median(numeric_only=True)
-    tokens, tp = table.num_tokens, table.num_tensor_parallel_workers
-    head = table.n_embd / table.n_head
-    size = tokens * (
-        table.n_embd * 8.0 + (table.n_head + table.n_kv_head) / tp * head * 4.0 + table.n_expanded_embd / tp * 6.0
-    )
-    seconds = sum(table[name] for name in KERNELS) * MS
-    key = path.parent.name + "/" + tokens.astype(str)
-    return pd.DataFrame({"kernels": len(KERNELS), "tokens": tokens, "bytes": size, "seconds": seconds, "key": key})

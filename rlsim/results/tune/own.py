@@ -89,7 +89,7 @@ class Own:
             configuration = configuration.with_files(trace=self.folder / "rollouts.parquet")
         said = configuration.experiment({}).model_dump(mode="json", exclude_unset=True)
         found = from_run(log, said, trace=configuration.options.trace)
-        write(found, self.calibration)
+        write(found.calibration, self.calibration)
         return configuration.with_files(calibration=self.calibration), found
 
     def check(self, configuration: Configuration, log: Path, seed: int = 0) -> tuple[pd.DataFrame, str]:
