@@ -27,7 +27,6 @@ Share = Annotated[float, Field(ge=1e-6, le=1)]
 Efficiency = Annotated[float, Field(ge=1e-6, le=100)]
 Factor = Annotated[float, Field(ge=1e-4, le=1e4)]
 Amount = Annotated[float, Field(gt=0, le=1e15)]
-Blend = Annotated[float, Field(ge=1, le=50)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 

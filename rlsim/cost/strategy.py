@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Gpu
@@ -28,6 +28,13 @@ def logits_of(backend: str, fused_kernels: bool = False) -> Logits:
 def attention_of(backend: str) -> AttentionKernel:
     """What a training backend computes attention with: Hugging Face's default under FSDP, else Transformer Engine's."""
     return "flash_attention_2" if backend == "fsdp" else "cudnn"
+
+
+_FROM_ONE = (
+    *("dp", "tp", "pp", "cp", "ep", "micro_batch_tokens", "expert_tp", "micro_batches", "shard_gpus"),
+    *("log_prob_micro_batch_tokens", "micro_batch_sequences", "log_prob_micro_batch_sequences", "expert_imbalance"),
+)
+_KINDS = {"zero_stage": (0, 1, 2, 3), "gradients": get_args(GradientType), "recompute": get_args(Recompute)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +110,13 @@ class TrainStrategy:
     attention: AttentionKernel = "cudnn"
 
     def __post_init__(self) -> None:
-        for key in ("dp", "tp", "pp", "cp", "ep", "micro_batch_tokens"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"training strategy: {key} must be at least 1, got {getattr(self, key)}")
-        counts = ("expert_tp", "micro_batches", "log_prob_micro_batch_tokens", "shard_gpus", "micro_batch_sequences")
-        for key in (*counts, "log_prob_micro_batch_sequences"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ConfigError(f"training strategy: {key} must be at least 1")
-        if self.expert_imbalance < 1:
-            raise ConfigError(f"training strategy: expert_imbalance must be at least 1, got {self.expert_imbalance}")
+        for key in _FROM_ONE:
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise ConfigError(f"training strategy: {key} must be at least 1, got {value}")
+        for key, (*others, last) in _KINDS.items():
+            if (value := getattr(self, key)) not in (*others, last):
+                known = f"{', '.join(map(str, others))} or {last}"
+                raise ConfigError(f"training strategy: {key} must be {known}, got {value!r}")
         if (self.shards * self.tp) % self.expert_cut:
             raise ConfigError(
                 f"training strategy: ep × expert_tp = {self.expert_cut} does not divide the "
@@ -121,12 +126,6 @@ class TrainStrategy:
             raise ConfigError("training strategy: shard_gpus (HSDP) does not go with experts apart (ep, expert_tp)")
         if self.shards % self.sharded_over:
             raise ConfigError(f"training strategy: shard_gpus {self.shard_gpus} does not divide {self.shards} ranks")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"training strategy: zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
-        if self.gradients not in ("fp32", "bf16"):
-            raise ConfigError(f"training strategy: gradients must be fp32 or bf16, got {self.gradients!r}")
-        if self.recompute not in ("none", "selective", "full"):
-            raise ConfigError(f"training strategy: recompute must be none, selective or full, got {self.recompute!r}")
         if self.zero_stage >= 2 and self.pp > 1:
             raise ConfigError("training strategy: ZeRO stages 2 and 3 do not go with pipeline parallelism")
 

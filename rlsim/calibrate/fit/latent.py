@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Array, Knots, Mask
+from rlsim.calibrate.fit.common import Knots, Mask
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
 from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
 from rlsim.cost.attention import HEAD_BLOCK, Latent
-from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.fits import KernelFit, LatentAttentionFit
 from rlsim.cost.kernel import Work
 from rlsim.cost.operators import Operators
@@ -62,7 +61,12 @@ def kernel_latent_attention(
     decode is made for 16, 32 or 64 heads.
     """
     none = LatentAttentionFit(kv_precision=kv, decode=_EMPTY)
-    made = {int(heads): Latent(operators, MEASURED, int(heads), none) for heads in decode.heads.unique()}
+
+    def kernels(**fits: KernelFit) -> dict[int, Latent]:
+        fit = none.model_copy(update=fits)
+        return {int(heads): Latent(operators, MEASURED, int(heads), fit) for heads in decode.heads.unique()}
+
+    made = kernels()
 
     def beside_s(row: Any, tokens: float) -> float:
         """A measured layer's products over all tokens, `kv_b` not among them, and its elementwise kernels."""
@@ -82,7 +86,9 @@ def kernel_latent_attention(
     unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
     seen = {**DECODE_KNOTS, "heads": BLOCKS_OF_HEADS if blocks else HEADS}
     judged, final = _both(rows, works, unseen, seen, DECODE_KNOTS)
-    shown = _decode_s(operators, none.model_copy(update={"decode": judged}), rows)
+    fitted = kernels(decode=judged)
+    own_s = [fitted[row.heads].curve(int(row.batch)).step_s(row.batch * row.context) for row in each]
+    shown = np.array(own_s) + rows.beside_s
     name = "latent_attention" if kv == "bf16" else f"latent_attention_{kv}"
     points = point_rows(name, _labels(rows), rows.seconds, shown, unseen)
     what = "whole module, its products by their own fit" if module else "kernel alone"
@@ -99,8 +105,8 @@ def kernel_latent_attention(
     works = [made[row.heads].prompt_work(_chunks(row))[0] for row in each]
     unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
     judged, final = _both(rows, works, unseen, {**PROMPT_KNOTS, "heads": HEADS}, PROMPT_KNOTS)
-    kinds = {heads: Latent(operators, MEASURED, heads, none.model_copy(update={"prompts": judged})) for heads in made}
-    shown = np.array([kinds[row.heads].prefill_s(_chunks(row)) for row in each]) + beside
+    fitted = kernels(prompts=judged)
+    shown = np.array([fitted[row.heads].prefill_s(_chunks(row)) for row in each]) + beside
     extra = point_rows(f"{name}_prompts", _labels(rows), rows.seconds, shown, unseen)
     residuals[f"{name}_prompts"] = residual_of(extra, rows[["new", "heads"]], note)
     return Fitted(fit.model_copy(update={"prompts": final}), residuals, join([points, extra]))
@@ -111,13 +117,8 @@ def _both(
 ) -> tuple[KernelFit, KernelFit]:
     """Fits to the rows that are not `unseen`, over the knots of `seen`, and to all of them."""
     own_s = np.maximum(rows.own_s.to_numpy(float), LEAST * rows.seconds.to_numpy(float))
-    judged = fit_kernel(
-        stacked(work for work, left in zip(works, unseen, strict=True) if not left),
-        own_s[~unseen],
-        rows[~unseen],
-        seen,
-        added_s=ADDED_S,
-    )
+    some = stacked(work for work, left in zip(works, unseen, strict=True) if not left)
+    judged = fit_kernel(some, own_s[~unseen], rows[~unseen], seen, added_s=ADDED_S)
     return judged, fit_kernel(stacked(works), own_s, rows, {**knots, "heads": ALL_HEADS}, added_s=ADDED_S)
 
 
@@ -127,12 +128,3 @@ def _chunks(row: Any) -> list[tuple[float, float]]:
 
 def _labels(rows: pd.DataFrame) -> list[str]:
     return [f"{row.batch} x {row.new} tokens on {row.prior}, {row.heads} heads" for row in rows.itertuples(index=False)]
-
-
-def _decode_s(operators: Operators, fit: LatentAttentionFit, rows: pd.DataFrame) -> Array:
-    found = np.empty(len(rows))
-    for _, group in rows.groupby(["heads", "batch"]):
-        heads, batch = int(group.heads.iloc[0]), int(group.batch.iloc[0])
-        curve = DecodeCurve(batch, *Latent(operators, MEASURED, heads, fit).decode_curve(batch))
-        found[group.index] = [curve.step_s(batch * context) for context in group.context]
-    return np.asarray(found + rows.beside_s)
