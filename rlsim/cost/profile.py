@@ -59,7 +59,6 @@ class ProfileStep(StepCost):
         self._tokens = [float(x) for x in prefill_tokens]
         self._lengths = [float(x) for x in prefill_lengths]
         self._prefill = [[float(y) for y in row] for row in prefill_s]
-        self._made = dict(self._curves)
         self._stacked = StackedCurves(self.decode)
 
     def scaled(self, factors: Sequence[float]) -> ProfileStep:
@@ -67,11 +66,10 @@ class ProfileStep(StepCost):
         curves = [curve.mapped(by, 0.0) for curve, by in zip(self._curves.values(), factors, strict=False)]
         return ProfileStep(self.tp, curves, self._tokens, self._lengths, self._prefill, skew=self.skew)
 
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:  # noqa: ARG002
+    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:  # noqa: ARG002
         """The profiled curve of `batch`, or the blend of its neighbours at the same sum of contexts."""
-        known = self._made.get(batch)
-        if known is not None:
-            return known
+        if batch in self._curves:
+            return self._curves[batch]
         i, share = _segment(self._batches, batch)
         low = self._curves[int(self._batches[i])]
         high = self._curves[int(self._batches[min(i + 1, len(self._batches) - 1)])]
@@ -83,8 +81,7 @@ class ProfileStep(StepCost):
             times = [max(time, low.step_s(x) * batch / self._batches[0]) for x, time in zip(knots, times, strict=True)]
         elif batch > self._batches[-1]:
             times = [max(time, high.step_s(x)) for x, time in zip(knots, times, strict=True)]
-        curve = self._made[batch] = rising(batch, knots, times)
-        return curve
+        return rising(batch, knots, times)
 
     def drain_s(self, batch: NDArray[np.float64]) -> float:
         """Seconds of one replica until each of its sequences has generated what is left of it.

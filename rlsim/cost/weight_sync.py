@@ -151,18 +151,14 @@ class WeightSync:
         if self.offload and source.zero3:
             ranks = source.tp * source.sharded_over
             total += _SHARD_BYTES * model.parameters / ranks / fit.staging_bytes_per_s
-        elif self.offload:
-            total += host_copy_s(self._held_bytes(source), self.cluster.host)
+        elif self.offload:  # a slice of its stage on each GPU, and its experts if these are apart
+            apart = source.expert_cut is not None
+            routed = apart * sum(count * model.expert_bytes(layer) for layer, count in model.groups.items())
+            held = (model.weight_bytes - routed) / (source.tp * source.pp) + routed / (source.experts.tp * source.pp)
+            total += host_copy_s(held, self.cluster.host)
         if self.method == "checkpoint_engine":  # into host memory and out of it, each GPU its share
             total += 2 * host_copy_s(model.weight_bytes / source.gpus, self.cluster.host)
         return total
-
-    def _held_bytes(self, source: Layout) -> float:
-        """Weights on each GPU of training without ZeRO-3: a slice of its stage, and its experts if these are apart."""
-        model, routed = self.model, 0.0
-        if source.expert_cut is not None:
-            routed = sum(count * model.expert_bytes(layer) for layer, count in model.groups.items())
-        return (model.weight_bytes - routed) / (source.tp * source.pp) + routed / (source.experts.tp * source.pp)
 
     def _transport_s(self, source: Layout, target: Layout) -> float:
         if source.first_gpu <= target.first_gpu and target.end_gpu <= source.end_gpu:
