@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-import pytest
 import simpy
+from conftest import cases
 
 from rlsim.sim.elastic import ElasticCall, Guests, Pieces
 from rlsim.sim.flow import Inbox
@@ -103,17 +103,22 @@ def elastic(
     tokens: int = 10,
     load_s: float = 0.0,
     slowdown: float = 1.0,
-    guests: Guests | None = None,
+    guest_loads_s: float | None = None,
     held_until: float = 0.0,
 ) -> tuple[ElasticCall, list[tuple[int, float, float]]]:
     """A call on samples of so many tokens, which come at these moments; a part takes a second a token.
 
-    GPU 9, on which there may be a guest, is somebody else's until `held_until`. Returns the call when it is over, and
-    which GPU worked from when to when.
+    On GPU 9, which is somebody else's until `held_until`, there may be a guest, whose gradients take another 5 s. Returns
+    the call when it is over, and which GPU worked from when to when.
     """
     env = simpy.Environment()
     pool, inbox, recorder = GpuPool(env), Inbox(env), Recorder()
-    pieces = Pieces(lambda lengths: [("compute", float(sum(lengths)))], tokens, load_s, (), guests)
+
+    def part(lengths: Sequence[int]) -> list[tuple[str, float]]:
+        return [("compute", float(sum(lengths)))]
+
+    guests = None if guest_loads_s is None else Guests([(9,)], part, guest_loads_s, 1.0, 5.0)
+    pieces = Pieces(part, tokens, load_s, (), guests)
     pool.acquire({9}, "generate")
     call = ElasticCall(
         env, pool, [(i,) for i in range(replicas)], pieces, inbox, recorder, Call("train", "train", "actor"),
@@ -137,55 +142,11 @@ def elastic(
     return call, sorted((span.gpus[0], span.start_at, span.end_at) for span in recorder.spans)
 
 
-def test_the_replica_that_has_been_idle_for_longest_takes_the_next_sample() -> None:
-    """The first two wake the replicas in their order; the one that is done first takes the third, then the other."""
-    call, spans = elastic([(1.0, 4), (2.0, 2), (6.0, 1), (6.5, 1)], 10.0)
-    assert spans == [(0, 1.0, 5.0), (0, 6.5, 7.5), (1, 2.0, 4.0), (1, 6.0, 7.0)]
-    assert call.samples == [2, 2]
-    assert call.started_at == 1.0
-    assert call.parts_s == {"compute": pytest.approx((4 + 2 + 1 + 1) / 2)}
-
-
-def test_a_replica_takes_what_fits_into_a_part_in_order_of_arrival() -> None:
-    """Ten tokens at a time, but at least one sample."""
-    _, spans = elastic([(0.0, 3), (1.0, 4), (1.0, 6), (1.0, 12), (1.0, 2)], 100.0, replicas=1)
-    assert spans == [(0, 0.0, 3.0), (0, 3.0, 13.0), (0, 13.0, 25.0), (0, 25.0, 27.0)]
-
-
-def test_what_is_left_is_spread_evenly_once_no_more_can_come() -> None:
-    """Eight tokens wait when the inbox closes: one replica takes half, the other half of what is left, and the rest."""
-    _, spans = elastic([(0.0, 9), (0.0, 9), *[(1.0, 2)] * 4], 2.0)
-    assert spans == [(0, 0.0, 9.0), (0, 9.0, 13.0), (1, 0.0, 9.0), (1, 9.0, 11.0), (1, 11.0, 13.0)]
-
-
-def test_states_are_loaded_once_a_replica_and_work_beside_others_is_slower() -> None:
-    call, spans = elastic([(0.0, 4), (20.0, 1)], 50.0, replicas=1, load_s=2.0, slowdown=1.5)
-    assert spans == [(0, 0.0, 9.0), (0, 20.0, 21.5)]
-    assert call.parts_s == {"compute": pytest.approx(7.5), "offload": pytest.approx(3.0)}
-
-
-def guest(load_s: float = 3.0) -> Guests:
-    """On GPU 9; the call's own replica takes a token a second, and the guest's gradients another 5 s."""
-    return Guests([(9,)], lambda lengths: [("compute", float(sum(lengths)))], load_s, 1.0, 5.0)
-
-
-def test_a_guest_takes_what_the_others_cannot_and_loads_the_weights_once() -> None:
-    """Its GPU is free from 2 s on; its gradients come to the others' at the end."""
-    call, spans = elastic([(0.0, 10)] * 4, 50.0, replicas=1, guests=guest(), held_until=2.0)
-    assert spans == [(0, 0.0, 10.0), (0, 10.0, 20.0), (9, 2.0, 15.0), (9, 15.0, 25.0)]
-    assert call.samples == [2, 2]
-    assert call.parts_s == {"compute": 20.0}  # of the call's own GPUs
-    assert call.finish == [("communication", 5.0)]
-
-
-def test_a_guest_does_not_begin_for_less_than_it_takes_to_load() -> None:
-    """Ten tokens wait, which the other replica has done ten seconds later."""
-    call, spans = elastic([(0.0, 10), (0.0, 10)], 1.0, replicas=1, guests=guest(load_s=11.0))
-    assert spans == [(0, 0.0, 10.0), (0, 10.0, 20.0)]
-    assert call.finish == []
-
-
-def test_a_guest_whose_gpus_do_not_become_free_is_not_waited_for() -> None:
-    call, spans = elastic([(0.0, 10), (0.0, 10)], 1.0, replicas=1, guests=guest(), held_until=1000.0)
-    assert spans == [(0, 0.0, 10.0), (0, 10.0, 20.0)]
-    assert call.samples == [2, 0]
+@cases("pool", "samples as they come")
+def test_samples_as_they_come(
+    arrivals: list[Any], closes_at: float, how: dict[str, Any], spans: list[Any], says: dict[str, Any]
+) -> None:
+    call, worked = elastic(arrivals, closes_at, **how)
+    assert [list(span) for span in worked] == spans
+    said = {"samples": call.samples, "started_at": call.started_at, "parts_s": call.parts_s}
+    assert says == {key: value for key, value in (said | {"finish": dict(call.finish)}).items() if key in says}
