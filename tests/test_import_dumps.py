@@ -121,10 +121,10 @@ def test_half_a_character_still_counts(tmp_path: Path) -> None:
 
 
 def test_a_large_dump_is_never_in_memory_at_once(tmp_path: Path) -> None:
-    text, count = words(20_000), 60
+    text, count = words(8_000), 60
     with (tmp_path / "1.jsonl").open("w") as file:
         for i in range(count):
-            row = verl_row(1, f"p{i // 4}", 1, 0.0, n_tokens=20_000) | {"output": text}
+            row = verl_row(1, f"p{i // 4}", 1, 0.0, n_tokens=8_000) | {"output": text}
             file.write(json.dumps(row) + "\n")
     size = (tmp_path / "1.jsonl").stat().st_size
     tracemalloc.start()

@@ -108,8 +108,8 @@ def elastic(
 ) -> tuple[ElasticCall, list[tuple[int, float, float]]]:
     """A call on samples of so many tokens, which come at these moments; a part takes a second a token.
 
-    On GPU 9, which is somebody else's until `held_until`, there may be a guest, whose gradients take another 5 s. Returns
-    the call when it is over, and which GPU worked from when to when.
+    On GPU 9, which is somebody else's until `held_until`, there may be a guest, whose gradients take another 5 s.
+    Returns the call when it is over, and which GPU worked from when to when.
     """
     env = simpy.Environment()
     pool, inbox, recorder = GpuPool(env), Inbox(env), Recorder()

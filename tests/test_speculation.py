@@ -173,7 +173,7 @@ def test_systems_that_decide_meanwhile_run_with_drafts() -> None:
                {"areal": {"tp": 2, "rollout_gpus": 4}}]  # fmt: skip
     drafted = {"method": "eagle3", "num_speculative_tokens": 3, "dynamic": True}
     experiment = {**SETTINGS, "trace": {"path": "rollpacker-math", "cap": "2K"}, "systems": systems, "baseline": "verl",
-                  "workflow": {"prompts": 16, "responses": 8, "steps": 3}}  # fmt: skip
+                  "workflow": {"prompts": 8, "responses": 8, "steps": 2}}  # fmt: skip
     overrides = {"engine.speculation": drafted, "engine.chunked_prefill": True, "cluster": "8xh100"}
     found = rlsim.run(experiment, overrides=overrides)
     plain = rlsim.run(experiment, overrides={**overrides, "engine.speculation": None})

@@ -282,7 +282,7 @@ def test_a_bound_of_staleness() -> None:
 
 def test_what_is_staler_than_allowed_does_not_count(tmp_path: Path) -> None:
     configuration = own(tmp_path, systems=[{"areal": {"tp": 1, "rollout_gpus": 4, "eta": 2}}],
-                        workflow={"prompts": 16, "responses": 4, "steps": 8})  # fmt: skip
+                        workflow={"prompts": 4, "responses": 4, "steps": 6})  # fmt: skip
     keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path), ALTERS)]
     keep.remove("system.eta")
     found = tune(configuration, Wish(keep, bound=Bound("max", 1.0)), trials=6, workers=1)
