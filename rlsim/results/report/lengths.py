@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlsim.base.formats import listed
+from rlsim.base.formats import listed, written
 from rlsim.experiment.result import Result
 from rlsim.results.report.page import Block, CaseSetup, Section, Table, Text
 from rlsim.results.report.shares import RUN
@@ -97,17 +97,6 @@ def lengths_section(result: Result, setups: list[CaseSetup]) -> Section:
             continue
         told = {"groups": len(groups), "count": len(groups[0].tokens), "first": groups[0].systems[0]}
         blocks.append(setup.figure("lengths", lengths_chart(groups, setup.cap_tokens), cap=setup.cap_tokens, **told))
-        rows = [
-            [
-                ", ".join(group.systems),
-                f"{len(group.tokens):,}",
-                f"{group.tokens.mean():,.0f}",
-                *(f"{pd.Series(group.tokens).quantile(q):,.0f}" for q in (0.5, 0.9, 0.99)),
-                f"{group.tokens[-1]:,}",
-                f"{group.share_at(setup.cap_tokens):.2%}",
-            ]
-            for group in groups
-        ]
-        headings = ("system", "responses", "mean", "median", "p90", "p99", "longest", "at the cap")
-        blocks.append(Table(setup.named("Lengths in numbers (tokens)"), headings, rows, folded=True))
+        columns = written("trained", groups, cap=setup.cap_tokens, quantile=np.quantile)
+        blocks.append(Table.of(setup.named("Lengths in numbers (tokens)"), columns, folded=True))
     return Section("lengths", "How long the responses are", tuple(blocks))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.formats import written
 from rlsim.cost.lookups import KINDS
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result
@@ -120,13 +121,8 @@ def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
         both = errors.set_axis(["operator", *kinds], axis=1).melt("operator", var_name="kind", value_name="error")
         drawn = chart("residuals", errors=errors, both=both, kinds=kinds)
         blocks.append(figure("residuals", drawn, unique_slug(f"calibration {name}", taken), name=name))
-        texts = [
-            [r["operator"], f"{r['count']:,}", f"{r['median']:.1%}", f"{r['p90']:.1%}", _signed(r["bias"]), r["note"]]
-            for r in rows.to_dict("records")
-        ]
-        headings = ("operator", "shapes", "median", "90% below", "bias", "measured at")
         caption = f"Errors of {name} in numbers; bias: median signed error, positive is predicted too slow"
-        blocks.append(Table(caption, headings, texts, words=frozenset({5})))
+        blocks.append(Table.of(caption, written("errors", rows), 5))
     blocks.append(Text("Look-ups", heading=True))
     blocks.append(_lookups(lookups))
     blocks.append(
@@ -136,10 +132,6 @@ def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
         )
     )
     return Section("calibration", "How sure the figures are", tuple(blocks))
-
-
-def _signed(share: float) -> str:
-    return f"{share:+.1%}".replace("-", "−")
 
 
 def _origin(record: Mapping[str, Any]) -> str:
@@ -159,15 +151,11 @@ def _lookups(tables: Lookups) -> Table:
     counts: dict[str, Counter[str]] = {}
     for operator, row in (item for table in tables.values() for item in table.items()):
         counts.setdefault(operator, Counter()).update(row)
-    rows = [
-        [operator, *(f"{count[kind]:,}" for kind in KINDS), f"{count['extrapolated'] / max(count.total(), 1):.1%}"]
-        for operator, count in counts.items()
-    ]
     caption = (
         "Distinct shapes whose time was looked up: within the range of a fit, and outside, where the times are least "
         "certain"
     )
-    return Table(caption, ("operator", "within", "outside", "share outside"), rows)
+    return Table.of(caption, written("lookups", counts.items(), kinds=KINDS))
 
 
 def ledger_section(result: Result) -> Section:
@@ -178,9 +166,8 @@ def ledger_section(result: Result) -> Section:
         rows = [row.cells(ledger) for row in ledger.weighed]
         blocks.append(Table(ledger.legend or title, tuple(ledger.headings), rows, words=frozenset({1})))
         blocks[-1:-1] = [Text(title, heading=True), *([Text(said)] if (said := turns(ledger)) else [])]
-        why = [[row.name, row.key, row.why] for row in ledger.assumed]
-        headings = ("assumed", "set it by", "why it is not known")
-        blocks.append(Table("Why these are not known", headings, why, words=frozenset({1, 2}), folded=True))
+        why = written("why", ledger.assumed)
+        blocks.append(Table.of("Why these are not known", why, 1, 2, folded=True))
         defaults = [[whose, ", ".join(keys)] for whose, keys in ledger.defaults.items()]
         if defaults:
             blocks.append(
@@ -199,26 +186,13 @@ def notes_section(result: Result) -> Section:
 def configuration_section(result: Result, setups: list[CaseSetup]) -> Section:
     """The experiment with all defaults, what it ran on, versions and hashes."""
     manifest = result.manifest
-    cases = [
-        [
-            setup.case or "all",
-            setup.cluster,
-            f"{setup.gpus:,}",
-            str(setup.gpus_per_node),
-            setup.model,
-            f"{setup.cap_tokens:,}",
-            ", ".join(record["name"] for record in setup.calibrations),
-        ]
-        for setup in setups
-    ]
-    headings = ("case", "cluster", "GPUs", "GPUs per node", "model", "cap (tokens)", "calibration")
     versions = {"rlsim": manifest["rlsim"], **manifest["versions"]}
     hashes = {f"SHA-256 of the {name}": value for name, value in manifest["hashes"].items()}
     return Section(
         "configuration",
         "Exactly what was run",
         (
-            Table("What each case ran on", headings, cases, words=frozenset({1, 4, 6})),
+            Table.of("What each case ran on", written("setups", setups), 1, 4, 6),
             Text(f"Seeds: {', '.join(map(str, manifest['seeds']))}. Baseline: {manifest['baseline']}."),
             Text("The experiment, with every default filled in and every override applied", heading=True),
             Code(as_yaml(manifest["experiment"]), "The experiment as YAML"),

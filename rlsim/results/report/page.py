@@ -54,6 +54,11 @@ class Table:
     folded: bool = False
     form: ClassVar[str] = "table"
 
+    @classmethod
+    def of(cls, caption: str, columns: Mapping[str, Sequence[str]], *words: int, folded: bool = False) -> Table:
+        """A table by its columns."""
+        return cls(caption, tuple(columns), [*zip(*columns.values(), strict=True)], frozenset(words), folded)
+
 
 @dataclass(frozen=True)
 class Text:

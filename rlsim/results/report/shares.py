@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.formats import written
 from rlsim.experiment.frames import uncovered
 from rlsim.experiment.parts import PARTS_OF_A_STEP
 from rlsim.experiment.result import Result
@@ -187,9 +188,8 @@ def trajectories_section(result: Result, setups: list[CaseSetup]) -> Section | N
     blocks: list[Block] = []
     for setup in setups:
         times = trajectory_times(result, setup.case)
-        long = (
-            times[[*TRAJECTORY]].rename_axis("system").reset_index().melt("system", var_name="kind", value_name="value")
-        )
+        rows = times.rename_axis("system").reset_index()
+        long = rows[["system", *TRAJECTORY]].melt("system", var_name="kind", value_name="value")
         ends = pd.DataFrame({"system": times.index, "at": times[[*TRAJECTORY]].sum(axis=1)})
         ends = ends.assign(label=ends["at"].map("{:,.1f} s".format))
         shown = {part: _COLOURS[part] for part in TRAJECTORY if times[part].max() > 1e-3 * ends["at"].max()}
@@ -201,15 +201,5 @@ def trajectories_section(result: Result, setups: list[CaseSetup]) -> Section | N
             description="Mean time of a trajectory under each system, by what it does",
         )
         blocks.append(setup.figure("trajectories", drawn))
-        headings = (
-            "system", "tool calls", "tokens that tools returned", *TRAJECTORY[:5], "context found in the cache",
-            "contexts at tools (mean tokens)",
-        )  # fmt: skip
-        cells = [
-            [str(system), f"{row['tool_calls']:.1f}", f"{row['observed']:.1%}"]
-            + [f"{row[part]:.1f}" for part in TRAJECTORY[:5]]
-            + [f"{row['found']:.1%}", f"{row['away_tokens']:,.0f}"]
-            for system, row in times.iterrows()
-        ]
-        blocks.append(Table(setup.named("A trajectory in numbers (seconds, means)"), headings, cells))
+        blocks.append(Table.of(setup.named("A trajectory in numbers (seconds, means)"), written("trajectories", rows)))
     return Section("trajectories", "Where the time of trajectories goes", tuple(blocks))

@@ -107,5 +107,4 @@ def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
 def _comparison_table(rows: pd.DataFrame, verdict: Verdict, result: Result, setup: CaseSetup) -> Table:
     tuned = result.manifest["tuned"].get(setup.case, {})
     columns = written("report", rows, tuned=tuned, verdict=verdict)
-    texts = list(zip(*columns.values(), strict=True))
-    return Table(setup.named("Means over steps and seeds"), tuple(columns), texts, words=frozenset({5}))
+    return Table.of(setup.named("Means over steps and seeds"), columns, 5)

@@ -373,5 +373,4 @@ def sweep_table(frame: pd.DataFrame, axes: Sequence[str], most: int = 500) -> Ta
     columns = {axis: [label(value) for value in shown[axis]] for axis in axes} | written("sweep-page", shown)
     caption = "Points of the sweep" + (f", the first {most:,} of {len(frame):,} rows" if len(frame) > most else "")
     caption += ". Speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
-    rows = list(zip(*columns.values(), strict=True))
-    return Table(caption, tuple(columns), rows, words=frozenset({len(axes)}))
+    return Table.of(caption, columns, len(axes))
