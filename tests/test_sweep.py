@@ -24,8 +24,8 @@ import rlsim
 from rlsim.cli.tables import setting_texts
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.columns import SUMMARY
-from rlsim.results.sweeps import local
 from rlsim.results.sweeps import run as running
+from rlsim.results.sweeps import task as local
 from rlsim.results.sweeps.points import Definition, load_sweep
 from rlsim.results.sweeps.schema import SweepSpec, settings_of
 from rlsim.results.sweeps.store import Store

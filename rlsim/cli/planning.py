@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from rlsim.base.formats import written
 from rlsim.cli.common import PRINTED, Experiment, Json, Settings, add_code_folders, write_json
-from rlsim.cli.tables import Table, print_tables, table
+from rlsim.cli.tables import Table, of_columns, print_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,25 +122,9 @@ def _print(report: PlanReport) -> None:
 
 
 def _tables(report: PlanReport) -> list[Table]:
-    import pandas as pd
-
-    calls, moves = report.calls().to_dict("records"), report.reallocations().to_dict("records")
-    rows = []
-    for row in calls:
-        first, last = row["first_gpu"], row["first_gpu"] + row["gpus"] - 1
-        rows.append(
-            [
-                str(row["call"]) + (" (offloaded)" if row["offload"] else ""),
-                f"{first}-{last}" if last > first else str(first),
-                *(str(row[key]) for key in ("tp", "pp", "dp")),
-                *("" if pd.isna(row[key]) else str(row[key]) for key in ("micro_batches", "zero_stage")),
-                f"{row['time_s']:.2f}",
-                *(f"{row[key] / 1e9:.1f}" for key in ("resident_bytes", "active_bytes")),
-            ]
-        )
-    headings = ["call", "GPUs", "TP", "PP", "DP", "micro-\nbatches", "ZeRO", "s", "GB\nkept", "GB\nbeside"]
-    ways = [[f"{move['source']} to {move['target']}", f"{move['time_s']:.3f}"] for move in moves]
-    return [table(headings, rows, title=f"{report.experiment.name} · plan"), table(["new weights", "s"], ways)]
+    calls = report.calls().astype(object)
+    plan = written("plan", calls.where(calls.notna(), None))
+    return [of_columns(plan, f"{report.experiment.name} · plan"), of_columns(written("ways", report.reallocations()))]
 
 
 def _write(report: PlanReport, out: Path | None, chart: Path | None) -> None:

@@ -12,7 +12,7 @@ from rlsim.errors import ConfigError, check_arguments
 from rlsim.results.sweeps.points import Definition, load_sweep
 from rlsim.results.sweeps.store import Store, SweepResult, read_sweep
 from rlsim.results.sweeps.tables import COLUMNS, DEFAULT_TABLES, described, differences, listed
-from rlsim.results.sweeps.task import Answer, Answers, Failed, Task
+from rlsim.results.sweeps.task import Answer, Answers, Failed, Task, run_locally
 
 #: Called with (points done or failed, points in all, failed so far).
 Progress = Callable[[int, int, int], None]
@@ -84,7 +84,6 @@ def _answers(tasks: Sequence[Task], executor: str, workers: int | None, address:
 
         return run_on_ray(tasks, workers, address)
     from rlsim.base.processes import cores
-    from rlsim.results.sweeps.local import run_locally
 
     return run_locally(tasks, workers or cores())
 
