@@ -57,7 +57,7 @@ class Table:
     @classmethod
     def of(cls, caption: str, columns: Mapping[str, Sequence[str]], *words: int, folded: bool = False) -> Table:
         """A table by its columns."""
-        return cls(caption, tuple(columns), [*zip(*columns.values(), strict=True)], frozenset(words), folded)
+        return cls(caption, tuple(columns), [*map(list, zip(*columns.values(), strict=True))], frozenset(words), folded)
 
 
 @dataclass(frozen=True)
