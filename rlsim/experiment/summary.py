@@ -96,8 +96,7 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
     `token_speedup` that of trained tokens, `gen_speedup` that of trained responses per second of generation: geometric
     means over seeds on the same responses. Their 95% intervals are Student's t on the logarithms, missing with one
     seed; all ratios are missing where the baseline did not run. `speedup_model_…` and `step_time_s_model_…`:
-    `model_interval`.
-    `step_time_s_half` and `gen_time_s_half` are the `half_width` of these means.
+    `model_interval`. `step_time_s_half` and `gen_time_s_half` are the `half_width` of these means.
     """
     baseline = manifest["baseline"]
     whole = means(steps, ["case", "system"])
