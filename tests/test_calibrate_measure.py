@@ -196,7 +196,7 @@ def test_the_plan_has_every_operator_once_within_bounds() -> None:
     assert list(points.values()) == sorted(points.values())
     rows = {operator: [point.row() for point in points if point.operator == operator] for operator in FIRST}
     imported = {gemm_of(precision) for precision in PRECISIONS[1:]}  # from others' tables alone: a bench runs bf16
-    imported |= {"decode_attention_fp8", "prefill_attention_fp8", "experts", "exchange"}
+    imported |= {"decode_attention_fp8", "prefill_attention_fp8", "experts", "other_experts", "exchange"}
     assert set(FIRST) == set(KEYS) - imported
     for operator, found in rows.items():
         assert len(found) >= {"reshard": 1, "control": 2, "graph_capture": 0}.get(operator, 4), operator

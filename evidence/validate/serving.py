@@ -152,7 +152,8 @@ class ServingRun(Schema):
         are its client's), releases since 0.14 do so by themselves; None for other engines."""
         if self.engine != "vllm":
             return None
-        return self.lengths == "uniform" or tuple(map(int, self.release.split(".")[:2])) >= (0, 14)
+        release = self.release and tuple(map(int, self.release.split(".")[:2]))
+        return self.lengths == "uniform" or bool(release and release >= (0, 14))
 
     @property
     def settings(self) -> RunSettings:

@@ -153,7 +153,7 @@ class FusedExperts:
             kind = f"default_{rows}"
         else:
             mean, columns = load.selections / load.experts, TILE_COLUMNS
-            rows = next((one for one in fit.block_rows if mean <= 2 * one), fit.block_rows[-1])
+            rows = next((one for one in fit.block_rows if mean <= fit.block_fill * one), fit.block_rows[-1])
             kind = f"rows_{rows}"
         blocks, sms = load.blocks[BLOCK_ROWS.index(rows)], self._reference.sm_count
         for n_out, k_in in ((projections * width, hidden), (hidden, width)):

@@ -174,9 +174,10 @@ class ExpertsFit(KernelFit):
     )
     block_rows: tuple[Count, ...] = Field(
         min_length=1,
-        description="of the blocks: the first is taken whose doubled rows hold the mean of selections for an expert "
-        "here, those of experts elsewhere among them (FlashInfer's `selectDefaultTileN`)",
+        description="of the blocks: the first is taken whose rows, times `block_fill`, hold the mean of selections for "
+        "an expert here, those of experts elsewhere among them (FlashInfer's `selectDefaultTileN`)",
     )
+    block_fill: float = Field(default=2.0, gt=0, le=2, description="2, or 0.9 of Marlin's (`fused_marlin_moe` of vLLM)")
     default_blocks: tuple[tuple[Count, Count], tuple[Count, Count]] | None = Field(
         default=None,
         description="rows and columns of the blocks that the engine takes where it has none tuned: for no more tokens "

@@ -26,7 +26,7 @@ KNOTS = {
     "popularity": [1.0, 2.0],
 }
 ANY_ROWS = (16, 32, 64, 128)  # rows of blocks
-MARLIN_ROWS = (8, 16, 32, 64)  # of `fused_marlin_moe` in vLLM, whose blocks of 48 are left out
+MARLIN_ROWS, MARLIN_FILL = (8, 16, 32, 64), 0.9  # of `fused_marlin_moe` in vLLM, whose blocks of 48 are left out
 BY_MEAN = "flashinfer_trtllm"  # the kernel with blocks of its own
 #: Rows of its blocks: FlashInfer's `getSupportedTileNums` without the largest, which it only takes when tuned.
 MEAN_ROWS: Mapping[Precision, tuple[int, ...]] = {"nvfp4": (8, 16, 32, 64, 128), "mxfp4": (8, 16, 32)}
@@ -158,7 +158,7 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
     all_tuned = bool(rows.tuned.all())
     kernel = str(rows.kernel.iloc[0])
     by_mean, in_mxfp8 = kernel.startswith(BY_MEAN), kernel.endswith(MXFP8)
-    any_rows = MARLIN_ROWS if kernel == "marlin" else ANY_ROWS
+    any_rows, fill = (MARLIN_ROWS, MARLIN_FILL) if kernel == "marlin" else (ANY_ROWS, 2.0)
     own_rows = MEAN_ROWS.get(precision, MEAN_ROWS_ELSE) if by_mean else any_rows
     kind = ExpertsFit(
         kernel=kernel,
@@ -166,6 +166,7 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
         efficiency={},
         multiplied_in="fp8" if in_mxfp8 else None,
         block_rows=MEAN_ROWS_MXFP8 if by_mean and in_mxfp8 else own_rows,
+        block_fill=fill,
         default_blocks=None if all_tuned else DEFAULT_BLOCKS,
         tuned=() if all_tuned else tuple((int(experts), int(own)) for experts, own in pairs),
     )

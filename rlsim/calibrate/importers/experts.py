@@ -57,6 +57,8 @@ def experts(
     kept = ~(misrouted & sglang) & ~pd.Series([pair in UNGATED for pair in shape], table.index)
     if others:
         told = [*zip(table.moe_dtype, table.kernel_source.map(_family), strict=True)]
+        # What a power law brings the busiest of several GPUs is one draw's with few tokens: of no use for constants.
+        kept &= table.distribution.eq("balanced") | table.moe_ep_size.eq(1)
         kept &= ~sglang & pd.Series([pair in OTHERS for pair in told], table.index)
         if not kept.any():
             return pd.DataFrame()
