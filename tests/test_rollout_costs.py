@@ -12,6 +12,7 @@ from conftest import Talk, tables
 import rlsim
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import (
@@ -227,6 +228,14 @@ def test_host_memory_by_hand() -> None:
         assert host.pages == 200 * 512 * tp - costs.capacity_pages(tp) > 0
         assert host.load_s(3) == pytest.approx(CLUSTER.host.latency_s + 3 * 2**21 / tp / CLUSTER.host.bytes_per_s)
         assert host.load_s(0) == 0.0
+    # Latents are whole on every GPU: groups of attention hold eight times as many tokens as TP does.
+    latent, groups = load_model("deepseek-v2-lite"), ReplicaLayout(ep=8, attention_dp=8)
+    whole, each = (
+        RolloutCostModel(latent, CLUSTER, calibration, kv_offloading_bytes=200 * 2**30, layout=one)
+        for one in (PLAIN, groups)
+    )
+    pages = [one.host_kv(8).pages + one.capacity_pages(8) for one in (whole, each)]
+    assert pages[1] == pytest.approx(8 * pages[0], rel=1e-3)
     assert RolloutCostModel(model, CLUSTER, calibration).host_kv(1) == NO_HOST_KV
     assert RolloutCostModel(model, CLUSTER, calibration, kv_offloading_bytes=2**30).host_kv(1).pages == 0
 

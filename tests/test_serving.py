@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evidence.validate.closed_loop import Load, Served, closed_loop
+from evidence.validate.closed_loop import Intake, Load, Served, closed_loop
 from evidence.validate.parts import Options
 from evidence.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, run_rows, section
 from rlsim.cost.calibration import FrontEndFit, HostFit
@@ -18,6 +18,7 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.sim.request import EngineConfig
 
 DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05
+AT_ONCE = Intake()
 HEADINGS = "model,gpu,engine,release,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
 
 
@@ -38,10 +39,12 @@ class FixedTimes(StepCost):
         return MIXED_S
 
 
-def loop(load: Load, front_end: FrontEndFit | None = None, *, pages: int = 100, **engine: object) -> Served:
+def loop(
+    load: Load, front_end: FrontEndFit | None = None, *, pages: int = 100, intake: Intake = AT_ONCE, **engine: object
+) -> Served:
     """A closed loop with fixed times."""
     settings = {"page_tokens": 1, "watermark": 0.0, "max_num_batched_tokens": 100, **engine}
-    return closed_loop(FixedTimes(), pages, EngineConfig.model_validate(settings), load, front_end)
+    return closed_loop(FixedTimes(), pages, EngineConfig.model_validate(settings), load, front_end, intake)
 
 
 # ---- the loop, by hand ----------------------------------------------------------------------------------------------
@@ -81,6 +84,41 @@ def test_a_closed_loop_by_hand(
 ) -> None:
     served = loop(load, FrontEndFit.model_validate(front_end) if front_end else None, **engine)  # type: ignore[arg-type]
     assert served == Served(pytest.approx(ttft_s), pytest.approx(tpot_s), 0)
+
+
+@pytest.mark.parametrize(
+    ("intake", "prompt_token_s", "joined_s"),
+    [
+        # A decodes from 0.205 s on, 10 ms a token; B comes at 0.21 s and joins at the boundary, or one later, or with
+        # the fifth decode; or both.
+        (Intake(), 0.0105, 0.215),
+        (Intake(ahead=True), 0.0105, 0.225),
+        (Intake(every=5), 0.0105, 0.255),
+        (Intake(ahead=True, every=5), 0.0105, 0.265),
+        # B comes at 0.16 s, while A is prefilled to 0.18 s: then the engine looks at once.
+        (Intake(every=5), 0.008, 0.18),
+        (Intake(ahead=True, every=5), 0.008, 0.19),
+    ],
+)
+def test_when_a_busy_engine_takes_a_request_in(intake: Intake, prompt_token_s: float, joined_s: float) -> None:
+    front_end, load = FrontEndFit(prompt_token_s=prompt_token_s), Load(10, 12, 2, 2)
+    served = loop(load, front_end, intake=intake)
+    first_s = 10 * prompt_token_s + PREFILL_S
+    assert served.ttft_s == pytest.approx((first_s + joined_s + PREFILL_S) / 2, rel=1e-5)
+
+
+def test_how_runs_were_made_is_said_of_those_it_is_known_of() -> None:
+    run = {"engine": "sglang", "model": "qwen3.5-397b-a17b", "gpu": "b200-sxm", "tp": 4, "lengths": "uniform"}
+    run |= {"prompt_tokens": 1024, "response_tokens": 1024, "concurrency": 16, "ttft_ms": 1, "tpot_ms": 1}
+    told = ServingRun.model_validate({**run, "release": "0.5.9"})
+    assert "MTP" in told.settings.left_out
+    with_experts = told.model_copy(update={"ep": 4})
+    assert (with_experts.settings.left_out, with_experts.intake) == ("", Intake(ahead=True, every=30))
+    assert with_experts.model_copy(update={"concurrency": 8}).intake.every == 10
+    assert with_experts.model_copy(update={"release": ""}).intake.every == 1
+    oss = told.model_copy(update={"engine": "vllm", "model": "gpt-oss-120b", "gpu": "h200-sxm"})
+    assert oss.settings.moe_backend == "marlin"
+    assert oss.model_copy(update={"lengths": "equal"}).settings.moe_backend is None
 
 
 def test_scarce_kv_makes_a_queue() -> None:

@@ -131,7 +131,8 @@ def _of(
     """A policy in all the ways that it may be tried, each with what was chosen; or why it is not, in `refused`."""
     row = plain(read_yaml(DATA / "systems.yaml")).get(name, {})
     tested = "test_run_s" in loaded.trace.frame.columns and loaded.experiment.workflow.reward.from_trace
-    facts = {"judged": bool(loaded.scoring.judged.any()), "tested": tested}
+    in_turn = loaded.experiment.routing == "round_robin"
+    facts = {"judged": bool(loaded.scoring.judged.any()), "tested": tested, "in_turn": in_turn}
     if "why" in row and not ("when" in row and eval(code_of(row["when"]), {"__builtins__": {}, **facts})):
         refused[name] = row["why"]
         return
