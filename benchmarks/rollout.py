@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from unittest.mock import patch
 
 import numpy as np
 import simpy
+from scale import peak_mb
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.rollout import RolloutCostModel
@@ -194,11 +194,6 @@ def check_equal(outcome: Outcome, reference: RefResult) -> None:
     finished_at = outcome.responses[0].finished_at
     expected = [reference.finish_at[i] for i in range(len(finished_at))]
     np.testing.assert_allclose(finished_at, expected, rtol=1e-9, atol=0)
-
-
-def peak_mb() -> float:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def peak_mb_of_fresh_process(quick: bool) -> float:

@@ -1,15 +1,12 @@
-"""How time and memory grow with GPUs and responses: one step of LLaMA-3.1-8B on nodes of 8 H100s, from YAML to tables.
+"""How time and memory grow with GPUs, responses and steps, from YAML to tables; scale.yaml says of what.
 
-And one large model for a whole run: 20 steps of 4,096 responses of Qwen3-235B-A22B on 256 GPUs, at TP8 under vLLM. On
-H200 they fit beside its weights, on H100 responses are preempted all the time.
+    python benchmarks/scale.py                         # a million responses, a large model, asynchrony: half an hour
+    python benchmarks/scale.py --quick                 # few GPUs, some thousands of responses
+    python benchmarks/scale.py --only pat --only areal # these systems
+    python benchmarks/scale.py --most 100000           # no more responses in a step than that
 
-    python benchmarks/scale.py                    # every system on 1,024 GPUs, and a million responses: half an hour
-    python benchmarks/scale.py --quick            # 64 GPUs, some thousands of responses
-    python benchmarks/scale.py --system pat       # one system
-    python benchmarks/scale.py --most 100000      # no more responses than that
-
-The last line of output is a list of {"system", "gpus", "responses", "cpu_s", "peak_mb"}; each entry is a process of its
-own on one core.
+The last line of output is a list of {"system", "gpus", "responses", "steps", "cpu_s", "peak_mb"}: the responses of all
+steps, and what one seed takes in a process of its own on one core.
 """
 
 from __future__ import annotations
@@ -20,72 +17,70 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-SYSTEMS: dict[str, list[Any]] = {
-    "verl": ["verl"],
-    "pat": ["pat"],
-    "tail_batching": ["verl", "tail_batching"],
-    "stream": ["verl", "stream"],
-    "rlhfuse": ["rlhfuse"],
-    "oppo": ["verl", "overcommit"],
-}
-LARGE = {f"235b-{gpu}": gpu for gpu in ("h200", "h100")}
-LARGE_STEPS = 20
-QUICK = [(system, 64, responses) for system in SYSTEMS for responses in (2_048, 4_096)]
-QUICK += [(name, 256, 128 * LARGE_STEPS) for name in LARGE]
-FULL = [(system, 1_024, responses) for system in SYSTEMS for responses in (12_800, 25_600, 102_400)]
-FULL += [("verl", 64, 100_000), ("verl", 64, 1_000_000)]
-FULL += [(name, 256, 4_096 * LARGE_STEPS) for name in LARGE]
-_TP = {"verl": {"tp": 2}, "rlhfuse": {"tp": 2, "remaining": 0.1}, "pat": {"start_tp": 2}, "overcommit": {"delta": 64}}
+from rlsim.base.reading import plain, read_yaml
+
+WORKLOADS: dict[str, Mapping[str, Any]] = plain(read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
-def run(system: str, gpus: int, responses: int) -> None:
-    """Simulate one step in this process and print what it took."""
+def points(size: str) -> Iterator[tuple[str, str, int, int, int]]:
+    """Workload, system, GPUs, prompts and steps of all points, or of the quick ones."""
+    for name, workload in WORKLOADS.items():
+        for system in workload["systems"]:
+            for point in workload[size]:
+                yield name, system, *point
+
+
+def peak_mb() -> float:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+
+
+def run(name: str, system: str, gpus: int, prompts: int, steps: int) -> None:
+    """Simulate a point in this process and print what it took."""
     import rlsim
 
-    overrides: dict[str, Any] = {"baseline": system}
-    if system in LARGE:
-        gpu = LARGE[system]
-        overrides |= {
-            "cluster": f"{gpus // 8}x8x{gpu}", "model": "qwen3-235b-a22b", "calibration": f"{gpu}-vllm",
-            "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "16K"},
-            "workflow": {"prompts": responses // LARGE_STEPS // 16, "responses": 16, "steps": LARGE_STEPS},
-            "engine": {"max_num_seqs": 512},
-            "systems": [{"name": system, "use": [{"verl": {"tp": 8}}]}],
-        }  # fmt: skip
-    else:
-        overrides |= {
-            "cluster": f"{gpus // 8}x8xh100",
-            "workflow": {"prompts": responses // 8, "responses": 8, "steps": 1},
-            "systems": [{"name": system, "use": [{part: _TP.get(part, {})} for part in SYSTEMS[system]]}],
-        }
+    workload = WORKLOADS[name]
+    changes = dict(workload.get("changes", {}))
+    size = {"prompts": prompts, "responses": workload["responses"], "steps": steps}
+    changes |= {
+        "cluster": f"{gpus // 8}x{workload['nodes']}",
+        "baseline": system,
+        "systems": [{"name": system, "use": workload["systems"][system]}],
+        **{f"workflow.{key}": value for key, value in (changes.pop("workflow", {}) | size).items()},
+    }
     start = time.process_time()
-    rlsim.run("pat_vs_static", seeds=1, overrides=overrides)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
-    found = {"system": system, "gpus": gpus, "responses": responses}
-    print(json.dumps({**found, "cpu_s": round(time.process_time() - start, 2), "peak_mb": round(peak)}))
+    found = rlsim.run(workload["experiment"], seeds=1, overrides=changes)
+    point = {"system": system, "gpus": gpus, "responses": len(found.responses), "steps": steps}
+    print(json.dumps({**point, "cpu_s": round(time.process_time() - start, 2), "peak_mb": round(peak_mb())}))
 
 
 def main() -> None:
     """Run every point in a process of its own."""
     parser = argparse.ArgumentParser(description="How time and memory grow.")
     parser.add_argument("--quick", action="store_true", help="few GPUs, few responses")
-    parser.add_argument("--system", choices=[*SYSTEMS, *LARGE], help="this one only")
-    parser.add_argument("--most", type=int, help="no more responses than that")
-    parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--only", action="append", metavar="SYSTEM", help="this one")
+    parser.add_argument("--most", type=int, help="no more responses in a step than that")
+    parser.add_argument("--point", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.point:
-        run(given.point[0], int(given.point[1]), int(given.point[2]))
+        name, system, *size = given.point
+        run(name, system, *map(int, size))
         return
     results = []
-    for system, gpus, responses in QUICK if given.quick else FULL:
-        if given.system not in (None, system) or responses > (given.most or responses):
+    for point in points("quick" if given.quick else "points"):
+        name, system, _, prompts, _ = point
+        responses = prompts * WORKLOADS[name]["responses"]
+        if system not in (given.only or [system]) or responses > (given.most or responses):
             continue
-        point = [sys.executable, __file__, "--point", system, str(gpus), str(responses)]
-        results.append(json.loads(subprocess.run(point, check=True, capture_output=True, text=True).stdout))
-        took = results[-1]
-        print(f"{system:14} {gpus:6,} GPUs {responses:10,} responses {took['cpu_s']:8.1f} s {took['peak_mb']:8,} MB")
+        command = [sys.executable, __file__, "--point", *map(str, point)]
+        results.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        print(
+            "{system:16} {gpus:6,} GPUs {responses:9,} responses {cpu_s:8.1f} s {peak_mb:8,} MB".format(**results[-1])
+        )
     print(json.dumps(results))
 
 

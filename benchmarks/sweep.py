@@ -1,15 +1,12 @@
-"""Sweeps: 200 points on two workers against one, and killed ten times at random moments; or attacked.
+"""Sweeps: 200 points on two workers against one; or attacked.
 
     python benchmarks/sweep.py            # about five minutes on two cores
-    python benchmarks/sweep.py --quick    # 20 points, three kills
+    python benchmarks/sweep.py --quick    # 20 points
     python benchmarks/sweep.py --ray      # also on a Ray that is started here: the same bytes?
     python benchmarks/sweep.py --attacks  # a small sweep: 100 kills, 15 full disks, 30 damaged files; 15 minutes
 
 `ratio` is wall time of the whole command with one worker over that with two. A machine that has other work gives less,
-so `bare_ratio` says what two processes that only count gain over one, just before. `equal_after_kills`: the command is
-started, and its process group killed (SIGKILL) at random moments, until it has been killed ten times; then it runs to
-its end, and every result file is compared byte for byte with the uninterrupted sweep. The last line of output
-is JSON.
+so `bare_ratio` says what two processes that only count gain over one, just before. The last line of output is JSON.
 
 An attack is one of these, on a sweep of ten small points; after each the same command is run again:
 
@@ -80,28 +77,6 @@ def bare_ratio() -> float:
     for process in both:
         process.wait()
     return 2 * one_s / (time.perf_counter() - start)
-
-
-def killed(arguments: list[str], out: Path, kills: int, whole_s: float, seed: int) -> list[float]:
-    """Start the command and kill its process group after a random time, so many times; these times (s).
-
-    A sweep that is done before it was killed often enough begins again, with shorter times.
-    """
-    rng = random.Random(seed)
-    most_s = 2 * whole_s / kills
-    moments: list[float] = []
-    while len(moments) < kills:
-        wait_s = rng.uniform(0, most_s)
-        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, start_new_session=True)
-        try:
-            process.wait(timeout=wait_s)
-            shutil.rmtree(out)
-            moments, most_s = [], most_s / 2
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            moments.append(wait_s)
-    return moments
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -272,10 +247,10 @@ def shown(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run everything and print it."""
-    parser = argparse.ArgumentParser(description="Sweeps: two workers against one, and killed.")
-    parser.add_argument("--quick", action="store_true", help="20 points, three kills")
+    parser = argparse.ArgumentParser(description="Sweeps: two workers against one, or attacked.")
+    parser.add_argument("--quick", action="store_true", help="20 points")
     parser.add_argument("--ray", action="store_true", help="also on a Ray started here")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--seed", type=int, default=0, help="of the attacks")
     parser.add_argument("--attacks", action="store_true", help="instead: kills, full disks and damaged files")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--full-disks", type=int, default=15)
@@ -284,7 +259,7 @@ def main() -> None:
     if arguments.attacks:
         shown(attacks(arguments.kills, arguments.full_disks, arguments.damages, arguments.seed))
         return
-    points, kills = (20, 3) if arguments.quick else (200, 10)
+    points = 20 if arguments.quick else 200
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         file = folder / "benchmark.yaml"
@@ -295,13 +270,6 @@ def main() -> None:
         result["ratio"] = result["one_worker_s"] / result["two_workers_s"]
         whole = contents(folder / "two")
         result["equal_one_and_two"] = contents(folder / "one") == whole
-        torn = command(file, folder / "torn", "--workers", "2")
-        moments = killed(torn, folder / "torn", kills, result["two_workers_s"], arguments.seed)
-        timed(torn)
-        result["killed_after_s"] = [round(moment, 2) for moment in moments]
-        result["equal_after_kills"] = contents(folder / "torn") == whole
-        log = (folder / "torn" / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        result["runs_of_points"] = len(log)
         if arguments.ray:
             result["ray_s"] = timed(command(file, folder / "ray", "--executor", "ray", "--workers", "2"))
             result["equal_ray"] = contents(folder / "ray") == whole

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from scale import peak_mb
 
 import rlsim
 
@@ -55,7 +56,7 @@ def main() -> None:
         return
     if arguments.peak_memory:
         rlsim.write_timeline(*arguments.peak_memory)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6)
+        print(peak_mb())
         return
     steps = 2 if arguments.quick else 12
     with tempfile.TemporaryDirectory() as name:
@@ -64,7 +65,7 @@ def main() -> None:
         for results, count in (("all", steps), ("few", few)):
             in_fresh_process("--simulate", str(folder / results), str(count), *(["--quick"] if arguments.quick else []))
         out = str(folder / "peak.json")
-        peak_mb, peak_mb_few = (float(in_fresh_process("--peak-memory", str(folder / n), out)) for n in ("all", "few"))
+        whole_mb, few_mb = (float(in_fresh_process("--peak-memory", str(folder / n), out)) for n in ("all", "few"))
         took = {}
         for suffix in (".json", ".json.gz"):
             times = []
@@ -84,14 +85,14 @@ def main() -> None:
         "gz_slices_per_s": slices / took[".json.gz"],
         "size_mb": size_mb,
         "gz_size_mb": gz_mb,
-        "peak_mb": peak_mb,
-        "peak_mb_third_of_steps": peak_mb_few,
+        "peak_mb": whole_mb,
+        "peak_mb_third_of_steps": few_mb,
     }
     print(
         f"{steps} steps of {8 * prompts:,} responses on 64 GPUs: {slices:,} slices, {result['events']:,} events\n"
         f"  .json     {seconds:.2f} s of CPU: {result['slices_per_s']:,.0f} slices/s, {size_mb:.0f} MB\n"
         f"  .json.gz  {took['.json.gz']:.2f} s: {result['gz_slices_per_s']:,.0f} slices/s, {gz_mb:.0f} MB\n"
-        f"  memory    at most {peak_mb:.0f} MB; {peak_mb_few:.0f} MB for {few} steps"
+        f"  memory    at most {whole_mb:.0f} MB; {few_mb:.0f} MB for {few} steps"
     )
     print(json.dumps({name: round(value, 4) for name, value in result.items()}))
 

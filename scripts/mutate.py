@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[1]
+PYTEST = (sys.executable, "-B", "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider")
 LIMIT_S = 900.0  # of the tests of one fault, beyond which it counts as noticed
 
 
@@ -61,21 +62,9 @@ def main(topics: list[str]) -> int:
         for fault in faults():
             if not topics or fault.topic in topics:
                 (tree / fault.path).write_text(fault.code(), encoding="utf-8")
-                command = [
-                    sys.executable,
-                    "-B",
-                    "-m",
-                    "pytest",
-                    "-x",
-                    "-q",
-                    "-n0",
-                    "-p",
-                    "no:cacheprovider",
-                    *fault.tests,
-                ]
                 noticed = True
                 with suppress(subprocess.TimeoutExpired):
-                    done = subprocess.run(command, cwd=tree, capture_output=True, timeout=LIMIT_S)
+                    done = subprocess.run([*PYTEST, *fault.tests], cwd=tree, capture_output=True, timeout=LIMIT_S)
                     noticed = done.returncode in (1, 2)
                 shutil.copy2(ROOT / fault.path, tree / fault.path)
                 survivors += not noticed
