@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from rlsim.cost.curve import InWindows
-from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
+from rlsim.cost.step import PLAIN_KV, Chunk, Conditions, KvShape, StepCost
 from rlsim.cost.transfer import SwitchCost, SwitchWay
 from rlsim.sim.control import (
     Abort,
@@ -402,6 +402,7 @@ class _Rollout:
         launcher: Launcher | None,
     ) -> None:
         self.now, self.begun_at, self.launcher, self.admissions = 0.0, 0.0, launcher, 0
+        self.first_version = 0  # of the weights
         self.chunk_tokens, self.handover_s = 0, 0.0
         self.tools, self.paused_at_tools = RefTools(), False
         self.at_tools: list[_Call] = []  # in the order in which they were asked for
@@ -442,6 +443,10 @@ class _Rollout:
 
     def costs_of(self, replica: _Replica) -> RolloutCosts:
         return self.costs
+
+    def version_of(self, replica: _Replica) -> int:
+        """Updates that its weights have had."""
+        return self.first_version
 
     def pages_of(self, context: int, kv: KvShape) -> int:
         """In units of which a page of all layers has `page_units`, and one begun beyond the window `late_units`."""
@@ -749,6 +754,8 @@ class _Rollout:
 
         # 4. iterate
         step = self.costs_of(replica).step(replica.tp)
+        short = self.pages(replica) > step.most_kv * capacity
+        step = step.under(Conditions(self.version_of(replica), short))
         running = [r for r in replica.admitted if r.state == "running"]
         contexts = [r.context for r in running]
         new_chunks = [Chunk(new, r.prefilled) for r, new in chunks]

@@ -340,7 +340,7 @@ def simulate_steps(work: StepsWorkload) -> list[RefCalls]:
         rollout = StepRollout(
             requests, work.node_gpus, work.tp, work.costs, work.engine, work.cap_tokens, work.control, None
         )
-        rollout.hybrid = work.hybrid
+        rollout.hybrid, rollout.first_version = work.hybrid, max(k - lag, 0)
         before = steps[-1] if steps else None
         start = max(sync_ends, before.generates[1] if before else 0.0)
         rollout.from_start(start, held_until, used_tps)

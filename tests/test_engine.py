@@ -291,6 +291,14 @@ def by_hand(sizes: Sequence[tuple[int, int]], control: Scripted, gpus: Sequence[
     )
 
 
+def test_iterations_with_few_free_pages_cost_something_else() -> None:
+    """A request of 4 + 5 tokens in 10 pages of one: its iterations begin with 4 to 8 of them in use."""
+    step = LinearStep(a=1.0, conditional=True, most_kv=0.6, short=2.0)
+    work = by_hand([(4, 5)], Nothing(), steps={1: step}, pages={1: 10})
+    assert [simulate(replace(work, control=one))[0].env.now for one in (Nothing(), Told())] == [7.0, 7.0]
+    check(work)
+
+
 @dataclass(frozen=True)
 class Looks(Scripted):
     """Notes down when it is asked, by which method, and how many tokens the first response has by then."""

@@ -15,12 +15,13 @@ from evidence.validate.rows import read_rows
 from evidence.validate.speculation import GAINS, TABLE, DraftedRun, Gain, chance, gain_table, rows_of, served
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows
+from rlsim.cost.derived import Change, DerivedStep
 from rlsim.cost.layout import PLAIN
 from rlsim.cost.memory import rollout_memory
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.speculation import Drafts, Speculation, SpeculativeStep, speculative
-from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.step import Chunk, Conditions, StepCost
 from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers
 from rlsim.models.hardware import load_cluster
@@ -84,6 +85,25 @@ def test_a_token_takes_its_share_of_a_step() -> None:
         assert fastest.step_s(tokens) == pytest.approx(min(token_s, 10e-3 + tokens * 1e-6))
     stepped = sum(fastest.step_s(15_000 + 4 * i) for i in range(5000))
     assert fastest.steps_s(15_000, 5000) == pytest.approx(stepped, rel=1e-12)
+
+
+def test_what_drafts_yield_under_conditions() -> None:
+    """A draft three updates old whose tokens lose a fifth of their chance with each; then a fresh one every fourth."""
+    toys, short = {2: Toy(24e-3)}, Conditions(short=True)
+    spec = Speculation(method="eagle", num_speculative_tokens=2, acceptance=0.5, drift=0.2, disable_by_kv_usage=0.75)
+    step = SpeculativeStep(Toy(10e-3), toys, spec)
+    assert (step.conditional, step.most_kv) == (True, 0.75)
+    assert step.under(Conditions()) is step
+    assert step.under(short).decode(4).step_s(6000) == Toy(10e-3).decode(4).step_s(6000)
+    assert spec.under(Conditions(version=3)).accepted == pytest.approx((0.5 * 0.8**3, 0.25 * 0.8**6))
+    assert step.under(Conditions(version=1)).decode(4).step_s(6000) == pytest.approx(30e-3 / (1 + 0.4 + 0.16))
+    assert [step.best.decode(4).step_s(tokens) for tokens in (0, 30_000)] == pytest.approx([10e-3, 54e-3 / 1.75])
+    beside = DerivedStep(step, lambda *_: Change(scale=2.0))
+    assert (beside.conditional, beside.most_kv) == (True, 0.75)
+    assert beside.under(short).decode(4).step_s(6000) == pytest.approx(32e-3)
+    fresh = spec.model_copy(update={"draft_age": 3, "refresh": 4})
+    ages = [fresh.under(Conditions(version=version)).accepted[0] for version in range(6)]
+    assert ages == pytest.approx([0.5 * 0.8**age for age in (3, 0, 1, 2, 3, 0)])
 
 
 def test_verification_is_more_tokens_over_the_same_cache() -> None:
@@ -167,11 +187,13 @@ def test_speculation_shortens_generation_alone() -> None:
 
 
 def test_systems_that_decide_meanwhile_run_with_drafts() -> None:
-    """Chunked prefills, switches, cut-off and resumed responses, stale ones: nobody beats the lower bound."""
+    """Chunked prefills, switches, cut-off and resumed responses, stale ones, drafts that go stale or are off while much
+    of the KV cache is in use: nobody beats the lower bound."""
     systems = [{"verl": {"tp": 1}}, "pat", {"name": "tail", "use": [{"verl": {"tp": 1}}, "tail_batching"]},
                {"name": "partial", "use": [{"verl": {"tp": 2}}, {"partial_rollout": {"share": 0.8, "splits": 2}}]},
                {"areal": {"tp": 2, "rollout_gpus": 4}}]  # fmt: skip
     drafted = {"method": "eagle3", "num_speculative_tokens": 3, "dynamic": True}
+    drafted |= {"drift": 0.05, "disable_by_kv_usage": 0.02}
     experiment = {**SETTINGS, "trace": {"path": "rollpacker-math", "cap": "2K"}, "systems": systems, "baseline": "verl",
                   "workflow": {"prompts": 8, "responses": 8, "steps": 2}}  # fmt: skip
     overrides = {"engine.speculation": drafted, "engine.chunked_prefill": True, "cluster": "8xh100"}
@@ -183,20 +205,28 @@ def test_systems_that_decide_meanwhile_run_with_drafts() -> None:
 
 
 def test_a_draft_that_is_trained_along_comes_with_the_weights() -> None:
-    still, trained = (
-        run(method="eagle3", num_speculative_tokens=2, refresh=refresh).steps.sync_time_s[0]
-        for refresh in (False, True)
+    """In every step, or half of its time and bytes where it is in every second one."""
+    (still, short), (trained, long), (half, between) = (
+        run(method="eagle3", num_speculative_tokens=2, refresh=refresh).steps[["sync_time_s", "train_time_s"]].iloc[0]
+        for refresh in (False, True, 2)
     )
+    assert (long, between) == pytest.approx((1.07 * short, 1.035 * short), rel=1e-3)  # not what the call takes anyway
+    assert half == pytest.approx((still + trained) / 2)
     model = load_model(str(TINY["model"]))
     share = drafts(str(TINY["model"]), method="eagle3", num_speculative_tokens=2).memory(1).weights / model.weight_bytes
     assert trained == pytest.approx((1 + share) * still)
 
 
-def test_an_acceptance_that_nobody_gave_is_an_assumption() -> None:
-    for given, assumed in (({}, True), ({"acceptance": 0.7}, False)):
+def test_what_nobody_said_of_drafts_is_an_assumption() -> None:
+    for given, assumed in (
+        ({}, ["2.07 tokens a step", "as accepted after each update as before"]),
+        ({"acceptance": 0.7, "drift": 0.0}, []),
+        ({"acceptance": 0.7, "refresh": True}, ["0.07"]),
+        ({"acceptance": 0.7, "refresh": 2, "drift": 0.1, "refresh_cost": 0.1}, []),
+    ):
         found = run(method="eagle3", num_speculative_tokens=2, **given).manifest
-        rows = [row for _, ledger in ledgers(found) for row in ledger.assumed if row.name.startswith("acceptance")]
-        assert [row.taken for row in rows] == ["2.07 tokens a step"] * assumed
+        rows = [row for _, ledger in ledgers(found) for row in ledger.assumed if row.key.startswith("engine.specul")]
+        assert [row.taken for row in rows] == assumed
 
 
 def test_the_validation_runs() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefResult, RefTools, simulate
 
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all, sum_of
-from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
+from rlsim.cost.step import PLAIN_KV, Chunk, Conditions, KvShape, StepCost
 from rlsim.cost.transfer import IN_PLACE, NO_HOST_KV, WAYS, HostKv, SwitchCost, SwitchWay
 from rlsim.sim.control import (
     Abort,
@@ -43,6 +43,9 @@ class LinearStep(StepCost):
     `extra·(T − T₀)` above T₀, and `w` for each token in windows if `kv` has one. A prefill takes
     `a + p·new + q·new·(prior + new/2)`, summed over the chunks but for `a`.
     A mixed iteration takes both less one `a`.
+
+    Where it is `conditional` all of them take `short` times as long with more than `most_kv` of the KV pages in use,
+    and `older` times more for each version of the weights since the last third one.
     """
 
     a: float = 0.0
@@ -56,6 +59,14 @@ class LinearStep(StepCost):
     skew: float = 0.0
     kv: KvShape = PLAIN_KV
     w: float = 0.0
+    conditional: bool = False
+    most_kv: float = 1.0
+    short: float = 1.0
+    older: float = 0.0
+
+    def _made_for(self, conditions: Conditions) -> LinearStep:
+        factor = (self.short if conditions.short else 1.0) * (1.0 + self.older * (conditions.version % 3))
+        return replace(self, scale=self.scale * factor, conditional=False)
 
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         knots = [0.0, *(at for at, _ in self.kinks)]
@@ -415,7 +426,12 @@ def _steps(draw: st.DrawFn, gpus: int, ties: bool) -> dict[int, LinearStep]:
         p, q, bend = rng.uniform(1e-5, 1e-3), rng.uniform(1e-8, 1e-6), rng.uniform(1e-7, 1e-5)
         scales = {tp: rng.uniform(0.9, 1.1) * (0.2 + 0.8 / tp) for tp in degrees(gpus)}
     kinks = tuple((float(at), bend) for at in kinks_at)
-    return {tp: LinearStep(a, b, t, p, q, kinks, scale, tp, skew) for tp, scale in scales.items()}
+    steps = {tp: LinearStep(a, b, t, p, q, kinks, scale, tp, skew) for tp, scale in scales.items()}
+    if draw(st.integers(0, 2)):
+        return steps
+    usage, short, older = draw(st.sampled_from([0.0, 0.3, 0.6, 0.9])), draw(st.sampled_from([0.5, 2.0])), 0.25
+    more = {"conditional": True, "most_kv": usage, "short": short, "older": older}
+    return {tp: replace(step, **more) for tp, step in steps.items()}
 
 
 KV: st.SearchStrategy[KvHandling] = st.sampled_from(["migrate", "recompute"])

@@ -48,7 +48,7 @@ class GenerationBound:
         shares = []  # GPUs that a token of a batch pays for: of at most as many sequences as the next size has less one
         for tp, step in (*steps.items(), *others.items()):
             for batch, following in zip(batches, [*batches[1:], max_batch + 1], strict=True):
-                self._curves.append(step.decode(batch, InWindows(0.0, 0.0) if step.kv.window_tokens else None))
+                self._curves.append(step.best.decode(batch, InWindows(0.0, 0.0) if step.kv.window_tokens else None))
                 shares.append(tp / (following - 1))
         # Between the knots of all curves each is a straight line, so the hull of g at the knots is that of g.
         contexts = np.unique([knot / curve.batch for curve in self._curves for knot in (0.0, *curve.knots)])

@@ -11,7 +11,7 @@ from rlsim.cost.curve import DecodeCurve, InWindows, at_least, times
 from rlsim.cost.fits import Correction
 from rlsim.cost.kernel import Surface, surface_of
 from rlsim.cost.lookups import Lookups
-from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.step import Chunk, Conditions, StepCost
 
 
 class Change(NamedTuple):
@@ -30,7 +30,11 @@ class DerivedStep(StepCost):
 
     def __init__(self, cost: StepCost, change: Callable[[int, bool], Change], part: str = "host") -> None:
         self.tp, self.skew, self.kv = cost.tp, cost.skew, cost.kv
+        self.conditional, self.most_kv = cost.conditional, cost.most_kv
         self._cost, self._change, self._part = cost, change, part
+
+    def _made_for(self, conditions: Conditions) -> StepCost:
+        return DerivedStep(self._cost.under(conditions), self._change, self._part)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         change = self._change(batch, False)

@@ -30,7 +30,7 @@ from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16, kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.roofline import RooflineStep, step_cost
-from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.step import Chunk, Conditions, StepCost
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
@@ -71,13 +71,39 @@ class Speculation(Schema):
     disable_by_batch_size: int | None = Field(
         default=None, ge=1, description="with more sequences than that in a replica's batch nothing is drafted"
     )
+    disable_by_kv_usage: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="with a larger share of a replica's KV pages in use than that nothing is drafted",
+    )
     dynamic: bool = Field(
         default=False,
         description="whether each step drafts the number of tokens up to num_speculative_tokens, 0 among them, that is "
         "fastest for its batch and context; if not, always as many",
     )
-    refresh: bool = Field(
-        default=False, description="whether the draft is trained along and comes with the new weights of each step"
+    drift: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of its chance to be accepted, given those before it, that a drafted token loses with each "
+        "update of the weights since the draft was trained",
+    )
+    draft_age: int = Field(
+        default=0, ge=0, description="updates of the weights since the draft was trained, as the run begins"
+    )
+    refresh: int = Field(
+        default=0,
+        ge=0,
+        description="after every so many updates the draft, trained along, comes with the new weights: true (1) with "
+        "each, false (0) with none",
+    )
+    refresh_cost: float = Field(
+        default=0.07,
+        ge=0,
+        le=10,
+        description="what training the draft along adds to the model's training in each step with a refresh, as a "
+        "share of it",
     )
 
     @property
@@ -90,6 +116,21 @@ class Speculation(Schema):
     def yielded(self, drafted: int) -> float:
         """Tokens of a sequence that a step with so many drafted ones yields, in expectation."""
         return 1.0 + sum(self.accepted[:drafted])
+
+    def under(self, conditions: Conditions) -> Speculation:
+        """What it is under these conditions."""
+        own: dict[str, Any] = {"disable_by_batch_size": 0} if conditions.short else {}
+        age = self.draft_age + conditions.version
+        age = age % self.refresh if self.refresh else age
+        if self.drift and age:
+            kept = (1 - self.drift) ** age
+            own["acceptance"] = tuple(chance * kept**place for place, chance in enumerate(self.accepted, 1))
+        return self.model_copy(update=own) if own else self
+
+    @property
+    def refreshes(self) -> float:
+        """Refreshes of the draft in a step, on average."""
+        return 1 / self.refresh if self.refresh else 0.0
 
     @property
     def drafted(self) -> Sequence[int]:
@@ -183,8 +224,8 @@ class Drafts:
         return DraftBytes(weights, kv_page_bytes(self.model, cut, 1))
 
     def synced(self, model: Model) -> float:
-        """How many times its own bytes come with the new weights of `model`, the draft's included."""
-        return 1.0 + self.speculation.refresh * self.memory(1).weights / model.weight_bytes
+        """How many times its own bytes come with the new weights of `model`, the draft's included, on average."""
+        return 1.0 + self.speculation.refreshes * self.memory(1).weights / model.weight_bytes
 
 
 class DraftedStep(StepCost):
@@ -254,6 +295,18 @@ class SpeculativeStep(StepCost):
     def __init__(self, plain: StepCost, steps: Mapping[int, StepCost], speculation: Speculation) -> None:
         self.tp, self.skew, self.kv = plain.tp, plain.skew, plain.kv
         self._plain, self._steps, self._speculation = plain, steps, speculation
+        usage = speculation.disable_by_kv_usage
+        self.conditional = usage is not None or speculation.drift > 0
+        self.most_kv = 1.0 if usage is None else usage
+
+    def _made_for(self, conditions: Conditions) -> StepCost:
+        own = self._speculation.under(conditions)
+        return self if own is self._speculation else SpeculativeStep(self._plain, self._steps, own)
+
+    @property
+    def best(self) -> StepCost:
+        own = self._speculation.model_copy(update={"dynamic": True})
+        return SpeculativeStep(self._plain, self._steps, own) if self.conditional else self
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         each = [self._token(drafted, batch, in_windows) for drafted in self._choices(batch)]

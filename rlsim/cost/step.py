@@ -58,6 +58,13 @@ class KvShape(NamedTuple):
 PLAIN_KV = KvShape()
 
 
+class Conditions(NamedTuple):
+    """What the time of an iteration may depend on beside its sequences."""
+
+    version: int = 0  # of the replica's weights: updates that they have had
+    short: bool = False  # more of its KV pages are in use than `StepCost.most_kv`
+
+
 class StepCost(ABC):
     """Seconds of the iterations of one replica: one model on `tp` GPUs of one node.
 
@@ -75,6 +82,31 @@ class StepCost(ABC):
     #: What sequences keep in the KV cache. Where some layers attend to windows only, what decode takes depends on how
     #: many context tokens lie in windows, too (`InWindows`).
     kv: KvShape = PLAIN_KV
+
+    #: Whether iterations depend on `Conditions`; the share of KV pages in use above which they are `short`.
+    conditional: bool = False
+    most_kv: float = 1.0
+
+    @cached_property
+    def _under(self) -> dict[Conditions, StepCost]:
+        return {}
+
+    def under(self, conditions: Conditions) -> StepCost:
+        """What iterations cost under these conditions."""
+        if not self.conditional:
+            return self
+        if conditions not in self._under:
+            self._under[conditions] = self._made_for(conditions)
+        return self._under[conditions]
+
+    def _made_for(self, conditions: Conditions) -> StepCost:
+        """The cost that `under` keeps."""
+        raise NotImplementedError
+
+    @property
+    def best(self) -> StepCost:
+        """A cost that iterations beat under no conditions."""
+        return self
 
     @cached_property
     def curves(self) -> Curves:
@@ -114,4 +146,7 @@ class StepCost(ABC):
         """The look-ups of the steps that this one's decode curves are made of."""
         for step in steps:
             self.curves.pass_on(step.decode)
+        for other in self._under.values():
+            if other is not self:
+                other.lookups()
         return Lookups().merge(step.lookups() for step in steps)

@@ -20,7 +20,7 @@ from rlsim.cost.layout import ReplicaLayout
 from rlsim.cost.memory import kv_shape
 from rlsim.cost.roofline import check_served
 from rlsim.cost.speculation import Drafts
-from rlsim.cost.step import PLAIN_KV
+from rlsim.cost.step import PLAIN_KV, Conditions
 from rlsim.errors import CalibrationError, ConfigError, about, unknown_name
 from rlsim.experiment.schema import Experiment, TraceSpec
 from rlsim.experiment.workflows import TraceScoring, workflow_of
@@ -131,11 +131,10 @@ class LoadedExperiment:
         notes |= dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note)
         if self.drafts:
             spec = self.drafts.speculation
-            drafted, along = spec.num_speculative_tokens, "; the draft's training takes no time" * spec.refresh
-            said = (
-                f"a step of {drafted} drafted tokens yields {spec.yielded(drafted):.2f} of each response, as expected"
-            )
-            notes[f"engine.speculation: {said}{along}"] = None
+            drafted, first = spec.num_speculative_tokens, spec.under(Conditions())
+            said = f"a step of {drafted} drafted tokens yields {first.yielded(drafted):.2f} of each response"
+            since = ", less with each update since the draft was trained" if spec.drift else ""
+            notes[f"engine.speculation: {said}, as expected{since}"] = None
         environment = self.environment
         if environment and environment.sandboxes is None and environment.workers is None:
             notes["tool calls find a sandbox at once: environment.sandboxes and workers say how many there are"] = None

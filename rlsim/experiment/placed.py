@@ -261,6 +261,14 @@ class PlacedExperiment:
         sync, drafts = self.calls_on(source).weight_sync(model, method, receiver, offload=offload), self.loaded.drafts
         return replace(sync, factor=sync.factor * drafts.synced(sync.model)) if drafts else sync
 
+    def trained_along(self, call: Call) -> float:
+        """How many times as long a training call takes where it also trains what drafts, on average."""
+        drafts = self.loaded.drafts
+        generated = {one.model for one in self.workflow.calls if one.kind == "generate"}
+        if drafts is None or call.model not in generated:
+            return 1.0
+        return 1.0 + drafts.speculation.refreshes * drafts.speculation.refresh_cost
+
     def gpus_of(self, kind: CallKind) -> frozenset[int]:
         """The GPUs of the calls of a kind; where there is none, `gpus`: all but a judge's own."""
         names = [call.name for call in self.workflow.calls if call.kind == kind]

@@ -66,6 +66,7 @@ class ExperimentTimes:
         lengths = np.fromiter((r.prompt_tokens + r.generated for r in samples), np.int64, len(samples))
         if call.kind == "train":
             time = cost.train_s(lengths, self._training.mini_batches // windows, self._training.epochs)
+            time *= self._placed.trained_along(call)
         else:
             time = cost.forward_s(lengths)
         padded = len(lengths) * self._placed.loaded.longest_sequence
@@ -79,6 +80,7 @@ class ExperimentTimes:
         assert strategy is not None
         cost = self._placed.calls_on(placement.gpus).of(call.model, strategy, placement.gpus[0])
         train = call.kind == "train"
+        longer = self._placed.trained_along(call) if train else 1.0
         # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
         each, mean_tokens = strategy.sequences(backward=train), self._placed.loaded.batch.mean_tokens
         tokens = round(each * mean_tokens) if each else strategy.budget(backward=train)
@@ -86,7 +88,9 @@ class ExperimentTimes:
         load_s, unload_s = (cost.copied_s(backward=train, out=out) for out in (False, True))
         finish = [*(cost.update_time().named if train else ()), *([("offload", unload_s)] if unload_s else ())]
         guests = guests_of(self._placed, call, tokens) if train and self._workflow.elastic else None
-        return Pieces(lambda lengths: cost.part_time(lengths, backward=train).named, tokens, load_s, finish, guests)
+        return Pieces(
+            lambda lengths: (cost.part_time(lengths, backward=train) * longer).named, tokens, load_s, finish, guests
+        )
 
     def relay(self, call: Call) -> Relay:
         placed, (source, *_) = self._placed, self._workflow.beside(call.name)[0]
@@ -199,10 +203,11 @@ def guests_of(placed: PlacedExperiment, call: Call, tokens: int) -> Guests:
     load_s = calls.reallocation(call.model, calls).time_s(layout_of(training), there)
     together = replace(strategy, dp=own.dp + len(replicas))
     reduce_s = calls.of(call.model, together, min(rollout.gpus + training.gpus)).update_time().communication_s
-    rate = tokens / cost.part_time([tokens], backward=True).total_s  # of one replica, in tokens a second
+    longer = placed.trained_along(call)
+    rate = tokens / (cost.part_time([tokens], backward=True) * longer).total_s  # of one replica, in tokens a second
 
     def part(lengths: Sequence[int]) -> list[tuple[str, float]]:
-        return cost.part_time(lengths, backward=True).named
+        return (cost.part_time(lengths, backward=True) * longer).named
 
     return Guests(replicas, part, load_s, own.dp * rate, reduce_s)
 

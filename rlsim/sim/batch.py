@@ -54,6 +54,7 @@ class RunningBatch:
             self._windows = (AttentionChunks if kv.chunked else WindowTokens)(kv.window_tokens)
         self._capacity_pages = capacity_pages * kv.page_units
         self.plain = kv == PLAIN_KV
+        self.spare_pages = 0  # with fewer left its iterations cost something else
         self.cache: PrefixCache | None = None  # where requests may find anything
         self.pinned_pages = 0  # that requests keep which are not here
         self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it leaves at, admission number, request)
@@ -184,8 +185,10 @@ class RunningBatch:
         return self._fits(self._final_tokens)
 
     def _fits(self, tokens: int) -> bool:
-        """Whether so many tokens have pages for certain; nothing is certain where these are not proportional."""
-        return self.plain and tokens + self.size * self._padding <= self.room_pages * self._page_tokens
+        """Whether so many tokens have pages for certain, and leave those to spare; nothing is certain where pages are
+        not proportional."""
+        most = (self.room_pages - self.spare_pages) * self._page_tokens
+        return self.plain and tokens + self.size * self._padding <= most
 
     def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
         """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which
@@ -286,17 +289,18 @@ class RunningBatch:
             begun += sum(self._turns[: end - self._page_tokens])
         return self.pages + rounds * self._round + begun
 
-    def _steps_that_fit(self) -> int:
-        """The most steps from now after which the pages suffice; they do now."""
+    def _steps_that_fit(self, room_pages: int) -> int:
+        """The most steps from now after which so many pages suffice; they do now."""
         if not self._round:
             return _EVER
-        rounds, left = divmod(self.room_pages - self.pages, self._round)
+        rounds, left = divmod(room_pages - self.pages, self._round)
         first = self.step % self._page_tokens
         begun = list(accumulate(self._turns[first:] + self._turns[:first]))
         return rounds * self._page_tokens + bisect_right(begun, left)
 
     def steps_ahead(self) -> int:
-        """Decode steps until the first response leaves or completes a chunk, or the next step's pages are missing."""
+        """Decode steps until the first response leaves or completes a chunk, or the next step's pages are missing, or
+        begin to be those to spare."""
         heap = self._finishing
         finish, order, request = heap[0]
         while request.order != order:
@@ -309,7 +313,11 @@ class RunningBatch:
             steps = self._windows.steps_ahead(self.step, steps)
         if self._fits(self.tokens + self.size * (steps - 1)):
             return steps
-        return min(steps, self._steps_that_fit() + 1)
+        room_pages = self.room_pages
+        steps = min(steps, self._steps_that_fit(room_pages) + 1)
+        if 0 < self.spare_pages <= room_pages - self.pages:
+            steps = min(steps, self._steps_that_fit(room_pages - self.spare_pages) + 1)
+        return steps
 
     def padded_tokens(self) -> float:
         """The contexts' sum, plus the share of their padding to the longest that the kernel pays for."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import chain
-from math import isnan
+from math import floor, isnan
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import simpy
 
 from rlsim.cost.curve import DecodeCurve
-from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.step import Chunk, Conditions, StepCost
 from rlsim.cost.transfer import NO_HOST_KV, HostKv
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.moment import ONE_MOMENT, Sleep, at
@@ -65,7 +65,7 @@ class Replica:
         self.node = node
         self.gpus = gpus
         self.tp = len(gpus)  # all its GPUs: tensor parallel × pipeline stages (`EngineConfig.pp`)
-        self.cost = cost
+        self.cost = self._usual = cost
         self.capacity_pages = capacity_pages
         self.version = version  # of its weights: updates that they have had
         self.peak_tokens = 0
@@ -82,6 +82,8 @@ class Replica:
         self._stays = recorder.stays_at(index, gpus)
         chunk_tokens = chunks.tokens if chunks else 0
         self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv)
+        capacity = capacity_pages * cost.kv.page_units
+        self._batch.spare_pages = capacity - floor(cost.most_kv * capacity)
         self._scheduler = Scheduler(
             self._batch, config, capacity_pages, numbers, self._stays, index, self.tp, quiet, host.pages
         )
@@ -181,7 +183,7 @@ class Replica:
 
     def set_cost(self, cost: StepCost) -> None:
         """Change the cost of an iteration, at a boundary: something else runs on these GPUs from now on, or no more."""
-        self.cost = cost
+        self.cost = self._usual = cost
 
     def drain(self, left: Left) -> tuple[list[Request], list[Request]]:
         return self.remove(frozenset(r.id for r in self.requests()), left)
@@ -279,6 +281,8 @@ class Replica:
                     yield from self._stand_still()
                     continue
             chunks = scheduler.schedule(env.now)
+            if self._usual.conditional:
+                self.cost = self._usual.under(Conditions(self.version, scheduler.free_pages < batch.spare_pages))
             if chunks:
                 yield from self._prefill(chunks)
             elif self._quiet and batch.size and not scheduler.waiting and batch.fits_to_the_end():
