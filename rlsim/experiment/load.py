@@ -54,7 +54,7 @@ def read_experiment(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, A
     """
     if isinstance(source, Mapping):
         return _copied(source), "experiment", Path.cwd()
-    path = _find(Path(source))
+    path = find_file(Path(source), "experiments")
     try:
         data = read_yaml(path)
     except ConfigError as error:
@@ -82,16 +82,18 @@ def _give(data: dict[str, Any], settings: Mapping[str, Any]) -> None:
         data["sources"] = {**listed, "given": [*listed.get("given", ()), *map(str, settings)]}
 
 
-def _find(path: Path) -> Path:
-    """A file as it is; else an experiment that ships with rlsim, by its name or as `experiments/name.yaml`."""
+def find_file(path: Path, *kinds: str) -> Path:
+    """A file as it is; else one of these kinds that ships with rlsim, by its name or as `experiments/name.yaml`."""
     if is_file(path):
         return path
-    shipped = catalogue.names("experiments")
-    if path.parent.name in ("", "experiments") and path.stem in shipped:
-        return shipped[path.stem]
+    shipped = {kind: catalogue.names(kind) for kind in kinds}
+    for kind, files in shipped.items():
+        if path.parent.name in ("", kind) and path.stem in files:
+            return files[path.stem]
     if path.suffix or len(path.parts) > 1:
         return path  # reading it says what is wrong
-    raise unknown_name("experiment", str(path), shipped)
+    what = " or ".join(kind.removesuffix("s") for kind in kinds)
+    raise unknown_name(what, str(path), [name for files in shipped.values() for name in files])
 
 
 def _way_out(path: Path) -> str:

@@ -106,13 +106,12 @@ def files_of(experiment: Experiment, shown: str, folder: Path) -> dict[str, Path
                             found.setdefault(str(csv_of(Path(name))), tables)
         for module, file in modules_of(case, shown):
             found[module.replace(".", "/") + ".py"] = file
-    return {name: path for name, path in found.items() if _to_send(name, path)}
-
-
-def _to_send(name: str, path: Path) -> bool:
-    asked = PurePosixPath(name)
-    shipped = path.resolve().is_relative_to(catalogue.data_dir("traces").resolve())  # part of rlsim: there already
-    return not (shipped or asked.is_absolute() or ".." in asked.parts)
+    shipped = catalogue.data_dir("traces").resolve()  # part of rlsim: there already
+    return {
+        name: path
+        for name, path in found.items()
+        if not (path.resolve().is_relative_to(shipped) or PurePosixPath(name).is_absolute() or ".." in Path(name).parts)
+    }
 
 
 def modules_of(case: Experiment, shown: str) -> Iterator[tuple[str, Path]]:

@@ -11,8 +11,8 @@ from typing import Any
 from rlsim.base import catalogue
 from rlsim.base.reading import is_file, plain, read_yaml
 from rlsim.base.schema import validate
-from rlsim.errors import ConfigError, RlsimError, check_arguments, unknown_name
-from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
+from rlsim.errors import ConfigError, RlsimError, check_arguments
+from rlsim.experiment.load import OVERRIDDEN, find_file, parse_overrides, read_experiment, set_path
 from rlsim.experiment.run import CheckedExperiment, check_loaded
 from rlsim.experiment.schema import Experiment
 from rlsim.results.sweeps.identity import config_of, inputs_of, point_name
@@ -69,7 +69,12 @@ def load_sweep(
     if axes:
         validate({"grid": dict(axes)}, Block, "axes")
         spec = spec.model_copy(update={"axes": (*spec.axes, Block(grid=dict(axes)))})
-    data, inner, folder = _experiment(spec, shown, folder)
+    if isinstance(spec.experiment, str):
+        beside = folder / spec.experiment
+        data, inner, folder = read_experiment(beside if is_file(beside) else spec.experiment)
+        inner = spec.experiment if is_file(beside) else inner
+    else:
+        data, inner = spec.experiment, f"{shown}: experiment"
     pairs = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     fixed = {key: Value(value, f"{shown}: set") for key, value in spec.set.items()}
     fixed |= {key: Value(value, OVERRIDDEN) for key, value in pairs.items()}
@@ -114,7 +119,7 @@ def is_sweep(source: str | Path) -> bool:
     named = path.stem in catalogue.names("sweeps") and path.stem not in catalogue.names("experiments")
     if not is_file(path) and not named:
         return False
-    data = read_yaml(_find(path))
+    data = read_yaml(find_file(path, "sweeps", "experiments"))
     return isinstance(data, Mapping) and ("experiment" in data or "axes" in data)
 
 
@@ -123,7 +128,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[SweepSpec, str, Path]
     if isinstance(source, Mapping):
         data, shown, folder = dict(source), "sweep", Path.cwd()
     else:
-        path = _find(Path(source))
+        path = find_file(Path(source), "sweeps", "experiments")
         data, shown, folder = read_yaml(path), str(source), path.resolve().parent
     if not isinstance(data, dict):
         raise ConfigError(f"{shown}: expected a mapping of keys to values")
@@ -131,29 +136,6 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[SweepSpec, str, Path]
         given = dict(source) if isinstance(source, Mapping) else str(source)
         return SweepSpec(name=str(data.get("name") or "sweep"), experiment=given), shown, folder
     return validate(data, SweepSpec, shown), shown, folder
-
-
-def _find(path: Path) -> Path:
-    """A file as it is; else a sweep or an experiment that ships with rlsim, by its name."""
-    if is_file(path):
-        return path
-    for kind in ("sweeps", "experiments"):
-        shipped = catalogue.names(kind)
-        if path.parent.name in ("", kind) and path.stem in shipped:
-            return shipped[path.stem]
-    if path.suffix or len(path.parts) > 1:
-        return path  # reading it says what is wrong
-    names = {**catalogue.names("sweeps"), **catalogue.names("experiments")}
-    raise unknown_name("sweep or experiment", str(path), names)
-
-
-def _experiment(spec: SweepSpec, shown: str, folder: Path) -> tuple[dict[str, Any], str, Path]:
-    """The experiment's keys as given, its name in messages, and the folder of its relative paths."""
-    if not isinstance(spec.experiment, str):
-        return spec.experiment, f"{shown}: experiment", folder
-    beside = folder / spec.experiment
-    data, inner, home = read_experiment(beside if is_file(beside) else spec.experiment)
-    return data, spec.experiment if is_file(beside) else inner, home
 
 
 def _valid(
@@ -168,6 +150,15 @@ def _valid(
     found: list[tuple[Experiment, dict[str, str]]] = []
     mistakes: dict[str, list[Settings]] = {}
     known: dict[str, str] = {}
+
+    def placed(mistake: str, where: Sequence[Settings]) -> str:
+        """With the points that have it, unless all do."""
+        if len(where) == len(every):
+            return mistake
+        first = ", ".join(f"{key}={value.value}" for key, value in where[0].items())
+        place = "" if any(mistake.startswith(v.place) for v in where[0].values()) else f"{shown}: "
+        return f"{place}{mistake} ({len(where)} of {len(every)} points, such as {first})"
+
     for settings in every:
         try:
             experiment = _experiment_of(data, {**fixed, **settings}, inner)
@@ -176,18 +167,8 @@ def _valid(
             for line in str(error).splitlines():
                 mistakes.setdefault(line, []).append(settings)
     if mistakes:
-        told = [_placed(line, where, len(every), shown) for line, where in mistakes.items()]
-        raise ConfigError("\n".join(_few(told)))
+        raise ConfigError("\n".join(_few([placed(line, where) for line, where in mistakes.items()])))
     return found
-
-
-def _placed(mistake: str, where: Sequence[Settings], points: int, shown: str) -> str:
-    """A mistake with the points that have it, unless all do."""
-    if len(where) == points:
-        return mistake
-    first = ", ".join(f"{key}={value.value}" for key, value in where[0].items())
-    place = "" if any(mistake.startswith(v.place) for v in where[0].values()) else f"{shown}: "
-    return f"{place}{mistake} ({len(where)} of {points} points, such as {first})"
 
 
 def _few(mistakes: Sequence[str], of: str = "") -> list[str]:

@@ -7,11 +7,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
+from rlsim.base.output import write_bytes
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError, check_arguments
+from rlsim.experiment.columns import to_bytes
 from rlsim.results.sweeps.points import Definition, load_sweep
-from rlsim.results.sweeps.store import Store, SweepResult, read_sweep
-from rlsim.results.sweeps.tables import COLUMNS, DEFAULT_TABLES, described, differences, listed
+from rlsim.results.sweeps.store import POINTS, Store, SweepResult, read_sweep
+from rlsim.results.sweeps.tables import COLUMNS, DEFAULT_TABLES, differences, listed
 from rlsim.results.sweeps.task import Answer, Answers, Failed, Task, run_locally
 
 #: Called with (points done or failed, points in all, failed so far).
@@ -48,7 +50,10 @@ def sweep(
     _check(wanted, workers, executor, address)
     store = Store(Path(out))
     with store.locked():
-        kept = _kept_tables(wanted, store)
+        earlier = store.earlier_definition()
+        names = set(DEFAULT_TABLES if wanted is None and earlier is None else wanted or ())
+        names |= {*(earlier["tables"] if earlier else ()), "steps", "summary"}
+        kept = tuple(name for name in COLUMNS if name in names)
         _make_room(definition, store, prune)
         store.write_definition(_described(definition, kept))
         tasks = [
@@ -61,7 +66,7 @@ def sweep(
                 _keep(answers, store, len(definition.points) - len(tasks), len(definition.points), progress)
         finally:
             found = read_sweep(out)
-            store.write_points(found.points_table())
+            write_bytes(store.directory / POINTS, to_bytes(found.points_table()))
     return found
 
 
@@ -106,14 +111,6 @@ def _keep(answers: Iterable[Answer], store: Store, done: int, total: int, progre
             progress(done, total, failed)
 
 
-def _kept_tables(wanted: Iterable[str] | None, store: Store) -> tuple[str, ...]:
-    """The tables to keep: those asked for and those that the directory has, the summary last."""
-    earlier = store.earlier_definition()
-    names = set(DEFAULT_TABLES if wanted is None and earlier is None else wanted or ())
-    names |= {*(earlier["tables"] if earlier else ()), "steps", "summary"}
-    return tuple(name for name in COLUMNS if name in names)
-
-
 def _make_room(definition: Definition, store: Store, prune: bool) -> None:
     """Refuse, or with `prune` remove, results of points that the definition does not have."""
     own = {point.name for point in definition.points}
@@ -152,7 +149,7 @@ def _described(definition: Definition, tables: Sequence[str]) -> dict[str, Any]:
         "tables": list(tables),
         "base": definition.base,
         "inputs": dict(sorted(_inputs(definition).items())),
-        "axes": described(definition.points[0].axes),
+        "axes": [axis.column.model_dump() for axis in definition.points[0].axes],
         "points": [
             {"point": point.name, "axes": {axis.column.name: axis.value for axis in point.axes}}
             for point in definition.points

@@ -28,7 +28,7 @@ import pyarrow as pa
 from rlsim.base.output import check_folder, locked, make_folder, reason, write_bytes
 from rlsim.base.records import read_record, sealed, unsealed
 from rlsim.errors import ConfigError
-from rlsim.experiment.columns import TYPES, Column, field_of, read_parquet, to_bytes
+from rlsim.experiment.columns import TYPES, Column, field_of, read_parquet
 from rlsim.results.sweeps.points import Point
 from rlsim.results.sweeps.tables import COLUMNS, RECORD, AxisColumn
 from rlsim.results.sweeps.task import Failed
@@ -153,9 +153,6 @@ class Store:
             with suppress(OSError):  # it is not there, or holds what rlsim did not write
                 path.parent.rmdir()
 
-    def write_points(self, rows: pa.Table) -> None:
-        write_bytes(self.directory / POINTS, to_bytes(rows))
-
     def log(self, entry: Mapping[str, Any]) -> None:
         try:
             with (self.directory / LOG).open("ab+") as file:
@@ -234,7 +231,7 @@ class SweepResult:
         parts = []
         for row in self._rows:
             if row["status"] == "done":
-                rows = self._store.rows(name, row["point"], own)
+                rows = Store(self.directory).rows(name, row["point"], own)
                 for i, (column, dtype) in enumerate(settings.items()):
                     rows = rows.add_column(i, column, pa.array([row[column]] * len(rows), dtype))
                 parts.append(rows)
@@ -245,7 +242,7 @@ class SweepResult:
 
     def record(self, point: str) -> dict[str, Any]:
         """The manifest of a point that is done: its whole configuration, versions, notes (see docs/results.md)."""
-        return self._store.record(point)
+        return Store(self.directory).record(point)
 
     def points_table(self) -> pa.Table:
         """`points` in Arrow."""
@@ -253,16 +250,13 @@ class SweepResult:
         types |= {"status": pa.string(), "error": pa.string()}
         return pa.Table.from_pylist(self._rows, schema=pa.schema(types.items()))
 
-    @property
-    def _store(self) -> Store:
-        return Store(self.directory)
-
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:
-        done, rows = self._store.done(), []
+        store, rows = Store(self.directory), []
+        done = store.done()
         for point in self.definition["points"]:
             name = point["point"]
-            failure = self._store.failure(name)
+            failure = store.failure(name)
             status = "done" if name in done else "failed" if failure else "missing"
             error = failure.error if failure and status == "failed" else ""
             rows.append({"point": name, **point["axes"], "status": status, "error": error})

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
-from pydantic import BaseModel
 
 from rlsim.base.records import Record, sealed
-from rlsim.base.reference import UNITS, meaning_of
-from rlsim.base.schema import model_within
+from rlsim.base.reference import keys_of
 from rlsim.experiment.columns import SUMMARY, TABLES, TYPES, Column, field_of
 from rlsim.experiment.load import place_in
 from rlsim.experiment.schema import Experiment
@@ -53,20 +51,15 @@ def of_point(rows: pa.Table, axes: Sequence[Axis], record: Mapping[str, Any]) ->
     return pa.Table.from_arrays([*arrays, *rows.columns], schema=pa.schema([*fields, *rows.schema], metadata=metadata))
 
 
-def described(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """The columns of axes for a record."""
-    return [axis.column.model_dump() for axis in axes]
-
-
 def columns_of(keys: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> tuple[AxisColumn, ...]:
     """The columns of the keys that a sweep sets, typed so that they hold the values of all its points.
 
     A key that a table also has as a column (`model` in `calls`) is called `experiment.model`.
     """
-    columns = []
+    known, columns = {row.key: row for row in keys_of(Experiment)}, []
     for key in keys:
         name = f"experiment.{key}" if key in TAKEN else key
-        unit, meaning = _described(key)
+        unit, meaning = (known[key].unit, known[key].meaning) if key in known else ("", "")
         dtype = _dtype(value_at(config, key) for config in configs)
         columns.append(AxisColumn(name=name, key=key, dtype=dtype, unit=unit, meaning=meaning))
     return tuple(columns)
@@ -101,29 +94,6 @@ def _dtype(values: Iterable[Any]) -> Literal["int64", "float64", "string", "bool
     if kinds == {int}:
         return "int64"
     return "float64" if kinds and kinds <= {int, float} else "string"
-
-
-def _described(key: str) -> tuple[str, str]:
-    """Unit and meaning of a key of an experiment; empty where the schema does not go."""
-    model: type[BaseModel] = Experiment
-    *path, last = key.split(".")
-    for part in path:
-        inner = model_within(model.model_fields[part].annotation) if part in model.model_fields else None
-        if inner is None:
-            return "", ""
-        model = inner
-    field = model.model_fields.get(last)
-    if field is None:
-        return "", ""
-    notes = [*field.metadata, *_annotations(field.annotation)]
-    unit = next((UNITS[note.func][1] for note in notes if getattr(note, "func", None) in UNITS), "")
-    return unit, meaning_of(model, last)
-
-
-def _annotations(annotation: Any) -> list[Any]:
-    """Everything that is noted within a type, however nested."""
-    noted = list(get_args(annotation)[1:]) if get_origin(annotation) is Annotated else []
-    return noted + [item for inner in get_args(annotation) for item in _annotations(inner)]
 
 
 #: A key that a configuration does not have.

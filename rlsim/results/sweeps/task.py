@@ -60,21 +60,22 @@ class Task:
             return Failed(f"{type(error).__name__}: {error}", _own_traceback(error))
 
     def _files(self) -> dict[str, bytes]:
-        experiment = self.point.experiment(self.shown)
-        _check_same(self.point.inputs, inputs_of(experiment, self.shown, self.folder))
+        point = self.point
+        experiment = point.experiment(self.shown)
+        found = inputs_of(experiment, self.shown, self.folder)
+        if changed := [what for what in point.inputs if found.get(what) != point.inputs[what]]:
+            raise ConfigError(
+                f"where this point ran, these are not what they were when the sweep began: {', '.join(changed)}"
+            )
         result = run_loaded(experiment, self.shown, self.folder)
-        record = self._record(result.manifest)
+        model = {key: value for key, value in result.manifest["model"].items() if key != "source"}  # where it lies
+        own = {"experiment": dict(point.config), "model": model, "inputs": dict(point.inputs)}
+        record = {"point": point.name, **result.manifest, **own}
         files = {}
         for table in self.tables:
             frame = result.summary() if table == "summary" else getattr(result, table)
-            files[table] = to_bytes(of_point(to_arrow(frame, COLUMNS[table]), self.point.axes, record))
+            files[table] = to_bytes(of_point(to_arrow(frame, COLUMNS[table]), point.axes, record))
         return files
-
-    def _record(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest of the point, without what depends on where files lie."""
-        model = {key: value for key, value in manifest["model"].items() if key != "source"}
-        own = {"experiment": dict(self.point.config), "model": model, "inputs": dict(self.point.inputs)}
-        return {"point": self.point.name, **manifest, **own}
 
 
 class Answer(NamedTuple):
@@ -86,14 +87,6 @@ class Answer(NamedTuple):
 
 
 Answers = Generator[Answer, None, None]
-
-
-def _check_same(expected: Mapping[str, str], found: Mapping[str, str]) -> None:
-    changed = [what for what in expected if found.get(what) != expected[what]]
-    if changed:
-        raise ConfigError(
-            f"where this point ran, these are not what they were when the sweep began: {', '.join(changed)}"
-        )
 
 
 def _own_traceback(error: BaseException | None) -> str:
