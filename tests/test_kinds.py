@@ -28,7 +28,7 @@ from rlsim.experiment.systems import parse_systems
 from rlsim.frameworks.parts import Options
 from rlsim.models.hardware import MixedCluster, load_any_cluster, load_cluster
 from rlsim.models.model import load_model
-from rlsim.results.report.page import case_setups
+from rlsim.results.report.page import setups_of
 from rlsim.results.tune.answer import tune
 from rlsim.results.tune.trial import Configuration
 
@@ -200,7 +200,7 @@ def test_results_say_what_they_ran_on(tmp_path: Path, call: Command) -> None:
     result = run(systems=[SPLIT, "one_step_off"])
     result.write(tmp_path / "out")
     again = read_result(tmp_path / "out")
-    (setup,) = case_setups(again)
+    (setup,) = setups_of(again.manifest)
     assert (setup.cluster, setup.gpus) == (MIXED, 24)
     assert [record["name"] for record in setup.calibrations] == ["h20-vllm", "h100-sxm-vllm"]
     assert load_any_cluster(again.manifest["cluster"]) == load_any_cluster(MIXED)

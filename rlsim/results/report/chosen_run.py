@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from rlsim.base.formats import listed
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
-from rlsim.experiment.result import Result
-from rlsim.results.comparison.verdict import Verdict, judge
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from rlsim.experiment.result import Result, Results
-
+from rlsim.experiment.result import Result, Results, open_results
+from rlsim.results.comparison.verdict import judge
+from rlsim.results.sweeps.store import DEFINITION
 
 #: More seeds or steps than these are counted in messages, not listed.
 MOST_LISTED = 20
@@ -40,17 +35,11 @@ class ChosenRun:
     @property
     def setup(self) -> Mapping[str, Any]:
         """What the case ran on: `gpus`, `gpus_per_node`, …"""
-        found: Mapping[str, Any] = self.manifest["setups"][self.case]
-        return found
+        return self.manifest["setups"][self.case]  # type: ignore[no-any-return]
 
     def rows(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
         """The run's rows of a table, in their order."""
-        run: dict[str, Collection[Any]] = {
-            "case": [self.case],
-            "system": [self.system],
-            "seed": [self.seed],
-            "step": self.steps,
-        }
+        run: dict[str, Any] = {"case": [self.case], "system": [self.system], "seed": [self.seed], "step": self.steps}
         return self._source.table(table, columns, run)[list(columns)]
 
 
@@ -68,7 +57,14 @@ def choose_run(
     Raises `CatalogueError` for what the results don't have, with the nearest names, and `ConfigError` for a directory
     that holds no results.
     """
-    source = _opened(results) if isinstance(results, str | Path) else results
+    source: Result | Results
+    if isinstance(results, Result):
+        source = results
+    elif (Path(results) / DEFINITION).is_file():
+        raise ConfigError(f"{results} is a sweep, which has no timeline: run one of its points with rlsim run")
+    else:
+        with open_results(results) as source:
+            pass
     runs = source.table("steps", ["case", "system", "seed", "step", "step_time_s"], {})
     others: dict[str, list[Any]] = {}
     chosen: dict[str, Any] = {}
@@ -88,17 +84,6 @@ def choose_run(
     return ChosenRun(
         **chosen, steps=wanted_steps, step_ends=ends, others=others, manifest=source.manifest, _source=source
     )
-
-
-def _opened(folder: str | Path) -> Results:
-    """The results in a directory; `ConfigError` where there is not what a timeline needs."""
-    from rlsim.experiment.result import open_results
-    from rlsim.results.sweeps.store import DEFINITION
-
-    if (Path(folder) / DEFINITION).is_file():
-        raise ConfigError(f"{folder} is a sweep, which has no timeline: run one of its points with rlsim run")
-    with open_results(folder) as source:
-        return source
 
 
 def not_run(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
@@ -172,7 +157,12 @@ def choose(
     for name in systems:
         if name not in names:
             raise not_run("system", name, names)
-    chosen = tuple(dict.fromkeys(systems)) or _baseline_and_best(judge(summary, str(result.manifest["baseline"])))
+    chosen = tuple(dict.fromkeys(systems))
+    if not chosen:
+        verdict = judge(summary, str(result.manifest["baseline"]))
+        ran, best = list(verdict.outcomes), verdict.runner_up
+        first = verdict.baseline if verdict.baseline in ran else ran[0]
+        chosen = (first,) if best is None or best.system == first else (first, best.system)
     steps = result.steps[(result.steps["case"] == case) & (result.steps["system"] == chosen[0])]
     for what, value in (("seed", seed), ("step", step)):
         if value is not None:
@@ -186,9 +176,3 @@ def choose(
     fixed = [text for text, value in (("the seed", seed), ("the step", step)) if value is not None]
     why = f"{which}; {median if not fixed else ' and '.join(fixed) + ' as asked for'}"
     return Choice(case, chosen, int(middle["seed"]), int(middle["step"]), why)
-
-
-def _baseline_and_best(verdict: Verdict) -> tuple[str, ...]:
-    names, best = list(verdict.outcomes), verdict.runner_up
-    first = verdict.baseline if verdict.baseline in names else names[0]
-    return (first,) if best is None or best.system == first else (first, best.system)

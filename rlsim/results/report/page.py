@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlsim.base.catalogue import DATA
-from rlsim.base.charts import OFFLINE, chart_spec, save_chart, vega_script
-from rlsim.base.output import check_own_file, make_folder, write_text
+from rlsim.base.charts import OFFLINE, chart_spec, vega_script
+from rlsim.base.output import check_own_file, write_text
 from rlsim.base.reading import plain, read_yaml
 from rlsim.base.refusals import holds
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError
-from rlsim.experiment.result import Result
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Figure:
 
 @cache
 def _texts() -> dict[str, Any]:
-    found: dict[str, Any] = plain(read_yaml(DATA / "report.yaml"))
-    return found
+    return plain(read_yaml(DATA / "report.yaml"))  # type: ignore[no-any-return]
 
 
 def figure(name: str, chart: Any, own: str = "", /, **known: Any) -> Figure:
@@ -146,21 +144,6 @@ def check_page_path(path: Path) -> None:
     check_own_file(path)
 
 
-def picture_files(page: Page, folder: Path, suffix: str) -> dict[Path, Figure]:
-    """A file for every chart, named after it; raises `ConfigError` if one is there that rlsim did not write."""
-    files = {folder / f"{figure.id}{suffix}": figure for figure in page.figures}
-    for path in filter(Path.exists, files):
-        check_own_file(path)
-    return files
-
-
-def write_pictures(files: Mapping[Path, Figure]) -> None:
-    """Charts as `.png` (two pixels a point) or `.svg`; raises `ConfigError` for what cannot be written."""
-    for path, figure in files.items():
-        make_folder(path.parent)
-        save_chart(figure.chart, path)
-
-
 @dataclass(frozen=True)
 class CaseSetup:
     """One case of an experiment: its name (empty if there are no cases), its id in the page, what it ran on."""
@@ -185,20 +168,11 @@ class CaseSetup:
         return replace(made, id=f"{name}-{self.id}" if self.id else name, title=self.named(made.title))
 
 
-def case_setups(result: Result) -> list[CaseSetup]:
-    """Every case in which something ran, in order. Raises `ConfigError` for results that do not say on what."""
-    return setups_of([result.manifest])
-
-
-def setups_of(manifests: Iterable[Mapping[str, Any]]) -> list[CaseSetup]:
-    """The same of several results."""
+def setups_of(*manifests: Mapping[str, Any]) -> list[CaseSetup]:
+    """Every case of these results in which something ran, in order."""
     setups: list[CaseSetup] = []
     ids: set[str] = set()
     for manifest in manifests:
-        if "setups" not in manifest:
-            raise ConfigError(
-                f"the results were written by another version of rlsim ({manifest.get('rlsim')}): run again"
-            )
         for case, record in manifest["setups"].items():
             if manifest["systems"][case]:
                 known = {field.name: record[field.name] for field in fields(CaseSetup) if field.name in record}

@@ -221,7 +221,7 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     sections = [
         sweep_section(judged, axes, baseline),
         Section("points", "Every point", _points(frame, axes, sweep)),
-        calibration_section(lookups, setups_of(records.values())),
+        calibration_section(lookups, setups_of(*records.values())),
         _notes(records),
         _configuration(sweep, first),
     ]

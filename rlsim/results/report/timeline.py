@@ -62,7 +62,9 @@ def write_timeline(
     """
     path = Path(path)
     run = choose_run(results, case=case, system=system, seed=seed, steps=steps)
-    check_timeline_path(path)
+    if not path.name.endswith(SUFFIXES):
+        raise ConfigError(f"{path}: a timeline is written as one of {', '.join(SUFFIXES)}")
+    check_own_file(path)
     with atomic_path(path) as temporary, _opened(temporary, compressed=path.suffix == ".gz") as file:
         about = {
             "simulator": f"rlsim {run.manifest['rlsim']}",
@@ -81,13 +83,6 @@ def write_timeline(
         shown = write_requests(writer, run, pid, generate, places=(REQUESTS, REWARDS)) if requests else 0
         writer.close()
     return Timeline(path, run, writer.slices, writer.samples, writer.arrows, run.steps[:shown])
-
-
-def check_timeline_path(path: Path) -> None:
-    """Raises `ConfigError` if a timeline cannot be written as such a file."""
-    if not path.name.endswith(SUFFIXES):
-        raise ConfigError(f"{path}: a timeline is written as one of {', '.join(SUFFIXES)}")
-    check_own_file(path)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlsim.base.charts import check_chart_path
-from rlsim.base.output import check_folder
+from rlsim.base.charts import check_chart_path, save_chart
+from rlsim.base.output import check_folder, check_own_file, make_folder
 from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result, read_result
@@ -21,13 +21,7 @@ from rlsim.results.report.method import (
     ledger_section,
     notes_section,
 )
-from rlsim.results.report.page import (
-    Page,
-    case_setups,
-    check_page_path,
-    picture_files,
-    write_pictures,
-)
+from rlsim.results.report.page import Page, check_page_path, setups_of
 from rlsim.results.report.shares import gpu_section, step_section, trajectories_section
 from rlsim.results.report.speedups import speedup_section
 from rlsim.results.report.staleness import staleness_section
@@ -70,9 +64,13 @@ def write_report(
         raise ConfigError(f"{found.directory} is a sweep: its page has no charts over time to choose a step for")
     else:
         page = sweep_page(found, title=title)
-    pictures = {path: chart for where in folders for path, chart in picture_files(page, *where).items()}
+    pictures = {folder / f"{one.id}{suffix}": one.chart for folder, suffix in folders for one in page.figures}
+    for picture in filter(Path.exists, pictures):
+        check_own_file(picture)
     page.write(target)
-    write_pictures(pictures)
+    for picture, chart in pictures.items():
+        make_folder(picture.parent)
+        save_chart(chart, picture)
     return target
 
 
@@ -91,7 +89,7 @@ def _target(source: Result | SweepResult | str | Path, path: str | Path | None) 
 
 def report_page(result: Result, choice: Choice, title: str | None = None) -> Page:
     """The page of some results; see `write_report`."""
-    setups = case_setups(result)
+    setups = setups_of(result.manifest)
     setup = next(one for one in setups if one.case == choice.case)
     experiment = result.manifest["experiment"]
     stale, tools = staleness_section(result, setups), trajectories_section(result, setups)
