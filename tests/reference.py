@@ -63,6 +63,7 @@ class RefRequest:
     generated: int = 0  # above 0: resumed
     budget_tokens: int = 0  # 0: none
     tools: tuple[tuple[int, int, float], ...] = ()  # after so many tokens: tokens observed, seconds; those ahead
+    predicted_tokens: float = 0.0  # 0: nothing is
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ class _Request:
     generated: int
     budget: int  # tokens with which it finishes, or pauses
     tools: list[tuple[int, int, float]] = field(default_factory=list)  # calls ahead
+    predicted_tokens: float = 0.0
     state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving", "paused", "acting"] = "waiting"
     arrived_kv: bool = False  # waiting, and its KV has just arrived with it
     priority: float = 0.0  # in its queue, the lowest first
@@ -231,7 +233,9 @@ class _Request:
 
 def made(r: RefRequest) -> _Request:
     limit = min(r.response_tokens, r.generated + r.budget_tokens) if r.budget_tokens else r.response_tokens
-    return _Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated, limit, list(r.tools))
+    return _Request(
+        r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated, limit, list(r.tools), r.predicted_tokens
+    )
 
 
 @dataclass(eq=False)
@@ -755,8 +759,10 @@ class _Rollout:
         # 4. iterate
         step = self.costs_of(replica).step(replica.tp)
         short = self.pages(replica) > step.most_kv * capacity
-        step = step.under(Conditions(self.version_of(replica), short))
         running = [r for r in replica.admitted if r.state == "running"]
+        expected = math.fsum(max(r.predicted_tokens, r.generated) for r in running) / max(len(running), 1)
+        level = sum(length <= expected for length in step.lengths) if running and step.lengths else -1
+        step = step.under(Conditions(self.version_of(replica), short, level))
         contexts = [r.context for r in running]
         new_chunks = [Chunk(new, r.prefilled) for r, new in chunks]
         kind: Literal["prefill", "mixed", "decode"]

@@ -101,6 +101,14 @@ def test_what_drafts_yield_under_conditions() -> None:
     beside = DerivedStep(step, lambda *_: Change(scale=2.0))
     assert (beside.conditional, beside.most_kv) == (True, 0.75)
     assert beside.under(short).decode(4).step_s(6000) == pytest.approx(32e-3)
+    budgets = Speculation(
+        method="eagle", num_speculative_tokens=3, acceptance=0.5, num_speculative_tokens_per_length={"1K": 1, 4000: 3}
+    )
+    at = SpeculativeStep(Toy(10e-3), {1: Toy(12e-3), 3: Toy(24e-3)}, budgets)
+    assert (list(at.lengths), list(budgets.drafted)) == ([1024, 4000], [1, 3])
+    found = [at.under(Conditions(level=level)).decode(4).step_s(6000) for level in range(3)]
+    assert found == pytest.approx([16e-3, 18e-3 / 1.5, 30e-3 / 1.875])
+    assert at.under(Conditions(level=1)).mixed_s(4, 6000, [Chunk(5, 0)]) == pytest.approx(18e-3 / 1.5 + 5e-3)
     fresh = spec.model_copy(update={"draft_age": 3, "refresh": 4})
     ages = [fresh.under(Conditions(version=version)).accepted[0] for version in range(6)]
     assert ages == pytest.approx([0.5 * 0.8**age for age in (3, 0, 1, 2, 3, 0)])
@@ -182,6 +190,11 @@ def test_speculation_shortens_generation_alone() -> None:
     assert (plain.steps.gen_time_s == none.steps.gen_time_s).all()
     eagle = run(method="eagle3", num_speculative_tokens=2, acceptance=0.7).steps.iloc[0]
     worse = run(method="eagle3", num_speculative_tokens=2, acceptance=0.0).steps.iloc[0]
+    all_long, later = (
+        run(method="eagle3", num_speculative_tokens=2, acceptance=0.7, num_speculative_tokens_per_length={first: 2})
+        for first in (0, 100)
+    )
+    assert all_long.steps.gen_time_s[0] == eagle.gen_time_s < later.steps.gen_time_s[0] < plain.steps.gen_time_s[0]
     assert eagle.gen_time_s < plain.steps.gen_time_s[0] < worse.gen_time_s
     assert eagle.trained_response_tokens == plain.steps.trained_response_tokens[0]
 
@@ -191,9 +204,10 @@ def test_systems_that_decide_meanwhile_run_with_drafts() -> None:
     of the KV cache is in use: nobody beats the lower bound."""
     systems = [{"verl": {"tp": 1}}, "pat", {"name": "tail", "use": [{"verl": {"tp": 1}}, "tail_batching"]},
                {"name": "partial", "use": [{"verl": {"tp": 2}}, {"partial_rollout": {"share": 0.8, "splits": 2}}]},
-               {"areal": {"tp": 2, "rollout_gpus": 4}}]  # fmt: skip
+               {"areal": {"tp": 2, "rollout_gpus": 4}},
+               {"name": "queued", "use": [{"verl": {"tp": 1}}, "queue_order"]}]  # fmt: skip
     drafted = {"method": "eagle3", "num_speculative_tokens": 3, "dynamic": True}
-    drafted |= {"drift": 0.05, "disable_by_kv_usage": 0.02}
+    drafted |= {"drift": 0.05, "disable_by_kv_usage": 0.02, "num_speculative_tokens_per_length": {100: 1, "1K": 3}}
     experiment = {**SETTINGS, "trace": {"path": "rollpacker-math", "cap": "2K"}, "systems": systems, "baseline": "verl",
                   "workflow": {"prompts": 8, "responses": 8, "steps": 2}}  # fmt: skip
     overrides = {"engine.speculation": drafted, "engine.chunked_prefill": True, "cluster": "8xh100"}

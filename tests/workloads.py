@@ -45,7 +45,8 @@ class LinearStep(StepCost):
     A mixed iteration takes both less one `a`.
 
     Where it is `conditional` all of them take `short` times as long with more than `most_kv` of the KV pages in use,
-    and `older` times more for each version of the weights since the last third one.
+    `older` times more for each version of the weights since the last third one, and half as much more for each of the
+    `lengths` that responses are expected to reach.
     """
 
     a: float = 0.0
@@ -63,9 +64,11 @@ class LinearStep(StepCost):
     most_kv: float = 1.0
     short: float = 1.0
     older: float = 0.0
+    lengths: tuple[int, ...] = ()
 
     def _made_for(self, conditions: Conditions) -> LinearStep:
         factor = (self.short if conditions.short else 1.0) * (1.0 + self.older * (conditions.version % 3))
+        factor *= 1.0 + 0.5 * (conditions.level if self.lengths else 0)
         return replace(self, scale=self.scale * factor, conditional=False)
 
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
@@ -378,10 +381,7 @@ class Workload:
         sizes = [self.requests[(first_id + i) % len(self.requests)] for i in range(len(launch.prompts))]
         if self.tools and self.tools.sandboxes + self.tools.workers:  # twins at one moment: who is first is left open
             sizes = [replace(size, tools=()) for size in sizes]
-        return [
-            RefRequest(first_id + i, r.position, r.prompt_tokens, r.response_tokens, 0, self.budget_tokens, r.tools)
-            for i, r in enumerate(sizes)
-        ]
+        return [replace(r, id=first_id + i, generated=0, budget_tokens=self.budget_tokens) for i, r in enumerate(sizes)]
 
     def simulate(self) -> RefResult:
         """The reference's answer."""
@@ -430,7 +430,8 @@ def _steps(draw: st.DrawFn, gpus: int, ties: bool) -> dict[int, LinearStep]:
     if draw(st.integers(0, 2)):
         return steps
     usage, short, older = draw(st.sampled_from([0.0, 0.3, 0.6, 0.9])), draw(st.sampled_from([0.5, 2.0])), 0.25
-    more = {"conditional": True, "most_kv": usage, "short": short, "older": older}
+    lengths = draw(st.sampled_from([(), (0, 4), (10,), (5, 20, 40, 100)]))
+    more = {"conditional": True, "most_kv": usage, "short": short, "older": older, "lengths": lengths}
     return {tp: replace(step, **more) for tp, step in steps.items()}
 
 
@@ -571,7 +572,8 @@ def workloads(
         same = prefixes and i % samples > 0
         prompt_tokens = requests[-1].prompt_tokens if same else draw(prompts)
         tools = draw(tool_calls(length, done)) if agents else ()
-        requests.append(RefRequest(i, i // samples, prompt_tokens, length, done, budget_tokens, tools))
+        predicted = length * factor if (factor := draw(st.sampled_from([0.0, 0.0, 0.3, 0.99, 1.0, 2.5]))) else 0.0
+        requests.append(RefRequest(i, i // samples, prompt_tokens, length, done, budget_tokens, tools, predicted))
 
     node_gpus = draw(st.sampled_from(MESHES))
     gpus = math.gcd(*node_gpus)

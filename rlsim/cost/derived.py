@@ -30,7 +30,7 @@ class DerivedStep(StepCost):
 
     def __init__(self, cost: StepCost, change: Callable[[int, bool], Change], part: str = "host") -> None:
         self.tp, self.skew, self.kv = cost.tp, cost.skew, cost.kv
-        self.conditional, self.most_kv = cost.conditional, cost.most_kv
+        self.conditional, self.most_kv, self.lengths = cost.conditional, cost.most_kv, cost.lengths
         self._cost, self._change, self._part = cost, change, part
 
     def _made_for(self, conditions: Conditions) -> StepCost:

@@ -34,6 +34,7 @@ from rlsim.cost.step import Chunk, Conditions, StepCost
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
+from rlsim.units import Tokens
 
 #: What drafts tokens: the sequence's own text (`ngram`, `suffix`), a head of one layer that is trained for the model
 #: (`eagle`, `eagle3`), the model's layer for multi-token prediction (`mtp`), or a small model.
@@ -76,6 +77,13 @@ class Speculation(Schema):
         ge=0,
         lt=1,
         description="with a larger share of a replica's KV pages in use than that nothing is drafted",
+    )
+    num_speculative_tokens_per_length: dict[Tokens, Annotated[int, Field(ge=0, le=64)]] | None = Field(
+        default=None,
+        min_length=1,
+        description="drafted tokens by the length that a replica's responses are expected to have on average: those of "
+        "the largest length here that it reaches, below all none. Expected is what the system's predictor says, or "
+        "what a response has by now where that is more",
     )
     dynamic: bool = Field(
         default=False,
@@ -120,6 +128,8 @@ class Speculation(Schema):
     def under(self, conditions: Conditions) -> Speculation:
         """What it is under these conditions."""
         own: dict[str, Any] = {"disable_by_batch_size": 0} if conditions.short else {}
+        if budgets := self.num_speculative_tokens_per_length:
+            own["num_speculative_tokens"] = (0, *(budgets[length] for length in sorted(budgets)))[conditions.level]
         age = self.draft_age + conditions.version
         age = age % self.refresh if self.refresh else age
         if self.drift and age:
@@ -135,8 +145,8 @@ class Speculation(Schema):
     @property
     def drafted(self) -> Sequence[int]:
         """Numbers of tokens that a step may draft, 0 aside."""
-        most = self.num_speculative_tokens
-        return range(1, most + 1) if self.dynamic else range(most, most + 1)
+        most, budgets = self.num_speculative_tokens, self.num_speculative_tokens_per_length or {}
+        return range(1, most + 1) if self.dynamic else sorted({most, *budgets.values()} - {0})
 
 
 def head_of(model: Model, method: Method, vocab: int | None = None) -> Model | None:
@@ -296,7 +306,8 @@ class SpeculativeStep(StepCost):
         self.tp, self.skew, self.kv = plain.tp, plain.skew, plain.kv
         self._plain, self._steps, self._speculation = plain, steps, speculation
         usage = speculation.disable_by_kv_usage
-        self.conditional = usage is not None or speculation.drift > 0
+        self.lengths = sorted(speculation.num_speculative_tokens_per_length or ())
+        self.conditional = usage is not None or speculation.drift > 0 or bool(self.lengths)
         self.most_kv = 1.0 if usage is None else usage
 
     def _made_for(self, conditions: Conditions) -> StepCost:
@@ -313,10 +324,10 @@ class SpeculativeStep(StepCost):
         return reduce(lambda one, other: longer(one, other, min), each)
 
     def _choices(self, batch: int) -> Sequence[int]:
-        most = self._speculation.disable_by_batch_size
+        most, drafted = self._speculation.disable_by_batch_size, self._speculation.num_speculative_tokens
         if most is not None and batch > most:
             return (0,)
-        return (0, *self._steps) if self._speculation.dynamic else tuple(self._steps)
+        return (0, *(k for k in self._steps if k <= drafted)) if self._speculation.dynamic else (drafted,)
 
     def _token(self, drafted: int, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         """The curve of one token of each sequence where so many are drafted."""
@@ -330,7 +341,8 @@ class SpeculativeStep(StepCost):
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
         token_s = self.decode(batch, in_windows).step_s(context_tokens)
-        step = self._plain if self._choices(batch) == (0,) else self._last
+        drafted = self._choices(batch)[-1]
+        step = self._steps[drafted] if drafted else self._plain
         mixed_s = step.mixed_s(batch, context_tokens, chunks, in_windows)
         return token_s + max(mixed_s - step.decode(batch, in_windows).step_s(context_tokens), 0.0)
 

@@ -63,6 +63,7 @@ class Conditions(NamedTuple):
 
     version: int = 0  # of the replica's weights: updates that they have had
     short: bool = False  # more of its KV pages are in use than `StepCost.most_kv`
+    level: int = -1  # how many of `StepCost.lengths` its responses are expected to reach on average; -1: all
 
 
 class StepCost(ABC):
@@ -83,9 +84,11 @@ class StepCost(ABC):
     #: many context tokens lie in windows, too (`InWindows`).
     kv: KvShape = PLAIN_KV
 
-    #: Whether iterations depend on `Conditions`; the share of KV pages in use above which they are `short`.
+    #: Whether iterations depend on `Conditions`: the share of KV pages in use above which they are `short`, the lengths
+    #: of responses (tokens, ascending) that their `level` counts.
     conditional: bool = False
     most_kv: float = 1.0
+    lengths: Sequence[int] = ()
 
     @cached_property
     def _under(self) -> dict[Conditions, StepCost]:

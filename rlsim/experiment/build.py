@@ -131,7 +131,8 @@ class LoadedExperiment:
         notes |= dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note)
         if self.drafts:
             spec = self.drafts.speculation
-            drafted, first = spec.num_speculative_tokens, spec.under(Conditions())
+            first = spec.under(Conditions())
+            drafted = first.num_speculative_tokens
             said = f"a step of {drafted} drafted tokens yields {first.yielded(drafted):.2f} of each response"
             since = ", less with each update since the draft was trained" if spec.drift else ""
             notes[f"engine.speculation: {said}, as expected{since}"] = None

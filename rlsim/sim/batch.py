@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
+from math import ceil, fsum
 from operator import attrgetter
 
 from rlsim.cost.curve import DecodeCurve, InWindows
@@ -55,6 +56,7 @@ class RunningBatch:
         self._capacity_pages = capacity_pages * kv.page_units
         self.plain = kv == PLAIN_KV
         self.spare_pages = 0  # with fewer left its iterations cost something else
+        self._same_level = 0  # steps for which `length_level` is known to hold, from where it was asked; 0: it was not
         self.cache: PrefixCache | None = None  # where requests may find anything
         self.pinned_pages = 0  # that requests keep which are not here
         self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it leaves at, admission number, request)
@@ -181,8 +183,8 @@ class RunningBatch:
         return finished
 
     def fits_to_the_end(self) -> bool:
-        """Whether all requests fit until they leave, wherever in their last pages they stand."""
-        return self._fits(self._final_tokens)
+        """Whether all requests fit until they leave, wherever in their last pages they stand, and cost the same."""
+        return not self._same_level and self._fits(self._final_tokens)
 
     def _fits(self, tokens: int) -> bool:
         """Whether so many tokens have pages for certain, and leave those to spare; nothing is certain where pages are
@@ -307,6 +309,8 @@ class RunningBatch:
             heappop(heap)
             finish, order, request = heap[0]
         steps = finish - self.step
+        if self._same_level:
+            steps = min(steps, self._same_level)
         if self._chunks:
             steps = min(steps, self._steps_to_chunk(steps))
         if self._windows is not None:
@@ -318,6 +322,19 @@ class RunningBatch:
         if 0 < self.spare_pages <= room_pages - self.pages:
             steps = min(steps, self._steps_that_fit(room_pages - self.spare_pages) + 1)
         return steps
+
+    def length_level(self, lengths: Sequence[int]) -> int:
+        """How many of these lengths the responses are expected to reach on average: each what is predicted of it, or
+        what it has generated where that is more."""
+        have = [(request, request.offset + self.step - request.prompt_tokens) for request in self]
+        total = fsum([max(request.predicted_tokens, generated) for request, generated in have])
+        level = bisect_right(lengths, total / self.size)
+        ahead = [request.predicted_tokens - generated for request, generated in have]
+        self._same_level = min((ceil(tokens) for tokens in ahead if tokens > 0), default=_EVER)
+        growing = sum(tokens <= 0 for tokens in ahead)
+        if growing and level < len(lengths):
+            self._same_level = min(self._same_level, max(int((lengths[level] * self.size - total) / growing), 1))
+        return level
 
     def padded_tokens(self) -> float:
         """The contexts' sum, plus the share of their padding to the longest that the kernel pays for."""

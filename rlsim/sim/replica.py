@@ -282,7 +282,8 @@ class Replica:
                     continue
             chunks = scheduler.schedule(env.now)
             if self._usual.conditional:
-                self.cost = self._usual.under(Conditions(self.version, scheduler.free_pages < batch.spare_pages))
+                level = batch.length_level(self._usual.lengths) if self._usual.lengths and batch.size else -1
+                self.cost = self._usual.under(Conditions(self.version, scheduler.free_pages < batch.spare_pages, level))
             if chunks:
                 yield from self._prefill(chunks)
             elif self._quiet and batch.size and not scheduler.waiting and batch.fits_to_the_end():
