@@ -114,6 +114,21 @@ def test_what_drafts_yield_under_conditions() -> None:
     assert ages == pytest.approx([0.5 * 0.8**age for age in (3, 0, 1, 2, 3, 0)])
 
 
+def test_drawn_steps_agree_with_the_expectation() -> None:
+    """Responses of 3,000 tokens whose drafts are accepted or not by chance: the mean time of one is that of the curve,
+    within its interval and the step that ends it; the last of 64 is later, as docs/speculation.md says."""
+    rng, spec, tokens = (
+        np.random.default_rng(5),
+        Speculation(method="mtp", num_speculative_tokens=3, acceptance=0.7),
+        3000,
+    )
+    accepted = np.minimum(rng.geometric(1 - 0.7, (16, 64, tokens)) - 1, 3)
+    drawn_s = 24e-3 * ((np.cumsum(1 + accepted, axis=2) < tokens).sum(axis=2) + 1)
+    expected_s = DecodeCurve(1, [0.0], [24e-3 / spec.yielded(3)]).steps_s(0, tokens)
+    assert abs(drawn_s.mean() - expected_s) < 24e-3 + 3 * drawn_s.std() / 32
+    assert drawn_s.max(axis=1).mean() / expected_s == pytest.approx(1.037, abs=0.005)
+
+
 def test_verification_is_more_tokens_over_the_same_cache() -> None:
     """Three tokens of each of 8 sequences: products and head as of 24 sequences, attention as of 8."""
     model = load_model("llama-3.1-8b")
