@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from rlsim.base.charts import save_chart
+from rlsim.base.charts import drawn, save_chart, templates
 from rlsim.errors import CalibrationError
 
-if TYPE_CHECKING:
-    import altair as alt
-
 BAND = 0.15  # relative error of the shaded band
-MOST, MOST_IN_ALL = 400, 4800  # points drawn, of one operator and together; the worst are always among them
-WORST = 20
-COLUMNS = 3
-SIDE = 230  # pixels of a panel
-_COLOURS = ["#7f8c99", "#d55e00"]  # grey, vermilion: told apart by anyone
-_SEEN = ["used for the fit", "held out"]
+MOST, WORST = 400, 20  # points drawn of an operator, the worst among them
 
 
 def write_chart(points: pd.DataFrame, path: str | Path) -> None:
@@ -31,44 +23,21 @@ def write_chart(points: pd.DataFrame, path: str | Path) -> None:
     save_chart(calibration_chart(points), Path(path), CalibrationError)
 
 
-def calibration_chart(points: pd.DataFrame) -> alt.FacetChart:
+def calibration_chart(points: pd.DataFrame) -> dict[str, Any]:
     """The chart of `points`: log-log panels with the ±15% band; the error is in the tooltip and each panel's title."""
-    import altair as alt
-
     if points.empty:
         raise CalibrationError("no points to draw")
-    parts, most = [], min(MOST, MOST_IN_ALL // points.operator.nunique())
-    for operator, rows in points.groupby("operator", sort=False):
-        shown = _sample(rows, most).sort_values("held_out")  # held-out points lie on top
+    parts = []
+    for operator, every in points.groupby("operator", sort=False):
+        shown = _sample(every).sort_values("held_out")  # held-out points lie on top
+        shown = shown.assign(seen=np.where(shown.held_out, "held out", "used for the fit"))
         times = shown[["measured_s", "fitted_s"]].to_numpy(float)
         ends = pd.DataFrame({"at": [times.min() / 1.3, times.max() * 1.3]})
         ends = ends.assign(low=ends["at"] * (1 - BAND), high=ends["at"] * (1 + BAND))
-        shown = shown.assign(seen=shown.held_out.map(dict(enumerate(_SEEN)).get))
-        parts.append(pd.concat([shown, ends]).assign(panel=_title(str(operator), rows, len(shown))))
+        parts.append(pd.concat([shown, ends]).assign(panel=_title(str(operator), every, len(shown))))
     columns = ["panel", "label", "measured_s", "fitted_s", "error", "seen", "at", "low", "high"]
-    base = alt.Chart(pd.concat(parts, ignore_index=True)[columns])
-    log, axis = alt.Scale(type="log", nice=False), alt.Axis(format="~s", tickCount=5, labelOverlap=True)
-    line = base.transform_filter("isValid(datum.at)").encode(
-        x=alt.X("at:Q", scale=log, axis=axis, title="measured (s)")
-    )
-    band = line.mark_area(color="#56b4e9", opacity=0.3, clip=True).encode(
-        y=alt.Y("low:Q", scale=log, axis=axis, title="fitted (s)"), y2="high:Q"
-    )
-    diagonal = line.mark_line(color="#444444", strokeWidth=1).encode(y="at:Q")
-    dots = base.transform_filter("isValid(datum.label)").mark_point(filled=True, size=26, opacity=0.65, clip=True)
-    dots = dots.encode(
-        x="measured_s:Q",
-        y="fitted_s:Q",
-        color=alt.Color("seen:N", title=None, scale=alt.Scale(domain=_SEEN, range=_COLOURS)),
-        shape=alt.Shape("seen:N", title=None, scale=alt.Scale(domain=_SEEN, range=["circle", "diamond"])),
-        tooltip=["label:N", "measured_s:Q", "fitted_s:Q", alt.Tooltip("error:Q", format="+.1%"), "seen:N"],
-    )
-    header = alt.Header(title=None, labelAnchor="start", labelFontSize=11, labelExpr="split(datum.label, '\\n')")
-    facet = alt.layer(band, diagonal, dots).properties(width=SIDE, height=SIDE)
-    said = f"on the diagonal both agree; shaded: within {BAND:.0%}; held out: points that the fit has not seen"
-    title = alt.TitleParams("Fitted against measured times", subtitle=said, anchor="start", offset=14)
-    panels = facet.facet(alt.Facet("panel:N", header=header, sort=None), columns=COLUMNS, title=title)
-    chart: alt.FacetChart = panels.resolve_scale(x="independent", y="independent").configure_view(stroke=None)
+    known = {"points": pd.concat(parts, ignore_index=True)[columns], "BAND": BAND}
+    chart: dict[str, Any] = drawn(templates("calibrate")["fit"], known)
     return chart
 
 
@@ -77,18 +46,19 @@ def _title(operator: str, rows: pd.DataFrame, shown: int) -> str:
     error = (unseen if len(unseen) else rows).error.abs()
     count = f"{len(error):,} point{'s' * (len(error) != 1)}"
     which = "held out" if len(unseen) else "in sample"
-    name = operator.replace("_", " ")
-    lines = [name, f"{which}: median {error.median():.1%}, p90 {error.quantile(0.9):.1%}, {count}"]
+    lines = [
+        operator.replace("_", " "),
+        f"{which}: median {error.median():.1%}, p90 {error.quantile(0.9):.1%}, {count}",
+    ]
     if shown < len(rows):
         lines.append(f"{shown:,} of {len(rows):,} drawn, the worst among them")
     return "\n".join(lines)
 
 
-def _sample(rows: pd.DataFrame, most: int) -> pd.DataFrame:
-    """At most `most` rows, spread evenly over the measured times, and the worst of all."""
-    if len(rows) <= most:
+def _sample(rows: pd.DataFrame) -> pd.DataFrame:
+    """At most `MOST` rows, spread evenly over the measured times, and the worst of all."""
+    if len(rows) <= MOST:
         return rows
-    ordered = rows.sort_values("measured_s")
-    even = ordered.iloc[np.linspace(0, len(rows) - 1, most - WORST).astype(int)]
+    even = rows.sort_values("measured_s").iloc[np.linspace(0, len(rows) - 1, MOST - WORST).astype(int)]
     worst = rows.loc[rows.error.abs().sort_values(ascending=False).index[:WORST]]
     return pd.concat([even, worst]).drop_duplicates()

@@ -6,11 +6,10 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from rlsim.base.charts import save_chart
+from rlsim.base.charts import drawn, save_chart, templates
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.experts import FusedExperts, expert_load, peak_of
 from rlsim.cost.operators import Operators, gemm_of
@@ -22,9 +21,6 @@ from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model, load_model
 from rlsim.models.precision import WEIGHT_BYTES, peak_flop_per_s
 
-if TYPE_CHECKING:
-    import altair as alt
-
 ROWS = (1, 16, 64, 256, 1024, 4096, 16384)  # of products, and tokens of experts
 WEIGHTS = (1024, 4096, 16384)  # n = k
 CONTEXTS = (64, 256, 1024, 4096, 16384, 65536)
@@ -32,7 +28,6 @@ SEQUENCES = (1, 8, 64, 256)
 HEADS = (32, 8, 128)  # query heads, KV heads and their size
 EXPERTS = (128, 8, 4096, 1536)  # of Qwen3-235B-A22B: experts, of them for a token, hidden size, width
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # responses on all GPUs together
-SIDE = 260  # pixels of a panel
 Shown = tuple[str, str, str, float, float]
 
 
@@ -123,24 +118,8 @@ def by_line(found: pd.DataFrame) -> pd.DataFrame:
 
 def write(found: pd.DataFrame, title: str, path: Path) -> None:
     """A panel for every kernel, as .html, .svg or .png; raises `CalibrationError` for another ending."""
-    save_chart(_chart(found, title), path, CalibrationError)
-
-
-def _chart(found: pd.DataFrame, title: str) -> alt.FacetChart:
-    import altair as alt
-
     unit, form, digits = ("ms", "d", ".2f") if "step_s" in found else ("of the data sheet's rate", "%", ".1%")
     unit, form, digits = ("times as fast", ".1f", ".2f") if "gain" in found else (unit, form, digits)
-    panel = found.kernel.str.replace("_", " ") + ", by " + found.axis
-    lines = alt.Chart(found.assign(panel=panel)).mark_line(point=True)
-    lines = lines.encode(
-        x=alt.X("at:Q", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(format="~s", tickCount=5), title=None),
-        y=alt.Y("value:Q", axis=alt.Axis(format=form), title=unit),
-        color=alt.Color("line:N", title=None, sort=None),
-        tooltip=["line:N", alt.Tooltip("at:Q", format=","), alt.Tooltip("value:Q", format=digits)],
-    )
-    panels = lines.properties(width=SIDE, height=SIDE * 0.7).facet(
-        alt.Facet("panel:N", title=None, sort=[*panel.unique()]), columns=3, title=title
-    )
-    chart: alt.FacetChart = panels.resolve_scale(x="independent")
-    return chart
+    found = found.assign(panel=found.kernel.str.replace("_", " ") + ", by " + found.axis)
+    known = {"found": found, "title": title, "unit": unit, "form": form, "digits": digits}
+    save_chart(drawn(templates("calibrate")["shown"], known), path, CalibrationError)

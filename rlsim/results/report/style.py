@@ -43,7 +43,6 @@ TP_SHADES = ("#A9CFE8", "#7DB3DA", "#4A90C4", "#1F6CA8", "#0B4A84", "#06224A")
 WIDTH = 900  # px of a chart with its labels
 INK, FAINT, GRID = "#1C1C1C", "#5A5A5A", "#E4E4E4"
 LABEL_LIMIT = 260  # px of a system's name
-_DIGITS = 6
 _TEXT = {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12}
 _LINES = {"gridColor": GRID, "domainColor": "#8A8A8A", "tickColor": "#8A8A8A"}
 #: What every chart has.
@@ -82,17 +81,6 @@ def _ramp(shades: tuple[str, ...], count: int) -> list[str]:
 def _lightness(colour: str) -> int:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return 299 * red + 587 * green + 114 * blue
-
-
-def rows(frame: pd.DataFrame) -> dict[str, Any]:
-    """A frame as a chart has it, floats with six significant digits: finer than any pixel, and half the bytes."""
-    rounded = {
-        name: column.map(lambda value: float(f"{value:.{_DIGITS}g}"), na_action="ignore")
-        for name, column in frame.items()
-        if pd.api.types.is_float_dtype(column)
-    }
-    told = frame.assign(**{str(name): column for name, column in rounded.items()}).astype(object)
-    return {"values": told.where(told.notna(), None).to_dict("records")}
 
 
 def chart(name: str, /, **known: Any) -> dict[str, Any]:
