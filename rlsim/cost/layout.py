@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -121,45 +122,20 @@ class PairTimes:
         sources: Sequence[Layout],
         targets: Sequence[Layout],
     ) -> None:
-        self._time_s = time_s
+        self._time_s, self._cluster = cache(time_s), cluster
         self._sources, self._targets = sources, targets
-        per_node = cluster.domain_gpus
-        self._reach = 2 * cluster.gpus + 1
-        self._source_layout, self._source_at = _layouts(sources, per_node)
-        self._target_layout, self._target_at = _layouts(targets, per_node)
-        self._known: dict[int, float] = {}
-        self._layouts = int(self._target_layout.max(initial=0)) + 1
-        self._per_node = per_node
+        self._known = cache(self._pair_s)
 
     def __call__(self, source: npt.ArrayLike, target: npt.ArrayLike) -> Floats:
         """Seconds from placement number `source` to number `target`, broadcast against each other like any arrays."""
-        s, t = np.broadcast_arrays(np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64))
-        shape, s, t = s.shape, s.ravel(), t.ravel()
-        unique, where, back = np.unique(self._keys(s, t), return_index=True, return_inverse=True)
-        keys = unique.tolist()
-        for key, at in zip(keys, where.tolist(), strict=True):
-            if key not in self._known:
-                self._known[key] = self._time_s(self._sources[s[at]], self._targets[t[at]])
-        return np.array([self._known[key] for key in keys], dtype=np.float64)[back].reshape(shape)
+        numbers = np.asarray(source, dtype=np.int64) * len(self._targets) + np.asarray(target, dtype=np.int64)
+        different, back = np.unique(numbers, return_inverse=True)
+        seconds = np.array([self._known(number) for number in different.tolist()], dtype=np.float64)
+        return seconds[back].reshape(numbers.shape)
 
-    def _keys(self, s: Integers, t: Integers) -> Integers:
-        """One number for every pair that may differ in time: both layouts, places in the node, and the distance."""
-        per_node, reach = self._per_node, self._reach
-        first, start, end = (column[s] for column in self._source_at)
-        target_first, target_start, target_end = (column[t] for column in self._target_at)
-        apart = (end < target_start) | (target_end < start)
-        distance = np.where(apart, target_first % per_node, target_first - first + reach // 2 + per_node)
-        key = self._source_layout[s] * self._layouts + self._target_layout[t]
-        return (key * per_node + first % per_node) * (reach + per_node) + distance
-
-
-def _layouts(placements: Sequence[Layout], per_node: int) -> tuple[Integers, tuple[Integers, Integers, Integers]]:
-    """A number for each placement's degrees; and first GPUs, first nodes and last nodes."""
-    numbers: dict[tuple[object, ...], int] = {}
-    layout = [numbers.setdefault((p.dp, p.tp, p.pp, p.cp, p.zero3, p.expert_cut), len(numbers)) for p in placements]
-    first = np.array([p.first_gpu for p in placements], dtype=np.int64)
-    last = np.array([p.end_gpu - 1 for p in placements], dtype=np.int64)
-    return np.array(layout, dtype=np.int64), (first, first // per_node, last // per_node)
+    def _pair_s(self, number: int) -> float:
+        source, target = divmod(number, len(self._targets))
+        return self._time_s(*canonical(self._cluster, self._sources[source], self._targets[target]))
 
 
 # Replicas of a rollout ------------------------------------------------------------------------------------------------
