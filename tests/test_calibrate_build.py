@@ -10,12 +10,11 @@ import pytest
 from conftest import Command
 
 from rlsim.calibrate.build import Built, build_calibration
-from rlsim.calibrate.chart import MOST, calibration_chart, write_chart
 from rlsim.calibrate.fit.attention import CHUNK, with_windows
 from rlsim.calibrate.fit.common import operators_with
 from rlsim.calibrate.measurements import Measurements, measured_node
 from rlsim.calibrate.parts import COLUMNS
-from rlsim.calibrate.show import efficiencies
+from rlsim.calibrate.show import MOST, calibration_chart, efficiencies, write_chart
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Reference, Source, load_calibration
 from rlsim.cost.carried import carried_operators

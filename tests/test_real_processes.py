@@ -20,9 +20,8 @@ from evidence.validate.rollout import validate_rollouts
 from evidence.validate.rollout_simulation import Case, MeasuredCosts, simulate
 from evidence.validate.rollout_steps import QUICK, Samples, fit, shapes
 from rlsim.calibrate.measure import steps
-from rlsim.calibrate.measure.batch import Batch
 from rlsim.calibrate.measure.bench import Bench, Effort, Timing
-from rlsim.calibrate.measure.decoder import KvCache, build_decoder, check_degree, weight_splits
+from rlsim.calibrate.measure.decoder import Batch, KvCache, build_decoder, check_degree, weight_splits
 from rlsim.calibrate.measure.journal import Point
 from rlsim.calibrate.measure.plan import plan, reshard_bytes
 from rlsim.calibrate.measure.steps import Lap, migrate, reshard, run_point, spread_moves

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlsim.calibrate.measure.batch import Batch
 from rlsim.calibrate.measure.bench import CORE_SHARE, Lap, synchronize
-from rlsim.calibrate.measure.decoder import Decoder, KvCache, build_decoder
+from rlsim.calibrate.measure.decoder import Batch, Decoder, KvCache, build_decoder
 from rlsim.calibrate.measure.steps import Move, migrate, reshard, step_times
 from rlsim.errors import CalibrationError
 from rlsim.models.model import Model

@@ -49,32 +49,32 @@ PeakRate = Annotated[FlopPerSecond, Field(ge=1e6, le=1e20)]
 class Source(Schema):
     """One set of measurements that a calibration is fitted to."""
 
-    project: str = Field(description="who measured")
-    commit: str = Field(description="version of the measured tables")
+    project: str  # who measured
+    commit: str  # version of the measured tables
     licence: str
-    files: tuple[str, ...] = Field(description="tables used, by their path in that project")
-    engine_version: str = Field(default="", description="engine release that was measured")
+    files: tuple[str, ...]  # tables used, by their path in that project
+    engine_version: str = ""  # engine release that was measured
 
 
 class Provenance(Schema):
     """Where the numbers come from."""
 
-    date: str = Field(description="day of the fit, ISO 8601")
-    script: str = Field(description="script that made the file")
+    date: str  # day of the fit, ISO 8601
+    script: str  # script that made the file
     sources: tuple[Source, ...] = Field(min_length=1)
-    notes: tuple[str, ...] = Field(default=(), description="what is derived or assumed rather than measured")
+    notes: tuple[str, ...] = ()  # what is derived or assumed rather than measured
 
 
 class Reference(Fitted):
     """Data-sheet figures that the efficiencies are relative to."""
 
-    bf16_flop_per_s: PeakRate = Field(description="peak dense bf16 rate")
-    fp8_flop_per_s: PeakRate | None = Field(default=None, description="peak dense FP8 rate, where there is one")
-    fp4_flop_per_s: PeakRate | None = Field(default=None, description="peak dense FP4 rate, where there is one")
-    memory_bytes_per_s: Rate = Field(description="peak device-memory bandwidth")
-    sm_count: Count = Field(description="streaming multiprocessors")
-    l2_bytes: Bytes = Field(gt=0, le=1e15, description="L2 cache")
-    link_bytes_per_s: Rate = Field(description="GPU-to-GPU rate one way, in the measured node")
+    bf16_flop_per_s: PeakRate  # peak dense bf16 rate
+    fp8_flop_per_s: PeakRate | None = None  # peak dense FP8 rate, where there is one
+    fp4_flop_per_s: PeakRate | None = None  # peak dense FP4 rate, where there is one
+    memory_bytes_per_s: Rate  # peak device-memory bandwidth
+    sm_count: Count  # streaming multiprocessors
+    l2_bytes: Bytes = Field(gt=0, le=1e15)  # L2 cache
+    link_bytes_per_s: Rate  # GPU-to-GPU rate one way, in the measured node
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
@@ -91,21 +91,19 @@ class Reference(Fitted):
 class HostFit(Fitted):
     """The host's time per engine step, and whatever else a step takes that is in no kernel of the tables."""
 
-    step_s: KernelSeconds = Field(description="per step")
-    sequence_s: KernelSeconds = Field(description="per running sequence and step")
-    prefill_s: KernelSeconds = Field(default=0.0, description="per prefill iteration, on top of step_s")
-    overlapped: bool = Field(
-        default=False, description="the host prepares a step while the GPU works: the longer of the two, not their sum"
-    )
-    source: str = Field(description="what it is fitted to")
+    step_s: KernelSeconds  # per step
+    sequence_s: KernelSeconds  # per running sequence and step
+    prefill_s: KernelSeconds = 0.0  # per prefill iteration, on top of step_s
+    overlapped: bool = False  # the host prepares a step while the GPU works: the longer of the two, not their sum
+    source: str  # what it is fitted to
 
 
 class EagerFit(Fitted):
     """The host's time to launch what an iteration runs, where no CUDA graph was captured."""
 
-    layer_s: KernelSeconds = Field(description="per transformer layer")
-    collective_s: KernelSeconds = Field(description="per tensor-parallel collective")
-    source: str = Field(description="what it is fitted to")
+    layer_s: KernelSeconds  # per transformer layer
+    collective_s: KernelSeconds  # per tensor-parallel collective
+    source: str  # what it is fitted to
 
     def iteration_s(self, layers: float, tp: int) -> float:
         """Seconds to launch an iteration of so many layers of attention and feed-forward; under tensor parallelism with
@@ -128,49 +126,40 @@ class FrontEndFit(Fitted):
     thread has done the work that tokens leave behind (detokenizing, streaming).
     """
 
-    delay_s: KernelSeconds = Field(default=0.0, description="added to every request, however busy the server is")
-    prompt_token_s: KernelSeconds = Field(default=0.0, description="the thread's time for each token of a prompt")
-    token_s: KernelSeconds = Field(default=0.0, description="the thread's time for each generated token")
-    client_s: KernelSeconds = Field(default=0.0, description="from a response's end to the client's next request")
-    held_prefills: int = Field(
-        default=0, ge=0, le=1000, description="prefills that start before the first tokens of one are handed out"
-    )
-    source: str = Field(default="none", description="what it is fitted to")
+    delay_s: KernelSeconds = 0.0  # added to every request, however busy the server is
+    prompt_token_s: KernelSeconds = 0.0  # the thread's time for each token of a prompt
+    token_s: KernelSeconds = 0.0  # the thread's time for each generated token
+    client_s: KernelSeconds = 0.0  # from a response's end to the client's next request
+    # prefills that start before the first tokens of one are handed out
+    held_prefills: int = Field(default=0, ge=0, le=1000)
+    source: str = "none"  # what it is fitted to
 
 
 class RuntimeFit(Fitted):
     """What changing the parallel layout costs besides moving bytes."""
 
-    graph_capture_s: LongSeconds = Field(description="capture of one batch size's CUDA graph")
-    graph_batch_sizes: tuple[Count, ...] = Field(description="batch sizes the engine captures")
-    switch_control_s: LongSeconds = Field(description="pause, free, collect, resume at each switch")
-    group_create_s: LongSeconds = Field(description="first use of a communication group")
-    reshard_bytes_per_s: Rate | None = Field(
-        default=None, description="per rank, one way, while weights are resharded; none: from the collectives"
-    )
-    migrate_bytes_per_s: Rate | None = Field(
-        default=None, description="per rank, one way, while KV migrates; none: from the collectives"
-    )
-    restart_s: LongSeconds = Field(
-        default=28.91,
-        description="end and start of an engine without weights, KV and graphs; default: as published of A40 at TP8",
-    )
-    reload_bytes_per_s: Rate = Field(
-        default=2.150e9, description="of all weights, loaded by an engine; default: a published 7.47 s of LLaMA-3.1-8B"
-    )
+    graph_capture_s: LongSeconds  # capture of one batch size's CUDA graph
+    graph_batch_sizes: tuple[Count, ...]  # batch sizes the engine captures
+    switch_control_s: LongSeconds  # pause, free, collect, resume at each switch
+    group_create_s: LongSeconds  # first use of a communication group
+    # per rank, one way, while weights are resharded; none: from the collectives
+    reshard_bytes_per_s: Rate | None = None
+    migrate_bytes_per_s: Rate | None = None  # per rank, one way, while KV migrates; none: from the collectives
+    # end and start of an engine without weights, KV and graphs; default: as published of A40 at TP8
+    restart_s: LongSeconds = 28.91
+    # of all weights, loaded by an engine; default: a published 7.47 s of LLaMA-3.1-8B
+    reload_bytes_per_s: Rate = 2.150e9
     source: str
 
 
 class TrainingFit(Fitted):
     """Training efficiency, fitted elsewhere (see its source)."""
 
-    flop_efficiency: dict[str, Share] = Field(description="framework -> share of peak bf16 FLOP/s in linear layers")
-    forward_efficiency: dict[str, Share] = Field(
-        default={}, description="framework -> the same of calls without gradient, where it is another one"
-    )
-    call_s: dict[str, LongSeconds] = Field(
-        default={}, description="framework -> time of each call that neither tokens nor GPUs change; default: none"
-    )
+    flop_efficiency: dict[str, Share]  # framework -> share of peak bf16 FLOP/s in linear layers
+    # framework -> the same of calls without gradient, where it is another one
+    forward_efficiency: dict[str, Share] = Field(default={})
+    # framework -> time of each call that neither tokens nor GPUs change; default: none
+    call_s: dict[str, LongSeconds] = Field(default={})
     source: str
 
 
@@ -180,8 +169,8 @@ class Residual(Fitted):
     count: int = Field(ge=0)
     median: float = Field(ge=0)
     p90: float = Field(ge=0)
-    bias: float = Field(description="median signed relative error, positive = predicted too slow")
-    ranges: dict[str, Range] = Field(description="smallest and largest measured value of each variable")
+    bias: float  # median signed relative error, positive = predicted too slow
+    ranges: dict[str, Range]  # smallest and largest measured value of each variable
     note: str = ""
 
 
@@ -198,15 +187,15 @@ class EngineFit(Fitted):
     """
 
     model: str
-    model_type: str = Field(description="its family, whose other members take the level")
-    precision: Precision = Field(default="bf16", description="of the weights")
+    model_type: str  # its family, whose other members take the level
+    precision: Precision = "bf16"  # of the weights
     kv_precision: KvPrecision = "bf16"
     tp: Count
-    overlapped: bool = Field(default=False, description="the host works beside the GPU in what the factors are on")
-    level: Factor = Field(description="geometric mean of the factors of iterations that only decode")
-    decode: Correction = Field(description=f"over {' and '.join(DECODE_AXES)}, of iterations that only decode")
-    prefill: Correction | None = Field(default=None, description="over tokens, of the others")
-    source: str = Field(description="what it is fitted to")
+    overlapped: bool = False  # the host works beside the GPU in what the factors are on
+    level: Factor  # geometric mean of the factors of iterations that only decode
+    decode: Correction  # over DECODE_AXES, of iterations that only decode
+    prefill: Correction | None = None  # over PREFILL_AXES, of the others
+    source: str  # what it is fitted to
 
     @model_validator(mode="after")
     def _axes(self) -> Self:
@@ -235,19 +224,19 @@ class Calibration(Fitted):
     """Everything that is fitted for one GPU under one engine."""
 
     name: str
-    gpu: str = Field(description="GPU of the catalogue that was measured")
+    gpu: str  # GPU of the catalogue that was measured
     engine: Engine
     provenance: Provenance
     reference: Reference
     operators: OperatorFits
     collectives: CollectiveFits
     host: HostFit
-    eager: EagerFit = Field(default=EAGER, description="without CUDA graphs")
+    eager: EagerFit = EAGER  # without CUDA graphs
     front_end: FrontEndFit = FrontEndFit()
     runtime: RuntimeFit
     training: TrainingFit
-    residuals: dict[str, Residual] = Field(description="by operator, on held-out shapes")
-    iterations: tuple[EngineFit, ...] = Field(default=(), description="of whole engines, by model and TP")
+    residuals: dict[str, Residual]  # by operator, on held-out shapes
+    iterations: tuple[EngineFit, ...] = ()  # of whole engines, by model and TP
     _draw: Draw = PrivateAttr(default=Draw())
     _costs: AssumedCosts = PrivateAttr(default=PLAIN_COSTS)
 

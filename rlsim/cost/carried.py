@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from pydantic import Field
-
 from rlsim.base.schema import Schema
 from rlsim.cost.fits import KernelFit, OperatorFits, ProductFit
 
@@ -32,10 +30,10 @@ class Rates(Protocol):
 class Derived(Schema):
     """A GPU without tables: everything relative is another one's, the data-sheet figures are its own."""
 
-    source: str = Field(description="the other GPU")
-    cluster: str = Field(description="of the catalogue: a node as sold")
-    engines: tuple[str, ...] = Field(description="of the source's calibrations, those that are carried over")
-    note: str = Field(description="what is carried over, and what is not known")
+    source: str  # the other GPU
+    cluster: str  # of the catalogue: a node as sold
+    engines: tuple[str, ...]  # of the source's calibrations, those that are carried over
+    note: str  # what is carried over, and what is not known
 
 
 def carried_operators(operators: OperatorFits, source: Rates, reference: Rates) -> OperatorFits:

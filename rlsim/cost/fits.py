@@ -46,7 +46,7 @@ class Axis(Fitted):
     """One axis of a correction."""
 
     name: str
-    knots: tuple[Amount, ...] = Field(min_length=1, description="positive, ascending")
+    knots: tuple[Amount, ...] = Field(min_length=1)  # positive, ascending
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
@@ -62,7 +62,7 @@ class Correction(Fitted):
     """
 
     axes: tuple[Axis, ...] = Field(min_length=1)
-    factor: tuple[Factor, ...] = Field(description="measured / formula at every knot, the last axis running fastest")
+    factor: tuple[Factor, ...]  # measured / formula at every knot, the last axis running fastest
 
     @model_validator(mode="before")
     @classmethod
@@ -102,14 +102,12 @@ class Correction(Fitted):
 class KernelFit(Fitted):
     """`launch + roofline(work) · table(shape)` (`cost.kernel`): the one form of all kernels."""
 
-    kernel: str = Field(default="", description="the kernel that was measured, where an engine has several")
-    launch_s: KernelSeconds = Field(description="time of an empty kernel")
-    efficiency: dict[str, Efficiency] = Field(description="share of each of the data sheet's rates that is reached")
-    blend: Annotated[float, Field(ge=1, le=10)] = Field(
-        default=3.0, description="p: how sharply the slowest of the rates hides the others"
-    )
-    added_s: dict[str, KernelSeconds] = Field(default={}, description="for each unit of work beside the roofline")
-    table: Correction | None = Field(default=None, description="measured over roofline, by shape")
+    kernel: str = ""  # the kernel that was measured, where an engine has several
+    launch_s: KernelSeconds  # time of an empty kernel
+    efficiency: dict[str, Efficiency]  # share of each of the data sheet's rates that is reached
+    blend: Annotated[float, Field(ge=1, le=10)] = 3.0  # p: how sharply the slowest of the rates hides the others
+    added_s: dict[str, KernelSeconds] = Field(default={})  # for each unit of work beside the roofline
+    table: Correction | None = None  # measured over roofline, by shape
 
 
 class Tile(Fitted):
@@ -117,41 +115,33 @@ class Tile(Fitted):
 
     m: Count
     n: Count
-    efficiency: Share = Field(description="share of an SM's peak while inside the main loop")
-    from_rows: Count = Field(default=1, description="of a product: with fewer, another block is taken")
+    efficiency: Share  # share of an SM's peak while inside the main loop
+    from_rows: Count = 1  # of a product: with fewer, another block is taken
 
 
 class ProductFit(KernelFit):
     """Matrix products in one precision (`cost.products`), over m, n, k; quantising the activations is among them."""
 
-    precision: Precision = Field(default="bf16", description="of the weights")
-    blocks: Literal["deepgemm"] | None = Field(default=None, description="the library whose choice of blocks is known")
-    tiles: tuple[Tile, ...] = Field(
-        default=(),
-        description="block shapes where the kernel's choice is fitted: of those with the largest from_rows that is "
-        "reached, the fastest; none: the FLOPs alone count",
-    )
-    splits: tuple[Count, ...] = Field(default=(1,), description="numbers of blocks that k may be split over")
-    split_s: KernelSeconds = Field(default=0.0, description="cost of splitting k over blocks")
-    k_overhead: float = Field(default=0.0, ge=0, le=1e6, description="start and end of a tile, in elements of k")
-    wave_rounding: float = Field(
-        default=1.0, ge=0, le=1, description="1: a started wave costs a whole one; 0: its share"
-    )
+    precision: Precision = "bf16"  # of the weights
+    blocks: Literal["deepgemm"] | None = None  # the library whose choice of blocks is known
+    # block shapes where the kernel's choice is fitted: of those with the largest from_rows that is reached, the
+    # fastest; none: the FLOPs alone count
+    tiles: tuple[Tile, ...] = ()
+    splits: tuple[Count, ...] = (1,)  # numbers of blocks that k may be split over
+    split_s: KernelSeconds = 0.0  # cost of splitting k over blocks
+    k_overhead: float = Field(default=0.0, ge=0, le=1e6)  # start and end of a tile, in elements of k
+    wave_rounding: float = Field(default=1.0, ge=0, le=1)  # 1: a started wave costs a whole one; 0: its share
 
 
 class AttentionFit(Fitted):
     """Attention with grouped queries, of decode or of prompts, on one kind of KV cache (`cost.attention_kernels`)."""
 
     kv_precision: KvPrecision = "bf16"
-    heads: dict[Count, KernelFit] = Field(
-        min_length=1, description="size of a head -> its kernel; heads of a size that is not here: as the first"
-    )
-    windows: dict[Count, KernelFit] = Field(
-        default={}, description="the same of sequences beyond a sliding window; a size that is not here: as without"
-    )
-    skew: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.0, description="share of the padding of unequal contexts that decode pays for"
-    )
+    # size of a head -> its kernel; heads of a size that is not here: as the first
+    heads: dict[Count, KernelFit] = Field(min_length=1)
+    # the same of sequences beyond a sliding window; a size that is not here: as without
+    windows: dict[Count, KernelFit] = Field(default={})
+    skew: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the padding of unequal contexts that decode pays for
 
 
 class LatentAttentionFit(Fitted):
@@ -159,33 +149,24 @@ class LatentAttentionFit(Fitted):
 
     kv_precision: KvPrecision = "bf16"
     decode: KernelFit
-    prompts: KernelFit | None = Field(
-        default=None, description="none: as that of grouped queries, over keys and values made of the latents"
-    )
+    prompts: KernelFit | None = None  # none: as that of grouped queries, over keys and values made of the latents
 
 
 class ExpertsFit(KernelFit):
     """All that stands in an MLP's place (`cost.experts`), over rows, width, bytes (of the weights that are read)."""
 
-    multiplied_in: Precision | None = Field(
-        default=None,
-        description="whose peak rate the products have, if not that of the weights' precision: MXFP4 weights are "
-        "multiplied in bf16, or in fp8 where the kernel turns activations into MXFP8",
-    )
-    block_rows: tuple[Count, ...] = Field(
-        min_length=1,
-        description="of the blocks: the first is taken whose rows, times `block_fill`, hold the mean of selections for "
-        "an expert here, those of experts elsewhere among them (FlashInfer's `selectDefaultTileN`)",
-    )
-    block_fill: float = Field(default=2.0, gt=0, le=2, description="2, or 0.9 of Marlin's (`fused_marlin_moe` of vLLM)")
-    default_blocks: tuple[tuple[Count, Count], tuple[Count, Count]] | None = Field(
-        default=None,
-        description="rows and columns of the blocks that the engine takes where it has none tuned: for no more tokens "
-        "than experts, and beyond",
-    )
-    tuned: tuple[tuple[Count, Count], ...] = Field(
-        default=(), description="beside default_blocks: (experts on a GPU, their width there) that have tuned blocks"
-    )
+    # whose peak rate the products have, if not that of the weights' precision: MXFP4 weights are multiplied in bf16, or
+    # in fp8 where the kernel turns activations into MXFP8
+    multiplied_in: Precision | None = None
+    # of the blocks: the first is taken whose rows, times `block_fill`, hold the mean of selections for an expert here,
+    # those of experts elsewhere among them (FlashInfer's `selectDefaultTileN`)
+    block_rows: tuple[Count, ...] = Field(min_length=1)
+    block_fill: float = Field(default=2.0, gt=0, le=2)  # 2, or 0.9 of Marlin's (`fused_marlin_moe` of vLLM)
+    # rows and columns of the blocks that the engine takes where it has none tuned: for no more tokens than experts, and
+    # beyond
+    default_blocks: tuple[tuple[Count, Count], tuple[Count, Count]] | None = None
+    # beside default_blocks: (experts on a GPU, their width there) that have tuned blocks
+    tuned: tuple[tuple[Count, Count], ...] = ()
 
 
 class OperatorFits(Fitted):
@@ -197,21 +178,17 @@ class OperatorFits(Fitted):
     gemm: ProductFit
     decode_attention: AttentionFit
     prefill_attention: AttentionFit
-    memory_bound: KernelFit = Field(description="norms, rotary embedding, activation: over bytes (of one), tokens")
-    quantised_gemm: tuple[ProductFit, ...] = Field(
-        default=(), description="one for each other precision that was measured"
-    )
-    decode_attention_fp8: AttentionFit | None = Field(default=None, description="on an FP8 KV cache")
-    prefill_attention_fp8: AttentionFit | None = Field(default=None, description="on an FP8 KV cache")
-    latent_attention: LatentAttentionFit | None = Field(default=None, description="none: not measured on this GPU")
-    latent_attention_fp8: LatentAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
-    experts: dict[Precision, ExpertsFit] = Field(default={}, description="mixtures of experts, by precision")
-    parallel_experts: dict[Precision, ExpertsFit] = Field(
-        default={}, description="the same where experts lie on several GPUs, if the engine takes another kernel there"
-    )
-    other_experts: dict[str, dict[Precision, ExpertsFit]] = Field(
-        default={}, description="by kernels that the engine takes when it is told to (`engine.moe_backend`)"
-    )
+    memory_bound: KernelFit  # norms, rotary embedding, activation: over bytes (of one), tokens
+    quantised_gemm: tuple[ProductFit, ...] = ()  # one for each other precision that was measured
+    decode_attention_fp8: AttentionFit | None = None  # on an FP8 KV cache
+    prefill_attention_fp8: AttentionFit | None = None  # on an FP8 KV cache
+    latent_attention: LatentAttentionFit | None = None  # none: not measured on this GPU
+    latent_attention_fp8: LatentAttentionFit | None = None  # on an FP8 KV cache
+    experts: dict[Precision, ExpertsFit] = Field(default={})  # mixtures of experts, by precision
+    # the same where experts lie on several GPUs, if the engine takes another kernel there
+    parallel_experts: dict[Precision, ExpertsFit] = Field(default={})
+    # by kernels that the engine takes when it is told to (`engine.moe_backend`)
+    other_experts: dict[str, dict[Precision, ExpertsFit]] = Field(default={})
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
@@ -235,8 +212,8 @@ class OperatorFits(Fitted):
 class CollectiveFit(Fitted):
     """Time of one collective, linear in log-log between knots; flat below, proportional to the bytes above."""
 
-    message_bytes: tuple[Annotated[Bytes, Field(gt=0, le=1e15)], ...] = Field(min_length=2, description="ascending")
-    time_s: tuple[StepSeconds, ...] = Field(description="not falling")
+    message_bytes: tuple[Annotated[Bytes, Field(gt=0, le=1e15)], ...] = Field(min_length=2)  # ascending
+    time_s: tuple[StepSeconds, ...]  # not falling
 
     @model_validator(mode="after")
     def _knots(self) -> Self:
@@ -254,25 +231,24 @@ Gpus = Annotated[int, Field(ge=2, le=1_000_000)]
 class ExchangeFit(Fitted):
     """DeepEP's dispatch and combine together, by the bytes (bf16) that a GPU's tokens make, once for each copy."""
 
-    low_latency: CollectiveFit = Field(description="kernels of decode steps; a copy for each expert of a token")
-    normal: CollectiveFit = Field(description="kernels of prefills; a copy for each GPU that a token reaches")
+    low_latency: CollectiveFit  # kernels of decode steps; a copy for each expert of a token
+    normal: CollectiveFit  # kernels of prefills; a copy for each GPU that a token reaches
 
 
 class AcrossFit(Fitted):
     """Collectives across nodes: `L (1 + x + ramp x^power)`, where `L` is the time of an empty message and `x` that of
     the bytes at full rate over `L`. A hop takes the link's latency and what is said here (`cost.collectives`)."""
 
-    base_s: KernelSeconds = Field(description="launch and synchronisation")
-    step_s: KernelSeconds = Field(description="from GPU to GPU of a node, in a tree")
-    tree_hop_s: KernelSeconds = Field(description="beyond the link's latency, each time a tree goes to another node")
-    message_s: KernelSeconds = Field(
-        description="for the network's proxy to post one message, in all-to-alls; a ring across nodes waits for it at "
-        "each hop inside them, too (NCCL's model)"
-    )
-    efficiency: Share = Field(description="share of the link that the largest messages reach")
-    ramp: float = Field(ge=0, le=100, description="how much chunks and protocols of middling messages cost")
-    power: Share = Field(description="how that grows with the bytes")
-    source: str = Field(description="what it is from")
+    base_s: KernelSeconds  # launch and synchronisation
+    step_s: KernelSeconds  # from GPU to GPU of a node, in a tree
+    tree_hop_s: KernelSeconds  # beyond the link's latency, each time a tree goes to another node
+    # for the network's proxy to post one message, in all-to-alls; a ring across nodes waits for it at each hop inside
+    # them, too (NCCL's model)
+    message_s: KernelSeconds
+    efficiency: Share  # share of the link that the largest messages reach
+    ramp: float = Field(ge=0, le=100)  # how much chunks and protocols of middling messages cost
+    power: Share  # how that grows with the bytes
+    source: str  # what it is from
 
 
 #: Of NCCL and networks, not of a GPU, where a calibration says nothing else (`scripts/fit_calibrations.py across`).
@@ -291,9 +267,8 @@ ACROSS = AcrossFit(
 class CollectiveFits(Fitted):
     """Collectives inside a node by operation and GPUs, and how they go on across nodes."""
 
-    nccl: dict[Operation, dict[Gpus, CollectiveFit]] = Field(description="operation -> GPUs -> fit")
-    custom_all_reduce: dict[Gpus, CollectiveFit] = Field(
-        default={}, description="the engine's own all-reduce under CUDA graphs, by GPUs; taken where it is faster"
-    )
-    deepep: dict[Gpus, ExchangeFit] = Field(default={}, description="tokens to experts and back, by GPUs of a node")
-    across: AcrossFit = Field(default=ACROSS, description="across nodes")
+    nccl: dict[Operation, dict[Gpus, CollectiveFit]]  # operation -> GPUs -> fit
+    # the engine's own all-reduce under CUDA graphs, by GPUs; taken where it is faster
+    custom_all_reduce: dict[Gpus, CollectiveFit] = Field(default={})
+    deepep: dict[Gpus, ExchangeFit] = Field(default={})  # tokens to experts and back, by GPUs of a node
+    across: AcrossFit = ACROSS  # across nodes

@@ -48,71 +48,27 @@ ACCEPTANCE: dict[Method, float] = {
 
 
 class Speculation(Schema):
-    """Speculative decoding of a rollout, in the words of vLLM's `speculative_config`."""
+    """Speculative decoding of a rollout, in the words of vLLM's `speculative_config`.
 
-    method: Method = Field(
-        description="what drafts tokens: ngram or suffix (the text so far, on the host), eagle or eagle3 (a head of "
-        "one layer), mtp (the model's own layer for multi-token prediction), draft_model (a smaller model)"
-    )
-    num_speculative_tokens: int = Field(
-        ge=0, le=64, description="drafted tokens of each sequence in a step, one after the other; 0: no speculation"
-    )
-    acceptance: Chance | tuple[Chance, ...] | None = Field(
-        default=None,
-        description="the chance that a drafted token is accepted given those before it, or by position the chance that "
-        "all up to there are (vLLM's acceptance rate per position); default: assumed by method, see the ledger",
-    )
-    model: str | None = Field(default=None, description="of method draft_model: a model's name or its config.json")
-    draft_tensor_parallel_size: int | None = Field(
-        default=None, ge=1, le=1024, description="TP of a draft model; default: the replica's"
-    )
-    draft_vocab_size: int | None = Field(
-        default=None, ge=1, le=100_000_000, description="tokens that an EAGLE head can draft; default: all"
-    )
-    disable_by_batch_size: int | None = Field(
-        default=None, ge=1, description="with more sequences than that in a replica's batch nothing is drafted"
-    )
-    disable_by_kv_usage: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="with a larger share of a replica's KV pages in use than that nothing is drafted",
-    )
+    What the fields mean are rows of `rlsim/data/meanings.csv`.
+    """
+
+    method: Method
+    num_speculative_tokens: int = Field(ge=0, le=64)
+    acceptance: Chance | tuple[Chance, ...] | None = None
+    model: str | None = None
+    draft_tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
+    draft_vocab_size: int | None = Field(default=None, ge=1, le=100_000_000)
+    disable_by_batch_size: int | None = Field(default=None, ge=1)
+    disable_by_kv_usage: float | None = Field(default=None, ge=0, lt=1)
     num_speculative_tokens_per_length: dict[Tokens, Annotated[int, Field(ge=0, le=64)]] | None = Field(
-        default=None,
-        min_length=1,
-        description="drafted tokens by the length that a replica's responses are expected to have on average: those of "
-        "the largest length here that it reaches, below all none. Expected is what the system's predictor says, or "
-        "what a response has by now where that is more",
+        default=None, min_length=1
     )
-    dynamic: bool = Field(
-        default=False,
-        description="whether each step drafts the number of tokens up to num_speculative_tokens, 0 among them, that is "
-        "fastest for its batch and context; if not, always as many",
-    )
-    drift: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="share of its chance to be accepted, given those before it, that a drafted token loses with each "
-        "update of the weights since the draft was trained",
-    )
-    draft_age: int = Field(
-        default=0, ge=0, description="updates of the weights since the draft was trained, as the run begins"
-    )
-    refresh: int = Field(
-        default=0,
-        ge=0,
-        description="after every so many updates the draft, trained along, comes with the new weights: true (1) with "
-        "each, false (0) with none",
-    )
-    refresh_cost: float = Field(
-        default=0.07,
-        ge=0,
-        le=10,
-        description="what training the draft along adds to the model's training in each step with a refresh, as a "
-        "share of it",
-    )
+    dynamic: bool = False
+    drift: float = Field(default=0.0, ge=0, lt=1)
+    draft_age: int = Field(default=0, ge=0)
+    refresh: int = Field(default=0, ge=0)
+    refresh_cost: float = Field(default=0.07, ge=0, le=10)
 
     @property
     def accepted(self) -> tuple[float, ...]:

@@ -8,9 +8,9 @@ from typing import get_args
 
 from rlsim.base.output import check_own_file
 from rlsim.calibrate.build import build_calibration
-from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests
 from rlsim.calibrate.measurements import Measurements, node_of
+from rlsim.calibrate.show import write_chart
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, carried_to, load_calibration
 from rlsim.errors import CalibrationError, nearest

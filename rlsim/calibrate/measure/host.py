@@ -44,16 +44,16 @@ _CACHE_BYTES = 32 * 2**20  # where the system does not tell the last cache's siz
 class MachineFacts(Schema):
     """What a journal begins with. Points of one journal are from one device, set-up, model and set of versions."""
 
-    device: str = Field(description="cpu or cuda")
-    name: str = Field(description="processor, as the system names it")
-    workers: int = Field(gt=0, description="processes measuring at once, one a device (on the CPU, one a core)")
-    memory_bytes: float = Field(gt=0, description="of one GPU; on the CPU, of the whole machine")
-    cache_bytes: float = Field(gt=0, description="last-level cache")
-    sm_count: int = Field(gt=0, description="streaming multiprocessors; 1 for a CPU's worker")
-    dtype: str = Field(description="bfloat16 or float32")
-    model: str = Field(description="name, and a hash of the fields that decide its shapes")
-    versions: dict[str, str] = Field(description="rlsim, python, torch, cuda, driver")
-    clocks: dict[str, str] = Field(default={}, description="as the driver or system reports them at the start")
+    device: str  # cpu or cuda
+    name: str  # processor, as the system names it
+    workers: int = Field(gt=0)  # processes measuring at once, one a device (on the CPU, one a core)
+    memory_bytes: float = Field(gt=0)  # of one GPU; on the CPU, of the whole machine
+    cache_bytes: float = Field(gt=0)  # last-level cache
+    sm_count: int = Field(gt=0)  # streaming multiprocessors; 1 for a CPU's worker
+    dtype: str  # bfloat16 or float32
+    model: str  # name, and a hash of the fields that decide its shapes
+    versions: dict[str, str]  # rlsim, python, torch, cuda, driver
+    clocks: dict[str, str] = Field(default={})  # as the driver or system reports them at the start
     date: str
 
     @property

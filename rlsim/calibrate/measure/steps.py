@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlsim.calibrate.measure.batch import Batch
 from rlsim.calibrate.measure.bench import Bench, Call, Lap, Timing, laps, measure
-from rlsim.calibrate.measure.decoder import Decoder, KvCache, random_weights, weight_splits
+from rlsim.calibrate.measure.decoder import Batch, Decoder, KvCache, random_weights, weight_splits
 from rlsim.calibrate.measure.journal import Point
 from rlsim.calibrate.measure.kernels import (
     collective,
