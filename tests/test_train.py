@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import call_bytes, kept_bytes
-from rlsim.cost.micro_batches import MicroBatching
-from rlsim.cost.packing import deal, first_fit, pack
+from rlsim.cost.micro_batches import MicroBatching, deal, first_fit, pack
 from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import host_copy_s

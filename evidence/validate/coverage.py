@@ -20,7 +20,7 @@ from evidence.validate.rows import Row, markdown
 from rlsim.base.schema import load
 from rlsim.cost.assumed import MIDDLE_BATCH
 from rlsim.cost.fits import Fitted
-from rlsim.cost.packing import Floats
+from rlsim.cost.flops import Floats
 
 CONFIDENCE = 0.9
 CALLS = Path(__file__).with_name("transfer_calls.yaml")

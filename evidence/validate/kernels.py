@@ -12,8 +12,8 @@ from evidence.validate.parts import Options, Section, Skipped
 from evidence.validate.rows import Row, summarise, summary_table
 from rlsim.calibrate.fit.attention import HEAD_DIM, kernel_decode_attention, kernel_prefill_attention
 from rlsim.calibrate.fit.collectives import kernel_collectives
-from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.gemm import kernel_gemm
+from rlsim.calibrate.fit.kernel import kernel_memory_bound
 from rlsim.calibrate.importers import aiconfigurator, vidur
 from rlsim.calibrate.measurements import measured_node
 from rlsim.calibrate.parts import join

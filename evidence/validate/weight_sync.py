@@ -23,8 +23,8 @@ from evidence.validate.rows import Kind, Row, markdown, number, read_rows
 from rlsim.base.schema import Schema, load
 from rlsim.cost.calibration import Engine, load_calibration
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.flops import Floats
 from rlsim.cost.layout import Layout
-from rlsim.cost.packing import Floats
 from rlsim.cost.weight_sync import FITTED, SyncFit, SyncMethod, WeightSync
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import load_cluster

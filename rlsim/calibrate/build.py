@@ -14,9 +14,9 @@ import pandas as pd
 from rlsim.calibrate.fit.attention import attention_kernels
 from rlsim.calibrate.fit.collectives import kernel_collectives
 from rlsim.calibrate.fit.common import as_written, percent, rounded
-from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts, other_experts
 from rlsim.calibrate.fit.gemm import kernel_gemm, quantised_products
+from rlsim.calibrate.fit.kernel import kernel_memory_bound
 from rlsim.calibrate.measurements import Measurements, measured_node
 from rlsim.calibrate.parts import Fitted, Parts, join, point_rows, residual_of
 from rlsim.calibrate.steps import NO_HOST, fit_host, fit_tables

@@ -8,9 +8,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.cost.packing import Floats
 from rlsim.models.layers import Attention, FullAttention, LatentAttention, LinearAttention, Mamba2, NoAttention
 from rlsim.models.model import Model
+
+Floats = npt.NDArray[np.float64]
 
 # Attention ------------------------------------------------------------------------------------------------------------
 

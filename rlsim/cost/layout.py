@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.cost.packing import Floats
+from rlsim.cost.flops import Floats
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster

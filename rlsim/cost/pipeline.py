@@ -10,7 +10,7 @@ from rlsim.cost.collectives import CollectiveTime
 from rlsim.cost.curve import DecodeCurve, InWindows, at_least, longer
 from rlsim.cost.derived import HostTime
 from rlsim.cost.lookups import Lookups
-from rlsim.cost.packing import pack
+from rlsim.cost.micro_batches import pack
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import ConfigError
 

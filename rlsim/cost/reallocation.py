@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rlsim.cost.collectives import CollectiveTime, Groups
+from rlsim.cost.flops import Floats
 from rlsim.cost.layout import Integers, Layout, canonical
 from rlsim.cost.memory import BF16
-from rlsim.cost.packing import Floats
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model

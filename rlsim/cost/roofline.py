@@ -18,8 +18,8 @@ from rlsim.cost.experts import expert_load
 from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16, kv_shape
+from rlsim.cost.micro_batches import pack
 from rlsim.cost.operators import Operators
-from rlsim.cost.packing import pack
 from rlsim.cost.pipeline import Boundaries, Pipelined
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError

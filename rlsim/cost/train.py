@@ -19,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rlsim.cost.collectives import CollectiveTime, Groups
-from rlsim.cost.flops import Reach, attention_work
+from rlsim.cost.flops import Floats, Reach, attention_work
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
 from rlsim.cost.micro_batches import MicroBatches, MicroBatching
-from rlsim.cost.packing import Floats
 from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
 from rlsim.cost.transfer import host_copy_s, pageable_copy_s
 from rlsim.errors import ConfigError

@@ -20,9 +20,9 @@ from rlsim.calibrate.build import COLD, INTER, MIXTURE, PAIR
 from rlsim.calibrate.fit.attention import attention_kernels, with_windows
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.common import as_written, compared, operators_with, predict
-from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts, other_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of, quantised_products
+from rlsim.calibrate.fit.kernel import fit_elementwise
 from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.importers import aiconfigurator, vidur
 from rlsim.calibrate.importers.reading import imported
