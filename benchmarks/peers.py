@@ -25,18 +25,20 @@ import argparse
 import dataclasses
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from peers_page import Price, rewrite, tables
 from rollout import Lengths, simulation
 
+from rlsim import __version__
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.step import Chunk
@@ -45,6 +47,11 @@ from rlsim.models.model import load_model
 from rlsim.sim.request import EngineConfig
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import Simulation
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from evidence.validate.long_tables import with_measured, without_long_tables
+from evidence.validate.rows import markdown
 
 CAP_TOKENS, PROMPT_TOKENS = 16_384, 512
 ENGINE = EngineConfig(page_tokens=64, max_num_seqs=512, max_num_batched_tokens=8_192, chunked_prefill=True)
@@ -241,6 +248,53 @@ def output(program: Path, *arguments: str) -> str:
     return subprocess.run([str(program), *arguments], check=True, capture_output=True, text=True).stdout
 
 
+# ---- the page docs/peers.md ---------------------------------------------------------------------------------------
+
+
+class Price(NamedTuple):
+    """Something that both tools put a number to."""
+
+    what: str
+    rlsim: float
+    aisimulate: float
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """As a row of a table, seconds as milliseconds."""
+        shown = [f"{x * 1e3:.2f}" if x < 1 else f"{x:,.0f}" for x in (self.rlsim, self.aisimulate)]
+        return (self.what, *shown, f"{self.rlsim / self.aisimulate - 1:+.1%}")
+
+
+def tables(rows: list[dict[str, Any]], variants: Sequence[str], priced: list[Price], peer: str) -> dict[str, str]:
+    """What the page shows, by name."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    of = {(row["case"], row["tool"]): row for row in rows}
+    time_head = ("rollout", "AISimulate s", "rlsim s", "faster", "again s", "faster", "processes s", "faster")
+    times, spans, one_digit = [], [], "{:.1f}".format
+    others = [name for name in variants if name != "rlsim"]
+    for case in cases:
+        theirs, ours = of[case, "aisimulate"], of[case, "rlsim"]
+        wall_s, process_s, makespan = theirs["wall_s"], theirs["process_s"], theirs["makespan_s"]
+        again = f"{ours['again_s']:.4f}", f"{wall_s / ours['again_s']:.0f}×"
+        processes = f"{process_s:.2f}, {ours['process_s']:.2f}", f"{process_s / ours['process_s']:.1f}×"
+        times.append(
+            (case, f"{wall_s:.2f}", f"{ours['wall_s']:.4f}", f"{wall_s / ours['wall_s']:.0f}×", *again, *processes)
+        )
+        said = [of[case, name]["makespan_s"] for name in others]
+        difference = f"{ours['makespan_s'] / makespan - 1:+.1%}"
+        spans.append((case, one_digit(makespan), one_digit(ours["makespan_s"]), difference, *map(one_digit, said)))
+    span_head = ("makespan, s", "AISimulate", "rlsim", "difference", *(name.removeprefix("rlsim, ") for name in others))
+    where = (
+        f"Measured {datetime.now(UTC).date().isoformat()} on a machine with {os.cpu_count()} CPU cores: rlsim "
+        f"{__version__} under Python {sys.version_info.major}.{sys.version_info.minor}, AISimulate {peer}."
+    )
+    return {
+        "makespans": f"{where}\n\n{markdown(span_head, spans)}",
+        "prices": markdown(("ms", "rlsim", "AISimulate", "difference"), [price.line for price in priced]),
+        "times": markdown(time_head, times),
+    }
+
+
 # ---- side by side ----------------------------------------------------------------------------------------------------
 
 
@@ -309,7 +363,9 @@ def main() -> None:
     parts = tables(rows, list(variants()), prices(venv.absolute(), capacity), version(venv))
     print("\n\n".join(parts.values()))
     if arguments.page:
-        rewrite(arguments.page, parts)
+        text = arguments.page.read_text(encoding="utf-8")
+        short = {name: without_long_tables(part, arguments.page, name) for name, part in parts.items()}
+        arguments.page.write_text(with_measured(text, short), encoding="utf-8")
     print(json.dumps(rows))
 
 

@@ -5,7 +5,6 @@ python scripts/draw_asynchrony.py [RESULTS ELASTIC]    # runs both (four minutes
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 import rlsim
-from evidence.validate.long_tables import with_tables, without_long_tables
+from evidence.validate.long_tables import with_measured, with_tables, without_long_tables
 from evidence.validate.rows import markdown
 from rlsim.base.charts import save_chart
 from rlsim.base.formats import number, rate, share
@@ -40,13 +39,8 @@ def main() -> None:
 
 def page_with(summary: pd.DataFrame, elastic: pd.DataFrame) -> str:
     """The page with all tables of these summaries in it."""
-    page = with_tables(PAGE.read_text(encoding="utf-8"), PAGE.parent)
     tables = {CASE: details(summary), "speedups": speedups(summary), "elastic split": splits(elastic)}
-    for name, table in tables.items():
-        between = re.compile(rf"(<!-- measured: {name} -->\n).*?(<!-- end measured -->)", re.DOTALL)
-        page, count = between.subn(rf"\1\n{table}\n\2", page)
-        assert count == 1, name
-    return page
+    return with_measured(with_tables(PAGE.read_text(encoding="utf-8"), PAGE.parent), tables)
 
 
 def details(summary: pd.DataFrame) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from evidence.validate.rows import markdown
@@ -14,6 +15,7 @@ from rlsim.base.reading import read_text
 #: More rows than people read on a page.
 MOST_ROWS = 4
 _TABLE = re.compile(r"^\|.*(?:\n\|.*)+$", re.MULTILINE)
+_MEASURED = re.compile(r"(<!-- measured: ([\w ]+) -->\n).*?(<!-- end measured -->)", re.DOTALL)
 _LINK = re.compile(r"^\[[\d,]+ rows\]\(([\w-]+/[\w.-]+\.csv)\)$", re.MULTILINE)
 
 
@@ -25,6 +27,11 @@ def with_tables(text: str, folder: Path) -> str:
         return markdown(headings, rows).rstrip()
 
     return _LINK.sub(table, text)
+
+
+def with_measured(text: str, tables: Mapping[str, str]) -> str:
+    """The text of a page with these tables between its marks, `<!-- measured: NAME -->` and `<!-- end measured -->`."""
+    return _MEASURED.sub(lambda found: f"{found[1]}\n{tables[found[2]].rstrip()}\n\n{found[3]}", text)
 
 
 def without_long_tables(text: str, page: Path, name: str) -> str:

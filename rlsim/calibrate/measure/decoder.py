@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from rlsim.calibrate.measure.bench import captured
-from rlsim.calibrate.measure.kernels import attend_padded, causal_attention, flash, padding_mask
 from rlsim.calibrate.measure.ranks import Ranks
 from rlsim.errors import CalibrationError
 from rlsim.models.layers import FullAttention
@@ -381,3 +380,42 @@ class Batch:
         hidden = self.decoder.decode(tokens, contexts, self._longest + self._steps)
         tokens.copy_(self.decoder.sample(hidden))
         contexts += 1
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def padding_mask(contexts: torch.Tensor, longest: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `attend_padded` adds to scores: minus infinity beyond each sequence's context."""
+    beyond = torch.arange(longest) >= contexts[:, None]
+    return torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf)[:, None, None]
+
+
+def attend_padded(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Decode attention of (batch, KV heads, query heads of each, head size) over (batch, KV heads, tokens, head size)
+    as two batched products, in which the query heads of one KV head are rows."""
+    scores = torch.matmul(query * query.shape[-1] ** -0.5, keys.transpose(-1, -2))
+    scores += mask
+    return torch.matmul(scores.softmax(-1), values)
+
+
+def flash(
+    query: torch.Tensor, keys: Any, values: Any, starts: tuple[Any, Any], longest: tuple[int, int], used: Any = None
+) -> torch.Tensor:
+    """CUDA's flash kernel over packed (tokens, heads, head size) tensors.
+
+    `starts` and `longest` are the sequences' in queries and keys. With `used`, the tokens filled of each sequence's
+    keys, it is a decode step; without, causal.
+    """
+    forward: Any = torch.ops.aten._flash_attention_forward
+    out: torch.Tensor = forward(query, keys, values, *starts, *longest, 0.0, used is None, False, seqused_k=used)[0]
+    return out
+
+
+def causal_attention(query: Any, keys: Any, values: Any, mask: Any = None) -> Any:
+    """Torch's causal attention, (batch, heads, tokens, head size) each. KV heads may be fewer than query heads. With
+    cached tokens in front, `mask` says what each query sees."""
+    group = query.shape[1] // keys.shape[1]
+    if group > 1:
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=mask is None)

@@ -1,4 +1,4 @@
-"""Whole steps of a real decoder, and changes of its layout, timed on all workers together.
+"""What is timed, on all workers together: whole steps of a real decoder, changes of its layout, kernels, collectives.
 
 Each function runs on every worker (`Workers.call`) with the values of a point of `measurements.KEYS`, and all workers
 must call it. With fewer ranks in a replica than there are workers, every replica does the same at the same time: the
@@ -10,23 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from rlsim.calibrate.measure.bench import Bench, Call, Lap, Timing, laps, measure
-from rlsim.calibrate.measure.decoder import Batch, Decoder, KvCache, random_weights, weight_splits
-from rlsim.calibrate.measure.journal import Point
-from rlsim.calibrate.measure.kernels import (
-    collective,
-    copy,
-    decode_attention,
-    gemm,
-    layer_elementwise,
-    prefill_attention,
+from rlsim.calibrate.measure.decoder import (
+    Batch,
+    Decoder,
+    KvCache,
+    attend_padded,
+    causal_attention,
+    flash,
+    padding_mask,
+    random_weights,
+    weight_splits,
 )
-from rlsim.calibrate.measure.plan import MIGRATED, equal_contexts
+from rlsim.calibrate.measure.journal import Point
+from rlsim.calibrate.measure.plan import MIGRATED, contexts, elementwise_shape, equal_contexts
 from rlsim.calibrate.measure.workers import Worker
 from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.errors import CalibrationError, RlsimError
@@ -111,9 +116,9 @@ def decode_step(
 
     `mode` is "eager" or, on CUDA, "graph". The step ends when its tokens are known.
     """
-    contexts = equal_contexts(batch, round(context_tokens))
-    running = Batch(_decoder(worker, bench, model, tp, math.ceil(batch / tp), max(contexts) + ROOM))
-    running.arrive(range(batch), contexts, [0] * batch)
+    lengths = equal_contexts(batch, round(context_tokens))
+    running = Batch(_decoder(worker, bench, model, tp, math.ceil(batch / tp), max(lengths) + ROOM))
+    running.arrive(range(batch), lengths, [0] * batch)
     if mode == "graph":
         if worker.device == "cpu":
             raise CalibrationError("there are no graphs on the CPU: expected mode eager")
@@ -191,15 +196,13 @@ def step_times(worker: Any, run: Callable[[], object], undo: Callable[[], object
     return laps(run, repeats, worker.device, undo)
 
 
-def _timed(worker: Any, bench: Bench, run: Callable[[], object], undo: Callable[[], object] = lambda: None) -> Timing:
-    """One run after the other, equally often on all workers."""
-    return measure(
-        run,
-        device=worker.device,
-        effort=bench.effort,
-        undo=undo,
-        slowest=lambda seconds: max(worker.all.agree(seconds)),
-    )
+def _timed(worker: Any, bench: Bench, run: Call, undo: Call | None = lambda: None, calls: int = 1) -> Timing:
+    """One run after the other, equally often on all workers; without `undo` short ones in batches."""
+
+    def slowest(seconds: float) -> float:
+        return max(worker.all.agree(seconds))
+
+    return measure(run, device=worker.device, effort=bench.effort, calls=calls, undo=undo, slowest=slowest)
 
 
 def _decoder(worker: Any, bench: Bench, model: Model, tp: int, slots: int, max_tokens: int) -> Decoder:
@@ -214,6 +217,131 @@ def _decoder(worker: Any, bench: Bench, model: Model, tp: int, slots: int, max_t
         kept["cache"] = KvCache(model, slots, max_tokens, worker.device, bench.torch_dtype)
         kept["shape"] = (slots, max_tokens)
     return Decoder(model, tp, worker.rank % tp, worker.ranks(tp), worker.device, kept["weights"][tp], kept["cache"])
+
+
+# Kernels of one device, and communication between the workers -------------------------------------------------------
+
+
+def copy(bench: Bench, kind: str, size: int) -> list[Call]:
+    """`size` bytes copied on the device, or between it and pinned host memory."""
+
+    def buffer(device: str) -> Any:
+        pinned = device == "cpu" and bench.device != "cpu"
+        return torch.ones(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+    ends = {"device": (bench.device, bench.device), "host_to_device": ("cpu", bench.device)}
+    ends["device_to_host"] = ends["host_to_device"][::-1]
+    source, target = ends[kind]
+    pairs = [(buffer(target), buffer(source)) for _ in range(bench.copies(2 * size))]
+    return [partial(to.copy_, origin, non_blocking=True) for to, origin in pairs]
+
+
+def gemm(bench: Bench, m: int, n: int, k: int) -> list[Call]:
+    """`m` tokens through a linear layer with an (n, k) weight."""
+    copies = bench.copies(n * k * bench.dtype_bytes)
+    weights, tokens = bench.tensor(copies, n, k), bench.tensor(m, k)
+    return [partial(F.linear, tokens, weights[i]) for i in range(copies)]
+
+
+def layer_elementwise(bench: Bench, _kernels: int, tokens: int, _bytes: int) -> list[Call]:
+    """All of a layer on `tokens` tokens that is neither product nor attention: twice residual and norm, the rotary
+    embedding of queries and keys with the KV write, and the activation of a gated MLP."""
+    heads, kv_heads, width = elementwise_shape(bench.model, bench.tp)
+    hidden, head_dim = bench.model.hidden_size, bench.model.head_dim
+    x, residual, scale = bench.tensor(tokens, hidden), bench.tensor(tokens, hidden), bench.tensor(hidden)
+    rotated, values = bench.tensor(tokens, heads + kv_heads, head_dim), bench.tensor(tokens, kv_heads, head_dim)
+    cosine, sine = bench.tensor(tokens, 1, head_dim), bench.tensor(tokens, 1, head_dim)
+    cache, slots = bench.tensor(2, tokens, kv_heads, head_dim), torch.arange(tokens, device=bench.device)
+    gate_up = bench.tensor(tokens, 2 * width)
+
+    def layer() -> None:
+        F.rms_norm(x, (hidden,), scale, 1e-6)
+        turned = rotated * cosine + rotated.roll(head_dim // 2, -1) * sine
+        cache[0][slots] = turned[:, heads:]
+        cache[1][slots] = values
+        F.rms_norm(x + residual, (hidden,), scale, 1e-6)
+        gate, up = gate_up.chunk(2, dim=-1)
+        _ = F.silu(gate) * up
+        _ = x + residual
+
+    return [layer]
+
+
+def decode_attention(
+    bench: Bench, batch: int, context: int, longest: int, q_heads: int, kv_heads: int, head_dim: int
+) -> list[Call]:
+    """One new token of each of `batch` sequences over cached contexts of mean `context` and maximum `longest`, as the
+    decoder of the whole steps does it (`decoder.Decoder`): every sequence is read as far as the longest on the CPU, as
+    far as it goes by CUDA's flash kernel."""
+    copies = bench.copies(2 * batch * longest * kv_heads * head_dim * bench.dtype_bytes, kv=True)
+    ends = torch.tensor(contexts(batch, context, longest), device=bench.device)
+    if bench.device != "cpu":
+        flat = bench.tensor(copies, 2, batch * longest, kv_heads, head_dim)
+        one = torch.arange(batch + 1, device=bench.device, dtype=torch.int32)
+        query, starts = bench.tensor(batch, q_heads, head_dim), (one, one * longest)
+        return [partial(flash, query, flat[i][0], flat[i][1], starts, (1, longest), ends.int()) for i in range(copies)]
+    cache = bench.tensor(copies, 2, batch, kv_heads, longest, head_dim)
+    query = bench.tensor(batch, kv_heads, q_heads // kv_heads, head_dim)
+    mask = padding_mask(ends, longest, bench.torch_dtype)
+    return [partial(attend_padded, query, cache[i][0], cache[i][1], mask) for i in range(copies)]
+
+
+def prefill_attention(
+    bench: Bench, batch: int, new: int, prior: int, q_heads: int, kv_heads: int, head_dim: int
+) -> list[Call]:
+    """`new` tokens of each of `batch` sequences over themselves, causally, and over `prior` cached tokens."""
+    total = prior + new
+    # without cached tokens, keys and values come straight from their product
+    copies = bench.copies(batch * total * kv_heads * head_dim * 2 * bench.dtype_bytes, kv=True) if prior else 1
+    if bench.device != "cpu":
+        query = bench.tensor(batch * new, q_heads, head_dim)
+        flat = bench.tensor(copies, 2, batch * total, kv_heads, head_dim)
+        one = torch.arange(batch + 1, device=bench.device, dtype=torch.int32)
+        return [
+            partial(flash, query, flat[i][0], flat[i][1], (one * new, one * total), (new, total)) for i in range(copies)
+        ]
+    queries = bench.tensor(batch, 1, q_heads, new, head_dim)
+    cache = bench.tensor(copies, 2, batch, 1, kv_heads, total, head_dim)
+    mask = torch.ones(new, total, dtype=torch.bool).tril(diagonal=prior) if prior else None
+
+    def attend(keys: Any, values: Any) -> None:
+        for i in range(batch):  # one after another, as the decoder goes through its prompts
+            causal_attention(queries[i], keys[i], values[i], mask)
+
+    return [partial(attend, *cache[i]) for i in range(copies)]
+
+
+def collective(worker: Worker, bench: Bench, op: str, gpus: int, size: int) -> Timing:
+    """`op` in every group of `gpus` consecutive workers at once, on a tensor of `size` bytes; all must call this.
+
+    The tensor is what every rank holds after an all-gather or before a reduce-scatter, all-reduce or all-to-all, and
+    what travels in a broadcast or send. A send is half of a message there and back. On the CPU, all-reduce and
+    all-gather are the decoder's own (`ranks.Ranks`), the others gloo's.
+    """
+    ranks = worker.ranks(gpus)
+    distributed: Any = dist
+    elements = max(size // bench.dtype_bytes // gpus, 1) * gpus
+    whole, part = bench.tensor(elements).zero_(), bench.tensor(elements // gpus).zero_()  # sums stay what they are
+    received = whole.clone()
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # newer, older name
+    scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+    first = worker.rank // gpus * gpus  # of our group
+
+    def there_and_back() -> None:
+        sends, other = worker.rank == first, 2 * first + 1 - worker.rank
+        for turn in (sends, not sends):
+            (dist.send if turn else dist.recv)(whole, other, group=ranks.group)
+
+    on_cpu, group = worker.device == "cpu", ranks.group
+    calls: dict[str, Call] = {
+        "all_reduce": partial(ranks.all_reduce, whole),
+        "all_gather": partial(ranks.all_gather, part) if on_cpu else partial(gather, whole, part, group=group),
+        "reduce_scatter": partial(scatter, part, whole, group=group),
+        "all_to_all": partial(dist.all_to_all_single, received, whole, group=group),
+        "broadcast": partial(dist.broadcast, whole, first, group=group),
+        "send_recv": there_and_back,
+    }
+    return _timed(worker, bench, calls[op], None, calls=2 if op == "send_recv" else 1)
 
 
 # One point on all workers at once -------------------------------------------------------------------------------------
