@@ -81,30 +81,20 @@ def build_calibration(
 
     notes = [*measured.notes, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
     parts = Parts(measured, name, gpu, engine, reference, base, notes)
-    operators, collectives, runtime = _operators(parts, cold), _collectives(parts), fit_runtime(parts)
-    training = training_of(measured.table("gemm"), reference, base)
+    fits = {
+        "operators": _operators(parts, cold),
+        "collectives": _collectives(parts),
+        "runtime": fit_runtime(parts),
+        "training": training_of(measured.table("gemm"), reference, base),
+    }
     if base is not None:
         parts.borrowed.append("training efficiency")
     if "decode_step" not in measured and base is None:
         parts.missing.append("decode_step (host time)")
     parts.check()
-    assert operators  # nothing is missing
-    assert collectives
-    assert runtime
-    assert training
-    draft = Calibration(
-        name=name,
-        gpu=gpu,
-        engine=engine,
-        provenance=Provenance(date=date, script=script, sources=parts.sources()),
-        reference=reference,
-        operators=operators,
-        collectives=collectives,
-        host=NO_HOST,
-        runtime=runtime,
-        training=training,
-        residuals=parts.residuals,
-    )
+    provenance = Provenance(date=date, script=script, sources=parts.sources())
+    about = {"name": name, "gpu": gpu, "engine": engine, "provenance": provenance, "reference": reference}
+    draft = Calibration.model_validate({**about, **fits, "host": NO_HOST, "residuals": parts.residuals})
     steps = measured.table("decode_step")
     unknown = sorted({str(model) for model in steps.model if shape(str(model)) is None})
     why_not = f"host time (fewer than 4 decode steps: {len(steps)})"
@@ -119,11 +109,8 @@ def build_calibration(
     if parts.borrowed and base is not None:
         parts.notes.append(f"not measured, from {base.name}: {', '.join(parts.borrowed)}")
     whence = {"sources": parts.sources(), "notes": tuple(dict.fromkeys(parts.notes))}
-    update = {
-        "provenance": draft.provenance.model_copy(update=whence),
-        "residuals": parts.residuals,
-        "iterations": tables,
-    }
+    provenance = provenance.model_copy(update=whence)
+    update = {"provenance": provenance, "residuals": parts.residuals, "iterations": tables}
     return Built(as_written(draft.model_copy(update=update)), join(parts.points))
 
 

@@ -3,13 +3,13 @@ one line each, so that an interruption loses the one under way and no more."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,20 +165,17 @@ def measure_all(
     `measure_point` gives a time, or why the device has none. The noisy points of a round are tried again before the
     next round begins; after four attempts they are refused.
     """
-    queue = [
-        (number, len(journal.attempts.get(point, ())), place, point)
-        for place, (point, number) in enumerate(rounds.items())
-        if journal.state(point) == LEFT
-    ]
-    heapify(queue)
-    spent_s = journal.spent_s
-    while queue and spent_s < budget_s:
-        number, tried, place, point = heappop(queue)
-        report(point, len(rounds) - len(queue) - 1, len(rounds), spent_s)
-        began = now()
-        found = measure_point(point)
-        took_s = now() - began
-        journal.add(point, Attempt(took_s, **({"impossible": found} if isinstance(found, str) else asdict(found))))
-        spent_s += took_s
-        if journal.state(point) == LEFT:
-            heappush(queue, (number, tried + 1, place, point))
+    spent_s, done = journal.spent_s, sum(journal.state(point) != LEFT for point in rounds)
+    for number, tried in itertools.product(sorted(set(rounds.values())), range(ATTEMPTS)):
+        for point in (point for point, own in rounds.items() if own == number):
+            if journal.state(point) != LEFT or len(journal.attempts.get(point, ())) != tried:
+                continue
+            if spent_s >= budget_s:
+                return
+            report(point, done, len(rounds), spent_s)
+            began = now()
+            found = measure_point(point)
+            took_s = now() - began
+            journal.add(point, Attempt(took_s, **({"impossible": found} if isinstance(found, str) else asdict(found))))
+            spent_s += took_s
+            done += journal.state(point) != LEFT

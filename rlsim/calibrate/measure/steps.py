@@ -198,11 +198,14 @@ def step_times(worker: Any, run: Callable[[], object], undo: Callable[[], object
 
 def _timed(worker: Any, bench: Bench, run: Call, undo: Call | None = lambda: None, calls: int = 1) -> Timing:
     """One run after the other, equally often on all workers; without `undo` short ones in batches."""
-
-    def slowest(seconds: float) -> float:
-        return max(worker.all.agree(seconds))
-
-    return measure(run, device=worker.device, effort=bench.effort, calls=calls, undo=undo, slowest=slowest)
+    return measure(
+        run,
+        device=worker.device,
+        effort=bench.effort,
+        calls=calls,
+        undo=undo,
+        slowest=lambda seconds: max(worker.all.agree(seconds)),
+    )
 
 
 def _decoder(worker: Any, bench: Bench, model: Model, tp: int, slots: int, max_tokens: int) -> Decoder:
