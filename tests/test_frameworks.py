@@ -30,7 +30,7 @@ from rlsim.frameworks.draft import Draft, write_changes, yaml_text
 from rlsim.frameworks.mapping import FUNCTIONS, names, rows_of
 from rlsim.frameworks.names import find_cluster
 from rlsim.frameworks.nemo import from_nemo
-from rlsim.frameworks.parts import ENGINES, Options, check, likeness
+from rlsim.frameworks.parts import ENGINES, Options, check
 from rlsim.frameworks.settings import Kind, Settings
 from rlsim.frameworks.slime import from_slime
 from rlsim.frameworks.sources import parsed, read_sources
@@ -284,8 +284,8 @@ def test_changes_are_written_into_a_script_of_flags(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_described_by_one_that_it_is_like(tmp_path: Path) -> None:
-    kind, described = likeness("mine", "h100,48GB,864GB/s,494.7T")
-    draft = slime(tmp_path, gpu=kind, described=described, network="100Gb")
+    options = Options.of(tmp_path, "mine", "h100,48GB,864GB/s,494.7T")
+    draft = slime(tmp_path, gpu=options.gpu, described=options.described, network="100Gb")
     assert check(draft, tmp_path) == ""
     loaded = LoadedExperiment.of(validate(draft.data(), Experiment), tmp_path)
     gpu, known = loaded.cluster.gpu_at(0), load_gpu("h100-sxm")
@@ -310,7 +310,8 @@ def test_a_network_alone_is_written_out(tmp_path: Path) -> None:
     cluster = slime(tmp_path, "--actor-num-nodes=2", network="25Gb/s").data()["cluster"]
     assert (cluster["name"], cluster["gpu"], cluster["nodes"]) == ("2x8xh100", "h100-sxm", 2)
     assert cluster["inter"]["bytes_per_s"] == "25Gb/s"
-    assert likeness(None, "l40s 24GB") == ("l40s", ("l40s-like", "24GB"))
+    options = Options.of(tmp_path, None, "l40s 24GB")
+    assert (options.gpu, options.described) == ("l40s", ("l40s-like", "24GB"))
 
 
 # Settings and mistakes ------------------------------------------------------------------------------------------------

@@ -327,13 +327,6 @@ def _bar(budget_s: float, hidden: bool) -> Iterator[Report]:
         yield report
 
 
-def _print_counts(measured: Measured) -> None:
-    title = f"Points measured on {measured.journal.machine.name}"
-    headings = ("operator", *next(iter(measured.counts.values())))
-    rows = [[operator, *(f"{n:,}" for n in count.values())] for operator, count in measured.counts.items()]
-    print_tables([table(headings, rows, title=title)])
-
-
 def _print_fitted(
     calibration: Calibration,
     files: Sequence[Path],
@@ -347,7 +340,9 @@ def _print_fitted(
     if write_json(json_file, data) or paths_only(quiet, *files):
         return
     if measured is not None:
-        _print_counts(measured)
+        headings = ("operator", *next(iter(points.values())))
+        rows = [[operator, *(f"{n:,}" for n in count.values())] for operator, count in points.items()]
+        print_tables([table(headings, rows, title=f"Points measured on {measured.journal.machine.name}")])
     title = f"Errors of {calibration.name} on points that its fits have not seen"
     found = written("residuals", calibration.residuals.items())
     print_tables([of_columns(found, title, words=(0, 5), prose=5)])

@@ -171,8 +171,8 @@ BETWEEN_LINES_S = 15.0
 
 
 @contextmanager
-def progress_bar(hidden: bool) -> Iterator[Progress | None]:
-    """Progress on standard error, one update a run; None if it is to be hidden.
+def progress_bar(hidden: bool, of: str = "runs") -> Iterator[Progress | None]:
+    """Progress on standard error, one update a run, or what it is `of`; None if it is to be hidden.
 
     A bar in a terminal; elsewhere a line now and then.
     """
@@ -192,9 +192,9 @@ def progress_bar(hidden: bool) -> Iterator[Progress | None]:
 
         def update(done: int, total: int, what: str) -> None:
             nonlocal told_at
-            bar.update(task, completed=done, total=total, description=what)
+            bar.update(task, completed=done, total=total, description=what or of)
             if not console.is_terminal and time.monotonic() - told_at >= BETWEEN_LINES_S:
                 told_at = time.monotonic()
-                echo(f"rlsim: {done} of {total} runs: {what}", err=True)
+                echo(f"rlsim: {done} of {total} {of}{f': {what}' if what else ''}", err=True)
 
         yield update

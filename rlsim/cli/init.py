@@ -42,18 +42,26 @@ def init(
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
     from rlsim.cli.starter import starter
+    from rlsim.errors import ConfigError
     from rlsim.frameworks import read
     from rlsim.frameworks.draft import check_free
-    from rlsim.frameworks.parts import Options, likeness
+    from rlsim.frameworks.parts import Options
 
     folder = out.parent if out is not None else Path()
     sources = {"--from-verl": from_verl, "--from-nemo": from_nemo, "--from-areal": from_areal,
                "--from-slime": from_slime}  # fmt: skip
     frameworks = [option for option, texts in sources.items() if texts]
-    _check_used(frameworks, reward_model, gpu or gpu_like or network)
-    kind, described = likeness(gpu, gpu_like)
+    if len(frameworks) > 1:
+        raise ConfigError(f"{' and '.join(frameworks)}: an experiment is of one configuration; give one of them")
+    if reward_model is not None and frameworks != ["--from-verl"]:
+        raise ConfigError("--reward-model goes with --from-verl")
+    if (gpu or gpu_like or network) and not frameworks:
+        raise ConfigError("--gpu goes with --from-verl, or another configuration: give --cluster")
     if frameworks:
-        options = Options(folder, kind, cluster, model, reward_model, calibration, trace, name, described, network)
+        options = Options.of(
+            folder, gpu, gpu_like, cluster=cluster, model=model, reward_model=reward_model, calibration=calibration,
+            trace=trace, name=name, network=network,
+        )  # fmt: skip
         option = frameworks[0]
         draft = read(option.removeprefix("--from-"), sources[option] or [], options, verl_version)
     else:
@@ -66,17 +74,6 @@ def init(
     if nccl:
         _calibrate(draft, nccl, data["cluster"] if frameworks else cluster, folder)
     _write(draft, target, folder, force)
-
-
-def _check_used(frameworks: list[str], reward_model: str | None, gpu: str | None) -> None:
-    from rlsim.errors import ConfigError
-
-    if len(frameworks) > 1:
-        raise ConfigError(f"{' and '.join(frameworks)}: an experiment is of one configuration; give one of them")
-    if reward_model is not None and frameworks != ["--from-verl"]:
-        raise ConfigError("--reward-model goes with --from-verl")
-    if gpu is not None and not frameworks:
-        raise ConfigError("--gpu goes with --from-verl, or another configuration: give --cluster")
 
 
 def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 from rlsim.base.catalogue import DATA
 from rlsim.base.reading import plain, read_yaml
+from rlsim.experiment.build import beside
 from rlsim.frameworks.draft import Draft, Entry
-from rlsim.frameworks.names import check_calibration, find_calibration, find_model, load_from
+from rlsim.frameworks.names import check_calibration, find_calibration, find_model
 from rlsim.frameworks.parts import Options, add_trace
 from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 
 ENGINE = "vllm"
 CLUSTER, MODEL, CAP = "8xh100", "qwen2.5-7b", 8192
@@ -44,7 +46,7 @@ def starter(
     """
     machines = load_cluster(cluster or CLUSTER)
     chosen, said = find_model(model or MODEL, folder)
-    shape = load_from(chosen, folder)
+    shape = load_model(beside(chosen, folder))
     if calibration is not None:
         check_calibration(calibration, machines, folder)
         costs, about = calibration, "as given"

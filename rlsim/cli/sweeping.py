@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ from rlsim.cli.tables import VERDICT_LEGEND, of_columns, print_tables, relaxed_l
 
 if TYPE_CHECKING:
     from rlsim.results.sweeps.points import Definition
-    from rlsim.results.sweeps.run import Progress
     from rlsim.results.sweeps.store import SweepResult
 
 #: More rows than these are left to `rlsim compare` and the tables.
@@ -73,9 +71,14 @@ def sweep(
     target = out or results_folder(definition.name)
     names = list(COLUMNS) if tables == "all" else tables.replace(" ", "").split(",") if tables else None
     try:
-        with _progress(hidden=quiet or json_file == PRINTED) as progress:
+        with progress_bar(quiet or json_file == PRINTED, "points") as bar:
+
+            def told(done: int, total: int, failed: int) -> None:
+                if bar:
+                    bar(done, total, f"{failed} failed" if failed else "")
+
             found = run_sweep(
-                definition, out=target, tables=names, workers=workers, address=address, prune=prune, progress=progress,
+                definition, out=target, tables=names, workers=workers, address=address, prune=prune, progress=told,
                 executor=executor,  # type: ignore[arg-type]  # checked there
             )  # fmt: skip
     except KeyboardInterrupt:
@@ -109,40 +112,6 @@ def _tell(found: SweepResult, definition: Definition, json_file: Path | None, qu
     for error, names in points_of.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         echo(f"rlsim: failed: {names[0]}{more}: {error}", err=True)
-
-
-@contextmanager
-def _progress(hidden: bool) -> Iterator[Progress | None]:
-    """Points done and time left on standard error: a bar in a terminal, a line at every tenth otherwise."""
-    if hidden:
-        yield None
-        return
-    from rlsim.cli.terminal import Console
-
-    if not Console(stderr=True).is_terminal:
-        yield _lines()
-        return
-    with progress_bar(hidden=False) as bar:
-        assert bar is not None
-        yield lambda done, total, failed: bar(done, total, f"points, {failed} failed" if failed else "points")
-
-
-def _lines() -> Callable[[int, int, int], None]:
-    import time
-
-    begun, told, there = time.monotonic(), -1, -1
-
-    def update(done: int, total: int, failed: int) -> None:
-        nonlocal told, there
-        there = done if there < 0 else there  # from an earlier run
-        if 10 * done // total == told:
-            return
-        told = 10 * done // total
-        left_s = (time.monotonic() - begun) / (done - there) * (total - done) if done > there else float("nan")
-        left = f", {left_s:.0f} s left" if left_s > 0 else ""
-        typer.echo(f"{done} of {total} points{f', {failed} failed' if failed else ''}{left}", err=True)
-
-    return update
 
 
 def _list(definition: Definition, json_file: Path | None) -> None:

@@ -14,7 +14,6 @@ from rlsim.errors import TraceError
 
 if TYPE_CHECKING:
     from rlsim.trace.describe import Description, Summary
-    from rlsim.trace.facts import FactCheck
     from rlsim.trace.fit import LengthFit
     from rlsim.trace.schema import Trace
 
@@ -247,17 +246,13 @@ def generate_(
     trace = draw_trace(loaded)
     checks = check(loaded, trace)
     if not write_json(json_file, [{**asdict(one), "ok": one.ok} for one in checks]) and not quiet:
-        _print_checks(checks)
+        if checks:
+            print_tables([of_columns(written("facts", checks), "Facts")])
+        else:
+            echo("the recipe states no facts to check")
     require(loaded, checks)
     if check_only:
         return
     write_trace(trace, target)
     if json_file != PRINTED and not paths_only(quiet, target):
         echo(f"wrote {target}: {len(trace):,} responses of {loaded.prompts:,} prompts")
-
-
-def _print_checks(checks: list[FactCheck]) -> None:
-    if not checks:
-        echo("the recipe states no facts to check")
-        return
-    print_tables([of_columns(written("facts", checks), "Facts")])

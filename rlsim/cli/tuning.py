@@ -119,17 +119,17 @@ def _configuration(
     """Where the settings come from, told by what the first file is."""
     from rlsim.errors import ConfigError
     from rlsim.experiment.load import framework_of
-    from rlsim.frameworks.parts import Options, likeness
+    from rlsim.frameworks.parts import Options
     from rlsim.results.tune.trial import FRAMEWORKS, Configuration
 
     name, option = framework_of(Path(sources[0]))
-    kind, described = likeness(gpu, gpu_like)
-    options = Options(Path(), kind, cluster, model, None, calibration, trace, None, described, network)
-    if name and not (kind or cluster):
+    if name and not (gpu or gpu_like or cluster):
         raise ConfigError(f"{sources[0]}: configurations name no GPU: give --gpu, such as h100, or --cluster")
-    if not name:
-        folder = Path(sources[0]).resolve().parent if Path(sources[0]).is_file() else Path()
-        options = Options(folder)
+    if name:
+        given = {"cluster": cluster, "model": model, "calibration": calibration, "trace": trace, "network": network}
+        options = Options.of(Path(), gpu, gpu_like, **given)
+    else:
+        options = Options(Path(sources[0]).resolve().parent if Path(sources[0]).is_file() else Path())
     return Configuration(FRAMEWORKS[option], tuple(sources), options)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -117,8 +116,10 @@ class Simulator:
 
     def tables(self, spec: SystemSpec, seed: int, *, bounded: bool = True) -> Frames:
         """The tables of one run, without the columns that name it; the bound of generation only if `bounded`."""
-        system, sampler = spec.make(), self.sampler(seed)
-        with _few_collections():
+        system, sampler, collected = spec.make(), self.sampler(seed), gc.get_threshold()
+        # A run makes many small objects and no cycles worth looking for, which takes a fifth of its time.
+        gc.set_threshold(max(collected[0], 1_000_000), *collected[1:])
+        try:
             with blamed(spec.shown):
                 outcome = self.simulate(system, sampler)
             placed = self.placed(system)
@@ -126,6 +127,8 @@ class Simulator:
             bound = placed.bound(largest) if bounded else None
             sides = placed.gpus_of("generate"), placed.gpus_of("train")
             frames = frames_of(outcome, sampler, bound, self.loaded.cluster.gpus, self.window(system), *sides)
+        finally:
+            gc.set_threshold(*collected)
         check_steps(frames, spec.shown)
         return frames
 
@@ -183,14 +186,3 @@ class _Requests:
             for request, factor in zip(made, factors.tolist(), strict=True):
                 request.predicted_tokens = request.response_tokens * factor
         return made
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Collect garbage rarely: a run makes many small objects and no cycles worth looking for (a fifth of its time)."""
-    before = gc.get_threshold()
-    gc.set_threshold(max(before[0], 1_000_000), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

@@ -34,7 +34,8 @@ def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str
     for config in (path, path / "config.json"):
         if is_file(config) and config.suffix in (".json", ".yaml", ".yml"):
             load_model(config)  # says what is wrong with it
-            return _from_folder(config, folder), ""
+            inside = os.path.relpath(config.resolve(), folder.resolve())  # if it lies at or below the folder
+            return str(config.resolve()) if inside.startswith("..") else inside, ""
     if name.endswith((".json", ".yaml", ".yml")):
         raise ConfigError(f"{name}: no such file")
     found = known_shape(name)
@@ -46,12 +47,6 @@ def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str
             "path of its config.json"
         )
     return found
-
-
-def _from_folder(path: Path, folder: Path) -> str:
-    """A path as the experiment writes it: relative where the file lies at or below its folder."""
-    inside = os.path.relpath(path.resolve(), folder.resolve())
-    return str(path.resolve()) if inside.startswith("..") else inside
 
 
 # ---- clusters and calibrations --------------------------------------------------------------------------------------
@@ -78,8 +73,7 @@ def find_cluster(gpu: str | None, nodes: int, per_node: int, *, network: bool = 
         size = f"{nodes * per_node // most}x{most}"
     if network and kinds[kind].inter is None:
         inter = {"name": "network", "bytes_per_s": 1e9, "latency_s": "5 us"}  # until its rate is put in
-        path = next(path for name, path in catalogue.names("clusters").items() if name.partition("x")[2] == kind)
-        keys: dict[str, Any] = plain(read_yaml(path)) | {"name": f"{size}x{kind}", "inter": inter}
+        keys = _keys_of_nodes(kind) | {"name": f"{size}x{kind}", "inter": inter}
         counts = [int(one) for one in reversed(size.split("x"))]
         return load_cluster(keys | dict(zip(("gpus_per_node", "nodes"), counts, strict=False)))
     return load_cluster(f"{size}x{kind}")
@@ -91,23 +85,24 @@ def node_gpus(gpu: str) -> int:
 
 
 def _kind(gpu: str) -> str:
-    """The name of a GPU's nodes in the catalogue."""
-    described = _gpu(gpu)
+    """The name in the catalogue of the nodes of a GPU: its name whole or, where only one begins that way, its first
+    words."""
+    fitting = [one for one in catalogue.names("gpus") if f"{one}-".startswith(f"{gpu.lower()}-")]
+    try:
+        described = load_gpu(fitting[0] if len(fitting) == 1 else gpu).name
+    except CatalogueError as error:
+        how = f"--gpu {gpu} --gpu-like h100,48GB,864GB/s,362TFLOP/s"
+        raise CatalogueError(f"{error}; another GPU is described by the one that it is like: {how}") from None
     kind = next((kind for kind, node in node_types().items() if node.gpu.name == described), None)
     if kind is None:
         raise ConfigError(f"the catalogue has no cluster of {described}: spell one out in YAML and give --cluster FILE")
     return kind
 
 
-def _gpu(name: str) -> str:
-    """A GPU of the catalogue, its name whole or, where only one begins that way, its first words."""
-    known = catalogue.names("gpus")
-    fitting = [one for one in known if f"{one}-".startswith(f"{name.lower()}-")]
-    try:
-        return load_gpu(fitting[0] if len(fitting) == 1 else name).name
-    except CatalogueError as error:
-        how = f"--gpu {name} --gpu-like h100,48GB,864GB/s,362TFLOP/s"
-        raise CatalogueError(f"{error}; another GPU is described by the one that it is like: {how}") from None
+def _keys_of_nodes(kind: str) -> dict[str, Any]:
+    """Nodes of the catalogue by their keys."""
+    path = next(path for name, path in catalogue.names("clusters").items() if name.partition("x")[2] == kind)
+    return plain(read_yaml(path))  # type: ignore[no-any-return]
 
 
 def spelled_out(found: Cluster, described: Sequence[str], network: str | None) -> dict[str, Any]:
@@ -117,9 +112,8 @@ def spelled_out(found: Cluster, described: Sequence[str], network: str | None) -
     lacks stays as it is. `network` is the rate of a node's ports together.
     """
     kind = found.name.lstrip("0123456789x")
-    path = next(path for name, path in catalogue.names("clusters").items() if name.partition("x")[2] == kind)
-    keys: dict[str, Any] = plain(read_yaml(path)) | {"nodes": found.nodes, "gpus_per_node": found.gpus_per_node}
-    keys["nodes_per_domain"] = found.nodes_per_domain
+    keys = _keys_of_nodes(kind)
+    keys |= {name: getattr(found, name) for name in ("nodes", "gpus_per_node", "nodes_per_domain")}
     if found.inter is None and network is None:
         keys.pop("inter", None)
     elif network is not None:
@@ -163,11 +157,6 @@ def find_calibration(gpu: str, engine: str) -> tuple[str, str]:
         load_calibration(f"{gpu}-{engine}")  # which says why there is none
     other = "vllm" if "vllm" in engines else engines[0]
     return f"{gpu}-{other}", f"no calibration of {gpu} under {engine} is shipped: that of {other} is taken"
-
-
-def load_from(name: str, folder: Path) -> Model:
-    """A model as an experiment in `folder` names it."""
-    return load_model(folder / name if name.endswith((".json", ".yaml", ".yml")) else name)
 
 
 def check_calibration(name: str, cluster: Cluster, folder: Path) -> None:

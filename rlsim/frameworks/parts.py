@@ -12,7 +12,7 @@ from typing import Any
 from rlsim.base.refusals import code_of
 from rlsim.base.schema import validate
 from rlsim.errors import CatalogueError, ConfigError, RlsimError, about, unknown_name
-from rlsim.experiment.build import LoadedExperiment, find_trace
+from rlsim.experiment.build import LoadedExperiment, beside, find_trace
 from rlsim.experiment.refusals import conditions, shape_values, unmet
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
@@ -23,13 +23,12 @@ from rlsim.frameworks.names import (
     find_calibration,
     find_cluster,
     find_model,
-    load_from,
     nearest_trace,
     spelled_out,
 )
 from rlsim.frameworks.settings import INTEGER, WHOLE, Settings
 from rlsim.models.hardware import Cluster, Gpu, load_cluster
-from rlsim.models.model import Model
+from rlsim.models.model import Model, load_model
 from rlsim.models.names import UNSEEN
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace, read_trace
@@ -64,13 +63,13 @@ class Options:
     described: tuple[str, ...] = ()
     network: str | None = None
 
-
-def likeness(gpu: str | None, like: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """`Options.gpu` and `described` for a GPU of the catalogue, or one `like` it: `h100,48GB,864GB/s,362TFLOP/s`."""
-    if like is None:
-        return gpu, ()
-    kind, *figures = re.split(r"[,\s]+", like.strip())
-    return kind, (gpu or f"{kind}-like", *figures)
+    @classmethod
+    def of(cls, folder: Path, gpu: str | None, gpu_like: str | None, **others: Any) -> Options:
+        """Options for a GPU of the catalogue, or one that is like it: `h100,48GB,864GB/s,362TFLOP/s`."""
+        if gpu_like is None:
+            return cls(folder, gpu, **others)
+        kind, *figures = re.split(r"[,\s]+", gpu_like.strip())
+        return cls(folder, kind, described=(gpu or f"{kind}-like", *figures), **others)
 
 
 def joined(*parts: str) -> str:
@@ -126,7 +125,7 @@ def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
     draft.entries["model"] = Entry(chosen, joined("--model" if options.model else where, said))
     if said.endswith(UNSEEN):
         draft.notes.append(f"{where}: {said}")
-    return load_from(chosen, options.folder)
+    return load_model(beside(chosen, options.folder))
 
 
 def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: Entry) -> None:

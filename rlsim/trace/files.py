@@ -50,15 +50,11 @@ def read_trace(path: str | Path, *, cap_tokens: int | None = None) -> Trace:
         file = path.stat()
     except (OSError, ValueError):
         return _read_trace(path, cap_tokens)  # which says why it cannot be read
-    return _known_trace(path, cap_tokens, file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size)
+    return _read_trace(path, cap_tokens, file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size)
 
 
 @lru_cache(maxsize=8)
-def _known_trace(path: Path, cap_tokens: int | None, *_: int) -> Trace:
-    return _read_trace(path, cap_tokens)
-
-
-def _read_trace(path: Path, cap_tokens: int | None) -> Trace:
+def _read_trace(path: Path, cap_tokens: int | None, *_: int) -> Trace:
     frame, meta, row_name = read_table(path)
     if cap_tokens is not None:
         meta = meta.model_copy(update={"cap_tokens": cap_tokens})
@@ -121,8 +117,10 @@ def read_table(path: Path, kind: str | None = None) -> tuple[pd.DataFrame, Trace
         frame = _read_csv(path)
         lines = [i + 2 for i in frame.index]
         return frame.reset_index(drop=True), meta, lambda i: f"line {lines[i]}"
-    frame, lines = _read_jsonl(path)
-    return frame, meta, lambda i: f"line {lines[i]}"
+    numbers, rows = zip(*json_lines(path, TraceError), strict=True)
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    frame = pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=object) for name in names})
+    return frame, meta, lambda i: f"line {numbers[i]}"
 
 
 def _read_parquet(path: Path, meta: TraceMeta) -> tuple[pd.DataFrame, TraceMeta]:
@@ -146,13 +144,6 @@ def _read_csv(path: Path) -> pd.DataFrame:
     if "prompt_id" in frame and all(isinstance(v, str) and whole.fullmatch(v) for v in frame["prompt_id"]):
         frame["prompt_id"] = frame["prompt_id"].astype("int64")
     return frame
-
-
-def _read_jsonl(path: Path) -> tuple[pd.DataFrame, list[int]]:
-    lines, rows = zip(*json_lines(path, TraceError), strict=True)
-    names = list(dict.fromkeys(key for row in rows for key in row))
-    columns = {n: pd.Series([row.get(n) for row in rows], dtype=object) for n in names}
-    return pd.DataFrame(columns), list(lines)
 
 
 def absorb_source(frame: pd.DataFrame, meta: TraceMeta) -> tuple[pd.DataFrame, TraceMeta]:

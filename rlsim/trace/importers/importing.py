@@ -47,11 +47,16 @@ def import_trace(
     trace's notes say what was assumed. Raises `TraceError` with file and row.
     """
     path, columns = Path(path), dict(columns or {})
-    _check_names(path, format, columns)
+    if format is not None and format not in FORMATS:
+        raise TraceError(f"{path}: unknown format {format!r}; {_hint(format, FORMATS, 'expected one of')}")
+    for ours, theirs in columns.items():
+        if ours not in BY_NAME:
+            hint = _hint(ours, BY_NAME, "expected one of")
+            raise TraceError(f"--column {ours}={theirs}: rlsim's schema has no column {ours!r}; {hint}")
     notes: list[str] = []
     meta = TraceMeta(name=stem(path, FILES).replace("*", "").strip("-_.") or "trace")
     clients = servegen.datasets(path) if format in (None, "servegen") else []
-    row_name: RowName = _made_row
+    row_name: RowName = lambda i: f"made-up row {i + 1}"  # noqa: E731  # of what is computed
     if clients:
         frame = servegen.read_servegen(clients, path, rows, notes)
     elif format == "servegen":
@@ -71,7 +76,12 @@ def import_trace(
     frame, meta = absorb_source(frame, meta)
     frame = _counted(frame, path, notes)
     check_names(list(frame.columns), str(path), optional=("prompt_id", "sample_id"))
-    frame = _numbered(frame, notes)
+    if "prompt_id" not in frame:
+        notes.append("no prompt id: every response is taken as a prompt of its own")
+        frame = frame.assign(prompt_id=np.arange(len(frame)), sample_id=frame.get("sample_id", 0))
+    elif "sample_id" not in frame:
+        keys = [frame[k].map(str) for k in ("prompt_id", "epoch") if k in frame]
+        frame = frame.assign(sample_id=frame.groupby(keys, sort=False).cumcount())
     return make_trace(frame, meta.model_copy(update={"notes": tuple(notes)}), where=str(path), row_name=row_name)
 
 
@@ -79,16 +89,6 @@ def files_of(path: Path) -> list[Path]:
     """The files that an import of a file, folder or glob pattern reads. Raises `TraceError` if there are none."""
     files, sessions = (servegen.datasets(path), []) if servegen.datasets(path) else layouts.find_files(path, [])
     return [*files, *sessions]
-
-
-def _check_names(path: Path, layout: str | None, columns: Mapping[str, str]) -> None:
-    """Raises `TraceError` for a format that there is not, and for columns that rlsim's schema does not have."""
-    if layout is not None and layout not in FORMATS:
-        raise TraceError(f"{path}: unknown format {layout!r}; {_hint(layout, FORMATS, 'expected one of')}")
-    for ours, theirs in columns.items():
-        if ours not in BY_NAME:
-            hint = _hint(ours, BY_NAME, "expected one of")
-            raise TraceError(f"--column {ours}={theirs}: rlsim's schema has no column {ours!r}; {hint}")
 
 
 def _hint(name: str, known: Collection[str], otherwise: str) -> str:
@@ -114,11 +114,6 @@ def _dumped(
         return f"{file.relative_to(path) if file.is_relative_to(path) else file.name}: {place}"
 
     return join(frame, notes) if join else frame, row_name
-
-
-def _made_row(index: int) -> str:
-    """The name of a row that was computed rather than read."""
-    return f"made-up row {index + 1}"
 
 
 def _table(
@@ -150,18 +145,14 @@ def _table(
     told = "response_tokens" in columns or (wanted is None and "response_tokens" in names)
     if not told and (table := layouts.table_of(names, first, wanted)):
         frame, row_name = read_known(table, frame, first, row_name, columns, notes)
-    return _renamed(frame, columns, first), meta, row_name
-
-
-def _renamed(frame: pd.DataFrame, columns: Mapping[str, str], path: Path) -> pd.DataFrame:
     for ours, theirs in columns.items():
         if theirs not in frame.columns:
             hint = _hint(theirs, [str(c) for c in frame.columns], "it has")
-            raise TraceError(f"{path}: no column {theirs!r} (asked for as {ours}); {hint}")
+            raise TraceError(f"{first}: no column {theirs!r} (asked for as {ours}); {hint}")
         if ours != theirs and ours in frame.columns:
             frame = frame.drop(columns=ours)
         frame = frame.rename(columns={theirs: ours})
-    return frame
+    return frame, meta, row_name
 
 
 def _counted(frame: pd.DataFrame, path: Path, notes: list[str]) -> pd.DataFrame:
@@ -202,16 +193,6 @@ def _leaves(name: str, value: object) -> list[str]:
     if not isinstance(value, Mapping) or not value:
         return [name]
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
-
-
-def _numbered(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
-    if "prompt_id" not in frame:
-        notes.append("no prompt id: every response is taken as a prompt of its own")
-        return frame.assign(prompt_id=np.arange(len(frame)), sample_id=frame.get("sample_id", 0))
-    if "sample_id" not in frame:
-        keys = [frame[k].map(str) for k in ("prompt_id", "epoch") if k in frame]
-        frame = frame.assign(sample_id=frame.groupby(keys, sort=False).cumcount())
-    return frame
 
 
 def read_known(

@@ -52,14 +52,13 @@ class Table:
     fails: bool = False
 
 
-def _dump(row: dict[str, Any]) -> Dump:
-    functions = {**vars(agents), **vars(frameworks)}
-    return Dump(**row | {key: functions[row[key]] for key in ("more", "rows") if key in row})
-
-
+_FUNCTIONS = {**vars(agents), **vars(frameworks)}
 _TABLE: Mapping[str, Any] = plain(read_yaml(DATA / "layouts.yaml"))
 #: Rollout dumps in the order in which they are tried: those with more keys first.
-DUMPS = sorted((_dump(row) for row in _TABLE["dumps"]), key=lambda dump: -len(dump.needs))
+DUMPS = sorted(
+    (Dump(**row | {k: _FUNCTIONS[row[k]] for k in ("more", "rows") if k in row}) for row in _TABLE["dumps"]),
+    key=lambda dump: -len(dump.needs),
+)
 TABLES = [Table(**row) for row in _TABLE["tables"]]
 FORMATS = tuple(
     dict.fromkeys((*KINDS, *(dump.format for dump in DUMPS), METRICS, "servegen", *(one.format for one in TABLES)))
