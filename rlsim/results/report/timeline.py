@@ -5,18 +5,15 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
-
-import numpy as np
-import pandas as pd
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from rlsim.base.output import atomic_path, check_own_file
 from rlsim.errors import ConfigError
 from rlsim.results.report.chosen_run import ChosenRun, choose_run
 from rlsim.results.report.timeline_requests import write_requests
-from rlsim.results.report.trace_events import TraceWriter, Tracks, json_texts, microseconds
+from rlsim.results.report.trace_events import TraceWriter, Track, Tracks, microseconds
 
 if TYPE_CHECKING:
     from rlsim.experiment.result import Result
@@ -24,10 +21,6 @@ if TYPE_CHECKING:
 SUFFIXES = (".json", ".json.gz")
 #: Where groups of tracks stand, from top to bottom.
 RUN, NODES, REQUESTS, REWARDS = 0, 1_000, 100_000, 10_000_000
-#: More GPUs than there are.
-ALL_GPUS = 10_000_000
-#: Slices of one GPU track each, made from spans of many GPUs, at a time.
-MOST_SLICES = 262_144
 
 
 class Timeline(NamedTuple):
@@ -101,19 +94,12 @@ def _opened(path: Path, compressed: bool) -> Iterator[BinaryIO]:
 
 def _write_steps(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
     """One slice a step: they follow each other without a gap."""
-    tid = writer.thread(pid, "steps", 0)
+    track, ends = writer.track(pid, "steps", 0), run.step_ends
     rows = run.rows("steps", ["step", "round", "tokens", "trained", "switches", "bubble_fraction"])
-    steps = rows["step"].to_numpy()
-    end = microseconds([run.step_ends[step] for step in steps.tolist()])
-    start = microseconds([run.step_ends.get(step - 1, 0.0) for step in steps.tolist()])
-    args = {
-        "round": json_texts(pa.array(rows["round"])),
-        "tokens": rows["tokens"].to_numpy(),
-        "responses trained on": rows["trained"].to_numpy(),
-        "switches": rows["switches"].to_numpy(),
-        "bubble_fraction": np.round(rows["bubble_fraction"].to_numpy(), 4),
-    }
-    writer.add_slices(('"step ', steps, '"'), "step", pid, tid, start, end, args)
+    for step, kind, tokens, trained, switches, bubble in rows.itertuples(index=False):
+        start, end = microseconds([ends.get(step - 1, 0.0), ends[step]]).tolist()
+        args = {"round": kind, "tokens": tokens, "responses trained on": trained, "switches": switches}
+        writer.slice(track, f"step {step}", "step", start, end, {**args, "bubble_fraction": round(bubble, 4)})
 
 
 def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
@@ -122,23 +108,21 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
     Returns the call that generates, if there is one.
     """
     rows = run.rows("calls", ["step", "call", "kind", "model", "ready_at", "start_at", "end_at", "gpus"])
-    key, names = pd.factorize(rows["call"])
-
-    def track_of(key: int, number: int) -> int:
-        return writer.thread(pid, names[key] if not number else f"{names[key]} ({number + 1})", 1 + key)
-
-    ready, start, end = (microseconds(rows[c]) for c in ("ready_at", "start_at", "end_at"))
-    ready = np.minimum(ready, start)
-    tid = Tracks(track_of).place(key, ready, end)
-    args = {
-        "step": rows["step"].to_numpy(),
-        "kind": json_texts(pa.array(rows["kind"])),
-        "model": json_texts(pa.array(rows["model"])),
-        "gpus": rows["gpus"].to_numpy(),
-    }
-    writer.add_slices(('"waits for GPUs"',), "call", pid, tid, ready, start, args)
-    writer.add_slices((json_texts(pa.array(rows["call"])),), "call", pid, tid, start, end, args)
+    names = list(dict.fromkeys(rows["call"]))
+    tracks = Tracks(lambda call, number: writer.track(pid, _numbered(call, number), 1 + names.index(call)))
+    rows = rows.assign(ready_at=rows[["ready_at", "start_at"]].min(axis=1)).sort_values("ready_at", kind="stable")
+    times = microseconds(rows[["ready_at", "start_at", "end_at"]]).tolist()
+    for row, (ready, start, end) in zip(rows.itertuples(), times, strict=True):
+        track, call = tracks.place(row.call, ready, end), str(row.call)
+        args = {"step": row.step, "kind": row.kind, "model": row.model, "gpus": row.gpus}
+        writer.slice(track, "waits for GPUs", "call", ready, start, args)
+        writer.slice(track, call, "call", start, end, args)
     return next(iter(rows.loc[rows["kind"] == "generate", "call"]), "")
+
+
+def _numbered(name: str, number: int) -> str:
+    """The name of one of several tracks for the same."""
+    return f"{name} ({number + 1})" if number else name
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
@@ -147,33 +131,24 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
 def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
     """A track for each GPU, by node; what runs beside other work (a judge) on tracks of its own."""
     per_node, all_gpus = int(run.setup["gpus_per_node"]), int(run.setup["gpus"])
-    all_rows = run.rows("spans", ["step", "gpu", "gpus", "start_at", "end_at", "kind", "tp", "label", "shared"])
-    low, high = all_rows["gpu"].min(), (all_rows["gpu"] + all_rows["gpus"]).max() - 1
+    rows = run.rows("spans", ["step", "gpu", "gpus", "start_at", "end_at", "kind", "tp", "label", "shared"])
+    low, high = rows["gpu"].min(), (rows["gpu"] + rows["gpus"]).max() - 1
     if not 0 <= low <= high < all_gpus:
         raise ConfigError(f"spans: expected GPUs 0 to {all_gpus - 1}, got {low} to {high}")
-    work, beside = pd.factorize(all_rows["kind"].where(all_rows["shared"]))  # -1: alone
-    nodes: dict[int, int] = {}  # node: process
-    of_node: dict[int, int] = {}  # track: process
+    kinds = ["", *dict.fromkeys(rows.loc[rows["shared"], "kind"])]  # alone, or beside other work
+    process = cache(lambda node: writer.process(f"node {node}", NODES + node))
 
-    def track_of(key: int, number: int) -> int:
-        kind, gpu = divmod(key, ALL_GPUS)
-        node = gpu // per_node
-        if node not in nodes:
-            nodes[node] = writer.process(f"node {node}", NODES + node)
-        name = f"GPU {gpu}" if not kind else f"GPU {gpu} · {beside[kind - 1]} (shared)"
-        tid = writer.thread(nodes[node], name if not number else f"{name} ({number + 1})", 100 * gpu + kind)
-        of_node[tid] = nodes[node]
-        return tid
+    def track_of(key: tuple[int, str], number: int) -> Track:
+        gpu, beside = key
+        name = f"GPU {gpu} · {beside} (shared)" if beside else f"GPU {gpu}"
+        return writer.track(process(gpu // per_node), _numbered(name, number), 100 * gpu + kinds.index(beside))
 
     tracks = Tracks(track_of)
-    size = max(MOST_SLICES // int(all_rows["gpus"].max()), 1)  # a row makes a slice for each of its GPUs
-    for first in range(0, len(all_rows), size):
-        rows = all_rows[first : first + size]
-        which = np.repeat(np.arange(len(rows)), rows["gpus"])
-        gpu = rows["gpu"].to_numpy()[which] + np.arange(len(which)) - np.searchsorted(which, which)
-        start, end = (microseconds(rows[c])[which] for c in ("start_at", "end_at"))
-        tid = tracks.place((work[first : first + size] + 1)[which] * ALL_GPUS + gpu, start, end)
-        pid = np.array([of_node[t] for t in tid.tolist()])
-        kind, label = (json_texts(pa.array(rows[name])).take(pa.array(which)) for name in ("kind", "label"))
-        args = {**{name: rows[name].to_numpy()[which] for name in ("step", "tp")}, "label": label}
-        writer.add_slices((kind,), "gpu", pid, tid, start, end, args)
+    rows = rows.sort_values("start_at", kind="stable")
+    times = microseconds(rows[["start_at", "end_at"]]).tolist()
+    row: Any
+    for row, (start, end) in zip(rows.itertuples(), times, strict=True):
+        args = {"step": row.step, "tp": row.tp, "label": row.label}
+        for gpu in range(row.gpu, row.gpu + row.gpus):
+            track = tracks.place((gpu, row.kind if row.shared else ""), start, end)
+            writer.slice(track, row.kind, "gpu", start, end, args)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlsim.errors import ConfigError
 from rlsim.results.report.chosen_run import ChosenRun
-from rlsim.results.report.trace_events import Piece, TraceWriter, Tracks, json_texts, microseconds
+from rlsim.results.report.trace_events import TraceWriter, Track, Tracks, microseconds
 from rlsim.sim.stays import LEFT
 
 #: The first steps have tracks for their requests: as many as have no more stays at replicas than these, or one.
@@ -44,8 +44,8 @@ def write_requests(writer: TraceWriter, run: ChosenRun, run_pid: int, generate: 
     if len(stays):
         stays = _in_order(stays, generate)
         pids = _groups(writer, stays, places[0])
-        stays = stays.assign(pid=pids[stays["place"].to_numpy()])
-        stays = stays.assign(tid=_write_phases(writer, stays, pids))
+        tracks = _write_phases(writer, stays, pids)
+        stays = stays.assign(pid=[pid for pid, _ in tracks], tid=[tid for _, tid in tracks])
         _write_resumed(writer, stays, responses)
         _write_counters(writer, stays, pids, run_pid)
     _write_rewards(writer, stays, responses, places[1])
@@ -53,14 +53,14 @@ def write_requests(writer: TraceWriter, run: ChosenRun, run_pid: int, generate: 
 
 
 def _in_order(stays: pd.DataFrame, generate: str) -> pd.DataFrame:
-    """The stays of a request one after the other; numbers for calls, reasons, and the replicas' places."""
+    """The stays of a request one after the other; numbers for calls and the replicas' places; moments also in µs."""
     if unknown := set(stays["left"]) - set(LEFT):
         raise ConfigError(f"stays: column left: expected one of {', '.join(LEFT)}, got {unknown.pop()!r}")
     calls = list(dict.fromkeys([generate, *stays["call"]]))
-    found = stays.assign(
-        name=stays["call"], call=stays["call"].map(calls.index), left=stays["left"].map(LEFT.index), tp=stays["gpus"]
-    )
+    found = stays.assign(name=stays["call"], call=stays["call"].map(calls.index), tp=stays["gpus"])
     found["place"] = found.groupby(["call", "gpu", "gpus"]).ngroup()
+    for name in ("arrived", "admitted", "decoding", "left"):  # what never came begins when it leaves
+        found[f"{name}_us"] = microseconds(found[f"{name}_at"].fillna(found["left_at"]))
     return found.sort_values(["step", "call", "response", "arrived_at", "left_at"], ignore_index=True)
 
 
@@ -78,49 +78,59 @@ def _groups(writer: TraceWriter, stays: pd.DataFrame, first_place: int) -> Ints:
 # ---- slices and arrows -----------------------------------------------------------------------------------------------
 
 
-def _write_phases(writer: TraceWriter, stays: pd.DataFrame, pids: Ints) -> Ints:
+@dataclass
+class _Visit:
+    """The stays of a request at one replica: when it is preempted it keeps its track. `before`: the visit that it comes
+    from; it has its track from `begins` on, when it left there (µs)."""
+
+    stays: list[Any]
+    before: _Visit | None
+    begins: int
+    track: Track = (0, 0)
+
+
+def _write_phases(writer: TraceWriter, stays: pd.DataFrame, pids: Ints) -> list[Track]:
     """Slices of all that requests went through, and arrows between replicas; returns the track of each stay."""
-    same = ["step", "call", "response"]
-    follows = (stays[same] == stays[same].shift()).all(axis=1).to_numpy()  # an earlier stay of the same request
-    reason, response = stays["left"].to_numpy(), stays["response"].to_numpy()
-    preempted = follows & (np.roll(reason, 1) == LEFT.index("preempted"))
-    moves = follows & ~preempted
-    arrived, admitted, decoding, left = (
-        microseconds(stays[name].fillna(stays["left_at"]))
-        for name in ("arrived_at", "admitted_at", "decoding_at", "left_at")
-    )
-    before = np.roll(left, 1)
-    begun = np.where(moves, np.minimum(before, arrived), arrived)
+    visits: list[_Visit] = []
+    stay: Any
+    for stay in stays.itertuples():
+        before = visits[-1] if visits else None
+        last: Any = before and before.stays[-1]
+        if last and (last.step, last.call, last.response) != (stay.step, stay.call, stay.response):
+            before = None
+        if before and last.left == "preempted":
+            before.stays.append(stay)
+        else:
+            visits.append(_Visit([stay], before, min(stay.arrived_us, last.left_us) if before else stay.arrived_us))
+    tracks = Tracks(lambda place, number: writer.track(int(pids[place]), f"slot {number}", number))
+    for visit in sorted(visits, key=lambda visit: visit.begins):
+        visit.track = tracks.place(visit.stays[0].place, visit.begins, visit.stays[-1].left_us)
+    for visit in visits:
+        if visit.before:
+            _write_move(writer, visit, visit.before)
+        for stay in visit.stays:
+            known = {"response": stay.response, "tp": stay.tp, "step": stay.step}
+            waited = {**known, "context": stay.start_tokens}
+            done = {"tokens": stay.end_tokens - stay.start_tokens, "context": stay.end_tokens, "left": stay.left}
+            for name, start, end, args in (
+                ("queued", stay.arrived_us, stay.admitted_us, waited),
+                ("prefill", stay.admitted_us, stay.decoding_us, waited),
+                ("decode", stay.decoding_us, stay.left_us, {**known, **done}),
+            ):
+                writer.slice(visit.track, f"{name} {stay.response}", name, start, end, args)
+    return [visit.track for visit in visits for _ in visit.stays]
 
-    # A request that is preempted stays on its track.
-    first = np.flatnonzero(~preempted)
-    last = np.concatenate([first[1:], [len(arrived)]]) - 1
-    tracks = Tracks(lambda group, number: writer.thread(int(pids[group]), f"slot {number}", number))
-    places = stays["place"].to_numpy()[first]
-    tid: Ints = tracks.place(places, begun[first], left[last])[np.cumsum(~preempted) - 1]
-    pid = stays["pid"].to_numpy()
 
-    reasons = json_texts(pa.array(LEFT)).take(pa.array(reason))
-    begins, ends = stays["start_tokens"].to_numpy(), stays["end_tokens"].to_numpy()
-    known: dict[str, Piece] = {name: stays[name].to_numpy() for name in ("response", "tp", "step")}
-    waited = {**known, "context": begins}
-    args = {**known, "tokens": ends - begins, "context": ends, "left": reasons}
-    previous = reasons.take(pa.array(np.maximum(np.arange(len(arrived)) - 1, 0)))
-    at_tool = moves & (np.roll(reason, 1) == LEFT.index("tool"))
-    for name, start, end, about in (
-        ("tool", begun, np.where(at_tool, arrived, begun), waited),
-        ("paused", begun, np.where(at_tool, begun, arrived), {**waited, "after": previous}),
-        ("queued", arrived, admitted, waited),
-        ("prefill", admitted, decoding, waited),
-        ("decode", decoding, left, args),
-    ):
-        writer.add_slices((f'"{name} ', response, '"'), name, pid, tid, start, end, about)
-
-    # From the last microsecond at the one replica to the first at the other.
-    arrow = np.flatnonzero(moves & (before > np.roll(begun, 1)) & (left > begun))
-    ends_at, begins_at = (pid[arrow - 1], tid[arrow - 1], left[arrow - 1] - 1), (pid[arrow], tid[arrow], begun[arrow])
-    writer.add_arrows(reasons.take(pa.array(arrow - 1)), ends_at, begins_at)
-    return tid
+def _write_move(writer: TraceWriter, visit: _Visit, before: _Visit) -> None:
+    """What a request does between two replicas, and an arrow from the last microsecond at the one to the first at the
+    other."""
+    last, stay = before.stays[-1], visit.stays[0]
+    args = {"response": stay.response, "tp": stay.tp, "step": stay.step, "context": stay.start_tokens}
+    name, args = ("tool", args) if last.left == "tool" else ("paused", {**args, "after": last.left})
+    writer.slice(visit.track, f"{name} {stay.response}", name, visit.begins, stay.arrived_us, args)
+    begun = before.begins if len(before.stays) == 1 else last.arrived_us
+    if last.left_us > begun and stay.left_us > visit.begins:
+        writer.arrow(last.left, before.track, last.left_us - 1, visit.track, visit.begins)
 
 
 def _write_resumed(writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataFrame) -> None:
@@ -147,11 +157,11 @@ def _write_resumed(writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataF
         shown = own.query("ends > begins").add_suffix(f"_{end}")
         pairs = pairs.merge(shown, on=[f"step_{end}", f"response_{end}"])
     ends, begins = (
-        [pairs[f"{name}_{end}"].to_numpy() for name in ("pid", "tid", at)]
+        [pairs[f"{name}_{end}"].tolist() for name in ("pid", "tid", at)]
         for end, at in (("before", "ends"), ("after", "begins"))
     )
-    texts = json_texts(pa.array(["resumed"] * len(pairs), pa.string()))
-    writer.add_arrows(texts, (ends[0], ends[1], ends[2] - 1), (begins[0], begins[1], begins[2]))
+    for pid, tid, left, *target, arrived in zip(*ends, *begins, strict=True):
+        writer.arrow("resumed", (pid, tid), left - 1, (target[0], target[1]), arrived)
 
 
 # ---- counters --------------------------------------------------------------------------------------------------------
@@ -170,12 +180,14 @@ def _write_counters(writer: TraceWriter, stays: pd.DataFrame, pids: Ints, run_pi
     for name, column in counters.items():
         values = held[column].to_numpy()
         change = np.diff(values, prepend=0)  # also from replica to replica: each begins and ends with nothing
-        writer.add_samples(name, pid, at, values, change != 0)
+        for which in np.flatnonzero(change).tolist():
+            writer.sample(name, int(pid[which]), int(at[which]), int(values[which]))
         # All replicas that generate together: whenever one of them has something new.
         mine = np.flatnonzero((change != 0) & generates)
         mine = mine[np.argsort(at[mine], kind="stable")]
         newest = np.append(np.diff(at[mine]) > 0, True)[: len(mine)]
-        writer.add_samples(name, run_pid, at[mine], np.cumsum(change[mine]), newest)
+        for moment, total in zip(at[mine][newest].tolist(), np.cumsum(change[mine])[newest].tolist(), strict=True):
+            writer.sample(name, run_pid, moment, total)
 
 
 # ---- rewards ---------------------------------------------------------------------------------------------------------
@@ -193,12 +205,12 @@ def _write_rewards(writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataF
     if rows.empty:
         return
     pid = writer.process("rewards · CPU workers", place)
-    workers = Tracks(lambda _, number: writer.thread(pid, f"worker {number}", number))
-    start, end = microseconds(rows["score_start_at"]), microseconds(rows["scored_at"])
-    tid = workers.place(np.zeros(len(rows), np.int64), start, end)
-    args: dict[str, Piece] = {name: rows[name].to_numpy() for name in ("response", "step", "reward")}
-    args["timed_out"] = pa.array(rows["timed_out"]).cast(pa.string())
-    writer.add_slices(('"score ', args["response"], '"'), "reward", pid, tid, start, end, args)
+    workers = Tracks(lambda _, number: writer.track(pid, f"worker {number}", number))
+    rows = rows.sort_values("score_start_at", kind="stable")
+    times = microseconds(rows[["score_start_at", "scored_at"]]).tolist()
+    for row, (start, end) in zip(rows.itertuples(), times, strict=True):
+        args = {"response": row.response, "step": row.step, "reward": row.reward, "timed_out": row.timed_out}
+        writer.slice(workers.place(0, start, end), f"score {row.response}", "reward", start, end, args)
 
 
 Ints = NDArray[np.int64]
