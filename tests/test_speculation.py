@@ -80,6 +80,12 @@ def test_a_token_takes_its_share_of_a_step() -> None:
     assert always.mixed_s(4, 6000, [Chunk(5, 0)]) == pytest.approx(15e-3 + 5e-3)
     below = spec.model_copy(update={"disable_by_batch_size": 4})
     assert SpeculativeStep(Toy(10e-3), {2: toys[2]}, below).decode(5).step_s(6000) == pytest.approx(16e-3)
+    rows = ((2, 4, 2), (8, 9, 1), (12, 20, 0))
+    table = spec.model_copy(update={"num_speculative_tokens_per_batch_size": rows})
+    assert list(table.drafted) == [1, 2]
+    by_size = SpeculativeStep(Toy(10e-3), toys, table)
+    found = [by_size.decode(batch).step_s(0) for batch in (1, 4, 6, 8, 11, 12, 99)]
+    assert found == pytest.approx([12e-3, 12e-3, 12e-3, 8e-3, 8e-3, 10e-3, 10e-3])
     fastest = SpeculativeStep(Toy(10e-3), toys, spec.model_copy(update={"dynamic": True})).decode(4)
     for tokens, token_s in ((0, 12e-3 / 1.5), (1000, 13e-3 / 1.5), (20_000, 32e-3 / 1.5), (30_000, 54e-3 / 2)):
         assert fastest.step_s(tokens) == pytest.approx(min(token_s, 10e-3 + tokens * 1e-6))

@@ -61,6 +61,11 @@ class Speculation(Schema):
     draft_vocab_size: int | None = Field(default=None, ge=1, le=100_000_000)
     disable_by_batch_size: int | None = Field(default=None, ge=1)
     disable_by_kv_usage: float | None = Field(default=None, ge=0, lt=1)
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, Annotated[int, Field(ge=0)]], ...] = Field(
+        default=(),
+        description="vLLM's dynamic speculation: from so many sequences in a replica's batch, to so many, how many "
+        "tokens are drafted; beyond the end of a row as in it, before the first num_speculative_tokens, and never more",
+    )
     num_speculative_tokens_per_length: dict[Tokens, Annotated[int, Field(ge=0, le=64)]] | None = Field(
         default=None, min_length=1
     )
@@ -102,7 +107,8 @@ class Speculation(Schema):
     def drafted(self) -> Sequence[int]:
         """Numbers of tokens that a step may draft, 0 aside."""
         most, budgets = self.num_speculative_tokens, self.num_speculative_tokens_per_length or {}
-        return range(1, most + 1) if self.dynamic else sorted({most, *budgets.values()} - {0})
+        each = {most, *budgets.values(), *(drafted for *_, drafted in self.num_speculative_tokens_per_batch_size)}
+        return range(1, most + 1) if self.dynamic else sorted(drafted for drafted in each if 0 < drafted <= most)
 
 
 def head_of(model: Model, method: Method, vocab: int | None = None) -> Model | None:
@@ -280,10 +286,12 @@ class SpeculativeStep(StepCost):
         return reduce(lambda one, other: longer(one, other, min), each)
 
     def _choices(self, batch: int) -> Sequence[int]:
-        most, drafted = self._speculation.disable_by_batch_size, self._speculation.num_speculative_tokens
+        spec, most = self._speculation, self._speculation.disable_by_batch_size
         if most is not None and batch > most:
             return (0,)
-        return (0, *(k for k in self._steps if k <= drafted)) if self._speculation.dynamic else (drafted,)
+        reached = [drafted for first, _, drafted in spec.num_speculative_tokens_per_batch_size if first <= batch]
+        drafted = min([spec.num_speculative_tokens, *reached[-1:]])
+        return (0, *(k for k in self._steps if k <= drafted)) if spec.dynamic else (drafted,)
 
     def _token(self, drafted: int, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         """The curve of one token of each sequence where so many are drafted."""
