@@ -61,11 +61,7 @@ class Speculation(Schema):
     draft_vocab_size: int | None = Field(default=None, ge=1, le=100_000_000)
     disable_by_batch_size: int | None = Field(default=None, ge=1)
     disable_by_kv_usage: float | None = Field(default=None, ge=0, lt=1)
-    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, Annotated[int, Field(ge=0)]], ...] = Field(
-        default=(),
-        description="vLLM's dynamic speculation: from so many sequences in a replica's batch, to so many, how many "
-        "tokens are drafted; beyond the end of a row as in it, before the first num_speculative_tokens, and never more",
-    )
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, Annotated[int, Field(ge=0)]], ...] = ()
     num_speculative_tokens_per_length: dict[Tokens, Annotated[int, Field(ge=0, le=64)]] | None = Field(
         default=None, min_length=1
     )
