@@ -51,11 +51,14 @@ class Intake:
 
     `ahead`: the next iteration is scheduled already when one begins, so a request joins the one after it (vLLM's
     asynchronous scheduling, SGLang's overlapped loop). `every`: decode iterations from one look at the queue to the
-    next; after a prefill it looks at once (SGLang's `scheduler_recv_interval`).
+    next; after a prefill it looks at once (SGLang's `scheduler_recv_interval`). `wait`: iterations for which prompts
+    wait for others, unless they have `enough` tokens together (TensorRT-LLM's `batch_wait_timeout_iters`).
     """
 
     ahead: bool = False
     every: int = 1
+    wait: int = 0
+    enough: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,7 @@ class _Observed(Replica):
         self._run_of, self._intake = run, intake
         self._coming: list[Request] = []
         self._looked_step, self._prefilled = 0, False  # at the last look; whether the last iteration was a prefill
+        self._waits_since: int | None = None  # the first step that began without the requests that wait
         gpus = tuple(range(cost.tp))
         super().__init__(run.env, 0, 0, gpus, cost, capacity_pages, engine, Recorder(), run.finished, count(1))
 
@@ -218,17 +222,25 @@ class _Observed(Replica):
             return
         if not self._coming:
             self.at_boundary(self._look)
+            self._waits_since = None
         self._coming += requests
 
     def _look(self) -> None:
         """At a boundary: take in what has come, if it is time to look."""
-        due = self.progress() - self._looked_step >= self._intake.every or self._prefilled or not self.running
+        due = self._due(self.progress())
         if due:
             self._looked_step = self.progress()
         if due and not self._intake.ahead:
             self._take_in()
         else:
             self.env.process(self._within(self._take_in if due else lambda: self.at_boundary(self._look)))
+
+    def _due(self, step: int) -> bool:
+        if not self._intake.wait:
+            return step - self._looked_step >= self._intake.every or self._prefilled or not self.running
+        self._waits_since = step if self._waits_since is None else self._waits_since
+        tokens = sum(request.prompt_tokens for request in self._coming)
+        return step - self._waits_since >= self._intake.wait or tokens >= self._intake.enough or not self.running
 
     def _take_in(self) -> None:
         coming, self._coming = self._coming, []

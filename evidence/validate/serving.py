@@ -89,9 +89,18 @@ class RunSettings(Schema):
 
     runs: dict[str, str | int] = Field(default={})
     looks: tuple[tuple[int, int], ...] = ()
+    waits: tuple[int, int] = (0, 0)
+    batched_tokens: PositiveInt | None = None
+    batched_prompts: PositiveInt | None = None
+    share: PositiveFloat | None = None
+    kv: Precision | None = None
     moe_backend: str | None = None
-    expert_parallel: bool = False
+    really: dict[str, int] = {}
     left_out: str = ""
+
+    def budget(self, prompt_tokens: int) -> int:
+        """Tokens of an iteration, by the nominal length of a prompt."""
+        return self.batched_tokens or (self.batched_prompts or 0) * prompt_tokens or 8192
 
 
 @cache
@@ -157,8 +166,8 @@ class ServingRun(Schema):
 
     @property
     def settings(self) -> RunSettings:
-        """How it was made, as far as that is known: of no run whose source does not even tell the release."""
-        rows = run_settings() if self.lengths == "uniform" and self.release else ()
+        """How it was made, as far as that is known: of no run but InferenceX', whose client draws lengths."""
+        rows = run_settings() if self.lengths == "uniform" else ()
         own = (row for row in rows if all(getattr(self, name) == said for name, said in row.runs.items()))
         return next(own, RunSettings())
 
@@ -166,7 +175,7 @@ class ServingRun(Schema):
     def intake(self) -> Intake:
         """When the engine takes requests in."""
         every = [iterations for users, iterations in self.settings.looks if users <= self.concurrency]
-        return Intake(self.engine == "sglang" or bool(self.plans_ahead), (every or [1])[-1])
+        return Intake(self.engine == "sglang" or bool(self.plans_ahead), (every or [1])[-1], *self.settings.waits)
 
     @property
     def gpus(self) -> int:
@@ -181,14 +190,14 @@ class ServingRun(Schema):
     @property
     def layout(self) -> ReplicaLayout:
         """What cuts the model beside TP."""
-        return ReplicaLayout(ep=self.gpus if self.settings.expert_parallel else self.ep, attention_dp=self.dp)
+        return ReplicaLayout(ep=self.ep, attention_dp=self.dp)
 
     @property
     def served(self) -> Model:
         """The model as it was served. FP8 and FP4 weights have an FP8 KV cache under TensorRT-LLM and on Blackwell."""
         small = self.precision != "bf16" and (self.engine == "trtllm" or self.gpu.startswith("b"))
         published = None if self.precision == "mxfp4" else self.precision
-        return load_model(self.model).served(published, "fp8" if small else "bf16")
+        return load_model(self.model).served(published, self.settings.kv or ("fp8" if small else "bf16"))
 
 
 @dataclass(frozen=True)
@@ -218,7 +227,7 @@ class Protocol:
         waits = run.engine == "trtllm" and run.precision == "bf16"
         idle = int(waits) if self.idle_slots is None else self.idle_slots
         if self.batched_tokens is not None or run.lengths == "uniform":
-            budget = self.batched_tokens or 8192
+            budget = self.batched_tokens or run.settings.budget(prompt)
         elif run.engine == "sglang":
             budget = prompt + 1500
         elif run.engine == "trtllm":
@@ -241,7 +250,7 @@ class Protocol:
             run.gpus,
             layout=run.layout,
             page_tokens=config.page_tokens,
-            memory_utilization=SHARES[run.engine],
+            memory_utilization=run.settings.share or SHARES[run.engine],
             max_batched_tokens=config.max_num_batched_tokens,
             max_sequences=max(config.max_num_seqs, self.profiled_sequences)
             if run.engine == "vllm"
@@ -256,11 +265,11 @@ AS_ASSUMED = Protocol()
 
 
 def read_runs(evidence: Path, name: str = TABLE) -> list[ServingRun]:
-    """The measured runs of a folder, by engine, TP, lengths and concurrency.
+    """The measured runs of a folder as they really were, by engine, TP, lengths and concurrency.
 
     Raises `ConfigError` if the table is missing or damaged, with the row.
     """
-    runs = read_rows(evidence / name, ServingRun)
+    runs = [run.model_copy(update=run.settings.really) for run in read_rows(evidence / name, ServingRun)]
     return sorted(runs, key=lambda r: (r.engine, r.tp, r.prompt_tokens, r.response_tokens, r.concurrency))
 
 
