@@ -98,6 +98,9 @@ def test_a_closed_loop_by_hand(
         # B comes at 0.16 s, while A is prefilled to 0.18 s: then the engine looks at once.
         (Intake(every=5), 0.008, 0.18),
         (Intake(ahead=True, every=5), 0.008, 0.19),
+        # Prompts wait for others while two iterations begin, or until they have enough tokens: B's 10.
+        (Intake(wait=2, enough=11), 0.0105, 0.235),
+        (Intake(wait=2, enough=10), 0.0105, 0.215),
     ],
 )
 def test_when_a_busy_engine_takes_a_request_in(intake: Intake, prompt_token_s: float, joined_s: float) -> None:
@@ -115,7 +118,11 @@ def test_how_runs_were_made_is_said_of_those_it_is_known_of() -> None:
     with_experts = told.model_copy(update={"ep": 4})
     assert (with_experts.settings.left_out, with_experts.intake) == ("", Intake(ahead=True, every=30))
     assert with_experts.model_copy(update={"concurrency": 8}).intake.every == 10
-    assert with_experts.model_copy(update={"release": ""}).intake.every == 1
+    deepseek = told.model_copy(update={"model": "deepseek-v3", "release": ""})
+    assert (deepseek.settings.really, deepseek.settings.cold) == ({"ep": 4}, True)
+    assert not deepseek.model_copy(update={"release": "0.5.9"}).settings.cold
+    minimax = told.model_copy(update={"engine": "vllm", "model": "minimax-m2", "release": "0.19.0"})
+    assert Protocol().config(minimax).max_num_batched_tokens == 2048
     oss = told.model_copy(update={"engine": "vllm", "model": "gpt-oss-120b", "gpu": "h200-sxm"})
     assert oss.settings.moe_backend == "marlin"
     assert oss.model_copy(update={"lengths": "equal"}).settings.moe_backend is None

@@ -93,9 +93,10 @@ class RunSettings(Schema):
     batched_tokens: PositiveInt | None = None
     batched_prompts: PositiveInt | None = None
     share: PositiveFloat | None = None
-    kv: Precision | None = None
+    kv: Literal["bf16", "fp8"] | None = None
     moe_backend: str | None = None
-    really: dict[str, int] = {}
+    really: dict[str, int] = Field(default={})
+    cold: bool = False
     left_out: str = ""
 
     def budget(self, prompt_tokens: int) -> int:

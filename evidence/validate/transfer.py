@@ -51,6 +51,7 @@ from rlsim.errors import CapacityError
 
 #: Rounds of requests that are simulated where lengths differ. Those of equal lengths stay in step for long: all run.
 ROUNDS = Protocol(simulated_rounds=4)
+COLD = "first tokens hold compilation"  # what is noted of such runs
 CLIENT_S = 1e-3  # from a response to the next request, of an HTTP client on the same machine
 FITS = Path(__file__).with_name("transfer_fits.yaml")
 WHOLE = ""  # the left-out setting or term of a fit that leaves out none
@@ -105,11 +106,12 @@ def section(options: Options) -> Section:
     engines = tuple(summarise(rows, depth=1))
     today = today_rows(options.evidence, options.progress)
     families = (*summarise(today, depth=4), *summarise(today, depth=1))
+    warm = [replace(row, case=f"warmed up/{row.case}") for row in today if row.note != COLD]
     spread = f"{level_spread(shipped_calls().log_errors(outlier=False)):.0%}"
     tables = {
         "engines": summary_table(engines),
         "families": families_table(today),
-        "today": summary_table(summarise(today, depth=1)),
+        "today": summary_table((*summarise(today, depth=1), *summarise(warm, depth=1))),
         "peers": peer_table(options.evidence),
         "settings": summary_table(summaries),
         "fits": fits_table(fits),
@@ -242,8 +244,9 @@ def today_rows(evidence: Path, progress: Callable[[str], None]) -> list[Row]:
     """Two rows of every run of today's engines, `tpot_s` and `ttft_s`."""
     progress("transfer: today's engines")
     return [
-        Row("transfer", f"today/{run.family}/{run.case.split('/', 2)[2]}", q, run.seconds(q), getattr(served, q))
+        Row("transfer", f"today/{run.family}/{run.case.split('/', 2)[2]}", q, run.seconds(q), getattr(served, q), note)
         for run, served in predicted(read_runs(evidence, TODAY))
+        for note in [COLD * run.settings.cold]
         for q in QUANTITIES
     ]
 
