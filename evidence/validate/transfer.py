@@ -51,7 +51,7 @@ from rlsim.errors import CapacityError
 
 #: Rounds of requests that are simulated where lengths differ. Those of equal lengths stay in step for long: all run.
 ROUNDS = Protocol(simulated_rounds=4)
-COLD = "first tokens hold compilation"  # what is noted of such runs
+COLD = "first tokens hold compilation"  # what is noted of such runs, after their release
 CLIENT_S = 1e-3  # from a response to the next request, of an HTTP client on the same machine
 FITS = Path(__file__).with_name("transfer_fits.yaml")
 WHOLE = ""  # the left-out setting or term of a fit that leaves out none
@@ -106,7 +106,7 @@ def section(options: Options) -> Section:
     engines = tuple(summarise(rows, depth=1))
     today = today_rows(options.evidence, options.progress)
     families = (*summarise(today, depth=4), *summarise(today, depth=1))
-    warm = [replace(row, case=f"warmed up/{row.case}") for row in today if row.note != COLD]
+    warm = [replace(row, case=f"warmed up/{row.case}") for row in today if COLD not in row.note]
     spread = f"{level_spread(shipped_calls().log_errors(outlier=False)):.0%}"
     tables = {
         "engines": summary_table(engines),
@@ -141,15 +141,18 @@ def fits_table(fits: TransferFits) -> str:
 
 
 def choices_table(rows: Iterable[Row]) -> str:
-    """Of as many users on as many GPUs under two TPs, with TPOTs that differ by over a tenth: the faster one chosen?"""
-    served: dict[tuple[str, str], list[tuple[int, int, Row]]] = {}
+    """Of as many users on as many GPUs under two TPs, with TPOTs that differ by over a tenth: the faster one chosen?
+
+    Both are runs of one release: another one changes times, too.
+    """
+    served: dict[tuple[str, str, str], list[tuple[int, int, Row]]] = {}
     for row in rows:
         *place, degrees, lengths = row.case.split("/")
         found, (tokens, asked) = re.fullmatch(r"tp(\d+)(?:-ep\d+)?", degrees), lengths.split("x")
         if found and row.quantity == "tpot_s":
-            served.setdefault(("/".join(place), tokens), []).append((int(found[1]), int(asked), row))
+            served.setdefault(("/".join(place), tokens, row.note), []).append((int(found[1]), int(asked), row))
     chosen: dict[str, list[bool]] = {}
-    for (setting, _), runs in served.items():
+    for (setting, *_), runs in served.items():
         for (tp, users, one), (other_tp, others, other) in itertools.combinations(runs, 2):
             measured, said = np.log(one.reference / other.reference), np.log(one.simulated / other.simulated)
             if tp != other_tp and users * other_tp == others * tp and abs(measured) > np.log(1.1):
@@ -161,7 +164,7 @@ def choices_table(rows: Iterable[Row]) -> str:
 
 def unseen_rows(left_out: Iterable[Row], today: Iterable[Row]) -> list[Row]:
     """The runs of settings that no fit has seen, named by their families alike."""
-    return [*(replace(row, case=f"today/h100-sxm/{row.case}") for row in left_out), *today]
+    return [*(replace(row, case=f"today/h100-sxm/{row.case}", note="") for row in left_out), *today]
 
 
 def coverage_table(unseen: Sequence[Row]) -> str:
@@ -246,7 +249,7 @@ def today_rows(evidence: Path, progress: Callable[[str], None]) -> list[Row]:
     return [
         Row("transfer", f"today/{run.family}/{run.case.split('/', 2)[2]}", q, run.seconds(q), getattr(served, q), note)
         for run, served in predicted(read_runs(evidence, TODAY))
-        for note in [COLD * run.settings.cold]
+        for note in [f"{run.release} {COLD * run.settings.cold}".strip()]
         for q in QUANTITIES
     ]
 
