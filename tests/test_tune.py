@@ -378,6 +378,16 @@ def test_systems_whose_steps_are_not_comparable_run_for_longer_or_have_no_number
     assert row["gain"] == pytest.approx(summary.loc["tail", "speedup"])
 
 
+def test_a_trial_that_takes_longer_than_is_left_ends_then(tmp_path: Path) -> None:
+    configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 1})
+    run = Run(77, 1)
+    ended = tried(configuration, {"engine.max_num_seqs": 8}, run, most_s=0.001)
+    assert (ended.kind, ended.rate, ended.problem) == ("slow", 0.0, "it took over 0.001 s")
+    with measuring(configuration, 1, Wish().judged) as measure:
+        assert [trial.kind for trial in measure([({"engine.max_num_seqs": 4}, run)], 60.0)] == [""]
+    assert tried(configuration, {"engine.max_num_seqs": 8}, run).rate > 0, "nothing of it stays behind"
+
+
 def test_rates_that_would_not_last_are_told(tmp_path: Path, call: Command) -> None:
     split = {"areal": {"tp": 1, "rollout_gpus": 4, "eta": 2}}
     own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64}, systems=[split])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlsim.errors import RlsimError
+
+
+class TimeLimitError(BaseException):
+    """What was given a limit of time has passed it. Like an interrupt, it is no one's to handle but the giver's."""
 
 
 def cores() -> int:
@@ -44,6 +49,26 @@ def ending(one: ProcessPoolExecutor) -> Iterator[ProcessPoolExecutor]:
         ) from None
     finally:
         end(one)
+
+
+@contextmanager
+def at_most(time_s: float) -> Iterator[None]:
+    """A block that takes so many seconds at most; raises `TimeLimitError` then. No limit in threads and on Windows."""
+    limited = time_s < math.inf and hasattr(signal, "setitimer")
+    if not limited or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise TimeLimitError(f"it took over {time_s:.3g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(time_s, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _begin(begin: Callable[..., None] | None, *given: Any) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rlsim.results.tune.trial import Configuration
 
 _REFUSED = {
-    "start": "would not start", "memory": "exceed memory", "stale": "are staler than allowed", "other": "are refused",
+    "start": "would not start", "memory": "exceed memory", "stale": "are staler than allowed",
+    "slow": "take longer to simulate than was left", "other": "are refused",
 }  # fmt: skip
 #: Means that are shown, in words, and their decimals.
 _MEANS = (

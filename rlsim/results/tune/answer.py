@@ -180,6 +180,9 @@ def tune(
     def over(tried: int) -> bool:
         return tried >= trials if trials is not None else spent() > SEARCH_SHARE * settings_share
 
+    def left_s() -> float:
+        return math.inf if trials is not None else budget_s * (settings_share - spent())
+
     def told(found: Sequence[Trial]) -> None:
         done[:] = found
         base, best = done[0].rate, max(trial.rate for trial in done)
@@ -194,7 +197,7 @@ def tune(
         if base.kind not in ("", "memory"):
             raise ConfigError(base.problem)
         try:
-            tried = search(axes, measure, run, over, told)
+            tried = search(axes, measure, run, over, told, left_s)
         except KeyboardInterrupt:
             if not any(trial.rate for trial in done):
                 raise

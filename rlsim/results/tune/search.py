@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,14 @@ Changes = Mapping[str, Any]
 Choice = frozenset[tuple[int, int]]
 #: A trial to make, and what makes some, in the order asked.
 Job = tuple[Changes, Run]
-Measure = Callable[[Sequence[Job]], list[Trial]]
+
+
+class Measure(Protocol):
+    """Makes trials, none of which takes longer than `most_s`."""
+
+    def __call__(self, jobs: Sequence[Job], most_s: float = ...) -> list[Trial]: ...
+
+
 Told = Callable[[Sequence[Trial]], None]
 #: Sets that are made between two looks at what is best, and sets that run between two looks at the clock; the same
 #: however many processes work on them.
@@ -46,11 +53,11 @@ def measuring(configuration: Configuration, workers: int, judged: Callable[[Tria
     """Trials in so many processes, as they are `judged`; the same trial is run once."""
     known: dict[str, Trial] = {}
 
-    def through(each: Callable[[Sequence[Job]], Iterable[Trial]]) -> Measure:
-        def measure(jobs: Sequence[Job]) -> list[Trial]:
+    def through(each: Callable[[Sequence[tuple[*Job, float]]], Iterable[Trial]]) -> Measure:
+        def measure(jobs: Sequence[Job], most_s: float = math.inf) -> list[Trial]:
             keys = [str((sorted(changes.items(), key=str), run)) for changes, run in jobs]
             missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in known}
-            known.update(zip(missing, map(judged, each(list(missing.values()))), strict=True))
+            known.update(zip(missing, map(judged, each([(*job, most_s) for job in missing.values()])), strict=True))
             return [known[key] for key in keys]
 
         return measure
@@ -70,13 +77,20 @@ def _begin(configuration: Configuration) -> None:
     _configuration = configuration
 
 
-def _one(job: Job) -> Trial:
+def _one(job: tuple[*Job, float]) -> Trial:
     assert _configuration is not None
     return tried(_configuration, *job)
 
 
-def search(axes: Sequence[Axis], measure: Measure, run: Run, over: Callable[[int], bool], told: Told) -> list[Trial]:
-    """Every trial until it is `over` (given how many there are), fastest first.
+def search(
+    axes: Sequence[Axis],
+    measure: Measure,
+    run: Run,
+    over: Callable[[int], bool],
+    told: Told,
+    left_s: Callable[[], float],
+) -> list[Trial]:
+    """Every trial until it is `over` (given how many there are), fastest first; none takes longer than `left_s`.
 
     The first to run is the configuration as it is. `run.seed` is the search's own seed, too; `told` is called now and
     then with all that was tried.
@@ -89,7 +103,7 @@ def search(axes: Sequence[Axis], measure: Measure, run: Run, over: Callable[[int
             if found and over(len(found)):
                 return
             some = choices[start : start + AT_ONCE]
-            found.update(zip(some, measure([(changes_of(axes, one), run) for one in some]), strict=True))
+            found.update(zip(some, measure([(changes_of(axes, one), run) for one in some], left_s()), strict=True))
             told(list(found.values()))
 
     add([Choice()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from rlsim.base.processes import TimeLimitError, at_most
 from rlsim.base.schema import validate
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -98,7 +100,7 @@ class Trial:
     means: Mapping[str, float] = field(default_factory=dict)
     assumed: tuple[AssumedRecord, ...] = ()
     problem: str = ""
-    kind: Literal["", "start", "memory", "stale", "other"] = ""
+    kind: Literal["", "start", "memory", "stale", "slow", "other"] = ""
     gpus: int = 0
     unsteady: str = ""  # why its throughput would not last
     each_gpu: bool = False
@@ -124,27 +126,33 @@ class Run:
     settings: tuple[tuple[str, Any], ...] = ()
 
 
-def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -> Trial:
-    """The trial of some changes; what the framework refuses or memory does not hold comes back as its problem."""
+def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run, most_s: float = math.inf) -> Trial:
+    """The trial of some changes; what the framework refuses, memory does not hold, or takes longer than `most_s` to
+    simulate comes back as its problem."""
     try:
-        whole = configuration.experiment(changes)
-        experiment = alone(whole, run)
-        spec = baseline_of(experiment.systems, experiment.baseline)
-        same = _known.get(key := experiment.model_dump_json(exclude={"name", "description", "sources"}))
-        if same is not None:
-            return replace(same, changes=changes)
-        if changes:
-            _check(experiment, spec, configuration.options.folder)
-        simulator = Simulator(LoadedExperiment.of(experiment, configuration.options.folder), search=False)
-        if run.steps is not None and simulator.overlap(spec.make()):
-            longer = alone(whole, replace(run, steps=None))
-            simulator = Simulator(LoadedExperiment.of(longer, configuration.options.folder), search=False)
-        simulator.check_all(spec)
-        tables = tables_of(simulator, spec, run.seed)
-        steps = means(tables["steps"], ["system"])
-    except RlsimError as error:
-        kinds = {StartError: "start", CapacityError: "memory"}
+        with at_most(most_s):
+            return _tried(configuration, changes, run)
+    except (RlsimError, TimeLimitError) as error:
+        kinds = {StartError: "start", CapacityError: "memory", TimeLimitError: "slow"}
         return Trial(changes, problem=str(error), kind=kinds.get(type(error), "other"))  # type: ignore[arg-type]
+
+
+def _tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -> Trial:
+    whole = configuration.experiment(changes)
+    experiment = alone(whole, run)
+    spec = baseline_of(experiment.systems, experiment.baseline)
+    same = _known.get(key := experiment.model_dump_json(exclude={"name", "description", "sources"}))
+    if same is not None:
+        return replace(same, changes=changes)
+    if changes:
+        _check(experiment, spec, configuration.options.folder)
+    simulator = Simulator(LoadedExperiment.of(experiment, configuration.options.folder), search=False)
+    if run.steps is not None and simulator.overlap(spec.make()):
+        longer = alone(whole, replace(run, steps=None))
+        simulator = Simulator(LoadedExperiment.of(longer, configuration.options.folder), search=False)
+    simulator.check_all(spec)
+    tables = tables_of(simulator, spec, run.seed)
+    steps = means(tables["steps"], ["system"])
     if steps.empty:
         return Trial(changes, problem=f"none of {experiment.workflow.steps} steps is steady", kind="other")
     row = pd.to_numeric(steps.iloc[0], errors="coerce").dropna()
