@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from rlsim.results.report.chosen_run import ChosenRun
 from rlsim.results.report.trace_events import TraceWriter, Track, Tracks, microseconds
 from rlsim.sim.stays import LEFT
 
+Ints = NDArray[np.int64]
 #: The first steps have tracks for their requests: as many as have no more stays at replicas than these, or one.
 MOST_STAYS = 200_000
 _STAYS = (
@@ -213,9 +213,6 @@ def _write_rewards(writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataF
         writer.slice(workers.place(0, start, end), f"score {row.response}", "reward", start, end, args)
 
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
 #: Points, evenly spaced over a replica's time, at which its KV in use is shown besides those at which requests come or
 #: go: counters are drawn as steps.
 POINTS = 24
@@ -233,70 +230,43 @@ def held_by_replicas(stays: pd.DataFrame) -> pd.DataFrame:
     iterations a replica had done is known at every moment at which a request joined or left the batch; between two of
     these, it is taken to grow evenly.
     """
-    here = SimpleNamespace(**{str(name): column.to_numpy() for name, column in stays.items()})
-    joined = ~np.isnan(here.decoding_at)
-    prefilled = here.decoding_at > here.admitted_at  # not, if its KV came with it
-    # A context less the iterations of its replica does not change while it decodes.
-    offset = np.where(joined, here.start_tokens + prefilled - here.iteration, 0)
-
-    replicas, first = np.unique(here.replica, return_index=True)
-    begin, end = np.full(replicas.max() + 1, np.inf), np.full(replicas.max() + 1, -np.inf)
-    np.minimum.at(begin, here.replica, here.arrived_at)
-    np.maximum.at(end, here.replica, here.left_at)
-    share = np.linspace(0, 1, POINTS + 2)[1:-1]
-    between = (begin[replicas, None] + (end - begin)[replicas, None] * share).ravel()
-
-    at, changes = _changes(here, joined, offset)
-    replica = np.tile(here.replica, len(at) // len(here.replica))
-    happened = ~np.isnan(at)
-    at = np.concatenate([at[happened], between])
-    changes = np.concatenate([changes[happened], np.zeros((len(between), 5), np.int64)])
-    replica = np.concatenate([replica[happened], np.repeat(replicas, POINTS)])
-    order = np.lexsort((at, replica))
-    at, replica = at[order], replica[order]
-    # Every replica begins and ends with nothing: one sum over all of them does.
-    waiting, active, decoding, offsets, prefill = np.cumsum(changes[order], axis=0).T
-
-    done = _iterations(here, joined, offset, at, replica)
-    kv = np.rint(offsets + decoding * done + prefill).astype(np.int64)
-    at_us = microseconds(at)
-    newest = np.concatenate([(np.diff(at_us) > 0) | (np.diff(replica) > 0), [True]])
-    of = np.zeros(replicas.max() + 1, np.int64)
-    of[replicas] = first
-    row = of[replica[newest]]
-    columns = {"active": active, "waiting": waiting, "kv_tokens": kv, "replica": replica}
-    found = pd.DataFrame({name: column[newest] for name, column in columns.items()})
-    return found.assign(place=here.place[row], call=here.call[row], at=at_us[newest])
+    return pd.concat([_held(own) for _, own in stays.groupby("replica")], ignore_index=True)
 
 
-def _changes(here: SimpleNamespace, joined: NDArray[np.bool_], offset: Ints) -> tuple[Floats, Ints]:
-    """What each stay changes, and when: requests waiting, active, decoding; sums of offsets and of prefilled contexts.
-
-    Four moments of every stay, one after the other; NaN for those that never happened.
-    """
-    admitted = ~np.isnan(here.admitted_at)
-    zero, one, context = np.zeros_like(offset), np.ones_like(offset), here.start_tokens
-    in_prefill = np.where(admitted & ~joined, context, 0)  # when it leaves
-    parts = [
-        (here.arrived_at, one, zero, zero, zero, zero),
-        (here.admitted_at, -one, one, zero, zero, context),
-        (here.decoding_at, zero, zero, one, offset, -context),
-        (here.left_at, -1 * ~admitted, -1 * admitted, -1 * joined, -offset, -in_prefill),
+def _held(stays: pd.DataFrame) -> pd.DataFrame:
+    """The same of one replica."""
+    arrived_at, admitted_at, decoding_at, left_at, context, ends, iteration = (
+        stays[name].to_numpy()
+        for name in (
+            "arrived_at", "admitted_at", "decoding_at", "left_at", "start_tokens", "end_tokens", "iteration"
+        )
+    )  # fmt: skip
+    admitted, joined = ~np.isnan(admitted_at), ~np.isnan(decoding_at)
+    # A context less the iterations of its replica does not change while it decodes; its KV may have come with it.
+    offset = np.where(joined, context + (decoding_at > admitted_at) - iteration, 0)
+    zero, one = np.zeros_like(offset), np.ones_like(offset)
+    begin, end = arrived_at.min(), left_at.max()
+    between = begin + (end - begin) * np.linspace(0, 1, POINTS + 2)[1:-1]
+    nothing = np.zeros(POINTS, np.int64)
+    parts = [  # moments, and what changes: requests waiting, active, decoding; sums of offsets and prefilled contexts
+        (arrived_at, one, zero, zero, zero, zero),
+        (admitted_at, -one, one, zero, zero, context),
+        (decoding_at, zero, zero, one, offset, -context),
+        (left_at, -1 * ~admitted, -1 * admitted, -1 * joined, -offset, -np.where(admitted & ~joined, context, 0)),
+        (between, nothing, nothing, nothing, nothing, nothing),
     ]
-    at = np.concatenate([moments for moments, *_ in parts])
-    return at, np.concatenate([np.stack(change, axis=1) for _, *change in parts])
-
-
-def _iterations(here: SimpleNamespace, joined: NDArray[np.bool_], offset: Ints, at: Floats, replica: Ints) -> Floats:
-    """Iterations with decodes that these replicas had done at these moments."""
-    if not joined.any():
-        return np.zeros(len(at))
-    known_at = np.concatenate([here.decoding_at[joined], here.left_at[joined]])
-    known = np.concatenate([here.iteration[joined], here.end_tokens[joined] - offset[joined]])
-    owner = np.tile(here.replica[joined], 2)
-    order = np.lexsort((known, known_at, owner))
-    # One interpolation for all replicas: each has a stretch of time of its own.
-    begin = min(float(known_at.min()), float(at.min()))
-    width = 2.0 * (max(float(known_at.max()), float(at.max())) - begin) + 1.0
-    along: Any = known_at - begin + owner * width
-    return np.interp(at - begin + replica * width, along[order], known[order].astype(np.float64))
+    at, *changes = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(at, kind="stable")[: int((~np.isnan(at)).sum())]  # what never happened comes last
+    at = at[order]
+    waiting, active, decoding, offsets, prefill = (change[order].cumsum() for change in changes)
+    done = np.zeros(len(at))  # iterations with decodes
+    if joined.any():
+        known_at = np.concatenate([decoding_at[joined], left_at[joined]])
+        known = np.concatenate([iteration[joined], ends[joined] - offset[joined]])
+        in_time = np.lexsort((known, known_at))
+        done = np.interp(at, known_at[in_time], known[in_time].astype(np.float64))
+    kv_tokens = np.rint(offsets + decoding * done + prefill).astype(np.int64)
+    found = pd.DataFrame({"active": active, "waiting": waiting, "kv_tokens": kv_tokens, "at": microseconds(at)})
+    newest = found["at"].diff(-1).fillna(-1) < 0
+    first = stays.iloc[0]
+    return found[newest].assign(**{name: first[name] for name in ("replica", "place", "call")})
