@@ -57,12 +57,7 @@ def told(evidence: Path = EVIDENCE) -> list[Told]:
 
 def _is_row(name: str) -> bool:
     part, _, case = name.partition(" ")
-    return case in _cases(part)
-
-
-@cache
-def _cases(part: str) -> frozenset[str]:
-    return frozenset(row.case for row in figures(Options(), part).rows)
+    return any(row.case == case for row in _figures(Options(), part).rows)
 
 
 def _is_key(name: str) -> bool:
@@ -81,12 +76,10 @@ def _is_setting(path: str) -> bool:
     return True
 
 
-def _is_column(name: str) -> bool:
-    return f"{name.replace('.', ',', 1)}," in read_text(DATA / "columns.csv")
-
-
+_figures = cache(figures)
 _KNOWN: Mapping[str, Callable[[str], bool]] = {
-    "row": _is_row, "key": _is_key, "setting": _is_setting, "column": _is_column,
+    "row": _is_row, "key": _is_key, "setting": _is_setting,
+    "column": lambda name: f"{name.replace('.', ',', 1)}," in read_text(DATA / "columns.csv"),
     "experiment": lambda name: (_ROOT / "experiments" / f"{name}.yaml").exists(),
     "table": lambda name: (_ROOT / "evidence" / name).exists(),
     "test": lambda name: (_ROOT / "tests" / f"test_{name}.py").exists(),

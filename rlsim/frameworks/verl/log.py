@@ -281,38 +281,28 @@ class _ConfigDump:
 def _from_json(path: Path, notes: list[str]) -> list[_Record]:
     """JSON Lines of `{"step": n, "data": {…}}` or of flat records, or one JSON list of either."""
     text = path.read_text(encoding="utf-8", errors="replace").removeprefix("\ufeff")
-    if text.lstrip().startswith("["):
+    one_list = text.lstrip().startswith("[")
+    texts, items = [text] if one_list else text.split("\n"), list[Any]()
+    for number, part in enumerate(texts, 1):
         try:
-            items = parse_json(text)
+            found: Any = parse_json(part) if part.strip() else None
         except ValueError as error:
-            at = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-            raise CalibrationError(f"{path}:{at}: not valid JSON: {error}") from None
-        return [_json_record(path, number, item) for number, item in enumerate(items, 1)]
-    records = []
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            item = parse_json(line)
-        except ValueError as error:
-            if number == len(lines):
+            if number == len(texts) and not one_list:
                 notes.append(f"line {number} was cut while being written: left out")
                 continue
-            raise CalibrationError(f"{path}:{number}: not valid JSON: {error}") from None
-        records.append(_json_record(path, number, item))
-    if not records:
+            at = error.lineno if one_list and isinstance(error, json.JSONDecodeError) else number
+            raise CalibrationError(f"{path}:{at}: not valid JSON: {error}") from None
+        items += enumerate(found, 1) if one_list else [(number, found)] * bool(part.strip())
+    if not items and not one_list:
         raise CalibrationError(f"{path}: no whole line of JSON")
+    records = []
+    for number, item in items:
+        if not isinstance(item, dict):
+            raise CalibrationError(f'{path}:{number}: expected a record such as {{"step": 12, "data": {{…}}}}')
+        if not isinstance(data := item.get("data", item), dict):
+            raise CalibrationError(f"{path}:{number}: data is not a record of metrics")
+        records.append(_record(path, number, data, item.get("step")))
     return records
-
-
-def _json_record(path: Path, number: int, item: Any) -> _Record:
-    if not isinstance(item, dict):
-        raise CalibrationError(f'{path}:{number}: expected a record such as {{"step": 12, "data": {{…}}}}')
-    data = item.get("data", item)
-    if not isinstance(data, dict):
-        raise CalibrationError(f"{path}:{number}: data is not a record of metrics")
-    return _record(path, number, data, item.get("step"))
 
 
 def _record(path: Path, line: int, data: Mapping[str, Any], step: Any = None) -> _Record:
