@@ -110,54 +110,37 @@ def _stages(
     spans: pd.DataFrame, responses: pd.DataFrame, stays: pd.DataFrame, calls: pd.DataFrame, gpus: int
 ) -> list[_Stage]:
     """The generation stages of one run."""
-    generating = spans[spans["kind"].isin(GENERATING) & ~spans["shared"]]
-    if never_stops(stays[stays["call"].isin(calls.loc[calls["kind"] == "generate", "call"])], calls):
-        return [_endless(generating, responses, stays, calls, gpus)]
-    by_step = dict(iter(generating.groupby("step")))
+    spans = spans[spans["kind"].isin(GENERATING) & ~spans["shared"]]
+    generates = calls[calls["kind"] == "generate"]
+    own = stays[stays["call"].isin(generates["call"])]
+    if never_stops(own, calls):  # each response is under way from its first stay on
+        start, end = float(spans["start_at"].min()), float(max(spans["end_at"].max(), calls["end_at"].max()))
+        begun = own.groupby("response")["arrived_at"].min()
+        there = responses[responses["response"].isin(begun.index)]
+        begun_at = there["response"].map(begun).to_numpy(np.float64)
+        return [_stage(start, end, spans, there, begun_at, own, int(generates["gpus"].max()), gpus, endless=True)]
+    by_step = dict(iter(spans.groupby("step")))
     launched = dict(iter(responses.groupby("step")))
     queued = dict(iter(stays.groupby(["step", "call"])))
     found = []
-    for call in calls[calls["kind"] == "generate"].to_dict("records"):
-        own, there = by_step.get(call["step"]), launched.get(call["step"])
-        if own is None or there is None:
-            continue
-        start, end = float(call["start_at"]), float(call["end_at"])
-        finish = there["finish_at"].to_numpy(np.float64)
-        ended = np.where(np.isnan(finish), end, np.minimum(finish, end))
-        waited = _waits(there, queued.get((call["step"], call["call"]), stays.iloc[:0]), own)
-        here = ended > start  # what is resumed and had ended in an earlier step is not waited for
-        each = _by_gpu(own)
-        found.append(
-            _Stage(
-                start,
-                end,
-                _mesh(np.unique(each["gpu"].to_numpy(np.int64)), int(call["gpus"]), gpus),
-                _layouts(each),
-                np.full(here.sum(), start),
-                np.sort(ended[here]),
-                np.sort((ended - waited)[here]),
-            )
-        )
+    for call in generates.to_dict("records"):
+        step, start, end = call["step"], float(call["start_at"]), float(call["end_at"])
+        if step in by_step and step in launched:
+            begun_at, queue = np.full(len(launched[step]), start), queued.get((step, call["call"]), stays.iloc[:0])
+            found.append(_stage(start, end, by_step[step], launched[step], begun_at, queue, int(call["gpus"]), gpus))
     return found
 
 
-def _endless(
-    spans: pd.DataFrame, responses: pd.DataFrame, stays: pd.DataFrame, calls: pd.DataFrame, gpus: int
-) -> _Stage:
-    """The one stage of a rollout that never stops: each response is under way from its first stay on."""
-    generates = calls[calls["kind"] == "generate"]
-    end = float(max(spans["end_at"].max(), calls["end_at"].max()))
-    own = stays[stays["call"].isin(generates["call"])]
-    begun = own.groupby("response")["arrived_at"].min()
-    there = responses[responses["response"].isin(begun.index)]
-    ended = there["finish_at"].fillna(end).to_numpy(np.float64)
-    undelayed = ended - _waits(there, own, spans)
-    each = _by_gpu(spans)
-    mesh = _mesh(np.unique(each["gpu"].to_numpy(np.int64)), int(generates["gpus"].max()), gpus)
-    start = float(spans["start_at"].min())
-    return _Stage(
-        start, end, mesh, _layouts(each), np.sort(begun.to_numpy(np.float64)), np.sort(ended), np.sort(undelayed), True
-    )
+def _stage(
+    start: float, end: float, spans: pd.DataFrame, responses: pd.DataFrame, begun_at: Floats, stays: pd.DataFrame,
+    count: int, gpus: int, *, endless: bool = False,
+) -> _Stage:  # fmt: skip
+    """A stage on `count` GPUs of all; what is resumed and had ended in an earlier step is not waited for."""
+    ended = responses["finish_at"].fillna(end).clip(upper=end).to_numpy(np.float64)
+    undelayed, here, each = ended - _waits(responses, stays, spans), ended > start, _by_gpu(spans)
+    mesh = _mesh(np.unique(each["gpu"].to_numpy(np.int64)), count, gpus)
+    begun, finished, without_waits = (np.sort(moments[here]) for moments in (begun_at, ended, undelayed))
+    return _Stage(start, end, mesh, _layouts(each), begun, finished, without_waits, endless)
 
 
 def _by_gpu(spans: pd.DataFrame) -> pd.DataFrame:
@@ -319,11 +302,6 @@ def idle_shares(causes: pd.DataFrame, tail: pd.DataFrame, steps: pd.DataFrame, g
     shares["tail"] = (tail_s / busy_s.where(busy_s > 0)).reindex(every).fillna(0.0)
     shares.columns.name = None
     return shares.reset_index()
-
-
-def tail_of(shares: pd.DataFrame) -> float:
-    """The tail of all GPUs together, of their `idle_shares`: a share of their busy time."""
-    return float((shares["tail"] * shares["busy"]).sum() / max(shares["busy"].sum(), 1e-12))
 
 
 def waits(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
