@@ -45,8 +45,7 @@ from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from reference import RefEngine, RefRequest, RefResult
-from reference import simulate as step_token_by_token
+from reference import RefEngine, RefRequest, RefResult, RefRollout
 
 CAP_TOKENS = 16_384
 CONFIG = EngineConfig()
@@ -172,9 +171,9 @@ def run_bare(delays: Sequence[float], processes: int) -> None:
 
 def run_token_by_token(costs: RolloutCostModel, lengths: Lengths) -> RefResult:
     """The reference's answer, on all nodes of `costs`."""
-    return step_token_by_token(
-        [RefRequest(i, i // 8, prompt, tokens) for i, (prompt, tokens) in enumerate(lengths)],
-        node_gpus=[costs.cluster.gpus_per_node] * costs.cluster.nodes,
+    return RefRollout(
+        requests=tuple(RefRequest(i, i // 8, prompt, tokens) for i, (prompt, tokens) in enumerate(lengths)),
+        node_gpus=(costs.cluster.gpus_per_node,) * costs.cluster.nodes,
         tp=1,
         costs=costs,
         engine=RefEngine(
@@ -186,7 +185,7 @@ def run_token_by_token(costs: RolloutCostModel, lengths: Lengths) -> RefResult:
         ),
         cap_tokens=CAP_TOKENS,
         control=OneGpuEach(),
-    )
+    ).simulate()
 
 
 def check_equal(outcome: Outcome, reference: RefResult) -> None:

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
 from reference import RefEngine, RefTools
-from reference_hybrid import HybridRollingRun, HybridRun, RefCalls, RefHybrid, simulate_steps
-from reference_open import OpenResult, RefCheck, RefRewards, RollingRun, simulate_open
+from reference_hybrid import HybridRollingRun, HybridRun, RefHybrid, StepRollout, simulate_steps
+from reference_open import OpenResult, RefCheck, RefRewards, RollingRun, _Run
 from test_engine import FixedWatermark, environment_of
 from workloads import (
     COUNT,
@@ -27,6 +27,7 @@ from workloads import (
     _kinds,
     _steps,
     degrees,
+    engines,
     environments,
     tool_calls,
 )
@@ -268,11 +269,7 @@ class OpenWorkload:
 
     def reference(self) -> OpenResult:
         """The reference's answer."""
-        return simulate_open(self, **self.way())
-
-    def way(self) -> dict[str, Any]:
-        """Which reference it is, and what that asks for beyond."""
-        return {"kind": RollingRun, "spread_s": self.spread_s, "pull_s": self.pull_s} if self.rolling else {}
+        return (RollingRun if self.rolling else _Run)(self).to_the_end()
 
     @property
     def trainer(self) -> tuple[tuple[int, ...], ...]:
@@ -430,6 +427,14 @@ def perhaps_timed(draw: st.DrawFn, control: Scripted, clock: Clock, step: Linear
     return Timed(draw(st.sampled_from([control, Nothing()])), control, apart)
 
 
+def times(clock: Clock, rng: random.Random, count: int, most: float) -> tuple[float, ...]:
+    """So many durations of that clock; but for whole seconds, up to `most`."""
+    if clock == "whole":
+        return tuple(float(rng.choice([0, 1, 1, 2, 3, 5, 10, 40])) for _ in range(count))
+    drawn = [rng.uniform(0.0, most) for _ in range(count)]
+    return tuple(round(s * 2**20) / 2**20 if clock == "grid" else s for s in drawn)
+
+
 @st.composite
 def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | None = None) -> OpenWorkload:
     """Whole runs. Capacities are tight, so that preemption is frequent, but fit the longest response alone.
@@ -456,27 +461,16 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
     node_gpus = draw(st.sampled_from(MESHES))
     gpus = math.gcd(*node_gpus)
     tp = draw(st.sampled_from(degrees(gpus)))
-    engine = RefEngine(
-        page_tokens=draw(st.sampled_from([1, 4, 16])),
-        max_num_seqs=draw(st.sampled_from([1, 2, 3, 5, 64, 256])),
-        max_num_batched_tokens=draw(st.sampled_from([1, 7, 32, 100, 8192])),
-        chunked_prefill=draw(st.booleans()),
-        watermark_pages=draw(st.sampled_from([0, 0, 1, 3])),
-        prefix_hits=draw(st.sampled_from(["off", "scheduled", "prefilled"])),
-    )
+    engine = draw(engines(["off", "scheduled", "prefilled"]))
     full = [-(-(p + n) // engine.page_tokens) for prompt in sizes for p, n in prompt]
     room = st.one_of(st.integers(0, max(full)), st.integers(0, 3 * sum(full)))
     rng = random.Random(draw(st.integers(0, 2**32)))
     iteration = dict.fromkeys(degrees(gpus), LinearStep(a=1.0)) if clock == "whole" else _steps(draw, gpus, ties)
     once = iteration[tp].decode_s(4, 100.0)
-    whole = st.sampled_from([0, 1, 1, 2, 3, 5, 10, 40])
 
     def seconds(count: int, most: float) -> tuple[float, ...]:
         """Of up to so many iterations."""
-        if clock == "whole":
-            return tuple(float(draw(whole)) for _ in range(count))
-        times = [once * rng.uniform(0.0, most) for _ in range(count)]
-        return tuple(round(s * 2**20) / 2**20 if ties else s for s in times)
+        return times(clock, rng, count, once * most)
 
     windows = 0
     if "windows" in extensions:
@@ -527,12 +521,17 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
 
 
 @st.composite
+def rolling(draw: st.DrawFn, clock: Clock, always: Extension | None = None) -> OpenWorkload:
+    """Runs whose replicas take new weights each on its own."""
+    work = draw(open_workloads(clock, always))
+    seconds = REAL if clock == "real" else st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])
+    return work.each(draw(st.sampled_from(["interrupt", "drain"])), draw(seconds), draw(seconds))
+
+
+@st.composite
 def open_agents(draw: st.DrawFn) -> OpenWorkload:
     """Runs of trajectories that call tools."""
-    work = draw(open_workloads())
-    if draw(st.booleans()):
-        way: Literal["interrupt", "drain"] = draw(st.sampled_from(("interrupt", "drain")))
-        work = work.each(way, draw(REAL), draw(REAL))
+    work = draw(draw(st.sampled_from([open_workloads, rolling]))("real"))
     calls = tuple(draw(tool_calls(60, 0)) for _ in range(draw(st.integers(1, 12))))
     # Who of several is first at one moment is left open, and prompts of one size begin together.
     tools = replace(draw(environments()), together=False, sandboxes=0, workers=0, least_context=False)
@@ -620,9 +619,8 @@ class HybridWorkload(OpenWorkload):
     def only_newer(self) -> bool:
         return not self.rolling
 
-    def way(self) -> dict[str, Any]:
-        kind = HybridRollingRun if self.rolling else HybridRun
-        return {**super().way(), "kind": kind, "hybrid": self.hybrid}
+    def reference(self) -> OpenResult:
+        return (HybridRollingRun if self.rolling else HybridRun)(self).to_the_end()
 
     @property
     def trainer(self) -> tuple[tuple[int, ...], ...]:
@@ -698,15 +696,11 @@ HOSTS = (HostKv(3, 0.0, 1.0), HostKv(10, 0.0, 0.0), HostKv(1000, 0.0, 2.0**-10))
 @st.composite
 def hybrid_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | None = None) -> HybridWorkload:
     """Runs as of `open_workloads`, with replicas on the trainer's GPUs; in some each one takes weights on its own."""
-    work = draw(open_workloads(clock, always))
+    work = draw(draw(st.sampled_from([open_workloads, open_workloads, rolling]))(clock, always))
     if draw(st.sampled_from([False, False, True])):
         hosts = {tp: draw(st.sampled_from(HOSTS)) for tp in work.costs.steps}
         work = replace(work, costs=replace(work.costs, hosts=hosts))
     others: list[Scripted] = [work.control.control] if isinstance(work.control, Noted) else []
-    if draw(st.sampled_from([False, False, True])):
-        seconds = REAL if clock == "real" else st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])
-        way: Literal["interrupt", "drain"] = draw(st.sampled_from(("interrupt", "drain")))
-        work, others = work.each(way, draw(seconds), draw(seconds)), []
     control = NotedHybrid(
         perhaps_timed(draw, Together((*others, borrowing(draw, work))), clock, work.costs.step(work.tp))
     )
@@ -733,7 +727,7 @@ class StepsWorkload(HybridWorkload):
     def check_s(self, position: int, sample: int) -> float:
         return self.rewards.check(position, sample).runs_s[0]
 
-    def reference(self) -> list[RefCalls]:  # type: ignore[override]
+    def reference(self) -> list[StepRollout]:  # type: ignore[override]
         """The reference's answer."""
         return simulate_steps(self)
 
@@ -763,16 +757,8 @@ def steps_workloads(draw: st.DrawFn, clock: Clock = "real") -> StepsWorkload:
     work = draw(open_workloads(clock))
     windows = draw(st.sampled_from([0, *(n for n in range(1, work.prompts + 1) if not work.prompts % n)]))
     steps = len(work.sync_s)
-    once = max(*work.sync_s, *work.train_s, 1e-3)
-    most = draw(st.sampled_from([0.1, 1.0, 5.0]))
+    once = max(*work.sync_s, *work.train_s, 1e-3) * draw(st.sampled_from([0.1, 1.0, 5.0]))
     rng = random.Random(draw(st.integers(0, 2**32)))
-
-    def seconds(count: int) -> tuple[float, ...]:
-        if clock == "whole":
-            return tuple(float(rng.choice([0, 1, 1, 2, 3, 5, 10, 40])) for _ in range(count))
-        times = [most * once * rng.uniform(0, 1) for _ in range(count)]
-        return tuple(round(s * 2**20) / 2**20 if clock == "grid" else s for s in times)
-
     responses = work.prompts * len(work.sizes[0])
     kinds = _kinds(responses, math.gcd(*work.node_gpus))
     others = draw(st.sampled_from(["nothing", "nothing", "switch", "unused", "balance", "shrink"]))
@@ -780,8 +766,8 @@ def steps_workloads(draw: st.DrawFn, clock: Clock = "real") -> StepsWorkload:
     other = draw(kinds[others].filter(lambda control: "restart=True" not in repr(control)))
     control = Together((other, borrowing(draw, work)))
     lag = 0 if windows else draw(st.sampled_from([0, 1, 1]))
-    train_s = seconds(steps * max(windows, 1))
-    checks_s, samples = seconds(draw(st.sampled_from([0, 7, 11]))), len(work.sizes[0])
+    train_s = times(clock, rng, steps * max(windows, 1), once)
+    checks_s, samples = times(clock, rng, draw(st.sampled_from([0, 7, 11])), once), len(work.sizes[0])
     shifted = [checks_s[at:] + checks_s[:at] for at in range(len(checks_s))]
     changes = {
         "rule": Rule(),

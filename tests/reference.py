@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlsim.cost.curve import InWindows
 from rlsim.cost.step import PLAIN_KV, Chunk, Conditions, KvShape, StepCost
@@ -54,7 +54,7 @@ def one_moment(a: float, b: float) -> bool:
 # ------------------------------------------------------------------------------------------ what goes in and out
 
 
-@dataclass
+@dataclass(eq=False)
 class RefRequest:
     id: int
     position: int
@@ -62,7 +62,7 @@ class RefRequest:
     response_tokens: int
     generated: int = 0  # above 0: resumed
     budget_tokens: int = 0  # 0: none
-    tools: tuple[tuple[int, int, float], ...] = ()  # after so many tokens: tokens observed, seconds; those ahead
+    tools: Sequence[tuple[int, int, float]] = ()  # after so many tokens: tokens observed, seconds; those ahead
     predicted_tokens: float = 0.0  # 0: nothing is
 
 
@@ -156,51 +156,46 @@ class HaltedError(Exception):
 #: ("request", id), and of what a request fills for itself though others have it ("copy", id).
 Page = tuple[str, int, int, int]
 
-Launcher = Callable[[Launch, int], Sequence[RefRequest]]  # of an action and the first free id
 
-
-def simulate(
-    requests: Sequence[RefRequest],
-    *,
-    node_gpus: Sequence[int],
-    tp: int,
-    costs: RolloutCosts,
-    engine: RefEngine,
-    cap_tokens: int,
-    control: RolloutControl,
-    routing: Literal["contiguous", "round_robin"] = "contiguous",
-    launcher: Launcher | None = None,
-    resumed: Sequence[RefRequest] = (),
-    chunk_tokens: int = 0,
-    handover_s: float = 0.0,
-    tools: RefTools | None = None,
-) -> RefResult:
+@dataclass(frozen=True)
+class RefRollout:
     """One rollout from its start to its end, on so many GPUs of every node.
 
-    The requests given are not changed; `launcher` makes those launched. `resumed` are dealt after the others. With
-    `chunk_tokens` above 0, a response is handed over whenever it reaches a multiple of it, and at its end; that
-    takes `handover_s`.
+    The requests given are not changed. `resumed` are dealt after the others. With `chunk_tokens` above 0, a response is
+    handed over whenever it reaches a multiple of it, and at its end; that takes `handover_s`.
     """
-    rollout = _Rollout([*requests, *resumed], node_gpus, tp, costs, engine, cap_tokens, control, launcher)
-    rollout.chunk_tokens, rollout.handover_s, rollout.tools = chunk_tokens, handover_s, tools or RefTools()
-    rollout.deal(routing, len(requests))
-    rollout.run()
-    return rollout.result
+
+    requests: tuple[RefRequest, ...]
+    node_gpus: tuple[int, ...]
+    tp: int
+    costs: RolloutCosts
+    engine: RefEngine
+    cap_tokens: int
+    control: RolloutControl
+    routing: Literal["contiguous", "round_robin"] = "contiguous"
+    resumed: tuple[RefRequest, ...] = ()
+    chunk_tokens: int = 0
+    handover_s: float = 0.0
+    tools: RefTools | None = None  # where trajectories act; None: there are none
+
+    def launched(self, launch: Launch, first_id: int) -> Sequence[RefRequest]:
+        """The requests of a launch."""
+        raise NotImplementedError
+
+    def simulate(self) -> RefResult:
+        """The reference's answer."""
+        rollout = _Rollout(self, [*self.requests, *self.resumed])
+        rollout.chunk_tokens, rollout.handover_s = self.chunk_tokens, self.handover_s
+        rollout.deal(self.routing, len(self.requests))
+        rollout.run()
+        return rollout.result
 
 
 # -------------------------------------------------------------------------------------------- what it is made of
 
 
 @dataclass(eq=False)
-class _Request:
-    id: int
-    position: int
-    prompt_tokens: int
-    response_tokens: int
-    generated: int
-    budget: int  # tokens with which it finishes, or pauses
-    tools: list[tuple[int, int, float]] = field(default_factory=list)  # calls ahead
-    predicted_tokens: float = 0.0
+class _Request(RefRequest):
     state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving", "paused", "acting"] = "waiting"
     arrived_kv: bool = False  # waiting, and its KV has just arrived with it
     priority: float = 0.0  # in its queue, the lowest first
@@ -209,6 +204,10 @@ class _Request:
     shares: int = 0  # admitted: pages of its prompt that it has with others
     number: int = 0  # of its admission
     stay: RefStay | None = None  # at the replica where it is
+
+    def __post_init__(self) -> None:
+        further = self.generated + (self.budget_tokens or self.response_tokens)
+        self.budget = min(self.response_tokens, further)  # tokens with which it finishes, or pauses
 
     @property
     def context(self) -> int:
@@ -229,13 +228,6 @@ class _Request:
 
     def lose_kv(self) -> None:
         self.state, self.arrived_kv, self.prefilled, self.hit, self.shares = "waiting", False, 0, 0, 0
-
-
-def made(r: RefRequest) -> _Request:
-    limit = min(r.response_tokens, r.generated + r.budget_tokens) if r.budget_tokens else r.response_tokens
-    return _Request(
-        r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated, limit, list(r.tools), r.predicted_tokens
-    )
 
 
 @dataclass(eq=False)
@@ -394,32 +386,26 @@ class _View:
 
 
 class _Rollout:
-    def __init__(
-        self,
-        requests: Sequence[RefRequest],
-        node_gpus: Sequence[int],
-        tp: int,
-        costs: RolloutCosts,
-        engine: RefEngine,
-        cap_tokens: int,
-        control: RolloutControl,
-        launcher: Launcher | None,
-    ) -> None:
-        self.now, self.begun_at, self.launcher, self.admissions = 0.0, 0.0, launcher, 0
-        self.first_version = 0  # of the weights
-        self.chunk_tokens, self.handover_s = 0, 0.0
-        self.tools, self.paused_at_tools = RefTools(), False
+    """Of what is asked for: a `RefRollout`, or a workload of `reference_open`."""
+
+    chunk_tokens, handover_s = 0, 0.0
+    first_version = 0  # of the weights
+    view_kind = _View
+
+    def __init__(self, work: Any, requests: Sequence[RefRequest]) -> None:
+        self.work, self.now, self.begun_at, self.admissions = work, 0.0, 0.0, 0
+        self.tools, self.paused_at_tools = work.tools or RefTools(), False
+        self.node_gpus, self.costs, self.engine, self.control = work.node_gpus, work.costs, work.engine, work.control
+        tp, costs = work.tp, work.costs
         self.at_tools: list[_Call] = []  # in the order in which they were asked for
         self.for_workers: list[_Call] = []  # those that wait for a worker
         self.sandboxes: list[_Request] = []  # who has one
         self.pins: list[tuple[float, _Replica, _Request, int]] = []  # until when, by which call
         self.unpinning: list[tuple[_Replica, _Request]] = []  # at the replica's next boundary
-        self.node_gpus, self.costs, self.engine = node_gpus, costs, engine
-        self.cap_tokens, self.control = cap_tokens, control
-        self.requests = [made(r) for r in requests]
+        self.requests = [_Request(**vars(r)) for r in requests]
         self.by_id = {r.id: r for r in self.requests}
-        self.tps = dict.fromkeys(range(len(node_gpus)), tp)
-        self.used_tps = {node: {tp} for node in range(len(node_gpus))}
+        self.tps = dict.fromkeys(range(len(self.node_gpus)), tp)
+        self.used_tps = {node: {tp} for node in self.tps}
         self.replicas: list[_Replica] = []  # all there have been, by index
         self.moves: list[_Move] = []
         self.switches: list[_Switch] = []  # not ended
@@ -440,8 +426,8 @@ class _Rollout:
                 > costs.capacity_pages(tp) * costs.step(tp).kv.page_units
             ):
                 raise ValueError(f"request {r.id} does not fit an empty replica")
-        for node in range(len(node_gpus)):
-            self.create_replicas(node)
+        for node in self.tps:
+            self.create_replicas(node, self.node_gpus)
 
     # --- simple questions
 
@@ -609,8 +595,8 @@ class _Rollout:
 
     # --- replicas and dealing
 
-    def create_replicas(self, node: int) -> list[_Replica]:
-        tp, before, gpus = self.tps[node], sum(self.node_gpus[:node]), self.node_gpus[node]
+    def create_replicas(self, node: int, node_gpus: Sequence[int]) -> list[_Replica]:
+        tp, before, gpus = self.tps[node], sum(node_gpus[:node]), node_gpus[node]
         if gpus % tp:
             raise ValueError(f"a node of {gpus} GPUs cannot be divided into replicas of {tp}")
         new = []
@@ -880,9 +866,7 @@ class _Rollout:
             r.state = "paused"
             # Choice: what was to take it elsewhere at this boundary is forgotten, whether it goes on later or not.
             self.aborting.discard(r)
-            for move in self.moves:
-                if r not in move.gone:
-                    move.requests = [other for other in move.requests if other is not r]
+            self.forget_moves(r)
         return bool(finished or paused)
 
     # --- tool calls
@@ -927,7 +911,7 @@ class _Rollout:
             ending = [call for call in ending if call.asked_at == call.until == self.now]
         for call in ending:
             call.where = "over"
-            _, observed, seconds = call.request.tools.pop(0)
+            (_, observed, seconds), *call.request.tools = call.request.tools
             self.result.tool_s[call.request.id] += seconds
             call.request.generated += observed
             if not self.tools.together:
@@ -971,10 +955,13 @@ class _Rollout:
                 self.leave_sandbox(r)
                 r.state = "aborted"
                 self.result.aborted.add(r.id)
-            for move in self.moves:
-                if r not in move.gone:
-                    move.requests = [other for other in move.requests if other is not r]
+            self.forget_moves(r)
         return bool(self.aborting & away.keys())
+
+    def forget_moves(self, r: _Request) -> None:
+        for move in self.moves:
+            if r not in move.gone:
+                move.requests = [other for other in move.requests if other is not r]
 
     # --- actions: first noted, then settled at the boundaries of the replicas concerned
 
@@ -1028,9 +1015,7 @@ class _Rollout:
                 self.aborting.update(leaving)
                 return bool(leaving)
             case Launch():
-                assert self.launcher is not None
-                new = self.launcher(action, len(self.requests))
-                launched = [made(r) for r in new]
+                launched = [_Request(**vars(r)) for r in self.work.launched(action, len(self.requests))]
                 self.requests += launched
                 self.by_id |= {r.id: r for r in launched}
                 self.result.preemptions |= {r.id: 0 for r in launched}
@@ -1196,7 +1181,7 @@ class _Rollout:
             for r in [*held, *others]:
                 r.lose_kv()
             self.tps[switch.node] = switch.to_tp
-            new = self.create_replicas(switch.node)
+            new = self.create_replicas(switch.node, self.node_gpus)
             self.deal_by_context([*held, *others], new, lambda replica, r: replica.arrive(r, self.now))
             order = [*held, *others]
             for replica in new:
@@ -1274,21 +1259,18 @@ class _Rollout:
         while not self.over():
             looks, finished_on = self.go_on_to_next(), self.end_iterations()
             self.go_on()
-            paused, self.paused_at_tools = self.paused_at_tools, False
-            if (finished_on or looks or paused) and not self.stop_asked:
-                # Choice: asked after the last finish too, though nothing can be done any more.
-                self.ask(finished_on, looks, paused)
-                if not self.over():
-                    self.go_on()
+            self.ask(finished_on, looks)
         self.close()
 
-    def view(self, finished_on: set[int]) -> _View:
-        return _View(self, finished_on)
-
-    def ask(self, finished_on: set[int], looks: bool, paused: bool = False) -> None:
-        for action in self.answers(finished_on, bool(finished_on) or paused, looks):
-            if not self.over() and self.note(action):
-                self.result.actions.append((self.now, action))
+    def ask(self, finished_on: set[int], looks: bool) -> None:
+        finishes, self.paused_at_tools = bool(finished_on) or self.paused_at_tools, False
+        if (finishes or looks) and not self.stop_asked:
+            # Choice: asked after the last finish too, though nothing can be done any more.
+            for action in self.answers(finished_on, finishes, looks):
+                if not self.over() and self.note(action):
+                    self.result.actions.append((self.now, action))
+            if not self.over():
+                self.go_on()
 
     def answers(self, finished_on: set[int], finishes: bool, looks: bool) -> list[Action]:
         """To what has finished, then to the timer; of one moment, before anything is done."""
@@ -1297,7 +1279,7 @@ class _Rollout:
         found: list[Action] = []
         for method in methods:
             if not any(isinstance(action, Stop) for action in found):
-                answer = method(self.view(finished_on))
+                answer = method(self.view_kind(self, finished_on))
                 found += [answer] if isinstance(answer, Action) else list(answer or ())
         return found
 

@@ -7,17 +7,17 @@ step `StepRollout`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reference import RefRequest, RefResult, _Replica, _Rollout, _View
+from reference import RefRequest, _Replica, _Rollout, _View
 from reference_open import RollingRun, _Run
 
 from rlsim.sim.control import Action, Borrow, Borrowable, Reconfigure, Release, RolloutCosts
 
 if TYPE_CHECKING:
-    from open_workloads import StepsWorkload
+    from open_workloads import HybridWorkload, StepsWorkload
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,11 @@ class _HybridView(_View):
 class Hybrid(_Rollout):
     """A rollout that borrows the trainer's GPUs, all at once, and gives them back replica by replica."""
 
-    hybrid: RefHybrid
+    view_kind = _HybridView
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, work: HybridWorkload, *requests: Sequence[RefRequest]) -> None:
+        super().__init__(work, *requests)
+        self.hybrid = work.hybrid
         self.loads_until: float | None = None  # the weights come to GPUs that are borrowed
         self.waits = False  # the trainer, for what is borrowed
         self.asks = False  # the control is to be asked, whether responses have finished or not
@@ -95,9 +96,6 @@ class Hybrid(_Rollout):
 
     def batch_missing(self) -> float:
         raise NotImplementedError
-
-    def view(self, finished_on: set[int]) -> _View:
-        return _HybridView(self, finished_on)
 
     # --- other GPUs
 
@@ -147,12 +145,9 @@ class Hybrid(_Rollout):
         if self.loads_until is None or not self.reached(self.loads_until):
             return ended
         self.loads_until, self.asks = None, True
-        first = sum(self.node_gpus)
-        for node, gpus in enumerate(self.hybrid.node_gpus, len(self.node_gpus)):
-            self.tps[node] = tp = self.hybrid.tp
-            for gpu in range(first, first + gpus, tp):
-                self.replicas.append(_Replica(len(self.replicas), node, tp, tuple(range(gpu, gpu + tp))))
-            first += gpus
+        for node in range(len(self.node_gpus), len(self.hybrid.domains)):
+            self.tps[node] = self.hybrid.tp
+            self.create_replicas(node, (*self.node_gpus, *self.hybrid.node_gpus))
         return True
 
     def moments(self) -> list[float]:
@@ -184,8 +179,8 @@ class HybridRun(Hybrid, _Run):
 class HybridRollingRun(HybridRun, RollingRun):
     """The same where each replica takes new weights on its own."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+    def __init__(self, work: HybridWorkload) -> None:
+        super().__init__(work)
         self.left_with: dict[int, int] = {}  # by request on its way with KV: the version of that
 
     def end_switches(self) -> bool:
@@ -231,50 +226,36 @@ class HybridRollingRun(HybridRun, RollingRun):
 # Generation has GPUs of its own. A step generates, scores, trains and brings new weights; generation is on policy, or
 # one update behind, or on policy with training on equal parts of the batch as they come.
 
-#: When each response was given to a worker that scores, and when it was scored; by its id.
-Scored = dict[int, tuple[float, float]]
-
-
-@dataclass
-class RefCalls:
-    """One step: when its calls began and ended."""
-
-    generates: tuple[float, float]
-    rollout: RefResult
-    scored: Scored
-    train_ready_at: float
-    parts: list[tuple[float, float]] = field(default_factory=list)  # of its batch: when training began and ended each
-    syncs: tuple[float, float] = (math.nan, math.nan)
-
-
-class Workers:
-    """CPU workers, first come first served."""
-
-    def __init__(self, count: int) -> None:
-        self.free_at = [0.0] * count
-
-    def take(self, given_at: float, seconds: float) -> tuple[float, float]:
-        worker = min(range(len(self.free_at)), key=self.free_at.__getitem__)
-        start = max(given_at, self.free_at[worker])
-        self.free_at[worker] = start + seconds
-        return start, start + seconds
-
 
 class StepRollout(Hybrid):
-    """The rollout of one step."""
+    """One step: its rollout, and when its other calls began and ended.
 
-    train_wanted_at: Callable[[], float]  # when the trainer wants its GPUs, as far as is known; inf if it is not
+    Before `held_until` weights still come to the trainer's GPUs for the rollout before.
+    """
 
-    def from_start(self, start: float, held_until: float, used_tps: dict[int, set[int]]) -> None:
-        """Before `held_until` weights still come to the trainer's GPUs for the rollout before."""
+    def __init__(self, work: StepsWorkload, before: StepRollout | None, start: float, held_until: float) -> None:
+        self.number, self.before = before.number + 1 if before else 0, before
+        positions = range(self.number * work.prompts, (self.number + 1) * work.prompts)
+        sizes = [(position, size) for position in positions for size in work.of_prompt(position)]
+        super().__init__(work, [RefRequest(i, position, *size) for i, (position, size) in enumerate(sizes)])
+        self.samples = len(sizes) // work.prompts
+        self.first_version = max(self.number - work.lag, 0)
         self.now = self.begun_at = start
         self.held_until = held_until
-        for node, tps in self.used_tps.items():
-            used_tps.setdefault(node, set()).update(tps)
-        self.used_tps = used_tps
+        self.used_tps = before.used_tps if before else self.used_tps
+        self.workers_free_at: list[float] = before.workers_free_at if before else [0.0] * work.workers
+        self.scored: dict[int, tuple[float, float]] = {}  # by id: when it was given to a worker, and when it was scored
+        self.train_ready_at = math.nan
         self.train_from = math.inf  # the trainer has its GPUs
-        self.ended: list[list[int]] = []  # ids, of each moment at which responses finished
+        self.parts: list[tuple[float, float]] = []  # of its batch: when training began and ended each
+        self.syncs = math.nan, math.nan
         self.asks = True
+
+    def train_wanted_at(self) -> float:
+        """When the trainer wants its GPUs, as far as is known; inf if it is not."""
+        if self.work.windows:
+            return self.part_at(0)
+        return self.before.train_ready_at if self.work.lag and self.before else math.inf
 
     def has_trainers_gpus(self) -> bool:
         return super().has_trainers_gpus() or not self.reached(self.held_until)
@@ -293,121 +274,92 @@ class StepRollout(Hybrid):
         if self.train_from == math.inf and self.reached(self.train_wanted_at()) and self.has_gpus():
             self.train_from = self.now
 
-    def rest_of_moment(self, finished_on: set[int], looks: bool = False) -> None:
-        while True:
-            self.look_after_trainer()
-            self.settle()
-            self.look_after_trainer()
-            self.begin_all()
-            finishes = bool(self.asks or finished_on)
-            if self.over() or not (finishes or looks):
-                return
-            self.asks = False
+    def go_on(self) -> None:
+        self.look_after_trainer()
+        super().go_on()
+        self.look_after_trainer()
+
+    def ask(self, finished_on: set[int], looks: bool) -> None:
+        while (self.asks or finished_on or looks) and not self.over():
+            finishes, self.asks = bool(self.asks or finished_on), False
             for action in self.answers(finished_on, finishes, looks):
                 self.note(action)
             finished_on, looks = set(), False
+            self.go_on()
 
-    def to_the_end(self) -> None:
-        self.rest_of_moment(set())
-        while not self.over():
-            looks, before = self.go_on_to_next(), set(self.result.finished)
-            finished_on = self.end_iterations()
-            self.scores(sorted(self.result.finished - before))
-            self.rest_of_moment(finished_on, looks)
-        self.close()
+    def end_iterations(self) -> set[int]:
+        finished_on = super().end_iterations()
+        if self.work.windows:
+            self.score(sorted(self.result.finished - self.scored.keys()))
+        return finished_on
 
-    def scores(self, ids: list[int]) -> None:
-        """Responses that have finished at this moment."""
+    def score(self, ids: Sequence[int]) -> None:
+        """By CPU workers, first come first served."""
+        free_at = self.workers_free_at
+        for i in ids:
+            if self.work.checks:
+                worker = free_at.index(min(free_at))
+                start = max(self.now, free_at[worker])
+                free_at[worker] = start + self.work.check_s(self.by_id[i].position, i % self.samples)
+                self.scored[i] = start, free_at[worker]
+            else:
+                self.scored[i] = math.nan, self.now
+
+    def part_at(self, part: int) -> float:
+        """When a part of the batch is there, as far as is known: so many of the responses are scored."""
+        ends = [end for _, end in self.scored.values()]
+        if self.work.grouped:  # those of a prompt come together
+            whole = [range(at, at + self.samples) for at in range(0, len(self.requests), self.samples)]
+            ends = [max(self.scored[i][1] for i in ids) for ids in whole if self.scored.keys() >= set(ids) for _ in ids]
+        needed = (part + 1) * len(self.requests) // self.work.windows
+        return sorted(ends)[needed - 1] if needed <= len(ends) else math.inf
+
+    def train(self, there: Sequence[float], seconds: Sequence[float], sync_from: float) -> None:
+        """On its parts, each once it is there and the one before is trained on; then new weights come."""
+        at = -math.inf
+        for ready, takes in zip(there, seconds, strict=True):
+            start = max(at, ready)
+            at = start + takes
+            self.parts.append((start, at))
+        at = max(at, sync_from)
+        self.syncs = at, at + self.work.sync_s[self.number]
 
 
-def simulate_steps(work: StepsWorkload) -> list[RefCalls]:
+def simulate_steps(work: StepsWorkload) -> list[StepRollout]:
     """All steps, each of so many prompts.
 
     `lag` is 0 or 1; `windows` (with a lag of 0) are the parts in which training takes a batch, with `train_s` of all;
     where it is `grouped` it takes the responses of a prompt together. Without `checks` nothing is scored. Scoring takes
     whole batches, with windows each response as it finishes.
     """
-    prompts, lag, windows, train_s, sync_s = work.prompts, work.lag, work.windows, work.train_s, work.sync_s
-    desk, used_tps = Workers(work.workers), dict[int, set[int]]()
-    steps: list[RefCalls] = []
+    lag, windows, train_s = work.lag, work.windows, work.train_s
+    steps: list[StepRollout] = []
     sync_ends = 0.0  # of the step that brought what generation begins with
     held_until = 0.0
-    for k in range(len(sync_s)):
-        positions = range(k * prompts, (k + 1) * prompts)
-        sizes = [(position, size) for position in positions for size in work.of_prompt(position)]
-        requests = [RefRequest(i, position, *size) for i, (position, size) in enumerate(sizes)]
-        samples = len(requests) // prompts
-        rollout = StepRollout(
-            requests, work.node_gpus, work.tp, work.costs, work.engine, work.cap_tokens, work.control, None
-        )
-        rollout.hybrid, rollout.first_version = work.hybrid, max(k - lag, 0)
+    for k in range(len(work.sync_s)):
         before = steps[-1] if steps else None
-        start = max(sync_ends, before.generates[1] if before else 0.0)
-        rollout.from_start(start, held_until, used_tps)
-        scored: Scored = {}
-
-        def score(ids: Sequence[int], at: float, into: Scored = scored, step: int = k, of: int = samples) -> None:
-            for i in ids:
-                into[i] = (
-                    desk.take(at, work.check_s(step * prompts + i // of, i % of)) if work.checks else (math.nan, at)
-                )
-
-        def part_at(part: int, into: Scored = scored, of: int = samples) -> float:
-            """When a part of the batch is there, as far as is known: so many of the responses are scored."""
-            ends = [end for _, end in into.values()]
-            if work.grouped:  # those of a prompt come together
-                whole = [range(first, first + of) for first in range(0, prompts * of, of)]
-                ends = [max(into[i][1] for i in ids) for ids in whole if into.keys() >= set(ids) for _ in ids]
-            ends.sort()
-            needed = (part + 1) * prompts * of // windows
-            return ends[needed - 1] if needed <= len(ends) else math.inf
-
-        if windows:
-            rollout.scores = lambda ids, r=rollout, s=score: s(ids, r.now)  # type: ignore[method-assign,misc]
-            rollout.train_wanted_at = lambda p=part_at: p(0)
-        elif lag and before:
-            rollout.train_wanted_at = lambda at=before.train_ready_at: at
-        else:
-            rollout.train_wanted_at = lambda: math.inf
-        rollout.deal("contiguous", len(requests))
-        rollout.to_the_end()
-        end = rollout.now
-        held_until = max(rollout.loads_until or 0.0, held_until)
-        if lag and before:
-            train(before, [max(before.train_ready_at, held_until_of(rollout, end, held_until))], train_s[k - 1 : k])
-            before.syncs = synced(max(before.parts[-1][1], end, held_until), sync_s[k - 1])
-            sync_ends = before.syncs[1]
-        if not windows:
-            score([request.id for request in requests], end)
-        step = RefCalls((start, end), rollout.result, scored, math.nan)
+        step = StepRollout(work, before, max(sync_ends, before.now if before else 0.0), held_until)
         steps.append(step)
+        step.deal("contiguous", len(step.requests))
+        step.go_on()
+        step.ask(set(), looks=False)
+        step.run()
+        end = step.now
+        held_until = max(step.loads_until or 0.0, held_until)
+        if lag and before:
+            free_at = min(step.train_from, max(end, held_until))  # the trainer may have its GPUs
+            before.train([max(before.train_ready_at, free_at)], train_s[k - 1 : k], max(end, held_until))
+            sync_ends = before.syncs[1]
         if windows:
-            step.train_ready_at = part_at(0)
-            first = min(rollout.train_from, max(part_at(0), end, held_until))
-            train(step, [first, *map(part_at, range(1, windows))], train_s[k * windows : (k + 1) * windows])
+            step.train_ready_at = step.part_at(0)
+            first = min(step.train_from, max(step.train_ready_at, end, held_until))
+            there = [first, *map(step.part_at, range(1, windows))]
+            step.train(there, train_s[k * windows : (k + 1) * windows], end)
         else:
-            step.train_ready_at = max(end, sync_ends if lag else 0.0, *(at for _, at in scored.values()))
-            if not lag or k == len(sync_s) - 1:
-                train(step, [max(step.train_ready_at, held_until)], train_s[k : k + 1])
+            step.score(range(len(step.requests)))
+            step.train_ready_at = max(end, sync_ends if lag else 0.0, *(at for _, at in step.scored.values()))
+            if not lag or k == len(work.sync_s) - 1:
+                step.train([max(step.train_ready_at, held_until)], train_s[k : k + 1], end)
         if step.parts:
-            step.syncs = synced(max(step.parts[-1][1], end), sync_s[k])
             sync_ends = step.syncs[1]
     return steps
-
-
-def held_until_of(rollout: StepRollout, end: float, held_until: float) -> float:
-    """Since when the trainer may have its GPUs: from when it got them, or the end of the rollout."""
-    return min(rollout.train_from, max(end, held_until))
-
-
-def train(step: RefCalls, there: Sequence[float], seconds: Sequence[float]) -> None:
-    """On its parts, each once it is there and the one before is trained on."""
-    at = -math.inf
-    for ready, takes in zip(there, seconds, strict=True):
-        at = max(at, ready)
-        step.parts.append((at, at + takes))
-        at += takes
-
-
-def synced(ready: float, seconds: float) -> tuple[float, float]:
-    return ready, ready + seconds

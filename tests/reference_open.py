@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reference import RefStay, RefTools, _Replica, _Request, _Rollout
+from reference import RefStay, _Replica, _Request, _Rollout
 
 from rlsim.sim.batching import Batching
-from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
+from rlsim.sim.continuous import OpenView, Ready, Update
 from rlsim.sim.control import Prompt, decides
 
 if TYPE_CHECKING:
@@ -95,22 +95,6 @@ class OpenResult:
     switches: list[float] = field(default_factory=list)  # moments at which one began
 
 
-def simulate_open(work: OpenWorkload, kind: type[_Run] | None = None, **more: object) -> OpenResult:
-    """All steps of a run, as many as there are durations of syncs.
-
-    `kind` is another way in which new weights come, with what it asks for beyond. What an inference call takes before
-    training is a part of that.
-    """
-    run = (kind or _Run)([], work.node_gpus, work.tp, work.costs, work.engine, work.cap_tokens, work.control, None)
-    vars(run).update(more)
-    run.sizes, run.prompts, run.batching, run.routing = work.of_prompt, work.prompts, work.rule, work.routing
-    run.tools_of, run.tools = work.tools_of, work.tools or RefTools()
-    run.rewards, run.windows = work.rewards if work.checks else None, max(work.windows, 1)
-    run.train_s, run.sync_s = list(map(sum, zip(*filter(None, (work.infer_s, work.train_s)), strict=True))), work.sync_s
-    run.to_the_end()
-    return run.open
-
-
 @dataclass(eq=False)
 class _Group:
     """A prompt and its responses."""
@@ -129,18 +113,13 @@ class _Check:
 
 
 class _Run(_Rollout):
-    sizes: Callable[[int], Sequence[tuple[int, int]]]
-    tools_of: Callable[[int, int], Sequence[tuple[int, int, float]]]
-    prompts: int
-    batching: Continuous
-    routing: Literal["contiguous", "round_robin"]
-    train_s: Sequence[float]
-    sync_s: Sequence[float]
-    rewards: RefRewards | None
-    windows: int
+    """All steps of a run, as many as there are durations of syncs. What inference takes is a part of training."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, work: OpenWorkload) -> None:
+        super().__init__(work, [])
+        self.prompts, self.batching, self.sync_s, self.windows = work.prompts, work.rule, work.sync_s, work.windows or 1
+        self.rewards = work.rewards if work.checks else None
+        self.train_s = list(map(sum, zip(*filter(None, (work.infer_s, work.train_s)), strict=True)))
         self.open = OpenResult()
         self.update = Update()  # of the present step
         self.keys: dict[int, Key] = {}  # by request id
@@ -235,9 +214,9 @@ class _Run(_Rollout):
         for position in positions:
             group = _Group(position, [])
             before = sum(at == position for at, _ in self.keys.values())  # samples that it has had
-            for sample, (prompt_tokens, response_tokens) in enumerate(self.sizes(position), before):
-                request = _Request(len(self.requests), position, prompt_tokens, response_tokens, 0, response_tokens)
-                request.tools = list(self.tools_of(position, sample))
+            for sample, (prompt_tokens, response_tokens) in enumerate(self.work.of_prompt(position), before):
+                request = _Request(len(self.requests), position, prompt_tokens, response_tokens)
+                request.tools = self.work.tools_of(position, sample)
                 self.requests.append(request)
                 self.by_id[request.id] = request
                 self.keys[request.id] = position, sample
@@ -262,7 +241,7 @@ class _Run(_Rollout):
                 replica = min(replicas, key=lambda replica: (len(replica.requests()), replica.index))
                 replica.arrive(request, self.now)
         else:
-            self.deal_evenly(new, replicas, self.routing)
+            self.deal_evenly(new, replicas, self.work.routing)
 
     def begin(self, replica: _Replica) -> None:
         super().begin(replica)
@@ -555,7 +534,7 @@ class _Run(_Rollout):
             else:
                 followed = False
 
-    def to_the_end(self) -> None:
+    def to_the_end(self) -> OpenResult:
         self.open.steps.append(RefStep(self.now))
         self.deal_launched(self.launch(self.room()), idle=True)
         self.begins = True
@@ -570,6 +549,7 @@ class _Run(_Rollout):
             response.aborted = r.state == "aborted"
         self.open.in_flight = {group.position for group in (*self.running, *(group for _, group in self.queue))}
         self.open.switches = [switch.begun_at for switch in self.result.switches]
+        return self.open
 
 
 # ---- replicas that take new weights each on its own ------------------------------------------------------------------
@@ -578,11 +558,8 @@ class _Run(_Rollout):
 class RollingRun(_Run):
     """Weights are pushed to host memory, spread to all nodes, and pulled by each replica when it may; no switches."""
 
-    spread_s: float
-    pull_s: float
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+    def __init__(self, work: OpenWorkload) -> None:
+        super().__init__(work)
         self.versions = dict.fromkeys((replica.index for replica in self.replicas), 0)
         self.published = 0
         self.spreading: list[tuple[float, int]] = []  # when all nodes have it, version
@@ -646,7 +623,7 @@ class RollingRun(_Run):
         if self.phase == "syncs" and self.reached(self.synced_at):
             self.step.sync_ends_at = self.now
             self.version += 1
-            self.spreading.append((self.now + self.spread_s, self.version))
+            self.spreading.append((self.now + self.work.spread_s, self.version))
             self.next_step()
             return True
         return followed > 0
@@ -673,7 +650,7 @@ class RollingRun(_Run):
                 followed = True
             if replica.index in self.told and replica.iteration is None:
                 self.told.discard(replica.index)
-                self.pulling[replica.index] = self.now + self.pull_s, self.published
+                self.pulling[replica.index] = self.now + self.work.pull_s, self.published
                 if self.batching.update().kv == "recompute":
                     self.lose_kv_of(replica)
                 followed = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from open_workloads import (
     CLOCKS,
     EXTENSIONS,
-    REAL,
     Clock,
     Extension,
     Noted,
@@ -23,6 +22,7 @@ from open_workloads import (
     hybrid_workloads,
     open_agents,
     open_workloads,
+    rolling,
     steps_workloads,
 )
 from reference import HaltedError
@@ -149,14 +149,6 @@ def compare(work: OpenWorkload) -> None:
     check_invariants(work, run)
 
 
-@st.composite
-def rolling(draw: st.DrawFn, clock: Clock) -> OpenWorkload:
-    """Runs whose replicas take new weights each on its own."""
-    seconds = REAL if clock == "real" else st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])
-    way: Literal["interrupt", "drain"] = draw(st.sampled_from(("interrupt", "drain")))
-    return draw(open_workloads(clock)).each(way, draw(seconds), draw(seconds))
-
-
 # ---- trainers that generate meanwhile --------------------------------------------------------------------------------
 
 
@@ -173,7 +165,7 @@ def compare_steps(work: StepsWorkload) -> None:
     size = work.prompts * len(work.sizes[0])
     for k, step in enumerate(expected):
         calls = {call.call: call for call in run.outcome.calls if call.step == k}
-        assert (calls["generate"].start_at, calls["generate"].end_at) == tuple(map(near, step.generates))
+        assert (calls["generate"].start_at, calls["generate"].end_at) == (near(step.begun_at), near(step.now))
         assert calls["train"].ready_at == near(step.train_ready_at), f"step {k} could train"
         assert calls["train"].start_at == near(step.parts[0][0]), f"step {k} trains"
         assert calls["train"].end_at == near(step.parts[-1][1]), f"step {k} has trained"
@@ -182,10 +174,10 @@ def compare_steps(work: StepsWorkload) -> None:
         assert (run.outcome.responses[k].version == version).all()
         for request in run.requests[k * size : (k + 1) * size]:
             i = request.id
-            assert request.finished_at == near(step.rollout.finish_at[i]), f"finish of {i} in step {k}"
-            assert request.first_token_at == near(step.rollout.first_token_at[i]), f"first token of {i} in step {k}"
-            assert request.preemptions == step.rollout.preemptions[i], f"preemptions of {i} in step {k}"
-            assert request.generated == step.rollout.generated[i]
+            assert request.finished_at == near(step.result.finish_at[i]), f"finish of {i} in step {k}"
+            assert request.first_token_at == near(step.result.first_token_at[i]), f"first token of {i} in step {k}"
+            assert request.preemptions == step.result.preemptions[i], f"preemptions of {i} in step {k}"
+            assert request.generated == step.result.generated[i]
             if work.checks:
                 assert (request.score_started_at, request.scored_at) == tuple(map(near, step.scored[i]))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from reference import RefEngine, RefRequest, RefResult, simulate
+from reference import RefEngine, RefRequest, RefResult, RefRollout
 from workloads import LinearStep, Nothing, Scripted, StubCosts
 
 from rlsim.sim.control import (
@@ -69,8 +69,8 @@ def run(
 ) -> RefResult:
     """A rollout of requests 0, 1, ... with these (prompt, response) tokens; `nodes`: the GPUs of each, if not one."""
     usual: dict[str, Any] = {"costs": COSTS, "engine": PLAIN, "control": Nothing()}
-    requests = [RefRequest(i, i, *size, budget_tokens=budget) for i, size in enumerate(sizes)]
-    return simulate(requests, node_gpus=nodes or (gpus,), tp=tp, cap_tokens=1000, **(usual | settings))
+    requests = tuple(RefRequest(i, i, *size, budget_tokens=budget) for i, size in enumerate(sizes))
+    return RefRollout(requests, nodes or (gpus,), tp, cap_tokens=1000, **(usual | settings)).simulate()
 
 
 def capacity(pages: int, tp: int = 1) -> StubCosts:

@@ -6,10 +6,10 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from hypothesis import strategies as st
-from reference import RefEngine, RefRequest, RefResult, RefTools, simulate
+from reference import RefEngine, RefRequest, RefRollout, RefTools
 
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all, sum_of
 from rlsim.cost.step import PLAIN_KV, Chunk, Conditions, KvShape, StepCost
@@ -359,22 +359,10 @@ class Timed(Scripted):
 
 
 @dataclass(frozen=True)
-class Workload:
-    """All that `reference.simulate` needs."""
+class Workload(RefRollout):
+    """A rollout for the engine and for its reference."""
 
-    requests: tuple[RefRequest, ...]
-    node_gpus: tuple[int, ...]
-    tp: int
-    costs: StubCosts
-    engine: RefEngine
-    cap_tokens: int
-    control: Scripted
-    routing: Literal["contiguous", "round_robin"]
-    resumed: tuple[RefRequest, ...] = ()
-    chunk_tokens: int = 0  # 0: nobody listens
-    handover_s: float = 0.0
     budget_tokens: int = 0  # of every request; 0: none
-    tools: RefTools | None = None  # where trajectories act; None: there are none
 
     def launched(self, launch: Launch, first_id: int) -> list[RefRequest]:
         """The requests of a launch: the sizes of the first ones again."""
@@ -382,24 +370,6 @@ class Workload:
         if self.tools and self.tools.sandboxes + self.tools.workers:  # twins at one moment: who is first is left open
             sizes = [replace(size, tools=()) for size in sizes]
         return [replace(r, id=first_id + i, generated=0, budget_tokens=self.budget_tokens) for i, r in enumerate(sizes)]
-
-    def simulate(self) -> RefResult:
-        """The reference's answer."""
-        return simulate(
-            self.requests,
-            node_gpus=self.node_gpus,
-            tp=self.tp,
-            costs=self.costs,
-            engine=self.engine,
-            cap_tokens=self.cap_tokens,
-            control=self.control,
-            routing=self.routing,
-            launcher=self.launched,
-            resumed=self.resumed,
-            chunk_tokens=self.chunk_tokens,
-            handover_s=self.handover_s,
-            tools=self.tools,
-        )
 
 
 def degrees(gpus: int) -> list[int]:
@@ -516,6 +486,19 @@ def tool_calls(draw: st.DrawFn, length: int, done: int) -> tuple[tuple[int, int,
     return tuple(calls)
 
 
+def engines(prefix_hits: list[str]) -> st.SearchStrategy[RefEngine]:
+    """Any settings of the engine."""
+    return st.builds(
+        RefEngine,
+        page_tokens=st.sampled_from([1, 4, 16]),
+        max_num_seqs=st.sampled_from([1, 2, 3, 5, 8, 64, 256]),
+        max_num_batched_tokens=st.sampled_from([1, 7, 32, 100, 512, 8192]),
+        chunked_prefill=st.booleans(),
+        watermark_pages=st.sampled_from([0, 0, 1, 3]),
+        prefix_hits=st.sampled_from(prefix_hits),
+    )
+
+
 @st.composite
 def environments(draw: st.DrawFn) -> RefTools:
     """What runs tool calls."""
@@ -578,19 +561,8 @@ def workloads(
     node_gpus = draw(st.sampled_from(MESHES))
     gpus = math.gcd(*node_gpus)
     tp = draw(st.sampled_from(degrees(gpus)))
-    engine = RefEngine(
-        page_tokens=draw(st.sampled_from([1, 4, 16])),
-        max_num_seqs=draw(st.sampled_from([1, 2, 3, 5, 8, 64, 256])),
-        max_num_batched_tokens=draw(st.sampled_from([1, 7, 32, 100, 512, 8192])),
-        chunked_prefill=draw(st.booleans()),
-        watermark_pages=draw(st.sampled_from([0, 0, 1, 3])),
-        prefix_hits=draw(st.sampled_from(["scheduled", "prefilled"])) if prefixes else "off",
-    )
-
-    def pages(tokens: int) -> int:
-        return -(-tokens // engine.page_tokens)
-
-    full = [pages(r.prompt_tokens + r.response_tokens) for r in requests]
+    engine = draw(engines(["scheduled", "prefilled"] if prefixes else ["off"]))
+    full = [-(-(r.prompt_tokens + r.response_tokens) // engine.page_tokens) for r in requests]
     room = st.one_of(st.integers(0, max(full)), st.integers(0, sum(full)))
     capacities = {degree: max(full) + draw(room) for degree in degrees(gpus)}
     rng = random.Random(draw(st.integers(0, 2**32)))
