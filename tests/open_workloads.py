@@ -16,7 +16,6 @@ from test_engine import FixedWatermark, environment_of
 from workloads import (
     COUNT,
     KV,
-    AbortLongest,
     LinearStep,
     Nothing,
     Ranked,
@@ -26,6 +25,8 @@ from workloads import (
     Together,
     _kinds,
     _steps,
+    abort_longest,
+    by,
     degrees,
     engines,
     environments,
@@ -391,17 +392,11 @@ Extension = Literal["rewards", "windows", "control"]
 EXTENSIONS: tuple[Extension, ...] = get_args(Extension)
 
 
-@dataclass(frozen=True)
-class AbortAtFirst(AbortLongest):
-    """So long as no more than `total` have been launched; later it would for ever abort what is launched anew."""
-
-    total: int = 20
-
-    def on_finish(self, view: RolloutView) -> Action | None:
-        return super().on_finish(view) if view.total <= self.total else None
+def abort_at_first(view: RolloutView, unfinished: int, count: int) -> Action | None:
+    """So long as no more than 20 have been launched; later it would for ever abort what is launched anew."""
+    return abort_longest(view, unfinished, count) if view.total <= 20 else None
 
 
-CONTROLS = ("switch", "unused", "balance", "gather", "abort", "shrink")
 MIXTURES = (
     ("switch", "abort"), ("balance", "abort"), ("gather", "abort"), ("unused", "abort"), ("shrink", "abort"),
     ("shrink", "switch"),
@@ -410,8 +405,8 @@ MIXTURES = (
 
 def controls(responses: int, gpus: int, lends: bool) -> st.SearchStrategy[Noted]:
     """Controls that switch, migrate, abort, and perhaps lend, for rollouts with so many responses under way."""
-    kinds = _kinds(responses, gpus) | {"abort": st.builds(AbortAtFirst, st.integers(1, responses), COUNT)}
-    alone = [kinds[name] for name in CONTROLS if lends or name != "shrink"]
+    kinds = _kinds(responses, gpus) | {"abort": by(abort_at_first, st.integers(1, responses), COUNT)}
+    alone = [kinds[name] for name in ("switch", "unused", "balance", "gather", "abort", *["shrink"] * lends)]
     mixtures = [names for names in MIXTURES if lends or "shrink" not in names]
     mixed = [st.tuples(*(kinds[name] for name in names)).map(Together) for names in mixtures]
     return st.one_of(alone + mixed).map(Noted)
@@ -541,45 +536,32 @@ def open_agents(draw: st.DrawFn) -> OpenWorkload:
 # ---- trainers that generate meanwhile --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BorrowWhile(Scripted):
-    """Borrows while the batch lacks so much, or at any time and twice; shares out; gives back, perhaps one by one."""
-
-    missing: float  # share of a batch; below 0: asks for it whatever there is
-    spread: Literal["none", "waiting", "all"]
-    kv: KvHandling
-    back: Literal["at_once", "one_by_one", "with_own", "when_there", "unasked"]
-
-    def on_finish(self, view: RolloutView) -> Iterator[Action]:
-        if self.missing < 0 and view.finished % 2 == 0:
-            yield Borrow()
-            yield Borrow()
-        elif view.borrowable and view.batch_missing > self.missing:
-            yield Borrow()
-        borrowed = view.borrowed
-        if not borrowed:
-            return
-        wanted = view.wanted_back
-        if self.back == "unasked" and view.finished % 3 == 2:
-            yield Release(borrowed)
-        elif wanted and self.back == "one_by_one":
-            yield Release(borrowed[-1:])
-        elif wanted and self.back == "with_own":
-            yield Release(tuple(replica.index for replica in view.replicas()))
-        elif wanted and (self.back != "when_there" or view.batch_missing <= 0.5):
-            yield Release(borrowed)
-        else:
-            yield from self.shares(view)
-
-    def shares(self, view: RolloutView) -> Iterator[Action]:
-        if self.spread == "none":
-            return
-        fullest = max(view.replicas(), key=lambda replica: (len(replica.requests), -replica.index))
-        emptiest = min(view.replicas(), key=lambda replica: (len(replica.requests), -replica.index))
+def borrow_while(view: RolloutView, missing: float, spread: str, kv: KvHandling, back: str) -> Iterator[Action]:
+    """Borrows while the batch lacks so much (a share of it; below 0: at any time and twice); shares out; gives back."""
+    if missing < 0 and view.finished % 2 == 0:
+        yield Borrow()
+        yield Borrow()
+    elif view.borrowable and view.batch_missing > missing:
+        yield Borrow()
+    borrowed, replicas = view.borrowed, view.replicas()
+    if not borrowed:
+        return
+    wanted = view.wanted_back
+    if back == "unasked" and view.finished % 3 == 2:
+        yield Release(borrowed)
+    elif wanted and back == "one_by_one":
+        yield Release(borrowed[-1:])
+    elif wanted and back == "with_own":
+        yield Release(tuple(replica.index for replica in replicas))
+    elif wanted and (back != "when_there" or view.batch_missing <= 0.5):
+        yield Release(borrowed)
+    elif spread != "none":
+        fullest = max(replicas, key=lambda replica: (len(replica.requests), -replica.index))
+        emptiest = min(replicas, key=lambda replica: (len(replica.requests), -replica.index))
         surplus = (len(fullest.requests) - len(emptiest.requests)) // 2
-        moving = [r.id for r in reversed(fullest.requests) if self.spread == "all" or not r.has_kv][:surplus]
-        if moving and emptiest.index in view.borrowed:
-            yield Migrate(tuple(moving), emptiest.index, self.kv)
+        moving = [r.id for r in reversed(fullest.requests) if spread == "all" or not r.has_kv][:surplus]
+        if moving and emptiest.index in borrowed:
+            yield Migrate(tuple(moving), emptiest.index, kv)
 
 
 @dataclass(frozen=True)
@@ -654,8 +636,8 @@ def borrowing(draw: st.DrawFn, work: OpenWorkload) -> Scripted:
         )
         return Policy(made, context)
     return draw(
-        st.builds(
-            BorrowWhile,
+        by(
+            borrow_while,
             st.sampled_from([-1.0, 0.0, 0.0, 0.4]),
             st.sampled_from(["none", "waiting", "all", "all"]),
             KV,

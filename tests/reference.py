@@ -90,9 +90,6 @@ class RefEngine:
 
 @dataclass(frozen=True)
 class RefSwitch:
-    node: int
-    from_tp: int
-    to_tp: int
     begun_at: float  # when the last replica had stopped
     cost: SwitchCost
 
@@ -631,7 +628,6 @@ class _Rollout:
     def end_stay(self, request: _Request, left: str, at: float | None = None) -> None:
         """It leaves its replica, or the running batch."""
         stay = request.stay
-        assert stay is not None
         stay.left, stay.left_at, stay.end_tokens = left, self.now if at is None else at, request.context
         if math.isnan(stay.admitted_at):
             stay.start_tokens = request.context
@@ -732,7 +728,6 @@ class _Rollout:
                 self.share(replica, head, promised=True)
             self.trim_cache(replica)
             head.state = "running" if head.arrived_kv else "prefilling"
-            assert head.stay is not None
             head.stay.admitted_at, head.stay.start_tokens = self.now, head.context
             if head.arrived_kv:
                 head.stay.decoding_at, head.stay.iteration = self.now, replica.decodes
@@ -783,12 +778,10 @@ class _Rollout:
     def cancel(self, replica: _Replica) -> None:
         """An iteration that has only just begun counts as not begun. What was evicted for it stays evicted."""
         iteration = replica.iteration
-        assert iteration is not None
         assert one_moment(iteration.started_at, self.now)
         for r in iteration.fresh:
             replica.admitted.remove(r)
             self.free(replica, r, r.hit)
-            assert r.stay is not None
             r.stay.admitted_at = math.nan
             r.lose_kv()
         replica.waiting[:0] = iteration.fresh
@@ -799,7 +792,6 @@ class _Rollout:
     def end(self, replica: _Replica) -> bool:
         """Step 5: tokens are there, finished requests and those that pause leave. Says whether there are any."""
         iteration = replica.iteration
-        assert iteration is not None
         replica.iteration = None
         result = self.result
         result.iterations.append((iteration.started_at, self.now, replica.index, iteration.kind))
@@ -818,7 +810,6 @@ class _Rollout:
                 result.hit_tokens += r.hit
                 self.share(replica, r, promised=False)
                 r.state, r.prefilled = "running", 0
-                assert r.stay is not None
                 r.stay.decoding_at, r.stay.iteration = self.now, replica.decodes
                 generating.append(r)
         for r in generating:
@@ -1161,7 +1152,7 @@ class _Rollout:
                     self.end_stay(r, "switched", replica.stopped_at)
             self.used_tps[switch.node].add(switch.to_tp)
             switch.ends_at = self.now + cost.total_s
-            self.result.switches.append(RefSwitch(switch.node, from_tp, switch.to_tp, self.now, cost))
+            self.result.switches.append(RefSwitch(self.now, cost))
             begun = True
         return begun
 

@@ -66,14 +66,12 @@ class RefResponse:
 
     prompt_tokens: int
     response_tokens: int
-    launched_at: float
     replica: int = -1  # that admitted it last
     generated: int = 0
     preemptions: int = 0
     aborted: bool = False
     first_token_at: float = math.nan
     finished_at: float = math.nan
-    finished_version: int = -1  # of the rollout at that moment
     check_at: float = math.nan  # a worker begins
     scored_at: float = math.nan
     reward: float = math.nan
@@ -220,7 +218,7 @@ class _Run(_Rollout):
                 self.requests.append(request)
                 self.by_id[request.id] = request
                 self.keys[request.id] = position, sample
-                self.open.responses[position, sample] = RefResponse(prompt_tokens, response_tokens, self.now)
+                self.open.responses[position, sample] = RefResponse(prompt_tokens, response_tokens)
                 self.result.preemptions[request.id] = 0
                 group.requests.append(request)
             new += group.requests
@@ -263,7 +261,7 @@ class _Run(_Rollout):
                 else:
                     response.runs.append((version, 1))
             if r.state == "finished":
-                response.finished_at, response.finished_version = self.now, version
+                response.finished_at = self.now
                 self.complete.append(r)
         return finished
 

@@ -14,7 +14,7 @@ import simpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefResult, RefStay, RefTools
-from workloads import LinearStep, Nothing, Ranked, Scripted, StubCosts, Workload, windowed, workloads
+from workloads import LinearStep, Nothing, Ranked, Scripted, StubCosts, Workload, any_controls, windowed, workloads
 
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.roofline import step_cost
@@ -270,7 +270,7 @@ def test_engine_equals_stepping_token_by_token(kind: str, many: bool) -> None:
 
 
 @settings(relaxed, max_examples=60)
-@given(st.booleans().flatmap(lambda timed: workloads(everything=True, timed=timed)))
+@given(st.booleans().flatmap(lambda timed: workloads(deciding=any_controls, timed=timed)))
 def test_any_mixture_of_actions_ends_and_conserves_requests(work: Workload) -> None:
     # Requests may be on their way to a replica that goes away; the specification leaves open who is dealt first then.
     rollout, recorder = simulate(work)

@@ -1,13 +1,12 @@
 """Prefix caching: by hand, in the engine and in the token-by-token reference, and what it saves."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from reference import RefEngine, RefRequest
 from test_engine import check, relaxed, simulate
 from test_reference import COSTS, PLAIN, capacity
@@ -37,13 +36,10 @@ def finishes(
 # A prompt of 5 tokens has two full pages of two tokens.
 
 
-def test_with_vllm_two_samples_share_the_prefill_of_the_iteration_that_computes_it() -> None:
+def test_samples_share_a_prefill_in_the_iteration_that_computes_it_or_later() -> None:
     first = 1 + (5 + 1) / 8
     end = first + 1 + 2 / 4 + 12 / 64
     assert finishes([(0, 5, 2), (0, 5, 2)], SCHEDULED) == ({0: end, 1: end}, 4)
-
-
-def test_with_sglang_samples_of_one_iteration_compute_it_each_and_later_ones_find_it() -> None:
     end = 1 + (5 + 5) / 8 + 1 + 2 / 4 + 12 / 64
     assert finishes([(0, 5, 2), (0, 5, 2)], PREFILLED) == ({0: end, 1: end}, 0)
     first, second = 1 + 5 / 8, 1 + 1 / 8
@@ -155,7 +151,7 @@ def test_pages_are_where_they_are_counted(work: Workload) -> None:
 # ------------------------------------------------------------------------------------------------- random rollouts
 
 
-STATIC = workloads(prefixes=True, kinds=("nothing",), mixtures=False, max_requests=24)
+STATIC = workloads(prefixes=True, deciding=lambda *_: st.just(Nothing()), max_requests=24)
 
 
 @pytest.mark.parametrize("runs", [14, pytest.param(500, marks=pytest.mark.slow)])

@@ -1,12 +1,10 @@
 """Costs, controls and random whole rollouts for tests of the engine."""
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefRollout, RefTools
@@ -30,6 +28,7 @@ from rlsim.sim.control import (
     RolloutControl,
     RolloutView,
     Stop,
+    actions_of,
 )
 
 # --------------------------------------------------------------------------------------------------------- costs
@@ -66,7 +65,7 @@ class LinearStep(StepCost):
     older: float = 0.0
     lengths: tuple[int, ...] = ()
 
-    def _made_for(self, conditions: Conditions) -> LinearStep:
+    def _made_for(self, conditions: Conditions) -> Self:
         factor = (self.short if conditions.short else 1.0) * (1.0 + self.older * (conditions.version % 3))
         factor *= 1.0 + 0.5 * (conditions.level if self.lengths else 0)
         return replace(self, scale=self.scale * factor, conditional=False)
@@ -173,137 +172,89 @@ class Nothing(Scripted):
     """Never changes anything."""
 
 
-@dataclass(frozen=True)
-class SwitchAt(Scripted):
-    """When at most `unfinished` requests of a node are left, it gets that TP; of several rungs the last one applies."""
-
-    rungs: tuple[tuple[int, int], ...]  # (unfinished, tp), unfinished falling
-    kv: KvHandling
-    only_finished_nodes: bool = True
-    way: SwitchWay = IN_PLACE
-
-    def on_finish(self, view: RolloutView) -> list[Action]:
-        actions: list[Action] = []
-        for node in view.finished_nodes if self.only_finished_nodes else view.nodes:
-            tps = [tp for unfinished, tp in self.rungs if 0 < view.unfinished(node) <= unfinished]
-            if tps and tps[-1] != view.tp(node):
-                actions.append(Reconfigure(node, tps[-1], self.kv, self.way))
-        return actions
+#: What a rule is: of a view, and other things.
+Deciding = Callable[..., Action | Iterable[Action] | None]
 
 
 @dataclass(frozen=True)
-class SwitchUnused(Scripted):
+class By(Scripted):
+    """What a rule says at each finish, which is told these things beside the view."""
+
+    rule: Deciding
+    told: tuple[Any, ...]
+
+    def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:
+        return self.rule(view, *self.told)
+
+
+def switch_at(
+    view: RolloutView, rungs: list[tuple[int, int]], kv: KvHandling, only_finished_nodes: bool, way: SwitchWay
+) -> list[Action]:
+    """When at most so many requests of a node are left, it gets that TP; of several rungs the last one applies."""
+    falling, actions = sorted(rungs, key=lambda rung: -rung[0]), list[Action]()
+    for node in view.finished_nodes if only_finished_nodes else view.nodes:
+        tps = [tp for unfinished, tp in falling if 0 < view.unfinished(node) <= unfinished]
+        if tps and tps[-1] != view.tp(node):
+            actions.append(Reconfigure(node, tps[-1], kv, way))
+    return actions
+
+
+def switch_unused(view: RolloutView, tps: Sequence[int], every: int, kv: KvHandling, way: SwitchWay) -> list[Action]:
     """Every node goes through these degrees, the next whenever `every` more have finished; each is used once."""
-
-    tps: tuple[int, ...]
-    every: int
-    kv: KvHandling
-    way: SwitchWay = IN_PLACE
-
-    def on_finish(self, view: RolloutView) -> list[Action]:
-        if view.finished % self.every:
-            return []
-        new = {node: [tp for tp in self.tps if tp not in view.used_tps(node)] for node in view.nodes}
-        return [Reconfigure(node, tps[0], self.kv, self.way) for node, tps in new.items() if tps]
+    if view.finished % every:
+        return []
+    new = {node: [tp for tp in tps if tp not in view.used_tps(node)] for node in view.nodes}
+    return [Reconfigure(node, tps[0], kv, way) for node, tps in new.items() if tps]
 
 
-@dataclass(frozen=True)
-class Balance(Scripted):
+def balance(view: RolloutView, every: int, count: int, kv: KvHandling, running_only: bool) -> Action | None:
     """At every `every`-th finish, moves the `count` longest requests of the fullest replica to the emptiest."""
-
-    every: int
-    count: int
-    kv: KvHandling
-    running_only: bool
-
-    def on_finish(self, view: RolloutView) -> Action | None:
-        replicas = sorted(view.replicas(), key=lambda replica: (load(replica), replica.index))
-        if view.finished % self.every or len(replicas) < 2:
-            return None
-        source, target = replicas[-1], replicas[0]
-        moving = by_length(r for r in source.requests if r.has_kv or not self.running_only)[: self.count]
-        return Migrate(tuple(r.id for r in moving), target.index, self.kv) if moving else None
+    replicas = sorted(view.replicas(), key=lambda replica: (load(replica), replica.index))
+    if view.finished % every or len(replicas) < 2:
+        return None
+    moving = by_length(r for r in replicas[-1].requests if r.has_kv or not running_only)[:count]
+    return Migrate(tuple(r.id for r in moving), replicas[0].index, kv) if moving else None
 
 
-@dataclass(frozen=True)
-class Gather(Scripted):
-    """When `unfinished` are left, moves one request of every other replica to the fullest, all in one action."""
-
-    unfinished: int
-    kv: KvHandling
-
-    def on_finish(self, view: RolloutView) -> Action | None:
-        if view.unfinished() > self.unfinished:
-            return None
-        replicas = [replica for replica in view.replicas() if replica.requests]
-        if len(replicas) < 2:
-            return None
-        target = max(replicas, key=lambda replica: (load(replica), -replica.index))
-        moving = [replica.requests[0].id for replica in reversed(replicas) if replica is not target]
-        return Migrate(tuple(moving), target.index, self.kv)
+def gather(view: RolloutView, unfinished: int, kv: KvHandling) -> Action | None:
+    """When so many are left, moves one request of every other replica to the fullest, all in one action."""
+    replicas = [replica for replica in view.replicas() if replica.requests]
+    if view.unfinished() > unfinished or len(replicas) < 2:
+        return None
+    target = max(replicas, key=lambda replica: (load(replica), -replica.index))
+    moving = [replica.requests[0].id for replica in reversed(replicas) if replica is not target]
+    return Migrate(tuple(moving), target.index, kv)
 
 
-@dataclass(frozen=True)
-class Shrink(Scripted):
-    """Once `finished` have finished, releases the `count` emptiest replicas at each finish, but keeps `keep`."""
-
-    finished: int
-    count: int
-    keep: int
-
-    def on_finish(self, view: RolloutView) -> Action | None:
-        replicas = sorted(view.replicas(), key=lambda replica: (load(replica), replica.index))
-        count = min(self.count, len(replicas) - self.keep)
-        if view.finished < self.finished or count < 1:
-            return None
-        return Release(tuple(replica.index for replica in replicas[:count]))
+def shrink(view: RolloutView, finished: int, count: int, keep: int) -> Action | None:
+    """Once so many have finished, releases the `count` emptiest replicas at each finish, but keeps `keep`."""
+    replicas = sorted(view.replicas(), key=lambda replica: (load(replica), replica.index))
+    count = min(count, len(replicas) - keep)
+    if view.finished < finished or count < 1:
+        return None
+    return Release(tuple(replica.index for replica in replicas[:count]))
 
 
-@dataclass(frozen=True)
-class AbortLongest(Scripted):
-    """Once `unfinished` or fewer are left, drops the `count` longest contexts at each finish."""
-
-    unfinished: int
-    count: int
-
-    def on_finish(self, view: RolloutView) -> Action | None:
-        if view.unfinished() > self.unfinished:
-            return None
-        longest = by_length(r for replica in view.replicas() for r in replica.requests)[: self.count]
-        return Abort(tuple(r.id for r in longest)) if longest else None
+def abort_longest(view: RolloutView, unfinished: int, count: int) -> Action | None:
+    """Once so many or fewer are left, drops the `count` longest contexts at each finish."""
+    longest = by_length(r for replica in view.replicas() for r in replica.requests)[:count]
+    return Abort(tuple(r.id for r in longest)) if longest and view.unfinished() <= unfinished else None
 
 
-@dataclass(frozen=True)
-class LaunchMore(Scripted):
+def launch_more(view: RolloutView, count: int, total: int) -> Action | None:
     """At each finish, launches `count` more requests until there have been `total`."""
-
-    count: int
-    total: int
-
-    def on_finish(self, view: RolloutView) -> Action | None:
-        count = min(self.count, self.total - view.total)
-        return Launch(tuple(Prompt(view.total + i) for i in range(count)), 1) if count > 0 else None
+    count = min(count, total - view.total)
+    return Launch(tuple(Prompt(view.total + i) for i in range(count)), 1) if count > 0 else None
 
 
-@dataclass(frozen=True)
-class ExtendAll(Scripted):
+def extend_all(view: RolloutView, every: int, tokens: int) -> Action | None:
     """At every `every`-th finish, whoever has paused gets so many tokens more."""
-
-    every: int
-    tokens: int
-
-    def on_finish(self, view: RolloutView) -> Action | None:
-        return None if view.finished % self.every else Extend(tuple(range(view.total)), self.tokens)
+    return None if view.finished % every else Extend(tuple(range(view.total)), tokens)
 
 
-@dataclass(frozen=True)
-class StopAt(Scripted):
-    """Stops when `finished` responses are there."""
-
-    finished: int
-
-    def on_finish(self, view: RolloutView) -> Action | None:
-        return Stop() if view.finished >= self.finished else None
+def stop_at(view: RolloutView, finished: int) -> Action | None:
+    """Stops when so many responses are there."""
+    return Stop() if view.finished >= finished else None
 
 
 @dataclass(frozen=True)
@@ -313,14 +264,7 @@ class Together(Scripted):
     controls: tuple[Scripted, ...]
 
     def on_finish(self, view: RolloutView) -> list[Action]:
-        actions: list[Action] = []
-        for control in self.controls:
-            answer = control.on_finish(view)
-            if isinstance(answer, Action):
-                actions.append(answer)
-            elif answer is not None:
-                actions += answer
-        return actions
+        return [action for control in self.controls for action in actions_of(control.on_finish(view))]
 
 
 @dataclass(frozen=True)
@@ -410,30 +354,27 @@ WAY = st.sampled_from([*[IN_PLACE] * len(WAYS), *WAYS])
 COUNT = st.integers(1, 4)
 
 
+def by(rule: Deciding, *told: st.SearchStrategy[Any]) -> st.SearchStrategy[Scripted]:
+    return st.tuples(*told).map(lambda drawn: By(rule, drawn))
+
+
 def _kinds(requests: int, gpus: int) -> dict[str, st.SearchStrategy[Scripted]]:
     tps = st.sampled_from(degrees(gpus))
     left = st.integers(1, max(1, requests - 1))
     rungs = st.lists(st.tuples(left, tps), min_size=1, max_size=4)
-
-    def falling(rungs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        return tuple(sorted(rungs, key=lambda rung: -rung[0]))
-
     return {
         "nothing": st.just(Nothing()),
-        "switch": st.builds(SwitchAt, rungs.map(falling), KV, st.booleans(), WAY),
-        "unused": st.builds(SwitchUnused, st.permutations(degrees(gpus)).map(tuple), COUNT, KV, WAY),
-        "balance": st.builds(Balance, COUNT, COUNT, KV, st.booleans()),
-        "gather": st.builds(Gather, left, KV),
-        "shrink": st.builds(Shrink, st.integers(0, requests), COUNT, COUNT),
-        "abort": st.builds(AbortLongest, left, COUNT),
-        "stop": st.builds(StopAt, left),
-        "launch": st.builds(LaunchMore, COUNT, st.integers(requests, requests + 12)),
-        "extend": st.builds(ExtendAll, COUNT, st.sampled_from([1, 10, 100])),
+        "switch": by(switch_at, rungs, KV, st.booleans(), WAY),
+        "unused": by(switch_unused, st.permutations(degrees(gpus)), COUNT, KV, WAY),
+        "balance": by(balance, COUNT, COUNT, KV, st.booleans()),
+        "gather": by(gather, left, KV),
+        "shrink": by(shrink, st.integers(0, requests), COUNT, COUNT),
+        "abort": by(abort_longest, left, COUNT),
+        "stop": by(stop_at, left),
+        "launch": by(launch_more, COUNT, st.integers(requests, requests + 12)),
+        "extend": by(extend_all, COUNT, st.sampled_from([1, 10, 100])),
     }
 
-
-#: Every kind of control alone.
-ALONE = ("nothing", "switch", "unused", "balance", "gather", "shrink", "abort", "stop", "launch", "extend")
 
 #: Kinds whose mixtures the specification settles: nothing is on its way to a replica that goes away.
 MIXTURES = (
@@ -453,21 +394,17 @@ MIXTURES = (
 )
 
 
-def controls(
-    requests: int, gpus: int, kinds: Sequence[str] = ALONE, mixtures: bool = True
-) -> st.SearchStrategy[Scripted]:
-    """One control of these kinds, or a mixture of several."""
+def controls(requests: int, gpus: int) -> st.SearchStrategy[Scripted]:
+    """One control, or a mixture of several."""
     kind = _kinds(requests, gpus)
-    strategies: list[st.SearchStrategy[Scripted]] = [kind[name] for name in kinds]
-    if mixtures:
-        strategies += [st.tuples(*(kind[name] for name in names)).map(Together) for names in MIXTURES]
-    return st.one_of(strategies)
+    mixtures = [st.tuples(*(kind[name] for name in names)).map(Together) for names in MIXTURES]
+    return st.one_of(*kind.values(), *mixtures)
 
 
 def any_controls(requests: int, gpus: int) -> st.SearchStrategy[Scripted]:
     """Mixtures of all kinds, also those where requests are on their way to a replica that goes away."""
     kind = _kinds(requests, gpus)
-    some = st.lists(st.sampled_from(ALONE[1:]), min_size=2, max_size=3, unique=True)
+    some = st.lists(st.sampled_from([*kind][1:]), min_size=2, max_size=3, unique=True)
     return some.flatmap(lambda names: st.tuples(*(kind[name] for name in names)).map(Together))
 
 
@@ -514,9 +451,7 @@ def environments(draw: st.DrawFn) -> RefTools:
 def workloads(
     draw: st.DrawFn,
     *,
-    kinds: Sequence[str] = ALONE,
-    mixtures: bool = True,
-    everything: bool = False,
+    deciding: Callable[[int, int], st.SearchStrategy[Scripted]] = controls,
     ties: bool = False,
     max_requests: int = 40,
     streamed: bool = False,
@@ -534,8 +469,8 @@ def workloads(
     `offloaded`: what the KV cache has no room for goes to host memory. `timed`: another control has a timer.
     `agents`: some requests call tools on their way.
 
-    `kinds` and `mixtures` say which controls (`everything`: any mixture whatever). With `ties` all requests have equal
-    prompts and lengths (but for a few lengths in between), and all times but those of prefills and switches are exact.
+    `deciding`: the controls. With `ties` all requests have equal prompts and lengths (but for a few in between), and
+    all times but those of prefills and switches are exact.
     """
     n = draw(st.integers(1, max_requests))
     lengths = st.one_of(st.integers(1, 300), st.integers(1, 30), st.just(1), st.sampled_from([16, 100]))
@@ -588,7 +523,7 @@ def workloads(
         chunk_tokens = draw(st.sampled_from([1, 2, 7, 16, 50, 1000]))
         handover_s = draw(st.sampled_from([0.0, 2.0**-12])) if ties else rng.uniform(0.0, 0.01)
         paused = draw(st.integers(0, n - 1))
-    control = draw(any_controls(n, gpus) if everything else controls(n, gpus, kinds, mixtures))
+    control = draw(deciding(n, gpus))
     if draw(st.integers(0, 3)) == 0:
         control = Ranked((control,), draw(st.sampled_from([0, 1, 3])))
     if timed:
