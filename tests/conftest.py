@@ -1,7 +1,5 @@
 """What tests of several files use."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +12,7 @@ import typer.main
 import typer.testing
 from ruamel.yaml import YAML
 
+import rlsim
 from rlsim.cli import app, main
 from rlsim.results.sweeps import run as running
 from rlsim.results.sweeps.task import Answer, Task
@@ -133,6 +132,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def files(folder: Path) -> list[Path]:
     """All below a folder, but for what Python compiles of a user's modules."""
     return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What each file below a folder holds, but for a sweep's log."""
+    below = (path for path in folder.rglob("*") if path.is_file() and path.name != "log.jsonl")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in below}
+
+
+def runner(base: str) -> Callable[..., rlsim.Result]:
+    """Runs systems of the experiment of that name in `cases/bases.yaml`, with changes of it and of its workflow."""
+    experiment = tables("bases")[base]
+
+    def run(*systems: Any, **changes: Any) -> rlsim.Result:
+        workflow = {**experiment["workflow"], **changes.pop("workflow", {})}
+        chosen = {"systems": list(systems)} if systems else {}
+        return rlsim.run({**experiment, **changes, **chosen, "workflow": workflow})
+
+    return run
 
 
 def answers_here(tasks: Sequence[Task], *_: Any) -> Iterator[Answer]:

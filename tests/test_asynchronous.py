@@ -1,13 +1,11 @@
 """Systems whose rollout never stops: bounds, windows, what is refused, and synchrony as the special case."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import tables
+from conftest import runner, tables
 from pydantic import Field, PrivateAttr
 
 import rlsim
@@ -21,9 +19,7 @@ SPLIT, TP1 = {"split": {"rollout_gpus": 4}}, {"verl": {"tp": 1}}
 TOLD = ["step_time_s", "gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "tokens", "response_tokens"]
 
 
-def run(*systems: Any, **changes: Any) -> rlsim.Result:
-    workflow = {**EXPERIMENT["workflow"], **changes.pop("workflow", {})}
-    return rlsim.run({**EXPERIMENT, **changes, "workflow": workflow, "systems": list(systems)})
+run = runner("asynchronous")
 
 
 def use(name: str, *parts: Any) -> dict[str, Any]:

@@ -1,19 +1,16 @@
 """Generation stages one after the other, worked out by hand: their layouts, the pauses between them, their GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from test_systems import Checks, Times
+from test_systems import simulated
 from workloads import LinearStep, StubCosts
 
 from rlsim.cost.transfer import RESTART
 from rlsim.errors import CapacityError, PolicyError
 from rlsim.models.hardware import load_cluster
-from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import (
     Abort,
     Action,
@@ -27,8 +24,6 @@ from rlsim.sim.control import (
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import run_rollout
-from rlsim.sim.run import simulate
-from rlsim.sim.simulation import Simulation
 from rlsim.sim.stage import GenerationStage
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
@@ -69,24 +64,19 @@ def generate(
         each = [(prompt.position, *sizes[prompt.position % len(sizes)]) for prompt in launched]
         return [Request(first_id + i, *size) for i, size in enumerate(each)]
 
-    cluster = load_cluster("2x8xh100").model_copy(update={"gpus_per_node": gpus, "nodes": nodes})
-    return simulate(
-        Simulation(
-            workflow=GENERATION,
-            plan=Plan({"generate": Placement(tuple(range(gpus * nodes)))}),
-            cluster=cluster,
-            control=control,
-            initial_tp=tp,
-            feed=PromptFeed(len(sizes), 1),
-            requests=requests,
-            costs=costs,
-            feasible_tps=tuple(costs.steps),
-            times=Times(),
-            scoring=Checks(),
-            config=EngineConfig(page_tokens=1, watermark=0.0, **settings),
-            cap_tokens=max(n for _, n in sizes),
-            steps=steps,
-        )
+    return simulated(
+        GENERATION,
+        Plan({"generate": Placement(tuple(range(gpus * nodes)))}),
+        {0: [n for _, n in sizes]},
+        len(sizes),
+        cluster=load_cluster("2x8xh100").model_copy(update={"gpus_per_node": gpus, "nodes": nodes}),
+        control=control,
+        initial_tp=tp,
+        requests=requests,
+        costs=costs,
+        feasible_tps=tuple(costs.steps),
+        config=EngineConfig(page_tokens=1, watermark=0.0, **settings),
+        steps=steps,
     )
 
 

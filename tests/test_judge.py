@@ -1,25 +1,18 @@
 """A judge on GPUs of its own, on GPUs that join training, and on those of the rollout: one step worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
-from test_systems import OneEach, Times, call_of
-from workloads import LinearStep, StubCosts
+from test_systems import call_of, simulated
+from workloads import LinearStep
 
 from rlsim.cost.derived import crowded
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.models.hardware import load_cluster
 from rlsim.policies.reward_scheduler import AsyncReward
-from rlsim.sim.batching import PromptFeed
-from rlsim.sim.control import Prompt
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import RewardFunction, RewardJob
-from rlsim.sim.run import simulate
 from rlsim.sim.server import RewardModelEngine
-from rlsim.sim.simulation import Simulation
 from rlsim.workflow import Placement, grpo
 from rlsim.workflow.plan import grouped
 
@@ -47,28 +40,16 @@ def judged(
     strategy = TrainStrategy(dp=len(training))
     groups = {c.name: ((0,) if c.kind == "generate" else tuple(training), strategy) for c in graph.calls}
 
-    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
-        return [Request(first_id + i, p.position, 1, (2, 10)[i]) for i, p in enumerate(launched)]
-
-    return simulate(
-        Simulation(
-            workflow=graph,
-            plan=grouped(graph, groups, reward),
-            cluster=load_cluster("8xh100").model_copy(update={"gpus_per_node": 2}),
-            control=OneEach(),
-            initial_tp=1,
-            feed=PromptFeed(2, 1),
-            requests=requests,
-            feasible_tps=(1,),
-            costs=StubCosts({1: SECOND}, {1: 10**6}),
-            times=Times(),
-            scoring=Judged(),
-            config=EngineConfig(),
-            cap_tokens=10,
-            steps=steps,
-            judge=RewardModelEngine(1, SECOND, crowded(SECOND, 3.0), 4.0, 1000, EngineConfig(), load_s=load_s),
-            crowded=(lambda _: crowded(SECOND, 2.0)) if reward.shared else None,
-        )
+    return simulated(
+        graph,
+        grouped(graph, groups, reward),
+        {position: [(2, 10)[position % 2]] for position in range(2 * steps)},
+        2,
+        gpus=2,
+        scoring=Judged(),
+        steps=steps,
+        judge=RewardModelEngine(1, SECOND, crowded(SECOND, 3.0), 4.0, 1000, EngineConfig(), load_s=load_s),
+        crowded=(lambda _: crowded(SECOND, 2.0)) if reward.shared else None,
     )
 
 

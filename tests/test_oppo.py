@@ -1,11 +1,8 @@
 """Chunks, scoring models, prompts that go on in the next step, and the policies that use them, worked out by hand."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +13,8 @@ from conftest import tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Arrival, RefEngine, score
-from test_systems import Checks, OneEach, Times, call_of, gen_s, train
-from workloads import LinearStep, StubCosts
+from test_systems import Checks, OneEach, Times, call_of, gen_s, simulated, train
+from workloads import LinearStep
 
 import rlsim
 from rlsim.cost.derived import crowded
@@ -28,7 +25,6 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import System
-from rlsim.models.hardware import load_cluster
 from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.oppo import Chunked, Overcommit, RewardCurve, adapted
 from rlsim.policies.reward_scheduler import AsyncReward
@@ -38,10 +34,8 @@ from rlsim.sim.control import Launch, Prompt, ScoringReport
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.run import simulate
 from rlsim.sim.scorer import StreamingScorer
 from rlsim.sim.server import RewardModelEngine
-from rlsim.sim.simulation import Simulation
 from rlsim.workflow import Call, Placement, Workflow
 from rlsim.workflow.graph import Edge
 from rlsim.workflow.plan import Plan
@@ -68,14 +62,6 @@ def graph(chunk_tokens: int = 0) -> Workflow:
     return workflow.in_chunks(["reward"], chunk_tokens) if chunk_tokens else workflow
 
 
-@dataclass
-class Played:
-    """A run, and what its control was told."""
-
-    outcome: Outcome
-    reports: list[ScoringReport] = field(default_factory=list)
-
-
 class Listening(OneEach):
     def __init__(self) -> None:
         self.reports: list[ScoringReport] = []
@@ -87,12 +73,10 @@ class Listening(OneEach):
 class BarrierTimes(Times):
     """The scoring model at the barrier takes one iteration."""
 
-    def parts(
-        self, call: Call, placement: Placement, samples: Sequence[Request], rollout_tp: int, windows: int = 1
-    ) -> list[tuple[str, float]]:
+    def parts(self, call: Call, placement: Placement, samples: Sequence[Request], *_: Any) -> list[tuple[str, float]]:
         if call.kind == "inference":
             return [("compute", 0.5 + 0.25 * sum(r.context for r in samples))]
-        return super().parts(call, placement, samples, rollout_tp)
+        return super().parts(call, placement, samples)
 
 
 def play(
@@ -100,52 +84,29 @@ def play(
     prompts: int,
     *,
     workflow: Workflow,
-    steps: int = 1,
     gpus: int = 1,
     shared: float | None = None,
     takes_turns: bool = False,
     responses: int = 1,
-    batching: Batching | None = None,
     step: LinearStep = LinearStep(a=1.0),  # noqa: B008
-) -> Played:
+    **more: Any,
+) -> Outcome:
     """Prompts of one token on `gpus` GPUs and a scoring model on one more.
 
     `shared`: on the first of them, beside generation, both that factor slower. `takes_turns`: there, but after it.
     """
-
-    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
-        made = [(p.position, p.first_sample + k) for p in launched for k in range(samples)]
-        return [Request(first_id + i, at, 1, lengths[at][k], row=at * 100 + k) for i, (at, k) in enumerate(made)]
-
-    actor = tuple(range(gpus))
-    strategy, factor = TrainStrategy(dp=gpus), shared or 1.0
+    actor, factor = tuple(range(gpus)), shared or 1.0
     scoring = Placement((gpus,) if shared is None and not takes_turns else (0,), shared=shared is not None)
-    placed = dict.fromkeys(("train", "weight_sync"), Placement(actor, strategy))
-    config = EngineConfig(page_tokens=1)
-    scorer = RewardModelEngine(1, PREFILL, crowded(PREFILL, factor), factor, PAGES, config)
-    listening = Listening()
-    what = Simulation(
-        workflow=workflow,
-        plan=Plan({"generate": Placement(actor), "score": scoring, **placed}),
-        cluster=load_cluster("8xh100").model_copy(update={"gpus_per_node": gpus + 1}),
-        control=listening,
-        initial_tp=1,
-        feasible_tps=(1,),
-        feed=PromptFeed(prompts, responses),
-        requests=requests,
-        costs=StubCosts({1: step}, {1: PAGES}),
-        times=BarrierTimes(),
-        scoring=Checks(),
-        config=EngineConfig(),
-        cap_tokens=max(n for of in lengths.values() for n in of),
-        steps=steps,
-        batching=batching or Batching(),
-        scorers={"score": scorer},
-        crowded=None if shared is None else lambda _: crowded(step, factor),
-        routing="round_robin",
-    )
-    outcome = simulate(what)
-    return Played(outcome, listening.reports)
+    placed = dict.fromkeys(("train", "weight_sync"), Placement(actor, TrainStrategy(dp=gpus)))
+    scorer = RewardModelEngine(1, PREFILL, crowded(PREFILL, factor), factor, PAGES, EngineConfig(page_tokens=1))
+    given = {
+        "times": BarrierTimes(),
+        "scorers": {"score": scorer},
+        "crowded": None if shared is None else lambda _: crowded(step, factor),
+        "routing": "round_robin",
+    }
+    plan = Plan({"generate": Placement(actor), "score": scoring, **placed})
+    return simulated(workflow, plan, lengths, prompts, responses, gpus=gpus + 1, step=step, **given | more)
 
 
 # ---------------------------------------------------------------------------------------------------------- chunks
@@ -153,43 +114,40 @@ def play(
 
 def test_the_scoring_model_prefills_while_the_actor_decodes() -> None:
     # Chunks at 4 s (prompt and 4 tokens: 0.5 + 5/4 s) and at 8 s (0.5 + 4/4), the last 2 tokens at 10 s (0.5 + 2/4).
-    played = play({0: [10]}, 1, workflow=graph(4))
-    call = call_of(played.outcome, "inference")
-    assert gen_s(played.outcome) == 10.0
+    listening = Listening()
+    played = play({0: [10]}, 1, workflow=graph(4), control=listening)
+    call = call_of(played, "inference")
+    assert gen_s(played) == 10.0
     assert (call.ready_at, call.start_at, call.end_at) == (4.0, 4.0, 11.0)
-    assert [(s.start_at, s.end_at) for s in played.outcome.spans if s.kind == "score"] == [
+    assert [(s.start_at, s.end_at) for s in played.spans if s.kind == "score"] == [
         (4.0, 5.75),
         (8.0, 9.5),
         (10.0, 11.0),
     ]
     assert call.parts == (("compute", 1.75 + 1.5 + 1.0),)
-    assert call_of(played.outcome, "train").start_at == 11.0
-    assert played.reports == [ScoringReport(0, 4, 11.0, 10)]
+    assert call_of(played, "train").start_at == 11.0
+    assert listening.reports == [ScoringReport(0, 4, 11.0, 10)]
     barrier = play({0: [10]}, 1, workflow=graph())
-    assert call_of(barrier.outcome, "inference").end_at == 10.0 + 0.5 + 11 / 4
+    assert call_of(barrier, "inference").end_at == 10.0 + 0.5 + 11 / 4
 
 
 def test_shared_gpus_slow_both_down() -> None:
     # At 4 s the model begins (2 × 1.75 s, to 7.5), so steps take 2 s: 6 tokens at 8 s, then 1 s each: 8 tokens at 10 s.
     # The second chunk takes 2 × 1.5 s: 10 tokens at 14 s. The last one has the GPU to itself: 1 s.
     played = play({0: [10]}, 1, workflow=graph(4), shared=2.0)
-    spans = [(s.start_at, s.end_at) for s in played.outcome.spans if s.kind == "score"]
+    spans = [(s.start_at, s.end_at) for s in played.spans if s.kind == "score"]
     assert spans == [(4.0, 7.5), (10.0, 13.0), (14.0, 15.0)]
-    assert gen_s(played.outcome) == 14.0
-    assert call_of(played.outcome, "inference").end_at == 15.0
-
-
-def test_on_gpus_that_are_not_shared_nothing_overlaps() -> None:
-    played = play({0: [10]}, 1, workflow=graph(4), takes_turns=True)
-    call = call_of(played.outcome, "inference")
-    assert (call.ready_at, call.start_at, call.end_at) == (4.0, 10.0, 13.25)
+    assert gen_s(played) == 14.0
+    assert call_of(played, "inference").end_at == 15.0
+    call = call_of(play({0: [10]}, 1, workflow=graph(4), takes_turns=True), "inference")
+    assert (call.ready_at, call.start_at, call.end_at) == (4.0, 10.0, 13.25), "not shared, nothing overlaps"
 
 
 # ------------------------------------------------------------------------------------------------ the scoring model
 
 
 def serve(
-    arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, pages: int, prompt: int = 1
+    arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, pages: int
 ) -> tuple[dict[int, float], StreamingScorer]:
     """What the scoring model makes of these."""
     env = simpy.Environment()
@@ -200,18 +158,17 @@ def serve(
     )
     scorer = StreamingScorer(env, [(0,)], step, pages, config, Recorder())
     total = {a.id: a.tokens for a in arrivals if a.last}
-    requests = {i: Request(i, i, prompt, n - prompt, n - prompt) for i, n in total.items()}
+    requests = {i: Request(i, i, 1, n - 1, n - 1) for i, n in total.items()}
     scored_at: dict[int, float] = {}
 
     def come(a: Arrival) -> None:
         if a.last:
             scorer.complete(requests[a.id], lambda r: scored_at.update({r.id: env.now}))
         else:
-            scorer.chunks([(requests[a.id], a.tokens - prompt)])
+            scorer.chunks([(requests[a.id], a.tokens - 1)])
 
     for arrival in sorted(arrivals, key=lambda a: a.at):
         event = env.timeout(arrival.at)
-        assert event.callbacks is not None
         event.callbacks.append(lambda _, a=arrival: come(a))  # type: ignore[misc]
     env.run()
     return scored_at, scorer
@@ -254,8 +211,8 @@ def test_what_is_not_trained_on_does_not_hold_up_the_scores() -> None:
     # Of three prompts one is needed. At 2 s 9 tokens come, to 4.75 s. At 4 s it is there, with 2 tokens more of each;
     # those of the others are dropped: 0.5 + 2/4 s.
     played = play({0: [4], 1: [9], 2: [9]}, 1, workflow=graph(2), gpus=3, batching=Overcommit(delta=2))
-    assert gen_s(played.outcome) == 4.0
-    assert call_of(played.outcome, "inference").end_at == 5.75
+    assert gen_s(played) == 4.0
+    assert call_of(played, "inference").end_at == 5.75
 
 
 # ------------------------------------------------------------------------------------------------ from step to step
@@ -284,8 +241,8 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
     played = play(
         RESUMED, 2, workflow=graph(), gpus=3, steps=3, batching=Overcommit(delta=1), step=LinearStep(1.0, p=0.5)
     )
-    first, second, third = played.outcome.responses
-    assert gen_s(played.outcome) == 3.5  # prompts 0 and 2; prompt 1 has 3 tokens by then
+    first, second, third = played.responses
+    assert gen_s(played) == 3.5  # prompts 0 and 2; prompt 1 has 3 tokens by then
     assert first.trained.tolist() == [True, False, True]
     assert first.paused.tolist() == [False, True, False]
     assert not first.aborted.any()
@@ -293,22 +250,22 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
     # Prompts 3 and 4 are new, on GPUs 0 and 1; 1 goes on on GPU 2: 1 + 4/2 s for its fourth token, 5 s for the others.
     # Then the batch is complete. Prompt 4 stops at its next boundary, 8.5 s, with 8 tokens.
     assert second.position.tolist() == [3, 4, 1]
-    start = call_of(played.outcome, "generate", 1).start_at
+    start = call_of(played, "generate", 1).start_at
     assert (second.finished_at - start)[[0, 2]].tolist() == pytest.approx([2.5, 8.0])
-    assert gen_s(played.outcome, 1) == pytest.approx(8.5)
+    assert gen_s(played, 1) == pytest.approx(8.5)
     assert second.resumed.tolist() == [False, False, True]
     assert second.resumed_tokens.tolist() == [0, 0, 3]
     assert second.generated_tokens.tolist() == [2, 8, 9]
     assert (1 - second.version).tolist() == [0, 0, 1]  # staleness
     # Prompt 4 lacks a token: 1 + 9/2 s. Prompts 5 and 6 take 3.5 s: the batch without it.
     assert third.position[third.trained].tolist() == [5, 6]
-    settled = [r.launches for r in played.outcome.rollouts]
+    settled = [r.launches for r in played.rollouts]
     assert [(s.launched, s.resumed, s.paused, s.put_back) for s in settled] == [
         (3, 0, 1, 0),
         (2, 1, 1, 0),
         (2, 1, 1, 0),
     ]
-    assert [r.waiting for r in played.outcome.rollouts] == [1, 1, 1]
+    assert [r.waiting for r in played.rollouts] == [1, 1, 1]
 
 
 def conserved(outcome: Outcome) -> None:
@@ -330,19 +287,19 @@ def test_tokens_launched_are_trained_aborted_or_carried_over(seed: int) -> None:
     delta = int(rng.integers(0, 9))
     chunk = int(rng.choice([0, 3, 16]))
     played = play(lengths, 8, workflow=graph(chunk), gpus=3, steps=12, batching=Overcommit(delta=delta))
-    conserved(played.outcome)
-    trained = np.concatenate([r.position[r.trained] for r in played.outcome.responses])
+    conserved(played)
+    trained = np.concatenate([r.position[r.trained] for r in played.responses])
     assert len(trained) == 12 * 8
     assert len(set(trained)) == len(trained)  # each prompt once
-    for settled in (r.launches for r in played.outcome.rollouts):
+    for settled in (r.launches for r in played.rollouts):
         assert settled.launched + settled.resumed == 8 + delta
         assert settled.launched + settled.resumed == 8 + settled.paused
     begun: dict[int, int] = {}  # by row: the step that generated its first token
-    for step, r in enumerate(played.outcome.responses):
+    for step, r in enumerate(played.responses):
         for row, tokens, version in zip(r.row.tolist(), r.generated_tokens.tolist(), r.version.tolist(), strict=True):
             if tokens:
                 assert version == begun.setdefault(row, step)
-    stale = [step - r.version[r.trained] for step, r in enumerate(played.outcome.responses)]
+    stale = [step - r.version[r.trained] for step, r in enumerate(played.responses)]
     assert max(map(max, stale)) == 0 if delta == 0 else max(map(max, stale)) > 0
 
 
@@ -351,11 +308,11 @@ def test_the_scoring_model_reads_what_is_resumed_from_its_start() -> None:
     played = play(
         RESUMED, 2, workflow=graph(2), gpus=3, steps=2, batching=Overcommit(delta=1), step=LinearStep(1.0, p=0.5)
     )
-    start = call_of(played.outcome, "generate", 1).start_at
-    spans = [s for s in played.outcome.spans if s.kind == "score" and s.step == 1]
+    start = call_of(played, "generate", 1).start_at
+    spans = [s for s in played.spans if s.kind == "score" and s.step == 1]
     assert (spans[0].start_at, spans[0].end_at) == (start, start + 0.5 + 4 / 4)
-    assert call_of(played.outcome, "inference", 1).end_at > start + 8.5  # the batch, not what goes on
-    assert played.outcome.responses[1].trained.tolist() == [True, False, True]
+    assert call_of(played, "inference", 1).end_at > start + 8.5  # the batch, not what goes on
+    assert played.responses[1].trained.tolist() == [True, False, True]
 
 
 class Partial(Batching):
@@ -383,7 +340,7 @@ def test_a_batching_may_keep_some_and_put_others_back() -> None:
     batching = Partial()
     lengths = {0: [2], 1: [9, 9], 2: [8, 3], 3: [2], 4: [9], 5: [9]}
     played = play(lengths, 2, workflow=graph(), gpus=4, steps=2, batching=batching)
-    first, second = played.outcome.responses
+    first, second = played.responses
     assert batching.seen[:2] == [
         Unfinished(Prompt(1), (2,), (False,), (0,)),
         Unfinished(Prompt(2), (2,), (False,), (0,)),
@@ -392,6 +349,10 @@ def test_a_batching_may_keep_some_and_put_others_back() -> None:
     assert second.position.tolist() == [2, 4, 5, 1]
     assert second.resumed_tokens.tolist() == [0, 0, 0, 2]
     assert sorted(second.generated_tokens[second.trained]) == [3, 9]  # another sample of 2, the same one of 1
+    wrong = Partial()
+    wrong.kept = [Prompt(7)]
+    with pytest.raises(PolicyError, match="position 7 was not kept"):
+        play(lengths, 1, workflow=graph(), batching=wrong)
 
 
 def test_a_batching_sees_how_stale_the_responses_are() -> None:
@@ -419,15 +380,6 @@ def test_what_goes_on_may_wait_for_its_rewards() -> None:
     assert kept_whole
     for r in outcome.responses:
         assert not np.isnan(r.reward[r.trained]).any()
-
-
-def test_only_what_was_kept_can_be_resumed() -> None:
-    class Wrong(Batching):
-        def launch(self, feed: PromptFeed) -> Launch:
-            return Launch(feed.take(1), 1, resume=(Prompt(7),))
-
-    with pytest.raises(PolicyError, match="position 7 was not kept"):
-        play({0: [3]}, 1, workflow=graph(), batching=Wrong())
 
 
 # ------------------------------------------------------------------------------------------------------- Δ
@@ -458,12 +410,12 @@ def test_delta_follows_the_slope_of_the_reward_in_a_run() -> None:
     reward = RewardCurve(points=((0, 0.0), (6, 1.0), (12, 0.0)))
     batching = Overcommit(window=2, delta_start=4, delta_min=2, delta_max=12, reward=reward)
     played = play(lengths, 8, workflow=graph(), gpus=3, steps=14, batching=batching)
-    deltas = [r.launches.launched + r.launches.resumed - 8 for r in played.outcome.rollouts]
+    deltas = [r.launches.launched + r.launches.resumed - 8 for r in played.rollouts]
     # After step 3 (rewards of 0 to 3) it grows; from step 7 on the mean of the last two steps is no better.
     assert deltas[:4] == [4, 4, 4, 4]
     assert deltas[4:8] == [5, 6, 7, 8]
     assert all(b < a or b == 2 for a, b in itertools.pairwise(deltas[8:]))
-    conserved(played.outcome)
+    conserved(played)
 
 
 def test_reward_curves() -> None:
@@ -523,6 +475,8 @@ def test_graphs_with_chunks_are_checked() -> None:
     edges = (Edge("generate", "score", 0, "chunk", 4), Edge("generate", "values", 0, "chunk", 8))
     with pytest.raises(ConfigError, match="the same length"):
         Workflow("w", twice, edges)
+    with pytest.raises(ConfigError, match="all decide the chunks of responses"):
+        System.of([VeRL(tp=1), Chunked(), Chunked()], "x")
 
 
 # --------------------------------------------------------------------------------------------------- experiments
@@ -587,8 +541,3 @@ def test_oppo_on_dpo() -> None:
     assert (trained == 2).all()
     calls = result.calls[result.calls["system"] == "oppo"].pivot(index="step", columns="call")
     assert (calls["start_at"]["reward_score"] < calls["end_at"]["generate"]).all()
-
-
-def test_two_parts_cannot_both_chunk() -> None:
-    with pytest.raises(ConfigError, match="all decide the chunks of responses"):
-        System.of([VeRL(tp=1), Chunked(), Chunked()], "x")

@@ -1,7 +1,5 @@
 """Nothing of the user's is lost: what is replaced, what is refused, and what a crash or a full disk leaves behind."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -15,7 +13,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 import pytest
-from conftest import TINY, Command, cases
+from conftest import TINY, Command, cases, contents
 
 import rlsim
 from rlsim.base.charts import save_chart
@@ -47,10 +45,6 @@ def copy(old: Path, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def name_in(folder: Path) -> str:
     """The name of the experiment whose results, all of them, are in a folder."""
     return str(read_result(folder).manifest["experiment"]["name"])
@@ -79,24 +73,18 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, name: str, 
     assert contents(tmp_path) == before
 
 
-def test_files_that_rlsim_did_not_write_stay(copy: Path, new: Result) -> None:
-    (copy / "notes.txt").write_text("mine")
-    (copy / "report.html").write_text("<html>my own report</html>")
-    (copy / "plots").mkdir()
-    (copy / "plots" / "a.py").write_text("mine too")
-    new.write(copy)
-    assert name_in(copy) == "new"
-    assert (copy / "notes.txt").read_text() == "mine"
-    assert (copy / "plots" / "a.py").read_text() == "mine too"
-    assert (copy / "report.html").read_text() == "<html>my own report</html>"
-
-
-def test_a_file_is_rlsims_by_its_mark_alone(copy: Path, new: Result, tmp_path: Path) -> None:
+def test_a_file_is_rlsims_by_its_mark_alone_and_others_stay(
+    copy: Path, new: Result, tmp_path: Path, call: Command
+) -> None:
     notes = "<p>My notes. # Fitted by hand: see `rlsim calibrate`; simulator: rlsim 1</p>"
-    (copy / "report.html").write_text(notes)
+    (copy / "plots").mkdir()
+    mine = {copy / "report.html": notes, copy / "notes.txt": "mine", copy / "plots" / "a.py": "mine too"}
+    for path, text in mine.items():
+        path.write_text(text)
     (copy / "timeline.json.gz").write_bytes(gzip.compress(b"years of work", mtime=0)[:10] + b"\xff" * 40)
     new.write(copy)
-    assert (copy / "report.html").read_text() == notes
+    assert name_in(copy) == "new"
+    assert {path: path.read_text() for path in mine} == mine
     assert (copy / "timeline.json.gz").exists()
     for name, text in (
         ("mycal.yaml", "# Fitted by Alice\n"),
@@ -108,25 +96,14 @@ def test_a_file_is_rlsims_by_its_mark_alone(copy: Path, new: Result, tmp_path: P
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match="exists, and rlsim did not write it"):
             check_own_file(tmp_path / name)
-
-
-def test_what_was_made_of_the_old_results_goes_with_them(copy: Path, new: Result) -> None:
-    rlsim.write_timeline(copy, copy / "timeline.json.gz")
-    (copy / "report.html").write_text('<html><meta name="generator" content="rlsim 1.0"></html>')
-    new.write(copy)
-    assert {path.name for path in copy.iterdir()} == {"manifest.json", *(f"{table}.parquet" for table in TABLES)}
-
-
-def test_in_the_directory_itself(copy: Path, new: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(copy)
-    new.write(".")
-    assert name_in(Path()) == name_in(copy) == "new"
-    assert Path.cwd() == copy
-    assert [path.name for path in copy.parent.iterdir()] == ["out"]
+    for _ in range(2):  # a timeline replaces its own
+        assert call("timeline", copy, "--out", copy / "mine.json").code == 0
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_links_are_followed_and_kept(tmp_path: Path, old: Path, new: Result, there: bool) -> None:
+def test_links_are_followed_and_kept_as_the_directory_itself_is(
+    tmp_path: Path, old: Path, new: Result, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, link = tmp_path / "disk" / "results", tmp_path / "link"
     (tmp_path / "disk").mkdir()
     if there:
@@ -135,6 +112,11 @@ def test_links_are_followed_and_kept(tmp_path: Path, old: Path, new: Result, the
     new.write(link)
     assert link.is_symlink()
     assert name_in(target) == name_in(link) == "new"
+    monkeypatch.chdir(target)
+    new.write(".")
+    assert name_in(Path()) == name_in(target) == "new"
+    assert Path.cwd() == target
+    assert [path.name for path in target.parent.iterdir()] == ["results"]
 
 
 def test_run_writes_or_prints_all_that_it_says_as_json(folder: Path, call: Command) -> None:
@@ -147,7 +129,11 @@ def test_run_writes_or_prints_all_that_it_says_as_json(folder: Path, call: Comma
     assert printed["notes"] == list(rlsim.read_result(printed["directory"]).notes)
 
 
-def test_runs_that_write_the_same_directory_take_turns(copy: Path, new: Result) -> None:
+def test_runs_that_write_the_same_directory_take_turns_and_what_was_made_of_the_old_goes(
+    copy: Path, new: Result
+) -> None:
+    rlsim.write_timeline(copy, copy / "timeline.json.gz")
+    (copy / "report.html").write_text('<html><meta name="generator" content="rlsim 1.0"></html>')
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(new.write, [copy] * 12))
     assert name_in(copy) == "new"
@@ -391,12 +377,6 @@ def test_standard_output_may_be_a_pipe(copy: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("{")
-
-
-def test_a_timeline_replaces_its_own(copy: Path, call: Command) -> None:
-    named = copy / "mine.json"
-    for _ in range(2):
-        assert call("timeline", copy, "--out", named).code == 0
 
 
 def test_files_that_rlsim_names_are_replaced_only_if_it_wrote_them(tmp_path: Path) -> None:

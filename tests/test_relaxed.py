@@ -1,39 +1,23 @@
 """Relaxed synchrony by stages: which weights generate what, and that nothing changes where nothing is relaxed."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import tables
+from conftest import runner
 from test_oppo import conserved, graph, play
-from test_systems import Checks, OneEach, Times, call_of, gen_s
-from workloads import LinearStep, StubCosts
+from test_systems import Times, call_of, gen_s, simulated
 
-import rlsim
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
-from rlsim.models.hardware import load_cluster
 from rlsim.policies.relaxed import ActiveGroups, Lagged, PartialRollout
-from rlsim.sim.batching import PromptFeed
-from rlsim.sim.control import Prompt
 from rlsim.sim.outcome import Outcome
-from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.run import simulate
-from rlsim.sim.simulation import Simulation
 from rlsim.workflow import Call, Placement, Workflow, dpo
 from rlsim.workflow.graph import Edge
 from rlsim.workflow.plan import Plan
 
 TP1 = {"verl": {"tp": 1}}
-EXPERIMENT: dict[str, Any] = tables("bases")["relaxed"]
-
-
-def run(*systems: Any, **changes: Any) -> rlsim.Result:
-    workflow = {**EXPERIMENT["workflow"], **changes.pop("workflow", {})}
-    return rlsim.run({**EXPERIMENT, **changes, "workflow": workflow, "systems": list(systems)})
+run = runner("relaxed")
 
 
 def use(name: str, *parts: Any) -> dict[str, Any]:
@@ -60,27 +44,10 @@ def apart(tokens: int, train_s: float, sync_s: float, lag: int) -> Outcome:
     calls = (Call("generate", "generate", "actor"), Call("train", "train", "actor"), Call("push", "sync", "actor"))
     edges = (Edge("generate", "train"), Edge("train", "push"), Edge("push", "generate", lag=1))
 
-    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
-        return [Request(first_id + i, p.position, 1, tokens, row=p.position) for i, p in enumerate(launched)]
-
     placements = {"generate": Placement((0,)), "train": Placement((1,), TrainStrategy(dp=1)), "push": Placement((0, 1))}
-    what = Simulation(
-        workflow=Lagged(lag=lag).rewired(Workflow("apart", calls, edges)),
-        plan=Plan(placements),
-        cluster=load_cluster("8xh100").model_copy(update={"gpus_per_node": 2}),
-        control=OneEach(),
-        initial_tp=1,
-        feasible_tps=(1,),
-        feed=PromptFeed(1, 1),
-        requests=requests,
-        costs=StubCosts({1: LinearStep(a=1.0)}, {1: 1000}),
-        times=Given(train_s, sync_s),
-        scoring=Checks(),
-        config=EngineConfig(),
-        cap_tokens=tokens,
-        steps=STEPS,
-    )
-    return simulate(what)
+    workflow = Lagged(lag=lag).rewired(Workflow("apart", calls, edges))
+    lengths = {position: [tokens] for position in range(STEPS)}
+    return simulated(workflow, Plan(placements), lengths, 1, gpus=2, times=Given(train_s, sync_s), steps=STEPS)
 
 
 @pytest.mark.parametrize(("tokens", "train_s"), [(10, 6.0), (10, 15.0), (10, 10.0), (1, 15.0)])
@@ -106,6 +73,8 @@ def test_staleness_is_the_lag(lag: int) -> None:
     assert [step - int(r.version[0]) for step, r in enumerate(outcome.responses)] == [min(i, lag) for i in range(STEPS)]
     if lag == 0:
         assert outcome.step_ends == pytest.approx([18.0 * i for i in range(1, STEPS + 1)])
+    with pytest.raises(ConfigError, match="no weight sync goes before generation"):
+        Lagged(lag=lag).rewired(dpo())
 
 
 def test_one_step_off_in_an_experiment() -> None:
@@ -125,11 +94,6 @@ def test_one_step_off_in_an_experiment() -> None:
     assert set(spans["gpu"][generating]) == {0, 1, 2, 3}
     trained = spans[spans["kind"] == "train"]
     assert set(zip(trained["gpu"], trained["gpus"], strict=True)) == {(4, 4)}
-
-
-def test_a_lag_needs_new_weights_before_generation() -> None:
-    with pytest.raises(ConfigError, match="no weight sync goes before generation"):
-        Lagged().rewired(dpo())
 
 
 # ----------------------------------------------------------------------------------------------- nothing is relaxed
@@ -160,7 +124,7 @@ def test_what_is_not_relaxed_equals_plain_verl_exactly() -> None:
 def test_twice_the_groups_stay_active() -> None:
     """A prompt of n tokens takes n seconds; two of four prompts are trained on, and the others go on."""
     lengths = {0: [2], 1: [9], 2: [3], 3: [9], 4: [1], 5: [5], 6: [9], 7: [9]}
-    outcome = play(lengths, 2, workflow=graph(), gpus=4, steps=2, batching=ActiveGroups(active=2)).outcome
+    outcome = play(lengths, 2, workflow=graph(), gpus=4, steps=2, batching=ActiveGroups(active=2))
     first, second = outcome.responses
     assert first.trained.tolist() == [True, False, True, False]
     assert first.generated_tokens.tolist() == [2, 3, 3, 3]
@@ -179,9 +143,7 @@ LENGTHS = {0: [2, 2], 1: [9, 3], 2: [3, 3], 3: [1, 4], 4: [2, 2], 5: [9, 9], 6: 
 
 def test_a_response_pauses_when_its_budget_is_used_up() -> None:
     """Three prompts of two responses, three seconds a step, a replica for each response."""
-    outcome = play(
-        LENGTHS, 3, workflow=graph(), gpus=6, responses=2, steps=3, batching=PartialRollout(budget=3)
-    ).outcome
+    outcome = play(LENGTHS, 3, workflow=graph(), gpus=6, responses=2, steps=3, batching=PartialRollout(budget=3))
     first, second, third = outcome.responses
     assert [gen_s(outcome, step) for step in range(3)] == pytest.approx([3.0, 3.0, 3.0])
     assert first.generated_tokens.tolist() == [2, 2, 3, 3, 3, 3]
@@ -205,7 +167,7 @@ def test_a_step_without_a_complete_prompt_goes_on() -> None:
     """Both prompts pause after two seconds, and again; the third budget of prompt 0 is enough."""
     outcome = play(
         {0: [5], 1: [9], 2: [1], 3: [1]}, 2, workflow=graph(), gpus=2, steps=2, batching=PartialRollout(budget=2)
-    ).outcome
+    )
     first, second = outcome.responses
     assert gen_s(outcome) == 6.0  # the second replica goes on to the end of its budget
     assert first.generated_tokens.tolist() == [5, 6]
@@ -217,9 +179,7 @@ def test_a_step_without_a_complete_prompt_goes_on() -> None:
 
 def test_generation_ends_with_the_share_of_its_responses() -> None:
     """Half of six responses: two of prompt 0 after 2 s, and three more at 3 s, when prompt 2 is complete too."""
-    outcome = play(
-        LENGTHS, 3, workflow=graph(), gpus=6, responses=2, steps=2, batching=PartialRollout(share=0.5)
-    ).outcome
+    outcome = play(LENGTHS, 3, workflow=graph(), gpus=6, responses=2, steps=2, batching=PartialRollout(share=0.5))
     first, second = outcome.responses
     assert gen_s(outcome) == 3.0
     assert first.position[first.trained].tolist() == [0, 0, 2, 2]
@@ -236,7 +196,7 @@ def test_a_response_is_split_only_so_often() -> None:
         outcome = play(
             {0: [2], 1: [9], 2: [2], 3: [2], 4: [2], 5: [2], 6: [2]},
             2, workflow=graph(), gpus=2, steps=3, batching=PartialRollout(share=0.5, splits=splits),
-        ).outcome  # fmt: skip
+        )  # fmt: skip
         ends.append([gen_s(outcome, step) for step in range(3)])
         conserved(outcome)
     assert ends == [pytest.approx(times) for times in ([2.0, 7.0, 2.0], [2.0, 2.0, 5.0], [2.0, 2.0, 2.0])]

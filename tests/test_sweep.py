@@ -1,7 +1,5 @@
 """Sweeps: axes, points, the directory and what may happen to it, processes that die, and reading the results."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json
@@ -18,7 +16,7 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from conftest import TINY, Command, cases
+from conftest import TINY, Command, cases, contents
 
 import rlsim
 from rlsim.cli.tables import setting_texts
@@ -44,12 +42,6 @@ FOUR = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
 def values(*axes: dict[str, Any]) -> list[dict[str, Any]]:
     spec = SweepSpec.model_validate(a_sweep(*axes))
     return [{key: value.value for key, value in point.items()} for point in settings_of(spec.axes, "s.yaml")]
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    """Every file but the log."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != "log.jsonl")
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
 def ran(directory: Path) -> list[str]:
@@ -318,11 +310,9 @@ def test_directories_of_something_else_are_left_alone(tmp_path: Path) -> None:
         rlsim.sweep(a_sweep(), out=tmp_path / "thesis.tex")
     with pytest.raises(ConfigError, match="holds no sweep"):
         rlsim.read_sweep(tmp_path)
-
-
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    with Store(tmp_path).locked(), pytest.raises(ConfigError, match="another process is running a sweep here"):
-        rlsim.sweep(a_sweep(), out=tmp_path)
+    mine = tmp_path / "mine"
+    with Store(mine).locked(), pytest.raises(ConfigError, match="another process is running a sweep here"):
+        rlsim.sweep(a_sweep(), out=mine)
 
 
 def flipped(path: Path, share: float = 0.5) -> None:
@@ -488,7 +478,6 @@ def test_a_worker_that_dies_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert killed == "its worker process died (out of memory?), 2 times"
     assert "system 'broken': Broken.initial_tp: deadly_policy.py:19: KeyError: 'a mistake in the policy'" in broken
     failure = Store(tmp_path / "out").failure(found.points["point"][0])
-    assert failure is not None
     assert failure.details.endswith("initial_tp")
 
 
@@ -502,7 +491,6 @@ def _until(command: list[str], line: str, then: signal.Signals) -> tuple[int, st
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heeds
     ) as process:
-        assert process.stderr is not None
         for shown in process.stderr:
             if shown.startswith(line):
                 os.killpg(process.pid, then)

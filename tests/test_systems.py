@@ -1,8 +1,7 @@
 """Batchings, rewards and streamed calls on timelines worked out by hand: an iteration of a replica takes a second."""
 
-from __future__ import annotations
-
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from rlsim.experiment.systems import System
 from rlsim.models.hardware import load_cluster
 from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.planner import Planner
+from rlsim.policies.registry import policy_names
 from rlsim.policies.reward_scheduler import AdaptiveTimeout, AsyncReward
 from rlsim.policies.rlhfuse import FusedInference, FusedTraining
 from rlsim.policies.stream_trainer import StreamTrainer, projected_kv_tokens
@@ -42,11 +42,11 @@ from rlsim.sim.elastic import Pieces
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.reward import RewardControl, RewardFunction, RewardJob
+from rlsim.sim.reward import RewardFunction, RewardJob
 from rlsim.sim.run import simulate
 from rlsim.sim.server import InferenceServer
 from rlsim.sim.simulation import CallTimes, Simulation
-from rlsim.workflow import Call, Placement, Workflow, colocated, grpo
+from rlsim.workflow import Call, Placement, Plan, Workflow, colocated, grpo
 
 Lengths = Mapping[int, Sequence[int]]  # by prompt position, one per sample
 
@@ -89,58 +89,58 @@ class OneEach(RolloutControl):
         return 1
 
 
+def simulated(
+    workflow: Workflow,
+    plan: Plan,
+    lengths: Lengths,
+    prompts: int,
+    responses: int = 1,
+    *,
+    gpus: int = 1,
+    step: LinearStep = LinearStep(a=1.0),  # noqa: B008
+    **more: Any,
+) -> Outcome:
+    """Steps of prompts of one token, and responses of these lengths, on a node of so many GPUs."""
+
+    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+        made = [(p.position, p.first_sample + k) for p in launched for k in range(samples)]
+        return [Request(first_id + i, at, 1, lengths[at][k], row=at * 100 + k) for i, (at, k) in enumerate(made)]
+
+    given = {
+        "cluster": load_cluster("8xh100").model_copy(update={"gpus_per_node": gpus}),
+        "control": OneEach(),
+        "initial_tp": 1,
+        "feasible_tps": (1,),
+        "feed": PromptFeed(prompts, responses),
+        "requests": requests,
+        "costs": StubCosts({1: step}, {1: 10**6}),
+        "times": Times(),
+        "scoring": Checks(),
+        "config": EngineConfig(),
+        "cap_tokens": max(n for of in lengths.values() for n in of),
+        "steps": 1,
+    }
+    return simulate(Simulation(workflow=workflow, plan=plan, **given | more))
+
+
 def train(
     lengths: Lengths,
     prompts: int,
     responses: int,
     *,
-    steps: int = 1,
     gpus: int = 1,
-    batching: Batching | None = None,
-    control: RolloutControl | None = None,
-    scoring: Checks | None = None,
-    reward: RewardControl | None = None,
     rewire: Callable[[Workflow], Workflow] = lambda w: w,
-    step: LinearStep = LinearStep(a=1.0),  # noqa: B008
+    **more: Any,
 ) -> Outcome:
-    """Steps of prompts of one token, and responses of these lengths."""
-
-    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
-        made = [
-            (p.position, 1, lengths[p.position][p.first_sample + k], p.position * 100 + p.first_sample + k)
-            for p in launched
-            for k in range(samples)
-        ]
-        return [Request(first_id + i, at, prompt, n, row=row) for i, (at, prompt, n, row) in enumerate(made)]
-
-    strategy = TrainStrategy(dp=gpus)
+    """Every call on all GPUs."""
     graph = rewire(grpo(reference=False, old_log_probs=False))
-    cluster = load_cluster("8xh100").model_copy(update={"gpus_per_node": gpus})
-    what = Simulation(
-        workflow=graph,
-        plan=colocated(graph, tuple(range(gpus)), strategy),
-        cluster=cluster,
-        control=control or OneEach(),
-        initial_tp=1,
-        feasible_tps=(1,),
-        feed=PromptFeed(prompts, responses),
-        requests=requests,
-        costs=StubCosts({1: step}, {1: 10**6}),
-        times=Times(),
-        scoring=scoring or Checks(),
-        config=EngineConfig(),
-        cap_tokens=max(n for of in lengths.values() for n in of),
-        steps=steps,
-        batching=batching or Batching(),
-        reward=reward or RewardControl(),
-        routing="round_robin",
-    )
-    return simulate(what)
+    plan = colocated(graph, tuple(range(gpus)), TrainStrategy(dp=gpus))
+    return simulated(graph, plan, lengths, prompts, responses, gpus=gpus, routing="round_robin", **more)
 
 
 def gen_s(outcome: Outcome, step: int = 0) -> float:
-    call = next(c for c in outcome.calls if c.kind == "generate" and c.step == step)
-    return call.end_at - call.start_at
+    call = call_of(outcome, "generate", step)
+    return float(call.end_at - call.start_at)
 
 
 def call_of(outcome: Outcome, kind: str, step: int = 0) -> Any:
@@ -220,12 +220,8 @@ def test_speculation_on_responses_only_waits_for_every_prompt() -> None:
     outcome = train(lengths, 2, 2, batching=TailBatching(eta=1.5, eta_prompts=1.0))
     assert gen_s(outcome) == 8.0
     assert outcome.rollouts[0].waiting == 0
-
-
-def test_launched_counts_are_rounded_up_without_rounding_errors() -> None:
-    feed = PromptFeed(10, 8)
-    launch = TailBatching(eta=1.1).launch(feed)
-    assert (len(launch.prompts), launch.samples) == (11, 9)
+    launch = TailBatching(eta=1.1).launch(PromptFeed(10, 8))
+    assert (len(launch.prompts), launch.samples) == (11, 9), "rounded up, without rounding errors"
 
 
 # ------------------------------------------------------------------------------------------------ dynamic sampling
@@ -234,21 +230,16 @@ def test_launched_counts_are_rounded_up_without_rounding_errors() -> None:
 FLAT = {0: [1.0, 1.0], 1: [1.0, 0.0], 2: [0.0, 0.0], 3: [0.0, 1.0]}
 
 
-def test_prompts_without_variance_are_replaced_at_the_barrier() -> None:
+def test_prompts_without_variance_are_replaced_at_the_barrier_or_at_once() -> None:
     lengths = {0: [1, 3], 1: [2, 2], 2: [1, 1]}
-    outcome = train(lengths, 1, 2, batching=DynamicSampling(), scoring=Checks(0.5, rewards=FLAT))
+    parts: dict[str, Any] = {"batching": DynamicSampling(), "scoring": Checks(0.5, rewards=FLAT)}
+    outcome = train(lengths, 1, 2, **parts)
     # Drained at 3 s, scored one after the other until 4 s; the next prompt takes 2 s and 1 s more to score.
     assert gen_s(outcome) == 7.0
     assert outcome.rollouts[0].launches.dropped == 1
     assert outcome.responses[0].position[outcome.responses[0].trained].tolist() == [1, 1]
-
-
-def test_and_at_once_where_rewards_come_by_the_sample() -> None:
-    lengths = {0: [1, 3], 1: [2, 2], 2: [1, 1]}
-    rewire = AsyncReward().rewired
-    outcome = train(lengths, 1, 2, batching=DynamicSampling(), scoring=Checks(0.5, rewards=FLAT), rewire=rewire)
-    # The first response is scored while the second decodes: dropped at 3.5 s, then 2 s and 1 s.
-    assert gen_s(outcome) == 6.5
+    # By the sample the first response is scored while the second decodes: dropped at 3.5 s, then 2 s and 1 s.
+    assert gen_s(train(lengths, 1, 2, **parts, rewire=AsyncReward().rewired)) == 6.5
 
 
 def test_dynamic_sampling_composes_with_tail_batching() -> None:
@@ -264,21 +255,13 @@ def test_dynamic_sampling_composes_with_tail_batching() -> None:
     assert gen_s(outcome) == 4.0
 
 
-def test_rewards_that_never_vary_come_to_an_end() -> None:
-    lengths = {i: [1, 1] for i in range(500)}
-    with pytest.raises(PolicyError, match="no end in sight"):
-        train(lengths, 1, 2, batching=DynamicSampling(), scoring=Checks())
-
-
-class Leaves(DynamicSampling):
-    """Trains on the prompts that are left."""
-
-    def more(self, missing: int, feed: PromptFeed) -> None:
-        return None
-
-
 def test_a_batching_may_train_on_the_prompts_that_count() -> None:
     """Of three prompts one has no variance; the longest response is there after 3 s, six rewards take 3 s more."""
+
+    class Leaves(DynamicSampling):
+        def more(self, missing: int, feed: PromptFeed) -> None:
+            return None
+
     lengths = {0: [1, 3], 1: [2, 2], 3: [1, 1], 2: [1, 1]}
     rewards = {0: FLAT[1], 1: FLAT[0], 2: FLAT[3]}
     outcome = train(lengths, 3, 2, batching=Leaves(), scoring=Checks(0.5, rewards=rewards))
@@ -288,7 +271,7 @@ def test_a_batching_may_train_on_the_prompts_that_count() -> None:
 
 
 def test_a_batch_that_cannot_become_complete_is_an_error() -> None:
-    """A control aborts a response that the batch waits for."""
+    """A control aborts a response that the batch waits for; or rewards never vary."""
 
     class Drops(OneEach):
         def on_finish(self, view: RolloutView) -> Abort | None:
@@ -296,6 +279,8 @@ def test_a_batch_that_cannot_become_complete_is_an_error() -> None:
 
     with pytest.raises(PolicyError, match="step 0 comes to a halt: its batch cannot become complete"):
         train({0: [1, 3]}, 1, 2, batching=DynamicSampling(), control=Drops(), scoring=Checks(rewards=FLAT))
+    with pytest.raises(PolicyError, match="no end in sight"):
+        train({i: [1, 1] for i in range(500)}, 1, 2, batching=DynamicSampling())
 
 
 # --------------------------------------------------------------------------------------------------------- rewards
@@ -310,6 +295,9 @@ def test_a_barrier_scores_after_generation_and_a_stream_beside_it() -> None:
     assert call_of(stream, "reward").start_at == 1.0
     assert call_of(stream, "reward").end_at == 9.5
     assert stream.responses[0].scored_at.tolist() == [2.5, 4.0, 5.5, 9.5]
+    surplus, batching = {0: [2, 2, 2], 1: [3, 3, 3]}, TailBatching(eta=1.5)
+    outcome = train(surplus, 1, 2, batching=batching, scoring=Checks(1.0), rewire=AsyncReward().rewired)
+    assert call_of(outcome, "reward").end_at == 4.0  # two of the three that were finished at 2 s
 
 
 def test_log_probs_wait_for_all_rewards_as_in_verl_unless_the_order_is_another() -> None:
@@ -324,12 +312,6 @@ def test_log_probs_wait_for_all_rewards_as_in_verl_unless_the_order_is_another()
     early = train(lengths, 1, 4, scoring=Checks(1.5), rewire=lambda _: AsyncReward().rewired(grpo(reference=False)))
     assert call_of(early, "inference").end_at == pytest.approx(9.8)
     assert call_of(early, "train").start_at == pytest.approx(9.8)  # the last score came at 9.5 s
-
-
-def test_rewards_of_surplus_responses_are_not_waited_for() -> None:
-    lengths = {0: [2, 2, 2], 1: [3, 3, 3]}
-    outcome = train(lengths, 1, 2, batching=TailBatching(eta=1.5), scoring=Checks(1.0), rewire=AsyncReward().rewired)
-    assert call_of(outcome, "reward").end_at == 4.0  # two of the three that were finished at 2 s
 
 
 def test_a_run_beyond_its_limit_ends_the_job_without_reward() -> None:
@@ -357,12 +339,9 @@ def test_a_timeout_adapts_once_a_correct_response_is_known() -> None:
     runs = {0: [[1.0], [1000.0]], 10: [[1.0], [1000.0]]}  # the same prompt again in the second step
     lengths = {0: [1, 3], 1: [1, 1], 10: [1, 1]}
 
-    def second(launch: Sequence[Prompt]) -> Launch:
-        return Launch(tuple(Prompt(0 if p.position == 0 else 10) for p in launch), 2)
-
     class Again(Batching):
         def launch(self, feed: PromptFeed) -> Launch:
-            return second(feed.take(1))
+            return Launch(tuple(Prompt(0 if p.position == 0 else 10) for p in feed.take(1)), 2)
 
     outcome = train(
         lengths, 1, 2, steps=2, batching=Again(), scoring=Checks(workers=2, runs=runs), reward=AdaptiveTimeout(),
@@ -438,12 +417,7 @@ def test_log_probs_by_the_sample_leave_rewards_at_the_barrier() -> None:
 
     outcome = train({0: [1, 8]}, 1, 2, scoring=Checks(1.0), rewire=rewire)
     assert call_of(outcome, "reward").start_at == 8.0
-
-
-def test_fused_inference_starts_on_released_gpus() -> None:
-    rewire = FusedInference().rewired
-    graph = rewire(grpo())
-    grains = {(e.source, e.target): e.grain for e in graph.edges}
+    grains = {(e.source, e.target): e.grain for e in FusedInference().rewired(grpo()).edges}
     assert grains["generate", "ref_log_prob"] == "sample"
     assert grains["ref_log_prob", "train"] == "stage"
 
@@ -453,13 +427,11 @@ def test_fused_inference_starts_on_released_gpus() -> None:
 
 def planner(start_tp: int = 1, profiled: bool = True) -> Planner:
     """Of eight GPUs: a step of s sequences takes 1/TP + s/10 seconds, so that larger batches want a smaller TP."""
-    made = Planner(start_tp=start_tp, profiled=profiled)
+    made, tps = Planner(start_tp=start_tp, profiled=profiled), (1, 2, 4, 8)
     made.setup(
         ControlContext(
-            costs=StubCosts(
-                {tp: LinearStep(a=1.0 / tp, b=0.1) for tp in (1, 2, 4, 8)}, dict.fromkeys((1, 2, 4, 8), 10**6)
-            ),
-            feasible_tps=(1, 2, 4, 8),
+            costs=StubCosts({tp: LinearStep(a=1.0 / tp, b=0.1) for tp in tps}, dict.fromkeys(tps, 10**6)),
+            feasible_tps=tps,
             infeasible={},
             node_gpus=(8,),
             cap_tokens=1000,
@@ -504,13 +476,6 @@ def test_the_rule_on_preemptions_alone_doubles_and_halves_the_last_degree() -> N
     assert seen == [1, 1, 2, 2, 4, 4, 4, 4, 2, 2, 2, 2, 1]
 
 
-def test_quiet_rounds_of_one_kind_do_not_halve_the_tp_of_another() -> None:
-    plans = planner()
-    plans.next_tp(played(8, 50, label="long"))
-    for _ in range(4):
-        assert plans.next_tp(played(80, 0, coming="long")) == 4
-
-
 def test_quiet_rounds_halve_the_choice_unless_the_profile_says_that_it_costs_more() -> None:
     grown = planner()
     assert [grown.next_tp(played(n, 0)) for n in (8, 8, 8, 48)] == [4, 4, 4, 1]  # 1.6 s a step at TP1, 1.7 s at TP2
@@ -518,6 +483,9 @@ def test_quiet_rounds_halve_the_choice_unless_the_profile_says_that_it_costs_mor
     assert [restless.next_tp(played(n, 9)) for n in (8, 8, 8, 48)] == [4, 4, 4, 2]
     steady = planner()
     assert [steady.next_tp(played(8, 0)) for _ in range(6)] == [4] * 6
+    other = planner()  # quiet rounds of another kind
+    other.next_tp(played(8, 50, label="long"))
+    assert [other.next_tp(played(80, 0, coming="long")) for _ in range(4)] == [4] * 4
 
 
 # ------------------------------------------------------------------------------------------------- stream trainer
@@ -534,11 +502,8 @@ def test_projected_kv_is_that_of_many_drawn_futures() -> None:
         ends = rng.choice(longer, 2000)
         held += ((ends[:, None] > g + ahead) * (prompt + g + ahead)).mean(axis=0)
     assert projected_kv_tokens(history, prompts, done, 8000) == pytest.approx(held.max(), rel=0.03)
-
-
-def test_a_response_beyond_all_history_is_expected_to_reach_the_cap() -> None:
-    history = np.array([10, 20, 30])
-    assert projected_kv_tokens(history, np.array([5.0]), np.array([40.0]), 100) == pytest.approx(105, rel=0.1)
+    few = np.array([10, 20, 30])  # beyond all history a response is expected to reach the cap
+    assert projected_kv_tokens(few, np.array([5.0]), np.array([40.0]), 100) == pytest.approx(105, rel=0.1)
 
 
 @pytest.mark.parametrize(("gpus", "released"), [((4, 2, 2), (1, 2)), ((2, 2, 4), (2,)), ((4, 4), (1,)), ((8, 4), None)])
@@ -595,8 +560,6 @@ def test_parts_that_decide_the_same_do_not_go_together() -> None:
 
 
 def test_the_engine_knows_no_system() -> None:
-    from rlsim.policies.registry import policy_names
-
     names = {*policy_names(), "rollpacker", "rlhfuse", "oppo", "real_heuristic", "trl", "openrlhf", "nemo_aligner",
              "deepspeed_chat", "streamrl", "areal", "dapo"}  # fmt: skip
     names -= {"chunked", "plan", "planner", "split", "stream"}
@@ -604,15 +567,12 @@ def test_the_engine_knows_no_system() -> None:
     for room in ("sim", "workflow", "cost"):
         for path in (root / room).glob("*.py"):
             code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines()).lower()
-            words = set("".join(c if c.isalnum() or c == "_" else " " for c in _without_docstrings(code)).split())
+            code = "".join(code.split('"""')[::2])  # without docstrings
+            words = set(re.findall(r"\w+", code))
             assert not words & names, path.name
     for room in ("sim", "policies"):
         for path in (root / room).glob("*.py"):
             assert "prompt_id" not in path.read_text(), f"{path.name}: a place in training order is a `position`"
-
-
-def _without_docstrings(code: str) -> str:
-    return "".join(part for i, part in enumerate(code.split('"""')) if i % 2 == 0)
 
 
 def test_trl_without_a_scoring_gpu_works_on_all() -> None:

@@ -1,7 +1,5 @@
 """Algorithms as graphs, and what the engine makes of those that are not GRPO."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import invoke, tables
+from conftest import invoke, runner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_asynchronous import check_gpus
@@ -20,8 +18,6 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.systems import parse_systems
 from rlsim.results.comparison.verdict import judge
 from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, online_dpo, ppo, remax
-
-BASE: dict[str, Any] = tables("bases")["workflows"]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +45,7 @@ def test_a_graph_that_cannot_run_is_refused(edges: list[Edge], says: str) -> Non
             Workflow("mine", (calls[0], Call(twice, "generate", "actor")), ())
 
 
-def run(**changes: Any) -> rlsim.Result:
-    given = {**BASE, **changes, "workflow": {**BASE["workflow"], **changes.get("workflow", {})}}
-    return rlsim.run(given)
+run = runner("workflows")
 
 
 @pytest.mark.parametrize(
@@ -238,9 +232,6 @@ def test_a_lag_is_the_most_or_exact(lag: int) -> None:
     assert (most <= lag - 1).all()
     assert (most < lag - 1).any() or lag < 3, "training is so fast here that newer weights are there"
     assert (exact[lag:] == lag - 1).all()
-    with pytest.raises(ConfigError, match="generate -> train cannot be exact"):
-        Workflow("w", (Call("generate", "generate", "actor"), Call("train", "train", "actor")),
-                 (Edge("generate", "train", exact=True),))  # fmt: skip
 
 
 JUDGE = "qwen2.5-1.5b"
