@@ -1,7 +1,5 @@
 """Opens a page in a headless browser that is installed here, and says what became of it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Damages files: their bytes, the tree that they hold (YAML, JSON, pickles), the cells of their tables."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import io

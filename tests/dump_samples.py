@@ -3,8 +3,6 @@
 Sources and versions stand in data/layouts.yaml.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import zipfile

@@ -1,7 +1,5 @@
 """Plan problems for tests and benchmarks: random small ones, and PPO on one node with costs by rules of thumb."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

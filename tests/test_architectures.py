@@ -70,8 +70,9 @@ def test_critic_has_a_scalar_head() -> None:
 
 
 def test_tp_that_does_not_fit() -> None:
-    model = load_model("qwen2.5-7b")  # 28 heads
+    model, hybrid = load_model("qwen2.5-7b"), load_model("nemotron-3-nano-30b-a3b")  # 28 heads; groups of Mamba heads
     assert [tp for tp in (1, 2, 4, 8) if model.supports_tp(tp)] == [1, 2, 4]
+    assert [tp for tp in (1, 2, 4, 8, 16, 32) if hybrid.supports_tp(tp)] == [1, 2, 4, 8]
     with pytest.raises(ConfigError, match=r"^qwen2.5-7b: TP 8 does not divide its 28 heads"):
         model.check_tp(8)
 
@@ -82,11 +83,6 @@ def test_a_copy_has_layers_of_its_own() -> None:
     shorter = model.model_copy(update={"num_hidden_layers": 4})
     assert sum(shorter.groups.values()) == len(shorter.layers) == 4
     assert shorter == model.model_copy(update={"num_hidden_layers": 4}), "what was worked out is no part of a model"
-
-
-@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
-def test_published_counts(name: str, parameters: int) -> None:
-    assert load_model(name).parameters == parameters
 
 
 @cases("architectures", "published of other configurations")
@@ -139,6 +135,12 @@ def test_what_a_sequence_caches() -> None:
     assert hybrid.sequence_bytes(1000, 1000) == 2 * hybrid.sequence_bytes(1000)
     gemma = load_model("gemma-3-27b")  # every sixth of 62 layers is full
     assert sum(layer.attention.window_tokens is None for layer in gemma.layers) == 10
+    sparse = load_model("deepseek-v3.2")  # an index caches its keys whatever the precision
+    assert sparse.kv_bytes_per_token == 61 * (576 * 2 + 128 + 4)
+    eight = sparse.served(kv_precision="fp8")
+    assert kv_page_bytes(eight, 8, 1) == eight.kv_bytes_per_token == eight.sequence_bytes(1) == 61 * (576 + 128 + 4)
+    shape = kv_shape(sparse, 8)  # what is beyond the tokens that a query sees stays
+    assert (shape.window_tokens, shape.units(9000, 16)) == (2048, 563)
 
 
 def test_heads_that_differ_from_layer_to_layer() -> None:
@@ -149,15 +151,6 @@ def test_heads_that_differ_from_layer_to_layer() -> None:
     assert (full.attention.cached_elements(8), windowed.attention.cached_elements(8)) == (192 + 128, 192 + 128)
     assert (full.linears()[1].k_in, windowed.attention.cached_elements()) == (64 * 128, 8 * (192 + 128))
     assert windowed.attention.parameters(4096, 1) - full.attention.parameters(4096, 1) == 4096 * 4 * 320 + 64  # sinks
-
-
-def test_an_index_caches_its_keys_whatever_the_precision() -> None:
-    sparse = load_model("deepseek-v3.2")
-    assert sparse.kv_bytes_per_token == 61 * (576 * 2 + 128 + 4)
-    eight = sparse.served(kv_precision="fp8")
-    assert kv_page_bytes(eight, 8, 1) == eight.kv_bytes_per_token == eight.sequence_bytes(1) == 61 * (576 + 128 + 4)
-    shape = kv_shape(sparse, 8)  # what is beyond the tokens that a query sees stays
-    assert (shape.window_tokens, shape.units(9000, 16)) == (2048, 563)
 
 
 def test_nemotrons_by_their_patterns() -> None:
@@ -188,6 +181,9 @@ def test_what_a_state_space_mixer_weighs_and_keeps() -> None:
     assert nano.state_bytes == 23 * 2 * mixer.state_elements
     assert nano.kv_bytes_per_token == 6 * 2 * 2 * 128 * 2
     assert kv_shape(nano, 2).state_tokens == pytest.approx(nano.state_bytes / nano.kv_bytes_per_token)
+    assert nano.sequence_bytes(4096) == 4096 * nano.kv_bytes_per_token + nano.state_bytes
+    # over 8 GPUs a state that moves is cut, and the 2 KV heads are copied
+    assert nano.sequence_bytes(4096, tp=8) == 4096 * nano.kv_bytes_per_token / 2 + nano.state_bytes / 8
     # In a chunk of C tokens: C · C · N a group, C · C · P a head; into the state and out of it C · P · N a head each.
     chunk = 2 * 128 * 128 * (8 * 128 + 64 * 64) + 2 * 2 * 128 * 64 * 64 * 128
     assert attention_work(mixer).token_flops == chunk / 128
@@ -218,12 +214,13 @@ def test_a_hybrid_of_olmo_by_hand() -> None:
     assert hybrid.parameters == 24 * linear + 8 * full + 32 * around + 2 * 100352 * 3840 + 3840
 
 
-def test_words_of_a_model_written_out_and_read_again_mean_the_same() -> None:
-    for name in PUBLISHED:
-        known = load_model(name)
-        again = Model(**known.model_dump(exclude_defaults=True))
-        assert again == known
-        assert again.layers == known.layers
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_published_counts_of_words_that_mean_the_same_when_read_again(name: str, parameters: int) -> None:
+    known = load_model(name)
+    assert known.parameters == parameters
+    again = Model(**known.model_dump(exclude_defaults=True))
+    assert again == known
+    assert again.layers == known.layers
 
 
 # config.json ----------------------------------------------------------------------------------------------------------
@@ -302,27 +299,12 @@ def test_what_is_not_supported_or_says_too_little_is_named(tmp_path: Path, words
         read(tmp_path, **words)
 
 
-def test_words_that_change_nothing_are_passed_over(tmp_path: Path) -> None:
+def test_words_that_change_nothing_are_passed_over_and_those_that_nobody_knows_noted(tmp_path: Path) -> None:
     idle = {"index_topk": None, "num_kv_shared_layers": 0, "is_encoder_decoder": False, "hidden_act": "gelu"}
     assert read(tmp_path, **idle) == read(tmp_path)
-
-
-def test_words_that_nobody_knows_are_noted(tmp_path: Path) -> None:
     known = {"rope_theta": 1e4, "bos_token_id": 1, "rms_norm_eps": 1e-6, "n_group": 8, "use_cache": True, "hyper": None}
     assert not read(tmp_path, **known).note
     assert read(tmp_path, **known, hyper_widths=[8]).note.endswith("taken to change nothing: hyper_widths")
-
-
-def test_engines_cut_groups_of_mamba_heads() -> None:
-    nano = load_model("nemotron-3-nano-30b-a3b")
-    assert [tp for tp in (1, 2, 4, 8, 16, 32) if nano.supports_tp(tp)] == [1, 2, 4, 8]
-
-
-def test_a_state_that_moves_is_cut_and_kv_heads_are_copied() -> None:
-    model = load_model("nemotron-3-nano-30b-a3b")  # 2 KV heads
-    whole, here = model.sequence_bytes(4096), model.sequence_bytes(4096, tp=8)
-    assert whole == 4096 * model.kv_bytes_per_token + model.state_bytes
-    assert here == 4096 * model.kv_bytes_per_token / 2 + model.state_bytes / 8
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------
@@ -463,24 +445,22 @@ def test_stages_of_unlike_layers() -> None:
     np.testing.assert_array_equal(common[0] - [embedding, embedding + mixed.hidden_size], [2 * dense, 2 * experts])
 
 
-def test_chunks_that_are_outgrown_are_simulated() -> None:
-    shape = load_model("llama-4-scout-17b-16e")
-    assert shape.simulated == "yes"
-    assert step(shape, tp=8).decode(4).step_s(4 * 9000) < step(shape, tp=8).decode(4).step_s(4 * 8192)
-    assert check_experiment(experiment(shape.name, cap=9000) | {"cluster": "8x8xh100"}).runs > 0
-
-
 def experiment(name: str, cap: int, **trace: Any) -> dict[str, Any]:
     told = {"calibration": "h100-sglang", "model": name, "training": {"offload": True}}
     return {**TINY, **told, "trace": {"fixed": cap, "cap": cap, "default_prompt_tokens": 96, **trace}}
 
 
-def test_a_window_that_no_sequence_outgrows_is_none() -> None:
+def test_windows_and_chunks_that_are_outgrown_are_simulated() -> None:
     shape = load_model("gemma-2-9b")
     assert shape.within(4097) is shape
     assert shape.within(4096).attention.window_tokens is None
-    assert check_experiment(experiment("gemma-2-9b", cap=4000)).runs == 1
-    assert check_experiment(experiment("gemma-2-9b", cap=4001)).runs == 1
+    assert [check_experiment(experiment("gemma-2-9b", cap=cap)).runs for cap in (4000, 4001)] == [1, 1]
+    chunks = load_model("llama-4-scout-17b-16e")
+    assert chunks.simulated == "yes"
+    assert step(chunks, tp=8).decode(4).step_s(4 * 9000) < step(chunks, tp=8).decode(4).step_s(4 * 8192)
+    assert check_experiment(experiment(chunks.name, cap=9000) | {"cluster": "8x8xh100"}).runs > 0
+    notes = check_experiment(experiment("gemma-3-4b", cap=512)).notes
+    assert "gemma-3-4b: the text part; its vision part is not counted" in notes
 
 
 def test_mxfp4_experts_need_a_calibration_that_has_them() -> None:
@@ -497,8 +477,3 @@ def test_a_cap_beyond_the_context_is_refused() -> None:
     assert check_experiment(experiment("qwen3-8b", cap=40_960, max_model_len=40_960)).runs == 1
     assert load_model("llama-3-7b").max_position_embeddings is None
     assert check_experiment(experiment("llama-3-7b", cap=40_960)).runs == 1
-
-
-def test_notes_of_models_stand_in_the_experiment() -> None:
-    notes = check_experiment(experiment("gemma-3-4b", cap=512)).notes
-    assert "gemma-3-4b: the text part; its vision part is not counted" in notes

@@ -5,8 +5,6 @@ takes n seconds. So generation is a station of as many servers as prompts may be
 B at a time, and what is measured has a closed form.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

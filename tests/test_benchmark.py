@@ -1,7 +1,5 @@
 """The benchmarks run and say what they should; how fast is no test's business."""
 
-from __future__ import annotations
-
 import json
 import math
 import runpy

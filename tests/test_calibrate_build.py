@@ -227,6 +227,8 @@ def test_what_is_missing_is_listed_with_the_nearest_remedy() -> None:
         assert word in text
     assert text.endswith("--base h100-sxm-vllm")
     assert " gemm" not in text
+    with pytest.raises(CalibrationError, match="nothing was measured"):
+        build({})
 
 
 def test_what_is_not_measured_comes_from_the_base_and_says_so() -> None:
@@ -239,6 +241,9 @@ def test_what_is_not_measured_comes_from_the_base_and_says_so() -> None:
     assert calibration.host.source.startswith("not measured, from h100-sxm-vllm")
     assert calibration.provenance.sources == (OWN, *H100.provenance.sources)
     assert any("not measured, from h100-sxm-vllm: decode_attention" in note for note in calibration.provenance.notes)
+    built = build(small_tables(), base=H100, models={})
+    assert built.calibration.iterations == ()
+    assert any("no table of whole iterations of tiny: its shape" in note for note in built.calibration.provenance.notes)
 
 
 def test_another_gpus_corrections_are_not_taken_over_but_its_attentions_tables_are() -> None:
@@ -272,12 +277,6 @@ def test_too_few_rows_name_the_operator_and_how_many_are_needed(operator: str, r
         build({operator: table}, base=H100)
 
 
-def test_a_model_whose_shape_is_not_known_has_no_table() -> None:
-    built = build(small_tables(), base=H100, models={})
-    assert built.calibration.iterations == ()
-    assert any("no table of whole iterations of tiny: its shape" in note for note in built.calibration.provenance.notes)
-
-
 def test_one_device_has_no_collectives() -> None:
     tables = small_tables()
     tables["decode_step"] = tables["decode_step"].query("tp == 1")
@@ -285,11 +284,6 @@ def test_one_device_has_no_collectives() -> None:
     calibration = build(tables).calibration
     assert calibration.collectives.nccl == {}
     assert any("no TP beyond 1" in note for note in calibration.provenance.notes)
-
-
-def test_nothing_measured() -> None:
-    with pytest.raises(CalibrationError, match="nothing was measured"):
-        build({})
 
 
 # Large tables ---------------------------------------------------------------------------------------------------------

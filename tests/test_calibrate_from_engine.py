@@ -1,7 +1,5 @@
 """`rlsim calibrate from-engine`: logs made of a known factor give it back, what is wrong is refused, and its use."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -113,7 +111,6 @@ def test_a_log_of_a_known_factor_gives_it_back(lines, engine: str, release: str,
     assert found.calibration.residuals["decode_step"].count == errors.held_out
     if lines is sglang:
         prefill = found.calibration.iterations[0].prefill
-        assert prefill is not None
         assert prefill.factor == (1.1,)
 
 

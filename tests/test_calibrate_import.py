@@ -159,9 +159,6 @@ def test_aiconfigurator_follows_reuse(systems: Path) -> None:
     assert read.table("gemm").seconds.sum() == pytest.approx(
         2 * gpu_read(systems, "0.14.0").table("gemm").seconds.sum()
     )
-
-
-def test_releases_sort_as_releases() -> None:
     names = ["0.9.1", "0.14.0rc2", "0.14.0", "0.14.0.post1", "0.14.1", "1.3.0rc10", "1.3.0rc20"]
     assert sorted(sorted(names), key=version_key) == names
 
@@ -266,6 +263,12 @@ def test_nccl_tests_text(tmp_path: Path) -> None:
     assert set(zip(table.op, table.gpus, strict=True)) == {("all_reduce", 8)}
     assert len(table) == 10  # the empty message left out
     assert table.query("bytes == 8**10").seconds.item() == pytest.approx(12e-6 + 8**10 / 250e9, rel=1e-3)
+    text = nccl_text().replace("all_reduce_perf", "hypercube_perf")
+    with pytest.raises(CalibrationError, match="hypercube is of no use"):
+        nccl_read(tmp_path, text)
+    read = nccl_read(tmp_path, text + nccl_text())
+    assert any("hypercube" in note for note in read.notes)
+    assert len(read.table("collective")) == 10
 
 
 def test_nccl_tests_several_tests_in_a_file_and_prefixes(tmp_path: Path) -> None:
@@ -317,15 +320,6 @@ def test_nccl_tests_broken_text(tmp_path: Path) -> None:
     for broken, words in cases.items():
         with refused("log.txt", *words):
             nccl_read(tmp_path, broken)
-
-
-def test_nccl_tests_of_no_use(tmp_path: Path) -> None:
-    text = nccl_text().replace("all_reduce_perf", "hypercube_perf")
-    with pytest.raises(CalibrationError, match="hypercube is of no use"):
-        nccl_read(tmp_path, text)
-    read = nccl_read(tmp_path, text + nccl_text())
-    assert any("hypercube" in note for note in read.notes)
-    assert len(read.table("collective")) == 10
 
 
 # Straight to a calibration --------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """`rlsim calibrate`: the clock, the journal, the order of measuring, and a whole run on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable
@@ -79,6 +77,11 @@ def test_measure_gives_the_median_and_half_the_interquartile_range() -> None:
     now, run = ticking(9.0, 1.0, 2.0, 3.0, 4.0, 100.0)
     found = measure(run, device="cpu", effort=Effort(1, min_repeats=5, min_time_s=0.0, max_time_s=1e9), now=now)
     assert found == Timing(seconds=3.0, spread=(4.0 - 2.0) / 2 / 3.0, repeats=5)
+    assert NOISY < timing([1.0, 2.0, 3.0, 4.0]).spread < NOISY_ONCE
+    assert timing([1.0, 1.01, 1.02, 1.03]).spread < NOISY
+    assert timing([1.0, 1.0, 1.0, 50.0]).spread > NOISY
+    assert timing([0.0, 0.0]).spread > NOISY_ONCE
+    assert (limit("gemm"), limit("control")) == (NOISY, NOISY_ONCE)
 
 
 @pytest.mark.parametrize(("undo", "batch"), [(None, 200), (lambda: None, 1)])
@@ -89,14 +92,6 @@ def test_short_calls_are_timed_in_batches_unless_each_is_taken_back(
     found = measure(run, device="cpu", effort=Effort(1, min_repeats=3, min_time_s=0.0), undo=undo, calls=2, now=now)
     assert found.seconds == pytest.approx(0.5e-6)
     assert now.at == pytest.approx((1 + 3 * batch) * 1e-6, rel=0.01)  # batches of 200 us
-
-
-def test_noisy_is_by_the_spread() -> None:
-    assert NOISY < timing([1.0, 2.0, 3.0, 4.0]).spread < NOISY_ONCE
-    assert timing([1.0, 1.01, 1.02, 1.03]).spread < NOISY
-    assert timing([1.0, 1.0, 1.0, 50.0]).spread > NOISY
-    assert timing([0.0, 0.0]).spread > NOISY_ONCE
-    assert (limit("gemm"), limit("control")) == (NOISY, NOISY_ONCE)
 
 
 # The journal ----------------------------------------------------------------------------------------------------------

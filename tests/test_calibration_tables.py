@@ -1,7 +1,5 @@
 """Tables of a calibration in a CSV file beside its YAML file."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

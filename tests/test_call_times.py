@@ -1,7 +1,5 @@
 """What an experiment's calls cost: the right responses, at the price of their kind."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -55,7 +53,6 @@ def by_itself(call: str) -> TrainCost:
     """The cost of a call, made without the experiment."""
     own = placed()
     strategy = own.plan.of(call).strategy
-    assert strategy is not None
     cluster, calibration = own.loaded.kind((0,))
     efficiency = TrainEfficiency(flop=calibration.training.flop_efficiency["megatron"])
     return TrainCost(own.loaded.models["actor"], cluster, collectives(), strategy, efficiency)

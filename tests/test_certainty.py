@@ -1,7 +1,5 @@
 """Worlds drawn from a calibration's errors, the intervals they give, and whether such intervals hold."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
@@ -125,9 +123,6 @@ def test_an_interval_by_hand() -> None:
     assert found["speedup_model_low"] == pytest.approx(1.5 * math.exp(-half), rel=1e-4)
     assert found["speedup_model_high"] == pytest.approx(1.5 * math.exp(half), rel=1e-4)
     assert all(math.isnan(end) for end in model_interval("speedup", 1.5, [1.1]).values())
-
-
-def test_one_world_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"certainty: .*one world gives no interval"):
         in_worlds(1)
 
@@ -144,10 +139,7 @@ def test_what_systems_share_cancels() -> None:
     low, high = found["verl-tp4"]
     assert low < high
     assert all(math.isnan(end) for end in ends(in_worlds())["verl-tp4"])
-
-
-def test_a_world_can_be_run_by_itself() -> None:
-    """What a world said is what its number gives again, against the seed without errors."""
+    # What a world said is what its number gives again, against the seed without errors.
     worlds = in_worlds(5).manifest["worlds"][""]["verl-tp4"]
     assert worlds[0] == pytest.approx(tp4_of(in_worlds(draw=1)) / tp4_of(in_worlds()))
     assert worlds[1] == pytest.approx(tp4_of(in_worlds(draw=2)) / tp4_of(in_worlds()))
@@ -196,9 +188,6 @@ def test_a_sweep_draws_only_where_it_is_asked() -> None:
         experiment = {**SMALL, "seeds": 2, **asked}
         (point,) = load_sweep({"name": "s", "experiment": experiment, "axes": [{"grid": {"trace.cap": [64]}}]}).points
         assert point.config["certainty"] == drawn
-
-
-def test_the_validation_draws_nothing() -> None:
     assert validated({**SMALL, "seeds": 2}).manifest["worlds"] == {}
     for path in Path(validation.__file__).parent.glob("*.py"):
         assert "rlsim.experiment.run import" not in path.read_text(encoding="utf-8"), f"{path.name}: runs.run instead"
@@ -243,10 +232,8 @@ def test_the_worlds_of_rollouts_are_those_of_unseen_families() -> None:
     """The page's own words, which `rlsim validate transfer --check` keeps true; nine of ten runs lie inside."""
     page = (EVIDENCE.parent / "docs/validation.md").read_text(encoding="utf-8")
     found = re.search(r"TPOT scatter by ([\d., ]+) over .*; worlds draw ([\d., ]+)\.", page)
-    assert found is not None
     assert found[1] == found[2] == f"{MEASURED.family:.3f}, {MEASURED.rollout:.3f}, {MEASURED.tilt:.3f}"
     everything = re.search(r"^\| all \| \d+ \| (\d+)% \| (\d+)% \|$", page, re.MULTILINE)
-    assert everything is not None
     assert all(int(share) >= 85 for share in everything.groups())
 
 
@@ -262,10 +249,7 @@ def test_spreads_over_families_and_their_settings_by_hand() -> None:
     assert inside(errors)["a/y"] == 1.0
     flat = line(np.array([[0.0, 0.1], [1.0, 0.3]]))
     assert (flat.level, math.isnan(flat.tilt)) == (pytest.approx(0.2), True), "two numbers of users give no slope"
-
-
-def test_an_interval_from_the_other_settings_by_hand() -> None:
-    """Of two other settings, each counted once: 2.920 (Student's t) times the root of their mean square."""
+    # Of two other settings, each counted once: 2.920 (Student's t) times the root of their mean square.
     errors = {"a": np.array([0.1, -0.1]), "b": np.array([0.1]), "c": np.array([0.29, 0.30])}
     assert levels_inside(errors) == {"a": 2, "b": 1, "c": 1}
     assert level_spread({"a": np.array([0.3, 0.3, 0.3]), "b": np.array([0.1])}) == pytest.approx(math.sqrt(0.05))

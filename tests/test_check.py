@@ -1,7 +1,5 @@
 """`rlsim check`, and what `rlsim run` checks before it simulates or searches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -35,6 +33,7 @@ def test_check_says_what_an_experiment_is(folder: Path, call: Command) -> None:
     assert "note: whether the plans of real fit" in said
     assert call("check", "pat_vs_static").out.startswith("pat-vs-static: 8 systems × (20 seeds + 20 ")
     assert sorted(folder.rglob("*")) == before
+    assert check_experiment("pat_vs_static", {"systems": ["verl"], "baseline": "verl"}, seeds=3).runs == 3
 
 
 @cases("check", "check finds what a later case has wrong")
@@ -71,10 +70,6 @@ def test_messages_name_what_is_to_blame(folder: Path, call: Command) -> None:
     (folder / "one.yaml").write_text("name: one\nexperiment: base.yaml\nset: {systems: [pat]}\naxes: []\n")
     said = "one: 1 point (the first: 1 system × 1 seed × 1 case = 1 run); 1 run in all"
     assert call("check", "one.yaml") == (0, f"{said}\n", "")
-
-
-def test_check_in_python() -> None:
-    assert check_experiment("pat_vs_static", {"systems": ["verl"], "baseline": "verl"}, seeds=3).runs == 3
 
 
 def test_check_leaves_with_2_where_an_engine_or_framework_would_not_start(folder: Path, call: Command) -> None:

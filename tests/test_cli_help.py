@@ -1,7 +1,5 @@
 """Every command explains itself with an example that it would accept; TAB completes names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Systems drawn at random: none comes to a halt, loses a token, breaks its bound or has a GPU do two things."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The run table: what is compared with what, paired or not, and the figures against SciPy's own tests."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

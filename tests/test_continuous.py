@@ -4,8 +4,6 @@ A decode step takes one second however many sequences it has, a prefill of n tok
 exact in binary, so the tests compare with ==.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What policies decide in made-up moments, worked out by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -300,9 +298,7 @@ def test_what_is_left_of_replicas_that_end_goes_to_the_fullest_that_has_room() -
     assert repacked(full, [[430], [150], [160]]) == [(1, 2)]  # 440 tokens: no less than before
     assert repacked(full, [[429], [150], [160]]) == [(1, 0), (2, 0)]
     assert repacked(full, [[200], [], [160]]) == [(2, 0)]
-
-
-def test_what_keeps_responses_where_they_are() -> None:
+    # What keeps responses where they are.
     full = [[100] * 4] * 2
     assert repacked(full, [[150], [160]]) == [(0, 1)]
     assert repacked(full, [[150], [160]], waits=0) == []  # one waits for its prefill
@@ -334,15 +330,12 @@ def gathered(
 
 
 def test_the_tail_goes_to_as_few_replicas_as_hold_it_at_full_length() -> None:
-    """Four responses of 1,010 tokens: two in 127 pages, one in 126."""
+    """Four responses of 1,010 tokens: two in 127 pages, one in 126. To the fullest, and there to the emptiest."""
     assert gathered([2, 1, 1, 0], 20, 127, max_batch=9) == [Migrate((3,), 1), Release((2, 3))]
     assert gathered([2, 1, 1, 0], 20, 126, max_batch=9) == [Release((3,))]
     assert gathered([2, 1, 1, 0], 20, 63, max_batch=9) is None  # 1,008 tokens: five replicas would have to stay
     assert gathered([2, 1, 1], 20, 126, max_batch=9) is None  # all three stay
     assert gathered([2, 1, 1, 0], 20, max_batch=9) == [Migrate((2,), 0), Migrate((3,), 0), Release((1, 2, 3))]
-
-
-def test_the_tail_goes_to_the_fullest_replicas_and_there_to_the_emptiest() -> None:
     assert gathered([0, 1, 2, 1], 20, 127, max_batch=9) == [Migrate((3,), 1), Release((3, 0))]
     # one more on the second replica, then both have two
     assert gathered([2, 1, 1, 1], 25, 190, max_batch=9) == [Migrate((3,), 1), Migrate((4,), 0), Release((2, 3))]
@@ -364,15 +357,22 @@ def test_the_tail_decodes_nearly_as_fast_as_one_sequence() -> None:
 # The stream trainer ---------------------------------------------------------------------------------------------------
 
 
+def streaming(
+    pages: int, history: Sequence[int] = (100,) * 10, page_tokens: int = 16, **settings: Any
+) -> StreamTrainer:
+    """Of a step of ten responses, after one of such lengths."""
+    trainer = StreamTrainer(**settings)
+    trainer.setup(context(costs=StubCosts({}, {1: pages}), page_tokens=page_tokens, requests=10))
+    trainer.next_tp(RolloutReport(0, 1, 1.0, 0, tuple(history), ""))
+    return trainer
+
+
 def fits(pages: int, per_page: int = 16, history: Sequence[int] = (100,) * 10) -> bool:
     """Whether two replicas shrink to one of so many pages: six responses of 10 + 50 tokens, which will end at 100.
 
     The last moment before that among those looked at is 45 tokens on: 6 · 105 tokens.
     """
-    trainer = StreamTrainer()
-    costs = StubCosts({}, {1: pages})
-    trainer.setup(context(costs=costs, page_tokens=per_page, requests=10))
-    trainer.next_tp(RolloutReport(0, 1, 1.0, 0, tuple(history), ""))
+    trainer = streaming(pages, history, page_tokens=per_page)
     action = trainer.on_finish(moment([[running(50)] * 3, [running(50)] * 3], 1, finished=2))
     assert action in (None, Release((1,)))
     return action is not None
@@ -384,16 +384,12 @@ def test_the_stream_trainer_releases_half_if_the_rest_can_hold_the_peak() -> Non
     assert not fits(629, per_page=1)
     assert fits(630, per_page=1)
     assert not fits(10**6, history=()), "not without a history"
-    waits = StreamTrainer()
-    waits.setup(context(requests=10))
-    waits.next_tp(RolloutReport(0, 1, 1.0, 0, (100,) * 10, ""))
-    assert waits.on_finish(moment([[], []], 1, finished=2)) is None, "nothing runs: rewards decide what comes next"
+    nothing = moment([[], []], 1, finished=2)
+    assert streaming(10**6).on_finish(nothing) is None, "nothing runs: rewards decide what comes next"
 
 
 def test_the_stream_trainer_tries_each_milestone_once_and_releases_once_a_step() -> None:
-    trainer = StreamTrainer()
-    trainer.setup(context(costs=StubCosts({}, {1: 40}), requests=10))
-    trainer.next_tp(RolloutReport(0, 1, 1.0, 0, (100,) * 10, ""))
+    trainer = streaming(40)
     crowded = [[running(50)] * 4, [running(50)] * 3]
     room = [[running(50)] * 3, [running(50)] * 3]
     assert trainer.on_finish(moment(room, 1, finished=1)) is None  # a tenth: before the first milestone
@@ -403,13 +399,12 @@ def test_the_stream_trainer_tries_each_milestone_once_and_releases_once_a_step()
     assert trainer.on_finish(moment(room, 1, finished=4)) is None
     trainer.next_tp(RolloutReport(1, 1, 1.0, 0, (100,) * 10, ""))
     assert trainer.on_finish(moment(room, 1, finished=5)) == Release((1,))
-    named = StreamTrainer(rounds=("long",), trigger=0.5)
-    named.setup(context(costs=StubCosts({}, {1: 40}), requests=10))
+    named = streaming(40, (), rounds=("long",), trigger=0.5)
     assert named.on_finish(moment(room, 1, finished=5, label="short")) is None
     assert named.on_finish(moment(room, 1, finished=5, label="long")) == Release((1,))
-    one = StreamTrainer(trigger=0.5)
-    one.setup(context(requests=10))
-    assert one.on_finish(moment([[running(50)]], 4, finished=5)) is None, "it splits no replica"
+    assert streaming(10**6, (), trigger=0.5).on_finish(moment([[running(50)]], 4, finished=5)) is None, (
+        "it splits no replica"
+    )
 
 
 # Settings that the papers give ----------------------------------------------------------------------------------------
@@ -512,12 +507,6 @@ def test_settings_that_make_no_sense_are_refused(
                 schema.model_validate({**given, name: value})
 
 
-@pytest.mark.parametrize("home", ["simpy:Environment", "numpy:array", "numpy:pi"])
-def test_what_is_no_part_of_a_system_is_refused(home: str) -> None:
-    with pytest.raises(ConfigError, match="is no part of a system"):
-        load_policy(home)
-
-
 # Placements -----------------------------------------------------------------------------------------------------------
 
 
@@ -529,13 +518,8 @@ def test_megatron_shards_no_more_than_the_optimizer_over_a_pipeline() -> None:
             if not fits(plan.of("train").strategy.pp):
                 raise CapacityError("too large")
 
-        known = SimpleNamespace(
-            gpus=(0, 1, 2, 3), cluster=SimpleNamespace(gpus_per_node=2), style=TrainStrategy(zero_stage=zero_stage),
-            workflow=grpo(), reward=None, check=check,
-        )  # fmt: skip
-        strategy = Megatron().plan(known).of("train").strategy  # type: ignore[arg-type]
-        assert strategy is not None
-        return strategy
+        style, cluster = TrainStrategy(zero_stage=zero_stage), SimpleNamespace(gpus_per_node=2)
+        return Megatron().plan(known(4, grpo(), style=style, cluster=cluster, check=check)).of("train").strategy
 
     flat = layout(lambda pp: True, 3)
     assert (flat.dp, flat.tp, flat.pp, flat.zero_stage, flat.sequence_parallel) == (2, 2, 1, 3, True)
@@ -548,15 +532,18 @@ def test_megatron_shards_no_more_than_the_optimizer_over_a_pipeline() -> None:
 PPO = {"generate", "reward_score", "ref_log_prob", "values", "train", "train_critic"}
 
 
+def known(gpus: int, workflow: Workflow | None = None, **more: Any) -> Any:
+    """What a plan is made of: PPO with a reward model, or another workflow, on so many GPUs."""
+    given = {"workflow": workflow or ppo(), "reward": None, "style": TrainStrategy()}
+    given["training"] = lambda count: TrainStrategy(dp=count)
+    return SimpleNamespace(gpus=tuple(range(gpus)), **given | more)
+
+
 def placed(placing: Any, gpus: int, workflow: Workflow | None = None) -> dict[str, tuple[int, ...]]:
-    """The GPUs of every call but the transfers under PPO with a reward model, or another workflow."""
-    workflow = workflow or ppo()
-    known: Any = SimpleNamespace(
-        gpus=tuple(range(gpus)), workflow=workflow, reward=None, style=TrainStrategy(),
-        training=lambda count: TrainStrategy(dp=count),
-    )  # fmt: skip
-    plan = placing.plan(known)
-    every = {call.name: plan.of(call.name) for call in workflow.calls if call.kind not in ("sync", "reward")}
+    """The GPUs of every call but the transfers."""
+    given = known(gpus, workflow)
+    plan = placing.plan(given)
+    every = {call.name: plan.of(call.name) for call in given.workflow.calls if call.kind not in ("sync", "reward")}
     assert all(at.strategy is None or at.strategy.gpus == len(at.gpus) for at in every.values())
     return {name: at.gpus for name, at in every.items()}
 
@@ -590,11 +577,8 @@ def test_openrlhf_generates_on_its_share_and_halves_the_rest() -> None:
 
 
 def test_deepspeed_chat_runs_every_call_on_all_gpus_under_zero3_and_without_graphs() -> None:
-    known: Any = SimpleNamespace(
-        gpus=(0, 1), workflow=ppo(), reward=None, style=TrainStrategy(), training=lambda count: TrainStrategy(dp=count)
-    )
     for graphs in (True, False):
-        plan = ZeroEverywhere(graphs=graphs).plan(known)
+        plan = ZeroEverywhere(graphs=graphs).plan(known(2))
         assert {plan.of(name).gpus for name in PPO} == {(0, 1)}
         stages = {at.strategy.zero_stage for name in PPO - {"generate"} if (at := plan.of(name)).strategy is not None}
         assert stages == {3}
@@ -609,10 +593,8 @@ def test_a_plan_spelled_out_fills_its_gpus() -> None:
         "values": CallPlan(gpus="0-3", tp=2), "train": CallPlan(gpus="0-3", tp=2, pp=2),
         "train_critic": CallPlan(gpus="0-3", pp=2, zero_stage=0),
     }  # fmt: skip
-    known: Any = SimpleNamespace(
-        gpus=(0, 1, 2, 3), workflow=ppo(), reward=None, style=TrainStrategy(zero_stage=3), training=None
-    )
-    plan = ExplicitPlan(calls=calls).plan(known)
+    given = known(4, style=TrainStrategy(zero_stage=3))
+    plan = ExplicitPlan(calls=calls).plan(given)
     found = {name: (plan.of(name).gpus, plan.of(name).strategy) for name in calls}
     shapes = {
         name: (gpus, s and (s.dp, s.tp, s.pp, s.zero_stage, s.sequence_parallel)) for name, (gpus, s) in found.items()
@@ -626,7 +608,7 @@ def test_a_plan_spelled_out_fills_its_gpus() -> None:
         "train_critic": ((0, 1, 2, 3), (2, 1, 2, 0, False)),
     }
     with pytest.raises(ConfigError, match=r"train: DP 1 × TP 3 × PP 1 × CP 1 are not its 4 GPUs"):
-        ExplicitPlan(calls=calls | {"train": CallPlan(gpus="0-3", tp=3)}).plan(known)
+        ExplicitPlan(calls=calls | {"train": CallPlan(gpus="0-3", tp=3)}).plan(given)
 
 
 @pytest.mark.parametrize("text", ["0:7", "some", "1-", "-3", ""])
@@ -634,3 +616,9 @@ def test_gpus_of_a_call_are_all_or_a_range(text: str) -> None:
     with pytest.raises(ValidationError, match="expected `all`, or GPU numbers such as 0-7"):
         CallPlan(gpus=text)
     assert [CallPlan(gpus=gpus).gpus for gpus in ("all", "3", "0-7")] == ["all", "3", "0-7"]
+
+
+@pytest.mark.parametrize("home", ["simpy:Environment", "numpy:array", "numpy:pi"])
+def test_what_is_no_part_of_a_system_is_refused(home: str) -> None:
+    with pytest.raises(ConfigError, match="is no part of a system"):
+        load_policy(home)

@@ -1,7 +1,5 @@
 """Metric logs of veRL: refused as traces, and lengths derived from their means when asked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

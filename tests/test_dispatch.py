@@ -1,7 +1,5 @@
 """Controls that say which replica gets which responses, and predicted lengths."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -124,9 +122,6 @@ def test_the_longest_have_replicas_of_their_own() -> None:
     shares = dispatched([100, 10, 10, 10, 10, 10, 10, 10, 10, 10], 2, long=0.1)
     assert shares[0] == [0]
     assert shares[1] == list(range(1, 10))
-
-
-def test_each_side_begins_with_its_longest() -> None:
     lengths = [5, 9, 7, 40, 3, 60, 8, 6, 2, 4]
     shares = dispatched(lengths, 3, long=0.2)
     assert sorted(i for ids in shares.values() for i in ids) == list(range(10))

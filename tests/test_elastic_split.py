@@ -1,7 +1,5 @@
 """GPUs that an asynchronous rollout lends to training: by hand, as nothing where nothing is lent, on random systems."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Bad input: one clear message with file and line where there is one, exit code 2, no traceback, nothing written."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -121,10 +121,7 @@ def test_the_errors_at_a_glance_are_those_of_the_page(row: str) -> None:
 
 def test_there_is_no_row_of_errors_but_these() -> None:
     assert len(GLANCE) == len(STATED)
-
-
-def test_the_readme_has_rows_of_them() -> None:
-    """Word for word, but for the part's name, which stands once there."""
+    # Word for word, but for the part's name, which stands once there.
     known = {line.split("|", 2)[2] for line in GLANCE}
     rows = table("README.md")
     assert len(rows) >= 5

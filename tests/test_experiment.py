@@ -1,14 +1,12 @@
 """Running experiments: tables, pairing, tuned systems, cases, what is written, and the command line around it."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -47,15 +45,12 @@ def result() -> Result:
 # ------------------------------------------------------------------------------------------------------ the tables
 
 
-def test_every_table_has_exactly_its_columns_in_order_and_type(result: Result) -> None:
+def test_every_table_has_exactly_its_columns_and_rows_in_order_and_type(result: Result) -> None:
     for table, columns in TABLES.items():
         frame: pd.DataFrame = getattr(result, table)
         assert list(frame.columns) == [c.name for c in columns]
         assert [str(t) for t in frame.dtypes] == [str(pd.Series([], dtype=c.dtype).dtype) for c in columns]
         assert len(frame) > 0, table
-
-
-def test_runs_and_names(result: Result) -> None:
     names = ["verl-tp1", "verl-tp2", "verl-tp4", "verl-tp8", "verl-best", "pat", "pat-tp1"]
     assert result.manifest["systems"] == {"": names}
     assert list(result.steps["system"].unique()) == names
@@ -122,12 +117,6 @@ def test_responses_are_complete(result: Result) -> None:
 # ------------------------------------------------------------------------------------------ where GPU time goes
 
 
-def _per_gpu(spans: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
-    for gpu in range(8):
-        mine = spans[(spans["gpu"] <= gpu) & (gpu < spans["gpu"] + spans["gpus"])]
-        yield gpu, mine.sort_values("start_at")
-
-
 def test_spans_partition_the_time_of_every_gpu(result: Result) -> None:
     for (system, seed), spans in result.spans.groupby(["system", "seed"]):
         steps = result.steps[(result.steps["system"] == system) & (result.steps["seed"] == seed)]
@@ -136,7 +125,8 @@ def test_spans_partition_the_time_of_every_gpu(result: Result) -> None:
         assert steps["step_time_s"].sum() == pytest.approx(makespan, rel=1e-12)
         edges = np.concatenate([[0.0], np.cumsum(steps["step_time_s"])])
         busy = np.zeros(len(steps))
-        for _, mine in _per_gpu(spans):
+        for gpu in range(8):
+            mine = spans[(spans["gpu"] <= gpu) & (gpu < spans["gpu"] + spans["gpus"])].sort_values("start_at")
             start, end = mine["start_at"].to_numpy(), mine["end_at"].to_numpy()
             assert (end > start).all()
             assert (start[1:] >= end[:-1] - 1e-9 * makespan).all(), "a GPU does two things at once"
@@ -344,7 +334,7 @@ def _trace(path: Path, groups: int, **columns: Any) -> dict[str, Any]:
     return experiment(seeds=1, baseline=None, systems=["verl"], trace=trace, workflow=workflow)
 
 
-def test_a_trace_without_groups_or_prompt_lengths(tmp_path: Path) -> None:
+def test_a_trace_without_groups_or_all_prompt_lengths(tmp_path: Path) -> None:
     result = rlsim.run(_trace(tmp_path / "flat.csv", groups=1))
     assert any("no prompt has more than 1 of the 4 samples" in note for note in result.notes)
     assert any("have no prompt length: taken as 256 tokens" in note for note in result.notes)
@@ -353,18 +343,10 @@ def test_a_trace_without_groups_or_prompt_lengths(tmp_path: Path) -> None:
     short = rlsim.run(_trace(tmp_path / "flat.csv", groups=4), overrides={"trace.default_prompt_tokens": "1K"})
     assert set(short.responses["prompt_tokens"]) == {1024}
     assert not any("samples" in note for note in short.notes)
-
-
-def test_a_trace_with_some_prompt_lengths(tmp_path: Path) -> None:
     known = [None if i < 32 else 100 for i in range(64)]
-    result = rlsim.run(_trace(tmp_path / "some.csv", groups=4, prompt_tokens=known))
-    assert any("50.0% of the responses have no prompt length" in note for note in result.notes)
-    assert set(result.responses["prompt_tokens"]) <= {100, 256}
-
-
-def test_a_cap_above_the_traces_own_is_noted() -> None:
-    notes = rlsim.run(ONE, overrides={"trace": {"path": "dapo-growing", "cap": "32K"}, "workflow.steps": 1}).notes
-    assert any("the cap of 32768 tokens is above its own cap of 20480 tokens" in note for note in notes)
+    some = rlsim.run(_trace(tmp_path / "some.csv", groups=4, prompt_tokens=known))
+    assert any("50.0% of the responses have no prompt length" in note for note in some.notes)
+    assert set(some.responses["prompt_tokens"]) <= {100, 256}
 
 
 def test_a_considerable_share_of_preempted_responses_is_noted() -> None:
@@ -381,9 +363,6 @@ def test_a_considerable_share_of_preempted_responses_is_noted() -> None:
     assert "KV cache is too small" in note
     assert "memory_utilization" in note
     assert "verl-tp8" not in note
-
-
-def test_a_few_preempted_responses_are_not_worth_a_note() -> None:
     few, many = pd.Series([0] * 96 + [1] * 4), pd.Series([0] * 95 + [2] * 5)
     assert not list(preemption_notes({"few": few}))
     (note,) = preemption_notes({"few": few, "many": many})
@@ -391,12 +370,14 @@ def test_a_few_preempted_responses_are_not_worth_a_note() -> None:
     assert "many (5% of its responses, 0.10 times each on average)" in note
 
 
-def test_infeasible_degrees_are_named() -> None:
+def test_what_bears_on_what_was_run_is_noted() -> None:
     small = experiment(seeds=1, baseline=None, systems=["verl"], model="llama-3-70b", cluster="16x8xh100")
     result = rlsim.run(small, overrides={"workflow.prompts": 64, "trace.cap": "1K", "workflow.steps": 1})
     note = next(note for note in result.notes if "infeasible" in note)
     assert note.startswith("TP1 is infeasible: llama-3-70b rollout at TP 1 does not fit")
     assert (result.steps["initial_tp"] > 1).all()
+    notes = rlsim.run(ONE, overrides={"trace": {"path": "dapo-growing", "cap": "32K"}, "workflow.steps": 1}).notes
+    assert any("the cap of 32768 tokens is above its own cap of 20480 tokens" in note for note in notes)
 
 
 # ------------------------------------------------------------------------------------------------ the command line
@@ -439,10 +420,12 @@ def test_run_prints_a_comparison_and_writes_the_results(
     assert output("run", "x.yaml", "-q", "--seeds", "1", "--out", "o") == "o\n"
 
 
-def test_a_policy_file_beside_the_experiment(
+def test_what_lies_beside_an_experiment_and_a_directory_of_a_shipped_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "pat_vs_static").mkdir()
+    assert load_experiment("pat_vs_static")[0].name == "pat-vs-static"
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "my_idea.py").write_text(
         "import rlsim\n\n\nclass Idea(rlsim.RolloutControl):\n    def initial_tp(self, context):\n        return 8\n"
@@ -466,14 +449,6 @@ def test_public_names() -> None:
         assert getattr(rlsim, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         rlsim.nonsense  # noqa: B018
-
-
-def test_a_shipped_name_is_found_beside_a_directory_of_that_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "pat_vs_static").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert load_experiment("pat_vs_static")[0].name == "pat-vs-static"
 
 
 def test_return_to_the_first_layout_is_charged_where_its_graphs_are_lost() -> None:

@@ -1,7 +1,5 @@
 """Mixtures of experts: who gets which tokens, the fused kernel, and replicas that deal experts to GPUs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -233,9 +233,6 @@ def test_held_out_is_a_fixed_quarter_of_the_keys() -> None:
     assert chosen.sum() == 75
     assert keys[chosen].nunique() == 25
     assert (chosen == held_out(keys)).all()
-
-
-def test_residual_of_known_errors() -> None:
     found = residual([1.1, 0.9, 1.2], [1.0, 1.0, 1.0], {"x": np.array([3.0, 1.0, 2.0])})
     assert (found.count, found.ranges) == (3, {"x": (1.0, 3.0)})
     assert (found.median, found.bias) == (pytest.approx(0.1), pytest.approx(0.1))

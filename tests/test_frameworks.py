@@ -1,7 +1,5 @@
 """Configurations of veRL's asynchronous recipes, NeMo-RL, AReaL and slime as experiments, key by key."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import cases, invoke, sample
 from test_init import SCRIPT, some
+from test_init import given as options
 
 import rlsim
 from rlsim.base.catalogue import data_dir
@@ -43,10 +42,6 @@ from rlsim.sim.request import EngineConfig
 
 #: What makes a made experiment small enough to be run here.
 SMALL = {"workflow.steps": 1, "workflow.prompts": 8, "workflow.warmup": 0, "trace.cap": 128}
-
-
-def options(tmp_path: Path, **more: Any) -> Options:
-    return Options(tmp_path, **{"gpu": "h100", "trace": "rollpacker-math", **more})
 
 
 def system(draft: Draft) -> Any:
@@ -94,34 +89,26 @@ def test_nodes_of_both_sides(tmp_path: Path, training: list[int], rollout: list[
     assert named.data()["cluster"] == cluster
 
 
-def test_asynchronous_keys_without_gpus_of_generation(tmp_path: Path) -> None:
-    text = without(FULLY, "rollout.", "actor_rollout_ref.hybrid_engine", "async_training.")
-    with pytest.raises(ConfigError, match=r"async_training.require_batches, but no GPUs of generation"):
-        verl(tmp_path, "async_training.require_batches=1", text=text)
-
-
 def test_trainers_of_v1(tmp_path: Path) -> None:
-    apart = verl(
-        tmp_path, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=2", "trainer.v1.separate_async.num_warmup_batches=2", text=BOTH,
-    )  # fmt: skip
+    given = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1",
+             "actor_rollout_ref.rollout.n_gpus_per_node=2")  # fmt: skip
+    apart = verl(tmp_path, *given, "trainer.v1.separate_async.num_warmup_batches=2", text=BOTH)
     ahead = {"staleness_threshold": 2.0, "trigger_parameter_sync_step": 4, "per_replica": None}
     assert some(system(apart)[0]["verl_fully_async"], ahead) == ahead
     assert apart.data()["workflow"]["prompts"] == 4 * 8
     assert apart.data()["workflow"]["old_log_probs"] is True  # of v1 this is off: bypass_mode
     runs(apart, tmp_path)
     switch = "trainer.v1.separate_async.hybrid_rollout."
-    lent = verl(
-        tmp_path, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=2", f"{switch}enable_switch=True",
-        f"{switch}switch_threshold_ratio=0.5", text=BOTH,
-    )  # fmt: skip
+    lent = verl(tmp_path, *given, f"{switch}enable_switch=True", f"{switch}switch_threshold_ratio=0.5", text=BOTH)
     assert system(lent)[-1] == {"hybrid_rollout": {"until": 0.5}}
     assert any("adaptive_switch_threshold" in item for item in lent.missing)
     assert check(lent, tmp_path) == ""
     draft = verl(tmp_path, "trainer.v1.trainer_mode=colocate_async", text=TOGETHER)
     assert system(draft) == [{"colocated_async": {"tp": 1, "active": 2}}]
     assert check(draft, tmp_path) == ""
+    text = without(FULLY, "rollout.", "actor_rollout_ref.hybrid_engine", "async_training.")
+    with pytest.raises(ConfigError, match=r"async_training.require_batches, but no GPUs of generation"):
+        verl(tmp_path, "async_training.require_batches=1", text=text)
 
 
 # NeMo-RL --------------------------------------------------------------------------------------------------------------
@@ -183,11 +170,6 @@ def test_allocation_modes(mode: str, generation: Allocation, training: Allocatio
     assert both_sides(mode, "here") == (generation, training, shared)
 
 
-def test_gpus_of_an_allocation() -> None:
-    assert allocation("megatron:d2p2t4e4", "here", TRAINS) == Allocation("megatron", 2, 4, 2, 1, 4)
-    assert allocation("megatron:d2p2t4e4", "here", TRAINS).gpus == 16  # experts take no further ones
-
-
 @pytest.mark.parametrize(
     "text", ["sglang", "sglang:x4", "fsdp:d4", "sglang:d4d2", "sglang:d4t2m2", "sglang:d0", "d4", ""]
 )
@@ -196,6 +178,8 @@ def test_what_is_no_allocation(text: str) -> None:
         allocation(text, "here", GENERATES)
     with pytest.raises(ConfigError, match="expected generation and training"):
         both_sides(text, "here")
+    assert allocation("megatron:d2p2t4e4", "here", TRAINS) == Allocation("megatron", 2, 4, 2, 1, 4)
+    assert allocation("megatron:d2p2t4e4", "here", TRAINS).gpus == 16  # experts take no further ones
 
 
 def test_older_areal(tmp_path: Path) -> None:
@@ -293,7 +277,6 @@ def test_a_gpu_is_described_by_one_that_it_is_like(tmp_path: Path) -> None:
     assert gpu.fp8_flop_per_s == pytest.approx(known.fp8_flop_per_s / 2, rel=1e-3)  # in proportion to bf16
     assert (gpu.sm_count, gpu.l2_bytes) == (known.sm_count, known.l2_bytes)
     inter = loaded.cluster.around([0]).inter
-    assert inter is not None
     assert (inter.bytes_per_s, inter.shared_by_gpus) == (12.5e9, 8)
     calibration, source = loaded.calibrations["mine"], load_calibration("h100-sxm-sglang")
     assert calibration.reference.memory_bytes_per_s == 864e9
@@ -312,6 +295,10 @@ def test_a_network_alone_is_written_out(tmp_path: Path) -> None:
     assert cluster["inter"]["bytes_per_s"] == "25Gb/s"
     options = Options.of(tmp_path, None, "l40s 24GB")
     assert (options.gpu, options.described) == ("l40s", ("l40s-like", "24GB"))
+    with pytest.raises(CatalogueError, match="l40s"):
+        find_cluster("l40s", 2, 8)  # the catalogue knows of no network
+    found = find_cluster("l40s", 2, 8, network=True)
+    assert (found.nodes, found.gpus_per_node, found.gpu.name) == (2, 8, "l40s")
 
 
 # Settings and mistakes ------------------------------------------------------------------------------------------------
@@ -476,10 +463,3 @@ def test_every_row_of_a_mapping_names_settings_facts_and_keys_that_there_are(of:
             assert key in blocks[section].model_fields or (section, key) == ("run", "gradients"), row
         elif section:
             assert key in load_policy(section).model_fields, row
-
-
-def test_a_network_may_be_given_for_nodes_of_which_the_catalogue_knows_none() -> None:
-    with pytest.raises(CatalogueError, match="l40s"):
-        find_cluster("l40s", 2, 8)
-    found = find_cluster("l40s", 2, 8, network=True)
-    assert (found.nodes, found.gpus_per_node, found.gpu.name) == (2, 8, "l40s")

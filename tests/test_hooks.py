@@ -1,7 +1,5 @@
 """Whatever a policy's hooks raise or return amiss ends in one message: the system, the hook, the file and its line."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hostile and careless settings and names: one message, exit code 2, no traceback, nothing obeyed."""
 
-from __future__ import annotations
-
 import math
 import re
 import time
@@ -99,11 +97,8 @@ def test_files_that_are_no_text_of_a_reasonable_size(tmp_path: Path) -> None:
     assert read_yaml(marked) == {"name": "x"}
 
 
-def test_folded_text_is_text() -> None:
+def test_folded_text_and_dates_are_text() -> None:
     assert parse_yaml(">\n  one\n  line\n\n  and one", "x") == "one line\nand one"
-
-
-def test_dates_are_text() -> None:
     assert parse_yaml("[2001-12-14, 2001-13-45]", "x") == ["2001-12-14", "2001-13-45"]
 
 

@@ -1,7 +1,5 @@
 """GPUs of training that generate while it waits: by hand, on real systems, on random ones, and refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -49,15 +47,13 @@ TRAINER = 8
 ONE_AT_A_TIME = RefEngine(1, 1, 8192, False, 0)
 
 
-def steps_of_four(
-    eta: int, control: RolloutControl | None, load_s: float = 2.0, steps: int = 2, there: StubCosts = FAST
-) -> Outcome:
+def steps_of_four(eta: int, control: RolloutControl | None, load_s: float = 2.0, steps: int = 2) -> Outcome:
     """Steps of four responses: training takes 10 s, new weights 2 s, and the trainer's engine gets them in `load_s`."""
     rule = Rule("staleness", eta, weights=Update("interrupt", "keep"))
     sizes = (((8, 5),),)
     work = OpenWorkload(sizes, 4, rule, (10.0,) * steps, (2.0,) * steps, (1,), costs=SLOW, engine=ONE_AT_A_TIME)
     what = work.simulation()
-    hybrid = HybridReplicas([(TRAINER,)], 1, there, load_s, "sync") if control else None
+    hybrid = HybridReplicas([(TRAINER,)], 1, FAST, load_s, "sync") if control else None
     return simulate(dataclasses.replace(what, control=control or RolloutControl(), hybrid=hybrid))
 
 
@@ -101,11 +97,6 @@ def test_weights_that_come_too_late_are_waited_for() -> None:
     assert not on_trainer(outcome, "decode")
 
 
-def test_whoever_gives_nothing_back_is_told_so() -> None:
-    with pytest.raises(PolicyError, match=r"step 0 comes to a halt.*borrowed and not given back"):
-        steps_of_four(1, KeepAlways())
-
-
 class BorrowAnyway(RolloutControl):
     def on_finish(self, view: RolloutView) -> Borrow:
         return Borrow()
@@ -122,6 +113,8 @@ def test_what_a_control_may_not_do_there() -> None:
         simulate(dataclasses.replace(what, control=BorrowAnyway()))
     with pytest.raises(PolicyError, match="node 1 is training's, and keeps its layout"):
         steps_of_four(1, SwitchThere())
+    with pytest.raises(PolicyError, match=r"step 0 comes to a halt.*borrowed and not given back"):
+        steps_of_four(1, KeepAlways())
 
 
 # ---- real systems ---------------------------------------------------------------------------------------------------

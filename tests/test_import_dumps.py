@@ -1,7 +1,5 @@
 """Rollout dumps of RL frameworks: each read from a sample in exactly its project's field names."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """Dumps that are nearly a project's: refused with file, row, what was expected, and the nearest name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -73,13 +71,21 @@ def test_trl_misspelt_column(tmp_path: Path) -> None:
         import_trace(path, tokenizer=tokenizer(tmp_path))
 
 
-def test_layouts_mixed_in_a_folder(tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_folder_names_its_file(tmp_path: Path) -> None:
     jsonl(tmp_path / "d" / "1.jsonl", [ROWS["verl"]])
     jsonl(tmp_path / "d" / "2.jsonl", [ROWS["areal"]])
     with pytest.raises(
         TraceError, match=r"2.jsonl: line 1: no 'input', which every row of veRL's dump of generations has"
     ):
         import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
+    jsonl(tmp_path / "d" / "1.jsonl", [ROWS["verl"]])
+    (tmp_path / "d" / "2.jsonl").write_text("")
+    with pytest.raises(TraceError, match=r"2.jsonl: the file is empty"):
+        import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
+    for step, length in ((1, 5), (2, -5)):
+        jsonl(tmp_path / "d" / f"{step}.jsonl", [ROWS["verl"] | {"step": step, "n": length}])
+    with pytest.raises(TraceError, match=r"d: 2.jsonl: line 1: response_tokens is negative \(got -5\)"):
+        import_trace(tmp_path / "d", columns={"response_tokens": "n"})
 
 
 @cases("import_near_misses", "rows without a length that can be read say the way out")
@@ -88,13 +94,6 @@ def test_rows_without_a_length_that_can_be_read_say_the_way_out(
 ) -> None:
     with pytest.raises(TraceError, match=message):
         import_trace(jsonl(tmp_path / name, rows))
-
-
-def test_a_length_that_cannot_be_names_its_file(tmp_path: Path) -> None:
-    for step, length in ((1, 5), (2, -5)):
-        jsonl(tmp_path / "d" / f"{step}.jsonl", [ROWS["verl"] | {"step": step, "n": length}])
-    with pytest.raises(TraceError, match=r"d: 2.jsonl: line 1: response_tokens is negative \(got -5\)"):
-        import_trace(tmp_path / "d", columns={"response_tokens": "n"})
 
 
 GOOD = json.dumps(ROWS["verl"])
@@ -116,13 +115,6 @@ def test_empty_and_cut_files(tmp_path: Path, name: str, content: str, message: s
     for layout in (None, "verl") if not content else (None,):
         with pytest.raises(TraceError, match=message):
             import_trace(tmp_path / name, tokenizer=tokenizer(tmp_path), format=layout)
-
-
-def test_an_empty_file_in_a_folder(tmp_path: Path) -> None:
-    jsonl(tmp_path / "d" / "1.jsonl", [ROWS["verl"]])
-    (tmp_path / "d" / "2.jsonl").write_text("")
-    with pytest.raises(TraceError, match=r"2.jsonl: the file is empty"):
-        import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
 
 
 def test_folders_and_patterns_without_files(tmp_path: Path) -> None:

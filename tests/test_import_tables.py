@@ -1,7 +1,5 @@
 """Serving traces, tables and distributions of other programs in their own layouts, and what is nearly one of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -62,6 +60,9 @@ def test_bad_lengths_name_the_line(tmp_path: Path) -> None:
     rows = [*MOONCAKE[:2], MOONCAKE[2] | {"output_length": -4}]
     with pytest.raises(TraceError, match="line 3: response_tokens is negative"):
         import_trace(jsonl(tmp_path / "t.jsonl", rows))
+    pd.DataFrame({"prompt_id": [1, 1], "response_tokens": [3, 4]}).to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(TraceError, match=r"no column 'sample_id'.*`rlsim trace import IN OUT` numbers samples"):
+        read_trace(tmp_path / "t.parquet")
 
 
 def test_renamed_columns_and_numbered_samples(tmp_path: Path) -> None:
@@ -83,12 +84,6 @@ def test_lists_of_tokens_are_counted(tmp_path: Path) -> None:
     frame = import_trace(path, columns=columns).frame
     assert frame["response_tokens"].tolist() == [4, 6]
     assert frame["prompt_id"].nunique() == 1
-
-
-def test_a_trace_without_sample_id_hears_of_the_import(tmp_path: Path) -> None:
-    pd.DataFrame({"prompt_id": [1, 1], "response_tokens": [3, 4]}).to_parquet(tmp_path / "t.parquet")
-    with pytest.raises(TraceError, match=r"no column 'sample_id'.*`rlsim trace import IN OUT` numbers samples"):
-        read_trace(tmp_path / "t.parquet")
 
 
 def test_many_rows_without_prompts(tmp_path: Path) -> None:

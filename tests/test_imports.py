@@ -59,9 +59,6 @@ def later():
 def test_no_file_imports_itself_by_way_of_others():
     graph = {name: {other for other in imported(path) if other in modules()} for name, path in modules().items()}
     TopologicalSorter(graph).prepare()  # else an error that names a circle
-
-
-def test_only_the_engine_imports_simpy():
     users = {name for name, path in modules().items() if any(i.split(".")[0] == "simpy" for i in imported(path))}
     assert users
     assert {name for name in users if name.split(".")[1] != "sim"} == set()

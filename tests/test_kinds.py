@@ -1,7 +1,5 @@
 """Clusters of several kinds of GPU: generation on one, training on another, each at its own rates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -61,6 +59,12 @@ def test_gpus_are_numbered_on_from_group_to_group() -> None:
     assert (slow.gpu.name, slow.gpus, slow.node_of(16)) == ("h20", 24, 2)
     assert (fast.intra, fast.inter) == (load_cluster("2x8xh100").intra, load_cluster("2x8xh100").inter)
     assert load_any_cluster(cluster.model_dump(mode="json")) == cluster
+    systems = ["verl", SPLIT, "one_step_off"]
+    given = ("2x8xh100", "h100-vllm"), ("1x8xh100+1x8xh100", "h100-vllm"), ("2x8xh100", KINDS)
+    whole, *others = (run(cluster=cluster, calibration=fits, systems=systems) for cluster, fits in given)
+    for other in others:
+        assert_same(whole, other)
+        assert whole.manifest["lookups"] == other.manifest["lookups"]
 
 
 def test_a_mixed_cluster_is_spelled_out_by_its_groups(tmp_path: Path) -> None:
@@ -103,15 +107,6 @@ def test_what_knows_one_kind_only_says_so(tmp_path: Path) -> None:
 
 
 # Costs ---------------------------------------------------------------------------------------------------------------
-
-
-def test_groups_of_one_kind_are_one_cluster() -> None:
-    systems = ["verl", SPLIT, "one_step_off"]
-    given = ("2x8xh100", "h100-vllm"), ("1x8xh100+1x8xh100", "h100-vllm"), ("2x8xh100", KINDS)
-    whole, *others = (run(cluster=cluster, calibration=fits, systems=systems) for cluster, fits in given)
-    for other in others:
-        assert_same(whole, other)
-        assert whole.manifest["lookups"] == other.manifest["lookups"]
 
 
 def test_each_side_is_as_fast_as_on_a_cluster_of_its_kind() -> None:

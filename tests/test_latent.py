@@ -1,7 +1,5 @@
 """Latent attention: its formula by hand, its fit on made-up and on measured tables."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -55,9 +53,6 @@ def test_decode_by_hand() -> None:
     assert curve.step_s(0) == pytest.approx(launch + kernels(heads).absorb_s(batch))
     multiplied = 2 * heads * 512 * (128 + 128) * batch / (ref.bf16_flop_per_s * 0.7)
     assert kernels(heads).absorb_s(batch) == pytest.approx(2 * base().operators.gemm.launch_s + multiplied)
-
-
-def test_an_fp8_cache_halves_what_is_read() -> None:
     ref, batch = base().reference, 1024
     curve = DecodeCurve(batch, *kernels(1, FIT.model_copy(update={"kv_precision": "fp8"})).decode_curve(batch))
     read = 576 / (ref.memory_bytes_per_s * 0.9)

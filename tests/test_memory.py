@@ -25,14 +25,11 @@ LAYER = LLAMA.layer
 A40 = load_gpu("a40")
 
 
-def test_rollout_weights_by_hand() -> None:
+def test_rollout_weights_and_kv_pages_by_hand() -> None:
     assert rollout_weight_bytes(LLAMA, 1) == LLAMA.weight_bytes == 16_060_522_496
     matrices = 32 * 218_103_808 + 2 * 128_256 * 4096
     norms = 65 * 4096
     assert rollout_weight_bytes(LLAMA, 8) == 2 * (matrices / 8 + norms)
-
-
-def test_kv_pages_by_hand() -> None:
     assert kv_page_bytes(LLAMA, 1, 16) == 131_072 * 16
     assert kv_page_bytes(LLAMA, 8, 16) == 131_072 * 2
     # 2 KV heads on 8 GPUs: each holds one, so all eight together hold each head four times
@@ -90,10 +87,7 @@ def test_each_engines_rule_by_hand() -> None:
         kept = rule.kv_bytes(total, 0.8, weights, working, beside, resident)
         assert kept == pytest.approx(room - fewer[engine])
         assert rule.share_for(kept, total, weights, working, beside, resident) == pytest.approx(0.8)
-
-
-def test_sglang_finds_no_more_kv_than_the_gpu_has() -> None:
-    """Working memory has to fit into the rest of the GPU, and takes from KV where the share leaves none."""
+    # Working memory has to fit into the rest of the GPU, and takes from KV where the share leaves none.
     rule, h100 = engine_memory_of("sglang"), load_gpu("h100-sxm")
     memory = rollout_memory(LLAMA, h100, 1, memory_utilization=1.0, rule=rule)
     left = h100.memory_bytes - memory.weight_bytes - memory.activation_bytes - memory.reserved_bytes

@@ -1,7 +1,5 @@
 """Code that experiments and packages name: told apart before it is called, and its mistakes told as messages."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint

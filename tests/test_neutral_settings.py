@@ -1,7 +1,5 @@
 """Settings that change nothing, each equal to the digit in all tables of results, beside plain experiments."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

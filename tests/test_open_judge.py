@@ -1,7 +1,5 @@
 """One judge for all steps beside a rollout that never stops: each response is judged when it is complete."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Continuous generation in the engine against the token-by-token reference, on random runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -61,6 +61,8 @@ def test_gemm_takes_the_slower_of_compute_and_memory() -> None:
     assert operators().gemm_s(1, 1000, 1000) == pytest.approx(1e-6 + both(40e-6, 4e-6), rel=1e-3)
     # 10,000 blocks on 100 SMs are 100 waves of 4 us, but 2 * (1e7 + 1e5 + 1e8) bytes take 440 us
     assert operators().gemm_s(1000, 100_000, 100) == pytest.approx(1e-6 + both(400e-6, 440.4e-6), rel=1e-3)
+    one, two = operators().gemm_s(1000, 1000, 10_000), operators().gemm_s(1000, 1000, 10_000, groups=2)
+    assert two - 1e-6 == pytest.approx(2 * (one - 1e-6), rel=1e-3)  # 100 blocks each
 
 
 def test_gemm_takes_the_block_for_so_many_rows() -> None:
@@ -72,11 +74,6 @@ def test_gemm_takes_the_block_for_so_many_rows() -> None:
     )
     for rows, which in ((1, 0), (16, 0), (17, 1), (33, 1), (5000, 1)):
         assert both.gemm_s(rows, 1000, 4000) == alone[which].gemm_s(rows, 1000, 4000)
-
-
-def test_grouped_gemm_is_one_gemm_per_group_in_one_launch() -> None:
-    one, two = operators().gemm_s(1000, 1000, 10_000), operators().gemm_s(1000, 1000, 10_000, groups=2)
-    assert two - 1e-6 == pytest.approx(2 * (one - 1e-6), rel=1e-3)  # 100 blocks each
 
 
 def test_decode_attention_is_a_line() -> None:
@@ -170,6 +167,16 @@ def test_prefill_attention_by_hand() -> None:
     # with one head the last block runs alone on one SM: 128 queries x 1000 keys at 1 TFLOP/s x 0.5
     alone = 5e-6 + 4 * 128 * 128_000 / (1e12 * 0.5)
     assert operators().prefill_attention_s([(1000, 0)], 1, 1, 128) == pytest.approx(alone, rel=0.02)
+    # Where FLOPs cost nothing: q and output of 32 heads for each new token, k and v of eight for each in the context,
+    # 128 wide, in bf16.
+    endless = REFERENCE.model_copy(update={"bf16_flop_per_s": 1e20})
+    made = Operators(fits(prefill_attention=attention(memory=1.0)), endless)
+    moved = 1000 * 2 * 32 + 1000 * 2 * 8
+    assert made.prefill_attention_s([(1000, 0)], 32, 8, 128) == pytest.approx(5e-6 + moved * 128 * 2 / 1e12, rel=1e-3)
+    moved = 1000 * 2 * 32 + 5000 * 2 * 8  # the cached tokens' keys and values too
+    assert made.prefill_attention_s([(1000, 4000)], 32, 8, 128) == pytest.approx(
+        5e-6 + moved * 128 * 2 / 1e12, rel=1e-3
+    )
 
 
 def test_look_ups_outside_the_measured_ranges_are_counted() -> None:
@@ -184,9 +191,6 @@ def test_look_ups_outside_the_measured_ranges_are_counted() -> None:
     with pytest.raises(CalibrationError, match=r"'probe' was not measured .* gemm \(1 shapes, e.g. m 17"):
         o.lookups.refuse_extrapolated("probe")
     assert math.isfinite(o.gemm_s(17, 10**6, 10**6))
-
-
-def test_an_output_narrower_than_a_block_is_between_a_launch_and_the_narrowest_measured() -> None:
     ranges = {"m": (1, 16), "n": (256, 4096), "k": (1, 4096)}
     o = Operators(fits(), REFERENCE, {"gemm": Residual(count=1, median=0.0, p90=0.0, bias=0.0, ranges=ranges)})
     o.gemm_s(16, 32, 4096)
@@ -260,19 +264,6 @@ def test_which_look_ups_are_outside() -> None:
     assert counted("gemm", lambda o: o.gemm_s(4, 10, 10, 8), m=(32, 32)) == inside  # rows of all experts together
 
 
-def test_prefill_attention_moves_q_k_v_and_output_by_hand() -> None:
-    """Where FLOPs cost nothing: q and output of 32 heads for each new token, k and v of eight for each in the context,
-    128 wide, in bf16."""
-    endless = REFERENCE.model_copy(update={"bf16_flop_per_s": 1e20})
-    made = Operators(fits(prefill_attention=attention(memory=1.0)), endless)
-    moved = 1000 * 2 * 32 + 1000 * 2 * 8
-    assert made.prefill_attention_s([(1000, 0)], 32, 8, 128) == pytest.approx(5e-6 + moved * 128 * 2 / 1e12, rel=1e-3)
-    moved = 1000 * 2 * 32 + 5000 * 2 * 8  # the cached tokens' keys and values too
-    assert made.prefill_attention_s([(1000, 4000)], 32, 8, 128) == pytest.approx(
-        5e-6 + moved * 128 * 2 / 1e12, rel=1e-3
-    )
-
-
 # DeepGEMM -------------------------------------------------------------------------------------------------------------
 
 H100 = load_calibration("h100-sglang")
@@ -322,12 +313,9 @@ def test_it_takes_the_block_of_the_fewest_estimated_cycles(
             assert count * cycles >= least
 
 
-def test_blocks_share_loads_only_on_an_even_number_of_sms() -> None:
+def test_blocks_share_loads_on_an_even_number_of_sms_and_groups_are_quantised_together() -> None:
     assert any(block.multicast for _, block in blocks_of(4096, 132))
     assert not any(block.multicast for _, block in blocks_of(4096, 131))
-
-
-def test_groups_are_quantised_together_by_the_power_of_two_that_divides_them() -> None:
     assert [quantising_blocks(m, 768) for m in (1, 2, 8, 16, 17)] == [3, 3, 3, 6, 51]
     assert quantising_blocks(4.3, 1024) == quantising_blocks(5, 1024) == 5
 

@@ -1,7 +1,5 @@
 """The parts of a step: what the trainer did, or what it waited for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +71,11 @@ def test_a_synchronous_step_waits_for_one_call_after_the_other() -> None:
     spans += [(call, 1, start + 18, end + 18) for call, _, start, end in spans]
     steps = [[(4, 10, 11), (10, 10, 10.5)], [(28, 28, 29)]]
     assert parts(spans, [18, 36], steps) == [[10, 3, 4, 1, 0]] * 2
-
-
-def test_one_step_off_waits_for_what_is_left_of_generation() -> None:
     spans = [("generate", 0, 0, 10), ("score", 0, 10, 12), ("train", 0, 12, 16), ("push", 0, 16, 17)]
     spans += [("generate", 1, 10, 20), ("score", 1, 20, 22), ("train", 1, 22, 26), ("push", 1, 26, 27)]
     assert parts(spans, [17, 27], [[(10, NONE, NONE)], [(20, NONE, NONE)]]) == [[10, 2, 4, 1, 0], [3, 2, 4, 1, 0]]
+    spans = [("generate", 0, 1, 5), ("train", 0, 7, 9)]
+    assert parts(spans, [10], [[(5, NONE, NONE)]]) == [[4, 0, 2, 0, 4]]
 
 
 def test_at_lag_4_a_trainer_that_never_waits_is_shown_so_but_where_a_sync_waits_for_generation() -> None:
@@ -124,11 +121,6 @@ def test_generation_on_gpus_of_the_trainer_holds_its_own_step_back_and_no_other(
     spans[2] = ("train", 0, 10, 15)  # of the critic: the actor generates already
     found = parts(spans, [15, 23], [[(10, NONE, NONE)], [(20, NONE, NONE)]], trainer=trainer)
     assert found == [[10, 0, 5, 0, 0], [5, 0, 3, 0, 0]]
-
-
-def test_what_runs_nowhere_is_waited_for_by_none() -> None:
-    spans = [("generate", 0, 1, 5), ("train", 0, 7, 9)]
-    assert parts(spans, [10], [[(5, NONE, NONE)]]) == [[4, 0, 2, 0, 4]]
 
 
 # Random runs that overlap ---------------------------------------------------------------------------------------------

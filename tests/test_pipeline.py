@@ -1,7 +1,5 @@
 """Pipelined generation: by hand on a toy cost, and laws on a real one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans where generation is ahead of training: splits of the GPUs, the estimator against the engine, `--lag`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -83,7 +81,6 @@ def test_the_space_has_the_splits_that_an_experiment_runs_and_the_bound_holds_fo
     }
     plans = space_of(given)
     space, found = plans.search("descent", Budget(evaluations=4_000))
-    assert found.least_s is not None
     ran = {}  # by GPUs that generate: seconds, spread as `one_step_off: {tp: 1}` does
     for split in plans.splits():
         every = np.array(list(itertools.product(*(_as_run(split, call.name) for call in split.calls))))

@@ -1,7 +1,5 @@
 """PAT and veRL on real machines of the catalogue."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Who gets which GPUs when, by hand: the pool's order, and replicas that work on samples as they come."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

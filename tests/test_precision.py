@@ -1,7 +1,5 @@
 """Precisions of weights, activations and KV caches: bytes, kernels by hand, refusals, quantised configurations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Real processes: a decoder under tensor parallelism, rollouts against their simulation, and a whole calibration."""
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import contextlib
 import json
 import math

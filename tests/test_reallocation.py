@@ -1,7 +1,5 @@
 """Reallocation and data transfer: by hand, and against plain loops over GPUs."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import defaultdict
@@ -166,12 +164,15 @@ def test_tensor_parallel_degrees_that_do_not_divide_each_other() -> None:
     # Thirds over halves, all received at once by GPU 0 and 1: each needs half of the weights from 4, 5, 6.
     time = Reallocation(model, H100, rates()).time_s(at(4, tp=3), at(0, tp=2))
     assert time == pytest.approx(model.parameters / NVLINK, rel=1e-9)
+    with_cp = Layout.of(0, TrainStrategy(dp=2, cp=2, tp=2, zero_stage=3))
+    assert moved_s(with_cp, at(0, dp=4, tp=2, zero3=True)) == 0.0
+    assert moved_s(with_cp, at(8, dp=4, tp=2)) == moved_s(at(0, dp=4, tp=2, zero3=True), at(8, dp=4, tp=2))
 
 
 # By hand -------------------------------------------------------------------------------------------------------------
 
 
-def test_one_broadcast_inside_a_node() -> None:
+def test_a_piece_is_broadcast_in_a_node_and_crosses_the_network_once() -> None:
     # GPU 0 serves GPUs 4 to 7 in one go; two sources of two each take as long; with TP 2 each has half.
     assert moved_s(at(0), at(4, dp=4)) == pytest.approx(WEIGHTS / NVLINK)
     assert moved_s(at(0, dp=2), at(4, dp=4)) == pytest.approx(WEIGHTS / NVLINK)
@@ -180,9 +181,6 @@ def test_one_broadcast_inside_a_node() -> None:
     assert moved_s(at(0), at(4, tp=4)) == pytest.approx(WEIGHTS / NVLINK)
     # Four GPUs share that work.
     assert moved_s(at(0, dp=4), at(4, tp=4)) == pytest.approx(WEIGHTS / 4 / NVLINK)
-
-
-def test_a_piece_crosses_the_network_once_for_each_node() -> None:
     # Every GPU of node 0 sends its own eighth to node 1, where one GPU of each of the slices is its target.
     assert moved_s(at(0, tp=8), at(8, tp=8)) == pytest.approx(WEIGHTS / 8 / NETWORK)
     # To eight whole copies: every target still receives all, from eight sources one after another.
@@ -200,12 +198,6 @@ def test_stages_by_hand() -> None:
     assert common_bytes(LLAMA, 4, 8).sum() == WEIGHTS
     # Stages 0 and 1 on GPUs 0 and 1 to two other GPUs: side by side; the larger (with the head's norm) decides.
     assert moved_s(at(0, pp=2), at(2, pp=2)) == pytest.approx(2 * (16 * layer + end + 4096) / NVLINK)
-
-
-def test_context_parallel_ranks_hold_the_same_parameters() -> None:
-    with_cp = Layout.of(0, TrainStrategy(dp=2, cp=2, tp=2, zero_stage=3))
-    assert moved_s(with_cp, at(0, dp=4, tp=2, zero3=True)) == 0.0
-    assert moved_s(with_cp, at(8, dp=4, tp=2)) == moved_s(at(0, dp=4, tp=2, zero3=True), at(8, dp=4, tp=2))
 
 
 @pytest.mark.parametrize(

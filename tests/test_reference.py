@@ -7,8 +7,6 @@ With the costs below, on one GPU and in seconds:
 and half of that on two GPUs. All numbers are exact in binary, so the tests compare with ==.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,9 +105,6 @@ def test_a_plain_prefill_batch_keeps_to_the_budget_and_pauses_decoding() -> None
     third = two + 1 + 4 / 8  # the others pause
     assert result.first_token_at == {0: two, 1: two, 2: third}
     assert set(result.finish_at.values()) == {third + 1.75 + 15 / 64}
-
-
-def test_the_first_of_a_prefill_batch_may_have_any_length() -> None:
     result = run([(20, 1), (4, 1)], engine=replace(PLAIN, max_num_batched_tokens=8))
     assert result.finish_at == {0: 1 + 20 / 8, 1: 3.5 + 1 + 4 / 8}
 
@@ -131,6 +126,8 @@ def test_pages_are_rounded_up() -> None:
     first = 1.5 + 1.25 + 5 / 64
     assert result.finish_at[1] == first + (1 + 5 / 8) + (1.25 + 6 / 64)
     assert result.peak_pages == {0: 2}
+    with pytest.raises(ValueError, match="request 1 does not fit"):
+        run([(4, 4), (4, 9)], costs=capacity(12))
 
 
 def test_chunked_prefill_over_two_iterations() -> None:
@@ -176,17 +173,9 @@ def test_preemption_and_recomputation() -> None:
     assert result.first_token_at == {0: 2.0, 1: 2.0}
     assert result.preemptions == {0: 0, 1: 1}
     assert result.peak_pages == {0: 12}
-
-
-def test_a_preempted_request_goes_before_those_that_wait() -> None:
     result = run([(4, 4), (4, 4), (1, 1)], costs=capacity(12), engine=replace(PLAIN, max_num_seqs=2))
     first = 2 + 3 + 22 / 64 + 1.25 + 7 / 64  # as above; request 2 (1 page) would fit, but request 1 is before it
     assert result.finish_at == {0: first, 1: first + 1 + 8 / 8, 2: first + 1 + 8 / 8}  # prefilled together, 7 + 1
-
-
-def test_a_request_that_cannot_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="request 1 does not fit"):
-        run([(4, 4), (4, 9)], costs=capacity(12))
 
 
 # ---------------------------------------------------------------------------------------------- several replicas
@@ -225,9 +214,6 @@ def test_a_switch_with_migration() -> None:
     assert result.finish_at == {0: T0, 1: T1 + switch + 0.5 * (3 * 1.25 + (10 + 11 + 12) / 64)}
     assert result.busy_s == {(0,): T0, (1,): T1, (0, 1): 0.5 * (3.75 + 33 / 64)}
     assert result.peak_pages == {0: 5, 1: 9, 2: 12}
-
-
-def test_a_switch_with_recomputation() -> None:
     result = run(PAIR, gpus=2, control=At({1: Reconfigure(0, 2, "recompute")}))
     start = T1 + 1 / 2 + 1 / 4 + 2
     assert result.finish_at[1] == start + 0.5 * ((1 + 10 / 8) + 2 * 1.25 + (11 + 12) / 64)
@@ -273,15 +259,12 @@ M0 = 3.5 + 10 / 64
 M1 = 4.5 + 19 / 64
 
 
-def test_migration_with_kv() -> None:
+def test_migration_with_and_without_kv() -> None:
     result = run(TRIPLE, gpus=2, control=At({1: Migrate((1,), 1)}))
     assert M0 + 1 / 4 + 6 / 8 < M1  # arrived in time for this boundary
     together = M1 + 1.5 + (11 + 6) / 64
     assert result.finish_at == {0: M0, 2: together, 1: together + 3 * 1.25 + (7 + 8 + 9) / 64}
     assert result.busy_s[0,] == M0
-
-
-def test_migration_without_kv() -> None:
     result = run(TRIPLE, gpus=2, control=At({1: Migrate((1,), 1, "recompute")}))
     together = M1 + (1 + 6 / 8) + 1.5 + (11 + 7) / 64
     assert result.finish_at == {0: M0, 2: together, 1: together + 2 * 1.25 + (8 + 9) / 64}
@@ -334,14 +317,11 @@ def test_a_node_with_nothing_left_does_not_switch() -> None:
     assert result.end_at == T1
 
 
-def test_abort() -> None:
+def test_abort_and_stop() -> None:
     result = run(PAIR, gpus=2, control=At({1: Abort((1,))}))
     assert (result.finished, result.aborted, result.unfinished) == ({0}, {1}, set())
     assert result.end_at == T1
     assert result.generated == {0: 2, 1: 2}
-
-
-def test_stop() -> None:
     result = run(PAIR, gpus=2, control=At({1: Stop()}))
     assert (result.finished, result.aborted, result.unfinished) == ({0}, set(), {1})
     assert result.end_at == T1

@@ -1,7 +1,5 @@
 """Experiments of parts that do not go together: each is refused with the reason, by an error of its kind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every way out that a message about memory names makes the experiment fit, as named; and the worst that can meet."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

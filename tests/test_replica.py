@@ -1,7 +1,5 @@
 """A replica alone, and the sequences that it decodes together."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Generator
 

@@ -1,7 +1,5 @@
 """The report: figures that agree with the results, and a page on which a browser draws every chart."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import re
@@ -26,7 +24,7 @@ from rlsim.results.comparison.verdict import judge
 from rlsim.results.report.chosen_run import choose
 from rlsim.results.report.gantt import MOST_MARKS, gantt
 from rlsim.results.report.method import cases_sentence, findings
-from rlsim.results.report.page import Figure, setups_of
+from rlsim.results.report.page import setups_of
 from rlsim.results.report.shares import batch_parts, gpu_shares, step_section
 from rlsim.results.report.speedups import speedups
 from rlsim.results.report.staleness import beaten, continuous, frontier, queue_lengths, spread
@@ -190,7 +188,6 @@ def test_shares_of_gpu_time_and_parts_of_a_step_agree_with_the_summary(
 
 def test_the_caption_of_a_batch_says_when_it_is_the_step_time(result: Result) -> None:
     (figure, *_) = step_section(result, setups_of(result.manifest)).blocks
-    assert isinstance(figure, Figure)
     assert "This is the step time; for systems that train on another number of responses it is scaled" in figure.caption
 
 
@@ -254,21 +251,16 @@ def test_a_system_equal_to_the_baseline_is_not_the_runner_up() -> None:
     found = [judge(rows[:count], "a").runner_up for count in (3, 2, 1)]
     assert [one and one.system for one in found] == ["b", "a again", None]
     assert judge(rows, "a").sentences()[0].endswith(" a again is as fast as a.")
-
-
-def test_the_fastest_is_the_one_of_the_largest_speedup() -> None:
-    """Over all seeds together b trains on less per second than the baseline and c, in most seeds on more."""
+    # Over all seeds together b trains on less per second than the baseline and c, in most seeds on more.
     rows = summary_of(("a", 2.1, 1.0, 1.0, 1.0), ("c", 2.2, 0.9, 0.8, 0.95), ("b", 2.0, 1.2, 1.1, 1.3))
     assert judge(rows, "a").sentences()[0].startswith("b is the fastest: 1.20 times the responses per second of a (95%")
     first = judge(rows.assign(speedup=NAN), "a").first
-    assert first is not None
     assert first.system == "c"
 
 
 def test_findings_name_the_fastest_system_and_the_error_of_the_calibration(judged: Result) -> None:
     text = " ".join(findings(judged))
     best = judge(judged.summary(), str(judged.manifest["baseline"])).first
-    assert best is not None
     assert f"{best.system} " in text
     assert "not measured on h800-sxm" in text
     residuals = judged.manifest["calibration"]["residuals"]
@@ -420,6 +412,8 @@ def test_the_frontier_is_what_the_summary_says(stale: Result) -> None:
     assert not rows.loc["areal-eta0", "best"]  # verl is faster and no staler
     rivals = rows[rows["comparable"]]
     assert rivals.loc[rivals["rate"].idxmax(), "best"]
+    rates = pd.DataFrame({"rate": [1.0, 1.001, 2.0, 1.9], "staleness": [0.0, 0.0, 1.0, 1.5]})
+    assert [beaten(rates, row) for _, row in rates.iterrows()] == [False, False, False, True]
 
 
 def test_what_is_not_comparable_yet_beats_nobody(stale: Result, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,11 +425,6 @@ def test_what_is_not_comparable_yet_beats_nobody(stale: Result, monkeypatch: pyt
     assert not rows.loc[fastest, ["best", "comparable"]].any()
     others = rows.drop(index=fastest)
     assert others.loc[others["rate"].idxmax(), "best"]
-
-
-def test_systems_that_are_equal_do_not_beat_each_other() -> None:
-    rates = pd.DataFrame({"rate": [1.0, 1.001, 2.0, 1.9], "staleness": [0.0, 0.0, 1.0, 1.5]})
-    assert [beaten(rates, row) for _, row in rates.iterrows()] == [False, False, False, True]
 
 
 def test_queues_are_those_of_the_engine(stale: Result) -> None:

@@ -1,7 +1,5 @@
 """The tables behind a report's charts, against figures computed by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +128,6 @@ def test_generation_counts_from_its_begin() -> None:
         switches=table("switches", RUN | {"at": 3.0, "from_tp": 2, "to_tp": 4, "weights_s": 0.5, "kv_s": 0.25}),
     )
     shown = generation(one, CHOICE, "a", moments=5)
-    assert shown is not None
     assert shown.duration_s == 4.0
     assert shown.sequences["at_s"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert shown.sequences["active"].tolist() == [2, 2, 1, 1, 0]
@@ -228,6 +225,10 @@ def test_slices_and_best_systems_of_a_sweep() -> None:
     found = sweep_findings(points({"cap": [1, 2, 3]}), ["cap"], "verl")
     assert found[0] == "Best mean at 3 points: verl in 2, other in 1."
     assert found[1] == "The largest speedup over verl is 1.20: other at cap 3."
+    found = sweep_findings(points({"cap": [3]}).drop(columns="cap"), [], "verl")
+    assert found[0] == "Best mean at 1 point: verl in 1."
+    assert found[1].startswith("The largest speedup over verl is ")
+    assert found[1].endswith(": pat.")
 
 
 def test_what_puts_prompts_off_is_best_at_no_point_of_a_sweep() -> None:
@@ -273,13 +274,6 @@ def test_labels_that_do_not_fit_beside_each_other_are_turned() -> None:
     assert label_angle(["1,024", "2,048"], 120) == 0
     assert label_angle(["calibrations/mine-1.yaml", "calibrations/mine-2.yaml"], 300) == -40
     assert label_angle([f"{i}" for i in range(30)], 300) == -40
-
-
-def test_findings_of_a_sweep_without_axes() -> None:
-    found = sweep_findings(points({"cap": [3]}).drop(columns="cap"), [], "verl")
-    assert found[0] == "Best mean at 1 point: verl in 1."
-    assert found[1].startswith("The largest speedup over verl is ")
-    assert found[1].endswith(": pat.")
 
 
 def dots() -> pd.DataFrame:

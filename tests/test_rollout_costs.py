@@ -1,7 +1,5 @@
 """Prices of a rollout's switches and KV transfers, worked out by hand from made-up rates of round numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -61,14 +59,12 @@ def test_a_switch_by_hand() -> None:
     assert cost.graph_s == pytest.approx(0.03)
     assert cost.control_s == pytest.approx(0.3)
     assert cost.total_s == pytest.approx(cost.kv_s + cost.weights_s + 0.33)
-
-
-def test_a_switch_to_a_smaller_degree() -> None:
     # TP8 to TP2: one group of eight, a rank holds an eighth of all; seven requests on four replicas, two each
     cost = costs().switch(8, 8, 2, [8000], 7, "migrate", first_use=False)
     assert cost.kv_s == pytest.approx(8000 * KV_BYTES / 8 / 1e9)
     assert cost.weights_s == pytest.approx(WEIGHT_BYTES * 7 / 8 / 2e9)
     assert cost.graph_s == pytest.approx(0.02)
+    assert costs().switch(8, 1, 8, [], 0, "recompute", first_use=True).control_s == pytest.approx(5.3)
 
 
 def test_a_switch_by_other_ways() -> None:
@@ -89,37 +85,29 @@ def test_a_switch_by_other_ways() -> None:
     assert plain.pool_bytes == made.memory(4).kv_bytes - made.memory(2).kv_bytes == pytest.approx(3.37e9, rel=0.01)
 
 
-def test_communication_groups_are_made_at_their_first_use() -> None:
-    assert costs().switch(8, 1, 8, [], 0, "recompute", first_use=True).control_s == pytest.approx(5.3)
-
-
-def test_kv_transfer_inside_a_node_at_the_measured_rate() -> None:
+def test_kv_transfer_inside_a_node_with_and_without_a_measured_rate() -> None:
     # Between TP2 and TP4 two ranks send, each half of the heads.
     link = load_cluster("2x8xh100").intra
     for from_tp, to_tp in ((2, 4), (4, 2)):
         time = costs().transfer_s([500, 1500], from_tp, to_tp, same_node=True)
         assert time == pytest.approx(link.latency_s + 2000 * KV_BYTES / 2 / 1e9)
+    # As NCCL's send and receive: in an all-gather between two GPUs each sends half of the tensor.
+    costs_ = costs(migrate_bytes_per_s=None)
+    fit = load_calibration("h100-vllm").collectives.nccl["all_gather"][2]
+    size, time = fit.message_bytes[-1], fit.time_s[-1]
+    tokens = 8 * size / 2 / KV_BYTES  # of which a rank of TP8 sends half the message of the last measurement
+    assert costs_.transfer_s([tokens], 8, 8, same_node=True) == pytest.approx(time)  # type: ignore[list-item]
 
 
 def test_kv_transfer_across_nodes_takes_the_network() -> None:
     """As a send of NCCL: at the link's rate or less, and no faster than twice as many bytes."""
     link = load_cluster("2x8xh100").inter
-    assert link is not None
     time = costs().transfer_s([500, 1500], 2, 4, same_node=False)
     calibration = load_calibration("h100-vllm")
     collectives = Collectives(calibration.collectives, calibration.reference, load_cluster("2x8xh100"))
     assert time == pytest.approx(collectives.time_s("send_recv", 2000 * KV_BYTES / 2, 2, nodes=2))
     assert time > link.latency_s + 2000 * KV_BYTES / 2 / link.bytes_per_s
     assert costs().transfer_s([], 2, 4, same_node=False) == 0.0
-
-
-def test_kv_transfer_inside_a_node_without_a_measured_rate() -> None:
-    """As NCCL's send and receive: in an all-gather between two GPUs each sends half of the tensor."""
-    costs_ = costs(migrate_bytes_per_s=None)
-    fit = load_calibration("h100-vllm").collectives.nccl["all_gather"][2]
-    size, time = fit.message_bytes[-1], fit.time_s[-1]
-    tokens = 8 * size / 2 / KV_BYTES  # of which a rank of TP8 sends half the message of the last measurement
-    assert costs_.transfer_s([tokens], 8, 8, same_node=True) == pytest.approx(time)  # type: ignore[list-item]
 
 
 def test_degrees_that_hold_a_response() -> None:
@@ -176,18 +164,11 @@ def test_kv_migration() -> None:
 
 def test_kv_send_shares_a_port() -> None:
     a40, h100 = load_cluster("2x8xa40").inter, load_cluster("2x8xh100").inter
-    assert a40 is not None
-    assert h100 is not None
     # 1,000 tokens, 131,072,000 bytes: one 12.5 GB/s port for the node, or one 50 GB/s port per GPU
     for tp in (1, 2, 8):
         assert kv_send_s(LLAMA, a40, 1000, tp) == pytest.approx(131_072_000 / 12.5e9, rel=1e-3)
         assert kv_send_s(LLAMA, h100, 1000, tp) == pytest.approx(131_072_000 / tp / 50e9, rel=1e-2)
     assert kv_send_s(LLAMA, h100, 0, 1) == 0.0
-
-
-def test_rms_context() -> None:
-    assert rms_context_tokens([3.0, 4.0]) == pytest.approx(math.sqrt(12.5))
-    assert rms_context_tokens([]) == 0.0
 
 
 def test_captured_batch_sizes() -> None:
@@ -197,6 +178,8 @@ def test_captured_batch_sizes() -> None:
     assert captured_batch_sizes(9, sizes) == (1, 2, 4, 8, 12)
     assert captured_batch_sizes(1000, sizes)[-1] == 160
     assert captured_batch_sizes(3, sizes=(1, 16, 32)) == (1, 16)
+    assert rms_context_tokens([3.0, 4.0]) == pytest.approx(math.sqrt(12.5))
+    assert rms_context_tokens([]) == 0.0
 
 
 def test_peak_memory_of_a_switch_against_pat() -> None:

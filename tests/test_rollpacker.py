@@ -1,7 +1,5 @@
 """Systems of many parts on a real machine, from YAML to tables: nothing is lost, doubled, or held by two at once."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any
@@ -192,8 +190,6 @@ def test_a_resident_judge_takes_memory_from_training_and_training_from_the_judge
     joined = Simulator(LoadedExperiment.of(loaded, folder, shown)).placed().judge
     loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=apart"])
     alone = Simulator(LoadedExperiment.of(loaded, folder, shown)).placed().judge
-    assert joined is not None
-    assert alone is not None
     assert 0 < joined.capacity_pages < 0.95 * alone.capacity_pages  # optimizer states stay
 
 

@@ -1,7 +1,5 @@
 """Files of `torch.save` are read without running anything that they name."""
 
-from __future__ import annotations
-
 import builtins
 import collections
 import os
@@ -71,18 +69,6 @@ def test_plain_values_come_through(tmp_path: Path) -> None:
     plain = {"a": [1, 2.5, None, True, "ü", b"bytes"], "b": {"c": (1, {2})}, "d": collections.OrderedDict(x=1)}
     for protocol in (2, 4, 5):
         assert load_torch(pt_file(tmp_path / "0.pt", pickle.dumps(plain, protocol=protocol))) == plain
-
-
-@pytest.mark.parametrize("keep", [0, 10, 200, 0.9])
-def test_cut_files(tmp_path: Path, keep: float) -> None:
-    path = slime(tmp_path / "0.pt", 0, [slime_sample(i, "q", 3, 4) for i in range(4)])
-    data = path.read_bytes()
-    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    with pytest.raises(TraceError, match=r"0\.pt: .*(not a readable file of torch.save|empty)"):
-        import_trace(path)
-
-
-def test_a_damaged_pickle_and_another_archive(tmp_path: Path) -> None:
     pickled = pickle.dumps({"rollout_id": 0, "samples": []}, protocol=2)
     with pytest.raises(TraceError, match="cannot be read"):
         load_torch(pt_file(tmp_path / "0.pt", pickled[:-5]))
@@ -94,3 +80,12 @@ def test_a_damaged_pickle_and_another_archive(tmp_path: Path) -> None:
         archive.writestr("readme.txt", "hello")
     with pytest.raises(TraceError, match=r"holds no data\.pkl"):
         load_torch(tmp_path / "z.pt")
+
+
+@pytest.mark.parametrize("keep", [0, 10, 200, 0.9])
+def test_cut_files(tmp_path: Path, keep: float) -> None:
+    path = slime(tmp_path / "0.pt", 0, [slime_sample(i, "q", 3, 4) for i in range(4)])
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(TraceError, match=r"0\.pt: .*(not a readable file of torch.save|empty)"):
+        import_trace(path)

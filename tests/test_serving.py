@@ -1,7 +1,5 @@
 """Part `serving` of the validation: the closed loop by hand, host time beside and after the GPU, reading the runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -112,6 +112,9 @@ def test_what_grows_in_one_seed_and_falls_in_another_is_chance() -> None:
     assert held_back(grows) == pytest.approx(0.05)
     both = pd.concat([grows, falls.assign(seed=1)])
     assert (held_back(both), unsteady(both)) == (0.0, "")
+    drifts = steps(step_time_s=lambda i: 9.0 + i, block=lambda i: i)
+    assert luck(drifts) > KNOWN
+    assert [*luck_note(drifts)] == []
 
 
 @pytest.mark.parametrize(
@@ -141,12 +144,6 @@ def test_few_steps_are_marked_by_how_far_they_differ(
     assert bool(said) == bool([*luck_note(own)])
     twice = pd.concat([own, own.assign(seed=1)])
     assert half_width(twice, "step_time_s") < half_width(own, "step_time_s") or not share > 0
-
-
-def test_what_drifts_is_marked_for_that_alone() -> None:
-    drifts = steps(step_time_s=lambda i: 9.0 + i, block=lambda i: i)
-    assert luck(drifts) > KNOWN
-    assert [*luck_note(drifts)] == []
 
 
 def first_of(steps: pd.DataFrame, count: int) -> pd.DataFrame:

@@ -86,14 +86,6 @@ def test_impossible_layouts_are_one_clear_message() -> None:
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128), (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-def test_a_noisy_profile_is_never_negative() -> None:
-    curve = DecodeCurve(1, [0.0, 100.0], [0.01, 0.02])
-    steep = ProfileStep(1, [curve], [64, 128], [8, 24], [[0.01, 0.05], [0.05, 0.2]])
-    assert steep.prefill_s([Chunk(8, 0)]) == pytest.approx(0.01 * 8 / 64)  # the slope would lead below zero
-    falling = ProfileStep(1, [curve], [64, 128], [8, 24], [[0.06, 0.05], [0.05, 0.02]])
-    assert falling.prefill_s([Chunk(24, 0)] * 40) == pytest.approx(0.02)  # no less than at 128
-
-
 def test_profile_returns_what_was_sampled() -> None:
     step = roofline(2)
     profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=256 * 1024)
@@ -105,6 +97,10 @@ def test_profile_returns_what_was_sampled() -> None:
     assert profile.prefill_s([Chunk(2048, 0)]) == pytest.approx(step.prefill_s([Chunk(2048, 0)]))
     assert profile.tp == 2
     assert profile.skew == step.skew
+    step = roofline(2)
+    profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=512 * 1024)
+    want = step.mixed_s(32, 32 * 2048, [Chunk(992, 0)])
+    assert profile.mixed_s(32, 32 * 2048, [Chunk(992, 0)]) == pytest.approx(want, rel=0.2)
 
 
 def test_profile_blends_neighbouring_batches_at_the_same_total() -> None:
@@ -113,6 +109,11 @@ def test_profile_blends_neighbouring_batches_at_the_same_total() -> None:
     assert profile.decode(3).step_s(50) == pytest.approx((1.5 + 2.5) / 2)
     assert profile.decode(3).step_s(200) == pytest.approx((3.0 + 10.0) / 2)
     assert profile.decode(6).step_s(0) == pytest.approx(3.0)  # the slope along the batch goes on
+    curve = DecodeCurve(1, [0.0, 100.0], [0.01, 0.02])
+    steep = ProfileStep(1, [curve], [64, 128], [8, 24], [[0.01, 0.05], [0.05, 0.2]])
+    assert steep.prefill_s([Chunk(8, 0)]) == pytest.approx(0.01 * 8 / 64)  # the slope would lead below zero
+    falling = ProfileStep(1, [curve], [64, 128], [8, 24], [[0.06, 0.05], [0.05, 0.02]])
+    assert falling.prefill_s([Chunk(24, 0)] * 40) == pytest.approx(0.02)  # no less than at 128
 
 
 def test_a_profile_beyond_its_batches_takes_no_smaller_share_and_no_less_time() -> None:
@@ -152,6 +153,8 @@ def test_steps_below_the_first_knot_follow_the_first_slope() -> None:
     assert curve.steps_s(95, 4) == pytest.approx(0.95 + 0.98 + 1.01 + 1.04)
     assert curve.steps_s(197, 3) == pytest.approx(1.97 + 2.0 + 2.09)
     assert curve.steps_s(400, 2) == pytest.approx(8.0 + 8.09)
+    curve = rising(2, [100.0, 200.0], [0.1, 1.0])
+    assert [curve.step_s(tokens) for tokens in (0, 50, 100, 150)] == pytest.approx([0.0, 0.05, 0.1, 0.55])
 
 
 def test_profile_prefill_between_the_nearest_points_of_many() -> None:
@@ -163,24 +166,9 @@ def test_profile_prefill_between_the_nearest_points_of_many() -> None:
     assert profile.prefill_s([Chunk(400, 0)] * 5) == 10.0 + 4.0
     # beyond the last points their slopes go on: 50 s and 5 s for as much more as there is between the last two
     assert profile.prefill_s([Chunk(1000, 0)] * 12) == pytest.approx(90 + 50 + 9 + 5 / 2)
-
-
-def test_a_profile_of_one_prefill_is_no_slower_for_less_and_no_faster_for_more() -> None:
     profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], [100], [100], [[0.5]])
     assert [profile.prefill_s([Chunk(100, 0)] * n) for n in (1, 2, 9)] == [0.5] * 3
     assert profile.prefill_s([Chunk(50, 50)]) <= 0.5
-
-
-def test_a_measured_curve_never_falls_below_zero_towards_no_context() -> None:
-    curve = rising(2, [100.0, 200.0], [0.1, 1.0])
-    assert [curve.step_s(tokens) for tokens in (0, 50, 100, 150)] == pytest.approx([0.0, 0.05, 0.1, 0.55])
-
-
-def test_profile_mixed_adds_the_contexts_of_the_decodes() -> None:
-    step = roofline(2)
-    profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=512 * 1024)
-    want = step.mixed_s(32, 32 * 2048, [Chunk(992, 0)])
-    assert profile.mixed_s(32, 32 * 2048, [Chunk(992, 0)]) == pytest.approx(want, rel=0.2)
 
 
 def test_profile_mistakes() -> None:

@@ -1,7 +1,5 @@
 """Experiments of measured steps: what recipes and tables say, and lengths of a stated mean."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from conftest import TINY
@@ -88,5 +86,4 @@ def test_a_plans_own_budget_of_a_log_prob_call_holds() -> None:
         loaded = LoadedExperiment.of(*load_experiment(experiment)[::2])
         system = parse_systems(loaded.experiment.systems)[0].make()
         strategy = Simulator(loaded).placed(system).plan.of("old_log_prob").strategy
-        assert strategy is not None
         assert strategy.budget(backward=False) == budget

@@ -1,7 +1,5 @@
 """The contract checker: every registered policy passes, and policies that break it do not."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

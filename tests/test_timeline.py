@@ -1,7 +1,5 @@
 """Timelines: the file is what viewers expect, and shows what the results say."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -125,8 +123,6 @@ def test_a_run_with_switches(pat: Path, tmp_path: Path) -> None:
     assert len(trace.flows) == moved > 0
     for flow in trace.flows.values():
         source, target = (trace.at(end["tid"], end["ts"]) for end in (flow["s"], flow["f"]))
-        assert source is not None
-        assert target is not None
         assert source.name.split()[1] == target.name.split()[1]  # the same response
         assert target.name.startswith("paused")  # while its node switches
         assert source.args["tp"] != target.args["tp"]
@@ -206,8 +202,6 @@ def test_responses_that_go_on_in_a_later_step(oppo: rlsim.Result, tmp_path: Path
     for flow in trace.flows.values():
         assert flow["s"]["name"] == "resumed"
         source, target = (trace.at(end["tid"], end["ts"]) for end in (flow["s"], flow["f"]))
-        assert source is not None
-        assert target is not None
         assert target.args["step"] == source.args["step"] + 1
         # It comes with the tokens it had; before its prefill it has no more.
         assert target.args["context"] == source.args["context"]
@@ -235,9 +229,6 @@ def test_what_is_not_named_is_the_first(pat: Path, tmp_path: Path) -> None:
     assert Trace(tmp_path / "a.json").slices == Trace(tmp_path / "c.json.gz").slices
     without = written(pat, tmp_path, requests=False)
     assert set(without.groups.values()) == {"verl-tp2 · seed 0", "node 0"}
-
-
-def test_steps_are_chosen(pat: Path, tmp_path: Path) -> None:
     both = written(pat, tmp_path, system="pat")
     one = written(pat, tmp_path, system="pat", steps=[1])
     assert {s.args["step"] for track in one.slices.values() for s in track if "step" in s.args} == {1}

@@ -1,7 +1,5 @@
 """The command group `rlsim trace`, and the numbers and chart of `describe`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The schema of a trace: what is read, what is refused and with which words, and that writing is exact."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -81,9 +79,6 @@ def test_missing_column_names_the_nearest(tmp_path: Path) -> None:
     frame = GOOD.rename(columns={"response_tokens": "output_tokens"})
     with pytest.raises(TraceError, match=r"no column 'response_tokens'.*--column response_tokens=output_tokens"):
         read_trace(written(tmp_path / "t.csv", frame))
-
-
-def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no such file"):
         read_trace(tmp_path / "none.parquet")
     with pytest.raises(TraceError, match="is a folder"):

@@ -1,7 +1,5 @@
 """Fitting: what is known is found again, the cap counts as censoring, and real traces are described well."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -78,9 +76,6 @@ def test_both_below_against_scipy() -> None:
     for x, y, r in [(0.3, -1.0, 0.5), (2.0, 1.5, 0.9), (-1.0, -1.2, 0.0), (0.5, 0.5, 0.98)]:
         expected = multivariate_normal.cdf([x, y], cov=[[1, r], [r, 1]])
         assert both_below(x, y, r) == pytest.approx(float(expected), abs=1e-5)
-
-
-def test_quantile_inverts_the_distribution_and_the_mean_is_right() -> None:
     p = np.array([0.001, 0.05, 0.5, 0.9, 0.9999])
     assert np.allclose(TWO.cdf(TWO.quantile(p)), p, atol=1e-9)
     assert mixture([1.0], [np.log(100)], [0.5]).mean() == pytest.approx(100 * np.exp(0.125))
@@ -106,9 +101,6 @@ def test_too_little_to_fit() -> None:
     )
     with pytest.raises(TraceError, match="of different lengths"):
         fit_trace(same)
-
-
-def test_single_samples_say_nothing_about_prompts() -> None:
     fit = fit_trace(drawn(TWO, 3000, 1, cap=None))
     assert fit.model.icc() == pytest.approx(0, abs=1e-12)
     assert fit.goodness.icc_trace is None

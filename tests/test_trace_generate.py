@@ -1,7 +1,5 @@
 """Generation: facts are met or nothing is written; groups; growth; shipped traces follow from their recipes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +68,6 @@ def test_facts_groups_and_seed() -> None:
     assert icc_log(trace.response_tokens, codes) == pytest.approx(0.7, abs=0.03)
     clustered, shuffled = straggling_groups(trace.response_tokens, codes, 12_000)
     assert 1.3 < shuffled / clustered < 2.8
-    assert trace.meta.recipe is not None
     again = generate(validate(trace.meta.recipe, Recipe))
     assert again.digest() == trace.digest()
     assert generate(recipe(seed=4)).digest() != trace.digest()
@@ -84,7 +81,6 @@ def test_growth_by_factors_and_by_a_curve() -> None:
     curve = {"curve": [{"step": 0, "mean_tokens": 100}, {"step": 40, "mean_tokens": 500}], "steps_per_epoch": 10,
              "epochs": 3}  # fmt: skip
     grown = recipe(growth=curve)
-    assert grown.growth is not None
     assert grown.growth.per_epoch() == pytest.approx([1, 250 / 150, 350 / 150])
     prompt = trace.frame.assign(log=np.log(trace.response_tokens)).groupby(["epoch", "prompt_id"])["log"].mean()
     assert np.corrcoef(prompt[0], prompt[1])[0, 1] > 0.8  # a long prompt stays long
@@ -145,7 +141,6 @@ def test_deepscaler_trace_can_be_cut_at_every_published_cap() -> None:
     assert (tokens > 16384).mean() == pytest.approx(0.0218, abs=2e-4)
     assert (tokens > 24576).sum() > 100
     within = within_sd_log(tokens, trace.prompt_codes()[0])
-    assert within is not None
     assert 0.33 <= within <= 0.59  # real groups: 0.33 to 0.42, and 0.587 where lengths spread as widely as here
 
 

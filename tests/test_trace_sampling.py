@@ -1,7 +1,5 @@
 """Properties of the step sampler, on random traces."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,7 +1,5 @@
 """Expert parallelism in training: memory, FLOPs, all-to-alls and reductions worked out by hand; every attention."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +94,6 @@ def test_a_plan_says_it_too_and_is_written_back() -> None:
     graph = Workflow("training", (Call("train", "train", "actor"),), ())
     written = ExplicitPlan.of(placed, graph).calls["train"]
     assert (written.tp, written.ep, written.expert_tp, written.dp) == (2, 8, 2, 16)
-
-
-def test_what_does_not_fit_is_told_of_expert_parallelism() -> None:
     with pytest.raises(CapacityError, match=r"it fits with .*training\.ep=4"):
         run(experiment(recompute="none", micro_batch_tokens=4096, zero_stage=1))
 

@@ -1,8 +1,7 @@
 """`rlsim tune`: the space is what frameworks read, what it finds is what arithmetic says, and its answer repeats."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +59,12 @@ def own(folder: Path, **changed: Any) -> Configuration:
     return Configuration("", (str(folder / "own.yaml"),), Options(folder))
 
 
+def all_but(configuration: Configuration, *names: str, allow: Sequence[str] = ()) -> list[str]:
+    """The settings of a configuration that may be tuned, without these."""
+    loaded = LoadedExperiment.of(configuration.experiment({}), configuration.options.folder)
+    return [axis.name for axis in axes_of(loaded, allow) if axis.name not in names]
+
+
 @pytest.mark.parametrize(
     ("framework", "of"), [("veRL", "verl"), ("NeMo-RL", "nemo"), ("AReaL", "areal"), ("slime", "slime")]
 )
@@ -68,15 +73,12 @@ def test_what_is_tuned_is_what_the_framework_reads(framework: str, of: str) -> N
              names(table).values() for key in keys}  # fmt: skip
     rows = plain(read_yaml(data_dir("frameworks") / "space.yaml"))[framework]
     asked = {key for row in rows for key in (row.get("set") or [row["key"]])}
-    unread = {key for key in asked - known if not any(key in text for text in _sources(of))}
+    folder = Path(rlsim.__file__).parent / "frameworks"
+    sources = [*(folder / of).glob("*.py"), *folder.glob("*.py"), *(folder.parent / "data").glob("*.csv")]
+    read = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    unread = {key for key in asked - known if key not in read}
     assert unread == set()
     assert {row.get("alters", "") for row in rows} <= {"", *ALTERS}
-
-
-def _sources(of: str) -> list[str]:
-    folder = Path(rlsim.__file__).parent / "frameworks"
-    texts = [path.read_text(encoding="utf-8") for path in [*(folder / of).glob("*.py"), *folder.glob("*.py")]]
-    return [*texts, *(path.read_text(encoding="utf-8") for path in (folder.parent / "data").glob("*.csv"))]
 
 
 def test_axes_keep_what_is_kept_and_alter_what_is_allowed() -> None:
@@ -115,12 +117,12 @@ def test_a_trial_is_what_the_experiment_of_the_changed_configuration_gives() -> 
     assert found.means["step_time_s"] == row["step_time_s"]
 
 
-def long_tail(folder: Path) -> dict[str, Any]:
-    """A trace of one long response among 31 short ones in each group."""
-    rows = "\n".join(f"{prompt},40,{4000 if sample == 0 else 16}" for prompt in range(4) for sample in range(32))
-    (folder / "tail.csv").write_text(f"prompt_id,prompt_tokens,response_tokens\n{rows}\n")
-    write_trace(import_trace(folder / "tail.csv", cap_tokens=4096), folder / "tail.parquet")
-    return {"path": "tail.parquet", "cap": "4K"}
+def trace_of(folder: Path, cap: str, *lengths: tuple[int, int]) -> dict[str, Any]:
+    """Responses of these prompts and lengths."""
+    rows = "\n".join(f"{prompt},40,{length}" for prompt, length in lengths)
+    (folder / "own.csv").write_text(f"prompt_id,prompt_tokens,response_tokens\n{rows}\n")
+    write_trace(import_trace(folder / "own.csv", cap_tokens=1024 * int(cap[:-1])), folder / "own.parquet")
+    return {"path": "own.parquet", "cap": cap}
 
 
 #: Problems whose best setting follows by arithmetic: the experiment, and what its best set has.
@@ -131,7 +133,9 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = tables("bases")["tune 
 @pytest.mark.parametrize("problem", KNOWN)
 def test_known_optima_are_found_in_the_whole_space(problem: str, tmp_path: Path) -> None:
     given, best = KNOWN[problem]
-    given = {**given, "trace": long_tail(tmp_path)} if given.get("trace") == "long tail" else given
+    if given.get("trace") == "long tail":  # one long response among 31 short ones in each group
+        lengths = [(prompt, 16 if sample else 4000) for prompt in range(4) for sample in range(32)]
+        given = {**given, "trace": trace_of(tmp_path, "4K", *lengths)}
     found = tune(own(tmp_path, **given), trials=40, workers=1)
     for key, values in best.items():
         assert found.best[key] in (values if isinstance(values, list) else [values]), found.best
@@ -145,22 +149,19 @@ def test_the_split_is_where_both_sides_take_as_long(tmp_path: Path) -> None:
     configuration = own(tmp_path, systems=[{"one_step_off": {"tp": 1, "rollout_gpus": 7}}],
                         workflow={"prompts": 16, "responses": 4, "steps": 6})  # fmt: skip
     rates = {gpus: tried(configuration, {"system.rollout_gpus": gpus}, Run(3)).rate for gpus in range(1, 8)}
-    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
-    keep.remove("system.rollout_gpus")
-    found = tune(configuration, Wish(keep), trials=12, workers=1)
+    found = tune(configuration, Wish(all_but(configuration, "system.rollout_gpus")), trials=12, workers=1)
     assert rates[found.best["system.rollout_gpus"]] > 0.99 * max(rates.values())
 
 
 def test_what_is_best_already_stays(tmp_path: Path) -> None:
     """Two processes give what one gives; nothing that gains nothing is changed."""
     configuration = own(tmp_path)
-    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
-    keep.remove("engine.graphs")
-    found = tune(configuration, Wish(keep), trials=5, workers=1)
+    wish = Wish(all_but(configuration, "engine.graphs"))
+    found = tune(configuration, wish, trials=5, workers=1)
     assert dict(found.best) == {}
     assert found.gain == 1.0
     assert not found.sure
-    again = tune(configuration, Wish(keep), trials=5, workers=2)
+    again = tune(configuration, wish, trials=5, workers=2)
     assert again.as_json() | {"seconds": 0} == found.as_json() | {"seconds": 0}
 
 
@@ -168,15 +169,13 @@ def test_what_is_best_already_stays(tmp_path: Path) -> None:
 def test_a_configuration_that_does_not_fit(tmp_path: Path) -> None:
     """Where a change makes it fit, that is the answer; where none does, that is told."""
     tight = own(tmp_path, model="qwen2.5-7b", cluster="2xh100", training={"micro_batch_tokens": 100_000})
-    keep = [axis.name for axis in axes_of(LoadedExperiment.of(tight.experiment({}), tmp_path))]
     assert tried(tight, {}, Run(1, 1)).kind == "memory"
-    some = [name for name in keep if name not in ("training.offload", "training.micro_batch_tokens")]
-    found = tune(tight, Wish(some), trials=12, workers=1)
+    found = tune(tight, Wish(all_but(tight, "training.offload", "training.micro_batch_tokens")), trials=12, workers=1)
     assert found.best
     assert "does not fit" in found.unfit
     _told_without_ratios(found)
     with pytest.raises(CapacityError, match="none of the"):
-        tune(tight, Wish([name for name in keep if name != "engine.graphs"]), trials=4, workers=1)
+        tune(tight, Wish(all_but(tight, "engine.graphs")), trials=4, workers=1)
 
 
 def _told_without_ratios(found: Tuned) -> None:
@@ -195,15 +194,12 @@ def _told_without_ratios(found: Tuned) -> None:
 
 def test_a_configuration_that_fits_on_some_draws_only(tmp_path: Path) -> None:
     """Its micro-batch holds prompts with short responses, and none with long ones: it does not fit."""
-    rows = "\n".join(f"{prompt},40,{30_000 if prompt % 2 else 16}" for prompt in range(8) for _ in range(8))
-    (tmp_path / "two.csv").write_text(f"prompt_id,prompt_tokens,response_tokens\n{rows}\n")
-    write_trace(import_trace(tmp_path / "two.csv", cap_tokens=32_768), tmp_path / "two.parquet")
+    lengths = [(prompt, 30_000 if prompt % 2 else 16) for prompt in range(8) for _ in range(8)]
     configuration = own(tmp_path, cluster="1xh100", workflow={"prompts": 1, "responses": 8, "steps": 1},
-                        trace={"path": "two.parquet", "cap": "32K"},
+                        trace=trace_of(tmp_path, "32K", *lengths),
                         training={"micro_batch_sequences": 8})  # fmt: skip
     assert {tried(configuration, {}, Run(seed, 1)).kind for seed in range(8)} == {"", "memory"}
-    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
-    keep.remove("training.micro_batch_sequences")
+    keep = all_but(configuration, "training.micro_batch_sequences")
     for seed in range(3):  # the search's draw fits, or not
         _told_without_ratios(tune(configuration, Wish(keep), trials=6, workers=1, seed=seed))
 
@@ -283,8 +279,7 @@ def test_a_bound_of_staleness() -> None:
 def test_what_is_staler_than_allowed_does_not_count(tmp_path: Path) -> None:
     configuration = own(tmp_path, systems=[{"areal": {"tp": 1, "rollout_gpus": 4, "eta": 2}}],
                         workflow={"prompts": 4, "responses": 4, "steps": 6})  # fmt: skip
-    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path), ALTERS)]
-    keep.remove("system.eta")
+    keep = all_but(configuration, "system.eta", allow=ALTERS)
     found = tune(configuration, Wish(keep, bound=Bound("max", 1.0)), trials=6, workers=1)
     assert found.excluded["stale"] >= 2  # eta of 1, 4 and 8
     assert found.best == {"system.eta": 0}, "what is configured breaks the bound, and is no answer"
@@ -296,7 +291,7 @@ def test_what_is_staler_than_allowed_does_not_count(tmp_path: Path) -> None:
 
 def test_more_gpus_are_tried_where_that_is_asked_and_money_counts_each(tmp_path: Path) -> None:
     configuration = own(tmp_path)
-    keep = [axis.name for axis in axes_of(LoadedExperiment.of(configuration.experiment({}), tmp_path))]
+    keep = all_but(configuration)
     found = tune(configuration, Wish(keep, bound=Bound("max", 1.0), most_gpus=16), trials=4, workers=1)
     assert found.best == {"cluster": "2x8xh100"}
     assert found.gpus == (8, 16)
@@ -311,13 +306,17 @@ def test_more_gpus_are_tried_where_that_is_asked_and_money_counts_each(tmp_path:
     assert found.gain < 2
 
 
+def ranks(configuration: Configuration, *runs: Run, judged: Any = None, bound: Any = None, in_time: Any = None) -> Any:
+    """The systems beside a configuration."""
+    loaded = LoadedExperiment.of(configuration.experiment({}), configuration.options.folder)
+    spec, more = baseline_of(loaded.experiment.systems, None), [in_time] if in_time else []
+    with measuring(configuration, 1, judged or Wish().judged) as measure:
+        return ranked(loaded, {}, spec, measure, [*runs], bound, *more)
+
+
 def test_systems_that_must_be_built_are_ranked_or_refused_with_a_reason(tmp_path: Path) -> None:
     configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 1})
-    loaded = LoadedExperiment.of(configuration.experiment({}), tmp_path)
-    spec = baseline_of(loaded.experiment.systems, None)
-    runs = [Run(seed, 1) for seed in (1, 2, 3)]
-    with measuring(configuration, 1, Wish().judged) as measure:
-        rows, refused = ranked(loaded, {}, spec, measure, runs, None)
+    rows, refused = ranks(configuration, *(Run(seed, 1) for seed in (1, 2, 3)))
     names = [row["system"] for row in rows]
     assert {*names, *refused} == set(BUILTIN)
     assert {"tail_batching", "rlhfuse", "verl"} <= {*names}
@@ -354,19 +353,16 @@ def test_systems_whose_steps_are_not_comparable_run_for_longer_or_have_no_number
     """A few short rounds of tail batching are no measure of it: the first whole periods are (of 8 steps)."""
     monkeypatch.setattr(systems, "BUILTIN", ["tail_batching", "tail_consolidation"])
     configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 1})
-    loaded = LoadedExperiment.of(configuration.experiment({}), tmp_path)
-    spec, seen = baseline_of(loaded.experiment.systems, None), list[Trial]()
+    seen = list[Trial]()
 
     def kept(trial: Trial) -> Trial:
         seen.append(trial)
         return trial
 
-    with measuring(configuration, 1, kept) as measure:
-        (row, other), _ = ranked(loaded, {}, spec, measure, [Run(1, 2)], None)
-    with measuring(configuration, 1, kept) as measure:
-        seen.clear()
-        in_time = lambda _: not any(trial.unsteady for trial in seen)  # noqa: E731
-        (only,), refused = ranked(loaded, {}, spec, measure, [Run(1, 2)], None, in_time)
+    (row, other), _ = ranks(configuration, Run(1, 2), judged=kept)
+    seen.clear()
+    in_time = lambda _: not any(trial.unsteady for trial in seen)  # noqa: E731
+    (only,), refused = ranks(configuration, Run(1, 2), judged=kept, in_time=in_time)
     assert only["system"] == "tail_consolidation"
     assert refused == {"tail_batching": FEW}
     row = row if row["system"] == "tail_batching" else other
@@ -398,10 +394,7 @@ def test_rates_that_would_not_last_are_told(tmp_path: Path, call: Command) -> No
 @pytest.mark.slow
 def test_asynchronous_systems_keep_the_bound(tmp_path: Path) -> None:
     configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64})
-    loaded = LoadedExperiment.of(configuration.experiment({}), tmp_path)
-    with measuring(configuration, 1, Wish().judged) as measure:
-        spec = baseline_of(loaded.experiment.systems, None)
-        rows, _ = ranked(loaded, {}, spec, measure, [Run(1, 1)], Bound("max", 1.0))
+    rows, _ = ranks(configuration, Run(1, 1), bound=Bound("max", 1.0))
     stale = {row["system"]: row for row in rows if row["staleness_mean"] > 0}
     assert {"one_step_off", "areal"} & {*stale}
     assert all("rollout_gpus" in row["with"] for name, row in stale.items() if name in ("one_step_off", "areal"))

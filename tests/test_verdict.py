@@ -1,7 +1,5 @@
 """Verdicts on tables: no sentence and no colour that its table contradicts, on random tables."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

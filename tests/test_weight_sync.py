@@ -1,7 +1,5 @@
 """Weight syncs into a rollout engine: stages by hand, methods in an experiment, and published ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +82,6 @@ def test_weights_by_way_of_host_memory_by_hand() -> None:
     assert relays.push_s(FSDP) == pytest.approx(relays.parts(FSDP, Layout(first_gpu=8, tp=4)).export_s + share_s)
     assert relays.spread_s(FSDP, Layout(first_gpu=4, tp=4)) == 0.0, "the same node"
     link = relays.cluster.inter
-    assert link is not None
     once_s = QWEN.weight_bytes / (link.bytes_per_s / 2)
     assert relays.spread_s(FSDP, Layout(first_gpu=8, tp=4, dp=2)) == pytest.approx(link.latency_s + once_s)
     four = sync(cluster=load_cluster("5x8xh100"))
@@ -109,6 +106,10 @@ def test_on_the_same_gpus_nothing_crosses_a_link() -> None:
     assert here.transport_s == pytest.approx(2 * slice_bytes / cluster.gpu.memory_bytes_per_s, rel=0.01)
     beside = sync().parts(Layout(first_gpu=0, dp=4, zero3=True), Layout(first_gpu=4, dp=4))
     assert beside.transport_s == pytest.approx(0.15231233024), "a broadcast inside the node"
+    target = Layout(first_gpu=8, dp=8)
+    assert sync(engine=None).parts(FSDP, target).load_s == 0.0
+    more = sync(engine="sglang").parts(FSDP, target).load_s - sync().parts(FSDP, target).load_s
+    assert more == pytest.approx(2.0 + 1.5231233024)
 
 
 def test_every_sender_has_its_port() -> None:
@@ -130,13 +131,6 @@ def test_shards_come_from_host_memory_first() -> None:
     assert more == pytest.approx(QWEN.weight_bytes / 2 / 63e9, rel=1e-3), "bf16, half of them, at once"
     engine = sync(method="checkpoint_engine").parts(FSDP, target).export_s - sync().parts(FSDP, target).export_s
     assert engine == pytest.approx(2 * QWEN.weight_bytes / 8 / 63e9, rel=1e-3)
-
-
-def test_an_engine_that_only_receives_loads_nothing() -> None:
-    target = Layout(first_gpu=8, dp=8)
-    assert sync(engine=None).parts(FSDP, target).load_s == 0.0
-    more = sync(engine="sglang").parts(FSDP, target).load_s - sync().parts(FSDP, target).load_s
-    assert more == pytest.approx(2.0 + 1.5231233024)
 
 
 def test_what_cannot_be_is_refused() -> None:

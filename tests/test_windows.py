@@ -1,7 +1,5 @@
 """Windows in a rollout: a jump under real costs is the sum of its steps, and costs follow what is read."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

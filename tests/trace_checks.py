@@ -1,7 +1,5 @@
 """What must hold of a file of trace events, whatever made it."""
 
-from __future__ import annotations
-
 import bisect
 import gzip
 import itertools
