@@ -26,7 +26,6 @@ NASTY: tuple[Any, ...] = (
 _NASTY_TEXT = tuple(v if isinstance(v, bytes) else str(v).encode("utf-8", "surrogatepass") for v in NASTY)
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _NO_YAML = {"NaN": ".nan", "Infinity": ".inf", "-Infinity": "-.inf"}
-_BYTES = ("flip", "insert", "delete", "repeat", "truncate", "lines", "encode", "number")
 _KINDS = (pa.string(), pa.binary(), pa.bool_(), pa.null(), pa.float32(), pa.list_(pa.float64()), pa.timestamp("ns"),
           pa.decimal128(30, 2), pa.dictionary(pa.int8(), pa.string()), pa.int8(), pa.struct([("a", pa.int64())]),
           pa.uint64())  # fmt: skip
@@ -47,7 +46,7 @@ def damaged(name: str, data: bytes, rng: random.Random) -> bytes:
 def _bytes(data: bytes, rng: random.Random) -> bytes:
     start = rng.randrange(len(data) + 1)
     end = start + rng.choice((1, 2, 4, 16, 64, 256))
-    match rng.choice(_BYTES):
+    match rng.choice(("flip", "insert", "delete", "repeat", "truncate", "lines", "encode", "number")):
         case "flip" if data:
             flipped = bytearray(data)
             for _ in range(rng.choice((1, 1, 2, 8))):

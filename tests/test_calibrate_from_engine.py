@@ -190,7 +190,6 @@ def test_the_command_prints_its_errors_and_its_file_serves_a_run(tmp_path: Path)
 
 # Requests of a real engine --------------------------------------------------------------------------------------------
 
-REQUESTS = Path(__file__).resolve().parents[1] / "evidence" / "vllm_requests.csv"
 BASE, RELEASE, WINDOW_S = "rtx-pro-6000-vllm", "0.19.0", 0.5
 #: The source states no TP. Weights alone of a 32B in bf16 take 36 ms at TP1, where steps of 26 ms were measured.
 TPS = {"llama-3.1-8b": 1, "qwen3-30b-a3b": 2, "qwen3-32b": 2}
@@ -237,7 +236,7 @@ def halves(rows: pd.DataFrame, model: str, folder: Path) -> list[float]:
 @pytest.mark.parametrize("model", TPS)
 def test_half_an_engines_iterations_tell_the_other_half(model: str, tmp_path: Path) -> None:
     """Within 4% on average, where the calibration that was there before is at least 1.5 times as far off."""
-    requests = pd.read_csv(REQUESTS)
+    requests = pd.read_csv(Path(__file__).resolve().parents[1] / "evidence" / "vllm_requests.csv")
     before, after = halves(windows(requests[requests.model == model]), model, tmp_path)
     assert after < 0.04
     assert before > 1.5 * after

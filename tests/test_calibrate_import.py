@@ -218,8 +218,6 @@ def test_aiconfigurator_unknown_names(systems: Path, tmp_path: Path) -> None:
 
 # nccl-tests -----------------------------------------------------------------------------------------------------------
 
-BUS = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "alltoall": 1.0, "sendrecv": None}
-
 
 def nccl_text(program: str = "all_reduce", gpus: int = 8, hosts: int = 1, named: bool = True) -> str:
     """The output of nccl-tests 2.17: header, devices, table with both columns, footer."""
@@ -242,7 +240,7 @@ def nccl_text(program: str = "all_reduce", gpus: int = 8, hosts: int = 1, named:
         f"#       size         count      type   redop    root{2 * '     time   algbw   busbw  #wrong'}",
         f"#        (B)    (elements)                      {2 * '         (us)  (GB/s)  (GB/s)'}",
     ]
-    factor = BUS[program]
+    factor = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "alltoall": 1.0, "sendrecv": None}[program]
     ratio = 1.0 if factor is None else factor * (gpus - 1) / gpus
     for size in [0, *(8**e for e in range(1, 11))]:
         time = 12.0 + size / 250e3

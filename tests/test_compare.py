@@ -225,14 +225,11 @@ def test_axes_that_go_together_are_a_baseline_together() -> None:
         Baseline(runs, "cluster=8xh100,calibration=h200-vllm")
 
 
-GEN_RATE = "responses_per_gen_s"
-
-
 @pytest.mark.filterwarnings("error")
 def test_times_of_zero_have_no_speedup() -> None:
     def rates(gen_s: Sequence[float]) -> pd.Series:
         steps = (RUN | {"seed": i, "step_time_s": 1.0, "trained": 8, "gen_time_s": s} for i, s in enumerate(gen_s))
-        return Run("d", "", {}, "", "a", "a", {}, "", "", table("steps", *steps)).by_seed[GEN_RATE]
+        return Run("d", "", {}, "", "a", "a", {}, "", "", table("steps", *steps)).by_seed["responses_per_gen_s"]
 
     some, none, few = rates([2.0, 4.0, 8.0]), rates([0.0] * 3), rates([1.0, 2.0, 0.0])
     for one, other in ((some, none), (none, some), (none, none)):

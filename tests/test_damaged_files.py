@@ -250,7 +250,6 @@ def logs(_: Path) -> Iterator[Sample]:
 
 
 SHELL = sample("frameworks/words.sh")
-HYDRA = sample("frameworks/hydra.yaml")
 
 
 def frameworks(_: Path) -> Iterator[Sample]:
@@ -259,7 +258,7 @@ def frameworks(_: Path) -> Iterator[Sample]:
     made = (
         ("verl", {"run.sh": SCRIPT}),
         ("verl", {"run.sh": SHELL}),
-        ("verl", {"config.yaml": HYDRA}),
+        ("verl", {"config.yaml": sample("frameworks/hydra.yaml")}),
         ("verl", {"overrides.yaml": told}),
         ("verl", {"run.log": f"(T pid=7) {config!r}\n(T pid=7) step:1 - timing_s/gen:3.0\n"}),
         ("verl", {"run.sh": test_frameworks.FULLY}),

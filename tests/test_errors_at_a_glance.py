@@ -89,7 +89,6 @@ def ours(part: str, case: str, quantity: str) -> str:
 
 
 FAMILIES = [Decimal(row[2].strip("%")) for row in cells("transfer") if len(row) == 7 and row[1].isdigit()]
-PEERS = next(row for row in cells("transfer") if row[0] == "all" and len(row) == 6)
 SHOWN: dict[str, Callable[..., str]] = {
     "one": one,
     "ours": ours,
@@ -100,7 +99,7 @@ SHOWN: dict[str, Callable[..., str]] = {
     "medians": lambda part, what, quantity: size(means(part, what, quantity, 5)),
     "p90s": lambda part, what, quantity: size(means(part, what, quantity, 6)),
     "worst": lambda _: size([max(FAMILIES)]),
-    "peers": lambda column: PEERS[int(column)],
+    "peers": lambda column: next(row for row in cells("transfer") if row[0] == "all" and len(row) == 6)[int(column)],
 }
 #: What each row says of the errors; {WHAT; PART; CASE; QUANTITY} stands for one of `SHOWN`.
 STATED: dict[str, str] = tables("glance")

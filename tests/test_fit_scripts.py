@@ -14,8 +14,7 @@ from evidence.validate.published import figures
 from rlsim.cost.calibration import derived_gpus, load_calibration
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 from calibration.catalogue import DATA, GPUS, KEPT, Catalogue, operator_tables, training_fit  # noqa: E402
 from calibration.host import CLIENT_S, ENGINES, ROUNDS, Serving, _begin  # noqa: E402

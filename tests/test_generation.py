@@ -27,7 +27,6 @@ from rlsim.sim.rollout import run_rollout
 from rlsim.sim.stage import GenerationStage
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
-GENERATION = Workflow("generation", (Call("generate", "generate", "actor"),), (Edge("generate", "generate", lag=1),))
 # A switch: 7 s of weights (by the new degree), 3 s of graphs, 5 s where the degree is new to the node.
 COSTS = StubCosts(
     {tp: LinearStep(a=1.0, tp=tp) for tp in (1, 2)}, {1: 40, 2: 100}, weights_s=7.0, capture_s=3.0, first_use_s=5.0
@@ -65,7 +64,7 @@ def generate(
         return [Request(first_id + i, *size) for i, size in enumerate(each)]
 
     return simulated(
-        GENERATION,
+        Workflow("generation", (Call("generate", "generate", "actor"),), (Edge("generate", "generate", lag=1),)),
         Plan({"generate": Placement(tuple(range(gpus * nodes)))}),
         {0: [n for _, n in sizes]},
         len(sizes),

@@ -22,7 +22,6 @@ from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 
 DATA = Path(os.environ.get("RLSIM_DATA", Path(__file__).parents[2] / "shared" / "data")) / "kernels/aiconfigurator"
-MEASURED_TABLES = pytest.mark.skipif(not DATA.is_dir(), reason="no measured kernel tables here (RLSIM_DATA)")
 FIT = LatentAttentionFit(
     decode=KernelFit(
         launch_s=20e-6, efficiency={"memory": 0.9, "compute": 0.6}, added_s={"sequences": 1e-8, "heads": 1e-9}
@@ -99,7 +98,7 @@ def test_a_fit_finds_what_made_the_rows() -> None:
     assert not set(seen) & set(UNSEEN)
 
 
-@MEASURED_TABLES
+@pytest.mark.skipif(not DATA.is_dir(), reason="no measured kernel tables here (RLSIM_DATA)")
 @pytest.mark.parametrize(("engine", "median", "p90"), [("vllm", 0.02, 0.06), ("sglang", 0.03, 0.10)])
 def test_head_counts_that_no_fit_has_seen(engine: str, median: float, p90: float) -> None:
     paths = aiconfigurator.latent_tables(DATA / "h100_sxm", engine)

@@ -31,7 +31,6 @@ from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.workflow import Placement, Plan, grpo
 
-GRAPH = AsyncReward().rewired(grpo(reference=False, old_log_probs=False))
 SECOND = LinearStep(a=1.0)  # every iteration of the judge takes a second
 BY_HAND = StubCosts({1: LinearStep(a=1.0, p=1 / 8)}, {1: 10**6})  # of the rollout, as in test_continuous
 
@@ -80,7 +79,7 @@ def simulation(
     engine = RewardModelEngine(1, SECOND, SECOND, 1.0, 10_000, EngineConfig(max_num_seqs=at_once))
     return dataclasses.replace(
         plain,
-        workflow=GRAPH,
+        workflow=AsyncReward().rewired(grpo(reference=False, old_log_probs=False)),
         plan=Plan({**plain.plan.placements, "weight_sync": plain.plan.of("sync"), "reward": reward}),
         cluster=load_cluster(f"{nodes + -(-judges // 8)}x8xh100"),
         scoring=scoring,

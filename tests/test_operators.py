@@ -275,7 +275,6 @@ GROUPED = Reference(
     l2_bytes=40e6,
     link_bytes_per_s=100e9,
 )
-SPILLED_S = 2e-6
 GROUPED_FIT = ProductFit(
     precision="fp8_block",
     blocks="deepgemm",
@@ -287,7 +286,7 @@ GROUPED_FIT = ProductFit(
         "steps": 100e-9,
         "blocks": 1e-6,
         "few_spilled": 0.5e-6,
-        "many_spilled": SPILLED_S,
+        "many_spilled": 2e-6,
     },
 )
 

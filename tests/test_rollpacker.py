@@ -121,14 +121,11 @@ def test_streams_use_gpus_that_generation_gave_up() -> None:
     assert of(result().steps, "rlhfuse")["released_gpu_s"].sum() > 0
 
 
-GENERATING = ("decode", "prefill", "mixed", "switch")
-
-
 def test_a_reserved_judges_gpus_generate_nothing_and_train_and_a_colocated_one_shares_all() -> None:
     spans = result().spans
     plain = of(spans, "plain")
     assert set(plain.loc[plain["kind"] == "reward", "gpu"]) == {6, 7}
-    assert plain.loc[plain["kind"].isin(GENERATING), "gpu"].max() < 6
+    assert plain.loc[plain["kind"].isin(("decode", "prefill", "mixed", "switch")), "gpu"].max() < 6
     calls = of(result().calls, "plain").groupby("call")["gpus"].first()
     assert calls[["generate", "reward", "old_log_prob", "train"]].tolist() == [6, 2, 8, 8]
     judge = of(spans, "judge")

@@ -12,7 +12,6 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import Window, held_back, unsteady
 from rlsim.experiment.summary import KNOWN, half_width, luck, luck_note
 
-SHORT = 24
 STATIC = {"name": "static", "use": [{"verl": {"tp": 1}}]}
 OVERLAPPING = [
     {"one_step_off": {"tp": 1, "rollout_gpus": 4}},
@@ -171,7 +170,7 @@ def test_short_runs_are_within_3_percent_of_long_ones_or_marked(cap: str, prompt
     found = run(STATIC, *OVERLAPPING, trace=trace, workflow=workflow, seeds=seeds)
     drifts, vague = set(), set()
     for system, own in found.steps.groupby("system", sort=False):
-        short = first_of(own, SHORT)
+        short = first_of(own, 24)
         assert unsteady(own) == "", f"a long run is steady: {system}"
         drifts |= {system} if unsteady(short) else set()
         vague |= {system} if luck(short) > KNOWN else set()

@@ -234,9 +234,6 @@ def test_a_lag_is_the_most_or_exact(lag: int) -> None:
     assert (exact[lag:] == lag - 1).all()
 
 
-JUDGE = "qwen2.5-1.5b"
-
-
 @st.composite
 def overlapping(draw: st.DrawFn) -> tuple[int, bool, list[Any], dict[str, Any], dict[str, Any]]:
     """A lag, whether it is exact, parts of the system, the workflow's settings, and the trace."""
@@ -245,7 +242,7 @@ def overlapping(draw: st.DrawFn) -> tuple[int, bool, list[Any], dict[str, Any], 
     reward: dict[str, Any] = {"workers": draw(st.sampled_from([1, 4, 32]))}
     judged = draw(st.booleans())
     if judged:
-        reward["judge"] = {"model": JUDGE, "while_training": "apart", "reserved": 0.5}
+        reward["judge"] = {"model": "qwen2.5-1.5b", "while_training": "apart", "reserved": 0.5}
     sizes = {
         "prompts": draw(st.integers(2, 12)),
         "responses": draw(st.integers(1, 4)),
