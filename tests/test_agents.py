@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import simpy
 from conftest import tables
-from workloads import LinearStep, Nothing, StubCosts
+from workloads import LinearStep, Nothing, StubCosts, rolled_out
 
 import rlsim
 from evidence.validate import agent_shapes
@@ -24,7 +24,6 @@ from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
-from rlsim.sim.stage import GenerationStage
 from rlsim.trace import StepSampler, make_trace, read_trace, write_trace
 from rlsim.trace.generate import Recipe, draw_trace
 from rlsim.trace.turns import ToolCall, Turn, tool_calls
@@ -91,7 +90,7 @@ COSTS = StubCosts({1: LinearStep(a=1.0, p=0.125)}, {1: 10_000})
 
 def play(
     *tools: tuple[tuple[int, int, float], ...],
-    config: EnvironmentConfig | None = None,
+    where: EnvironmentConfig | None = None,
     pages: int = 10_000,
     control: RolloutControl | None = None,
     lengths: int = 4,
@@ -100,24 +99,14 @@ def play(
 ) -> tuple[Rollout, Environments]:
     """Requests of 8 prompt tokens on one GPU, with these tool calls each, then `lengths` tokens more."""
     env = simpy.Environment()
-    environments = Environments(env, config or EnvironmentConfig(), seed)
+    environments = Environments(env, where or EnvironmentConfig(), seed)
     requests = []
     for i, calls in enumerate(tools):
         before = calls[-1][0] + calls[-1][1] if calls else 0
         given = tuple(ToolCall(*call) for call in calls)
         requests.append(Request(i, i, 8, before + lengths, tool_calls=given))
-    stage = GenerationStage(
-        requests=requests,
-        mesh=[(0,)],
-        tp=1,
-        costs=StubCosts(COSTS.steps, {1: pages}),
-        config=EngineConfig(page_tokens=1, watermark=0.0, **engine),
-        cap_tokens=1000,
-        control=control or Nothing(),
-        environments=environments,
-    )
-    rollout = Rollout(env, stage)
-    env.run(rollout.done)
+    costs, config = StubCosts(COSTS.steps, {1: pages}), EngineConfig(page_tokens=1, watermark=0.0, **engine)
+    rollout = rolled_out(requests, costs, control or Nothing(), env, config=config, environments=environments)
     return rollout, environments
 
 
@@ -136,19 +125,19 @@ def test_a_tool_call_by_hand() -> None:
 def test_sandboxes_are_held_to_the_end_and_workers_for_a_call() -> None:
     call = ((1, 1, 10.0),)
     alone = 3.0 + 10.0 + 1.25 + 3.0  # both are prefilled together in 3 s
-    one, environments = play(call, call, config=EnvironmentConfig(sandboxes=1, start_s=4.0))
+    one, environments = play(call, call, where=EnvironmentConfig(sandboxes=1, start_s=4.0))
     first, second = one.requests
     assert first.finished_at == 4.0 + alone
     assert second.tool_wait_s == first.finished_at - 3.0 + 4.0
     assert environments._sandboxes._free == 1
-    worker, _ = play(call, call, config=EnvironmentConfig(workers=1))
+    worker, _ = play(call, call, where=EnvironmentConfig(workers=1))
     assert [request.tool_wait_s for request in worker.requests] == [0.0, 10.0]
 
 
 def test_sandboxes_obey_littles_law() -> None:
     rng = np.random.default_rng(0)
     tools = [tuple((1 + 2 * i, 1, float(rng.exponential(20.0))) for i in range(3)) for _ in range(60)]
-    rollout, _ = play(*tools, config=EnvironmentConfig(workers=4))
+    rollout, _ = play(*tools, where=EnvironmentConfig(workers=4))
     calls_s = sum(request.tool_s for request in rollout.requests)
     # Busy for almost all of the time: as many at work as calls arrive a second, times what one takes.
     assert calls_s / rollout.env.now == pytest.approx(4, rel=0.1)
@@ -156,16 +145,16 @@ def test_sandboxes_obey_littles_law() -> None:
 
 
 def test_time_outs_failures_and_retries() -> None:
-    (request,) = play(((1, 0, 50.0),), config=EnvironmentConfig(timeout=7.0))[0].requests
+    (request,) = play(((1, 0, 50.0),), where=EnvironmentConfig(timeout=7.0))[0].requests
     assert request.tool_s == 7.0
     config = EnvironmentConfig(failures=0.5, retries=2)
-    taken = [play(((1, 0, 1.0),), config=config, seed=seed)[0].requests[0].tool_s for seed in range(300)]
+    taken = [play(((1, 0, 1.0),), where=config, seed=seed)[0].requests[0].tool_s for seed in range(300)]
     assert set(taken) == {1.0, 2.0, 3.0}
     assert np.mean(taken) == pytest.approx(1 + 0.5 + 0.25, abs=0.15)
 
 
 def test_turns_together_wait_for_the_slowest() -> None:
-    rollout, _ = play(((1, 0, 1.0),), ((1, 0, 9.0),), config=EnvironmentConfig(turns="together"))
+    rollout, _ = play(((1, 0, 1.0),), ((1, 0, 9.0),), where=EnvironmentConfig(turns="together"))
     assert [request.finished_at for request in rollout.requests] == [3.0 + 9.0 + 1.25 + 3.0] * 2
     with pytest.raises(ValueError, match="turns: together and sandboxes exclude each other"):
         EnvironmentConfig(turns="together", sandboxes=3)
@@ -175,13 +164,13 @@ def test_pinned_kv_keeps_others_waiting_and_is_found_again() -> None:
     # Two run at once, in 23 pages. The first is at its tool when the third asks for 8 pages beside the second's 9.
     def keeping(keep: Any) -> tuple[float, int]:
         calls = ((1, 1, 30.0),), (), ()
-        rollout, _ = play(*calls, config=EnvironmentConfig(keep_kv=keep), pages=23, max_num_seqs=2)
+        rollout, _ = play(*calls, where=EnvironmentConfig(keep_kv=keep), pages=23, max_num_seqs=2)
         return rollout.requests[2].first_token_at, rollout.replicas[0].hit_tokens
 
     assert keeping("idle") == (3.0 + 2.0, 0)  # it begins at once; what both need on their way is taken from the first
     assert keeping("pinned") == (3.0 + 3.0 + 2.0, 8)  # when the second has done its three steps
     assert keeping(1.5) == (3.0 + 2.0 + 2.0, 0)  # at the boundary after these seconds
-    rollout, _ = play(((1, 1, 30.0),), (), config=EnvironmentConfig(keep_kv="pinned"), pages=15, max_num_seqs=1)
+    rollout, _ = play(((1, 1, 30.0),), (), where=EnvironmentConfig(keep_kv="pinned"), pages=15, max_num_seqs=1)
     assert rollout.requests[1].first_token_at == 2.0 + 2.0
 
 

@@ -150,7 +150,7 @@ def test_systems_that_put_responses_off_are_paired_with_those_that_do_not(tmp_pa
     assert rlsim.compare([tmp_path / "x"]).table["paired"].all()
 
 
-def test_the_baseline_is_a_system_a_directory_or_both(results: Path) -> None:
+def test_the_baseline_is_a_system_a_directory_or_both(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = [results / "base", results / "pat"]
     default = rows(rlsim.compare(pair))
     assert default.loc[("pat", "pat"), "baseline"] == f"{results / 'base'}:verl-tp2"  # it has no pat: its own baseline
@@ -166,6 +166,13 @@ def test_the_baseline_is_a_system_a_directory_or_both(results: Path) -> None:
     assert directory.loc[("base", "verl-tp8"), "baseline"] == f"{results / 'sglang'}:verl-tp8"
     with pytest.raises(CatalogueError, match="unknown baseline 'verl-tp88'; did you mean 'verl-tp8'"):
         rlsim.compare(pair, baseline="verl-tp88")
+    monkeypatch.chdir(results)
+    assert len(rlsim.compare(["base", "./base/", "base/"]).table) == 2
+    found = rlsim.compare(["base", "pat/"], baseline="./base/:verl-tp8").table
+    assert set(found["baseline"]) == {"verl-tp8", "base:verl-tp8"}
+    assert set(rlsim.compare(["base", "sglang"], baseline="./sglang").table["baseline"]) == {
+        "sglang:verl-tp2", "sglang:verl-tp8", "verl-tp2", "verl-tp8",
+    }  # fmt: skip
 
 
 def test_points_of_a_sweep_are_rows_and_an_axis_can_be_the_baseline(results: Path) -> None:
@@ -194,15 +201,12 @@ def test_points_of_single_seeds_are_put_together(results: Path) -> None:
     np.testing.assert_allclose(own["speedup_high"], summary["speedup_high"], rtol=1e-12)
 
 
-def test_cases_and_tuned_systems(results: Path) -> None:
+def test_cases_and_tuned_systems(results: Path, tmp_path: Path) -> None:
     found = rlsim.compare([results / "cases"])
     assert list(found.table["case"]) == ["short", "short", "long", "long"]
     assert list(found.table["trace.cap"]) == [512, 512, 2048, 2048]
     tuned = rlsim.compare([results / "tuned"]).table
     assert list(tuned["tuned"]) == ["tp 8", ""]
-
-
-def test_a_case_may_set_a_whole_block_and_write_units(results: Path, tmp_path: Path) -> None:
     block = {"trace": {"path": "rollpacker-math", "cap": "1K"}, "workflow": EXPERIMENT["workflow"]}
     rlsim.run({**copy.deepcopy(EXPERIMENT), "cases": {"block": block, "key": {"trace.cap": "1K"}}}, out=tmp_path / "x")
     table = rlsim.compare([results / "capped", tmp_path / "x"]).table
@@ -246,16 +250,6 @@ def test_the_work_to_find_baselines_grows_with_the_runs_alone(monkeypatch: pytes
     found = [baseline.of(run) for run in runs]
     assert [(one.point, one.system) for one in found if one] == [(run.point, "a") for run in runs]
     assert len(looked_at) <= 4 * len(runs)
-
-
-def test_one_directory_written_in_two_ways_is_one(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(results)
-    assert len(rlsim.compare(["base", "./base/", "base/"]).table) == 2
-    found = rlsim.compare(["base", "pat/"], baseline="./base/:verl-tp8").table
-    assert set(found["baseline"]) == {"verl-tp8", "base:verl-tp8"}
-    assert set(rlsim.compare(["base", "sglang"], baseline="./sglang").table["baseline"]) == {
-        "sglang:verl-tp2", "sglang:verl-tp8", "verl-tp2", "verl-tp8",
-    }  # fmt: skip
 
 
 def test_the_command_line(results: Path, tmp_path: Path, call: Command) -> None:

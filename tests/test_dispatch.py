@@ -6,16 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import simpy
 from test_asynchronous import EXPERIMENT, run, use
-from workloads import LinearStep, Nothing, StubCosts
+from workloads import LinearStep, Nothing, StubCosts, rolled_out
 
 from rlsim.errors import PolicyError
 from rlsim.policies.dispatch import PrefixDispatch, QueueOrder, SkewnessDispatch
 from rlsim.sim.control import ControlContext, Controls, ReplicaView, RequestView, RolloutControl
 from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.rollout import Rollout
-from rlsim.sim.stage import GenerationStage
 
 COSTS = StubCosts({1: LinearStep(a=1.0, b=0.25)}, {1: 10**6})
 
@@ -24,17 +21,7 @@ def rollout(control: RolloutControl, lengths: Sequence[int], gpus: int = 2, max_
     requests = [Request(i, i, 8, length) for i, length in enumerate(lengths)]
     for request in requests:
         request.predicted_tokens = float(request.response_tokens)
-    env = simpy.Environment()
-    stage = GenerationStage(
-        requests=requests,
-        mesh=[tuple(range(gpus))],
-        tp=1,
-        costs=COSTS,
-        config=EngineConfig(max_num_seqs=max_num_seqs),
-        cap_tokens=100,
-        control=control,
-    )
-    env.run(until=Rollout(env, stage).done)
+    rolled_out(requests, COSTS, control, mesh=[tuple(range(gpus))], config=EngineConfig(max_num_seqs=max_num_seqs))
     return requests
 
 

@@ -181,6 +181,12 @@ def test_a_step_of_groups_by_its_parts() -> None:
     assert parts["exchange"] == pytest.approx(48 * exchange)
     chunks = ReplicaLayout(ep=8, attention_dp=2)
     assert RooflineStep(MODEL, 8, NODE, CALIBRATION, chunks).breakdown(16, 16_000)["exchange"] > 0
+    layout = ReplicaLayout(ep=4, attention_dp=2)
+    parts = RooflineStep(MODEL, 8, NODE, CALIBRATION, layout).breakdown(100, 1e5)
+    links = Collectives(CALIBRATION.collectives, CALIBRATION.reference, NODE)
+    both = sum(links.time_s(op, 100 * 4096, 8) for op in ("all_gather", "reduce_scatter"))
+    assert parts["exchange"] == pytest.approx(48 * both)
+    assert parts["all_reduce"] == pytest.approx(49 * links.time_s("all_reduce", 50 * 4096, 4))
 
 
 @pytest.mark.parametrize(
@@ -199,15 +205,6 @@ def test_each_group_has_a_host_process_of_its_own(settings: dict[str, Any], roun
     step = step_cost(MODEL, 8, NODES, calibration, pp=settings.pop("pp", 1), layout=IN_GROUPS, **settings)
     assert step.decode(61).step_s(61_000) == pytest.approx(rounds * own * 10.0)
     assert step.prefill_s([Chunk(10, 0)] * 61) == pytest.approx(rounds * own * 10.0)
-
-
-def test_experts_cut_and_dealt_gather_and_scatter_what_groups_have() -> None:
-    layout = ReplicaLayout(ep=4, attention_dp=2)
-    parts = RooflineStep(MODEL, 8, NODE, CALIBRATION, layout).breakdown(100, 1e5)
-    links = Collectives(CALIBRATION.collectives, CALIBRATION.reference, NODE)
-    both = sum(links.time_s(op, 100 * 4096, 8) for op in ("all_gather", "reduce_scatter"))
-    assert parts["exchange"] == pytest.approx(48 * both)
-    assert parts["all_reduce"] == pytest.approx(49 * links.time_s("all_reduce", 50 * 4096, 4))
 
 
 def test_tensor_parallelism_over_nodes_uses_the_links_between_them() -> None:
@@ -240,13 +237,20 @@ def test_layouts_that_cannot_be_are_one_clear_message() -> None:
 # The collector's routings ---------------------------------------------------------------------------------------------
 
 
-def test_the_balanced_routing_spreads_choices_evenly() -> None:
+def test_the_balanced_routing_is_even_and_a_power_law_gives_every_choice_to_some_expert() -> None:
     assert _balanced(128, 128, 8, False).tolist() == [8.0] * 128
     assert _balanced(1, 128, 8, False).nonzero()[0].tolist() == [16 * i for i in range(8)]
     grouped = _balanced(256, 256, 8, True)  # half of the choices fall on the first experts of the first group
     assert grouped.sum() == 2048
     assert grouped[:4].tolist() == [256.0] * 4
     assert not grouped[128:].any()
+    for tokens in (1, 16, 4096):
+        counts = _power_law(tokens, 128, 8, 1, 1.2, np.random.default_rng(1))
+        assert counts.sum() == 8 * tokens
+        assert counts.max() <= tokens
+        busiest = _power_law(tokens, 128, 8, 8, 1.2, np.random.default_rng(1))
+        assert len(busiest) == 16
+        assert busiest.sum() >= tokens
 
 
 def test_only_kernels_that_engines_run_for_gpt_oss_count_as_mxfp4() -> None:
@@ -286,16 +290,6 @@ def test_experts_by_a_kernel_that_the_engine_is_told_to_take() -> None:
         vllm.with_experts("triton")
     with pytest.raises(CalibrationError, match="none beside the engine's own choice, so leave it out"):
         load_calibration("h100-sglang").with_experts("marlin")
-
-
-def test_a_power_law_gives_every_choice_to_some_expert() -> None:
-    for tokens in (1, 16, 4096):
-        counts = _power_law(tokens, 128, 8, 1, 1.2, np.random.default_rng(1))
-        assert counts.sum() == 8 * tokens
-        assert counts.max() <= tokens
-        busiest = _power_law(tokens, 128, 8, 8, 1.2, np.random.default_rng(1))
-        assert len(busiest) == 16
-        assert busiest.sum() >= tokens
 
 
 # Measured tables ------------------------------------------------------------------------------------------------------

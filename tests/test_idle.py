@@ -221,7 +221,7 @@ def test_memory_is_that_of_the_engine() -> None:
     assert calls["fits"].all()
 
 
-def test_memory_says_why_not() -> None:
+def test_memory_says_why_not_and_that_responses_wait() -> None:
     qwen = {"model": "qwen2.5-14b", "training.offload": True, "cluster": "8xa40", "calibration": "a40-vllm"}
     qwen |= {"memory_utilization": 0.6, "training.micro_batch_tokens": 2048}
     table = memory_by_tp(placed_with(qwen)).set_index("tp")
@@ -233,9 +233,6 @@ def test_memory_says_why_not() -> None:
     placed = placed_with(crowded)
     assert not memory_by_tp(placed)["fits"].any()
     assert not memory_by_call(placed)["fits"].all()
-
-
-def test_a_small_cache_makes_responses_wait_and_a_small_batch_too() -> None:
     many = {"workflow.prompts": 400, "workflow.responses": 8, "memory_utilization": 0.5}
     cache = memory_by_tp(placed_with(many)).set_index("tp").loc[1]
     assert cache["waits"]

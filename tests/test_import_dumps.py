@@ -45,7 +45,7 @@ def noted(trace: Trace, *words: str) -> None:
 # veRL -----------------------------------------------------------------------------------------------------------------
 
 
-def test_verl_folder(tmp_path: Path) -> None:
+def test_verl_folder_in_order_of_its_steps(tmp_path: Path) -> None:
     trace = import_trace(verl(tmp_path / "rollouts"), tokenizer=tokenizer(tmp_path / "model"))
     assert column(trace, "response_tokens") == [10, 11, 12, 13, 20, 21, 22, 23, 30, 31, 32, 33]
     assert column(trace, "prompt_tokens") == [5] * 12  # user, prompt, a number, a number, assistant
@@ -58,9 +58,6 @@ def test_verl_folder(tmp_path: Path) -> None:
     noted(trace, "veRL's dump of generations", "model/tokenizer.json", "one token (its end) shorter", "3 steps in 2 ep")
     folder = import_trace(tmp_path / "rollouts", tokenizer=tmp_path / "model")
     pd.testing.assert_frame_equal(folder.frame, trace.frame)
-
-
-def test_verl_steps_are_read_in_order_of_their_numbers(tmp_path: Path) -> None:
     for step in (10, 9, 2):
         jsonl(tmp_path / "d" / f"{step}.jsonl", [verl_row(step, f"p{step}", step, 0.0)])
     trace = import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
@@ -81,7 +78,7 @@ def test_verl_without_a_tokenizer_guesses_nothing(tmp_path: Path) -> None:
     assert "prompt_tokens" not in trace.frame
 
 
-def test_verl_cap_and_empty_responses(tmp_path: Path) -> None:
+def test_verl_rows_that_are_cut_empty_or_odd(tmp_path: Path) -> None:
     rows = [verl_row(1, "p", n, 0.5, acc=0.5) for n in (7, 8, 9, 0)]
     trace = import_trace(jsonl(tmp_path / "1.jsonl", rows), tokenizer=tokenizer(tmp_path), cap_tokens=8)
     assert column(trace, "response_tokens") == [7, 8, 8, 1]
@@ -93,13 +90,12 @@ def test_verl_cap_and_empty_responses(tmp_path: Path) -> None:
         "1 responses are longer than the cap of 8",
         "correctness is not 0 or 1",
     )
-
-
-def test_verl_uid_of_trainer_v1_tells_equal_texts_apart(tmp_path: Path) -> None:
     rows = [verl_row(1, "look", 4 + s, 0.0, uid=f"{u}_{s}_0") for u in ("a-b", "c-d") for s in range(2)]
     trace = import_trace(jsonl(tmp_path / "1.jsonl", rows), tokenizer=tokenizer(tmp_path))
     assert trace.frame["prompt_id"].nunique() == 2
     assert column(trace, "sample_id") == [0, 1, 0, 1]
+    (tmp_path / "1.jsonl").write_text(json.dumps(verl_row(1, "p", 0, 0.0) | {"output": "one \ud83d two"}) + "\n")
+    assert column(import_trace(tmp_path / "1.jsonl", tokenizer=tokenizer(tmp_path)), "response_tokens") == [3]
 
 
 def test_verl_gzip_and_columns(tmp_path: Path) -> None:
@@ -111,11 +107,6 @@ def test_verl_gzip_and_columns(tmp_path: Path) -> None:
     assert (column(trace, "task"), column(trace, "reward")) == (["gsm8k"], [2.5])
     with pytest.raises(TraceError, match=r"line 1: no 'data_sorce'.*did you mean 'data_source'"):
         import_trace(tmp_path / "1.jsonl.gz", tokenizer=tokenizer(tmp_path), columns={"task": "data_sorce"})
-
-
-def test_half_a_character_still_counts(tmp_path: Path) -> None:
-    (tmp_path / "1.jsonl").write_text(json.dumps(verl_row(1, "p", 0, 0.0) | {"output": "one \ud83d two"}) + "\n")
-    assert column(import_trace(tmp_path / "1.jsonl", tokenizer=tokenizer(tmp_path)), "response_tokens") == [3]
 
 
 def test_a_large_dump_is_never_in_memory_at_once(tmp_path: Path) -> None:
@@ -155,9 +146,6 @@ def test_areal_trial_with_sessions(tmp_path: Path) -> None:
     noted(
         trace, "6 responses are of tasks that more than one version", "arrival of 4 responses and the reward time of 2"
     )
-
-
-def test_areal_sessions_of_several_ranks_are_not_joined(tmp_path: Path) -> None:
     trial = areal(tmp_path / "trial")
     jsonl(trial / "session_tracer" / "rollout" / "sessions-r1.jsonl", [session(7, 0, 1700000001.0, 1.0, rank=1)])
     trace = import_trace(trial)
@@ -190,9 +178,6 @@ def test_nemo_rl_folder(tmp_path: Path) -> None:
     noted(
         trace, "1 trajectories have several turns", "1 files of validation samples are left out", "2 steps, one epoch"
     )
-
-
-def test_nemo_rl_before_0_6(tmp_path: Path) -> None:
     rows = []
     for index in range(2):
         row = nemo_row(index, [1, 2, 3, 4], [1] * (5 + index), 1.0)
@@ -227,6 +212,10 @@ def test_slime_folder(tmp_path: Path) -> None:
     assert trace.meta.cap_tokens == 103
     noted(trace, "1 samples that are aborted", "1 trajectories have several turns", "more than one version",
           "1 files of validation samples")  # fmt: skip
+    import pickle
+
+    with pytest.raises(TraceError, match=r"not a rollout of slime, a dictionary with rollout_id and samples .*model"):
+        import_trace(pt_file(tmp_path / "m.pt", pickle.dumps({"model": {}, "epoch": 1}, protocol=2)))
 
 
 def test_slime_as_torch_saves_it(tmp_path: Path) -> None:
@@ -249,7 +238,7 @@ def test_slime_as_torch_saves_it(tmp_path: Path) -> None:
 # TRL ------------------------------------------------------------------------------------------------------------------
 
 
-def test_trl_folder(tmp_path: Path) -> None:
+def test_trl_folder_and_table(tmp_path: Path) -> None:
     folder = tmp_path / "completions"
     trl(folder, 1, [("one two", 5), ("one two", 6), ("three", 7), ("three", 8)])
     trl(folder, 2, [("one two", 5), ("one two", 6), ("three", 7), ("three", 8)])  # the same batch serves two steps
@@ -260,6 +249,12 @@ def test_trl_folder(tmp_path: Path) -> None:
     assert column(trace, "reward") == [1.0] * 6
     assert column(trace, "epoch") == [0] * 6
     noted(trace, "4 responses are left out that were logged again", "2 steps, one epoch")
+    frame = pd.read_parquet(trl(tmp_path / "c", 4, [("one\ntwo", 5), ("three", 6)], reward=[0.5, 1.0]))
+    frame.assign(step=frame["step"].astype(str)).to_parquet(tmp_path / "old.parquet")
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    for name in ("old.parquet", "table.csv"):
+        trace = import_trace(tmp_path / name, tokenizer=tokenizer(tmp_path))
+        assert (column(trace, "response_tokens"), column(trace, "reward")) == ([5, 6], [0.5, 1.0])
 
 
 def test_trl_of_several_rewards_takes_the_one_asked_for(tmp_path: Path) -> None:
@@ -272,19 +267,10 @@ def test_trl_of_several_rewards_takes_the_one_asked_for(tmp_path: Path) -> None:
     assert column(trace, "reward") == [0.5, 0.5]
 
 
-def test_trl_table_as_csv_with_steps_as_text(tmp_path: Path) -> None:
-    frame = pd.read_parquet(trl(tmp_path / "c", 4, [("one\ntwo", 5), ("three", 6)], reward=[0.5, 1.0]))
-    frame.assign(step=frame["step"].astype(str)).to_parquet(tmp_path / "old.parquet")
-    frame.to_csv(tmp_path / "table.csv", index=False)
-    for name in ("old.parquet", "table.csv"):
-        trace = import_trace(tmp_path / name, tokenizer=tokenizer(tmp_path))
-        assert (column(trace, "response_tokens"), column(trace, "reward")) == ([5, 6], [0.5, 1.0])
-
-
 # ROLL -----------------------------------------------------------------------------------------------------------------
 
 
-def test_roll_folder(tmp_path: Path) -> None:
+def test_roll_folder_and_logging_board(tmp_path: Path) -> None:
     for step, first in ((2, 3), (10, 5)):
         row = roll_step(step, [f"one two {step}"] * 2 + ["four"] * 2, [first, first + 1, first + 2, 8])
         jsonl(tmp_path / "dump" / f"rollout_dump_data.step_{step}.jsonl", [row])
@@ -297,8 +283,6 @@ def test_roll_folder(tmp_path: Path) -> None:
     assert trace.capped.sum() == 2
     noted(trace, "8 responses were sampled under max_new_tokens 8", "without what a chat template adds")
 
-
-def test_roll_logging_board(tmp_path: Path) -> None:
     def line(length: int) -> dict[str, Any]:
         pad = ["<|endoftext|>"] * 5
         return {
@@ -326,10 +310,3 @@ def test_single_prompts_that_come_twice_begin_no_epoch() -> None:
     prompt = np.array([0, 1, 2, 3, 0, 4, 5, 6, 3, 2, 1, 0, 4, 5, 6, 9])
     assert epochs(step, prompt).tolist() == [0] * 8 + [1] * 8
     assert epochs([], np.array([], np.int64)).tolist() == []
-
-
-def test_a_pt_file_of_another_program(tmp_path: Path) -> None:
-    import pickle
-
-    with pytest.raises(TraceError, match=r"not a rollout of slime, a dictionary with rollout_id and samples .*model"):
-        import_trace(pt_file(tmp_path / "m.pt", pickle.dumps({"model": {}, "epoch": 1}, protocol=2)))

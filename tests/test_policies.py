@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import simpy
-from workloads import StubCosts
+from workloads import StubCosts, rolled_out
 
 import rlsim
 from rlsim.errors import CapacityError, ConfigError
@@ -22,9 +21,8 @@ from rlsim.policies.pat import PAT
 from rlsim.policies.planner import Planner
 from rlsim.policies.verl import VeRL
 from rlsim.sim.control import ControlContext, RolloutControl
-from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.request import Request
 from rlsim.sim.rollout import Rollout
-from rlsim.sim.stage import GenerationStage
 
 PROMPT = 200
 MACHINES = [("8xh100", "h100-vllm"), ("8xa40", "a40-sglang"), ("8xl40s", "l40s-vllm")]
@@ -60,22 +58,11 @@ def context(
 def generate(control: RolloutControl, known: ControlContext, lengths: Sequence[int], samples: int = 8) -> Rollout:
     """One generation stage under a control."""
     control.setup(known)
-    env, ends = simpy.Environment(), itertools.accumulate(known.node_gpus)
-    rollout = Rollout(
-        env,
-        GenerationStage(
-            mesh=[tuple(range(end - gpus, end)) for end, gpus in zip(ends, known.node_gpus, strict=True)],
-            tp=control.initial_tp(known),
-            requests=[Request(i, i // samples, PROMPT, int(length)) for i, length in enumerate(lengths)],
-            costs=known.costs,
-            config=EngineConfig(),
-            control=control,
-            cap_tokens=known.cap_tokens,
-        ),
-    )
-    env.run(rollout.done)
-    rollout.close()
-    return rollout
+    ends = itertools.accumulate(known.node_gpus)
+    mesh = [tuple(range(end - gpus, end)) for end, gpus in zip(ends, known.node_gpus, strict=True)]
+    requests = [Request(i, i // samples, PROMPT, int(length)) for i, length in enumerate(lengths)]
+    tp, cap = control.initial_tp(known), known.cap_tokens
+    return rolled_out(requests, known.costs, control, mesh=mesh, tp=tp, cap_tokens=cap)
 
 
 def long_tail(count: int, cap: int, seed: int) -> list[int]:

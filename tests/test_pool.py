@@ -31,7 +31,7 @@ def served(first: set[int], then: Sequence[tuple[str, set[int], Kind]]) -> list[
     return turns
 
 
-def test_nobody_passes_a_call_that_waits_for_the_same_gpus() -> None:
+def test_nobody_passes_a_call_that_waits_for_the_same_gpus_and_others_begin_together() -> None:
     """GPU 1 is free, but kept for who has asked before; GPU 2 is nobody's."""
     pool = GpuPool(simpy.Environment())
     pool.acquire({0}, "train")
@@ -41,9 +41,6 @@ def test_nobody_passes_a_call_that_waits_for_the_same_gpus() -> None:
     assert [event.triggered for event in (both, one)] == [True, False]
     pool.release({0, 1})
     assert one.triggered
-
-
-def test_all_that_wait_for_different_gpus_begin_together() -> None:
     assert served({0, 1, 2}, [("a", {0}, "train"), ("b", {1, 2}, "train"), ("c", {2}, "train")]) == [["a", "b"], ["c"]]
 
 
@@ -56,9 +53,6 @@ def test_syncs_go_before_generations_that_wait_and_before_nobody_else() -> None:
         ("second sync", {0}, "sync"),
     ]
     assert served({0}, asked) == [["train"], ["sync"], ["second sync"], ["generate"], ["inference"]]
-
-
-def test_syncs_wait_their_turn_where_no_generation_waits() -> None:
     asked: list[tuple[str, set[int], Kind]] = [("train", {0}, "train"), ("sync", {0}, "sync")]
     assert served({0}, asked) == [["train"], ["sync"]]
     # One that generates already does not wait.
@@ -69,7 +63,7 @@ def test_syncs_wait_their_turn_where_no_generation_waits() -> None:
     assert (train.triggered, sync.triggered) == (True, False)
 
 
-def test_a_guest_goes_after_all_who_want_its_gpus_however_late_they_ask() -> None:
+def test_a_guest_goes_after_all_who_want_its_gpus_and_gets_nothing_once_it_waits_no_more() -> None:
     pool = GpuPool(simpy.Environment())
     pool.acquire({0, 1}, "generate")
     guest, later = pool.acquire({0, 1}, "train", guest=True), pool.acquire({1}, "train")
@@ -77,9 +71,6 @@ def test_a_guest_goes_after_all_who_want_its_gpus_however_late_they_ask() -> Non
     assert (guest.triggered, later.triggered) == (False, True)
     pool.release({1})
     assert guest.triggered
-
-
-def test_a_guest_that_waits_no_more_gets_nothing_and_makes_room() -> None:
     pool = GpuPool(simpy.Environment())
     pool.acquire({0}, "generate")
     both, one = (pool.acquire(gpus, "train", guest=True) for gpus in ({0, 1}, {1}))

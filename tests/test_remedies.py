@@ -173,9 +173,6 @@ def test_a_kv_cache_that_does_not_hold_the_batch_is_told_with_the_share_that_wou
     assert share == pytest.approx(0.4 + extra / (79.19 * 2**30), abs=0.012)  # a watermark of 1% of the pages
     assert not notes_on("KV cache", kv_source(share))
     assert notes_on("KV cache", kv_source(share - 0.02))
-
-
-def test_a_share_that_no_engine_finds_free_is_refused() -> None:
     with pytest.raises(
         RlsimError, match=r"memory_utilization: 1 of a GPU is more than is free when vllm starts.*0\.99"
     ):

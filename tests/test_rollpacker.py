@@ -214,7 +214,7 @@ def test_in_pieces_costs_about_as_much_as_at_once() -> None:
     assert after["pieces"] == pytest.approx(after["verl"], rel=0.15)
 
 
-def test_lists_in_use_make_variants() -> None:
+def test_lists_make_variants_but_of_tp_that_the_judge_leaves_no_room_for() -> None:
     loaded, shown, folder = load_experiment(
         experiment(systems=[{"name": "t", "use": [{"tail_batching": {"eta": [1.25, 1.5]}}, {"verl": {"tp": [1, 2]}}]}])
     )
@@ -228,9 +228,6 @@ def test_lists_in_use_make_variants() -> None:
         "t-eta1.5-tp1",
         "t-eta1.5-tp2",
     ]
-
-
-def test_tp_that_the_judge_leaves_no_room_for_is_left_out_as_a_variant() -> None:
     found = rlsim.run(experiment(systems=[{"verl": {"tp": [1, 2, 4]}}]), overrides={"workflow.steps": 1})
     assert set(found.steps["system"]) == {"verl-tp1", "verl-tp2"}
     assert any("verl-tp4 left out: TP 4 does not divide the 6 GPUs of a node" in note for note in found.notes)

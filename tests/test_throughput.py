@@ -161,10 +161,7 @@ def test_ratios_that_differ_are_explained() -> None:
     assert "50 tokens in the mean, prompts counted, against 100, as the first to finish are trained on" in note
     (why,) = rate_notes(table("steps", steps("base", 800), steps("tail", 400, put_back=1)), "base", 8)
     assert "generated again later" in why
-
-
-def test_the_system_that_trains_on_other_responses_is_named() -> None:
-    """It may be the baseline."""
+    # It may be the baseline.
     row = RUN | {"step_time_s": 10.0, "trained": 8}
     plain, late = row | {"system": "verl", "tokens": 800}, row | {"system": "tail", "tokens": 400, "put_back": 1}
     (note,) = rate_notes(table("steps", plain, late), "tail", 8)
@@ -298,9 +295,6 @@ def test_the_tail_is_decoding_at_under_half_of_the_full_throughput() -> None:
     # Four responses, an iteration a second while all four decode and two a second for fewer: 4, 6, 4 and 2 tokens/s.
     found = tail_stretches(*tables_of([(0, 10, 10), (0, 20, 30), (0, 30, 50), (0, 40, 70)], gpus=2))
     assert found[["gpu", "gpus", "start_at", "end_at", "tail_s"]].values.tolist() == [[0, 2, 30.0, 40.0, 10.0]]
-
-
-def test_equal_lengths_have_no_tail() -> None:
     assert tail_stretches(*tables_of([(0, 10, 10)] * 4)).empty
     assert tail_stretches(table("stays"), table("spans"), table("calls")).empty
 

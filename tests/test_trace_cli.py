@@ -151,7 +151,7 @@ def test_generate_refuses_a_trace_that_misses_its_facts(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["t.yaml"]
 
 
-def test_describe_shows_rewards_where_there_are_any(tmp_path: Path) -> None:
+def test_describe_shows_rewards_where_there_are_any_and_some_of_many_epochs(tmp_path: Path) -> None:
     frame = small().drop(columns="task")
     assert "reward" not in run("describe", written(frame, tmp_path))
     frame["correct"] = [True, True, False, False] * 20 + [True] * 40 + [None] * 40
@@ -168,9 +168,6 @@ def test_describe_shows_rewards_where_there_are_any(tmp_path: Path) -> None:
     for words in ("right", "66.67%", "mean reward", "-0.50 to 1.00", "longest reward call (s)", "answer of the judge"):
         assert words in text
     assert "longest test case" in run("describe", data_dir("traces") / "rollpacker-code.parquet")
-
-
-def test_describe_shows_some_of_many_epochs(tmp_path: Path) -> None:
     frame = pd.concat([small().drop(columns="task").assign(epoch=e) for e in range(30)])
     text = run("describe", written(frame, tmp_path))
     assert "epoch 0" in text.replace("\n", " ")

@@ -95,7 +95,7 @@ def step(model: Model, tp: int = 1) -> RooflineStep:
     return RooflineStep(model, tp, H100, CALIBRATION)
 
 
-def test_a_window_saturates() -> None:
+def test_a_window_saturates_and_a_prompt_in_chunks_reads_it() -> None:
     gemma = load_model("gemma-3-4b")
     plain = gemma.model_copy(update={"layer_types": (), "sliding_window": None})
     windows, whole = step(gemma), step(plain)
@@ -109,9 +109,6 @@ def test_a_window_saturates() -> None:
     short, same, longer, longest = [windows.prefill_s(p) / whole.prefill_s(p) for p in prompts]
     assert [short, same] == pytest.approx([1.0, 1.0])
     assert 0.5 < longest < longer < 1.0
-
-
-def test_a_prompt_in_chunks_reads_its_window() -> None:
     attention = step(load_model("gemma-3-4b")).operators.prefill_attention_s
     times = [attention([(1024, prior)], 8, 4, 256, 1024) for prior in (0, 1024, 8192, 65_536)]
     assert times[0] < times[1]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import simpy
 from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefRollout, RefTools
 
@@ -30,6 +31,9 @@ from rlsim.sim.control import (
     Stop,
     actions_of,
 )
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.rollout import Rollout
+from rlsim.sim.stage import GenerationStage
 
 # --------------------------------------------------------------------------------------------------------- costs
 
@@ -300,6 +304,16 @@ class Timed(Scripted):
 
 
 # ------------------------------------------------------------------------------------------------ whole rollouts
+
+
+def rolled_out(requests: list[Request], costs: Any, control: RolloutControl, env: Any = None, **stage: Any) -> Rollout:
+    """One stage of generation to its end, on one GPU unless it is said otherwise."""
+    usual = {"mesh": [(0,)], "tp": 1, "config": EngineConfig(), "cap_tokens": 1000}
+    env = env or simpy.Environment()
+    rollout = Rollout(env, GenerationStage(requests=requests, costs=costs, control=control, **(usual | stage)))
+    env.run(rollout.done)
+    rollout.close()
+    return rollout
 
 
 @dataclass(frozen=True)
