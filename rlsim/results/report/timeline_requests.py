@@ -44,9 +44,8 @@ def write_requests(writer: TraceWriter, run: ChosenRun, run_pid: int, generate: 
     if len(stays):
         stays = _in_order(stays, generate)
         pids = _groups(writer, stays, places[0])
-        tracks = _write_phases(writer, stays, pids)
-        stays = stays.assign(pid=[pid for pid, _ in tracks], tid=[tid for _, tid in tracks])
-        _write_resumed(writer, stays, responses)
+        tracks = pd.Series(_write_phases(writer, stays, pids))
+        _write_resumed(writer, stays.assign(track=tracks), responses)
         _write_counters(writer, stays, pids, run_pid)
     _write_rewards(writer, stays, responses, places[1])
     return len(shown)
@@ -138,30 +137,23 @@ def _write_resumed(writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataF
 
     The unfinished ones of a prompt are in the same order there, after those that had finished.
     """
-    steps = pd.Series(responses["step"].unique())
-    stretch = dict(zip(steps, (steps.diff() != 1).cumsum(), strict=True))  # what went on in a step between is not known
-    known = responses.assign(stretch=responses["step"].map(stretch), broke_off=responses["step"])
-    paused, resumed = known[known["paused"] & known["finish_at"].isna()], known[known["resumed"]]
-    by, one = ["position", "stretch"], ["position", "step"]
-    paused, resumed = (rows.assign(from_last=rows.groupby(one).cumcount(ascending=False)) for rows in (paused, resumed))
-    resumed = pd.merge_asof(
-        resumed.drop(columns="broke_off"), paused[[*by, "step", "broke_off"]].drop_duplicates(),
-        on="step", by=by, allow_exact_matches=False,
-    )  # fmt: skip
-    pairs = paused.merge(resumed, on=[*by, "broke_off", "from_last"], suffixes=("_before", "_after"))
-    made = stays.loc[stays["call"] == 0, ["step", "response", "pid", "tid", "arrived_at", "left_at"]]
-    made = made.assign(begins=microseconds(made["arrived_at"]), ends=microseconds(made["left_at"]))
-    key = ["step", "response"]
-    lasts, firsts = made.drop_duplicates(key, keep="last"), made.drop_duplicates(key)
-    for end, own in (("before", lasts), ("after", firsts)):
-        shown = own.query("ends > begins").add_suffix(f"_{end}")
-        pairs = pairs.merge(shown, on=[f"step_{end}", f"response_{end}"])
-    ends, begins = (
-        [pairs[f"{name}_{end}"].tolist() for name in ("pid", "tid", at)]
-        for end, at in (("before", "ends"), ("after", "begins"))
-    )
-    for pid, tid, left, *target, arrived in zip(*ends, *begins, strict=True):
-        writer.arrow("resumed", (pid, tid), left - 1, (target[0], target[1]), arrived)
+    made: list[Any] = list(stays[stays["call"] == 0].itertuples())
+    lasts = {(stay.step, stay.response): stay for stay in made}
+    firsts = {(stay.step, stay.response): stay for stay in reversed(made)}
+    broke_off: dict[Any, list[Any]] = {}  # by prompt, in the last step in which any did
+    known = set(responses["step"])
+    step: Any
+    for step, rows in responses.groupby("step"):
+        if step - 1 not in known:  # nor is what went on in it
+            broke_off = {}
+        paused = rows[rows["paused"] & rows["finish_at"].isna()].groupby("position")["response"].agg(list)
+        resumed = rows[rows["resumed"]].groupby("position")["response"].agg(list)
+        for position, those in resumed.items():
+            for before, response in zip(reversed(broke_off.get(position, [])), reversed(those), strict=False):
+                last, first = lasts.get(before), firsts.get((step, response))
+                if last and first and last.left_us > last.arrived_us and first.left_us > first.arrived_us:
+                    writer.arrow("resumed", last.track, last.left_us - 1, first.track, first.arrived_us)
+        broke_off |= {position: [(step, response) for response in those] for position, those in paused.items()}
 
 
 # ---- counters --------------------------------------------------------------------------------------------------------
