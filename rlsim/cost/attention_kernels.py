@@ -23,8 +23,14 @@ PROMPT_AXES = ("sequences", "new", "q_heads", "group")
 PROMPT_WINDOW_AXES = ("sequences", "new", "kv_heads", "group")
 
 
-def _kernels(fits: Mapping[int, KernelFit], axes: Sequence[str]) -> dict[float, Kernel]:
-    return {size: Kernel(fit, axes) for size, fit in fits.items()}
+class _Kernels(dict[float, Kernel]):
+    """By size of heads; of a size that was not measured the first."""
+
+    def __init__(self, fits: Mapping[int, KernelFit], axes: Sequence[str]) -> None:
+        super().__init__({size: Kernel(fit, axes) for size, fit in fits.items()})
+
+    def __missing__(self, _: float) -> Kernel:
+        return next(iter(self.values()))
 
 
 def bent(
@@ -62,9 +68,9 @@ class DecodeKernels:
 
     def __init__(self, fit: AttentionFit, reference: Reference) -> None:
         self._bytes, self._reference = KV_BYTES[fit.kv_precision], reference
-        self._whole = _kernels(fit.heads, DECODE_AXES)
-        self._windows = _kernels(fit.windows, DECODE_WINDOW_AXES)
-        self._whole_at = cache(self._of_heads)
+        self._whole = _Kernels(fit.heads, DECODE_AXES)
+        self._windows = _Kernels(fit.windows, DECODE_WINDOW_AXES)
+        self._whole_at = cache(lambda kv_heads, head_dim: self._whole[head_dim].at(kv_heads))
 
     def work(self, batch: int, tokens: float, kv_heads: int, head_dim: int) -> Work:
         """That of reading so many tokens in all."""
@@ -91,9 +97,6 @@ class DecodeKernels:
             return _line(window, [float(batch * window_tokens)], [factor], work, least_slope)
         return bent(self._whole_at(kv_heads, head_dim), batch * kv_heads, batch, work, least_slope)
 
-    def _of_heads(self, kv_heads: int, head_dim: int) -> Kernel:
-        return (self._whole.get(head_dim) or next(iter(self._whole.values()))).at(kv_heads)
-
 
 class Prompts(NamedTuple):
     """What a kernel works on over some chunks of prompts."""
@@ -115,8 +118,8 @@ class PromptKernels:
 
     def __init__(self, fit: AttentionFit, reference: Reference) -> None:
         self._bytes, self._reference = KV_BYTES[fit.kv_precision], reference
-        self._whole = _kernels(fit.heads, PROMPT_AXES)
-        self._windows = _kernels(fit.windows, PROMPT_WINDOW_AXES)
+        self._whole = _Kernels(fit.heads, PROMPT_AXES)
+        self._windows = _Kernels(fit.windows, PROMPT_WINDOW_AXES)
         self._kernel_at = cache(self._of_heads)
 
     def work(
@@ -178,10 +181,9 @@ class PromptKernels:
 
     def reached(self, head_dim: float) -> float:
         """Share of the peak of bf16 at which long prompts are computed."""
-        kernel = self._whole.get(head_dim) or next(iter(self._whole.values()))
-        return kernel.fit.efficiency["compute"]
+        return self._whole[head_dim].fit.efficiency["compute"]
 
     def _of_heads(self, q_heads: int, kv_heads: int, head_dim: float, windows: bool) -> Kernel:
         if windows:
             return self._windows[head_dim].at(kv_heads, q_heads / kv_heads)
-        return (self._whole.get(head_dim) or next(iter(self._whole.values()))).at(q_heads, q_heads / kv_heads)
+        return self._whole[head_dim].at(q_heads, q_heads / kv_heads)

@@ -67,7 +67,8 @@ class Collectives:
     """Communication on one cluster.
 
     `message_bytes` is always the full tensor: what every GPU holds after an all-gather or before a reduce-scatter or
-    all-reduce, what one GPU deals out in an all-to-all with its own part, what travels in a broadcast or send.
+    all-reduce, what one GPU deals out in an all-to-all with its own part, what travels in a broadcast or send. In a
+    send_recv half of the GPUs send to the others, all at once.
     Fits made on another link rate are stretched by the ratio of the rates.
     """
 
@@ -137,18 +138,16 @@ class Collectives:
         return time
 
     def _nccl_s(self, op: str, size: float, gpus: int) -> float:
-        curves = self._measured(op)
-        counts = list(curves)
-        nearest = curves[min(counts, key=lambda count: abs(count - gpus))]
-        if (op, size, gpus) in self._seen:
-            return self._curve_s(op, size, gpus)
-        if not counts[0] <= gpus <= counts[-1]:
-            self.lookups.add(op, "extrapolated", f"{gpus} GPUs of one domain, measured {counts[0]} to {counts[-1]}")
-        elif not nearest.measured(size):
-            self.lookups.add(op, "extrapolated", f"{size:g} bytes over {gpus} GPUs, beyond what was measured")
-        else:
-            self.lookups.add(op, "interpolated")
-        self._seen.add((op, size, gpus))
+        if (op, size, gpus) not in self._seen:
+            curves = self._measured(op)
+            first, last, nearest = min(curves), max(curves), min(curves, key=lambda count: abs(count - gpus))
+            if not first <= gpus <= last:
+                self.lookups.add(op, "extrapolated", f"{gpus} GPUs of one domain, measured {first} to {last}")
+            elif not curves[nearest].measured(size):
+                self.lookups.add(op, "extrapolated", f"{size:g} bytes over {gpus} GPUs, beyond what was measured")
+            else:
+                self.lookups.add(op, "interpolated")
+            self._seen.add((op, size, gpus))
         return self._curve_s(op, size, gpus)
 
     def _measured(self, op: str) -> dict[int, _Curve]:
@@ -231,16 +230,9 @@ Group = Literal["tp", "cp", "shards", "sharded", "replicas", "pp"]
 
 
 class CollectiveTime(Protocol):
-    """Times of communication, as `rlsim.cost.collectives.Collectives` gives them."""
+    """Times of communication, as `Collectives` gives them."""
 
-    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
-        """Seconds of one collective among `gpus` ranks spread over `nodes` nodes.
-
-        `op` is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_recv; `message_bytes` the whole
-        gathered tensor of an all_gather or reduce_scatter, else the tensor each rank holds or sends. In a send_recv
-        half of the ranks send to the others, all at once.
-        """
-        ...
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float: ...
 
 
 class Groups:

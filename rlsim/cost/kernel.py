@@ -43,23 +43,21 @@ class Surface:
         """The factor over the first axes alone, at these coordinates of the last ones."""
         x = [log(value) for value in coordinates]
         first = len(self._axes) - len(x)
-        cut = Surface.__new__(Surface)
-        cut._axes = self._axes[:first]
-        cut._values = _sliced(self._values, self._axes[first:], x, first)
-        return cut
+        return self._cut(self._axes[:first], _sliced(self._values, self._axes[first:], x, first))
 
     def along(self, coordinate: float) -> Surface:
         """The factor over the other axes, at this coordinate of the first one."""
         knots, values, at = self._axes[0], self._values, log(coordinate)
+        if not knots[0] < at < knots[-1]:
+            return self._cut(self._axes[1:], values[0] if at <= knots[0] else values[-1])
+        i = bisect_right(knots, at) - 1
+        share = (at - knots[i]) / (knots[i + 1] - knots[i])
+        return self._cut(self._axes[1:], _between(values[i], values[i + 1], share))
+
+    @staticmethod
+    def _cut(axes: list[list[float]], values: list[Any]) -> Surface:
         cut = Surface.__new__(Surface)
-        cut._axes = self._axes[1:]
-        if at <= knots[0]:
-            cut._values = values[0]
-        elif at >= knots[-1]:
-            cut._values = values[-1]
-        else:
-            i = bisect_right(knots, at) - 1
-            cut._values = _between(values[i], values[i + 1], (at - knots[i]) / (knots[i + 1] - knots[i]))
+        cut._axes, cut._values = axes, values
         return cut
 
     def at_knots(self) -> list[float]:

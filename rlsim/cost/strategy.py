@@ -41,45 +41,23 @@ _KINDS = {"zero_stage": (0, 1, 2, 3), "gradients": get_args(GradientType), "reco
 class TrainStrategy:
     """Degrees and switches of one call; GPUs are numbered with TP innermost, then CP, DP and PP (Megatron's order).
 
-    - `ep`: expert parallelism: the experts of a layer are dealt to that many neighbouring blocks of `expert_tp` GPUs of
-      a pipeline stage, whichever of TP, CP and DP these belong to (Megatron Core's parallel folding: Liu et al. 2025,
-      arXiv 2504.14960). Every ep · expert_tp GPUs hold all experts of a layer; those with the same ones reduce their
-      gradients. `expert_tp` cuts every expert; default: `tp` without expert parallelism, else 1 (as in NeMo-RL and
-      Megatron Bridge; Megatron-LM's own is `tp`). Neither matters to a model without experts.
-    - `expert_imbalance`: tokens of the busiest GPU's experts over the mean of the GPUs that share them (a rollout's
-      `ReplicaLayout.imbalance` is an exponent).
-    - `micro_batch_tokens`: most tokens in one micro-batch of one data-parallel rank, summed over its sequences
-      (veRL's `ppo_max_token_len_per_gpu`); a longer sequence gets a micro-batch of its own.
-    - `log_prob_micro_batch_tokens`: the same for calls without gradient, if it is another one (veRL's
-      `log_prob_max_token_len_per_gpu`, NeMo-RL's `logprob_batch_size` of packed sequences).
-    - `micro_batch_sequences`, `log_prob_micro_batch_sequences`: if given, micro-batches of that many sequences instead
-      (veRL without dynamic batch size, NeMo-RL without packing); log-probs have those of training unless they have a
-      budget or a number of their own.
+    What the fields mean are rows of `rlsim/data/meanings.csv` (`TrainingSpec`). Beyond that:
+
+    - `ep`: the experts of a layer are dealt to that many neighbouring blocks of `expert_tp` GPUs of a pipeline stage,
+      whichever of TP, CP and DP these belong to (Megatron Core's parallel folding: Liu et al. 2025, arXiv 2504.14960).
+      Every ep · expert_tp GPUs hold all experts of a layer; those with the same ones reduce their gradients. By default
+      `expert_tp` is as in NeMo-RL and Megatron Bridge; Megatron-LM's own is `tp`.
+    - `micro_batch_tokens`: a sequence with more gets a micro-batch of its own.
     - `micro_batches`: if given, so many micro-batches of each rank's share, balanced by work; at most its sequences.
     - `zero_stage`: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters
       (3 is FSDP's full sharding).
-    - `shard_gpus`: HSDP: neighbouring GPUs that share the states (veRL's `fsdp_size`); the groups are replicas of each
-      other, which reduce their gradients once an optimizer step. Default: all ranks are one group.
-    - `gradients`: the type in which they are accumulated and reduced: `fp32`, as Megatron and veRL's FSDP do by
-      default, or `bf16`.
+    - `shard_gpus`: the groups are replicas of each other, which reduce their gradients once an optimizer step.
     - `recompute`: `full` keeps each layer's input only; `selective` recomputes norms and the MLP's activation function,
       which costs next to no time. Attention is a flash kernel: its score matrix is never stored.
-    - `packing`: how sequences become micro-batches by token budget. `balanced`: those of a rank, of nearly equal work,
-      in as few as the budget has room for their sum (veRL). `first_fit`: longest first, each into the first micro-batch
-      that has room for it, over all ranks, dealt out in turn; where there are pipeline stages, which pass on tensors of
-      one size, padded to the longest of the rank (NeMo-RL's `sequence_packing`).
-    - `offload`: weights and optimizer states live in host memory between calls (veRL's `param_offload` and
-      `optimizer_offload`). `host_memory`: whether the optimizer's states there are pinned, or pageable and allocated
-      anew each time (`tensor.to("cpu")`: NeMo-RL's Megatron worker).
-    - `cpu_optimizer`: share of the optimizer's states that live in host memory and step there (Megatron's
-      `optimizer_cpu_offload` and `optimizer_offload_fraction`), at `cpu_optimizer_rate` bytes/s of a node.
+    - `packing`: `balanced` has as few micro-batches as the budget has room for a rank's sum; `first_fit` packs over all
+      ranks, and deals them out in turn.
     - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
-    - `logits`: what log-probabilities are computed from: all logits of a micro-batch in `bf16` (veRL's FSDP, with flash
-      attention's cross entropy) or in `fp32` (Megatron's vocabulary-parallel cross entropy), by `torch` itself
-      (`log_softmax` of a copy in fp32: NeMo-RL's DTensor), or `fused`: those of a chunk of tokens at a time (veRL's
-      `use_fused_kernels`).
-    - `attention`: the kernel. `flash_attention_2` has none of Hopper's instructions, nor of later ones:
-      `TrainEfficiency.attention_on`. The two others are taken as equally fast.
+    - `attention`: all but `flash_attention_2` (`TrainEfficiency.attention_on`) are taken as equally fast.
 
     Raises `ConfigError` for a degree below 1 or a combination that no framework offers.
     """

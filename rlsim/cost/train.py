@@ -10,7 +10,7 @@ by token budget as in veRL.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -322,18 +322,19 @@ class TrainCost:
         in the open.
         """
         ends = (self.model.embedding_parameters / self.strategy.tp,)
-        total_s, opened = 0.0, self._gather_s(self._layers[0].parts) + self._gather_s(ends)
+        gather_s, scatter_s = partial(self._unit_s, "all_gather"), partial(self._unit_s, "reduce_scatter")
+        total_s, opened = 0.0, gather_s(self._layers[0].parts) + gather_s(ends)
         for layer in self._layers:
             forward, exposed = self._layer_s(layer, micro, _FORWARD)
             forward += exposed
-            gather, scatter = self._gather_s(layer.parts), self._scatter_s(layer.parts)
+            gather, scatter = gather_s(layer.parts), scatter_s(layer.parts)
             late = np.maximum(gather - forward.max(axis=0), 0.0)
             if passes.backward:
                 compute, exposed = self._layer_s(layer, micro, passes)
                 late += np.maximum(gather + scatter - (compute + exposed - forward).max(axis=0), 0.0)
             total_s += late.sum() * layer.count
         if passes.backward:
-            opened += self._scatter_s(ends)
+            opened += scatter_s(ends)
         return float(total_s + opened * micro.tokens.shape[1])
 
     def _layer_s(self, layer: _Layers, micro: MicroBatches, passes: _Passes) -> tuple[Floats, Floats]:
@@ -375,18 +376,12 @@ class TrainCost:
             total += _interpolated(partial(self._dispatch.time_s, op, group="tp"), degree * sent_bytes)
         return total
 
-    def _gather_s(self, parts: Sequence[float]) -> float:
-        """ZeRO-3: gathering one unit of the model in bf16; `parts` are its parameters on one GPU."""
-        return sum(groups.time_s("all_gather", n * BF16, "sharded") for n, groups in self._spread(parts))
-
-    def _scatter_s(self, parts: Sequence[float]) -> float:
-        """ZeRO-3: reducing one unit's gradient to its shards."""
-        width = self.strategy.gradient_bytes
-        return sum(groups.time_s("reduce_scatter", n * width, "sharded") for n, groups in self._spread(parts))
-
-    def _spread(self, parts: Sequence[float]) -> Iterable[tuple[float, Groups]]:
-        """Parameters, and the groups that share them: of all, and of experts that are apart."""
-        return zip(parts, (self._groups, self._expert_groups), strict=False)
+    def _unit_s(self, op: str, parts: Sequence[float]) -> float:
+        """ZeRO-3: gathering one unit of the model in bf16, or reducing its gradient to its shards; `parts` are its
+        parameters on one GPU, those of experts that are apart last."""
+        width = BF16 if op == "all_gather" else self.strategy.gradient_bytes
+        spread = zip(parts, (self._groups, self._expert_groups), strict=False)
+        return sum(groups.time_s(op, n * width, "sharded") for n, groups in spread)
 
     def _stage_sends_s(self, tokens: Floats, passes: _Passes) -> float:
         """Sends of activations (and gradients): all micro-batches over a slowest boundary, the largest over others."""
