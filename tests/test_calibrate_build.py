@@ -17,7 +17,7 @@ from rlsim.calibrate.parts import COLUMNS
 from rlsim.calibrate.show import MOST, calibration_chart, efficiencies, write_chart
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Reference, Source, load_calibration
-from rlsim.cost.carried import carried_operators
+from rlsim.cost.fits import carried_operators
 from rlsim.cost.profile import prompts_of
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost

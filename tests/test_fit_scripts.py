@@ -33,9 +33,8 @@ from rlsim.calibrate.parts import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost import engine_memory  # noqa: E402
 from rlsim.cost.calibration import Calibration, FrontEndFit, HostFit, Reference, Residual  # noqa: E402
-from rlsim.cost.carried import carried_operators  # noqa: E402
 from rlsim.cost.experts import FusedExperts, expert_load  # noqa: E402
-from rlsim.cost.fits import ACROSS  # noqa: E402
+from rlsim.cost.fits import ACROSS, carried_operators  # noqa: E402
 from rlsim.cost.operators import Operators  # noqa: E402
 from rlsim.cost.strategy import EXPERT_LAUNCH_S, TRAFFIC  # noqa: E402
 from rlsim.models.hardware import load_cluster  # noqa: E402

@@ -9,9 +9,8 @@ from conftest import Talk, tables
 import rlsim
 from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows, longer
-from rlsim.cost.derived import HostTime
+from rlsim.cost.derived import Boundaries, HostTime, Pipelined
 from rlsim.cost.memory import rollout_weight_bytes
-from rlsim.cost.pipeline import Boundaries, Pipelined
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost

@@ -28,8 +28,7 @@ from rlsim.cost.calibration import (
     RuntimeFit,
     TrainingFit,
 )
-from rlsim.cost.carried import carried_operators
-from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits
+from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits, carried_operators
 from rlsim.cost.operators import gemm_of
 from rlsim.cost.strategy import TRAFFIC, efficiency_of
 from rlsim.errors import RlsimError

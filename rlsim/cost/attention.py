@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from rlsim.cost.attention_kernels import BF16_BYTES, BLOCK_QUERIES, bent
 from rlsim.cost.curve import DecodeCurve, longer
 from rlsim.cost.fits import LatentAttentionFit
 from rlsim.cost.flops import attention_work
 from rlsim.cost.kernel import Kernel, Work
-from rlsim.cost.operators import Operators
+from rlsim.cost.operators import BF16_BYTES, BLOCK_QUERIES, Operators, bent
 from rlsim.errors import CalibrationError
 from rlsim.models.layers import (
     Attention,

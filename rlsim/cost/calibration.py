@@ -17,17 +17,18 @@ from pydantic import Field, PrivateAttr, model_validator
 from rlsim.base import catalogue
 from rlsim.base.schema import Schema, load
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts, Draw
-from rlsim.cost.carried import Derived, carried_operators
 from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
 from rlsim.cost.fits import (
     CollectiveFits,
     Correction,
     Count,
+    Derived,
     Factor,
     Fitted,
     KernelSeconds,
     OperatorFits,
     Share,
+    carried_operators,
 )
 from rlsim.cost.strategy import efficiency_of
 from rlsim.cost.tables import csv_of, read_calibration

@@ -13,14 +13,13 @@ from rlsim.cost.attention import LayerAttention, layer_attention
 from rlsim.cost.calibration import Calibration, Known, load_calibration
 from rlsim.cost.collectives import Collectives, Groups
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all, read_of_equal, sum_of
-from rlsim.cost.derived import Change, DerivedStep, HostTime, ServedStep, hosted
+from rlsim.cost.derived import Boundaries, Change, DerivedStep, HostTime, Pipelined, ServedStep, hosted
 from rlsim.cost.experts import expert_load
 from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16, kv_shape
 from rlsim.cost.micro_batches import pack
 from rlsim.cost.operators import Operators
-from rlsim.cost.pipeline import Boundaries, Pipelined
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.models.hardware import Cluster

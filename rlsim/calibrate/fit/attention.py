@@ -33,10 +33,10 @@ from rlsim.calibrate.fit.common import (
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.parts import Fitted, join, point_rows, residual, residual_of
-from rlsim.cost.attention_kernels import DecodeKernels, PromptKernels
 from rlsim.cost.calibration import Engine, Reference, Residual
 from rlsim.cost.fits import AttentionFit, KernelFit
 from rlsim.cost.kernel import Work
+from rlsim.cost.operators import DecodeKernels, PromptKernels
 from rlsim.models.precision import KV_BYTES, KvPrecision
 
 HEAD_DIM = 128  # the size of heads that stands for those that were not measured
