@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from unittest.mock import patch
 
 import numpy as np
 import simpy
-from scale import peak_mb
+from scale import peak_mb, shown
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.rollout import RolloutCostModel
@@ -255,8 +254,8 @@ def main() -> None:
         },
         arguments.repeats,
     )
-    few_s = took["few"] / reruns
     result = {
+        "replicas": replicas,
         "responses": steps * responses,
         "tokens": sum(tokens for step in lengths for _, tokens in step),
         "timeouts": len(delays),
@@ -271,28 +270,10 @@ def main() -> None:
         "time_ratio_8x_tokens": took["long"] / took["short"],
         "token_by_token_iterations": len(reference.iterations),
         "token_by_token_s": took["token by token"],
-        "speedup_over_token_by_token": took["token by token"] / few_s,
+        "speedup_over_token_by_token": reruns * took["token by token"] / took["few"],
         "peak_mb": peak,
     }
-    print(
-        f"{steps} steps of {responses:,} responses on {replicas} replicas, {result['tokens']:,} tokens: "
-        f"{len(delays):,} timeouts, CPU time (median of {arguments.repeats})\n"
-        f"  engine                   {took['engine']:.3f} s, at most {peak:.0f} MB\n"
-        f"  told of each response    {took['told of each']:.3f} s: {result['ratio_told_of_each']:.1f} times\n"
-        f"  bare SimPy, one process  {took['bare']:.3f} s: the engine takes "
-        f"{result['ratio_to_bare_simpy']:.1f} times that\n"
-        f"  bare SimPy, {replicas} processes {took['bare processes']:.3f} s: "
-        f"{result['ratio_to_bare_simpy_processes']:.1f} times\n"
-        f"{part} of these with an eighth of the tokens\n"
-        f"  engine                   {took['short']:.3f} s\n"
-        f"  twice the responses      {took['twice']:.3f} s: {result['time_ratio_2x_responses']:.2f} times\n"
-        f"  8 times the tokens       {took['long']:.3f} s: {result['time_ratio_8x_tokens']:.2f} times\n"
-        f"{small} responses of up to {CAP_TOKENS:,} tokens on {node.cluster.gpus} replicas: "
-        f"{len(reference.iterations):,} iterations\n"
-        f"  engine                   {few_s:.5f} s\n"
-        f"  token by token           {took['token by token']:.3f} s: {result['speedup_over_token_by_token']:,.0f} times"
-    )
-    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+    shown(result)
 
 
 if __name__ == "__main__":

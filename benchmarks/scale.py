@@ -39,6 +39,14 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
+def shown(result: Mapping[str, Any]) -> None:
+    """Print figures, and all of them as JSON in the last line."""
+    result = {name: round(value, 4) if isinstance(value, float) else value for name, value in result.items()}
+    for name, value in result.items():
+        print(f"{name:>30}  {value}")
+    print(json.dumps(result))
+
+
 def run(name: str, system: str, gpus: int, prompts: int, steps: int) -> None:
     """Simulate a point in this process and print what it took."""
     import rlsim

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from scale import shown
 
 import rlsim
 from rlsim.errors import ConfigError, RlsimError
@@ -235,14 +236,6 @@ def attacks(kills: int, full_disks: int, damages: int, seed: int) -> dict[str, A
             attacked.damage()
             attacked.tell()
         return {**dict.fromkeys(("lost", "misread", "unequal", "untold"), 0), **attacked.found}
-
-
-def shown(result: dict[str, Any]) -> None:
-    """Print figures, and all of them as JSON in the last line."""
-    result = {name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}
-    for name, value in result.items():
-        print(f"{name:>18}  {value}")
-    print(json.dumps(result))
 
 
 def main() -> None:

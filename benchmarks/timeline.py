@@ -10,7 +10,6 @@ The last line of output is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scale import peak_mb
+from scale import peak_mb, shown
 
 import rlsim
 
@@ -88,13 +87,7 @@ def main() -> None:
         "peak_mb": whole_mb,
         "peak_mb_third_of_steps": few_mb,
     }
-    print(
-        f"{steps} steps of {8 * prompts:,} responses on 64 GPUs: {slices:,} slices, {result['events']:,} events\n"
-        f"  .json     {seconds:.2f} s of CPU: {result['slices_per_s']:,.0f} slices/s, {size_mb:.0f} MB\n"
-        f"  .json.gz  {took['.json.gz']:.2f} s: {result['gz_slices_per_s']:,.0f} slices/s, {gz_mb:.0f} MB\n"
-        f"  memory    at most {whole_mb:.0f} MB; {few_mb:.0f} MB for {few} steps"
-    )
-    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+    shown(result)
 
 
 if __name__ == "__main__":

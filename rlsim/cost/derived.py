@@ -1,5 +1,5 @@
-"""Step costs made of others: with an engine's host time, beside other work on the GPU, with weights in host memory, with
-layers cut over pipeline stages, and as a whole engine was measured."""
+"""Step costs made of others: with an engine's host time, beside other work on the GPU, with weights in host memory,
+as a whole engine was measured, and over pipeline stages."""
 
 from __future__ import annotations
 
