@@ -5,7 +5,7 @@ Each size of heads has kernels of its own. Rows are held out by batch and heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from scipy.optimize import minimize_scalar
 
 from rlsim.calibrate.fit.common import (
     FULL,
+    KNOTS,
     Kernel,
     Knots,
     Mask,
@@ -48,32 +49,6 @@ LONG_PROMPT = 1024  # tokens of the prompts that have a residual of their own
 #: Windows of this size are Llama 4's chunks (SGLang's rows take the time of chunks, not of windows). A prompt's chunks
 #: are sequences of their own to rlsim.
 CHUNK = 8192
-DECODE_KNOTS: Knots = {
-    "tiles": [*(2.0**e for e in range(14)), 32768.0],
-    "context": [2.0, 8.0, 32.0, *(2.0**e for e in (6, 7, 8, 10, 12, 14, 15, 16, 17))],
-    "kv_heads": [1.0, 2.0, 4.0, 8.0, 16.0, 64.0],
-}
-#: Its kernels split the work by tiles: of few numbers of KV heads more is told than of many.
-TRTLLM_KNOTS: Knots = {**DECODE_KNOTS, "kv_heads": [1.0, 8.0, 64.0]}
-PROMPT_KNOTS: Knots = {
-    "sequences": [4.0**e for e in range(5)],
-    "new": [2.0**e for e in range(15)],
-    "q_heads": [1.0, 4.0, 16.0, 64.0],
-    "group": [1.0, 2.0, 8.0],
-}
-#: With few KV heads over the whole batch kernels do not split what a window holds over the SMs.
-WINDOW_KNOTS: Mapping[str, Knots] = {
-    "decode_attention": {
-        "tiles": [1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 1024.0, 4096.0, 16384.0],
-        "window": [128.0, 1024.0, 8192.0],
-    },
-    "prefill_attention": {
-        "sequences": [4.0**e for e in range(5)],
-        "new": [128.0, 256.0, 1024.0, 4096.0, 16384.0],
-        "kv_heads": [1.0, 4.0, 16.0, 64.0],
-        "group": [1.0, 8.0],
-    },
-}
 #: Few prompts tell the share of the bandwidth: a free one stands for something else and does not carry to other GPUs.
 OF_PROMPTS = {"held": {"memory": 0.8}, "blend": 2.0}
 MASKS = 0.1  # of the time at the peak of pairs that a window masks out: with less the kernel leaves them out
@@ -206,7 +181,7 @@ def _decode(table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv:
         note += f"{percent(float(np.mean(~streamed[beyond])))} of the former dropped as impossible"
     else:
         used, test, note = np.ones(len(equal), dtype=bool), held_out_rows(heads_of(equal)), ""
-    knots = TRTLLM_KNOTS if engine == "trtllm" else DECODE_KNOTS
+    knots = KNOTS["decode_attention_trtllm" if engine == "trtllm" else "decode_attention"]
     kernel = _kernel(DecodeKernels(_of(kv, {}), ref), equal[used & ~test], knots)
     fit = _of(kv, {int(equal.head_dim.iloc[0]): kernel})
     points = compared(DECODE, fit, ref, equal[used], test[used])
@@ -272,7 +247,7 @@ def _prompts(table: pd.DataFrame, ref: Reference, kv: KvPrecision) -> Fitted[Att
         table, note = whole, "prompts of 16 tokens or more"
     else:
         test, cached, note = held_out_rows(heads_of(table)), cached.head(0), ""
-    kernel = _kernel(PromptKernels(_of(kv, {}), ref), table[~test], PROMPT_KNOTS)
+    kernel = _kernel(PromptKernels(_of(kv, {}), ref), table[~test], KNOTS["prefill_attention"])
     fit = _of(kv, {int(table.head_dim.iloc[0]): kernel})
     points = compared(PROMPTS, fit, ref, table, test)
     ranges = table[["new"]].assign(context=table.new + table.prior, group=table.q_heads / table.kv_heads)
@@ -302,7 +277,8 @@ def with_windows(
     rows, test = rows.assign(new=rows.tokens, prior=0), held_out(heads_of(rows))
     kernels = DecodeKernels(fit, ref) if decode else PromptKernels(fit, ref)
     own = {int(dim): ~test & (rows.head_dim == dim) for dim in sorted(rows.head_dim.unique())}
-    windows = {dim: _kernel(kernels, rows[mask], WINDOW_KNOTS[operator]) for dim, mask in own.items() if mask.any()}
+    knots = KNOTS[f"{operator}_windows"]
+    windows = {dim: _kernel(kernels, rows[mask], knots) for dim, mask in own.items() if mask.any()}
     fit = fit.model_copy(update={"windows": windows})
     operators = operators_with(ref, **{operator: fit})
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.calibrate.fit.collectives import fit_collective, times_of
-from rlsim.calibrate.fit.common import FEWEST, Mask, as_written, held_out_rows
+from rlsim.calibrate.fit.common import FEWEST, KNOTS, Mask, as_written, held_out_rows
 from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
 from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Reference, Residual
@@ -19,12 +19,6 @@ from rlsim.models.precision import WEIGHT_BYTES, Precision
 
 #: Models that are left out whole when errors are measured: Qwen3-235B-A22B and DeepSeek-V3.
 LEFT_OUT = ("4096 x 1536, 8 of 128", "7168 x 2048, 8 of 256")
-KNOTS = {
-    "rows": [4.0**e for e in range(6)],
-    "width": [64.0, 512.0, 4096.0],
-    "bytes": [1e6, 1e7, 1e8, 1e9, 1e10],
-    "popularity": [1.0, 2.0],
-}
 ANY_ROWS = (16, 32, 64, 128)  # rows of blocks
 MARLIN_ROWS, MARLIN_FILL = (8, 16, 32, 64), 0.9  # of `fused_marlin_moe` in vLLM, whose blocks of 48 are left out
 BY_MEAN = "flashinfer_trtllm"  # the kernel with blocks of its own
@@ -182,7 +176,7 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
         work,
         seconds,
         shape,
-        KNOTS,
+        KNOTS["experts"],
         kernel=kernel,
         added_s=equal_parts(work, seconds),
         in_l2=rows.in_l2.to_numpy(bool),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from rlsim.calibrate.fit.common import (
+    KNOTS,
     Array,
     Kernel,
     Mask,
@@ -35,11 +36,6 @@ from rlsim.cost.products import ProductWork
 from rlsim.errors import CalibrationError
 from rlsim.models.precision import PRECISIONS, WEIGHT_BYTES, Precision, peak_flop_per_s
 
-KNOTS = {
-    "m": [1.0, *(2.0**e for e in range(4, 15))],  # kernels change their block shape at powers of two of m
-    "n": [4.0**e for e in range(4, 9)],
-    "k": [4.0**e for e in range(4, 8)],
-}
 L2_SPEED = 2.0  # rate of L2 over that of the memory, in the search for blocks
 HOST = 1.5  # times as long as a product of more rows: the host takes that, no kernel
 SHORT_S = 40e-6  # longer products hide the host
@@ -168,7 +164,9 @@ def _fitted(kind: ProductFit, rows: pd.DataFrame, ref: Reference) -> ProductFit:
     sizes = zip(rows.m.to_numpy(float), rows.n.astype(int), rows.k.astype(int), strict=True)
     work = stacked(map(ProductWork(kind, ref).__call__, *zip(*sizes, strict=True)))
     seconds, in_l2 = rows.seconds.to_numpy(float), rows.in_l2.to_numpy(bool)
-    fit = fit_kernel(work, seconds, rows, KNOTS, added_s=equal_parts(work, seconds), in_l2=in_l2, by_share=True)
+    fit = fit_kernel(
+        work, seconds, rows, KNOTS["products"], added_s=equal_parts(work, seconds), in_l2=in_l2, by_share=True
+    )
     return as_written(kind.model_copy(update=dict(fit)))
 
 

@@ -11,6 +11,7 @@ from scipy import sparse
 from scipy.sparse.linalg import spsolve
 
 from rlsim.calibrate.fit.common import (
+    KNOTS,
     Array,
     Kernel,
     Mask,
@@ -194,7 +195,6 @@ def _differences(shape: Sequence[int]) -> sparse.csr_matrix:
 
 # Norms, rotary embedding and activation: launch plus bytes over bandwidth, both under the table.
 
-ELEMENTWISE_KNOTS = {"bytes": [4.0**e for e in range(6, 16)], "tokens": [4.0**e for e in range(8)]}
 START_S = 2.7e-6  # of a launch, where the search begins
 ELEMENTWISE = Kernel(
     "memory_bound",
@@ -224,6 +224,6 @@ def fit_elementwise(table: pd.DataFrame, ref: Reference, note: str) -> Fitted[Ke
     rows = one[~test]
     work = Work({"memory": rows.bytes.to_numpy() / ref.memory_bytes_per_s}, {"launches": np.ones(len(rows))})
     start = {"launches": START_S}
-    fit = fit_kernel(work, rows.seconds.to_numpy(), rows, ELEMENTWISE_KNOTS, launch_s=0.0, blend=1.0, added_s=start)
+    fit = fit_kernel(work, rows.seconds.to_numpy(), rows, KNOTS["elementwise"], launch_s=0.0, blend=1.0, added_s=start)
     points = compared(ELEMENTWISE, fit, ref, table, test)
     return Fitted(fit, {"memory_bound": residual_of(points, {"bytes": one.bytes}, note)}, points)

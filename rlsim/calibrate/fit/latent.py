@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Knots, Mask
+from rlsim.calibrate.fit.common import KNOTS, Knots, Mask
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
 from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
-from rlsim.cost.attention import HEAD_BLOCK, Latent
+from rlsim.cost.attention import Latent
 from rlsim.cost.fits import KernelFit, LatentAttentionFit
 from rlsim.cost.kernel import Work
 from rlsim.cost.operators import Operators
@@ -31,14 +31,6 @@ UNSEEN = (16, 64)  # heads on one GPU
 FEWEST_HEADS = 8  # of prompts: with fewer, L2 holds all weights of the layer that was measured over and over
 TINY = 64  # tokens of the contexts that give the floor
 LEAST = 0.1  # of a module's time, what is taken to be the attention's at least
-HEADS = [1.0, 8.0, float(HEAD_BLOCK), 128.0]
-BLOCKS_OF_HEADS = [16.0, 32.0, float(HEAD_BLOCK)]  # fewer fill such a block in part, more take several
-ALL_HEADS = [1.0, 8.0, 16.0, 32.0, 64.0, 128.0]
-DECODE_KNOTS: Knots = {
-    "batch": [2.0**e for e in range(11)],
-    "context": [2.0, 16.0, 64.0, *(2.0**e for e in range(8, 18))],
-}
-PROMPT_KNOTS: Knots = {"batch": [4.0**e for e in range(6)], "new": [2.0**e for e in range(16)]}
 ADDED_S = {"sequences": 2e-8, "heads": 1e-9}  # where the search begins
 
 _EMPTY = KernelFit(launch_s=0.0, efficiency={"memory": 1.0, "compute": 1.0}, added_s={"sequences": 0.0, "heads": 0.0})
@@ -84,8 +76,7 @@ def kernel_latent_attention(
     rows = rows.assign(own_s=rows.seconds - beside - (absorb if module else 0.0))
     works = [made[row.heads].decode_work(int(row.batch), row.batch * row.context) for row in each]
     unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
-    seen = {**DECODE_KNOTS, "heads": BLOCKS_OF_HEADS if blocks else HEADS}
-    judged, final = _both(rows, works, unseen, seen, DECODE_KNOTS)
+    judged, final = _both(rows, works, unseen, KNOTS["latent_decode"], "seen in blocks" if blocks else "seen")
     fitted = kernels(decode=judged)
     own_s = [fitted[row.heads].curve(int(row.batch)).step_s(row.batch * row.context) for row in each]
     shown = np.array(own_s) + rows.beside_s
@@ -104,7 +95,7 @@ def kernel_latent_attention(
     rows = rows.assign(beside_s=beside, own_s=rows.seconds - beside)
     works = [made[row.heads].prompt_work(_chunks(row))[0] for row in each]
     unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
-    judged, final = _both(rows, works, unseen, {**PROMPT_KNOTS, "heads": HEADS}, PROMPT_KNOTS)
+    judged, final = _both(rows, works, unseen, KNOTS["latent_prompts"], "seen")
     fitted = kernels(prompts=judged)
     shown = np.array([fitted[row.heads].prefill_s(_chunks(row)) for row in each]) + beside
     extra = point_rows(f"{name}_prompts", _labels(rows), rows.seconds, shown, unseen)
@@ -112,14 +103,13 @@ def kernel_latent_attention(
     return Fitted(fit.model_copy(update={"prompts": final}), residuals, join([points, extra]))
 
 
-def _both(
-    rows: pd.DataFrame, works: list[Work], unseen: Mask, seen: Knots, knots: Knots
-) -> tuple[KernelFit, KernelFit]:
-    """Fits to the rows that are not `unseen`, over the knots of `seen`, and to all of them."""
+def _both(rows: pd.DataFrame, works: list[Work], unseen: Mask, knots: Knots, heads: str) -> tuple[KernelFit, KernelFit]:
+    """Fits to the rows that are not `unseen`, with such knots of the heads, and to all of them."""
     own_s = np.maximum(rows.own_s.to_numpy(float), LEAST * rows.seconds.to_numpy(float))
     some = stacked(work for work, left in zip(works, unseen, strict=True) if not left)
-    judged = fit_kernel(some, own_s[~unseen], rows[~unseen], seen, added_s=ADDED_S)
-    return judged, fit_kernel(stacked(works), own_s, rows, {**knots, "heads": ALL_HEADS}, added_s=ADDED_S)
+    first, every = ({**knots, "heads": KNOTS["latent_heads"][name]} for name in (heads, "all"))
+    judged = fit_kernel(some, own_s[~unseen], rows[~unseen], first, added_s=ADDED_S)
+    return judged, fit_kernel(stacked(works), own_s, rows, every, added_s=ADDED_S)
 
 
 def _chunks(row: Any) -> list[tuple[float, float]]:
