@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from rlsim.base import catalogue
+from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema
 from rlsim.base.version import __version__
 from rlsim.calibrate.fit.common import as_written
@@ -24,16 +25,7 @@ from rlsim.models.hardware import Cluster, Gpu, Link, load_gpu
 from rlsim.models.model import Model
 
 #: GPUs of the catalogue by the name that the driver gives them.
-GPU_NAMES = {
-    "NVIDIA H100 80GB HBM3": "h100-sxm",
-    "NVIDIA H200": "h200-sxm",
-    "NVIDIA H800": "h800-sxm",
-    "NVIDIA H20": "h20",
-    "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
-    "NVIDIA A40": "a40",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA GH200 480GB": "gh200",
-}
+GPU_NAMES: dict[str, str] = plain(read_yaml(catalogue.DATA / "known_names.yaml"))["drivers"]
 
 #: Share of the machine's memory that the workers of a CPU run divide among them, as if each were a GPU's own.
 RAM_SHARE = 0.5
@@ -59,9 +51,8 @@ class MachineFacts(Schema):
     @property
     def gpu(self) -> str:
         """The catalogue's name of the GPU, or a name made of the device's own."""
-        known = GPU_NAMES.get(self.name)
-        if known is not None:
-            return known
+        if self.name in GPU_NAMES:
+            return GPU_NAMES[self.name]
         slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", " ", self.name.lower())).strip("-")
         return slug if self.device == "cuda" else f"cpu-{slug.removeprefix('cpu-')}"
 
@@ -184,7 +175,7 @@ def describe_cluster(measured: Measurements, facts: MachineFacts) -> Cluster:
     known = facts.gpu in catalogue.names("gpus")
     gpu = load_gpu(facts.gpu) if known else _measured_gpu(measured, facts)
     copies = measured.table("copy")
-    host = copies[copies.kind == "host_to_device"] if len(copies) else copies
+    host = copies[copies.kind == "host_to_device"]
     host_rate = float((host.bytes / host.seconds).max()) if len(host) else gpu.memory_bytes_per_s / 2.0
     cluster = Cluster(
         name=f"{facts.workers}x{facts.gpu}",
@@ -214,7 +205,7 @@ def write_model(model: Model, path: Path) -> None:
 
 def _measured_gpu(measured: Measurements, facts: MachineFacts) -> Gpu:
     gemm, copies = measured.table("gemm"), measured.table("copy")
-    copies = copies[copies.kind == "device"] if len(copies) else copies
+    copies = copies[copies.kind == "device"]
     if gemm.empty or copies.empty:
         raise CalibrationError(
             "no peak rates: neither a matrix product nor a copy was measured; give a larger --budget"
