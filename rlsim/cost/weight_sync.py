@@ -30,10 +30,8 @@ from rlsim.errors import CalibrationError
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
 
-#: How new weights reach the rollout engine. naive: tensor by tensor. bucketed: in buckets, by CUDA IPC on the same GPUs
-#: and by an NCCL broadcast from one GPU elsewhere. multi_sender: that broadcast uses the ports of all GPUs of the
-#: sender's node. checkpoint_engine: bucketed by way of the trainers' host memory. reshard: every GPU takes the pieces
-#: that it lacks from where they are, with no engine to load them (`Reallocation`, or `weight_sync_s` on the same GPUs).
+#: How new weights reach the rollout engine: a row of `rlsim/data/meanings.csv` says what each is. No engine loads those
+#: of reshard (`Reallocation`, or `weight_sync_s` on the same GPUs).
 SyncMethod = Literal["naive", "bucketed", "multi_sender", "checkpoint_engine", "reshard"]
 
 #: Memory traffic of quantising a weight by blocks with PyTorch's own kernels, as veRL and NeMo-RL do one after the
