@@ -151,7 +151,7 @@ def test_without_graphs_an_iteration_takes_at_least_its_launches() -> None:
     eager = load_calibration("h100-sxm-sglang").eager
     host = load_calibration("h100-sxm-sglang").host
     one, two, staged = (
-        step_cost(LLAMA, tp, H100, "h100-sxm-sglang", pp=pp, graphs=False) for tp, pp in ((1, 1), (2, 1), (2, 2))
+        step_cost(LLAMA, tp, H100, "h100-sxm-sglang", pp=pp, largest_graph=0) for tp, pp in ((1, 1), (2, 1), (2, 2))
     )
     launches = LLAMA.num_hidden_layers * eager.layer_s
     assert one.decode(1).step_s(1000) == pytest.approx(launches + host.step_s + host.sequence_s, rel=1e-9)
@@ -159,9 +159,14 @@ def test_without_graphs_an_iteration_takes_at_least_its_launches() -> None:
     assert two.decode(4).step_s(4000) == pytest.approx(both + host.step_s + 4 * host.sequence_s, rel=1e-9)
     # One sequence waits for both stages, each with half of the launches.
     assert staged.decode(1).step_s(1000) == pytest.approx(both + host.step_s + host.sequence_s, rel=0.02)
+    # Batches of up to four have a graph; with two tokens of each sequence those of up to two.
+    some, pairs = (step_cost(LLAMA, 1, H100, "h100-sxm-sglang", largest_graph=4, queries=k) for k in (1, 2))
+    graphs = step_cost(LLAMA, 1, H100, "h100-sxm-sglang")
+    assert some.decode(4).step_s(4000) == graphs.decode(4).step_s(4000) < launches
+    assert some.decode(5).step_s(5000) == one.decode(5).step_s(5000) >= launches
+    assert pairs.decode(2).step_s(2000) < launches <= pairs.decode(3).step_s(3000)
     # A prefill that takes longer than its launches is as with graphs.
     chunks = [Chunk(2048, 0)] * 8
-    graphs = step_cost(LLAMA, 1, H100, "h100-sxm-sglang")
     assert graphs.prefill_s(chunks) > launches
     assert one.prefill_s(chunks) == pytest.approx(graphs.prefill_s(chunks), rel=1e-9)
 

@@ -26,6 +26,7 @@ class AssumedCosts(Schema):
     recurrent: Factor = 1.0
     recurrent_served: Factor = 1.0
     kernels: Factor = 1.0
+    launches: Factor = 1.0
     expert_launch: Annotated[float, Field(ge=0, le=1000)] = 1.0
     training: Factor = 1.0
     network: Factor = 1.0

@@ -309,7 +309,7 @@ def step_cost(
     dp: int = 1,
     first_gpu: int = 0,
     sampling_s_per_logit: float = 0.0,
-    graphs: bool = True,
+    largest_graph: float = math.inf,
     queries: int = 1,
     drafting: Callable[[RooflineStep], StepCost] | None = None,
 ) -> StepCost:
@@ -318,9 +318,10 @@ def step_cost(
 
     Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from `first_gpu` on. `sampling_s_per_logit` is what
     the GPU takes for each entry of a sampled token's vocabulary, on the last stage: nothing for the fused kernels of
-    serving engines, much for a framework that sorts all logits of one sequence after another. Without `graphs` an
-    iteration takes at least as long as the host needs to launch its kernels (`EagerFit`), and a serving engine's whole
-    iterations say nothing of it; of several stages they tell the level alone. `queries`: tokens of each sequence in a
+    serving engines, much for a framework that sorts all logits of one sequence after another. An iteration of
+    more sequences than `largest_graph` (0: any) takes at least as long as the host needs to launch its kernels
+    (`EagerFit`); without graphs a serving engine's whole iterations say nothing of it; of several stages they tell the
+    level alone. `queries`: tokens of each sequence in a
     decode step; `drafting` adds what else the GPUs do in it (`rlsim.cost.speculation`).
 
     Raises `ConfigError` if the model cannot be cut that way, `CapacityError` if the replicas exceed the cluster,
@@ -333,7 +334,7 @@ def step_cost(
             f"calibration {calibration.name!r} is for GPU {calibration.gpu!r}, "
             f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
         )
-    known = calibration.known(model, tp if layout.plain and pp == 1 else None) if graphs else Known()
+    known = calibration.known(model, tp if layout.plain and pp == 1 else None) if largest_graph else Known()
     if known.fit is not None:
         calibration = calibration.scheduled(known.fit.overlapped)
     roofline = RooflineStep(model, tp, cluster, calibration, layout, queries)
@@ -342,7 +343,8 @@ def step_cost(
             f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
         )
     on_gpu = roofline if drafting is None else drafting(roofline)
-    kernels = launched(sampled(on_gpu, model, sampling_s_per_logit * queries, layout), model, calibration, graphs)
+    captured = largest_graph * layout.attention_dp / queries  # sequences of all groups
+    kernels = launched(sampled(on_gpu, model, sampling_s_per_logit * queries, layout), model, calibration, captured)
     if pp == 1:
         return in_service(hosted(kernels, calibration.host, layout.attention_dp), calibration, known)
     inside, across = Groups(roofline.collectives, cluster, Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)).boundaries
@@ -366,12 +368,13 @@ def sampled(kernels: StepCost, model: Model, s_per_logit: float, layout: Replica
     return DerivedStep(kernels, lambda n, _: Change(more_s=sequence_s * math.ceil(n / layout.attention_dp)), "sampling")
 
 
-def launched(kernels: StepCost, model: Model, calibration: Calibration, graphs: bool) -> StepCost:
-    """`kernels` as the host launches them: with `graphs` all at once, else one by one, if that takes longer."""
-    if graphs:
+def launched(kernels: StepCost, model: Model, calibration: Calibration, largest_graph: float) -> StepCost:
+    """`kernels` as the host launches them: of up to `largest_graph` sequences all at once, else one by one, if that
+    takes longer."""
+    if largest_graph == math.inf:
         return kernels
-    launch_s = calibration.eager.iteration_s(model.blocks / 2, kernels.tp)
-    return DerivedStep(kernels, lambda *_: Change(least_s=launch_s))
+    launch_s = calibration.costs.launches * calibration.eager.iteration_s(model.blocks / 2, kernels.tp)
+    return DerivedStep(kernels, lambda n, _: Change(least_s=launch_s * (n > largest_graph)))
 
 
 def in_service(cost: StepCost, calibration: Calibration, known: Known) -> StepCost:

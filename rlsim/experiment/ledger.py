@@ -236,6 +236,7 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "loaded": loaded,
         "trace": experiment.trace,
         "training": experiment.training,
+        "engine": experiment.engine,
         "reward": reward,
         "cluster": cluster,
         "calibration": calibration,

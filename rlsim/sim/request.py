@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from rlsim.base.schema import Schema
 from rlsim.cost.speculation import Speculation
@@ -60,6 +60,11 @@ class EngineConfig(Schema):
         default=True,
         description="whether decode steps run from CUDA graphs; if not, an iteration takes at least the time to launch "
         "its kernels one by one, as under Hugging Face's `generate`",
+    )
+    largest_graph: PositiveInt | None = Field(
+        default=None,
+        description="sequences of the largest batch that has a CUDA graph (vLLM's max_cudagraph_capture_size, SGLang's "
+        "cuda_graph_max_bs); a larger one is launched kernel by kernel; default: every batch has one",
     )
     sampling_per_logit: Seconds = Field(
         default=0.0,
