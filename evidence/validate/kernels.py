@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,16 @@ from rlsim.calibrate.fit.attention import HEAD_DIM, kernel_decode_attention, ker
 from rlsim.calibrate.fit.collectives import kernel_collectives
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.fit.kernel import kernel_memory_bound
-from rlsim.calibrate.importers import aiconfigurator, vidur
+from rlsim.calibrate.importers import aiconfigurator
+from rlsim.calibrate.importers.reading import MS
 from rlsim.calibrate.measurements import measured_node
 from rlsim.calibrate.parts import join
 from rlsim.cost.calibration import Calibration, calibration_names, load_calibration
 
+#: Elementwise kernels of a layer in Vidur's tables.
+_LAYER = [
+    f"time_stats.{name}.median" for name in ("input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act")
+]
 _CHART_ROWS = 80  # of each operator and calibration, or points hide each other
 
 
@@ -72,9 +78,29 @@ def _left_out(data: Path, calibration: Calibration) -> pd.DataFrame:
     ]
     if layers.files[0].split("/")[3] == calibration.gpu.split("-")[0]:
         paths = [data / "kernels" / "vidur" / "head" / file for file in layers.files]
-        parts.append(kernel_memory_bound(vidur.elementwise_table(paths), ref).points)
+        parts.append(kernel_memory_bound(elementwise_table(paths), ref).points)
     points = join(parts)
     return points[points.held_out]
+
+
+def elementwise_table(paths: Iterable[Path]) -> pd.DataFrame:
+    """A layer's four elementwise kernels together, of Microsoft Vidur's layers (`mlp.csv`): kernels, tokens, bytes,
+    seconds (medians), and as key the model and tokens.
+
+    Rows timed as zero, shorter than the clock's tick, are left out.
+    """
+    keys, found = ["num_tensor_parallel_workers", "num_tokens"], []
+    for path in paths:
+        table = pd.read_csv(path).groupby(keys, as_index=False).median(numeric_only=True)
+        tokens, tp = table.num_tokens, table.num_tensor_parallel_workers
+        of_heads = (table.n_head + table.n_kv_head) / tp * (table.n_embd / table.n_head) * 4.0
+        size = tokens * (table.n_embd * 8.0 + of_heads + table.n_expanded_embd / tp * 6.0)
+        seconds = sum(table[name] for name in _LAYER) * MS
+        key = path.parent.name + "/" + tokens.astype(str)
+        columns = {"kernels": len(_LAYER), "tokens": tokens, "bytes": size, "seconds": seconds, "key": key}
+        found.append(pd.DataFrame(columns))
+    rows = pd.concat(found, ignore_index=True)
+    return rows[rows.seconds > 0]
 
 
 def _chart(frame: pd.DataFrame) -> object:

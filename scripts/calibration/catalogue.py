@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from evidence.validate.kernels import elementwise_table
 from evidence.validate.transfer import shipped_fits
 from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema
@@ -24,7 +25,7 @@ from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of, quantised_products
 from rlsim.calibrate.fit.kernel import fit_elementwise
 from rlsim.calibrate.fit.latent import kernel_latent_attention
-from rlsim.calibrate.importers import aiconfigurator, vidur
+from rlsim.calibrate.importers import aiconfigurator
 from rlsim.calibrate.importers.reading import imported
 from rlsim.calibrate.measurements import Measurements, measured_node
 from rlsim.calibrate.parts import Fitted, residual_of
@@ -183,7 +184,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     measured = operator_tables(data, gpu, engine)
     files = tuple(f"data/profiling/compute/{name}/mlp.csv" for name in gpu.vidur)
     vidurs = Source(project="Microsoft Vidur", commit="7d47513", licence="MIT", files=files)
-    layers = vidur.elementwise_table(data / "kernels/vidur/head" / file for file in files)
+    layers = elementwise_table(data / "kernels/vidur/head" / file for file in files)
     donor = Reference.of(load_cluster(f"8x{gpu.elementwise_donor}"))  # fitted on the figures of what was measured
     kernels: dict[str, Fitted[Schema]] = {
         "gemm": kernel_gemm(measured.table("gemm"), ref, cold=False),
