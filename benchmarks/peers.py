@@ -26,6 +26,7 @@ import dataclasses
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -66,21 +67,7 @@ HOW_TO = """AISimulate is not at {venv}. To put it there (Python 3.11 or later, 
     python3 -m venv {venv}
     {venv}/bin/pip install --pre --only-binary aisimulate aisimulate
 """
-CONFIGURATION = """
-traffic:
-  source: {type: trace, paths: [rollout.jsonl], format: mooncake, block_size: 512}
-  load: {type: trace_timestamps}
-engine:
-  mode: aggregated
-  model: Qwen/Qwen3-8B
-  hardware: h200_sxm
-  backend: vllm
-  workers:
-    aggregated:
-      context_length: 20000
-      parallelism: {tensor: 1, replicas: 1}
-      scheduler: {max_batched_tokens: 8192, max_sequences: 512}
-"""
+CONFIGURATION = Path(__file__).with_name("aisimulate.yaml")
 
 
 class Case(NamedTuple):
@@ -205,21 +192,31 @@ def run_rlsim(path: Path, case: Case, variant: str) -> Answer:
 # ---- AISimulate ------------------------------------------------------------------------------------------------------
 
 
-def run_aisimulate(venv: Path, path: Path, case: Case) -> Answer:
-    """Once, in a process of its own."""
-    configuration = path.parent / "aisimulate.yaml"
-    configuration.write_text(CONFIGURATION, encoding="utf-8")
-    out = path.parent / "aisimulate"
+def predicted(venv: Path, path: Path, *options: str) -> dict[str, Any]:
+    """What AISimulate says of the rollout in a file, in a process of its own."""
+    said = path.with_name("aisimulate")
     command = [
-        *(str(venv / "bin" / "aisimulate"), "predict", "-c", configuration.name, "--output-dir", out.name),
-        *("--overwrite", "--set", f"engine.workers.aggregated.parallelism.replicas={case.replicas}"),
+        venv / "bin" / "aisimulate",
+        "predict",
+        "-c",
+        CONFIGURATION.name,
+        "--output-dir",
+        said.name,
+        "--overwrite",
     ]
-    start = time.perf_counter()
-    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
-    process_s = time.perf_counter() - start
+    shutil.copy(CONFIGURATION, path.parent)
+    done = subprocess.run([*map(str, command), *options], cwd=path.parent, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"aisimulate failed:\n{done.stderr[-2000:]}")
-    said = json.loads((out / "prediction.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((said / "prediction.json").read_text(encoding="utf-8"))
+    return found
+
+
+def run_aisimulate(venv: Path, path: Path, case: Case) -> Answer:
+    """Once."""
+    start = time.perf_counter()
+    said = predicted(venv, path, "--set", f"engine.workers.aggregated.parallelism.replicas={case.replicas}")
+    process_s = time.perf_counter() - start
     if said["completed_requests"] != case.responses:
         raise SystemExit(f"aisimulate finished {said['completed_requests']} of {case.responses} requests")
     return Answer(said["duration_ms"] / 1e3, said["wall_time_ms"] / 1e3, process_s)
@@ -227,13 +224,7 @@ def run_aisimulate(venv: Path, path: Path, case: Case) -> Answer:
 
 def capacity_tokens(venv: Path, path: Path) -> int:
     """KV-cache tokens of a replica of AISimulate."""
-    out = path.parent / "memory"
-    command = [
-        *(str(venv / "bin" / "aisimulate"), "predict", "-c", "aisimulate.yaml", "--output-dir", out.name),
-        *("--overwrite", "--detail", "memory"),
-    ]
-    subprocess.run(command, cwd=path.parent, check=True, capture_output=True)
-    said = json.loads((out / "prediction.json").read_text(encoding="utf-8"))
+    said = predicted(venv, path, "--detail", "memory")
     return int(said["memory_diagnostics"]["aggregated"]["total_kv_size_tokens"])
 
 
