@@ -2,7 +2,6 @@
 
     python benchmarks/sweep.py            # about five minutes on two cores
     python benchmarks/sweep.py --quick    # 20 points
-    python benchmarks/sweep.py --ray      # also on a Ray that is started here: the same bytes?
     python benchmarks/sweep.py --attacks  # a small sweep: 100 kills, 15 full disks, 30 damaged files; 15 minutes
 
 `ratio` is wall time of the whole command with one worker over that with two. A machine that has other work gives less,
@@ -229,12 +228,10 @@ def attacks(kills: int, full_disks: int, damages: int, seed: int) -> dict[str, A
         if attacked.out.exists():
             attacked.go_on()
             shutil.rmtree(attacked.out)
-        for _ in range(full_disks):
-            attacked.fill_disk()
-            attacked.tell()
-        for _ in range(damages):
-            attacked.damage()
-            attacked.tell()
+        for attack, times in ((attacked.fill_disk, full_disks), (attacked.damage, damages)):
+            for _ in range(times):
+                attack()
+                attacked.tell()
         return {**dict.fromkeys(("lost", "misread", "unequal", "untold"), 0), **attacked.found}
 
 
@@ -242,7 +239,6 @@ def main() -> None:
     """Run everything and print it."""
     parser = argparse.ArgumentParser(description="Sweeps: two workers against one, or attacked.")
     parser.add_argument("--quick", action="store_true", help="20 points")
-    parser.add_argument("--ray", action="store_true", help="also on a Ray started here")
     parser.add_argument("--seed", type=int, default=0, help="of the attacks")
     parser.add_argument("--attacks", action="store_true", help="instead: kills, full disks and damaged files")
     parser.add_argument("--kills", type=int, default=100)
@@ -261,11 +257,7 @@ def main() -> None:
         result["two_workers_s"] = timed(command(file, folder / "two", "--workers", "2"))
         result["one_worker_s"] = timed(command(file, folder / "one", "--workers", "1"))
         result["ratio"] = result["one_worker_s"] / result["two_workers_s"]
-        whole = contents(folder / "two")
-        result["equal_one_and_two"] = contents(folder / "one") == whole
-        if arguments.ray:
-            result["ray_s"] = timed(command(file, folder / "ray", "--executor", "ray", "--workers", "2"))
-            result["equal_ray"] = contents(folder / "ray") == whole
+        result["equal_one_and_two"] = contents(folder / "one") == contents(folder / "two")
     shown(result)
 
 
