@@ -10,7 +10,7 @@ import pytest
 from conftest import Command, cases, invoke
 
 from rlsim.base.catalogue import data_dir
-from rlsim.errors import RlsimError, TraceError
+from rlsim.errors import ConfigError, RlsimError, TraceError
 from rlsim.trace import make_trace, read_trace, write_trace
 from rlsim.trace.chart import write_chart
 from rlsim.trace.describe import describe
@@ -64,7 +64,7 @@ def test_describe_prints_a_table_or_json() -> None:
     found = json.loads(run("describe", SHIPPED, "--json", "-", "--above", "4000"))["parts"][0]
     assert found["share_above"]["4000"] == pytest.approx(0.053, abs=0.006)
     assert found["samples_per_prompt"] == {"24": 768}
-    with pytest.raises(TraceError, match="--above: expected a length"):
+    with pytest.raises(ConfigError, match="--above: expected a length"):
         run("describe", SHIPPED, "--above", "x")
 
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rlsim.base.formats import written
-from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, write_json
+from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, progress_bar, tokens_of, write_json
 from rlsim.cli.tables import of_columns, print_tables, table
 from rlsim.errors import CalibrationError, ConfigError
 
 if TYPE_CHECKING:
     from rlsim.calibrate.from_engine import FromEngine
     from rlsim.calibrate.from_run import FromRun
-    from rlsim.calibrate.measure.journal import Point, Report
+    from rlsim.calibrate.measure.journal import Point
     from rlsim.calibrate.measure.session import Measured
     from rlsim.cost.calibration import Calibration
 
@@ -53,7 +52,12 @@ def calibrate(
 
     donor, budget_s = None if base is None else load_calibration(base), _budget(budget)
     try:
-        with _bar(budget_s, hidden=quiet or json_file == PRINTED) as report:
+        with progress_bar(quiet or json_file == PRINTED, "seconds") as bar:
+
+            def report(point: Point, done: int, planned: int, spent_s: float) -> None:
+                if bar:
+                    bar(int(spent_s), int(budget_s), f"{point.operator}, {done:,} of {planned:,} points")
+
             measured = measure_machine(device, model, _degrees(tp), budget_s, out, fresh, report)
     except KeyboardInterrupt:
         typer.echo("rlsim: what was measured so far is kept; the same command goes on from there", err=True)
@@ -119,7 +123,7 @@ def from_run_(
     given = _keys(settings or [])
     result = from_run(
         log, experiment, model=model, cluster=cluster, calibration=base, tp=tp, prompts=prompts, responses=responses,
-        cap=None if cap is None else _cap(cap), prompt_tokens=prompt_tokens, backend=backend, train=given["train"],
+        cap=tokens_of("--cap", cap), prompt_tokens=prompt_tokens, backend=backend, train=given["train"],
         engine=given["engine"], trace=trace, name=name, warmup=warmup,
     )  # fmt: skip
     title = f"Errors on {len(result.held_out)} steps not fitted"
@@ -229,15 +233,6 @@ def show_(
         echo(f"chart: {out}")
 
 
-def _cap(text: str) -> int:
-    from rlsim.units import token_count
-
-    try:
-        return token_count(text)
-    except ValueError as error:
-        raise CalibrationError(f"--cap: {error}") from None
-
-
 def _keys(items: list[str]) -> dict[str, dict[str, object]]:
     """`train.a=1` and `engine.b=2` as nested mappings, values read as YAML."""
     from rlsim.experiment.load import parse_overrides, set_path
@@ -302,29 +297,6 @@ def _budget(text: str) -> float:
     if value <= 0.0:
         raise CalibrationError(f"--budget {text}: expected more than nothing, such as 10m")
     return value
-
-
-@contextmanager
-def _bar(budget_s: float, hidden: bool) -> Iterator[Report]:
-    """A progress bar on stderr over the budget, which goes away when done; none if it is to be hidden."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from rlsim.cli.terminal import Console
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[points]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
-        bar = progress.add_task("starting", total=None, points="")
-
-        def report(point: Point, done: int, planned: int, spent_s: float) -> None:
-            points = f"{done:,} of {planned:,} points"
-            progress.update(bar, description=point.operator, total=budget_s, completed=spent_s, points=points)
-
-        yield report
 
 
 def _print_fitted(

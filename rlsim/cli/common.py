@@ -16,7 +16,7 @@ import typer
 
 from rlsim.base.catalogue import DATA
 from rlsim.cli import complete
-from rlsim.errors import printable
+from rlsim.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from rlsim.experiment.run import Progress
@@ -164,6 +164,21 @@ def paths_only(quiet: bool, *paths: Path | None) -> bool:
         if path is not None:
             typer.echo(str(path))
     return quiet
+
+
+def tokens_of(option: str, text: str | None) -> int | None:
+    """A number of tokens that an option gives, such as 16K; raises `ConfigError` for less than one."""
+    from rlsim.units import token_count
+
+    if text is None:
+        return None
+    try:
+        value = token_count(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if value < 1:
+        raise ConfigError(f"{option}: expected at least 1 token, got {text!r}")
+    return value
 
 
 #: Seconds between two lines of progress where there is no terminal for a bar.

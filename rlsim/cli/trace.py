@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlsim.base.formats import number, share, written
-from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, write_json
+from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, tokens_of, write_json
 from rlsim.cli.tables import NO_BREAK, of_columns, print_tables, table
 from rlsim.errors import TraceError
 
@@ -24,20 +24,6 @@ app = Commands(
     help="Response-length traces: import, describe, fit, generate.",
     epilog="Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K",
 )
-
-
-def _tokens(option: str, text: str | None) -> int | None:
-    from rlsim.units import token_count
-
-    if text is None:
-        return None
-    try:
-        value = token_count(text)
-    except ValueError as error:
-        raise TraceError(f"{option}: {error}") from None
-    if value < 1:
-        raise TraceError(f"{option}: expected at least 1 token, got {text!r}")
-    return value
 
 
 @app.command("import")
@@ -67,7 +53,7 @@ def import_(
     from rlsim.trace.importers import files_of, import_trace
 
     check_file(out, TraceError, inputs=files_of(file))
-    columns, cap_tokens = _columns(column or ()), _tokens("--cap", cap)
+    columns, cap_tokens = _columns(column or ()), tokens_of("--cap", cap)
     if derive:
         trace = _derived(file, batch, cap_tokens, name, source, {"--format": format, "--tokenizer": tokenizer,
                                                                 "--column": column})  # fmt: skip
@@ -128,8 +114,8 @@ def describe_(
 
     if chart is not None:
         check_file(chart, TraceError, inputs=(file,))
-    limits = [value for text in above.split(",") if text.strip() and (value := _tokens("--above", text.strip()))]
-    cap_tokens = _tokens("--cap", cap)
+    limits = [value for text in above.split(",") if text.strip() and (value := tokens_of("--above", text.strip()))]
+    cap_tokens = tokens_of("--cap", cap)
     trace = read_trace(file)
     description = describe(trace, cap_tokens, limits)
     if chart is not None:
@@ -196,7 +182,7 @@ def fit_(
     if out is not None:
         check_fit_name(out)
         check_file(out, TraceError, inputs=(file,))
-    fit = fit_trace(read_trace(file), _tokens("--cap", cap), components=components)
+    fit = fit_trace(read_trace(file), tokens_of("--cap", cap), components=components)
     if out is not None:
         save_fit(fit, out)
     if write_json(json_file, fit.model_dump(mode="json")) or paths_only(quiet, out):
