@@ -12,13 +12,13 @@ from typing import Any, Literal
 import pytest
 from open_workloads import OpenRun, OpenWorkload, Rule, StepTimes
 from reference_open import RefCheck
-from workloads import LinearStep, Scripted, StubCosts
+from workloads import At, LinearStep, StubCosts
 
 from rlsim.errors import PolicyError
 from rlsim.sim import scheduler
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import OpenView, Update
-from rlsim.sim.control import Action, Reconfigure, RolloutView
+from rlsim.sim.control import Reconfigure
 from rlsim.sim.request import Request, UpdatedKv
 from rlsim.sim.run import simulate
 from rlsim.workflow import Call
@@ -100,17 +100,6 @@ def test_an_update_that_drains_waits_for_all_responses() -> None:
     assert moments(done, 1) == (10.0, 11.0, 20.0, 21.0)
     assert runs(done.requests[2, 0]) == [(1, 9)]
     assert positions(done, 1, "paused") == [2]  # complete, but no step has taken it
-
-
-@dataclasses.dataclass(frozen=True)
-class Once(Scripted):
-    """One action, when so many responses have finished."""
-
-    finished: int
-    action: Action
-
-    def on_finish(self, view: RolloutView) -> Action | None:
-        return self.action if view.finished == self.finished and view.finished_nodes else None
 
 
 TWO_LAYOUTS = StubCosts({tp: LinearStep(a=1.0, p=1 / 8) for tp in (1, 2)}, {1: 10**6, 2: 10**6}, weights_s=6.0)
@@ -247,7 +236,7 @@ def test_prompts_go_to_the_replicas_that_are_named() -> None:
 
 def test_a_replica_that_starts_with_responses_drains_before_it_takes_new_weights() -> None:
     sizes = tuple(((8, length),) for length in (2, 20, 4, 3, 3))
-    rule, control, second = Rule("under_way", 2, weights=EACH["drain"]), Once(2, Reconfigure(0, 2)), (1.0,) * 3
+    rule, control, second = Rule("under_way", 2, weights=EACH["drain"]), At({2: Reconfigure(0, 2)}), (1.0,) * 3
     work = OpenWorkload(sizes, 1, rule, second, second, (2,), costs=TWO_LAYOUTS, control=control, pull_s=2.0)
     done = work.simulate()
     (switch,) = done.outcome.switches

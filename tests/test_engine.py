@@ -14,14 +14,14 @@ import simpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefResult, RefStay, RefTools
-from workloads import LinearStep, Nothing, Ranked, Scripted, StubCosts, Workload, any_controls, windowed, workloads
+from workloads import At, LinearStep, Nothing, Ranked, Scripted, StubCosts, Workload, any_controls, windowed, workloads
 
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
-from rlsim.sim.control import Action, Migrate, Release, RolloutView
+from rlsim.sim.control import Migrate, Release, RolloutView
 from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
@@ -343,22 +343,12 @@ def test_a_timer_between_and_beside_the_ends_of_responses() -> None:
     assert rollout.env.now <= 10.0, "the timer goes on without a response"
 
 
-@dataclass(frozen=True)
-class InTurn(Scripted):
-    """What to do at the first finish, at the second, and so on."""
-
-    turns: Sequence[Sequence[Action]]
-
-    def on_finish(self, view: RolloutView) -> Sequence[Action]:
-        return [] if view.finished > len(self.turns) else self.turns[view.finished - 1]
-
-
 def test_what_arrives_where_its_target_stops_at_that_moment_is_dealt_anew() -> None:
     """A second a token, and 1/8 s a token of a prompt. Request 3 leaves at 4 s, for 2.5 s; its target's iterations end
     at 5.5 and 6.5 s, and it is to stop from 6 s on. Its own are dealt first, to the replica without a response.
     """
-    sizes, turns = [(8, 2), (8, 5), (12, 20), (8, 20)], [[Migrate((3,), 2)], [Release((2,))]]
-    work = by_hand(sizes, InTurn(turns), (3,), steps={1: LinearStep(a=1.0, p=1 / 8)}, transfer_base_s=2.5)
+    sizes, turns = [(8, 2), (8, 5), (12, 20), (8, 20)], {1: Migrate((3,), 2), 2: Release((2,))}
+    work = by_hand(sizes, At(turns), (3,), steps={1: LinearStep(a=1.0, p=1 / 8)}, transfer_base_s=2.5)
     check(work)
     rollout, _ = simulate(work)
     assert rollout.released_at == {2: 6.5}
@@ -367,9 +357,9 @@ def test_what_arrives_where_its_target_stops_at_that_moment_is_dealt_anew() -> N
 
 def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -> None:
     """Request 1 is in a long prefill when 0 finishes; 2 waits for it to travel with it, 3 does not."""
-    sizes, turns = [(4, 1), (4000, 9), (8, 9), (8, 9), (8, 5)], [[Migrate((1, 2), 0), Migrate((1, 3), 0)]]
+    sizes, turns = [(4, 1), (4000, 9), (8, 9), (8, 9), (8, 5)], {1: [Migrate((1, 2), 0), Migrate((1, 3), 0)]}
     step = LinearStep(a=1e-2, b=1e-4, t=1e-6, p=1e-4, q=1e-8)
-    work = by_hand(sizes, InTurn(turns), (4,), steps={1: step})
+    work = by_hand(sizes, At(turns), (4,), steps={1: step})
     check(work)
     rollout, _ = simulate(work)
     finished = {r.id: r.finished_at for r in rollout.requests}

@@ -6,20 +6,18 @@ from typing import Any
 
 import pytest
 from test_systems import simulated
-from workloads import LinearStep, StubCosts
+from workloads import At, LinearStep, StubCosts
 
 from rlsim.cost.transfer import RESTART
 from rlsim.errors import CapacityError, PolicyError
 from rlsim.models.hardware import load_cluster
 from rlsim.sim.control import (
     Abort,
-    Action,
     Controls,
     Prompt,
     Reconfigure,
     RolloutControl,
     RolloutReport,
-    RolloutView,
 )
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
@@ -107,13 +105,13 @@ def test_a_newly_planned_layout_is_captured_before_its_first_step() -> None:
 def test_a_layout_whose_engine_was_ended_is_started_anew() -> None:
     """TP1 to TP2 after a second: 7 s to load the weights, 6 s of graphs, 50 s for the engine, and a prefill; back to
     TP1, which was kept otherwise, takes all but the weights."""
-    once, sizes = Once(1, [Reconfigure(0, 2, "migrate", RESTART)]), [(1, 1), (1, 4)]
+    once, sizes = At({1: Reconfigure(0, 2, "migrate", RESTART)}), [(1, 1), (1, 4)]
     outcome = generate(once, sizes, steps=2)
     times = [(s.step, s.at, s.to_tp, s.weights_s, s.kv_s, s.graph_s, s.control_s) for s in outcome.switches]
     once_more = (1, 124.0, 2, 7.0, 0.0, 6.0, 50.0)
     assert times == [(0, 1.0, 2, 7.0, 0.0, 6.0, 50.0), (1, 67.0, 1, 0.0, 0.0, 6.0, 50.0), once_more]
     assert ends(outcome) == [1.0 + 63 + 3, 67.0 + 56 + 1 + 63 + 3]
-    kept = generate(Once(1, [Reconfigure(0, 2)]), sizes, steps=2)
+    kept = generate(At({1: Reconfigure(0, 2)}), sizes, steps=2)
     assert [(s.step, s.to_tp) for s in kept.switches] == [(0, 2), (1, 2)]
 
 
@@ -123,26 +121,15 @@ def test_each_replica_has_gpus_of_its_own() -> None:
     assert by_step == [{(0,), (1,), (2,), (3,)}, {(0, 1), (2, 3)}]
 
 
-@dataclass
-class Once(RolloutControl):
-    """These actions when so many have finished."""
-
-    finished: int
-    actions: Sequence[Action]
-
-    def on_finish(self, view: RolloutView) -> Sequence[Action]:
-        return self.actions if view.finished == self.finished else ()
-
-
 DOWN = Reconfigure(0, 1, "recompute")
 
 
 @pytest.mark.parametrize(
-    "control", [Once(2, [DOWN]), Controls([Once(1, [Abort((0,))]), Once(2, [DOWN])])], ids=["finished", "aborted"]
+    "control", [At({2: DOWN}), Controls([At({1: Abort((0,))}), At({2: DOWN})])], ids=["finished", "aborted"]
 )
 def test_a_layout_must_hold_every_response_that_is_left_at_its_full_length(control: RolloutControl) -> None:
     """A prompt token and 39 response tokens fill the 40 pages of TP1; who is finished or aborted needs no room."""
-    over = (50, 2) if isinstance(control, Once) else (1, 60)
+    over = (50, 2) if isinstance(control, At) else (1, 60)
     outcome = generate(control, [over, (1, 2), (1, 3), (1, 39)], tp=2)
     assert [(s.from_tp, s.to_tp) for s in outcome.switches] == [(2, 1)]
     with pytest.raises(PolicyError, match="a replica holds 40 tokens of KV, too few for a whole response"):
@@ -152,7 +139,7 @@ def test_a_layout_must_hold_every_response_that_is_left_at_its_full_length(contr
 def test_the_longest_that_a_layout_must_hold_is_asked_for_anew_once_it_is_over() -> None:
     """TP4 holds the longest response; when that is over TP1, which would not have, holds the rest."""
     costs = StubCosts({tp: LinearStep(a=1.0, tp=tp) for tp in (1, 2, 4)}, {1: 40, 2: 100, 4: 200})
-    control = Controls([Once(1, [Reconfigure(0, 4, "recompute")]), Once(3, [DOWN])])
+    control = Controls([At({1: Reconfigure(0, 4, "recompute")}), At({3: DOWN})])
     outcome = generate(control, [(50, 3), (1, 1), (1, 3), (1, 39)], tp=2, costs=costs, gpus=4)
     assert [(s.from_tp, s.to_tp) for s in outcome.switches] == [(2, 4), (4, 1)]
 
@@ -163,7 +150,7 @@ def test_going_back_to_the_first_layout_is_free_unless_its_graphs_are_lost() -> 
     The shorter is there after 2 s. The longer is stopped at TP1, with 3.5 + 3 + 5 s for weights, graphs and groups of
     TP2 (5 s less in the next step, which has the groups), prefilled again and three more steps long.
     """
-    up = Once(1, [Reconfigure(0, 2, "recompute")])
+    up = At({1: Reconfigure(0, 2, "recompute")})
     kept = generate(up, [(1, 2), (1, 5)], steps=2)
     first_s, second_s = 2 + (3.5 + 3 + 5) + 3, 2 + (3.5 + 3) + 3
     assert ends(kept) == [first_s, first_s + second_s]
@@ -186,7 +173,7 @@ class Full(StubCosts):
 def test_a_switch_to_a_layout_that_the_gpus_do_not_hold_says_why() -> None:
     costs = Full(COSTS.steps, COSTS.pages)
     with pytest.raises(PolicyError, match=r"Reconfigure.*TP1 is too large for the GPU"):
-        generate(Once(1, [DOWN]), [(1, 2), (1, 5)], tp=2, costs=costs)
+        generate(At({1: DOWN}), [(1, 2), (1, 5)], tp=2, costs=costs)
 
 
 def test_a_rollout_that_comes_to_a_halt_says_how_many_are_left() -> None:

@@ -7,23 +7,21 @@ With the costs below, on one GPU and in seconds:
 and half of that on two GPUs. All numbers are exact in binary, so the tests compare with ==.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from reference import RefEngine, RefRequest, RefResult, RefRollout
-from workloads import LinearStep, Nothing, Scripted, StubCosts
+from workloads import At, LinearStep, Nothing, StubCosts
 
 from rlsim.sim.control import (
     Abort,
-    Action,
     Extend,
     Migrate,
     Reconfigure,
     Release,
     ReplicaView,
     RequestView,
-    RolloutView,
     Stop,
 )
 
@@ -42,18 +40,6 @@ COSTS = StubCosts(
 PLAIN = RefEngine(
     page_tokens=1, max_num_seqs=100, max_num_batched_tokens=1000, chunked_prefill=False, watermark_pages=0
 )
-
-
-@dataclass(frozen=True)
-class At(Scripted):
-    """Does this when so many responses have finished, and keeps what it saw."""
-
-    script: dict[int, Action | list[Action]] = field(default_factory=dict)
-    seen: list[tuple[float, tuple[ReplicaView, ...]]] = field(default_factory=list)
-
-    def on_finish(self, view: RolloutView) -> Action | list[Action] | None:
-        self.seen.append((view.now_s, view.replicas()))
-        return self.script.get(view.finished)
 
 
 def run(

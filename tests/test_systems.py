@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import pytest
 import simpy
-from workloads import LinearStep, StubCosts
+from workloads import At, LinearStep, StubCosts
 
 import rlsim
 from rlsim.cost.strategy import TrainStrategy
@@ -272,13 +272,8 @@ def test_a_batching_may_train_on_the_prompts_that_count() -> None:
 
 def test_a_batch_that_cannot_become_complete_is_an_error() -> None:
     """A control aborts a response that the batch waits for; or rewards never vary."""
-
-    class Drops(OneEach):
-        def on_finish(self, view: RolloutView) -> Abort | None:
-            return Abort((1,)) if view.finished == 1 else None
-
     with pytest.raises(PolicyError, match="step 0 comes to a halt: its batch cannot become complete"):
-        train({0: [1, 3]}, 1, 2, batching=DynamicSampling(), control=Drops(), scoring=Checks(rewards=FLAT))
+        train({0: [1, 3]}, 1, 2, batching=DynamicSampling(), control=At({1: Abort((1,))}), scoring=Checks(rewards=FLAT))
     with pytest.raises(PolicyError, match="no end in sight"):
         train({i: [1, 1] for i in range(500)}, 1, 2, batching=DynamicSampling())
 

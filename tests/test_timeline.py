@@ -4,7 +4,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, event, given, settings
 from reference import RefEngine, RefRequest, RefResult
 from test_engine import simulate
 from trace_checks import Trace
-from workloads import LinearStep, Scripted, StubCosts, Workload, workloads
+from workloads import At, LinearStep, StubCosts, Workload, workloads
 
 import rlsim
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
@@ -25,7 +25,7 @@ from rlsim.experiment.load import read_experiment
 from rlsim.results.report.timeline import write_timeline
 from rlsim.results.report.timeline_requests import held_by_replicas
 from rlsim.results.report.trace_events import Tracks
-from rlsim.sim.control import Reconfigure, RolloutView
+from rlsim.sim.control import Reconfigure
 
 SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1, "certainty": 0}
 
@@ -319,14 +319,6 @@ def test_tracks_never_overlap_and_are_few() -> None:
     assert {one_after_the_other.place(0, start, end) for start, end in ((0, 5), (5, 9), (9, 12))} == {(0, 0)}
 
 
-@dataclass(frozen=True)
-class SwitchOnce(Scripted):
-    """To both GPUs, when four have finished."""
-
-    def on_finish(self, view: RolloutView) -> Reconfigure | None:
-        return Reconfigure(0, 2) if view.finished >= 4 and view.tp(0) == 1 else None
-
-
 def check_held(work: Workload) -> int:
     """At every moment at which a request has joined or left a batch, what is held is what stepping holds.
 
@@ -376,7 +368,7 @@ def test_what_replicas_hold_is_compared() -> None:
         costs=StubCosts(steps={1: step, 2: replace(step, scale=0.6, tp=2)}, pages={1: 150, 2: 330}, weights_s=0.1),
         engine=RefEngine(1, 16, 16, chunked_prefill=True, watermark_pages=2),
         cap_tokens=60,
-        control=SwitchOnce(),
+        control=At({4: Reconfigure(0, 2)}),
         routing="round_robin",
     )
     expected = work.simulate()

@@ -176,6 +176,18 @@ class Nothing(Scripted):
     """Never changes anything."""
 
 
+@dataclass(frozen=True)
+class At(Scripted):
+    """Does this when so many responses have finished, and keeps what it saw."""
+
+    script: Mapping[int, Action | Sequence[Action]] = field(default_factory=dict)
+    seen: list[tuple[float, tuple[ReplicaView, ...]]] = field(default_factory=list)
+
+    def on_finish(self, view: RolloutView) -> Action | Sequence[Action] | None:
+        self.seen.append((view.now_s, view.replicas()))
+        return self.script.get(view.finished)
+
+
 #: What a rule is: of a view, and other things.
 Deciding = Callable[..., Action | Iterable[Action] | None]
 
