@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import typer.main
 import typer.testing
@@ -132,6 +133,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def files(folder: Path) -> list[Path]:
     """All below a folder, but for what Python compiles of a user's modules."""
     return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
+def trajectories_of(tasks: int, most_turns: int) -> list[dict[str, Any]]:
+    """Rows of four trajectories for each task, whose turns are of random tokens and seconds in tools."""
+    rng = np.random.default_rng(1)
+
+    def turn() -> dict[str, Any]:
+        tokens = {"generated_tokens": int(rng.integers(1, 400)), "observation_tokens": int(rng.integers(0, 800))}
+        return tokens | {"tool_s": float(rng.exponential(3.0))}
+
+    return [
+        {"prompt_id": task, "sample_id": sample, "prompt_tokens": int(rng.integers(50, 700)),
+         "reward": float(rng.random() < 0.5), "turns": [turn() for _ in range(rng.integers(1, most_turns + 1))]}
+        for task in range(tasks) for sample in range(4)
+    ]  # fmt: skip
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import simpy
-from conftest import tables
+from conftest import tables, trajectories_of
 from workloads import LinearStep, Nothing, StubCosts, rolled_out
 
 import rlsim
@@ -213,19 +213,8 @@ AGENTS = tables("bases")["agents"]
 @pytest.fixture(scope="module")
 def trajectories(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of 32 tasks × 4 trajectories with 1 to 12 turns."""
-    rng = np.random.default_rng(1)
-    rows = []
-    for task in range(32):
-        mean_s = float(rng.lognormal(0.5, 1.0))
-        for sample in range(4):
-            turns = [
-                {"generated_tokens": int(rng.integers(20, 400)), "observation_tokens": int(rng.integers(0, 800)),
-                 "tool_s": float(rng.exponential(mean_s))}
-                for _ in range(int(rng.integers(1, 13)))
-            ]  # fmt: skip
-            rows.append({"prompt_id": task, "sample_id": sample, "prompt_tokens": 700, "turns": turns})
     path = tmp_path_factory.mktemp("traces") / "agents.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path.write_text("\n".join(map(json.dumps, trajectories_of(32, 12))))
     return str(path)
 
 

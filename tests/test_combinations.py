@@ -1,12 +1,14 @@
 """Systems drawn at random: none comes to a halt, loses a token, breaks its bound or has a GPU do two things."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import trajectories_of
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from test_asynchronous import check_gpus, check_tokens, run
@@ -79,29 +81,10 @@ AGENTS = "trajectories.parquet"
 
 
 @pytest.fixture(autouse=True)
-def trajectories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def trajectories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace of trajectories of up to six turns, in the folder where a test runs."""
-    folder, rng = tmp_path_factory.mktemp("agents"), np.random.default_rng(7)
-    rows = [
-        {
-            "prompt_id": prompt,
-            "sample_id": sample,
-            "prompt_tokens": int(rng.integers(50, 500)),
-            "reward": float(rng.random() < 0.5),
-            "turns": [
-                {
-                    "generated_tokens": int(rng.integers(1, 300)),
-                    "observation_tokens": int(rng.integers(0, 400)),
-                    "tool_s": float(rng.exponential(2.0)),
-                }
-                for _ in range(rng.integers(1, 7))
-            ],
-        }
-        for prompt in range(24)
-        for sample in range(4)
-    ]
-    write_trace(make_trace(pd.DataFrame(rows)), folder / AGENTS)
-    monkeypatch.chdir(folder)
+    write_trace(make_trace(pd.DataFrame(trajectories_of(24, 6))), tmp_path / AGENTS)
+    monkeypatch.chdir(tmp_path)
 
 
 @st.composite
