@@ -93,11 +93,6 @@ def draw(steps: int, responses: int, *, median_tokens: int = 1_100, cap_tokens: 
     return [list(zip(p, t, strict=True)) for p, t in zip(prompts.tolist(), tokens.tolist(), strict=True)]
 
 
-def times_as_long(lengths: Sequence[Lengths], factor: int) -> list[Lengths]:
-    """The same responses, each `factor` times as long."""
-    return [[(prompt, tokens * factor) for prompt, tokens in step] for step in lengths]
-
-
 def simulation(
     costs: RolloutCostModel, lengths: Sequence[Lengths], gpus: int | None = None, control: type[OneGpuEach] = OneGpuEach
 ) -> Simulation:
@@ -234,7 +229,7 @@ def main() -> None:
     delays = timeouts_of(costs, lengths)
     short = draw(part, responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
     twice = draw(part, 2 * responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
-    long = times_as_long(short, 8)
+    long = [[(prompt, 8 * tokens) for prompt, tokens in step] for step in short]
     node, few = h800s(nodes=1), draw(1, small, median_tokens=median_tokens)
     reference = run_token_by_token(node, few[0])
     check_equal(run_engine(node, few), reference)
