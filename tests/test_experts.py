@@ -194,7 +194,7 @@ def test_a_step_of_groups_by_its_parts() -> None:
     [
         pytest.param({}, 1, 8, id="plain"),
         pytest.param({"sampling_s_per_logit": 1e-30}, 1, 8, id="sampling"),
-        pytest.param({"graphs": False}, 1, 8, id="no graphs"),
+        pytest.param({"largest_graph": 0}, 1, 8, id="no graphs"),
         pytest.param({"pp": 2}, 2, 4, id="two micro-batches of 31 sequences"),
     ],
 )
