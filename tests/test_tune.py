@@ -384,6 +384,14 @@ def test_a_trial_that_takes_longer_than_is_left_ends_then(tmp_path: Path) -> Non
     assert tried(configuration, {"engine.max_num_seqs": 8}, run).rate > 0, "nothing of it stays behind"
 
 
+def test_staleness_is_told_in_optimizer_steps_too(tmp_path: Path) -> None:
+    workflow, training = {"prompts": 4, "responses": 4, "steps": 3}, {"mini_batches": 2, "epochs": 3}
+    late = own(tmp_path, workflow=workflow, training=training, systems=[{"one_step_off": {"tp": 1, "rollout_gpus": 4}}])
+    means = tried(late, {}, Run(3)).means
+    assert means["staleness_mean"] > 0
+    assert means["staleness_optimizer_steps"] == 6 * means["staleness_mean"]
+
+
 def test_rates_that_would_not_last_are_told(tmp_path: Path, call: Command) -> None:
     split = {"areal": {"tp": 1, "rollout_gpus": 4, "eta": 2}}
     own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64}, systems=[split])

@@ -28,6 +28,7 @@ _MEANS = (
     ("step_time_s", "seconds of a step", 1),
     ("responses_per_s", "responses trained on a second", 2),
     ("staleness_mean", "mean staleness, updates", 2),
+    ("staleness_optimizer_steps", "mean staleness, optimizer steps", 1),
 )
 
 

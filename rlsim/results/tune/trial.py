@@ -158,6 +158,8 @@ def _tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -
     row = pd.to_numeric(steps.iloc[0], errors="coerce").dropna()
     assumed = ledger_of(simulator.loaded, simulator.lookups()).assumed
     found = {str(name): float(value) for name, value in row.items()} | _log_probs_s(tables)
+    updates = experiment.training.mini_batches * experiment.training.epochs  # of the optimizer, in a weight update
+    found["staleness_optimizer_steps"] = found.get("staleness_mean", 0.0) * updates
     gpus, late = simulator.loaded.cluster.gpus, unsteady(tables["steps"])
     _known[key] = Trial(changes, found, tuple(assumed), gpus=gpus, unsteady=late)
     return _known[key]
