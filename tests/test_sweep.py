@@ -504,14 +504,15 @@ def test_interrupted_killed_and_continued_is_as_if_nothing_had_happened(tmp_path
     path, whole, torn = tmp_path / "sweep.yaml", tmp_path / "whole", tmp_path / "torn"
     axes = {"grid": {"trace.cap": [100, 200, 300, 400], "workflow.prompts": [1, 2]}}
     path.write_text(json.dumps(a_sweep(axes)), encoding="utf-8")
-    command = [sys.executable, "-m", "rlsim", "sweep", str(path), "--workers", "1", "--out", str(torn)]
-    code, rest = _until(command, "2 of 8", signal.SIGINT)
+    told = "import rlsim.cli.common as common; common.BETWEEN_LINES_S = 0; import rlsim.cli; rlsim.cli.main()"
+    command = [sys.executable, "-c", told, "sweep", str(path), "--workers", "1", "--out", str(torn)]
+    code, rest = _until(command, "rlsim: 2 of 8", signal.SIGINT)
     assert code == 130
     assert f"interrupted; what is done is in {torn}, and the same command goes on" in rest
     assert "Traceback" not in rest
     assert list(rlsim.read_sweep(torn).points["status"]).count("done") >= 2
     assert pq.read_table(torn / "points.parquet").num_rows == 8
-    code, _ = _until(command, "5 of 8", signal.SIGKILL)
+    code, _ = _until(command, "rlsim: 5 of 8", signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert 2 < len(rlsim.read_sweep(torn).table("steps")) < 8
     for out in (whole, torn):
