@@ -15,23 +15,16 @@ from rlsim.sim.replica import Replica
 from rlsim.sim.request import EngineConfig, Request
 
 
+def one_of(env: simpy.Environment, step: LinearStep, finished: list[Request], config: EngineConfig) -> Replica:
+    number = itertools.count(1)
+    return Replica(env, 0, 0, (0,), step, 10_000, config, Recorder(), lambda _, done: finished.extend(done), number)
+
+
 @pytest.mark.parametrize("begins_at", np.random.default_rng(0).uniform(1e4, 1e6, 50).tolist())
 def test_an_order_at_the_end_of_a_jump_adds_no_token(begins_at: float) -> None:
     """Late on the clock the rounding of a moment is more than a jump's tolerance of its own short time."""
     env, finished = simpy.Environment(begins_at), []
-    step = LinearStep(a=1e-3)
-    replica = Replica(
-        env,
-        0,
-        0,
-        (0,),
-        step,
-        10_000,
-        EngineConfig(),
-        Recorder(),
-        lambda _, left: finished.extend(left),
-        itertools.count(1),
-    )
+    replica = one_of(env, LinearStep(a=1e-3), finished, EngineConfig())
     request = Request(0, 0, 10, 5)
     replica.receive([request])
 
@@ -44,6 +37,23 @@ def test_an_order_at_the_end_of_a_jump_adds_no_token(begins_at: float) -> None:
     env.run()
     assert [r.generated for r in finished] == [5]
     assert request.finished_at == pytest.approx(begins_at + 5e-3, rel=1e-14)
+
+
+def test_a_trajectory_that_is_back_while_new_weights_drop_its_kv_goes_last() -> None:
+    """Its pages were pinned when it came back, within the iteration before; they are gone when anybody is served."""
+    env, finished = simpy.Environment(), []
+    replica = one_of(env, LinearStep(a=1.0), finished, EngineConfig(max_num_seqs=1))
+    first, second, back = (Request(i, i, 8, tokens) for i, tokens in enumerate((40, 4, 4)))
+    replica.receive([first, second])
+    env.run(until=3.5)
+    replica._scheduler.pinned[back] = (back, 0)
+    stands = replica.pause("recompute")
+    replica.receive([back])
+    env.run(until=stands)
+    replica._scheduler.pinned.clear()  # as a stage does with what new weights made worthless
+    replica.resume()
+    env.run()
+    assert finished == [first, second, back]
 
 
 @pytest.mark.parametrize(("pages", "fits"), [(8, False), (9, True)])
