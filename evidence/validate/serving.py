@@ -169,8 +169,8 @@ class ServingRun(Schema):
     def settings(self) -> RunSettings:
         """How it was made, as far as that is known: of no run but InferenceX', whose client draws lengths."""
         rows = run_settings() if self.lengths == "uniform" else ()
-        own = (row for row in rows if all(getattr(self, name) == said for name, said in row.runs.items()))
-        return next(own, RunSettings())
+        own = [row for row in rows if all(getattr(self, name) == said for name, said in row.runs.items())]
+        return RunSettings(**{name: getattr(row, name) for row in reversed(own) for name in row.model_fields_set})
 
     @property
     def intake(self) -> Intake:

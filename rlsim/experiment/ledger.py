@@ -231,7 +231,7 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
     outside = sorted(name for name in wholly if name.startswith(_KERNELS))  # none of whose shapes was measured
     links = [one.inter for one in (cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)) if one.inter]
     unrecorded, tool_s = loaded.unrecorded_calls
-    known, drafts = loaded.trace.meta.known_tokens or 0, loaded.drafts
+    known, drafts, eager = loaded.trace.meta.known_tokens or 0, loaded.drafts, calibration.eager
     return {
         "loaded": loaded,
         "trace": experiment.trace,
@@ -259,6 +259,7 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "workers": f"{reward.workers} worker{'s' * (reward.workers > 1)}",
         "speculation": drafts and drafts.speculation,
         "yielded": drafts.speculation.yielded(drafts.speculation.num_speculative_tokens) if drafts else 1.0,
+        "launches": f"{eager.layer_s * 1e3:.3g} ms a layer, {2 * eager.collective_s * 1e3:.3g} ms more under TP",
         "host_us": calibration.host.sequence_s * 1e6,
         "host_source": one_line(calibration.host.source),
         "outside": ", ".join(outside),
