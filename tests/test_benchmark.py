@@ -3,7 +3,6 @@
 import json
 import math
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,21 +24,6 @@ def results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return ran
-
-
-@pytest.mark.slow
-def test_a_run_as_a_timeline(results: Callable[..., Any]) -> None:
-    assert all(value > 0 for value in results("timeline.py", "--quick", "--repeats", "1").values())
-
-
-@pytest.mark.slow
-def test_attacked_sweeps_lose_nothing() -> None:
-    attacks = ("--attacks", "--kills", "2", "--full-disks", "1", "--damages", "2")
-    command = [sys.executable, str(BENCHMARKS / "sweep.py"), *attacks]
-    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-    result = json.loads(ran.stdout.splitlines()[-1])
-    assert [result[what] for what in ("kills", "full_disks", "damages")] == [2, 1, 2]
-    assert [result[what] for what in ("lost", "misread", "unequal", "untold")] == [0, 0, 0, 0]
 
 
 def test_quick_benchmark_ends_with_its_results_as_json(results: Callable[..., Any]) -> None:
