@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from conftest import Command
 
-from rlsim.calibrate.build import Built, build_calibration
+from rlsim.calibrate.build import PUBLISHED, Built, build_calibration
 from rlsim.calibrate.fit.attention import CHUNK, with_windows
 from rlsim.calibrate.fit.common import operators_with
 from rlsim.calibrate.measurements import Measurements, measured_node
@@ -67,7 +67,6 @@ def small_tables() -> dict[str, pd.DataFrame]:
     ]
     prefills = [("tiny", 1, t, n, 1e-4 + t * 1e-6 + t * n * 1e-9) for t in (64, 256, 512) for n in (64, 256) if n <= t]
     sizes = (256, 1024, 4096, 16384, 65536, 2**20)
-    moves = frame("model from_tp to_tp bytes seconds", [("tiny", 1, 2, 1e6, 1e-3), ("tiny", 2, 1, 2e6, 2e-3)])
     return {
         "copy": frame("kind bytes seconds", [("device", 1e6, 2.5e-4), ("host_to_device", 1e6, 2e-4)]),
         "gemm": small_gemms(),
@@ -81,9 +80,6 @@ def small_tables() -> dict[str, pd.DataFrame]:
         ),
         "decode_step": frame("model tp mode batch context_tokens seconds", steps),
         "prefill_step": frame("model tp tokens length seconds", prefills),
-        "reshard": moves,
-        "migrate": moves,
-        "control": frame("what seconds", [("pause", 1e-3), ("resume", 2e-3), ("create_group", 5e-2)]),
     }
 
 
@@ -170,13 +166,12 @@ def test_steps_from_graphs_are_preferred() -> None:
     tables = small_tables()
     graphs = tables["decode_step"].assign(mode="graph", seconds=lambda t: t.seconds / 2)
     tables["decode_step"] = pd.concat([tables["decode_step"], graphs])
-    tables["graph_capture"] = frame("model tp batch seconds", [("tiny", 1, b, 0.02) for b in (1, 4, 8)])
     calibration = build(tables).calibration
     first = graphs.query("tp == 1 and batch == 1").iloc[0]
     step = step_cost(TINY, 1, measured_node("cpu", CPU), calibration)
     assert step.decode(1).step_s(first.context_tokens) == pytest.approx(first.seconds, rel=2e-3)
-    assert calibration.runtime.graph_capture_s == 0.02
-    assert calibration.runtime.graph_batch_sizes == (1, 4, 8)
+    assert calibration.runtime.graph_batch_sizes == PUBLISHED.graph_batch_sizes
+    assert calibration.runtime.graph_capture_s == pytest.approx(PUBLISHED.graph_capture_s, rel=1e-3)
 
 
 def test_host_time_is_what_steps_leave_over_the_operators() -> None:
@@ -204,8 +199,9 @@ def test_host_time_is_what_steps_leave_over_the_operators() -> None:
 def test_layout_changes(built: Built) -> None:
     runtime = built.calibration.runtime
     assert (runtime.graph_capture_s, runtime.graph_batch_sizes) == (0.0, ())
-    assert (runtime.switch_control_s, runtime.group_create_s) == (3e-3, 5e-2)
-    assert (runtime.reshard_bytes_per_s, runtime.migrate_bytes_per_s) == (1e9, 1e9)
+    assert runtime.switch_control_s == pytest.approx(1.4)
+    assert "PAT's figures on 8xA40" in runtime.source
+    assert build(small_tables(), base=H100).calibration.runtime.source == H100.runtime.source
 
 
 def test_training_is_what_own_products_reach_beside_the_frameworks_of_the_base(built: Built) -> None:

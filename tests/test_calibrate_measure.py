@@ -10,9 +10,9 @@ import pytest
 from conftest import cases, invoke, tables
 
 from rlsim.base.schema import load
-from rlsim.calibrate.measure.bench import NOISY, NOISY_ONCE, Bench, Effort, Timing, measure, timing
+from rlsim.calibrate.measure.bench import NOISY, Bench, Effort, Timing, measure, timing
 from rlsim.calibrate.measure.host import MachineFacts, describe_cluster, write_cluster
-from rlsim.calibrate.measure.journal import ATTEMPTS, Attempt, Journal, Point, limit, measure_all
+from rlsim.calibrate.measure.journal import ATTEMPTS, Attempt, Journal, Point, measure_all
 from rlsim.calibrate.measure.plan import FIRST, GridSetup, coarse_to_fine, contexts, doublings, level, plan
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cost.collectives import OPERATIONS
@@ -77,11 +77,10 @@ def test_measure_gives_the_median_and_half_the_interquartile_range() -> None:
     now, run = ticking(9.0, 1.0, 2.0, 3.0, 4.0, 100.0)
     found = measure(run, device="cpu", effort=Effort(1, min_repeats=5, min_time_s=0.0, max_time_s=1e9), now=now)
     assert found == Timing(seconds=3.0, spread=(4.0 - 2.0) / 2 / 3.0, repeats=5)
-    assert NOISY < timing([1.0, 2.0, 3.0, 4.0]).spread < NOISY_ONCE
+    assert timing([1.0, 2.0, 3.0, 4.0]).spread > NOISY
     assert timing([1.0, 1.01, 1.02, 1.03]).spread < NOISY
     assert timing([1.0, 1.0, 1.0, 50.0]).spread > NOISY
-    assert timing([0.0, 0.0]).spread > NOISY_ONCE
-    assert (limit("gemm"), limit("control")) == (NOISY, NOISY_ONCE)
+    assert timing([0.0, 0.0]).spread > NOISY
 
 
 @pytest.mark.parametrize(("undo", "batch"), [(None, 200), (lambda: None, 1)])
@@ -194,7 +193,7 @@ def test_the_plan_has_every_operator_once_within_bounds() -> None:
     imported |= {"decode_attention_fp8", "prefill_attention_fp8", "experts", "other_experts", "exchange"}
     assert set(FIRST) == set(KEYS) - imported
     for operator, found in rows.items():
-        assert len(found) >= {"reshard": 1, "control": 2, "graph_capture": 0}.get(operator, 4), operator
+        assert len(found) >= 4, operator
     shapes = {(row["n"], row["k"]) for row in rows["gemm"]}
     model = tiny()
     for tp in (1, 2):
@@ -205,7 +204,7 @@ def test_the_plan_has_every_operator_once_within_bounds() -> None:
     assert {row["prior"] for row in rows["prefill_attention"]} == {0, 512, 4096}
     assert {row["op"] for row in rows["collective"]} == set(OPERATIONS)
     alone = {point.operator for point in plan(replace(setup, workers=1, tps=(1,)))}
-    assert alone == set(FIRST) - {"collective", "reshard", "migrate", "control", "graph_capture"}
+    assert alone == set(FIRST) - {"collective"}
     small = plan(replace(setup, longest_call_s=0.001))
     assert sum(point.operator == "gemm" for point in small) < len(rows["gemm"])
 
@@ -252,13 +251,6 @@ def test_a_second_run_goes_on_with_the_attempts_at_a_noisy_point(tmp_path: Path)
     assert [point.row()["m"] for point in order[:9]] == [3, 4, 5, 6, 7, 8, 9, 10, 1]
     assert {len(journal.attempts[gemm(m)]) for m in range(1, 11)} == {ATTEMPTS}
     assert journal.spent_s == 40.0
-
-
-def test_of_what_a_layout_change_does_once_the_best_attempt_counts(tmp_path: Path) -> None:
-    group = Point("control", ("group_create",))
-    _, journal, order = suite(tmp_path, lambda *_: (1.0, replace(BAD, spread=0.8)), points={group: 1})
-    assert len(order) == ATTEMPTS
-    assert journal.measurements().table("control").seconds.tolist() == [1e-6]
 
 
 def test_what_the_device_cannot_do_is_recorded_once(tmp_path: Path) -> None:

@@ -46,10 +46,6 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "exchange": ("kind", "gpus", "tokens", "active", "hidden"),  # DeepEP's dispatch and combine; tokens of one GPU
     "decode_step": ("model", "tp", "mode", "batch", "context_tokens"),  # whole step; sum of contexts; graph or eager
     "prefill_step": ("model", "tp", "tokens", "length"),  # whole prefill: new tokens in all, tokens per sequence
-    "graph_capture": ("model", "tp", "batch"),
-    "reshard": ("model", "from_tp", "to_tp", "bytes"),  # bytes a rank receives, all layers
-    "migrate": ("model", "from_tp", "to_tp", "bytes"),  # KV bytes a rank handles
-    "control": ("what",),  # pause and resume of a switch, creation of a communication group
 }
 
 

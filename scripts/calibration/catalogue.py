@@ -17,7 +17,7 @@ from evidence.validate.kernels import elementwise_table
 from evidence.validate.transfer import shipped_fits
 from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema
-from rlsim.calibrate.build import COLD, INTER, MIXTURE, PAIR
+from rlsim.calibrate.build import COLD, INTER, MIXTURE, PAIR, PUBLISHED
 from rlsim.calibrate.fit.attention import attention_kernels, with_windows
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.common import as_written, compared, operators_with, predict
@@ -30,7 +30,7 @@ from rlsim.calibrate.importers.reading import imported
 from rlsim.calibrate.measurements import Measurements, measured_node
 from rlsim.calibrate.parts import Fitted, residual_of
 from rlsim.calibrate.steps import NO_HOST
-from rlsim.cost.calibration import Calibration, Engine, Provenance, Reference, Residual, RuntimeFit, Source, TrainingFit
+from rlsim.cost.calibration import Calibration, Engine, Provenance, Reference, Residual, Source, TrainingFit
 from rlsim.cost.fits import ExpertsFit, OperatorFits, ProductFit
 from rlsim.cost.strategy import TRAFFIC, efficiency_of
 from rlsim.models.hardware import load_cluster
@@ -257,13 +257,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         operators=_in_an_engine(fits, engine),
         collectives=collectives.fit.model_copy(update={"nccl": nccl, "deepep": exchange.fit}),
         host=NO_HOST,
-        runtime=RuntimeFit(
-            graph_capture_s=3.59 / 23,
-            graph_batch_sizes=(1, 2, 4, *range(8, LARGEST_GRAPH[engine] + 1, 8)),
-            switch_control_s=5.52 - 1.03 - 2.36 - 0.73,
-            group_create_s=1.0,
-            source=NOTES["runtime"],
-        ),
+        runtime=PUBLISHED.model_copy(update={"graph_batch_sizes": (1, 2, 4, *range(8, LARGEST_GRAPH[engine] + 1, 8))}),
         # The same for every engine: the large GEMMs come from SGLang's tables.
         training=training_fit(large_gemm_share(large, ref.bf16_flop_per_s), ref, gpu.training_gemm),
         residuals={**residuals, **in_windows, **communication},

@@ -22,9 +22,6 @@ from rlsim.models.model import Model
 #: Half the interquartile range over the median beyond which a point is refused, not recorded as measured.
 NOISY = 0.1
 
-#: The same for what happens once in a layout change, not thousands of times in a rollout: set-up work varies.
-NOISY_ONCE = 0.5
-
 FEWEST, MOST = 3, 200  # repeats
 BATCH_S = {"cpu": 200e-6, "cuda": 2e-3}  # shorter calls are timed in batches this long: the tick, or the last wait
 NOT_A_TIME = 1e9  # the spread of repeats whose median is zero

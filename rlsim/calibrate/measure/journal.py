@@ -15,16 +15,13 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from rlsim.calibrate.measure.bench import NOISY, NOISY_ONCE, Timing
+from rlsim.calibrate.measure.bench import NOISY, Timing
 from rlsim.calibrate.measure.host import MachineFacts
 from rlsim.calibrate.measurements import KEYS, Measurements
 from rlsim.cost.calibration import Source
 from rlsim.errors import CalibrationError
 
 ATTEMPTS = 4  # at a noisy point
-#: Operators that a layout change runs once: set-up work varies, and nothing is multiplied by it, so that the best
-#: attempt at a noisy point counts.
-ONCE = ("control", "graph_capture")
 #: What became of a point.
 MEASURED, TOO_NOISY, IMPOSSIBLE, LEFT = STATES = ("measured", "too noisy", "not possible", "left (budget)")
 
@@ -114,11 +111,9 @@ class Journal:
         best = self.best(point)
         if best.impossible:
             return IMPOSSIBLE
-        if best.spread <= limit(point.operator):
+        if best.spread <= NOISY:
             return MEASURED
-        if len(self.attempts[point]) < ATTEMPTS:
-            return LEFT
-        return MEASURED if point.operator in ONCE else TOO_NOISY
+        return LEFT if len(self.attempts[point]) < ATTEMPTS else TOO_NOISY
 
     def measurements(self, notes: Iterable[str] = ()) -> Measurements:
         """The measured points as tables; all others are in none."""
@@ -143,11 +138,6 @@ class Journal:
         for point in points:
             found.setdefault(point.operator, dict.fromkeys(STATES, 0))[self.state(point)] += 1
         return found
-
-
-def limit(operator: str) -> float:
-    """The spread beyond which a point of this operator is refused."""
-    return NOISY_ONCE if operator in ONCE else NOISY
 
 
 def measure_all(

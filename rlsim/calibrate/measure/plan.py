@@ -10,7 +10,6 @@ from typing import TypeVar
 from rlsim.calibrate.measure.journal import Point
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
-from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.models.model import Model
 
 #: Points of every operator in the first round; the next has twice as many, and so on.
@@ -22,13 +21,8 @@ FIRST = {
     "decode_step": 8,
     "memory_bound": 6,
     "prefill_step": 4,
-    "control": 4,
     "copy": 3,
-    "graph_capture": 1,
-    "reshard": 1,
-    "migrate": 1,
 }
-MIGRATED = 4  # sequences a worker whose KV moves
 
 T = TypeVar("T")
 Grid = Iterable[tuple[str | float, ...]]  # values of one operator's points, coarse ones first
@@ -62,21 +56,15 @@ class GridSetup:
         attention = self.model.attention
         return list(dict.fromkeys((attention.heads // tp, attention.kv_heads_per_gpu(tp)) for tp in self.tps))
 
-    @property
-    def layouts(self) -> list[tuple[int, int]]:
-        """Changes of TP."""
-        return [(a, b) for a, b in itertools.permutations(self.tps, 2) if self.workers % max(a, b) == 0]
-
 
 def plan(setup: GridSetup) -> dict[Point, int]:
     """All points with their rounds, in the order to measure them.
 
     Every operator has the first of its points in the first round (`FIRST`), and in every further round twice as many.
     Within a round kernels and collectives come first, then whole steps of one TP after the other (the decoder fills the
-    memory and takes its time to build), then changes of the layout.
+    memory and takes its time to build).
     """
     kinds = ["device"] if setup.device == "cpu" else ["device", "host_to_device", "device_to_host"]
-    name = setup.model.name
     phases: list[dict[str, Grid]] = [
         {
             "copy": [(kind, size) for size in setup.sizes(2**14, 2**32, 4) for kind in kinds],
@@ -87,12 +75,6 @@ def plan(setup: GridSetup) -> dict[Point, int]:
             "collective": _collectives(setup),
         },
         *(_steps(setup, tp) for tp in setup.tps),
-        {
-            # from TP 1 nothing is received, so there is no rate to measure
-            "reshard": [(name, a, b, round(reshard_bytes(setup.model, a))) for a, b in setup.layouts if a > 1],
-            "migrate": _migrations(setup),
-            "control": [("pause",), ("group_create",)] if setup.workers > 1 else [],
-        },
     ]
     rounds = {
         Point(operator, values): (1 + index // FIRST[operator]).bit_length()
@@ -203,7 +185,7 @@ def _collectives(setup: GridSetup) -> Grid:
 def _steps(setup: GridSetup, tp: int) -> dict[str, Grid]:
     """Decode steps of batches by mean contexts, denser below a few thousand tokens, from graphs where there are any;
     prompts by tokens and length."""
-    model, graphs = setup.model, setup.device == "cuda"
+    model, mode = setup.model, "graph" if setup.device == "cuda" else "eager"
     weights, token = rollout_weight_bytes(model, tp), kv_page_bytes(model, tp, 1)
 
     def fits(tokens: float, pairs: float, cached: float) -> bool:
@@ -221,20 +203,6 @@ def _steps(setup: GridSetup, tp: int) -> dict[str, Grid]:
         [[(n, length) for length in sizes if length <= n and fits(n, n * length, n)] for n in sizes]
     )
     return {
-        "decode_step": [(model.name, tp, "graph" if graphs else "eager", *step) for step in decodes],
+        "decode_step": [(model.name, tp, mode, *step) for step in decodes],
         "prefill_step": [(model.name, tp, *prompt) for prompt in prompts],
-        "graph_capture": [(model.name, tp, batch) for batch in coarse_to_fine([doublings(1, 256)]) if graphs],
     }
-
-
-def reshard_bytes(model: Model, from_tp: int) -> float:
-    """Bytes that one rank receives when weights are gathered from TP `from_tp` (`rlsim.cost.transfer.reshard_s`)."""
-    return model.weight_bytes * (1.0 - 1.0 / from_tp)
-
-
-def _migrations(setup: GridSetup) -> Grid:
-    """A few sequences of some length each, dealt over the replicas; the bytes are those that a rank handles."""
-    for tokens, tps in itertools.product(coarse_to_fine([doublings(32, 2**14)]), setup.layouts):
-        handled = round(kv_rank_bytes(setup.model, tokens * MIGRATED * setup.workers, tps[0]))
-        if setup.fits(0, 4.0 * handled):
-            yield setup.model.name, *tps, handled

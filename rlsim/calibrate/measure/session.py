@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rlsim.base.output import check_own_file
 from rlsim.calibrate.build import build_calibration
-from rlsim.calibrate.measure.bench import NOISY, NOISY_ONCE, Bench, Effort, Timing
+from rlsim.calibrate.measure.bench import NOISY, Bench, Effort, Timing
 from rlsim.calibrate.measure.host import describe_cluster, devices, machine_facts, write_cluster, write_model
-from rlsim.calibrate.measure.journal import LEFT, ONCE, TOO_NOISY, Journal, Point, Report, measure_all
+from rlsim.calibrate.measure.journal import LEFT, TOO_NOISY, Journal, Point, Report, measure_all
 from rlsim.calibrate.measure.plan import GridSetup, plan
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.show import write_chart
@@ -143,12 +143,10 @@ def _degrees(device: str, given: tuple[int, ...], found: int) -> tuple[int, ...]
 
 
 def _notes(measured: Measured) -> tuple[str, ...]:
-    journal, facts = measured.journal, measured.journal.machine
+    facts = measured.journal.machine
     noisy = sum(count[TOO_NOISY] for count in measured.counts.values())
-    once = {point: journal.best(point).spread for point in journal.attempts if point.operator in ONCE}
     return (
         f"{facts.dtype}; medians of repeats; {noisy} points with a spread above {NOISY:.0%} refused",
-        *(f"{point.values[-1]}: a spread of {spread:.0%}" for point, spread in once.items() if spread > NOISY_ONCE),
         f"all {facts.workers} devices measured at once; attention by torch",
         "operands are as cold as in a step of the model: a benchmark goes through as many bytes between two uses",
         *(f"{what}: {value}" for what, value in {**facts.versions, **facts.clocks}.items()),

@@ -1,4 +1,4 @@
-"""What is timed, on all workers together: whole steps of a real decoder, changes of its layout, kernels, collectives.
+"""What is timed, on all workers together: whole steps of a real decoder, kernels, collectives.
 
 Each function runs on every worker (`Workers.call`) with the values of a point of `measurements.KEYS`, and all workers
 must call it. With fewer ranks in a replica than there are workers, every replica does the same at the same time: the
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,80 +28,12 @@ from rlsim.calibrate.measure.decoder import (
     flash,
     padding_mask,
     random_weights,
-    weight_splits,
 )
 from rlsim.calibrate.measure.journal import Point
-from rlsim.calibrate.measure.plan import MIGRATED, contexts, elementwise_shape, equal_contexts
+from rlsim.calibrate.measure.plan import contexts, elementwise_shape, equal_contexts
 from rlsim.calibrate.measure.workers import Worker
-from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.errors import CalibrationError, RlsimError
 from rlsim.models.model import Model
-
-# Changes of layout ----------------------------------------------------------------------------------------------------
-
-# A change of layout between workers, really carried out: weights resharded, the KV of live sequences moved.
-#
-# Both go layer by layer, so that never more than one layer is there twice.
-
-
-class Move(NamedTuple):
-    """One sequence with `tokens` in the cache, from a slot of a replica of the old layout to one of the new."""
-
-    tokens: int
-    from_replica: int
-    from_slot: int
-    to_replica: int
-    to_slot: int
-
-
-def reshard(decoder: Decoder, into: Decoder) -> None:
-    """The weights of `decoder` to one of another degree: its ranks gather each weight, and every rank keeps its slice.
-
-    From TP 1 nothing is gathered. All workers call this together. The KV cache stays as it is: see `migrate`.
-    """
-    for layer, old, new in zip(weight_splits(decoder.model), decoder.weights, into.weights, strict=True):
-        for name, split in layer.items():
-            shares = [old[name]] if split.axis is None else decoder.ranks.all_gather(old[name])
-            split.slice(split.join(shares), into.tp, into.index, new[name])
-
-
-def migrate(worker: Any, cache: KvCache, from_tp: int, to_tp: int, moves: Sequence[Move]) -> None:
-    """Move the KV of live sequences from one layout to another inside the same pool.
-
-    A rank sends to every rank of the sequence's new replica the heads that one keeps. All workers call this together,
-    with the same moves.
-    """
-    heads, own = cache.model.num_key_value_heads, worker.rank
-    outgoing = _parts(own, heads, from_tp, to_tp, moves)
-    incoming = _parts(own, heads, to_tp, from_tp, [Move(m.tokens, *m[3:], *m[1:3]) for m in moves])
-    for layer in range(cache.model.num_hidden_layers):
-        source, target = cache.layer(layer, from_tp), cache.layer(layer, to_tp)
-        packed = {peer: torch.cat([source[part].reshape(-1) for part in parts]) for peer, parts in outgoing.items()}
-        places = {peer: [target[part] for part in parts] for peer, parts in incoming.items()}
-        sizes = {peer: sum(place.numel() for place in found) for peer, found in places.items() if peer != own}
-        received = worker.all.exchange({peer: x for peer, x in packed.items() if peer != own}, sizes, source)
-        for peer, found in places.items():
-            flat = packed[own] if peer == own else received[peer]
-            for place, x in zip(found, torch.split(flat, [place.numel() for place in found]), strict=True):
-                place.copy_(x.view(place.shape))
-
-
-def _parts(rank: int, heads: int, own_tp: int, other_tp: int, moves: Sequence[Move]) -> dict[int, list[Any]]:
-    """By peer, in the order of `moves`: what the sequences leaving `rank`'s replica have in common with the peer, as
-    indices into this rank's layer of the cache."""
-    own, other = heads // own_tp, heads // other_tp
-    first = rank % own_tp * own
-    parts: dict[int, list[Any]] = {}
-    for move in moves:
-        if move.from_replica != rank // own_tp:
-            continue
-        for index in range(other_tp):
-            low, high = max(first, index * other), min(first + own, (index + 1) * other)
-            if low < high:
-                part = (slice(None), move.from_slot, slice(move.tokens), slice(low - first, high - first))
-                parts.setdefault(move.to_replica * other_tp + index, []).append(part)
-    return parts
-
 
 # Steps ----------------------------------------------------------------------------------------------------------------
 
@@ -134,60 +66,14 @@ def prefill_step(worker: Any, bench: Bench, model: Model, tp: int, tokens: int, 
     return _timed(worker, bench, lambda: running.prefill(ids, prompts), lambda: running.leave(ids))
 
 
-def graph_capture(worker: Any, bench: Bench, model: Model, tp: int, batch: int) -> Timing:
-    """Capture of the decode step of `batch` sequences as a CUDA graph."""
-    running = Batch(_decoder(worker, bench, model, tp, math.ceil(batch / tp), 128))
-    running.arrive(range(batch), [64] * batch, [0] * batch)
-    return _timed(worker, bench, running.capture)
-
-
-def reshard_weights(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int, _bytes: float) -> Timing:
-    """All weights from one degree to another (see `plan.reshard_bytes` for the bytes that a rank receives)."""
-    old, new = (_decoder(worker, bench, model, tp, 1, 64) for tp in (from_tp, to_tp))
-    return _timed(worker, bench, lambda: reshard(old, new))
-
-
-def migrate_kv(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int, size: float) -> Timing:
-    """The KV of `MIGRATED` equal sequences a worker, dealt evenly over the replicas, to another degree: `size` bytes
-    (`rlsim.cost.transfer.kv_rank_bytes`) that a rank handles."""
-    count = MIGRATED * worker.size
-    tokens = max(1, round(size / kv_rank_bytes(model, count, from_tp)))
-    cache = _decoder(worker, bench, model, from_tp, MIGRATED, tokens).cache
-    moves = spread_moves([tokens] * count, worker.size // from_tp, worker.size // to_tp)
-    return _timed(worker, bench, lambda: migrate(worker, cache, from_tp, to_tp, moves))
-
-
-def control(worker: Any, bench: Bench, what: str) -> Timing:
-    """What a layout change of several workers costs beside moving bytes.
-
-    `what` is "pause" (all ranks stop and agree on what each holds) or "group_create" (a communication group is made).
-    """
-    if what == "pause":
-        return _timed(worker, bench, lambda: worker.all.agree([(i, 1000, 0) for i in range(16)]))
-    few = replace(bench, effort=replace(bench.effort, warmup=1, min_repeats=7, min_time_s=0.0))
-    return _timed(worker, few, lambda: worker.create_groups(worker.size))
-
-
 #: Operators of `measurements.KEYS` by their function, which takes a point's values after worker and bench.
 STEPS: Mapping[str, Callable[..., Timing]] = {
     "decode_step": decode_step,
     "prefill_step": prefill_step,
-    "graph_capture": graph_capture,
-    "reshard": reshard_weights,
-    "migrate": migrate_kv,
-    "control": control,
 }
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
-
-
-def spread_moves(contexts: Sequence[int], from_replicas: int, to_replicas: int) -> list[Move]:
-    """Sequences of these contexts dealt in turn over the replicas of the old layout, and of the new."""
-    return [
-        Move(context, i % from_replicas, i // from_replicas, i % to_replicas, i // to_replicas)
-        for i, context in enumerate(contexts)
-    ]
 
 
 def step_times(worker: Any, run: Callable[[], object], undo: Callable[[], object], repeats: int) -> list[Lap]:
