@@ -134,16 +134,6 @@ def test_sandboxes_are_held_to_the_end_and_workers_for_a_call() -> None:
     assert [request.tool_wait_s for request in worker.requests] == [0.0, 10.0]
 
 
-def test_sandboxes_obey_littles_law() -> None:
-    rng = np.random.default_rng(0)
-    tools = [tuple((1 + 2 * i, 1, float(rng.exponential(20.0))) for i in range(3)) for _ in range(60)]
-    rollout, _ = play(*tools, where=EnvironmentConfig(workers=4))
-    calls_s = sum(request.tool_s for request in rollout.requests)
-    # Busy for almost all of the time: as many at work as calls arrive a second, times what one takes.
-    assert calls_s / rollout.env.now == pytest.approx(4, rel=0.1)
-    assert calls_s == pytest.approx(sum(seconds for calls in tools for *_, seconds in calls))
-
-
 def test_time_outs_failures_and_retries() -> None:
     (request,) = play(((1, 0, 50.0),), where=EnvironmentConfig(timeout=7.0))[0].requests
     assert request.tool_s == 7.0
@@ -172,15 +162,6 @@ def test_pinned_kv_keeps_others_waiting_and_is_found_again() -> None:
     assert keeping(1.5) == (3.0 + 2.0 + 2.0, 0)  # at the boundary after these seconds
     rollout, _ = play(((1, 1, 30.0),), (), where=EnvironmentConfig(keep_kv="pinned"), pages=15, max_num_seqs=1)
     assert rollout.requests[1].first_token_at == 2.0 + 2.0
-
-
-@pytest.mark.parametrize(("sessions", "hits"), [(4, True), (5, False)])
-def test_hits_fall_where_the_contexts_of_sessions_exceed_the_pool(sessions: int, hits: bool) -> None:
-    # Contexts of 50 to 58 tokens (8 of the prompt, 6 turns), and 232 pages: room for four of them and no more.
-    calls = ((1, 41, 100.0), *((42 + 2 * i + 1, 1, 100.0) for i in range(4)))
-    rollout, _ = play(*[calls] * sessions, pages=232, lengths=4, max_num_seqs=1)
-    found, needed = rollout.replicas[0].hit_tokens, sessions * sum(8 + after for after, *_ in calls)
-    assert found > 0.9 * needed if hits else found < 0.35 * needed
 
 
 class KeepShort(RolloutControl):
@@ -216,30 +197,6 @@ def trajectories(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("traces") / "agents.jsonl"
     path.write_text("\n".join(map(json.dumps, trajectories_of(32, 12))))
     return str(path)
-
-
-#: Every kind of system part beside trajectories.
-SYSTEMS = [
-    "verl", "pat", "rlhfuse", {"one_step_off": {}}, {"areal": {"eta": 2}},
-    {"partial_rollout": {}}, {"tail_batching": {}}, "rollpacker",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("environment", [{}, {"sandboxes": 6, "start_s": 3.0, "keep_kv": "pinned"}, {"workers": 2}])
-def test_every_system_runs_trajectories(trajectories: str, environment: dict[str, Any]) -> None:
-    more = {"trace": {"path": trajectories, "cap": "8K"}, "environment": environment}
-    for system in SYSTEMS:
-        result = rlsim.run({**AGENTS, **more, "systems": [system]})
-        trained = result.responses[result.responses["trained"]]
-        decoded = trained["response_tokens"] - trained["observed_tokens"]
-        assert (decoded > 0).all()
-        took_s = trained["finish_at"] - trained["start_at"]
-        assert (took_s > (trained["tool_s"] + trained["tool_wait_s"]) * (1 - 1e-9)).all()
-        assert (trained["tool_calls"] > 0).any()
-        if "workers" not in environment:
-            continue
-        ends_s = float(result.steps["step_time_s"].sum())
-        assert trained["tool_s"].sum() <= 2 * ends_s * (1 + 1e-9)
 
 
 def test_the_page_says_where_the_time_of_trajectories_goes(trajectories: str, tmp_path: Path) -> None:

@@ -1,17 +1,14 @@
 """Systems whose rollout never stops: bounds, windows, what is refused, and synchrony as the special case."""
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from conftest import runner, tables
-from pydantic import Field, PrivateAttr
 
 import rlsim
-from rlsim.base.schema import Schema
 from rlsim.results.report.staleness import queue_lengths
-from rlsim.sim.control import ControlContext, Reconfigure, RolloutControl, RolloutView
 
 EXPERIMENT: dict[str, Any] = tables("bases")["asynchronous"]
 SPLIT, TP1 = {"split": {"rollout_gpus": 4}}, {"verl": {"tp": 1}}
@@ -115,18 +112,6 @@ def test_the_percentile_of_a_window_is_that_of_its_responses() -> None:
     assert row["staleness_p95"] != found.steps.loc[found.steps["steady"], "staleness_p95"].mean()
 
 
-def test_tokens_of_remax_are_trained_on_or_compared_with() -> None:
-    steps, responses = (lambda found: (found.steps, found.responses))(
-        run({"name": "s", "use": [TP1]}, workflow={"algorithm": "remax", "steps": 2}, models={"reward": "qwen2.5-1.5b"})
-    )
-    of_baselines = responses[responses["baseline"]].groupby("step")["response_tokens"].sum()
-    assert steps["baseline_tokens"].tolist() == of_baselines.tolist()
-    assert (of_baselines > 0).all()
-    counted = steps[["trained_response_tokens", "wasted_tokens", "paused_tokens", "baseline_tokens"]].sum(axis=1)
-    np.testing.assert_array_equal(steps["response_tokens"], counted - steps["resumed_tokens"])
-    assert not (responses["baseline"] & responses["trained"]).any()
-
-
 def test_a_bound_of_part_of_an_update_is_rounded_up() -> None:
     """As in ROLL's `ReplayBuffer.get_batch`: what was launched for that update is not thrown away."""
     steps = run({"roll_flash": {"alpha": 1.5, "tp": 1, "rollout_gpus": 4}}, workflow={"steps": 12}).steps
@@ -188,9 +173,6 @@ def test_the_quota_between_two_syncs_is_verls() -> None:
     assert found.steps["staleness_max"].max() >= 1
 
 
-# ---- updates and windows --------------------------------------------------------------------------------------------
-
-
 # ---- replicas on their own ------------------------------------------------------------------------------------------
 
 
@@ -203,43 +185,6 @@ def test_under_laminar_one_version_generates_a_response_and_repack_frees_replica
     assert summary["True"] > 1.05 * summary["False"]
     responses = found.responses[found.responses["trained"]]
     assert (responses["stale_tokens"].isin([0]) | (responses["stale_tokens"] == responses["response_tokens"])).all()
-
-
-class Toggle(Schema, RolloutControl):
-    """Changes between TP 1 and TP 2 after so many responses, again and again."""
-
-    after: int = Field(default=12, ge=1, description="responses")
-    kv: Literal["migrate", "recompute"] = Field(default="migrate", description="of what runs")
-    _last: int = PrivateAttr(default=0)
-
-    def initial_tp(self, context: ControlContext) -> int:
-        return 1
-
-    def on_finish(self, view: RolloutView) -> list[Reconfigure]:
-        if view.finished < self._last + self.after:
-            return []
-        self._last = view.finished
-        return [Reconfigure(node, 3 - view.tp(node), self.kv) for node in view.nodes]
-
-
-@pytest.mark.parametrize(
-    ("kv", "interrupt", "rolling"),
-    [("migrate", True, False), ("recompute", True, True), ("migrate", False, True)],
-)
-def test_layouts_change_while_weights_come(kv: str, interrupt: bool, rolling: bool) -> None:
-    """A node that is about to change its layout starts its new replicas standing still."""
-    rule = {"bounded_staleness": {"eta": 2, "interrupt": interrupt, "concurrent": 16, "rolling": rolling}}
-    toggle = {f"{__name__}:Toggle": {"kv": kv, "after": 5}}
-    found = run({"name": "toggling", "use": [SPLIT, toggle, rule, "async_reward"]}, workflow={"steps": 12})
-    assert found.steps["switches"].sum() > 20
-    assert (found.steps["trained"] == 32).all()
-    check_tokens(found.steps)
-    check_gpus(found.spans)
-    syncs = found.calls[found.calls["call"] == "weight_sync"]
-    engine = found.spans[found.spans["kind"].isin(("decode", "prefill"))]
-    for sync in syncs.itertuples():
-        during = (engine["start_at"] < sync.end_at * (1 - 1e-9)) & (engine["end_at"] > sync.start_at * (1 + 1e-9))
-        assert rolling or not during.any(), "nothing is generated while weights come"
 
 
 def test_what_training_apart_gains_where_both_sides_take_as_long() -> None:

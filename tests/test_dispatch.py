@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_asynchronous import EXPERIMENT, run, use
+from test_asynchronous import run, use
 from workloads import LinearStep, Nothing, StubCosts, rolled_out
 
 from rlsim.errors import PolicyError
@@ -84,18 +84,6 @@ def test_a_place_that_is_no_number_is_refused(place: Any) -> None:
         rollout(Rank([place] * 3), [30, 2, 3])
 
 
-def test_the_longest_first_ends_a_step_sooner_where_few_run_at_once() -> None:
-    engine = {"engine": {"max_num_seqs": 2}, "workflow": {"prompts": 32, "steps": 2}}
-    layout = {"verl": {"tp": 1}}
-    ranked = [
-        {"name": first, "use": [layout, {"queue_order": {"first": first, "error": 0}}]}
-        for first in ("longest", "shortest")
-    ]
-    systems = [{"name": "arrival", "use": [layout]}, *ranked]
-    gen_s = run(*systems, **engine).steps.groupby("system")["gen_exposed_s"].sum()
-    assert gen_s["longest"] < gen_s["arrival"] < gen_s["shortest"] * 1.05
-
-
 def dispatched(lengths: Sequence[int], replicas: int, **parameters: Any) -> dict[int, list[int]]:
     control = SkewnessDispatch(**parameters)
     control.setup(ControlContext(COSTS, (1,), {}, (replicas,), 100, 16, len(lengths), 8))
@@ -123,16 +111,6 @@ def test_responses_to_a_prompt_share_the_replica_that_has_fewest() -> None:
     assert PrefixDispatch().dispatch(launched, views) == {0: [1, 4, 5], 1: [0, 2, 3, 6]}
 
 
-def test_prompts_are_found_where_their_other_responses_are() -> None:
-    """Dealt in turn, each of four replicas prefills every prompt."""
-    systems = [use("in turn"), use("by prompt", "prefix_dispatch")]
-    found = run(*systems, routing="round_robin", workflow={"prompts": 8, "responses": 4, "steps": 1})
-    hits = found.steps.set_index("system")["prefix_hit_tokens"]
-    prompts = found.responses.groupby(["system", "position"])["prompt_tokens"].first().groupby("system").sum()
-    assert hits["in turn"] < 0.1 * prompts["in turn"]
-    assert hits["by prompt"] == pytest.approx(3 * prompts["by prompt"], rel=0.1)
-
-
 def test_predictions_have_the_error_that_was_asked_for() -> None:
     seen: list[RequestView] = []
 
@@ -150,12 +128,3 @@ def test_predictions_have_the_error_that_was_asked_for() -> None:
     errors = np.log(predicted / found.responses["response_tokens"].to_numpy())
     assert abs(errors.mean()) < 0.05
     assert errors.std() == pytest.approx(0.5, abs=0.05)
-
-
-def test_knowing_lengths_shortens_a_tail_and_a_bad_predictor_does_not() -> None:
-    systems = [use("dealt"), use("known", {"skewness_dispatch": {"error": 0, "long": 0.1}})]
-    systems.append(use("guessed", {"skewness_dispatch": {"error": 3, "long": 0.1}}))
-    trace = {**EXPERIMENT["trace"], "cap": "8K"}
-    found = run(*systems, trace=trace, workflow={"prompts": 32, "steps": 3}, engine={"async_scheduling": False})
-    gen_s = found.steps.groupby("system")["gen_time_s"].mean()
-    assert gen_s["known"] < gen_s["dealt"] < gen_s["guessed"]

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from open_workloads import OpenWorkload, Rule, StepTimes
-from test_asynchronous import TOLD, check_gpus, check_tokens, of, run
+from test_asynchronous import TOLD, of, run
 from test_continuous import COSTS
 
 from rlsim.policies.elastic_split import ElasticSplit
@@ -113,20 +112,3 @@ def test_where_nothing_is_lent_it_is_the_plain_run_exactly() -> None:
     for table, columns in (("steps", TOLD), ("responses", ["finish_at"]), ("calls", ["start_at", "end_at"])):
         one, other = (of(found, name, table)[columns] for name in ("plain", "borrows"))
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("rule", [[RULE], ["lagged"]])
-def test_lending_shortens_training_where_the_split_favours_generation(rule: list[Any]) -> None:
-    """Beside a rollout that never ends, and one step off."""
-    found = run(
-        *systems(*rule), trace={"path": "rollpacker-math", "cap": "2K"}, workflow={"prompts": 64, "reference": True}
-    )
-    rates = found.summary().set_index("system")["responses_per_s"]
-    assert rates["elastic"] > 1.1 * rates["plain"]
-    assert of(found, "elastic")["released_gpu_s"].sum() > 0
-    assert of(found, "plain")["released_gpu_s"].sum() == 0
-    guests = of(found, "elastic", "spans").query("kind == 'train' and gpu < 7")
-    assert len(guests)
-    check_gpus(of(found, "elastic", "spans"))
-    check_tokens(of(found, "elastic"))
-    assert (found.steps["staleness_max"] <= 1).all()

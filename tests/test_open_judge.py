@@ -11,17 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_workloads import CLOCKS, OpenRun, OpenWorkload, Rule, open_workloads
-from test_asynchronous import SPLIT, TP1, check_gpus, check_tokens, of, use
 from test_asynchronous import run as run_experiment
-from test_continuous import Counting
 from workloads import LinearStep, StubCosts
 
 import rlsim
-from rlsim.errors import ConfigError, PolicyError
+from rlsim.errors import PolicyError
 from rlsim.experiment.frames import stays_frame
 from rlsim.models.hardware import load_cluster
 from rlsim.policies.reward_scheduler import AsyncReward
-from rlsim.sim import scheduler
 from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
@@ -211,17 +208,6 @@ def test_every_response_is_judged_once(work: OpenWorkload, judges: int, at_once:
     assert all(end <= outcome.step_ends[-1] for end in of_gpu.values())
 
 
-def test_requests_of_steps_that_are_over_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "FEW", 16)  # stale admissions that a replica may remember
-    times = (2.5,) * 60, (1.0,) * 60
-    sizes = tuple(((4, 1 + 7 * i % 23), (4, 1 + 11 * i % 40)) for i in range(17))
-    work = OpenWorkload(sizes, 4, Rule("staleness", 2), *times, costs=BY_HAND)
-    counting = Counting(*times, every=12)
-    simulate(dataclasses.replace(simulation(work, Scoring("judge"), judges=2), times=counting))
-    alive, under_way = counting.alive[1:], 2 * 4 * (work.rule.much + 1)  # responses
-    assert max(alive) - min(alive) < 2 * under_way
-
-
 # ---- experiments ----------------------------------------------------------------------------------------------------
 
 JUDGED: dict[str, Any] = {
@@ -233,36 +219,3 @@ JUDGED: dict[str, Any] = {
 def judged(*systems: Any, steps: int = 8) -> rlsim.Result:
     """Four GPUs generate, two judge, two train."""
     return run_experiment(*systems, trace=JUDGED["trace"], workflow={**JUDGED["workflow"], "steps": steps})
-
-
-@pytest.mark.parametrize("parts", [(), ("async_reward", "rollout_log_probs")])
-def test_without_a_bound_to_spend_it_is_the_synchronous_split_run(parts: tuple[str, ...]) -> None:
-    """With `async_reward` and log-probs it is not: there those of a response begin before it is judged."""
-    found = judged(use("synchronous", *parts), use("relaxed", {"bounded_staleness": {"eta": 0}}, *parts))
-    synchronous, relaxed = of(found, "synchronous"), of(found, "relaxed")
-    told = ["step_time_s", "train_time_s", "sync_time_s", "tokens", "response_tokens", "bubble_fraction"]
-    np.testing.assert_allclose(relaxed[told], synchronous[told], rtol=1e-12)
-    waited = (steps["gen_exposed_s"] + steps["prep_time_s"] for steps in (relaxed, synchronous))
-    np.testing.assert_allclose(*waited, rtol=1e-12)
-    moments = ["finish_at", "score_start_at", "scored_at"]
-    one, other = (of(found, name, "responses").sort_values(moments)[moments] for name in ("synchronous", "relaxed"))
-    np.testing.assert_allclose(other, one, rtol=1e-12)
-
-
-def test_a_judge_that_scores_at_once_spares_the_step_that_wait() -> None:
-    rule = {"bounded_staleness": {"eta": 2}}
-    found = judged(use("by the batch", rule), use("by the sample", rule, "async_reward"), steps=12)
-    batch, sample = of(found, "by the batch"), of(found, "by the sample")
-    assert (batch["prep_time_s"] > sample["prep_time_s"]).all()
-    for name in ("by the batch", "by the sample"):
-        check_tokens(of(found, name))
-        check_gpus(of(found, name, "spans"))
-    spans, stays = of(found, "by the sample", "spans"), of(found, "by the sample", "stays")
-    assert set(spans.loc[spans["kind"] == "reward", "gpu"]) == {6, 7}
-    scored = of(found, "by the sample", "responses")["scored_at"].notna().sum()
-    assert ((stays["call"] == "reward") & (stays["left"] == "finished")).sum() == scored > 12 * 32
-
-
-def test_a_judge_beside_the_rollout_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"go on all the time beside a colocated judge.*leave out colocated_judge"):
-        judged({"name": "wrong", "use": [SPLIT, TP1, {"bounded_staleness": {"eta": 1}}, "reward_scheduler"]})

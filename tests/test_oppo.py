@@ -3,27 +3,21 @@
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import simpy
-from conftest import tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Arrival, RefEngine, score
 from test_systems import Checks, OneEach, Times, call_of, gen_s, simulated, train
 from workloads import LinearStep
 
-import rlsim
 from rlsim.cost.derived import crowded
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
-from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import System
 from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.oppo import Chunked, Overcommit, RewardCurve, adapted
@@ -477,67 +471,3 @@ def test_graphs_with_chunks_are_checked() -> None:
         Workflow("w", twice, edges)
     with pytest.raises(ConfigError, match="all decide the chunks of responses"):
         System.of([VeRL(tp=1), Chunked(), Chunked()], "x")
-
-
-# --------------------------------------------------------------------------------------------------- experiments
-
-EXPERIMENT: dict[str, Any] = tables("bases")["oppo"]
-
-
-def test_systems_of_an_experiment() -> None:
-    """The reference model reads responses on the actor's own GPUs; what is left of a step goes on in the next."""
-    tp1 = {"verl": {"tp": 1}}
-    chunked = {"chunked": {"models": ["reference"], "size": 256}}
-    systems = [
-        tp1,
-        {"name": "intra", "use": [tp1, chunked]},
-        {"name": "inter", "use": [tp1, {"overcommit": {"delta": 8}}]},
-        {"oppo": {"models": ["reference"], "tp": 1, "delta": 8, "chunk": 256}},
-    ]
-    result = rlsim.run({**EXPERIMENT, "systems": systems})
-    steps = result.steps.set_index(["system", "step"])
-    assert (steps["trained"] == 24).all()
-    for system in ("verl", "intra"):
-        for column in ("staleness_max", "stale_token_share", "resumed", "paused", "paused_tokens", "resumed_tokens"):
-            assert (steps.loc[system][column] == 0).all()
-    for system in ("inter", "oppo"):
-        own = steps.loc[system]
-        assert own["paused"].tolist() == [8] * 4
-        assert own["resumed"].tolist() == [0, 8, 8, 8]
-        assert own["resumed_tokens"].tolist()[1:] == own["paused_tokens"].tolist()[:-1]
-        assert own["staleness_max"].max() >= 1
-        assert (own["wasted_tokens"] == 0).all()
-        responses = result.responses[(result.responses["system"] == system) & result.responses["trained"]]
-        ends = own["paused_tokens"].iloc[-1]
-        assert own["response_tokens"].sum() == responses["response_tokens"].sum() + ends
-        assert responses.groupby("step")["staleness"].max().tolist() == own["staleness_max"].tolist()
-    spans = result.spans[result.spans["kind"] == "ref_log_prob"].groupby("system")["shared"].all()
-    assert spans.to_dict() == {"inter": False, "intra": True, "oppo": True, "verl": False}
-    calls = result.calls[result.calls["system"] == "intra"].set_index("step")
-    begun, generated = (calls[calls["call"] == name] for name in ("ref_log_prob", "generate"))
-    assert (begun["start_at"] < generated["end_at"]).all()
-    assert (begun["end_at"] > generated["end_at"]).all()
-    kv = Simulator(LoadedExperiment.of(load_experiment({**EXPERIMENT, "systems": systems})[0], Path()))
-    pages = [
-        kv.placed(System.of([VeRL(tp=1), *parts])).rollout_costs.capacity_pages(1)
-        for parts in ([], [Chunked(models=("reference",))])
-    ]
-    assert pages[1] < pages[0]  # the reference model's weights and KV cache stand beside the rollout's
-
-
-def test_oppo_on_dpo() -> None:
-    """Both responses of a pair are scored by the chunk, and pairs that are not complete go on in the next step."""
-    workflow = {**EXPERIMENT["workflow"], "algorithm": "online_dpo", "prompts": 12, "responses": 2}
-    models = {"reward": EXPERIMENT["model"]}
-    systems = [
-        {"trl": {"tp": 1}},
-        {"name": "oppo", "use": [{"trl": {"tp": 1}}, "chunked", {"overcommit": {"delta": 4}}]},
-    ]
-    result = rlsim.run({**EXPERIMENT, "workflow": workflow, "models": models, "systems": systems})
-    steps = result.steps[result.steps["system"] == "oppo"]
-    assert (steps["trained"] == 24).all()
-    assert (steps["paused"] > 0).all()
-    trained = result.responses[result.responses["trained"]].groupby(["system", "step", "position"]).size()
-    assert (trained == 2).all()
-    calls = result.calls[result.calls["system"] == "oppo"].pivot(index="step", columns="call")
-    assert (calls["start_at"]["reward_score"] < calls["end_at"]["generate"]).all()

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_problems import fits
 from ruamel.yaml import YAML
-from test_asynchronous import check_gpus
 
 import rlsim
 from rlsim.cost.ledger import Ledger, Row, total
@@ -368,14 +367,6 @@ def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
 
 # ---- placements of frameworks ----------------------------------------------------------------------------------------
 
-FRAMEWORKS = ("trl", "openrlhf", "nemo_aligner", "deepspeed_chat")
-
-
-@pytest.fixture(scope="module")
-def frameworks() -> Result:
-    models = {"critic": SMALL, "reward": SMALL}
-    return rlsim.run(experiment(systems=list(FRAMEWORKS), models=models, workflow={"prompts": 112}))
-
 
 def busy_gpus(result: Result, system: str) -> dict[str, set[int]]:
     """GPUs on which each call ran; generation's are those of prefill and decode."""
@@ -384,23 +375,6 @@ def busy_gpus(result: Result, system: str) -> dict[str, set[int]]:
         kind = "generate" if row.kind in ("prefill", "decode", "mixed") else row.kind
         found.setdefault(kind, set()).update(range(row.gpu, row.gpu + row.gpus))
     return found
-
-
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_the_time_of_every_gpu_adds_up(name: str, frameworks: Result) -> None:
-    spans = frameworks.spans[frameworks.spans["system"] == name]
-    steps = frameworks.steps[frameworks.steps["system"] == name]
-    assert (steps["staleness_max"] == 0).all()
-    assert (steps["trained"] == steps["launched"]).all()
-    check_gpus(spans)
-    busy_s = float(((spans["end_at"] - spans["start_at"]) * spans["gpus"]).sum())
-    total_s = 8 * float(steps["step_time_s"].sum())
-    bubble_s = 8 * float((steps["bubble_fraction"] * steps["step_time_s"]).sum())
-    assert busy_s + bubble_s == pytest.approx(total_s)
-    assert bubble_s > 0 or name == "deepspeed_chat"
-    if name == "openrlhf":
-        gpus = {"generate": range(4), "train": range(4, 6), "values": range(6, 8), "train_critic": range(6, 8)}
-        assert {call: set(own) for call, own in gpus.items()}.items() <= busy_gpus(frameworks, name).items()
 
 
 @pytest.mark.ci

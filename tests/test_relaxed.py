@@ -77,25 +77,6 @@ def test_staleness_is_the_lag(lag: int) -> None:
         Lagged(lag=lag).rewired(dpo())
 
 
-def test_one_step_off_in_an_experiment() -> None:
-    result = run(TP1, {"one_step_off": {"tp": 1, "rollout_gpus": 4}}, use("in turn", {"split": {"rollout_gpus": 4}}))
-    steps = result.steps.set_index(["system", "step"])
-    own, turns, plain = steps.loc["one_step_off"], steps.loc["in turn"], steps.loc["verl"]
-    assert own["staleness_max"].tolist() == [0, 1, 1, 1, 1, 1]
-    assert own["staleness_mean"].tolist() == own["staleness_p95"].tolist() == own["stale_token_share"].tolist()
-    assert (turns["staleness_max"] == 0).all()
-    assert own["step_time_s"][2:5].mean() < turns["step_time_s"][2:5].mean()
-    assert plain[["rollout_idle", "trainer_idle"]].isna().all().all()
-    # One after the other: while either side works, the other is idle, and rewards leave both so.
-    assert (turns["rollout_idle"] + turns["trainer_idle"] >= 1 - 1e-9).all()
-    assert (own["rollout_idle"][2:5] < turns["rollout_idle"][2:5]).all()
-    spans = result.spans[result.spans["system"] == "one_step_off"]
-    generating = spans["kind"].isin(["decode", "prefill", "mixed"])
-    assert set(spans["gpu"][generating]) == {0, 1, 2, 3}
-    trained = spans[spans["kind"] == "train"]
-    assert set(zip(trained["gpu"], trained["gpus"], strict=True)) == {(4, 4)}
-
-
 # ----------------------------------------------------------------------------------------------- nothing is relaxed
 
 

@@ -76,13 +76,6 @@ def test_nothing_is_lost_doubled_or_held_by_two(name: str) -> None:
     assert (steps["gen_bound_s"] <= steps["gen_time_s"]).all()
 
 
-def test_the_same_seed_gives_the_same_bytes() -> None:
-    one = experiment(systems=[{"name": "x", "use": SYSTEMS["dapo-stream"]}])
-    first, second = (rlsim.run(one, overrides={"workflow.steps": 2}) for _ in range(2))
-    assert first.manifest["hashes"] == second.manifest["hashes"]
-    pd.testing.assert_frame_equal(first.spans, second.spans)
-
-
 def test_the_shipped_experiment_has_the_published_order() -> None:
     """And its large steps: what RollPacker's paper says about its parts, on a period of the 7B experiment."""
     shown = [{"name": "verl", "use": [VERL]}, {"name": "tail", "use": [VERL, "tail_batching"]},
@@ -100,16 +93,6 @@ def test_a_node_that_runs_dry_before_it_switches_is_there_for_what_is_launched_n
     work = {"workflow.prompts": 4, "workflow.responses": 2, "workflow.steps": 20}
     found = rlsim.run(settings, overrides=work | {"seeds": [0, 4]})
     assert (found.steps["trained"] == 8).all()
-
-
-def test_a_period_is_four_short_rounds_and_a_long_one() -> None:
-    steps = of(result().steps, "tail")
-    assert steps["round"].tolist() == [*["short"] * 4, "long", "short"]
-    assert steps["waiting"].tolist()[:5] == [4, 8, 12, 16, 0]
-    short, long = steps[steps["round"] == "short"], steps[steps["round"] == "long"]
-    assert short["longest_tokens"].max() < long["longest_tokens"].min()
-    assert (long["wasted_tokens"] == 0).all()
-    assert (short["launched"] == 100).all()
 
 
 def test_streams_use_gpus_that_generation_gave_up() -> None:

@@ -118,21 +118,6 @@ def test_what_drafts_yield_under_conditions() -> None:
     assert ages == pytest.approx([0.5 * 0.8**age for age in (3, 0, 1, 2, 3, 0)])
 
 
-def test_drawn_steps_agree_with_the_expectation() -> None:
-    """Responses of 3,000 tokens whose drafts are accepted or not by chance: the mean time of one is that of the curve,
-    within its interval and the step that ends it; the last of 64 is later, as docs/speculation.md says."""
-    rng, spec, tokens = (
-        np.random.default_rng(5),
-        Speculation(method="mtp", num_speculative_tokens=3, acceptance=0.7),
-        3000,
-    )
-    accepted = np.minimum(rng.geometric(1 - 0.7, (16, 64, tokens)) - 1, 3)
-    drawn_s = 24e-3 * ((np.cumsum(1 + accepted, axis=2) < tokens).sum(axis=2) + 1)
-    expected_s = DecodeCurve(1, [0.0], [24e-3 / spec.yielded(3)]).steps_s(0, tokens)
-    assert abs(drawn_s.mean() - expected_s) < 24e-3 + 3 * drawn_s.std() / 32
-    assert drawn_s.max(axis=1).mean() / expected_s == pytest.approx(1.037, abs=0.005)
-
-
 def test_verification_is_more_tokens_over_the_same_cache() -> None:
     """Three tokens of each of 8 sequences: products and head as of 24 sequences, attention as of 8."""
     model = load_model("llama-3.1-8b")
@@ -213,25 +198,6 @@ def test_speculation_shortens_generation_alone() -> None:
     assert all_long.steps.gen_time_s[0] == eagle.gen_time_s < later.steps.gen_time_s[0] < plain.steps.gen_time_s[0]
     assert eagle.gen_time_s < plain.steps.gen_time_s[0] < worse.gen_time_s
     assert eagle.trained_response_tokens == plain.steps.trained_response_tokens[0]
-
-
-def test_systems_that_decide_meanwhile_run_with_drafts() -> None:
-    """Chunked prefills, switches, cut-off and resumed responses, stale ones, drafts that go stale or are off while much
-    of the KV cache is in use: nobody beats the lower bound."""
-    systems = [{"verl": {"tp": 1}}, "pat", {"name": "tail", "use": [{"verl": {"tp": 1}}, "tail_batching"]},
-               {"name": "partial", "use": [{"verl": {"tp": 2}}, {"partial_rollout": {"share": 0.8, "splits": 2}}]},
-               {"areal": {"tp": 2, "rollout_gpus": 4}},
-               {"name": "queued", "use": [{"verl": {"tp": 1}}, "queue_order"]}]  # fmt: skip
-    drafted = {"method": "eagle3", "num_speculative_tokens": 3, "dynamic": True}
-    drafted |= {"drift": 0.05, "disable_by_kv_usage": 0.02, "num_speculative_tokens_per_length": {100: 1, "1K": 3}}
-    experiment = {**SETTINGS, "trace": {"path": "rollpacker-math", "cap": "2K"}, "systems": systems, "baseline": "verl",
-                  "workflow": {"prompts": 8, "responses": 8, "steps": 2}}  # fmt: skip
-    overrides = {"engine.speculation": drafted, "engine.chunked_prefill": True, "cluster": "8xh100"}
-    found = rlsim.run(experiment, overrides=overrides)
-    plain = rlsim.run(experiment, overrides={**overrides, "engine.speculation": None})
-    assert (found.steps.gen_bound_s <= found.steps.gen_time_s * (1 + 1e-9)).all()
-    took = [result.steps.groupby("system").gen_time_s.sum() for result in (found, plain)]
-    assert (took[0] < took[1])[["verl", "pat", "tail", "partial"]].all()
 
 
 def test_a_draft_that_is_trained_along_comes_with_the_weights() -> None:

@@ -227,32 +227,6 @@ def test_warmup_is_a_setting_and_an_option(tmp_path: Path) -> None:
     assert pd.read_parquet(tmp_path / "out" / "steps.parquet")["steady"].tolist() == [False, True] * 2
 
 
-def test_each_system_is_measured_over_whole_periods_of_its_own() -> None:
-    """Of 10 steps, 1 to 8 are left between the margins of a lag of 1, four periods, and 2 to 7 of one of 2, two."""
-    plan = ONE_STEP_OFF["systems"][0]["use"][1]
-    systems = [{"name": f"lag{lag}", "use": ["verl", {"lagged": {"lag": lag}}, plan]} for lag in (1, 2)]
-    found = rlsim.run(ONE_STEP_OFF, overrides={"systems": systems, "baseline": "lag1", "workflow.steps": 10})
-    counted = found.steps[found.steps["steady"]].groupby("system")["step"].agg(list).to_dict()
-    assert counted == {"lag1": [*range(1, 9)], "lag2": [*range(2, 8)]}
-    assert "means of lag2 are of 6 of 10 steps, numbers 2 to 7 counted from 0" in found.notes
-
-
-def test_steps_that_end_in_bursts_are_measured_over_whole_periods() -> None:
-    """On shared GPUs a lag of 2 lets two generations follow each other: steps end in pairs."""
-    systems = [{"name": "apart", "use": [{"verl": {"tp": 1}}]}]
-    rates = []
-    for steps in (5, 6):
-        found = rlsim.run(ONE_STEP_OFF, overrides={"systems": systems, "workflow.steps": steps})
-        rates.append(found.summary()["responses_per_s"].iloc[0])
-        whole = found.steps["trained"].sum() / found.steps["step_time_s"].sum()
-        assert rates[-1] == pytest.approx(whole, rel=0.25)
-    assert max(rates) < 1.15 * min(rates)
-    steps = found.steps[found.steps["steady"]]
-    assert (steps["waiting_time_s"] < 0.01 * steps["step_time_s"].sum()).all(), (
-        "what holds the GPUs is what it waits for"
-    )
-
-
 def test_each_second_of_a_step_counts_once_where_steps_overlap(overlapping: Result) -> None:
     """A step of 2 s whose generation of 2 s ran beside the step before is 2 s long, not 4."""
     steps = overlapping.steps
@@ -387,23 +361,6 @@ def test_a_step_that_trains_on_nothing_is_refused(tmp_path: Path, monkeypatch: p
     systems = [{"name": "zero", "use": ["zero_policy:Zero", "tail_batching", {"verl": {"tp": 2}}]}]
     with pytest.raises(PolicyError, match=r"zero.*step 0 trains on no response"):
         rlsim.run(SMALL, overrides={"systems": systems, "baseline": None, "seeds": 1})
-
-
-def test_all_cases_have_the_same_baseline() -> None:
-    """Without one, it is the first system that runs in all of them: TP 1 does not fit in the second case."""
-    changes = {
-        "systems": [{"verl": {"tp": [1, 4]}}],
-        "baseline": None,
-        "seeds": 1,
-        "workflow.steps": 1,
-        "cases": {"roomy": {}, "tight": {"memory_utilization": 0.3}},
-    }
-    found = rlsim.run(SMALL, overrides=changes)
-    assert found.manifest["systems"] == {"roomy": ["verl-tp1", "verl-tp4"], "tight": ["verl-tp4"]}
-    assert found.manifest["baseline"] == "verl-tp4"
-    summary = found.summary()  # pandas would warn of an index that is not sorted
-    assert summary["case"].tolist() == ["roomy", "roomy", "tight"]
-    assert summary["speedup"].notna().all()
 
 
 def test_runs_measured_over_other_steps_are_not_paired(tmp_path: Path) -> None:

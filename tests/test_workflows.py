@@ -5,12 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from conftest import invoke, runner
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from test_asynchronous import check_gpus
 
 import rlsim
 from rlsim.cli.running import _tables
@@ -183,13 +179,6 @@ def test_dpo_generates_nothing_and_takes_one_batch_after_another() -> None:
     assert calls.loc[(1, "ref_log_prob"), "start_at"] == calls.loc[(0, "train"), "end_at"]
 
 
-def test_a_sync_goes_from_training_to_the_same_model() -> None:
-    calls = (Call("generate", "generate", "actor"), Call("train", "train", "critic"), Call("push", "sync", "actor"))
-    edges = (Edge("generate", "train"), Edge("train", "push"), Edge("push", "generate", lag=1))
-    with pytest.raises(ConfigError, match="push brings weights from one train call to other calls of that model"):
-        Workflow("odd", calls, edges)
-
-
 # Steps that overlap ---------------------------------------------------------------------------------------------------
 
 LAGGED = {
@@ -232,67 +221,6 @@ def test_a_lag_is_the_most_or_exact(lag: int) -> None:
     assert (most <= lag - 1).all()
     assert (most < lag - 1).any() or lag < 3, "training is so fast here that newer weights are there"
     assert (exact[lag:] == lag - 1).all()
-
-
-@st.composite
-def overlapping(draw: st.DrawFn) -> tuple[int, bool, list[Any], dict[str, Any], dict[str, Any]]:
-    """A lag, whether it is exact, parts of the system, the workflow's settings, and the trace."""
-    lag, exact = draw(st.integers(1, 4)), draw(st.booleans())
-    parts: list[Any] = [name for name in ("async_reward", "tail_batching") if draw(st.booleans())]
-    reward: dict[str, Any] = {"workers": draw(st.sampled_from([1, 4, 32]))}
-    judged = draw(st.booleans())
-    if judged:
-        reward["judge"] = {"model": "qwen2.5-1.5b", "while_training": "apart", "reserved": 0.5}
-    sizes = {
-        "prompts": draw(st.integers(2, 12)),
-        "responses": draw(st.integers(1, 4)),
-        "steps": draw(st.integers(2, 6)),
-        "reward": reward,
-    }
-    path = "rollpacker-judge" if judged else draw(st.sampled_from(["rollpacker-code", "rollpacker-math"]))
-    return lag, exact, parts, sizes, {"path": path, "cap": draw(st.sampled_from([128, 1024, 4096]))}
-
-
-@settings(deadline=None, derandomize=True, max_examples=15, suppress_health_check=list(HealthCheck))
-@given(overlapping())
-def test_steps_that_overlap_keep_every_invariant(
-    drawn: tuple[int, bool, list[Any], dict[str, Any], dict[str, Any]],
-) -> None:
-    lag, exact, parts, sizes, trace = drawn
-    found = lagged(lag, *parts, exact=exact, workflow=sizes, trace=trace)
-    steps, calls = found.steps, found.calls.set_index(["call", "step"])
-    assert len(steps) == sizes["steps"], "every step comes to its end"
-    assert (steps["trained"] == sizes["prompts"] * sizes["responses"]).all()
-    check_staleness(steps, lag, exact)
-    check_order(calls, lag, sizes["steps"])
-    check_responses(found, calls)
-    check_gpus(found.spans)
-
-
-def check_staleness(steps: pd.DataFrame, lag: int, exact: bool) -> None:
-    """Weights are never older than the lag allows, and just so old where it is exact."""
-    assert (steps["staleness_max"] <= lag - 1).all()
-    if exact:
-        assert (steps["staleness_max"] == steps["step"].clip(upper=lag - 1)).all()
-
-
-def check_order(calls: pd.DataFrame, lag: int, steps: int) -> None:
-    """No call begins before what it needs is there, and each comes once a step."""
-    assert not calls.index.duplicated().any()
-    needs = [("generate", "train", 0), ("reward", "train", 0), ("train", "push", 0)]
-    needs += [("push", "train", 1), ("push", "generate", lag)]
-    for source, target, behind in needs:
-        for step in range(behind, steps):
-            assert calls["start_at"][target, step] >= calls["end_at"][source, step - behind] * (1 - 1e-9)
-
-
-def check_responses(found: rlsim.Result, calls: pd.DataFrame) -> None:
-    """What is trained on is complete and scored before, and trained on once."""
-    trained = found.responses[found.responses["trained"]]
-    assert not trained.duplicated(["step", "response"]).any()
-    begins = calls["start_at"]["train"].loc[trained["step"]].to_numpy() * (1 + 1e-9)
-    assert (trained["finish_at"] <= trained["scored_at"]).all()
-    assert (trained["scored_at"] <= begins).all()
 
 
 def test_every_table_shows_how_stale_a_system_is_and_none_does_where_nothing_is(tmp_path: Path) -> None:
