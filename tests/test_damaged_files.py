@@ -36,15 +36,14 @@ import rlsim
 from rlsim.base import tables
 from rlsim.base.reading import plain
 from rlsim.base.schema import validate
-from rlsim.calibrate.importers import aiconfigurator, read_format
-from rlsim.calibrate.importers.reading import read_table
+from rlsim.calibrate.importers import read_format
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.tables import csv_of, read_calibration
-from rlsim.errors import CalibrationError, RlsimError, TraceError
+from rlsim.errors import RlsimError, TraceError
 from rlsim.frameworks.verl.log import read_log
 from rlsim.frameworks.verl.run import batch_of
 from rlsim.models.hardware import load_cluster, node_types
@@ -465,53 +464,6 @@ def test_half_a_character_can_be_written(tmp_path: Path) -> None:
     trace = read_trace(tmp_path / "t.parquet")
     assert trace.frame["prompt_id"].tolist() == ["a?"]
     assert trace.meta.notes == ("columns left out: o?dd",)
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [("t.jsonl.gz", b'{"prompt_id": 1}\n'), ("t.csv.gz", b"prompt_id,sample_id,response_tokens\n")],
-)
-def test_compressed_files_that_are_cut(tmp_path: Path, name: str, line: bytes) -> None:
-    (tmp_path / name).write_bytes(gzip.compress(line + b" " * 2_000_000 + b"\n")[:-9])
-    with pytest.raises(TraceError, match=name):
-        import_trace(tmp_path / name)
-
-
-def test_dumps_with_values_of_other_kinds(tmp_path: Path) -> None:
-    odd = [dumps.slime_sample(i, "q", 5, 6, weight_versions=3, group_index=[i // 2]) for i in range(4)]
-    assert len(import_trace(dumps.slime(tmp_path / "0.pt", 0, odd))) == 4
-    path = dumps.slime(tmp_path / "1.pt", 2**70, [dumps.slime_sample(0, "q", 5, 6)])
-    with pytest.raises(TraceError, match=r"1.pt: sample 1: _step should be a whole number"):
-        import_trace(path)
-    trial = dumps.areal(tmp_path / "trial")
-    sessions = [dumps.session(7, 0, 1.0, 0.5, role=["rollout"])]
-    dumps.jsonl(trial / "session_tracer" / "rollout" / "sessions-r0.jsonl", sessions)
-    assert len(import_trace(trial)) == 6
-    words = dumps.tokenizer(tmp_path / "tokens")
-    path = dumps.jsonl(tmp_path / "rollout_dump_data.step_1.jsonl", [dumps.roll_step(10**30, ["a", "a"], [3, 4])])
-    with pytest.raises(TraceError, match=r"line 1.*global_step should be a whole number"):
-        import_trace(path, tokenizer=words)
-    spec = json.loads(words.read_text())
-    spec["model"] |= {"unk_token": "missing", "vocab": {"one": 0}}
-    words.write_text(json.dumps(spec))
-    with pytest.raises(TraceError, match="--tokenizer"):
-        import_trace(dumps.verl(tmp_path / "verl"), tokenizer=words)
-    (tmp_path / "0.pt").unlink()
-    with pytest.raises(TraceError, match=r"0\.pt"):
-        import_trace(dumps.pt_file(tmp_path / "0.pt", b"\x80\x02]q\x00(K\x01"))
-
-
-def test_lists_in_a_column_and_versions_that_are_no_folder(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"device": pa.array([[1, 2], [3]])}), tmp_path / "t.parquet")
-    with pytest.raises(CalibrationError, match="column 'device' holds lists"):
-        read_table(tmp_path / "t.parquet", ["device"])
-    folder = tmp_path / "gemm" / "vllm" / "0.1"
-    folder.mkdir(parents=True)
-    (tmp_path / "attention" / "vllm").mkdir(parents=True)
-    for name in ("x" * 400, "../.."):
-        (folder / "reuse.yaml").write_text(f'reuse: [{{table: gemm_perf, from_version: "{name}"}}]\n')
-        with pytest.raises(CalibrationError, match="no version of vllm"):
-            aiconfigurator.read(tmp_path, "vllm")
 
 
 def test_numbers_of_every_spelling() -> None:

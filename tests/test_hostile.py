@@ -102,45 +102,6 @@ def test_folded_text_and_dates_are_text() -> None:
     assert parse_yaml("[2001-12-14, 2001-13-45]", "x") == ["2001-12-14", "2001-13-45"]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [("[" * 100_000, "nested too deeply"), ('{"hidden_size": ' + "9" * 5000 + "}", "not readable JSON"), ("", "JSON")],
-)
-def test_json_of_a_model(config: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ConfigError, match=message):
-        load_model(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("seeds=2001-13-45", "seeds: expected a whole number"),
-        ("seeds=!!int x", "--set seeds: line 1:1: not valid YAML: 'x' is no whole number"),
-        ("seeds=!!set x", "the tag '!!set' is not supported"),
-        ("seeds=" + "9" * 5000, "is no whole number"),
-        ("seeds=" + "[" * 3000, "nested deeper than 40 levels"),
-        ("systems.²=1", "--set systems.²: there is no '²'"),
-        ("systems." + "9" * 5000 + "=1", "there is no '9999"),
-        (".".join("a" * 100) + "=1", "deeper than 40 levels"),
-        ("name=" + "n" * 300, "name: expected a name: one line of printable characters, at most 200 bytes, got 'nnn"),
-        ('name="a\\nb"', r"name: expected a name: one line of printable characters, at most 200 bytes, got 'a\nb'"),
-        ("model=" + "m" * 300, "unknown model 'mmm"),
-        ("model=" + "m" * 300 + ".json", "File name too long"),
-        ("trace.path=" + "t" * 300, "unknown trace 'ttt"),
-        ("trace.path=" + "t" * 300 + ".csv", "ttt.csv: no such file"),
-        ("cases={" + "c" * 300 + ": {}}", "cases: expected a name"),
-        ('systems=[{name: "a\\nb", use: [verl]}]', "systems: expected a name"),
-        ("systems=[{1: 2, use: [verl]}]", "a system with `use` has a `name` and nothing else"),
-        ("trace.cap=" + "1" * 400, "trace.cap"),
-    ],
-)
-def test_settings_that_cannot_be_meant(failing: Failing, setting: str, message: str) -> None:
-    said = failing("--set", setting)
-    assert message in said
-    assert len(said) < 6000
-
-
 LINK = "{name: l, bytes_per_s: 450 GB/s, latency_s: 1 us}"
 CLUSTER = f"{{gpu: h100-sxm, nodes: 1, gpus_per_node: 8, intra: {LINK}, inter: {LINK}, host: {LINK}}}"
 

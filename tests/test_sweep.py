@@ -382,34 +382,6 @@ def test_what_is_the_users_stays_in_a_sweeps_directory(target: Path) -> None:
     assert [path.read_text() for path in mine] == ["mine"] * len(mine)
 
 
-@pytest.mark.usefixtures("in_process")
-def test_a_full_disk_keeps_what_is_whole(
-    two_workers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command
-) -> None:
-    target, real, left = tmp_path / "out", Path.write_bytes, [0]
-
-    def full(path: Path, data: bytes) -> int:
-        left[0] -= len(data)
-        if left[0] < 0:
-            real(path, data[: len(data) // 2])
-            raise OSError(28, "No space left on device")
-        return real(path, data)
-
-    (tmp_path / "sweep.yaml").write_text(json.dumps(FOUR))
-    for space in (10_000, 60_000):
-        left[0] = space
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "write_bytes", full)
-            code, _, told = call("sweep", tmp_path / "sweep.yaml", "--out", target, "-q")
-        assert (code, told.count("\n")) == (2, 1)
-        assert told.endswith("cannot be written: No space left on device\n")
-        if (target / "sweep.json").exists():
-            found = rlsim.read_sweep(target)
-            assert len(found.table("steps")) == list(found.points["status"]).count("done") < 4
-    rlsim.sweep(FOUR, out=target)
-    assert contents(target) == contents(two_workers)
-
-
 # ------------------------------------------------------------------------------------------------- points that fail
 
 FAILING = {"grid": {"model": ["llama-3.1-8b", "llama-3-70b"], "workflow.steps": [1, 2]}}  # 70B: not on one GPU
