@@ -139,13 +139,6 @@ def test_throughput_under_a_bound_of_staleness(train_s: float, sync_s: float) ->
     assert found[UNBOUNDED] == pytest.approx(train_s + sync_s, rel=1e-12)
 
 
-def test_generation_that_never_stops_is_no_faster_than_its_bound() -> None:
-    """Few prompts of a long tail: the longest responses take many steps, which says nothing of one of them."""
-    lengths, workflow = {"path": "rollpacker-math", "cap": "2K"}, {"prompts": 2, "steps": 60, "reference": True}
-    found = run({"areal": {"tp": 1, "rollout_gpus": 4, "eta": 8}}, trace=lengths, workflow=workflow)
-    assert 0 < found.summary()["bound_share"].item() < 1
-
-
 # ---------------------------------------------------------------------------------------------- tables of a run
 
 
@@ -180,53 +173,6 @@ def test_staleness_is_what_is_in_the_system_over_a_batch(most: int, batch: int, 
     """Constant service, N prompts running or waiting: one begins when another is taken, behind N − B others."""
     staleness = play([50], in_system(most), batch, train_s, 40).prompts().staleness.reshape(40, batch)
     assert (staleness[most // batch + 1 :] == most // batch).all()
-
-
-def test_mean_staleness_does_not_depend_on_the_service() -> None:
-    """Little's law on the clock of updates: B leave at each, N are there, so a prompt stays for N / B of them."""
-    most, train_s, batch, steps = 36, 5.0, 8, 400
-    means = []
-    for lengths in ([100], exponential(100, steps * batch + 100, 11), heavy(100, steps * batch + 100, 12)):
-        staleness = play(lengths, in_system(most), batch, train_s, steps).prompts().staleness
-        means.append(staleness.mean())
-    # Of the first and the last N prompts part of the time in the system is not counted; a first token that comes with
-    # the next weights is one update younger.
-    assert means == pytest.approx([most / batch] * 3, rel=most / batch / steps + 0.02)
-
-
-@pytest.mark.parametrize("times", [1, 4])
-def test_staleness_of_waves_under_a_limit_of_what_runs(times: int) -> None:
-    """Constant service and C = m · B under way, training that keeps up: m batches become ready at a time.
-
-    A wave begins when the one before is ready, of which nothing has been trained on yet: its batches are m, m + 1, …,
-    2m − 1 updates old, (3m − 1) / 2 in the mean.
-    """
-    staleness = play([100], bounded(concurrent=4 * times), 4, 10.0, 10 * times).prompts().staleness
-    waves = staleness.reshape(-1, times, 4)[1:]
-    assert (waves == (times + np.arange(times))[None, :, None]).all()
-    assert waves.mean() == (3 * times - 1) / 2
-
-
-def heavy(mean: float, count: int, seed: int) -> list[int]:
-    """Nineteen of twenty responses are short and one is ten times as long (tokens)."""
-    short = mean / 1.45
-    return np.where(np.random.default_rng(seed).random(count) < 0.05, round(10 * short), round(short)).tolist()
-
-
-def test_a_long_tail_makes_long_responses_stale() -> None:
-    """Short and long ones wait as long for a step; beyond that a response is as stale as it is long, in steps."""
-    train_s, batch, steps = 40.0, 8, 600
-    lengths = heavy(200, steps * batch + 500, 13)
-    played = play(lengths, in_system(64), batch, train_s, steps)
-    prompts = played.prompts()
-    steady = (prompts.step >= 100) & (prompts.step < 500)
-    is_long = prompts.tokens > 400
-    short, long = (prompts.staleness[steady & where].mean() for where in (~is_long, is_long))
-    step_s = played.step_s(100, 500)
-    more_s = max(lengths) - min(lengths)
-    assert long - short == pytest.approx(more_s / step_s, rel=0.05)
-    even = play([200], in_system(64), batch, train_s, 60).prompts()
-    assert short < even.staleness[even.step >= 20].mean() < long
 
 
 # ------------------------------------------------------------------------------------------- a queue with batch service

@@ -1,9 +1,7 @@
 """`from_run`: reads veRL's logs in every form, recovers known efficiencies, refuses what is wrong."""
 
-import csv
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -613,47 +611,3 @@ def test_a_run_that_is_not_what_it_logs_is_doubted(rows: dict[int, Metrics], tmp
     assert not doubts(base, HostTimes(4.9 * base.host.step_s, 4.9 * base.host.sequence_s, ""))
     (note,) = doubts(base, HostTimes(base.host.step_s, 15.0 * base.host.sequence_s, ""))
     assert f"host.sequence_s is {15 * base.host.sequence_s:.3g} s, 15 times that of {base.name}" in note
-
-
-# Real runs -----------------------------------------------------------------------------------------------------------
-
-
-def test_summaries_of_real_runs_are_plausible_to_the_checks(tmp_path: Path) -> None:
-    """Rows 2 and 4 are medians of real logs; as steps around them they pass every check, and what comes out is
-    an efficiency that a framework can have."""
-    with (Path(__file__).resolve().parents[1] / "evidence" / "verl_steps.csv").open() as file:
-        rows = {row["id"]: row for row in csv.DictReader(file)}
-    for number, backend, train in (("2", "fsdp", {}), ("4", "megatron", {"tp": 2, "pp": 2})):
-        row = {name: float(value) for name, value in rows[number].items() if re.fullmatch(r"[\d.]+", value or "")}
-        steps = {}
-        for step in range(1, 9):
-            factor = 1.0 + 0.01 * (step % 3)
-            tokens = row["responses_per_step"] * (row["mean_response"] + row["mean_prompt"])
-            steps[step] = {
-                "response_length/mean": row["mean_response"],
-                "response_length/max": row["max_response"],
-                "prompt_length/mean": row["mean_prompt"],
-                "timing_s/gen": row["gen_s"] * factor,
-                "timing_s/old_log_prob": row["old_logprob_s"] * factor,
-                "timing_s/update_actor": row["update_actor_s"] * factor,
-                "timing_s/step": row["step_s"] * factor,
-                "perf/total_num_tokens": tokens,
-                "perf/throughput": tokens / row["step_s"] / factor / row["n_gpus"],
-                "perf/mfu/actor": row["mfu_actor"],
-            }
-        result = from_run(
-            save(tmp_path, as_jsonl(steps), f"row{number}.jsonl"),
-            model="qwen2.5-7b",
-            cluster="8xa100",
-            calibration="a100-vllm",
-            tp=2,
-            prompts=1024,
-            responses=5,
-            cap=1024,
-            backend=backend,
-            train={"mini_batches": 4, "micro_batch_sequences": 16, **train},
-            memory_utilization=0.6,
-        )
-        assert 0.1 < result.calibration.training.flop_efficiency[backend] < 0.8
-        assert result.calibration.host.step_s < 0.06
-        assert not any("veRL logs an MFU" in note for note in result.notes)

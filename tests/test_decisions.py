@@ -10,24 +10,19 @@ import pytest
 from pydantic import ValidationError
 from workloads import LinearStep, StubCosts
 
-from rlsim.base.schema import Schema
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import RESTART, SwitchWay
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.continuous import BoundedStaleness, SyncQuota
-from rlsim.policies.frameworks import Megatron, OpenRLHF, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
+from rlsim.policies.frameworks import Megatron, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
 from rlsim.policies.laminar import Repack, ReplicaBatches
-from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve
+from rlsim.policies.oppo import Overcommit
 from rlsim.policies.pat import BATCHES, PAT
 from rlsim.policies.plan import CallPlan, ExplicitPlan
 from rlsim.policies.planner import Planner
 from rlsim.policies.registry import load_policy
-from rlsim.policies.reward_scheduler import AdaptiveTimeout, ColocatedJudge
-from rlsim.policies.rlhfuse import RLHFuse, TailConsolidation
-from rlsim.policies.rollpacker import RollPacker
-from rlsim.policies.searched import REAL
+from rlsim.policies.rlhfuse import TailConsolidation
 from rlsim.policies.stream_trainer import StreamTrainer
-from rlsim.policies.tail_batching import TailBatching
 from rlsim.sim.batching import PromptFeed, Unfinished
 from rlsim.sim.continuous import OpenView
 from rlsim.sim.control import (
@@ -38,7 +33,6 @@ from rlsim.sim.control import (
     Release,
     RolloutReport,
 )
-from rlsim.sim.request import EngineConfig
 from rlsim.workflow import Workflow, grpo, ppo
 
 TPS = (1, 2, 4)
@@ -430,21 +424,6 @@ def test_room_of_rules_by_hand() -> None:
         assert ReplicaBatches(**given).room(view) == rooms
 
 
-def test_published_settings() -> None:
-    """RollPacker: η 1.25, preemptions 5% up, four quiet rounds, 2 s and 1.5 anchors for a test case, milestones from
-    20% to 50%. PAT: the degrees of a node of eight. vLLM's own defaults: blocks of 16 tokens, 1% of them kept free,
-    1,024 sequences and 8,192 tokens an iteration, CUDA graphs that a change of layout does not lose."""
-    ways, engine = Overcommit(), EngineConfig()
-    assert (TailBatching().eta, RollPacker().eta, Planner().rise, Planner().quiet_steps) == (1.25, 1.25, 1.05, 4)
-    assert (AdaptiveTimeout().least, AdaptiveTimeout().factor) == (2.0, 1.5)
-    assert StreamTrainer().milestones == (0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50)
-    assert PAT().candidates == (1, 2, 4, 8)
-    assert (ways.delta_start, ways.delta_min, ways.delta_max, ways.window) == (8, 4, 64, 5)
-    assert (engine.page_tokens, engine.watermark, engine.graphs, engine.first_layout_kept) == (16, 0.01, True, True)
-    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.sampling_per_logit) == (1024, 8192, 0.0)
-    assert [engine.watermark_pages(pages) for pages in (99, 100, 299, 300)] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("waiting", "new"), [(0, 6), (5, 1), (6, 0), (8, 0)])
 def test_overcommit_fills_up_to_the_batch_and_delta(waiting: int, new: int) -> None:
     """Two prompts and four beyond them, less those that wait; no new one where more than that wait."""
@@ -454,57 +433,6 @@ def test_overcommit_fills_up_to_the_batch_and_delta(waiting: int, new: int) -> N
     assert [prompt.position for prompt in launch.resume] == [100 + i for i in range(waiting)]
     assert [prompt.position for prompt in launch.prompts] == list(range(new))
     assert ways.waiting() == 0, "they are on their way"
-
-
-NONSENSE: list[tuple[type[Schema], str, list[Any], list[Any]]] = [
-    # settings: what makes no sense, and the most and least that does
-    (TailBatching, "eta eta_prompts eta_responses", [0.99], [1.0]),
-    (RollPacker, "eta", [0.99], [1.0, 100.0]),
-    (PAT, "candidates", [()], [(1,)]),
-    (PAT, "profile_tokens_per_gpu", [0], [128]),
-    (Planner, "rise", [0.99], [1.0]),
-    (Planner, "quiet_steps", [0], [1]),
-    (AdaptiveTimeout, "least", [0.0, -1.0], [1e-3]),
-    (AdaptiveTimeout, "factor", [0.99], [1.0]),
-    (ColocatedJudge, "interference", [-0.01, 1.01], [0.0, 1.0]),
-    (ColocatedJudge, "offload", [-0.01, 1.01], [0.0, 1.0, "auto"]),
-    (OpenRLHF, "rollout", [0.0, 1.0], [0.01, 0.99]),
-    (ThreeGroups, "rollout", [0.0, 1.0], [0.01, 0.99]),
-    (StreamTrainer, "milestones", [(0.0,), (1.0,), ()], [(0.01,), (0.99,)]),
-    (StreamTrainer, "trigger", [0.0, 1.0], [0.01, 0.99, "adaptive"]),
-    (TailConsolidation, "remaining", [0.0, 1.0], [0.01, 0.99]),
-    (RLHFuse, "remaining", [0.0, 1.0], [0.01, 0.99, "best"]),
-    (Overcommit, "delta delta_min", [-1], [0]),
-    (Overcommit, "window", [0], [1]),
-    (RewardCurve, "time_constant_steps", [0.0], [1e-3]),
-    (RewardCurve, "noise seed", [-1], [0]),
-    (Chunked, "candidates", [(), (0,)], [(1,)]),
-    (Chunked, "handover interference", [-0.01], [0.0]),
-    (Chunked, "models", [()], [("reward",)]),
-    (OPPO, "delta", [-1], [0]),
-    (OPPO, "models", [()], [("reward",)]),
-    *((schema, names, [0], [1]) for schema, names in ((Chunked, "size"), (OPPO, "chunk"), (REAL, "evaluations"))),
-    (REAL, "seed", [-1], [0]),
-    (Megatron, "micro_batches", [0], [1]),
-    (CallPlan, "tp pp cp dp micro_batches micro_batch_tokens", [0], [1]),
-    (CallPlan, "memory_share", [0.0, 1.01], [0.01, 1.0]),
-    (EngineConfig, "page_tokens max_num_seqs max_num_batched_tokens", [0], [1]),
-    (EngineConfig, "sampling_per_logit", [-1e-9], [0.0]),
-    (EngineConfig, "watermark", [-0.01, 1.0], [0.0, 0.99]),
-]
-
-
-@pytest.mark.parametrize(("schema", "names", "refused", "taken"), NONSENSE, ids=lambda x: getattr(x, "__name__", None))
-def test_settings_that_make_no_sense_are_refused(
-    schema: type[Schema], names: str, refused: list[Any], taken: list[Any]
-) -> None:
-    given = {"gpus": "all"} if schema is CallPlan else {}
-    for name in names.split():
-        for value in taken:
-            assert getattr(schema.model_validate({**given, name: value}), name) == value
-        for value in refused:
-            with pytest.raises(ValidationError, match=name):
-                schema.model_validate({**given, name: value})
 
 
 # Placements -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Plans where generation is ahead of training: splits of the GPUs, the estimator against the engine, `--lag`."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -64,39 +63,6 @@ def test_the_engine_takes_as_long_as_the_estimator_says(lag: int, changes: dict[
     expected = [float(space.problem.cost_s([plan])[0]) for space, plan in plans]
     assert [steady_s(result, str(i)) for i in range(len(plans))] == pytest.approx(expected, rel=1e-6)
     assert np.ptp(expected) > 0.2 * min(expected)  # a wrong estimate would be seen
-
-
-def test_the_space_has_the_splits_that_an_experiment_runs_and_the_bound_holds_for_them() -> None:
-    """Three GPUs fit a batch of 64 x 8 under a token budget, but not in 8 micro-batches: 5 + 3 was left out."""
-    given: dict[str, Any] = {
-        "name": "split",
-        "cluster": "8xh100",
-        "model": "qwen3-8b",
-        "calibration": "h100-vllm",
-        "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "8K"},
-        "workflow": {"algorithm": "grpo", "prompts": 64, "responses": 8, "steps": 4, "reference": False},
-        "training": {"micro_batch_tokens": "16K", "recompute": "full", "mini_batches": 2},
-        "engine": {"async_scheduling": False},
-        "systems": ["verl"],
-    }
-    plans = space_of(given)
-    space, found = plans.search("descent", Budget(evaluations=4_000))
-    ran = {}  # by GPUs that generate: seconds, spread as `one_step_off: {tp: 1}` does
-    for split in plans.splits():
-        every = np.array(list(itertools.product(*(_as_run(split, call.name) for call in split.calls))))
-        if len(every) and len(fitting := every[fits(split.problem, every)]):
-            ran[split.options["generate"][0][1].strategy.gpus] = split.problem.cost_s(fitting).min()
-    assert ran.keys() >= {2, 4, 5}
-    assert min(ran.values()) >= found.cost_s >= found.least_s
-    assert space.options["generate"][0][1].strategy.gpus == 5
-
-
-def _as_run(split: PlanSpace, call: str) -> list[int]:
-    """The options with data parallelism alone on all GPUs of a call's side."""
-    border = split.options["generate"][0][1].strategy.gpus
-    place = (0, border) if call == "generate" else (border, 8 - border)
-    alone = ((i, first, option.strategy) for i, (first, option) in enumerate(split.options[call]))
-    return [i for i, first, strategy in alone if (first, strategy.gpus) == place and strategy.dp == strategy.gpus]
 
 
 def test_the_plan_found_is_the_best_of_all_splits_and_strategies(monkeypatch: pytest.MonkeyPatch) -> None:

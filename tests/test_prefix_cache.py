@@ -4,7 +4,6 @@ from collections import defaultdict
 from dataclasses import replace
 from unittest.mock import patch
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import RefEngine, RefRequest
@@ -152,19 +151,6 @@ def test_pages_are_where_they_are_counted(work: Workload) -> None:
 
 
 STATIC = workloads(prefixes=True, deciding=lambda *_: st.just(Nothing()), max_requests=24)
-
-
-@pytest.mark.parametrize("runs", [14, pytest.param(500, marks=pytest.mark.slow)])
-def test_a_static_rollout_gets_no_slower(runs: int) -> None:
-    """No more is prefilled, and there are never more pages than there are."""
-
-    def check_savings(work: Workload) -> None:
-        shared, alone = work.simulate(), replace(work, engine=replace(work.engine, prefix_hits="off")).simulate()
-        assert shared.end_at <= alone.end_at * (1 + 1e-9)
-        assert shared.prefilled_tokens <= alone.prefilled_tokens
-        assert max(shared.peak_pages.values()) <= work.costs.capacity_pages(work.tp)
-
-    settings(relaxed, max_examples=runs)(given(STATIC)(check_savings))()
 
 
 @settings(relaxed, max_examples=50)

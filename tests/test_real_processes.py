@@ -15,17 +15,13 @@ torch = pytest.importorskip("torch")
 import rlsim
 from evidence.validate import real_run
 from evidence.validate.rollout import validate_rollouts
-from evidence.validate.rollout_simulation import Case, MeasuredCosts, simulate
 from evidence.validate.rollout_steps import QUICK, Samples, fit, shapes
-from rlsim.calibrate.measure import steps
-from rlsim.calibrate.measure.bench import Bench, Effort, Timing
-from rlsim.calibrate.measure.decoder import Batch, KvCache, build_decoder, check_degree, weight_splits
-from rlsim.calibrate.measure.journal import Point
+from rlsim.calibrate.measure.bench import Effort
+from rlsim.calibrate.measure.decoder import KvCache, build_decoder, check_degree, weight_splits
 from rlsim.calibrate.measure.plan import plan
-from rlsim.calibrate.measure.steps import Lap, run_point
+from rlsim.calibrate.measure.steps import Lap
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.derived import ServedStep
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
@@ -46,7 +42,6 @@ TINY = Model(
     vocab_size=40,
     dtype_bytes=4,
 )
-BENCH = Bench("cpu", "float32", TINY, 1, 1e6, Effort(1, 3, 0.0, 0.05))
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 LENGTHS = [(5, 9), (3, 1), (8, 4), (4, 20), (6, 7), (2, 12)]
 ASKS = tuple(real_run.Ask(i, *tokens) for i, tokens in enumerate(LENGTHS))
@@ -104,38 +99,6 @@ def test_every_degree_gives_the_same_logits(two):
     shared = two.call(_logits, TINY, 2, 2)
     assert torch.equal(shared[0], shared[1])
     assert torch.allclose(shared[0], reference, atol=1e-4)
-
-
-@pytest.mark.parametrize(("from_tp", "to_tp"), [(1, 2), (2, 1)])
-def test_a_switch_changes_no_logits(two, from_tp, to_tp):
-    for before, after in two.call(_switched, TINY, from_tp, to_tp):
-        assert torch.allclose(before, after, atol=1e-4)
-
-
-def test_leaving_keeps_the_others_apart(two):
-    for whole, parted in two.call(_parted, TINY):
-        assert whole == parted
-
-
-def test_points_of_the_suite(two):
-    for operator, *values in (
-        ("gemm", 3, 64, 32),
-        ("decode_attention", 3, 20, 40, 4, 2, 8),
-        ("prefill_attention", 2, 8, 5, 4, 2, 8),
-        ("memory_bound", 4, 5, 1),
-        *(("collective", op, 2, 256) for op in OPERATIONS),
-        ("decode_step", "tiny", 1, "eager", 3, 40),
-        ("decode_step", "tiny", 2, "eager", 3, 40),
-        ("prefill_step", "tiny", 2, 10, 4),
-    ):
-        for found in two.call(run_point, BENCH, Point(operator, tuple(values))):
-            assert isinstance(found, Timing), (operator, found)
-            assert found.seconds > 0.0
-            assert found.repeats >= 3
-
-
-def test_contexts():
-    assert steps.equal_contexts(3, 10) == [4, 3, 3]
 
 
 def test_workers_keep_state_and_say_what_went_wrong():
@@ -255,27 +218,6 @@ def test_the_fit_finds_what_made_the_times():
     assert fitted.skew == pytest.approx(0.7, abs=1e-3)
     assert fitted.runtime.switch_control_s == pytest.approx(4e-3, rel=1e-6)
     assert fitted.runtime.migrate_bytes_per_s == pytest.approx(2e9, rel=1e-6)
-
-
-def test_the_simulation_adds_up_the_same_steps(runs):
-    """With the true times of every iteration, the simulated finish times are their sums along the real iterations."""
-    costs = MeasuredCosts(fit(TINY, synthetic(12), QUICK), 6 * 40)
-    for name, case in (("tp1", Case("tp1", 1)), ("tp2", Case("tp2", 2))):
-        simulated = simulate(case, LENGTHS, costs, BUDGET)
-        ends = []
-        for replica in {i.replica for i in runs[name].iterations}:
-            total = 0.0
-            for kind, batch, tokens, longest in done(runs[name], replica):
-                if kind == "decode":
-                    padded = tokens + costs.fitted.skew * (batch * longest - tokens)
-                    total += costs.step(case.tp).decode(batch).step_s(padded)
-                else:
-                    total += 2e-5 * tokens / case.tp
-            ends.append(total)
-        assert simulated.makespan_s == pytest.approx(max(ends), rel=0.02)  # prefill is interpolated over lengths
-    switched = simulate(Case("switch", 1, 2, 3), LENGTHS, costs, BUDGET)
-    assert 4e-3 < switched.pause_s < 5e-3
-    assert set(switched.finished_s) == set(range(len(LENGTHS)))
 
 
 def test_disturbed_repeats_are_left_out_unless_there_are_no_others():
@@ -441,48 +383,6 @@ def _reference_logits(model, tokens):
         gate, up = (norm(x, w["mlp_norm"]) @ w["gate_up"].T).chunk(2, 1)
         x = x + (torch.nn.functional.silu(gate) * up) @ w["down"].T
     return (norm(x, around["norm"]) @ around["head"].T)[-1]
-
-
-def _switched(worker, model, from_tp, to_tp):
-    """Logits of this rank's sequences a step after a switch, and of the same step without it."""
-    with torch.inference_mode():
-        old = _built(worker, model, from_tp)
-        target = build_decoder(worker, model, to_tp, old.cache, torch.float32)
-        for weights in target.weights:
-            for weight in weights.values():
-                weight.zero_()
-        replicas, own = worker.size // from_tp, worker.rank // from_tp
-        prompts = PROMPTS[own::replicas]
-        old.prefill(_flat(prompts), [len(p) for p in prompts], 0)
-        after = worker.size // to_tp  # dealt in turn over the replicas of the old layout, and of the new
-        dealt = ((i % replicas, i // replicas, i % after, i // after) for i in range(len(PROMPTS)))
-        moves = [real_run.Move(len(p), *at) for p, at in zip(PROMPTS, dealt, strict=True)]
-        real_run.reshard(old, target)
-        real_run.migrate(worker, old.cache, from_tp, to_tp, moves)
-        here = PROMPTS[worker.rank // to_tp :: worker.size // to_tp]
-        fresh = _built(worker, model, to_tp)
-        fresh.prefill(_flat(here), [len(p) for p in here], 0)
-        contexts, tokens = torch.tensor([len(p) + 1 for p in here]), torch.full((len(here),), 11)
-        step = tokens, contexts, int(contexts.max())
-        return _all_logits(fresh, fresh.decode(*step)), _all_logits(target, target.decode(*step))
-
-
-def _parted(worker, model):
-    """Tokens of the last prompt, alone and beside others of which one leaves on the way."""
-    found = []
-    with torch.inference_mode():
-        for prompts, leaves in ((PROMPTS[2:], False), (PROMPTS, True)):
-            batch = Batch(_built(worker, model, 1))
-            batch.prefill(range(len(prompts)), prompts)
-            said = []
-            for number in range(6):
-                if number == 2 and leaves:
-                    batch.leave([0])
-                place = batch.ids.index(len(prompts) - 1)
-                said.append((int(batch.tokens[place]), batch.contexts[place]))
-                batch.step()
-            found.append(said)
-    return found
 
 
 def _count(worker):

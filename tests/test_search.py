@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import simpy
 from conftest import cases
 from plan_problems import GIB, fits, ppo_node, random_graph, random_ppo, schedule, table
 
@@ -15,7 +14,6 @@ from evidence.validate.published import figures
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.plan_report import search_plan
 from rlsim.policies.searched import REAL
-from rlsim.sim.pool import GpuPool
 from rlsim.workflow.search import Budget, Dependency, Found, Options, Problem, Reallocation, find_plan
 from rlsim.workflow.search.bound import LowerBound, least_s
 from rlsim.workflow.search.greedy import greedy, start
@@ -132,58 +130,6 @@ def test_an_iteration_takes_from_the_end_of_the_first_to_that_of_the_last():
             assert cost_s == pytest.approx((max(ends[last]) - max(ends[0])) / last, rel=1e-12)
 
 
-def test_the_pool_of_the_simulator_gives_the_same_schedule():
-    for problem, plans in many(seed=2, count=20):
-        for plan in plans[:5]:
-            expected = {(s.name, s.iteration): s for s in schedule(problem, plan)}
-            for key, (start_at, end_at) in _run_in_pool(problem, plan).items():
-                assert (start_at, end_at) == pytest.approx((expected[key].start_at, expected[key].end_at))
-
-
-def _run_in_pool(problem: Problem, plan: np.ndarray) -> dict[tuple[str, int], tuple[float, float]]:
-    """Nodes that ask the pool for their GPUs when they are ready, at equal times in the order of their numbers."""
-    env, graph = simpy.Environment(), problem.graph
-    pool, found, ready = GpuPool(env), {}, []
-    missing = [len(parents) for parents in graph.node_parents]
-    calls_s, moves_s = problem.single.seconds(plan.tolist())
-    seconds = [*calls_s, *moves_s]
-    sets = [frozenset(range(*mesh)) for mesh in problem.single.meshes(plan.tolist())]
-    sets += [sets[a] | sets[b] for a, b in graph.ends]
-
-    def run(node: int, granted: simpy.Event):
-        k, kind = graph.nodes[node]
-        yield granted
-        begun = env.now
-        yield env.timeout(seconds[kind])
-        pool.release(sets[kind])
-        found[graph.names[kind], k] = (begun, env.now)
-        finish(node)
-
-    def finish(node: int):
-        for child in graph.node_children[node]:
-            missing[child] -= 1
-            if not missing[child]:
-                make_ready(child)
-
-    def make_ready(node: int):
-        if seconds[graph.nodes[node][1]] == 0:
-            finish(node)
-        else:
-            ready.append(node)
-            env.process(ask())
-
-    def ask():
-        yield env.timeout(0)  # whatever else ends now has ended
-        for node in sorted(ready):
-            env.process(run(node, pool.acquire(sets[graph.nodes[node][1]], "train")))
-        ready.clear()
-
-    for node in [node for node, count in enumerate(missing) if not count]:
-        make_ready(node)
-    env.run()
-    return found
-
-
 # Memory.
 
 
@@ -288,19 +234,6 @@ def slower(rng: np.random.Generator, made: Sequence[Options], low: float, high: 
 def test_bounds_are_never_above_the_cost():
     for problem, plans in many(seed=4, count=60):
         bounded(problem, plans)
-
-
-def test_bounds_hold_where_one_training_call_is_much_longer():
-    rng = np.random.default_rng(5)
-    for _ in range(40):
-        ppo = random_ppo(rng, gpus=8)
-        scaled = slower(rng, ppo.options, -2, 1)
-        by = 10 ** rng.uniform(-1, 2)
-        moves = [
-            Reallocation(e.source, e.target, lambda s, t, f=e.seconds, by=by: f(s, t) * by) for e in ppo.reallocations
-        ]
-        problem = Problem(scaled, ppo.dependencies, moves, 8, 1e15)
-        bounded(problem, rng.integers(problem.sizes, size=(30, 6)))
 
 
 def test_bounds_hold_where_one_last_call_starts_the_next_iteration_and_others_end_it():

@@ -143,16 +143,6 @@ def test_known_optima_are_found_in_the_whole_space(problem: str, tmp_path: Path)
     assert found.evaluated >= 40
 
 
-@pytest.mark.slow
-def test_the_split_is_where_both_sides_take_as_long(tmp_path: Path) -> None:
-    """One step off: of seven splits of eight GPUs the one whose slower side is fastest, tried one by one."""
-    configuration = own(tmp_path, systems=[{"one_step_off": {"tp": 1, "rollout_gpus": 7}}],
-                        workflow={"prompts": 16, "responses": 4, "steps": 6})  # fmt: skip
-    rates = {gpus: tried(configuration, {"system.rollout_gpus": gpus}, Run(3)).rate for gpus in range(1, 8)}
-    found = tune(configuration, Wish(all_but(configuration, "system.rollout_gpus")), trials=12, workers=1)
-    assert rates[found.best["system.rollout_gpus"]] > 0.99 * max(rates.values())
-
-
 def test_what_is_best_already_stays(tmp_path: Path) -> None:
     """Two processes give what one gives; nothing that gains nothing is changed."""
     configuration = own(tmp_path)
@@ -397,15 +387,6 @@ def test_rates_that_would_not_last_are_told(tmp_path: Path, call: Command) -> No
     own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64}, systems=[split])
     done = call("tune", tmp_path / "own.yaml", "--trials", "2", "--workers", "1", "--quiet")
     assert "as configured it is not steady, so its rate may not last: it fills for " in done.out
-
-
-@pytest.mark.slow
-def test_asynchronous_systems_keep_the_bound(tmp_path: Path) -> None:
-    configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64})
-    rows, _ = ranks(configuration, Run(1, 1), bound=Bound("max", 1.0))
-    stale = {row["system"]: row for row in rows if row["staleness_mean"] > 0}
-    assert {"one_step_off", "areal"} & {*stale}
-    assert all("rollout_gpus" in row["with"] for name, row in stale.items() if name in ("one_step_off", "areal"))
 
 
 SCRIPT = """set -x
