@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import altair as alt
 import pandas as pd
 import pytest
 from conftest import invoke
@@ -35,7 +34,7 @@ def rows(*errors: float, case: str = "vllm/qwen") -> tuple[Row, ...]:
 
 def section(*errors: float) -> Section:
     found = rows(*errors)
-    return Section(found, tuple(summarise(found, depth=2)), {"words": "Some text.\n"}, None, "")
+    return Section(found, tuple(summarise(found, depth=2)), {"words": "Some text.\n"}, "")
 
 
 def test_summaries_by_hand() -> None:
@@ -206,7 +205,7 @@ def test_the_command_fails_beyond_a_bound_and_on_a_stale_page(
     assert done.exit_code == 1
     assert "h100-sxm-vllm gemm_s: median error 50.0% is beyond its bound of 5.0%" in done.output
     page = tmp_path / "page.md"
-    write_page(page, {"serving": Section((), (), {"words": "Older text.\n"}, None, "")}, NONE)
+    write_page(page, {"serving": Section((), (), {"words": "Older text.\n"}, "")}, NONE)
     done = invoke("validate", "serving", "--check", page)
     assert done.exit_code == 1
     assert "tables of serving are stale" in done.output
@@ -223,23 +222,13 @@ def test_nothing_is_written_where_no_part_could_run(stub: dict[str, Section | Sk
 def test_pages_are_looked_at_before_the_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "run_part", lambda *_: pytest.fail("ran before it was known that the page is of use"))
     (tmp_path / "latin.md").write_bytes(b"caf\xe9")
-    (tmp_path / "validation").mkdir()
-    (tmp_path / "validation" / "serving.png").write_text("mine")
     for option, page, why in (
         ("--page", "latin.md", "latin.md: cannot be read: byte 3 is no UTF-8 text"),
         ("--check", "latin.md", "latin.md: cannot be read: byte 3 is no UTF-8 text"),
         ("--check", "nofile.md", "nofile.md: no such file"),
-        ("--page", "new.md", "serving.png: exists, and .*new.md does not show it"),
     ):
         with pytest.raises(ConfigError, match=why):
             invoke("validate", "serving", option, tmp_path / page, catch_exceptions=False)
-
-
-def test_a_page_replaces_the_charts_that_it_shows(tmp_path: Path) -> None:
-    charted = Section((), (), {"words": "Text.\n"}, alt.Chart(pd.DataFrame({"a": [1]})).mark_point(), "")
-    for _ in range(2):
-        write_page(tmp_path / "page.md", {"serving": charted}, NONE)
-    assert [path.name for path in (tmp_path / "validation").iterdir()] == ["serving.png"]
 
 
 # Published figures ----------------------------------------------------------------------------------------------------

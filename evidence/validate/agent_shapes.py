@@ -61,4 +61,4 @@ def section(options: Options) -> Section | Skipped:
         options.progress(f"agent_shapes: {path.stem}")
         rows += compared(path)
     by_quantity = summarise([Row("agent_shapes", "all", r.quantity, r.reference, r.simulated) for r in rows], depth=1)
-    return Section(tuple(rows), tuple(by_quantity), {"summaries": summary_table(by_quantity)}, None, "measured")
+    return Section(tuple(rows), tuple(by_quantity), {"summaries": summary_table(by_quantity)}, "measured")

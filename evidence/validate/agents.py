@@ -105,4 +105,4 @@ def section(options: Options) -> Section:
         there, refused = ({}, own) if isinstance(own, str) else (own, "")
         cells.append([arm, *(number(there[name]) if name in there else "" for name in shown), refused])
     tables = {"splits": markdown(("trainer + engines", *shown, "refused"), cells)}
-    return Section(tuple(rows), tuple(summarise(rows, depth=1)), tables, None, "measured")
+    return Section(tuple(rows), tuple(summarise(rows, depth=1)), tables, "measured")

@@ -33,9 +33,7 @@ def validate(
     data: Annotated[
         Path | None, typer.Option(help="Folder of kernel tables (default: $RLSIM_DATA, or ../shared/data).")
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option(help="Write the parts' sections and charts of this Markdown page.")
-    ] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the parts' sections of this Markdown page.")] = None,
     check: Annotated[Path | None, typer.Option(help="Fail if the parts' sections of this page are stale.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes for the real rollouts.")] = False,
     device: Annotated[str, typer.Option(help="Device of the real rollouts: cpu or cuda.")] = "cpu",
@@ -55,7 +53,7 @@ def validate(
 
     wanted = parts or list(PARTS)
     if page is not None:
-        check_page(page, wanted)
+        check_page(page)
     if check is not None:
         read_page(check)
     told = (lambda _: None) if quiet else _log

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
-from evidence.validate.charts import error_panels
 from evidence.validate.parts import Options, Section, Skipped
 from evidence.validate.rows import Row, summarise, summary_table
 from rlsim.calibrate.fit.attention import HEAD_DIM, kernel_decode_attention, kernel_prefill_attention
@@ -25,7 +23,6 @@ from rlsim.cost.calibration import Calibration, calibration_names, load_calibrat
 _LAYER = [
     f"time_stats.{name}.median" for name in ("input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act")
 ]
-_CHART_ROWS = 80  # of each operator and calibration, or points hide each other
 
 
 def section(options: Options) -> Section | Skipped:
@@ -43,7 +40,7 @@ def section(options: Options) -> Section | Skipped:
         for at in frame.to_dict("records")
     )
     summaries = tuple(summarise(rows, depth=1))
-    return Section(rows, summaries, {"summaries": summary_table(summaries)}, _chart(frame), "")
+    return Section(rows, summaries, {"summaries": summary_table(summaries)}, "")
 
 
 def _with_tables() -> list[str]:
@@ -101,14 +98,3 @@ def elementwise_table(paths: Iterable[Path]) -> pd.DataFrame:
         found.append(pd.DataFrame(columns))
     rows = pd.concat(found, ignore_index=True)
     return rows[rows.seconds > 0]
-
-
-def _chart(frame: pd.DataFrame) -> object:
-    shown = pd.concat(
-        rows.iloc[np.linspace(0, len(rows) - 1, min(_CHART_ROWS, len(rows))).astype(int)]
-        for _, rows in frame.groupby(["operator", "calibration"], sort=False)
-    )
-    shown = shown.assign(measured=shown.measured_s * 1e6, simulated=shown.fitted_s * 1e6)
-    gpus = {name: load_calibration(name).gpu for name in shown.calibration.unique()}
-    shown = shown.assign(GPU=shown.calibration.map(gpus), operator=shown.operator.str.replace("_", " "))
-    return error_panels(shown, "Kernels at left-out shapes", facet="operator", colour="GPU", unit="µs")

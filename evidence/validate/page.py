@@ -1,4 +1,4 @@
-"""The page `docs/validation.md`: its prose is written by hand, its tables and charts are written here.
+"""The page `docs/validation.md`: its prose is written by hand, its tables are written here.
 
 A table stands between `<!-- part.name -->` and `<!-- end -->`, so that the tables of one part can be written anew. One
 that is long is a CSV beside the page (`long_tables`).
@@ -14,8 +14,7 @@ from evidence.validate.long_tables import with_tables, without_long_tables
 from evidence.validate.parts import PARTS, TITLES, Section
 from evidence.validate.rows import markdown
 from evidence.validate.targets import Targets, bounds_of, verdicts
-from rlsim.base.charts import check_chart_path
-from rlsim.base.output import atomic_path, check_file, write_text
+from rlsim.base.output import check_file, write_text
 from rlsim.base.reading import read_text
 from rlsim.errors import ConfigError
 
@@ -57,20 +56,16 @@ def _tables(text: str, page: Path) -> dict[tuple[str, str], str]:
     return found
 
 
-def check_page(page: Path, parts: Iterable[str]) -> None:
-    """Raises `ConfigError` if the page, or the chart of one of these parts, cannot be written, or is something else."""
+def check_page(page: Path) -> None:
+    """Raises `ConfigError` if the page cannot be written, or is something else."""
     check_file(page)
     text = read_text(page) if page.exists() else ""
     _tables(text, page)
-    check_chart_path(page.with_suffix(".png"))
-    for chart in (page.parent / _chart(name) for name in parts if _chart(name) not in text):
-        if chart.exists():
-            raise ConfigError(f"{chart}: exists, and {page} does not show it; move it away or give another page")
 
 
 def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) -> None:
-    """Put the tables of these parts on the page and keep all else; charts go to `validation/` beside it."""
-    check_page(page, sections)
+    """Put the tables of these parts on the page and keep all else."""
+    check_page(page)
     text = read_text(page) if page.exists() else "# How far rlsim is from what was measured\n"
     for part, section in sections.items():
         known, missing = _tables(text, page) if "<!--" in text else {}, []
@@ -83,20 +78,9 @@ def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) ->
             else:
                 missing.append(block)
         title = [] if any(at[0] == part for at in known) else [f"## {TITLES[part]}"]
-        if section.chart is not None:
-            if _chart(part) not in text:
-                missing.append(f"![{TITLES[part]}]({_chart(part)})")
-            (page.parent / _chart(part)).parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(page.parent / _chart(part)) as path:
-                section.chart.save(path, format="png", scale_factor=1.5)
         if missing:
             text = "\n\n".join([text.rstrip("\n"), *title, *missing]) + "\n"
     write_text(page, text)
-
-
-def _chart(name: str) -> str:
-    """The chart of a part, from the page's folder."""
-    return f"validation/{name}.png"
 
 
 def stale(page: Path, sections: Mapping[str, Section], targets: Targets, repeatable: Iterable[str]) -> list[str]:

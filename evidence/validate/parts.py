@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlsim.errors import ConfigError, unknown_name
 
@@ -57,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Section:
-    """What a part found: every comparison, their summaries, other tables of the page by name, and its chart (altair).
+    """What a part found: every comparison, their summaries, and other tables of the page by name.
 
     `reference`: what rows are compared with, where the page shows each. Where means are what counts (`summarised`), it
     is shown and recorded by its summaries.
@@ -66,7 +66,6 @@ class Section:
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...]
     tables: Mapping[str, str] = field(default_factory=dict)
-    chart: Any = None
     reference: Literal["published", "measured", ""] = "published"
     summarised: bool = False
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import Field
 
-from evidence.validate.charts import errors_chart
 from evidence.validate.parts import Options, Section
 from evidence.validate.rows import Kind, Row, number, summarise
 from evidence.validate.runs import Run
@@ -83,12 +82,12 @@ def published_rows(
 def published_section(options: Options, part: str, found: Mapping[str, Any], **tables: str) -> Section:
     """The section of a paper's figures, and other tables."""
     rows = published_rows(options, part, found)
-    return Section(tuple(rows), (), tables, errors_chart(rows))
+    return Section(tuple(rows), (), tables)
 
 
 def measured_section(rows: Sequence[Row], depth: int, **tables: str) -> Section:
     """The section of measured rows; those whose cases agree in the first `depth` components are summarised together."""
-    return Section(tuple(rows), tuple(summarise(rows, depth)), tables, errors_chart(rows), "measured")
+    return Section(tuple(rows), tuple(summarise(rows, depth)), tables, "measured")
 
 
 def evaluated(text: str, names: Mapping[str, Any]) -> float:

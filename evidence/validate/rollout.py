@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from evidence.validate.charts import lines_by_left
 from evidence.validate.parts import Options, Section, Skipped
 from evidence.validate.rollout_simulation import Case, MeasuredCosts, Simulated, simulate
 from evidence.validate.rollout_steps import (
@@ -49,7 +48,7 @@ def section(options: Options) -> Section | Skipped:
     noisy = {row.case for row in rows if row.note.startswith(INCONCLUSIVE)}
     # Bounds are for full size and a calm machine.
     summaries = () if options.quick else tuple(s for s in summarise(rows, depth=2) if s.group not in noisy)
-    return Section(rows, summaries, {"machine": f"Machine: {_machine(options.device)}."}, _chart(rows), "measured")
+    return Section(rows, summaries, {"machine": f"Machine: {_machine(options.device)}."}, "measured")
 
 
 def _machine(device: str) -> str:
@@ -60,17 +59,6 @@ def _machine(device: str) -> str:
 
     what = f"two cores of {cpu_name()}" if device == "cpu" else "two GPUs"
     return f"{what}, PyTorch {version('torch')}"
-
-
-def _chart(rows: Sequence[Row]) -> Any:
-    records = [
-        {"case": f"{device}/{layout}", "quantity": row.quantity, "left": left, "by": by, "value": value}
-        for row in rows
-        if row.quantity in ("step_s", "throughput_tokens_per_s")
-        for device, layout, left in [row.case.split("/")]
-        for by, value in (("measured", row.reference), ("rlsim", row.simulated))
-    ]
-    return lines_by_left(pd.DataFrame(records))
 
 
 def validate_rollouts(

@@ -99,7 +99,7 @@ def section(options: Options) -> Section:
                 rows += _real(what, told(result), options) if name == "real" else study.rows(what, result)
             headings = dict.fromkeys(["setting", *study.columns, *(key for row in rows for key in row)])
             tables[name] = markdown(list(headings), [[_figure(row.get(key)) for key in headings] for row in rows])
-    return Section((), (), tables, None, "")
+    return Section((), (), tables, "")
 
 
 def _figure(value: float | str | None) -> str:

@@ -27,10 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import pandas as pd
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from evidence.validate.charts import error_panels
 from evidence.validate.closed_loop import Intake, Load, Served, closed_loop
 from evidence.validate.parts import Options, Section
 from evidence.validate.rows import Kind, Row, markdown, read_rows, summarise, summary_table
@@ -338,7 +336,7 @@ def section(options: Options) -> Section:
         "summaries": summary_table(summaries),
         "variants": "" if options.quick else _variants(options.evidence, options.progress),
     }
-    return Section(tuple(rows), summaries, tables, runs_chart(rows, "Serving runs"), "")
+    return Section(tuple(rows), summaries, tables, "")
 
 
 def _variants(evidence: Path, progress: Callable[[str], None]) -> str:
@@ -354,16 +352,3 @@ def _variants(evidence: Path, progress: Callable[[str], None]) -> str:
 def _means(rows: Sequence[Row]) -> list[str]:
     means = {(found.group, found.quantity): f"{found.mean:.1%}" for found in summarise(rows, depth=1)}
     return [" / ".join(means[engine, quantity] for quantity in QUANTITIES) for engine in SERVED]
-
-
-def runs_chart(rows: Sequence[Row], title: str) -> object:
-    """The errors of serving runs over what was measured (ms), a panel for each quantity."""
-    frame = pd.DataFrame(
-        {
-            "measured": [row.reference * 1e3 for row in rows],
-            "simulated": [row.simulated * 1e3 for row in rows],
-            "quantity": [row.quantity.removesuffix("_s").upper() for row in rows],
-            "engine": [row.case.split("/")[0] for row in rows],
-        }
-    )
-    return error_panels(frame, title, facet="quantity", colour="engine", unit="ms")

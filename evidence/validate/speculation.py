@@ -152,7 +152,7 @@ def section(options: Options) -> Section:
     tables = {"summaries": summary_table(summaries), "gains": gain_table(read_rows(options.evidence / GAINS, Gain))}
     if not options.quick:
         tables["variants"] = _variants(runs, rows, options)
-    return Section(tuple(rows), summaries, tables, None, "measured")
+    return Section(tuple(rows), summaries, tables, "measured")
 
 
 def _variants(runs: Sequence[DraftedRun], rows: Sequence[Row], options: Options) -> str:

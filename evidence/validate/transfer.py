@@ -40,7 +40,6 @@ from evidence.validate.serving import (
     kernels,
     read_runs,
     run_rows,
-    runs_chart,
     simulate,
 )
 from rlsim.base.schema import load
@@ -120,8 +119,7 @@ def section(options: Options) -> Section:
         "calls": f"{calls_table()}\nWithout veRL's row 4 calls scatter by {spread}, with it by {MEASURED.calls:.0%}.",
         "ablation": "" if options.quick else _ablation(runs, fits, options.progress),
     }
-    chart = runs_chart(left_out, "Runs of settings that no fit has seen")
-    return Section((*rows, *today), (*summaries, *engines, *families), tables, chart, "", summarised=True)
+    return Section((*rows, *today), (*summaries, *engines, *families), tables, "", summarised=True)
 
 
 def fits_table(fits: TransferFits) -> str:

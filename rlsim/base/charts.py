@@ -118,8 +118,6 @@ def chart_spec(figure: Any) -> Any:
             return [clean(item) for item in value]
         return printable(value) if isinstance(value, str) else value
 
-    if not isinstance(figure, dict):
-        return clean(figure.to_dict())
     return {"$schema": _SCHEMA, **clean(figure), "datasets": datasets}
 
 
