@@ -62,22 +62,12 @@ def areal_row(task: int, sample: int, prompt: str, prompt_len: int, length: int,
             **other}  # fmt: skip
 
 
-def session(task: int, number: int, submit: float, reward_s: float, **other: Any) -> dict[str, Any]:
-    end = submit + 5 + reward_s
-    return {"task_id": task, "session_id": number, "rank": 0, "role": "rollout", "status": "accepted",
-            "submit_ts": submit, "finalized_ts": end, "total_s": end - submit, "generate_s": 5.0, "reward_s": reward_s,
-            "phases": {"generate": [{"start_ts": submit, "end_ts": submit + 5}],
-                       "reward": [{"start_ts": submit + 5, "end_ts": end}]}, **other}  # fmt: skip
-
-
 def areal(trial: Path) -> Path:
-    """A trial's folder: three tasks of two samples, with the sessions of the first two (the second has one too few)."""
+    """A trial's folder: three tasks of two samples."""
     for task, version in ((7, 1), (8, 1), (11, 2)):
         rows = [areal_row(task, s, f"<|user|>q{task}", 20, 100 * task + s, tail_version=version) for s in range(2)]
         jsonl(trial / "rollout" / str(version) / f"{task}.jsonl", rows)
     jsonl(trial / "eval-rollout" / "1" / "3.jsonl", [areal_row(3, 0, "eval", 5, 5)])
-    sessions = [session(7, 1, 1700000003.0, 0.5), session(7, 0, 1700000001.0, 0.25), session(8, 2, 1700000009.0, 2.0)]
-    jsonl(trial / "session_tracer" / "rollout" / "sessions-r0.jsonl", sessions)
     return trial
 
 

@@ -11,6 +11,7 @@ from conftest import Command, Failing, cases, edited
 from ruamel.yaml import YAML
 
 import rlsim
+from rlsim.base.charts import save_chart
 from rlsim.base.reading import MOST_BYTES, parse_yaml, read_yaml
 from rlsim.cli import app
 from rlsim.cli.terminal import Console
@@ -21,9 +22,9 @@ from rlsim.experiment.load import load_experiment
 from rlsim.frameworks.verl.config import read_config
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
+from rlsim.results.report.lengths import trace_chart
 from rlsim.results.sweeps.points import load_sweep
 from rlsim.trace import TraceMeta, make_trace, write_trace
-from rlsim.trace.chart import write_chart
 from rlsim.trace.generate import load_recipe
 
 BOMB = "models:\n  l0: &l0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -160,7 +161,7 @@ def test_a_name_stays_text_in_a_chart(named: Path, capfd: pytest.CaptureFixture[
 def test_a_picture_of_a_name_with_control_characters(suffix: str, tmp_path: Path) -> None:
     """Such a name once ended the process that draws."""
     path = tmp_path / f"chart{suffix}"
-    write_chart(make_trace(ROWS, TraceMeta(name=NAME)), path)
+    save_chart(trace_chart(make_trace(ROWS, TraceMeta(name=NAME))), path)
     if suffix == ".svg":
         drawn = path.read_text(encoding="utf-8").replace("<!-- rlsim -->", "", 1)
         assert not re.search(r"<(script|img|b)\b|<!--|\x1b", drawn)

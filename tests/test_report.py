@@ -27,7 +27,7 @@ from rlsim.results.report.method import cases_sentence, findings
 from rlsim.results.report.page import setups_of
 from rlsim.results.report.shares import batch_parts, gpu_shares, step_section
 from rlsim.results.report.speedups import speedups
-from rlsim.results.report.staleness import beaten, continuous, frontier, queue_lengths, spread
+from rlsim.results.report.staleness import beaten, frontier, spread
 from rlsim.results.report.style import BUBBLE, kind_colours
 from rlsim.results.report.write import report_page, write_report
 
@@ -427,18 +427,6 @@ def test_what_is_not_comparable_yet_beats_nobody(stale: Result, monkeypatch: pyt
     assert others.loc[others["rate"].idxmax(), "best"]
 
 
-def test_queues_are_those_of_the_engine(stale: Result) -> None:
-    assert continuous(stale, "") == ["areal-eta2", HOSTILE]  # with a bound of 0 nothing ever waits
-    generations = stale.calls[stale.calls["kind"] == "generate"].sort_values("step")
-    for system, seed in itertools.product(continuous(stale, ""), stale.manifest["seeds"]):
-        steps, calls = (
-            table[(table["system"] == system) & (table["seed"] == seed)] for table in (stale.steps, generations)
-        )
-        queue = queue_lengths(stale, "", system, seed, calls["end_at"].to_numpy())
-        assert queue["prompts"].tolist() == steps["waiting"].tolist()
-    assert stale.steps["waiting"].max() > 0
-
-
 def test_labels_do_not_hide_each_other() -> None:
     heights = sorted(spread([100.0 + 2 * i for i in range(8)]))
     assert min(high - low for low, high in itertools.pairwise(heights)) >= 15
@@ -447,6 +435,6 @@ def test_labels_do_not_hide_each_other() -> None:
 def test_a_browser_draws_staleness_where_there_is_any(stale: Result, result: Result, tmp_path: Path) -> None:
     opened = open_page(write_report(stale, tmp_path / "stale.html"), tmp_path / "browser")
     assert opened.console == []
-    assert {"frontier", "queue"} <= set(opened.charts())
+    assert "frontier" in opened.charts()
     assert opened.undrawn() == []
-    assert not {figure.id for figure in report_page(result, choose(result)).figures} & {"frontier-2k", "queue-2k"}
+    assert "frontier-2k" not in {figure.id for figure in report_page(result, choose(result)).figures}

@@ -10,9 +10,10 @@ import pytest
 from conftest import Command, cases, invoke
 
 from rlsim.base.catalogue import data_dir
+from rlsim.base.charts import save_chart
 from rlsim.errors import ConfigError, RlsimError, TraceError
+from rlsim.results.report.lengths import trace_chart
 from rlsim.trace import make_trace, read_trace, write_trace
-from rlsim.trace.chart import write_chart
 from rlsim.trace.describe import describe
 from rlsim.trace.fit import load_fit
 
@@ -104,8 +105,8 @@ def test_charts(tmp_path: Path, suffix: str) -> None:
     assert data[:4] == b"\x89PNG" if suffix == ".png" else b"Response lengths of rollpacker-math" in data
     if suffix == ".html":
         assert b"https://cdn" not in data
-    write_chart(make_trace(small()), path)
-    write_chart(make_trace(small().assign(response_tokens=5)), path)
+    save_chart(trace_chart(make_trace(small())), path)
+    save_chart(trace_chart(make_trace(small().assign(response_tokens=5))), path)
 
 
 def test_bad_chart(tmp_path: Path) -> None:

@@ -119,9 +119,10 @@ def describe_(
     trace = read_trace(file)
     description = describe(trace, cap_tokens, limits)
     if chart is not None:
-        from rlsim.trace.chart import write_chart
+        from rlsim.base.charts import save_chart
+        from rlsim.results.report.lengths import trace_chart
 
-        write_chart(trace, chart, cap_tokens)
+        save_chart(trace_chart(trace, cap_tokens), chart, TraceError)
     if write_json(json_file, description.model_dump(mode="json")) or paths_only(quiet, chart):
         return
     _print_description(description)

@@ -13,6 +13,7 @@ from rlsim.experiment.result import Result
 from rlsim.results.report.page import Block, CaseSetup, Section, Table, Text
 from rlsim.results.report.shares import RUN
 from rlsim.results.report.style import DASHES, GREY, SERIES, chart
+from rlsim.trace import Trace
 
 _POINTS = 250  # of a curve
 _OTHERS = "others"
@@ -53,8 +54,8 @@ def survival(tokens: npt.NDArray[np.int64]) -> pd.DataFrame:
     return pd.DataFrame({"tokens": grid, "share": share})
 
 
-def lengths_chart(groups: list[Lengths], cap_tokens: int) -> Any:
-    """Share of responses of at least so many tokens, one line per set of lengths, the cap as a rule."""
+def lengths_chart(groups: list[Lengths], cap_tokens: int | None, title: str | None = None) -> Any:
+    """Share of responses of at least so many tokens, one line per set of lengths, a cap as a rule."""
     names = [_name(group.systems, len(groups)) if i < len(SERIES) else _OTHERS for i, group in enumerate(groups)]
     parts = [
         survival(group.tokens).assign(series=name, line=i)
@@ -63,7 +64,7 @@ def lengths_chart(groups: list[Lengths], cap_tokens: int) -> Any:
     curves = pd.concat(parts, ignore_index=True)
     curves["tokens"] = curves["tokens"].clip(lower=1)  # there is no zero on a log axis
     shown = list(dict.fromkeys(names))
-    high = max(int(max(group.tokens[-1] for group in groups)), cap_tokens)
+    high = max(int(max(group.tokens[-1] for group in groups)), cap_tokens or 1)
     low = min(max(float(min(group.tokens[0] for group in groups)), 1), high / 2)  # where all are equal there is an axis
     return chart(
         "lengths",
@@ -73,9 +74,18 @@ def lengths_chart(groups: list[Lengths], cap_tokens: int) -> Any:
         ticks=_ticks(low, high),
         colours=dict(zip(shown, [*SERIES[: len(groups)], GREY], strict=False)),
         dashes=dict(zip(shown, [*map(list, DASHES[: len(groups)]), [1, 0]], strict=False)),
-        share=groups[0].share_at(cap_tokens),
+        share=groups[0].share_at(cap_tokens) if cap_tokens else 0.0,
         cap=cap_tokens,
+        title=title,
     )
+
+
+def trace_chart(trace: Trace, cap_tokens: int | None = None) -> Any:
+    """The lengths of a trace, by task if it has several, and the cap (tokens; default: its own, if it has one)."""
+    tasks = trace.frame.get("task", pd.Series("", trace.frame.index)).fillna("none")
+    lengths = {task: np.sort(own.to_numpy(np.int64)) for task, own in trace.frame["response_tokens"].groupby(tasks)}
+    groups = [Lengths((str(task),), tokens) for task, tokens in lengths.items()]
+    return lengths_chart(groups, cap_tokens or trace.meta.cap_tokens, f"Response lengths of {trace.meta.name}")
 
 
 def _name(systems: tuple[str, ...], groups: int) -> str:

@@ -15,7 +15,7 @@ import pandas as pd
 from rlsim.base.tables import floats
 from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, PARQUET, absorb_source, ends, read_table, stem
-from rlsim.trace.importers import frameworks, layouts, servegen
+from rlsim.trace.importers import layouts, servegen
 from rlsim.trace.importers.dumps import Dump, read_dump
 from rlsim.trace.importers.layouts import DUMPS, FILES, FORMATS, JSON, KINDS, Table
 from rlsim.trace.importers.rows import first_keys
@@ -62,13 +62,13 @@ def import_trace(
     elif format == "servegen":
         raise TraceError(f"{path}: no chunk-<i>-dataset.json, which ServeGen's layout needs")
     else:
-        files, sessions = layouts.find_files(path, notes)
+        files = layouts.find_files(path, notes)
         unasked = format is None and "response_tokens" not in columns
         if format == layouts.METRICS or (unasked and layouts.is_metric_log(files[0])):
             raise TraceError(f"{path}: {layouts.METRICS_ADVICE}")
         dump = layouts.dump_of(files[0], format, columns)
         if dump is not None:
-            frame, row_name = _dumped(dump, files, sessions, path, columns, tokenizer, cap_tokens, notes)
+            frame, row_name = _dumped(dump, files, path, columns, tokenizer, cap_tokens, notes)
         else:
             frame, meta, row_name = _table(files, path, format, columns, notes)
     given = {"cap_tokens": cap_tokens, "name": name, "source": source}
@@ -87,8 +87,7 @@ def import_trace(
 
 def files_of(path: Path) -> list[Path]:
     """The files that an import of a file, folder or glob pattern reads. Raises `TraceError` if there are none."""
-    files, sessions = (servegen.datasets(path), []) if servegen.datasets(path) else layouts.find_files(path, [])
-    return [*files, *sessions]
+    return servegen.datasets(path) or layouts.find_files(path, [])
 
 
 def _hint(name: str, known: Collection[str], otherwise: str) -> str:
@@ -97,13 +96,10 @@ def _hint(name: str, known: Collection[str], otherwise: str) -> str:
 
 
 def _dumped(
-    dump: Dump, files: Sequence[Path], sessions: Sequence[Path], path: Path, columns: Mapping[str, str],
-    tokenizer: str | Path | None, cap_tokens: int | None, notes: list[str],
+    dump: Dump, files: Sequence[Path], path: Path, columns: Mapping[str, str], tokenizer: str | Path | None,
+    cap_tokens: int | None, notes: list[str],
 ) -> tuple[pd.DataFrame, RowName]:  # fmt: skip
     """The responses of a rollout dump, and what names a row: file and place."""
-    join = None
-    if sessions:
-        dump, join = frameworks.with_sessions(dump, sessions)
     frame, places, said = read_dump(dump, files, path, columns, tokenizer, cap_tokens)
     notes += said
 
@@ -113,7 +109,7 @@ def _dumped(
             return place
         return f"{file.relative_to(path) if file.is_relative_to(path) else file.name}: {place}"
 
-    return join(frame, notes) if join else frame, row_name
+    return frame, row_name
 
 
 def _table(

@@ -65,13 +65,12 @@ FORMATS = tuple(
 )
 
 
-def find_files(path: Path, notes: list[str]) -> tuple[list[Path], list[Path]]:
-    """The files to import in the order of the numbers in their names, and session traces that belong to them."""
+def find_files(path: Path, notes: list[str]) -> list[Path]:
+    """The files to import in the order of the numbers in their names."""
     if path.is_dir():
-        dumps, sessions = frameworks.trial_files(path)
-        if dumps:
+        if dumps := [*(path / "rollout").rglob("*.jsonl")]:  # a trial of AReaL's
             notes.append(f"{len(dumps):,} files under {path.name}/rollout")
-            return _in_order(dumps), sessions
+            return _in_order(dumps)
         for kinds, pattern in itertools.product((FILES, JSON), ("*", "**/*")):
             files = [file for file in path.glob(pattern) if file.is_file() and file.name not in _SUMMARIES]
             found = [file for file in files if ends(file, kinds)]
@@ -80,7 +79,7 @@ def find_files(path: Path, notes: list[str]) -> tuple[list[Path], list[Path]]:
         else:
             raise TraceError(f"{path}: the folder holds no file that ends in {', '.join(FILES)}")
     elif path.exists() or not any(sign in path.name for sign in "*?["):
-        return [path], []
+        return [path]
     else:
         found = [file for file in path.parent.glob(path.name) if file.is_file()]
         if not found:
@@ -88,7 +87,7 @@ def find_files(path: Path, notes: list[str]) -> tuple[list[Path], list[Path]]:
     kept = [file for file in found if not _VALIDATION.search(f"{file.parent.name}/{file.name}")]
     if kept and len(kept) < len(found):
         notes.append(f"{len(found) - len(kept)} files of validation samples are left out")
-    return _in_order(kept or found), []
+    return _in_order(kept or found)
 
 
 def _in_order(files: Sequence[Path]) -> list[Path]:
