@@ -6,7 +6,8 @@
 DIR holds `kernels/aiconfigurator`, `kernels/vidur`, `engine` and `rl_timings` (default: `../shared/data`). The tables
 themselves are never copied; what is written are fitted constants, their residuals on held-out shapes and where they
 come from. Running it again on the same data gives the same bytes. With `--only` one file is fitted and written.
-The A40's two files stay as they are: what fitted them went after the commit that they name.
+What fitted the A40's two files, collectives across nodes, engines' memory, launches of experts and the stage shares of
+RollPacker went after the commits that they name.
 
 Other parts print the constants that rlsim's code or files hold:
 """
@@ -19,20 +20,15 @@ from pathlib import Path
 
 from calibration.catalogue import DATA, Catalogue
 
-from calibration import across, host, kv, published, training
+from calibration import host, published, training
 from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.write import write_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {
-    "across": across.main,
-    "expert-launch": published.expert_launch,
-    "kv": kv.main,
     "serving": host.main,
-    "stage-shares": published.stage_shares,
     "training": training.main,
     "transfer": published.transfer,
-    "weight-sync": published.weight_sync,
 }
 
 

@@ -18,12 +18,12 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from calibration.catalogue import DATA, GPUS, KEPT, Catalogue, operator_tables, training_fit  # noqa: E402
 from calibration.host import CLIENT_S, ENGINES, ROUNDS, Serving, _begin  # noqa: E402
-from calibration.published import expert_launch_s, left_out_calls  # noqa: E402
+from calibration.published import left_out_calls  # noqa: E402
 from calibration.training import DRIVER_S, Fit, check_real, fit_stacks, gemm_shares, large_gemm_share  # noqa: E402
 
-from calibration import across, kv  # noqa: E402
 from evidence.validate.coverage import shipped_calls  # noqa: E402
 from evidence.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
+from evidence.validate.steps import iterations  # noqa: E402
 from rlsim.calibrate.fit import gemm  # noqa: E402
 from rlsim.calibrate.fit.attention import DECODE, HEAD_DIM, PROMPTS, decode_rows, usual_groups  # noqa: E402
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
@@ -31,10 +31,9 @@ from rlsim.calibrate.fit.common import held_out, predict  # noqa: E402
 from rlsim.calibrate.fit.gemm import gemm_rows  # noqa: E402
 from rlsim.calibrate.parts import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
-from rlsim.cost import engine_memory  # noqa: E402
 from rlsim.cost.calibration import Calibration, FrontEndFit, HostFit, Reference, Residual  # noqa: E402
 from rlsim.cost.experts import FusedExperts, expert_load  # noqa: E402
-from rlsim.cost.fits import ACROSS, carried_operators  # noqa: E402
+from rlsim.cost.fits import carried_operators  # noqa: E402
 from rlsim.cost.operators import Operators  # noqa: E402
 from rlsim.cost.strategy import EXPERT_LAUNCH_S, TRAFFIC  # noqa: E402
 from rlsim.models.hardware import load_cluster  # noqa: E402
@@ -51,7 +50,8 @@ def test_the_scripts_make_every_shipped_calibration_and_no_other() -> None:
 
 
 def test_launches_of_a_layer_with_experts_are_those_of_the_published_iteration() -> None:
-    assert expert_launch_s() == pytest.approx(EXPERT_LAUNCH_S, rel=2e-3)
+    (smallest,) = (one for one in iterations() if one.kind == "input")
+    assert smallest.simulated_s(EXPERT_LAUNCH_S) == pytest.approx(smallest.iteration_s, rel=2e-3)
 
 
 @pytest.mark.parametrize("name", ["a40-vllm", "b200-sxm-vllm"])
@@ -283,44 +283,3 @@ def test_host_fit_finds_what_made_its_data(monkeypatch: pytest.MonkeyPatch) -> N
     without = serving.fit("vllm/qwen3-32b/tp8", "host time per step")
     assert without.host.step_s == 0.0
     assert "step_s" not in without.intervals
-
-
-def test_collectives_across_nodes_are_what_the_published_tests_say() -> None:
-    """The shipped constants are the fit's; on clusters that it has not seen it is within 15% at the median."""
-    measured = across.points()
-    assert len(measured) == 150
-    assert across.fit(measured) == ACROSS
-    errors = across.left_out(measured)
-    assert np.median(np.abs(errors)) < 0.15
-    large = [abs(e) for one, e in zip(measured, errors, strict=True) if one.op == "all_reduce" and one.size > 2**25]
-    assert np.median(large) < 0.08
-
-
-def test_kv_caches_are_what_engines_print() -> None:
-    """The shipped constants are the fit's; of models that it has not seen, KV tokens are within 2% at the median."""
-    logs = kv.logs()
-    assert len(logs) >= 44
-    assert kv.fit(logs) == kv.Constants()
-    context = [log.stated["context"] for log in logs if "context" in log.stated and (log.tp == 1 or log.pcie)]
-    assert round(np.median(context), 2) * engine_memory.GIB == engine_memory.CONTEXT_BYTES
-    errors = kv.left_out(logs)
-    for engine, median, p90 in (("vllm", 0.02, 0.2), ("vllm-v0", 0.04, 0.2), ("sglang", 0.03, 0.1)):
-        tokens = [
-            abs(e["tokens"]) for log, e in zip(logs, errors, strict=True) if log.engine == engine and "tokens" in e
-        ]
-        assert np.median(tokens) < median, engine
-        assert np.quantile(tokens, 0.9) < p90, engine
-    weights = [abs(e["weights"]) / log.stated["weights"] for log, e in zip(logs, errors, strict=True) if "weights" in e]
-    assert np.median(weights) < 0.01
-
-
-def test_a_published_sum_comes_out_whole() -> None:
-    """Qwen3-32B at TP 2 on H100 under vLLM 0.11.0: 30.59 GiB of weights, 5.64, 0.54, and 34.49 left for KV.
-
-    Without the logs of this model libraries are 0.3 GiB more at TP 2; all else is within 0.1."""
-    (log,) = [one for one in kv.logs() if (one.model, one.tp, one.release) == ("qwen3-32b", 2, "0.11.0")]
-    seen = kv.left_out(kv.logs())[kv.logs().index(log)]
-    assert (log.stated["weights"], log.stated["kv"]) == (30.59, 34.49)
-    assert max(abs(seen["weights"]), abs(seen["activations"])) < 0.1
-    assert abs(seen["libraries"]) < 0.4
-    assert abs(seen["tokens"]) < 0.01

@@ -2,7 +2,7 @@
 
 From the engines' sources: vLLM's `determine_available_memory` with the profiling run before it, SGLang's
 `profile_max_num_token`, TensorRT-LLM's `KvCacheCreator`. What these measure at run time and no source tells is fitted
-to start-up logs that users have published (`scripts/fit_calibrations.py kv`, docs/calibration.md).
+to start-up logs that users have published (as of commit 8f206fb2, docs/calibration.md).
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class TrainStrategy:
 
 #: The host's seconds to launch the forward pass of a layer with experts; the backward pass takes twice that. Megatron
 #: Core's dispatcher waits for the number of every expert's tokens, so that the host cannot launch ahead. Fitted to one
-#: published iteration of pre-training on H800 (`scripts/fit_calibrations.py expert-launch`).
+#: published iteration of pre-training on H800 (an input of `rlsim validate steps`).
 EXPERT_LAUNCH_S = 4.12e-3
 #: Bytes that a training framework moves for each FLOP of its linear layers, at the data sheet's bandwidth: kernels that
 #: are not fused, and gaps between kernels. Fitted to runs of veRL and NeMo-RL (`scripts/fit_calibrations.py training`).

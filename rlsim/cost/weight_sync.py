@@ -56,8 +56,7 @@ class SyncFit:
     sglang_bytes_per_s: float  # of what gets into SGLang, beside the time for tensors
 
 
-#: Printed by `scripts/fit_calibrations.py weight-sync`, from veRL's published syncs: which row gives which is in
-#: `evidence.validate.weight_sync`.
+#: Fitted to veRL's published syncs by `evidence.validate.weight_sync`, which says which row gives which.
 FITTED = SyncFit(
     network_share=0.460,  # GH200, 4 to 4 GPUs
     stored_tensor_s=0.224e-3,  # FSDP, 2 to 30 H100, experts apart
