@@ -58,105 +58,70 @@ class Config(Schema):
 
     name: Name
     title: str = ""
-    source: str = Field(default="", description="where the shape is from")
-    note: str = Field(default="", description="what is left out, or taken otherwise than the file says")
+    source: str = ""
+    note: str = ""
     model_type: str = Field(description=f"one of {', '.join(MODEL_TYPES)}")
-    architectures: tuple[str, ...] = Field(default=(), description="a `…ForSequenceClassification` has a scalar head")
+    architectures: tuple[str, ...] = ()
     hidden_size: int = Field(gt=0, le=1_000_000)
     num_hidden_layers: int = Field(gt=0, le=MOST_LAYERS)
     vocab_size: int = Field(gt=0, le=100_000_000)
-    tie_word_embeddings: bool = Field(default=False, description="the LM head is the embedding")
-    max_position_embeddings: int | None = Field(
-        default=None, gt=0, description="longest prompt and response together, tokens; none: not known"
-    )
-    num_nextn_predict_layers: int = Field(
-        default=0, ge=0, le=1000, description="layers for multi-token prediction; counted apart from all others"
-    )
-    dtype_bytes: float = Field(
-        default=2, ge=0.125, le=8, description="bytes of a number that is not quantised; 2 = bf16"
-    )
-    precision: Precision = Field(
-        default="bf16", description="as an engine serves the matrices of its layers; router, embedding and head not"
-    )
-    expert_precision: Precision | None = Field(default=None, description="of experts, if it is another")
-    kv_precision: KvPrecision = Field(default="bf16", description="of the KV cache in an engine")
-    kv_window_share: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="room in an engine's KV cache for each token of a sequence in layers with a window, over that in "
-        "others; default: for no more tokens than the window has",
-    )
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int | None = Field(default=None, gt=0)
+    num_nextn_predict_layers: int = Field(default=0, ge=0, le=1000)
+    dtype_bytes: float = Field(default=2, ge=0.125, le=8)
+    precision: Precision = "bf16"
+    expert_precision: Precision | None = None
+    kv_precision: KvPrecision = "bf16"
+    kv_window_share: float | None = Field(default=None, gt=0, le=1)
 
     num_attention_heads: int = Field(gt=0, le=100_000)
     num_key_value_heads: int = Field(gt=0, le=100_000)
     head_dim: int = Field(gt=0, le=100_000)
-    attention_bias: bool = Field(default=False, description="biases on q, k, v and o (qwen2: always on q, k, v only)")
-    use_qk_norm: bool = Field(default=False, description="glm4_moe, bailing_moe: a norm on each query and key head")
-    layer_types: tuple[LayerType, ...] = Field(
-        default=(),
-        description="the attention of every layer; none: full_attention. nemotron_h: the one part of every layer",
-    )
-    mtp_layer_types: tuple[LayerType, ...] = Field(
-        default=(), description="nemotron_h: the layers of each layer for multi-token prediction"
-    )
-    sliding_window: int | None = Field(default=None, gt=0, description="tokens of a window, or of a chunk (llama4)")
-    q_lora_rank: int | None = Field(default=None, gt=0, le=1_000_000, description="latent attention: of the queries")
-    kv_lora_rank: int | None = Field(default=None, gt=0, le=1_000_000, description="latent attention: what is cached")
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    layer_types: tuple[LayerType, ...] = ()
+    mtp_layer_types: tuple[LayerType, ...] = ()
+    sliding_window: int | None = Field(default=None, gt=0)
+    q_lora_rank: int | None = Field(default=None, gt=0, le=1_000_000)
+    kv_lora_rank: int | None = Field(default=None, gt=0, le=1_000_000)
     qk_nope_head_dim: int = Field(default=0, ge=0, le=100_000)
     qk_rope_head_dim: int = Field(default=0, ge=0, le=100_000)
     v_head_dim: int = Field(default=0, ge=0, le=100_000)
-    index_n_heads: int = Field(default=0, ge=0, le=100_000, description="sparse attention: heads of its index")
+    index_n_heads: int = Field(default=0, ge=0, le=100_000)
     index_head_dim: int = Field(default=0, ge=0, le=100_000)
-    index_topk: int = Field(default=0, ge=0, le=10_000_000, description="tokens that a query sees, by its index")
-    indexer_types: tuple[Literal["full", "shared"], ...] = Field(
-        default=(), description="whether each layer has an index, or the tokens of one before; none: all have"
-    )
-    num_global_key_value_heads: int = Field(
-        default=0, ge=0, le=100_000, description="gemma4: of layers without a window; 0: as all"
-    )
-    global_head_dim: int = Field(default=0, ge=0, le=100_000, description="gemma4: of layers without a window")
-    attention_k_eq_v: bool = Field(
-        default=False, description="gemma4: one projection for both where there is no window"
-    )
-    swa_num_attention_heads: int = Field(
-        default=0, ge=0, le=100_000, description="mimo_v2_flash: of layers with a window; 0: as all"
-    )
+    index_topk: int = Field(default=0, ge=0, le=10_000_000)
+    indexer_types: tuple[Literal["full", "shared"], ...] = ()
+    num_global_key_value_heads: int = Field(default=0, ge=0, le=100_000)
+    global_head_dim: int = Field(default=0, ge=0, le=100_000)
+    attention_k_eq_v: bool = False
+    swa_num_attention_heads: int = Field(default=0, ge=0, le=100_000)
     swa_num_key_value_heads: int = Field(default=0, ge=0, le=100_000)
     swa_head_dim: int = Field(default=0, ge=0, le=100_000)
     swa_v_head_dim: int = Field(default=0, ge=0, le=100_000)
-    linear_num_key_heads: int = Field(default=0, ge=0, le=100_000, description="linear attention: heads and their size")
+    linear_num_key_heads: int = Field(default=0, ge=0, le=100_000)
     linear_num_value_heads: int = Field(default=0, ge=0, le=100_000)
     linear_key_head_dim: int = Field(default=0, ge=0, le=100_000)
     linear_value_head_dim: int = Field(default=0, ge=0, le=100_000)
     linear_conv_kernel_dim: int = Field(default=0, ge=0, le=1000)
-    mamba_num_heads: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: heads and their size")
+    mamba_num_heads: int = Field(default=0, ge=0, le=100_000)
     mamba_head_dim: int = Field(default=0, ge=0, le=100_000)
-    n_groups: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: groups of heads")
-    ssm_state_size: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: numbers kept for each channel")
-    conv_kernel: int = Field(default=0, ge=0, le=1000, description="Mamba-2: taps of its convolution")
-    chunk_size: int = Field(default=0, ge=0, le=100_000, description="Mamba-2: tokens of a chunk of a prompt")
-    mamba_ssm_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
-        default=None, description="type of the state of linear attention and Mamba-2; none: the model's"
-    )
+    n_groups: int = Field(default=0, ge=0, le=100_000)
+    ssm_state_size: int = Field(default=0, ge=0, le=100_000)
+    conv_kernel: int = Field(default=0, ge=0, le=1000)
+    chunk_size: int = Field(default=0, ge=0, le=100_000)
+    mamba_ssm_dtype: Literal["bfloat16", "float16", "float32"] | None = None
 
-    intermediate_size: int = Field(gt=0, le=10_000_000, description="width of the dense MLP")
-    mlp_bias: bool = Field(default=False, description="biases on gate, up and down")
-    num_experts: int = Field(default=0, ge=0, le=100_000, description="experts per layer; 0 for a dense model")
+    intermediate_size: int = Field(gt=0, le=10_000_000)
+    mlp_bias: bool = False
+    num_experts: int = Field(default=0, ge=0, le=100_000)
     num_experts_per_tok: int = Field(default=0, ge=0, le=100_000)
-    moe_intermediate_size: int = Field(default=0, ge=0, le=10_000_000, description="width of one expert")
-    shared_expert_intermediate_size: int = Field(
-        default=0, ge=0, le=10_000_000, description="width of the expert that every token passes"
-    )
-    moe_latent_size: int = Field(
-        default=0, ge=0, le=1_000_000, description="nemotron_h: width of a token for its experts; 0: hidden_size"
-    )
-    first_k_dense_replace: int = Field(default=0, ge=0, le=MOST_LAYERS, description="first layers without experts")
-    moe_layer_freq: int = Field(default=1, gt=0, le=MOST_LAYERS, description="layers 0, n, 2n, … have experts")
-    decoder_sparse_step: int = Field(
-        default=1, gt=0, le=MOST_LAYERS, description="layers n - 1, 2n - 1, … have experts"
-    )
-    mlp_only_layers: tuple[int, ...] = Field(default=(), description="numbers of layers without experts")
+    moe_intermediate_size: int = Field(default=0, ge=0, le=10_000_000)
+    shared_expert_intermediate_size: int = Field(default=0, ge=0, le=10_000_000)
+    moe_latent_size: int = Field(default=0, ge=0, le=1_000_000)
+    first_k_dense_replace: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    moe_layer_freq: int = Field(default=1, gt=0, le=MOST_LAYERS)
+    decoder_sparse_step: int = Field(default=1, gt=0, le=MOST_LAYERS)
+    mlp_only_layers: tuple[int, ...] = ()
 
     @model_validator(mode="before")
     @classmethod

@@ -25,31 +25,25 @@ class Gpu(Schema):
     """One GPU, by its data sheet."""
 
     name: Name
-    title: str = Field(default="", description="name as the maker writes it")
-    memory_bytes: Bytes = Field(gt=0, description="device memory, as CUDA reports it")
-    memory_bytes_per_s: BytesPerSecond = Field(ge=1, description="peak device-memory bandwidth")
-    bf16_flop_per_s: FlopPerSecond = Field(ge=1, description="peak dense bf16 tensor-core rate")
-    fp8_flop_per_s: FlopPerSecond | None = Field(
-        default=None, ge=1, description="peak dense FP8 tensor-core rate; none: the GPU has no FP8"
-    )
-    fp4_flop_per_s: FlopPerSecond | None = Field(
-        default=None, ge=1, description="peak dense FP4 tensor-core rate; none: the GPU has no FP4"
-    )
-    l2_bytes: Bytes = Field(gt=0, description="L2 cache")
-    sm_count: int = Field(gt=0, le=1_000_000, description="streaming multiprocessors")
-    source: str = Field(description="where the figures are from")
-    like: Name | None = Field(
-        default=None, description="GPU whose calibrations are carried over to these figures; none: they are of this one"
-    )
+    title: str = ""
+    memory_bytes: Bytes = Field(gt=0)
+    memory_bytes_per_s: BytesPerSecond = Field(ge=1)
+    bf16_flop_per_s: FlopPerSecond = Field(ge=1)
+    fp8_flop_per_s: FlopPerSecond | None = Field(default=None, ge=1)
+    fp4_flop_per_s: FlopPerSecond | None = Field(default=None, ge=1)
+    l2_bytes: Bytes = Field(gt=0)
+    sm_count: int = Field(gt=0, le=1_000_000)
+    source: str
+    like: Name | None = None
 
 
 class Link(Schema):
     """A path between GPUs, or between a GPU and host memory."""
 
-    name: Name = Field(description="nvlink, pcie, ib or roce, with generation and width")
-    bytes_per_s: BytesPerSecond = Field(ge=1, description="peak rate of one GPU in one direction")
-    latency_s: Seconds = Field(ge=0, le=10, description="time of one hop of an empty message")
-    shared_by_gpus: int = Field(default=1, gt=0, le=MOST_GPUS, description="GPUs of a node that share one such port")
+    name: Name
+    bytes_per_s: BytesPerSecond = Field(ge=1)
+    latency_s: Seconds = Field(ge=0, le=10)
+    shared_by_gpus: int = Field(default=1, gt=0, le=MOST_GPUS)
 
     def at(self, times: float) -> Link:
         """The link at so many times its rate."""
@@ -63,16 +57,14 @@ class Cluster(Schema):
     sits in domain g // domain_gpus; only messages between domains take `inter`.
     """
 
-    name: Name = Field(default="custom", description="catalogue name; an inline cluster needs none")
-    gpu: Gpu = Field(description="a catalogue name, or the fields of a GPU")
+    name: Name = "custom"
+    gpu: Gpu
     nodes: int = Field(gt=0, le=MOST_GPUS)
     gpus_per_node: int = Field(gt=0, le=1024)
-    nodes_per_domain: int = Field(
-        default=1, gt=0, le=MOST_GPUS, description="nodes that `intra` joins: 18 in an NVL72 rack, else 1"
-    )
-    intra: Link = Field(description="GPU to GPU inside a node, and between the nodes of a domain")
-    inter: Link | None = Field(default=None, description="GPU to GPU across domains; none in a cluster of one")
-    host: Link = Field(description="GPU to host memory")
+    nodes_per_domain: int = Field(default=1, gt=0, le=MOST_GPUS)
+    intra: Link
+    inter: Link | None = None
+    host: Link
 
     @field_validator("gpu", mode="before")
     @classmethod
@@ -137,11 +129,8 @@ class Cluster(Schema):
 class MixedCluster(Schema):
     """Groups of nodes, each of one kind of GPU. Nodes and GPUs are numbered on from group to group."""
 
-    name: Name = Field(default="custom", description="as of a cluster of one kind")
-    groups: tuple[Cluster, ...] = Field(
-        min_length=2,
-        description="clusters by name or spelled out, each with `inter` and all with as many GPUs per node",
-    )
+    name: Name = "custom"
+    groups: tuple[Cluster, ...] = Field(min_length=2)
 
     @field_validator("groups", mode="before")
     @classmethod

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import Field
 
 from rlsim.base.schema import Schema
 from rlsim.trace.mixture import icc_log, straggling_groups, within_sd_log
@@ -20,56 +19,49 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 class Summary(Schema):
     """The numbers of a trace, or of one task or epoch in it. Lengths in tokens, cut at the cap if one is given."""
 
-    part: str = Field(description="'all', or the task or epoch")
-    responses: int = Field(description="number of responses")
-    prompts: int = Field(description="number of prompts")
-    samples_per_prompt: dict[int, int] = Field(description="number of prompts by number of samples")
-    mean_tokens: float = Field(description="mean length")
-    quantiles: dict[str, float] = Field(description="length by percentile: P5 to P99")
-    max_tokens: int = Field(description="longest response")
-    max_over_median: float = Field(description="longest response over the median")
-    cap_tokens: int | None = Field(description="cap, if known or given")
-    share_at_cap: float = Field(description="share of responses that reach the cap or are marked as cut")
-    share_above: dict[int, float] = Field(description="share of responses longer than so many tokens")
-    icc_log: float | None = Field(description="intra-prompt correlation of log length (ANOVA estimator)")
-    within_sd_log: float | None = Field(description="standard deviation of log length within a prompt")
-    straggling_prompts: float | None = Field(description="share of prompts with a response in the longest 1%")
-    straggling_prompts_shuffled: float | None = Field(description="the same with responses dealt out at random")
-    prompt_tokens_median: float | None = Field(description="median prompt length, if known")
-    correct_share: float | None = Field(default=None, description="share judged right, of responses that were judged")
-    mixed_prompts: float | None = Field(
-        default=None,
-        description="share of prompts with right and wrong responses: a group-relative loss learns of those",
-    )
-    reward_mean: float | None = Field(default=None, description="mean reward, of responses that have one")
-    reward_min: float | None = Field(default=None, description="lowest reward")
-    reward_max: float | None = Field(default=None, description="highest reward")
-    reward_time_mean_s: float | None = Field(default=None, description="mean time of the reward call, s")
-    reward_time_max_s: float | None = Field(default=None, description="longest reward call, s")
-    longest_test_run_mean_s: float | None = Field(
-        default=None, description="mean over responses of the longest run time of a test case, s"
-    )
-    judge_tokens_mean: float | None = Field(default=None, description="mean length of a judge's answer")
-    tool_calls_mean: float | None = Field(default=None, description="mean number of tool calls of a trajectory")
-    tool_calls_max: int | None = Field(default=None, description="most tool calls of a trajectory")
-    turn_tokens_median: float | None = Field(default=None, description="median tokens generated in a turn")
-    observed_share: float | None = Field(default=None, description="share of the responses that tools returned")
-    call_s_mean: float | None = Field(default=None, description="mean time of a tool call, s")
-    call_s_p95: float | None = Field(default=None, description="95% of the tool calls are at most as long, s")
-    tool_s_mean: float | None = Field(default=None, description="mean time of a trajectory in its tool calls, s")
-    tool_s_max: float | None = Field(default=None, description="longest time of a trajectory in its tool calls, s")
-    tool_s_icc_log: float | None = Field(
-        default=None, description="intra-prompt correlation of the log of a trajectory's time in tool calls"
-    )
+    part: str
+    responses: int
+    prompts: int
+    samples_per_prompt: dict[int, int]
+    mean_tokens: float
+    quantiles: dict[str, float]
+    max_tokens: int
+    max_over_median: float
+    cap_tokens: int | None
+    share_at_cap: float
+    share_above: dict[int, float]
+    icc_log: float | None
+    within_sd_log: float | None
+    straggling_prompts: float | None
+    straggling_prompts_shuffled: float | None
+    prompt_tokens_median: float | None
+    correct_share: float | None = None
+    mixed_prompts: float | None = None
+    reward_mean: float | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    reward_time_mean_s: float | None = None
+    reward_time_max_s: float | None = None
+    longest_test_run_mean_s: float | None = None
+    judge_tokens_mean: float | None = None
+    tool_calls_mean: float | None = None
+    tool_calls_max: int | None = None
+    turn_tokens_median: float | None = None
+    observed_share: float | None = None
+    call_s_mean: float | None = None
+    call_s_p95: float | None = None
+    tool_s_mean: float | None = None
+    tool_s_max: float | None = None
+    tool_s_icc_log: float | None = None
 
 
 class Description(Schema):
     """What `rlsim trace describe` prints: the whole trace, then each task and each epoch if there are several."""
 
-    name: str = Field(description="name of the trace")
-    source: str = Field(description="where its lengths come from")
-    notes: tuple[str, ...] = Field(description="what reading it assumed")
-    parts: tuple[Summary, ...] = Field(description="the whole, then each task, then each epoch")
+    name: str
+    source: str
+    notes: tuple[str, ...]
+    parts: tuple[Summary, ...]
 
 
 def describe(trace: Trace, cap_tokens: int | None = None, above: Sequence[int] = ()) -> Description:

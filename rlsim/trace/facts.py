@@ -44,17 +44,15 @@ class Fact(Schema):
     - `mean`: mean length (tokens), with lengths cut at the cap `under` if given.
     """
 
-    above: Tokens | None = Field(default=None, ge=1, description="length (tokens) exceeded by `share`")
-    share: float | None = Field(default=None, gt=0, lt=1, description="share of the responses longer than `above`")
-    quantile: float | None = Field(default=None, gt=0, lt=1, description="share of the responses up to `tokens` long")
-    tokens: Tokens | None = Field(default=None, ge=1, description="length (tokens) at `quantile`")
-    at_cap: float | None = Field(default=None, gt=0, lt=1, description="share of the responses that reach the cap")
-    mean: float | None = Field(default=None, gt=0, description="mean length (tokens)")
-    under: Tokens | None = Field(default=None, ge=1, description="cap at which lengths are cut for `mean` (tokens)")
-    tolerance: float | None = Field(
-        default=None, gt=0, description="how far the trace may be off: of a share absolute, otherwise relative"
-    )
-    source: str = Field(default="", description="where the fact is published")
+    above: Tokens | None = Field(default=None, ge=1)
+    share: float | None = Field(default=None, gt=0, lt=1)
+    quantile: float | None = Field(default=None, gt=0, lt=1)
+    tokens: Tokens | None = Field(default=None, ge=1)
+    at_cap: float | None = Field(default=None, gt=0, lt=1)
+    mean: float | None = Field(default=None, gt=0)
+    under: Tokens | None = Field(default=None, ge=1)
+    tolerance: float | None = Field(default=None, gt=0)
+    source: str = ""
 
     @property
     def allowed(self) -> float:

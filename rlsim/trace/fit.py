@@ -41,40 +41,38 @@ _MAX_PAIRS = 40_000
 class Goodness(Schema):
     """How well the fit describes the trace it was made from."""
 
-    ks: float = Field(description="Kolmogorov–Smirnov distance to the trace, below the cap")
-    ks_single_lognormal: float = Field(description="the same for the best single lognormal")
-    share_at_cap_trace: float | None = Field(default=None, description="share of responses at the cap, in the trace")
-    share_at_cap_fit: float | None = Field(default=None, description="the same in the fit")
-    icc_trace: float | None = Field(default=None, description="intra-prompt correlation of log length, in the trace")
-    icc_fit: float | None = Field(default=None, description="the same in a trace of this shape drawn from the fit")
-    within_sd_trace: float | None = Field(default=None, description="sd of log length within a prompt, in the trace")
-    within_sd_fit: float | None = Field(default=None, description="the same in a trace drawn from the fit")
-    straggling_prompts_trace: float | None = Field(
-        default=None, description="share of prompts with a response in the trace's longest 1%, in the trace"
-    )
-    straggling_prompts_fit: float | None = Field(default=None, description="the same in a trace drawn from the fit")
+    ks: float
+    ks_single_lognormal: float
+    share_at_cap_trace: float | None = None
+    share_at_cap_fit: float | None = None
+    icc_trace: float | None = None
+    icc_fit: float | None = None
+    within_sd_trace: float | None = None
+    within_sd_fit: float | None = None
+    straggling_prompts_trace: float | None = None
+    straggling_prompts_fit: float | None = None
 
 
 class Provenance(Schema):
     """What the fit was made from."""
 
-    trace: str = Field(description="name of the trace")
-    source: str = Field(default="", description="where its lengths come from")
-    sha256: str = Field(default="", description="digest of its rows")
-    responses: int = Field(ge=1, description="number of responses")
-    prompts: int = Field(ge=1, description="number of prompts")
-    rlsim: str = Field(default="", description="version of rlsim that made the fit")
+    trace: str
+    source: str = ""
+    sha256: str = ""
+    responses: int = Field(ge=1)
+    prompts: int = Field(ge=1)
+    rlsim: str = ""
 
 
 class LengthFit(Schema):
     """A fitted length distribution: what `rlsim trace fit` writes."""
 
-    model: LengthModel = Field(description="the fitted model")
-    cap_tokens: int | None = Field(default=None, ge=1, description="cap at which the lengths were censored (tokens)")
-    goodness: Goodness = Field(description="fit against trace")
-    provenance: Provenance = Field(description="what it was made from")
-    notes: tuple[str, ...] = Field(default=(), description="what the fit assumed")
-    turns: TurnModel | None = Field(default=None, description="how responses fall into turns, where they call tools")
+    model: LengthModel
+    cap_tokens: int | None = Field(default=None, ge=1)
+    goodness: Goodness
+    provenance: Provenance
+    notes: tuple[str, ...] = ()
+    turns: TurnModel | None = None
 
 
 def load_fit(path: str | Path) -> LengthFit:

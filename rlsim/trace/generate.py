@@ -31,17 +31,17 @@ from rlsim.units import Seconds, Tokens
 class PromptTokens(Schema):
     """Lengths of the prompts: lognormal, cut to a range."""
 
-    median: Tokens = Field(ge=1, description="median prompt length (tokens)")
-    p95: Tokens = Field(ge=1, description="length (tokens) that 95% of the prompts do not exceed")
-    min: Tokens = Field(default=1, ge=1, description="shortest prompt (tokens)")
-    max: Tokens = Field(default=4096, ge=1, description="longest prompt (tokens)")
+    median: Tokens = Field(ge=1)
+    p95: Tokens = Field(ge=1)
+    min: Tokens = Field(default=1, ge=1)
+    max: Tokens = Field(default=4096, ge=1)
 
 
 class GrowthPoint(Schema):
     """One point of a curve of mean length over training."""
 
-    step: int = Field(ge=0, description="training step")
-    mean_tokens: float = Field(gt=0, description="mean response length then (tokens; only ratios matter)")
+    step: int = Field(ge=0)
+    mean_tokens: float = Field(gt=0)
 
 
 class Growth(Schema):
@@ -50,10 +50,10 @@ class Growth(Schema):
     The facts hold in the first epoch; later epochs multiply every uncapped length.
     """
 
-    factors: tuple[float, ...] = Field(default=(), description="length factor per epoch, such as [1.0, 1.2, 1.5]")
-    curve: tuple[GrowthPoint, ...] = Field(default=(), description="mean length by step; linear in between")
-    steps_per_epoch: int | None = Field(default=None, ge=1, description="steps in an epoch (with `curve`)")
-    epochs: int | None = Field(default=None, ge=1, description="number of epochs (with `curve`)")
+    factors: tuple[float, ...] = ()
+    curve: tuple[GrowthPoint, ...] = ()
+    steps_per_epoch: int | None = Field(default=None, ge=1)
+    epochs: int | None = Field(default=None, ge=1)
 
     def per_epoch(self) -> Floats:
         """The factor on length in each epoch; of a curve, its value at mid-epoch over that of the first epoch."""
@@ -69,42 +69,37 @@ class Growth(Schema):
 class Groups(Schema):
     """How alike the responses of one prompt are."""
 
-    icc: float = Field(ge=0, lt=1, description="intra-prompt correlation of the log of the (capped) length")
-    tolerance: float = Field(default=0.03, gt=0, description="how far the trace's own may be off")
-    source: str = Field(default="", description="where the value comes from")
+    icc: float = Field(ge=0, lt=1)
+    tolerance: float = Field(default=0.03, gt=0)
+    source: str = ""
 
 
 class Lengths(Schema):
     """Where the distribution comes from: `facts`, a `fit` (inline, or the path of a file), or a `model` spelled out."""
 
-    facts: tuple[Fact, ...] = Field(default=(), description="published facts; with a fit or model only checked")
-    components: int | None = Field(default=None, ge=1, le=3, description="lognormals that facts are met with")
-    fit: LengthFit | str | None = Field(default=None, description="a fit, or the path of one beside the recipe")
-    model: LengthModel | None = Field(default=None, description="the distribution itself")
+    facts: tuple[Fact, ...] = ()
+    components: int | None = Field(default=None, ge=1, le=3)
+    fit: LengthFit | str | None = None
+    model: LengthModel | None = None
 
 
 class Recipe(Schema):
     """Everything needed to generate a trace, byte for byte."""
 
-    name: str = Field(min_length=1, description="name of the trace")
-    description: str = Field(default="", description="what it stands for and what is assumed")
-    source: str = Field(default="", description="where facts or fit come from")
-    task: str | None = Field(default=None, description="task of every response, such as math")
-    seed: int = Field(default=0, ge=0, description="seed of the only generator")
-    prompts: int = Field(ge=1, description="number of prompts")
-    responses: int = Field(ge=1, description="samples per prompt (and epoch)")
-    cap_tokens: Tokens = Field(ge=2, description="lengths are cut here (tokens)")
-    lengths: Lengths = Field(description="the distribution of response lengths")
-    groups: Groups | None = Field(
-        default=None, description="how alike responses of a prompt are; with a fit or model only checked"
-    )
-    prompt_tokens: PromptTokens | None = Field(default=None, description="prompt lengths; unknown if left out")
-    rewards: Rewards | None = Field(default=None, description="reward columns; none if left out")
-    growth: Growth | None = Field(default=None, description="growth over training; one epoch if left out")
-    turns: TurnModel | None = Field(
-        default=None,
-        description="how responses fall into turns with tool calls between them; as the fit says if left out",
-    )
+    name: str = Field(min_length=1)
+    description: str = ""
+    source: str = ""
+    task: str | None = None
+    seed: int = Field(default=0, ge=0)
+    prompts: int = Field(ge=1)
+    responses: int = Field(ge=1)
+    cap_tokens: Tokens = Field(ge=2)
+    lengths: Lengths
+    groups: Groups | None = None
+    prompt_tokens: PromptTokens | None = None
+    rewards: Rewards | None = None
+    growth: Growth | None = None
+    turns: TurnModel | None = None
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -223,17 +218,15 @@ def _sigma(median: float, p95: float) -> float:
 class Correct(Schema):
     """How many responses are right."""
 
-    share: float = Field(gt=0, lt=1, description="of responses that are not cut at the cap; a cut one is wrong")
-    icc: float = Field(
-        default=0.4, gt=0, lt=1, description="correlation of two responses to a prompt: pass rates are Beta-distributed"
-    )
+    share: float = Field(gt=0, lt=1)
+    icc: float = Field(default=0.4, gt=0, lt=1)
 
 
 class RunTimes(Schema):
     """Lognormal run times."""
 
-    median: Annotated[Seconds, Field(gt=0)] = Field(description="median, s")
-    p95: Annotated[Seconds, Field(gt=0)] = Field(description="time that 95% do not exceed, s")
+    median: Annotated[Seconds, Field(gt=0)]
+    p95: Annotated[Seconds, Field(gt=0)]
 
     def sigma(self) -> float:
         return _sigma(self.median, self.p95)
@@ -242,26 +235,22 @@ class RunTimes(Schema):
 class Sandbox(Schema):
     """Test cases that every response's program runs, one after the other."""
 
-    cases: int = Field(ge=1, le=1000, description="test cases of a prompt")
-    run: RunTimes = Field(description="run time of one test case")
-    prompt_share: float = Field(
-        default=0.7, ge=0, le=1, description="share of the log variance that prompt and test case decide"
-    )
-    hanging_prompts: float = Field(
-        default=0.0, ge=0, lt=1, description="share of the prompts to which some wrong programs never end"
-    )
-    hanging_responses: float = Field(default=0.5, ge=0, le=1, description="share of their wrong programs that do not")
+    cases: int = Field(ge=1, le=1000)
+    run: RunTimes
+    prompt_share: float = Field(default=0.7, ge=0, le=1)
+    hanging_prompts: float = Field(default=0.0, ge=0, lt=1)
+    hanging_responses: float = Field(default=0.5, ge=0, le=1)
 
 
 class Rewards(Schema):
     """What scoring takes and brings."""
 
-    correct: Correct = Field(description="correctness")
-    check: RunTimes | None = Field(default=None, description="a rule-based check of every response")
-    sandbox: Sandbox | None = Field(default=None, description="test cases in a sandbox")
-    judge_median: Annotated[Tokens, Field(ge=1)] | None = Field(default=None, description="a judge's answer, tokens")
-    judge_p95: Annotated[Tokens, Field(ge=1)] | None = Field(default=None, description="and 95% are no longer, tokens")
-    source: str = Field(default="", description="where the values come from")
+    correct: Correct
+    check: RunTimes | None = None
+    sandbox: Sandbox | None = None
+    judge_median: Annotated[Tokens, Field(ge=1)] | None = None
+    judge_p95: Annotated[Tokens, Field(ge=1)] | None = None
+    source: str = ""
 
 
 def reward_columns(

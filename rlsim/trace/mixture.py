@@ -26,17 +26,17 @@ _NODES = np.polynomial.legendre.leggauss(40)
 class Component(Schema):
     """One lognormal part of the distribution."""
 
-    weight: float = Field(gt=0, le=1, description="share of the responses")
-    median_tokens: float = Field(gt=0, description="median length (tokens)")
-    sigma: float = Field(gt=0, description="standard deviation of log length")
-    prompt_share: float = Field(default=0.0, ge=0, lt=1, description="share of that variance due to the prompt")
+    weight: float = Field(gt=0, le=1)
+    median_tokens: float = Field(gt=0)
+    sigma: float = Field(gt=0)
+    prompt_share: float = Field(default=0.0, ge=0, lt=1)
 
 
 class LengthModel(Schema):
     """A lognormal mixture with group structure, shortest component first."""
 
-    components: tuple[Component, ...] = Field(min_length=1, description="the lognormal parts; weights add up to 1")
-    runaway_share: float = Field(default=0.0, ge=0, lt=1, description="how far the prompt settles which component")
+    components: tuple[Component, ...] = Field(min_length=1)
+    runaway_share: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _weights(self) -> LengthModel:

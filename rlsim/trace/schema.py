@@ -68,16 +68,12 @@ BY_NAME = {column.name: column for column in COLUMNS}
 class TraceMeta(Schema):
     """What is known about a trace beside its rows."""
 
-    name: Annotated[str, AfterValidator(one_line)] = Field(default="trace", description="short name, used in results")
-    source: str = Field(default="", description="where the lengths come from")
-    cap_tokens: int | None = Field(default=None, ge=1, description="response cap in force when sampled (tokens)")
-    recipe: dict[str, Any] | None = Field(default=None, description="the recipe that generated it, if generated")
-    notes: tuple[str, ...] = Field(default=(), description="what reading or importing assumed or left out")
-    known_tokens: int | None = Field(
-        default=None,
-        exclude=True,
-        description="longest length that the facts of its recipe speak of (tokens), if any do",
-    )
+    name: Annotated[str, AfterValidator(one_line)] = "trace"
+    source: str = ""
+    cap_tokens: int | None = Field(default=None, ge=1)
+    recipe: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    known_tokens: int | None = Field(default=None, exclude=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -23,21 +23,17 @@ _Z95 = 1.6448536269514722
 class TurnModel(Schema):
     """Tool calls of a response whose length (observations included) is known; all spreads are of logarithms."""
 
-    calls_median: float = Field(gt=0, description="median number of tool calls of a response")
-    calls_p95: float = Field(gt=0, description="number of calls that 95% of the responses do not exceed")
-    length_correlation: float = Field(
-        default=0.8, ge=-1, le=1, description="correlation of the logarithms of calls and length"
-    )
-    observed_share: float = Field(gt=0, lt=1, description="share of the responses' tokens that tools return")
-    generated_sigma: float = Field(default=1.0, ge=0, le=5, description="spread of the tokens generated in a turn")
-    observed_sigma: float = Field(default=1.5, ge=0, le=5, description="spread of the tokens that a call returns")
-    instant: float = Field(default=0.0, ge=0, le=1, description="share of the calls that take no time to speak of")
-    call_s_median: Seconds = Field(default=1.0, gt=0, description="median time of the others, s")
-    call_s_p95: Seconds = Field(default=10.0, gt=0, description="time that 95% of the others do not exceed, s")
-    task_share: float = Field(
-        default=0.3, ge=0, le=1, description="share of the variance of the others' log time that the prompt decides"
-    )
-    source: str = Field(default="", description="where the values come from")
+    calls_median: float = Field(gt=0)
+    calls_p95: float = Field(gt=0)
+    length_correlation: float = Field(default=0.8, ge=-1, le=1)
+    observed_share: float = Field(gt=0, lt=1)
+    generated_sigma: float = Field(default=1.0, ge=0, le=5)
+    observed_sigma: float = Field(default=1.5, ge=0, le=5)
+    instant: float = Field(default=0.0, ge=0, le=1)
+    call_s_median: Seconds = Field(default=1.0, gt=0)
+    call_s_p95: Seconds = Field(default=10.0, gt=0)
+    task_share: float = Field(default=0.3, ge=0, le=1)
+    source: str = ""
 
     def draw(
         self, tokens: npt.NDArray[np.int64], prompt: npt.NDArray[np.int64], rng: np.random.Generator
