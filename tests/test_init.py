@@ -36,10 +36,6 @@ SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = sample("frameworks/verl.sh")
 
 
-def script_of(text: str, **given: str) -> dict[str, Any]:
-    return {override.key: override.value for override in read_script(text, "run.sh", given, takes).overrides}
-
-
 def draft_of(tmp_path: Path, *sources: str, text: str = SCRIPT, version: str = VERSIONS[-1], **options: Any) -> Draft:
     (tmp_path / "run.sh").write_text(text)
     return from_verl([str(tmp_path / "run.sh"), *sources], given(tmp_path, **options), version)
@@ -57,87 +53,27 @@ def some(data: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
 # Shell ----------------------------------------------------------------------------------------------------------------
 
 
-def test_continuations_quotes_variables_and_arithmetic() -> None:
-    found = script_of(SCRIPT, HOME="/home/me")
-    assert found["data.max_prompt_length"] == "2048"
-    assert found["data.max_response_length"] == "4096"
-    assert found["actor_rollout_ref.model.path"] == "/home/me/models/Qwen2.5-7B-Instruct"
-    assert found["actor_rollout_ref.model.use_fused_kernels"] == "False"
-    assert found["trainer.logger"] == '["console","wandb"]'
-    assert found["trainer.experiment_name"] == "qwen2.5 7b"
-    assert found["trainer.nnodes"] == "1"
-    assert script_of(SCRIPT, NNODES="4", HOME="/")["trainer.nnodes"] == "4"
-    cuts = "M=Qwen/Qwen2.5-7B.old\npython x data.a=${M##*/} data.b=${M%.*} data.c=${M#*.} data.d=${M%%.*} data.e=${M#x}"
-    assert list(script_of(cuts).values()) == [
-        "Qwen2.5-7B.old", "Qwen/Qwen2.5-7B", "5-7B.old", "Qwen/Qwen2", "Qwen/Qwen2.5-7B.old",
-    ]  # fmt: skip
-
-
-def test_arrays_conditions_and_cases() -> None:
-    text = """
-        MODE=${MODE:-fast}
-        case "$MODE" in
-            slow | slower) tp=8 ;;
-            fast) tp=${tp:-4}
-                  if [[ $tp -gt 2 && "$MODE" != other ]]; then n=16; else n=1; fi ;;
-        esac
-        [ "$tp" = 4 ] && util=0.7
-        DATA=(data.train_batch_size=32  # in a comment
-              data.max_response_length=1024)
-        EXTRA=()
-        EXTRA+=(actor_rollout_ref.rollout.n=$n)
-        python -m verl.trainer.main_ppo "${DATA[@]}" "${EXTRA[@]}" \\
-            actor_rollout_ref.rollout.tensor_model_parallel_size=$tp \\
-            actor_rollout_ref.rollout.gpu_memory_utilization=$util "$@" > log.txt 2>&1 &
-    """
-    assert script_of(text) == {
-        "data.train_batch_size": "32",
-        "data.max_response_length": "1024",
-        "actor_rollout_ref.rollout.n": "16",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": "4",
-        "actor_rollout_ref.rollout.gpu_memory_utilization": "0.7",
-    }
-    assert script_of(text, MODE="slow")["actor_rollout_ref.rollout.tensor_model_parallel_size"] == "8"
-
-
-def test_nothing_is_run_and_what_would_have_to_be_is_unknown(tmp_path: Path) -> None:
-    text = f"""
-        touch {tmp_path}/ran
-        GPUS=$(touch {tmp_path}/ran; nvidia-smi -L | wc -l)
-        DEVICE=$(python3 -c 'print("gpu")')
-        if [ "$DEVICE" = gpu ]; then tp=2; else tp=4; fi
-        python x trainer.n_gpus_per_node=$GPUS \\
-            actor_rollout_ref.rollout.tensor_model_parallel_size=$tp data.shuffle=$NOT
-    """
-    found = script_of(text)
-    assert not (tmp_path / "ran").exists()
-    gpus, tp = found["trainer.n_gpus_per_node"], found["actor_rollout_ref.rollout.tensor_model_parallel_size"]
-    assert "would have to be run" in gpus.why
-    assert tp.variable == "DEVICE"
-    assert script_of(text, DEVICE="gpu")["actor_rollout_ref.rollout.tensor_model_parallel_size"] == "2"
-
-
-def test_what_tests_of_a_script_take_for_granted() -> None:
-    text = """
-        [ "$USE_DUMMY" = True ] && n=1 || n=8
-        TASK=${1}
-        if [ ${TASK} == long ]; then cap=8192; else cap=1024; fi
-        model=models/mine
-        if [ ! -d "$model" ]; then model=$(download); fi
-        python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$n data.max_response_length=$cap \\
-            actor_rollout_ref.model.path=$model data.train_batch_size=$TASK
-    """
-    found = script_of(text)
-    assert found["actor_rollout_ref.rollout.n"] == "8"
-    assert found["data.max_response_length"] == "1024"
-    assert found["actor_rollout_ref.model.path"] == "models/mine"
-    assert isinstance(found["data.train_batch_size"], Unknown)  # as a value it is needed
-    assert script_of(text, TASK="long")["data.max_response_length"] == "8192"
-    (note,) = read_script(text, "run.sh", {}, takes).notes
-    assert note == (
-        "taken in tests: USE_DUMMY is not set, so empty (line 2), TASK is not set, so empty (line 4), $model is there "
-        "(line 6)"
-    )
+@cases("init", "what a script sets")
+def test_what_a_script_sets(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    given: dict[str, str],
+    expected: dict[str, Any],
+    said: str | None,
+) -> None:
+    """A value, or with its line, or why it is not known; `said` stands in a note. Nothing is run for it."""
+    monkeypatch.chdir(tmp_path)
+    script = read_script(sample(text[1:]) if text[0] == "@" else text, "run.sh", given, takes)
+    found = {override.key: override for override in script.overrides}
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert isinstance(found[key].value, Unknown)
+            assert all(part in str(getattr(found[key].value, name)) for name, part in value.items())
+        else:
+            assert ([found[key].value, found[key].line] if isinstance(value, list) else found[key].value) == value
+    assert said is None or any(said in note for note in script.notes)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_slurm_tells_a_script(tmp_path: Path) -> None:
@@ -157,34 +93,7 @@ def test_what_is_no_rl_training(tmp_path: Path, text: str, message: str) -> None
         draft_of(tmp_path, text=text)
 
 
-def test_lists_loops_and_several_commands() -> None:
-    assert script_of("data.train_batch_size=8\n# no\ndata.max_response_length=16 \\\n  trainer.nnodes=2\n") == {
-        "data.train_batch_size": "8",
-        "data.max_response_length": "16",
-        "trainer.nnodes": "2",
-    }
-    script = read_script("a data.train_batch_size=1\nb data.train_batch_size=2", "run.sh", {}, takes)
-    assert [override.value for override in script.overrides] == ["2"]
-    assert "the last one is taken" in script.notes[0]
-    loop = "for ((i = 0; i < 3; i++)); do\n  sleep 1\ndone\n"
-    text = "A=(\n  trainer.nnodes=2\n)\n" + loop + 'python x data.n=${i:-1} "${A[@]}"\n'
-    found = read_script(text, "run.sh", {}, takes).overrides
-    assert [(override.key, override.value, override.line) for override in found] == [
-        ("data.n", "1", 7),
-        ("trainer.nnodes", "2", 2),
-    ]
-    assert isinstance(script_of("for n in 1 2; do python x data.n=$n; done")["data.n"], Unknown)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("x 'data.y=1", "quote"), ('a\nx "y', "run.sh:2"), ("A=(x", "bracket"), ("case", "a word behind `case`"),
-        ("a\ncase ($M; esac", "run.sh:2: expected a word behind `case`"), ("for ; do x; done", "a word behind `for`"),
-        ("x=$((" + "(" * 9 + "1" + ")" * 9 + "))", "run.sh:1: a bracket .* run the script with `--cfg job --resolve`"),
-        ("if " * 2000, "nested too deeply"),
-    ],
-)  # fmt: skip
+@cases("init", "what no shell reads")
 def test_what_no_shell_reads_is_an_error_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_script(text, "run.sh", {}, takes)
@@ -498,64 +407,16 @@ def test_options_of_verl_need_a_configuration(option: str) -> None:
 # Found by running the example scripts of veRL under a shell, and by odd configurations ------------------------------
 
 
-def test_a_variable_without_quotes_is_several_settings() -> None:
-    text = (
-        'max=3\nENGINE="\n    actor_rollout_ref.rollout.n=8 \\\n    +data.a=${max}"\nEMPTY=\n'
-        "python3 -m verl.trainer.main_ppo data.train_batch_size=64 $ENGINE $EMPTY $MORE 'data.b=1 2' "
-        'data.c="$ENGINE"\n'
-    )
-    found = script_of(text)
-    assert found["data.train_batch_size"] == "64"
-    assert found["actor_rollout_ref.rollout.n"] == "8"
-    assert found["data.a"] == "3"
-    assert found["data.b"] == "1 2"
-    assert "rollout.n=8" in found["data.c"]
-    assert any("the settings in $MORE are not known" in note for note in read_script(text, "run.sh", {}, takes).notes)
-
-
-ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))
+ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout"))
 #: A configuration that starts, with micro-batches of so many sequences (64 prompts × 8 responses on 8 GPUs).
 FIXED = (
     f"{ACTOR}use_dynamic_bsz=False", f"{ACTOR}ppo_micro_batch_size_per_gpu=4", f"{ROLLOUT}mode=async",
     f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=4", f"{ROLLOUT}name=vllm",
 )  # fmt: skip
-MEGATRON = f"{ACTOR}megatron."
-BUDGET = (f"{ACTOR}use_dynamic_bsz=True", f"{ACTOR}ppo_max_token_len_per_gpu=4000")
-STAGES = (f"{ACTOR}strategy=megatron", f"{MEGATRON}pipeline_model_parallel_size=8")
-#: What is set, the release, and what is said of it; "" if nothing is.
-STARTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    ((), "0.9", ""),
-    ((f"{ROLLOUT}mode=sync",), "0.6", ""),
-    ((f"{ROLLOUT}mode=sync",), "0.9", "rollout.mode sync is no more"),
-    (("trainer.n_gpus_per_node=6",), "0.9", "64 prompts × 8 responses do not divide among 6 GPUs"),
-    ((f"{ACTOR}ppo_mini_batch_size=128",), "0.9", "128 is more than the 64 prompts of a step"),
-    ((f"{ACTOR}ppo_mini_batch_size=4", f"{ROLLOUT}n=1"), "0.9", "(0 after normalisation)"),
-    ((f"{ACTOR}ppo_micro_batch_size_per_gpu=3",), "0.9", "micro-batches of 3 do not divide"),
-    ((f"{ACTOR}ppo_micro_batch_size=8",), "0.9", "both ppo_micro_batch_size and ppo_micro_batch_size_per_gpu"),
-    ((f"{ACTOR}ppo_micro_batch_size_per_gpu=null",), "0.9", "no micro-batch size is given"),
-    ((f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=null",), "0.9", "no rollout.log_prob_micro_batch_size_per_gpu"),
-    ((f"{ACTOR}ulysses_sequence_parallel_size=8",), "0.9", "neither with 28 heads nor with 4 KV heads"),
-    ((f"{ACTOR}ulysses_sequence_parallel_size=4",), "0.9", ""),
-    ((f"{ACTOR}ulysses_sequence_parallel_size=2", f"{MODEL}use_remove_padding=False"), "0.9", "needs use_remove_padd"),
-    ((f"{ROLLOUT}max_num_batched_tokens=200",), "0.9", "200 is below max_num_seqs 256"),
-    ((f"{ROLLOUT}enable_chunked_prefill=False", f"{ROLLOUT}max_num_batched_tokens=2500"), "0.9",
-     "2,500 must hold the longest sequence, 6,144 tokens"),
-    ((f"{ROLLOUT}enable_chunked_prefill=False",), "0.9", "8,192 must hold max_model_len"),
-    ((f"{ROLLOUT}enable_chunked_prefill=False", f"{ROLLOUT}max_model_len=6144"), "0.9", ""),
-    ((f"{ROLLOUT}max_num_batched_tokens=2500", f"{ROLLOUT}mode=sync"), "0.5", "2,500 is below the longest"),
-    ((f"{ROLLOUT}pipeline_model_parallel_size=2",), "0.9", "generation has no pipeline stages"),
-    ((f"{ROLLOUT}expert_parallel_size=4",), "0.9", "expert_parallel_size 4 is not TP 2 × DP 1"),
-    (BUDGET, "0.7", "4,000 tokens on each of 1 GPUs of a sequence does not hold the longest, 6,144 tokens"),
-    ((*BUDGET, f"{ACTOR}ulysses_sequence_parallel_size=2"), "0.7", ""),
-    (BUDGET, "0.9", ""),
-    (STAGES, "0.9", "8 pipeline stages do not divide the 28 layers"),
-    ((*STAGES, f"+{MEGATRON}override_transformer_config.num_layers_in_last_pipeline_stage=0"), "0.9", "8 pipeline"),
-    ((*STAGES, f"+{MEGATRON}override_transformer_config.num_layers_in_last_pipeline_stage=4"), "0.9", ""),
-)  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "release", "said"), STARTS)
-def test_what_verl_does_not_start_with(tmp_path: Path, settings: tuple[str, ...], release: str, said: str) -> None:
+@cases("init", "what verl does not start with")
+def test_what_verl_does_not_start_with(tmp_path: Path, settings: list[str], release: str, said: str) -> None:
     notes = [note for note in draft_of(tmp_path, *FIXED, *settings, version=release).notes if "does not start" in note]
     assert any(said in note for note in notes) if said else not notes
 
