@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import trajectories_of
+from conftest import tables, trajectories_of
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from test_asynchronous import check_gpus, check_tokens, run
@@ -19,26 +19,7 @@ from rlsim.experiment.times import ExperimentTimes
 from rlsim.trace import make_trace, write_trace
 
 #: Parts that decide what begins and what a step trains on, and those that go with any of them.
-BATCHINGS: tuple[Any, ...] = (
-    {"bounded_staleness": {"eta": 1, "stale": "wait"}},
-    {"bounded_staleness": {"eta": 3, "interrupt": False}},
-    {"bounded_staleness": {"eta": 0, "updated_kv": "keep"}},
-    {"bounded_staleness": {"eta": 0.5, "stale": "regenerate"}},
-    {"bounded_staleness": {"eta": 0.5, "order": "longest", "stale": "drop", "rolling": True}},
-    {"sync_quota": {"staleness_threshold": 0.2}},
-    {"sync_quota": {"staleness_threshold": 1, "partial_rollout": False}},
-    {"replica_batches": {"eta": 1, "per_replica": 3}},
-    {"partial_rollout": {"share": 0.6, "splits": 2}},
-    {"partial_rollout": {"budget": 200}},
-    {"active_groups": {"active": 1.3}},
-    "tail_batching",
-    {"tail_batching": {"resume": True}},
-    {"tail_batching": {"active": 0.75}},
-    "overcommit",
-    {"overcommit": {"change": "one", "delta_min": 1, "delta_start": 2}},
-    {"lagged": {"lag": 1}},
-    {"lagged": {"lag": 2}},
-)
+BATCHINGS: list[Any] = tables("bases")["batchings"]
 BESIDE = ("async_reward", "rollout_log_probs", "repack", "elastic_split", "hybrid_rollout", "dynamic_sampling",
           "skewness_dispatch", "reward_beside", "queue_order", "prefix_dispatch")  # fmt: skip
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LENGTHS, TINY, Command, Failing, cases, edited
+from conftest import LENGTHS, TINY, Command, Failing, cases, edited, tables
 
 import rlsim
 from rlsim.base.hooks import hooks, overridden
@@ -16,26 +16,7 @@ from rlsim.sim.batching import Batching, PromptFeed
 from rlsim.sim.control import RolloutControl
 
 #: Hooks that a plain run calls: the kind of part, the hook with its parameters, and what else the part needs.
-CALLED = [
-    ("RolloutControl", "alternatives(self, context)", ""),
-    ("RolloutControl", "setup(self, context)", ""),
-    ("RolloutControl", "initial_tp(self, context)", ""),
-    ("RolloutControl", "on_finish(self, view)", ""),
-    ("RolloutControl", "next_tp(self, report)", ""),
-    ("Batching", "launch(self, feed)", ""),
-    ("Batching", "upcoming(self, feed)", ""),
-    ("Batching", "counts(self, rewards)", ""),
-    ("Batching", "more(self, missing, feed)", "def counts(self, rewards): return False"),
-    ("Batching", "keep(self, unfinished)", "def launch(self, feed): return Launch(feed.take(feed.prompts + 4), 4)"),
-    ("Batching", "put_back(self, unfinished)", "def launch(self, feed): return Launch(feed.take(feed.prompts + 4), 4)"),
-    ("Batching", "waiting(self)", ""),
-    ("RewardControl", "timeout_s(self, kind, prompt, test, limit_s)", ""),
-    ("RewardControl", "observe(self, kind, prompt, run_s, correct)", ""),
-    ("Rewiring", "rewired(self, workflow)", ""),
-    ("Placing", "plan(self, context)", ""),
-    ("Composition", "parts(self)", ""),
-    ("Composition", "alternatives(self, context)", "def parts(self): return []"),
-]
+CALLED = tables("hooks")["called by a plain run"][1:]
 NO_VALUE = {"setup", "put_back", "observe"}  # their values do not matter
 
 

@@ -1,7 +1,6 @@
 """The report: figures that agree with the results, and a page on which a browser draws every chart."""
 
 import html
-import itertools
 import re
 import sys
 from html.parser import HTMLParser
@@ -24,11 +23,10 @@ from rlsim.results.comparison.verdict import judge
 from rlsim.results.report.chosen_run import choose
 from rlsim.results.report.gantt import MOST_MARKS, gantt
 from rlsim.results.report.method import cases_sentence, findings
-from rlsim.results.report.page import setups_of
-from rlsim.results.report.shares import batch_parts, gpu_shares, step_section
+from rlsim.results.report.shares import batch_parts, gpu_shares
 from rlsim.results.report.speedups import speedups
-from rlsim.results.report.staleness import beaten, frontier, spread
-from rlsim.results.report.style import BUBBLE, kind_colours
+from rlsim.results.report.staleness import beaten, frontier
+from rlsim.results.report.style import BUBBLE
 from rlsim.results.report.write import report_page, write_report
 
 HOSTILE = '<script>alert("x")</script> & "co"'
@@ -186,11 +184,6 @@ def test_shares_of_gpu_time_and_parts_of_a_step_agree_with_the_summary(
             assert generation[rows["system"]].to_numpy() == pytest.approx(rows["gen_time_s"].to_numpy())
 
 
-def test_the_caption_of_a_batch_says_when_it_is_the_step_time(result: Result) -> None:
-    (figure, *_) = step_section(result, setups_of(result.manifest)).blocks
-    assert "This is the step time; for systems that train on another number of responses it is scaled" in figure.caption
-
-
 NAN = float("nan")
 
 
@@ -297,16 +290,6 @@ def test_a_timeline_of_any_size_has_few_marks(result: Result, judged: Result, la
             assert shown.marks["high"].max() <= len(shown.rows)
             assert (shown.marks["end_s"] > shown.marks["start_s"]).all()
             assert shown.marks["end_s"].max() <= shown.duration_s * (1 + 1e-9)
-
-
-def test_kinds_of_work_have_one_colour_each() -> None:
-    names = [f"log_prob_{number}" for number in range(7)]
-    calls = pd.DataFrame({"call": [*names, "train"], "kind": [*["inference"] * 7, "train"]})
-    colours = kind_colours(["decode", "switch", *names, "train", "surprise"], calls)
-    assert list(colours)[:2] == ["decode", "switch"]
-    assert list(colours)[-1] == BUBBLE
-    assert set(colours) == {"decode", "switch", *names, "train", "surprise", BUBBLE}
-    assert len(set(colours.values())) == len(colours)
 
 
 def test_command_writes_page_and_pictures(ppo: Result, tmp_path: Path) -> None:
@@ -425,11 +408,6 @@ def test_what_is_not_comparable_yet_beats_nobody(stale: Result, monkeypatch: pyt
     assert not rows.loc[fastest, ["best", "comparable"]].any()
     others = rows.drop(index=fastest)
     assert others.loc[others["rate"].idxmax(), "best"]
-
-
-def test_labels_do_not_hide_each_other() -> None:
-    heights = sorted(spread([100.0 + 2 * i for i in range(8)]))
-    assert min(high - low for low, high in itertools.pairwise(heights)) >= 15
 
 
 def test_a_browser_draws_staleness_where_there_is_any(stale: Result, result: Result, tmp_path: Path) -> None:

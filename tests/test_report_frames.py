@@ -19,7 +19,7 @@ from rlsim.results.report.lengths import survival, trained_lengths
 from rlsim.results.report.page import Page, Text
 from rlsim.results.report.shares import gpu_shares
 from rlsim.results.report.speedups import seed_speedups
-from rlsim.results.report.style import BUBBLE, label_angle
+from rlsim.results.report.style import BUBBLE
 from rlsim.results.report.sweep_page import (
     best_systems,
     cut,
@@ -29,7 +29,6 @@ from rlsim.results.report.sweep_page import (
     levels,
     sweep_findings,
     sweep_section,
-    sweep_table,
     varying,
 )
 
@@ -270,12 +269,6 @@ def test_findings_leave_out_the_baseline_of_each_point() -> None:
         assert not any(number in sentence for number in ("99", "0.01"))
 
 
-def test_labels_that_do_not_fit_beside_each_other_are_turned() -> None:
-    assert label_angle(["1,024", "2,048"], 120) == 0
-    assert label_angle(["calibrations/mine-1.yaml", "calibrations/mine-2.yaml"], 300) == -40
-    assert label_angle([f"{i}" for i in range(30)], 300) == -40
-
-
 def dots() -> pd.DataFrame:
     """Points of a random sweep."""
     places = np.random.default_rng(0).uniform(1, 900, (20, 2))
@@ -305,13 +298,3 @@ def test_charts_of_a_sweep_are_drawn(frame: pd.DataFrame, axes: list[str], chart
     assert opened.console == []
     assert set(opened.charts()) == {figure.id for figure in page.figures}
     assert opened.undrawn() == []
-
-
-def test_table_of_a_sweep_is_cut_and_says_so() -> None:
-    frame = points({"cap": [1, 2, 3]})
-    whole, part = sweep_table(frame, ["cap"]), sweep_table(frame, ["cap"], most=4)
-    assert whole.headings == ("cap", "system", "responses/s", "speedup", "by tokens", "step (s)", "idle", "tail")
-    assert len(whole.rows) == 9
-    assert whole.rows[0] == ["1", "verl", "1.00", "1.000", "1.000", "100.00", "10.0%", "20.0%"]
-    assert len(part.rows) == 4
-    assert part.caption.startswith("Points of the sweep, the first 4 of 9 rows.")

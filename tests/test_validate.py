@@ -12,7 +12,7 @@ from conftest import invoke
 
 from evidence.validate import parts, pat, transfer
 from evidence.validate.page import blocks, read_sections, stale, write_page
-from evidence.validate.parts import PARTS, Options, Section, Skipped, kernel_folder
+from evidence.validate.parts import PARTS, Options, Section, Skipped
 from evidence.validate.published import evaluated, figures, named, published_rows
 from evidence.validate.rows import Row, summarise
 from evidence.validate.runs import told
@@ -145,16 +145,6 @@ def test_without_a_clone_a_part_says_where_its_rows_are(tmp_path: Path) -> None:
         parts.run_part("kernel", Options())
 
 
-def test_kernel_tables_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no kernel tables there"):
-        kernel_folder(tmp_path)
-    monkeypatch.setenv("RLSIM_DATA", str(tmp_path))
-    with pytest.raises(ConfigError, match="no kernel tables there"):
-        kernel_folder(None)
-    (tmp_path / "kernels").mkdir()
-    assert kernel_folder(None) == tmp_path
-
-
 # The command ----------------------------------------------------------------------------------------------------------
 
 
@@ -182,20 +172,6 @@ def test_a_part_of_tables_alone_prints_and_writes_them(stub: dict[str, Section |
     assert "| PAT | switches |" in json.loads((tmp_path / "papers.json").read_text())[0]["tables"]["table"]
 
 
-def test_a_narrow_terminal_breaks_no_name_and_tells_remarks_below(
-    stub: dict[str, Section | Skipped], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    case = "llama-3.1-8b on 8 x A40, 128 responses, static TP8"
-    stub["pat"] = Section((Row("pat", case, "step time over PAT's", 1.4, 1.0, "a remark"),), ())
-    lines = invoke("validate", "pat").output.splitlines()
-    assert f"{case}, step time over PAT's: a remark" in lines
-    below = lines[lines.index("") + 1 :]
-    assert below[0].split() == ["what", "published", "rlsim", "error", "target"]
-    assert "-28.6%" in below[1]
-    assert max(map(len, below[:3])) <= 80
-
-
 def test_the_command_fails_beyond_a_bound_and_on_a_stale_page(
     stub: dict[str, Section | Skipped], tmp_path: Path
 ) -> None:
@@ -209,26 +185,6 @@ def test_the_command_fails_beyond_a_bound_and_on_a_stale_page(
     done = invoke("validate", "serving", "--check", page)
     assert done.exit_code == 1
     assert "tables of serving are stale" in done.output
-
-
-def test_nothing_is_written_where_no_part_could_run(stub: dict[str, Section | Skipped], tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text("old")
-    done = invoke("validate", "kernels", "--json", tmp_path / "old.json", "--page", tmp_path / "p.md")
-    assert str(done.exception) == "no part of the validation could run here"
-    assert (tmp_path / "old.json").read_text() == "old"
-    assert not (tmp_path / "p.md").exists()
-
-
-def test_pages_are_looked_at_before_the_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "run_part", lambda *_: pytest.fail("ran before it was known that the page is of use"))
-    (tmp_path / "latin.md").write_bytes(b"caf\xe9")
-    for option, page, why in (
-        ("--page", "latin.md", "latin.md: cannot be read: byte 3 is no UTF-8 text"),
-        ("--check", "latin.md", "latin.md: cannot be read: byte 3 is no UTF-8 text"),
-        ("--check", "nofile.md", "nofile.md: no such file"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            invoke("validate", "serving", option, tmp_path / page, catch_exceptions=False)
 
 
 # Published figures ----------------------------------------------------------------------------------------------------
