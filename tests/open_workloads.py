@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
 from reference import RefEngine, RefTools
-from reference_hybrid import HybridRollingRun, HybridRun, RefHybrid, StepRollout, simulate_steps
+from reference_hybrid import HybridRollingRun, HybridRun, RefHybrid
 from reference_open import OpenResult, RefCheck, RefRewards, RollingRun, _Run
 from test_engine import FixedWatermark, environment_of
 from workloads import (
@@ -687,82 +687,3 @@ def hybrid_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension |
         perhaps_timed(draw, Together((*others, borrowing(draw, work))), clock, work.costs.step(work.tp))
     )
     return HybridWorkload(**{**vars(work), "control": control, "hybrid": draw(trainers(work, clock))})
-
-
-# ---- a rollout for each step ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class StepsRun:
-    """What the engine made of a run."""
-
-    outcome: Outcome
-    requests: list[Request]  # in the order of their launch
-
-
-@dataclass(frozen=True)
-class StepsWorkload(HybridWorkload):
-    """A whole run whose every step has a rollout of its own; weights are `lag` steps old."""
-
-    lag: int = 0
-
-    def check_s(self, position: int, sample: int) -> float:
-        return self.rewards.check(position, sample).runs_s[0]
-
-    def reference(self) -> list[StepRollout]:  # type: ignore[override]
-        """The reference's answer."""
-        return simulate_steps(self)
-
-    def simulate(self) -> StepsRun:  # type: ignore[override]
-        """The engine's answer: that of continuous generation, with a rollout for each step in its place."""
-        made: list[Request] = []
-
-        def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
-            keys = [(prompt.position, sample) for prompt in launched for sample in range(samples)]
-            new = [Request(first_id + i, at, *self.of_prompt(at)[k], row=k) for i, (at, k) in enumerate(keys)]
-            made.extend(new)
-            return new
-
-        what = self.simulation()
-        workflow = what.workflow
-        if not self.windows:
-            edges = [replace(edge, grain="stage") for edge in workflow.edges]
-            edges = [replace(e, lag=1 + self.lag, exact=True) if e.source == "sync" else e for e in edges]
-            workflow = replace(workflow, edges=tuple(edges), elastic=False)
-        outcome = simulate(replace(what, workflow=workflow, batching=Batching(), requests=requests))
-        return StepsRun(outcome, made)
-
-
-@st.composite
-def steps_workloads(draw: st.DrawFn, clock: Clock = "real") -> StepsWorkload:
-    """Runs of a few steps, with the sizes, costs and engines of continuous ones."""
-    work = draw(open_workloads(clock))
-    windows = draw(st.sampled_from([0, *(n for n in range(1, work.prompts + 1) if not work.prompts % n)]))
-    steps = len(work.sync_s)
-    once = max(*work.sync_s, *work.train_s, 1e-3) * draw(st.sampled_from([0.1, 1.0, 5.0]))
-    rng = random.Random(draw(st.integers(0, 2**32)))
-    responses = work.prompts * len(work.sizes[0])
-    kinds = _kinds(responses, math.gcd(*work.node_gpus))
-    others = draw(st.sampled_from(["nothing", "nothing", "switch", "unused", "balance", "shrink"]))
-    # A step that begins on nodes whose engines were ended waits for new ones, which the reference of steps leaves out.
-    other = draw(kinds[others].filter(lambda control: "restart=True" not in repr(control)))
-    control = Together((other, borrowing(draw, work)))
-    lag = 0 if windows else draw(st.sampled_from([0, 1, 1]))
-    train_s = times(clock, rng, steps * max(windows, 1), once)
-    checks_s, samples = times(clock, rng, draw(st.sampled_from([0, 7, 11])), once), len(work.sizes[0])
-    shifted = [checks_s[at:] + checks_s[:at] for at in range(len(checks_s))]
-    changes = {
-        "rule": Rule(),
-        "routing": "contiguous",
-        "infer_s": (),
-        "filter": Batching(),
-        "lag": lag,
-        "windows": windows,
-        "grouped": work.grouped and bool(windows),
-        "train_s": train_s,
-        "checks": tuple(tuple(RefCheck((s,), 1e9, 1.0) for s in of[:samples]) for of in shifted),
-        "workers": draw(st.sampled_from([1, 2, 4])),
-        "control": NotedHybrid(perhaps_timed(draw, control, clock, work.costs.step(work.tp))),
-        "hybrid": draw(trainers(work, clock)),
-    }
-    return StepsWorkload(**{**vars(work), **changes})

@@ -326,7 +326,7 @@ class _View:
 
     @property
     def now_s(self) -> float:
-        return self._rollout.now - self._rollout.begun_at
+        return self._rollout.now
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -386,11 +386,10 @@ class _Rollout:
     """Of what is asked for: a `RefRollout`, or a workload of `reference_open`."""
 
     chunk_tokens, handover_s = 0, 0.0
-    first_version = 0  # of the weights
     view_kind = _View
 
     def __init__(self, work: Any, requests: Sequence[RefRequest]) -> None:
-        self.work, self.now, self.begun_at, self.admissions = work, 0.0, 0.0, 0
+        self.work, self.now, self.admissions = work, 0.0, 0
         self.tools, self.paused_at_tools = work.tools or RefTools(), False
         self.node_gpus, self.costs, self.engine, self.control = work.node_gpus, work.costs, work.engine, work.control
         tp, costs = work.tp, work.costs
@@ -433,7 +432,7 @@ class _Rollout:
 
     def version_of(self, replica: _Replica) -> int:
         """Updates that its weights have had."""
-        return self.first_version
+        return 0
 
     def pages_of(self, context: int, kv: KvShape) -> int:
         """In units of which a page of all layers has `page_units`, and one begun beyond the window `late_units`."""
@@ -1204,11 +1203,11 @@ class _Rollout:
                 yield switch.ends_at
 
     def next_look(self) -> list[float]:
-        """When the control is asked next by its timer, counted from the beginning."""
+        """When the control is asked next by its timer."""
         every_s, looks = self.control.every_s, 1
-        while every_s and self.reached(self.begun_at + looks * every_s):
+        while every_s and self.reached(looks * every_s):
             looks += 1
-        return [self.begun_at + looks * every_s] if every_s else []
+        return [looks * every_s] if every_s else []
 
     def go_on_to_next(self) -> bool:
         """The next moment at which something happens; whether the control's timer is due then."""

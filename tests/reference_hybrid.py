@@ -1,23 +1,17 @@
-"""Training GPUs that generate, token by token: the plain reading of "GPUs that are borrowed" in docs/engine.md.
-
-`Hybrid` is what any rollout has that may borrow; with a rollout for all steps it makes `HybridRun`, with one for each
-step `StepRollout`.
-"""
+"""Training GPUs that generate, token by token: the plain reading of "GPUs that are borrowed" in docs/engine.md."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reference import RefRequest, _Replica, _Rollout, _View
+from reference import _Replica, _View
 from reference_open import RollingRun, _Run
 
 from rlsim.sim.control import Action, Borrow, Borrowable, Reconfigure, Release, RolloutCosts
 
 if TYPE_CHECKING:
-    from open_workloads import HybridWorkload, StepsWorkload
+    from open_workloads import HybridWorkload
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class RefHybrid:
 class _HybridView(_View):
     """What a control sees of GPUs that it may borrow."""
 
-    _rollout: Hybrid
+    _rollout: HybridRun
 
     @property
     def borrowable(self) -> Borrowable | None:
@@ -66,13 +60,13 @@ class _HybridView(_View):
         return [rollout.by_id[i].response_tokens for i in rollout.result.finish_at]
 
 
-class Hybrid(_Rollout):
-    """A rollout that borrows the trainer's GPUs, all at once, and gives them back replica by replica."""
+class HybridRun(_Run):
+    """Continuous generation that borrows the trainer's GPUs, all at once, and gives them back replica by replica."""
 
     view_kind = _HybridView
 
-    def __init__(self, work: HybridWorkload, *requests: Sequence[RefRequest]) -> None:
-        super().__init__(work, *requests)
+    def __init__(self, work: HybridWorkload) -> None:
+        super().__init__(work)
         self.hybrid = work.hybrid
         self.loads_until: float | None = None  # the weights come to GPUs that are borrowed
         self.waits = False  # the trainer, for what is borrowed
@@ -89,13 +83,6 @@ class Hybrid(_Rollout):
     def has_trainers_gpus(self) -> bool:
         there = [replica for replica in self.replicas if not self.is_own(replica) and not replica.stopped]
         return self.loads_until is not None or bool(there)
-
-    def to_be_had(self) -> bool:
-        """Nobody has or wants the trainer's GPUs, and it has not begun to change the weights that generate."""
-        raise NotImplementedError
-
-    def batch_missing(self) -> float:
-        raise NotImplementedError
 
     # --- other GPUs
 
@@ -153,11 +140,8 @@ class Hybrid(_Rollout):
     def moments(self) -> list[float]:
         return [*super().moments(), *([] if self.loads_until is None else [self.loads_until])]
 
-
-class HybridRun(Hybrid, _Run):
-    """Continuous generation that borrows."""
-
     def to_be_had(self) -> bool:
+        """Nobody has or wants the trainer's GPUs, and it has not begun to change the weights that generate."""
         trainer_idle = self.phase == "works" and self.works_until is None and not self.waits
         begun = len(self.open.steps) - 1 + bool(self.step.parts)  # to be trained, steps
         return trainer_idle and not self.has_trainers_gpus() and begun <= self.shown_version
@@ -220,146 +204,3 @@ class HybridRollingRun(HybridRun, RollingRun):
         followed = super().pull()
         self.look_at_kv()
         return followed
-
-
-# ---- a rollout for each step ----------------------------------------------------------------------------------------
-# Generation has GPUs of its own. A step generates, scores, trains and brings new weights; generation is on policy, or
-# one update behind, or on policy with training on equal parts of the batch as they come.
-
-
-class StepRollout(Hybrid):
-    """One step: its rollout, and when its other calls began and ended.
-
-    Before `held_until` weights still come to the trainer's GPUs for the rollout before.
-    """
-
-    def __init__(self, work: StepsWorkload, before: StepRollout | None, start: float, held_until: float) -> None:
-        self.number, self.before = before.number + 1 if before else 0, before
-        positions = range(self.number * work.prompts, (self.number + 1) * work.prompts)
-        sizes = [(position, size) for position in positions for size in work.of_prompt(position)]
-        super().__init__(work, [RefRequest(i, position, *size) for i, (position, size) in enumerate(sizes)])
-        self.samples = len(sizes) // work.prompts
-        self.first_version = max(self.number - work.lag, 0)
-        self.now = self.begun_at = start
-        self.held_until = held_until
-        self.used_tps = before.used_tps if before else self.used_tps
-        self.workers_free_at: list[float] = before.workers_free_at if before else [0.0] * work.workers
-        self.scored: dict[int, tuple[float, float]] = {}  # by id: when it was given to a worker, and when it was scored
-        self.train_ready_at = math.nan
-        self.train_from = math.inf  # the trainer has its GPUs
-        self.parts: list[tuple[float, float]] = []  # of its batch: when training began and ended each
-        self.syncs = math.nan, math.nan
-        self.asks = True
-
-    def train_wanted_at(self) -> float:
-        """When the trainer wants its GPUs, as far as is known; inf if it is not."""
-        if self.work.windows:
-            return self.part_at(0)
-        return self.before.train_ready_at if self.work.lag and self.before else math.inf
-
-    def has_trainers_gpus(self) -> bool:
-        return super().has_trainers_gpus() or not self.reached(self.held_until)
-
-    def to_be_had(self) -> bool:
-        return not self.reached(self.train_wanted_at()) and not self.has_trainers_gpus()
-
-    def batch_missing(self) -> float:
-        return sum(r.left for r in self.requests) / len(self.requests)
-
-    def moments(self) -> list[float]:
-        later = [at for at in (self.train_wanted_at(), self.held_until) if not self.reached(at) and at < math.inf]
-        return [*super().moments(), *later]
-
-    def look_after_trainer(self) -> None:
-        if self.train_from == math.inf and self.reached(self.train_wanted_at()) and self.has_gpus():
-            self.train_from = self.now
-
-    def go_on(self) -> None:
-        self.look_after_trainer()
-        super().go_on()
-        self.look_after_trainer()
-
-    def ask(self, finished_on: set[int], looks: bool) -> None:
-        while (self.asks or finished_on or looks) and not self.over():
-            finishes, self.asks = bool(self.asks or finished_on), False
-            for action in self.answers(finished_on, finishes, looks):
-                self.note(action)
-            finished_on, looks = set(), False
-            self.go_on()
-
-    def end_iterations(self) -> set[int]:
-        finished_on = super().end_iterations()
-        if self.work.windows:
-            self.score(sorted(self.result.finished - self.scored.keys()))
-        return finished_on
-
-    def score(self, ids: Sequence[int]) -> None:
-        """By CPU workers, first come first served."""
-        free_at = self.workers_free_at
-        for i in ids:
-            if self.work.checks:
-                worker = free_at.index(min(free_at))
-                start = max(self.now, free_at[worker])
-                free_at[worker] = start + self.work.check_s(self.by_id[i].position, i % self.samples)
-                self.scored[i] = start, free_at[worker]
-            else:
-                self.scored[i] = math.nan, self.now
-
-    def part_at(self, part: int) -> float:
-        """When a part of the batch is there, as far as is known: so many of the responses are scored."""
-        ends = [end for _, end in self.scored.values()]
-        if self.work.grouped:  # those of a prompt come together
-            whole = [range(at, at + self.samples) for at in range(0, len(self.requests), self.samples)]
-            ends = [max(self.scored[i][1] for i in ids) for ids in whole if self.scored.keys() >= set(ids) for _ in ids]
-        needed = (part + 1) * len(self.requests) // self.work.windows
-        return sorted(ends)[needed - 1] if needed <= len(ends) else math.inf
-
-    def train(self, there: Sequence[float], seconds: Sequence[float], sync_from: float) -> None:
-        """On its parts, each once it is there and the one before is trained on; then new weights come."""
-        at = -math.inf
-        for ready, takes in zip(there, seconds, strict=True):
-            start = max(at, ready)
-            at = start + takes
-            self.parts.append((start, at))
-        at = max(at, sync_from)
-        self.syncs = at, at + self.work.sync_s[self.number]
-
-
-def simulate_steps(work: StepsWorkload) -> list[StepRollout]:
-    """All steps, each of so many prompts.
-
-    `lag` is 0 or 1; `windows` (with a lag of 0) are the parts in which training takes a batch, with `train_s` of all;
-    where it is `grouped` it takes the responses of a prompt together. Without `checks` nothing is scored. Scoring takes
-    whole batches, with windows each response as it finishes.
-    """
-    lag, windows, train_s = work.lag, work.windows, work.train_s
-    steps: list[StepRollout] = []
-    sync_ends = 0.0  # of the step that brought what generation begins with
-    held_until = 0.0
-    for k in range(len(work.sync_s)):
-        before = steps[-1] if steps else None
-        step = StepRollout(work, before, max(sync_ends, before.now if before else 0.0), held_until)
-        steps.append(step)
-        step.deal("contiguous", len(step.requests))
-        step.go_on()
-        step.ask(set(), looks=False)
-        step.run()
-        end = step.now
-        held_until = max(step.loads_until or 0.0, held_until)
-        if lag and before:
-            free_at = min(step.train_from, max(end, held_until))  # the trainer may have its GPUs
-            before.train([max(before.train_ready_at, free_at)], train_s[k - 1 : k], max(end, held_until))
-            sync_ends = before.syncs[1]
-        if windows:
-            step.train_ready_at = step.part_at(0)
-            first = min(step.train_from, max(step.train_ready_at, end, held_until))
-            there = [first, *map(step.part_at, range(1, windows))]
-            step.train(there, train_s[k * windows : (k + 1) * windows], end)
-        else:
-            step.score(range(len(step.requests)))
-            step.train_ready_at = max(end, sync_ends if lag else 0.0, *(at for _, at in step.scored.values()))
-            if not lag or k == len(work.sync_s) - 1:
-                step.train([max(step.train_ready_at, held_until)], train_s[k : k + 1], end)
-        if step.parts:
-            sync_ends = step.syncs[1]
-    return steps

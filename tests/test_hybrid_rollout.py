@@ -6,15 +6,18 @@ from typing import Any
 import pytest
 from open_workloads import OpenWorkload, Rule
 from reference import RefEngine
+from reference_open import RefCheck
 from test_asynchronous import run
 from workloads import LinearStep, StubCosts
 
 import rlsim
 from rlsim.errors import CapacityError, PolicyError
+from rlsim.sim.batching import Batching
 from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.continuous import Update
 from rlsim.sim.control import Action, Borrow, Migrate, Reconfigure, Release, RolloutControl, RolloutView
 from rlsim.sim.outcome import Outcome
+from rlsim.sim.request import Request
 from rlsim.sim.run import simulate
 
 # ---- by hand --------------------------------------------------------------------------------------------------------
@@ -95,6 +98,40 @@ def test_weights_that_come_too_late_are_waited_for() -> None:
     assert call_times(outcome, "train") == [(30.0, 40.0)]
     assert on_trainer(outcome, "sync")[0] == (0.0, 30.0)
     assert not on_trainer(outcome, "decode")
+
+
+@pytest.mark.parametrize(
+    ("lag", "check_s", "generate", "train", "sync", "borrowed_s"),
+    [
+        (0, 0.0, [(0.0, 12.0), (24.0, 36.0)], [(12.0, 22.0), (36.0, 46.0)], [(22.0, 24.0), (46.0, 48.0)], [12.0, 12.0]),
+        # Training has its GPU while the second step is generated, and new weights wait for that.
+        (1, 0.0, [(0.0, 12.0), (12.0, 36.0)], [(12.0, 22.0), (38.0, 48.0)], [(36.0, 38.0), (48.0, 50.0)], [12.0, 0.0]),
+        # It waits for rewards until 20 s, when the trainer has done two responses of the second step, since 14 s.
+        (1, 8.0, [(0.0, 12.0), (12.0, 24.0)], [(20.0, 30.0), (32.0, 42.0)], [(30.0, 32.0), (42.0, 44.0)], [12.0, 8.0]),
+    ],
+)
+def test_a_rollout_of_each_step_borrows_until_training_begins(
+    lag: int, check_s: float, generate: Any, train: Any, sync: Any, borrowed_s: list[float]
+) -> None:
+    """The trainer has the last two of four responses, done after 5 and 8 s; the others are done after 6 and 12 s."""
+    checks = ((RefCheck((check_s,), 1e9, 1.0),),) if check_s else ()
+    times = (10.0,) * 2, (2.0,) * 2, (1,)
+    work = OpenWorkload((((8, 5),),), 4, Rule(), *times, costs=SLOW, engine=ONE_AT_A_TIME, checks=checks, workers=4)
+    what = work.simulation()
+    edges = [dataclasses.replace(edge, grain="stage") for edge in what.workflow.edges]
+    edges = [dataclasses.replace(e, lag=1 + lag, exact=True) if e.source == "sync" else e for e in edges]
+    outcome = simulate(
+        dataclasses.replace(
+            what,
+            workflow=dataclasses.replace(what.workflow, edges=tuple(edges), elastic=False),
+            batching=Batching(),
+            requests=lambda launched, _, first: [Request(first + i, p.position, 8, 5) for i, p in enumerate(launched)],
+            control=BorrowAlways(),
+            hybrid=HybridReplicas([(TRAINER,)], 1, FAST, 2.0, "sync"),
+        )
+    )
+    assert [call_times(outcome, name) for name in ("generate", "train", "sync")] == [generate, train, sync]
+    assert [rollout.borrowed_gpu_s for rollout in outcome.rollouts] == borrowed_s
 
 
 class BorrowAnyway(RolloutControl):

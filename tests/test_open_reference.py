@@ -1,7 +1,6 @@
 """Continuous generation in the engine against the token-by-token reference, on random runs."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,10 @@ from open_workloads import (
     Noted,
     OpenRun,
     OpenWorkload,
-    StepsWorkload,
     hybrid_workloads,
     open_agents,
     open_workloads,
     rolling,
-    steps_workloads,
 )
 from reference import HaltedError
 from reference_open import OpenResult
@@ -150,36 +147,6 @@ def compare(work: OpenWorkload) -> None:
 # ---- trainers that generate meanwhile --------------------------------------------------------------------------------
 
 
-def compare_steps(work: StepsWorkload) -> None:
-    """Calls, responses, and what the control was asked."""
-    theirs = deepcopy(work)  # controls remember
-    expected, notes = theirs.reference(), theirs.control.notes
-    run = work.simulate()
-    since_start = CLOSE * run.outcome.step_ends[-1]  # a difference of moments, each right to 1e-9
-    for ours, known in zip(work.control.notes, notes, strict=False):
-        assert ours[0] == pytest.approx(known[0], abs=since_start), "moments at which the control is asked"
-        assert ours[1] == known[1], "what the control sees"
-    assert len(work.control.notes) == len(notes)
-    size = work.prompts * len(work.sizes[0])
-    for k, step in enumerate(expected):
-        calls = {call.call: call for call in run.outcome.calls if call.step == k}
-        assert (calls["generate"].start_at, calls["generate"].end_at) == (near(step.begun_at), near(step.now))
-        assert calls["train"].ready_at == near(step.train_ready_at), f"step {k} could train"
-        assert calls["train"].start_at == near(step.parts[0][0]), f"step {k} trains"
-        assert calls["train"].end_at == near(step.parts[-1][1]), f"step {k} has trained"
-        assert (calls["sync"].start_at, calls["sync"].end_at) == tuple(map(near, step.syncs))
-        version = max(k - work.lag, 0)
-        assert (run.outcome.responses[k].version == version).all()
-        for request in run.requests[k * size : (k + 1) * size]:
-            i = request.id
-            assert request.finished_at == near(step.result.finish_at[i]), f"finish of {i} in step {k}"
-            assert request.first_token_at == near(step.result.first_token_at[i]), f"first token of {i} in step {k}"
-            assert request.preemptions == step.result.preemptions[i], f"preemptions of {i} in step {k}"
-            assert request.generated == step.result.generated[i]
-            if work.checks:
-                assert (request.score_started_at, request.scored_at) == tuple(map(near, step.scored[i]))
-
-
 ANY = st.sampled_from(CLOCKS)
 #: Random runs of each kind, how each is compared, and how many there are; the many are slow.
 KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int, int]] = {
@@ -189,7 +156,6 @@ KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int, int]]
     "replicas take weights on their own": (ANY.flatmap(rolling), compare, 34, 4500),
     "agents call tools": (open_agents(), compare, 40, 2000),
     "the trainer generates": (ANY.flatmap(hybrid_workloads), compare, 34, 500),
-    "the trainer generates for its step": (ANY.flatmap(steps_workloads), compare_steps, 50, 3000),
 }
 
 
