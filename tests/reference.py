@@ -64,6 +64,7 @@ class RefRequest:
     budget_tokens: int = 0  # 0: none
     tools: Sequence[tuple[int, int, float]] = ()  # after so many tokens: tokens observed, seconds; those ahead
     predicted_tokens: float = 0.0  # 0: nothing is
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ class RefRollout:
     chunk_tokens: int = 0
     handover_s: float = 0.0
     tools: RefTools | None = None  # where trajectories act; None: there are none
+    micro_batches: int = 1  # of the requests that a replica begins with
 
     def launched(self, launch: Launch, first_id: int) -> Sequence[RefRequest]:
         """The requests of a launch."""
@@ -183,7 +185,7 @@ class RefRollout:
         """The reference's answer."""
         rollout = _Rollout(self, [*self.requests, *self.resumed])
         rollout.chunk_tokens, rollout.handover_s = self.chunk_tokens, self.handover_s
-        rollout.deal(self.routing, len(self.requests))
+        rollout.deal(self.routing, len(self.requests), self.micro_batches)
         rollout.run()
         return rollout.result
 
@@ -601,10 +603,18 @@ class _Rollout:
             self.replicas.append(new[-1])
         return new
 
-    def deal(self, routing: Literal["contiguous", "round_robin"], count: int) -> None:
-        """The first `count` by the routing, then the others by context."""
+    def deal(self, routing: Literal["contiguous", "round_robin"], count: int, micro_batches: int = 1) -> None:
+        """The first `count` by the routing, then the others by context. Of the first each replica's are so many
+        micro-batches of neighbours, the first ones larger by one."""
         new, resumed = self.requests[:count], self.requests[count:]
         self.deal_evenly(new, self.replicas, routing)
+        for replica in self.replicas:
+            share, rest = replica.arrivals, len(replica.arrivals)
+            for number in range(micro_batches):
+                size = math.ceil(rest / (micro_batches - number))
+                for r in share[len(share) - rest :][:size]:
+                    r.micro_batch = number
+                rest -= size
         going = [r for r in resumed if not r.calls]
         self.deal_by_context(going, self.replicas, lambda replica, r: replica.arrive(r, self.now))
         for r in resumed:
@@ -689,6 +699,8 @@ class _Rollout:
         while replica.waiting:
             head = replica.waiting[0]
             if len(replica.admitted) >= engine.max_num_seqs:
+                break
+            if any(r.micro_batch < head.micro_batch for r in replica.admitted):
                 break
             watermark = engine.watermark_pages * units if replica.admitted else 0
             found = self.find(replica, head)

@@ -110,6 +110,7 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
             cap_tokens=work.cap_tokens,
             recorder=recorder,
             routing=work.routing,
+            micro_batches=work.micro_batches,
             launcher=lambda launch: made(work.launched(launch, len(rollout.requests))),
             environments=Environments(env, environment_of(work.tools)) if work.tools else None,
         ),

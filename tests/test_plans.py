@@ -365,6 +365,31 @@ def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
         assert steps == pytest.approx(expected, rel=0.01), found[i]
 
 
+def test_micro_batches_of_generation_take_turns_and_half_of_the_memory() -> None:
+    """Of equal lengths two halves take twice as long as a half, which is less than all in as little memory."""
+    given = experiment(workflow={"algorithm": "grpo", "steps": 1, "prompts": 512, "reference": False}, models={})
+    space = space_of(given)
+    options = [option for _, option in space.options["generate"] if option.strategy.gpus == 1]
+    whole, halves = (next(o for o in options if o.strategy.micro_batches == parts) for parts in (None, 2))
+    assert halves.memory_share < whole.memory_share
+    spelled = {"gpus": "0", "tp": 1, "memory_share": halves.memory_share}
+    cuts = {"none": {}, "halves": {"micro_batches": 2}}
+    rest = {name: {"gpus": "0"} for name in ("old_log_prob", "train")}
+    systems = [
+        {"name": name, "use": [{"plan": {"calls": {"generate": {**spelled, **cut}, **rest}}}]}
+        for name, cut in cuts.items()
+    ]
+    ran = {
+        n: rlsim.run({**given, "workflow": {**given["workflow"], "prompts": n}, "systems": systems}) for n in (256, 512)
+    }
+    of = {(n, row.system): row.gen_time_s for n, result in ran.items() for row in result.steps.itertuples()}
+    assert of[512, "halves"] == pytest.approx(2 * of[256, "none"], rel=1e-9)
+    assert of[512, "halves"] == pytest.approx(halves.time_s, rel=1e-9)
+    assert of[512, "halves"] < of[512, "none"]
+    preempted = ran[512].steps.set_index("system")["preemptions"]
+    assert preempted["none"] > preempted["halves"] == 0
+
+
 # ---- placements of frameworks ----------------------------------------------------------------------------------------
 
 

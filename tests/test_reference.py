@@ -85,6 +85,13 @@ def test_skew_pays_for_padding() -> None:
     assert result.finish_at == {0: first, 1: first + 2.5 + (8 + 9) / 64}  # one alone has no padding
 
 
+def test_micro_batches_run_one_after_the_other() -> None:
+    result = run([(4, 2), (4, 3), (4, 2)], micro_batches=2)
+    two = 2 + 1.5 + 10 / 64
+    first = two + 1.25 + 6 / 64  # until the longer one of the first two is done
+    assert result.finish_at == {0: two, 1: first, 2: first + 1.5 + 1.25 + 5 / 64}
+
+
 def test_a_plain_prefill_batch_keeps_to_the_budget_and_pauses_decoding() -> None:
     result = run([(4, 2), (4, 2), (4, 2)], engine=replace(PLAIN, max_num_batched_tokens=8))
     two = 1 + 8 / 8  # 4 + 4 is all the budget

@@ -570,6 +570,7 @@ def workloads(
         cap_tokens=max(r.response_tokens for r in requests),
         control=control,
         routing=draw(st.sampled_from(["contiguous", "round_robin"])),
+        micro_batches=draw(st.sampled_from([1, 1, 1, 2, 3, 50])),
         tools=where,
     )
 

@@ -82,7 +82,7 @@ class PlanReport:
             row = {"call": call.name, "model": call.model, "first_gpu": first}
             row |= {name: getattr(option.strategy, name) for name in _OF_STRATEGY}
             if call.kind == "generate":
-                row |= {"micro_batches": None, "zero_stage": None}
+                row["zero_stage"] = None
             row |= {"time_s": time_s, "resident_bytes": option.resident_bytes, "active_bytes": option.active_bytes}
             rows.append(row)
         return pd.DataFrame(rows).astype({"micro_batches": "Int64", "zero_stage": "Int64"})

@@ -314,13 +314,26 @@ class PlanSpace:
                 for share in ENGINE_SHARES:
                     if share < limits[candidate.strategy]:
                         yield from self._generated(candidate.strategy, share)
+                yield from self._in_micro_batches(candidate.strategy)
+
+    def _in_micro_batches(self, strategy: TrainStrategy) -> Iterator[Candidate]:
+        """With memory for one micro-batch at once, as long as that beats all sequences in as much memory."""
+        for power in range(1, MICRO_BATCHES_PER_STAGE.bit_length()):
+            cut = replace(strategy, micro_batches=1 << power)
+            share = self._share_for_all(cut)
+            both = [*self._generated(cut, share), *self._generated(strategy, share)]
+            if len(both) < 2 or both[0].time_s >= both[1].time_s:
+                return
+            yield both[0]
 
     def _share_for_all(self, strategy: TrainStrategy) -> float:
-        """Share of a GPU's memory that lets all sequences run at once; not more than the experiment allows."""
+        """Share of a GPU's memory that lets a micro-batch run at once; not more than the experiment allows."""
         loaded, engine, layout = self._loaded, self._loaded.experiment.engine, self._loaded.replica
         shape = kv_shape(loaded.model, layout.attention_tp(strategy.tp))
-        replicas = self._dealt(strategy)
-        units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in dealt) for dealt in replicas)
+        parts = [
+            part for dealt in self._dealt(strategy) for part in evenly(dealt, strategy.micro_batches or 1, "contiguous")
+        ]
+        units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in part) for part in parts)
         pages = (math.ceil(units / shape.page_units / layout.attention_dp) + 1) / (1 - engine.watermark)
         costs = rollout_costs(loaded, range(strategy.gpus), strategy=strategy)
         needed = costs.share_for(strategy.tp * strategy.pp, pages)
@@ -341,13 +354,16 @@ class PlanSpace:
         replica = strategy.tp * strategy.pp
         if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.
-            time_s = max(self._rollout_s(dealt, costs, replica) for dealt in self._dealt(strategy))
+            time_s = max(self._rollout_s(dealt, costs, strategy) for dealt in self._dealt(strategy))
             memory = costs.memory(replica)
             engine_bytes = memory.weight_bytes + memory.activation_bytes + memory.reserved_bytes + memory.kv_bytes
             engine_bytes = max(engine_bytes - RESERVED_BYTES, 0.0)  # which any process has here
             yield Candidate(strategy, time_s, 0.0, engine_bytes, memory_share)
 
-    def _rollout_s(self, dealt: Sequence[tuple[int, int, int]], costs: RolloutCostModel, replica: int) -> float:
+    def _rollout_s(
+        self, dealt: Sequence[tuple[int, int, int]], costs: RolloutCostModel, strategy: TrainStrategy
+    ) -> float:
+        replica = strategy.tp * strategy.pp
         stage = GenerationStage(
             requests=[Request(i, *sequence) for i, sequence in enumerate(dealt)],
             mesh=[tuple(range(replica))],
@@ -355,6 +371,7 @@ class PlanSpace:
             costs=costs,
             config=self._loaded.engine,
             cap_tokens=self._loaded.longest_response,
+            micro_batches=strategy.micro_batches or 1,
         )
         return run_rollout(stage).env.now
 

@@ -79,7 +79,8 @@ class Simulator:
         placed = self.placed(system)
         for call in placed.workflow.calls:
             shares = call.kind not in ("generate", "sync") and placed.shares_generation(call.name)
-            refuse("endless", call=call, endless=endless(system), shares_gpus=shares)
+            parts = placed.generation.micro_batches if call.kind == "generate" else 1
+            refuse("endless", call=call, endless=endless(system), shares_gpus=shares, micro_batches=parts)
         _ = placed.judge  # raises if it does not fit
         self.scorers(system)
         system.control.setup(placed.context)

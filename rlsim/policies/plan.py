@@ -19,7 +19,7 @@ from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Placement, Plan, with_transfers
 
 #: What the plan of a generating call may say.
-_GENERATION = ("gpus", "tp", "pp", "dp", "memory_share", "graphs")
+_GENERATION = ("gpus", "tp", "pp", "dp", "micro_batches", "memory_share", "graphs")
 
 
 class CallPlan(Schema):
@@ -37,7 +37,10 @@ class CallPlan(Schema):
         default=None, ge=1, description="tensor-parallel degree of an expert; default: tp if ep is 1, else 1"
     )
     micro_batches: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="micro-batches of a data-parallel rank, at most its sequences"
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="micro-batches of a data-parallel rank, at most its sequences (generate: one after the other)",
     )
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
         default=None, description="token budget of a micro-batch, where their number is not given"
@@ -78,12 +81,14 @@ class ExplicitPlan(Schema, Placing):
                     given |= {key: n for key in ("cp", "ep") if (n := getattr(strategy, key)) > 1}
                     if strategy.expert_tp is not None:
                         given["expert_tp"] = strategy.expert_tp
+                    if strategy.micro_batches is not None:
+                        given["micro_batches"] = strategy.micro_batches
                 if strategy is not None and call.kind != "generate":
                     given |= {"zero_stage": strategy.zero_stage, "offload": strategy.offload}
                     backward = call.kind == "train"
-                    if strategy.micro_batches is not None:
-                        given["micro_batches"] = strategy.micro_batches
-                    elif not strategy.sequences(backward=backward):  # else `training` has it
+                    if strategy.micro_batches is None and not strategy.sequences(
+                        backward=backward
+                    ):  # else `training` has it
                         given["micro_batch_tokens"] = strategy.budget(backward=backward)
                 calls[call.name] = CallPlan(
                     gpus=gpus, memory_share=placement.memory_share, graphs=placement.graphs, **given
@@ -148,8 +153,9 @@ def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
     if senseless:
         raise ConfigError(f"plan: {name}: {', '.join(senseless)}: generation has only {', '.join(_GENERATION)}")
     if call.tp is None:
-        if call.pp > 1 or call.dp is not None:
-            raise ConfigError(f"plan: {name}: pp and dp need a tp beside them; without one the system's layout decides")
+        if given & {"pp", "dp", "micro_batches"}:
+            what = "pp, dp and micro_batches need a tp beside them; without one the system's layout decides"
+            raise ConfigError(f"plan: {name}: {what}")
         return None
     return _strategy(name, call, gpus, TrainStrategy())
 
@@ -160,7 +166,7 @@ def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> Tra
     dp = call.dp or max(gpus // share, 1)
     if dp * share != gpus:
         raise ConfigError(f"plan: {name}: DP {dp} × TP {tp} × PP {call.pp} × CP {call.cp} are not its {gpus} GPUs")
-    given = call.model_dump(exclude={"cp", *_GENERATION}, exclude_none=True)
+    given = call.model_dump(exclude={"cp", *_GENERATION} - {"micro_batches"}, exclude_none=True)
     if call.micro_batch_tokens is not None:
         own = ("log_prob_micro_batch_tokens", "micro_batch_sequences", "log_prob_micro_batch_sequences")
         given |= dict.fromkeys(own)  # the call's own budget holds, whatever its kind

@@ -114,7 +114,7 @@ class StepGeneration(Generation):
         generating = [r for r in resumed if not r.finished]
         yield from self._lay_out(step, mesh, len(requests) - len(resumed) + len(generating))
         new = [r for r in requests if not r.resumed] if resumed else requests
-        rollout = state.rollout = self._of_step(call, step, state, mesh, new, generating)
+        rollout = state.rollout = self._of_step(call, step, state, mesh, placement.micro_batches, new, generating)
         start = state.generates_at = self._env.now
         self._go_on(call, state, generating)
         if len(generating) < len(resumed):
@@ -143,6 +143,7 @@ class StepGeneration(Generation):
         step: int,
         state: StepState,
         mesh: Sequence[tuple[int, ...]],
+        micro_batches: int,
         requests: Sequence[Request],
         resumed: Sequence[Request],
     ) -> Rollout:
@@ -179,6 +180,7 @@ class StepGeneration(Generation):
             on_release=released,
             crowded=what.crowded,
             chunks=self._chunks(call, state),
+            micro_batches=micro_batches,
         )
 
     def _finished(self, call: Call, state: StepState, responses: Sequence[Request]) -> None:

@@ -165,6 +165,7 @@ class Request:
     called: int = 0  # of these, those that are over
     budget_tokens: int = field(init=False)  # with so many tokens it is complete, or pauses
     limit_tokens: int = field(init=False)  # the same, or it calls a tool: with so many it leaves its replica
+    micro_batch: int = 0  # it is admitted where none of an earlier one is
     priority: float = 0.0  # its place in its replica's queue: the lowest goes first
     order: int = 0  # admission number at its replica; 0 while waiting
     offset: int = 0  # while running: context = offset + the replica's step counter

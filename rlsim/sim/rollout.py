@@ -215,13 +215,18 @@ class Rollout(RolloutState):
         """Give new requests to these replicas: as the control says, else evenly or to those that have the fewest."""
         if not replicas:
             self._homeless.extend(requests)
-        elif (wanted := self._wanted(requests, replicas)) is not None:
-            self._deal(wanted)
-        elif idle:
-            shares = evenly(requests, len(replicas), self._stage.routing)
-            self._deal({replica.index: share for replica, share in zip(replicas, shares, strict=True)})
-        else:
-            self._deal(by_number(requests, {replica.index: replica.unfinished for replica in replicas}))
+            return
+        if (shares := self._wanted(requests, replicas)) is None and idle:
+            even = evenly(requests, len(replicas), self._stage.routing)
+            shares = {replica.index: share for replica, share in zip(replicas, even, strict=True)}
+        elif shares is None:
+            shares = by_number(requests, {replica.index: replica.unfinished for replica in replicas})
+        if self._stage.micro_batches > 1 and idle:
+            for share in shares.values():
+                for number, part in enumerate(evenly(share, self._stage.micro_batches, "contiguous")):
+                    for request in part:
+                        request.micro_batch = number
+        self._deal(shares)
 
     def _wanted(self, requests: Sequence[Request], replicas: Sequence[Replica]) -> Shares | None:
         if not requests or not asked(self._stage.control, "dispatch"):

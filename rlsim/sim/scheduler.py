@@ -240,8 +240,13 @@ class Scheduler:
         page, plain, waiting, watermark = config.page_tokens, batch.plain, self.waiting, self._watermark_pages
         offloads = self._host_pages > 0
         found = held = offloaded = 0
+        earliest = waiting[0].micro_batch if waiting else 0
+        if earliest:
+            earliest = min((r.micro_batch for r in chain(batch, self.prefilling)), default=earliest)
         while waiting and places > 0:
             request = waiting[0]
+            if request.micro_batch > earliest:
+                break
             context = request.prompt_tokens + request.generated
             pages = -(-context // page) if plain else batch.pages_of(context)
             if request in self.pinned:
@@ -265,7 +270,7 @@ class Scheduler:
             if request in self.pinned:
                 self.unpin(request)
                 self._unpinned.add(request)
-            places -= 1
+            places, earliest = places - 1, request.micro_batch
             request.order = order = next(self._numbers)
             self._admitted.append((order, request))
             if len(self._admitted) > self._most_admitted:

@@ -34,6 +34,7 @@ class GenerationStage:
     control: RolloutControl = field(default_factory=RolloutControl)
     asked_at_finish: bool = True  # each time responses finish; if not, the control is asked at an `ask` alone
     routing: Routing = "contiguous"
+    micro_batches: int = 1  # of what each replica begins with, one after the other
     dispatch: Dispatch = "least_context"
     label: str = ""  # the kind of round
     resumed: Sequence[Request] = ()  # further requests, with tokens from an earlier step

@@ -27,6 +27,11 @@ class Placement:
     memory_share: float | None = None
     graphs: bool = True
 
+    @property
+    def micro_batches(self) -> int:
+        """Of a `generate` call: parts of each replica's share that it generates one after the other."""
+        return (self.strategy and self.strategy.micro_batches) or 1
+
     def replicas(self, gpus: int | None = None) -> tuple[tuple[int, ...], ...]:
         """Neighbouring GPUs for every data-parallel replica of the strategy, or for replicas of so many GPUs."""
         if gpus is None:
