@@ -71,15 +71,15 @@ def test_describe_prints_a_table_or_json() -> None:
 
 def test_description_by_hand() -> None:
     frame = pd.DataFrame({"prompt_id": [0, 0, 1, 1], "sample_id": [0, 1, 0, 1], "response_tokens": [10, 20, 30, 1000]})
-    part = describe(make_trace(frame), cap_tokens=100, above=(15, 100)).parts[0]
-    assert part.mean_tokens == 40
-    assert part.quantiles["P50"] == 25
-    assert part.max_over_median == 4
-    assert part.share_at_cap == 0.25
-    assert part.share_above == {15: 0.75, 100: 0.0}
-    assert part.samples_per_prompt == {2: 2}
-    tasks = describe(make_trace(small())).parts
-    assert [p.part for p in tasks] == ["all", "task code", "task math"]
+    part = describe(make_trace(frame), cap_tokens=100, above=(15, 100))["parts"][0]
+    assert part["mean_tokens"] == 40
+    assert part["quantiles"]["P50"] == 25
+    assert part["max_over_median"] == 4
+    assert part["share_at_cap"] == 0.25
+    assert part["share_above"] == {15: 0.75, 100: 0.0}
+    assert part["samples_per_prompt"] == {2: 2}
+    tasks = describe(make_trace(small()))["parts"]
+    assert [p["part"] for p in tasks] == ["all", "task code", "task math"]
 
 
 def test_what_scripts_read(folder: Path, call: Command) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import number, share, written
 from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, tokens_of, write_json
@@ -13,7 +13,6 @@ from rlsim.cli.tables import NO_BREAK, of_columns, print_tables, table
 from rlsim.errors import TraceError
 
 if TYPE_CHECKING:
-    from rlsim.trace.describe import Description, Summary
     from rlsim.trace.fit import LengthFit
     from rlsim.trace.schema import Trace
 
@@ -123,40 +122,43 @@ def describe_(
         from rlsim.results.report.lengths import trace_chart
 
         save_chart(trace_chart(trace, cap_tokens), chart, TraceError)
-    if write_json(json_file, description.model_dump(mode="json")) or paths_only(quiet, chart):
+    if write_json(json_file, description) or paths_only(quiet, chart):
         return
     _print_description(description)
     if chart is not None:
         echo(f"wrote {chart}")
 
 
-def _print_description(description: Description) -> None:
+def _print_description(description: dict[str, Any]) -> None:
     """Prints a table with a column for the whole, each task, and each epoch, of many epochs only some."""
     from rlsim.cli.terminal import Console
 
-    first, shown = description.parts[0], _shown(description.parts)
-    figures = [dict(part) for part in shown]
-    rows = written("lengths", figures)
-    rows |= {name: [number(part.quantiles[name], 0) for part in shown] for name in first.quantiles}
-    at_cap = f"share at the cap of {first.cap_tokens:,}" if first.cap_tokens else "share marked as cut"
-    rows |= written("longest", figures) | {at_cap: [share(part.share_at_cap, 2) for part in shown]}
-    rows |= {f"share above {at:,}": [share(part.share_above[at], 2) for part in shown] for at in first.share_above}
-    rows |= written("more", figures, first=first)
-    headings = ["", *(part.part.replace(" ", NO_BREAK) for part in shown)]
-    title = f"Response lengths of {description.name} (tokens)"
+    parts = description["parts"]
+    first, shown = parts[0], _shown(parts)
+    rows = written("lengths", shown)
+    rows |= {name: [number(part["quantiles"][name], 0) for part in shown] for name in first["quantiles"]}
+    cap = first["cap_tokens"]
+    at_cap = f"share at the cap of {cap:,}" if cap else "share marked as cut"
+    rows |= written("longest", shown) | {at_cap: [share(part["share_at_cap"], 2) for part in shown]}
+    rows |= {
+        f"share above {at:,}": [share(part["share_above"][at], 2) for part in shown] for at in first["share_above"]
+    }
+    rows |= written("more", shown, first=first)
+    headings = ["", *(part["part"].replace(" ", NO_BREAK) for part in shown)]
+    title = f"Response lengths of {description['name']} (tokens)"
     print_tables([table(headings, [[name, *values] for name, values in rows.items()], title=title)])
     say = Console(soft_wrap=True).print
-    if description.source:
-        say(f"source: {description.source}")
-    if len(shown) < len(description.parts):
-        say(f"{len(shown)} of {len(description.parts)} columns: --json has the rest")
-    for note in description.notes:
+    if description["source"]:
+        say(f"source: {description['source']}")
+    if len(shown) < len(parts):
+        say(f"{len(shown)} of {len(description['parts'])} columns: --json has the rest")
+    for note in description["notes"]:
         say(f"note: {note}")
 
 
-def _shown(parts: Sequence[Summary]) -> list[Summary]:
+def _shown(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """All parts, but of many epochs only some, the first and the last among them."""
-    epochs = [part for part in parts if part.part.startswith("epoch ")]
+    epochs = [part for part in parts if part["part"].startswith("epoch ")]
     if len(epochs) <= _MOST_EPOCHS:
         return list(parts)
     kept = {round(i * (len(epochs) - 1) / (_MOST_EPOCHS - 1)) for i in range(_MOST_EPOCHS)}

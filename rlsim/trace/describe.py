@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.base.schema import Schema
 from rlsim.trace.mixture import icc_log, straggling_groups, within_sd_log
 from rlsim.trace.schema import Trace
 from rlsim.trace.turns import recorded_s
@@ -16,56 +15,12 @@ from rlsim.trace.turns import recorded_s
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 
 
-class Summary(Schema):
-    """The numbers of a trace, or of one task or epoch in it. Lengths in tokens, cut at the cap if one is given."""
+def describe(trace: Trace, cap_tokens: int | None = None, above: Sequence[int] = ()) -> dict[str, Any]:
+    """The numbers of `trace`, with lengths cut at `cap_tokens` (default: as they are) and shares above lengths.
 
-    part: str
-    responses: int
-    prompts: int
-    samples_per_prompt: dict[int, int]
-    mean_tokens: float
-    quantiles: dict[str, float]
-    max_tokens: int
-    max_over_median: float
-    cap_tokens: int | None
-    share_at_cap: float
-    share_above: dict[int, float]
-    icc_log: float | None
-    within_sd_log: float | None
-    straggling_prompts: float | None
-    straggling_prompts_shuffled: float | None
-    prompt_tokens_median: float | None
-    correct_share: float | None = None
-    mixed_prompts: float | None = None
-    reward_mean: float | None = None
-    reward_min: float | None = None
-    reward_max: float | None = None
-    reward_time_mean_s: float | None = None
-    reward_time_max_s: float | None = None
-    longest_test_run_mean_s: float | None = None
-    judge_tokens_mean: float | None = None
-    tool_calls_mean: float | None = None
-    tool_calls_max: int | None = None
-    turn_tokens_median: float | None = None
-    observed_share: float | None = None
-    call_s_mean: float | None = None
-    call_s_p95: float | None = None
-    tool_s_mean: float | None = None
-    tool_s_max: float | None = None
-    tool_s_icc_log: float | None = None
-
-
-class Description(Schema):
-    """What `rlsim trace describe` prints: the whole trace, then each task and each epoch if there are several."""
-
-    name: str
-    source: str
-    notes: tuple[str, ...]
-    parts: tuple[Summary, ...]
-
-
-def describe(trace: Trace, cap_tokens: int | None = None, above: Sequence[int] = ()) -> Description:
-    """The numbers of `trace`, with lengths cut at `cap_tokens` (default: as they are) and shares above lengths."""
+    `name`, `source`, `notes`, and `parts`: the whole, then each task and each epoch if there are several. What a part
+    does not know is None, or missing where no part knows it.
+    """
     notes = list(trace.meta.notes)
     own = trace.meta.cap_tokens
     if cap_tokens is not None and bool((trace.capped & (trace.response_tokens < cap_tokens)).any()):
@@ -76,42 +31,41 @@ def describe(trace: Trace, cap_tokens: int | None = None, above: Sequence[int] =
         if column in frame and frame[column].nunique() > 1:
             groups: Any = frame.groupby(column, sort=True)
             parts += [_summary(f"{column} {value}", rows, cap_tokens, own, above) for value, rows in groups]
-    return Description(name=trace.meta.name, source=trace.meta.source, notes=tuple(notes), parts=tuple(parts))
+    every = dict.fromkeys(name for part in parts for name in part)
+    parts = [every | part for part in parts]
+    return {"name": trace.meta.name, "source": trace.meta.source, "notes": notes, "parts": parts}
 
 
-def _summary(part: str, frame: pd.DataFrame, cap: int | None, own: int | None, above: Sequence[int]) -> Summary:
+def _summary(part: str, frame: pd.DataFrame, cap: int | None, own: int | None, above: Sequence[int]) -> dict[str, Any]:
+    """The numbers of a trace, or of one task or epoch in it (`part`). Lengths in tokens, cut at the cap if one is
+    given; the correlations are intra-prompt ones of logarithms, stragglers responses in the longest 1%."""
     full = frame["response_tokens"].to_numpy(np.int64)
     tokens = full if cap is None else np.minimum(full, cap)
     cut = frame["capped"].to_numpy(np.bool_) | (tokens >= (cap or own or np.inf))
     codes = np.unique(frame["code"].to_numpy(np.int64), return_inverse=True)[1]
     sizes, counts = np.unique(np.bincount(codes), return_counts=True)
     icc = icc_log(tokens, codes)
-    stragglers = straggling_groups(tokens, codes, int(np.quantile(tokens, 0.99))) if icc is not None else None
+    stragglers = straggling_groups(tokens, codes, int(np.quantile(tokens, 0.99))) if icc is not None else (None, None)
     prompt: Any = frame.get("prompt_tokens")
-    return Summary(
-        part=part,
-        responses=len(tokens),
-        prompts=int(codes.max()) + 1,
-        samples_per_prompt={int(s): int(c) for s, c in zip(sizes, counts, strict=True)},
-        mean_tokens=round(float(tokens.mean()), 2),
-        quantiles={f"P{100 * q:g}": round(float(np.quantile(tokens, q)), 1) for q in QUANTILES},
-        max_tokens=int(tokens.max()),
-        max_over_median=round(float(tokens.max() / np.median(tokens)), 2),
-        cap_tokens=min(cap or own or 0, own or cap or 0) or None,
-        share_at_cap=round(float(cut.mean()), 6),
-        share_above={int(a): round(float((tokens > a).mean()), 6) for a in above},
-        icc_log=_round(icc),
-        within_sd_log=_round(within_sd_log(tokens, codes)),
-        straggling_prompts=_round(stragglers[0] if stragglers else None),
-        straggling_prompts_shuffled=_round(stragglers[1] if stragglers else None),
-        prompt_tokens_median=None if prompt is None or prompt.isna().all() else float(prompt.median()),
-        **_rewards(frame),
-        **_turns(frame),
-    )
+    return {
+        "part": part, "responses": len(tokens), "prompts": int(codes.max()) + 1,
+        "samples_per_prompt": {int(s): int(c) for s, c in zip(sizes, counts, strict=True)},
+        "mean_tokens": round(float(tokens.mean()), 2),
+        "quantiles": {f"P{100 * q:g}": round(float(np.quantile(tokens, q)), 1) for q in QUANTILES},
+        "max_tokens": int(tokens.max()),
+        "max_over_median": round(float(tokens.max() / np.median(tokens)), 2),
+        "cap_tokens": min(cap or own or 0, own or cap or 0) or None,
+        "share_at_cap": round(float(cut.mean()), 6),
+        "share_above": {int(a): round(float((tokens > a).mean()), 6) for a in above},
+        "icc_log": _round(icc), "within_sd_log": _round(within_sd_log(tokens, codes)),
+        "straggling_prompts": _round(stragglers[0]), "straggling_prompts_shuffled": _round(stragglers[1]),
+        "prompt_tokens_median": None if prompt is None or prompt.isna().all() else float(prompt.median()),
+        **_rewards(frame), **_turns(frame),
+    }  # fmt: skip
 
 
 def _turns(frame: pd.DataFrame) -> dict[str, float | None]:
-    """What the turns of trajectories say, as fields of `Summary`."""
+    """What the turns of trajectories say."""
     cells = frame["turns"].dropna() if "turns" in frame else pd.Series(dtype=object)
     if not len(cells):
         return {}
@@ -133,7 +87,7 @@ def _turns(frame: pd.DataFrame) -> dict[str, float | None]:
 
 
 def _rewards(frame: pd.DataFrame) -> dict[str, float | None]:
-    """What the reward columns say, as fields of `Summary`; of those the trace does not have nothing."""
+    """What the reward columns say; of those the trace does not have nothing."""
 
     found: dict[str, float | None] = {}
     columns = ("correct", "reward", "reward_time_s", "test_run_s", "judge_tokens")
