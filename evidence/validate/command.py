@@ -9,7 +9,7 @@ import typer
 
 from evidence.validate.parts import PARTS, REPEATABLE
 from rlsim.cli import complete
-from rlsim.cli.common import PRINTED, Json, write_json
+from rlsim.cli.common import PRINTED, write_json
 from rlsim.cli.tables import Table, print_tables
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def validate(
             help=f"{', '.join(PARTS)} (default: all).", show_default=False, autocompletion=complete.one_of(*PARTS)
         ),
     ] = None,
-    json_file: Json = None,
+    json_file: Path | None = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of kernel tables (default: $RLSIM_DATA, or ../shared/data).")
     ] = None,

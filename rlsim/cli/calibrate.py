@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlsim.base.formats import written
-from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, progress_bar, tokens_of, write_json
+from rlsim.cli.common import PRINTED, Commands, echo, paths_only, progress_bar, tokens_of, write_json
 from rlsim.cli.tables import of_columns, print_tables, table
 from rlsim.errors import CalibrationError, ConfigError
 
@@ -38,8 +38,8 @@ def calibrate(
     out: Path | None = None,
     base: str | None = None,
     fresh: bool = False,
-    json_file: Json = None,
-    quiet: Quiet = False,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Measure kernels, whole steps and links of this machine within a budget, and fit a calibration to them.
 
@@ -76,8 +76,8 @@ def import_(
     base: str | None = None,
     name: str | None = None,
     out: Path = Path(),
-    json_file: Json = None,
-    quiet: Quiet = False,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Fit a calibration to measurements that others have published, in their own layouts and units.
 
@@ -108,8 +108,8 @@ def from_run_(
     warmup: int = 2,
     name: str | None = None,
     out: Path = Path(),
-    json_file: Json = None,
-    quiet: Quiet = False,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Fit training efficiency and host time to your own run, and test them on steps it was not fitted to.
 
@@ -141,8 +141,8 @@ def from_engine_(
     release: str = "",
     name: str | None = None,
     out: Path = Path(),
-    json_file: Json = None,
-    quiet: Quiet = False,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Fit whole iterations to what your engine logs in service, and test them on batch sizes left out of the fit.
 
@@ -171,8 +171,8 @@ def show_(
     cluster: str | None = None,
     speculation: str | None = None,
     out: Path | None = None,
-    json_file: Json = None,
-    quiet: Quiet = False,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Show what kernels reach of the data sheet's FLOP/s or bandwidth, by shape, or how long a model's steps take.
 

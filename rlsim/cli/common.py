@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Commands(typer.Typer):
-    """Commands whose options are rows of `rlsim/data/options.csv`, but for those that several have (below).
+    """Commands whose options are rows of `rlsim/data/options.csv`; those of `*` are of all that have such a one.
 
     A row has the `flags` of an option, if these are not its name (`argument`: it has none), `bounds` of a number, and
     what the shell `offers`: a completer, or names.
@@ -45,8 +45,10 @@ class Commands(typer.Typer):
 
 def told(function: F) -> F:
     """A command, its options as their rows say."""
-    rows = options().get(f"{function.__module__.removeprefix('rlsim.cli.')}.{function.__name__}", {})
-    hints = get_type_hints(function) if rows else {}
+    own = options().get(f"{function.__module__.removeprefix('rlsim.cli.')}.{function.__name__}", {})
+    hints = get_type_hints(function, include_extras=True)
+    plain = {name for name, hint in hints.items() if not hasattr(hint, "__metadata__")}  # others say it themselves
+    rows = {name: option for name, option in (options()["*"] | own).items() if name in plain}
     function.__annotations__ |= {name: Annotated[hints[name], option] for name, option in rows.items()}
     return function
 
@@ -62,41 +64,11 @@ def options() -> dict[str, dict[str, Any]]:
             known: dict[str, Any] = {"help": row["help"], "metavar": row["metavar"] or None, "autocompletion": offered}
             bounds = zip(("min", "max"), row["bounds"].split(".."), strict=False)
             known |= {end: json.loads(bound) for end, bound in bounds if bound}
+            known |= {"callback": _checked} if row["option"] == "json_file" else {}
             argument = flags == ["argument"]
             option = typer.Argument(**known, show_default=False) if argument else typer.Option(*flags, **known)
             found.setdefault(row["command"], {})[row["option"]] = option
     return found
-
-
-Experiment = Annotated[
-    str,
-    typer.Argument(
-        help="Experiment file, or the name of one that ships with rlsim.", autocompletion=complete.experiments
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY.PATH=VALUE",
-        help="Set a key of the experiment; repeatable.",
-        autocompletion=complete.settings,
-    ),
-]
-Warmup = Annotated[
-    int | None,
-    typer.Option(min=0, help="First steps that no mean counts, instead of the experiment's (workflow.warmup)."),
-]
-
-
-Certainty = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Draw so many worlds from the calibration's errors, which widen the intervals of speedups "
-        "(default: the experiment's, else one a seed where systems are compared; sweeps: none).",
-    ),
-]
 
 
 def with_options(
@@ -132,16 +104,6 @@ def _checked(file: Path | None) -> Path | None:
 
     check_files(None if file == PRINTED else file)
     return file
-
-
-Json = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", metavar="FILE", help="Write everything to this file; - prints it instead.", callback=_checked
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the paths of what is written, and nothing else.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")]
 
 
 def write_json(file: Path | None, data: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlsim.base.formats import Row, written
-from rlsim.cli.common import PRINTED, Json, Quiet, paths_only, write_json
+from rlsim.cli.common import PRINTED, paths_only, write_json
 from rlsim.cli.tables import Table, of_columns, print_tables, setting_texts
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ MOST_TEXT = 40
 def compare(
     directories: list[str],
     baseline: str | None = None,
-    json_file: Json = None,
+    json_file: Path | None = None,
     csv: Path | None = None,
-    quiet: Quiet = False,
+    quiet: bool = False,
 ) -> None:
     """Compare runs and sweeps: one row per run, differences with 95% intervals, paired by seed where that is fair.
 

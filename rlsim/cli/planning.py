@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlsim.base.formats import written
-from rlsim.cli.common import PRINTED, Experiment, Json, Settings, add_code_folders, write_json
+from rlsim.cli.common import PRINTED, add_code_folders, write_json
 from rlsim.cli.tables import Table, of_columns, print_tables
 
 if TYPE_CHECKING:
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 def plan(
-    experiment: Experiment,
+    experiment: str,
     method: str = "descent",
     seconds: float | None = None,
     evaluations: int | None = None,
     seed: int = 0,
     lag: int = 0,
     most_plans: float | None = None,
-    settings: Settings = None,
+    settings: list[str] | None = None,
     out: Path | None = None,
-    json_file: Json = None,
+    json_file: Path | None = None,
     chart: Path | None = None,
     apply: bool = False,
     quiet: bool = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlsim.base.formats import listed
-from rlsim.cli.common import Quiet, echo, paths_only
+from rlsim.cli.common import echo, paths_only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ def report(
     seed: int | None = None,
     step: int | None = None,
     show: bool = False,
-    quiet: Quiet = False,
+    quiet: bool = False,
 ) -> None:
     """Write results as one HTML page that works offline: what was found, charts, and exactly what was run.
 
@@ -61,7 +61,7 @@ def timeline(
     requests: bool = True,
     out: Path | None = None,
     compressed: bool = False,
-    quiet: Quiet = False,
+    quiet: bool = False,
 ) -> None:
     """Write one run as a timeline to open at https://ui.perfetto.dev: GPUs, requests, calls, counters, migrations.
 

@@ -11,21 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlsim.base.formats import written
-from rlsim.cli.common import (
-    PRINTED,
-    Certainty,
-    Experiment,
-    Json,
-    Quiet,
-    Settings,
-    Warmup,
-    add_code_folders,
-    echo,
-    paths_only,
-    progress_bar,
-    with_options,
-    write_json,
-)
+from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, with_options, write_json
 from rlsim.cli.tables import VERDICT_LEGEND, Table, of_columns, print_ledgers, print_tables, relaxed_legend
 
 if TYPE_CHECKING:
@@ -39,7 +25,11 @@ ROUNDING = 1e-6
 
 
 def check(
-    file: str, settings: Settings = None, seeds: int | None = None, json_file: Json = None, quiet: bool = False
+    file: str,
+    settings: list[str] | None = None,
+    seeds: int | None = None,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Check an experiment or a sweep, all its cases and points, without a simulation or a search for plans.
 
@@ -71,18 +61,18 @@ def check(
 
 
 def run(
-    experiment: Experiment,
+    experiment: str,
     out: Path | None = None,
     seeds: int | None = None,
-    settings: Settings = None,
-    warmup: Warmup = None,
+    settings: list[str] | None = None,
+    warmup: int | None = None,
     steps_at_cap: bool = False,
-    certainty: Certainty = None,
+    certainty: int | None = None,
     strict: bool = False,
     what_if: bool = False,
-    json_file: Json = None,
+    json_file: Path | None = None,
     workers: int = 1,
-    quiet: Quiet = False,
+    quiet: bool = False,
 ) -> None:
     """Run an experiment, print a comparison, write the results.
 

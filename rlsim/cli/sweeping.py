@@ -10,20 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlsim.base.formats import written
-from rlsim.cli.common import (
-    PRINTED,
-    Certainty,
-    Json,
-    Quiet,
-    Settings,
-    Warmup,
-    add_code_folders,
-    echo,
-    paths_only,
-    progress_bar,
-    with_options,
-    write_json,
-)
+from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, with_options, write_json
 from rlsim.cli.tables import VERDICT_LEGEND, of_columns, print_tables, relaxed_legend, setting_texts, table
 
 if TYPE_CHECKING:
@@ -38,18 +25,18 @@ def sweep(
     file: str,
     out: Path | None = None,
     grid: list[str] | None = None,
-    settings: Settings = None,
+    settings: list[str] | None = None,
     seeds: int | None = None,
-    warmup: Warmup = None,
-    certainty: Certainty = None,
+    warmup: int | None = None,
+    certainty: int | None = None,
     workers: int | None = None,
     executor: str = "local",
     address: str | None = None,
     tables: str | None = None,
     prune: bool = False,
     dry_run: bool = False,
-    json_file: Json = None,
-    quiet: Quiet = False,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Run an experiment under many settings, on all cores; interrupted, the same command goes on.
 

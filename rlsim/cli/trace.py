@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import number, share, written
-from rlsim.cli.common import PRINTED, Commands, Json, Quiet, echo, paths_only, tokens_of, write_json
+from rlsim.cli.common import PRINTED, Commands, echo, paths_only, tokens_of, write_json
 from rlsim.cli.tables import NO_BREAK, of_columns, print_tables, table
 from rlsim.errors import TraceError
 
@@ -37,8 +37,8 @@ def import_(
     tokenizer: Path | None = None,
     derive: bool = False,
     batch: str | None = None,
-    json_file: Json = None,
-    quiet: Quiet = False,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Read another program's rollouts or trace and write them in rlsim's schema.
 
@@ -100,8 +100,8 @@ def describe_(
     cap: str | None = None,
     above: str = "",
     chart: Path | None = None,
-    json_file: Json = None,
-    quiet: Quiet = False,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Print quantiles, share at the cap and correlation within prompts.
 
@@ -171,8 +171,8 @@ def fit_(
     cap: str | None = None,
     out: Path | None = None,
     components: int = 2,
-    json_file: Json = None,
-    quiet: Quiet = False,
+    json_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Fit a censored lognormal mixture with the share the prompt has in it.
 
@@ -216,7 +216,7 @@ def _print_fit(fit: LengthFit) -> None:
 
 @app.command("generate")
 def generate_(
-    recipe: Path, out: Path | None = None, check_only: bool = False, json_file: Json = None, quiet: Quiet = False
+    recipe: Path, out: Path | None = None, check_only: bool = False, json_file: Path | None = None, quiet: bool = False
 ) -> None:
     """Generate a trace from a recipe, after checking that it meets the recipe's facts.
 

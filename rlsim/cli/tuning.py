@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import number, share, written
-from rlsim.cli.common import Json, Workers, echo, progress_bar, write_json
+from rlsim.cli.common import echo, progress_bar, write_json
 from rlsim.cli.tables import Table, of_columns
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def tune(
     price: float | None = None,
     systems: bool = False,
     write: Path | None = None,
-    workers: Workers = None,
+    workers: int | None = None,
     seed: int = 0,
-    json_file: Json = None,
+    json_file: Path | None = None,
     verbose: bool = False,
     quiet: bool = False,
 ) -> None:
