@@ -225,15 +225,6 @@ def test_tool_calls_stand_on_the_timeline(trajectories: str, tmp_path: Path) -> 
     assert drawn_s == pytest.approx(float(result.responses["tool_s"].sum()), rel=1e-3)
 
 
-def test_fewer_turns_are_shorter_trajectories(trajectories: str) -> None:
-    more = {"trace": {"path": trajectories, "cap": "8K"}, "systems": ["verl"]}
-    all_of, two = (
-        rlsim.run({**AGENTS, **more, "environment": environment}).responses for environment in ({}, {"max_turns": 2})
-    )
-    assert two["tool_calls"].max() == 1
-    assert two["response_tokens"].sum() < all_of["response_tokens"].sum()
-
-
 def test_the_validation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two splits of the measured run: one that memory refuses, one whose trajectories take as long as measured."""
     monkeypatch.setattr("rlsim.experiment.case.remedies", lambda *_: "")  # they take seconds: test_remedies.py

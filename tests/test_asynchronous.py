@@ -157,19 +157,6 @@ def test_prompts_that_are_generated_again_are_trained_on_once() -> None:
         assert of(found, name)["dropped_stale"].sum() == of(found, name)["dropped"].sum()
 
 
-def test_the_quota_between_two_syncs_is_verls() -> None:
-    """At most (1 + threshold) of a batch begins between syncs, less what is left over; 16 a replica at a time."""
-    quota = {"sync_quota": {"staleness_threshold": 0.5}}
-    found = run(use("quota", quota), workflow={"steps": 10})
-    responses, calls = found.responses, found.calls
-    syncs = np.sort(calls.loc[calls["call"] == "weight_sync", "end_at"])
-    starts = responses.groupby("prompt_id")["start_at"].min().dropna()
-    begun = np.histogram(starts, [0.0, *syncs])[0]
-    assert begun.max() <= 12
-    assert begun.max() > 8
-    assert found.steps["staleness_max"].max() >= 1
-
-
 # ---- replicas on their own ------------------------------------------------------------------------------------------
 
 

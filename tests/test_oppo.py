@@ -1,6 +1,5 @@
 """Chunks, scoring models, prompts that go on in the next step, and the policies that use them, worked out by hand."""
 
-import itertools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +10,7 @@ import simpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Arrival, RefEngine, score
-from test_systems import Checks, OneEach, Times, call_of, gen_s, simulated, train
+from test_systems import OneEach, Times, call_of, gen_s, simulated, train
 from workloads import LinearStep
 
 from rlsim.cost.derived import crowded
@@ -19,11 +18,9 @@ from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.systems import System
-from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.oppo import Chunked, Overcommit, RewardCurve, adapted
-from rlsim.policies.reward_scheduler import AsyncReward
 from rlsim.policies.verl import VeRL
-from rlsim.sim.batching import Batching, Batchings, PromptFeed, Unfinished
+from rlsim.sim.batching import Batching, PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt, ScoringReport
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
@@ -274,29 +271,6 @@ def conserved(outcome: Outcome) -> None:
         assert paused == resumed
 
 
-@pytest.mark.parametrize("seed", [0, 1, 4])
-def test_tokens_launched_are_trained_aborted_or_carried_over(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    lengths = {i: [int(n)] for i, n in enumerate(rng.geometric(0.05, 400))}
-    delta = int(rng.integers(0, 9))
-    chunk = int(rng.choice([0, 3, 16]))
-    played = play(lengths, 8, workflow=graph(chunk), gpus=3, steps=12, batching=Overcommit(delta=delta))
-    conserved(played)
-    trained = np.concatenate([r.position[r.trained] for r in played.responses])
-    assert len(trained) == 12 * 8
-    assert len(set(trained)) == len(trained)  # each prompt once
-    for settled in (r.launches for r in played.rollouts):
-        assert settled.launched + settled.resumed == 8 + delta
-        assert settled.launched + settled.resumed == 8 + settled.paused
-    begun: dict[int, int] = {}  # by row: the step that generated its first token
-    for step, r in enumerate(played.responses):
-        for row, tokens, version in zip(r.row.tolist(), r.generated_tokens.tolist(), r.version.tolist(), strict=True):
-            if tokens:
-                assert version == begun.setdefault(row, step)
-    stale = [step - r.version[r.trained] for step, r in enumerate(played.responses)]
-    assert max(map(max, stale)) == 0 if delta == 0 else max(map(max, stale)) > 0
-
-
 def test_the_scoring_model_reads_what_is_resumed_from_its_start() -> None:
     # As above, with chunks of 2 tokens. In step 1 prompt 1 comes with its 3 tokens at once.
     played = play(
@@ -356,26 +330,6 @@ def test_a_batching_sees_how_stale_the_responses_are() -> None:
     assert seen == [(0,), (1,), (0,), (1,)], "kept, then put back, launched anew with newer weights, and kept"
 
 
-def test_what_goes_on_may_wait_for_its_rewards() -> None:
-    """Dynamic sampling counts rewards: prompts whose responses are there, but not scored in time, are kept too."""
-    rng = np.random.default_rng(1)
-    lengths = {i: [int(n) for n in rng.geometric(0.2, 2)] for i in range(200)}
-    rewards = {i: [float(r) for r in rng.integers(0, 2, 2)] for i in range(200)}
-    batching = Batchings([Overcommit(delta=2), DynamicSampling()])
-    outcome = train(
-        lengths, 3, 2, gpus=4, steps=8, batching=batching, scoring=Checks(1.5, workers=2, rewards=rewards),
-        rewire=AsyncReward().rewired,
-    )  # fmt: skip
-    conserved(outcome)
-    trained = np.concatenate([r.position[r.trained] for r in outcome.responses])
-    assert sorted(trained) == sorted(list(set(trained)) * 2)
-    assert len(trained) == 8 * 3 * 2
-    kept_whole = [r for r in outcome.responses if ((r.resumed_tokens == r.generated_tokens) & r.resumed).any()]
-    assert kept_whole
-    for r in outcome.responses:
-        assert not np.isnan(r.reward[r.trained]).any()
-
-
 # ------------------------------------------------------------------------------------------------------- Δ
 
 
@@ -396,20 +350,6 @@ def test_delta_changes_by_a_quarter_or_by_one(change: Literal["quarter", "one"],
         seen.append(len(batching.launch(feed).prompts) - 4)
         batching.keep(())
     assert seen == deltas
-
-
-def test_delta_follows_the_slope_of_the_reward_in_a_run() -> None:
-    rng = np.random.default_rng(0)
-    lengths = {i: [int(n)] for i, n in enumerate(rng.geometric(0.05, 600))}
-    reward = RewardCurve(points=((0, 0.0), (6, 1.0), (12, 0.0)))
-    batching = Overcommit(window=2, delta_start=4, delta_min=2, delta_max=12, reward=reward)
-    played = play(lengths, 8, workflow=graph(), gpus=3, steps=14, batching=batching)
-    deltas = [r.launches.launched + r.launches.resumed - 8 for r in played.rollouts]
-    # After step 3 (rewards of 0 to 3) it grows; from step 7 on the mean of the last two steps is no better.
-    assert deltas[:4] == [4, 4, 4, 4]
-    assert deltas[4:8] == [5, 6, 7, 8]
-    assert all(b < a or b == 2 for a, b in itertools.pairwise(deltas[8:]))
-    conserved(played)
 
 
 def test_reward_curves() -> None:

@@ -242,19 +242,6 @@ def test_prompts_without_variance_are_replaced_at_the_barrier_or_at_once() -> No
     assert gen_s(train(lengths, 1, 2, **parts, rewire=AsyncReward().rewired)) == 6.5
 
 
-def test_dynamic_sampling_composes_with_tail_batching() -> None:
-    lengths = {i: [1, 2, 9] for i in range(9)} | {1: [4, 9, 4]}
-    rewards = {0: [1.0, 1.0, 0.0], 1: [1.0, 0.0, 0.0], 2: [0.0, 1.0, 0.0]}
-    parts = Batchings([TailBatching(eta=1.5), DynamicSampling()])
-    outcome = train(
-        lengths, 2, 2, batching=parts, scoring=Checks(0.0, workers=9, rewards=rewards), rewire=AsyncReward().rewired
-    )
-    responses = outcome.responses[0]
-    assert outcome.rollouts[0].launches.dropped == 1  # prompt 0: the first two responses are both right
-    assert responses.position[responses.trained].tolist() == [1, 1, 2, 2]
-    assert gen_s(outcome) == 4.0
-
-
 def test_a_batching_may_train_on_the_prompts_that_count() -> None:
     """Of three prompts one has no variance; the longest response is there after 3 s, six rewards take 3 s more."""
 
