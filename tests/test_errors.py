@@ -112,6 +112,9 @@ def test_a_file_that_is_no_experiment_says_the_way_out(command: str, message: st
     (folder / "run.sh").write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=1\n")
     (folder / "other.sh").write_text("python3 train.py\n")
     (folder / "slime.sh").write_text("python3 train.py --actor-num-nodes 1 --rollout-num-gpus 8\n")
+    (folder / "skyrl.sh").write_text(
+        "uv run -m skyrl.train.entrypoints.main_base trainer.placement.colocate_all=true\n"
+    )
     (folder / "nemo.yaml").write_text("grpo: {num_prompts_per_step: 32}\ncluster: {gpus_per_node: 8}\n")
     (folder / "areal.yaml").write_text("experiment_name: a\nrollout:\n  max_concurrent_rollouts: 256\n")
     (folder / "first.yaml").write_text("name: first\n")

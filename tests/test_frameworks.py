@@ -1,4 +1,4 @@
-"""Configurations of veRL's asynchronous recipes, NeMo-RL, AReaL and slime as experiments, key by key."""
+"""Configurations of veRL's asynchronous recipes, NeMo-RL, AReaL, slime and SkyRL as experiments, key by key."""
 
 import ast
 import contextlib
@@ -31,6 +31,7 @@ from rlsim.frameworks.names import find_cluster
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import ENGINES, Options, check
 from rlsim.frameworks.settings import Kind, Settings
+from rlsim.frameworks.skyrl import from_skyrl
 from rlsim.frameworks.slime import from_slime
 from rlsim.frameworks.sources import parsed, read_sources
 from rlsim.frameworks.verl.experiment import from_verl
@@ -264,6 +265,54 @@ def test_changes_are_written_into_a_script_of_flags(tmp_path: Path) -> None:
     assert "#--hf-checkpoint /root/Qwen3-4B" in text
 
 
+# SkyRL ----------------------------------------------------------------------------------------------------------------
+
+ENGINE = "generator.inference_engine."
+SKYRL = sample("frameworks/skyrl.sh")
+APART_SKYRL = SKYRL.replace("colocate_all=true", "colocate_all=false").replace("NUM_GPUS:=8", "NUM_GPUS:=4")
+FULLY_SKYRL = APART_SKYRL.replace("trainer.strategy", "trainer.fully_async.enabled=true trainer.strategy")
+
+
+def skyrl(tmp_path: Path, *sources: str, text: str = SKYRL, **more: Any) -> Draft:
+    (tmp_path / "run-mine.sh").write_text(text)
+    return from_skyrl([str(tmp_path / "run-mine.sh"), *sources], options(tmp_path, **more))
+
+
+def test_skyrls_limits_of_a_turn_and_of_a_trajectory(tmp_path: Path) -> None:
+    lengths = skyrl(tmp_path).data()
+    assert (lengths["trace"]["cap"], lengths["trace"]["max_model_len"]) == (4 * 512, 3072 + 512)
+    acts = partial(skyrl, tmp_path, "generator.max_input_length=24000", trace="swe-agents")
+    data = acts().data()
+    assert (data["trace"]["cap"], data["trace"]["max_model_len"]) == (24512, 24512)  # what tools return counts
+    assert data["environment"] == {"max_turns": 4, "workers": 16}
+    assert not any("max_turns" in item for item in acts().missing)
+    alone = acts("environment.skyrl_gym.max_env_workers=0").data()["environment"]
+    assert alone["workers"] == 1  # the event loop itself
+    shorter = skyrl(tmp_path, f"{ENGINE}engine_init_kwargs.max_model_len=2048")
+    assert shorter.data()["trace"]["max_model_len"] == 2048
+
+
+def test_skyrls_keys_of_before(tmp_path: Path) -> None:
+    """A layout without `inference_engine`, in YAML: with the defaults of its time."""
+    old = re.sub(r"generator\.inference_engine\.num_engines", "generator.num_inference_engines", SKYRL)
+    old = re.sub(r"generator\.inference_engine\.tensor", "generator.inference_engine_tensor", old)
+    draft = skyrl(tmp_path, "+generator.engine_init_kwargs.max_model_len=2048", text=old)
+    new = skyrl(tmp_path, f"{ENGINE}enforce_eager=true", f"{ENGINE}engine_init_kwargs.max_model_len=2048")
+    told = ("framework", "sources")
+    assert {**draft.data(), **dict.fromkeys(told)} == {**new.data(), **dict.fromkeys(told)}
+    assert draft.data()["framework"] == "SkyRL 0.2"
+    assert any("releases up to 0.2 take" in note for note in draft.notes)
+    (tmp_path / "mine.yaml").write_text("""
+defaults: [_self_, {megatron_config@trainer.policy.megatron_config: policy}]
+trainer: {placement: {policy_num_gpus_per_node: 8}, train_batch_size: 256, critic: {model: {path: null}}}
+generator: {num_inference_engines: 8, model_name: "${trainer.policy.model.path}", enforce_eager: false}
+""")
+    read = from_skyrl([str(tmp_path / "mine.yaml"), "trainer.train_batch_size=512"], options(tmp_path))
+    assert read.data()["workflow"]["prompts"] == 512
+    assert any("megatron_config@trainer" in note for note in read.notes)
+    assert "graphs" not in read.data()["engine"]
+
+
 # GPUs and networks that the catalogue has not -------------------------------------------------------------------------
 
 
@@ -314,6 +363,10 @@ READERS: dict[str, Callable[..., Draft]] = {
     "slime": slime,
     "slime async": partial(slime, text=ASYNC_SLIME),
     "slime apart": partial(slime, text=ASYNC_SLIME.replace("train_async", "train")),
+    "skyrl": skyrl,
+    "skyrl apart": partial(skyrl, text=APART_SKYRL),
+    "skyrl one step off": partial(skyrl, text=APART_SKYRL.replace("main_base", "main_async")),
+    "skyrl fully async": partial(skyrl, text=FULLY_SKYRL),
 }
 
 
@@ -374,6 +427,7 @@ CONFIGURATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "nemo": (nemo, (ASYNC, BASE)),
     "areal": (areal, (AREAL,)),
     "slime": (slime, (SLIME, ASYNC_SLIME.replace("${NUM_GPUS}", "4"))),
+    "skyrl": (skyrl, (SKYRL, FULLY_SKYRL)),
 }
 #: A value of each kind that a setting may be given by mistake.
 VALUES = ("auto", "'10'", "[1]", "{a: 1}", ".nan", "x" * 300)
@@ -395,7 +449,7 @@ def test_every_setting_that_is_asked_for_is_refused_or_taken_whatever_its_kind(
     for text in texts:
         # What is the same for all is read once.
         monkeypatch.setattr("rlsim.frameworks.sources.read_yaml", cache(read_yaml))
-        monkeypatch.setattr("rlsim.frameworks.verl.config.parsed", cache(parsed))
+        monkeypatch.setattr("rlsim.frameworks.sources.parsed", cache(parsed))
         with monkeypatch.context() as patched:
             patched.setattr(Settings, "get", noting)
             read(tmp_path, text=text)
@@ -414,11 +468,12 @@ def test_every_setting_that_is_asked_for_is_refused_or_taken_whatever_its_kind(
         ("--from-areal", AREAL, "AReaL 1.0"),
         ("--from-verl", FULLY, "veRL 0.9"),
         ("--from-slime", SLIME, "slime 0.3"),
+        ("--from-skyrl", SKYRL, "SkyRL 0.3"),
     ],
 )
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, text: str, program: str) -> None:
     monkeypatch.chdir(tmp_path)
-    name = "mine.sh" if option in ("--from-verl", "--from-slime") else "mine.yaml"
+    name = "mine.sh" if option in ("--from-verl", "--from-slime", "--from-skyrl") else "mine.yaml"
     Path(name).write_text(text)
     done = invoke("init", option, name, "--gpu", "h100", "--out", "made.yaml")
     assert done.exit_code == 0, done.output

@@ -66,7 +66,8 @@ def all_but(configuration: Configuration, *names: str, allow: Sequence[str] = ()
 
 
 @pytest.mark.parametrize(
-    ("framework", "of"), [("veRL", "verl"), ("NeMo-RL", "nemo"), ("AReaL", "areal"), ("slime", "slime")]
+    ("framework", "of"),
+    [("veRL", "verl"), ("NeMo-RL", "nemo"), ("AReaL", "areal"), ("slime", "slime"), ("SkyRL", "skyrl")],
 )
 def test_what_is_tuned_is_what_the_framework_reads(framework: str, of: str) -> None:
     known = {key for table in (of, *(f"{of}-{engine}" for engine in ("vllm", "sglang", "trtllm"))) for _, keys in

@@ -19,6 +19,7 @@ def init(
     from_nemo: list[str] | None = None,
     from_areal: list[str] | None = None,
     from_slime: list[str] | None = None,
+    from_skyrl: list[str] | None = None,
     gpu: str | None = None,
     gpu_like: str | None = None,
     network: str | None = None,
@@ -32,7 +33,7 @@ def init(
     out: Path | None = None,
     force: bool = False,
 ) -> None:
-    """Write an experiment file: a commented starter, or what veRL, NeMo-RL, AReaL or slime is configured to do.
+    """Write an experiment file: a commented starter, or what veRL, NeMo-RL, AReaL, slime or SkyRL is configured to do.
 
     \b
     Example: rlsim init my-first
@@ -49,7 +50,7 @@ def init(
 
     folder = out.parent if out is not None else Path()
     sources = {"--from-verl": from_verl, "--from-nemo": from_nemo, "--from-areal": from_areal,
-               "--from-slime": from_slime}  # fmt: skip
+               "--from-slime": from_slime, "--from-skyrl": from_skyrl}  # fmt: skip
     frameworks = [option for option, texts in sources.items() if texts]
     if len(frameworks) > 1:
         raise ConfigError(f"{' and '.join(frameworks)}: an experiment is of one configuration; give one of them")

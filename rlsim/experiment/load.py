@@ -21,6 +21,7 @@ _FRAMEWORKS = {
     "veRL": (r"actor_rollout_ref|verl\.trainer", "--from-verl"),
     "NeMo-RL": (r"^ *grpo[:.]|run_grpo|nemo_rl", "--from-nemo"),
     "slime": (r"rollout[-_]num[-_]gpus|actor[-_]num[-_]nodes", "--from-slime"),
+    "SkyRL": (r"-m skyrl|trainer\.placement\.|generator\.(num_)?inference_engine", "--from-skyrl"),
     "AReaL": (r"^allocation_mode:|max_head_offpolicyness|^ +max_concurrent_rollouts:|-m areal\.", "--from-areal"),
 }
 _LOOKED_AT = 100_000  # characters of a file
@@ -100,7 +101,7 @@ def _way_out(path: Path) -> str:
     """What to do with a file that is no experiment: make one of it, or name the one beside it that was meant."""
     name, option = framework_of(path)
     if name:
-        file = path if name in ("veRL", "slime") or path.suffix in (".yaml", ".yml") else "ITS_YAML"
+        file = path if name in ("veRL", "slime", "SkyRL") or path.suffix in (".yaml", ".yml") else "ITS_YAML"
         return f"; make an experiment of a configuration of {name}: rlsim init {option} {file} --gpu GPU"
     if path.suffix in (".sh", ".log", ".py", ".ipynb"):
         return f"; make an experiment of a run script or log of veRL: rlsim init --from-verl {path} --gpu GPU"

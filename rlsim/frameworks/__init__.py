@@ -1,4 +1,4 @@
-"""A configuration, run script or log of veRL, NeMo-RL, AReaL or slime comes in; an experiment, or steps, go out.
+"""A configuration, run script or log of veRL, NeMo-RL, AReaL, slime or SkyRL comes in; an experiment, or steps, go out.
 
 What is known of a framework's keys, defaults and start conditions are rows of `data`; the files here are what the
 readers share.
@@ -20,6 +20,7 @@ READERS = {
     "nemo": "rlsim.frameworks.nemo",
     "areal": "rlsim.frameworks.areal",
     "slime": "rlsim.frameworks.slime",
+    "skyrl": "rlsim.frameworks.skyrl",
 }
 
 

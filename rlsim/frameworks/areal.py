@@ -15,7 +15,6 @@ from rlsim.frameworks.mapping import Reading, names
 from rlsim.frameworks.parts import Options, joined
 from rlsim.frameworks.settings import PERIOD, Settings
 from rlsim.frameworks.sources import read_sources
-from rlsim.models.model import Model
 
 _BETWEEN_STEPS = ("saver", "evaluator", "recover")
 #: Keys of the layout before areal-lite.
@@ -89,14 +88,11 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     parts.add_calibration(draft, options, machines, Entry(engine, where))
     prompts = config.entry("longest_prompt") if config.value("longest_prompt") else None
     parts.add_trace(draft, options, actor, config.entry("new_tokens"), "", prompts)
-    _critic(config, draft, options, actor)
+    parts.add_critic(config, draft, options, actor)
     parts.add_engine(config, draft, engine, machines.gpu, "server")
     parts.add_mapped(reading, draft, actor)
     tp = generation.tp * generation.pp
-    if sides.shared:
-        parts.add_systems(draft, tp, where)
-    else:
-        parts.add_systems(draft, tp, where, apart=parts.policy_of(reading, "areal"))
+    parts.add_placed(reading, draft, tp, where, policy="" if sides.shared else "areal")
     parts.add_memory(draft, config.entry("memory"), options.folder, apart=not sides.shared)
     draft.missing = [*parts.unlike_of(config, draft, "areal", engine, f"{engine}."), *reading.texts("missing")]
     keys = [f"{section}.freq_{each}" for section in _BETWEEN_STEPS for each in ("epochs", "steps", "secs")]
@@ -128,15 +124,6 @@ def _machines(config: Settings, draft: Draft, sides: _Sides, options: Options) -
     if gpus < nodes * per_node:
         draft.notes.append(f"{sides.where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")
     return parts.whole_nodes(gpus, per_node, sides.where, options)
-
-
-def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> None:
-    """The shape of the critic, unless it is the actor's."""
-    if not config.is_given("critic") or config.value("critic") == config.value("model"):
-        return
-    other = Draft({})
-    if parts.add_model(other, options, config.text("critic"), config.where("critic")).name != actor.name:
-        draft.entries["models"] = {"critic": Entry(other.data()["model"], config.where("critic"))}
 
 
 # AReaL's words for GPUs and degrees: `sglang:d4p1t1`, and both sides in one, `sglang.d4p1t1+d4p1t1` -------------------

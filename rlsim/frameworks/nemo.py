@@ -44,7 +44,8 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     parts.add_calibration(draft, options, machines, config.entry("backend"))
     new = config.value("new_tokens")
     cap = config.entry("new_tokens" if new is not None and new < config.whole("longest") else "longest")
-    parts.add_trace(draft, options, actor, cap, config.key("filters") if config.flag("filters") else "", None)
+    filters = "filters" if config.flag("filters") else ""
+    parts.add_trace(draft, options, actor, cap, config.key(filters) if filters else "", None)
     draft.block("trace")["max_model_len"] = config.entry("longest")
     alone = engine == "vllm" and config.flag("async_engine")
     use: Use = "engine" if alone else "class"
@@ -55,14 +56,9 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
         "apart": apart, "ahead": ahead, "rollout": rollout, "replica": replica, "has_experts": actor.num_experts > 0,
     }  # fmt: skip
     parts.add_mapped(reading, draft, actor)
-    over_nodes, more = replica > machines.domain_gpus, parts.filtering(config, draft)
-    if asynchronous:
-        parts.add_systems(draft, replica, where, more, apart=parts.policy_of(reading, "nemo_async"))
-    elif apart:
-        more = [{"split": {"rollout_gpus": rollout}}, *more]
-        parts.add_systems(draft, replica, where, more, apart=("verl", {}, ""))
-    else:
-        parts.add_systems(draft, replica, where, more, over_nodes=over_nodes)
+    over_nodes, more = replica > machines.domain_gpus, parts.filtering(config, draft, filters)
+    policy = "nemo_async" if asynchronous else ""
+    parts.add_placed(reading, draft, replica, where, more, policy, rollout, over_nodes=over_nodes)
     parts.add_memory(draft, config.entry("memory"), options.folder, apart=apart)
     draft.missing = parts.unlike_of(config, draft, "nemo", engine, *_SECTIONS.get(engine, ()))
     fp8 = config.value("precision") == "fp8"

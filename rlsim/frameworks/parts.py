@@ -128,6 +128,15 @@ def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
     return load_model(beside(chosen, options.folder))
 
 
+def add_critic(config: Settings, draft: Draft, options: Options, actor: Model) -> None:
+    """The shape of the critic, unless it is the actor's."""
+    if not config.is_given("critic") or config.value("critic") == config.value("model"):
+        return
+    other = Draft({})
+    if add_model(other, options, config.text("critic"), config.where("critic")).name != actor.name:
+        draft.entries["models"] = {"critic": Entry(other.data()["model"], config.where("critic"))}
+
+
 def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: Entry) -> None:
     """The calibration of the GPU and engine, unless an option names one."""
     if options.calibration is not None:
@@ -178,6 +187,13 @@ def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters:
                            "and is not cut")  # fmt: skip
     else:
         entries["max_model_len"] = Entry(prompts.value + cap.value, f"{prompts.comment} + {cap.comment}")
+
+
+def limit_context(config: Settings, draft: Draft) -> None:
+    """The engine's own `max_model_len`, where it is below what the trace has."""
+    entries, longest = draft.block("trace"), config.value("max_model_len")
+    if longest and longest < entries.get("max_model_len", Entry(longest + 1)).value:
+        entries["max_model_len"] = config.entry("max_model_len")
 
 
 def _reward(trace: Trace, options: Options) -> Entry:
@@ -275,6 +291,26 @@ def add_systems(
     draft.entries["systems"] = Entry(tuple(systems))
 
 
+def add_placed(
+    reading: Reading,
+    draft: Draft,
+    tp: int,
+    where: str,
+    more: Sequence[Any] = (),
+    policy: str = "",
+    rollout: int = 0,
+    *,
+    over_nodes: bool = False,
+) -> None:
+    """`add_systems` of an asynchronous `policy`; without one in turns, on so many GPUs for generation alone, or all."""
+    if policy:
+        apart: System | None = policy_of(reading, policy)
+    else:
+        apart = ("verl", {}, "") if rollout else None
+        more = [*([{"split": {"rollout_gpus": rollout}}] if rollout else []), *more]
+    add_systems(draft, tp, where, more, apart, over_nodes=over_nodes)
+
+
 def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use = "class", said: str = "") -> None:
     """Limits of the engine that are given, by their names, and those that it sets itself if they are not rlsim's."""
     draft.entries["engine"] = entries = {
@@ -305,11 +341,11 @@ def add_replica(config: Settings, draft: Draft, tp: int, ep_key: str, pp_key: st
     return tp * pp * groups
 
 
-def filtering(config: Settings, draft: Draft) -> list[Any]:
-    """The part of every system that drops prompts by their rewards, if the setting `filters` does."""
-    if not config.flag("filters"):
+def filtering(config: Settings, draft: Draft, name: str) -> list[Any]:
+    """The part of every system that drops prompts by their rewards, if a setting does ("": none)."""
+    if not name:
         return []
-    draft.notes.append(f"{config.where('filters')}: dynamic_sampling in every system")
+    draft.notes.append(f"{config.where(name)}: dynamic_sampling in every system")
     return ["dynamic_sampling"]
 
 

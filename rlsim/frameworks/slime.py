@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rlsim.frameworks.names import find_model, node_gpus
 from rlsim.frameworks.parts import Options
 from rlsim.frameworks.settings import Settings, Unknown
 from rlsim.frameworks.shell import Override, read_script
-from rlsim.frameworks.sources import parsed
+from rlsim.frameworks.sources import put_override
 from rlsim.frameworks.variables import Argument
 from rlsim.models.hardware import load_cluster
 
@@ -73,21 +73,10 @@ def read_arguments(sources: Sequence[str]) -> tuple[Settings, list[str]]:
         config.notes += [f"{path.name}: {note}" for note in script.notes]
         sourced += [Path(name).stem for name in script.sourced]
         for override in script.overrides:
-            _put(config, override, f"{path.name}:{override.line}")
+            put_override(config, override, path.name)
     for override in given:
-        _put(config, override, "as given")
+        put_override(config, override, "as given")
     return config, sourced
-
-
-def _put(config: Settings, override: Override, place: str) -> None:
-    """Take one argument; a flag alone is true."""
-    config.doubts.pop(override.key, None)
-    config.given.pop(override.key, None)
-    if isinstance(override.value, Unknown):
-        config.doubts[override.key] = place, override.value
-        return
-    value = parsed(override.value) if override.value else True
-    config.put({override.key: override.value if isinstance(value, Mapping | list) else value}, place)
 
 
 def from_slime(sources: Sequence[str], options: Options) -> Draft:
@@ -123,17 +112,10 @@ def from_slime(sources: Sequence[str], options: Options) -> Draft:
         "updates": config.value("updates") or max(responses // config.whole("batch"), 1),
     }  # fmt: skip
     parts.add_mapped(reading, draft, actor)
-    more = ["dynamic_sampling"] if filters else []
-    draft.notes += [f"{config.where('filters')}: dynamic_sampling in every system"] if filters else []
-    said = config.where("tp")
-    if asynchronous:
-        parts.add_systems(draft, tp, said, more, apart=parts.policy_of(reading, "one_step_off"))
-    elif apart:
-        parts.add_systems(draft, tp, said, [{"split": {"rollout_gpus": rollout}}, *more], apart=("verl", {}, ""))
-    else:
-        held = parts.policy_of(reading, "colocated_async")
-        resumes = held if held[1] and not filters else None
-        parts.add_systems(draft, tp, said, more, apart=resumes, over_nodes=tp > machines.domain_gpus)
+    said, more = config.where("tp"), parts.filtering(config, draft, "filters" if filters else "")
+    resumes = not apart and not filters and "active" in reading.entries("colocated_async")
+    policy = "one_step_off" if asynchronous else "colocated_async" if resumes else ""
+    parts.add_placed(reading, draft, tp, said, more, policy, rollout, over_nodes=tp > machines.domain_gpus)
     share = config.entry("memory") if config.value("memory") else Entry(_OWN_SHARE, f"{ASSUMED}: as SGLang finds it")
     parts.add_memory(draft, share, options.folder, apart=apart)
     draft.missing = [*parts.unlike_of(config, draft, "slime", "sglang", "--sglang-"), *reading.texts("missing")]

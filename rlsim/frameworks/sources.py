@@ -1,4 +1,5 @@
-"""Configurations of frameworks that read a YAML file and overrides `key=value`; `${…}` as OmegaConf resolves it."""
+"""Configurations of frameworks that read YAML files or run scripts, and overrides `key=value`; `${…}` as OmegaConf
+resolves it."""
 
 from __future__ import annotations
 
@@ -7,37 +8,48 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlsim.base.reading import SyntaxConfigError, exists, is_folder, parse_yaml, read_yaml
+from rlsim.base.reading import SyntaxConfigError, exists, is_folder, parse_yaml, read_text, read_yaml
 from rlsim.errors import ConfigError
 from rlsim.frameworks.mapping import default_values, names, newest
 from rlsim.frameworks.settings import Settings, Unknown
+from rlsim.frameworks.shell import Override, read_script
+from rlsim.frameworks.variables import Argument
 
 _OVERRIDE = re.compile(r"(?:\+\+|\+|--)?(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
-#: A file may inherit from one that inherits, and so on.
+#: A file may inherit from one that inherits, an interpolation lead to another, and so on.
 _DEEPEST = 20
 
 
-def read_sources(sources: Sequence[str], program: str, option: str, of: str = "") -> Settings:
+def read_sources(
+    sources: Sequence[str], program: str, option: str, of: str = "", roots: Sequence[str] = ()
+) -> Settings:
     """What YAML files and overrides say together, later ones winning; a file may name its parents under `defaults`.
 
     `of` is what the tables call the program; its newest release's defaults hold for the rest, its settings have names.
+    With `roots`, what its keys begin with, other files are run scripts, whose variables `NAME=value` may be given; the
+    module that one runs is the setting `program`.
 
     Raises `ConfigError` for what is no file and no override, and for files that cannot be read.
     """
     release = newest(of)
     config = Settings(program=f"{program} {release}".strip(), option=option)
-    for text in sources:
-        found = _OVERRIDE.fullmatch(text)
-        if exists(Path(text)) or not found:
-            path = Path(text)
-            if is_folder(path):
-                raise ConfigError(f"{option} {text}: is a folder: give a file")
-            config.name = config.name or path.name
-            _read(config, path, 0)
-        else:
+    read = [(text, None if exists(Path(text)) else _OVERRIDE.fullmatch(text)) for text in sources]
+    given = {found["key"]: found["value"] for _, found in read if found}
+    variables = {"HOME": str(Path.home()), **{key: value for key, value in given.items() if roots and key.isupper()}}
+    for text, found in read:
+        path = Path(text)
+        if found and found["key"] not in variables:
             config.put({found["key"]: parsed(found["value"])}, "as given", replaces=True)
-    interpolate(config)
+        elif not found and is_folder(path):
+            raise ConfigError(f"{option} {text}: is a folder: give a file")
+        elif not found:
+            config.name = config.name or path.name
+            if not roots or path.suffix in (".yaml", ".yml"):
+                _read(config, path, 0)
+            else:
+                _read_script(config, path, variables, roots)
     config.default, config.names = dict(default_values(of, release)), names(of)
+    interpolate(config)
     return config
 
 
@@ -55,6 +67,9 @@ def _read(config: Settings, path: Path, depth: int) -> None:
             parent = path.parent / str(name)
             if name == "_self_":
                 continue
+            if isinstance(name, Mapping):  # a choice of Hydra's groups
+                config.notes.append(f"{path.name}: defaults: {', '.join(name)}: not read: {config.program}'s own hold")
+                continue
             if not isinstance(name, str) or not parent.is_file():
                 raise ConfigError(
                     f"{path}:{line}: defaults: there is no file {parent}: give the file where its parents lie"
@@ -65,8 +80,39 @@ def _read(config: Settings, path: Path, depth: int) -> None:
     config.given.pop("defaults", None)
 
 
+def _read_script(config: Settings, path: Path, variables: dict[str, str], roots: Sequence[str]) -> None:
+    """The settings of a run script's command."""
+
+    def takes(found: list[Override], before: str, argument: Argument) -> bool:  # noqa: ARG001
+        word = _OVERRIDE.fullmatch(argument.text)
+        if word is None or not word["key"].startswith(tuple(f"{root}." for root in roots)):
+            return False
+        found.append(Override(word["key"], argument.unknown or word["value"], argument.line))
+        return True
+
+    script = read_script(read_text(path), str(path), variables, takes)
+    if not script.overrides:
+        raise ConfigError(f"{path}: no command with settings of {config.program}: {', '.join(f'{r}.…' for r in roots)}")
+    config.notes += [f"{path.name}: {note}" for note in script.notes]
+    config.put({"program": script.program}, path.name)
+    for override in script.overrides:
+        put_override(config, override, path.name)
+
+
+def put_override(config: Settings, override: Override, source: str) -> None:
+    """Take one setting of a command; a flag without a value is true."""
+    place = f"{source}:{override.line}" if override.line else source
+    key, value, is_flag = override.key, override.value, override.key.startswith("--")
+    config.doubts.pop(key, None)
+    config.given.pop(key, None)
+    if isinstance(value, Unknown):
+        config.doubts[key] = place, value
+    elif not override.removes:
+        read = parsed(value) if value or not is_flag else True
+        config.put({key: value if is_flag and isinstance(read, Mapping | list) else read}, place)
+
+
 _INTERPOLATION = re.compile(r"\$\{(?:(?P<resolver>oc\.\w+|add|mul|div|max):)?(?P<body>[^${}]*)\}")
-_DEEPEST = 20  # interpolations of interpolations
 _MISSING = "???"
 #: Resolvers of two numbers, which NeMo-RL registers.
 _OF_TWO: Mapping[str, Callable[[float, float], float]] = {

@@ -95,6 +95,23 @@ class NeMoAsync(Apart):
         return (*self.common(), rule)
 
 
+class SkyRLAsync(Apart):
+    """SkyRL's `trainer.fully_async`: AReaL's rule; prompts are trained on as they are complete, and KV caches kept."""
+
+    max_staleness_steps: float = Field(default=4, ge=0, le=1000, description="see `eta` of `bounded_staleness`")
+    num_parallel_generation_workers: int | None = Field(default=None, ge=1, description="prompts under way at most")
+    clear_kv_cache_on_weight_sync: bool = Field(default=False, description="compute KV caches again; if not, keep them")
+
+    def parts(self) -> Sequence[Part]:
+        rule = BoundedStaleness(
+            eta=self.max_staleness_steps,
+            order="ready",
+            concurrent=self.num_parallel_generation_workers,
+            updated_kv="recompute" if self.clear_kv_cache_on_weight_sync else "keep",
+        )
+        return (*self.common(), rule)
+
+
 class StreamRL(Apart):
     """StreamRL (Zhong et al. 2025): one step off, each response on its way to training as soon as it is complete."""
 

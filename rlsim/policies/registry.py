@@ -55,6 +55,7 @@ BUILTIN = {
     "rollout_log_probs": "rlsim.policies.continuous:RolloutLogProbs",
     "rollpacker": "rlsim.policies.rollpacker:RollPacker",
     "skewness_dispatch": "rlsim.policies.dispatch:SkewnessDispatch",
+    "skyrl_async": "rlsim.policies.asynchronous:SkyRLAsync",
     "split": "rlsim.policies.relaxed:Split",
     "stream": "rlsim.policies.stream_trainer:StreamTrainer",
     "streamrl": "rlsim.policies.asynchronous:StreamRL",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlsim.base.reading import exists, read_yaml
 from rlsim.errors import ConfigError
 from rlsim.frameworks.settings import Unknown
 from rlsim.frameworks.shell import Override, read_script
-from rlsim.frameworks.sources import interpolate, parsed
+from rlsim.frameworks.sources import interpolate, put_override
 from rlsim.frameworks.variables import Argument
 from rlsim.frameworks.verl.log import logged_config
 from rlsim.frameworks.verl.settings import STRATEGY, VerlSettings, defaults, release, settle_arguments, settle_engine
@@ -153,20 +154,8 @@ def _read_text(config: VerlSettings, path: Path, variables: dict[str, str]) -> N
 
 
 def _override(config: VerlSettings, override: Override, source: str) -> None:
-    place = f"{source}:{override.line}" if override.line else source
-    key, value = override.key, override.value
-    if key in GROUPS:
+    value = override.value
+    if override.key in GROUPS:
         value = value.removesuffix("_actor") if isinstance(value, str) else value
-        key, value = STRATEGY, "fsdp" if value == "dp" else value
-    config.doubts.pop(key, None)
-    config.given.pop(key, None)
-    if override.removes:
-        return
-    if isinstance(value, Unknown):
-        config.doubts[key] = (place, value)
-        return
-    read = parsed(value)
-    if isinstance(read, Mapping):
-        config.put(read, place, f"{key}.")
-    else:
-        config.put({key: read}, place)
+        override = replace(override, key=STRATEGY, value="fsdp" if value == "dp" else value)
+    put_override(config, override, source)

@@ -233,9 +233,7 @@ def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettin
     filters = config.key("filters") if config.flag("filters") else ""
     cap = Entry(settings.cap, config.where("cap"))
     parts.add_trace(draft, options, actor, cap, filters, config.entry("prompts_longest"))
-    entries, longest = draft.block("trace"), config.value("max_model_len")
-    if longest and longest < entries.get("max_model_len", Entry(longest + 1)).value:
-        entries["max_model_len"] = config.entry("max_model_len")
+    parts.limit_context(config, draft)
 
 
 def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
@@ -269,7 +267,7 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
 def _systems(
     config: VerlSettings, reading: Reading, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool
 ) -> None:
-    more = parts.filtering(config, draft)
+    more = parts.filtering(config, draft, "filters" if config.flag("filters") else "")
     if apart is not None:
         where, system = config.said("rollout_tp", "rollout_nodes"), parts.policy_of(reading, apart.policy)
         more = [*more, *asynchronous.parts_beside(config, apart)]

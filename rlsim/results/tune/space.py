@@ -101,14 +101,15 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "gpus": cluster.gpus, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node,
         "domain_gpus": min(cluster.domain_gpus, cluster.gpus), "engine": engine, "tp": tp if isinstance(tp, int) else 1,
         "rollout_gpus": rollout_gpus, "train_gpus": cluster.gpus - rollout_gpus or cluster.gpus,
-        "apart": own is not None, "fully": "verl_fully_async" in policies, "eta": "eta" in parameters,
+        "apart": own is not None, "eta": "eta" in parameters,
+        "fully": bool({"verl_fully_async", "skyrl_async"} & policies),
         "megatron": training.backend == "megatron", "fsdp": training.backend == "fsdp",
         "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
         "acts": loaded.environment is not None,
         "most_sandboxes": experiment.environment.sandboxes or experiment.workflow.batch,
         "drafts": drafts is not None, "most_drafted": most_drafted,
         "fp8": gpu.fp8_flop_per_s is not None, "hopper": gpu.name.startswith(("h100", "h200", "h800", "h20")),
-        "longest": loaded.longest_sequence,
+        "longest": loaded.longest_sequence, "prompts": experiment.workflow.prompts, "engine_pp": experiment.engine.pp,
         "kind": named[1] if named else "", **{name: engine == name for name in ("vllm", "sglang", "trtllm")},
     }  # fmt: skip
 
