@@ -127,9 +127,7 @@ def test_stage_barrier_alone() -> None:
         "generate": pytest.approx(6.0), "reward": pytest.approx(6.0), "reward_score": pytest.approx(8.0),
     }  # fmt: skip
     steps = pd.DataFrame([RUN | {"step_time_s": 12.0, "steady": True}])
-    tail = pd.DataFrame([RUN | {"gpu": 1, "tail_s": 1.5}])
-    shares = idle_shares(line.causes(), tail, steps, 3)
-    assert list(shares["tail"]) == pytest.approx([0.0, 1.5 / 6.0, 0.0]), "of the time in which it is busy"
+    shares = idle_shares(line.causes(), steps, 3)
     assert list(shares["idle"]) == pytest.approx([0.5, 0.5, 8 / 12])
     assert (shares["idle"] + shares["busy"] == 1.0).all()
     assert waits(line.causes(), steps, 3)["share"].tolist() == pytest.approx([8 / 36, 6 / 36, 6 / 36])

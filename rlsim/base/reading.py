@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import stat
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,28 +38,19 @@ class SyntaxConfigError(ConfigError):
     """Text that is no YAML at all."""
 
 
-def exists(path: Path) -> bool:
-    """Whether there is such a file or folder; there is none by a name that none can have."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
+def _asked(question: Callable[[Path], bool]) -> Callable[[Path], bool]:
+    """A question about a path, whose answer is no for a name that no file can have."""
+
+    def ask(path: Path) -> bool:
+        try:
+            return question(path)
+        except (OSError, ValueError):
+            return False
+
+    return ask
 
 
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; there is none by a name that no file can have."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def is_folder(path: Path) -> bool:
-    """Whether there is such a folder; there is none by a name that no folder can have."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
+exists, is_file, is_folder = _asked(Path.exists), _asked(Path.is_file), _asked(Path.is_dir)
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:

@@ -1,14 +1,16 @@
 """The one schema of a trace, and `Trace`: response lengths that have passed every check.
 
-`COLUMNS` is the only list of columns: the checks, the reader, the writer and the reference page are made from it.
+`COLUMNS`, the rows of `rlsim/data/trace.csv`, is the only list of columns: the checks, the reader, the writer and the
+reference page are made from it.
 Lengths are in tokens, times in seconds.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -18,6 +20,7 @@ import numpy.typing as npt
 import pandas as pd
 from pydantic import AfterValidator, Field, model_validator
 
+from rlsim.base.catalogue import DATA
 from rlsim.base.schema import Schema
 from rlsim.base.tables import floats, parse_json
 from rlsim.errors import TraceError, one_line
@@ -38,30 +41,14 @@ class Column:
     meaning: str
 
 
-COLUMNS: tuple[Column, ...] = (
-    Column("prompt_id", "id", "", True, "the prompt; rows that share it are samples of one group"),
-    Column("sample_id", "index", "", True, "the sample within its prompt, from 0"),
-    Column("prompt_tokens", "tokens", "tokens", False, "length of the prompt; empty where unknown"),
-    Column("response_tokens", "tokens", "tokens", True, "length of the response as generated, at least 1"),
-    Column("epoch", "index", "", False, "pass over the prompts in which this response was sampled, from 0 (default 0)"),
-    Column("task", "text", "", False, "kind of task, such as math, code or judge"),
-    Column("finish_reason", "text", "", False, "why generation ended: 'stop', or 'length' for the cap"),
-    Column("capped", "flag", "", False, "the response was cut at the cap, so its true length is unknown"),
-    Column("correct", "flag", "", False, "the answer was judged right"),
-    Column("reward", "number", "", False, "score the reward call returned"),
-    Column("reward_time_s", "number", "s", False, "time of the reward call of this response, 0 or more"),
-    Column("test_run_s", "numbers", "s", False, "sandbox run time of each test case, 0 or more"),
-    Column("judge_tokens", "tokens", "tokens", False, "tokens an LLM judge generated for this response"),
-    Column("arrival_s", "number", "s", False, "when the request arrived, from the start of the recording"),
-    Column(
-        "turns",
-        "turns",
-        "",
-        False,
-        "of an agent's trajectory, one for each model call: generated_tokens, then observation_tokens and tool_s of "
-        "what the environment does after it (tool_s empty: not recorded); response_tokens counts both",
-    ),
-)
+def _columns() -> Iterator[Column]:
+    row: Any
+    with (DATA / "trace.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            yield Column(**row | {"required": bool(row["required"])})
+
+
+COLUMNS = tuple(_columns())
 BY_NAME = {column.name: column for column in COLUMNS}
 
 

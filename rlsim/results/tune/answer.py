@@ -17,9 +17,10 @@ from rlsim.base.processes import cores
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.summary import mean_ratio
 from rlsim.models.hardware import one_kind
 from rlsim.results.tune.parts import Parts, parts_of
-from rlsim.results.tune.search import PARTS, Changes, Measure, intervals, measuring, search
+from rlsim.results.tune.search import PARTS, Changes, Measure, measuring, search
 from rlsim.results.tune.space import ALTERS, Axis, Bound, axes_of, baseline_of, check_keys
 from rlsim.results.tune.systems import ranked
 from rlsim.results.tune.trial import Configuration, Run, Trial
@@ -89,17 +90,9 @@ class Tuned:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, as JSON knows it; what is missing is null."""
-        numbers = ("gain", "gain_low", "gain_high", "model_low", "model_high")
-        found = {
-            "best": dict(self.best), **{name: getattr(self, name) for name in numbers}, "unfit": self.unfit,
-            "evaluated": self.evaluated, "legal": self.legal, "excluded": dict(self.excluded),
-            "untried": list(self.untried), "seconds": round(self.seconds, 1), "binds": self.binds,
-            "assumptions": list(self.assumptions), "before": dict(self.before), "after": dict(self.after),
-            "changes": [vars(change) for change in self.changes], "beside": list(self.beside), "gpus": list(self.gpus),
-            "frontiers": dict(self.frontiers), "systems": list(self.systems), "not_tried": dict(self.not_tried),
-            "unsteady": dict(self.unsteady),
-            **(self.parts.as_json() if self.parts else {}),
-        }  # fmt: skip
+        found = {name: value for name, value in vars(self).items() if name not in ("stale", "money", "parts")}
+        found |= {"changes": [vars(change) for change in self.changes], "seconds": round(self.seconds, 1)}
+        found |= self.parts.as_json() if self.parts else {}
         known: dict[str, Any] = json.loads(json.dumps(found), parse_constant=lambda _: None)
         return known
 
@@ -254,8 +247,7 @@ def tune(
             start = spent()
             left = lambda share: in_time(start + share * SYSTEMS_SHARE)  # noqa: E731
             systems, refused = ranked(tuned, best, mine, measure, pairs[:3], wish.bound, left)
-    gain = float(np.exp(np.mean(np.log(ratios)))) if ratios else math.nan if best else 1.0
-    low, high = intervals(ratios) if best else (1.0, 1.0)
+    gain, low, high = mean_ratio(ratios) if best else (1.0, 1.0, 1.0)
     return Tuned(
         best=best, gain=gain, gain_low=low, gain_high=high,
         model_low=min(drawn, default=math.nan), model_high=max(drawn, default=math.nan),

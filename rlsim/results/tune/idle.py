@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from rlsim.experiment.parts import never_stops, tail_stretches
+from rlsim.experiment.parts import never_stops
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -47,26 +47,6 @@ def idle_causes(
             found.append(_of_window(start, end, own_spans, own_calls, stages, gpus).assign(step=step, **run))
     frame = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=list(COLUMNS))
     return frame[list(COLUMNS)]
-
-
-def tail_seconds(
-    steps: pd.DataFrame, spans: pd.DataFrame, stays: pd.DataFrame, calls: pd.DataFrame, gpus: int
-) -> pd.DataFrame:
-    """Seconds of every GPU in the tail of generation (`rlsim.experiment.parts`), from the tables of a result.
-
-    One row per case, system, seed, step and `gpu` with `tail_s`, the seconds within the step.
-    """
-    found = []
-    for run, windows, tables in _runs(steps, stays, spans, calls):
-        tail = tail_stretches(*tables)
-        share = (tail["tail_s"] / (tail["end_at"] - tail["start_at"])).to_numpy(np.float64)
-        first, last = tail["gpu"].to_numpy(np.int64), (tail["gpu"] + tail["gpus"]).to_numpy(np.int64)
-        for step, start, end in windows:
-            inside_s = share * np.clip(np.minimum(tail["end_at"], end) - np.maximum(tail["start_at"], start), 0.0, None)
-            change = np.bincount(first, inside_s, gpus + 1) - np.bincount(last, inside_s, gpus + 1)
-            tail_s = change.cumsum()[:gpus].clip(min=0.0)
-            found.append(pd.DataFrame({**run, "step": step, "gpu": range(gpus), "tail_s": tail_s}))
-    return pd.concat(found, ignore_index=True)
 
 
 def _runs(
@@ -282,24 +262,20 @@ def _rows(cause: str, waits_for: str, seconds: Floats) -> pd.DataFrame:
 # ---- summaries ------------------------------------------------------------------------------------------------------
 
 
-def idle_shares(causes: pd.DataFrame, tail: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Shares of GPU time: one row per case, system and `gpu`; columns `idle`, then one per cause, `busy`, and `tail`.
+def idle_shares(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
+    """Shares of GPU time: one row per case, system and `gpu`; columns `idle`, then one per cause, and `busy`.
 
-    Means over the steady steps of all seeds, weighted by time: seconds over the seconds of these steps. `tail` is a
-    share of the GPU's busy time. `causes` and `tail` are of `idle_causes` and `tail_seconds`.
+    Means over the steady steps of all seeds, weighted by time: seconds over the seconds of these steps. `causes` are
+    those of `idle_causes`.
     """
-    keys, causes, tail = ["case", "system"], _steady(causes, steps), _steady(tail, steps)
+    keys, causes = ["case", "system"], _steady(causes, steps)
     total = _steady_seconds(steps)
     every = pd.MultiIndex.from_tuples([(*run, gpu) for run in total.index for gpu in range(gpus)], names=[*keys, "gpu"])
     table = causes.pivot_table(index=[*keys, "gpu"], columns="cause", values="idle_s", aggfunc="sum", observed=True)
     table = table.reindex(index=every, columns=list(CAUSES)).fillna(0.0)
-    total_s = np.repeat(total.to_numpy(np.float64), gpus)
-    shares = table.div(total_s, axis=0)
+    shares = table.div(np.repeat(total.to_numpy(np.float64), gpus), axis=0)
     shares.insert(0, "idle", shares.sum(axis=1))
     shares["busy"] = 1.0 - shares["idle"]
-    busy_s = shares["busy"] * total_s
-    tail_s = tail.groupby([*keys, "gpu"])["tail_s"].sum()
-    shares["tail"] = (tail_s / busy_s.where(busy_s > 0)).reindex(every).fillna(0.0)
     shares.columns.name = None
     return shares.reset_index()
 

@@ -18,7 +18,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.results.tune.idle import idle_causes, idle_shares, tail_seconds, waits
+from rlsim.results.tune.idle import idle_causes, idle_shares, waits
 from rlsim.results.tune.space import baseline_of
 from rlsim.results.tune.trial import Run, alone, tables_of
 
@@ -116,10 +116,9 @@ def parts_of(loaded: LoadedExperiment, folder: Path, run: Run) -> Parts:
     tables, gpus = tables_of(simulator, spec, run.seed), loaded.cluster.gpus
     own = {name: tables[name] for name in ("steps", "spans", "responses", "stays", "calls")}
     causes = idle_causes(**own, gpus=gpus)
-    tail = tail_seconds(own["steps"], own["spans"], own["stays"], own["calls"], gpus)
     placed = Simulator(loaded, search=False).placed()
     return Parts(
-        idle_shares(causes, tail, own["steps"], gpus).drop(columns=["case", "system"]),
+        idle_shares(causes, own["steps"], gpus).drop(columns=["case", "system"]),
         waits(causes, own["steps"], gpus).drop(columns=["case", "system"]),
         memory_by_tp(placed),
         memory_by_call(placed),

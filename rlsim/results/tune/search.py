@@ -183,14 +183,3 @@ def _expected(axes: Sequence[Axis], found: Mapping[Choice, Trial], wanted: Seque
         near = np.exp(-np.abs(asked[:, None, :] - np.vstack([refused, rows(ran)])[None]).sum(axis=2))
         expected -= REFUSED * near[:, : len(refused)].sum(axis=1) / near.sum(axis=1)
     return expected
-
-
-def intervals(ratios: Sequence[float]) -> tuple[float, float]:
-    """95% of a mean ratio by Student's t over paired runs; NaN of fewer than two."""
-    from scipy.stats import t
-
-    if len(ratios) < 2:
-        return math.nan, math.nan
-    logs = np.log(ratios)
-    half = float(t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
-    return math.exp(logs.mean() - half), math.exp(logs.mean() + half)

@@ -8,8 +8,6 @@ from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-
 from rlsim.base.catalogue import DATA
 from rlsim.base.reading import plain, read_yaml
 from rlsim.base.refusals import code_of
@@ -17,9 +15,10 @@ from rlsim.errors import RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.refusals import starts_of
 from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.summary import mean_ratio
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
-from rlsim.results.tune.search import AT_ONCE, Changes, Measure, intervals
+from rlsim.results.tune.search import AT_ONCE, Changes, Measure
 from rlsim.results.tune.space import Bound, facts_of
 from rlsim.results.tune.trial import Run, Trial
 
@@ -72,9 +71,9 @@ def ranked(
         own_runs = range(place * len(runs[1:]), (place + 1) * len(runs[1:]))
         ratios = [_gain(again[i]) for i in own_runs] if {*own_runs} <= {*again} else []
         ratios = ratios if all(ratios) else []
-        low, high = intervals(ratios)
+        gain, low, high = mean_ratio(ratios or [first])
         rows.append({
-            "system": name, "with": chosen, "gain": float(np.exp(np.mean(np.log(ratios)))) if ratios else first,
+            "system": name, "with": chosen, "gain": gain,
             "gain_low": low, "gain_high": high,
             "step_time_s": trial.means["step_time_s"], "staleness_mean": trial.means.get("staleness_mean", 0.0),
         })  # fmt: skip
