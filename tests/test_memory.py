@@ -19,6 +19,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.models.hardware import load_gpu
 from rlsim.models.model import load_model
+from rlsim.results.tune.trial import MARGIN
 
 LLAMA = load_model("llama-3.1-8b")
 LAYER = LLAMA.layer
@@ -157,24 +158,28 @@ def test_activations_by_hand() -> None:
     assert activation_bytes_per_token(LAYER, TrainStrategy(recompute="full")) == (8192, 2 * width, gradients)
     memory = call_bytes(LLAMA, TrainStrategy(recompute="full"), 1000, backward=True)
     assert (memory["activations"], memory["logits"]) == (1000 * 32 * 8192, 1000 * 128_256 * 4)  # at the head
+    eager = 2 * (4 + 2) * 4096 + 2 * 14_336  # both norms' inputs in fp32, what they scale, the activated gate
+    assert activation_bytes_per_token(LAYER, TrainStrategy(zero_stage=3))[1] == 2 * width + eager
     critic = call_bytes(LLAMA.as_critic(), TrainStrategy(recompute="full"), 1000, backward=True)
     inside = 1000 * (32 * 8192 + 2 * width + gradients)  # of a layer
     assert (critic["activations"], critic["logits"]) == (inside, 0.0)
 
 
 def test_what_training_holds_by_hand() -> None:
-    """Weights in bf16, gradients in fp32, three fp32 optimizer states; ZeRO-3 gathers the weights of the embedding, and
-    as much ahead, and holds its gradient."""
-    states = {"parameters": 2, "gradients": 4, "optimizer states": 12}
-    for stage, sharded in ((0, ()), (1, ("optimizer states",)), (2, ("optimizer states", "gradients")), (3, states)):
+    """Weights in bf16, gradients in fp32, three fp32 optimizer states, of which FSDP's weights are one; it gathers the
+    weights of the embedding, and as much ahead, and holds its gradient."""
+    mixed, fsdp = ({"parameters": p, "gradients": 4, "optimizer states": s} for p, s in ((2, 12), (4, 8)))
+    for stage, sharded in ((0, ()), (1, ("optimizer states",)), (2, ("optimizer states", "gradients")), (3, fsdp)):
         memory = call_bytes(LLAMA, TrainStrategy(dp=4, zero_stage=stage), backward=True)
-        for name, each in states.items():
+        for name, each in (fsdp if stage == 3 else mixed).items():
             assert memory[name] == each * LLAMA.parameters / (4 if name in sharded else 1), (stage, name)
-        assert memory["gathered layers"] == ((2 + 2 + 4) * 128_256 * 4096 if stage == 3 else 0)
+        assert memory["gathered layers"] == (2 + 2 + 4) * 128_256 * 4096 * (stage == 3)
         strategy = TrainStrategy(dp=4, zero_stage=stage)
         assert kept_bytes(LLAMA, strategy) == memory["parameters"] + memory["optimizer states"]
-    alone = call_bytes(LLAMA, TrainStrategy(dp=1, zero_stage=3), backward=True)
-    assert alone["gathered layers"] == 0, "all of it is there"
+    deepspeed = call_bytes(LLAMA, TrainStrategy(dp=4, zero_stage=3, gradients="bf16"), backward=True)
+    assert [deepspeed[part] * 4 / LLAMA.parameters for part in fsdp] == [2, 2, 12]
+    step = call_bytes(LLAMA, TrainStrategy(dp=2, zero_stage=3), 1000, backward=True)
+    assert step["the optimizer's step"] * 2 == 4 * LLAMA.parameters, "more than what a thousand tokens keep"
     halved = call_bytes(LLAMA, TrainStrategy(dp=4, tp=2, zero_stage=3), backward=True)
     assert halved["gathered layers"] == 8 * 128_256 * 4096 / 2
 
@@ -188,6 +193,11 @@ def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages
     assert cut["activations"] == 1000 * (4 * 8 * layer + gradients)
     uneven = call_bytes(LLAMA.as_critic(), TrainStrategy(pp=3, recompute="none"), 1000, backward=True)
     assert uneven["activations"] == 1000 * (3 * 11 * layer + gradients)  # eleven of 32 layers
+    first = call_bytes(LLAMA, TrainStrategy(pp=2, recompute="none"), 1000, backward=True)
+    assert (first["activations"], first["logits"]) == (1000 * (2 * 16 * layer + gradients), 0.0)
+    last = call_bytes(LLAMA, TrainStrategy(pp=2, recompute="full"), 1000, backward=True)
+    assert last["activations"] == 1000 * 16 * 2 * 4096  # of one micro-batch: the head's peak is the last stage's
+    assert last["logits"] == logits_bytes(LLAMA, TrainStrategy(pp=2), 1000, backward=True)
     selective, *_ = activation_bytes_per_token(LAYER, TrainStrategy(recompute="selective"))
     assert selective == 2 * (2 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336)  # neither normed inputs nor the product
     halves = call_bytes(LLAMA.as_critic(), TrainStrategy(cp=2, recompute="none"), 1000, backward=True)
@@ -226,7 +236,7 @@ def test_what_verls_scripts_run_fits_and_what_runs_nowhere_does_not(
     peak = call_bytes(load_model(model), strategy, tokens * strategy.cp, backward=True)
     inference = call_bytes(load_model(model), strategy, tokens * strategy.cp, entropy=True, backward=False)
     most = max(sum(peak.values()), sum(inference.values())) + RESERVED_BYTES
-    assert (most <= load_gpu(gpu).memory_bytes) is fit
+    assert (most <= load_gpu(gpu).memory_bytes * (1 - MARGIN)) is fit
 
 
 @cases("cost", "strategies that make no sense")

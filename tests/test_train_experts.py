@@ -121,7 +121,7 @@ def test_states_by_hand() -> None:
     one_copy = call_bytes(QWEN, TrainStrategy(dp=8, ep=8, zero_stage=1), backward=True)
     assert one_copy["optimizer states"] == pytest.approx(12 * (LAYERS * (LAYER - ROUTED) + ENDS) / 8 + 12 * experts)
     sharded = call_bytes(QWEN, TrainStrategy(dp=32, ep=8, zero_stage=3), backward=True)
-    assert sharded["parameters"] == pytest.approx(2 * QWEN.parameters / 32)
+    assert sharded["parameters"] == pytest.approx(4 * QWEN.parameters / 32)
     assert sharded["gathered layers"] == 8 * 151_936 * HIDDEN  # more than a layer with its 16 experts
     assert call_bytes(QWEN, TrainStrategy(dp=16, tp=2, ep=8), backward=False)["parameters"] == memory["parameters"]
 
@@ -336,7 +336,7 @@ def test_trainers_with_fsdp_are_as_far_off_as_the_page_says() -> None:
     rows = [row for row in trainer_rows() if row.case.startswith("prime")]
     peaks = [row.error for row in rows if row.quantity == "peak_gib"]
     assert len(peaks) == 17
-    assert all(-0.14 < error < 0.03 for error in peaks)
+    assert all(-0.10 < error < 0.03 for error in peaks)
     seconds = {row.case: row.error for row in rows if row.quantity == "iteration_s"}
     slow = [error for case, error in seconds.items() if "flash_attention_2" in case]
     long = [error for case, error in seconds.items() if "4b-2507/8-of-8xh" in case and "65536" in case]

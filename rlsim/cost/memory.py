@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlsim.cost.engine_memory import SAMPLING_BYTES, VLLM, EngineMemory
@@ -222,18 +223,25 @@ def stage_parts(model: Model, strategy: TrainStrategy) -> list[tuple[float, Trai
     """Parameters of the fullest pipeline stage on one GPU, before ZeRO shards them, with what spreads them.
 
     One part, or two where the matrices of experts are apart: all others, cut by TP, and these, cut by EP × expert TP
-    (`TrainStrategy.experts`). A stage holds ⌈layers / PP⌉ layers; the first also holds the embedding, the last the head
-    and final norm.
+    (`TrainStrategy.experts`).
     """
-    stage = max(
-        model.stages(strategy.pp), key=lambda one: sum(count * _local(layer, strategy) for layer, count in one.items())
-    )
-    embedding, head = model.vocab_size * model.hidden_size, model.head_parameters + model.hidden_size
-    ends = (embedding + head if strategy.pp == 1 else max(embedding, head)) / strategy.tp
-    parts = [(count, *layer_parts(layer, strategy)) for layer, count in stage.items()]
-    cut = ends + sum(count * own for count, own, _ in parts)
-    routed = sum(count * apart for count, _, apart in parts)
-    return [(cut, strategy), *([(routed, strategy.experts)] if routed else [])]
+    return max(_stages(model, strategy), key=lambda parts: sum(n for n, _ in parts))
+
+
+def _stages(model: Model, strategy: TrainStrategy) -> list[list[tuple[float, TrainStrategy]]]:
+    """The same of every stage: of ⌈layers / PP⌉ layers; the first also holds the embedding, the last the head (a copy
+    of the embedding, where they are tied) and the final norm."""
+    embedding, stages = model.vocab_size * model.hidden_size, model.stages(strategy.pp)
+    ends = [0] * len(stages)
+    ends[0] += embedding
+    ends[-1] += model.hidden_size + (model.head_parameters or embedding * (len(stages) > 1))
+    found = []
+    for end, stage in zip(ends, stages, strict=True):
+        parts = [(count, *layer_parts(layer, strategy)) for layer, count in stage.items()]
+        cut = end / strategy.tp + sum(count * own for count, own, _ in parts)
+        routed = sum(count * apart for count, _, apart in parts)
+        found.append([(cut, strategy), *([(routed, strategy.experts)] if routed else [])])
+    return found
 
 
 def layer_parts(layer: Layer, strategy: TrainStrategy) -> tuple[float, float]:
@@ -257,9 +265,11 @@ def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[f
     the attention output (`AttentionWork.kept`: 2 · q_dim + 2 · kv_dim for grouped queries); gate, up and their product
     (3 · the width of the MLP, or of all experts that a token passes; 2 without a gate), and a copy of the token for
     each of these, as its expert gets it. TP divides all but the first group, sequence parallelism the first too.
-    `selective` keeps neither norm outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an
-    eager implementation keeps more. Experts get equal shares of the tokens. Gradients are most in the MLP: of its
-    output, its product, gate and up, and of the experts' copies.
+    `selective` keeps neither norm outputs nor the product; `full` keeps one input. Elements are bf16 and kernels fused,
+    but under FSDP layers are Hugging Face's modules: each norm keeps its input in fp32 and what it scales in bf16 too,
+    the MLP the output of its activation function, experts (as in torchtitan) the copies in their order and what they
+    put out in fp32, for its product with the router's weights. Experts get equal shares of the tokens. Gradients are
+    most in the MLP: of its output, its product, gate and up, and of the experts' copies.
     """
     tp = strategy.tp
     outside = tp if strategy.sequence_parallel else 1
@@ -272,6 +282,10 @@ def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[f
     heads += copies
     gradients = BF16 * (hidden / outside + (copies + projected + product) / tp)
     everything = BF16 * (2 * blocks * hidden / outside + (heads + projected + product) / tp) + BF16 * work.latent
+    if strategy.fsdp:
+        in_heads = work.kept / 2 if getattr(layer.attention, "head_norms", False) else 0
+        everything += (FP32 + BF16) * (blocks * hidden / outside + (in_heads + copies) / tp) + BF16 * product / tp
+        gradients += FP32 * copies / tp
     if strategy.recompute == "full":
         return BF16 * hidden / outside, everything, gradients
     if strategy.recompute == "selective":
@@ -320,40 +334,48 @@ def call_bytes(
     """Peak bytes by part on the fullest GPU of a training call, or one without gradient (log-probs, values, rewards).
 
     `tokens` are those of a micro-batch (default: its budget). Per parameter: 2 bytes of bf16 weight and, to train, 4 or
-    2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam moments (`cpu_optimizer` of them none); ZeRO stages
-    1, 2, 3 divide optimizer, gradients, parameters by the data-parallel ranks, those of experts that are apart by the
-    ranks with the same experts. Stage 3 gathers two layers (one in use, one prefetched), or embedding and head, and
-    holds one unit's whole gradient. Training keeps what `strategy.recompute` says of each layer, a 1F1B pipeline for PP
-    micro-batches on its first stage. The peak is inside a layer (its live tensors, no logits) or at the head
-    (`logits_bytes`; `entropy`: of the logits too): logits are there after the last layer's forward pass and gone before
-    its backward pass. Host offload empties the GPU between calls: the peak is the same. Raises `ConfigError` if the
-    strategy does not suit the model.
+    2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam moments (`cpu_optimizer` of them none); FSDP keeps
+    weights in fp32 alone, and PyTorch's AdamW (`foreach`) takes another 4 in its step. ZeRO stages 1, 2, 3 divide
+    optimizer, gradients, parameters by the data-parallel ranks, those of experts that are apart by the ranks with the
+    same experts. Stage 3 gathers two layers (one in use, one prefetched), or embedding and head, in bf16, and holds one
+    unit's whole gradient. Training keeps what `strategy.recompute` says of each layer: of PP micro-batches on
+    the first stage of a 1F1B pipeline, of one less on each that follows. Only the last stage has logits. The peak is
+    inside a layer (its live tensors, no logits) or at the head (`logits_bytes`; `entropy`: of the logits too): logits
+    are there after the last layer's forward pass and gone before its backward pass. Host offload empties the GPU
+    between calls: the peak is the same. Raises `ConfigError` if the strategy does not suit the model.
     """
     strategy.check_model(model)
     tokens = (tokens or strategy.budget(backward=backward)) / strategy.cp
-    zero, parts = strategy.zero_stage, stage_parts(model, strategy)
-    each = {layer: activation_bytes_per_token(layer, strategy) for layer in model.groups}
-    kept, working = 0.0, tokens * max(everything for _, everything, _ in each.values())
-    if backward:
-        stages = model.stages(strategy.pp)
-        kept = tokens * strategy.pp * max(sum(count * each[at][0] for at, count in stage.items()) for stage in stages)
-        live = (everything * (strategy.recompute != "none") + gradients for _, everything, gradients in each.values())
-        working = tokens * max(live)
-    logits = logits_bytes(model, strategy, tokens, backward=backward, entropy=entropy)
-
-    def sharded(bytes_per_parameter: int, stage: int) -> float:
-        return sum(bytes_per_parameter * n / (spread.sharded_over if zero >= stage else 1) for n, spread in parts)
-
-    found = {"parameters": sharded(BF16, 3)}
-    if backward:
-        states = sharded(3 * FP32, 1) * (1 - strategy.cpu_optimizer)
-        found |= {"gradients": sharded(strategy.gradient_bytes, 2), "optimizer states": states}
+    zero, each = strategy.zero_stage, {layer: activation_bytes_per_token(layer, strategy) for layer in model.groups}
+    all_logits = logits_bytes(model, strategy, tokens, backward=backward, entropy=entropy)
     unit_bytes = 2 * BF16 + backward * strategy.gradient_bytes
     embedding = model.vocab_size * model.hidden_size / strategy.tp
     largest = max(*(_local(layer, strategy) for layer in model.groups), embedding)
-    found["gathered layers"] = unit_bytes * largest * (zero == 3 and strategy.sharded_over > 1)
-    at_head = logits > working
-    return found | {"activations": kept + working * (not at_head), "logits": logits * at_head}
+    gathered = unit_bytes * largest * (zero == 3)
+
+    def on_stage(at: int, layers: Mapping[Layer, int], parts: list[tuple[float, TrainStrategy]]) -> dict[str, float]:
+        def sharded(bytes_per_parameter: int, stage: int) -> float:
+            return sum(bytes_per_parameter * n / (spread.sharded_over if zero >= stage else 1) for n, spread in parts)
+
+        weight = FP32 if backward and strategy.fsdp else BF16
+        found = {"parameters": sharded(weight, 3)}
+        kept, working = 0.0, tokens * max(each[layer][1] for layer in layers)
+        if backward:
+            states = sharded((2 if strategy.fsdp else 3) * FP32, 1) * (1 - strategy.cpu_optimizer)
+            found |= {"gradients": sharded(strategy.gradient_bytes, 2), "optimizer states": states}
+            kept = tokens * (len(stages) - at) * sum(count * each[layer][0] for layer, count in layers.items())
+            live = (each[layer] for layer in layers)
+            working = tokens * max(whole * (strategy.recompute != "none") + grads for _, whole, grads in live)
+        logits = all_logits * (at == len(stages) - 1)
+        at_head = logits > working
+        activations = kept + working * (not at_head)
+        passes = {"gathered layers": gathered, "activations": activations, "logits": logits * at_head}
+        stepping = sharded(FP32, 3) * (1 - strategy.cpu_optimizer) * (backward and strategy.fsdp)
+        return found | (passes if sum(passes.values()) > stepping else {"the optimizer's step": stepping})
+
+    stages = model.stages(strategy.pp)
+    peaks = [on_stage(at, *both) for at, both in enumerate(zip(stages, _stages(model, strategy), strict=True))]
+    return max(peaks, key=lambda found: sum(found.values()))
 
 
 def kept_bytes(model: Model, strategy: TrainStrategy) -> float:

@@ -153,6 +153,11 @@ class TrainStrategy:
         return 4 if self.gradients == "fp32" else 2
 
     @property
+    def fsdp(self) -> bool:
+        """Whether parameters are sharded as FSDP does it: in fp32, of Hugging Face's modules, for PyTorch's AdamW."""
+        return self.zero_stage == 3 and self.gradients == "fp32"
+
+    @property
     def sharded_over(self) -> int:
         """GPUs over which ZeRO shards: `shards`, or fewer under HSDP, which is for stage 3."""
         return min(self.shard_gpus or self.shards, self.shards) if self.zero_stage == 3 else self.shards
