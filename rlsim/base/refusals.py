@@ -20,6 +20,7 @@ _FUNCTIONS = {
     "bool": bool,
     "is_list": lambda value: isinstance(value, tuple),
     "len": len,
+    "max": max,
     "min": min,
     "set": set,
     "sorted": sorted,
@@ -32,9 +33,14 @@ def code_of(condition: str) -> CodeType:
     return compile(condition, condition, "eval")
 
 
+def worth(expression: str, values: Mapping[str, Any]) -> Any:
+    """What such an expression is worth with these values."""
+    return eval(code_of(expression.strip()), {"__builtins__": _FUNCTIONS}, values)
+
+
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
     """Whether such a condition holds of these values."""
-    return bool(eval(code_of(condition), {"__builtins__": _FUNCTIONS}, values))
+    return bool(worth(condition, values))
 
 
 @cache

@@ -2,74 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal
 
 from pydantic import Field
 
 from rlsim.base.schema import Schema
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.policies.parts import Composition, Part, Placing, PlanContext, Rewiring
-from rlsim.policies.reward_scheduler import RewardBeside
-from rlsim.policies.verl import VeRL
-from rlsim.sim.control import ControlContext
+from rlsim.policies.parts import Placing, PlanContext, Rewiring
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan, grouped, with_transfers
-
-
-class StaticTP(Schema, Composition):
-    """A framework whose rollout keeps one TP degree."""
-
-    tp: int | Literal["best"] = Field(default="best", description="tensor-parallel degree of generation; see `verl`")
-
-    def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
-        return VeRL(tp=self.tp).alternatives(context)
-
-
-class TRL(StaticTP):
-    """TRL's PPO as OPPO's authors ran it: all GPUs but one generate and train, the last one scores."""
-
-    vllm: bool = Field(default=True, description="vLLM generates; if not, Hugging Face's `generate`, no CUDA graphs")
-    scoring_gpu: bool = Field(
-        default=True, description="whether the last GPU does nothing but score; if not, it works as the others do"
-    )
-
-    def parts(self) -> Sequence[Part]:
-        placing = ScorerApart if self.scoring_gpu else AllOnAll
-        return placing(graphs=self.vllm), VeRL(tp=self.tp)
-
-
-class OpenRLHF(StaticTP):
-    """OpenRLHF (Hu et al. 2024): actor and reference, critic and reward model, and the rollout engine, each apart.
-
-    Its groups make their experience at the same time: log-probs do not wait for rewards.
-    """
-
-    rollout: float = Field(default=0.5, gt=0, lt=1, description="share of the GPUs that generate")
-
-    def parts(self) -> Sequence[Part]:
-        return ThreeGroups(rollout=self.rollout), RewardBeside(), VeRL(tp=self.tp)
-
-
-class NeMoAligner(StaticTP):
-    """NeMo-Aligner (Shen et al. 2024): actor and reference on one half, critic and reward model on the other.
-
-    The critic's half works on responses as they finish (its pipelining by micro-batches).
-    """
-
-    def parts(self) -> Sequence[Part]:
-        return TwoGroups(), CriticPipelining(), VeRL(tp=self.tp)
-
-
-class DeepSpeedChat(StaticTP):
-    """DeepSpeed-Chat (Yao et al. 2023): ZeRO-3 over all GPUs for every model, its hybrid engine generates under TP.
-
-    Its engine runs Hugging Face's `generate`, which launches every kernel anew.
-    """
-
-    def parts(self) -> Sequence[Part]:
-        return ZeroEverywhere(graphs=False), VeRL(tp=self.tp)
 
 
 class Megatron(Schema, Placing):

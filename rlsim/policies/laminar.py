@@ -14,9 +14,7 @@ from typing import Literal
 from pydantic import Field, PrivateAttr
 
 from rlsim.base.schema import Schema
-from rlsim.policies.asynchronous import Apart
 from rlsim.policies.continuous import BoundedStaleness
-from rlsim.policies.parts import Part
 from rlsim.policies.rlhfuse import memory_bound_batch
 from rlsim.sim.continuous import OpenView
 from rlsim.sim.control import Action, ControlContext, KvHandling, Migrate, ReplicaView, RolloutControl, RolloutView
@@ -119,17 +117,3 @@ class Repack(Schema, RolloutControl):
         most = memory_bound_batch(self._context, to.tp, 1, RIDGE) if self.max_batch == "auto" else self.max_batch
         together = held[source.index] + held[to.index]
         return source.version == to.version and together <= most and used[source.index] + used[to.index] <= room
-
-
-class Laminar(Apart):
-    """Laminar: batches of each replica, repack, and training that never waits for the weights it hands on."""
-
-    eta: float = Field(default=4, ge=0, le=1000, description="bound of `replica_batches`; Laminar itself has none")
-    per_replica: int | None = Field(default=None, ge=1, description="see `replica_batches`")
-    repack: bool = Field(
-        default=True, description="whether responses are moved together; if not, each ends where it is"
-    )
-
-    def parts(self) -> Sequence[Part]:
-        batches = ReplicaBatches(eta=self.eta, per_replica=self.per_replica)
-        return (*self.common(), batches, *([Repack()] if self.repack else []))

@@ -18,10 +18,8 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
-from rlsim.policies.frameworks import StaticTP
 from rlsim.policies.keeping import Keeping
-from rlsim.policies.parts import ChunkStreaming, Part
-from rlsim.policies.verl import VeRL
+from rlsim.policies.parts import ChunkStreaming
 from rlsim.sim.batching import PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt, RolloutControl, ScoringReport
 from rlsim.units import Seconds, Tokens
@@ -186,23 +184,3 @@ def adapted(delta: int, change: int, rewards: Sequence[float], window: int, leas
         return delta
     slope = sum(rewards[-window:]) / window - sum(rewards[-2 * window : -window]) / window
     return min(max(delta + (change if slope > 0 else -change), least), most)
-
-
-class OPPO(StaticTP):
-    """Chunked streaming and overcommit together."""
-
-    chunk: Literal["adaptive"] | Annotated[Tokens, Field(ge=1)] = Field(
-        default="adaptive", description="`size` of `chunked`"
-    )
-    delta: Literal["adaptive"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default="adaptive", description="see `overcommit`"
-    )
-    models: tuple[str, ...] = Field(default=("reward",), min_length=1, description="see `chunked`")
-    reward: RewardCurve = Field(default=RewardCurve(), description="see `overcommit`")
-
-    def parts(self) -> Sequence[Part]:
-        return (
-            VeRL(tp=self.tp),
-            Chunked(size=self.chunk, models=self.models),
-            Overcommit(delta=self.delta, reward=self.reward),
-        )

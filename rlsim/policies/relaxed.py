@@ -17,10 +17,9 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
-from rlsim.policies.frameworks import StaticTP, any_call, on_groups
+from rlsim.policies.frameworks import any_call, on_groups
 from rlsim.policies.keeping import Keeping
-from rlsim.policies.parts import Part, Placing, PlanContext, Rewiring
-from rlsim.policies.verl import VeRL
+from rlsim.policies.parts import Placing, PlanContext, Rewiring
 from rlsim.sim.batching import Progress, PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt
 from rlsim.units import Tokens
@@ -78,16 +77,6 @@ class Lagged(Schema, Rewiring):
         return (workflow.call(edge.source).kind, workflow.call(edge.target).kind) == ("sync", "generate")
 
 
-class OneStepOff(StaticTP):
-    """Generation and training on GPUs of their own, generation one update behind."""
-
-    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: as `split` cuts")
-    lag: int = Field(default=1, ge=0, le=1_000, description="updates that generation is behind")
-
-    def parts(self) -> Sequence[Part]:
-        return VeRL(tp=self.tp), Split(rollout_gpus=self.rollout_gpus), Lagged(lag=self.lag)
-
-
 class ActiveGroups(Keeping):
     """So many times the prompts that a step needs stay under way; the step trains on the first to finish."""
 
@@ -96,15 +85,6 @@ class ActiveGroups(Keeping):
     def launch(self, feed: PromptFeed) -> Launch:
         """All that are paused, and new prompts up to `active` times the batch."""
         return self.filled(feed, round(self.active * feed.prompts))
-
-
-class ColocatedAsync(StaticTP):
-    """One pool of GPUs: groups beyond the batch are paused while it is trained on, and resumed after that."""
-
-    active: float = Field(default=2.0, ge=1, le=100, description="see `active_groups`")
-
-    def parts(self) -> Sequence[Part]:
-        return VeRL(tp=self.tp), ActiveGroups(active=self.active)
 
 
 class PartialRollout(Keeping):

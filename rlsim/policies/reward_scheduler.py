@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr
 
 from rlsim.base.schema import Schema
-from rlsim.policies.parts import Composition, JudgePlacement, Part, Rewiring
+from rlsim.policies.parts import JudgePlacement, Rewiring
 from rlsim.sim.reward import RewardControl, RewardKind
 from rlsim.units import Seconds
 from rlsim.workflow.graph import Workflow
@@ -69,14 +69,3 @@ class ColocatedJudge(Schema, JudgePlacement):
     def slowdown(self) -> float:
         """How much longer an iteration takes while the other has work on the same GPU."""
         return 2.0 if self.sharing == "time_slicing" else 1.0 + self.interference
-
-
-class RewardScheduler(Schema, Composition):
-    """Rewards by the sample, adaptive timeouts and a colocated judge together."""
-
-    sharing: Literal["mps", "time_slicing"] = Field(default="mps", description="see `colocated_judge`")
-    interference: float = Field(default=0.3, ge=0, le=1, description="see `colocated_judge`")
-
-    def parts(self) -> Sequence[Part]:
-        judge = ColocatedJudge(sharing=self.sharing, interference=self.interference)
-        return AsyncReward(), AdaptiveTimeout(), judge

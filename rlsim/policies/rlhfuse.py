@@ -13,9 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr
 
 from rlsim.base.schema import Schema
-from rlsim.policies.parts import Composition, Part, Rewiring
-from rlsim.policies.reward_scheduler import AsyncReward
-from rlsim.policies.verl import VeRL
+from rlsim.policies.parts import Rewiring
 from rlsim.sim.control import Action, ControlContext, Migrate, Release, RolloutControl, RolloutView
 from rlsim.workflow.graph import Workflow
 
@@ -41,8 +39,8 @@ def memory_bound_batch(context: ControlContext, tp: int, tokens: float, slower: 
 class TailConsolidation(Schema, RolloutControl):
     """Migrate the last sequences onto as few replicas as can hold them at full length, and release the others."""
 
-    remaining: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.2, description="share of the responses that are left when it happens"
+    remaining: Annotated[float, Field(gt=0, lt=1)] | Literal["best"] = Field(
+        default=0.2, description="share of the responses that are left when it happens; best: searched"
     )
     max_batch: int | Literal["auto"] = Field(
         default="auto", description="sequences on one replica; auto: as many as decode nearly as fast as one"
@@ -50,13 +48,16 @@ class TailConsolidation(Schema, RolloutControl):
 
     _context: ControlContext = PrivateAttr()
 
+    def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
+        return [{"remaining": share} for share in TRIED] if self.remaining == "best" else ()
+
     def setup(self, context: ControlContext) -> None:
         self._context = context
 
     def on_finish(self, view: RolloutView) -> list[Action] | None:
         """Once, when the share that is left is small enough; again if not all could be released then."""
-        left = view.unfinished()
-        if left > self.remaining * view.total:
+        left, share = view.unfinished(), TRIED[0] if self.remaining == "best" else self.remaining
+        if left > share * view.total:
             return None
         replicas = sorted(view.replicas(), key=lambda r: -len(r.requests))
         tp = replicas[0].tp if replicas else 1
@@ -93,33 +94,3 @@ class FusedTraining(Schema, Rewiring):
     def rewired(self, workflow: Workflow) -> Workflow:
         """Everything up to training by the sample; log-probs do not wait for rewards."""
         return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
-
-
-class RLHFuse(Schema, Composition):
-    """Static TP, tail consolidation, inference fused with the tail of generation."""
-
-    tp: int | Literal["best"] = Field(default="best", description="tensor-parallel degree, as of `verl`")
-    remaining: Annotated[float, Field(gt=0, lt=1)] | Literal["best"] = Field(
-        default="best", description="share that is left when the tail is consolidated; best: searched, as published"
-    )
-
-    def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
-        """Every feasible degree and some moments to consolidate, where these are `best`."""
-        tps: Sequence[object] = context.feasible_tps if self.tp == "best" else (self.tp,)
-        shares: Sequence[object] = TRIED if self.remaining == "best" else (self.remaining,)
-        return (
-            [{"tp": tp, "remaining": share} for tp in tps for share in shares]
-            if "best" in (self.tp, self.remaining)
-            else ()
-        )
-
-    def parts(self) -> Sequence[Part]:
-        remaining = TRIED[0] if self.remaining == "best" else self.remaining
-        return VeRL(tp=self.tp), TailConsolidation(remaining=remaining), FusedInference()
-
-
-class StrengthenedRLHFuse(RLHFuse):
-    """RLHFuse with rewards by the sample and training on the freed GPUs, as RollPacker is compared with."""
-
-    def parts(self) -> Sequence[Part]:
-        return *super().parts(), AsyncReward(), FusedTraining()

@@ -128,7 +128,7 @@ def modules_of(case: Experiment, shown: str) -> Iterator[tuple[str, Path]]:
 def code_hash() -> str:
     """Hash of the code that decides results: all of rlsim but what starts, stores and shows simulations."""
     package = Path(sys.modules["rlsim"].__file__ or "").parent
-    files = sorted(package.rglob("*.py"))
+    files = sorted([*package.rglob("*.py"), package / "data" / "compositions.yaml"])
     deciding = [path for path in files if path.relative_to(package).parts[0] not in NO_PART_OF_RESULTS]
     digest = hashlib.sha256()
     for path in deciding:
