@@ -2,72 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import csv
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import typer
 
+from rlsim.base import catalogue
+from rlsim.base.catalogue import DATA
 from rlsim.base.formats import written
+from rlsim.base.reading import read_yaml
+from rlsim.base.refusals import code_of
+from rlsim.base.usercode import load_object
 from rlsim.cli.common import Commands
 
 if TYPE_CHECKING:
     from rlsim.base.reference import Key
 
-T = TypeVar("T")
-
 app = Commands(no_args_is_help=True, help="Show what the catalogue holds.", epilog="Example: rlsim list calibrations")
 
 
-@app.command()
-def gpus() -> None:
-    """GPUs and their data-sheet figures.
+def _command(name: str, of: str, help: str, says: str) -> None:  # noqa: A002 - what it is
+    """A row of `rlsim/data/listings.csv`: a table of what an expression gives, and what is said below it."""
 
-    Example: rlsim list gpus
-    """
-    from rlsim.models.hardware import load_gpu
+    def show() -> None:
+        at = lambda path: load_object(f"rlsim.{path}", name)  # noqa: E731
+        _print(written(name, eval(code_of(of), {"names": catalogue.names, "at": at}), read=read_yaml))
+        if says:
+            typer.echo(says)
 
-    _print(written("gpus", _loaded("gpus", load_gpu)))
-
-
-@app.command()
-def clusters() -> None:
-    """Nodes of clusters: GPUs and links. Any number of nodes, or part of one, is known by its name.
-
-    Example: rlsim list clusters
-    """
-    from rlsim.models.hardware import node_types
-
-    _print(written("clusters", node_types().values()))
-    typer.echo(
-        "Several nodes, or part of one: nodes x GPUs of a node x GPU, such as 2x8xh100, 16x8xh100, 4x4xa100, 2xh100;\n"
-        "18x4xgb200 is a rack whose 18 nodes are one NVLink domain; 32x4xgb200 is 16 nodes in each of two racks.\n"
-        "Several kinds of GPU: groups of as many GPUs per node, joined by a plus, such as 2x8xh20+1x8xh800.\n"
-        "-: the link between nodes is not known; spell out a cluster of several nodes."
-    )
+    app.command(name, help=f"{help}\n\nExample: rlsim list {name}")(show)
 
 
-@app.command()
-def models() -> None:
-    """Models: parameters, KV cache, and whether they can be simulated (docs/models.md has what is not measured).
-
-    Example: rlsim list models
-    """
-    from rlsim.models.model import load_model
-
-    _print(written("models", _loaded("models", load_model)))
-
-
-@app.command()
-def calibrations() -> None:
-    """Calibrations: which GPU, engine and release of it, and how far off on held-out shapes.
-
-    Example: rlsim list calibrations
-    """
-    from rlsim.cost.calibration import calibration_names, load_calibration
-
-    _print(written("calibrations", map(load_calibration, calibration_names())))
-    typer.echo("derived: the kernels, and the errors shown, are those of another GPU (docs/calibration.md).")
+with (DATA / "listings.csv").open(encoding="utf-8", newline="") as _file:
+    for _row in csv.DictReader(_file):
+        _command(**_row)
 
 
 class Written(StrEnum):
@@ -152,44 +122,12 @@ def policies(name: str = "") -> None:
 
 
 @app.command()
-def traces() -> None:
-    """Response-length traces that ship with rlsim.
-
-    Example: rlsim list traces
-    """
-    from rlsim.base import catalogue
-    from rlsim.trace import read_trace
-
-    files = catalogue.names("traces", ".parquet")
-    _print(written("traces", [{"name": name, "trace": read_trace(path)} for name, path in files.items()]))
-
-
-@app.command()
-def experiments() -> None:
-    """Experiments and sweeps that ship with rlsim.
-
-    Example: rlsim list experiments
-    """
-    from rlsim.base import catalogue
-    from rlsim.base.reading import read_yaml
-
-    rows = [(name, kind, path) for kind in ("experiments", "sweeps") for name, path in catalogue.names(kind).items()]
-    _print(written("experiments", rows, read=read_yaml))
-
-
-@app.command()
 def systems() -> None:
     """The same as `rlsim list policies`: each policy is a system, alone or with others (docs/systems.md).
 
     Example: rlsim list systems
     """
     policies("")
-
-
-def _loaded(kind: str, load: Callable[[str], T]) -> list[T]:
-    from rlsim.base import catalogue
-
-    return [load(name) for name in catalogue.names(kind)]
 
 
 _NUMBERS = {"GB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "nodes", "responses", "P50", "P99", "max"}
