@@ -282,6 +282,14 @@ def lengths_of(step: int) -> np.ndarray:
     return np.clip(200.0 * 4.0 ** (step / STEPS) * np.exp(spread), 1, CAP).astype(int).ravel()
 
 
+def calls_at(efficiency: float) -> CallCosts:
+    """Calls of the run's trainer by a calibration that has that share of the peak."""
+    base = load_calibration(BASE)
+    training = base.training.model_copy(update={"flop_efficiency": {"fsdp": efficiency}})
+    base = base.model_copy(update={"training": training})
+    return CallCosts({"actor": load_model(MODEL)}, load_cluster(CLUSTER), base, "fsdp")
+
+
 def synthetic(growing: bool = True, steps: int = STEPS) -> dict[int, Metrics]:
     """Random lengths, growing over training or always the same; times from the simulator, with noise and outliers."""
     rng = np.random.default_rng(11)
@@ -289,7 +297,7 @@ def synthetic(growing: bool = True, steps: int = STEPS) -> dict[int, Metrics]:
     host = HostFit(step_s=TRUE_STEP_S, sequence_s=TRUE_SEQUENCE_S, prefill_s=base.host.prefill_s, source="true")
     true = base.model_copy(update={"host": host})
     costs = RolloutCostModel(model, cluster, true, resident_bytes=kept_bytes(model, FSDP))
-    calls = CallCosts({"actor": model}, cluster, base, "fsdp", TRUE_EFFICIENCY)
+    calls = calls_at(TRUE_EFFICIENCY)
     rows: dict[int, Metrics] = {}
     for step in range(1, steps + 1):
         lengths = lengths_of(step if growing else 0)
@@ -374,10 +382,7 @@ def test_a_run_that_speculates_is_not_fitted(rows: dict[int, Metrics], tmp_path:
 def test_log_probs_slower_than_training_and_a_time_of_every_call_are_told_apart(
     rows: dict[int, Metrics], tmp_path: Path
 ) -> None:
-    true, calls = (
-        CallCosts({"actor": load_model(MODEL)}, load_cluster(CLUSTER), load_calibration(BASE), "fsdp", efficiency)
-        for efficiency in (TRUE_EFFICIENCY, 0.15)
-    )
+    true, calls = calls_at(TRUE_EFFICIENCY), calls_at(0.15)
     slow = {step: dict(rows[step]) for step in range(1, 33)}
     fixed_s = 0.5 * rows[1]["timing_s/old_log_prob"]
     for step, row in slow.items():

@@ -4,8 +4,10 @@ from functools import cache
 
 import pytest
 
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.calls import CallCosts
 from rlsim.cost.collectives import Collectives
-from rlsim.cost.strategy import TrainEfficiency
+from rlsim.cost.strategy import TRAFFIC, TrainEfficiency, TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import weight_sync_s
 from rlsim.experiment.build import LoadedExperiment
@@ -13,6 +15,8 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.times import ExperimentTimes
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 from rlsim.sim.request import Request
 
 LENGTHS = [(100, 900), (200, 1100), (300, 50), (400, 2000)]  # of prompts and responses
@@ -97,3 +101,21 @@ def test_pieces_add_up_to_the_call() -> None:
     forward = by_itself("old_log_prob")
     assert sum(s for _, s in logprob.piece([1000])) == pytest.approx(forward.part_time([1000], backward=False).total_s)
     assert [name for name, _ in logprob.finish] == ["offload"]
+
+
+def test_narrow_models_move_more_for_their_flops_under_torch() -> None:
+    """Qwen3-0.6B by hand: a layer's weights, and what its norms, additions, rotary embedding and activation move."""
+    h100 = load_calibration("h100-sglang")
+
+    def share(model: str, backend: str, efficiency: float | None = None) -> float:
+        calls = CallCosts({"actor": load_model(model)}, load_cluster("8xh100"), h100, backend, efficiency)
+        return calls.of("actor", TrainStrategy()).efficiency.layers
+
+    moved = 2 * (3 + 2) * 1024 + 2 * (2048 + 1024) + 3 * 3072
+    flops = 2 * (1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072)
+    more = (moved / flops / 2.16e-4 - 1) * TRAFFIC * h100.reference.flops_per_byte
+    fitted = h100.training.flop_efficiency["fsdp"]
+    assert share("qwen3-0.6b", "fsdp") == pytest.approx(1 / (1 / fitted + more), rel=2e-3)
+    assert share("qwen3-32b", "fsdp") > share("llama-3.1-8b", "fsdp") == share("qwen2.5-7b", "fsdp") == fitted
+    assert share("qwen3-0.6b", "megatron") == fitted
+    assert share("qwen3-0.6b", "fsdp", 0.3) == 0.3

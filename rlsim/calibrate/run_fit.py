@@ -17,7 +17,7 @@ from rlsim.cost.collectives import Collectives
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
-from rlsim.cost.strategy import TrainEfficiency
+from rlsim.cost.strategy import TrainEfficiency, unfused_of
 from rlsim.cost.train import TrainCost
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.verl.lengths import Batch
@@ -76,7 +76,9 @@ class Run:
     def _train_cost(self, efficiency: float, inference: bool) -> TrainCost:
         collectives = Collectives(self.base.collectives, self.base.reference, self.cluster)
         strategy = self.settings.inference if inference else self.settings.train
-        return TrainCost(self.model, self.cluster, collectives, strategy, TrainEfficiency(flop=efficiency))
+        unfused = unfused_of(self.model, self.settings.backend, self.base.reference.flops_per_byte)
+        shares = TrainEfficiency(flop=efficiency, unfused=unfused)
+        return TrainCost(self.model, self.cluster, collectives, strategy, shares)
 
 
 # Training ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
-from rlsim.cost.strategy import EXPERT_LAUNCH_S, TrainEfficiency, TrainStrategy
+from rlsim.cost.strategy import EXPERT_LAUNCH_S, TrainEfficiency, TrainStrategy, unfused_of
 from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import weight_sync_s
 from rlsim.cost.weight_sync import SyncMethod, WeightSync
@@ -49,7 +49,7 @@ class CallCosts:
             raise ConfigError(
                 f"calibration {calibration.name} has no training backend {backend!r}; it has: {', '.join(known)}"
             )
-        self.models, self.cluster = models, cluster
+        self.models, self.cluster, self._backend = models, cluster, backend
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         slower = calibration.costs.training
         flop = (efficiency or known[backend]) / slower
@@ -60,6 +60,8 @@ class CallCosts:
             forward = min((forward or flop) / self._draw.call("inference"), 1.0)
             flop = min(flop / self._draw.call("train"), 1.0)
         launch_s = EXPERT_LAUNCH_S * calibration.costs.expert_launch
+        # A share that is given is that of the model at hand; what slows a fitted one down slows all down.
+        self._flops_per_byte = 0.0 if efficiency else calibration.reference.flops_per_byte * known[backend] / flop
         self._efficiency = TrainEfficiency(
             flop=flop, forward=forward, expert_launch_s=launch_s, recurrent=calibration.costs.recurrent
         )
@@ -82,14 +84,16 @@ class CallCosts:
         return self._made(self._shapes[role], strategy, first_gpu % self.cluster.domain_gpus)
 
     def _of(self, role: str, strategy: TrainStrategy, first_gpu: int) -> TrainCost:
-        efficiency = replace(self._efficiency, fp8_saved=self._fp8_saved(self.models[role], strategy))
-        return TrainCost(self.models[role], self.cluster, self.collectives, strategy, efficiency, first_gpu)
+        model = self.models[role]
+        efficiency = replace(self._efficiency, unfused=unfused_of(model, self._backend, self._flops_per_byte))
+        efficiency = replace(efficiency, fp8_saved=self._fp8_saved(model, strategy, efficiency.layers))
+        return TrainCost(model, self.cluster, self.collectives, strategy, efficiency, first_gpu)
 
-    def _fp8_saved(self, model: Model, strategy: TrainStrategy) -> float:
+    def _fp8_saved(self, model: Model, strategy: TrainStrategy, share: float) -> float:
         """`TrainEfficiency.fp8_saved`, read off the inference engine's measured products of a full micro-batch.
 
         Forward products alone are measured, with one quantising of the activations; the backward ones are taken to save
-        as much each. No product beats the FP8 peak.
+        as much each. No product beats the FP8 peak. `share`: of the bf16 peak that products reach.
         """
         if self._precision == "bf16":
             return 0.0
@@ -102,7 +106,7 @@ class CallCosts:
                     shape = (m, linear.n_out, linear.k_in, groups)
                     saved_s += count * (gemm_s(*shape) - gemm_s(*shape, self._precision))
                 ideal_s += count * 2.0 * m * groups * linear.weights / peak
-        most = 1.0 / self._efficiency.flop - peak / (peak_flop_per_s(self._reference, self._precision) or peak)
+        most = 1.0 / share - peak / (peak_flop_per_s(self._reference, self._precision) or peak)
         return min(saved_s / ideal_s, most)
 
     def weight_sync(self, role: str, method: SyncMethod, to: CallCosts, *, offload: bool) -> WeightSync:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.models.layers import Attention, FullAttention, LatentAttention, LinearAttention, Mamba2, NoAttention
+from rlsim.models.layers import Attention, FullAttention, Layer, LatentAttention, LinearAttention, Mamba2, NoAttention
 from rlsim.models.model import Model
 
 Floats = npt.NDArray[np.float64]
@@ -139,6 +139,18 @@ def attention_work(attention: Attention) -> AttentionWork:
             return AttentionWork(reach=Reach(), pair_flops=0.0, kept=0, moved=0, exchanged=0)
         case _:
             raise TypeError(f"no work is known for {type(attention).__name__}")
+
+
+def moved_elements(layer: Layer) -> tuple[float, float, float]:
+    """Elements that a layer's element-wise kernels, fused, read and write for each token, forward.
+
+    Those that sequence parallelism cuts are norms (2 hidden each) and residual additions (3 hidden for each block);
+    those that nothing cuts latents; those that TP cuts attention's (`AttentionWork.moved`: rotary embedding reads and
+    writes q and k) and gated activation (3 widths of the MLP, or of all experts that a token passes; 2 without a gate).
+    """
+    work, mlp = attention_work(layer.attention), layer.mlp
+    around = (3 * layer.blocks + 2 * layer.norms) * layer.hidden
+    return around, work.latent_moved, work.moved + (mlp.projections + 1) * mlp.active_width
 
 
 # A model --------------------------------------------------------------------------------------------------------------

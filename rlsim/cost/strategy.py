@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from rlsim.cost.flops import moved_elements
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Gpu
 from rlsim.models.layers import Experts
@@ -200,6 +201,9 @@ EXPERT_LAUNCH_S = 4.12e-3
 #: Bytes that a training framework moves for each FLOP of its linear layers, at the data sheet's bandwidth: kernels that
 #: are not fused, and gaps between kernels. Fitted to runs of veRL and NeMo-RL (`scripts/fit_calibrations.py training`).
 TRAFFIC = 2.29e-3
+#: Elements that the layers' element-wise kernels would move for each of these FLOPs if they were fused, in the models
+#: of those runs (LLaMA-3.1-8B and Qwen2.5-7B, 0.2% apart).
+MOVED = 2.16e-4
 
 
 def efficiency_of(gemm_share: float, flops_per_byte: float, traffic: float = TRAFFIC) -> float:
@@ -208,6 +212,20 @@ def efficiency_of(gemm_share: float, flops_per_byte: float, traffic: float = TRA
     `gemm_share`: what large products alone reach; `flops_per_byte`: the GPU's peak over its memory bandwidth.
     """
     return 1.0 / (1.0 / gemm_share + traffic * flops_per_byte)
+
+
+def unfused_of(model: Model, backend: str, flops_per_byte: float) -> float:
+    """`TrainEfficiency.unfused` of a model: under torch's own modules what is moved beside products grows with the
+    width of what these pass on, not with their FLOPs.
+
+    A model of half the width moves as many bytes for half of the FLOPs, and `TRAFFIC` is that of models as wide as
+    those it is fitted to. Megatron Core fuses its norms, activations and rotary embeddings: there it is one for FLOPs.
+    """
+    if backend == "megatron":
+        return 0.0
+    moved = sum(count * sum(moved_elements(layer)) for layer, count in model.groups.items())
+    flops = sum(count * 2.0 * layer.active_weights for layer, count in model.groups.items())
+    return TRAFFIC * (round(moved / flops / MOVED, 2) - 1.0) * flops_per_byte
 
 
 #: What FlashAttention-2 reaches of an SM with Ampere's matrix instructions, however fast Hopper's and later ones are:
@@ -225,7 +243,8 @@ class TrainEfficiency:
     A100 0.66 and 290, H100 0.62 and 600 tokens (aiconfigurator commit 095f58a, context_attention, SGLang 0.5.10,
     forward). `memory` is that of memory-bound kernels: measured norms 0.3, activations 0.5, additions 0.9 of peak
     bandwidth on A100 and H100 (Vidur commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
-    `fp8_saved`: seconds that FP8 products of the layers save of each second that they would take at the bf16 peak.
+    `fp8_saved`: seconds that FP8 products of the layers save of each second that they would take at the bf16 peak;
+    `unfused`: those that moving activations takes longer than in the models that `flop` is fitted to (`unfused_of`).
     `expert_launch_s`: the host's to launch a forward pass of a layer with experts, which takes no less. `recurrent`:
     how many times their roofline layers with linear attention or a state-space mixer take.
     """
@@ -233,6 +252,7 @@ class TrainEfficiency:
     flop: float
     forward: float | None = None
     fp8_saved: float = 0.0
+    unfused: float = 0.0
     attention: float = 0.62
     overhead_tokens: float = 400.0
     memory: float = 0.55
@@ -253,4 +273,6 @@ class TrainEfficiency:
     @property
     def layers(self) -> float:
         """The share of the bf16 peak that the layers' products reach; in FP8 it may be above 1."""
-        return 1.0 / (1.0 / self.flop - self.fp8_saved) if self.fp8_saved else self.flop
+        if not (self.fp8_saved or self.unfused):
+            return self.flop
+        return 1.0 / (max(1.0 / self.flop + self.unfused, 1.0) - self.fp8_saved)

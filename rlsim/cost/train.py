@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlsim.cost.collectives import CollectiveTime, Groups
-from rlsim.cost.flops import Floats, Reach, attention_work
+from rlsim.cost.flops import Floats, Reach, attention_work, moved_elements
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
 from rlsim.cost.micro_batches import MicroBatches, MicroBatching
@@ -205,21 +205,17 @@ class TrainCost:
         )
 
     def _elementwise_bytes(self, layer: Layer) -> float:
-        """Memory traffic per token of a layer's element-wise kernels, fused, forward.
+        """Memory traffic per token of a layer's element-wise kernels, fused, forward: `moved_elements`, and of experts
+        the sorting of tokens.
 
-        Norms (2 hidden each) and residual additions (3 hidden for each block), those of attention
-        (`AttentionWork.moved`: rotary embedding reads and writes q and k), gated activation (3 widths of the MLP, or of
-        all experts that a token passes; 2 without a gate). A token is copied for each of its experts, sorted by expert
-        where it arrives, sorted back, and its outputs are added up: 2 hidden widths, and 6 of a token as its experts
-        take it for each of them (Megatron Core's dispatchers, EP or not).
+        A token is copied for each of its experts, sorted by expert where it arrives, sorted back, and its outputs are
+        added up: 2 hidden widths, and 6 of a token as its experts take it for each of them (Megatron Core's
+        dispatchers, EP or not).
         """
-        work, strategy, mlp = attention_work(layer.attention), self.strategy, layer.mlp
-        around = 3 * layer.blocks + 2 * layer.norms
-        outside = around * layer.hidden / (strategy.tp if strategy.sequence_parallel else 1)
-        width = (mlp.projections + 1) * mlp.active_width
+        strategy, mlp, (around, latent, inside) = self.strategy, layer.mlp, moved_elements(layer)
         if isinstance(mlp, Experts):
-            width += 2 * layer.hidden + 6 * mlp.active * mlp.token_width(layer.hidden)
-        return BF16 * (outside + work.latent_moved + (work.moved + width) / strategy.tp)
+            inside += 2 * layer.hidden + 6 * mlp.active * mlp.token_width(layer.hidden)
+        return BF16 * (around / (strategy.tp if strategy.sequence_parallel else 1) + latent + inside / strategy.tp)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -261,8 +257,9 @@ class TrainCost:
 
     def _passes(self, *, backward: bool) -> _Passes:
         if not backward:
-            slower = self.efficiency.flop / (self.efficiency.forward or self.efficiency.flop)
-            return replace(_FORWARD, linear=slower, head=slower)
+            own = self.efficiency
+            forward = replace(own, flop=own.forward or own.flop)
+            return replace(_FORWARD, linear=own.layers / forward.layers, head=own.flop / forward.flop)
         again = 1 if self.strategy.recompute == "full" else 0
         elementwise = 0 if self.strategy.recompute == "none" else 1
         return _Passes(
