@@ -332,7 +332,10 @@ def test_published_iterations_of_megatron_core_are_near() -> None:
 
 
 def test_trainers_with_fsdp_are_as_far_off_as_the_page_says() -> None:
-    """Nothing is fitted to them; FlashAttention-2's share of the peak is that of its successor's paper."""
+    """What reading a position takes is fitted to 0.6B; FlashAttention-2's share of the peak is of its successor's paper.
+
+    At 65,536 tokens FlashAttention-3 reaches more of the peak than it is taken to.
+    """
     rows = [row for row in trainer_rows() if row.case.startswith("prime")]
     peaks = [row.error for row in rows if row.quantity == "peak_gib"]
     assert len(peaks) == 17
@@ -341,8 +344,11 @@ def test_trainers_with_fsdp_are_as_far_off_as_the_page_says() -> None:
     slow = [error for case, error in seconds.items() if "flash_attention_2" in case]
     long = [error for case, error in seconds.items() if "4b-2507/8-of-8xh" in case and "65536" in case]
     assert (len(slow), len(long)) == (5, 2)
-    assert all(-0.33 < error < 0 for error in slow), "down to -67% with the attention of Hopper"
-    assert all(abs(error) < 0.06 for error in long)
+    assert all(-0.16 < error < 0.01 for error in slow), "down to -67% with the attention of Hopper"
+    assert all(0.06 < error < 0.1 for error in long), "within 3% without the reading of positions"
+    short = [error for case, error in seconds.items() if "4b-2507/8-of-8xh" in case and "16384" in case]
+    assert len(short) == 4
+    assert all(abs(error) < 0.04 for error in short), "19% without what wide models move less of"
 
 
 def test_measured_rows_of_mixtures_fit_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ offloaded activations and GPUs without a calibration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,9 @@ class Iteration(Schema):
 
     @property
     def kind(self) -> Kind:
-        """The launches of a layer with experts are fitted to the iteration whose micro-batches are the smallest."""
-        return "input" if self.tp == 4 else "output"
+        """The launches of a layer with experts are fitted to the iteration whose micro-batches are the smallest, what
+        reading a position takes to the smallest model that prime-rl trains."""
+        return "input" if self.tp == 4 or (self.group, self.model) == ("prime-rl", "qwen3-0.6b") else "output"
 
     @property
     def strategy(self) -> TrainStrategy:
@@ -111,6 +112,11 @@ class Iteration(Schema):
             dp=self.gpus // (self.tp * self.pp), tp=self.tp, pp=self.pp, ep=self.ep, sequence_parallel=self.tp > 1,
             zero_stage=1 if self.megatron else 3, micro_batch_sequences=self.micro_batch, **kinds,
         )  # fmt: skip
+
+    @property
+    def gpu_tokens(self) -> int:
+        """Tokens that one GPU trains on."""
+        return self.tokens * self.sequences * self.tp * self.pp // self.gpus
 
     def simulated_s(self, expert_launch_s: float = EXPERT_LAUNCH_S) -> float:
         """The same by rlsim, with the share of the peak of the calibration, which none of these was fitted to."""
@@ -134,9 +140,24 @@ def iterations(evidence: Path = EVIDENCE) -> list[Iteration]:
     return read_rows(evidence / "trainers.csv", Iteration)
 
 
+def position_s(found: Sequence[Iteration]) -> float:
+    """Seconds in which prime-rl's host reads the position of one token from the GPU and waits for it.
+
+    Until June 2026 it looked for the ends of sequences so, token by token and with nothing else under way
+    (`get_response_lengths`). What reinforcement learning takes longer than supervised training of the same shape, as
+    far as the loss does not explain it.
+    """
+    rl = next(one for one in found if (one.group, one.kind) == ("prime-rl", "input"))
+    sft = next(one for one in found if (one.group, one.model, one.tokens) == ("prime-sft", rl.model, rl.tokens))
+    return (rl.iteration_s - sft.iteration_s - rl.simulated_s() + sft.simulated_s()) / rl.gpu_tokens
+
+
 def trainer_rows(evidence: Path = EVIDENCE) -> Iterator[Row]:
     """Every published iteration beside rlsim's."""
-    for one in iterations(evidence):
-        yield Row("steps", one.case, "iteration_s", one.iteration_s, one.simulated_s(), kind=one.kind)
+    found = iterations(evidence)
+    reading_s = position_s(found)
+    for one in found:
+        host_s = reading_s * one.gpu_tokens if one.group == "prime-rl" else 0.0
+        yield Row("steps", one.case, "iteration_s", one.iteration_s, one.simulated_s() + host_s, kind=one.kind)
         if one.peak_gib > 0:
             yield Row("steps", one.case, "peak_gib", one.peak_gib, one.simulated_gib)
