@@ -332,7 +332,7 @@ def test_published_iterations_of_megatron_core_are_near() -> None:
 
 
 def test_trainers_with_fsdp_are_as_far_off_as_the_page_says() -> None:
-    """What reading a position takes is fitted to 0.6B; FlashAttention-2's share of the peak is of its successor's paper.
+    """Reading a position is fitted to 0.6B; FlashAttention-2's share of the peak is that of its successor's paper.
 
     At 65,536 tokens FlashAttention-3 reaches more of the peak than it is taken to.
     """

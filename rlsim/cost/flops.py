@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.models.layers import Attention, FullAttention, Layer, LatentAttention, LinearAttention, Mamba2, NoAttention
+from rlsim.models.layers import Attention, FullAttention, LatentAttention, Layer, LinearAttention, Mamba2, NoAttention
 from rlsim.models.model import Model
 
 Floats = npt.NDArray[np.float64]
