@@ -12,116 +12,13 @@ from hypothesis import strategies as st
 
 import rlsim
 from rlsim.errors import ConfigError
-from rlsim.experiment.parts import Floats, parts_of_steps
-from rlsim.sim.outcome import CallRecord, Outcome
-from rlsim.sim.recorder import Span
-from rlsim.sim.request import Request
-from rlsim.sim.responses import Responses
+from rlsim.experiment.parts import Floats
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 PARTS = ("gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "waiting_time_s")
 #: Which of the calls that run on the trainer's GPUs says what a moment is part of: the first of these.
 BUSY = (("train", 2), ("inference", 1), ("reward", 1), ("sync", 3), ("generate", 0))
 KINDS = {"generate": "generate", "reward": "reward", "score": "inference", "train": "train", "push": "sync"}
-
-# Timelines by hand: GPU 0 generates, GPU 1 trains --------------------------------------------------------------------
-
-
-def parts(
-    spans: list[tuple[str, int, float, float]],
-    ends: list[float],
-    responses: list[list[tuple[float, float, float]]],
-    generating: list[tuple[float, float]] = (),  # type: ignore[assignment]
-    trainer: frozenset[int] = frozenset({1}),
-    gpus: dict[str, tuple[int, ...]] | None = None,
-) -> list[list[float]]:
-    """The parts of each step that ends at one of `ends`, in the order of `PARTS`.
-
-    `spans` have a call, a step, start and end; `responses` of each step when they were complete, given to a worker and
-    scored (NaN: not);
-    `generating` says when the call of each step generates, by default while there are spans of it.
-    """
-    on = {"generate": (0,), "push": (0, 1), **(gpus or {})}
-    outcome = Outcome(step_ends=ends)
-    for call, step, start_at, end_at in sorted(spans, key=lambda span: span[2]):
-        kind = "decode" if call == "generate" else call
-        outcome.spans.append(Span(on.get(call, (1,)), start_at, end_at, kind, 1, step, call))
-        outcome.calls.append(CallRecord(step, call, KINDS[call], "actor", start_at, start_at, end_at, 1, ()))
-    if generating:
-        outcome.calls = [call for call in outcome.calls if call.kind != "generate"]
-        for step, (start_at, end_at) in enumerate(generating):
-            outcome.calls.append(CallRecord(step, "generate", "generate", "actor", start_at, start_at, end_at, 1, ()))
-    for of_step in responses:
-        requests = []
-        for i, (finished_at, given_at, scored_at) in enumerate(of_step):
-            request = Request(i, 0, 8, 8)
-            request.finished_at, request.scored_at = finished_at, scored_at
-            request.score_started_at = given_at
-            requests.append(request)
-        outcome.responses.append(Responses.of(requests))
-    found = parts_of_steps(outcome, trainer, np.array([0.0, *ends]))
-    return np.stack([found[part] for part in PARTS], axis=1).tolist()
-
-
-NONE = float("nan")
-
-
-def test_a_synchronous_step_waits_for_one_call_after_the_other() -> None:
-    spans = [("generate", 0, 0, 10), ("score", 0, 11, 13), ("train", 0, 13, 17), ("push", 0, 17, 18)]
-    spans += [(call, 1, start + 18, end + 18) for call, _, start, end in spans]
-    steps = [[(4, 10, 11), (10, 10, 10.5)], [(28, 28, 29)]]
-    assert parts(spans, [18, 36], steps) == [[10, 3, 4, 1, 0]] * 2
-    spans = [("generate", 0, 0, 10), ("score", 0, 10, 12), ("train", 0, 12, 16), ("push", 0, 16, 17)]
-    spans += [("generate", 1, 10, 20), ("score", 1, 20, 22), ("train", 1, 22, 26), ("push", 1, 26, 27)]
-    assert parts(spans, [17, 27], [[(10, NONE, NONE)], [(20, NONE, NONE)]]) == [[10, 2, 4, 1, 0], [3, 2, 4, 1, 0]]
-    spans = [("generate", 0, 1, 5), ("train", 0, 7, 9)]
-    assert parts(spans, [10], [[(5, NONE, NONE)]]) == [[4, 0, 2, 0, 4]]
-
-
-def test_at_lag_4_a_trainer_that_never_waits_is_shown_so_but_where_a_sync_waits_for_generation() -> None:
-    spans, steps, ends = [], [], []
-    for step in range(5):
-        spans.append(("generate", step, 10 * step, 10 * step + 10))
-        at = 10 + 12 * step
-        spans += [("score", step, at, at + 2), ("train", step, at + 2, at + 11), ("push", step, at + 11, at + 12)]
-        steps.append([(10 * step + 10, NONE, NONE)])
-        ends.append(at + 12)
-    assert parts(spans, ends, steps) == [[10, 2, 9, 1, 0], *[[0, 2, 9, 1, 0]] * 4]
-    spans[-1], ends[-1] = ("push", 4, 73, 74), 74  # of a version that the generation of step 8 does not have yet
-    spans.append(("generate", 8, 60, 73))
-    assert parts(spans, ends, steps)[4] == [4, 2, 9, 1, 0]
-
-
-def test_with_windows_a_step_waits_for_generation_between_them_only() -> None:
-    """The batch is complete at 19; parts of it are trained on from 4, 8, 13 (there since 12) and 19 on."""
-    trained = [("train", 0, 4, 7), ("train", 0, 8, 13), ("train", 0, 13, 18), ("train", 0, 19, 22), ("push", 0, 22, 23)]
-    spans = [("generate", 0, 0, 22), *trained]
-    responses = [(at, NONE, NONE) for at in (4, 8, 12, 19)]
-    assert parts(spans, [23], [responses], generating=[(0, 19)]) == [[6, 0, 16, 1, 0]]
-
-
-def test_a_wait_is_for_rewards_once_the_response_that_ends_it_is_complete() -> None:
-    spans = [("generate", 0, 0, 10), ("train", 0, 9, 12)]
-    assert parts(spans, [12], [[(2, 2, 9), (3, 3, 4)]]) == [[2, 7, 3, 0, 0]]
-    in_turn = [
-        (2, 8, 9),
-        (3, 7, 8),
-        (4, 6, 7),
-        (5, 5, 6),
-    ]  # after generation, one worker scores the last that is complete first
-    spans = [("generate", 0, 0, 5), ("train", 0, 9, 12)]
-    assert parts(spans, [12], [in_turn]) == [[5, 4, 3, 0, 0]]
-
-
-def test_generation_on_gpus_of_the_trainer_holds_its_own_step_back_and_no_other() -> None:
-    spans = [("generate", 0, 0, 10), ("train", 0, 6, 8), ("train", 0, 10, 13)]  # on a GPU that generation released
-    trainer = frozenset({0, 1})
-    assert parts(spans, [13], [[(5, NONE, NONE), (10, NONE, NONE)]], trainer=trainer) == [[10, 0, 3, 0, 0]]
-    spans += [("generate", 1, 13, 20), ("train", 1, 20, 23)]
-    spans[2] = ("train", 0, 10, 15)  # of the critic: the actor generates already
-    found = parts(spans, [15, 23], [[(10, NONE, NONE)], [(20, NONE, NONE)]], trainer=trainer)
-    assert found == [[10, 0, 5, 0, 0], [5, 0, 3, 0, 0]]
-
 
 # Random runs that overlap ---------------------------------------------------------------------------------------------
 

@@ -12,14 +12,12 @@ from conftest import Talk, cases
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives, CollectiveTime
 from rlsim.cost.layout import Layout, PairTimes, canonical
-from rlsim.cost.reallocation import DataTransfer, Reallocation, common_bytes
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.reallocation import DataTransfer, Reallocation
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster, load_cluster
 from rlsim.models.model import load_model
 
 LLAMA = load_model("llama-3-7b")
-WEIGHTS = 2 * LLAMA.parameters
 H100 = load_cluster("16x8xh100")
 A40 = load_cluster("2x8xa40").model_copy(update={"nodes": 4})  # one port to the network for all GPUs of a node
 NVLINK, NETWORK = 100e9, 10e9
@@ -159,45 +157,7 @@ def test_equals_the_plain_loops(cluster: Cluster) -> None:
         assert reallocation.time_s(source, target) == pytest.approx(expected, rel=1e-9), (source, target)
 
 
-def test_tensor_parallel_degrees_that_do_not_divide_each_other() -> None:
-    model = LLAMA.model_copy(update={"num_attention_heads": 24, "num_key_value_heads": 24, "intermediate_size": 12288})
-    # Thirds over halves, all received at once by GPU 0 and 1: each needs half of the weights from 4, 5, 6.
-    time = Reallocation(model, H100, rates()).time_s(at(4, tp=3), at(0, tp=2))
-    assert time == pytest.approx(model.parameters / NVLINK, rel=1e-9)
-    with_cp = Layout.of(0, TrainStrategy(dp=2, cp=2, tp=2, zero_stage=3))
-    assert moved_s(with_cp, at(0, dp=4, tp=2, zero3=True)) == 0.0
-    assert moved_s(with_cp, at(8, dp=4, tp=2)) == moved_s(at(0, dp=4, tp=2, zero3=True), at(8, dp=4, tp=2))
-
-
 # By hand -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_piece_is_broadcast_in_a_node_and_crosses_the_network_once() -> None:
-    # GPU 0 serves GPUs 4 to 7 in one go; two sources of two each take as long; with TP 2 each has half.
-    assert moved_s(at(0), at(4, dp=4)) == pytest.approx(WEIGHTS / NVLINK)
-    assert moved_s(at(0, dp=2), at(4, dp=4)) == pytest.approx(WEIGHTS / NVLINK)
-    assert moved_s(at(0, tp=2), at(4, dp=2, tp=2)) == pytest.approx(WEIGHTS / 2 / NVLINK)
-    # What one GPU has goes to four in four pieces, one after another.
-    assert moved_s(at(0), at(4, tp=4)) == pytest.approx(WEIGHTS / NVLINK)
-    # Four GPUs share that work.
-    assert moved_s(at(0, dp=4), at(4, tp=4)) == pytest.approx(WEIGHTS / 4 / NVLINK)
-    # Every GPU of node 0 sends its own eighth to node 1, where one GPU of each of the slices is its target.
-    assert moved_s(at(0, tp=8), at(8, tp=8)) == pytest.approx(WEIGHTS / 8 / NETWORK)
-    # To eight whole copies: every target still receives all, from eight sources one after another.
-    assert moved_s(at(0, tp=8), at(8, dp=8)) == pytest.approx(WEIGHTS / NETWORK)
-    # Three nodes more cost only latency (2.7 us a node).
-    more = moved_s(at(0, tp=8), at(8, dp=4, tp=8)) - moved_s(at(0, tp=8), at(8, tp=8))
-    assert more == pytest.approx(3 * H100.inter.latency_s, rel=1e-3)
-
-
-def test_stages_by_hand() -> None:
-    layer, end = LLAMA.layer.parameters, LLAMA.vocab_size * LLAMA.hidden_size
-    # 32 layers over three stages are 11, 11 and 10, over two 16 and 16.
-    expected = [[11 * layer + end, 0], [5 * layer, 6 * layer], [0, 10 * layer + end + 4096]]
-    assert common_bytes(LLAMA, 3, 2).tolist() == [[2 * x for x in row] for row in expected]
-    assert common_bytes(LLAMA, 4, 8).sum() == WEIGHTS
-    # Stages 0 and 1 on GPUs 0 and 1 to two other GPUs: side by side; the larger (with the head's norm) decides.
-    assert moved_s(at(0, pp=2), at(2, pp=2)) == pytest.approx(2 * (16 * layer + end + 4096) / NVLINK)
 
 
 @pytest.mark.parametrize(
@@ -244,18 +204,6 @@ def test_data_equals_the_plain_loops(cluster: Cluster) -> None:
         source, target = random_placement(rng, cluster), random_placement(rng, cluster)
         expected = data_loop_s(cluster, measured(cluster), 12e6, source, target)
         assert data.time_s(12e6, source, target) == pytest.approx(expected, rel=1e-9), (source, target)
-
-
-def test_data_by_hand() -> None:
-    data = DataTransfer(H100, rates())
-    assert data.time_s(0.0, at(0), at(8)) == 0.0
-    assert data.time_s(1e6, at(3), at(3)) == 0.0
-    # Four heads, GPUs 0, 2, 4 and 6, each a quarter, to two ranks of TP 4 on the next node: two quarters one by one.
-    assert data.time_s(1e6, at(0, dp=4, tp=2), at(8, dp=2, tp=4)) == pytest.approx(2 * 0.25e6 / NETWORK)
-    # The last stage has it: GPUs 2 and 3; GPU 2 sends its half to GPU 0.
-    assert data.time_s(1e6, at(0, dp=2, pp=2), at(0, dp=2)) == pytest.approx(0.5e6 / NVLINK)
-    # Within a rank the head passes it on to the others.
-    assert data.time_s(1e6, at(0, dp=2, tp=4), at(0, dp=2, tp=4)) == pytest.approx(0.5e6 / NVLINK)
 
 
 # Many pairs ----------------------------------------------------------------------------------------------------------

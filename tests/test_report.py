@@ -22,9 +22,8 @@ from rlsim.models.precision import PRECISIONS
 from rlsim.results.comparison.verdict import judge
 from rlsim.results.report.chosen_run import choose
 from rlsim.results.report.gantt import MOST_MARKS, gantt
-from rlsim.results.report.method import cases_sentence, findings
+from rlsim.results.report.method import findings
 from rlsim.results.report.shares import batch_parts, gpu_shares
-from rlsim.results.report.speedups import speedups
 from rlsim.results.report.staleness import beaten, frontier
 from rlsim.results.report.style import BUBBLE
 from rlsim.results.report.write import report_page, write_report
@@ -182,73 +181,6 @@ def test_shares_of_gpu_time_and_parts_of_a_step_agree_with_the_summary(
             assert whole[rows["system"]].to_numpy() == pytest.approx(rows["step_time_s"].to_numpy())
             generation = parts[parts["part"] == "generation"].set_index("system")["time_s"]
             assert generation[rows["system"]].to_numpy() == pytest.approx(rows["gen_time_s"].to_numpy())
-
-
-NAN = float("nan")
-
-
-def summary_of(*rows: tuple[str, float, float, float, float]) -> pd.DataFrame:
-    columns = ["system", "responses_per_s", "speedup", "speedup_low", "speedup_high"]
-    frame = pd.DataFrame(rows, columns=columns)
-    return frame.assign(
-        case="",
-        speedup_model_low=NAN,
-        speedup_model_high=NAN,
-        unsteady="",
-        bubble_fraction=0.0,
-        tail_fraction=0.0,
-        token_speedup=frame["speedup"],
-    )
-
-
-@pytest.mark.parametrize(
-    ("other", "expected", "outcome"),
-    [
-        ((2.0, 2.0, 1.9, 2.1), "2.00 times the responses per second of a (tp 2) (95% interval 1.90 to 2.10 ", "faster"),
-        ((0.83, 0.83, 0.8, 0.9), "Nothing beats a (tp 2): b comes next, with 0.83 times the responses", "slower"),
-        ((1.02, 1.02, 0.99, 1.05), "Nothing is surely faster than a (tp 2): b cannot be told apart", "not told apart"),
-        ((0.99, 0.99, 0.9, 1.05), "Nothing beats a (tp 2): b cannot be told apart from it, with ", "not told apart"),
-        ((1.004, 1.004, 1.001, 1.007), "All systems are as fast: 1.00 responses per second.", "as fast"),
-        ((2.0, 2.0, NAN, NAN), "(one seed, no interval; 2.00 against 1.00)", "faster"),
-    ],
-)
-def test_the_headline_says_what_the_interval_allows(
-    other: tuple[float, float, float, float], expected: str, outcome: str
-) -> None:
-    verdict = judge(summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("b", *other)), "a")
-    assert expected in " ".join(verdict.sentences({"a": "tp 2"}))
-    drawn = speedups(verdict).set_index("system")
-    assert drawn["verdict"].to_dict() == {"a": "baseline", "b": outcome}
-    assert drawn.loc["b", ["low", "high"]].tolist() == pytest.approx(other[2:], nan_ok=True)
-
-
-def test_what_puts_prompts_off_is_never_called_fastest() -> None:
-    """Its own figures, those of the baseline or those of all may be too high, or too low."""
-    rows = summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("late", 3.0, 3.0, 2.9, 3.1), ("b", 0.9, 0.9, 0.8, 0.95))
-    rows["unsteady"] = ["", "it drifts", ""]
-    verdict = judge(rows, "a")
-    assert verdict.outcomes == {"a": "baseline", "b": "slower", "late": "not comparable"}
-    answer, late = verdict.sentences()
-    assert answer.startswith("Nothing beats a: b comes next")
-    assert late == "Not comparable: late (it drifts)."
-    assert cases_sentence([verdict] * 2) == "Best mean in 2 cases: a in 2. In 0 of 2 a system is faster than a."
-    assert judge(rows[:2], "a").sentences()[0] == "No system can be compared with a yet."
-    assert judge(rows[1:], "late").sentences()[0] == "No system can be compared with late yet."
-    assert judge(rows[1:2], "late").sentences()[0].startswith("late trains on 3.00 responses per second; there is")
-    assert judge(rows.assign(speedup=NAN)[1:], "a").sentences()[0].startswith("b trains on the most: 0.900")
-    assert cases_sentence([judge(rows[1:2], "a")]).startswith("Best mean in 1 cases: none can be compared.")
-
-
-def test_a_system_equal_to_the_baseline_is_not_the_runner_up() -> None:
-    rows = summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("a again", 1.0, 1.0, 1.0, 1.0), ("b", 0.9, 0.9, 0.8, 0.95))
-    found = [judge(rows[:count], "a").runner_up for count in (3, 2, 1)]
-    assert [one and one.system for one in found] == ["b", "a again", None]
-    assert judge(rows, "a").sentences()[0].endswith(" a again is as fast as a.")
-    # Over all seeds together b trains on less per second than the baseline and c, in most seeds on more.
-    rows = summary_of(("a", 2.1, 1.0, 1.0, 1.0), ("c", 2.2, 0.9, 0.8, 0.95), ("b", 2.0, 1.2, 1.1, 1.3))
-    assert judge(rows, "a").sentences()[0].startswith("b is the fastest: 1.20 times the responses per second of a (95%")
-    first = judge(rows.assign(speedup=NAN), "a").first
-    assert first.system == "c"
 
 
 def test_findings_name_the_fastest_system_and_the_error_of_the_calibration(judged: Result) -> None:

@@ -77,43 +77,6 @@ def test_iterations_overlap_where_meshes_are_disjoint():
     assert Problem(made, edges, [], 2, 1, iterations=301).cost_s([[0, 1]]) == pytest.approx([10], rel=0.01)
 
 
-def test_transfers_lengthen_the_target_by_their_sum():
-    made = [options("a", (0, 1, 1)), options("b", (1, 1, 1)), options("c", (0, 2, 1))]
-    edges = [Dependency("a", "c", seconds=constant(0.5)), Dependency("b", "c", seconds=constant(0.25))]
-    problem = Problem(made, edges, [], 2, 1)
-    assert spans(problem, [0, 0, 0])["c", 0][1] - spans(problem, [0, 0, 0])["c", 0][0] == 1.75
-
-
-def reallocating(first: float, second: float) -> Problem:
-    made = [options("generate", (0, 1, 5)), options("one", (1, 1, 3)), options("two", (2, 1, 4))]
-    edges = [Dependency("generate", "one"), Dependency("generate", "two")]
-    moves = [Reallocation("one", "generate", constant(first)), Reallocation("two", "generate", constant(second))]
-    return Problem(made, edges, moves, 3, 1)
-
-
-@pytest.mark.parametrize(("first", "second"), [(1.0, 7.0), (7.0, 1.0), (2.0, 2.0)])
-def test_every_reallocation_into_a_call_is_awaited(first, second):
-    problem = reallocating(first, second)
-    found = spans(problem, [0, 0, 0])
-    for k in range(3):
-        assert found["generate", k][0] >= max(found["one -> generate", k][1], found["two -> generate", k][1])
-    # Both hold the GPU of generate. one ends first, so its parameters go first; two's wait for them, and for two.
-    period = 5 + max(3 + first, 4) + second
-    assert problem.cost_s([[0, 0, 0]])[0] == period
-    assert problem.cost_s(np.zeros((20, 3), int)).tolist() == [period] * 20
-
-
-def test_a_reallocation_holds_both_meshes():
-    problem = reallocating(1.0, 1.0)
-    holds = Problem(
-        [*problem.options, options("other", (1, 1, 1))], problem.dependencies, problem.reallocations, 3, 1, iterations=2
-    )
-    assert spans(holds, [0, 0, 0, 0])["other", 0] == (1, 2)  # after one -> generate, which came first
-    free = spans(reallocating(0.0, 0.0), [0, 0, 0])  # without seconds it is no node but a dependency
-    assert ("one -> generate", 1) not in free
-    assert free["generate", 1] == (9, 14)
-
-
 # The definition of an iteration's seconds, and the simulator's pool.
 
 

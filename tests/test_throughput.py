@@ -291,20 +291,6 @@ def test_a_gpu_is_measured_by_what_it_reached_under_any_replica() -> None:
     assert row == {"gpu": 0, "gpus": 2, "start_at": 11.0, "end_at": 21.0, "tail_s": 10.0}
 
 
-def test_a_long_tail_at_tp8_is_no_bubble_but_shows() -> None:
-    """TP 8 on one node is never idle; its tail says what its bubble does not."""
-    systems = [{"name": "narrow", "use": [{"verl": {"tp": 1}}]}, {"name": "wide", "use": [{"verl": {"tp": 8}}]}, "pat"]
-    changes = {"systems": systems, "baseline": None, "seeds": 1, "workflow.steps": 1, "trace.cap": "8K"}
-    result = rlsim.run(SMALL, overrides=changes)
-    rows = result.summary().set_index("system")
-    assert rows.loc["wide", "bubble_fraction"] < 0.01
-    assert rows.loc["wide", "tail_fraction"] > 0.5
-    shares = gpu_shares(result, {"": 8})
-    tail = shares[shares["kind"] == "decode in the tail"].set_index("system")["share"]
-    expected = rows["tail_fraction"] * (1 - rows["bubble_fraction"])
-    np.testing.assert_allclose(tail, expected[tail.index])
-
-
 @pytest.mark.parametrize("rule", [None, {"bounded_staleness": {"eta": 2, "concurrent": 16}}])
 def test_the_tail_agrees_with_an_independent_count(overlapping: Result, rule: dict[str, Any] | None) -> None:
     """Seconds by replica, counted one stretch of time after the other from the responses' own stays.
