@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from browser import open_page
 from conftest import Command, answers_here, tables
 from result_tables import RUN, table
 from scipy import stats
@@ -276,3 +278,18 @@ def test_the_command_line(results: Path, tmp_path: Path, call: Command) -> None:
     assert json.loads((tmp_path / "runs.json").read_text())["runs"][1]["speedup"] == table["speedup"][1]
     refused = call("compare", base, "--json", tmp_path / "one", "--csv", tmp_path / "one")
     assert (refused.code, (tmp_path / "one").exists()) == (2, False), "JSON and CSV are two files"
+
+
+def test_the_intervals_are_drawn(results: Path, tmp_path: Path, call: Command) -> None:
+    base, other = str(results / "base"), str(results / "capped")
+    assert call("compare", base, other, "--chart", tmp_path / "one.html", "--quiet").out == f"{tmp_path}/one.html\n"
+    assert call("compare", base, other, "--chart", tmp_path / "one.svg").code == 0
+    drawn = (tmp_path / "one.svg").read_text(encoding="utf-8")
+    assert float(re.findall(r'<svg[^>]*width="([\d.]+)"', drawn)[0]) <= 1280
+    for text in ("Times as fast as A", f"B = {other}", "B · verl-tp2*", "by tokens", "90% by"):
+        assert text in drawn
+    alone = call("compare", base, "--baseline", "verl-tp2", "--chart", tmp_path / "one.pdf")
+    assert "a chart is written as one of" in alone.err
+    opened = open_page(tmp_path / "one.html", tmp_path / "browser")
+    assert opened.console == []
+    assert "<svg" in opened.dom

@@ -69,6 +69,21 @@ def test_agentic_mooncake_before_version_2(tmp_path: Path) -> None:
         import_trace(jsonl(tmp_path / "a.jsonl", [HEADER | {"version": 3}, call("a", "s", (4, 2))]))
 
 
+def test_weka_files(tmp_path: Path) -> None:
+    def request(t: float, tokens: tuple[int, int], **other: Any) -> dict[str, Any]:
+        return {"t": t, "type": "s", "model": "m", "in": tokens[0], "out": tokens[1], "hash_ids": [], **other}
+
+    agent = {"t": 2.5, "type": "subagent", "agent_id": "x", "status": "completed", "requests": [request(0.0, (5, 4))]}
+    one = {
+        "id": "c", "block_size": 64, "hash_id_scope": "local",
+        "requests": [request(0.0, (100, 10), api_time=2.0), agent, request(9.0, (140, 20))],
+    }  # fmt: skip
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(one | {"id": name}, indent=2))
+    trace = import_trace(tmp_path)
+    assert turns(trace) == [[(10, 30, 7.0), (20, 0, None)], [(4, 0, None)]] * 2
+
+
 def test_rllm_episodes(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three four five"}]
     steps = [

@@ -13,7 +13,7 @@ from conftest import Command, tables
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
-from rlsim.cli.tuning import _changes, _idle, _print, verdict
+from rlsim.cli.tuning import _changes, _idle, _price, _print, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.frameworks.draft import write_changes, yaml_text
@@ -228,6 +228,19 @@ def test_changes_keep_the_name_of_their_setting_on_a_narrow_terminal() -> None:
     (_, lines), *more = table.parts(80)
     assert not more
     assert [line.split() for line in lines] == [["1.31", "1.12", f"{key}=2"], ["1.41", "1.22", "short=4"]]
+
+
+def test_prices_by_gpu(tmp_path: Path) -> None:
+    configuration = own(tmp_path)
+    (tmp_path / "prices.yaml").write_text("H100-SXM: 2\nh200: 3.8\n")
+    (tmp_path / "prices.csv").write_text("gpu,dollars\nh200,3.8\nh100,2.5\n")
+    files = (str(tmp_path / "prices.yaml"), str(tmp_path / "prices.csv"))
+    texts = ("2.5", "h100=2.5,h200=3.8", "H100-SXM = 2.5", *files)
+    assert [_price(text, configuration) for text in texts] == [2.5, 2.5, 2.5, 2.0, 2.5]
+    for text, why in (("h200=3.8", "has no price of h100-sxm; it has h200"), ("h100", "expected dollars of a GPU-hour"),
+                      ("-1", "expected dollars"), ("h100=-1", "expected dollars"), ("no.csv", "no such")):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            _price(text, configuration)
 
 
 def test_mistakes_are_told(tmp_path: Path, call: Command) -> None:

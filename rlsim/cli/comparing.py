@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Settings after these are not printed one by one.
 MOST_GROUPS = 24
+#: Headings of the ratios, in the order of `rlsim.experiment.summary.RATIOS`.
+HEADINGS = ("speedup", "by tokens", "in gen", "90% by")
 #: Characters of a setting's text.
 MOST_TEXT = 40
 
@@ -29,6 +31,7 @@ def compare(
     baseline: str | None = None,
     json_file: Path | None = None,
     csv: Path | None = None,
+    chart: Path | None = None,
     quiet: bool = False,
 ) -> None:
     """Compare runs and sweeps: one row per run, differences with 95% intervals, paired by seed where that is fair.
@@ -37,10 +40,13 @@ def compare(
 
     Example: rlsim compare results/before results/after --baseline verl-best
     """
+    from rlsim.base.charts import check_chart_path, save_chart
     from rlsim.base.output import check_files, write_text
     from rlsim.results.comparison.compare import compare as compare_directories
 
-    check_files(*(file for file in (json_file, csv) if file != PRINTED))
+    check_files(*(file for file in (json_file, csv, chart) if file != PRINTED))
+    if chart is not None:
+        check_chart_path(chart)
     found = compare_directories([one.rstrip("/") or one for one in directories], baseline=baseline)
     printed = write_json(json_file, found.as_json())
     text = found.table.to_csv(index=False) if csv else ""
@@ -48,7 +54,9 @@ def compare(
         typer.echo(text, nl=False)
     elif csv:
         write_text(csv, text)
-    if not (printed or csv == PRINTED or paths_only(quiet, csv)):
+    if chart is not None:
+        save_chart(_chart(found), chart)
+    if not (printed or csv == PRINTED or paths_only(quiet, csv, chart)):
         _print(found)
 
 
@@ -111,6 +119,46 @@ def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
         where = {"in": [letters[one] for one in compared["directory"]]} if letters else {}
         ratios = written("against", compared, against=lambda row: _against(row, letters))
         yield of_columns({**where, **ratios}, words=len(where) + 2)
+
+
+def _chart(found: Comparison) -> Any:
+    """The intervals of the tables; raises `ConfigError` if nothing is compared."""
+    import pandas as pd
+
+    from rlsim.errors import ConfigError
+    from rlsim.experiment.summary import ENDS, RATIOS
+    from rlsim.results.report.speedups import ratios_chart
+
+    letters, groups = _letters(found), list(_groups(found))
+    runs = [
+        (title, _against(row, letters), row)
+        for title, rows in groups[:MOST_GROUPS]
+        for row in rows.to_dict("records")
+        if row["baseline"] and not row["is_baseline"]
+    ]
+    if not runs:
+        raise ConfigError("nothing to draw: no run has another that it is compared with")
+    against = {name for _, name, _ in runs}
+    one = f" as {next(iter(against))}" if len(against) == 1 else ""
+
+    def named(title: str, name: str, row: Row) -> str:
+        star, other = "" if row["paired"] else "*", "" if one else f"against {name}"
+        return " · ".join(filter(None, [title, letters.get(row["directory"]), f"{row['system']}{star}", other]))
+
+    drawn = [
+        {
+            "panel": heading,
+            "system": named(title, name, row),
+            "unsteady": bool(row["unsteady"]),
+            **{end: row[f"{ratio}{suffix}"] for end, suffix in zip(("speedup", "low", "high"), ENDS, strict=True)},
+        }
+        for heading, ratio in zip(HEADINGS, RATIOS, strict=True)
+        for title, name, row in runs
+    ]
+    told = [f"{letter} = {directory}" for directory, letter in letters.items()]
+    told += ["* not paired by seed"] if any(not row["paired"] for *_, row in runs) else []
+    told += [f"{len(groups) - MOST_GROUPS} more settings are not drawn"] if len(groups) > MOST_GROUPS else []
+    return ratios_chart(pd.DataFrame(drawn), f"Times as fast{one}, with 95% intervals over seeds", told)
 
 
 def _against(row: Row, letters: dict[str, str]) -> str:

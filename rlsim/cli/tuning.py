@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,7 @@ def tune(
     on_policy: bool = False,
     gpus: int | None = None,
     money: bool = False,
-    price: float | None = None,
+    price: str | None = None,
     systems: bool = False,
     write: Path | None = None,
     workers: int | None = None,
@@ -84,6 +85,7 @@ def tune(
     bound = Bound.of("max:0") if on_policy else Bound.of(max_staleness) if max_staleness is not None else None
     wish = Wish(keep or (), allow or (), bound, gpus, money, systems)
     configuration = _configuration(sources, gpu, cluster, model, trace, calibration, gpu_like, network)
+    dollars = None if price is None else _price(price, configuration)
     own = Own.of(configuration) if log or check or Path(sources[0]).is_file() else None
     if own is not None:
         configuration = own.corrected(configuration)
@@ -103,11 +105,11 @@ def tune(
         found = replace(found, model_low=found.gain / (1 + error), model_high=found.gain * (1 + error))
     if write is not None and found.best:
         write_changes(Path(sources[0]), found.best, write)
-    both = [] if price is None else _dollars_of_both(found, price)
+    both = [] if dollars is None else _dollars_of_both(found, dollars)
     costs = {"dollars_per_1000": [None if math.isnan(one) else one for one in both]} if both else {}
     if write_json(json_file, found.as_json() | {"own_error": error} | costs):
         return
-    _print(found, price, error, verbose=verbose)
+    _print(found, dollars, error, verbose=verbose)
     if write is not None:
         echo(f"wrote {write}" if found.best else "nothing to change: no file was written")
 
@@ -131,6 +133,46 @@ def _configuration(
     else:
         options = Options(Path(sources[0]).resolve().parent if Path(sources[0]).is_file() else Path())
     return Configuration(FRAMEWORKS[option], tuple(sources), options)
+
+
+def _price(text: str, configuration: Configuration) -> float:
+    """Dollars of an hour of the configuration's GPU: `--price` is one number, or a table by GPU (see there)."""
+    import csv
+
+    from rlsim.base.reading import read_text, read_yaml
+    from rlsim.errors import ConfigError
+    from rlsim.experiment.build import LoadedExperiment
+    from rlsim.models.hardware import node_types
+
+    with suppress(ValueError):
+        return _positive(text)
+    path = Path(text)
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            rows = list(read_yaml(path).items())
+        elif path.suffix == ".csv":
+            rows = [row for row in csv.reader(read_text(path).splitlines()) if row[1:] and row[0] != "gpu"]
+        else:
+            rows = [part.split("=") for part in text.split(",")]
+        prices = {str(name).strip().lower(): _positive(value) for name, value in rows}
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(
+            f"--price {text}: expected dollars of a GPU-hour: 2.5, h100=2.5,h200=3.8, or a file of such rows "
+            "(.yaml: h100: 2.5; .csv: h100,2.5)"
+        ) from None
+    gpu = LoadedExperiment.of(configuration.experiment({}), configuration.options.folder).cluster.kinds[0]
+    names = [gpu.lower(), *(name for name, node in node_types().items() if node.gpu.name == gpu)]
+    for name in names:
+        if name in prices:
+            return prices[name]
+    raise ConfigError(f"--price {text}: has no price of {gpu}; it has {', '.join(prices)}")
+
+
+def _positive(value: Any) -> float:
+    """A price; raises `ValueError` or `TypeError` for what is none."""
+    if not 0 <= (price := float(value)) < math.inf:
+        raise ValueError(value)
+    return price
 
 
 def _print_fit(errors: Any, steps: int, path: Path) -> None:

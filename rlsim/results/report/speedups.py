@@ -10,7 +10,7 @@ import pandas as pd
 from rlsim.base.formats import columns_of, written
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
-from rlsim.results.comparison.verdict import RATES, Verdict, judge
+from rlsim.results.comparison.verdict import RATES, Verdict, judge, outcome
 from rlsim.results.report.page import Block, CaseSetup, Section, Table, Text, figure
 from rlsim.results.report.style import chart
 
@@ -39,6 +39,20 @@ def seed_speedups(result: Result, case: str, unit: str = "responses") -> pd.Data
         return pd.DataFrame({"system": [], "seed": [], "speedup": []})
     frame = rates.rename("speedup").reset_index()
     return frame.assign(speedup=frame["speedup"] / frame["seed"].map(rates.loc[baseline]))
+
+
+def ratios_chart(frame: pd.DataFrame, title: str, told: list[str]) -> Any:
+    """A panel for each kind of ratio: its dots and intervals, in the colour of what they say.
+
+    `frame` has columns `panel`, `system` (a row's name), `unsteady`, `speedup`, `low` and `high`; `title` stands above
+    all, and what is `told` below it.
+    """
+    frame = frame.assign(verdict=[outcome(*figures) for figures in frame[["speedup", "low", "high"]].to_numpy()])
+    frame.loc[frame["unsteady"], "verdict"] = "not comparable"
+    frame = frame[frame["verdict"].isin(VERDICTS)]
+    layers = _intervals(frame, None, title="times")["layer"]
+    panels, systems = frame["panel"].unique().tolist(), frame["system"].unique()
+    return chart("ratios", frame=frame, layers=layers, panels=panels, systems=systems, heading=title, told=told)
 
 
 def _intervals(frame: pd.DataFrame, by_seed: pd.DataFrame | None, **known: Any) -> Any:

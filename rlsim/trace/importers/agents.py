@@ -89,6 +89,30 @@ def _delay_s(row: Row, before: str) -> float:
     return 1e-3 * (first.number("delay_ms") or 0.0)
 
 
+def weka_sessions(path: Path, project: str) -> Iterator[Row]:
+    """The sessions of Weka's traces, an object each: its own calls, and those of every sub-agent."""
+    for row in file_rows(path, project):
+        name, entries = str(row.get("id")), row.objects("requests")
+        agents = [one for one in entries if one.values.get("type") == "subagent"]
+        own = [one for one in entries if one.values.get("type") != "subagent"]
+        for session_name, timed in (
+            (name, own),
+            *((f"{name}/{a.get('agent_id')}", a.objects("requests")) for a in agents),
+        ):
+            calls = [_Call(c.whole("in", 1), max(1, c.whole("out")), nan) for c in timed]
+            for i, (call, after) in enumerate(pairwise(timed)):
+                times = (
+                    call.number("t"),
+                    call.number("api_time") if "api_time" in call.values else None,
+                    after.number("t"),
+                )
+                if None not in times:
+                    began, took, then = (float(one or 0.0) for one in times)
+                    calls[i] = calls[i]._replace(tool_s=max(0.0, then - began - took))
+            if calls:
+                yield _session(row, session_name, calls, None)
+
+
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
