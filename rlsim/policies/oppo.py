@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
@@ -53,12 +52,6 @@ class Chunked(Schema, RolloutControl, ChunkStreaming):
     _steps: int = PrivateAttr(default=0)  # begun
     _took_s: dict[int, float] = PrivateAttr(default_factory=dict)  # by candidate, at its last trial: s per token
     _kept: int = PrivateAttr(default=0)
-
-    @model_validator(mode="after")
-    def _time_for_all(self) -> Chunked:
-        if self.size == "adaptive" and self.every < len(self.candidates):
-            raise ValueError(f"every {self.every} steps there is no time to try {len(self.candidates)} candidates")
-        return self
 
     @property
     def handover_s(self) -> float:
@@ -101,15 +94,6 @@ class RewardCurve(Schema):
     )
     noise: float = Field(default=0.0, ge=0, description="standard deviation of a step's reward around that")
     seed: int = Field(default=0, ge=0, description="seed of the noise")
-
-    @model_validator(mode="after")
-    def _one_curve(self) -> RewardCurve:
-        if any(b <= a for (a, _), (b, _) in pairwise(self.points)):
-            raise ValueError("points: the steps must ascend")
-        given = self.model_fields_set & {"start", "end", "time_constant_steps"}
-        if self.points and given:
-            raise ValueError(f"points say what the reward is; leave out {', '.join(sorted(given))}")
-        return self
 
     def at(self, step: int) -> float:
         """The reward of a step, from 0."""
@@ -155,15 +139,9 @@ class Overcommit(Keeping):
     _delta: int = PrivateAttr(default=0)
     _rewards: list[float] = PrivateAttr(default_factory=list)  # of the steps so far
 
-    @model_validator(mode="after")
-    def _in_range(self) -> Overcommit:
-        if not self.delta_min <= self.delta_start <= self.delta_max:
-            raise ValueError(
-                f"delta_start {self.delta_start} does not lie between delta_min {self.delta_min} and delta_max "
-                f"{self.delta_max}"
-            )
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
         self._delta = self.delta_start if self.delta == "adaptive" else self.delta
-        return self
 
     def launch(self, feed: PromptFeed) -> Launch:
         """All that wait, and new prompts up to B + Δ."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rlsim.base.schema import Schema
 from rlsim.cost.strategy import Recompute, TrainStrategy
@@ -52,13 +51,6 @@ class CallPlan(Schema):
     zero_stage: Literal[0, 1, 2, 3] | None = Field(default=None, description="ZeRO stage")
     recompute: Recompute | None = Field(default=None, description="activation recomputation")
     offload: bool | None = Field(default=None, description="states in host memory between the call's runs")
-
-    @field_validator("gpus")
-    @classmethod
-    def _a_range(cls, value: str) -> str:
-        if value != "all" and not re.fullmatch(r"\d+(-\d+)?", value):
-            raise ValueError("expected `all`, or GPU numbers such as 0-7")
-        return value
 
 
 class ExplicitPlan(Schema, Placing):

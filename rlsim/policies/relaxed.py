@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
@@ -37,12 +37,6 @@ class Split(Schema, Placing):
     rollout: float | None = Field(
         default=None, gt=0, lt=1, description="share of the GPUs that generate; by default the first kind, or half"
     )
-
-    @model_validator(mode="after")
-    def _one_size(self) -> Split:
-        if self.rollout_gpus is not None and self.rollout is not None:
-            raise ValueError("rollout_gpus and rollout both say how many GPUs generate; give one of them")
-        return self
 
     def plan(self, context: PlanContext) -> Plan:
         gpus = context.gpus
@@ -107,12 +101,6 @@ class PartialRollout(Keeping):
     )
 
     _splits: dict[int, int] = PrivateAttr(default_factory=dict)  # by position of a prompt: how often it was kept
-
-    @model_validator(mode="after")
-    def _one_rule(self) -> PartialRollout:
-        if self.budget is not None and (self.share is not None or self.splits is not None):
-            raise ValueError("budget says when a response pauses; share and splits, when all do: give one or the other")
-        return self
 
     def launch(self, feed: PromptFeed) -> Launch:
         """All that are not complete yet, and new prompts in the place of those that were."""
