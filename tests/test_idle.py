@@ -98,8 +98,6 @@ def test_skew_and_imbalance_share_the_idle_time() -> None:
         line.response(0, 10.0)
     found = line.idle_s()
     assert found == {"split_imbalance": pytest.approx(2 * 6.0), "length_skew": pytest.approx(1 * 6.0)}
-    by_gpu = line.causes().set_index(["gpu", "cause"])["idle_s"]
-    assert by_gpu[1, "split_imbalance"] == pytest.approx(4.0)  # each of the three idle GPUs alike
 
 
 def test_prefill_in_turn_is_no_wait_for_kv() -> None:
@@ -128,7 +126,7 @@ def test_stage_barrier_alone() -> None:
     }  # fmt: skip
     steps = pd.DataFrame([RUN | {"step_time_s": 12.0, "steady": True}])
     shares = idle_shares(line.causes(), steps, 3)
-    assert list(shares["idle"]) == pytest.approx([0.5, 0.5, 8 / 12])
+    assert list(shares["idle"]) == pytest.approx([(0.5 + 0.5 + 8 / 12) / 3])
     assert (shares["idle"] + shares["busy"] == 1.0).all()
     assert waits(line.causes(), steps, 3)["share"].tolist() == pytest.approx([8 / 36, 6 / 36, 6 / 36])
 
@@ -154,7 +152,6 @@ def test_the_causes_are_exactly_the_bubble(systems: list[Any], changes: dict[str
     expected = steps["bubble_fraction"] * 8 * steps["step_time_s"]
     np.testing.assert_allclose(found.reindex(expected.index).fillna(0.0), expected, atol=1e-9)
     assert (causes["idle_s"] > 0).all()
-    assert causes["gpu"].between(0, 7).all()
 
 
 def test_a_rollout_that_never_stops_is_one_stage() -> None:

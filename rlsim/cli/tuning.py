@@ -290,7 +290,7 @@ def _parts(parts: Parts) -> Iterator[Table]:
     memory = written("memory", parts.memory.fillna({"why_not": ""}))
     yield of_columns(memory, "What fits: rollout, GB of each GPU", words=(8,), prose=8)
     yield of_columns(written("calls", parts.memory_calls), "What fits: the other calls, GB")
-    causes = [name for name in parts.idle.columns if name not in ("gpu", "busy")]
+    causes = [name for name in parts.idle.columns if name != "busy"]
     means = parts.idle[causes].mean()
     rows = [[name.replace("_", " "), share(means[name], 1)] for name in causes]
     barriers = [[f"stage barrier: {row['waits_for'] or 'nothing runs'}", share(row["share"], 1)]

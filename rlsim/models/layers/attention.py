@@ -6,7 +6,9 @@ A layer may have none (`NoAttention`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rlsim.models.layers.linear import Linear, weights_of
 
@@ -60,7 +62,7 @@ class Attention(ABC):
 
     @property
     @abstractmethod
-    def split(self) -> dict[str, int]:
+    def split(self) -> Mapping[str, int]:
         """What TP must divide, by name; it may be a multiple of those in `REPLICATED`."""
 
     @property
@@ -89,20 +91,14 @@ class NoAttention(Attention):
     blocks = 0
     head_elements = 0
     tensors = 0
+    split = MappingProxyType[str, int]({})
+    special = ("layers without attention",)
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:  # noqa: ARG002
         return ()
 
     def parameters(self, hidden: int, tp: int) -> int:  # noqa: ARG002
         return 0
-
-    @property
-    def split(self) -> dict[str, int]:
-        return {}
-
-    @property
-    def special(self) -> tuple[str, ...]:
-        return ("layers without attention",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +166,7 @@ class FullAttention(Attention):
         return 4 - self.one_kv + (3 - self.one_kv) * self.qkv_bias + self.o_bias + norms + self.sinks
 
     @property
-    def split(self) -> dict[str, int]:
+    def split(self) -> Mapping[str, int]:
         return {"heads": self.heads, "KV heads": self.kv_heads}
 
     @property
@@ -270,7 +266,7 @@ class LatentAttention(Attention):
         return self.index.topk if self.index else None
 
     @property
-    def split(self) -> dict[str, int]:
+    def split(self) -> Mapping[str, int]:
         return {"heads": self.heads}
 
     @property
@@ -325,6 +321,7 @@ class LinearAttention(Recurrent):
     key_dim: int  # of one head
     value_dim: int
     gate_rank: int = 0
+    special = ("linear attention (gated delta net)",)
 
     def _widths(self, tp: int) -> tuple[int, int]:
         return self.key_heads // tp * self.key_dim, self.value_heads // tp * self.value_dim
@@ -362,12 +359,8 @@ class LinearAttention(Recurrent):
         return 15 if self.gate_rank else 7
 
     @property
-    def split(self) -> dict[str, int]:
+    def split(self) -> Mapping[str, int]:
         return {"key heads": self.key_heads, "value heads": self.value_heads}
-
-    @property
-    def special(self) -> tuple[str, ...]:
-        return ("linear attention (gated delta net)",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,6 +375,8 @@ class Mamba2(Recurrent):
     groups: int
     state_dim: int
     chunk_tokens: int  # of a chunk in which prompts and training go through
+    tensors = 8
+    special = ("state-space layers (Mamba-2)",)
 
     def _convolved(self, tp: int) -> int:
         """A single group is on every GPU; more are cut, as vLLM's `MambaMixer2` and Megatron Core do."""
@@ -411,13 +406,5 @@ class Mamba2(Recurrent):
         return self.heads * self.head_dim
 
     @property
-    def tensors(self) -> int:
-        return 8
-
-    @property
-    def split(self) -> dict[str, int]:
+    def split(self) -> Mapping[str, int]:
         return {"Mamba heads": self.heads} | ({"groups": self.groups} if self.groups > 1 else {})
-
-    @property
-    def special(self) -> tuple[str, ...]:
-        return ("state-space layers (Mamba-2)",)

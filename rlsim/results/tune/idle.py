@@ -23,7 +23,7 @@ CAUSES = ("length_skew", "split_imbalance", "kv_limit", "stage_barrier")
 #: Spans of a rollout's replicas, by kind; all others are those of calls.
 GENERATING = ("decode", "prefill", "mixed", "switch")
 _RUN = ["case", "system", "seed"]
-COLUMNS = (*_RUN, "step", "gpu", "cause", "waits_for", "idle_s")
+COLUMNS = (*_RUN, "step", "cause", "waits_for", "idle_s")
 
 
 def idle_causes(
@@ -34,11 +34,11 @@ def idle_causes(
     calls: pd.DataFrame,
     gpus: int,
 ) -> pd.DataFrame:
-    """Idle seconds of every GPU by cause, from the tables of a result (docs/results.md) on `gpus` GPUs.
+    """Idle seconds of all GPUs by cause, from the tables of a result (docs/results.md) on `gpus` GPUs.
 
-    One row per case, system, seed, step, `gpu` and `cause` (one of `CAUSES`) with `idle_s` above 0; `waits_for` names
-    the call whose end a stage barrier waits for ("" for other causes, and where no call runs). The rows of a step add
-    up to `bubble_fraction · gpus · step_time_s`.
+    One row per case, system, seed, step and `cause` (one of `CAUSES`) with `idle_s` above 0; `waits_for` names the call
+    whose end a stage barrier waits for ("" for other causes, and where no call runs). The rows of a step add up to
+    `bubble_fraction · gpus · step_time_s`.
     """
     found: list[pd.DataFrame] = []
     for run, windows, (own_spans, own_responses, own_stays, own_calls) in _runs(steps, spans, responses, stays, calls):
@@ -168,7 +168,7 @@ def _waits(responses: pd.DataFrame, stays: pd.DataFrame, spans: pd.DataFrame) ->
 def _of_window(
     start: float, end: float, spans: pd.DataFrame, calls: pd.DataFrame, stages: Sequence[_Stage], gpus: int
 ) -> pd.DataFrame:
-    """Idle seconds from `start` to `end`: gpu, cause, waits_for, idle_s."""
+    """Idle seconds from `start` to `end`: cause, waits_for, idle_s."""
     own = spans[(spans["end_at"] > start) & (spans["start_at"] < end)]
     running = calls[(calls["end_at"] > start) & (calls["start_at"] < end)]
     within = [stage for stage in stages if stage.end > start and stage.start < end]
@@ -199,14 +199,14 @@ def _of_window(
             barrier[:, rest] += waiting[:, rest] * (1.0 - uneven) * held_back
             seconds["length_skew"] += (lost * (1.0 - uneven) * ~held_back).sum(axis=1)
         endless |= stage.mesh & stage.endless
-    rows = [_rows(cause, "", found) for cause, found in seconds.items()]
+    rows = [(cause, "", found.sum()) for cause, found in seconds.items()]
     # A rollout that never stops waits for the others' calls; its own ones are when these wait for a batch.
     for these, waited in ((~endless, running), (endless, running[running["kind"] != "generate"])):
         names = _running(waited, middle)
         for name in dict.fromkeys(names.tolist()):
             chosen = names == name
-            rows.append(_rows("stage_barrier", name, these * (barrier[:, chosen] * width[chosen]).sum(axis=1)))
-    return pd.concat(rows, ignore_index=True)
+            rows.append(("stage_barrier", name, (these * (barrier[:, chosen] * width[chosen]).sum(axis=1)).sum()))
+    return pd.DataFrame([row for row in rows if row[-1] > 0.0], columns=[*COLUMNS[4:]])
 
 
 def _uneven_share(stage: _Stage, idle: Flags, generating: Flags, left: Integers, at: Floats) -> Floats:
@@ -254,30 +254,20 @@ def _running(calls: pd.DataFrame, at: Floats) -> NDArray[np.str_]:
     return names.astype(np.str_)
 
 
-def _rows(cause: str, waits_for: str, seconds: Floats) -> pd.DataFrame:
-    gpu = np.flatnonzero(seconds > 0.0)
-    return pd.DataFrame({"gpu": gpu, "cause": cause, "waits_for": waits_for, "idle_s": seconds[gpu]})
-
-
 # ---- summaries ------------------------------------------------------------------------------------------------------
 
 
 def idle_shares(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Shares of GPU time: one row per case, system and `gpu`; columns `idle`, then one per cause, and `busy`.
+    """Shares of GPU time: one row per case and system; columns `idle`, then one per cause, and `busy`.
 
     Means over the steady steps of all seeds, weighted by time: seconds over the seconds of these steps. `causes` are
     those of `idle_causes`.
     """
-    keys, causes = ["case", "system"], _steady(causes, steps)
-    total = _steady_seconds(steps)
-    every = pd.MultiIndex.from_tuples([(*run, gpu) for run in total.index for gpu in range(gpus)], names=[*keys, "gpu"])
-    table = causes.pivot_table(index=[*keys, "gpu"], columns="cause", values="idle_s", aggfunc="sum", observed=True)
-    table = table.reindex(index=every, columns=list(CAUSES)).fillna(0.0)
-    shares = table.div(np.repeat(total.to_numpy(np.float64), gpus), axis=0)
+    total, causes = _steady_seconds(steps) * gpus, _steady(causes, steps)
+    table = causes.pivot_table(index=["case", "system"], columns="cause", values="idle_s", aggfunc="sum")
+    shares = table.reindex(index=total.index, columns=list(CAUSES)).fillna(0.0).div(total, axis=0)
     shares.insert(0, "idle", shares.sum(axis=1))
-    shares["busy"] = 1.0 - shares["idle"]
-    shares.columns.name = None
-    return shares.reset_index()
+    return shares.assign(busy=1.0 - shares["idle"]).rename_axis(columns=None).reset_index()
 
 
 def waits(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
