@@ -112,6 +112,8 @@ def published(draw: st.DrawFn) -> Drawn:
         ("areal", {"eta": draw(st.integers(0, 4)), "interrupt": draw(st.booleans())}, 1, np.inf),
         ("roll_flash", {"alpha": alpha}, 1, np.ceil(alpha)),
         ("nemo_async", {"in_flight_weight_updates": draw(st.booleans())}, 1, 1),
+        ("skyrl_async", {"max_staleness_steps": draw(st.integers(0, 4)),
+                         "clear_kv_cache_on_weight_sync": draw(st.booleans())}, 1, np.inf),
         ("streamrl", {"parts_per_step": updates, "skewness_aware": draw(st.booleans())}, 4, 1),
         ("laminar", {"eta": draw(st.integers(0, 4)), "per_replica": draw(st.sampled_from([None, 1, 4]))}, 1, np.inf),
     ]  # fmt: skip

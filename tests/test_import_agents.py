@@ -129,6 +129,9 @@ def test_verl_texts_are_split_where_a_tool_answers(tmp_path: Path) -> None:
     [
         ("plain", []),
         ("says <tool_response> himself", []),
+        ("says <information>x</information> himself", []),
+        ("a</search>\n<information>x</information>\nb", ["a</search>", "b"]),
+        ("a</sql>\nuser\n\n<observation>x\n</observation>\n\nassistant\nb", ["a</sql>", "b"]),
         (ANSWER, ["one two", "three four"]),
         (f"a{TAGGED}b", ["a", "b"]),
         (f"a{SEEN}\n<tool_response>y</tool_response>\nassistant\nb", ["a", "b"]),

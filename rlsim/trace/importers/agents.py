@@ -14,10 +14,14 @@ from rlsim.trace.importers.dumps import Fields, Tally
 from rlsim.trace.importers.rows import Row, file_rows, is_number
 from rlsim.trace.turns import Turn, response_tokens
 
-#: What is observed in a text that Qwen's and Hermes' chat templates made, with or without their special tokens.
+#: What is observed in a text that Qwen's and Hermes' chat templates made, with or without their special tokens; and
+#: what Search-R1 and SkyRL's search and SQL (skyrl_gym at a956457) put behind a call, with or without such a template.
 _OBSERVED = re.compile(
     r"(?:<\|im_end\|>)?\s*(?:<\|im_start\|>)?(?:user|tool)\s*\n<tool_response>.*?</tool_response>\s*"
-    r"(?:(?:<\|im_end\|>\s*)?(?:<\|im_start\|>)?assistant\n|$)",
+    r"(?:(?:<\|im_end\|>\s*)?(?:<\|im_start\|>)?assistant\n|$)"
+    r"|(?:(?<=</search>)|(?<=</sql>))(?:<\|im_end\|>)?\s*(?:(?:<\|im_start\|>)?user)?\s*"
+    r"<(?P<tag>information|observation)>.*?</(?P=tag)>\s*"
+    r"(?:(?:<\|im_end\|>\s*)?(?:<\|im_start\|>)?assistant\n)?",
     re.DOTALL,
 )
 NOT_TIMED = "{n} trajectories have several turns; the seconds of their tools are not in the dump"
