@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from rlsim.experiment.run import check_experiment
 from rlsim.results.report.shares import TRAJECTORY, trajectory_times
 from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
-from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.request import EngineConfig, Request, Run
+from rlsim.sim.responses import Responses
 from rlsim.sim.rollout import Rollout
 from rlsim.trace import StepSampler, make_trace, read_trace, write_trace
 from rlsim.trace.generate import Recipe, draw_trace
@@ -214,6 +216,29 @@ def test_the_page_says_where_the_time_of_trajectories_goes(trajectories: str, tm
     plain = rlsim.run({**AGENTS, "trace": {"path": "rollpacker-code", "cap": "1K"}, "systems": ["verl"]})
     rlsim.write_report(plain, tmp_path / "plain.html")
     assert "Where the time of trajectories goes" not in (tmp_path / "plain.html").read_text()
+
+
+def test_turns_count_to_the_weights_that_begin_them(trajectories: str) -> None:
+    # Two tokens and a call, its three count to it; then four tokens, of which three are of newer weights; a call whose
+    # answer nothing follows: the second turn began with the old weights.
+    request = Request(0, 0, 8, 11, generated=11, called=2, tool_calls=(ToolCall(2, 3, 1.0), ToolCall(9, 2, 1.0)))
+    request.runs = (Run(3, 6), Run(4, 5))
+    assert Responses.of([request], version=4, trained_version=5).turn_versions == {0: {3: 2}}
+    request.runs = (Run(3, 5),)  # the others are of the step's own
+    assert Responses.of([request], version=4, trained_version=5).turn_versions == {0: {3: 1, 4: 1}}
+    more = {"trace": {"path": trajectories, "cap": "8K"}, "workflow": {**AGENTS["workflow"], "steps": 6}}
+    ahead = {"skyrl_async": {"tp": 1, "rollout_gpus": 4, "max_staleness_steps": 2}}
+    result = rlsim.run({**AGENTS, **more, "systems": ["verl", ahead]})
+    seen = {system: set(re.findall(r"(\d+):", " ".join(own["turn_staleness_counts"]))) for system, own in
+            result.steps.groupby("system")}  # fmt: skip
+    assert seen["verl"] == {"0"}
+    assert {"0", "1"} <= seen["skyrl_async"]
+    called = result.responses[result.responses["trained"] & (result.responses["tool_calls"] > 0)]
+    turns = called["turn_versions"].str.split().map(lambda cell: sum(int(pair.split(":")[1]) for pair in cell))
+    assert set(turns - called["tool_calls"]) <= {0, 1}  # an answer that nothing follows begins none
+    (note,) = [note for note in result.notes if note.startswith("turns trained on")]
+    assert "skyrl_async 0: " in note
+    assert "verl" not in note
 
 
 def test_tool_calls_stand_on_the_timeline(trajectories: str, tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def _steps(outcome: Outcome, bound: GenerationBound | None) -> list[dict[str, An
             bound_s=bound_s,
             behind=behind,
             counts=Counter(behind.tolist()),
+            turns=Counter(step - v for i, own in responses.turn_versions.items() if kept[i] for v in own.elements()),
             percentile_of_counts=percentile_of_counts,
         )
         rows.append({"step": step, **own})

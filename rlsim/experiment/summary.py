@@ -77,10 +77,15 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 def _percentile(steps: Iterable[str]) -> int:
     """The 95th percentile of the staleness of the responses of these steps, of each its `staleness_counts`."""
+    return percentile_of_counts(_counted(steps))
+
+
+def _counted(steps: Iterable[str]) -> Counter[int]:
+    """What columns as `staleness_counts` of these steps count together."""
     counts: Counter[int] = Counter()
     for updates, _, count in (pair.partition(":") for one in steps for pair in one.split()):
         counts[int(updates)] += int(count)
-    return percentile_of_counts(counts)
+    return counts
 
 
 def percentile_of_counts(counts: Mapping[int, int]) -> int:
@@ -212,7 +217,8 @@ def idle_notes(steps: pd.DataFrame, deciding: Collection[str]) -> Iterator[str]:
 
 
 def tool_notes(steps: pd.DataFrame) -> Iterator[str]:
-    """How long responses were in tool calls, and waited for sandboxes and workers, by system; means of steps."""
+    """How long responses were in tool calls, and waited for sandboxes and workers, by system, means of steps; and by
+    which weights turns were begun where these are not all the same."""
     if not steps["tool_calls_mean"].any():
         return
     own = steps.groupby("system", sort=False)[["tool_s_mean", "tool_wait_s_mean"]].mean()
@@ -221,6 +227,14 @@ def tool_notes(steps: pd.DataFrame) -> Iterator[str]:
         for system, row in zip(own.index, own.itertuples(), strict=True)
     ]
     yield f"tool calls of a response: {'; '.join(each)}"
+    turns = {str(system): _counted(one) for system, one in steps.groupby("system", sort=False)["turn_staleness_counts"]}
+    shares = [
+        f"{system} {', '.join(f'{updates}: {count / counts.total():.0%}' for updates, count in sorted(counts.items()))}"
+        for system, counts in turns.items()
+        if any(counts)
+    ]
+    if shares:
+        yield f"turns trained on, by the updates that the weights that began them were behind: {'; '.join(shares)}"
 
 
 def luck(steps: pd.DataFrame) -> float:
