@@ -169,6 +169,11 @@ def test_without_graphs_an_iteration_takes_at_least_its_launches() -> None:
     chunks = [Chunk(2048, 0)] * 8
     assert graphs.prefill_s(chunks) > launches
     assert one.prefill_s(chunks) == pytest.approx(graphs.prefill_s(chunks), rel=1e-9)
+    # Prompts alone are launched one by one.
+    decode = step_cost(LLAMA, 1, H100, "h100-sxm-sglang", prompt_graphs=False)
+    assert decode.decode(5).step_s(5000) == graphs.decode(5).step_s(5000)
+    assert decode.prefill_s(chunks[:1]) >= graphs.prefill_s(chunks[:1])
+    assert decode.prefill_s([Chunk(16, 0)]) == pytest.approx(launches, rel=1e-9)
 
 
 def test_lookups_follow_the_curves() -> None:

@@ -93,6 +93,8 @@ def test_a_closed_loop_by_hand(
         (Intake(ahead=True), 0.0105, 0.225),
         (Intake(every=5), 0.0105, 0.255),
         (Intake(ahead=True, every=5), 0.0105, 0.265),
+        # B comes at 0.326 s, between the sixth decode and the seventh: the engine looks with the tenth.
+        (Intake(every=5), 0.0163, 0.363),
         # B comes at 0.16 s, while A is prefilled to 0.18 s: then the engine looks at once.
         (Intake(every=5), 0.008, 0.18),
         (Intake(ahead=True, every=5), 0.008, 0.19),

@@ -51,8 +51,9 @@ class Intake:
 
     `ahead`: the next iteration is scheduled already when one begins, so a request joins the one after it (vLLM's
     asynchronous scheduling, SGLang's overlapped loop). `every`: decode iterations from one look at the queue to the
-    next; after a prefill it looks at once (SGLang's `scheduler_recv_interval`). `wait`: iterations for which prompts
-    wait for others, unless they have `enough` tokens together (TensorRT-LLM's `batch_wait_timeout_iters`).
+    next, whether anything has come or not; after a prefill it looks at once (SGLang's `scheduler_recv_interval`).
+    `wait`: iterations for which prompts wait for others, unless they have `enough` tokens together (TensorRT-LLM's
+    `batch_wait_timeout_iters`).
     """
 
     ahead: bool = False
@@ -206,7 +207,7 @@ class _Observed(Replica):
     def __init__(self, run: _Run, capacity_pages: int, engine: EngineConfig, cost: StepCost, intake: Intake) -> None:
         self._run_of, self._intake = run, intake
         self._coming: list[Request] = []
-        self._looked_step, self._prefilled = 0, False  # at the last look; whether the last iteration was a prefill
+        self._prefill_step, self._prefilled = 0, False  # after the last prefill; whether the last iteration was one
         self._waits_since: int | None = None  # the first step that began without the requests that wait
         gpus = tuple(range(cost.tp))
         super().__init__(run.env, 0, 0, gpus, cost, capacity_pages, engine, Recorder(), run.finished, count(1))
@@ -228,8 +229,6 @@ class _Observed(Replica):
     def _look(self) -> None:
         """At a boundary: take in what has come, if it is time to look."""
         due = self._due(self.progress())
-        if due:
-            self._looked_step = self.progress()
         if due and not self._intake.ahead:
             self._take_in()
         else:
@@ -237,7 +236,7 @@ class _Observed(Replica):
 
     def _due(self, step: int) -> bool:
         if not self._intake.wait:
-            return step - self._looked_step >= self._intake.every or self._prefilled or not self.running
+            return (step - self._prefill_step) % self._intake.every == 0 or self._prefilled or not self.running
         self._waits_since = step if self._waits_since is None else self._waits_since
         tokens = sum(request.prompt_tokens for request in self._coming)
         return step - self._waits_since >= self._intake.wait or tokens >= self._intake.enough or not self.running
@@ -253,6 +252,8 @@ class _Observed(Replica):
 
     def _finish(self, kind: str, start: float, prefilled: Sequence[Request] = ()) -> None:
         self._prefilled = kind != "decode"
+        if self._prefilled:
+            self._prefill_step = self.progress()
         tokens = len(prefilled) if kind == "prefill" else self._batch.size
         self._run_of.boundary(kind, start, tokens, prefilled)
         super()._finish(kind, start, prefilled)

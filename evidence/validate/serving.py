@@ -93,7 +93,9 @@ class RunSettings(Schema):
     share: PositiveFloat | None = None
     kv: Literal["bf16", "fp8"] | None = None
     moe_backend: str | None = None
-    really: dict[str, int] = Field(default={})
+    prompt_graphs: bool = True
+    sequences: int | None = None
+    really: dict[str, int | str] = Field(default={})
     cold: bool = False
     left_out: str = ""
 
@@ -242,7 +244,7 @@ class Protocol:
 
     def pages(self, run: ServingRun, draft_bytes: tuple[float, float] = (0.0, 0.0)) -> int:
         """KV pages of the engine beside a draft of so many bytes."""
-        config = self.config(run)
+        config, told = self.config(run), run.settings.sequences
         memory = rollout_memory(
             run.served,
             run.cluster.gpu,
@@ -251,7 +253,7 @@ class Protocol:
             page_tokens=config.page_tokens,
             memory_utilization=run.settings.share or SHARES[run.engine],
             max_batched_tokens=config.max_num_batched_tokens,
-            max_sequences=max(config.max_num_seqs, self.profiled_sequences)
+            max_sequences=max(config.max_num_seqs, self.profiled_sequences if told is None else told)
             if run.engine == "vllm"
             else run.concurrency,
             rule=engine_memory_of(run.engine, run.release if run.engine == "vllm" else ""),
@@ -283,7 +285,7 @@ def kernels_of(calibration: Calibration, run: ServingRun) -> StepCost:
     if run.served.kv_precision != "bf16":
         latent = any(isinstance(layer.attention, LatentAttention) for layer in run.served.groups)
         bare = bare.on_kv(run.served.kv_precision, latent=latent)
-    return step_cost(run.served, run.gpus, run.cluster, bare, run.layout)
+    return step_cost(run.served, run.gpus, run.cluster, bare, run.layout, prompt_graphs=run.settings.prompt_graphs)
 
 
 _KERNELS: dict[tuple[object, ...], StepCost] = {}

@@ -52,6 +52,10 @@ from rlsim.errors import CapacityError
 ROUNDS = Protocol(simulated_rounds=4)
 COLD = "first tokens hold compilation"  # what is noted of such runs, after their release
 CLIENT_S = 1e-3  # from a response to the next request, of an HTTP client on the same machine
+#: Of a request of InferenceX' client from sending to its first token, beside the engine's time and the tokenizer's: as
+#: measured of vLLM 0.13.0's server over an engine that takes a known time, on one core of a Xeon. For 2 ms of it vLLM
+#: waits for other prompts to tokenize (`AsyncMicrobatchTokenizer`). No other server was measured.
+SERVER_S: dict[Engine, float] = {"vllm": 7.6e-3}
 FITS = Path(__file__).with_name("transfer_fits.yaml")
 WHOLE = ""  # the left-out setting or term of a fit that leaves out none
 
@@ -228,15 +232,17 @@ def predicted(runs: Iterable[ServingRun]) -> Iterator[tuple[ServingRun, Served]]
     """Runs with the shipped calibration of their GPU and engine; none where one request does not fit, nor those that
     are known not to be what they are called.
 
-    The front ends are fitted to the client of the runs in bf16. Of any other only the tokenizer's time is known, from
-    the one fit that tells it, TensorRT-LLM's: all servers have the same tokenizers.
+    The front ends are fitted to the client of the runs in bf16. Of any other the server's time is known where it was
+    measured (`SERVER_S`), and the tokenizer's, from the one fit that tells it, TensorRT-LLM's: all servers have the
+    same tokenizers.
     """
     tokenizer_s = load_calibration(CALIBRATIONS["trtllm"]).front_end.prompt_token_s
-    other_client = FrontEndFit(client_s=CLIENT_S, prompt_token_s=tokenizer_s)
     for run in (run for run in runs if not run.settings.left_out):
         calibration = load_calibration(calibration_of(run)).scheduled(run.plans_ahead)
-        front_end = calibration.front_end if run.lengths == "equal" else other_client
-        protocol = ROUNDS if run.lengths == "uniform" else AS_ASSUMED
+        front_end, protocol = calibration.front_end, AS_ASSUMED
+        if run.lengths == "uniform":
+            delay_s, protocol = SERVER_S.get(run.engine, 0.0), ROUNDS
+            front_end = FrontEndFit(delay_s=delay_s, client_s=CLIENT_S, prompt_token_s=tokenizer_s)
         with suppress(CapacityError):
             yield run, simulate(run, kernels(run), calibration.host, front_end, protocol)
 

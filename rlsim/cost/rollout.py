@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
+from typing import Any
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
@@ -40,7 +41,7 @@ class RolloutCostModel:
     those of the cluster that generate (default: all). Every `tp` of a method counts all GPUs of a replica: with `pp`
     stages its tensor parallelism is tp / pp. Its stages lie side by side, or with `planned` as in a plan (`step_cost`).
     `layout` says what else cuts it. `kv_offloading_bytes` is host memory for the KV cache, of each GPU (0: none).
-    `sampling_s_per_logit` and `largest_graph` as in `step_cost`. `drafts`: what it speculates with.
+    `sampling_s_per_logit`, `largest_graph` and `prompt_graphs` as in `step_cost`. `drafts`: what it speculates with.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RolloutCostModel:
         layout: ReplicaLayout = PLAIN,
         sampling_s_per_logit: float = 0.0,
         largest_graph: float = math.inf,
+        prompt_graphs: bool = True,
         kv_offloading_bytes: float = 0.0,
         drafts: Drafts | None = None,
     ) -> None:
@@ -69,7 +71,8 @@ class RolloutCostModel:
         self._resident_bytes = resident_bytes
         self._gpus = range(cluster.gpus) if gpus is None else gpus
         self._pp, self._planned, self._layout = pp, planned, layout
-        self._sampling_s_per_logit, self._largest_graph = sampling_s_per_logit, largest_graph
+        self._graphs: dict[str, Any] = {"largest_graph": largest_graph, "prompt_graphs": prompt_graphs}
+        self._sampling_s_per_logit = sampling_s_per_logit
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
         self._kv_offloading_bytes, self._drafts = kv_offloading_bytes, drafts
         self._steps: list[StepCost] = []
@@ -93,7 +96,7 @@ class RolloutCostModel:
             dp=max(len(self._gpus) // tp, 1) if self._planned else 1,
             first_gpu=self._gpus[0],
             sampling_s_per_logit=self._sampling_s_per_logit,
-            largest_graph=self._largest_graph,
+            **self._graphs,
         )
         self._steps.append(step)
         return step

@@ -310,6 +310,7 @@ def step_cost(
     first_gpu: int = 0,
     sampling_s_per_logit: float = 0.0,
     largest_graph: float = math.inf,
+    prompt_graphs: bool = True,
     queries: int = 1,
     drafting: Callable[[RooflineStep], StepCost] | None = None,
 ) -> StepCost:
@@ -319,9 +320,9 @@ def step_cost(
     Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from `first_gpu` on. `sampling_s_per_logit` is what
     the GPU takes for each entry of a sampled token's vocabulary, on the last stage: nothing for the fused kernels of
     serving engines, much for a framework that sorts all logits of one sequence after another. An iteration of
-    more sequences than `largest_graph` (0: any) takes at least as long as the host needs to launch its kernels
-    (`EagerFit`); without graphs a serving engine's whole iterations say nothing of it; of several stages they tell the
-    level alone. `queries`: tokens of each sequence in a
+    more sequences than `largest_graph` (0: any), or without `prompt_graphs` any that prefills, takes at least as long
+    as the host needs to launch its kernels (`EagerFit`); without graphs a serving engine's whole iterations say nothing
+    of it; of several stages they tell the level alone. `queries`: tokens of each sequence in a
     decode step; `drafting` adds what else the GPUs do in it (`rlsim.cost.speculation`).
 
     Raises `ConfigError` if the model cannot be cut that way, `CapacityError` if the replicas exceed the cluster,
@@ -344,7 +345,8 @@ def step_cost(
         )
     on_gpu = roofline if drafting is None else drafting(roofline)
     captured = largest_graph * layout.attention_dp / queries  # sequences of all groups
-    kernels = launched(sampled(on_gpu, model, sampling_s_per_logit * queries, layout), model, calibration, captured)
+    kernels = sampled(on_gpu, model, sampling_s_per_logit * queries, layout)
+    kernels = launched(kernels, model, calibration, captured, prompt_graphs)
     if pp == 1:
         return in_service(hosted(kernels, calibration.host, layout.attention_dp), calibration, known)
     inside, across = Groups(roofline.collectives, cluster, Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)).boundaries
@@ -368,13 +370,15 @@ def sampled(kernels: StepCost, model: Model, s_per_logit: float, layout: Replica
     return DerivedStep(kernels, lambda n, _: Change(more_s=sequence_s * math.ceil(n / layout.attention_dp)), "sampling")
 
 
-def launched(kernels: StepCost, model: Model, calibration: Calibration, largest_graph: float) -> StepCost:
-    """`kernels` as the host launches them: of up to `largest_graph` sequences all at once, else one by one, if that
-    takes longer."""
-    if largest_graph == math.inf:
+def launched(
+    kernels: StepCost, model: Model, calibration: Calibration, largest_graph: float, prompt_graphs: bool = True
+) -> StepCost:
+    """`kernels` as the host launches them: of up to `largest_graph` sequences all at once, and of prompts with
+    `prompt_graphs`, else one by one, if that takes longer."""
+    if largest_graph == math.inf and prompt_graphs:
         return kernels
     launch_s = calibration.costs.launches * calibration.eager.iteration_s(model.blocks / 2, kernels.tp)
-    return DerivedStep(kernels, lambda n, _: Change(least_s=launch_s * (n > largest_graph)))
+    return DerivedStep(kernels, lambda n, p: Change(least_s=launch_s * (n > largest_graph or p > prompt_graphs)))
 
 
 def in_service(cost: StepCost, calibration: Calibration, known: Known) -> StepCost:

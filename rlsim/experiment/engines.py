@@ -89,6 +89,7 @@ def rollout_costs(
         loaded.experiment.memory_utilization if memory_share is None else memory_share,
         sampling_s_per_logit=engine.sampling_per_logit,
         largest_graph=(engine.largest_graph or math.inf) if engine.graphs and graphs else 0,
+        prompt_graphs=engine.graphs is True,
         gpus=gpus,
         pp=engine.pp if strategy is None else strategy.pp,
         planned=strategy is not None,

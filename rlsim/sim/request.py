@@ -56,10 +56,10 @@ class EngineConfig(Schema):
         description="whether decode graphs of a step's first layout survive a switch; if not, the next step begins by "
         "capturing them again, with the pause of a switch",
     )
-    graphs: bool = Field(
+    graphs: bool | Literal["decode"] = Field(
         default=True,
-        description="whether decode steps run from CUDA graphs; if not, an iteration takes at least the time to launch "
-        "its kernels one by one, as under Hugging Face's `generate`",
+        description="whether iterations run from CUDA graphs, or `decode` steps alone (SGLang before 0.5.10); if not, "
+        "they take at least the time to launch their kernels one by one, as under Hugging Face's `generate`",
     )
     largest_graph: PositiveInt | None = Field(
         default=None,
