@@ -12,7 +12,7 @@ from rlsim.cost.curve import DecodeCurve, InWindows, longer
 from rlsim.cost.derived import Boundaries, HostTime, Pipelined
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.rollout import RolloutCostModel
-from rlsim.cost.roofline import step_cost
+from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.models.hardware import load_cluster
@@ -174,6 +174,19 @@ def test_without_graphs_an_iteration_takes_at_least_its_launches() -> None:
     assert decode.decode(5).step_s(5000) == graphs.decode(5).step_s(5000)
     assert decode.prefill_s(chunks[:1]) >= graphs.prefill_s(chunks[:1])
     assert decode.prefill_s([Chunk(16, 0)]) == pytest.approx(launches, rel=1e-9)
+
+
+def test_a_norm_is_part_of_the_sum_before_it_where_the_engine_fuses_them() -> None:
+    fused = load_calibration("h100-sxm-trtllm")
+    for name, norms in (("llama-3.1-70b", 160), ("llama-3.1-8b", 0), ("qwen3-32b", 0)):
+        model = load_model(name)
+        one, apart = (RooflineStep(model, 4, H100, fused.model_copy(update={"engine": n})) for n in ("trtllm", "vllm"))
+        hidden_bytes = 8 * model.hidden_size * 2
+        each = one.operators.memory_bound_s(4 * hidden_bytes, 8) - 2 * hidden_bytes / fused.reference.memory_bytes_per_s
+        less = {part: time_s - one.breakdown(8, 8e3)[part] for part, time_s in apart.breakdown(8, 8e3).items()}
+        assert less.pop("elementwise") == pytest.approx(norms * each)
+        assert not any(less.values())
+        assert one.prefill_s([Chunk(8192, 0)]) == apart.prefill_s([Chunk(8192, 0)])  # by NCCL
 
 
 def test_lookups_follow_the_curves() -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim.base import catalogue
+from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema, load
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts, Draw
 from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
@@ -40,6 +42,7 @@ from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 if TYPE_CHECKING:
     from rlsim.models.model import Model
 
+FUSED_SUMS: Sequence[Mapping[str, Any]] = plain(read_yaml(catalogue.DATA / "fused_sums.yaml"))
 Engine = Literal["sglang", "vllm", "trtllm", "torch"]
 Range = tuple[float, float]
 LongSeconds = Annotated[Seconds, Field(ge=0, le=3600)]
@@ -281,6 +284,11 @@ class Calibration(Fitted):
     def skew(self) -> float:
         """What unequal contexts add to decode attention, as a share of the padding to the longest."""
         return self.operators.decode_attention.skew if self._costs.skew is None else self._costs.skew
+
+    def fused_sum_bytes(self, model: Model, tp: int) -> float:
+        """The largest message whose sum over `tp` GPUs adds and norms as well; 0: none (`fused_sums.yaml`)."""
+        rows = [row for row in FUSED_SUMS if row["engine"] == self.engine and model.model_type in row["families"]]
+        return max((row["bytes"].get(tp, 0) for row in rows if model.hidden_size > row["hidden_above"]), default=0)
 
     def drawn(self, number: int, costs: AssumedCosts = PLAIN_COSTS) -> Calibration:
         """This calibration in the world of a number, with costs as they are stated; 0 is as it was fitted."""

@@ -96,6 +96,7 @@ class RooflineStep(StepCost):
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._model = model
+        self._fused_sum_bytes = calibration.fused_sum_bytes(model, tp) if self._attention_dp == 1 else 0
         counts = Counter(layer.attention for layer in model.layers)
         shape = self._group_tp, model.dtype_bytes, calibration.costs.recurrent_served
         kinds = {one: layer_attention(self.operators, one, *shape) for one in counts}
@@ -267,6 +268,9 @@ class RooflineStep(StepCost):
             return self.operators.memory_bound_s(tokens * elements_per_token * element, tokens)
 
         norm = move(4 * layer.hidden)  # read input and residual, write sum and norm
+        hidden_bytes = tokens * layer.hidden * element
+        if hidden_bytes <= self._fused_sum_bytes:
+            norm = 2 * hidden_bytes / self.operators.reference.memory_bytes_per_s  # read the residual, write the sum
         activated, mlp = layer.mlp.active_width, layer.mlp
         if isinstance(mlp, Experts) and self.operators.measures_experts(self._model.of_experts):
             activated = mlp.shared_width  # that of experts is among theirs
