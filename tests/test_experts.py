@@ -380,3 +380,28 @@ def test_a_replica_over_two_nodes_runs() -> None:
     assert any("responses to a prompt share no prefill" in note for note in apart.notes)
     with pytest.raises(RlsimError, match="tp 12 does not divide the 8 GPUs of a node"):
         rlsim.run(spec, overrides={"systems": [{"verl": {"tp": 12}}]})
+
+
+def test_a_shared_expert_is_one_more_of_the_others_where_the_engine_has_it_so() -> None:
+    """SGLang's DeepSeek-V3 on eight GPUs: 58 layers lose two products and an activation."""
+    model, cluster, kernels = load_model("deepseek-v3"), load_cluster("8xh200"), load_calibration("h200-sxm-sglang")
+
+    def less(layout: ReplicaLayout) -> dict[str, float]:
+        one, apart = (
+            RooflineStep(model, 8, cluster, kernels.model_copy(update={"engine": engine}), layout).breakdown(4, 4e3)
+            for engine in ("sglang", "vllm")
+        )
+        return {part: apart[part] - time_s for part, time_s in one.items() if apart[part] != time_s}
+
+    operators = Operators(kernels.operators, kernels.reference)
+    load = expert_load(4, 256, 8)
+    more = load.with_shared()
+    assert (more.rows - load.rows, more.selections, more.hit - load.hit, more.experts) == (4, 36, 1, 257)
+    assert more.blocks[0] - load.blocks[0] == more.blocks[-1] - load.blocks[-1] == 1
+    alone_s = sum(operators.gemm_s(4, n, k) for n, k in ((512, 7168), (7168, 256)))
+    then_s, now_s = (operators.experts_s(one, 7168, 256) for one in (load, more))
+    found = less(ReplicaLayout())
+    assert found.pop("products") == pytest.approx(58 * (alone_s + then_s - now_s))
+    assert found.pop("elementwise") == pytest.approx(58 * operators.memory_bound_s(4 * 3 * 256 * 2, 4))
+    assert not found
+    assert not less(ReplicaLayout(ep=8))

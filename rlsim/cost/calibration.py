@@ -42,7 +42,7 @@ from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 if TYPE_CHECKING:
     from rlsim.models.model import Model
 
-FUSED_SUMS: Sequence[Mapping[str, Any]] = plain(read_yaml(catalogue.DATA / "fused_sums.yaml"))
+FUSED: Mapping[str, Sequence[Mapping[str, Any]]] = plain(read_yaml(catalogue.DATA / "fused.yaml"))
 Engine = Literal["sglang", "vllm", "trtllm", "torch"]
 Range = tuple[float, float]
 LongSeconds = Annotated[Seconds, Field(ge=0, le=3600)]
@@ -285,10 +285,9 @@ class Calibration(Fitted):
         """What unequal contexts add to decode attention, as a share of the padding to the longest."""
         return self.operators.decode_attention.skew if self._costs.skew is None else self._costs.skew
 
-    def fused_sum_bytes(self, model: Model, tp: int) -> float:
-        """The largest message whose sum over `tp` GPUs adds and norms as well; 0: none (`fused_sums.yaml`)."""
-        rows = [row for row in FUSED_SUMS if row["engine"] == self.engine and model.model_type in row["families"]]
-        return max((row["bytes"].get(tp, 0) for row in rows if model.hidden_size > row["hidden_above"]), default=0)
+    def fused(self, what: str, model: Model) -> list[Mapping[str, Any]]:
+        """The rows of `rlsim/data/fused.yaml` by which this engine may run that in one kernel."""
+        return [row for row in FUSED[what] if row["engine"] == self.engine and model.model_type in row["families"]]
 
     def drawn(self, number: int, costs: AssumedCosts = PLAIN_COSTS) -> Calibration:
         """This calibration in the world of a number, with costs as they are stated; 0 is as it was fitted."""

@@ -49,6 +49,12 @@ class ExpertLoad(NamedTuple):
     exponent: float  # of the power law of popularity; 0: all are as popular
     blocks: tuple[float, ...]  # for each of BLOCK_ROWS: blocks of so many rows, over the experts that are hit
 
+    def with_shared(self) -> ExpertLoad:
+        """The same with one more expert, which every token picks."""
+        more = {name: getattr(self, name) + self.tokens for name in ("selections", "rows")}
+        blocks = tuple(n + max(1.0, self.tokens / size + 0.5) for n, size in zip(self.blocks, BLOCK_ROWS, strict=True))
+        return self._replace(**more, hit=self.hit + 1, experts=self.experts + 1, blocks=blocks)
+
 
 def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, exponent: float = 0.0) -> ExpertLoad:
     """The expected load of the busiest of `ep` GPUs, each with `experts` / `ep` experts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -96,21 +97,29 @@ class RooflineStep(StepCost):
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._model = model
-        self._fused_sum_bytes = calibration.fused_sum_bytes(model, tp) if self._attention_dp == 1 else 0
+        sums = [row for row in calibration.fused("sums", model) if model.hidden_size > row["hidden_above"]]
+        self._fused_sum_bytes = max((row["bytes"].get(tp, 0) for row in sums if self._attention_dp == 1), default=0)
+        self._fused_shared = {row["experts"] for row in calibration.fused("shared_expert", model) if layout.ep == 1}
         counts = Counter(layer.attention for layer in model.layers)
         shape = self._group_tp, model.dtype_bytes, calibration.costs.recurrent_served
         kinds = {one: layer_attention(self.operators, one, *shape) for one in counts}
         self._attentions = tuple((count, part) for one, count in counts.items() for part in kinds[one].parts)
-        self._attention_of = {layer: kinds[layer.attention] for layer in model.groups}
+        groups = {self._as_run(layer): count for layer, count in model.groups.items()}
+        self._attention_of = {layer: kinds[layer.attention] for layer in groups}
         self.kv = kv_shape(model, self._group_tp)
         self._layers = tuple(
-            (count, layer, self._attention_of[layer].linears(layer, self._group_tp))
-            for layer, count in model.groups.items()
+            (count, layer, self._attention_of[layer].linears(layer, self._group_tp)) for layer, count in groups.items()
         )
         self._head = model.head(self._group_tp)
         self.head_s = cache(self._head_s)
         self._known_tokens_s = cache(self._of_tokens_s)
         self._known_prefill_s: dict[Chunk, float] = {}
+
+    def _as_run(self, layer: Layer) -> Layer:
+        """The layer without a shared expert that the engine runs among the others."""
+        mlp = layer.mlp
+        fused = isinstance(mlp, Experts) and mlp.experts in self._fused_shared
+        return replace(layer, mlp=replace(mlp, shared_width=0)) if fused else layer
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         tokens = batch * self.queries
@@ -257,6 +266,7 @@ class RooflineStep(StepCost):
             total += gemm(own, linear.n_out, linear.k_in, precision=precision)
         if isinstance(experts, Experts):
             load = expert_load(tokens, experts.experts, experts.active, self.layout.ep, self.layout.imbalance)
+            load = load.with_shared() if experts.experts in self._fused_shared else load
             width, hidden = experts.width // self._expert_tp, experts.token_width(layer.hidden)
             total += self.operators.experts_s(load, hidden, width, self._model.of_experts, experts.projections)
         return total
