@@ -117,9 +117,9 @@ class RooflineStep(StepCost):
 
     def _as_run(self, layer: Layer) -> Layer:
         """The layer without a shared expert that the engine runs among the others."""
-        mlp = layer.mlp
-        fused = isinstance(mlp, Experts) and mlp.experts in self._fused_shared
-        return replace(layer, mlp=replace(mlp, shared_width=0)) if fused else layer
+        if isinstance(layer.mlp, Experts) and layer.mlp.experts in self._fused_shared:
+            return replace(layer, mlp=replace(layer.mlp, shared_width=0))
+        return layer
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         tokens = batch * self.queries
