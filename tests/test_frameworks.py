@@ -288,6 +288,10 @@ def test_skyrls_limits_of_a_turn_and_of_a_trajectory(tmp_path: Path) -> None:
     assert not any("max_turns" in item for item in acts().missing)
     alone = acts("environment.skyrl_gym.max_env_workers=0").data()["environment"]
     assert alone["workers"] == 1  # the event loop itself
+    text = without(SKYRL.replace("skyrl.train.entrypoints.main_base", "mine.main_mine"), "environment.")
+    own = acts(text=text)  # with a generator of its own
+    assert own.data()["environment"] == {"max_turns": 4}
+    assert any("mine.main_mine is read as" in note for note in own.notes)
     shorter = skyrl(tmp_path, f"{ENGINE}engine_init_kwargs.max_model_len=2048")
     assert shorter.data()["trace"]["max_model_len"] == 2048
 

@@ -405,9 +405,8 @@ def finish(
 
 
 def own_name(file: str) -> str:
-    """A name for the experiment of a YAML file, other than that file's."""
-    stem = Path(file).stem
-    return f"{stem}-rlsim" if stem else ""
+    """A name for the experiment of a YAML file, other than that file's; what ends otherwise is a name already."""
+    return f"{Path(file).stem}-rlsim" if file.endswith((".yaml", ".yml")) else file
 
 
 def check(draft: Draft, folder: Path, warnings: list[str] | None = None) -> str:

@@ -89,6 +89,7 @@ class Settings:
     name: str = ""
     asked: set[str] = field(default_factory=set)
     inherited: set[str] = field(default_factory=set)  # names of files that a file inherits from
+    sourced: list[str] = field(default_factory=list)  # those that scripts source, without their ends
     names: Names = field(default_factory=dict)
 
     def put(

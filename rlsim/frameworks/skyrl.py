@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlsim.frameworks import parts
@@ -12,15 +13,32 @@ from rlsim.frameworks.mapping import Reading, default_values, names
 from rlsim.frameworks.names import node_gpus
 from rlsim.frameworks.parts import Options
 from rlsim.frameworks.settings import TEXT, Settings
-from rlsim.frameworks.sources import read_sources
+from rlsim.frameworks.shell import Override
+from rlsim.frameworks.sources import override_of, read_sources
+from rlsim.frameworks.variables import Argument
 from rlsim.models.model import Model
 
-_ROOTS = ("trainer", "generator", "environment", "data")
+_ROOTS = ("trainer.", "generator.", "environment.", "data.")
 _ENGINE = "generator.inference_engine."
 #: What settings of the engine itself begin with, today and before `inference_engine` was a section.
 _SECTIONS = (f"{_ENGINE}engine_init_kwargs.", "generator.engine_init_kwargs.")
+#: Entry points whose generator is SkyRL's own.
+_OWN = ("main_base", "main_async", "main_fully_async", "")
 #: The last release that takes the keys of before.
 _OLD = "0.2"
+
+
+def _given(text: str) -> Override | None:
+    """A setting of SkyRL's, whose keys have dots; other names are a script's."""
+    override = override_of(text)
+    return override if override and override.key.startswith(_ROOTS) else None
+
+
+def takes(found: list[Override], before: str, argument: Argument) -> bool:  # noqa: ARG001
+    """See `rlsim.frameworks.shell.Takes`: each override is one word."""
+    override = _given(argument.text)
+    found += [replace(override, value=argument.unknown or override.value, line=argument.line)] if override else []
+    return override is not None
 
 
 def from_skyrl(sources: Sequence[str], options: Options) -> Draft:
@@ -28,7 +46,7 @@ def from_skyrl(sources: Sequence[str], options: Options) -> Draft:
 
     Raises `RlsimError`s that say what is missing, unknown or unsupported.
     """
-    config = read_sources(sources, "SkyRL", "--from-skyrl", "skyrl", _ROOTS)
+    config = read_sources(sources, "SkyRL", "--from-skyrl", "skyrl", takes, _given)
     config.names = {**config.names, **names("skyrl-vllm")}
     _settle_release(config)
     program = config.text("program")
@@ -60,6 +78,7 @@ def from_skyrl(sources: Sequence[str], options: Options) -> Draft:
     reading.facts |= {
         "apart": apart, "train": train, "rollout": rollout, "replica": replica, "megatron": megatron,
         "has_experts": actor.num_experts > 0, "reference": reference, "corrected": corrected,
+        "own": program.rpartition(".")[2] in _OWN,
     }  # fmt: skip
     parts.add_mapped(reading, draft, actor)
     over_nodes, more = replica > machines.domain_gpus, parts.filtering(config, draft, filters)

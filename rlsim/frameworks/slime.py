@@ -5,25 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from rlsim.base.reading import exists, read_text
-from rlsim.errors import CatalogueError, ConfigError
+from rlsim.errors import CatalogueError
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import ASSUMED, Draft, Entry
-from rlsim.frameworks.mapping import Reading, default_values, names, newest
+from rlsim.frameworks.mapping import Reading, names
 from rlsim.frameworks.names import find_model, node_gpus
 from rlsim.frameworks.parts import Options
 from rlsim.frameworks.settings import Settings, Unknown
-from rlsim.frameworks.shell import Override, read_script
-from rlsim.frameworks.sources import put_override
+from rlsim.frameworks.shell import Override
+from rlsim.frameworks.sources import read_sources
 from rlsim.frameworks.variables import Argument
 from rlsim.models.hardware import load_cluster
 
 _PROGRAM = re.compile(r"(?:.*/)?(train(?:_async)?\.py)")
 _FLAG = re.compile(r"(?P<key>--[a-z][\w-]*|program)(?:[= ](?P<value>.*))?", re.DOTALL)
-_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 #: The end of a checkpoint's name that says how its weights are written, not which shape they have.
 _WRITTEN = re.compile(r"-(fp8|int4|bf16)/?$", re.IGNORECASE)
 #: The share of an 80 GB GPU that SGLang 0.5 finds for itself (`_handle_gpu_memory_settings`).
@@ -45,38 +42,10 @@ def takes(found: list[Override], before: str, argument: Argument) -> bool:
     return True
 
 
-def read_arguments(sources: Sequence[str]) -> tuple[Settings, list[str]]:
-    """What scripts, lists of arguments, arguments and variables of scripts say together, and the names of the files of
-    model arguments that the scripts source.
-
-    Raises `ConfigError` for what is none of these, and for a script that does not run slime.
-    """
-    release = newest("slime")
-    config = Settings(program=f"slime {release}", option="--from-slime")
-    config.default, config.names = dict(default_values("slime", release)), {**names("slime"), **names("slime-sglang")}
-    files, given, variables, sourced = list[Path](), list[Override](), {"HOME": str(Path.home())}, list[str]()
-    for text in sources:
-        dashed = f"--{text}" if re.match(r"(?!program=)[a-z][a-z\d-]*=", text) else text
-        if exists(Path(text)):
-            files.append(Path(text))
-        elif flag := _FLAG.fullmatch(dashed):
-            given.append(Override(flag["key"], flag["value"] or "", 0))
-        elif variable := _VARIABLE.fullmatch(text):
-            variables[variable["name"]] = variable["value"]
-        else:
-            raise ConfigError(f"--from-slime {text}: no such file, nor an argument such as --max-tokens-per-gpu=8192")
-    for path in files:
-        script = read_script(read_text(path), str(path), variables, takes)
-        if not script.overrides:
-            raise ConfigError(f"{path}: no command that runs slime's train.py or train_async.py, nor a list of flags")
-        config.name = config.name or path.stem
-        config.notes += [f"{path.name}: {note}" for note in script.notes]
-        sourced += [Path(name).stem for name in script.sourced]
-        for override in script.overrides:
-            put_override(config, override, path.name)
-    for override in given:
-        put_override(config, override, "as given")
-    return config, sourced
+def _given(text: str) -> Override | None:
+    """A flag beside files, with or without its dashes."""
+    flag = _FLAG.fullmatch(f"--{text}" if re.match(r"(?!program=)[a-z][a-z\d-]*=", text) else text)
+    return Override(flag["key"], flag["value"] or "", 0) if flag else None
 
 
 def from_slime(sources: Sequence[str], options: Options) -> Draft:
@@ -84,7 +53,8 @@ def from_slime(sources: Sequence[str], options: Options) -> Draft:
 
     Raises `RlsimError`s that say what is missing, unknown or unsupported.
     """
-    config, sourced = read_arguments(sources)
+    config = read_sources(sources, "slime", "--from-slime", "slime", takes, _given)
+    config.names = {**config.names, **names("slime-sglang")}
     _settle_node(config, options)
     apart, asynchronous = not config.flag("colocate"), config.text("program") == "train_async.py"
     reading = Reading("slime", config, asynchronous=asynchronous)
@@ -96,7 +66,7 @@ def from_slime(sources: Sequence[str], options: Options) -> Draft:
         rollout, where = config.whole("rollout_gpus"), config.said("nodes", "per_node", "rollout_gpus")
         nodes, per_node = parts.whole_nodes(train + rollout, config.whole("of_node"), where, options)
     machines = parts.add_cluster(draft, options, nodes, per_node, where)
-    actor = parts.add_model(draft, options, _model(config, sourced, options), config.where("model"))
+    actor = parts.add_model(draft, options, _model(config, options), config.where("model"))
     parts.add_calibration(draft, options, machines, Entry("sglang", "slime generates by SGLang"))
     cap = config.entry("new_tokens" if config.value("new_tokens") or not config.value("longest") else "longest")
     filters, prompts = config.value("filters"), config.value("longest_prompt")
@@ -136,10 +106,10 @@ def _settle_node(config: Settings, options: Options) -> None:
     config.put({key: found}, f"{ASSUMED}: a whole node")
 
 
-def _model(config: Settings, sourced: Sequence[str], options: Options) -> str:
+def _model(config: Settings, options: Options) -> str:
     """The checkpoint's name without how it is written, or, where that tells no shape, that of the model's arguments."""
     named = _WRITTEN.sub("", config.text("model"))
-    for name in (named, *sourced):
+    for name in (named, *config.sourced):
         try:
             find_model(name, options.folder)
         except CatalogueError:

@@ -12,42 +12,55 @@ from rlsim.base.reading import SyntaxConfigError, exists, is_folder, parse_yaml,
 from rlsim.errors import ConfigError
 from rlsim.frameworks.mapping import default_values, names, newest
 from rlsim.frameworks.settings import Settings, Unknown
-from rlsim.frameworks.shell import Override, read_script
-from rlsim.frameworks.variables import Argument
+from rlsim.frameworks.shell import Override, Takes, read_script
 
 _OVERRIDE = re.compile(r"(?:\+\+|\+|--)?(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 #: A file may inherit from one that inherits, an interpolation lead to another, and so on.
 _DEEPEST = 20
 
 
+def override_of(text: str) -> Override | None:
+    """`key=value`, as Hydra writes it; None for what is none."""
+    found = _OVERRIDE.fullmatch(text)
+    return Override(found["key"], found["value"], 0) if found else None
+
+
 def read_sources(
-    sources: Sequence[str], program: str, option: str, of: str = "", roots: Sequence[str] = ()
+    sources: Sequence[str],
+    program: str,
+    option: str,
+    of: str = "",
+    takes: Takes | None = None,
+    given: Callable[[str], Override | None] = override_of,
 ) -> Settings:
-    """What YAML files and overrides say together, later ones winning; a file may name its parents under `defaults`.
+    """What files and overrides say together, later ones winning; a YAML file may name its parents under `defaults`.
 
     `of` is what the tables call the program; its newest release's defaults hold for the rest, its settings have names.
-    With `roots`, what its keys begin with, other files are run scripts, whose variables `NAME=value` may be given; the
-    module that one runs is the setting `program`.
+    With `takes`, which tells the settings of a command, other files are run scripts, whose variables `NAME=value` may
+    be given; the module that one runs is the setting `program`. `given` reads an override.
 
     Raises `ConfigError` for what is no file and no override, and for files that cannot be read.
     """
     release = newest(of)
     config = Settings(program=f"{program} {release}".strip(), option=option)
-    read = [(text, None if exists(Path(text)) else _OVERRIDE.fullmatch(text)) for text in sources]
-    given = {found["key"]: found["value"] for _, found in read if found}
-    variables = {"HOME": str(Path.home()), **{key: value for key, value in given.items() if roots and key.isupper()}}
-    for text, found in read:
+    read = [(text, None if exists(Path(text)) else given(text)) for text in sources]
+    plain = [None if override or exists(Path(text)) else _VARIABLE.fullmatch(text) for text, override in read]
+    variables = {"HOME": str(Path.home()), **{found[1]: found[2] for found in plain if found}}
+    for (text, override), variable in zip(read, plain, strict=True):
         path = Path(text)
-        if found and found["key"] not in variables:
-            config.put({found["key"]: parsed(found["value"])}, "as given", replaces=True)
-        elif not found and is_folder(path):
+        if override:
+            put_override(config, override, "as given", replaces=takes is None)
+        elif is_folder(path):
             raise ConfigError(f"{option} {text}: is a folder: give a file")
-        elif not found:
+        elif takes is None or path.suffix in (".yaml", ".yml"):
             config.name = config.name or path.name
-            if not roots or path.suffix in (".yaml", ".yml"):
-                _read(config, path, 0)
-            else:
-                _read_script(config, path, variables, roots)
+            _read(config, path, 0)
+        elif exists(path):
+            config.name = config.name or path.stem
+            _read_script(config, path, variables, takes)
+        elif variable is None:
+            raise ConfigError(f"{option} {text}: no such file, nor a setting of {program}")
     config.default, config.names = dict(default_values(of, release)), names(of)
     interpolate(config)
     return config
@@ -80,26 +93,20 @@ def _read(config: Settings, path: Path, depth: int) -> None:
     config.given.pop("defaults", None)
 
 
-def _read_script(config: Settings, path: Path, variables: dict[str, str], roots: Sequence[str]) -> None:
-    """The settings of a run script's command."""
-
-    def takes(found: list[Override], before: str, argument: Argument) -> bool:  # noqa: ARG001
-        word = _OVERRIDE.fullmatch(argument.text)
-        if word is None or not word["key"].startswith(tuple(f"{root}." for root in roots)):
-            return False
-        found.append(Override(word["key"], argument.unknown or word["value"], argument.line))
-        return True
-
+def _read_script(config: Settings, path: Path, variables: dict[str, str], takes: Takes) -> None:
+    """The settings of a run script's command, or of a list of settings."""
     script = read_script(read_text(path), str(path), variables, takes)
     if not script.overrides:
-        raise ConfigError(f"{path}: no command with settings of {config.program}: {', '.join(f'{r}.…' for r in roots)}")
+        raise ConfigError(f"{path}: no command with settings of {config.program}, nor a list of them")
     config.notes += [f"{path.name}: {note}" for note in script.notes]
-    config.put({"program": script.program}, path.name)
+    config.sourced += [Path(name).stem for name in script.sourced]
+    if script.program:
+        config.put({"program": script.program}, path.name)
     for override in script.overrides:
         put_override(config, override, path.name)
 
 
-def put_override(config: Settings, override: Override, source: str) -> None:
+def put_override(config: Settings, override: Override, source: str, *, replaces: bool = False) -> None:
     """Take one setting of a command; a flag without a value is true."""
     place = f"{source}:{override.line}" if override.line else source
     key, value, is_flag = override.key, override.value, override.key.startswith("--")
@@ -109,7 +116,7 @@ def put_override(config: Settings, override: Override, source: str) -> None:
         config.doubts[key] = place, value
     elif not override.removes:
         read = parsed(value) if value or not is_flag else True
-        config.put({key: value if is_flag and isinstance(read, Mapping | list) else read}, place)
+        config.put({key: value if is_flag and isinstance(read, Mapping | list) else read}, place, replaces=replaces)
 
 
 _INTERPOLATION = re.compile(r"\$\{(?:(?P<resolver>oc\.\w+|add|mul|div|max):)?(?P<body>[^${}]*)\}")
