@@ -88,23 +88,14 @@ def closed_loop(
     pages = -(-(load.prompt_tokens + load.response_tokens) // engine.page_tokens)
     if not cost.kv.fits(load.prompt_tokens + load.response_tokens, engine.page_tokens, capacity_pages):
         raise CapacityError(f"one request needs {pages} KV pages, the replica has {capacity_pages}")
-    run = _Run(cost, capacity_pages, engine, load, front_end or FrontEndFit(), intake)
-    run.env.run()
-    return run.served()
+    run = _Run(load, front_end or FrontEndFit())
+    return run.served(_Observed(run, capacity_pages, engine, cost, intake))
 
 
 class _Run:
     """One benchmark: its client and its front end, beside the engine's replica."""
 
-    def __init__(
-        self,
-        cost: StepCost,
-        capacity_pages: int,
-        engine: EngineConfig,
-        load: Load,
-        front_end: FrontEndFit,
-        intake: Intake,
-    ) -> None:
+    def __init__(self, load: Load, front_end: FrontEndFit) -> None:
         self.env = simpy.Environment()
         self._load, self._front_end = load, front_end
         self._number = load.requests if load.simulated is None else min(load.simulated, load.requests)
@@ -115,12 +106,12 @@ class _Run:
         self._held: list[Sequence[Request]] = []  # those of each prefill whose first tokens are not handed out yet
         self._free_at = 0.0  # when the front end's thread has done all work that has come to it
         self._seen_step, self._seen_at = 0, 0.0  # of the engine, whose tokens until then are known
-        self._replica = _Observed(self, capacity_pages, engine, cost, intake)
-        self.env.process(self._send(min(load.concurrency, self._number), 0.0))
 
-    def served(self) -> Served:
-        """The means, once all is over."""
-        load, requests = self._load, self._requests
+    def served(self, replica: _Observed) -> Served:
+        """The means, once `replica` has served all."""
+        load, requests, self._replica = self._load, self._requests, replica
+        self.env.process(self._send(min(load.concurrency, self._number), 0.0))
+        self.env.run()
         burst = min(load.concurrency, len(requests))
         each = (load.requests - burst) / max(len(requests) - burst, 1)  # requests that one after the burst stands for
 

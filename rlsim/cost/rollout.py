@@ -41,7 +41,7 @@ class RolloutCostModel:
     those of the cluster that generate (default: all). Every `tp` of a method counts all GPUs of a replica: with `pp`
     stages its tensor parallelism is tp / pp. Its stages lie side by side, or with `planned` as in a plan (`step_cost`).
     `layout` says what else cuts it. `kv_offloading_bytes` is host memory for the KV cache, of each GPU (0: none).
-    `sampling_s_per_logit`, `largest_graph` and `prompt_graphs` as in `step_cost`. `drafts`: what it speculates with.
+    `drafts`: what it speculates with. `running`: what else `step_cost` takes of how it runs (`largest_graph`).
     """
 
     def __init__(
@@ -59,11 +59,9 @@ class RolloutCostModel:
         pp: int = 1,
         planned: bool = False,
         layout: ReplicaLayout = PLAIN,
-        sampling_s_per_logit: float = 0.0,
-        largest_graph: float = math.inf,
-        prompt_graphs: bool = True,
         kv_offloading_bytes: float = 0.0,
         drafts: Drafts | None = None,
+        **running: Any,
     ) -> None:
         self.model, self.cluster, self.calibration = model, cluster, calibration
         self.page_tokens = page_tokens
@@ -71,8 +69,7 @@ class RolloutCostModel:
         self._resident_bytes = resident_bytes
         self._gpus = range(cluster.gpus) if gpus is None else gpus
         self._pp, self._planned, self._layout = pp, planned, layout
-        self._graphs: dict[str, Any] = {"largest_graph": largest_graph, "prompt_graphs": prompt_graphs}
-        self._sampling_s_per_logit = sampling_s_per_logit
+        self._running = running
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
         self._kv_offloading_bytes, self._drafts = kv_offloading_bytes, drafts
         self._steps: list[StepCost] = []
@@ -95,8 +92,7 @@ class RolloutCostModel:
             pp=self._pp,
             dp=max(len(self._gpus) // tp, 1) if self._planned else 1,
             first_gpu=self._gpus[0],
-            sampling_s_per_logit=self._sampling_s_per_logit,
-            **self._graphs,
+            **self._running,
         )
         self._steps.append(step)
         return step

@@ -357,42 +357,27 @@ def step_cost(
         raise CapacityError(
             f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
         )
-    on_gpu = roofline if drafting is None else drafting(roofline)
-    captured = largest_graph * layout.attention_dp / queries  # sequences of all groups
-    kernels = sampled(on_gpu, model, sampling_s_per_logit * queries, layout)
-    kernels = launched(kernels, model, calibration, captured, prompt_graphs)
+    kernels: StepCost = roofline if drafting is None else drafting(roofline)
+    groups, logit_s = layout.attention_dp, sampling_s_per_logit * model.vocab_size
+    if logit_s:  # each group of GPUs samples the tokens of its own sequences
+        each_s = logit_s * queries
+        kernels = DerivedStep(kernels, lambda n, _: Change(more_s=each_s * math.ceil(n / groups)), "sampling")
+    captured = largest_graph * groups / queries  # sequences of all groups
+    if captured < math.inf or not prompt_graphs:
+        launch_s = calibration.costs.launches * calibration.eager.iteration_s(model.blocks / 2, tp)
+        kernels = DerivedStep(kernels, lambda n, p: Change(least_s=launch_s * (n > captured or p > prompt_graphs)))
     if pp == 1:
-        return in_service(hosted(kernels, calibration.host, layout.attention_dp), calibration, known)
+        return in_service(hosted(kernels, calibration.host, groups), calibration, known)
     inside, across = Groups(roofline.collectives, cluster, Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)).boundaries
     hidden_bytes, collectives = BF16 * model.hidden_size, roofline.collectives
     ways = Boundaries(hidden_bytes=hidden_bytes, inside=inside, across=across, collectives=collectives, ranks=dp * tp)
-    logit_s = sampling_s_per_logit * model.vocab_size
 
     def head_s(rows: float) -> float:
-        return roofline.head_s(rows) + logit_s * math.ceil(rows / layout.attention_dp)
+        return roofline.head_s(rows) + logit_s * math.ceil(rows / groups)
 
-    host, layers = HostTime(calibration.host, layout.attention_dp), model.num_hidden_layers
+    host, layers = HostTime(calibration.host, groups), model.num_hidden_layers
     cost = Pipelined(kernels, pp, layers=layers, head_s=head_s, boundaries=ways, host=host)
     return in_service(cost, calibration, known)
-
-
-def sampled(kernels: StepCost, model: Model, s_per_logit: float, layout: ReplicaLayout) -> StepCost:
-    """`kernels` with sampling after them: each group of GPUs samples the tokens of its own sequences."""
-    sequence_s = s_per_logit * model.vocab_size
-    if not sequence_s:
-        return kernels
-    return DerivedStep(kernels, lambda n, _: Change(more_s=sequence_s * math.ceil(n / layout.attention_dp)), "sampling")
-
-
-def launched(
-    kernels: StepCost, model: Model, calibration: Calibration, largest_graph: float, prompt_graphs: bool = True
-) -> StepCost:
-    """`kernels` as the host launches them: of up to `largest_graph` sequences all at once, and of prompts with
-    `prompt_graphs`, else one by one, if that takes longer."""
-    if largest_graph == math.inf and prompt_graphs:
-        return kernels
-    launch_s = calibration.costs.launches * calibration.eager.iteration_s(model.blocks / 2, kernels.tp)
-    return DerivedStep(kernels, lambda n, p: Change(least_s=launch_s * (n > largest_graph or p > prompt_graphs)))
 
 
 def in_service(cost: StepCost, calibration: Calibration, known: Known) -> StepCost:
