@@ -6,6 +6,7 @@ import pytest
 from conftest import BASE, Command, cases
 
 from rlsim.experiment.run import check_experiment
+from rlsim.results.sweeps.points import check_sweep
 
 CASES = BASE.replace(
     "  - pat\n", "  - pat\n  - real\ncases:\n  a: {trace.cap: 1K}\n  b: {trace.cap: 512, workflow.steps: 2}\n"
@@ -34,6 +35,13 @@ def test_check_says_what_an_experiment_is(folder: Path, call: Command) -> None:
     assert call("check", "pat_vs_static").out.startswith("pat-vs-static: 8 systems × (20 seeds + 20 ")
     assert sorted(folder.rglob("*")) == before
     assert check_experiment("pat_vs_static", {"systems": ["verl"], "baseline": "verl"}, seeds=3).runs == 3
+
+
+def test_a_point_of_a_sweep_is_checked_as_an_experiment_is() -> None:
+    """What nobody wrote is not taken for given there: without chunked prefill vLLM refuses what is."""
+    _, points = check_sweep("asynchrony", ["certainty=0", "cases={}"], 1)
+    assert points == [check_experiment("asynchrony", {"certainty": 0, "cases": {}}, 1)]
+    assert not points[0].refused
 
 
 @cases("check", "check finds what a later case has wrong")

@@ -44,7 +44,7 @@ def load_experiment(
     pairs = {**pairs, **({} if seeds is None else {"seeds": seeds})}
     for key, value in pairs.items():
         set_path(data, key, value, "--set ")
-    _give(data, pairs)
+    give(data, pairs)
     return validate(data, Experiment, label, elsewhere=dict.fromkeys(pairs, OVERRIDDEN)), label, folder
 
 
@@ -73,11 +73,11 @@ def with_settings(experiment: Experiment, settings: Mapping[str, Any], label: st
     data["systems"] = copy.deepcopy(list(experiment.systems))  # not dumped: they know their lines
     for key, value in settings.items():
         set_path(data, str(key), value, f"{label}: ")
-    _give(data, settings)
+    give(data, settings)
     return validate(data, Experiment, label)
 
 
-def _give(data: dict[str, Any], settings: Mapping[str, Any]) -> None:
+def give(data: Any, settings: Mapping[str, Any]) -> None:
     """Note in `sources` that these keys are given now."""
     if isinstance(listed := data.get("sources"), Mapping):
         data["sources"] = {**listed, "given": [*listed.get("given", ()), *map(str, settings)]}

@@ -12,7 +12,7 @@ from rlsim.base import catalogue
 from rlsim.base.reading import is_file, plain, read_yaml
 from rlsim.base.schema import validate
 from rlsim.errors import ConfigError, RlsimError, check_arguments
-from rlsim.experiment.load import OVERRIDDEN, find_file, parse_overrides, read_experiment, set_path
+from rlsim.experiment.load import OVERRIDDEN, find_file, give, parse_overrides, read_experiment, set_path
 from rlsim.experiment.run import CheckedExperiment, check_loaded
 from rlsim.experiment.schema import Experiment
 from rlsim.results.sweeps.identity import config_of, inputs_of, point_name
@@ -25,16 +25,17 @@ MOST_MISTAKES = 20
 
 @dataclass(frozen=True)
 class Point:
-    """One point: its name, its resolved experiment, what it reads, and its values of the axes."""
+    """One point: its name, its experiment with all defaults, and as it is given, inputs, and values of the axes."""
 
     name: str
     config: Mapping[str, Any]
+    given: Mapping[str, Any]
     inputs: Mapping[str, str]
     axes: tuple[Axis, ...]
 
     def experiment(self, shown: str) -> Experiment:
         """Its experiment, which messages call `shown`."""
-        return validate(plain(self.config), Experiment, shown)
+        return validate(plain(self.given), Experiment, shown)
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ def _experiment_of(data: Mapping[str, Any], settings: Settings, inner: str) -> E
     data = copy.deepcopy(data)
     for key, value in settings.items():
         set_path(data, key, copy.deepcopy(value.value), f"{value.place}: ")
+    give(data, settings)
     return validate(data, Experiment, inner, elsewhere={key: value.place for key, value in settings.items()})
 
 
@@ -188,8 +190,10 @@ def _points(found: Sequence[tuple[Experiment, dict[str, str]]], every: Sequence[
     configs = [config_of(experiment) for experiment, _ in found]
     columns = columns_of(keys, configs)
     points: dict[str, Point] = {}
-    for config, (_, inputs) in zip(configs, found, strict=True):
+    for config, (experiment, inputs) in zip(configs, found, strict=True):
         name = point_name(config, inputs)
         axes = tuple(Axis(column, resolved(config, column)) for column in columns)
-        points.setdefault(name, Point(name, config, inputs, axes))
+        given = experiment.model_dump(mode="json", exclude={"description"}, exclude_unset=True)
+        given |= {key: config[key] for key in ("seeds", "certainty")}
+        points.setdefault(name, Point(name, config, given, inputs, axes))
     return tuple(points.values())
