@@ -124,6 +124,43 @@ def published(draw: st.DrawFn) -> Drawn:
 
 
 @st.composite
+def in_two_calls(draw: st.DrawFn) -> Drawn:
+    """Any parts, where two calls generate: shares of a prompt's responses, or some that others are compared with."""
+    drawn = draw(combined())
+    first, baselines = draw(st.integers(0, drawn.sizes["responses"])), draw(st.sampled_from([0, 0, 1]))
+    calls: list[dict[str, Any]] = [
+        {"name": "one", "kind": "generate", "model": "actor", "responses": first},
+        {"name": "other", "kind": "generate", "model": "actor", "baselines": baselines},
+        {"name": "reward", "kind": "reward", "model": "reward"},
+        {"name": "train", "kind": "train", "model": "actor"},
+    ]
+    edges: list[Any] = ["one -> reward", "other -> reward", "reward -> train"]
+    for name in ("one", "other"):
+        sync = draw(st.sampled_from(["push", f"push_{name}"]))
+        edges.append({"source": sync, "target": name, "lag": 1})
+        if sync not in [call["name"] for call in calls]:
+            calls.append({"name": sync, "kind": "sync", "model": "actor"})
+            edges.append(f"train -> {sync}")
+    if drawn.sizes["reference"]:
+        calls.append({"name": "ref_log_prob", "kind": "inference", "model": "reference"})
+        edges += [*draw(st.sampled_from([["one -> ref_log_prob"], ["one -> ref_log_prob", "other -> ref_log_prob"]]))]
+        edges.append("ref_log_prob -> train")
+    parts = list(drawn.system["use"])
+    if not drawn.rollout_gpus and draw(st.booleans()):  # at the same time
+        own = {"one": {"gpus": "0-3"}, "other": {"gpus": "4-7"}}
+        all_of = {call["name"]: {"gpus": "all"} for call in calls if call["kind"] in ("inference", "train")}
+        parts.append({"plan": {"calls": {**own, **all_of}}})
+    sizes = {
+        **drawn.sizes,
+        "algorithm": "custom",
+        "calls": calls,
+        "edges": edges,
+        "group_advantage": draw(st.booleans()),
+    }
+    return drawn._replace(system={"name": "s", "use": parts}, sizes=sizes)
+
+
+@st.composite
 def of_the_papers(draw: st.DrawFn) -> Drawn:
     """A system of the seed papers on all GPUs, under each algorithm that it takes."""
     kept = {"change": draw(st.sampled_from(["one", "quarter"])), "delta_min": 1, "delta_start": draw(st.integers(1, 8))}
@@ -178,7 +215,9 @@ SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=list(
 MANY = pytest.param(combined, 400, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("kind", "runs"), [(combined, 34), (published, 12), (of_the_papers, 25), MANY])
+@pytest.mark.parametrize(
+    ("kind", "runs"), [(combined, 34), (published, 12), (of_the_papers, 25), (in_two_calls, 25), MANY]
+)
 def test_systems_keep_every_invariant_or_are_refused(
     kind: Callable[[], st.SearchStrategy[Drawn]], runs: int, trained: list[int]
 ) -> None:

@@ -46,7 +46,8 @@ from rlsim.sim.reward import RewardFunction, RewardJob
 from rlsim.sim.run import simulate
 from rlsim.sim.server import InferenceServer
 from rlsim.sim.simulation import CallTimes, Simulation
-from rlsim.workflow import Call, Placement, Plan, Workflow, colocated, grpo
+from rlsim.workflow import Call, Edge, Placement, Plan, Workflow, colocated, grpo
+from rlsim.workflow.plan import with_transfers
 
 Lengths = Mapping[int, Sequence[int]]  # by prompt position, one per sample
 
@@ -145,6 +146,64 @@ def gen_s(outcome: Outcome, step: int = 0) -> float:
 
 def call_of(outcome: Outcome, kind: str, step: int = 0) -> Any:
     return next(c for c in outcome.calls if c.kind == kind and c.step == step)
+
+
+# ------------------------------------------------------------------------------------- several calls that generate
+
+
+def two_calls(*, together: bool) -> tuple[Workflow, Plan]:
+    """ReMax: a sampled and a greedy response to each prompt, on a GPU each or both on one; one to train and score."""
+    calls = [Call("sampled", "generate", "actor"), Call("greedy", "generate", "actor", 0, 1)]
+    calls += [Call("score", "inference", "reward"), Call("train", "train", "actor"), Call("push", "sync", "actor")]
+    ends = [("sampled", "score"), ("greedy", "score"), ("score", "train"), ("train", "push")]
+    edges = [*(Edge(*two) for two in ends), Edge("push", "sampled", lag=1), Edge("push", "greedy", lag=1)]
+    graph = Workflow("remax", tuple(calls), tuple(edges))
+    alone = TrainStrategy(dp=1)
+    where = {"sampled": Placement((0,)), "greedy": Placement((0 if together else 1,))}
+    return graph, with_transfers(graph, {**where, "score": Placement((0,), alone), "train": Placement((0,), alone)})
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_calls_generate_at_once_or_take_turns(together: bool) -> None:
+    """Two steps of two prompts; the greedy responses have 9 tokens each, the sampled ones 3 and 5."""
+    graph, plan = two_calls(together=together)
+    lengths = {0: [3, 9], 1: [5, 9], 2: [3, 9], 3: [5, 9]}
+    others = {"greedy": (StubCosts({1: LinearStep(a=1.0)}, {1: 10**6}), 1)}
+    outcome = simulated(graph, plan, lengths, 2, 2, gpus=1 if together else 2, steps=2, others=others)
+    ends = {(call.call, call.step): (call.start_at, call.end_at) for call in outcome.calls}
+    # A second a token, the first from the prefill. Scoring reads all four, 4 prompt tokens and 3 + 5 + 9 + 9 more, at
+    # 0.1 s each; training the sampled, 2 + 3 + 5, and then takes a second.
+    assert ends["sampled", 0] == (0.0, 5.0)
+    assert ends["greedy", 0] == ((5.0, 14.0) if together else (0.0, 9.0))
+    scored = ends["greedy", 0][1] + 0.1 * 30
+    assert ends["score", 0][1] == pytest.approx(scored)
+    assert ends["train", 0][1] == pytest.approx(scored + 0.1 * 10 + 1.0)
+    assert ends["sampled", 1][0] == ends["push", 0][1] == ends["train", 0][1]
+    assert [rollout.launches.launched for rollout in outcome.rollouts] == [4, 4]
+    for responses in outcome.responses:
+        assert responses.generated_tokens.tolist() == [3, 5, 9, 9]
+        assert responses.trained.tolist() == [True, True, False, False]
+        assert responses.baseline.tolist() == [False, False, True, True]
+        assert responses.replica.tolist() == [0, 0, 1, 1], "the replicas of a step have numbers of their own"
+    assert [responses.version.tolist() for responses in outcome.responses] == [[0] * 4, [1] * 4]
+
+
+def test_halves_of_a_group_that_two_calls_generate_are_trained_on_together() -> None:
+    """Each response goes to its reward as it is done, and a prompt to training with its last one, of whichever call."""
+    calls = [Call("first", "generate", "actor", 1), Call("second", "generate", "actor")]
+    calls += [Call("reward", "reward", "reward"), Call("train", "train", "actor")]
+    edges = [Edge(one.name, "reward", grain="sample") for one in calls[:2]] + [Edge("reward", "train", grain="sample")]
+    edges += [Edge("train", "first", lag=1), Edge("train", "second", lag=1)]
+    graph = Workflow("halves", tuple(calls), tuple(edges), group_advantage=True)
+    where = {"first": Placement((0,)), "second": Placement((1,)), "train": Placement((2,), TrainStrategy(dp=1))}
+    others = {"second": (StubCosts({1: LinearStep(a=1.0)}, {1: 10**6}), 1)}
+    lengths = {0: [2, 6], 1: [8, 3]}
+    outcome = simulated(graph, with_transfers(graph, where), lengths, 2, 2, gpus=3, others=others)
+    trains = [span for span in outcome.spans if span.kind == "train"]
+    scored_s = Checks().seconds
+    assert trains[0].start_at == pytest.approx(6.0 + scored_s), "prompt 0, with its second response"
+    assert call_of(outcome, "train").end_at == pytest.approx(8.0 + scored_s + 0.1 * (2 + 8 + 3) + 1.0)
+    assert outcome.responses[0].trained.all()
 
 
 # -------------------------------------------------------------------------------------------------- tail batching

@@ -36,7 +36,8 @@ def test_a_graph_that_cannot_run_is_refused(edges: list[Edge], says: str) -> Non
     calls += [Call("sync", "sync", "actor")] * any("sync" in (edge.source, edge.target) for edge in edges)
     with pytest.raises(ConfigError, match=rf"workflow mine: .*{re.escape(says)}"):
         Workflow("mine", tuple(calls), tuple(edges))
-    for twice, why in (("generate", "two calls have the same name"), ("more", "one call of the kind generate is")):
+    left = "both generate and more would generate what others leave"
+    for twice, why in (("generate", "two calls have the same name"), ("more", left)):
         with pytest.raises(ConfigError, match=why):
             Workflow("mine", (calls[0], Call(twice, "generate", "actor")), ())
 

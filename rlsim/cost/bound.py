@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,7 +17,7 @@ _STEP_TOKENS = 32  # contexts are looked up this coarsely; step times grow with 
 class GenerationBound:
     """Lower bound of a generation stage on `gpus` GPUs with replicas of the given TPs.
 
-    `others`: steps of replicas on some of the GPUs, where these are of another kind.
+    `others`: TPs and steps of further replicas, on GPUs of another kind or of another engine.
 
     The larger of two times that no schedule avoids:
 
@@ -37,7 +36,7 @@ class GenerationBound:
         steps: Mapping[int, StepCost],
         gpus: int,
         max_batch: int,
-        others: Mapping[int, StepCost] = MappingProxyType({}),
+        others: Sequence[tuple[int, StepCost]] = (),
     ) -> None:
         self._gpus = gpus
         self._curves: list[DecodeCurve] = []
@@ -46,7 +45,7 @@ class GenerationBound:
         while batches[-1] < max_batch:
             batches.append(min(max(batches[-1] + 1, int(batches[-1] * _RATIO)), max_batch))
         shares = []  # GPUs that a token of a batch pays for: of at most as many sequences as the next size has less one
-        for tp, step in (*steps.items(), *others.items()):
+        for tp, step in (*steps.items(), *others):
             for batch, following in zip(batches, [*batches[1:], max_batch + 1], strict=True):
                 self._curves.append(step.best.decode(batch, InWindows(0.0, 0.0) if step.kv.window_tokens else None))
                 shares.append(tp / (following - 1))

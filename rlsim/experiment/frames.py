@@ -138,8 +138,9 @@ def _steps(outcome: Outcome, bound: GenerationBound | None) -> list[dict[str, An
     bound_s: Any = (bound.work_s if endless else bound.time_s) if bound else lambda *_: 0.0
     rows = []
     for step, began_at in enumerate([0.0, *outcome.step_ends[:-1]]):
-        generate = next((call for call in calls[step] if call.kind == "generate"), None)
-        began, ended = (generate.start_at, generate.end_at) if generate else (began_at, began_at)
+        generate = [call for call in calls[step] if call.kind == "generate"]
+        began = min((call.start_at for call in generate), default=began_at)
+        ended = max((call.end_at for call in generate), default=began_at)
         responses, rollout = outcome.responses[step], outcome.rollouts[step]
         observed = responses.observed_tokens - responses.resumed_observed
         kept, new = responses.trained, responses.generated_tokens - responses.resumed_tokens - observed
@@ -152,7 +153,7 @@ def _steps(outcome: Outcome, bound: GenerationBound | None) -> list[dict[str, An
             generated=responses.generated_tokens,
             new=new,
             observed=observed,
-            here=(kept | responses.baseline) & (new > 0) & (generate is not None),
+            here=(kept | responses.baseline) & (new > 0) & bool(generate),
             rollout=rollout,
             launches=rollout.launches,
             switches=[s for s in outcome.switches if s.step == step],

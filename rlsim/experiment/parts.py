@@ -191,7 +191,7 @@ def tail_stretches(stays: pd.DataFrame, spans: pd.DataFrame, calls: pd.DataFrame
 def never_stops(stays: pd.DataFrame, calls: pd.DataFrame) -> bool:
     """Whether one rollout generates for all steps of a run: its responses may decode long before the step that trains
     on them waits for its batch."""
-    began_at = calls[calls["kind"] == "generate"].set_index("step")["start_at"]
+    began_at = calls[calls["kind"] == "generate"].groupby("step")["start_at"].min()
     return bool((stays["decoding_at"] < stays["step"].map(began_at)).any())
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import gcd
+from typing import Any
 
 from rlsim.base.refusals import refuse
 from rlsim.cost.bound import GenerationBound
@@ -54,9 +55,11 @@ class PlacedExperiment:
     streaming: ChunkStreaming | None = None  # how calls that take responses by the chunk do, on the GPUs of the others
     planner: Planner | None = None  # searches for a plan if `placing` asks; without, that raises `SearchAheadError`
     searched: bool = False
+    generating: str = ""  # the call whose engine `generation` and what follows from it are about; empty: the first
     _crowded_steps: dict[int, StepCost] = field(default_factory=dict)
     _calls: dict[str, CallCosts] = field(default_factory=dict)  # by GPU
     _bounds: dict[tuple[int, ...], GenerationBound] = field(default_factory=dict)  # by the degrees of replicas
+    _others: dict[str, PlacedExperiment] = field(default_factory=dict)  # of further calls that generate, by these
 
     @property
     def _streamed(self) -> tuple[Call, ...]:
@@ -278,11 +281,26 @@ class PlacedExperiment:
         """Whether a call has GPUs of generation."""
         return not set(self.plan.of(call).gpus).isdisjoint(self.generation.gpus)
 
+    @property
+    def engines(self) -> list[PlacedExperiment]:
+        """The same for each call that generates, the first one first."""
+        for call in self.workflow.generating[1:]:
+            if call.name not in self._others:
+                own: dict[str, Any] = {"generating": call.name, "_crowded_steps": {}, "_bounds": {}, "_others": {}}
+                self._others[call.name] = replace(self, **own)
+        return [self, *self._others.values()]
+
     @cached_property
     def generation(self) -> Placement:
-        generate = (call.name for call in self.workflow.calls if call.kind == "generate")
-        first = next(generate, None)
-        return self.unchecked_plan.of(first) if first else Placement(self.gpus)  # none: responses are given
+        if not self.workflow.generating:
+            return Placement(self.gpus)  # responses are given
+        return self.unchecked_plan.of(self.generating or self.workflow.generating[0].name)
+
+    @property
+    def responses(self) -> int:
+        """To each prompt, that this engine generates."""
+        name = self.generating or self.workflow.generating[0].name
+        return len(self.workflow.samples(name, self.loaded.experiment.workflow.responses))
 
     @property
     def rollout_pp(self) -> int:
@@ -363,14 +381,15 @@ class PlacedExperiment:
         )
 
     def bound(self, tp: int) -> GenerationBound:
-        """What no schedule beats, with replicas of any feasible degree or of `tp` GPUs (0: of none other)."""
+        """What no schedule beats of all that generates, at any feasible degree or at `tp` GPUs (0: none other)."""
         tps = tuple(sorted({*self.context.feasible_tps, tp} - {0}))
         if tps not in self._bounds:
             steps = {tp: self.rollout_costs.step(tp) for tp in tps}
             batch = min(self.context.requests, self.loaded.experiment.engine.max_num_seqs)
-            hybrid = {tp: self.hybrid_costs.step(tp) for tp in tps} if self.hybrid_gpus else {}
-            gpus = len(self.generation.gpus) + len(self.hybrid_gpus)
-            self._bounds[tps] = GenerationBound(steps, gpus, batch, hybrid)
+            others = [(tp, self.hybrid_costs.step(tp)) for tp in tps] if self.hybrid_gpus else []
+            others += [(tp, one.rollout_costs.step(tp)) for one in self.engines[1:] for tp in one.context.feasible_tps]
+            gpus = len(self.gpus_of("generate")) + len(self.hybrid_gpus)
+            self._bounds[tps] = GenerationBound(steps, gpus, batch, others)
         return self._bounds[tps]
 
     @cached_property
@@ -387,7 +406,7 @@ class PlacedExperiment:
         judge = [self.judge.crowded.lookups()] if self.judge else []
         calls = [costs.lookups() for costs in self._calls.values()]
         hybrid = [self.hybrid_costs.lookups()] if self.hybrid_gpus else []
-        return self.rollout_costs.lookups().merge([*calls, *judge, *hybrid])
+        return Lookups().merge([*(one.rollout_costs.lookups() for one in self.engines), *calls, *judge, *hybrid])
 
     def crowded(self, tp: int) -> StepCost:
         """A rollout replica's steps while a colocated judge, or a model that takes chunks, works on its GPUs."""

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rlsim.cost.layout import PLAIN, Layout, PairTimes
 from rlsim.cost.memory import RESERVED_BYTES, call_bytes, kv_shape
@@ -81,7 +82,7 @@ class PlanSpace:
         self.calls = [call for call in placed.workflow.calls if call.kind not in ("sync", "reward")]
         batch = loaded.sampler(loaded.experiment.seed_list[0]).step(0)
         self._positions, self._prompts, self._responses = batch.position, batch.prompt_tokens, batch.response_tokens
-        self._lengths = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
+        self._tokens = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
         self._ahead = max((lag - 1 for *_, lag in self._moves()), default=0)
         self._borders = borders(self._cluster.gpus) if self._ahead else ()
         self._trained = {call.model for call in self.calls if call.kind == "train"}
@@ -89,7 +90,9 @@ class PlanSpace:
         made: dict[tuple[str, int, int], list[Candidate]] = {}
         self._least_bytes: dict[str, float] = {}  # of the strategies of a call that did not fit
         for call in self.calls:
-            shape = repr((call.kind, loaded.models[call.model], call.model in self._trained))
+            shape = repr(
+                (call.kind, loaded.models[call.model], call.model in self._trained, self._works_on(call).tobytes())
+            )
             found: list[tuple[int, Candidate]] = []
             for first, gpus in self._meshes(call):
                 place, domain = first % self._cluster.domain_gpus, self._cluster.domain_gpus
@@ -111,6 +114,20 @@ class PlanSpace:
             kept = max(n for n in range(1, max(sizes)) if n == 1 or math.prod(min(n, s) for s in sizes) <= most_plans)
             for found in self.options.values():
                 found[:] = sorted(found, key=lambda option: option[1].time_s)[:kept]
+
+    def _works_on(self, call: Call) -> npt.NDArray[np.bool_]:
+        """Which of the drawn responses a call makes, or works on: what others are compared with only a reward model."""
+        number = np.arange(len(self._tokens)) % self._loaded.launched_responses
+        mine = np.zeros(len(number), np.bool_)
+        for name in {call.name} if call.kind == "generate" else self.workflow.takes(call.name):
+            own = self.workflow.samples(name, self._loaded.experiment.workflow.responses)
+            with_baselines = call.kind == "generate" or call.model == "reward"
+            last = own.stop - (0 if with_baselines else self.workflow.call(name).baselines)
+            mine |= (own.start <= number) & (number < last)
+        return mine if mine.any() else ~mine  # of given responses all
+
+    def _lengths(self, call: Call) -> npt.NDArray[np.float64]:
+        return self._tokens[self._works_on(call)]
 
     @cached_property
     def problem(self) -> Problem:
@@ -217,7 +234,7 @@ class PlanSpace:
 
     def _data_s(self, source: str, target: str) -> PairTimes:
         kind = self._loaded.algorithm.call(source).kind
-        size = handed_on_bytes(kind, float(self._lengths.sum()))
+        size = handed_on_bytes(kind, float(self._lengths(self.workflow.call(target)).sum()))
         time_s = partial(self._calls.data(self._calls).time_s, size)
         return PairTimes(time_s, self._cluster, self._layouts(source), self._layouts(target))
 
@@ -234,7 +251,7 @@ class PlanSpace:
     def _candidates(self, call: Call, place: int, gpus: int) -> Iterator[Candidate]:
         """The ways to run a call on so many GPUs from the one at this place of a node on."""
         mini = self._loaded.experiment.training.mini_batches if call.kind == "train" else 1
-        share = len(self._lengths) // mini
+        share = len(self._lengths(call)) // mini
         spread = [
             (gpus // tp // pp, tp, pp)
             for tp, pp in degrees(gpus, min(self._cluster.domain_gpus, gpus))
@@ -242,7 +259,7 @@ class PlanSpace:
         ]
         if call.kind == "generate":
             kept = [TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread if self._pipelined or pp == 1]
-            yield from self._generation(kept)
+            yield from self._generation(call, kept)
             return
         style = self._placed.style
         for dp, tp, pp in spread:
@@ -292,46 +309,48 @@ class PlanSpace:
                     self._least_bytes[call.name] = min(needed, self._least_bytes.get(call.name, needed))
                     continue
                 if call.kind == "train":
-                    time = cost.train_s(self._lengths, training.mini_batches, training.epochs)
+                    time = cost.train_s(self._lengths(call), training.mini_batches, training.epochs)
                 else:
-                    time = cost.forward_s(self._lengths)
+                    time = cost.forward_s(self._lengths(call))
                 yield Candidate(strategy, time.total_s, kept, working)
 
-    def _generation(self, strategies: Sequence[TrainStrategy]) -> Iterator[Candidate]:
+    def _generation(self, call: Call, strategies: Sequence[TrainStrategy]) -> Iterator[Candidate]:
         """Generation alone on its GPUs: with memory for all sequences at once and, unless it is slow, with less.
 
         On GPUs of its own it has all that the experiment allows.
         """
         if self._ahead:
-            yield from (candidate for strategy in strategies for candidate in self._generated(strategy))
+            yield from (candidate for strategy in strategies for candidate in self._generated(call, strategy))
             return
-        limits = {strategy: self._share_for_all(strategy) for strategy in strategies}
-        alone = [c for strategy, share in limits.items() for c in self._generated(strategy, share)]
+        limits = {strategy: self._share_for_all(call, strategy) for strategy in strategies}
+        alone = [c for strategy, share in limits.items() for c in self._generated(call, strategy, share)]
         fastest_s = min((candidate.time_s for candidate in alone), default=0.0)
         for candidate in alone:
             yield candidate
             if candidate.time_s <= SLOW * fastest_s:
                 for share in ENGINE_SHARES:
                     if share < limits[candidate.strategy]:
-                        yield from self._generated(candidate.strategy, share)
-                yield from self._in_micro_batches(candidate.strategy)
+                        yield from self._generated(call, candidate.strategy, share)
+                yield from self._in_micro_batches(call, candidate.strategy)
 
-    def _in_micro_batches(self, strategy: TrainStrategy) -> Iterator[Candidate]:
+    def _in_micro_batches(self, call: Call, strategy: TrainStrategy) -> Iterator[Candidate]:
         """With memory for one micro-batch at once, as long as that beats all sequences in as much memory."""
         for power in range(1, MICRO_BATCHES_PER_STAGE.bit_length()):
             cut = replace(strategy, micro_batches=1 << power)
-            share = self._share_for_all(cut)
-            both = [*self._generated(cut, share), *self._generated(strategy, share)]
+            share = self._share_for_all(call, cut)
+            both = [*self._generated(call, cut, share), *self._generated(call, strategy, share)]
             if len(both) < 2 or both[0].time_s >= both[1].time_s:
                 return
             yield both[0]
 
-    def _share_for_all(self, strategy: TrainStrategy) -> float:
+    def _share_for_all(self, call: Call, strategy: TrainStrategy) -> float:
         """Share of a GPU's memory that lets a micro-batch run at once; not more than the experiment allows."""
         loaded, engine, layout = self._loaded, self._loaded.experiment.engine, self._loaded.replica
         shape = kv_shape(loaded.model, layout.attention_tp(strategy.tp))
         parts = [
-            part for dealt in self._dealt(strategy) for part in evenly(dealt, strategy.micro_batches or 1, "contiguous")
+            part
+            for dealt in self._dealt(call, strategy)
+            for part in evenly(dealt, strategy.micro_batches or 1, "contiguous")
         ]
         units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in part) for part in parts)
         pages = (math.ceil(units / shape.page_units / layout.attention_dp) + 1) / (1 - engine.watermark)
@@ -339,22 +358,23 @@ class PlanSpace:
         needed = costs.share_for(strategy.tp * strategy.pp, pages)
         return min(math.ceil(1000 * needed) / 1000, loaded.experiment.memory_utilization)
 
-    def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int, int], ...]]:
+    def _dealt(self, call: Call, strategy: TrainStrategy) -> set[tuple[tuple[int, int, int], ...]]:
         """The replicas' sequences, of replicas with the same ones once: prompt, counted from a replica's first, and the
         tokens of prompt and response."""
-        columns = (self._positions, self._prompts, self._responses)
+        mine = self._works_on(call)
+        columns = (self._positions[mine], self._prompts[mine], self._responses[mine])
         shares = evenly(
             list(zip(*(c.tolist() for c in columns), strict=True)), strategy.dp, self._loaded.experiment.routing
         )
         return {tuple((at - share[0][0], *tokens) for at, *tokens in share) for share in shares if share}
 
-    def _generated(self, strategy: TrainStrategy, memory_share: float | None = None) -> Iterator[Candidate]:
+    def _generated(self, call: Call, strategy: TrainStrategy, memory_share: float | None = None) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
         costs = rollout_costs(self._loaded, range(strategy.gpus), memory_share=memory_share, strategy=strategy)
         replica = strategy.tp * strategy.pp
         if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.
-            time_s = max(self._rollout_s(dealt, costs, strategy) for dealt in self._dealt(strategy))
+            time_s = max(self._rollout_s(dealt, costs, strategy) for dealt in self._dealt(call, strategy))
             memory = costs.memory(replica)
             engine_bytes = memory.weight_bytes + memory.activation_bytes + memory.reserved_bytes + memory.kv_bytes
             engine_bytes = max(engine_bytes - RESERVED_BYTES, 0.0)  # which any process has here

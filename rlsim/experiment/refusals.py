@@ -48,7 +48,8 @@ def planner(system: System) -> str:
 def check_calls(loaded: LoadedExperiment, system: System, graph: Workflow) -> None:
     """Raises `ConfigError` if the calls, as the system connects them, or its parts do not go together."""
     ways = {(edge.grain, graph.call(edge.target).kind) for edge in graph.edges}
-    generate = next((call.name for call in graph.calls if call.kind == "generate"), "")
+    generate = next((call.name for call in graph.generating), "")
+    responses, given = loaded.experiment.workflow.responses, sum(call.responses or 0 for call in graph.generating)
     refuse(
         "calls",
         loaded=loaded,
@@ -56,6 +57,11 @@ def check_calls(loaded: LoadedExperiment, system: System, graph: Workflow) -> No
         graph=graph,
         training=loaded.experiment.training,
         prompts=loaded.experiment.workflow.prompts,
+        responses=responses,
+        given=given,
+        idle=[call.name for call in graph.generating if not graph.samples(call.name, responses)],
+        left=responses - given if graph.generating else 0,
+        several=" and ".join(call.name for call in graph.generating) if len(graph.generating) > 1 else "",
         streamed=("sample", "train") in ways,
         chunked="chunk" in {grain for grain, _ in ways},
         rewarded=any(call.kind == "reward" for call in graph.calls),
@@ -300,7 +306,7 @@ def kv_note(placed: PlacedExperiment, tp: int) -> str:
     loaded, costs, gpus = placed.loaded, placed.rollout_costs, len(placed.generation.gpus)
     workflow, engine = loaded.experiment.workflow, loaded.engine
     memory, shape = costs.memory(tp), kv_shape(loaded.model, loaded.replica.attention_tp(tp // placed.rollout_pp))
-    given = math.ceil(workflow.prompts * loaded.launched_responses * tp / gpus / placed.generation.micro_batches)
+    given = math.ceil(workflow.prompts * placed.responses * tp / gpus / placed.generation.micro_batches)
     running = min(given, engine.max_num_seqs)
     prompt = float(loaded.prompt_lengths.mean()) * (not engine.enable_prefix_caching)
     lengths = np.sort(loaded.response_lengths)

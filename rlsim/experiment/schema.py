@@ -79,6 +79,8 @@ class CallSpec(Schema):
     name: Name
     kind: CallKind
     model: str
+    responses: int | None = Field(default=None, ge=0, le=10_000)
+    baselines: int = Field(default=0, ge=0, le=10_000)
 
 
 class EdgeSpec(Schema):

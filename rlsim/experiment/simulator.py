@@ -23,7 +23,7 @@ from rlsim.experiment.systems import System, SystemSpec
 from rlsim.experiment.times import ExperimentTimes, check_elastic, check_hybrid, hybrid_of
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.continuous import Continuous
-from rlsim.sim.control import Prompt
+from rlsim.sim.control import Prompt, RolloutCosts, asked
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
 from rlsim.sim.run import simulate
@@ -31,6 +31,9 @@ from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler
 from rlsim.workflow import Workflow
+
+#: What of a control is about the replicas of one engine.
+_DECIDING = ("on_finish", "on_timer", "next_tp", "dispatch")
 
 
 class Simulator:
@@ -85,6 +88,7 @@ class Simulator:
         self.scorers(system)
         system.control.setup(placed.context)
         tp = system.initial_tp(placed.context)
+        self._others(system)
         check_elastic(placed, tp)
         check_hybrid(placed, system, tp)
 
@@ -163,8 +167,18 @@ class Simulator:
             hybrid=hybrid_of(placed, tp),
             environment=loaded.environment,
             seed=sampler.seed,
+            others=self._others(system),
         )
         return simulate(what)
+
+    def _others(self, system: System) -> dict[str, tuple[RolloutCosts, int]]:
+        """The engines of further calls that generate; raises `RlsimError` if one does not fit, or is decided about."""
+        engines = self.placed(system).engines[1:]
+        apart = any(one.generation != self.placed(system).generation for one in engines)
+        deciding = " and ".join(type(part).__name__ for part in asked(system.control, *_DECIDING))
+        refuse("engines", graph=self.workflow(system), apart=apart, deciding=deciding)
+        tps = [one.context.replica_gpus or system.initial_tp(one.context) for one in engines]
+        return {one.generating: (one.rollout_costs, tp) for one, tp in zip(engines, tps, strict=True)}
 
 
 class _Requests:

@@ -106,7 +106,8 @@ class ExperimentTimes:
         plan, source = self._placed.plan, self._placed.plan.of(sources[0])
         assert source.strategy is not None
         total = 0.0
-        for name in targets:
+        engines = {plan.of(name): name for name in targets if self._workflow.call(name).kind == "generate"}
+        for name in [name for name in targets if engines.get(plan.of(name), name) == name]:  # an engine's come once
             target = plan.of(name)
             if target.strategy is None and (target.gpus == source.gpus or self._placed.placing is None):
                 total += self._placed.colocated_sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
@@ -260,8 +261,7 @@ def hybrid_of(placed: PlacedExperiment, tp: int) -> HybridReplicas | None:
 def _calls(placed: PlacedExperiment) -> tuple[Call, Call]:
     """The sync before generation, and the train call whose weights it brings."""
     graph = placed.workflow
-    generate = next((call.name for call in graph.calls if call.kind == "generate"), None)
-    edges = graph.into(generate) if generate else ()
+    edges = [edge for call in graph.generating for edge in graph.into(call.name)]
     sync = next((graph.call(edge.source) for edge in edges if graph.call(edge.source).kind == "sync"), None)
     if sync is None:
         raise ConfigError(f"{graph.name}: no weight sync goes before generation, which could borrow GPUs of training")

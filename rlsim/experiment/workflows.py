@@ -37,7 +37,7 @@ def workflow_of(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
 
 def _make(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
     if spec.algorithm == "custom":
-        calls = tuple(Call(call.name, call.kind, call.model) for call in spec.calls)
+        calls = tuple(Call(**call.model_dump()) for call in spec.calls)
         edges = tuple(Edge(**edge.model_dump()) for edge in spec.edges)
         return Workflow("custom", calls, edges, spec.group_advantage)
     if ":" in spec.algorithm:

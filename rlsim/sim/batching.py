@@ -218,7 +218,12 @@ class StepBatch(RolloutControl):
     """
 
     def __init__(
-        self, batching: Batching, feed: PromptFeed, accept: Callable[[Sequence[Request]], None], version: int = 0
+        self,
+        batching: Batching,
+        feed: PromptFeed,
+        accept: Callable[[Sequence[Request]], None],
+        version: int = 0,
+        first: Launch | None = None,
     ) -> None:
         self._batching, self._feed, self._accept, self._version = batching, feed, accept, version
         self._groups: dict[int, _Group] = {}
@@ -232,7 +237,7 @@ class StepBatch(RolloutControl):
         self.paused: dict[int, list[Request]] = {}  # by prompt position, once the step is over: what it keeps
         self.over = False
         self._launcher = batching.launcher
-        self.first = self._launcher.launch(feed)
+        self.first = first or self._launcher.launch(feed)
         surplus = len(self.first.prompts) > feed.prompts or self.first.samples > feed.responses
         #: The step trains on the prompts that are complete when generation ends, be they fewer than a batch.
         self.incomplete_ok = self._launcher.ends_early or self.first.budget_tokens > 0

@@ -85,19 +85,22 @@ def closed(env: simpy.Environment, samples: Sequence[Request]) -> Inbox:
     return inbox
 
 
-#: A source of its own: the step's batch, which responses join once it is sure that they are trained on.
-BATCH = ""
+def batch_of(call: str) -> str:
+    """A source of its own: what a call generates of the step's batch, once it is sure that it is trained on."""
+    return f"the batch of {call}"
 
 
 class _Join:
     """Lets a sample through to a call once all its sources have delivered it, and the others of its prompt.
 
-    A prompt has `group` samples, or as many as are in the step's batch once that is closed.
+    Of the sources that are in `made` each sample has but one. A prompt has `group` samples, or as many as these have
+    delivered once they are closed.
     """
 
-    def __init__(self, inbox: Inbox, sources: frozenset[str], group: int) -> None:
+    def __init__(self, inbox: Inbox, sources: frozenset[str], made: frozenset[str], group: int) -> None:
         self.inbox = inbox
         self.sources = sources
+        self._made, self._needed = made, len(sources) - max(len(made) - 1, 0)
         self._group = group
         self._open = set(sources)
         self._in_batch: Counter[int] = Counter()  # by prompt: its samples there
@@ -107,13 +110,13 @@ class _Join:
 
     def deliver(self, source: str, samples: Sequence[Request]) -> None:
         through: list[Request] = []
-        seen_of, sources, in_batch = self._seen, len(self.sources), self._in_batch
+        seen_of, needed, in_batch, made = self._seen, self._needed, self._in_batch, source in self._made
         for sample in samples:
             position = sample.position
-            if source == BATCH:
+            if made:
                 in_batch[position] += 1
             seen = seen_of[sample.id] = seen_of.get(sample.id, 0) + 1
-            if seen < sources:
+            if seen < needed:
                 continue
             ready = self._ready.setdefault(position, [])
             ready.append(sample)
@@ -123,7 +126,7 @@ class _Join:
 
     def close(self, source: str) -> None:
         self._open.discard(source)
-        self._all_known |= source == BATCH
+        self._all_known |= source in self._made and self._open.isdisjoint(self._made)
         whole = [
             prompt
             for prompt, ready in self._ready.items()
@@ -150,6 +153,7 @@ class Flow:
         self._chunked: dict[str, tuple[int, list[str]]] = {}  # by source: chunk length, who takes them
         self._held: list[Request] | None = [] if workflow.fetch_once else None  # of the batch
         self._fetches = workflow.fetch_once
+        self._batch = batch_of(workflow.generating[0].name) if workflow.generating else ""
         for call in workflow.calls:
             edges = workflow.into(call.name)
             for edge in edges:
@@ -160,7 +164,7 @@ class Flow:
                 whole = call.kind == "train" or (call.kind == "inference" and workflow.windows)
                 group = responses if whole and workflow.group_advantage else 1
                 inbox = self.inboxes[call.name] = Inbox(env)
-                self._joins.append(_Join(inbox, _sources(workflow, call, sources), group))
+                self._joins.append(_Join(inbox, *_sources(workflow, call, sources), group))
 
     def wants(self, source: str) -> bool:
         """Whether some call takes what `source` delivers."""
@@ -168,7 +172,7 @@ class Flow:
 
     def deliver(self, source: str, samples: Sequence[Request]) -> None:
         """`source` is done with these samples."""
-        if source == BATCH and self._held is not None:
+        if source == self._batch and self._held is not None:
             self._held += samples
             return
         for join in self._joins:
@@ -188,13 +192,13 @@ class Flow:
         """GPUs have been given up: what is there goes on to the calls that take responses of the batch, once."""
         if self._fetches and self._held:
             self._fetches, held, self._held = False, self._held, None
-            self.deliver(BATCH, held)
+            self.deliver(self._batch, held)
             self._held = []
 
     def close(self, source: str) -> None:
-        if source == BATCH and self._held is not None:
+        if source == self._batch and self._held is not None:
             held, self._held = self._held, None
-            self.deliver(BATCH, held)
+            self.deliver(self._batch, held)
         for join in self._joins:
             if source in join.sources:
                 join.close(source)
@@ -205,7 +209,11 @@ class Flow:
             inbox.samples, inbox.chunks, inbox.on_samples, inbox.on_chunks = [], {}, None, None
 
 
-def _sources(workflow: Workflow, call: Call, sources: set[str]) -> frozenset[str]:
+def _sources(workflow: Workflow, call: Call, sources: set[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """What delivers samples to a call, and those of these that generate them."""
+    generate = {c.name for c in workflow.generating}
     if call.kind == "reward":
-        return frozenset(sources or {e.source for e in workflow.into(call.name) if e.lag == 0})
-    return frozenset({s for s in sources if workflow.call(s).kind != "generate"} | {BATCH})
+        own = frozenset(sources or {e.source for e in workflow.into(call.name) if e.lag == 0})
+        return own, own & generate
+    made = frozenset(map(batch_of, workflow.takes(call.name)))
+    return frozenset(sources - generate) | made, made

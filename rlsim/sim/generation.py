@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -13,8 +14,8 @@ from rlsim.base.hooks import misused
 from rlsim.cost.transfer import IN_PLACE, SwitchWay
 from rlsim.errors import PolicyError
 from rlsim.sim.batching import Batching, LaunchCounts, StepBatch
-from rlsim.sim.control import Controls, Launch, RolloutReport
-from rlsim.sim.flow import BATCH
+from rlsim.sim.control import Controls, Launch, RolloutCosts, RolloutReport
+from rlsim.sim.flow import batch_of
 from rlsim.sim.outcome import RolloutSummary, SwitchRecord
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
@@ -30,27 +31,35 @@ from rlsim.workflow.plan import Placement
 class Generation:
     """What every way to generate has: the version of the weights, and how a rollout begins and is written down."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, costs: RolloutCosts, tp: int) -> None:
         self.version = 0  # of the rollout's weights: updates so far
-        self.planned_tp = machine.what.initial_tp  # that the next rollout is to begin with
+        self.planned_tp = tp  # that the next rollout is to begin with
+        self._costs = costs
         self._env, self._what, self._outcome, self._pool = machine.env, machine.what, machine.outcome, machine.pool
         self._backlog_s, self._borrowing = machine.backlog_s, machine.borrowing
         self._environments = machine.environments
         self._noted = [0] * 7  # what `_summary` counts of the rollout, so far
 
-    def _rollout(self, call: Call, step: int, mesh: Sequence[tuple[int, ...]], **how: Any) -> Rollout:
+    def _rollout(
+        self,
+        call: Call,
+        step: int,
+        mesh: Sequence[tuple[int, ...]],
+        numbers: Iterator[int] | None = None,
+        **how: Any,
+    ) -> Rollout:
         """Begin one, with these fields of its stage beside those that are the same for all."""
         what, outcome, self._noted = self._what, self._outcome, [0] * 7
         stage = GenerationStage(
             mesh=mesh,
-            costs=what.costs,
+            costs=self._costs,
             config=what.config,
             cap_tokens=what.cap_tokens,
             routing=what.routing,
             backlog_s=self._backlog_s,
             borrowing=self._borrowing,
             environments=self._environments,
-            recorder=Recorder(outcome.spans, step, stays=outcome.stays, call=call.name),
+            recorder=Recorder(outcome.spans, step, stays=outcome.stays, call=call.name, numbers=numbers),
             **how,
         )
         return Rollout(self._env, stage)
@@ -74,10 +83,10 @@ class Generation:
 class StepGeneration(Generation):
     """A rollout for each step: what it launches, the layout it starts with, what becomes of its responses."""
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine)
+    def __init__(self, machine: Machine, costs: RolloutCosts, tp: int) -> None:
+        super().__init__(machine, costs, tp)
         what = self._what
-        self._tp = what.initial_tp  # that the last one began with
+        self._tp = tp  # that the last one began with
         self._last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
         self._ways: dict[int, SwitchWay] = {}  # by node: how it switched last
         self._used_tps: dict[int, set[int]] = {}
@@ -94,7 +103,7 @@ class StepGeneration(Generation):
         """Responses that nobody generates: they are there from the start."""
         for step, state in enumerate(states):
             state.version = step
-            for request in self._launched(state, Batching().launch(self._what.feed)):
+            for request in self._launched(state, Batching().launch(self._what.feed), ""):
                 request.generated, request.finished_at = request.response_tokens, self._env.now
             launches = LaunchCounts("", len(state.requests), 0, 0)
             self._outcome.rollouts.append(RolloutSummary(step, 0, 0, 0, launches, 0, 0.0))
@@ -105,11 +114,10 @@ class StepGeneration(Generation):
         """Run the generation stage; returns the GPUs that it gave up before its end."""
         what, flow = self._what, state.flow
         mesh = placement.rollout_mesh(what.cluster, self.planned_tp)
-        state.version = self.version
-        batch = state.batch = StepBatch(
-            what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples), state.version
-        )
-        requests = self._launched(state, batch.first)
+        state.version = version = self.version
+        accept = partial(flow.deliver, batch_of(call.name))
+        batch = state.batch = StepBatch(what.batching, what.feed, accept, version, self._share(call, state))
+        requests = self._launched(state, batch.first, call.name, call.baselines)
         resumed = [r for r in requests if r.resumed] if batch.first.resume else []
         generating = [r for r in resumed if not r.finished]
         yield from self._lay_out(step, mesh, len(requests) - len(resumed) + len(generating))
@@ -118,7 +126,7 @@ class StepGeneration(Generation):
         start = state.generates_at = self._env.now
         self._go_on(call, state, generating)
         if len(generating) < len(resumed):
-            self._finished(call, state, [r for r in resumed if r.finished])
+            self._finished(call, state, batch, [r for r in resumed if r.finished])
             rollout.ask()
         yield rollout.done
         if self._borrowing:
@@ -130,9 +138,12 @@ class StepGeneration(Generation):
             for request in state.requests:
                 request.aborted = not request.finished and request.id not in state.paused
         if flow.wants(call.name):
-            self._offer(call, state, state.trained_on())
+            self._offer(call, state, state.trained_on([call.name]))
         flow.close(call.name)
-        flow.close(BATCH)
+        flow.close(batch_of(call.name))
+        if len(state.made) > 1:  # another call may generate with other weights
+            for request in state.made[call.name]:
+                request.end_run(version, request.generated)
         self._note(step, start, rollout, launches)
         rollout.close()
         return set(rollout.released_at)
@@ -153,17 +164,18 @@ class StepGeneration(Generation):
         def launch(more: Launch) -> Sequence[Request]:
             if more.resume:
                 raise PolicyError(f"step {step}: only the first launch of a step may resume what was kept")
-            return self._launched(state, more)
+            return self._launched(state, more, call.name, call.baselines)
 
         def released(gpus: Iterable[int]) -> None:
             self._pool.release(gpus)
             state.flow.fetch()
 
-        listens = call.name in self._streaming or state.flow.wants(BATCH) or not batch.certain
+        listens = call.name in self._streaming or state.flow.wants(batch_of(call.name)) or not batch.certain
         return self._rollout(
             call,
             step,
             mesh,
+            state.replicas,
             requests=requests,
             tp=self._tp,
             control=what.control if batch.certain else Controls([batch, what.control]),
@@ -173,7 +185,7 @@ class StepGeneration(Generation):
             version=state.version,
             open=batch.open,
             launcher=launch,
-            on_finish=(lambda responses: self._finished(call, state, responses)) if listens else None,
+            on_finish=(lambda responses: self._finished(call, state, batch, responses)) if listens else None,
             on_drained=(lambda: self._offer(call, state, [r for r in state.requests if r.finished]))
             if what.batching.needs_rewards
             else None,
@@ -183,16 +195,25 @@ class StepGeneration(Generation):
             micro_batches=micro_batches,
         )
 
-    def _finished(self, call: Call, state: StepState, responses: Sequence[Request]) -> None:
-        if state.batch:
-            state.batch.finished(responses)
+    def _finished(self, call: Call, state: StepState, batch: StepBatch, responses: Sequence[Request]) -> None:
+        batch.finished(responses)
         if call.name in self._streaming:
             self._offer(call, state, responses)
 
-    def _launched(self, state: StepState, launch: Launch) -> list[Request]:
-        """The requests of a launch, told to the step's batch: new ones, then those that go on."""
+    def _share(self, call: Call, state: StepState) -> Launch | None:
+        """What a call generates of a step's launch; None: all of it."""
+        workflow, feed = self._what.workflow, self._what.feed
+        if len(workflow.generating) == 1:
+            return None
+        whole = state.launch = state.launch or self._what.batching.launcher.launch(feed)
+        own = workflow.samples(call.name, feed.responses - workflow.baseline_responses)
+        prompts = [prompt._replace(first_sample=prompt.first_sample + own.start) for prompt in whole.prompts]
+        return replace(whole, prompts=tuple(prompts), samples=len(own))
+
+    def _launched(self, state: StepState, launch: Launch, call: str, baselines: int = 0) -> list[Request]:
+        """The requests of a call's launch, told to the step's batch: new ones, then those that go on."""
         requests = self._what.requests(launch.prompts, launch.samples, state.ids)
-        if baselines := self._what.workflow.baseline_responses:  # the last of each prompt's
+        if baselines:  # the last of each prompt's
             for i, request in enumerate(requests):
                 request.baseline = i % launch.samples >= launch.samples - baselines
         for prompt in launch.resume:
@@ -203,6 +224,7 @@ class StepGeneration(Generation):
             requests += [r.resume(state.ids + len(requests) + i, version) for i, r in enumerate(kept)]
         state.ids += len(requests)
         state.requests += requests
+        state.made.setdefault(call, []).extend(requests)
         if state.batch:
             state.batch.launched(requests, launch)
         return requests
@@ -263,7 +285,7 @@ class StepGeneration(Generation):
             if last_tp != self._tp and (planned or way.restart or not what.config.first_layout_kept):
                 first_use = self._tp not in self._used_tps.get(node, ())
                 share = -(-requests * len(gpus) // sum(map(len, mesh)))
-                cost = what.costs.switch(len(gpus), last_tp, self._tp, (), share, "recompute", first_use, way)
+                cost = self._costs.switch(len(gpus), last_tp, self._tp, (), share, "recompute", first_use, way)
                 cost = replace(cost, weights_s=0.0, peak_bytes=0.0)
                 self._outcome.switches.append(SwitchRecord.of(step, start, node, last_tp, self._tp, cost))
                 Recorder(self._outcome.spans, step).add(gpus, start, start + cost.total_s, "switch", self._tp)

@@ -13,7 +13,7 @@ from rlsim.errors import PolicyError
 from rlsim.sim.batching import ENDLESS, LaunchCounts, PromptFeed
 from rlsim.sim.continuous import Continuous, OpenView, Ready
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView, decides
-from rlsim.sim.flow import BATCH
+from rlsim.sim.flow import batch_of
 from rlsim.sim.generation import Generation
 from rlsim.sim.moment import until_over
 from rlsim.sim.outcome import RolloutSummary
@@ -64,7 +64,7 @@ class OpenGeneration(Generation, RolloutControl):
     def __init__(
         self, machine: Machine, desk: RewardDesk, call: Call, judge: Callable[[Call, int], InferenceServer | None]
     ) -> None:
-        super().__init__(machine)
+        super().__init__(machine, machine.what.costs, machine.what.initial_tp)
         what = self._what
         self.served_at = self._env.now  # when a step last had its batch
         batching = what.batching.launcher
@@ -285,7 +285,7 @@ class OpenGeneration(Generation, RolloutControl):
         self._taken += len(taken)
         for _, group in taken:
             window.state.take(group.requests)
-            window.state.flow.deliver(BATCH, group.requests)
+            window.state.flow.deliver(batch_of(window.call.name), group.requests)
             if self.scores:
                 window.state.flow.deliver(window.call.name, group.requests)
         if not self._missing:
@@ -304,7 +304,7 @@ class OpenGeneration(Generation, RolloutControl):
         if state.flow.wants(call.name) and not self.scores:
             state.flow.deliver(call.name, state.trained_on())
         state.flow.close(call.name)
-        state.flow.close(BATCH)
+        state.flow.close(batch_of(call.name))
         self._outcome.rollouts.append(self._note(step, state))
 
     def _awaited(self, step: int) -> set[int]:

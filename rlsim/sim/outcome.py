@@ -79,7 +79,7 @@ class RolloutSummary(NamedTuple):
     aborted: int = 0  # responses that one dropped
 
     def with_rest(self, rest: RolloutSummary) -> RolloutSummary:
-        """This, and what happened from when the last step had its batch to the end of the run."""
+        """This, and what another one of the same step came to, or the rest of the run."""
         counts = {name: getattr(self.launches, name) + getattr(rest.launches, name) for name in _SUMMED}
         sums = {name: getattr(self, name) + getattr(rest, name) for name in self._fields if name not in _KEPT}
         peak = max(self.peak_kv_tokens, rest.peak_kv_tokens)
@@ -103,7 +103,12 @@ class Outcome:
     step_ends: list[float] = field(default_factory=list)  # moment when all calls of a step are done
 
     def assign_steps(self) -> None:
-        """The run is over: spans of a rollout or judge for all steps belong to the step in which they begin."""
+        """The run is over: rollouts of a step are one; spans of one, or of a judge, for all steps belong to the step in
+        which they begin."""
+        of_step: dict[int, RolloutSummary] = {}
+        for one in self.rollouts:
+            of_step[one.step] = of_step[one.step].with_rest(one) if one.step in of_step else one
+        self.rollouts = [of_step[step] for step in sorted(of_step)]
         steps = len(self.step_ends) - 1
         for i, (gpus, start_at, end_at, kind, tp, step, label, shared) in enumerate(self.spans):
             if step == NO_STEP:

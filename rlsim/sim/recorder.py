@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class Span(NamedTuple):
 class Recorder:
     """Collects the spans and stays of one step into lists that several steps may share; with `kind`, all spans as that.
 
-    Stays are recorded as of the call `call`.
+    Stays are recorded as of the call `call`; `numbers`, where several rollouts share them, are those of replicas.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -37,6 +38,7 @@ class Recorder:
     shared: bool = False
     stays: list[Stays] = field(default_factory=list)
     call: str = ""
+    numbers: Iterator[int] | None = None
 
     def add(
         self, gpus: tuple[int, ...], start_at: float, end_at: float, kind: str, tp: int = 1, label: str = ""

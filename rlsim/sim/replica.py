@@ -79,16 +79,17 @@ class Replica:
         self._owed_s = 0.0  # for chunks that were handed over at the boundary before
         self._chunked = config.chunked_prefill
         self._host = host
-        self._stays = recorder.stays_at(index, gpus)
+        number = index if recorder.numbers is None else next(recorder.numbers)
+        self._stays = recorder.stays_at(number, gpus)
         chunk_tokens = chunks.tokens if chunks else 0
         self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv)
         capacity = capacity_pages * cost.kv.page_units
         self._batch.spare_pages = capacity - floor(cost.most_kv * capacity)
         self._scheduler = Scheduler(
-            self._batch, config, capacity_pages, numbers, self._stays, index, self.tp, quiet, host.pages
+            self._batch, config, capacity_pages, numbers, self._stays, number, self.tp, quiet, host.pages
         )
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
-        self._label = f"replica {index}"  # of its spans
+        self._label = f"replica {number}"  # of its spans
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
         self._stopped_at = NAN

@@ -56,13 +56,24 @@ class _Run:
             state.trained = [Countdown(self.env, trains) for _ in range(what.workflow.windows)]
         self.updating = _updating(what.workflow)
         self.judging = self._judging()
+        self.judged = set[int]()  # steps that have asked for these GPUs
         self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
-        self.generation: StepGeneration | OpenGeneration = StepGeneration(machine)
-        generating = [call for call in what.workflow.calls if call.kind == "generate"]
+        self.generation: StepGeneration | OpenGeneration = StepGeneration(machine, what.costs, what.initial_tp)
+        generating = what.workflow.generating
         if not generating:
             self.generation.take_given(list(self.steps.values()))
         elif isinstance(what.batching.launcher, Continuous):
             self.generation = OpenGeneration(machine, self.desk, generating[0], self._judge)
+        engines: dict[tuple[str, Placement], StepGeneration | OpenGeneration] = {}  # by model and place
+        self.generations = dict[str, StepGeneration | OpenGeneration]()  # by call
+        for number, call in enumerate(generating):
+            key = call.model, what.plan.of(call.name)
+            if key not in engines:
+                engines[key] = StepGeneration(machine, *what.others[call.name]) if number else self.generation
+            self.generations[call.name] = engines[key]
+        several = len(generating) > 1
+        #: By call: the calls that generate what it works on; none: all.
+        self.takes = {c.name: what.workflow.takes(c.name) if several else () for c in what.workflow.calls}
         runners = {call.name: self._runner(call) for call in what.workflow.calls}
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
@@ -99,7 +110,7 @@ class _Run:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def _runner(self, call: Call) -> _Runner:
-        edges, generation = self.what.workflow.into(call.name), self.generation
+        edges, generation = self.what.workflow.into(call.name), self.generations.get(call.name, self.generation)
         if isinstance(generation, OpenGeneration):
             if call.kind == "generate":
                 return partial(self._from_queue, generation)
@@ -134,17 +145,18 @@ class _Run:
         when = (ready_at if isnan(ran.ready_at) else ran.ready_at, ran.start_at, self.env.now)
         record = CallRecord(step, call.name, call.kind, call.model, *when, len(placement.gpus), ran.parts, ran.samples)
         self.outcome.calls.append(record)
-        self.generation.version += call.name in self.updating
+        for generation in {self.generations[name] for name in self.updating.get(call.name, ())}:
+            generation.version += 1
 
     def _at_once(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """All of a call, on all its GPUs."""
         state = self.steps[step]
         self._begins(call, step)
         yield self.pool.acquire(placement.gpus, call.kind)
-        start_at, parts = self.env.now, self._parts(call, placement, state.trained_on())
+        start_at, parts = self.env.now, self._parts(call, placement, state.trained_on(self.takes[call.name]))
         yield from self._occupy(call, step, placement.gpus, parts)
         if state.flow.wants(call.name):
-            state.flow.deliver(call.name, state.trained_on())
+            state.flow.deliver(call.name, state.trained_on(self.takes[call.name]))
             state.flow.close(call.name)
         return Ran(start_at, parts)
 
@@ -157,9 +169,11 @@ class _Run:
 
     def _generate(self, generation: StepGeneration, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """The generation stage of a step, from whose start on the judge has its GPUs."""
-        yield self.pool.acquire((*placement.gpus, *self.judging), call.kind)
+        judging = () if step in self.judged else self.judging  # which the first that generates brings
+        self.judged.add(step)
+        yield self.pool.acquire((*placement.gpus, *judging), call.kind)
         start_at = self.env.now
-        if self.judging:
+        if judging:
             self.env.process(self._keep_for_judge(step))
         released = yield from generation.run(call, step, self.steps[step], placement)
         self.pool.release({*placement.gpus} - released)
@@ -167,7 +181,7 @@ class _Run:
 
     def _begins(self, call: Call, step: int) -> None:
         """A call of a step is ready: where it trains what generates, generation has the trainer's weights no more."""
-        updated = set(self.what.workflow.beside(call.name)[1]) & self.updating
+        updated = self.updating.keys() & self.what.workflow.beside(call.name)[1]
         borrowing = self.machine.borrowing
         if borrowing and call.kind == "train" and updated:
             borrowing.trained = max(borrowing.trained, step + 1)
@@ -190,7 +204,7 @@ class _Run:
             yield from self._occupy(call, step, own, parts)
             generation.publish(relay, call.name)
             return Ran(start_at, parts)
-        parts = self._parts(call, placement, self.steps[step].trained_on())
+        parts = self._parts(call, placement, self.steps[step].trained_on(self.takes[call.name]))
         start_at = yield from generation.update(sum(seconds for _, seconds in parts))
         Recorder(self.outcome.spans, step).add(placement.gpus, start_at, self.env.now, call.name)
         self.pool.release(own)
@@ -357,7 +371,7 @@ class _Run:
 
         inbox.listen(offered)
         yield inbox.closed
-        batch = state.trained_on()
+        batch = state.trained_on(self.takes[call.name])
         wanted = {request.id for request in batch}
         desk.withdraw([request for request in inbox.samples if request.id not in wanted], judge)
         missing |= {request.id for request in batch if not request.scored}
@@ -432,12 +446,15 @@ def _streams(edges: Iterable[Edge]) -> bool:
     return any(edge.grain == "sample" for edge in edges)
 
 
-def _updating(workflow: Workflow) -> frozenset[str]:
-    """The calls that give the rollout new weights: the syncs before generation, else those that train its model."""
-    generate = {call.name: call.model for call in workflow.calls if call.kind == "generate"}
-    syncs = {e.source for e in workflow.edges if e.target in generate and workflow.call(e.source).kind == "sync"}
-    trains = (call.name for call in workflow.calls if call.kind == "train" and call.model in generate.values())
-    return frozenset(syncs or trains)
+def _updating(workflow: Workflow) -> dict[str, set[str]]:
+    """By call that gives weights to those that generate, these: syncs before them, else what trains the model."""
+    found: dict[str, set[str]] = {}
+    for call in workflow.generating:
+        syncs = [name for name in workflow.beside(call.name)[0] if workflow.call(name).kind == "sync"]
+        trains = [one.name for one in workflow.calls if one.kind == "train" and one.model == call.model]
+        for name in syncs or trains:
+            found.setdefault(name, set()).add(call.name)
+    return found
 
 
 def _end_of_prompt(samples: Sequence[Request], end: int) -> int:

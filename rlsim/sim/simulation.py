@@ -71,7 +71,7 @@ class Simulation:
     feasible_tps: tuple[int, ...]  # degrees that a step may begin with
     feed: PromptFeed
     requests: Callable[[Sequence[Prompt], int, int], list[Request]]
-    costs: RolloutCosts
+    costs: RolloutCosts  # of the first call that generates
     times: CallTimes
     scoring: RewardFunction
     config: EngineConfig
@@ -86,6 +86,8 @@ class Simulation:
     hybrid: HybridReplicas | None = None  # that generation may have on GPUs of training
     environment: EnvironmentConfig | None = None  # of tool calls; None where no request has any
     seed: int = 0  # of what environments draw
+    #: What further calls that generate cost, and the TP that they begin with.
+    others: Mapping[str, tuple[RolloutCosts, int]] = field(default_factory=dict)
 
 
 class Machine:

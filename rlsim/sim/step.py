@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import itertools
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 import simpy
 
 from rlsim.sim.batching import Batching, StepBatch
+from rlsim.sim.control import Launch
 from rlsim.sim.flow import Flow
 from rlsim.sim.request import NAN, Request
 from rlsim.sim.responses import Responses
@@ -40,6 +42,9 @@ class StepState:
     batch: StepBatch | None = None
     rollout: Rollout | None = None
     requests: list[Request] = field(default_factory=list)
+    made: dict[str, list[Request]] = field(default_factory=dict)  # these, by the call that generates them
+    launch: Launch | None = None  # of all calls that generate together
+    replicas: Iterator[int] = field(default_factory=itertools.count)  # their numbers
     taken: set[int] | None = None  # those trained on, where a rollout for all steps generates them
     ids: int = 0
     trained: list[Countdown] = field(default_factory=list)  # of each window: the train calls that are to work on it
@@ -73,7 +78,8 @@ class StepState:
     def _accepted(self) -> Set[int] | None:
         return self.batch.accepted if self.batch else self.taken
 
-    def trained_on(self) -> list[Request]:
-        """The finished requests that belong to the batch."""
+    def trained_on(self, calls: Collection[str] = ()) -> list[Request]:
+        """The finished requests that belong to the batch: all, or those that these calls have generated."""
         accepted = self._accepted
-        return [r for r in self.requests if r.finished and (accepted is None or r.id in accepted)]
+        requests = [r for call in calls for r in self.made.get(call, ())] if calls else self.requests
+        return [r for r in requests if r.finished and (accepted is None or r.id in accepted)]

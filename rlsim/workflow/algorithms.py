@@ -40,7 +40,7 @@ def remax(
 
     The greedy responses are generated and scored with the others and not trained on.
     """
-    return _on_policy("remax", reference, old_log_probs, reward_model, reward_first, baseline_responses=1)
+    return _on_policy("remax", reference, old_log_probs, reward_model, reward_first, baselines=1)
 
 
 def dpo() -> Workflow:
@@ -74,10 +74,10 @@ def _on_policy(
     *,
     critic: bool = False,
     group_advantage: bool = False,
-    baseline_responses: int = 0,
+    baselines: int = 0,
 ) -> Workflow:
     """Generate, score, prepare, train the actor (and the critic), bring the weights to the next step."""
-    generate, train = Call("generate", "generate", "actor"), Call("train", "train", "actor")
+    generate, train = Call("generate", "generate", "actor", None, baselines), Call("train", "train", "actor")
     sync = Call("weight_sync", "sync", "actor")
     reward = Call("reward_score", "inference", "reward") if reward_model else Call("reward", "reward", "reward")
     others = [Call("old_log_prob", "inference", "actor")] if old_log_probs else []
@@ -99,7 +99,7 @@ def _on_policy(
         calls += [Call("train_critic", "train", "critic"), Call("critic_sync", "sync", "critic")]
         edges += [Edge(call.name, "train_critic") for call in prepare]
         edges += [Edge("train_critic", "critic_sync"), Edge("critic_sync", "values", lag=1)]
-    return Workflow(name, tuple(calls), tuple(edges), group_advantage, baseline_responses)
+    return Workflow(name, tuple(calls), tuple(edges), group_advantage)
 
 
 ALGORITHMS: dict[str, Callable[..., Workflow]] = {

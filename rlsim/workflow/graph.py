@@ -19,11 +19,16 @@ class Call:
 
     `kind`: `generate` decodes responses, `inference` is a forward pass over them, `train` updates the model, `sync`
     brings updated weights to the rollout engine, `reward` scores responses outside the models (CPU) and needs no GPU.
+
+    A `generate` call makes `responses` to each prompt that are trained on (None: what the others leave of a step's) and
+    `baselines` that are scored to compare these with (ReMax).
     """
 
     name: str
     kind: CallKind
     model: str
+    responses: int | None = None
+    baselines: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,9 @@ class Workflow:
     """The calls of one training step and their edges. Raises `ConfigError` if they do not form a runnable graph.
 
     `group_advantage`: a response can be trained on once all responses to its prompt are scored (GRPO's baseline is
-    their mean). `baseline_responses`: so many more to each prompt, scored but not trained on (ReMax). With `windows`
-    inference and training that take samples as they come take a step's batch in so many equal parts: each is worked on
-    whole, on all GPUs of the call, once it is there and the one before is trained on. Without, they work in pieces.
+    their mean). With `windows` inference and training that take samples as they come take a step's batch in so many
+    equal parts: each is worked on whole, on all GPUs of the call, once it is there and the one before is trained on.
+    Without, they work in pieces.
     `elastic`: training that takes samples as they come, or a window's, works in pieces, also on GPUs that generation
     leaves idle: as further data-parallel replicas. `hybrid`: the other way round, generation may have replicas on GPUs
     of training, while that waits. With `fetch_once` calls that take samples as they come take what is there when
@@ -68,15 +73,15 @@ class Workflow:
     calls: tuple[Call, ...]
     edges: tuple[Edge, ...]
     group_advantage: bool = False
-    baseline_responses: int = 0
     windows: int = 0
     elastic: bool = False
     hybrid: bool = False
     fetch_once: bool = False
 
     def __post_init__(self) -> None:
-        names, generate = [call.name for call in self.calls], [c.name for c in self.calls if c.kind == "generate"]
-        refuse("workflow", workflow=self.name, names=names, generate=generate)
+        names, open_ = [call.name for call in self.calls], [c.name for c in self.generating if c.responses is None]
+        made = [c.name for c in self.calls if c.kind != "generate" and (c.responses is not None or c.baselines)]
+        refuse("workflow", workflow=self.name, names=names, open=open_, made=made)
         kinds = {call.name: call.kind for call in self.calls}
         for edge in self.edges:
             chunks = {e.chunk_tokens for e in self.edges if e.grain == "chunk" and e.source == edge.source}
@@ -148,6 +153,32 @@ class Workflow:
     def overlap(self) -> int:
         """Steps that may run beside another: 0 if each needs the result of the step before."""
         return max((edge.lag - 1 for edge in self.edges if edge.lag), default=0)
+
+    @property
+    def generating(self) -> tuple[Call, ...]:
+        """The calls that generate."""
+        return tuple(call for call in self.calls if call.kind == "generate")
+
+    @property
+    def baseline_responses(self) -> int:
+        """To each prompt, beside those that are trained on."""
+        return sum(call.baselines for call in self.generating)
+
+    def samples(self, name: str, responses: int) -> range:
+        """Which of a prompt's responses, by number, a generate call makes, where `responses` are trained on."""
+        rest = responses - sum(call.responses or 0 for call in self.generating)
+        first = 0
+        for call in self.generating:
+            made = (rest if call.responses is None else call.responses) + call.baselines
+            if call.name == name:
+                return range(first, first + made)
+            first += made
+        raise ConfigError(f"workflow {self.name}: {name} generates nothing")
+
+    def takes(self, name: str) -> frozenset[str]:
+        """The generate calls whose responses the call `name` works on, from them or by way of others."""
+        before = (e.source for e in self.into(name) if e.lag == 0 and not e.barrier)
+        return frozenset().union(*({b} if self.call(b).kind == "generate" else self.takes(b) for b in before))
 
     def call(self, name: str) -> Call:
         """The call of that name; raises `ConfigError` if there is none."""

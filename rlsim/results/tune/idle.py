@@ -106,8 +106,10 @@ def _stages(
     for call in generates.to_dict("records"):
         step, start, end = call["step"], float(call["start_at"]), float(call["end_at"])
         if step in by_step and step in launched:
-            begun_at, queue = np.full(len(launched[step]), start), queued.get((step, call["call"]), stays.iloc[:0])
-            found.append(_stage(start, end, by_step[step], launched[step], begun_at, queue, int(call["gpus"]), gpus))
+            queue = queued.get((step, call["call"]), stays.iloc[:0])
+            there = launched[step][launched[step]["response"].isin(queue["response"])]
+            begun_at = np.full(len(there), start)
+            found.append(_stage(start, end, by_step[step], there, begun_at, queue, int(call["gpus"]), gpus))
     return found
 
 
