@@ -285,7 +285,7 @@ def test_what_replicas_hold_is_what_their_stays_say(work: Workload) -> None:
     frame = stays_frame(simulate(work)[1].stays).assign(call="generate", step=0)
     if frame.empty:
         return
-    stays = _in_order(frame, "generate")
+    stays = _in_order(frame, ["generate"])
     held = held_by(stays)
     arrived, admitted, decoding, left = (
         stays[f"{name}_us"].to_numpy() for name in ("arrived", "admitted", "decoding", "left")

@@ -156,7 +156,8 @@ def trajectory_times(result: Result, case: str) -> pd.DataFrame:
     steps = result.steps[(result.steps["case"] == case) & result.steps["steady"]]
     steady = steps[[*RUN, "step"]]
     rows = result.responses[(result.responses["case"] == case) & result.responses["trained"]].merge(steady)
-    stays = result.stays[(result.stays["case"] == case) & (result.stays["call"] == "generate")].merge(steady)
+    generating = result.calls.loc[result.calls["kind"] == "generate", "call"].unique()
+    stays = result.stays[(result.stays["case"] == case) & result.stays["call"].isin(generating)].merge(steady)
     stays = stays.sort_values([*_ONE, "arrived_at", "left_at"])
     away_s = stays.groupby(_ONE)["arrived_at"].shift(-1) - stays["left_at"]
     stays = stays.assign(

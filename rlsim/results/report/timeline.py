@@ -102,10 +102,10 @@ def _write_steps(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
         writer.slice(track, f"step {step}", "step", start, end, {**args, "bubble_fraction": round(bubble, 4)})
 
 
-def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
+def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> frozenset[str]:
     """A track for each call: when it waits for its GPUs, and when it runs. Those of two steps may overlap.
 
-    Returns the call that generates, if there is one.
+    Returns the calls that generate.
     """
     rows = run.rows("calls", ["step", "call", "kind", "model", "ready_at", "start_at", "end_at", "gpus"])
     names = list(dict.fromkeys(rows["call"]))
@@ -117,7 +117,7 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
         args = {"step": row.step, "kind": row.kind, "model": row.model, "gpus": row.gpus}
         writer.slice(track, "waits for GPUs", "call", ready, start, args)
         writer.slice(track, call, "call", start, end, args)
-    return next(iter(rows.loc[rows["kind"] == "generate", "call"]), "")
+    return frozenset(rows.loc[rows["kind"] == "generate", "call"])
 
 
 def _numbered(name: str, number: int) -> str:

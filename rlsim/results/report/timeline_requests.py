@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,15 @@ _RESPONSES = ("step", "response", "resumed", "score_start_at", "scored_at", "rew
 _COUNTERS = {"active sequences": "active", "waiting requests": "waiting", "KV tokens": "kv_tokens"}
 
 
-def write_requests(writer: TraceWriter, run: ChosenRun, run_pid: int, generate: str, places: tuple[int, int]) -> int:
+def write_requests(
+    writer: TraceWriter, run: ChosenRun, run_pid: int, generate: Collection[str], places: tuple[int, int]
+) -> int:
     """Write the requests of a run, and what CPU workers scored; returns of how many of its steps.
 
     The replicas that ever are on the same GPUs make a group of tracks with counters of their own; each request there
-    is on one of its tracks. `run_pid` is the group with the counters of all replicas together, `generate` the call that
-    makes the responses (others with requests are judges); `places` say where the groups of requests, and that of the
-    CPU workers of reward calls, stand.
+    is on one of its tracks. `run_pid` is the group with the counters of all replicas together, `generate` the calls
+    that make the responses (others with requests are judges); `places` say where the groups of requests, and that of
+    the CPU workers of reward calls, stand.
     """
     stays, responses = run.rows("stays", _STAYS), run.rows("responses", _RESPONSES)
     counts = stays.groupby("step").size().cumsum()
@@ -48,12 +50,12 @@ def write_requests(writer: TraceWriter, run: ChosenRun, run_pid: int, generate: 
     return len(shown)
 
 
-def _in_order(stays: pd.DataFrame, generate: str) -> pd.DataFrame:
+def _in_order(stays: pd.DataFrame, generate: Collection[str]) -> pd.DataFrame:
     """The stays as they begin, in µs: where the one before of the same request ended, which is named by its `index`."""
     if unknown := set(stays["left"]) - set(LEFT):
         raise ConfigError(f"stays: column left: expected one of {', '.join(LEFT)}, got {unknown.pop()!r}")
     found = stays.sort_values(["step", "call", "response", "arrived_at", "left_at"], ignore_index=True)
-    found["own"], found["place"] = found["call"] == generate, found.groupby(["call", "gpu", "gpus"]).ngroup()
+    found["own"], found["place"] = found["call"].isin(generate), found.groupby(["call", "gpu", "gpus"]).ngroup()
     for name in ("arrived", "admitted", "decoding", "left"):  # what never came begins when it leaves
         found[f"{name}_us"] = microseconds(found[f"{name}_at"].fillna(found["left_at"]))
     ended = found.groupby(["step", "call", "response"])[["left_us", "left"]].shift()
@@ -123,11 +125,11 @@ def held_by(stays: pd.DataFrame) -> pd.DataFrame:
 
 
 def _write_rewards(
-    writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataFrame, generate: str, place: int
+    writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataFrame, generate: Collection[str], place: int
 ) -> None:
     """When CPU workers scored responses; what a judge scored shows as its requests."""
     key = ["step", "response"]
-    judged = pd.MultiIndex.from_frame(stays.loc[stays["call"] != generate, key])
+    judged = pd.MultiIndex.from_frame(stays.loc[~stays["call"].isin(generate), key])
     rows = responses[~pd.MultiIndex.from_frame(responses[key]).isin(judged)]
     rows = rows[rows["scored_at"] > rows["score_start_at"]]
     # What was scored in an earlier step and goes on in this one was shown there.
