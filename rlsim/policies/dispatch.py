@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from rlsim.base.schema import Schema
-from rlsim.sim.control import ControlContext, ReplicaView, RequestView, RolloutControl
+from rlsim.policies.parts import Informed
+from rlsim.sim.control import ReplicaView, RequestView, RolloutControl
 
 
-class SkewnessDispatch(Schema, RolloutControl):
+class SkewnessDispatch(Informed):
     """Few long responses on each of some replicas, many short ones on each of the others (StreamRL), longest first.
 
     Zhong et al. 2025. As many replicas are kept for the long ones as make the slower side fastest. A side takes as long
@@ -24,14 +25,9 @@ class SkewnessDispatch(Schema, RolloutControl):
         default=0.3, ge=0, le=10, description="of the predictor: standard deviation of log(predicted / true length)"
     )
 
-    _context: ControlContext = PrivateAttr()
-
     @property
     def length_error(self) -> float:
         return self.error
-
-    def setup(self, context: ControlContext) -> None:
-        self._context = context
 
     def dispatch(self, launched: Sequence[RequestView], replicas: Sequence[ReplicaView]) -> Mapping[int, Sequence[int]]:
         """The split of the replicas that ends first, and on each side the longest response first."""

@@ -16,15 +16,14 @@ from dataclasses import replace
 
 from pydantic import Field, PrivateAttr
 
-from rlsim.base.schema import Schema
 from rlsim.policies.laminar import RIDGE
-from rlsim.policies.parts import Rewiring
+from rlsim.policies.parts import Informed, Rewiring
 from rlsim.policies.rlhfuse import memory_bound_batch
-from rlsim.sim.control import ControlContext, Release, RolloutControl, RolloutView
+from rlsim.sim.control import Release, RolloutView
 from rlsim.workflow.graph import Workflow
 
 
-class ElasticSplit(Schema, RolloutControl, Rewiring):
+class ElasticSplit(Informed, Rewiring):
     """Training takes responses as they come, also on GPUs of replicas that have run out of work.
 
     It takes them in the parts of a batch that the system has (`training_windows`), or each on its own.
@@ -32,7 +31,6 @@ class ElasticSplit(Schema, RolloutControl, Rewiring):
 
     lend: bool = Field(default=True, description="if not, training takes responses as they come on its own GPUs alone")
 
-    _context: ControlContext = PrivateAttr()
     _known: dict[int, int] = PrivateAttr(default_factory=dict)  # by TP: `_most`
 
     def rewired(self, workflow: Workflow) -> Workflow:
@@ -40,9 +38,6 @@ class ElasticSplit(Schema, RolloutControl, Rewiring):
         if not workflow.windows:
             workflow = workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
         return replace(workflow, elastic=self.lend)
-
-    def setup(self, context: ControlContext) -> None:
-        self._context = context
 
     def on_finish(self, view: RolloutView) -> Release | None:
         """Idle replicas leave, but one stays; where training ends last, those with the fewest responses leave too.

@@ -14,24 +14,21 @@ from dataclasses import replace
 
 from pydantic import Field, PrivateAttr
 
-from rlsim.base.schema import Schema
-from rlsim.policies.parts import Rewiring
+from rlsim.policies.parts import Informed, Rewiring
 from rlsim.sim.control import (
     Action,
     Borrow,
     Borrowable,
-    ControlContext,
     KvHandling,
     Migrate,
     Release,
     ReplicaView,
-    RolloutControl,
     RolloutView,
 )
 from rlsim.workflow.graph import Workflow
 
 
-class HybridRollout(Schema, RolloutControl, Rewiring):
+class HybridRollout(Informed, Rewiring):
     """Generation borrows the GPUs of training where that is worth it, and gives them back when training wants them.
 
     It is worth it if what the batch lacks takes generation longer than with them by more than they take to get the
@@ -50,7 +47,6 @@ class HybridRollout(Schema, RolloutControl, Rewiring):
     )
     kv: KvHandling = Field(default="recompute", description="what becomes of the KV cache of those that move")
 
-    _context: ControlContext = PrivateAttr()
     _declined: bool = PrivateAttr(default=False)  # since training last had its GPUs
     _shared: bool = PrivateAttr(default=False)  # what runs, since they came
     _last: tuple[float, int, int] = PrivateAttr(default=(0.0, 0, 0))  # asked when, responses so far, replicas at work
@@ -59,9 +55,6 @@ class HybridRollout(Schema, RolloutControl, Rewiring):
 
     def rewired(self, workflow: Workflow) -> Workflow:
         return replace(workflow, hybrid=True)
-
-    def setup(self, context: ControlContext) -> None:
-        self._context = context
 
     def on_finish(self, view: RolloutView) -> Sequence[Action]:
         """Give back what training waits for, share out what runs, or borrow."""

@@ -13,11 +13,11 @@ from typing import Literal
 
 from pydantic import Field, PrivateAttr
 
-from rlsim.base.schema import Schema
 from rlsim.policies.continuous import BoundedStaleness
+from rlsim.policies.parts import Informed
 from rlsim.policies.rlhfuse import memory_bound_batch
 from rlsim.sim.continuous import OpenView
-from rlsim.sim.control import Action, ControlContext, KvHandling, Migrate, ReplicaView, RolloutControl, RolloutView
+from rlsim.sim.control import Action, KvHandling, Migrate, ReplicaView, RolloutView
 from rlsim.units import Seconds
 
 #: At the ridge of the roofline a decode step computes for as long as it reads the weights: it takes twice as long.
@@ -42,7 +42,7 @@ class ReplicaBatches(BoundedStaleness):
         return rooms
 
 
-class Repack(Schema, RolloutControl):
+class Repack(Informed):
     """Move the last responses of replicas together, onto others with the same weights, so that these become free.
 
     A replica ends its batch once its KV cache is used less than it was, and none of its responses waits. What is left
@@ -60,12 +60,8 @@ class Repack(Schema, RolloutControl):
     )
     kv: KvHandling = Field(default="recompute", description="what becomes of the KV cache of responses that move")
 
-    _context: ControlContext = PrivateAttr()
     #: By replica: its responses when last seen, and the most tokens of KV cache seen since others began there.
     _seen: dict[int, tuple[frozenset[int], int]] = PrivateAttr(default_factory=dict)
-
-    def setup(self, context: ControlContext) -> None:
-        self._context = context
 
     @property
     def every_s(self) -> float | None:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, NamedTuple, Union
 
+from pydantic import PrivateAttr
+
 from rlsim.base.hooks import Hooked, hook, is_number, misused
+from rlsim.base.schema import Schema
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import shown
 from rlsim.models.hardware import AnyCluster
@@ -17,6 +20,15 @@ from rlsim.sim.control import CHOICES, ControlContext, RolloutControl, are_param
 from rlsim.sim.reward import RewardControl
 from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Placement, Plan
+
+
+class Informed(Schema, RolloutControl):
+    """Base of rollout controls that go by what they learn before the run: the machine and the limits."""
+
+    _context: ControlContext = PrivateAttr()
+
+    def setup(self, context: ControlContext) -> None:
+        self._context = context
 
 
 class Rewiring(Hooked):

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PrivateAttr
 
-from rlsim.base.schema import Schema
 from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.step import Chunk
 from rlsim.cost.transfer import RESTART, GraphCapture, SwitchWay, WeightHandling, rms_context_tokens
 from rlsim.errors import CapacityError
+from rlsim.policies.parts import Informed
 from rlsim.sim.control import (
     Action,
     ControlContext,
@@ -28,7 +28,6 @@ from rlsim.sim.control import (
     Migrate,
     Reconfigure,
     RequestView,
-    RolloutControl,
     RolloutView,
     one_of,
 )
@@ -45,7 +44,7 @@ Batch = NDArray[np.float64]
 Alike = tuple[int, int, int]  # a row of it
 
 
-class PAT(Schema, RolloutControl):
+class PAT(Informed):
     """Switch a node's TP whenever the predicted gain beats the cost of switching."""
 
     start_tp: int | Literal["auto"] = Field(
@@ -95,12 +94,11 @@ class PAT(Schema, RolloutControl):
         "computed again, all graphs are captured, whatever the keys above say",
     )
 
-    _context: ControlContext = PrivateAttr()
     _profiles: dict[int, ProfileStep] = PrivateAttr(default_factory=dict)
 
     def setup(self, context: ControlContext) -> None:
         """Profile every candidate layout, and the first one, within its KV budget."""
-        self._context = context
+        super().setup(context)
         for tp in dict.fromkeys((*self.candidates, self.start_tp)):
             if tp in context.feasible_tps:
                 capacity = context.costs.capacity_pages(tp) * context.page_tokens

@@ -22,12 +22,12 @@ from typing import Literal
 
 from pydantic import Field, PrivateAttr
 
-from rlsim.base.schema import Schema
 from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.step import Chunk
 from rlsim.errors import ConfigError
+from rlsim.policies.parts import Informed
 from rlsim.policies.pat import BATCHES, CONTEXTS
-from rlsim.sim.control import ControlContext, RolloutControl, RolloutReport
+from rlsim.sim.control import ControlContext, RolloutReport
 
 Loads = Sequence[tuple[int, int]]  # prompt and generated tokens of every response of a round
 
@@ -56,7 +56,7 @@ class _Kind:
         return pooled[len(self.loads) // 2 :: len(self.loads)]
 
 
-class Planner(Schema, RolloutControl):
+class Planner(Informed):
     """The TP of each round from profiles and loads, doubled when preemptions rise, halved when there are none."""
 
     profiled: bool = Field(
@@ -74,7 +74,6 @@ class Planner(Schema, RolloutControl):
         default=4, ge=1, le=100_000, description="rounds in a row without preemption that halve TP"
     )
 
-    _context: ControlContext = PrivateAttr()
     _profiles: dict[int, ProfileStep] = PrivateAttr(default_factory=dict)
     _kinds: dict[str, _Kind] = PrivateAttr(default_factory=dict)
 
@@ -83,7 +82,7 @@ class Planner(Schema, RolloutControl):
 
     def setup(self, context: ControlContext) -> None:
         """Profile every degree that fits inside a node, as far as its KV cache reaches."""
-        self._context = context
+        super().setup(context)
         for tp in context.feasible_tps:
             self._profiles[tp] = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, self._room(tp))
         context.check_switches(self._profiles)

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from rlsim.base.schema import Schema
-from rlsim.policies.parts import Rewiring
-from rlsim.sim.control import Action, ControlContext, Migrate, Release, RolloutControl, RolloutView
+from rlsim.policies.parts import Informed, Rewiring
+from rlsim.sim.control import Action, ControlContext, Migrate, Release, RolloutView
 from rlsim.workflow.graph import Workflow
 
 #: A decode step that takes so many times as long as that of one sequence is still nearly as fast.
@@ -36,7 +36,7 @@ def memory_bound_batch(context: ControlContext, tp: int, tokens: float, slower: 
     return batch
 
 
-class TailConsolidation(Schema, RolloutControl):
+class TailConsolidation(Informed):
     """Migrate the last sequences onto as few replicas as can hold them at full length, and release the others."""
 
     remaining: Annotated[float, Field(gt=0, lt=1)] | Literal["best"] = Field(
@@ -46,13 +46,8 @@ class TailConsolidation(Schema, RolloutControl):
         default="auto", description="sequences on one replica; auto: as many as decode nearly as fast as one"
     )
 
-    _context: ControlContext = PrivateAttr()
-
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
         return [{"remaining": share} for share in TRIED] if self.remaining == "best" else ()
-
-    def setup(self, context: ControlContext) -> None:
-        self._context = context
 
     def on_finish(self, view: RolloutView) -> list[Action] | None:
         """Once, when the share that is left is small enough; again if not all could be released then."""

@@ -15,16 +15,15 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, PrivateAttr
 
-from rlsim.base.schema import Schema
-from rlsim.policies.parts import Rewiring
-from rlsim.sim.control import Action, ControlContext, Release, ReplicaView, RolloutControl, RolloutReport, RolloutView
+from rlsim.policies.parts import Informed, Rewiring
+from rlsim.sim.control import Action, Release, ReplicaView, RolloutReport, RolloutView
 from rlsim.workflow.graph import Workflow
 
 _OFFSETS = 48  # moments of the future at which the KV cache is projected
 _HISTORY = 8192  # lengths kept of each kind of round
 
 
-class StreamTrainer(Schema, RolloutControl, Rewiring):
+class StreamTrainer(Informed, Rewiring):
     """Overlap rollout and training inside a step."""
 
     milestones: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
@@ -45,7 +44,6 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
         default=(), description="kinds of round in which it acts, such as [long]; none named: in all"
     )
 
-    _context: ControlContext = PrivateAttr()
     _history: dict[str, list[int]] = PrivateAttr(default_factory=dict)  # lengths by kind of round
     _next: int = PrivateAttr(default=0)  # milestone to try next; beyond the last once a step has scaled
 
@@ -53,9 +51,6 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
         """Responses go on to reward, log-probs and training by the sample; log-probs do not wait for rewards."""
         streamed = workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
         return replace(streamed, fetch_once=self.fetch == "once")
-
-    def setup(self, context: ControlContext) -> None:
-        self._context = context
 
     def on_finish(self, view: RolloutView) -> Action | None:
         """At each milestone, once a step: release half of the GPUs if the rest can hold what is running."""
