@@ -10,7 +10,7 @@ import simpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Arrival, RefEngine, score
-from test_systems import OneEach, Times, call_of, gen_s, simulated, train
+from test_systems import OneEach, Times, simulated, train
 from workloads import LinearStep
 
 from rlsim.cost.derived import crowded
@@ -103,35 +103,10 @@ def play(
 # ---------------------------------------------------------------------------------------------------------- chunks
 
 
-def test_the_scoring_model_prefills_while_the_actor_decodes() -> None:
-    # Chunks at 4 s (prompt and 4 tokens: 0.5 + 5/4 s) and at 8 s (0.5 + 4/4), the last 2 tokens at 10 s (0.5 + 2/4).
+def test_what_a_scoring_model_did_is_reported() -> None:
     listening = Listening()
-    played = play({0: [10]}, 1, workflow=graph(4), control=listening)
-    call = call_of(played, "inference")
-    assert gen_s(played) == 10.0
-    assert (call.ready_at, call.start_at, call.end_at) == (4.0, 4.0, 11.0)
-    assert [(s.start_at, s.end_at) for s in played.spans if s.kind == "score"] == [
-        (4.0, 5.75),
-        (8.0, 9.5),
-        (10.0, 11.0),
-    ]
-    assert call.parts == (("compute", 1.75 + 1.5 + 1.0),)
-    assert call_of(played, "train").start_at == 11.0
+    play({0: [10]}, 1, workflow=graph(4), control=listening)
     assert listening.reports == [ScoringReport(0, 4, 11.0, 10)]
-    barrier = play({0: [10]}, 1, workflow=graph())
-    assert call_of(barrier, "inference").end_at == 10.0 + 0.5 + 11 / 4
-
-
-def test_shared_gpus_slow_both_down() -> None:
-    # At 4 s the model begins (2 × 1.75 s, to 7.5), so steps take 2 s: 6 tokens at 8 s, then 1 s each: 8 tokens at 10 s.
-    # The second chunk takes 2 × 1.5 s: 10 tokens at 14 s. The last one has the GPU to itself: 1 s.
-    played = play({0: [10]}, 1, workflow=graph(4), shared=2.0)
-    spans = [(s.start_at, s.end_at) for s in played.spans if s.kind == "score"]
-    assert spans == [(4.0, 7.5), (10.0, 13.0), (14.0, 15.0)]
-    assert gen_s(played) == 14.0
-    assert call_of(played, "inference").end_at == 15.0
-    call = call_of(play({0: [10]}, 1, workflow=graph(4), takes_turns=True), "inference")
-    assert (call.ready_at, call.start_at, call.end_at) == (4.0, 10.0, 13.25), "not shared, nothing overlaps"
 
 
 # ------------------------------------------------------------------------------------------------ the scoring model
@@ -198,18 +173,7 @@ def test_the_last_to_come_loses_its_cache_where_pages_are_missing() -> None:
     assert scorer.replicas[0].recomputed_tokens == 4
 
 
-def test_what_is_not_trained_on_does_not_hold_up_the_scores() -> None:
-    # Of three prompts one is needed. At 2 s 9 tokens come, to 4.75 s. At 4 s it is there, with 2 tokens more of each;
-    # those of the others are dropped: 0.5 + 2/4 s.
-    played = play({0: [4], 1: [9], 2: [9]}, 1, workflow=graph(2), gpus=3, batching=Overcommit(delta=2))
-    assert gen_s(played) == 4.0
-    assert call_of(played, "inference").end_at == 5.75
-
-
 # ------------------------------------------------------------------------------------------------ from step to step
-
-
-RESUMED = {0: [2], 1: [9], 2: [3], 3: [2], 4: [9], 5: [3], 6: [3]}
 
 
 def test_what_nobody_wants_is_forgotten() -> None:
@@ -227,38 +191,6 @@ def test_what_nobody_wants_is_forgotten() -> None:
     assert scorer.busy_gpus == frozenset()
 
 
-def test_what_is_left_goes_on_in_the_next_step() -> None:
-    # A prefill of n tokens takes 1 + n/2 s, each further token 1 s: L tokens of a new prompt take 0.5 + L.
-    played = play(
-        RESUMED, 2, workflow=graph(), gpus=3, steps=3, batching=Overcommit(delta=1), step=LinearStep(1.0, p=0.5)
-    )
-    first, second, third = played.responses
-    assert gen_s(played) == 3.5  # prompts 0 and 2; prompt 1 has 3 tokens by then
-    assert first.trained.tolist() == [True, False, True]
-    assert first.paused.tolist() == [False, True, False]
-    assert not first.aborted.any()
-    assert first.generated_tokens.tolist() == [2, 3, 3]
-    # Prompts 3 and 4 are new, on GPUs 0 and 1; 1 goes on on GPU 2: 1 + 4/2 s for its fourth token, 5 s for the others.
-    # Then the batch is complete. Prompt 4 stops at its next boundary, 8.5 s, with 8 tokens.
-    assert second.position.tolist() == [3, 4, 1]
-    start = call_of(played, "generate", 1).start_at
-    assert (second.finished_at - start)[[0, 2]].tolist() == pytest.approx([2.5, 8.0])
-    assert gen_s(played, 1) == pytest.approx(8.5)
-    assert second.resumed.tolist() == [False, False, True]
-    assert second.resumed_tokens.tolist() == [0, 0, 3]
-    assert second.generated_tokens.tolist() == [2, 8, 9]
-    assert (1 - second.version).tolist() == [0, 0, 1]  # staleness
-    # Prompt 4 lacks a token: 1 + 9/2 s. Prompts 5 and 6 take 3.5 s: the batch without it.
-    assert third.position[third.trained].tolist() == [5, 6]
-    settled = [r.launches for r in played.rollouts]
-    assert [(s.launched, s.resumed, s.paused, s.put_back) for s in settled] == [
-        (3, 0, 1, 0),
-        (2, 1, 1, 0),
-        (2, 1, 1, 0),
-    ]
-    assert [r.waiting for r in played.rollouts] == [1, 1, 1]
-
-
 def conserved(outcome: Outcome) -> None:
     generated = sum(int((r.generated_tokens - r.resumed_tokens).sum()) for r in outcome.responses)
     trained = sum(int(r.generated_tokens[r.trained].sum()) for r in outcome.responses)
@@ -269,18 +201,6 @@ def conserved(outcome: Outcome) -> None:
         paused = dict(zip(before.row[before.paused], before.generated_tokens[before.paused], strict=True))
         resumed = dict(zip(after.row[after.resumed], after.resumed_tokens[after.resumed], strict=True))
         assert paused == resumed
-
-
-def test_the_scoring_model_reads_what_is_resumed_from_its_start() -> None:
-    # As above, with chunks of 2 tokens. In step 1 prompt 1 comes with its 3 tokens at once.
-    played = play(
-        RESUMED, 2, workflow=graph(2), gpus=3, steps=2, batching=Overcommit(delta=1), step=LinearStep(1.0, p=0.5)
-    )
-    start = call_of(played, "generate", 1).start_at
-    spans = [s for s in played.spans if s.kind == "score" and s.step == 1]
-    assert (spans[0].start_at, spans[0].end_at) == (start, start + 0.5 + 4 / 4)
-    assert call_of(played, "inference", 1).end_at > start + 8.5  # the batch, not what goes on
-    assert played.responses[1].trained.tolist() == [True, False, True]
 
 
 class Partial(Batching):
