@@ -109,7 +109,8 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "most_sandboxes": experiment.environment.sandboxes or experiment.workflow.batch,
         "drafts": drafts is not None, "most_drafted": most_drafted,
         "fp8": gpu.fp8_flop_per_s is not None, "hopper": gpu.name.startswith(("h100", "h200", "h800", "h20")),
-        "longest": loaded.longest_sequence, "prompts": experiment.workflow.prompts, "engine_pp": experiment.engine.pp,
+        "longest": loaded.longest_sequence, "prompts": experiment.workflow.prompts,
+        "beside_tp": experiment.engine.pp * experiment.engine.data_parallel_attention,
         "kind": named[1] if named else "", **{name: engine == name for name in ("vllm", "sglang", "trtllm")},
     }  # fmt: skip
 
