@@ -457,7 +457,7 @@ def test_own_runs_are_checked_and_give_the_interval(tmp_path: Path, call: Comman
     assert found[0]["errors"]["old log-probs"] == pytest.approx(1 / 1.26 - 1, abs=0.04)
     assert "reference log-probs" not in found[0]["errors"], "the log has none"
     assert "over 1 run of yours" in done.out
-    told = call("tune", str(path), "--gpu", "h100", "--trials", "4", "--workers", "1", "--json", "-", "--quiet")
+    told = call("tune", str(path), "--gpu", "h100", "--trials", "2", "--workers", "1", "--json", "-", "--quiet")
     data = json.loads(told.out)
     assert data["own_error"] == pytest.approx(abs(found[0]["errors"]["step"]))
     assert not data["best"] or data["model_low"] == pytest.approx(data["gain"] / (1 + data["own_error"]))
