@@ -14,7 +14,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import RESTART, SwitchWay
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.continuous import BoundedStaleness, SyncQuota
-from rlsim.policies.frameworks import Megatron, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
+from rlsim.policies.frameworks import AllOnAll, Megatron, ScorerApart, ThreeGroups, TwoGroups
 from rlsim.policies.laminar import Repack, ReplicaBatches
 from rlsim.policies.oppo import Overcommit
 from rlsim.policies.pat import BATCHES, PAT
@@ -506,7 +506,7 @@ def test_openrlhf_generates_on_its_share_and_halves_the_rest() -> None:
 
 def test_deepspeed_chat_runs_every_call_on_all_gpus_under_zero3_and_without_graphs() -> None:
     for graphs in (True, False):
-        plan = ZeroEverywhere(graphs=graphs).plan(known(2))
+        plan = AllOnAll(graphs=graphs, zero_stage=3).plan(known(2))
         assert {plan.of(name).gpus for name in PPO} == {(0, 1)}
         stages = {at.strategy.zero_stage for name in PPO - {"generate"} if (at := plan.of(name)).strategy is not None}
         assert stages == {3}

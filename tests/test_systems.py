@@ -19,10 +19,10 @@ from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.systems import System
 from rlsim.models.hardware import load_cluster
 from rlsim.policies.dynamic_sampling import DynamicSampling
+from rlsim.policies.parts import Streaming
 from rlsim.policies.planner import Planner
 from rlsim.policies.registry import policy_names
 from rlsim.policies.reward_scheduler import AdaptiveTimeout, AsyncReward
-from rlsim.policies.rlhfuse import FusedInference, FusedTraining
 from rlsim.policies.stream_trainer import StreamTrainer, projected_kv_tokens
 from rlsim.policies.tail_batching import TailBatching
 from rlsim.policies.verl import VeRL
@@ -50,6 +50,7 @@ from rlsim.workflow import Call, Edge, Placement, Plan, Workflow, colocated, grp
 from rlsim.workflow.plan import with_transfers
 
 Lengths = Mapping[int, Sequence[int]]  # by prompt position, one per sample
+FUSED = Streaming(sources=("generate", "inference", "reward"), targets=("inference", "reward", "train"))
 
 
 @dataclass
@@ -311,7 +312,7 @@ def test_a_release_that_comes_too_late_frees_nothing_twice() -> None:
     step = LinearStep(a=1.0, b=0.5)  # two sequences decode in 2 s, one in 1.5 s
 
     def rewire(_: Workflow) -> Workflow:
-        return FusedTraining().rewired(grpo())  # several calls that take turns
+        return FUSED.rewired(grpo())  # several calls that take turns
 
     outcome = train(lengths, 3, 1, gpus=2, control=ReleaseLast(2), rewire=rewire, step=step)
     assert gen_s(outcome) == 4.0
@@ -327,7 +328,10 @@ def test_log_probs_by_the_sample_leave_rewards_at_the_barrier() -> None:
 
     outcome = train({0: [1, 8]}, 1, 2, scoring=Checks(1.0), rewire=rewire)
     assert call_of(outcome, "reward").start_at == 8.0
-    grains = {(e.source, e.target): e.grain for e in FusedInference().rewired(grpo()).edges}
+    grains = {
+        (e.source, e.target): e.grain
+        for e in Streaming(sources=("generate",), targets=("reward", "inference")).rewired(grpo()).edges
+    }
     assert grains["generate", "ref_log_prob"] == "sample"
     assert grains["ref_log_prob", "train"] == "stage"
 

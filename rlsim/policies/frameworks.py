@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlsim.base.schema import Schema
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.policies.parts import Placing, PlanContext, Rewiring
+from rlsim.policies.parts import Placing, PlanContext
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan, grouped, with_transfers
 
@@ -105,25 +105,11 @@ class AllOnAll(Schema, Placing):
     """Every call on all GPUs, spread as the experiment's `training` says."""
 
     graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
-    _zero_stage: int | None = None
+    zero_stage: int | None = Field(default=None, description="ZeRO stage; none given: as `training` says")
 
     def plan(self, context: PlanContext) -> Plan:
-        plan = on_groups(context, [(context.gpus, any_call)], zero_stage=self._zero_stage)
+        plan = on_groups(context, [(context.gpus, any_call)], zero_stage=self.zero_stage)
         return plan if self.graphs else _eager(plan, context.workflow)
-
-
-class ZeroEverywhere(AllOnAll):
-    """Every call on all GPUs, under ZeRO-3."""
-
-    _zero_stage: int | None = 3
-
-
-class CriticPipelining(Schema, Rewiring):
-    """Critic and reward model work on responses as they finish."""
-
-    def rewired(self, workflow: Workflow) -> Workflow:
-        """Responses go on to inference by the sample; the other group's log-probs do not wait for the rewards."""
-        return workflow.streaming(["generate"], ["inference"])
 
 
 def any_call(call: Call) -> bool:  # noqa: ARG001

@@ -18,7 +18,7 @@ from rlsim.models.model import Model
 from rlsim.sim.batching import Batching
 from rlsim.sim.control import CHOICES, ControlContext, RolloutControl, are_parameters
 from rlsim.sim.reward import RewardControl
-from rlsim.workflow.graph import Workflow
+from rlsim.workflow.graph import CallKind, Workflow
 from rlsim.workflow.plan import Placement, Plan
 
 
@@ -38,6 +38,16 @@ class Rewiring(Hooked):
     def rewired(self, workflow: Workflow) -> Workflow:
         """Before the run: the workflow as this part wants it, made from the one that the experiment names."""
         raise NotImplementedError
+
+
+class Streaming(Schema, Rewiring):
+    """Calls of these kinds take responses as others have them, by the sample; none of them waits for another."""
+
+    sources: tuple[CallKind, ...]
+    targets: tuple[CallKind, ...]
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        return workflow.streaming(self.sources, self.targets)
 
 
 class ChunkStreaming(Rewiring):

@@ -12,10 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlsim.base.schema import Schema
-from rlsim.policies.parts import Informed, Rewiring
+from rlsim.policies.parts import Informed
 from rlsim.sim.control import Action, ControlContext, Migrate, Release, RolloutView
-from rlsim.workflow.graph import Workflow
 
 #: A decode step that takes so many times as long as that of one sequence is still nearly as fast.
 NEARLY = 1.25
@@ -73,19 +71,3 @@ class TailConsolidation(Informed):
                 load[to] += len(replica.requests)
                 actions.append(Migrate(tuple(r.id for r in replica.requests), staying[to].index))
         return [*actions, Release(tuple(replica.index for replica in leaving))]
-
-
-class FusedInference(Schema, Rewiring):
-    """Reward and log-prob calls take each response as soon as it is finished."""
-
-    def rewired(self, workflow: Workflow) -> Workflow:
-        """Generation to reward and inference by the sample; none of these waits for another."""
-        return workflow.streaming(["generate"], ["reward", "inference"])
-
-
-class FusedTraining(Schema, Rewiring):
-    """Training too takes responses as they come."""
-
-    def rewired(self, workflow: Workflow) -> Workflow:
-        """Everything up to training by the sample; log-probs do not wait for rewards."""
-        return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
