@@ -130,12 +130,17 @@ def in_two_calls(draw: st.DrawFn) -> Drawn:
     first, baselines = draw(st.integers(0, drawn.sizes["responses"])), draw(st.sampled_from([0, 0, 1]))
     calls: list[dict[str, Any]] = [
         {"name": "one", "kind": "generate", "model": "actor", "responses": first},
-        {"name": "other", "kind": "generate", "model": "actor", "baselines": baselines},
+        {
+            "name": "other",
+            "kind": "generate",
+            "model": (model := draw(st.sampled_from(["actor", "actor", "teacher"]))),
+            "baselines": baselines,
+        },
         {"name": "reward", "kind": "reward", "model": "reward"},
         {"name": "train", "kind": "train", "model": "actor"},
     ]
     edges: list[Any] = ["one -> reward", "other -> reward", "reward -> train"]
-    for name in ("one", "other"):
+    for name in ("one", "other") if model == "actor" else ("one",):
         sync = draw(st.sampled_from(["push", f"push_{name}"]))
         edges.append({"source": sync, "target": name, "lag": 1})
         if sync not in [call["name"] for call in calls]:
@@ -157,7 +162,8 @@ def in_two_calls(draw: st.DrawFn) -> Drawn:
         "edges": edges,
         "group_advantage": draw(st.booleans()),
     }
-    return drawn._replace(system={"name": "s", "use": parts}, sizes=sizes)
+    changes = {**drawn.changes, "models": {"teacher": "qwen2.5-1.5b"}} if model == "teacher" else drawn.changes
+    return drawn._replace(system={"name": "s", "use": parts}, sizes=sizes, changes=changes)
 
 
 @st.composite

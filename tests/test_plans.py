@@ -365,6 +365,26 @@ def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
         assert steps == pytest.approx(expected, rel=0.01), found[i]
 
 
+def test_a_frozen_model_generates_beside_the_actor() -> None:
+    """In an engine of its own model: as fast as if it were the actor, and never stale."""
+    given = tables("bases")["remax in two calls"]
+    workflow = given["workflow"]
+    calls = [
+        {**one, "model": "teacher"} if one["name"] == "greedy" else one
+        for one in workflow["calls"]
+        if one["name"] != "push_greedy"
+    ]
+    workflow = {**workflow, "calls": calls, "edges": [e for e in workflow["edges"] if "push_greedy" not in str(e)]}
+    apart = {"generate": {"gpus": "0-3", "tp": 2}, "greedy": {"gpus": "4-7", "tp": 2}}
+    apart |= {name: {} for name in ("reward_score", "ref_log_prob", "train")}
+    models, system = {**given["models"], "teacher": "llama-3.1-8b"}, planned(apart)
+    result = rlsim.run({**given, "models": models, "workflow": workflow, "systems": system})
+    actor = rlsim.run({**given, "model": "llama-3.1-8b", "systems": system})
+    took_s = [ran.calls.query("call == 'greedy'").eval("end_at - start_at").tolist() for ran in (result, actor)]
+    assert took_s[0] == pytest.approx(took_s[1], rel=1e-9)
+    assert (result.responses["staleness"] == 0).all()
+
+
 def test_micro_batches_of_generation_take_turns_and_half_of_the_memory() -> None:
     """Of equal lengths two halves take twice as long as a half, which is less than all in as little memory."""
     given = experiment(workflow={"algorithm": "grpo", "steps": 1, "prompts": 512, "reference": False}, models={})

@@ -303,7 +303,7 @@ def test_fp8_training_saves_what_its_products_save() -> None:
 
 def test_a_rollout_quantises_what_it_receives() -> None:
     source, target = Layout(first_gpu=0, dp=8), Layout(first_gpu=0, tp=1)
-    served = costs("bf16", rollout=LLAMA.served("fp8"))
+    served = costs("bf16", rollout={"actor": LLAMA.served("fp8")})
     parts, plain = (
         one.weight_sync("actor", "bucketed", one, offload=False).parts(source, target)
         for one in (served, costs("bf16"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
@@ -28,7 +29,7 @@ class CallCosts:
 
     `models` are named by their roles (`actor`, `critic`, …); `backend` names the training framework whose efficiency
     the calibration gives, unless `efficiency` (share of the peak) does. `call_s`: what each call takes beside that.
-    `precision` is that of the layers' products, `rollout` the model that generates as its engine serves it. Raises
+    `precision` is that of the layers' products, `rollout` the models that generate, as engines serve them. Raises
     `ConfigError` for an unknown backend, `CalibrationError` for a precision that the GPU or the calibration lacks.
     """
 
@@ -41,7 +42,7 @@ class CallCosts:
         efficiency: float | None = None,
         *,
         precision: Precision = "bf16",
-        rollout: Model | None = None,
+        rollout: Mapping[str, Model] = MappingProxyType({}),
         replica: ReplicaLayout = PLAIN,
     ) -> None:
         known = calibration.training.flop_efficiency
@@ -122,7 +123,7 @@ class CallCosts:
             rollout=to.cluster,
             method=method,
             offload=offload,
-            served=self._rollout,
+            served=self._rollout.get(role),
             replica=self._replica,
             factor=self._draw.sync(),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +55,7 @@ class LoadedExperiment:
     judge_model: Model | None
     trace_note: str  # of prompts that are left out, if any
     draft_model: Model | None  # of the rollout's speculation
+    served: Mapping[str, Model] = field(default_factory=dict)  # those that generate, as engines serve them, by role
 
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, label: str = "experiment") -> LoadedExperiment:
@@ -92,8 +93,12 @@ class LoadedExperiment:
             refuse("context", shown=label, model=model, longest=longest, cap=cap, prompt=self.longest_prompt)
         engine = self.experiment.engine
         share = next(iter(self.calibrations.values())).window_share
-        rollout = self.model.within(longest)
-        rollout = rollout.served(engine.precision, engine.kv_precision, share(rollout.model_type))
+        roles = {"actor": self.model} | {one.model: self.models[one.model] for one in self.algorithm.generating}
+        served = {
+            role: model.within(longest).served(engine.precision, engine.kv_precision, share(model.model_type))
+            for role, model in roles.items()
+        }
+        rollout = served["actor"]
         judge = self.judge_model and self.judge_model.served(window_share=share(self.judge_model.model_type))
         refuse(
             "loaded",
@@ -108,14 +113,15 @@ class LoadedExperiment:
         if len(self.calibrations) == 1:  # of several kinds of GPU only those that generate and train count
             (calibration,) = self.calibrations.values()
             with about(f"{label}: engine", CalibrationError):
-                check_served(rollout, calibration)
+                for model in served.values():
+                    check_served(model, calibration)
             if self.judge_model:
                 with about(f"{label}: workflow.reward.judge", CalibrationError):
                     check_served(self.judge_model, calibration)
             with about(f"{label}: training", CalibrationError):
                 calibration.check_precision(self.experiment.training.precision)
         models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
-        return replace(self, model=rollout, models=models, judge_model=judge)
+        return replace(self, model=rollout, models=models, judge_model=judge, served=served)
 
     @property
     def _models_in_use(self) -> list[Model]:

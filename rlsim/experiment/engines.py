@@ -73,6 +73,7 @@ def rollout_costs(
     strategy: TrainStrategy | None = None,
     graphs: bool = True,
     resident_bytes: float = 0.0,
+    role: str = "actor",
 ) -> RolloutCostModel:
     """The rollout engine on these GPUs, by `strategy` if a plan has one for them.
 
@@ -85,7 +86,7 @@ def rollout_costs(
     return _engine(
         loaded,
         kind,
-        loaded.model,
+        loaded.served[role],
         loaded.experiment.memory_utilization if memory_share is None else memory_share,
         sampling_s_per_logit=engine.sampling_per_logit,
         largest_graph=(engine.largest_graph or math.inf) if engine.graphs and graphs else 0,

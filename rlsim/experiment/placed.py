@@ -216,7 +216,7 @@ class PlacedExperiment:
     def memory(self) -> PlanMemory:
         loaded = self.loaded
         return PlanMemory(
-            self.workflow, loaded.models, loaded.cluster, loaded.batch, rollout=loaded.model, replica=loaded.replica
+            self.workflow, loaded.models, loaded.cluster, loaded.batch, rollout=loaded.served, replica=loaded.replica
         )
 
     def calls_on(self, gpus: Sequence[int]) -> CallCosts:
@@ -231,7 +231,7 @@ class PlacedExperiment:
                 training.backend,
                 training.efficiency,
                 precision=training.precision,
-                rollout=loaded.model,
+                rollout=loaded.served,
                 replica=loaded.replica,
             )
         return self._calls[cluster.gpu.name]
@@ -279,7 +279,7 @@ class PlacedExperiment:
 
     def shares_generation(self, call: str) -> bool:
         """Whether a call has GPUs of generation."""
-        return not set(self.plan.of(call).gpus).isdisjoint(self.generation.gpus)
+        return not self.gpus_of("generate").isdisjoint(self.plan.of(call).gpus)
 
     @property
     def engines(self) -> list[PlacedExperiment]:
@@ -294,13 +294,17 @@ class PlacedExperiment:
     def generation(self) -> Placement:
         if not self.workflow.generating:
             return Placement(self.gpus)  # responses are given
-        return self.unchecked_plan.of(self.generating or self.workflow.generating[0].name)
+        return self.unchecked_plan.of(self.call.name)
+
+    @property
+    def call(self) -> Call:
+        """The call whose engine this is about."""
+        return self.workflow.call(self.generating or self.workflow.generating[0].name)
 
     @property
     def responses(self) -> int:
         """To each prompt, that this engine generates."""
-        name = self.generating or self.workflow.generating[0].name
-        return len(self.workflow.samples(name, self.loaded.experiment.workflow.responses))
+        return len(self.workflow.samples(self.call.name, self.loaded.experiment.workflow.responses))
 
     @property
     def rollout_pp(self) -> int:
@@ -320,6 +324,7 @@ class PlacedExperiment:
             graphs=self.generation.graphs,
             strategy=strategy,
             resident_bytes=resident_bytes if share is None else 0.0,  # the share is there, or the plan does not fit
+            role=self.call.model if self.generates else "actor",
         )
 
     @cached_property

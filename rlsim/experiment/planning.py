@@ -285,7 +285,7 @@ class PlanSpace:
             yield {"ep": training.ep, "expert_tp": training.expert_tp}
 
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
-        model = self._loaded.model if call.kind == "generate" else self._loaded.models[call.model]
+        model = (self._loaded.served if call.kind == "generate" else self._loaded.models)[call.model]
         try:
             (self._loaded.replica if call.kind == "generate" else PLAIN).check(model, tp)
         except ConfigError:
@@ -346,7 +346,7 @@ class PlanSpace:
     def _share_for_all(self, call: Call, strategy: TrainStrategy) -> float:
         """Share of a GPU's memory that lets a micro-batch run at once; not more than the experiment allows."""
         loaded, engine, layout = self._loaded, self._loaded.experiment.engine, self._loaded.replica
-        shape = kv_shape(loaded.model, layout.attention_tp(strategy.tp))
+        shape = kv_shape(loaded.served[call.model], layout.attention_tp(strategy.tp))
         parts = [
             part
             for dealt in self._dealt(call, strategy)
@@ -354,7 +354,7 @@ class PlanSpace:
         ]
         units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in part) for part in parts)
         pages = (math.ceil(units / shape.page_units / layout.attention_dp) + 1) / (1 - engine.watermark)
-        costs = rollout_costs(loaded, range(strategy.gpus), strategy=strategy)
+        costs = rollout_costs(loaded, range(strategy.gpus), strategy=strategy, role=call.model)
         needed = costs.share_for(strategy.tp * strategy.pp, pages)
         return min(math.ceil(1000 * needed) / 1000, loaded.experiment.memory_utilization)
 
@@ -370,7 +370,9 @@ class PlanSpace:
 
     def _generated(self, call: Call, strategy: TrainStrategy, memory_share: float | None = None) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
-        costs = rollout_costs(self._loaded, range(strategy.gpus), memory_share=memory_share, strategy=strategy)
+        costs = rollout_costs(
+            self._loaded, range(strategy.gpus), memory_share=memory_share, strategy=strategy, role=call.model
+        )
         replica = strategy.tp * strategy.pp
         if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.

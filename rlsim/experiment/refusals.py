@@ -305,7 +305,7 @@ def kv_note(placed: PlacedExperiment, tp: int) -> str:
     """
     loaded, costs, gpus = placed.loaded, placed.rollout_costs, len(placed.generation.gpus)
     workflow, engine = loaded.experiment.workflow, loaded.engine
-    memory, shape = costs.memory(tp), kv_shape(loaded.model, loaded.replica.attention_tp(tp // placed.rollout_pp))
+    memory, shape = costs.memory(tp), kv_shape(costs.model, loaded.replica.attention_tp(tp // placed.rollout_pp))
     given = math.ceil(workflow.prompts * placed.responses * tp / gpus / placed.generation.micro_batches)
     running = min(given, engine.max_num_seqs)
     prompt = float(loaded.prompt_lengths.mean()) * (not engine.enable_prefix_caching)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 import simpy
 
@@ -93,14 +94,15 @@ def batch_of(call: str) -> str:
 class _Join:
     """Lets a sample through to a call once all its sources have delivered it, and the others of its prompt.
 
-    Of the sources that are in `made` each sample has but one. A prompt has `group` samples, or as many as these have
-    delivered once they are closed.
+    Of the sources that are in `made` each sample has but one, which says how many deliver it in all. A prompt has
+    `group` samples, or as many as these have delivered once they are closed.
     """
 
-    def __init__(self, inbox: Inbox, sources: frozenset[str], made: frozenset[str], group: int) -> None:
+    def __init__(self, inbox: Inbox, sources: frozenset[str], made: Mapping[str, int], group: int) -> None:
         self.inbox = inbox
         self.sources = sources
-        self._made, self._needed = made, len(sources) - max(len(made) - 1, 0)
+        self._made = made
+        self._needed: dict[int, float] = {}  # sources that are to deliver the sample
         self._group = group
         self._open = set(sources)
         self._in_batch: Counter[int] = Counter()  # by prompt: its samples there
@@ -110,13 +112,15 @@ class _Join:
 
     def deliver(self, source: str, samples: Sequence[Request]) -> None:
         through: list[Request] = []
-        seen_of, needed, in_batch, made = self._seen, self._needed, self._in_batch, source in self._made
+        seen_of, needed, in_batch, made = self._seen, self._needed, self._in_batch, self._made.get(source)
+        unmade = inf if self._made else len(self.sources)
         for sample in samples:
             position = sample.position
             if made:
                 in_batch[position] += 1
+                needed[sample.id] = made
             seen = seen_of[sample.id] = seen_of.get(sample.id, 0) + 1
-            if seen < needed:
+            if seen < needed.get(sample.id, unmade):
                 continue
             ready = self._ready.setdefault(position, [])
             ready.append(sample)
@@ -209,11 +213,11 @@ class Flow:
             inbox.samples, inbox.chunks, inbox.on_samples, inbox.on_chunks = [], {}, None, None
 
 
-def _sources(workflow: Workflow, call: Call, sources: set[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """What delivers samples to a call, and those of these that generate them."""
-    generate = {c.name for c in workflow.generating}
-    if call.kind == "reward":
-        own = frozenset(sources or {e.source for e in workflow.into(call.name) if e.lag == 0})
-        return own, own & generate
-    made = frozenset(map(batch_of, workflow.takes(call.name)))
-    return frozenset(sources - generate) | made, made
+def _sources(workflow: Workflow, call: Call, sources: set[str]) -> tuple[frozenset[str], dict[str, int]]:
+    """What delivers samples to a call, and for those of these that generate them how many deliver one of theirs."""
+    generate, reward = {c.name for c in workflow.generating}, call.kind == "reward"
+    own = sources or {e.source for e in workflow.into(call.name) if e.lag == 0} if reward else sources
+    others = [workflow.takes(source) for source in own - generate]
+    makers = own & generate if reward else workflow.takes(call.name)
+    made = {name if reward else batch_of(name): 1 + sum(name in of for of in others) for name in makers}
+    return frozenset(own - generate) | made.keys(), made

@@ -114,7 +114,8 @@ class StepGeneration(Generation):
         """Run the generation stage; returns the GPUs that it gave up before its end."""
         what, flow = self._what, state.flow
         mesh = placement.rollout_mesh(what.cluster, self.planned_tp)
-        state.version = version = self.version
+        trained = any(one.kind == "train" and one.model == call.model for one in what.workflow.calls)
+        state.version = version = self.version if trained else state.trained_version  # what nobody trains is never old
         accept = partial(flow.deliver, batch_of(call.name))
         batch = state.batch = StepBatch(what.batching, what.feed, accept, version, self._share(call, state))
         requests = self._launched(state, batch.first, call.name, call.baselines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -65,8 +66,8 @@ class BatchSize:
 class PlanMemory:
     """Memory of the calls of a workflow under any plan.
 
-    `models` are named by role; `rollout`: the model that generates, as its engine serves it (default: as trained), in
-    replicas of the layout `replica`. `worst`: micro-batches are the largest that the limits allow.
+    `models` are named by role; `rollout`: those that generate, as engines serve them (default: as trained), in replicas
+     of the layout `replica`. `worst`: micro-batches are the largest that the limits allow.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PlanMemory:
         models: Mapping[str, Model],
         cluster: AnyCluster,
         batch: BatchSize,
-        rollout: Model | None = None,
+        rollout: Mapping[str, Model] = MappingProxyType({}),
         replica: ReplicaLayout = PLAIN,
     ) -> None:
         self._workflow, self._models, self._cluster, self._batch = workflow, models, cluster, batch
@@ -127,7 +128,7 @@ class PlanMemory:
         if at.memory_share is not None:
             gpu_bytes = self._cluster.gpu_at(at.gpus[0]).memory_bytes
             return {"rollout engine": max(at.memory_share * gpu_bytes - RESERVED_BYTES, 0.0)}
-        model = self._rollout or self._models[call.model]
+        model = self._rollout.get(call.model) or self._models[call.model]
         return {"weights": rollout_weight_bytes(model, strategy.tp, strategy.pp, self._replica)}
 
     def over(self, ledger: Ledger) -> dict[str, float]:
