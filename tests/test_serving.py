@@ -7,7 +7,18 @@ import pytest
 
 from evidence.validate.closed_loop import Intake, Load, Served, closed_loop
 from evidence.validate.parts import Options
-from evidence.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, run_rows, section
+from evidence.validate.serving import (
+    NO_HOST,
+    SERVED,
+    TABLE,
+    Protocol,
+    ServingRun,
+    kernels,
+    read_runs,
+    run_rows,
+    section,
+    simulate,
+)
 from rlsim.cost.calibration import FrontEndFit, HostFit
 from rlsim.cost.curve import DecodeCurve, InWindows, at_least
 from rlsim.cost.derived import hosted
@@ -126,6 +137,22 @@ def test_how_runs_were_made_is_said_of_those_it_is_known_of() -> None:
     oss = told.model_copy(update={"engine": "vllm", "model": "gpt-oss-120b", "gpu": "h200-sxm"})
     assert oss.settings.moe_backend == "marlin"
     assert oss.model_copy(update={"lengths": "equal"}).settings.moe_backend is None
+
+
+def test_a_preempted_request_has_had_its_first_token() -> None:
+    """31 pages hold two requests of 10 + 12 tokens until both have 15: the younger waits for the other's end."""
+    ample, scarce = (loop(Load(10, 12, 2, 2), pages=pages) for pages in (100, 31))
+    assert (ample.preemptions, scarce.preemptions) == (0, 1)
+    assert scarce.ttft_s == ample.ttft_s
+    assert scarce.tpot_s > ample.tpot_s
+
+
+def test_tensorrt_llm_preempts_nobody() -> None:
+    said = {"engine": "trtllm", "model": "llama-3.1-70b", "gpu": "h200-sxm", "precision": "fp8", "tp": 1}
+    said |= {"prompt_tokens": 1024, "response_tokens": 2048, "concurrency": 128, "ttft_ms": 1, "tpot_ms": 1}
+    run, once = ServingRun.model_validate(said), Protocol(rounds=1)
+    assert once.pages(run) * 16 < 128 * (1024 + 2048)
+    assert simulate(run, kernels(run), NO_HOST, FrontEndFit(), once).preemptions == 0
 
 
 def test_scarce_kv_makes_a_queue() -> None:

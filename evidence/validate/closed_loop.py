@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 
 import numpy as np
 import simpy
@@ -180,8 +180,8 @@ class _Run:
         self._hand_out(len(self._held) - held, self.env.now)
 
     def _hand_out(self, prefills: int, at: float) -> None:
-        for _ in range(prefills):
-            self._first_at.update({request.id: at for request in self._held.pop(0)})
+        for request in chain.from_iterable([self._held.pop(0) for _ in range(prefills)]):
+            self._first_at.setdefault(request.id, at)  # one that was preempted has had its first token
 
     def finished(self, _: Replica, done: Sequence[Request]) -> None:
         """Responses are complete: the client sends as many requests."""

@@ -15,12 +15,15 @@ engines' own code:
 - In TensorRT-LLM's bf16 runs first tokens come late by the time of one response over the number of users, at 1 and 4
   GPUs and both prompt lengths: one request is always waiting for a place. Why is not known. In its FP8 runs none waits:
   their first tokens come no later for longer responses.
+- TensorRT-LLM admits a request once there is KV for all its tokens (`GUARANTEED_NO_EVICT`, its default): here as many
+  as whole ones of mean length fit.
 - SGLang's overlapped loop hands out a prefill's first tokens once the next prefill is launched (until its pull request
   11856, after this release).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -303,8 +306,16 @@ def simulate(
     run: ServingRun, bare: StepCost, host: HostFit, front_end: FrontEndFit, protocol: Protocol = AS_ASSUMED
 ) -> Served:
     """The run on rlsim's engine, whose kernels take the times of `bare`."""
-    cost = hosted(bare, host, run.dp)
-    return closed_loop(cost, protocol.pages(run), protocol.config(run), protocol.load(run), front_end, run.intake)
+    cost, config, load, pages = (
+        hosted(bare, host, run.dp),
+        protocol.config(run),
+        protocol.load(run),
+        protocol.pages(run),
+    )
+    if run.engine == "trtllm":
+        whole = math.ceil((run.prompt_tokens + run.response_tokens) * (1 + load.shortest) / 2 / config.page_tokens)
+        config = config.model_copy(update={"max_num_seqs": max(min(config.max_num_seqs, pages // whole), 1)})
+    return closed_loop(cost, pages, config, load, front_end, run.intake)
 
 
 def run_rows(
