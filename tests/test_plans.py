@@ -174,10 +174,25 @@ def test_a_copy_of_a_trained_model_stays_while_others_run_but_the_same_weights_a
     models = dict.fromkeys(("actor", "reference", "critic", "reward"), TINY)
     memory = PlanMemory(workflow, models, load_cluster("8xh100"), BATCH)
     values = workflow.call("values")
-    kept, _ = memory.of(values, TrainStrategy(dp=4))
+    [(kept, _)] = memory.of(values, TrainStrategy(dp=4))
     assert kept == {"parameters": 2 * PARAMETERS}  # from critic_sync on, past generation, to its use
-    assert memory.of(values, TrainStrategy(dp=4), holds_weights=True)[0] == {}
-    assert memory.of(values, TrainStrategy(dp=4, offload=True))[0] == {}
+    assert memory.of(values, TrainStrategy(dp=4), holds_weights=True)[0][0] == {}
+    assert memory.of(values, TrainStrategy(dp=4, offload=True))[0][0] == {}
+
+
+def test_each_stage_keeps_its_own_layers_whichever_peaks() -> None:
+    """Ten layers over four stages: three each; the last, which peaks at its logits, has one and the head."""
+    ten, ends = TINY.model_copy(update={"num_hidden_layers": 10, "vocab_size": 20_000}), 20_000 * 1024
+    many = BatchSize(sequences=4000, mean_tokens=100.0, longest_tokens=150)
+    workflow = grpo(old_log_probs=False)
+    memory = PlanMemory(workflow, {"actor": ten, "reference": ten}, load_cluster("8xh100"), many)
+    calls = {"generate": on(range(8), dp=8), "ref_log_prob": on(range(8), dp=2, pp=4), "train": on(range(8), dp=8)}
+    ledger = memory.ledger(with_transfers(workflow, calls))
+    held = [[row.bytes for row in ledger.held(gpu, "generate") if row.holder == "ref_log_prob"] for gpu in range(8)]
+    three = 3 * 16_779_264
+    each = (three + ends, three, three, three / 3 + ends + 1024)
+    assert held == [[2 * each[gpu // 2]] for gpu in range(8)]
+    assert ledger.fullest("ref_log_prob")[0] == 6
 
 
 # ---- plans as graphs -------------------------------------------------------------------------------------------------

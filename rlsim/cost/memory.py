@@ -328,10 +328,11 @@ def logits_bytes(
     return each * tokens * model.vocab_size / strategy.tp
 
 
-def call_bytes(
+def stage_bytes(
     model: Model, strategy: TrainStrategy, tokens: float | None = None, *, backward: bool, entropy: bool = False
-) -> dict[str, float]:
-    """Peak bytes by part on the fullest GPU of a training call, or one without gradient (log-probs, values, rewards).
+) -> list[dict[str, float]]:
+    """Peak bytes by part on a GPU of each pipeline stage, for a training call or one without gradient (log-probs,
+    values, rewards).
 
     `tokens` are those of a micro-batch (default: its budget). Per parameter: 2 bytes of bf16 weight and, to train, 4 or
     2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam moments (`cpu_optimizer` of them none); FSDP keeps
@@ -374,11 +375,18 @@ def call_bytes(
         return found | (passes if sum(passes.values()) > stepping else {"the optimizer's step": stepping})
 
     stages = model.stages(strategy.pp)
-    peaks = [on_stage(at, *both) for at, both in enumerate(zip(stages, _stages(model, strategy), strict=True))]
-    return max(peaks, key=lambda found: sum(found.values()))
+    return [on_stage(at, *both) for at, both in enumerate(zip(stages, _stages(model, strategy), strict=True))]
+
+
+def call_bytes(
+    model: Model, strategy: TrainStrategy, tokens: float | None = None, *, backward: bool, entropy: bool = False
+) -> dict[str, float]:
+    """`stage_bytes` of the stage that needs most."""
+    stages = stage_bytes(model, strategy, tokens, backward=backward, entropy=entropy)
+    return max(stages, key=lambda found: sum(found.values()))
 
 
 def kept_bytes(model: Model, strategy: TrainStrategy) -> float:
-    """What training leaves on each of its GPUs between calls: parameters and optimizer; nothing with offload."""
-    found = call_bytes(model, strategy, backward=True)
-    return sum(found[part] for part in STATES) * (not strategy.offload)
+    """The most that training leaves on a GPU between calls: parameters and optimizer; nothing with offload."""
+    stages = stage_bytes(model, strategy, backward=True)
+    return max(sum(found[part] for part in STATES) for found in stages) * (not strategy.offload)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlsim.cost.layout import PLAIN, Layout, PairTimes
-from rlsim.cost.memory import RESERVED_BYTES, call_bytes, kv_shape
+from rlsim.cost.memory import RESERVED_BYTES, kv_shape, stage_bytes
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
@@ -228,7 +228,7 @@ class PlanSpace:
             strategy = TrainStrategy(dp=to.dp, tp=to.tp, pp=to.pp, cp=to.cp, zero_stage=zero)
             if to.expert_cut is not None:
                 strategy = replace(strategy, ep=to.expert_cut, expert_tp=1)
-            return call_bytes(model, strategy, backward=False)["parameters"]
+            return max(stage["parameters"] for stage in stage_bytes(model, strategy, backward=False))
 
         return PairTimes(size, self._cluster, *pair)
 
@@ -302,7 +302,9 @@ class PlanSpace:
             for offload in offloads:
                 strategy = replace(shape, offload=offload, micro_batches=count)
                 copied = call.model in self._trained and not offload  # whose bytes depend on where training is
-                kept, working = map(sum, map(dict.values, self._placed.memory.of(call, strategy, holds_weights=copied)))
+                stages = self._placed.memory.of(call, strategy, holds_weights=copied)
+                kept = max(sum(states.values()) for states, _ in stages)
+                working = max(sum((states | parts).values()) for states, parts in stages) - kept
                 cost = self._calls.of(call.model, strategy, place)
                 needed = kept + working + RESERVED_BYTES
                 if needed > self._cluster.gpu.memory_bytes:

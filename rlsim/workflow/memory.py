@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.ledger import Ledger, Row, does_not_fit, total
-from rlsim.cost.memory import RESERVED_BYTES, STATES, call_bytes, rollout_weight_bytes
+from rlsim.cost.memory import RESERVED_BYTES, STATES, rollout_weight_bytes, stage_bytes
 from rlsim.cost.micro_batches import MicroBatching
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
@@ -90,17 +90,20 @@ class PlanMemory:
 
     def of(
         self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False, worst: bool = False
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Bytes by part on each GPU of a training or inference call: what it keeps between its runs, and what it needs
-        beside that while it runs. `holds_weights`: training of the same model keeps what an inference has there."""
+    ) -> list[tuple[dict[str, float], dict[str, float]]]:
+        """Bytes by part on each GPU of a training or inference call, by pipeline stage: what it keeps between its runs,
+        and what it needs beside that while it runs. `holds_weights`: training of the same model keeps what an inference
+        has there."""
         tokens, backward = self.micro_batch_tokens(call, strategy, worst=worst), call.kind == "train"
         policy = any(c.kind == "generate" and c.model == call.model for c in self._workflow.calls)
-        parts = call_bytes(self._models[call.model], strategy, tokens, backward=backward, entropy=policy)
-        # A copy of a trained model stays too: it comes right after training, and generation is before its use.
-        states = {part: parts.pop(part) for part in STATES if part in parts}
-        if holds_weights and not backward:
-            states = {}
-        return ({}, states | parts) if strategy.offload else (states, parts)
+        found = list[tuple[dict[str, float], dict[str, float]]]()
+        for parts in stage_bytes(self._models[call.model], strategy, tokens, backward=backward, entropy=policy):
+            # A copy of a trained model stays too: it comes right after training, and generation is before its use.
+            states = {part: parts.pop(part) for part in STATES if part in parts}
+            if holds_weights and not backward:
+                states = {}
+            found.append(({}, states | parts) if strategy.offload else (states, parts))
+        return found
 
     def ledger(self, plan: Plan, others: Iterable[Row] = (), *, worst: bool = False) -> Ledger:
         """The rows of every call that the plan says how to spread, beside `others`; a KV cache takes what is left."""
@@ -111,16 +114,18 @@ class PlanMemory:
             if at.strategy is None or not at.gpus or call.kind in ("sync", "reward"):
                 continue
             if call.kind == "generate":
-                kept, working = dict[str, float](), self._engine(call, at, at.strategy)
+                stages = [(dict[str, float](), self._engine(call, at, at.strategy))]
             else:
                 holder = trains.get(call.model)
                 holds = call.kind == "inference" and holder is not None and same_weights(holder, at)
-                kept, working = self.of(call, at.strategy, holds_weights=holds, worst=worst)
-            phase, gpus = len(phases), frozenset(at.gpus)
+                stages = self.of(call, at.strategy, holds_weights=holds, worst=worst)
+            phase, each = len(phases), len(at.gpus) // (at.strategy.pp if len(stages) > 1 else 1)
             phases[call.name] = at.gpus
-            rows += [Row(call.name, part, size, gpus) for part, size in kept.items()]
-            working["context and communication"] = RESERVED_BYTES
-            rows += [Row(call.name, part, size, gpus, phase, phase) for part, size in working.items()]
+            for stage, (kept, working) in enumerate(stages):
+                gpus = frozenset(at.gpus[stage * each : (stage + 1) * each])  # TP is innermost, PP outermost
+                rows += [Row(call.name, part, size, gpus) for part, size in kept.items()]
+                working["context and communication"] = RESERVED_BYTES
+                rows += [Row(call.name, part, size, gpus, phase, phase) for part, size in working.items()]
         return Ledger(phases, tuple(rows))
 
     def _engine(self, call: Call, at: Placement, strategy: TrainStrategy) -> dict[str, float]:
