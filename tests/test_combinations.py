@@ -173,6 +173,8 @@ def of_the_papers(draw: st.DrawFn) -> Drawn:
     trl = {"trl": {"tp": 1, "scoring_gpu": draw(st.booleans()), "vllm": draw(st.booleans())}}
     searched = {"evaluations": 300, "most_plans": draw(st.sampled_from([None, 100, 1e6]))}
     rollpacker = {"start_tp": 1, "profiled": draw(st.booleans())}
+    offload, gradients = draw(st.booleans()), draw(st.sampled_from(["gpu", "host"]))
+    streamed = {"swap": offload and draw(st.booleans()), "gradients": gradients, "trigger": 0.3}
     system = draw(
         st.sampled_from([
             {"name": "s", "use": [trl, "chunked"]},
@@ -181,12 +183,14 @@ def of_the_papers(draw: st.DrawFn) -> Drawn:
             {"real": {**searched, "pipelined_generation": draw(st.booleans())}},
             {"rlhfuse": {"tp": 1, "remaining": 0.3}},
             {"name": "s", "use": [{"planner": rollpacker}, "tail_batching", "reward_scheduler"]},
+            {"name": "s", "use": [{"verl": {"tp": 1}}, "tail_batching", {"stream": streamed}]},
         ])
     )  # fmt: skip
     algorithm = draw(st.sampled_from(["grpo", "ppo", "remax", "online_dpo"]))
     workflow = {**draw(sizes()), "algorithm": algorithm, "responses": {"online_dpo": 2, "grpo": 2}.get(algorithm, 1)}
     models = {"reward": "qwen2.5-1.5b"} | ({"critic": "qwen2.5-1.5b"} if algorithm == "ppo" else {})
-    return Drawn(system, {**workflow, "reference": True, "reward": {}}, 1, np.inf, False, 0, {"models": models})
+    others = {"models": models, "training": {"backend": "megatron", "offload": offload}}
+    return Drawn(system, {**workflow, "reference": True, "reward": {}}, 1, np.inf, False, 0, others)
 
 
 @pytest.fixture
@@ -231,9 +235,9 @@ def test_systems_keep_every_invariant_or_are_refused(
 
     def check(drawn: Drawn) -> None:
         trained.clear()
-        training = {"backend": "megatron", "mini_batches": drawn.mini_batches}
+        training = {"training": {"backend": "megatron", "mini_batches": drawn.mini_batches}}
         try:
-            found = run(drawn.system, workflow=drawn.sizes, training=training, **drawn.changes)
+            found = run(drawn.system, workflow=drawn.sizes, **{**training, **drawn.changes})
         except ConfigError:
             reject()  # with the reason
         assert sum(trained) == found.steps["trained"].sum() > 0

@@ -30,7 +30,8 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import Model
 from rlsim.policies.plan import ExplicitPlan
-from rlsim.workflow import Call, Edge, Placement, Workflow, dpo, grpo, ppo, remax
+from rlsim.policies.stream_trainer import StreamTrainer
+from rlsim.workflow import Call, Edge, Placement, Workflow, colocated, dpo, grpo, ppo, remax
 from rlsim.workflow.memory import BatchSize, PlanMemory
 from rlsim.workflow.plan import Plan, check_meshes, same_weights, with_transfers
 
@@ -167,6 +168,32 @@ def test_offloaded_states_take_room_only_while_their_call_runs() -> None:
     plain, moved = (tiny_memory().ledger(plan) for plan in (tiny_plan(), tiny_plan(train=offloaded)))
     assert not [row for row in moved.rows if row.holder == "train" and row.stays]
     assert total(moved.fullest("train")[1]) == total(plain.fullest("train")[1])
+
+
+def test_calls_in_pieces_are_side_by_side_unless_weights_swap_and_gradients_leave() -> None:
+    states = {"parameters": 2 * PARAMETERS, "gradients": 4 * PARAMETERS, "optimizer states": 12 * PARAMETERS}
+
+    def held(batch: BatchSize = BATCH, **stream: Any) -> dict[str, set[str]]:
+        """By call: the states that its GPUs hold."""
+        workflow = StreamTrainer.model_validate(stream).rewired(grpo())
+        memory = PlanMemory(workflow, {"actor": TINY, "reference": TINY}, load_cluster("8xh100"), batch)
+        whole = TrainStrategy(dp=2, zero_stage=0, gradients="fp32", offload=True)
+        ledger = memory.ledger(colocated(workflow, (0, 1), whole))
+        rows = {phase: [row for row in ledger.fullest(phase)[1] if row.part in states] for phase in ledger.phases}
+        assert all(row.bytes == states[row.part] for of in rows.values() for row in of)
+        return {name: {f"{row.holder} {row.part}" for row in of} for name, of in rows.items()}
+
+    actor, reference = {f"train {part}" for part in states}, {"ref_log_prob parameters"}
+    beside = held(gradients="gpu")
+    assert beside["old_log_prob"] == beside["ref_log_prob"] == beside["train"] == actor | reference
+    swapped = held(gradients="gpu", swap=True)
+    assert swapped["old_log_prob"] == {"old_log_prob parameters"}
+    assert (swapped["ref_log_prob"], swapped["train"]) == (reference, actor)
+    away = held(gradients="host")  # the update, after the last log-probs, takes more than a piece beside them
+    assert away["ref_log_prob"] == {"train parameters"} | reference
+    assert away["train"] == actor
+    longer = replace(BATCH, longest_tokens=100_000)
+    assert held(longer, gradients="host")["train"] == actor - {"train optimizer states"} | reference
 
 
 def test_a_copy_of_a_trained_model_stays_while_others_run_but_the_same_weights_are_there_once() -> None:

@@ -306,6 +306,33 @@ class ReleaseLast(OneEach):
         return Release((replicas[-1].index,)) if view.finished >= self._at and len(replicas) > 1 else None
 
 
+class HostTimes(Times):
+    """Weights are copied in in half a second, gradients in or out in a quarter."""
+
+    def pieces(self, call: Call) -> Pieces:
+        return super().pieces(call)._replace(swap_s=0.5, gradients_s=0.25 * (call.kind == "train"))
+
+
+def test_streamed_pieces_swap_weights_and_move_gradients() -> None:
+    """GPU 1 goes at 2 s. The reference's log-probs of 5 tokens take half a second there, and so does training."""
+    lengths = {0: [1], 1: [2], 2: [4], 3: [10]}
+    graph = StreamTrainer(swap=True, gradients="host").rewired(grpo(old_log_probs=False))
+    plan = colocated(graph, (0, 1), TrainStrategy(dp=2))
+    more = {"gpus": 2, "routing": "round_robin", "control": ReleaseLast(2), "times": HostTimes()}
+    outcome = simulated(graph, plan, lengths, 4, **more)
+    pieces = sorted((s.start_at, s.end_at, s.kind) for s in outcome.spans if s.kind in ("ref_log_prob", "train"))
+    assert pieces[:4] == [
+        (2.0, 3.0, "ref_log_prob"),  # its weights come in
+        (3.0, 4.25, "train"),  # the actor's in, gradients out
+        (5.0, 6.0, "ref_log_prob"),
+        (6.0, 7.5, "train"),  # gradients in and out
+    ]
+    # At 10 s the last response, of 11 tokens, is there. GPU 1 takes it, and has its gradients back for the update.
+    assert pieces[4] == (10.0, pytest.approx(11.6), "ref_log_prob")
+    assert pieces[5] == (pytest.approx(11.6), pytest.approx(11.6 + 0.5 + 1.1 + 0.25), "train")
+    assert pieces[6:] == [(pytest.approx(13.45), pytest.approx(14.45), "train")]
+
+
 def test_a_release_that_comes_too_late_frees_nothing_twice() -> None:
     """Replica 1 is told to go in the middle of the iteration that ends the last response."""
     lengths = {0: [2], 1: [3], 2: [2]}

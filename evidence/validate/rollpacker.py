@@ -24,9 +24,9 @@ def section(options: Options) -> Section:
     found: dict[str, Any] = {name: told(result) for name, result in results.items()}
     shares = {task: stage_shares(found[f"shares_{task}"]["verl"]) for task in TASKS}
     found["shares"] = {f"{task}_{name}": share for task, own in shares.items() for name, share in own.items()}
-    rounds = {"7b": "fitted_7b", "32b": "fitted_32b", "stretched": "stretched_32b"}
+    rounds = {"7b": "fitted_7b", "32b": "fitted_32b", "code": "shares_code"}
     found |= {f"rounds_{name}": _rounds(results[run]) for name, run in rounds.items()}
-    found["judge_busy"] = judge_busy(results["shares_judge"])
+    found["judge_busy"] = judge_busy(results["reserved_judge"])
     tried = [name for name in found["eta"] if name.startswith("tail-eta")]
     best = min(tried, key=lambda name: found["eta"][name]["every"]["gen_time_s"])
     found["best_eta"] = float(best.removeprefix("tail-eta"))
@@ -34,9 +34,11 @@ def section(options: Options) -> Section:
 
 
 def judge_busy(result: Result) -> float:
-    """Share of the time from the start of generation to the last score in which a judge's GPU is at work."""
+    """Share of short rounds, from the start of generation to the last score, in which a judge's GPU is at work."""
     ((record,),) = (systems.values() for systems in result.manifest["judge"].values())
-    calls, at_work = result.calls, result.spans[result.spans["kind"] == "reward"]
+    short = result.steps.loc[result.steps["round"] == "short", "step"]
+    calls, spans = (table[table["step"].isin(short)] for table in (result.calls, result.spans))
+    at_work = spans[spans["kind"] == "reward"]
     ends = calls[calls["kind"] == "reward"].set_index(["seed", "step"])["end_at"]
     starts = calls[calls["kind"] == "generate"].set_index(["seed", "step"])["start_at"]
     busy_s = ((at_work["end_at"] - at_work["start_at"]) * at_work["gpus"]).sum()

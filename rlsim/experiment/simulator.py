@@ -83,7 +83,8 @@ class Simulator:
         for call in placed.workflow.calls:
             shares = call.kind not in ("generate", "sync") and placed.shares_generation(call.name)
             parts = placed.generation.micro_batches if call.kind == "generate" else 1
-            refuse("endless", call=call, endless=endless(system), shares_gpus=shares, micro_batches=parts)
+            known = {"workflow": placed.workflow, "training": self.loaded.experiment.training, "micro_batches": parts}
+            refuse("beside", call=call, endless=endless(system), shares_gpus=shares, **known)
         _ = placed.judge  # raises if it does not fit
         self.scorers(system)
         system.control.setup(placed.context)

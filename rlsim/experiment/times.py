@@ -26,6 +26,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.ledger import does_not_fit
 from rlsim.cost.memory import RESERVED_BYTES, call_bytes, rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.experiment.refusals import planner
@@ -85,11 +86,21 @@ class ExperimentTimes:
         each, mean_tokens = strategy.sequences(backward=train), self._placed.loaded.batch.mean_tokens
         tokens = round(each * mean_tokens) if each else strategy.budget(backward=train)
         tokens *= 1 if strategy.pp == 1 else 4 * strategy.pp
-        load_s, unload_s = (cost.copied_s(backward=train, out=out) for out in (False, True))
+        weights_s, load_s = (cost.copied_s(backward=backward, out=False) for backward in (False, train))
+        unload_s, swap_s, gradients_s = cost.copied_s(backward=train, out=True), 0.0, 0.0
+        if train and self._workflow.host_gradients:
+            gradients = call_bytes(cost.model, strategy, backward=True)["gradients"]
+            gradients_s = host_copy_s(gradients, cost.cluster.host)
+            unload_s += load_s - weights_s  # the optimizer's states come in for the update
+            load_s = weights_s
+        if self._workflow.swaps:
+            load_s, swap_s = load_s - weights_s, weights_s
+            unload_s *= train  # host memory still has weights that nobody changes
         finish = [*(cost.update_time().named if train else ()), *([("offload", unload_s)] if unload_s else ())]
         guests = guests_of(self._placed, call, tokens) if train and self._workflow.elastic else None
         return Pieces(
-            lambda lengths: (cost.part_time(lengths, backward=train) * longer).named, tokens, load_s, finish, guests
+            lambda lengths: (cost.part_time(lengths, backward=train) * longer).named,
+            *(tokens, load_s, finish, guests, swap_s, gradients_s),
         )
 
     def relay(self, call: Call) -> Relay:

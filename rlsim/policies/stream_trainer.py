@@ -40,6 +40,18 @@ class StreamTrainer(Informed, Rewiring):
         "given up, the rest after the rollout",
     )
 
+    swap: bool = Field(
+        default=False,
+        description="a GPU that log-probs and training take turns on has the weights of one model at a time, the "
+        "actor's or the reference's, from host memory; without, both (needs `training.offload`)",
+    )
+
+    gradients: Literal["gpu", "host"] = Field(
+        default="gpu",
+        description="host: gradients go to host memory after each piece while the rollout runs and come back for the "
+        "next one; with `training.offload` the optimizer's states come in for the update alone",
+    )
+
     rounds: tuple[str, ...] = Field(
         default=(), description="kinds of round in which it acts, such as [long]; none named: in all"
     )
@@ -50,7 +62,8 @@ class StreamTrainer(Informed, Rewiring):
     def rewired(self, workflow: Workflow) -> Workflow:
         """Responses go on to reward, log-probs and training by the sample; log-probs do not wait for rewards."""
         streamed = workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
-        return replace(streamed, fetch_once=self.fetch == "once")
+        away = self.gradients == "host"
+        return replace(streamed, fetch_once=self.fetch == "once", swaps=self.swap, host_gradients=away)
 
     def on_finish(self, view: RolloutView) -> Action | None:
         """At each milestone, once a step: release half of the GPUs if the rest can hold what is running."""

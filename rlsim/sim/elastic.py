@@ -41,6 +41,8 @@ class Pieces(NamedTuple):
     load_s: float  # a replica's states in from host memory, before its first piece
     finish: Sequence[tuple[str, float]]  # what all replicas do once at the end: names and seconds
     guests: Guests | None = None
+    swap_s: float = 0.0  # its weights in from host memory, where its GPUs had those of another model before a piece
+    gradients_s: float = 0.0  # its gradients to host memory, after a piece that begins while others generate, or back
 
 
 @dataclass(eq=False)
@@ -51,6 +53,7 @@ class _Worker:
     gpus: tuple[int, ...]
     costs: Pieces | Guests
     loaded: bool = False  # whether it has its states
+    away: bool = False  # whether its gradients are in host memory, if they go there
 
     @property
     def guest(self) -> bool:
@@ -84,9 +87,13 @@ class ElasticCall:
         recorder: Recorder,
         call: Call,
         slowdown: Callable[[tuple[int, ...]], float],
+        generating: Callable[[], bool],
+        residents: dict[int, str],
     ) -> None:
         self._env, self._pool, self._pieces, self._inbox = env, pool, pieces, inbox
         self._recorder, self._call, self._slowdown = recorder, call, slowdown
+        self._generating = generating  # whether responses of the step are still generated
+        self._residents = residents  # by GPU: whose weights the last piece there needed, of whichever call
         self.on_done: Callable[[Sequence[Request]], None] | None = None
         self._own = len(replicas)
         self._queue: deque[Request] = deque()
@@ -110,8 +117,10 @@ class ElasticCall:
     @property
     def finish(self) -> list[tuple[str, float]]:
         """What all of the call's own GPUs do together when it is done: names and seconds."""
-        guests, helped = self._pieces.guests, any(self.samples[self._own :])
-        return [*self._pieces.finish, *([("communication", guests.reduce_s)] if guests and helped else ())]
+        pieces, helped = self._pieces, any(self.samples[self._own :])
+        back = [("offload", pieces.gradients_s)] if pieces.gradients_s and any(w.away for w in self._workers) else []
+        added = [("communication", pieces.guests.reduce_s)] if pieces.guests and helped else []
+        return [*back, *pieces.finish, *added]
 
     @property
     def backlog_s(self) -> float:
@@ -170,9 +179,8 @@ class ElasticCall:
         start = self._env.now
         self.started_at = min(start, self.started_at)
         work = list(worker.costs.piece([r.context for r in piece]))
-        if not worker.loaded and worker.costs.load_s:
-            work.append(("offload", worker.costs.load_s))
-        worker.loaded = True
+        if moved_s := self._moved_s(worker):
+            work.append(("offload", moved_s))
         slowdown = self._slowdown(worker.gpus)
         if not worker.guest:
             for name, seconds in work:
@@ -180,6 +188,17 @@ class ElasticCall:
         self.samples[worker.number] += len(piece)
         yield self._env.timeout(slowdown * sum(seconds for _, seconds in work))
         self._recorder.add(worker.gpus, start, self._env.now, self._call.name)
+
+    def _moved_s(self, worker: _Worker) -> float:
+        """Seconds of what comes from host memory before a piece that begins now, and of gradients that go after it."""
+        costs, first, back = worker.costs, not worker.loaded, worker.away
+        worker.loaded = True
+        if isinstance(costs, Guests):
+            return costs.load_s * first
+        others = any(self._residents.get(gpu) != self._call.model for gpu in worker.gpus)
+        self._residents.update(dict.fromkeys(worker.gpus, self._call.model))
+        worker.away = self._generating()
+        return costs.load_s * first + costs.swap_s * others + costs.gradients_s * (back + worker.away)
 
     def _take(self) -> list[Request]:
         """The next piece: in order of arrival, no more than an even share of what is left when no more can come."""

@@ -240,7 +240,12 @@ class _Run:
             return max((factor for factor, busy in beside if not busy.isdisjoint(gpus)), default=1.0)
 
         pieces = self.what.times.pieces(call)
-        work = ElasticCall(self.env, self.pool, placement.replicas(), pieces, inbox, recorder, call, slowdown)
+
+        def generating() -> bool:
+            return state.rollout is not None and not state.rollout.done.triggered
+
+        what = (inbox, recorder, call, slowdown, generating, state.residents)
+        work = ElasticCall(self.env, self.pool, placement.replicas(), pieces, *what)
         if pieces.guests:
             self.machine.elastic.append(work)
         return work

@@ -51,6 +51,7 @@ class StepState:
     offered: set[int] = field(default_factory=set)  # responses that reward calls have been given
     scorers: dict[str, StreamingScorer] = field(default_factory=dict)  # by call that takes chunks
     scored: set[str] = field(default_factory=set)  # those of these calls that are done
+    residents: dict[int, str] = field(default_factory=dict)  # by GPU: whose weights calls in pieces have left there
     chunk_tokens: int = 0
     generates_at: float = NAN  # when its rollout began
     judge_ready_at: float = 0.0  # when the judge's weights are there

@@ -66,7 +66,8 @@ class Workflow:
     `elastic`: training that takes samples as they come, or a window's, works in pieces, also on GPUs that generation
     leaves idle: as further data-parallel replicas. `hybrid`: the other way round, generation may have replicas on GPUs
     of training, while that waits. With `fetch_once` calls that take samples as they come take what is there when
-    generation first gives GPUs up, and the rest when it is over.
+    generation first gives GPUs up, and the rest when it is over. Calls in pieces are side by side on their GPUs; with
+    `swaps` a GPU has the weights of one model at a time, with `host_gradients` gradients between pieces in host memory.
     """
 
     name: str
@@ -77,6 +78,8 @@ class Workflow:
     elastic: bool = False
     hybrid: bool = False
     fetch_once: bool = False
+    swaps: bool = False
+    host_gradients: bool = False
 
     def __post_init__(self) -> None:
         names, open_ = [call.name for call in self.calls], [c.name for c in self.generating if c.responses is None]
@@ -186,6 +189,11 @@ class Workflow:
             if call.name == name:
                 return call
         raise ConfigError(f"workflow {self.name} has no call {name!r}")
+
+    def in_pieces(self, name: str) -> bool:
+        """Whether a call takes responses as they come, and works on them piece by piece."""
+        pieces = self.call(name).kind in ("inference", "train") and not self.windows
+        return pieces and any(edge.grain == "sample" for edge in self.into(name))
 
     def into(self, name: str) -> tuple[Edge, ...]:
         """The edges that end in the call `name`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -106,26 +106,47 @@ class PlanMemory:
         return found
 
     def ledger(self, plan: Plan, others: Iterable[Row] = (), *, worst: bool = False) -> Ledger:
-        """The rows of every call that the plan says how to spread, beside `others`; a KV cache takes what is left."""
-        trains = {call.model: plan.of(call.name) for call in self._workflow.calls if call.kind == "train"}
-        rows, phases = list(others), dict[str, tuple[int, ...]]()
-        for call in map(self._workflow.call, self._workflow.order()):
-            at = plan.of(call.name)
-            if at.strategy is None or not at.gpus or call.kind in ("sync", "reward"):
-                continue
+        """The rows of every call that the plan says how to spread, beside `others`; a KV cache takes what is left.
+
+        Calls in pieces have their states, and gradients, from the first of them to the last. With `Workflow.swaps` only
+        while they run; with `host_gradients` gradients too, and the optimizer's states come once activations are gone.
+        """
+        workflow, rows, phases = self._workflow, list(others), dict[str, tuple[int, ...]]()
+        trains = {call.model: plan.of(call.name) for call in workflow.calls if call.kind == "train"}
+        calls = [call for call in map(workflow.call, workflow.order()) if call.kind not in ("sync", "reward")]
+        calls = [call for call in calls if plan.of(call.name).strategy and plan.of(call.name).gpus]
+        beside = [phase for phase, call in enumerate(calls) if workflow.in_pieces(call.name)]
+        for call in calls:
+            at, pieces = plan.of(call.name), workflow.in_pieces(call.name)
+            together = pieces and not workflow.swaps
+            assert at.strategy is not None
             if call.kind == "generate":
                 stages = [(dict[str, float](), self._engine(call, at, at.strategy))]
             else:
                 holder = trains.get(call.model)
                 holds = call.kind == "inference" and holder is not None and same_weights(holder, at)
+                holds &= together or not at.strategy.offload
                 stages = self.of(call, at.strategy, holds_weights=holds, worst=worst)
             phase, each = len(phases), len(at.gpus) // (at.strategy.pp if len(stages) > 1 else 1)
             phases[call.name] = at.gpus
+            host = workflow.host_gradients and pieces and call.kind == "train"
+            lasting = (("parameters",) if host else (*STATES, "gradients")) if together else ()
             for stage, (kept, working) in enumerate(stages):
                 gpus = frozenset(at.gpus[stage * each : (stage + 1) * each])  # TP is innermost, PP outermost
+                if host:  # the fuller of a piece, beside the others' states, and the update
+                    update = {"optimizer states", "the optimizer's step"}
+                    piece = {"gathered layers", "activations", "logits"}
+                    alike = [r for r in rows if (r.start, r.end) == (beside[0], beside[-1]) and r.gpus & gpus]
+                    at_update, at_work = (sum(working.get(part, 0.0) for part in parts) for parts in (update, piece))
+                    if at_update > at_work + total(alike):
+                        piece, update = update, piece
+                        rows = [replace(row, end=phase - 1) if row in alike else row for row in rows]
+                    working = {part: size for part, size in working.items() if part not in update}
                 rows += [Row(call.name, part, size, gpus) for part, size in kept.items()]
                 working["context and communication"] = RESERVED_BYTES
-                rows += [Row(call.name, part, size, gpus, phase, phase) for part, size in working.items()]
+                for part, size in working.items():
+                    first, last = (beside[0], beside[-1]) if part in lasting else (phase, phase)
+                    rows.append(Row(call.name, part, size, gpus, first, last))
         return Ledger(phases, tuple(rows))
 
     def _engine(self, call: Call, at: Placement, strategy: TrainStrategy) -> dict[str, float]:
