@@ -219,13 +219,15 @@ def unfused_of(model: Model, backend: str, flops_per_byte: float) -> float:
     width of what these pass on, not with their FLOPs.
 
     A model of half the width moves as many bytes for half of the FLOPs, and `TRAFFIC` is that of models as wide as
-    those it is fitted to. Megatron Core fuses its norms, activations and rotary embeddings: there it is one for FLOPs.
+    those it is fitted to. Wider ones are not taken to be faster: MPT of 7B, 13B, 30B and 70B reach 0.57, 0.59, 0.59 and
+    0.57 of an H100's peak under FSDP (mosaicml/llm-foundry@061f2c7, scripts/train/benchmarking, the best rows with
+    recomputation). Megatron Core fuses its norms, activations and rotary embeddings: there it is one for FLOPs.
     """
     if backend == "megatron":
         return 0.0
     moved = sum(count * sum(moved_elements(layer)) for layer, count in model.groups.items())
     flops = sum(count * 2.0 * layer.active_weights for layer, count in model.groups.items())
-    return TRAFFIC * (round(moved / flops / MOVED, 2) - 1.0) * flops_per_byte
+    return TRAFFIC * max(round(moved / flops / MOVED, 2) - 1.0, 0.0) * flops_per_byte
 
 
 #: What FlashAttention-2 reaches of an SM with Ampere's matrix instructions, however fast Hopper's and later ones are:
