@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -187,6 +187,24 @@ def test_two_calls_generate_at_once_or_take_turns(together: bool) -> None:
         assert responses.baseline.tolist() == [False, False, True, True]
         assert responses.replica.tolist() == [0, 0, 1, 1], "the replicas of a step have numbers of their own"
     assert [responses.version.tolist() for responses in outcome.responses] == [[0] * 4, [1] * 4]
+
+
+def test_a_call_that_generated_before_newer_weights_came_keeps_its_version() -> None:
+    """Sampled responses may be of weights two updates old: the second step's are done before the greedy ones begin."""
+    graph, plan = two_calls(together=False)
+    edges = [replace(e, lag=2) if e.target == "sampled" else e for e in graph.edges]
+    places = {call.name: plan.of(call.name) for call in graph.calls if call.kind not in ("sync", "generate")}
+    graph = replace(graph, edges=tuple(edges))
+    places = {name: replace(place, gpus=(2,)) for name, place in places.items()}
+    plan = with_transfers(graph, {"sampled": Placement((0,)), "greedy": Placement((1,)), **places})
+    others = {"greedy": (StubCosts({1: LinearStep(a=1.0)}, {1: 10**6}), 1)}
+    lengths = {0: [3, 9], 1: [5, 9], 2: [3, 9], 3: [5, 9]}
+    outcome = simulated(graph, plan, lengths, 2, 2, gpus=3, steps=2, others=others)
+    ends = {(call.call, call.step): (call.start_at, call.end_at) for call in outcome.calls}
+    assert ends["sampled", 1] == (5.0, 10.0)
+    assert ends["greedy", 1][0] > 10.0
+    assert outcome.responses[1].version.tolist() == [0, 0, 1, 1]
+    assert outcome.responses[1].stale_tokens.tolist() == [3, 5, 0, 0]
 
 
 def test_halves_of_a_group_that_two_calls_generate_are_trained_on_together() -> None:

@@ -142,7 +142,7 @@ class StepGeneration(Generation):
             self._offer(call, state, state.trained_on([call.name]))
         flow.close(call.name)
         flow.close(batch_of(call.name))
-        if len(state.made) > 1:  # another call may generate with other weights
+        if len(what.workflow.generating) > 1:  # another call may generate with other weights, or have done so
             for request in state.made[call.name]:
                 request.end_run(version, request.generated)
         self._note(step, start, rollout, launches)
