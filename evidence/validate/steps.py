@@ -28,7 +28,7 @@ from evidence.validate.steps_nemo import SPENT, nemo_rows
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
-from rlsim.cost.memory import call_bytes
+from rlsim.cost.memory import BF16, call_bytes
 from rlsim.cost.strategy import EXPERT_LAUNCH_S, TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.models.hardware import load_cluster
@@ -130,9 +130,15 @@ class Iteration(Schema):
 
     @property
     def simulated_gib(self) -> float:
-        """The fullest GPU's peak by rlsim."""
-        tokens = float(self.micro_batch * self.tokens)
-        return sum(call_bytes(load_model(self.model), self.strategy, tokens, backward=True).values()) / 2**30
+        """The fullest GPU's peak by rlsim, as PyTorch reserves it.
+
+        Its allocator keeps the block of the bf16 logits when these are fp32, as no larger tensor fits into it, until
+        memory runs short: what is printed is `torch.cuda.max_memory_reserved`.
+        """
+        model, tokens = load_model(self.model), float(self.micro_batch * self.tokens)
+        used = sum(call_bytes(model, self.strategy, tokens, backward=True).values())
+        reserved = used + BF16 * tokens * model.vocab_size * (self.logits == "torch")
+        return (reserved if reserved <= load_cluster(self.cluster).gpu.memory_bytes else used) / 2**30
 
 
 def iterations(evidence: Path = EVIDENCE) -> list[Iteration]:
