@@ -21,7 +21,10 @@ class Megatron(Schema, Placing):
     """
 
     micro_batches: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="micro-batches of a data-parallel rank, at most its sequences"
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="micro-batches of a rank, at most its sequences; not of generation",
     )
     graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
 
@@ -36,11 +39,10 @@ class Megatron(Schema, Placing):
                 context.style, dp=gpus // tp // pp, tp=tp, pp=pp, cp=1, zero_stage=zero, sequence_parallel=tp > 1,
                 micro_batches=self.micro_batches,
             )  # fmt: skip
-            # A rollout engine shards no parameters: under ZeRO-3 it has the same degrees but other weights.
+            # A rollout engine shards no parameters, and batches continuously: the degrees are the same.
+            engine = replace(strategy, zero_stage=0, micro_batches=None)
             placed = {
-                call.name: Placement(
-                    context.gpus, replace(strategy, zero_stage=0) if call.kind == "generate" else strategy
-                )
+                call.name: Placement(context.gpus, engine if call.kind == "generate" else strategy)
                 for call in context.workflow.calls
                 if call.kind not in ("sync", "reward")
             }
