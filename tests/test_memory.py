@@ -176,8 +176,9 @@ def test_what_training_holds_by_hand() -> None:
         assert memory["gathered layers"] == (2 + 2 + 4) * 128_256 * 4096 * (stage == 3)
         strategy = TrainStrategy(dp=4, zero_stage=stage)
         assert kept_bytes(LLAMA, strategy) == memory["parameters"] + memory["optimizer states"]
-    deepspeed = call_bytes(LLAMA, TrainStrategy(dp=4, zero_stage=3, gradients="bf16"), backward=True)
-    assert [deepspeed[part] * 4 / LLAMA.parameters for part in fsdp] == [2, 2, 12]
+    reduced = call_bytes(LLAMA, TrainStrategy(dp=4, zero_stage=3, gradients="bf16"), backward=True)
+    assert {part: reduced[part] * 4 / LLAMA.parameters for part in fsdp} == fsdp, "they are of the weights' type again"
+    assert reduced["gathered layers"] == (2 + 2 + 2) * 128_256 * 4096
     step = call_bytes(LLAMA, TrainStrategy(dp=2, zero_stage=3), 1000, backward=True)
     assert step["the optimizer's step"] * 2 == 4 * LLAMA.parameters, "more than what a thousand tokens keep"
     halved = call_bytes(LLAMA, TrainStrategy(dp=4, tp=2, zero_stage=3), backward=True)

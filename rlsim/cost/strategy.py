@@ -156,7 +156,7 @@ class TrainStrategy:
     @property
     def fsdp(self) -> bool:
         """Whether parameters are sharded as FSDP does it: in fp32, of Hugging Face's modules, for PyTorch's AdamW."""
-        return self.zero_stage == 3 and self.gradients == "fp32"
+        return self.zero_stage == 3
 
     @property
     def sharded_over(self) -> int:
