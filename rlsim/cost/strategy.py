@@ -223,7 +223,7 @@ def unfused_of(model: Model, backend: str, flops_per_byte: float) -> float:
     0.57 of an H100's peak under FSDP (mosaicml/llm-foundry@061f2c7, scripts/train/benchmarking, the best rows with
     recomputation). Megatron Core fuses its norms, activations and rotary embeddings: there it is one for FLOPs.
     """
-    if backend == "megatron":
+    if backend not in ("fsdp", "torch"):
         return 0.0
     moved = sum(count * sum(moved_elements(layer)) for layer, count in model.groups.items())
     flops = sum(count * 2.0 * layer.active_weights for layer, count in model.groups.items())
