@@ -204,7 +204,7 @@ def test_replicas_must_fit_beside_the_states_of_training() -> None:
 
     assert steps(False) == 1
     told = (
-        r"no rollout replica fits on the GPUs of call train, where 51\.\d+ GB stay.*it fits with training.offload=true"
+        r"no rollout replica fits on the GPUs of call train, where 44\.\d+ GB stay.*it fits with training.offload=true"
     )
     with pytest.raises(CapacityError, match=told):
         steps(False, "hybrid_rollout")

@@ -111,7 +111,7 @@ def elastic(
     pool.acquire({9}, "generate")
     call = ElasticCall(
         env, pool, [(i,) for i in range(replicas)], pieces, inbox, recorder, Call("train", "train", "actor"),
-        lambda _: slowdown,
+        lambda _: slowdown, lambda: False, {},
     )  # fmt: skip
 
     def feed() -> object:
