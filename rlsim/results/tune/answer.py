@@ -197,14 +197,10 @@ def tune(
             tried, stopped = sorted(done, key=lambda trial: -trial.rate), True
         ran = sum(not trial.kind for trial in tried)
         first = {_key(trial.changes): trial for trial in tried}
-        # What the rest of the budget can do, by what a trial took.
-        rest = (
-            0.0
-            if stopped
-            else math.inf
-            if trials is not None
-            else (settings_share - spent()) / max(spent(), 1e-9) * ran
-        )
+        # What the rest of the budget can do, by what the fastest sets took to simulate.
+        each_s = np.mean([trial.took_s for trial in [base, *tried[:CONTENDERS]] if trial.rate] or [math.inf])
+        have_s = 0.0 if stopped else left_s()
+        rest = have_s if math.isinf(have_s) else have_s * (workers or cores()) / float(each_s)
         steps = int(min(max(rest / _LEAST_TRIALS, 1), STEPS, experiment.workflow.steps))
         confirmed = steps + warmup
         rest /= 1 if overlaps else steps
@@ -228,7 +224,7 @@ def tune(
             raise CapacityError(
                 f"{unfit}\nnone of the {len(tried)} sets of settings that were tried fits all draws of lengths"
             )
-        best = _simplified(best, axes, measure, next(iter(tight), Run(_seed(seed, 4), confirmed)), bare)
+        best = _simplified(best, axes, measure, next(iter(tight), Run(_seed(seed, 4), 1 + warmup)), bare)
         progress(spent(), "how sure that is")
         before, after, ratios, late = _pairs(best, measure, pairs)
         if unfit:
@@ -300,17 +296,28 @@ def _raced(contenders: Sequence[Changes], measure: Measure, runs: Sequence[Run])
 
 
 def _simplified(best: dict[str, Any], axes: Sequence[Axis], measure: Measure, run: Run, bare: bool) -> dict[str, Any]:
-    """The set without the changes that it loses nothing without, those that are worth least first; all of them only if
-    the configuration as it is (`bare`) is an answer."""
+    """The set without the changes that it loses nothing without: all of these at once if that loses nothing either,
+    else the one that is worth least; all of the set only if the configuration as it is (`bare`) is an answer."""
     while len(groups := _groups(best, axes)) > (not bare):
-        without = [{key: value for key, value in best.items() if key not in group} for group in groups]
+        without = [_without(best, [group]) for group in groups]
         whole, *rest = measure([(one, run) for one in (best, *without)])
         worth = [whole.rate / trial.rate if trial.rate else np.inf for trial in rest]
         least = int(np.argmin(worth))
         if worth[least] >= LEAST:
             return best
+        idle = [group for group, times in zip(groups, worth, strict=True) if times < LEAST]
+        fewer = _without(best, idle)
+        if bare or fewer:
+            (trial,) = measure([(fewer, run)])
+            if trial.rate * LEAST > whole.rate:
+                best = fewer
+                continue
         best = without[least]
     return best
+
+
+def _without(changes: Changes, groups: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    return {key: value for key, value in changes.items() if not any(key in group for group in groups)}
 
 
 def _groups(changes: Changes, axes: Sequence[Axis]) -> list[tuple[str, ...]]:

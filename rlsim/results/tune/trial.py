@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,7 +94,7 @@ class StartError(ConfigError):
 class Trial:
     """A run of a changed configuration on so many GPUs: its means, or why there are none, or why they do not count.
 
-    Where money counts, its rate is one of a GPU (`each_gpu`).
+    Where money counts, its rate is one of a GPU (`each_gpu`). `took_s`: what simulating it took.
     """
 
     changes: Mapping[str, Any]
@@ -104,6 +105,7 @@ class Trial:
     gpus: int = 0
     unsteady: str = ""  # why its throughput would not last
     each_gpu: bool = False
+    took_s: float = field(default=0.0, compare=False)
 
     @property
     def rate(self) -> float:
@@ -138,6 +140,7 @@ def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run, mo
 
 
 def _tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -> Trial:
+    began = time.perf_counter()
     whole = configuration.experiment(changes)
     experiment = alone(whole, run)
     spec = baseline_of(experiment.systems, experiment.baseline)
@@ -161,7 +164,8 @@ def _tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -
     updates = experiment.training.mini_batches * experiment.training.epochs  # of the optimizer, in a weight update
     found["staleness_optimizer_steps"] = found.get("staleness_mean", 0.0) * updates
     gpus, late = simulator.loaded.cluster.gpus, unsteady(tables["steps"])
-    _known[key] = Trial(changes, found, tuple(assumed), gpus=gpus, unsteady=late)
+    took_s = time.perf_counter() - began
+    _known[key] = Trial(changes, found, tuple(assumed), gpus=gpus, unsteady=late, took_s=took_s)
     return _known[key]
 
 
