@@ -18,7 +18,7 @@ from rlsim.cost.ledger import does_not_fit
 from rlsim.cost.step import KvShape
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.models.hardware import Gpu
-from rlsim.models.layers import Experts, LatentAttention, Layer
+from rlsim.models.layers import Experts, FullAttention, LatentAttention, Layer
 from rlsim.models.model import Model
 
 BF16 = 2
@@ -283,7 +283,7 @@ def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[f
     gradients = BF16 * (hidden / outside + (copies + projected + product) / tp)
     everything = BF16 * (2 * blocks * hidden / outside + (heads + projected + product) / tp) + BF16 * work.latent
     if strategy.fsdp:
-        in_heads = work.kept / 2 if getattr(layer.attention, "head_norms", False) else 0
+        in_heads = work.kept / 2 if isinstance(layer.attention, FullAttention) and layer.attention.head_norms else 0
         everything += (FP32 + BF16) * (blocks * hidden / outside + (in_heads + copies) / tp) + BF16 * product / tp
         gradients += FP32 * copies / tp
     if strategy.recompute == "full":
@@ -339,12 +339,12 @@ def stage_bytes(
     weights in fp32 alone, and gradients, in whatever type it reduces them, and PyTorch's AdamW (`foreach`) takes
     another 4 in its step. ZeRO stages 1, 2, 3 divide optimizer, gradients, parameters by the data-parallel ranks, those
     of experts that are apart by the ranks with the same experts. Stage 3 gathers two layers (one in use, one
-    prefetched), or embedding and head, in bf16, and holds one
-    unit's whole gradient. Training keeps what `strategy.recompute` says of each layer: of PP micro-batches on
-    the first stage of a 1F1B pipeline, of one less on each that follows. Only the last stage has logits. The peak is
-    inside a layer (its live tensors, no logits) or at the head (`logits_bytes`; `entropy`: of the logits too): logits
-    are there after the last layer's forward pass and gone before its backward pass. Host offload empties the GPU
-    between calls: the peak is the same. Raises `ConfigError` if the strategy does not suit the model.
+    prefetched), or embedding and head, in bf16, and holds one unit's whole gradient. Training keeps what
+    `strategy.recompute` says of each layer: of PP micro-batches on the first stage of a 1F1B pipeline, of one less on
+    each that follows. Only the last stage has logits. The peak is inside a layer (its live tensors, no logits) or at
+    the head (`logits_bytes`; `entropy`: of the logits too): logits are there after the last layer's forward pass and
+    gone before its backward pass. Host offload empties the GPU between calls: the peak is the same. Raises
+    `ConfigError` if the strategy does not suit the model.
     """
     strategy.check_model(model)
     tokens = (tokens or strategy.budget(backward=backward)) / strategy.cp
