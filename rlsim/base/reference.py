@@ -59,8 +59,10 @@ def keys_of(model: type[BaseModel], prefix: str = "", leave_out: Sequence[type[B
 
 
 def meaning_of(model: type[BaseModel], name: str) -> str:
-    """What a field of a record means: as it says itself, else a row of `rlsim/data/meanings.csv`; empty if neither."""
-    return model.model_fields[name].description or _meanings().get((model.__name__, name), "")
+    """What a field of a record means: as it says itself, else a row of `rlsim/data/meanings.csv` on it or a class that
+    it is derived from; empty if neither."""
+    known = (_meanings().get((kind.__name__, name)) for kind in model.__mro__)
+    return model.model_fields[name].description or next(filter(None, known), "")
 
 
 @cache

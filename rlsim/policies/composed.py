@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from rlsim.base.catalogue import DATA
 from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reference import meaning_of
 from rlsim.base.refusals import holds, worth
 from rlsim.base.schema import Schema
 from rlsim.policies.parts import Composition, Part
@@ -72,7 +73,7 @@ def composed(name: str) -> type[Composed]:
         field: FieldInfo = kind.model_fields[own] if part else Field()
         if part:
             names[part, own] = key
-        about = Field(description=said.get("meaning", field.description))
+        about = Field(description=said.get("meaning") or meaning_of(kind, own))
         body["__annotations__"][key] = Annotated[field.annotation or bool, about, *field.metadata]
         body[key] = said.get("default", field.default)
     body |= {"row": row, "names": names}

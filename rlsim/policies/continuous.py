@@ -37,26 +37,15 @@ class BoundedStaleness(Schema, Continuous):
     is generated; with `recompute` the KV cache is thrown away and computed again under the new weights.
     """
 
-    eta: float = Field(default=4, ge=0, le=1000, description="updates that a response may be old; 0: synchronous")
-    order: Order = Field(
-        default="oldest",
-        description="prompts that a step takes first: of the oldest token, ready first, of the longest response, "
-        "of the newest weights",
-    )
-    stale: Stale = Field(default="train", description="what becomes of prompts more than eta updates old, rounded up")
-    concurrent: int | None = Field(default=None, ge=1, description="most prompts under way; default: no limit")
-    concurrent_batches: int | None = Field(
-        default=None, ge=1, description="most prompts under way, in batches of a step"
-    )
-    queue: int | None = Field(
-        default=None, ge=1, description="none begins while so many wait for training; default: no limit"
-    )
-    interrupt: bool = Field(default=True, description="new weights interrupt responses; if not, they wait for them")
-    updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
-    rolling: bool = Field(
-        default=False,
-        description="each replica takes new weights on its own, from host memory; if not, all wait until all have them",
-    )
+    eta: float = Field(default=4, ge=0, le=1000)
+    order: Order = "oldest"
+    stale: Stale = "train"
+    concurrent: int | None = Field(default=None, ge=1)
+    concurrent_batches: int | None = Field(default=None, ge=1)
+    queue: int | None = Field(default=None, ge=1)
+    interrupt: bool = True
+    updated_kv: UpdatedKv = "recompute"
+    rolling: bool = False
 
     @property
     def ahead(self) -> int:
@@ -108,10 +97,10 @@ class SyncQuota(Schema, Continuous):
     waits for the responses under way, and none begins meanwhile.
     """
 
-    staleness_threshold: float = Field(default=0.5, ge=0, le=1000, description="prompts beyond those of a sync, share")
-    per_replica: int | None = Field(default=16, ge=1, description="prompts under way for each replica; null: no limit")
-    partial_rollout: bool = Field(default=True, description="a sync interrupts responses, which go on after it")
-    updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of their KV cache then")
+    staleness_threshold: float = Field(default=0.5, ge=0, le=1000)
+    per_replica: int | None = Field(default=16, ge=1)
+    partial_rollout: bool = True
+    updated_kv: UpdatedKv = "recompute"
 
     def update(self) -> Update:
         return Update("interrupt" if self.partial_rollout else "drain", self.updated_kv)
@@ -131,7 +120,7 @@ class SyncQuota(Schema, Continuous):
 class Windows(Schema, Rewiring):
     """Training takes a step's batch in equal parts as they come, each an update or more; a sync ends the step."""
 
-    parts: int = Field(default=4, ge=1, le=100_000, description="parts of a step's batch")
+    parts: int = Field(default=4, ge=1, le=100_000)
 
     def rewired(self, workflow: Workflow) -> Workflow:
         return workflow.in_windows(self.parts)

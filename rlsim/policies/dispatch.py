@@ -20,10 +20,8 @@ class SkewnessDispatch(Informed):
     kept.
     """
 
-    long: float = Field(default=0.2, gt=0, lt=1, description="share of the responses that are predicted longest")
-    error: float = Field(
-        default=0.3, ge=0, le=10, description="of the predictor: standard deviation of log(predicted / true length)"
-    )
+    long: float = Field(default=0.2, gt=0, lt=1)
+    error: float = Field(default=0.3, ge=0, le=10)
 
     @property
     def length_error(self) -> float:
@@ -74,14 +72,8 @@ class PrefixDispatch(Schema, RolloutControl):
 class QueueOrder(Schema, RolloutControl):
     """Replicas admit who waits in this order, trajectories that come back from their tools too."""
 
-    first: Literal["longest", "shortest", "least_served"] = Field(
-        default="longest",
-        description="longest: who is predicted to have the most tokens left, as a step ends with its last response; "
-        "shortest: the fewest; least_served: who has the fewest tokens so far, which takes no prediction",
-    )
-    error: float = Field(
-        default=0.3, ge=0, le=10, description="of the predictor: standard deviation of log(predicted / true length)"
-    )
+    first: Literal["longest", "shortest", "least_served"] = "longest"
+    error: float = Field(default=0.3, ge=0, le=10)
 
     @property
     def length_error(self) -> float | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 
 from rlsim.policies.laminar import RIDGE
 from rlsim.policies.parts import Informed, Rewiring
@@ -29,7 +29,7 @@ class ElasticSplit(Informed, Rewiring):
     It takes them in the parts of a batch that the system has (`training_windows`), or each on its own.
     """
 
-    lend: bool = Field(default=True, description="if not, training takes responses as they come on its own GPUs alone")
+    lend: bool = True
 
     _known: dict[int, int] = PrivateAttr(default_factory=dict)  # by TP: `_most`
 

@@ -20,13 +20,8 @@ class Megatron(Schema, Placing):
     TP fills a node, PP and DP go across nodes, DP as large as memory allows.
     """
 
-    micro_batches: int | None = Field(
-        default=None,
-        ge=1,
-        le=1_000_000,
-        description="micro-batches of a rank, at most its sequences; not of generation",
-    )
-    graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
+    micro_batches: int | None = Field(default=None, ge=1, le=1_000_000)
+    graphs: bool = True
 
     def plan(self, context: PlanContext) -> Plan:
         """The first layout that fits, from the fewest pipeline stages on; raises `CapacityError` if none does."""
@@ -60,7 +55,7 @@ class Megatron(Schema, Placing):
 class ScorerApart(Schema, Placing):
     """Reward model on the last GPU, everything else on the others."""
 
-    graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
+    graphs: bool = True
 
     def plan(self, context: PlanContext) -> Plan:
         gpus = context.gpus
@@ -73,7 +68,7 @@ class ScorerApart(Schema, Placing):
 class ThreeGroups(Schema, Placing):
     """Generation on its own GPUs; of the rest, half for actor and reference, half for critic and reward model."""
 
-    rollout: float = Field(default=0.5, gt=0, lt=1, description="share of the GPUs that generate")
+    rollout: float = Field(default=0.5, gt=0, lt=1)
 
     def plan(self, context: PlanContext) -> Plan:
         """Three groups (two if there is neither critic nor reward model), all trained under ZeRO-3."""
@@ -106,8 +101,8 @@ class TwoGroups(Schema, Placing):
 class AllOnAll(Schema, Placing):
     """Every call on all GPUs, spread as the experiment's `training` says."""
 
-    graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
-    zero_stage: int | None = Field(default=None, description="ZeRO stage; none given: as `training` says")
+    graphs: bool = True
+    zero_stage: int | None = None
 
     def plan(self, context: PlanContext) -> Plan:
         plan = on_groups(context, [(context.gpus, any_call)], zero_stage=self.zero_stage)

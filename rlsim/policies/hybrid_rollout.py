@@ -36,16 +36,9 @@ class HybridRollout(Informed, Rewiring):
     faster it gets from the profile of the machine: half as many responses on a replica are not done in half the time.
     """
 
-    until: float = Field(
-        default=0.4,
-        gt=0,
-        le=1,
-        description="share of a batch that training has before they go back; it may want them later, at its first part",
-    )
-    spread: bool = Field(
-        default=True, description="responses under way move to them; if not, only new ones begin there"
-    )
-    kv: KvHandling = Field(default="recompute", description="what becomes of the KV cache of those that move")
+    until: float = Field(default=0.4, gt=0, le=1)
+    spread: bool = True
+    kv: KvHandling = "recompute"
 
     _declined: bool = PrivateAttr(default=False)  # since training last had its GPUs
     _shared: bool = PrivateAttr(default=False)  # what runs, since they came

@@ -27,11 +27,9 @@ RIDGE = 2.0
 class ReplicaBatches(BoundedStaleness):
     """A replica that has nothing left takes the newest weights, and then so many prompts; bounded as its base is."""
 
-    per_replica: int | None = Field(
-        default=None, ge=1, description="prompts that a replica begins together; default: its share of a batch"
-    )
-    interrupt: bool = Field(default=False, description="see `bounded_staleness`")
-    rolling: bool = Field(default=True, description="see `bounded_staleness`")
+    per_replica: int | None = Field(default=None, ge=1)
+    interrupt: bool = False
+    rolling: bool = True
 
     def room(self, view: OpenView) -> Mapping[int, int]:
         left, each = self.left(view), self.per_replica or max(view.prompts // view.replicas, 1)
@@ -50,15 +48,10 @@ class Repack(Informed):
     weights then.
     """
 
-    utilization: float = Field(default=0.9, gt=0, le=1, description="share of a replica's KV cache that it may use")
-    max_batch: int | Literal["auto"] = Field(
-        default="auto",
-        description="responses on one replica; auto: as many as take twice as long to decode as one, at short context",
-    )
-    every: Seconds = Field(
-        default=5.0, ge=0, le=86_400, description="time between two looks at the replicas; 0: whenever responses finish"
-    )
-    kv: KvHandling = Field(default="recompute", description="what becomes of the KV cache of responses that move")
+    utilization: float = Field(default=0.9, gt=0, le=1)
+    max_batch: int | Literal["auto"] = "auto"
+    every: Seconds = Field(default=5.0, ge=0, le=86_400)
+    kv: KvHandling = "recompute"
 
     #: By replica: its responses when last seen, and the most tokens of KV cache seen since others began there.
     _seen: dict[int, tuple[frozenset[int], int]] = PrivateAttr(default_factory=dict)

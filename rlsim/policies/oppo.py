@@ -32,22 +32,12 @@ class Chunked(Schema, RolloutControl, ChunkStreaming):
     each token generated in it: steps differ in their lengths.
     """
 
-    size: Literal["adaptive"] | Annotated[Tokens, Field(ge=1)] = Field(
-        default="adaptive", description="tokens of a chunk; adaptive: the fastest candidate"
-    )
-    candidates: tuple[Annotated[Tokens, Field(ge=1)], ...] = Field(
-        default=(128, 256, 512), min_length=1, description="lengths that are tried, one step each"
-    )
-    every: int = Field(default=50, ge=1, description="steps from one trial of all candidates to the next")
-    models: tuple[str, ...] = Field(
-        default=("reward",), min_length=1, description="models whose inference calls take chunks"
-    )
-    handover: Annotated[Seconds, Field(ge=0)] = Field(
-        default=0.001, description="time of the generating replica for each chunk it hands over (assumed), s"
-    )
-    interference: float = Field(
-        default=0.3, ge=0, description="on shared GPUs, how much longer either takes while both work (assumed)"
-    )
+    size: Literal["adaptive"] | Annotated[Tokens, Field(ge=1)] = "adaptive"
+    candidates: tuple[Annotated[Tokens, Field(ge=1)], ...] = Field(default=(128, 256, 512), min_length=1)
+    every: int = Field(default=50, ge=1)
+    models: tuple[str, ...] = Field(default=("reward",), min_length=1)
+    handover: Annotated[Seconds, Field(ge=0)] = 0.001
+    interference: float = Field(default=0.3, ge=0)
 
     _steps: int = PrivateAttr(default=0)  # begun
     _took_s: dict[int, float] = PrivateAttr(default_factory=dict)  # by candidate, at its last trial: s per token
@@ -86,14 +76,12 @@ class RewardCurve(Schema):
     Between two points the reward is on a straight line, beyond them constant.
     """
 
-    start: float = Field(default=0.0, description="reward before the first step")
-    end: float = Field(default=1.0, description="reward in the end")
-    time_constant_steps: float = Field(default=100.0, gt=0, description="steps until 63% of the way is made")
-    points: tuple[tuple[float, float], ...] = Field(
-        default=(), description="[step, reward], steps ascending; instead of `start`, `end` and `time_constant_steps`"
-    )
-    noise: float = Field(default=0.0, ge=0, description="standard deviation of a step's reward around that")
-    seed: int = Field(default=0, ge=0, description="seed of the noise")
+    start: float = 0.0
+    end: float = 1.0
+    time_constant_steps: float = Field(default=100.0, gt=0)
+    points: tuple[tuple[float, float], ...] = ()
+    noise: float = Field(default=0.0, ge=0)
+    seed: int = Field(default=0, ge=0)
 
     def at(self, step: int) -> float:
         """The reward of a step, from 0."""
@@ -124,17 +112,13 @@ class Overcommit(Keeping):
     claim about learning.
     """
 
-    delta: Literal["adaptive"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default="adaptive", description="prompts beyond the batch; adaptive: by the slope of the reward"
-    )
-    delta_start: int = Field(default=8, ge=0, le=100_000, description="prompts beyond the batch at first")
-    delta_min: int = Field(default=4, ge=0, le=100_000, description="fewest prompts beyond the batch")
-    delta_max: int = Field(default=64, ge=0, le=100_000, description="most prompts beyond the batch")
-    window: int = Field(default=5, ge=1, le=100_000, description="steps that a mean reward is taken over")
-    change: Literal["quarter", "one"] = Field(
-        default="quarter", description="of Δ at a time: a quarter of it, as the algorithm says, or one, as the equation"
-    )
-    reward: RewardCurve = Field(default=RewardCurve(), description="simulated reward of each step")
+    delta: Literal["adaptive"] | Annotated[int, Field(ge=0, le=100_000)] = "adaptive"
+    delta_start: int = Field(default=8, ge=0, le=100_000)
+    delta_min: int = Field(default=4, ge=0, le=100_000)
+    delta_max: int = Field(default=64, ge=0, le=100_000)
+    window: int = Field(default=5, ge=1, le=100_000)
+    change: Literal["quarter", "one"] = "quarter"
+    reward: RewardCurve = RewardCurve()
 
     _delta: int = PrivateAttr(default=0)
     _rewards: list[float] = PrivateAttr(default_factory=list)  # of the steps so far

@@ -47,52 +47,17 @@ Alike = tuple[int, int, int]  # a row of it
 class PAT(Informed):
     """Switch a node's TP whenever the predicted gain beats the cost of switching."""
 
-    start_tp: int | Literal["auto"] = Field(
-        default="auto", description="first layout; auto: the fastest decode step with all active"
-    )
-    candidates: tuple[int, ...] = Field(
-        default=(1, 2, 4, 8), min_length=1, description="degrees that may be switched to"
-    )
-
-    profile_tokens_per_gpu: Annotated[Tokens, Field(ge=1)] = Field(
-        default=131072, description="KV tokens per GPU up to which a layout is profiled"
-    )
-    spread: Literal["even", "actual"] = Field(
-        default="even",
-        description="what replicas are predicted to hold: equal shares, or what they hold and would be dealt",
-    )
-
-    redispatch: bool = Field(
-        default=True, description="whether responses also move between replicas of one layout, where that pays"
-    )
-
-    switch_at: int | None = Field(
-        default=None,
-        ge=1,
-        description="switch once, to the largest candidate, when so many sequences are left on a node; none: by cost",
-    )
-    predictor_error: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="mean error of predicted decode latencies, drawn by the run's seed for each TP and profiled batch",
-    )
-
-    kv: Literal["cheaper", "migrate", "recompute"] = Field(
-        default="cheaper", description="what becomes of the KV cache in a switch"
-    )
-    weights: WeightHandling = Field(
-        default="reshard",
-        description="weights in a switch: reshard, layer by layer; gather, all at once (more memory); reload, anew",
-    )
-    graphs: GraphCapture = Field(
-        default="tail", description="decode graphs captured in a switch: for what is left, or for all batch sizes"
-    )
-    restart: bool = Field(
-        default=False,
-        description="switch by ending the engine and starting it under the new layout: weights are loaded, KV is "
-        "computed again, all graphs are captured, whatever the keys above say",
-    )
+    start_tp: int | Literal["auto"] = "auto"
+    candidates: tuple[int, ...] = Field(default=(1, 2, 4, 8), min_length=1)
+    profile_tokens_per_gpu: Annotated[Tokens, Field(ge=1)] = 131072
+    spread: Literal["even", "actual"] = "even"
+    redispatch: bool = True
+    switch_at: int | None = Field(default=None, ge=1)
+    predictor_error: float = Field(default=0.0, ge=0, le=1)
+    kv: Literal["cheaper", "migrate", "recompute"] = "cheaper"
+    weights: WeightHandling = "reshard"
+    graphs: GraphCapture = "tail"
+    restart: bool = False
 
     _profiles: dict[int, ProfileStep] = PrivateAttr(default_factory=dict)
 

@@ -24,39 +24,26 @@ _GENERATION = ("gpus", "tp", "pp", "dp", "micro_batches", "memory_share", "graph
 class CallPlan(Schema):
     """Where one call runs, and how it is spread there. What is not given is as the experiment's `training` says."""
 
-    gpus: str = Field(default="all", description="all, or a range of GPU numbers such as 0-7")
-    tp: int | None = Field(
-        default=None, ge=1, description="tensor-parallel degree; default 1 (generate: as the system's layout)"
-    )
-    pp: int = Field(default=1, ge=1, description="pipeline-parallel degree")
-    cp: int = Field(default=1, ge=1, description="context-parallel degree")
-    dp: int | None = Field(default=None, ge=1, description="data-parallel degree; default: what the GPUs leave")
-    ep: int = Field(default=1, ge=1, description="expert-parallel degree, of the GPUs of a pipeline stage")
-    expert_tp: int | None = Field(
-        default=None, ge=1, description="tensor-parallel degree of an expert; default: tp if ep is 1, else 1"
-    )
-    micro_batches: int | None = Field(
-        default=None,
-        ge=1,
-        le=1_000_000,
-        description="micro-batches of a data-parallel rank, at most its sequences (generate: one after the other)",
-    )
-    micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
-        default=None, description="token budget of a micro-batch, where their number is not given"
-    )
-    memory_share: float | None = Field(
-        default=None, gt=0, le=1, description="share of each GPU for the engine of generate; default: what others leave"
-    )
-    graphs: bool = Field(default=True, description="whether the engine of generate decodes from CUDA graphs")
-    zero_stage: Literal[0, 1, 2, 3] | None = Field(default=None, description="ZeRO stage")
-    recompute: Recompute | None = Field(default=None, description="activation recomputation")
-    offload: bool | None = Field(default=None, description="states in host memory between the call's runs")
+    gpus: str = "all"
+    tp: int | None = Field(default=None, ge=1)
+    pp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+    dp: int | None = Field(default=None, ge=1)
+    ep: int = Field(default=1, ge=1)
+    expert_tp: int | None = Field(default=None, ge=1)
+    micro_batches: int | None = Field(default=None, ge=1, le=1_000_000)
+    micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = None
+    memory_share: float | None = Field(default=None, gt=0, le=1)
+    graphs: bool = True
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    recompute: Recompute | None = None
+    offload: bool | None = None
 
 
 class ExplicitPlan(Schema, Placing):
     """Every call of the workflow but weight syncs, which run over the GPUs of the calls on both sides, and rewards."""
 
-    calls: Mapping[str, CallPlan] = Field(default={}, description="call -> its GPUs and strategy")
+    calls: Mapping[str, CallPlan] = {}
 
     @classmethod
     def of(cls, plan: Plan, workflow: Workflow) -> ExplicitPlan:

@@ -59,20 +59,10 @@ class _Kind:
 class Planner(Informed):
     """The TP of each round from profiles and loads, doubled when preemptions rise, halved when there are none."""
 
-    profiled: bool = Field(
-        default=True, description="whether profiles and loads choose; without, the rule on preemptions alone"
-    )
-
-    start_tp: int | Literal["best"] = Field(default="best", description="first degree; best: the fastest feasible one")
-    rise: float = Field(
-        default=1.05,
-        ge=1,
-        le=1000,
-        description="growth of preemptions since the last round at the same TP that doubles TP",
-    )
-    quiet_steps: int = Field(
-        default=4, ge=1, le=100_000, description="rounds in a row without preemption that halve TP"
-    )
+    profiled: bool = True
+    start_tp: int | Literal["best"] = "best"
+    rise: float = Field(default=1.05, ge=1, le=1000)
+    quiet_steps: int = Field(default=4, ge=1, le=100_000)
 
     _profiles: dict[int, ProfileStep] = PrivateAttr(default_factory=dict)
     _kinds: dict[str, _Kind] = PrivateAttr(default_factory=dict)

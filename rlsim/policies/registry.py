@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from types import new_class
 from typing import Any
 
+from rlsim.base.catalogue import DATA
 from rlsim.base.schema import Schema
 from rlsim.base.usercode import load_object
 from rlsim.errors import ConfigError, unknown_name
@@ -16,57 +17,7 @@ from rlsim.policies.parts import KIND_NAMES, KINDS, Part
 from rlsim.sim.control import RolloutControl, RolloutView
 
 #: rlsim's own, loaded when asked for.
-BUILTIN = {
-    "active_groups": "rlsim.policies.relaxed:ActiveGroups",
-    "adaptive_timeout": "rlsim.policies.reward_scheduler:AdaptiveTimeout",
-    "areal": "rlsim.policies.composed:areal",
-    "async_reward": "rlsim.policies.reward_scheduler:AsyncReward",
-    "bounded_staleness": "rlsim.policies.continuous:BoundedStaleness",
-    "chunked": "rlsim.policies.oppo:Chunked",
-    "colocated_async": "rlsim.policies.composed:colocated_async",
-    "colocated_judge": "rlsim.policies.reward_scheduler:ColocatedJudge",
-    "deepspeed_chat": "rlsim.policies.composed:deepspeed_chat",
-    "dynamic_sampling": "rlsim.policies.dynamic_sampling:DynamicSampling",
-    "elastic_split": "rlsim.policies.elastic_split:ElasticSplit",
-    "hybrid_rollout": "rlsim.policies.hybrid_rollout:HybridRollout",
-    "laminar": "rlsim.policies.composed:laminar",
-    "lagged": "rlsim.policies.relaxed:Lagged",
-    "megatron": "rlsim.policies.frameworks:Megatron",
-    "nemo_aligner": "rlsim.policies.composed:nemo_aligner",
-    "nemo_async": "rlsim.policies.composed:nemo_async",
-    "one_step_off": "rlsim.policies.composed:one_step_off",
-    "openrlhf": "rlsim.policies.composed:openrlhf",
-    "oppo": "rlsim.policies.composed:oppo",
-    "overcommit": "rlsim.policies.oppo:Overcommit",
-    "partial_rollout": "rlsim.policies.relaxed:PartialRollout",
-    "pat": "rlsim.policies.pat:PAT",
-    "plan": "rlsim.policies.plan:ExplicitPlan",
-    "planner": "rlsim.policies.planner:Planner",
-    "prefix_dispatch": "rlsim.policies.dispatch:PrefixDispatch",
-    "queue_order": "rlsim.policies.dispatch:QueueOrder",
-    "real": "rlsim.policies.searched:REAL",
-    "repack": "rlsim.policies.laminar:Repack",
-    "replica_batches": "rlsim.policies.laminar:ReplicaBatches",
-    "reward_beside": "rlsim.policies.reward_scheduler:RewardBeside",
-    "reward_scheduler": "rlsim.policies.composed:reward_scheduler",
-    "rlhfuse": "rlsim.policies.composed:rlhfuse",
-    "rlhfuse_plus": "rlsim.policies.composed:rlhfuse_plus",
-    "roll_flash": "rlsim.policies.composed:roll_flash",
-    "rollout_log_probs": "rlsim.policies.continuous:RolloutLogProbs",
-    "rollpacker": "rlsim.policies.composed:rollpacker",
-    "skewness_dispatch": "rlsim.policies.dispatch:SkewnessDispatch",
-    "skyrl_async": "rlsim.policies.composed:skyrl_async",
-    "split": "rlsim.policies.relaxed:Split",
-    "stream": "rlsim.policies.stream_trainer:StreamTrainer",
-    "streamrl": "rlsim.policies.composed:streamrl",
-    "sync_quota": "rlsim.policies.continuous:SyncQuota",
-    "tail_batching": "rlsim.policies.tail_batching:TailBatching",
-    "tail_consolidation": "rlsim.policies.rlhfuse:TailConsolidation",
-    "trl": "rlsim.policies.composed:trl",
-    "verl": "rlsim.policies.verl:VeRL",
-    "verl_fully_async": "rlsim.policies.composed:verl_fully_async",
-    "training_windows": "rlsim.policies.continuous:Windows",
-}
+BUILTIN = dict(line.split(",") for line in (DATA / "policies.csv").read_text(encoding="utf-8").splitlines())
 ENTRY_POINT_GROUP = "rlsim.policies"
 
 

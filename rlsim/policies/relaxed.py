@@ -33,10 +33,8 @@ class Split(Schema, Placing):
     By default generation has the GPUs of the first kind where there are several kinds, else half of all.
     """
 
-    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: `rollout` of all")
-    rollout: float | None = Field(
-        default=None, gt=0, lt=1, description="share of the GPUs that generate; by default the first kind, or half"
-    )
+    rollout_gpus: int | None = Field(default=None, ge=1)
+    rollout: float | None = Field(default=None, gt=0, lt=1)
 
     def plan(self, context: PlanContext) -> Plan:
         gpus = context.gpus
@@ -57,7 +55,7 @@ class Split(Schema, Placing):
 class Lagged(Schema, Rewiring):
     """Every generation uses weights that are older by so many updates than those that its batch trains."""
 
-    lag: int = Field(default=1, ge=0, le=1_000, description="updates (NeMo-RL's `max_trajectory_age_steps`); 0: none")
+    lag: int = Field(default=1, ge=0, le=1_000)
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """Generation waits for the weights of so many steps before, and the next weights wait for it to have begun."""
@@ -74,7 +72,7 @@ class Lagged(Schema, Rewiring):
 class ActiveGroups(Keeping):
     """So many times the prompts that a step needs stay under way; the step trains on the first to finish."""
 
-    active: float = Field(default=2.0, ge=1, le=100, description="prompts under way over those of a step")
+    active: float = Field(default=2.0, ge=1, le=100)
 
     def launch(self, feed: PromptFeed) -> Launch:
         """All that are paused, and new prompts up to `active` times the batch."""
@@ -88,17 +86,9 @@ class PartialRollout(Keeping):
     prompts that are complete, all their responses, when its generation ends; at least one is.
     """
 
-    share: float | None = Field(
-        default=None, gt=0, le=1, description="generation ends once this share of its responses is finished (0.8)"
-    )
-    budget: Annotated[Tokens, Field(ge=1)] | None = Field(
-        default=None, description="tokens that a response may generate in a step, instead of `share`"
-    )
-    splits: int | None = Field(
-        default=None,
-        ge=1,
-        description="with `share`: steps that a response may be left unfinished, then it is waited for",
-    )
+    share: float | None = Field(default=None, gt=0, le=1)
+    budget: Annotated[Tokens, Field(ge=1)] | None = None
+    splits: int | None = Field(default=None, ge=1)
 
     _splits: dict[int, int] = PrivateAttr(default_factory=dict)  # by position of a prompt: how often it was kept
 

@@ -32,8 +32,8 @@ class AsyncReward(Schema, Rewiring):
 class AdaptiveTimeout(Schema, RewardControl):
     """A test case may run a little longer than the longest correct response has needed for it so far."""
 
-    least: Annotated[Seconds, Field(gt=0)] = Field(default=2.0, description="no timeout is shorter, s")
-    factor: float = Field(default=1.5, ge=1, le=1000, description="times the longest run of a correct response")
+    least: Annotated[Seconds, Field(gt=0)] = 2.0
+    factor: float = Field(default=1.5, ge=1, le=1000)
 
     _anchor_s: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
 
@@ -55,15 +55,9 @@ class AdaptiveTimeout(Schema, RewardControl):
 class ColocatedJudge(Schema, JudgePlacement):
     """The judge shares the actor's GPUs; layers that stay in host memory are copied in as they are needed."""
 
-    sharing: Literal["mps", "time_slicing"] = Field(
-        default="mps", description="mps: kernels of both run side by side; time_slicing: they take turns"
-    )
-    interference: float = Field(
-        default=0.3, ge=0, le=1, description="under MPS, how much longer either takes while both work (assumed)"
-    )
-    offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = Field(
-        default="auto", description="share of the judge's layers in host memory; auto: as many as prefill hides"
-    )
+    sharing: Literal["mps", "time_slicing"] = "mps"
+    interference: float = Field(default=0.3, ge=0, le=1)
+    offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
 
     @property
     def slowdown(self) -> float:

@@ -37,12 +37,8 @@ def memory_bound_batch(context: ControlContext, tp: int, tokens: float, slower: 
 class TailConsolidation(Informed):
     """Migrate the last sequences onto as few replicas as can hold them at full length, and release the others."""
 
-    remaining: Annotated[float, Field(gt=0, lt=1)] | Literal["best"] = Field(
-        default=0.2, description="share of the responses that are left when it happens; best: searched"
-    )
-    max_batch: int | Literal["auto"] = Field(
-        default="auto", description="sequences on one replica; auto: as many as decode nearly as fast as one"
-    )
+    remaining: Annotated[float, Field(gt=0, lt=1)] | Literal["best"] = 0.2
+    max_batch: int | Literal["auto"] = "auto"
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
         return [{"remaining": share} for share in TRIED] if self.remaining == "best" else ()

@@ -19,23 +19,12 @@ class REAL(Schema, Placing, Rewiring):
     Its runtime starts a call when its data and GPUs are there: log-probs and values do not wait for rewards.
     """
 
-    method: Literal["descent", "mcmc"] = Field(
-        default="descent",
-        description="descent: coordinate descent with restarts; mcmc: as published",
-    )
-    evaluations: int = Field(default=250_000, ge=1, le=1_000_000_000, description="plans that it may judge")
-    seed: int = Field(default=0, ge=0, description="seed of the search")
-    pipelined_generation: bool = Field(
-        default=True,
-        description="whether generation may run in pipeline stages; without, the search takes far less time",
-    )
-
-    most_plans: Annotated[float, Field(ge=1)] | None = Field(
-        default=None, description="plans that are kept: the fastest options of each call; none given: all"
-    )
-    context_parallel: bool = Field(
-        default=False, description="whether training and inference may split sequences over GPUs (not in REAL's space)"
-    )
+    method: Literal["descent", "mcmc"] = "descent"
+    evaluations: int = Field(default=250_000, ge=1, le=1_000_000_000)
+    seed: int = Field(default=0, ge=0)
+    pipelined_generation: bool = True
+    most_plans: Annotated[float, Field(ge=1)] | None = None
+    context_parallel: bool = False
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """Edges that carry data or parameters only."""

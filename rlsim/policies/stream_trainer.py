@@ -27,34 +27,13 @@ class StreamTrainer(Informed, Rewiring):
     """Overlap rollout and training inside a step."""
 
     milestones: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
-        default=(0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50), min_length=1, description="completed shares that are tried"
+        default=(0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50), min_length=1
     )
-    trigger: Literal["adaptive"] | Annotated[float, Field(gt=0, lt=1)] = Field(
-        default="adaptive",
-        description="adaptive: the first milestone at which the KV fits; a share: then, always",
-    )
-
-    fetch: Literal["streaming", "once"] = Field(
-        default="streaming",
-        description="streaming: training takes responses as they come; once: those that are there when the GPUs are "
-        "given up, the rest after the rollout",
-    )
-
-    swap: bool = Field(
-        default=False,
-        description="a GPU that log-probs and training take turns on has the weights of one model at a time, the "
-        "actor's or the reference's, from host memory; without, both (needs `training.offload`)",
-    )
-
-    gradients: Literal["gpu", "host"] = Field(
-        default="gpu",
-        description="host: gradients go to host memory after each piece while the rollout runs and come back for the "
-        "next one; with `training.offload` the optimizer's states come in for the update alone",
-    )
-
-    rounds: tuple[str, ...] = Field(
-        default=(), description="kinds of round in which it acts, such as [long]; none named: in all"
-    )
+    trigger: Literal["adaptive"] | Annotated[float, Field(gt=0, lt=1)] = "adaptive"
+    fetch: Literal["streaming", "once"] = "streaming"
+    swap: bool = False
+    gradients: Literal["gpu", "host"] = "gpu"
+    rounds: tuple[str, ...] = ()
 
     _history: dict[str, list[int]] = PrivateAttr(default_factory=dict)  # lengths by kind of round
     _next: int = PrivateAttr(default=0)  # milestone to try next; beyond the last once a step has scaled

@@ -22,24 +22,11 @@ from rlsim.sim.control import Launch, Prompt
 class TailBatching(Schema, Batching):
     """Short rounds that leave the tail behind, and long rounds that collect it."""
 
-    eta: float = Field(default=1.25, ge=1, le=100, description="launched over needed, of prompts and of responses")
-    eta_prompts: float | None = Field(
-        default=None, ge=1, le=100, description="prompts launched over needed (1: more responses only)"
-    )
-    eta_responses: float | None = Field(
-        default=None, ge=1, le=100, description="responses launched over needed (1: more prompts only)"
-    )
-
-    active: float | None = Field(
-        default=None,
-        gt=0,
-        le=100,
-        description="prompts that a short round keeps under way over those needed: new ones begin as others are "
-        "finished or dropped (DAPO); none: all begin at once",
-    )
-    resume: bool = Field(
-        default=False, description="whether long rounds go on with the tokens of what short ones left (partial rollout)"
-    )
+    eta: float = Field(default=1.25, ge=1, le=100)
+    eta_prompts: float | None = Field(default=None, ge=1, le=100)
+    eta_responses: float | None = Field(default=None, ge=1, le=100)
+    active: float | None = Field(default=None, gt=0, le=100)
+    resume: bool = False
 
     _queue: deque[Prompt] = PrivateAttr(default_factory=deque)
     _round: str = PrivateAttr(default="short")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field
-
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
 from rlsim.sim.control import ControlContext, RolloutControl
@@ -15,9 +13,7 @@ from rlsim.sim.control import ControlContext, RolloutControl
 class VeRL(Schema, RolloutControl):
     """`gpus / tp` independent replicas; requests are spread up front and the layout never changes."""
 
-    tp: int | Literal["best"] = Field(
-        default="best", description="tensor-parallel degree; best: the fastest feasible one"
-    )
+    tp: int | Literal["best"] = "best"
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
         """For `tp: best`, every degree that fits (one, where the plan says it)."""

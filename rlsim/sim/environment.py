@@ -22,52 +22,17 @@ from rlsim.units import Seconds
 class EnvironmentConfig(Schema):
     """What runs the tool calls of trajectories, and how they come back."""
 
-    sandboxes: int | None = Field(
-        default=None,
-        ge=1,
-        le=1_000_000,
-        description="sandboxes (containers) that there are at once: a trajectory holds one from its first tool call "
-        "until it ends or pauses, and waits for one in order; default: as many as are wanted",
-    )
-    start_s: Seconds = Field(default=0.0, ge=0, description="until a sandbox that a trajectory has been given is ready")
-    workers: int | None = Field(
-        default=None,
-        ge=1,
-        le=1_000_000,
-        description="tool calls that run at once (CPU workers, a rate limit); default: all",
-    )
-    timeout: Seconds | None = Field(default=None, gt=0, description="a tool call is ended then; default: never")
-    failures: float = Field(
-        default=0.0, ge=0, lt=1, description="share of tool calls that fail, after their whole time"
-    )
-    retries: int = Field(
-        default=0,
-        ge=0,
-        le=100,
-        description="how often a failed call is tried again; after that its error is the observation",
-    )
-    default_tool_s: Seconds | None = Field(
-        default=None, ge=0, description="of tool calls whose time the trace lacks; default: the mean of the others"
-    )
-    max_turns: int | None = Field(
-        default=None, ge=1, description="turns of a trajectory; default: as many as the trace has"
-    )
-    turns: Literal["each", "together"] = Field(
-        default="each",
-        description="each: a trajectory goes on as soon as its tool call is over (asynchronous agent loops); together: "
-        "once all trajectories of the rollout have ended their turn (a loop over batches)",
-    )
-    keep_kv: Literal["idle", "pinned"] | Seconds = Field(
-        default="idle",
-        description="KV cache of a trajectory at its tool call. idle: prefix caching keeps it until others need the "
-        "room (the default of engines); pinned: no other may have the room, but what runs and grows, or if nothing "
-        "could run; a number: pinned for so many seconds. A part of a system may decide it by call (`keep_kv_s`)",
-    )
-    returns: Literal["same_replica", "least_context"] = Field(
-        default="same_replica",
-        description="where it goes on: same_replica: where its KV cache may be (sticky sessions); least_context: the "
-        "replica with the least context",
-    )
+    sandboxes: int | None = Field(default=None, ge=1, le=1_000_000)
+    start_s: Seconds = Field(default=0.0, ge=0)
+    workers: int | None = Field(default=None, ge=1, le=1_000_000)
+    timeout: Seconds | None = Field(default=None, gt=0)
+    failures: float = Field(default=0.0, ge=0, lt=1)
+    retries: int = Field(default=0, ge=0, le=100)
+    default_tool_s: Seconds | None = Field(default=None, ge=0)
+    max_turns: int | None = Field(default=None, ge=1)
+    turns: Literal["each", "together"] = "each"
+    keep_kv: Literal["idle", "pinned"] | Seconds = "idle"
+    returns: Literal["same_replica", "least_context"] = "same_replica"
 
     @property
     def keep_kv_s(self) -> float:

@@ -27,99 +27,27 @@ UpdatedKv = Literal["keep", "recompute"]
 class EngineConfig(Schema):
     """Settings of the inference engine that every replica runs (names as vLLM and SGLang write them)."""
 
-    page_tokens: int = Field(default=16, ge=1, le=65_536, description="tokens of one KV-cache page")
-    max_num_seqs: int = Field(
-        default=1024, ge=1, le=1_000_000, description="sequences running or prefilling together in a replica"
-    )
-    max_num_batched_tokens: Tokens = Field(default=8192, ge=1, description="token budget of one prefill iteration")
-    chunked_prefill: bool = Field(default=False, description="prefill in chunks that share iterations with decodes")
-    enable_prefix_caching: bool = Field(
-        default=True,
-        description="whether responses to one prompt on one replica share its KV pages and its prefill, and pages that "
-        "nobody holds any more stay until others need the room; vLLM (V1), SGLang and TensorRT-LLM: on",
-    )
-    prefix_hits: PrefixHits | None = Field(
-        default=None,
-        description="from when on a response shares what another one prefills: scheduled: with the iteration that "
-        "computes it (vLLM), prefilled: once that prefill is over (SGLang, which frees the copies then); default: as "
-        "the calibration's engine does",
-    )
-    kv_offloading_bytes: Bytes = Field(
-        default=0.0,
-        ge=0,
-        description="host memory of each GPU for KV pages that the prefix cache has no room for, which are loaded from "
-        "there instead of computed again; 0: none. vLLM's kv_offloading_size over its GPUs, SGLang's hicache_size. It "
-        "keeps copies of what the GPU holds as well: what is no more than the GPU's KV cache is of no use",
-    )
-    first_layout_kept: bool = Field(
-        default=True,
-        description="whether decode graphs of a step's first layout survive a switch; if not, the next step begins by "
-        "capturing them again, with the pause of a switch",
-    )
-    graphs: bool | Literal["decode"] = Field(
-        default=True,
-        description="whether iterations run from CUDA graphs, or `decode` steps alone (SGLang before 0.5.10); if not, "
-        "they take at least the time to launch their kernels one by one, as under Hugging Face's `generate`",
-    )
-    largest_graph: PositiveInt | None = Field(
-        default=None,
-        description="sequences of the largest batch that has a CUDA graph (vLLM's max_cudagraph_capture_size, SGLang's "
-        "cuda_graph_max_bs); a larger one is launched kernel by kernel; default: every batch has one",
-    )
-    sampling_per_logit: Seconds = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="GPU time for each vocabulary entry of a sampled token; 0: fused sampling, as serving engines have",
-    )
-    async_scheduling: bool | None = Field(
-        default=None,
-        description="whether the host prepares an iteration while the GPU is at the one before, so that the longer of "
-        "the two counts, not their sum; default: as the calibration's release does (vLLM: on since 0.14)",
-    )
-    moe_backend: str | None = Field(
-        default=None,
-        description="kernel of the experts, as vLLM's moe_backend: marlin, for MXFP4 (VLLM_MXFP4_USE_MARLIN=1 before), "
-        "where the calibration has it; default: the engine's own choice",
-    )
-    precision: Precision | None = Field(
-        default=None,
-        description="of the rollout's weights: the matrices of all layers; router, embedding and head stay in bf16. "
-        "Default: as the model is published",
-    )
-    kv_precision: KvPrecision = Field(default="bf16", description="of the rollout's KV cache: bf16 or fp8")
-    pp: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="pipeline stages of a replica, whose GPUs (the `tp` of a system) they share evenly: 16 in 2 stages "
-        "are TP 8. vLLM's pipeline_parallel_size, SGLang's pp_size; a plan's generation has its own",
-    )
-    ep: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="expert parallelism: GPUs of a replica that whole experts are dealt to; what it leaves of the "
-        "replica's GPUs cuts each expert. vLLM's enable_expert_parallel: all GPUs of a replica",
-    )
-    data_parallel_attention: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="groups of a replica's GPUs that share its sequences out; the others of a replica's GPUs cut the "
-        "heads. vLLM's data_parallel_size, SGLang's dp_size with enable_dp_attention",
-    )
-    expert_imbalance: float = Field(
-        default=0.0,
-        ge=0,
-        le=4,
-        description="exponent of the power law that the popularity of experts follows; 0: all are as popular, which "
-        "mixtures are trained for",
-    )
-    watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
-    speculation: Speculation | None = Field(
-        default=None, description="drafted tokens that a decode step verifies; default: none"
-    )
+    page_tokens: int = Field(default=16, ge=1, le=65_536)
+    max_num_seqs: int = Field(default=1024, ge=1, le=1_000_000)
+    max_num_batched_tokens: Tokens = Field(default=8192, ge=1)
+    chunked_prefill: bool = False
+    enable_prefix_caching: bool = True
+    prefix_hits: PrefixHits | None = None
+    kv_offloading_bytes: Bytes = Field(default=0.0, ge=0)
+    first_layout_kept: bool = True
+    graphs: bool | Literal["decode"] = True
+    largest_graph: PositiveInt | None = None
+    sampling_per_logit: Seconds = Field(default=0.0, ge=0, le=1)
+    async_scheduling: bool | None = None
+    moe_backend: str | None = None
+    precision: Precision | None = None
+    kv_precision: KvPrecision = "bf16"
+    pp: int = Field(default=1, ge=1, le=1024)
+    ep: int = Field(default=1, ge=1, le=1024)
+    data_parallel_attention: int = Field(default=1, ge=1, le=1024)
+    expert_imbalance: float = Field(default=0.0, ge=0, le=4)
+    watermark: float = Field(default=0.01, ge=0, lt=1)
+    speculation: Speculation | None = None
 
     def with_prefix_hits(self, default: PrefixHits) -> EngineConfig:
         return self.model_copy(update={"prefix_hits": self.prefix_hits or default})
