@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import rlsim
 from evidence.validate import real_run
 from evidence.validate.rollout import validate_rollouts
-from evidence.validate.rollout_steps import QUICK, Samples, fit, shapes
+from evidence.validate.rollout_steps import QUICK, Ask, Plan, Samples, fit, shapes
 from rlsim.calibrate.measure.bench import Effort
 from rlsim.calibrate.measure.decoder import KvCache, build_decoder, check_degree, weight_splits
 from rlsim.calibrate.measure.plan import plan
@@ -44,7 +44,7 @@ TINY = Model(
 )
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 LENGTHS = [(5, 9), (3, 1), (8, 4), (4, 20), (6, 7), (2, 12)]
-ASKS = tuple(real_run.Ask(i, *tokens) for i, tokens in enumerate(LENGTHS))
+ASKS = tuple(Ask(i, *tokens) for i, tokens in enumerate(LENGTHS))
 BUDGET = 12
 
 
@@ -132,13 +132,13 @@ def test_sums_larger_than_the_shared_buffer(two):
 @pytest.fixture(scope="module")
 def runs(two):
     plans = {
-        "tp1": real_run.Plan(ASKS, 1, BUDGET),
-        "tp2": real_run.Plan(ASKS, 2, BUDGET),
-        "switch": real_run.Plan(ASKS, 1, BUDGET, switch_to=2, switch_at=3),
-        "back": real_run.Plan(ASKS, 2, BUDGET, switch_to=1, switch_at=3),
-        "early": real_run.Plan(ASKS, 1, BUDGET, switch_to=2, switch_at=5),  # while some wait for their prefill
+        "tp1": Plan(ASKS, 1, BUDGET),
+        "tp2": Plan(ASKS, 2, BUDGET),
+        "switch": Plan(ASKS, 1, BUDGET, switch_to=2, switch_at=3),
+        "back": Plan(ASKS, 2, BUDGET, switch_to=1, switch_at=3),
+        "early": Plan(ASKS, 1, BUDGET, switch_to=2, switch_at=5),  # while some wait for their prefill
     }
-    two.call(real_run.prepare, real_run.Stage(TINY, 3, 40, "float32"), (1, 2))
+    two.call(real_run.prepare, TINY, 3, 40, "float32", (1, 2))
     return {name: real_run.carry_out(two, plan) for name, plan in plans.items()}
 
 
@@ -192,7 +192,7 @@ def test_a_switch_happens_when_so_many_are_left(runs, name, first, then, at):
 def test_a_switch_between_replicas_of_several_ranks_is_refused():
     worker = type("Worker", (), {"rank": 0, "size": 4, "state": {"decoders": {}}})()
     with pytest.raises(CalibrationError, match="a switch needs"):
-        real_run.rollout(worker, real_run.Plan(ASKS, 2, BUDGET, switch_to=4, switch_at=1))
+        real_run.rollout(worker, Plan(ASKS, 2, BUDGET, switch_to=4, switch_at=1))
 
 
 def truth(tp, contexts, skew=0.7):
@@ -203,36 +203,33 @@ def truth(tp, contexts, skew=0.7):
 
 def synthetic(sequences):
     samples = Samples()
-    decode, prefill, switch = shapes(sequences, QUICK).values()
-    for tp, contexts in decode:
-        samples.decode[tp, contexts] = [truth(tp, contexts)] * 3
-    for tp, lengths in prefill:
-        samples.prefill[tp, lengths] = [2e-5 * sum(lengths) / tp] * 3
-    for contexts in switch:
-        samples.switch[contexts] = [4e-3 + kv_rank_bytes(TINY, sum(contexts), 1) / 2e9] * 3
+    for kind, shape in shapes(sequences, QUICK):
+        sizes = shape[-1]
+        seconds = {
+            "decode": lambda tp, sizes: truth(tp, sizes),
+            "prefill": lambda tp, sizes: 2e-5 * sum(sizes) / tp,
+            "switch": lambda _, sizes: 4e-3 + kv_rank_bytes(TINY, sum(sizes), 1) / 2e9,
+        }[kind](shape[0], sizes)
+        samples.laps[kind, shape] = [(seconds, False)] * 3
     return samples
 
 
 def test_the_fit_finds_what_made_the_times():
-    fitted = fit(TINY, synthetic(12), QUICK)
+    fitted = fit(TINY, synthetic(12), QUICK, 1000)
     assert fitted.skew == pytest.approx(0.7, abs=1e-3)
-    assert fitted.runtime.switch_control_s == pytest.approx(4e-3, rel=1e-6)
-    assert fitted.runtime.migrate_bytes_per_s == pytest.approx(2e9, rel=1e-6)
+    assert fitted.control_s == pytest.approx(4e-3, rel=1e-6)
+    assert fitted.migrate_bytes_per_s == pytest.approx(2e9, rel=1e-6)
 
 
 def test_disturbed_repeats_are_left_out_unless_there_are_no_others():
     samples, calm, bad = Samples(), 1.0, 0.5
-    samples.keep(samples.decode, "a", [[Lap(9.0, bad)], [Lap(8.0, bad)]], together=False)
-    assert samples.decode["a"] == [9.0, 8.0]
-    samples.keep(
-        samples.decode, "a", [[Lap(1.0, calm), Lap(7.0, bad)], [Lap(2.0, calm), Lap(3.0, calm)]], together=False
-    )
-    assert samples.decode["a"] == [1.0, 2.0, 3.0]
-    samples.keep(
-        samples.decode, "b", [[Lap(1.0, calm), Lap(5.0, calm)], [Lap(2.0, bad), Lap(6.0, calm)]], together=True
-    )
-    assert samples.decode["b"] == [6.0]
-    assert (samples.total, samples.disturbed) == (8, 4)
+    samples.keep("decode", "a", [[Lap(9.0, bad)], [Lap(8.0, bad)]], together=False)
+    assert samples.seconds("decode")["a"] == [9.0, 8.0]
+    samples.keep("decode", "a", [[Lap(1.0, calm), Lap(7.0, bad)], [Lap(2.0, calm), Lap(3.0, calm)]], together=False)
+    assert samples.seconds("decode")["a"] == [1.0, 2.0, 3.0]
+    samples.keep("decode", "b", [[Lap(1.0, calm), Lap(5.0, calm)], [Lap(2.0, bad), Lap(6.0, calm)]], together=True)
+    assert samples.seconds("decode")["b"] == [6.0]
+    assert samples.disturbed == 4 / 8
 
 
 def test_the_whole_comparison_in_small(borrowed):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from evidence.validate.rollout_steps import Ask, Plan
 from rlsim.calibrate.measure.bench import CORE_SHARE, Lap, synchronize
 from rlsim.calibrate.measure.decoder import Batch, Decoder, KvCache, build_decoder, weight_splits
 from rlsim.calibrate.measure.steps import step_times
@@ -23,40 +24,9 @@ from rlsim.errors import CalibrationError
 from rlsim.models.model import Model
 
 
-class Ask(NamedTuple):
-    """One response to generate."""
-
-    id: int
-    prompt_tokens: int
-    response_tokens: int
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What the replicas are built for: the model, KV room for `slots` sequences of `max_tokens` a worker at TP 1."""
-
-    model: Model
-    slots: int
-    max_tokens: int
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One run. With `switch_to`, the layout changes once `switch_at` responses or fewer are unfinished."""
-
-    asks: tuple[Ask, ...]
-    tp: int
-    budget_tokens: int  # of one prefill iteration
-    switch_to: int = 0
-    switch_at: int = 0
-
-
 class Iteration(NamedTuple):
-    """One iteration of a replica, as it was when it began. Times are seconds since the run began."""
+    """One iteration of a replica, as it was when it began."""
 
-    start_s: float
-    seconds: float
     kind: str  # prefill or decode
     tp: int
     batch: int  # sequences decoded or prefilled
@@ -64,14 +34,15 @@ class Iteration(NamedTuple):
     longest: int
     remaining: int  # unfinished responses of the whole rollout
     replica: int
+    seconds: float
 
 
 @dataclass
 class Run:
     """What all replicas did."""
 
-    iterations: list[Iteration]
-    finished_s: dict[int, float]  # response: since the run began
+    iterations: list[Iteration] = field(default_factory=list)
+    finished_s: dict[int, float] = field(default_factory=dict)  # response: since the run began
     core_share: float = 1.0  # least share of its core that a worker had while it was at work
     pause_s: float = 0.0  # of the switch: from the last replica's stop to the first step after it
     last_token: dict[int, int] = field(default_factory=dict)  # of each response: the same under every layout
@@ -88,11 +59,12 @@ class Run:
 # ---- on a worker -----------------------------------------------------------------------------------------------------
 
 
-def prepare(worker: Any, stage: Stage, tps: Sequence[int]) -> None:
-    """Build the decoders of these degrees around one KV pool; they stay on the worker."""
-    dtype = getattr(torch, stage.dtype)
-    cache = KvCache(stage.model, stage.slots, stage.max_tokens, worker.device, dtype)
-    worker.state["decoders"] = {tp: build_decoder(worker, stage.model, tp, cache, dtype) for tp in tps}
+def prepare(worker: Any, model: Model, slots: int, max_tokens: int, dtype: str, tps: Sequence[int]) -> None:
+    """Build decoders of these degrees around one KV pool, with room for `slots` sequences of `max_tokens` a worker at
+    TP 1; they stay on the worker."""
+    kind = getattr(torch, dtype)
+    cache = KvCache(model, slots, max_tokens, worker.device, kind)
+    worker.state["decoders"] = {tp: build_decoder(worker, model, tp, cache, kind) for tp in tps}
     board = worker.folder / "finished"
     if worker.rank == 0:
         np.zeros((worker.size, 8), dtype=np.int64).tofile(board)
@@ -100,33 +72,22 @@ def prepare(worker: Any, stage: Stage, tps: Sequence[int]) -> None:
     worker.state["finished"] = np.memmap(board, dtype=np.int64, mode="r+", shape=(worker.size, 8))
 
 
-def decode_times(worker: Any, tp: int, contexts: Sequence[int], repeats: int) -> list[Lap]:
-    """Each of `repeats` decode steps of these contexts, all replicas at once."""
+def times(worker: Any, kind: str, shape: Any, repeats: int) -> list[Lap]:
+    """Each of `repeats` steps of a kind and shape of `rollout_steps.shapes`, all replicas at once; the sequences of a
+    switch are dealt in turn over the replicas."""
+    tp, *after, lengths = shape
+    batch, warm_up = Batch(worker.state["decoders"][tp]), 3 if kind == "decode" else 1
     with torch.inference_mode():
-        batch = Batch(worker.state["decoders"][tp])
-        batch.arrive(range(len(contexts)), contexts, [0] * len(contexts))
-        return step_times(worker, batch.step, batch.rewind, repeats + 3)[3:]
-
-
-def prefill_times(worker: Any, tp: int, lengths: Sequence[int], repeats: int) -> list[Lap]:
-    """Each of `repeats` prefills of prompts of these lengths, all replicas at once."""
-    with torch.inference_mode():
-        batch = Batch(worker.state["decoders"][tp])
-        prompts = [_prompt(batch.decoder.model.vocab_size, i, length) for i, length in enumerate(lengths)]
-        ids = range(len(lengths))
-        return step_times(worker, lambda: batch.prefill(ids, prompts), lambda: batch.leave(ids), repeats + 1)[1:]
-
-
-def switch_times(worker: Any, from_tp: int, to_tp: int, contexts: Sequence[int], repeats: int) -> list[Lap]:
-    """Each of `repeats` switches with sequences of these contexts, dealt in turn over the replicas."""
-    replicas = worker.size // from_tp
-    own = contexts[worker.rank // from_tp :: replicas]
-    with torch.inference_mode():
-        batch = Batch(worker.state["decoders"][from_tp])
-        batch.arrive(range(len(own)), own, [0] * len(own))
-        return step_times(
-            worker, lambda: _switch(worker, batch, [], to_tp), lambda: worker.all.together(), repeats + 1
-        )[1:]
+        if kind == "prefill":
+            prompts, ids = [_prompt(batch.decoder, i, length) for i, length in enumerate(lengths)], range(len(lengths))
+            found = step_times(worker, lambda: batch.prefill(ids, prompts), lambda: batch.leave(ids), repeats + warm_up)
+        else:
+            own = lengths if kind == "decode" else lengths[worker.rank // tp :: worker.size // tp]
+            batch.arrive(range(len(own)), own, [0] * len(own))
+            run = batch.step if kind == "decode" else lambda: _switch(worker, batch, [], *after)
+            undo = batch.rewind if kind == "decode" else worker.all.together
+            found = step_times(worker, run, undo, repeats + warm_up)
+    return found[warm_up:]
 
 
 def rollout(worker: Any, plan: Plan) -> tuple[float, Run]:
@@ -136,16 +97,16 @@ def rollout(worker: Any, plan: Plan) -> tuple[float, Run]:
     replicas of several ranks each.
     """
     decoders: dict[int, Decoder] = worker.state["decoders"]
-    replicas, number = worker.size // plan.tp, worker.rank // plan.tp
+    replicas = worker.size // plan.tp
     if plan.switch_to and plan.tp > 1 and replicas > 1:
         raise CalibrationError("a switch needs replicas of one rank, or one replica: its ranks must stop together")
     if plan.switch_to:  # what the switch does not bring is not there
         for weight in itertools.chain.from_iterable(w.values() for w in decoders[plan.switch_to].weights):
             weight.zero_()
-    share = np.array_split(np.arange(len(plan.asks)), replicas)[number]
-    run = Run([], {})
-    replica = _Replica(worker, plan, run, Batch(decoders[plan.tp]), [plan.asks[i] for i in share])
-    collecting = gc.isenabled()
+    run, batch = Run(), Batch(decoders[plan.tp])
+    share = np.array_split(np.arange(len(plan.asks)), replicas)[worker.rank // plan.tp]
+    waiting = [plan.asks[i] for i in share]
+    prompts = {ask.id: _prompt(batch.decoder, ask.id, ask.prompt_tokens) for ask in plan.asks}
     gc.collect()
     gc.disable()
     try:
@@ -153,96 +114,60 @@ def rollout(worker: Any, plan: Plan) -> tuple[float, Run]:
             worker.state["finished"][worker.rank] = 0
             worker.all.together()
             began, busy = time.perf_counter(), time.process_time()
-            replica.drain(plan.switch_at if plan.switch_to else -1)
+            _drain(worker, plan, prompts, run, batch, waiting, plan.switch_at if plan.switch_to else -1)
             if plan.switch_to:
                 stopped = time.perf_counter()
-                batch, waiting = _switch(worker, replica.batch, replica.waiting, plan.switch_to)
+                batch, waiting = _switch(worker, batch, waiting, plan.switch_to)
                 resumed = time.perf_counter()
                 run.pause_s = resumed - max(worker.all.agree(stopped))
-                replica.follow(batch, waiting, sum(worker.all.agree(len(batch) + len(waiting))) // plan.switch_to)
-                replica.drain(-1)
+                _drain(worker, plan, prompts, run, batch, waiting, -1)
             run.core_share = min((time.process_time() - busy) / (time.perf_counter() - began), 1.0)
     finally:
-        if collecting:
-            gc.enable()
+        gc.enable()
     return began, run
 
 
-class _Replica:
-    """The loop of one rank of a replica."""
-
-    def __init__(self, worker: Any, plan: Plan, run: Run, batch: Batch, waiting: list[Ask]) -> None:
-        self.worker, self.plan, self.run = worker, plan, run
-        self.asks = {ask.id: ask for ask in plan.asks}
-        vocabulary = batch.decoder.model.vocab_size
-        self.prompts = {ask.id: _prompt(vocabulary, ask.id, ask.prompt_tokens) for ask in plan.asks}
-        self.board = worker.state["finished"]
-        self.follow(batch, waiting, len(plan.asks))
-
-    def follow(self, batch: Batch, waiting: list[Ask], left: int) -> None:
-        """Go on with this batch and queue; `left` responses of all replicas are unfinished."""
-        self.batch, self.waiting = batch, waiting
-        self.ends = [self._end(number) for number in batch.ids]  # contexts at which responses are complete, by place
-        self.first = batch.decoder.index == 0
-        self.alone = self.worker.size == batch.decoder.tp  # all ranks of one replica know the count, and must agree
-        self.left = left
-
-    def drain(self, stop_at: int) -> None:
-        """Iterate until nothing is left, or to a boundary at which `stop_at` responses or fewer are unfinished."""
-        batch, device, now = self.batch, self.worker.device, time.perf_counter
-        tp, replica = batch.decoder.tp, self.worker.rank // batch.decoder.tp
-        began = now()
-        while True:
-            left = self.left if self.alone else len(self.asks) - int(self.board[:, 0].sum())
-            if left <= stop_at or not (self.waiting or batch.ids):
-                return
-            if self.waiting:
-                asks = self._admitted()
-                prompts = [self.prompts[ask.id] for ask in asks]
-                state = ("prefill", tp, len(asks), sum(map(len, prompts)), max(map(len, prompts)), left, replica)
-                batch.prefill([ask.id for ask in asks], prompts)
-                self.ends += [self._end(ask.id) for ask in asks]
-            else:
-                state = ("decode", tp, len(batch), batch.context_tokens, batch.longest, left, replica)
-                batch.step()
+def _drain(
+    worker: Any, plan: Plan, prompts: Mapping[int, list[int]], run: Run, batch: Batch, waiting: list[Ask], stop_at: int
+) -> None:
+    """Iterate until nothing is left, or to a boundary at which `stop_at` responses or fewer are unfinished."""
+    device, now, board = worker.device, time.perf_counter, worker.state["finished"]
+    tp, replica, first = batch.decoder.tp, worker.rank // batch.decoder.tp, batch.decoder.index == 0
+    ends = {ask.id: ask.prompt_tokens + ask.response_tokens for ask in plan.asks}  # contexts of complete responses
+    alone = worker.size == tp  # all ranks of one replica know the count, and must agree
+    left = len(ends) - int(board[:, 0].sum())
+    began = now()
+    while left > stop_at and (waiting or batch.ids):
+        if waiting:
+            asks, room = [waiting.pop(0)], plan.budget_tokens  # the head of the queue, and others while there is room
+            room -= asks[0].prompt_tokens
+            while waiting and waiting[0].prompt_tokens <= room:
+                room -= waiting[0].prompt_tokens
+                asks.append(waiting.pop(0))
+            sizes = [ask.prompt_tokens for ask in asks]
+            state = ("prefill", tp, len(asks), sum(sizes), max(sizes), left, replica)
+            batch.prefill([ask.id for ask in asks], [prompts[ask.id] for ask in asks])
+        else:
+            state = ("decode", tp, len(batch), batch.context_tokens, batch.longest, left, replica)
+            batch.step()
+        synchronize(device)
+        over = now()
+        sequences = enumerate(zip(batch.ids, batch.contexts, strict=True))
+        if done := [place for place, (number, context) in sequences if context >= ends[number]]:
+            if first:
+                for place in done:
+                    run.finished_s[batch.ids[place]] = over
+                    run.last_token[batch.ids[place]] = int(batch.tokens[place])
+                board[worker.rank, 0] += len(done)
+            left -= len(done)
+            batch.leave(done)
             synchronize(device)
             over = now()
-            if self._finish(over):
-                synchronize(device)
-                over = now()
-            if self.first:
-                self.run.iterations.append(Iteration(began, over - began, *state))
-            began = over
-
-    def _finish(self, moment: float) -> bool:
-        """Let go of the complete responses, if there are any."""
-        batch = self.batch
-        done = [i for i, (end, context) in enumerate(zip(self.ends, batch.contexts, strict=True)) if context >= end]
-        if not done:
-            return False
-        if self.first:
-            for place in done:
-                number = batch.ids[place]
-                self.run.finished_s[number] = moment
-                self.run.last_token[number] = int(batch.tokens[place])
-            self.board[self.worker.rank, 0] += len(done)
-        self.left -= len(done)
-        batch.leave(done)
-        self.ends = [self._end(number) for number in batch.ids]
-        return True
-
-    def _end(self, number: int) -> int:
-        ask = self.asks[number]
-        return ask.prompt_tokens + ask.response_tokens
-
-    def _admitted(self) -> list[Ask]:
-        """The head of the queue, and those after it while the token budget lasts."""
-        left, count = self.plan.budget_tokens, 0
-        while count < len(self.waiting) and (count == 0 or self.waiting[count].prompt_tokens <= left):
-            left -= self.waiting[count].prompt_tokens
-            count += 1
-        admitted, self.waiting = self.waiting[:count], self.waiting[count:]
-        return admitted
+        if first:
+            run.iterations.append(Iteration(*state, over - began))
+        began = over
+        if not alone:
+            left = len(ends) - int(board[:, 0].sum())
 
 
 def _switch(worker: Any, batch: Batch, waiting: Sequence[Ask], tp: int) -> tuple[Batch, list[Ask]]:
@@ -253,32 +178,23 @@ def _switch(worker: Any, batch: Batch, waiting: Sequence[Ask], tp: int) -> tuple
     old, target = batch.decoder, worker.state["decoders"][tp]
     own = list(zip(batch.ids, batch.contexts, batch.tokens[: len(batch)].tolist(), strict=True)), list(waiting)
     found = worker.all.agree(own)[:: old.tp]
-    live = [
-        (number, context, token, i, slot)
-        for i, (running, _) in enumerate(found)
-        for slot, (number, context, token) in enumerate(running)
-    ]
+    live = [(*one, replica, slot) for replica, (running, _) in enumerate(found) for slot, one in enumerate(running)]
     others = [ask for _, queue in found for ask in queue]
-    loads = [0] * (worker.size // tp)
-    place = {}
-    for context, number in sorted(
-        [(context, number) for number, context, *_ in live] + [(ask.prompt_tokens, ask.id) for ask in others],
-        key=lambda item: (-item[0], item[1]),
-    ):
-        place[number] = min(range(len(loads)), key=lambda i: (loads[i], i))
+    loads, place = [0] * (worker.size // tp), dict[int, int]()
+    sizes = [(number, context) for number, context, *_ in live] + [(ask.id, ask.prompt_tokens) for ask in others]
+    for number, context in sorted(sizes, key=lambda one: (-one[1], one[0])):
+        place[number] = loads.index(min(loads))
         loads[place[number]] += context
-    slots = [0] * len(loads)
-    moves = []
-    for number, context, _, replica, slot in live:
-        to = place[number]
-        moves.append(Move(context - 1, replica, slot, to, slots[to]))
-        slots[to] += 1
+    slots = [itertools.count() for _ in loads]
+    moves = [
+        Move(context - 1, replica, slot, place[number], next(slots[place[number]]))
+        for number, context, _, replica, slot in live
+    ]
     reshard(old, target)
     migrate(worker, old.cache, old.tp, tp, moves)
     here = worker.rank // tp
-    mine = [item for item in live if place[item[0]] == here]
     following = Batch(target)
-    following.arrive([item[0] for item in mine], [item[1] for item in mine], [item[2] for item in mine])
+    following.arrive(*([one[i] for one in live if place[one[0]] == here] for i in range(3)))
     worker.all.together()
     return following, [ask for ask in others if place[ask.id] == here]
 
@@ -345,8 +261,9 @@ def _parts(rank: int, heads: int, own_tp: int, other_tp: int, moves: Sequence[Mo
     return parts
 
 
-def _prompt(vocabulary: int, number: int, length: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(number).integers(0, vocabulary, length)]
+def _prompt(decoder: Decoder, number: int, length: int) -> list[int]:
+    drawn = np.random.default_rng(number).integers(0, decoder.model.vocab_size, length)
+    return [int(token) for token in drawn]
 
 
 # ---- from all workers ------------------------------------------------------------------------------------------------
@@ -356,10 +273,9 @@ def carry_out(workers: Any, plan: Plan) -> Run:
     """`plan` on prepared workers (see `prepare`), as one run whose clock starts when the first worker began."""
     parts: list[tuple[float, Run]] = workers.call(rollout, plan)
     zero = min(began for began, _ in parts)
-    run = Run([], {}, min(part.core_share for _, part in parts), max(part.pause_s for _, part in parts))
-    for _, part in parts:
-        run.iterations += [iteration._replace(start_s=iteration.start_s - zero) for iteration in part.iterations]
-        run.finished_s |= {number: moment - zero for number, moment in part.finished_s.items()}
-        run.last_token |= part.last_token
-    run.iterations.sort()
+    run = Run(core_share=min(own.core_share for _, own in parts), pause_s=max(own.pause_s for _, own in parts))
+    for _, own in parts:
+        run.iterations += own.iterations
+        run.finished_s |= {number: moment - zero for number, moment in own.finished_s.items()}
+        run.last_token |= own.last_token
     return run

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize_scalar, nnls
 
-from rlsim.cost.calibration import RuntimeFit
+from rlsim.base import catalogue
 from rlsim.cost.profile import ProfileStep, rising
-from rlsim.cost.transfer import kv_rank_bytes
+from rlsim.cost.transfer import NO_HOST_KV, HostKv, SwitchCost, kv_rank_bytes, kv_send_s
+from rlsim.models.hardware import Link
 from rlsim.models.model import Model
 from rlsim.trace.files import read_trace
 
@@ -36,19 +36,33 @@ SMALL = Model(
 )
 
 
+class Ask(NamedTuple):
+    """One response to generate."""
+
+    id: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run. With `switch_to`, the layout changes once `switch_at` responses or fewer are unfinished."""
+
+    asks: tuple[Ask, ...]
+    tp: int
+    budget_tokens: int  # of one prefill iteration
+    switch_to: int = 0
+    switch_at: int = 0
+
+
 @dataclass(frozen=True)
 class Effort:
     """How much is measured: `rounds` of the grid, each in an order of its own, with `runs` of every case in between, so
-    that what drifts on the machine hits all alike.
-
-    A run in which others used our cores is made again, `again` times at the most in a round.
-    """
+    that what drifts on the machine hits all alike."""
 
     rounds: int = 6
     runs: int = 3
-    again: int = 2
-    steps: int = 6  # of every decode shape in a round
-    prefills: int = 2
+    repeats: Mapping[str, int] = field(default_factory=lambda: {"decode": 6, "prefill": 2, "switch": 6})  # in a round
     longest: int = 512  # response
     #: Odd sizes too: products of 23 rows take as long as those of 26.
     batches: tuple[int, ...] = (*range(1, 25), 27, 28, 31, 32, 35, 38, 40, 43, 46, 48, 56, 64, 79, 96, 127, 128)
@@ -65,9 +79,7 @@ class Effort:
 QUICK = Effort(
     rounds=1,
     runs=1,
-    again=0,
-    steps=4,
-    prefills=1,
+    repeats={"decode": 4, "prefill": 1, "switch": 4},
     longest=64,
     batches=(1, 2, 4, 8, 16, 32, 64),
     contexts=(8, 100),
@@ -77,156 +89,135 @@ QUICK = Effort(
 )
 
 
-# ---- what is generated -----------------------------------------------------------------------------------------------
-
-
-def draw_lengths(sequences: int, seed: int, effort: Effort) -> list[tuple[int, int]]:
-    """(prompt, response) tokens of so many responses of the shipped trace, scaled to the longest that is wanted.
+def draw_asks(sequences: int, seed: int, effort: Effort) -> tuple[Ask, ...]:
+    """So many responses of the shipped trace, scaled to the longest that is wanted.
 
     Prompts are a quarter as long as in the trace, within the bounds of `effort`.
     """
-    from rlsim.base import catalogue
-
-    path = catalogue.names("traces")[TRACE].with_suffix(".parquet")
-    frame = read_trace(Path(path)).frame
+    frame = read_trace(Path(catalogue.names("traces")[TRACE].with_suffix(".parquet"))).frame
     rows = frame.iloc[np.random.default_rng(seed).choice(len(frame), sequences, replace=False)]
     response = rows.response_tokens.to_numpy(float)
-    low, high = effort.prompts
-    prompts = np.clip(rows.prompt_tokens.to_numpy(float) // 4, low, high).astype(int)
+    prompts = np.clip(rows.prompt_tokens.to_numpy(float) // 4, *effort.prompts).astype(int)
     lengths = np.maximum(np.ceil(response * effort.longest / response.max()), 2).astype(int)
-    return list(zip(prompts.tolist(), lengths.tolist(), strict=True))
+    return tuple(map(Ask, range(sequences), prompts.tolist(), lengths.tolist()))
 
 
-# ---- what is measured apart from the runs ----------------------------------------------------------------------------
+def shapes(sequences: int, effort: Effort) -> list[tuple[str, Any]]:
+    """What to measure, kind and shape: decode steps (TP, contexts; equal ones, then unequal), prefills (TP, lengths of
+    prompts), switches (TP before, after, contexts)."""
+    found: list[tuple[str, Any]] = []
+    low, high = effort.contexts[0], effort.contexts[-1]
+    for tp in (1, 2):
+        most = math.ceil(sequences * tp / 2)
+        batches = [*(batch for batch in effort.batches if batch < most), most]
+        decodes = [(context,) * batch for batch in batches for context in effort.contexts]
+        for batch in sorted({min(most, 4), min(most, 8), most}):  # one straggler; half of them long
+            decodes += [(low,) * (batch - 1) + (high,)]
+            decodes += [(low,) * (batch - batch // 2) + ((low + high) // 2,) * (batch // 2)]
+        found += [("decode", (tp, contexts)) for contexts in decodes]
+        for tokens in effort.prefill_tokens:
+            for length in effort.prefill_lengths:
+                rest = (tokens % length,) if tokens % length else ()
+                found.append(("prefill", (tp, (length,) * (tokens // length) + rest)))
+    counts = 2, max(sequences // 2, 2)
+    return found + [("switch", (1, 2, (context,) * n)) for n in counts for context in effort.contexts[1:]]
 
 
 @dataclass
 class Samples:
-    """Seconds of every repeat, by shape: (tp, contexts), (tp, prompt lengths), contexts of a switch from TP 1 to 2."""
+    """Seconds of every repeat by kind and shape (`shapes`), and whether something else ran on our cores meanwhile."""
 
-    decode: dict[tuple[int, tuple[int, ...]], list[float]] = field(default_factory=dict)
-    prefill: dict[tuple[int, tuple[int, ...]], list[float]] = field(default_factory=dict)
-    switch: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
-    total: int = 0
-    disturbed: int = 0  # repeats during which something else ran on our cores: kept only if a shape has no others
-    _calm: set[Any] = field(default_factory=set)
+    laps: dict[tuple[str, Any], list[tuple[float, bool]]] = field(default_factory=dict)
 
-    def keep(self, table: dict[Any, list[float]], shape: Any, laps: Sequence[Sequence[Any]], *, together: bool) -> None:
+    def keep(self, kind: str, shape: Any, laps: Sequence[Sequence[Any]], *, together: bool) -> None:
         """Add what every worker timed; where workers wait for each other, a step is disturbed if any of them was."""
-        steps = list(zip(*laps, strict=True)) if together else [(lap,) for own in laps for lap in own]
-        calm = [step for step in steps if not any(lap.disturbed for lap in step)]
-        self.total += len(steps)
-        self.disturbed += len(steps) - len(calm)
-        if calm and (id(table), shape) not in self._calm:
-            self._calm.add((id(table), shape))
-            table[shape] = []
-        if calm or (id(table), shape) not in self._calm:
-            table.setdefault(shape, []).extend(max(lap.seconds for lap in step) for step in calm or steps)
+        steps = zip(*laps, strict=True) if together else ((lap,) for own in laps for lap in own)
+        found = ((max(lap.seconds for lap in step), any(lap.disturbed for lap in step)) for step in steps)
+        self.laps.setdefault((kind, shape), []).extend(found)
+
+    def seconds(self, kind: str) -> dict[Any, list[float]]:
+        """By shape, without disturbed repeats unless there are no others."""
+        own = {shape: laps for (one, shape), laps in self.laps.items() if one == kind}
+        return {
+            shape: [s for s, disturbed in laps if not disturbed] or [s for s, _ in laps] for shape, laps in own.items()
+        }
+
+    @property
+    def disturbed(self) -> float:
+        """The share of repeats that are."""
+        return float(np.mean([disturbed for laps in self.laps.values() for _, disturbed in laps]))
 
     def spread(self) -> float:
         """The median over decode shapes of half the interquartile range of the repeats over their median."""
-        found = [np.quantile(times, (0.25, 0.5, 0.75)) for times in self.decode.values()]
+        found = [np.quantile(times, (0.25, 0.5, 0.75)) for times in self.seconds("decode").values()]
         return float(np.median([(high - low) / 2 / middle for low, middle, high in found]))
 
 
-def shapes(sequences: int, effort: Effort) -> dict[str, list[Any]]:
-    """The shapes to measure: decode steps (equal contexts, then unequal ones), prefills, switches."""
-    decode = []
-    low, high = effort.contexts[0], effort.contexts[-1]
-    for tp in (1, 2):
-        most = math.ceil(sequences * tp / 2)
-        inner = [batch for batch in effort.batches if batch < most]
-        for batch in [*inner, most]:
-            decode += [(tp, (context,) * batch) for context in effort.contexts]
-        for batch in sorted({min(most, 4), min(most, 8), most}):  # one straggler; half of them long
-            decode.append((tp, (low,) * (batch - 1) + (high,)))
-            decode.append((tp, (low,) * (batch - batch // 2) + ((low + high) // 2,) * (batch // 2)))
-    prefill = [
-        (tp, (length,) * (tokens // length) + ((tokens % length,) if tokens % length else ()))
-        for tp in (1, 2)
-        for tokens in effort.prefill_tokens
-        for length in effort.prefill_lengths
-    ]
-    switch = [(context,) * count for count in (2, max(sequences // 2, 2)) for context in effort.contexts[1:]]
-    return {"decode": decode, "prefill": prefill, "switch": switch}
-
-
-def measure(workers: Any, samples: Samples, kind: str, shape: Any, effort: Effort) -> None:
-    """One shape once more; `kind` is decode, prefill or switch."""
-    from evidence.validate import real_run
-
-    function, repeats = {
-        "decode": (real_run.decode_times, effort.steps),
-        "prefill": (real_run.prefill_times, effort.prefills),
-        "switch": (real_run.switch_times, effort.steps),
-    }[kind]
-    laps = workers.call(function, *((1, 2, shape) if kind == "switch" else shape), repeats)
-    samples.keep(getattr(samples, kind), shape, laps, together=kind == "switch" or shape[0] > 1)
-
-
 @dataclass(frozen=True)
-class Fitted:
-    """The calibration: a profile for each TP, what a switch costs, and the share of padding that is paid for."""
+class MeasuredCosts:
+    """`rlsim.sim.costs.RolloutCosts` of a node of two processes, from what was measured on them.
+
+    `skew`: the share of padding that is paid for. A switch takes `control_s`, slicing of the weights included, and the
+    KV at the measured rate; there are no graphs.
+    """
 
     model: Model
-    profiles: Mapping[int, Callable[..., ProfileStep]]  # of a skew
-    runtime: RuntimeFit
+    steps: Mapping[int, ProfileStep]
     skew: float
+    control_s: float
+    migrate_bytes_per_s: float
+    pages: int  # of a replica at TP 1
+
+    def step(self, tp: int) -> ProfileStep:
+        return self.steps[tp]
+
+    def capacity_pages(self, tp: int) -> int:
+        """The pool has as many more slots as ranks share a replica."""
+        return self.pages * tp
+
+    def host_kv(self, tp: int) -> HostKv:  # noqa: ARG002
+        return NO_HOST_KV
+
+    def switch(self, gpus: int, from_tp: int, to_tp: int, contexts: Sequence[int], *_: Any, **__: Any) -> SwitchCost:  # noqa: ARG002
+        moved = kv_rank_bytes(self.model, sum(contexts), from_tp)
+        return SwitchCost(0.0, moved / self.migrate_bytes_per_s, 0.0, self.control_s)
+
+    def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:  # noqa: ARG002
+        link = Link(name="processes", bytes_per_s=self.migrate_bytes_per_s, latency_s=0.0)
+        return kv_send_s(self.model, link, float(sum(contexts)), min(from_tp, to_tp))
 
 
-def fit(model: Model, samples: Samples, effort: Effort) -> Fitted:
+def fit(model: Model, samples: Samples, effort: Effort, capacity_tokens: int) -> MeasuredCosts:
     """Means of the repeats as profiles; the skew and the switch by least squares of relative errors."""
-    profiles = {tp: _profile(tp, samples, effort) for tp in (1, 2)}
-    steps = {tp: profile() for tp, profile in profiles.items()}
-    unequal = [(tp, contexts, _expected(t)) for (tp, contexts), t in samples.decode.items() if len(set(contexts)) > 1]
+    decode, prefill, switch = (
+        {shape: float(np.mean(times)) for shape, times in samples.seconds(kind).items()}  # a run sums many steps
+        for kind in ("decode", "prefill", "switch")
+    )
+    steps = {}
+    for tp in (1, 2):
+        own = {(len(c), c[0]): s for (degree, c), s in decode.items() if degree == tp and len(set(c)) == 1}
+        curves = [
+            rising(b, [b * c for c in effort.contexts], [own[b, c] for c in effort.contexts])
+            for b in sorted({batch for batch, _ in own})
+        ]
+        known = {(sum(lengths), lengths[0]): s for (degree, lengths), s in prefill.items() if degree == tp}
+        grid = [[known[tokens, length] for length in effort.prefill_lengths] for tokens in effort.prefill_tokens]
+        steps[tp] = ProfileStep(tp, curves, effort.prefill_tokens, effort.prefill_lengths, grid)
+    unequal = [(tp, c, s) for (tp, c), s in decode.items() if len(set(c)) > 1]
 
     def loss(skew: float) -> float:
-        return sum((step_s(steps[tp], skew, contexts) / seconds - 1.0) ** 2 for tp, contexts, seconds in unequal)
+        return sum((step_s(steps[tp], skew, len(c), sum(c), max(c)) / s - 1.0) ** 2 for tp, c, s in unequal)
 
     skew = float(minimize_scalar(loss, bounds=(0.0, 1.0), method="bounded").x)
-    seconds = np.array([_expected(times) for times in samples.switch.values()])
-    moved = np.array([kv_rank_bytes(model, sum(contexts), 1) for contexts in samples.switch])
-    design = np.stack([np.ones(len(moved)), moved / 1e9], axis=1) / seconds[:, None]
+    for step in steps.values():
+        step.skew = skew
+    moved = np.array([kv_rank_bytes(model, sum(contexts), 1) for *_, contexts in switch])
+    design = np.stack([np.ones(len(moved)), moved / 1e9], axis=1) / np.array([*switch.values()])[:, None]
     control_s, per_gigabyte = nnls(design, np.ones(len(moved)))[0]
-    runtime = RuntimeFit(
-        graph_capture_s=0.0,
-        graph_batch_sizes=(),
-        switch_control_s=float(control_s),
-        group_create_s=0.0,
-        migrate_bytes_per_s=1e9 / max(float(per_gigabyte), 1e-6),
-        source=f"{len(moved)} switches from TP 1 to 2, slicing of the weights in the control's time; groups exist",
-    )
-    return Fitted(model, profiles, runtime, skew)
+    rate = 1e9 / max(float(per_gigabyte), 1e-6)
+    return MeasuredCosts(model, steps, skew, float(control_s), rate, capacity_tokens // PAGE_TOKENS)
 
 
-def _profile(tp: int, samples: Samples, effort: Effort) -> Callable[..., ProfileStep]:
-    equal = {
-        (len(contexts), contexts[0]): _expected(times)
-        for (degree, contexts), times in samples.decode.items()
-        if degree == tp and len(set(contexts)) == 1
-    }
-    batches = sorted({batch for batch, _ in equal})
-    prefills = {
-        (sum(lengths), lengths[0]): _expected(times)
-        for (degree, lengths), times in samples.prefill.items()
-        if degree == tp
-    }
-    tokens, lengths = effort.prefill_tokens, effort.prefill_lengths
-    curves = [rising(b, [b * c for c in effort.contexts], [equal[b, c] for c in effort.contexts]) for b in batches]
-    grid = [[prefills[t, length] for length in lengths] for t in tokens]
-    return partial(ProfileStep, tp, curves, tokens, lengths, grid)
-
-
-def _expected(times: Sequence[float]) -> float:
-    """The mean: what is predicted is a sum of many steps."""
-    return float(np.mean(times))
-
-
-def step_s(step: ProfileStep, skew: float, contexts: Sequence[int]) -> float:
-    """Seconds of a decode step of sequences with these contexts."""
-    return read_step(step, skew, len(contexts), sum(contexts), max(contexts))
-
-
-def read_step(step: ProfileStep, skew: float, batch: int, context_tokens: float, longest: float) -> float:
+def step_s(step: ProfileStep, skew: float, batch: int, context_tokens: float, longest: float) -> float:
     """A decode step as the engine reads it: at the contexts' sum and the share of the padding that is paid for."""
     return step.decode(batch).step_s(context_tokens + skew * (batch * longest - context_tokens))
