@@ -58,6 +58,8 @@ class TrainStrategy:
     - `packing`: `balanced` has as few micro-batches as the budget has room for a rank's sum; `first_fit` packs over all
       ranks, and deals them out in turn.
     - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
+    - `optimizer_bytes`: of a parameter, with the fp32 master that FSDP has as its weights: 12, and 10 where the master
+      keeps only the 16 bits that its bf16 weight lacks.
     - `attention`: all but `flash_attention_2` (`TrainEfficiency.attention_on`) are taken as equally fast.
 
     Raises `ConfigError` for a degree below 1 or a combination that no framework offers.
@@ -82,6 +84,7 @@ class TrainStrategy:
     packing: Packing = "balanced"
     offload: bool = False
     host_memory: HostMemory = "pinned"
+    optimizer_bytes: int = 12
     cpu_optimizer: float = 0.0
     cpu_optimizer_rate: float = 2e11
     sequence_parallel: bool = False
@@ -157,6 +160,11 @@ class TrainStrategy:
     def fsdp(self) -> bool:
         """Whether parameters are sharded as FSDP does it: in fp32, of Hugging Face's modules, for PyTorch's AdamW."""
         return self.zero_stage == 3
+
+    @property
+    def states_bytes(self) -> int:
+        """Of one parameter's optimizer states beside its weight, wherever they are."""
+        return self.optimizer_bytes - 4 * self.fsdp
 
     @property
     def sharded_over(self) -> int:

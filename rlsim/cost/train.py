@@ -438,20 +438,23 @@ class TrainCost:
 
     def copied_s(self, *, backward: bool, out: bool) -> float:
         """Seconds to bring this GPU's weights, and with `backward` the optimizer's states, in from host memory or out
-        to it; 0 without offload."""
+        to it; 0 without offload.
+
+        Weights are bf16, of FSDP the fp32 shards. What is pageable are the optimizer's states, and FSDP's weights with
+        them; Megatron keeps its weights' buffer in host memory pinned (`offload_to_cpu`).
+        """
         strategy, host = self.strategy, self.cluster.host
         if not strategy.offload:
             return 0.0
         weights, states = 0.0, 0.0
         for local, spread in self._parts:
-            weights += BF16 * local / (spread.sharded_over if strategy.zero_stage == 3 else 1)
-            on_gpus = 3 * FP32 * local * (1 - strategy.cpu_optimizer)
+            weights += (FP32 if strategy.fsdp else BF16) * local / (spread.sharded_over if strategy.fsdp else 1)
+            on_gpus = backward * strategy.states_bytes * local * (1 - strategy.cpu_optimizer)
             states += on_gpus / (spread.sharded_over if strategy.zero_stage >= 1 else 1)
-        if not backward:
-            return host_copy_s(weights, host)
         if strategy.host_memory == "pinned":
             return host_copy_s(weights + states, host)
-        return host_copy_s(weights, host) + pageable_copy_s(states, host, out=out)
+        slow = states + weights * strategy.fsdp
+        return host_copy_s(weights + states - slow, host) + pageable_copy_s(slow, host, out=out)
 
     @cached_property
     def _parts(self) -> list[tuple[float, TrainStrategy]]:

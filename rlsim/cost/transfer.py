@@ -29,8 +29,9 @@ def host_copy_s(bytes_per_gpu: float, host: Link) -> float:
 
 
 #: Out to pageable host memory that is allocated for it, and back in, bytes/s of a GPU: what Nsight Systems showed of
-#: NeMo-RL's `offload_before_refit` on H100, and a copy to memory that was there before (github.com/NVIDIA-NeMo/RL issue
-#: 3976). As far off as that: 2.8 GB/s of a diffusion model on H200 (sgl-project/sglang pull request 32032).
+#: NeMo-RL's `offload_before_refit` on H100 (4.94 GB of Qwen2.5-0.5B's states, ten bytes a parameter), and a copy to
+#: memory that was there before (github.com/NVIDIA-NeMo/RL issue 3976). As far off as that: 2.8 GB/s of a diffusion
+#: model on H200 (sgl-project/sglang pull request 32032).
 PAGEABLE_OUT_BYTES_PER_S = 1.8e9
 PAGEABLE_IN_BYTES_PER_S = 16.1e9
 

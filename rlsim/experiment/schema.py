@@ -156,6 +156,7 @@ class TrainingSpec(Schema):
     driver_per_token: Seconds = Field(default=0.0, ge=0, le=1e-3)
     offload: bool = False
     host_memory: HostMemory = "pinned"
+    optimizer_bytes: int = Field(default=12, ge=4, le=12)
     cpu_optimizer: float = Field(default=0.0, ge=0, le=1)
     cpu_optimizer_rate: BytesPerSecond = Field(default=2e11, gt=0)
     mini_batches: int = Field(default=1, ge=1, le=10_000)
