@@ -316,8 +316,8 @@ def cost_of(tmp_path: Path, case: str, **costs: Any) -> RolloutCostModel:
 def test_stated_costs_change_what_they_say(tmp_path: Path) -> None:
     plain = cost_of(tmp_path, "24").step(2).decode(8).step_s(8000.0)
     assert cost_of(tmp_path, "24", kernels=2.0).step(2).decode(8).step_s(8000.0) == pytest.approx(2 * plain)
-    more = cost_of(tmp_path, "24", host_per_sequence="155.61 us").step(2).decode(8).step_s(8000.0)
-    assert more - plain == pytest.approx(8 * 100e-6, rel=1e-6)  # the calibration's 55.61 us
+    more = cost_of(tmp_path, "24", host_per_sequence="155.68 us").step(2).decode(8).step_s(8000.0)
+    assert more - plain == pytest.approx(8 * 100e-6, rel=1e-6)  # the calibration's 55.68 us
     assert cost_of(tmp_path, "24", skew=0.3).step(2).skew == 0.3
     recurrent = [cost_of(tmp_path, "09", recurrent_served=x).step(8).decode(8).step_s(8000.0) for x in (1.0, 2.0, 3.0)]
     assert recurrent[2] - recurrent[1] == pytest.approx(recurrent[1] - recurrent[0])

@@ -53,7 +53,7 @@ def test_parts_of_a_step_with_host_time_and_sampling_add_up(*, overlapped: bool,
 
 
 def test_a_host_that_plans_ahead_hides_behind_the_gpu() -> None:
-    """vLLM since 0.14: 55.6 us for each of 8 sequences is less than a step's kernels; on 512 it is more."""
+    """vLLM since 0.14: 55.7 us for each of 8 sequences is less than a step's kernels; on 512 it is more."""
     found = load_calibration("h100-vllm")
     assert found.host.overlapped
     kernels, ahead = RooflineStep(LLAMA, 2, H100, found), step_cost(LLAMA, 2, H100, found)
