@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 def schedule(problem: Problem, plan: Sequence[int]) -> list[Span]:
     """Who runs when in one plan, by start: calls and reallocations of all iterations. Same rule as `cost_s`."""
-    checked = problem.checked([list(plan)])[0].tolist()
+    checked = [int(option) for option in plan]
     spans, names = problem.single.spans(checked), problem.graph.names
     _, moves_s = problem.single.seconds(checked)
     free = {name for name, s in zip(names[len(problem.calls) :], moves_s, strict=True) if s == 0}

@@ -4,8 +4,7 @@ Knows arrays only: who makes the options and costs of calls from models and clus
 """
 
 from rlsim.workflow.search.methods import find_best, find_plan
-from rlsim.workflow.search.options import Dependency, Options, Reallocation
-from rlsim.workflow.search.problem import Problem
+from rlsim.workflow.search.problem import Dependency, Options, Problem, Reallocation
 from rlsim.workflow.search.progress import Budget, Found, Improvement
 
 __all__ = [

@@ -28,8 +28,7 @@ from functools import reduce
 
 import numpy as np
 
-from rlsim.workflow.search.options import Meshes, PairCost
-from rlsim.workflow.search.problem import Problem
+from rlsim.workflow.search.problem import Meshes, PairCost, Problem
 from rlsim.workflow.search.scheduling import Floats, Graph
 
 PAIRS = 20_000_000  # pairs of options, of all edges together, beyond which no bound of all plans is computed

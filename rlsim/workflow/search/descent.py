@@ -106,7 +106,8 @@ class _Descent:
         """Pairs of calls, until one makes the plan better; whether one did."""
         before = self._score_s
         for a, b in self._pairs:
-            ones, twos = self._options_of(a, b)
+            few = self.problem.sizes[a] * self.problem.sizes[b] <= PAIRS  # else the fastest of each mesh, as they are
+            ones, twos = (self.problem.options[call].by_time if few else self._short[call] for call in (a, b))
             room_s = self._room_s(a, b)
             rows, columns = np.nonzero(self._work_s[a][ones][:, None] + self._work_s[b][twos] < room_s)
             for at in range(0, len(rows), CHUNK):
@@ -122,12 +123,6 @@ class _Descent:
         """Work (as in `_work_s`) that calls may have in a plan better than the one at hand."""
         others = (work[o] for c, (work, o) in enumerate(zip(self._work_s, self._plan, strict=True)) if c not in calls)
         return self._score_s - float(sum(others))
-
-    def _options_of(self, a: int, b: int) -> tuple[Ints, Ints]:
-        """Options of two calls to pair, fastest first: all or, where these are too many, the fastest of each mesh."""
-        if self.problem.sizes[a] * self.problem.sizes[b] <= PAIRS:
-            return self.problem.options[a].by_time, self.problem.options[b].by_time
-        return self._short[a], self._short[b]
 
     def _try(self, candidates: Ints) -> None:
         """Take the best of some plans (n, C), if it is better than the one at hand."""
@@ -146,7 +141,7 @@ class _Descent:
             seen += 1
             if cost_s * factors[row] < self._score_s:
                 self._plan, self._score_s = candidates[row].copy(), float(cost_s * factors[row])
-        self.trace.pass_over(len(candidates) - seen)
+        self.trace.evaluations += len(candidates) - seen  # those that their lower bounds exclude
 
     def _factors(self, peaks_bytes: Floats) -> Floats:
         full = peaks_bytes / self.problem.memory_bytes

@@ -1,19 +1,115 @@
-"""The plan problem as arrays: the seconds and bytes of whole plans."""
+"""The plan problem as arrays: options of calls, costs between those of two, the seconds and bytes of whole plans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.errors import ConfigError
-from rlsim.workflow.search.options import Dependency, Meshes, OfPair, Options, PairCost, Reallocation
-from rlsim.workflow.search.scheduling import Floats, Graph, Ints, schedule
+from rlsim.workflow.search.scheduling import Bools, Floats, Graph, Ints, schedule
 
 REMEMBERED = 1_000_000  # pairs of options whose cost is kept, per edge
+
+
+# f(source_indices, target_indices) of two calls' options, of any shapes that broadcast -> an array of that shape.
+OfPair = Callable[[Ints, Ints], npt.ArrayLike]
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Where and how one call may run: equally long 1-D arrays, one entry per option.
+
+    An option's mesh is the GPUs `first_gpu` to `first_gpu + gpus - 1`. `time_s` > 0: duration without data transfers.
+    `resident_bytes`: kept on each GPU of the mesh during the whole iteration (optimizer states, parameters that stay).
+    `active_bytes`: needed besides on each GPU while the call runs.
+    """
+
+    call: str
+    first_gpu: Ints
+    gpus: Ints
+    time_s: Floats
+    resident_bytes: Floats
+    active_bytes: Floats
+
+    def __post_init__(self) -> None:
+        for name in ("first_gpu", "gpus"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), np.int64))
+
+    def __len__(self) -> int:
+        return len(self.time_s)
+
+    @cached_property
+    def by_time(self) -> Ints:
+        """All indices, fastest first, equal ones in their order."""
+        return np.argsort(self.time_s, kind="stable")
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """`target` of iteration k needs what `source` of iteration k - `lag` produces.
+
+    `seconds`: transfer of the data, by option of source and target. The target receives while it holds its mesh, so it
+    lengthens the target, by the sum over its inputs; in the first `lag` iterations too, so that all are alike.
+    """
+
+    source: str
+    target: str
+    lag: int = 0
+    seconds: OfPair | None = None
+
+
+@dataclass(frozen=True)
+class Reallocation:
+    """Parameters that `source` (train) updates go to `target` (generate or inference of the same model).
+
+    A node of its own before `target` of iteration k: ready when `source` of iteration k - 1 is done (at 0 for k = 0),
+    it holds both meshes alone for `seconds`. Zero seconds: no node, but `target` still waits for `source`.
+    `resident_bytes`: what the target's copy keeps on each GPU of the target's mesh over the whole iteration.
+
+    With a `lag` above 1 the target runs ahead: its iteration k + 1 has the parameters of `source` in iteration
+    k + 1 - `lag`, no newer ones. So they go out between the target's iterations k and k + 1, and calls that need what
+    the target makes in iteration k begin after that (docs/engine.md, "Exact lags").
+    """
+
+    source: str
+    target: str
+    seconds: OfPair
+    resident_bytes: OfPair | None = None
+    lag: int = 1
+
+
+@dataclass(frozen=True)
+class PairCost:
+    """A cost between the options of two calls: the seconds of a transfer or reallocation, or the bytes of a copy."""
+
+    source: int  # place of the call in a plan
+    target: int
+    cost: OfPair
+
+    def of(self, source: Ints, target: Ints) -> Floats:
+        """The cost of options of the two calls, indices that broadcast to the shape of what is returned."""
+        source, target = np.broadcast_arrays(source, target)
+        return np.broadcast_to(np.asarray(self.cost(source, target), dtype=float), source.shape)
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """GPUs of each call in each plan: `first` to `last` - 1, both (n, C)."""
+
+    first: Ints
+    last: Ints
+
+    @cached_property
+    def covers(self) -> Bools:
+        """(n, C, C): whether call j's mesh holds the first GPU of call i's mesh, at [., i, j].
+
+        Sums over intervals that hold a GPU are largest at some interval's first GPU, so no other need be looked at.
+        """
+        points = self.first[:, :, None]
+        return (self.first[:, None, :] <= points) & (points < self.last[:, None, :])
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +118,7 @@ class Problem:
 
     `gpus`: of the cluster; `memory_bytes`: of each GPU; `iterations` are concatenated, so that calls of
     the next may overlap this one's. `order`: call names, each after those of the same iteration that it needs; decides
-    between calls that become ready at the same moment (default: the first such order). Raises `ConfigError` where these
-    do not fit together.
+    between calls that become ready at the same moment (default: the first such order).
     """
 
     options: Sequence[Options]
@@ -36,16 +131,6 @@ class Problem:
     graph: Graph = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.options:
-            raise ConfigError("a plan needs at least one call")
-        if not self.memory_bytes > 0:
-            raise ConfigError(f"a GPU's memory must be positive, not {self.memory_bytes} bytes")
-        for options in self.options:
-            if (options.first_gpu + options.gpus).max() > self.gpus:
-                raise ConfigError(f"an option of {options.call} reaches beyond the {self.gpus} GPUs")
-        pairs = [(edge.source, edge.target) for edge in self.reallocations]
-        if len(set(pairs)) != len(pairs):
-            raise ConfigError("two reallocations have the same source and target")
         edges, moves = (
             [(edge.source, edge.target, edge.lag) for edge in some] for some in (self.dependencies, self.reallocations)
         )
@@ -64,36 +149,24 @@ class Problem:
     def space(self) -> float:
         return float(np.prod(self.sizes.astype(float)))
 
-    def _pair(self, kind: str, unit: str, edge: Dependency | Reallocation, cost: OfPair) -> PairCost:
-        source, target = self.calls.index(edge.source), self.calls.index(edge.target)
-        return PairCost(kind, unit, source, target, (edge.source, edge.target), cost)
+    def _pair(self, edge: Dependency | Reallocation, cost: OfPair) -> PairCost:
+        return PairCost(self.calls.index(edge.source), self.calls.index(edge.target), cost)
 
     @cached_property
     def transfers(self) -> list[PairCost]:
         """Seconds by which data from another call lengthens a call."""
-        return [self._pair("transfer", "seconds", e, e.seconds) for e in self.dependencies if e.seconds is not None]
+        return [self._pair(e, e.seconds) for e in self.dependencies if e.seconds is not None]
 
     @cached_property
     def moves(self) -> list[PairCost]:
-        return [self._pair("reallocation", "seconds", edge, edge.seconds) for edge in self.reallocations]
+        return [self._pair(edge, edge.seconds) for edge in self.reallocations]
 
     @cached_property
     def copies(self) -> list[PairCost]:
         """Bytes that reallocated parameters take."""
-        copied = [(edge, edge.resident_bytes) for edge in self.reallocations]
-        return [self._pair("copy", "bytes", edge, size) for edge, size in copied if size is not None]
+        return [self._pair(e, e.resident_bytes) for e in self.reallocations if e.resident_bytes is not None]
 
     # ---- many plans -------------------------------------------------------------------------------------------------
-
-    def checked(self, plans: npt.ArrayLike) -> Ints:
-        """Plans as (n, C) integers; raises `ConfigError` where an index is no option of its call."""
-        array = np.asarray(plans, dtype=np.int64)
-        if array.ndim != 2 or array.shape[1] != len(self.calls):
-            raise ConfigError(f"plans must be (n, {len(self.calls)}), not {array.shape}")
-        if len(array) and ((array < 0) | (array >= self.sizes)).any():
-            row, call = np.argwhere((array < 0) | (array >= self.sizes))[0]
-            raise ConfigError(f"the call {self.calls[call]} has no option {array[row, call]}")
-        return array
 
     @cached_property
     def _columns(self) -> dict[str, npt.NDArray[np.float64] | Ints]:
@@ -101,24 +174,17 @@ class Problem:
         names = ("first_gpu", "gpus", "time_s", "resident_bytes", "active_bytes")
         return {name: np.concatenate([getattr(options, name) for options in self.options]) for name in names}
 
-    @cached_property
-    def _offsets(self) -> Ints:
-        return np.cumsum(self.sizes) - self.sizes
-
     def _of(self, name: str, plans: Ints) -> Floats:
-        found: Floats = self._columns[name][plans + self._offsets].astype(np.float64)
+        found: Floats = self._columns[name][plans + self.sizes.cumsum() - self.sizes].astype(np.float64)
         return found
 
     def meshes(self, plans: Ints) -> Meshes:
-        """GPUs of each call of checked plans."""
+        """GPUs of each call of plans (n, C)."""
         first, gpus = (self._of(name, plans).astype(np.int64) for name in ("first_gpu", "gpus"))
         return Meshes(first, first + gpus)
 
     def durations(self, plans: Ints) -> tuple[Floats, Floats]:
-        """Seconds of calls, transfers included (n, C), and of reallocations (n, R), of checked plans.
-
-        Raises `ConfigError` if a transfer or reallocation has no cost (NaN), or an infinite or negative one.
-        """
+        """Seconds of calls, transfers included (n, C), and of reallocations (n, R), of plans (n, C)."""
         calls_s = self._of("time_s", plans)
         for pair in self.transfers:
             calls_s[:, pair.target] += pair.of(plans[:, pair.source], plans[:, pair.target])
@@ -132,9 +198,9 @@ class Problem:
         looked at. An iteration ends with the last of its calls; where a call runs ahead of the weights that it is given
         (a reallocation with a lag above 1), with these. Where dependencies have lags above 1, the first iterations run
         ahead and the last ones catch up: a few iterations then show too short a time on shared GPUs, and `iterations`
-        should be many times the lag. Raises `ConfigError` for indices out of range and for missing costs.
+        should be many times the lag.
         """
-        return np.array([self.single.cost_s(plan) for plan in self.checked(plans).tolist()])
+        return np.array([self.single.cost_s(plan) for plan in np.asarray(plans).tolist()])
 
     @cached_property
     def single(self) -> Single:
@@ -146,7 +212,7 @@ class Problem:
         A GPU holds the resident bytes of all calls whose mesh covers it and the active bytes of the largest of them:
         calls on one GPU take turns.
         """
-        plans = self.checked(plans)
+        plans = np.asarray(plans, dtype=np.int64)
         resident, active = self._of("resident_bytes", plans), self._of("active_bytes", plans)
         for pair in self.copies:
             resident[:, pair.target] += pair.of(plans[:, pair.source], plans[:, pair.target])

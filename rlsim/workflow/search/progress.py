@@ -19,22 +19,17 @@ CROWDED = 100.0
 class Budget:
     """A search ends after so many seconds of wall time or so many plans evaluated, whichever comes first.
 
-    With `evaluations` alone, the same seed finds the same plan on any machine. Raises `ConfigError` if neither is
-    given, or one is not positive.
+    With `evaluations` alone, the same seed finds the same plan on any machine. Raises `ConfigError` if one is not
+    positive.
     """
 
     seconds: float | None = None
     evaluations: int | None = None
 
     def __post_init__(self) -> None:
-        if self.seconds is None and self.evaluations is None:
-            raise ConfigError("a search needs a budget of seconds or of evaluations")
         for name, value in (("seconds", self.seconds), ("evaluations", self.evaluations)):
             if value is not None and not value > 0:
                 raise ConfigError(f"a search budget must be positive, not {value} {name}")
-
-    def plus(self, seconds: float, evaluations: int) -> Budget:
-        return Budget(self.seconds and self.seconds + seconds, self.evaluations and self.evaluations + evaluations)
 
 
 @dataclass(frozen=True)
@@ -97,9 +92,10 @@ class Trace:
 
     def following(self, problem: Problem, budget: Budget, share: float, at_least_s: float) -> Trace:
         """Goes on with another problem and a share of what is left of a budget, for plans better than those so far."""
-        left_s = max(share * ((budget.seconds or 0.0) - self.elapsed_s), 1e-3)
-        left = max(round(share * ((budget.evaluations or 0) - self.evaluations)), 1)
-        part = Budget(budget.seconds and left_s, budget.evaluations and left).plus(self.elapsed_s, self.evaluations)
+        now_s, seen = self.elapsed_s, self.evaluations
+        until_s = budget.seconds and now_s + max(share * (budget.seconds - now_s), 1e-3)
+        until = budget.evaluations and seen + max(round(share * (budget.evaluations - seen)), 1)
+        part = Budget(until_s, until)
         return replace(self, problem=problem, budget=part, at_least_s=at_least_s, best=None)
 
     def see(self, plan: Sequence[int], cost_s: float, peak_bytes: float) -> None:
@@ -112,10 +108,6 @@ class Trace:
             self.improvements.append(Improvement(self.elapsed_s, self.evaluations, cost_s))
             if self.on_improvement is not None:
                 self.on_improvement(self.improvements[-1])
-
-    def pass_over(self, plans: int) -> None:
-        """Count plans that their lower bounds exclude."""
-        self.evaluations += plans
 
     def found(self, method: str, seed: int | None) -> Found:
         """The result; raises `CapacityError` if no plan seen fits into memory."""
