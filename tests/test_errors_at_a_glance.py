@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 from conftest import tables
 
-from evidence.validate.page import read_sections
+from evidence.validate.page import read_page
 
 ROOT = Path(__file__).parents[1]
 HEADINGS = "| part | what is compared | errors |"
@@ -22,7 +22,7 @@ def table(page: str) -> list[str]:
 
 
 GLANCE = table("docs/validation.md")
-PAGE = read_sections(ROOT / "docs" / "validation.md")
+PAGE = read_page(ROOT / "docs" / "validation.md")
 
 
 def cells(part: str) -> list[list[str]]:

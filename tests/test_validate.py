@@ -11,7 +11,7 @@ import pytest
 from conftest import invoke
 
 from evidence.validate import parts, pat, transfer
-from evidence.validate.page import blocks, read_sections, stale, write_page
+from evidence.validate.page import blocks, read_page, stale, write_page
 from evidence.validate.parts import PARTS, Options, Section, Skipped
 from evidence.validate.published import evaluated, figures, named, published_rows
 from evidence.validate.rows import Row, summarise
@@ -23,7 +23,7 @@ from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = read_sections(ROOT / "docs" / "validation.md")
+PAGE = read_page(ROOT / "docs" / "validation.md")
 PAPERS = ("pat", "rollpacker", "oppo", "real")
 NONE = Targets(targets=(), bounds=())
 
@@ -118,7 +118,7 @@ def test_a_page_keeps_what_is_not_written(tmp_path: Path) -> None:
     write_page(page, {"kernels": section(0.2)}, NONE)
     write_page(page, {"serving": section(0.3)}, NONE)
     text = page.read_text()
-    assert set(read_sections(page)) == {"kernels", "serving"}
+    assert set(read_page(page)) == {"kernels", "serving"}
     assert text.count("## Whole engines") == text.count("Prose by hand.") == text.count("<!-- serving.words -->") == 1
     assert "errors +30% to +30%" in text
     assert "errors +10% to +10%" not in text
@@ -162,7 +162,7 @@ def test_the_command_writes_json_and_a_page(stub: dict[str, Section | Skipped], 
     assert "kernels: skipped: no tables" in done.output
     (record,) = json.loads(target.read_text())
     assert set(record) == {"part", "case", "quantity", "kind", "reference", "simulated", "error"}
-    assert list(read_sections(page)) == ["serving"]
+    assert list(read_page(page)) == ["serving"]
 
 
 def test_a_part_of_tables_alone_prints_and_writes_them(stub: dict[str, Section | Skipped], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +14,11 @@ from rlsim.cli.common import PRINTED, write_json
 from rlsim.cli.tables import Table, print_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
-    from evidence.validate.parts import Options, Section
-    from evidence.validate.targets import Targets
+    from evidence.validate.parts import Section
+    from evidence.validate.targets import Kept, Targets
+    from rlsim.cli.terminal import Console
 
 #: Parts with more comparisons than these show their summaries.
 _ROWS_SHOWN = 80
@@ -47,19 +49,35 @@ def validate(
     Example: rlsim validate pat --json pat.json
     """
     from evidence.validate.page import check_page, read_page, stale, write_page
-    from evidence.validate.parts import Options, kernel_folder
-    from evidence.validate.targets import load_targets
+    from evidence.validate.parts import Options, Skipped, kernel_folder, run_part
+    from evidence.validate.targets import bounds_of, load_targets
+    from rlsim.cli.terminal import Console
     from rlsim.errors import ConfigError
 
-    wanted = parts or list(PARTS)
     if page is not None:
         check_page(page)
     if check is not None:
         read_page(check)
-    told = (lambda _: None) if quiet else _log
+    errors, console = Console(stderr=True), Console(stderr=json_file == PRINTED, soft_wrap=True)
+    told = (lambda _: None) if quiet else partial(errors.print, style="dim")
     options = Options(kernels=kernel_folder(data), quick=quick, device=device, progress=told)
-    targets = load_targets(options.evidence)
-    found, fine = _run(wanted, options, targets, hidden=json_file == PRINTED, quiet=quiet)
+    found: dict[str, Section] = {}
+    targets, fine = load_targets(options.evidence), True
+    for name in parts or PARTS:
+        result = run_part(name, options)
+        if isinstance(result, Skipped):
+            console.print(f"{name}: skipped: {result.reason}", soft_wrap=False)
+            continue
+        found[name] = result
+        bounds = bounds_of(targets, result.rows, result.summaries)
+        if not quiet:
+            _print(name, result, targets, bounds, console)
+        for b in (bound for bound in bounds if not bound.fine):
+            text = f"{b.what} {b.quantity}: {b.statistic} error {b.value:.1%} is beyond its bound of {b.limit:.1%}"
+            console.print(text, style="bold red")
+            fine = False
+        if not quiet:
+            console.print()
     if not found:
         raise ConfigError("no part of the validation could run here")
     records = [row.record() for one in found.values() for row in (one.summaries if one.summarised else one.rows)]
@@ -75,54 +93,9 @@ def validate(
         raise typer.Exit(1)
 
 
-def _log(text: str) -> None:
-    from rlsim.cli.terminal import Console
-
-    Console(stderr=True).print(text, style="dim")
-
-
-def _run(
-    wanted: Iterable[str], options: Options, targets: Targets, *, hidden: bool, quiet: bool
-) -> tuple[dict[str, Section], bool]:
-    """Run and print the parts (`hidden`: to standard error); what each found, and whether all bounds are kept.
-
-    `quiet`: print only what is beyond its bound.
-    """
-    from evidence.validate.parts import Skipped, run_part
-    from rlsim.cli.terminal import Console
-
-    found: dict[str, Section] = {}
-    fine = True
-    for name in wanted:
-        result = run_part(name, options)
-        if isinstance(result, Skipped):
-            Console(stderr=hidden).print(f"{name}: skipped: {result.reason}")
-            continue
-        found[name] = result
-        if not quiet:
-            _print(name, result, targets, stderr=hidden)
-        fine &= _kept(result, targets, stderr=hidden)
-        if not quiet:
-            Console(stderr=hidden).print()
-    return found, fine
-
-
-def _kept(section: Section, targets: Targets, *, stderr: bool) -> bool:
-    """Whether a part is within its bounds; prints what is not."""
-    from evidence.validate.targets import bounds_of
-    from rlsim.cli.terminal import Console
-
-    beyond = [bound for bound in bounds_of(targets, section.rows, section.summaries) if not bound.fine]
-    for b in beyond:
-        text = f"{b.what} {b.quantity}: {b.statistic} error {b.value:.1%} is beyond its bound of {b.limit:.1%}"
-        Console(stderr=stderr, soft_wrap=True).print(text, style="bold red")
-    return not beyond
-
-
-def _print(name: str, section: Section, targets: Targets, *, stderr: bool) -> None:
+def _print(name: str, section: Section, targets: Targets, bounds: Sequence[Kept], console: Console) -> None:
     """One part's comparisons, or their summaries where they are many, and what they come to."""
-    from evidence.validate.targets import bounds_of, verdicts
-    from rlsim.cli.terminal import Console
+    from evidence.validate.targets import verdicts
 
     remarks: dict[str, list[str]] = {}
     if len(section.rows) <= _ROWS_SHOWN and not section.summarised:
@@ -133,16 +106,14 @@ def _print(name: str, section: Section, targets: Targets, *, stderr: bool) -> No
     else:
         headings = ["what", "quantity", "kind", "rows", "mean |error|", "median", "p90", "bias"]
         rows = [[*summary.cells] for summary in section.summaries]
-    console = Console(stderr=stderr, soft_wrap=True)
     if rows:
-        print_tables([Table(headings, rows, title=name, words=(0, 1, 2), prose=0)], stderr=stderr)
+        print_tables([Table(headings, rows, title=name, words=(0, 1, 2), prose=0)], stderr=console.stderr)
     else:  # a part of tables alone
         console.print(f"{name}\n", style="bold")
         for text in section.tables.values():
-            console.print(text, markup=False)
+            console.print(text)
     for remark, of in remarks.items():
         if remark:
             console.print(f"{'; '.join(of)}: {remark}", style="dim")
-    bounds = bounds_of(targets, section.rows, section.summaries)
     for line in verdicts(targets, section.rows, bounds):
         console.print(line)

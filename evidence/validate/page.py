@@ -36,13 +36,8 @@ def blocks(section: Section, targets: Targets) -> dict[str, str]:
     return {key: text for key, text in (found | dict(section.tables)).items() if text}
 
 
-def read_sections(page: Path) -> dict[str, str]:
-    """The tables of a page by part, joined, none if there is no such file; see `read_page`."""
-    return read_page(page) if page.exists() else {}
-
-
 def read_page(page: Path) -> dict[str, str]:
-    """The tables of a page that is there, by part. Raises `ConfigError` if it cannot be read."""
+    """The tables of a page by part, joined. Raises `ConfigError` if it cannot be read."""
     found: dict[str, str] = {}
     for (part, _), text in _tables(read_text(page), page).items():
         found[part] = found.get(part, "") + text
@@ -59,8 +54,8 @@ def _tables(text: str, page: Path) -> dict[tuple[str, str], str]:
 def check_page(page: Path) -> None:
     """Raises `ConfigError` if the page cannot be written, or is something else."""
     check_file(page)
-    text = read_text(page) if page.exists() else ""
-    _tables(text, page)
+    if page.exists():
+        read_page(page)
 
 
 def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) -> None:
@@ -85,10 +80,11 @@ def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) ->
 
 def stale(page: Path, sections: Mapping[str, Section], targets: Targets, repeatable: Iterable[str]) -> list[str]:
     """The repeatable parts with a table that is not what would be written now, and parts that are not on the page."""
-    text = read_text(page) if page.exists() else ""
-    written, changed = _tables(text, page), []
-    for part in (name for name in repeatable if name in sections):
-        now = blocks(sections[part], targets)
-        if any(written.get((part, name), "").rstrip() != body.rstrip() for name, body in now.items()):
-            changed.append(part)
+    written = _tables(read_text(page), page)
+    changed = [
+        part
+        for part in repeatable
+        for name, body in (blocks(sections[part], targets) if part in sections else {}).items()
+        if written.get((part, name), "").rstrip() != body.rstrip()
+    ]
     return list(dict.fromkeys([*changed, *(name for name in PARTS if name not in {part for part, _ in written})]))

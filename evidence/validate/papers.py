@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from evidence.validate.parts import EVIDENCE, Options, Section
 from evidence.validate.published import figures
 from evidence.validate.rows import markdown, read_rows
 from rlsim.base.catalogue import DATA
 from rlsim.base.reading import read_text
+from rlsim.base.reference import keys_of
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.schema import Experiment
@@ -55,11 +55,6 @@ def told(evidence: Path = EVIDENCE) -> list[Told]:
     return rows
 
 
-def _is_row(name: str) -> bool:
-    part, _, case = name.partition(" ")
-    return any(row.case == case for row in _figures(Options(), part).rows)
-
-
 def _is_key(name: str) -> bool:
     policy, _, key = name.partition(".")
     with suppress(RlsimError):
@@ -67,18 +62,14 @@ def _is_key(name: str) -> bool:
     return False
 
 
-def _is_setting(path: str) -> bool:
-    here: Any = Experiment
-    for part in path.split("."):
-        if part not in (fields := getattr(here, "model_fields", {})):
-            return False
-        here = fields[part].annotation
-    return True
+@cache
+def _cases(part: str) -> set[str]:
+    return {row.case for row in figures(Options(), part).rows}
 
 
-_figures = cache(figures)
 _KNOWN: Mapping[str, Callable[[str], bool]] = {
-    "row": _is_row, "key": _is_key, "setting": _is_setting,
+    "row": lambda name: name.partition(" ")[2] in _cases(name.partition(" ")[0]),
+    "key": _is_key, "setting": lambda path: any(row.key == path for row in keys_of(Experiment)),
     "column": lambda name: f"{name.replace('.', ',', 1)}," in read_text(DATA / "columns.csv"),
     "experiment": lambda name: (_ROOT / "experiments" / f"{name}.yaml").exists(),
     "table": lambda name: (_ROOT / "evidence" / name).exists(),

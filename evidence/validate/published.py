@@ -70,19 +70,17 @@ def published_rows(
     for item in figures(options, file or part).rows:
         try:
             value, simulated = evaluated(str(item.value), names), evaluated(item.of, names)
-            note = item.note.format(**names)
-            notes = [note, _seconds(str(item.value), {}, f"{whose} "), _seconds(item.seconds or item.of, names)]
+            seconds = _seconds(str(item.value), {}, f"{whose} "), _seconds(item.seconds or item.of, names)
+            text = "; ".join(filter(None, (item.note.format(**names), *seconds)))
         except (KeyError, TypeError, SyntaxError) as error:
             raise ConfigError(f"{file or part}.yaml: {item.case}, {item.quantity}: {item.of}: {error}") from None
-        text = "; ".join(filter(None, notes))
         rows.append(Row(part, item.case, item.quantity, value, simulated, text, item.kind, bound=item.bound))
     return rows
 
 
 def published_section(options: Options, part: str, found: Mapping[str, Any], **tables: str) -> Section:
     """The section of a paper's figures, and other tables."""
-    rows = published_rows(options, part, found)
-    return Section(tuple(rows), (), tables)
+    return Section(tuple(published_rows(options, part, found)), (), tables)
 
 
 def measured_section(rows: Sequence[Row], depth: int, **tables: str) -> Section:

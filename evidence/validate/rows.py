@@ -45,9 +45,8 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """The row as JSON has it, numbers to six significant digits."""
-        texts = {name: getattr(self, name) for name in ("part", "case", "quantity", "kind")}
-        numbers = {name: getattr(self, name) for name in ("reference", "simulated", "error")}
-        return texts | {name: float(f"{value:.6g}") for name, value in numbers.items()}
+        names = ("part", "case", "quantity", "kind", "reference", "simulated", "error")
+        return {name: _digits(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +71,13 @@ class Summary:
 
     def record(self) -> dict[str, Any]:
         """The summary as JSON has it: `error` is the mean of |error|."""
-        texts = {"part": self.part, "case": self.group, "quantity": self.quantity, "kind": self.kind}
-        numbers = {"error": self.mean, "median": self.median, "p90": self.p90, "bias": self.bias}
-        return texts | {"rows": self.count} | {name: float(f"{value:.6g}") for name, value in numbers.items()}
+        names = {"case": "group", "rows": "count", "error": "mean"}
+        keys = ("part", "case", "quantity", "kind", "rows", "error", "median", "p90", "bias")
+        return {key: _digits(getattr(self, names.get(key, key))) for key in keys}
+
+
+def _digits(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def read_rows(path: Path, kind: type[S]) -> list[S]:

@@ -37,11 +37,6 @@ class Bound(Schema):
     limit: float
     why: str = ""
 
-    def holds_for(self, summary: Summary) -> bool:
-        """Whether it is a bound of this group."""
-        names = (summary.group, self.group), (summary.quantity, self.quantity), (summary.kind, self.kind)
-        return summary.part == self.part and all(fnmatch(*name) for name in names)
-
 
 class Targets(Schema):
     """Of targets and, for each statistic, of bounds the first that fits counts."""
@@ -51,11 +46,9 @@ class Targets(Schema):
 
     def within(self, row: Row) -> float:
         """The target of a row; infinite where there is none."""
-        for target in self.targets:
-            names = (row.part, target.part), (row.quantity, target.quantity), (row.kind, target.kind)
-            if all(fnmatch(*name) for name in names):
-                return target.within
-        return float("inf")
+        mine = row.part, row.quantity, row.kind
+        fitting = (t.within for t in self.targets if all(map(fnmatch, mine, (t.part, t.quantity, t.kind))))
+        return next(fitting, float("inf"))
 
     def cell(self, row: Row) -> str:
         """The target of a row as a table shows it, and whether it is missed."""
@@ -65,9 +58,10 @@ class Targets(Schema):
     def checked(self, summaries: Iterable[Summary]) -> Iterator[Kept]:
         """Every summary with each of its bounds."""
         for summary in summaries:
-            seen: set[Statistic] = set()
+            mine, seen = (summary.group, summary.quantity, summary.kind), set[Statistic]()
             for bound in self.bounds:
-                if bound.statistic not in seen and bound.holds_for(summary):
+                fits = bound.part == summary.part and all(map(fnmatch, mine, (bound.group, bound.quantity, bound.kind)))
+                if fits and bound.statistic not in seen:
                     seen.add(bound.statistic)
                     value = abs(float(getattr(summary, bound.statistic)))
                     yield Kept(summary.group, summary.quantity, bound.statistic, value, bound.limit, bound.why)
