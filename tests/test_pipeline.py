@@ -40,7 +40,8 @@ class Toy(StepCost):
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
-        return self.prefill_s(chunks) + self.decode(batch).step_s(context_tokens) - 8e-3 - HEAD_S
+        decode_s = self.decode(batch).step_s(context_tokens) - 8e-3 - HEAD_S if batch else 0.0
+        return self.prefill_s(chunks) + decode_s
 
 
 def sends() -> Talk:

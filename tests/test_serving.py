@@ -45,7 +45,7 @@ class FixedTimes(StepCost):
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
-        return MIXED_S
+        return MIXED_S if batch else PREFILL_S
 
 
 def loop(

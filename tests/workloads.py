@@ -96,6 +96,8 @@ class LinearStep(StepCost):
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
+        if not batch:
+            return self.prefill_s(chunks)
         decode_s = self.decode(batch, in_windows).step_s(context_tokens)
         return decode_s + self.prefill_s(chunks) - self.scale * self.a
 

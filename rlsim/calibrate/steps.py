@@ -171,10 +171,10 @@ def iteration_times(cost: StepCost, rows: pd.DataFrame) -> Array:
     for batch, context, tokens, sequences, cached in rows[list(ITERATION)].itertuples(index=False):
         count = max(round(sequences), 1)
         chunks = [Chunk(max(round(tokens / count), 1), round(cached / count))] * count if tokens else []
-        if batch and chunks:
+        if chunks:
             found.append(cost.mixed_s(round(batch), context, chunks))
         else:
-            found.append(cost.prefill_s(chunks) if chunks else cost.decode(round(batch)).step_s(context))
+            found.append(cost.decode(round(batch)).step_s(context))
     return np.array(found)
 
 

@@ -37,6 +37,7 @@ class DerivedStep(StepCost):
         self.tp, self.skew, self.kv = cost.tp, cost.skew, cost.kv
         self.conditional, self.most_kv, self.lengths = cost.conditional, cost.most_kv, cost.lengths
         self._cost, self._change, self._part = cost, change, part
+        self.parts = (cost,)
 
     def _made_for(self, conditions: Conditions) -> StepCost:
         return DerivedStep(self._cost.under(conditions), self._change, self._part)
@@ -46,16 +47,11 @@ class DerivedStep(StepCost):
         curve = self._cost.decode(batch, in_windows).mapped(change.scale, change.more_s)
         return at_least(curve, change.least_s) if change.least_s else curve
 
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self._changed(self._cost.prefill_s(chunks), len(chunks))
-
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
-        return self._changed(self._cost.mixed_s(batch, context_tokens, chunks, in_windows), batch + len(chunks))
-
-    def _changed(self, time_s: float, sequences: int) -> float:
-        change = self._change(sequences, True)
+        change = self._change(batch + len(chunks), True)
+        time_s = self._cost.mixed_s(batch, context_tokens, chunks, in_windows)
         return max(time_s * change.scale + change.more_s, change.least_s)
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
@@ -64,9 +60,6 @@ class DerivedStep(StepCost):
         parts = {name: change.scale * time_s for name, time_s in self._cost.breakdown(batch, context_tokens).items()}
         added_s = max(change.more_s, change.least_s - sum(parts.values()), 0.0)
         return parts | ({self._part: parts.get(self._part, 0.0) + added_s} if added_s else {})
-
-    def lookups(self) -> Lookups:
-        return self.of_parts([self._cost])
 
 
 class HostTime(NamedTuple):
@@ -138,19 +131,13 @@ class ServedStep(DerivedStep):
         curve = self._cost.decode(batch, in_windows)
         return times(curve, lambda tokens: factor(max(tokens / batch, 1.0)), [batch * each for each in contexts])
 
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self._cost.prefill_s(chunks) * self._prefill_factor(0, chunks)
-
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
-        time_s = self._cost.mixed_s(batch, context_tokens, chunks, in_windows)
-        return time_s * self._prefill_factor(batch, chunks)
-
-    def _prefill_factor(self, batch: int, chunks: Sequence[Chunk]) -> float:
         tokens = batch + sum([chunk.new_tokens for chunk in chunks])
         self._prefilled.add(tokens)
-        return self._fit.level if self._prefills is None else self._prefills(tokens)
+        factor = self._fit.level if self._prefills is None else self._prefills(tokens)
+        return self._cost.mixed_s(batch, context_tokens, chunks, in_windows) * factor
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one decode step by part: those of the cost underneath, all by the same factor."""
@@ -268,9 +255,6 @@ class Pipelined(StepCost):
     def _micro_batch_size(self, batch: int) -> int:
         return math.ceil(batch / min(batch, self.pp))
 
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self.mixed_s(0, 0.0, chunks)
-
     def lookups(self) -> Lookups:
         self.curves.pass_on(self._kernels.decode, self._micro_batch_size)
         return self._kernels.lookups()
@@ -290,10 +274,8 @@ class Pipelined(StepCost):
             tokens = decoding + sum(chunk.new_tokens for chunk in own)
             share = decoding / batch if batch else 0.0
             context, within = context_tokens * share, in_windows and in_windows.of(share)
-            if own and decoding:
+            if own:
                 kernels_s = self._kernels.mixed_s(decoding, context, own, within)
-            elif own:
-                kernels_s = self._kernels.prefill_s(own)
             else:
                 kernels_s = self._kernels.decode(decoding, within).step_s(context)
             parts.append(self._micro_batch(kernels_s, tokens, decoding + len(own), prefills=bool(own)))

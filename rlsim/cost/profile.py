@@ -31,7 +31,7 @@ class ProfileStep(StepCost):
     does.
 
     `curves` are the decode curves at the profiled batch sizes (ascending). `prefill_s[i][j]` are the seconds of one
-    prefill of `prefill_tokens[i]` new tokens of the equivalent length `prefill_lengths[j]` (`prefill_s`). Outside the
+    prefill of `prefill_tokens[i]` new tokens of the equivalent length `prefill_lengths[j]` (`mixed_s`). Outside the
     profiled region the edge slope continues. Raises `CalibrationError` for grids that do not fit together.
     """
 
@@ -121,25 +121,22 @@ class ProfileStep(StepCost):
         chunks: Sequence[Chunk],
         in_windows: InWindows | None = None,  # noqa: ARG002
     ) -> float:
-        """A prefill of all tokens together, plus what the contexts add to a decode step.
+        """A prefill of all tokens together, plus what the contexts add to a decode step: derived, as a profile of
+        separate decode and prefill steps says nothing about their mixture.
 
-        Derived: a profile of separate decode and prefill steps says nothing about their mixture.
+        A prefill is bilinear in the new tokens and the equivalent sequence length, which gives the same (query, key)
+        pairs. Equal prompts have their own length; unequal ones, or chunks on top of cached tokens,
+        `Σ new · (2 · prior + new) / Σ new`.
         """
-        curve = self.decode(batch)
-        return self.prefill_s(chunks, batch) + curve.step_s(context_tokens) - curve.step_s(0.0)
-
-    def prefill_s(self, chunks: Sequence[Chunk], more_tokens: int = 0) -> float:
-        """Bilinear in the new tokens and the equivalent sequence length, which gives the same (query, key) pairs.
-
-        Equal prompts have their own length; unequal ones, or chunks on top of cached tokens,
-        `Σ new · (2 · prior + new) / Σ new`. `more_tokens` are decoded beside.
-        """
-        tokens = sum(chunk.new_tokens for chunk in chunks)
-        length = sum(chunk.new_tokens * (2.0 * chunk.prior_tokens + chunk.new_tokens) for chunk in chunks) / tokens
-        tokens += more_tokens
-        i, _ = _segment(self._tokens, tokens)
+        new = sum(chunk.new_tokens for chunk in chunks)
+        length = sum(chunk.new_tokens * (2.0 * chunk.prior_tokens + chunk.new_tokens) for chunk in chunks) / new
+        i, _ = _segment(self._tokens, new + batch)
         rows = self._prefill[i : i + 2]
-        return _along(self._tokens[i : i + 2], [_along(self._lengths, row, length) for row in rows], tokens)
+        time_s = _along(self._tokens[i : i + 2], [_along(self._lengths, row, length) for row in rows], new + batch)
+        if not batch:
+            return time_s
+        curve = self.decode(batch)
+        return time_s + curve.step_s(context_tokens) - curve.step_s(0.0)
 
 
 def rising(batch: int, knots: Sequence[float], times: Sequence[float]) -> DecodeCurve:
@@ -194,7 +191,7 @@ def profile_of(
 
 
 def prompts_of(tokens: int, length: int) -> list[Chunk]:
-    """Chunks of `tokens` new tokens of equivalent length `length` (`ProfileStep.prefill_s`): 2 · prior + new."""
+    """Chunks of `tokens` new tokens of equivalent length `length` (`ProfileStep.mixed_s`): 2 · prior + new."""
     if length >= tokens:
         return [Chunk(tokens, (length - tokens) // 2)]
     whole, rest = divmod(tokens, length)

@@ -148,26 +148,21 @@ class RooflineStep(StepCost):
         curve = kind.curve(own, self.queries)
         return curve if own == batch else curve.stretched(batch / own, batch)
 
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of one prefill iteration over `chunks`, the LM head on each chunk's last token."""
-        tokens, own = sum([new for new, _ in chunks]), self._busiest(chunks)
-        return (
-            self._tokens_s(tokens, tokens if own is chunks else sum([new for new, _ in own]))
-            + self._prefill_attention_s(own)
-            + self.head_s(len(chunks))
-        )
-
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
-        """Seconds of one iteration in which the products run over decode and prefill tokens together."""
-        decoded, own = batch * self.queries, self._busiest(chunks)
-        tokens = decoded + sum(chunk.new_tokens for chunk in chunks)
-        for operator, values in self._decode_shapes(batch, context_tokens):
-            self.operators.count(operator, **values)
+        """Seconds of one iteration in which the products run over decode and prefill tokens together, the LM head on
+        each chunk's last token."""
+        decoded, own, decode_s = batch * self.queries, self._busiest(chunks), 0.0
+        tokens = sum([new for new, _ in chunks])
+        own_tokens = tokens if own is chunks else sum([new for new, _ in own])
+        if batch:
+            for operator, values in self._decode_shapes(batch, context_tokens):
+                self.operators.count(operator, **values)
+            decode_s = self._attention_s(batch, context_tokens, in_windows)
         return (
-            self._tokens_s(tokens, self.own(batch) * self.queries + sum(chunk.new_tokens for chunk in own))
-            + self._attention_s(batch, context_tokens, in_windows)
+            self._tokens_s(decoded + tokens, self.own(batch) * self.queries + own_tokens)
+            + decode_s
             + self._prefill_attention_s(own)
             + self.head_s(decoded + len(chunks))
         )

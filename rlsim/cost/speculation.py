@@ -27,7 +27,6 @@ from rlsim.base.schema import Schema
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.curve import DecodeCurve, InWindows, longer, sum_of
 from rlsim.cost.layout import PLAIN, ReplicaLayout
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16, kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk, Conditions, StepCost
@@ -210,6 +209,7 @@ class DraftedStep(StepCost):
         self.tp, self.skew, self.kv = verifying.tp, verifying.skew, verifying.kv
         self._verifying, self._first, self._later, self._head = verifying, first, later, head
         self._drafted = verifying.queries - 1
+        self.parts = [verifying, *filter(None, (first, later))]
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         verified = self._verifying.decode(batch, in_windows)
@@ -227,20 +227,16 @@ class DraftedStep(StepCost):
             return 0.0
         return step.operators.gemm_s(step.own(tokens), hidden, 2 * hidden)
 
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self._verifying.prefill_s(chunks) + self._prompts_s(chunks)
-
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
-        decoded_s = self.decode(batch).step_s(context_tokens) - self._verifying.decode(batch).step_s(context_tokens)
-        mixed_s = self._verifying.mixed_s(batch, context_tokens, chunks, in_windows)
-        return mixed_s + decoded_s + self._prompts_s(chunks)
-
-    def _prompts_s(self, chunks: Sequence[Chunk]) -> float:
+        time_s = self._verifying.mixed_s(batch, context_tokens, chunks, in_windows)
+        if batch:
+            time_s += self.decode(batch).step_s(context_tokens) - self._verifying.decode(batch).step_s(context_tokens)
         if self._later is None:
-            return 0.0
-        return self._later.prefill_s(chunks) + self._joined_s(sum(chunk.new_tokens for chunk in chunks))
+            return time_s
+        prompts_s = self._later.prefill_s(chunks) + self._joined_s(sum(chunk.new_tokens for chunk in chunks))
+        return time_s + prompts_s
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one step by part: those of the verification, and the draft's."""
@@ -248,9 +244,6 @@ class DraftedStep(StepCost):
         if self._later is None:
             return parts
         return parts | {"draft": self.decode(batch).step_s(context_tokens) - sum(parts.values())}
-
-    def lookups(self) -> Lookups:
-        return self.of_parts([self._verifying, *filter(None, (self._first, self._later))])
 
 
 class SpeculativeStep(StepCost):
@@ -263,6 +256,7 @@ class SpeculativeStep(StepCost):
     def __init__(self, plain: StepCost, steps: Mapping[int, StepCost], speculation: Speculation) -> None:
         self.tp, self.skew, self.kv = plain.tp, plain.skew, plain.kv
         self._plain, self._steps, self._speculation = plain, steps, speculation
+        self.parts = (plain, *steps.values())
         usage = speculation.disable_by_kv_usage
         self.lengths = sorted(speculation.num_speculative_tokens_per_length or ())
         self.conditional = usage is not None or speculation.drift > 0 or bool(self.lengths)
@@ -294,21 +288,16 @@ class SpeculativeStep(StepCost):
         step = self._steps[drafted] if drafted else self._plain
         return step.decode(batch, in_windows).mapped(1 / self._speculation.yielded(drafted), 0.0)
 
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self._last.prefill_s(chunks)
-
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
+        if not batch:
+            return self._steps[max(self._steps)].prefill_s(chunks)
         token_s = self.decode(batch, in_windows).step_s(context_tokens)
         drafted = self._choices(batch)[-1]
         step = self._steps[drafted] if drafted else self._plain
         mixed_s = step.mixed_s(batch, context_tokens, chunks, in_windows)
         return token_s + max(mixed_s - step.decode(batch, in_windows).step_s(context_tokens), 0.0)
-
-    @property
-    def _last(self) -> StepCost:
-        return self._steps[max(self._steps)]
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one token of each sequence by part."""
@@ -319,9 +308,6 @@ class SpeculativeStep(StepCost):
         drafted = min(self._choices(batch), key=token_s)
         step, share = self._steps[drafted] if drafted else self._plain, self._speculation.yielded(drafted)
         return {name: time_s / share for name, time_s in step.breakdown(batch, context_tokens).items()}
-
-    def lookups(self) -> Lookups:
-        return self.of_parts([self._plain, *self._steps.values()])
 
 
 def speculative(

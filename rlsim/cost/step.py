@@ -90,6 +90,9 @@ class StepCost(ABC):
     most_kv: float = 1.0
     lengths: Sequence[int] = ()
 
+    #: The steps that its decode curves are made of, whose look-ups are its own.
+    parts: Sequence[StepCost] = ()
+
     @cached_property
     def _under(self) -> dict[Conditions, StepCost]:
         return {}
@@ -127,15 +130,15 @@ class StepCost(ABC):
         """The curve that `decode` keeps."""
         raise NotImplementedError
 
-    @abstractmethod
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of one prefill iteration over `chunks` (at least one)."""
+        return self.mixed_s(0, 0.0, chunks)
 
     @abstractmethod
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
-        """Seconds of one iteration that decodes `batch` ≥ 1 sequences and prefills `chunks` (at least one)."""
+        """Seconds of one iteration that decodes `batch` sequences (or none) and prefills `chunks` (at least one)."""
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one decode step of equal contexts by part; they add up to it."""
@@ -143,13 +146,9 @@ class StepCost(ABC):
 
     def lookups(self) -> Lookups:
         """The distinct shapes asked for so far, by how far they rest on measurements; empty if nobody counts."""
-        return Lookups()
-
-    def of_parts(self, steps: Sequence[StepCost]) -> Lookups:
-        """The look-ups of the steps that this one's decode curves are made of."""
-        for step in steps:
+        for step in self.parts:
             self.curves.pass_on(step.decode)
         for other in self._under.values():
             if other is not self:
                 other.lookups()
-        return Lookups().merge(step.lookups() for step in steps)
+        return Lookups().merge(step.lookups() for step in self.parts)
