@@ -149,7 +149,6 @@ class _Run:
         self._replica.receive([request])
 
     def _work(self, work_s: float) -> None:
-        """Work comes to the thread now."""
         self._free_at = max(self._free_at, self.env.now) + work_s
 
     def _look(self) -> None:
@@ -205,7 +204,6 @@ class _Observed(Replica):
 
     @property
     def running(self) -> int:
-        """Sequences that decode."""
         return self._batch.size
 
     def receive(self, requests: Sequence[Request]) -> None:

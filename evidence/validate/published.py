@@ -49,7 +49,6 @@ class Figures(Schema):
     given: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     def results(self) -> dict[str, Result]:
-        """Every run's."""
         return {name: one.result() for name, one in self.runs.items()}
 
 

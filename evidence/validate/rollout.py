@@ -56,7 +56,6 @@ def section(options: Options) -> Section | Skipped:
 
 
 def _machine(device: str) -> str:
-    """What the runs were made on."""
     from importlib.metadata import version
 
     from rlsim.calibrate.measure.host import cpu_name

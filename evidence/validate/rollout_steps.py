@@ -72,7 +72,6 @@ class Effort:
     prefill_lengths: tuple[int, ...] = (24, 96)
 
     def slots(self, sequences: int) -> int:
-        """Sequences that a worker must have room for at TP 1."""
         return max(math.ceil(sequences / 2), math.ceil(self.prefill_tokens[-1] / self.prefill_lengths[0]))
 
 
@@ -144,7 +143,6 @@ class Samples:
 
     @property
     def disturbed(self) -> float:
-        """The share of repeats that are."""
         return float(np.mean([disturbed for laps in self.laps.values() for _, disturbed in laps]))
 
     def spread(self) -> float:

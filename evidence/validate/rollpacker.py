@@ -56,7 +56,6 @@ def stage_shares(system: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _lengths() -> dict[str, float]:
-    """Lengths of the traces under the cap."""
     found = {}
     for task in ("math", "judge"):
         tokens = np.minimum(read_trace(find_trace(f"rollpacker-{task}", Path())).response_tokens, 16384)

@@ -39,7 +39,6 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row in a table, without its note."""
         figures = number(self.reference), number(self.simulated)
         return (self.case, self.quantity, self.kind, *figures, f"{self.error:+.1%}")
 
@@ -65,7 +64,6 @@ class Summary:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The summary in a table."""
         sizes = (f"{value:.1%}" for value in (self.mean, self.median, self.p90))
         return (self.group, self.quantity, self.kind, f"{self.count:,}", *sizes, f"{self.bias:+.1%}")
 

@@ -22,7 +22,6 @@ class Run(Schema):
     set: dict[str, Any] = Field(default_factory=dict)
 
     def result(self, more: Mapping[str, Any] = MappingProxyType({})) -> Result:
-        """Run it, with `more` set."""
         return run(self.experiment, {**self.set, **more})
 
 
@@ -66,5 +65,4 @@ def by_case(result: Result) -> dict[str, Any]:
 
 
 def _by(frame: pd.DataFrame) -> dict[Any, dict[str, Any]]:
-    """The rows by their index."""
     return {at: {str(name): value for name, value in row.items()} for at, row in frame.to_dict("index").items()}

@@ -44,7 +44,6 @@ class Study(Schema):
     each: Literal["case", "system"] = "case"
 
     def results(self, scratch: Path) -> Iterator[tuple[str, Result]]:
-        """The experiment under each change in turn; files go to `scratch`."""
         for what, change in self.changes.items():
             settings: dict[str, Any] = {}
             for given in (self.always, change):
@@ -54,7 +53,6 @@ class Study(Schema):
             yield what, run(self.experiment, overrides=settings)
 
     def rows(self, what: str, result: Result) -> Rows:
-        """A result's rows of the table, by heading."""
         if self.each == "system":
             _, *others = told(result).items()
             return [{"setting": system, **self._cells(own)} for system, own in others]
@@ -142,7 +140,6 @@ def _host_time(scratch: Path, factors: tuple[float, float], _: str) -> dict[str,
 
 
 def _trace(scratch: Path, change: tuple[str, dict[str, Any]], _: str) -> dict[str, Any]:
-    """A shipped trace drawn with changes of its recipe, as a file."""
     name, settings = change
     recipe = read_yaml(find_trace(name, Path()).with_suffix(".yaml"))
     for key, value in settings.items():
@@ -153,7 +150,6 @@ def _trace(scratch: Path, change: tuple[str, dict[str, Any]], _: str) -> dict[st
 
 
 def _without(_: Path, system: str, experiment: str) -> dict[str, Any]:
-    """All systems of the experiment but one."""
     return {"systems": [one for one in load_experiment(experiment)[0].systems if one != system]}
 
 

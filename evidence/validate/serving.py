@@ -177,23 +177,19 @@ class ServingRun(Schema):
 
     @property
     def intake(self) -> Intake:
-        """When the engine takes requests in."""
         every = [iterations for users, iterations in self.settings.looks if users <= self.concurrency]
         return Intake(self.engine == "sglang" or bool(self.plans_ahead), (every or [1])[-1], *self.settings.waits)
 
     @property
     def gpus(self) -> int:
-        """GPUs of the replica."""
         return self.tp * self.dp
 
     @property
     def cluster(self) -> Cluster:
-        """A node of its GPUs."""
         return load_cluster(f"8x{self.gpu.removesuffix('-sxm')}")
 
     @property
     def layout(self) -> ReplicaLayout:
-        """What cuts the model beside TP."""
         return ReplicaLayout(ep=self.ep, attention_dp=self.dp)
 
     @property
@@ -246,7 +242,6 @@ class Protocol:
         )
 
     def pages(self, run: ServingRun, draft_bytes: tuple[float, float] = (0.0, 0.0)) -> int:
-        """KV pages of the engine beside a draft of so many bytes."""
         config, told = self.config(run), run.settings.sequences
         memory = rollout_memory(
             run.served,

@@ -73,7 +73,6 @@ class Gain(Schema):
 
     @property
     def told(self) -> float | None:
-        """Tokens a step that the source tells."""
         return 1 + sum(map(float, self.acceptance.split())) if self.acceptance else self.yielded
 
     def ratio(self) -> float:

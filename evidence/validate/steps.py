@@ -115,7 +115,6 @@ class Iteration(Schema):
 
     @property
     def gpu_tokens(self) -> int:
-        """Tokens that one GPU trains on."""
         return self.tokens * self.sequences * self.tp * self.pp // self.gpus
 
     def simulated_s(self, expert_launch_s: float = EXPERT_LAUNCH_S) -> float:

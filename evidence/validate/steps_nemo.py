@@ -91,12 +91,10 @@ def nemo_rows(options: Options) -> tuple[list[Row], list[str], list[list[str]]]:
 
 
 def _recipes(evidence: Path, release: str) -> Mapping[Any, dict[Any, Any]]:
-    """The rows of the table of recipes of a release, by recipe."""
     return pd.read_csv(evidence / RECIPES).query(f"release == '{release}'").set_index("recipe").to_dict("index")
 
 
 def _gain(before_s: float, after_s: float) -> tuple[float, str]:
-    """The ratio of two times, and both in words."""
     return before_s / after_s, f"{number(before_s)} / {number(after_s)} s"
 
 

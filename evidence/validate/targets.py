@@ -45,18 +45,15 @@ class Targets(Schema):
     bounds: tuple[Bound, ...]
 
     def within(self, row: Row) -> float:
-        """The target of a row; infinite where there is none."""
         mine = row.part, row.quantity, row.kind
         fitting = (t.within for t in self.targets if all(map(fnmatch, mine, (t.part, t.quantity, t.kind))))
         return next(fitting, float("inf"))
 
     def cell(self, row: Row) -> str:
-        """The target of a row as a table shows it, and whether it is missed."""
         within = self.within(row)
         return f"{within:.0%}" if abs(row.error) <= within else f"{within:.0%} **missed**"
 
     def checked(self, summaries: Iterable[Summary]) -> Iterator[Kept]:
-        """Every summary with each of its bounds."""
         for summary in summaries:
             mine, seen = (summary.group, summary.quantity, summary.kind), set[Statistic]()
             for bound in self.bounds:
@@ -80,12 +77,10 @@ class Kept:
 
     @property
     def fine(self) -> bool:
-        """Whether the error is within."""
         return self.value <= self.limit
 
     @property
     def shown(self) -> str:
-        """The limit in a table."""
         return f"{self.limit:.1%}" + ("" if self.fine else " **exceeded**")
 
 

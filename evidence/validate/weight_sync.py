@@ -52,7 +52,6 @@ class Setting(Schema):
 
     @property
     def measured_on(self) -> str:
-        """The system that it is a row of."""
         return self.case.split("/")[0]
 
     @property
@@ -62,7 +61,6 @@ class Setting(Schema):
 
     @cached_property
     def under_fitted(self) -> WeightSync:
-        """The sync under the shipped constants."""
         model, cluster, fits = load_model(self.model), load_cluster(self.cluster), load_calibration(self.calibration)
         return WeightSync(
             model=model if self.layers is None else model.model_copy(update={"num_hidden_layers": self.layers}),

@@ -154,7 +154,6 @@ def written_by_rlsim(path: Path) -> bool:
 
 
 def _head(path: Path) -> bytes:
-    """The first bytes of a file, unpacked; none if it cannot be read."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return file.read(_MARKED_BYTES)

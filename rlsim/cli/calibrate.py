@@ -263,7 +263,6 @@ def _print_errors(result: FromRun | FromEngine, title: str, path: Path, json_fil
 
 
 def _print_file(path: Path) -> None:
-    """A file that was written, and that of a calibration's tables beside it."""
     from rlsim.base.output import written_by_rlsim
     from rlsim.cost.tables import csv_of
 

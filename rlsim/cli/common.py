@@ -33,12 +33,10 @@ class Commands(typer.Typer):
     """
 
     def command(self, name: str | None = None, **more: Any) -> Callable[[F], F]:
-        """See `typer.Typer`."""
         add = super().command(name, **more)
         return lambda function: add(told(function))
 
     def callback(self, **more: Any) -> Callable[[F], F]:
-        """See `typer.Typer`."""
         add = super().callback(**more)
         return lambda function: add(told(function))
 

@@ -111,7 +111,6 @@ def _groups(found: Comparison) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
-    """The run table, and what each is compared with."""
     where = {"in": [letters[one] for one in rows["directory"]]} if letters else {}
     yield of_columns({**where, **written("compare", rows)}, words=len(where) + 1)
     compared = rows[(rows["baseline"] != "") & ~rows["is_baseline"]]

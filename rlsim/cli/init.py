@@ -95,7 +95,6 @@ def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path
 
 
 def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
-    """Write the file and say what is to know about it; exit code 1 if it does not run as it stands."""
     from rlsim.cli.terminal import Console
     from rlsim.frameworks.parts import check
 

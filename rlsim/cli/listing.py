@@ -134,7 +134,6 @@ _NUMBERS = {"GB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "no
 
 
 def _print_keys(what: str, rows: Sequence[Key]) -> None:
-    """Keys, or parameters of a policy."""
     _print({what: [row.key for row in rows], **written("keys", rows)})
 
 

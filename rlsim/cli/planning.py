@@ -74,7 +74,6 @@ def plan(
 
 
 def _target(experiment: str, settings: list[str] | None) -> Path:
-    """Where the results of the experiment go; raises `ConfigError` if they cannot be written there."""
     from rlsim.base.output import results_folder
     from rlsim.experiment.load import load_experiment
     from rlsim.experiment.result import check_target
@@ -128,7 +127,6 @@ def _tables(report: PlanReport) -> list[Table]:
 
 
 def _write(report: PlanReport, out: Path | None, chart: Path | None) -> None:
-    """Write the files that were asked for: the plan as part of a system, a chart of the search."""
     from rlsim.base.charts import save_chart
     from rlsim.base.output import write_text
     from rlsim.experiment.plan_report import improvement_chart
@@ -144,7 +142,6 @@ def _write(report: PlanReport, out: Path | None, chart: Path | None) -> None:
 
 
 def _run(experiment: str, report: PlanReport, settings: list[str], target: Path, quiet: bool) -> None:
-    """Run the experiment with the plan as one more system."""
     from rlsim.cli.running import run_and_print
     from rlsim.experiment.load import parse_overrides
 

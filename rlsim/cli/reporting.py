@@ -116,7 +116,6 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _others(run: ChosenRun) -> list[str]:
-    """Lines that name the other cases, systems and seeds, and the options that choose them."""
     lines = []
     for option, chosen in (("case", run.case), ("system", run.system), ("seed", run.seed)):
         others = [str(name) for name in run.others[option] if name != chosen]

@@ -168,7 +168,6 @@ def _comparison(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict)
 
 
 def _parts(rows: pd.DataFrame) -> Table:
-    """Where a step's time goes, and throughput in tokens."""
     waits = bool(rows["waiting_time_s"].max() > ROUNDING * rows["step_time_s"].max())
     overlaps = bool((rows["gen_time_s"] - rows["gen_exposed_s"] > ROUNDING * rows["gen_time_s"]).any())
     columns = written("parts", rows, waits=waits, overlaps=overlaps)

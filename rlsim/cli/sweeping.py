@@ -77,7 +77,6 @@ def sweep(
 
 
 def _axes(grid: Sequence[str]) -> dict[str, Any]:
-    """The axes of `--grid`."""
     from rlsim.errors import ConfigError
     from rlsim.experiment.load import parse_overrides
 
@@ -120,7 +119,6 @@ def _counted(definition: Definition) -> str:
 
 
 def _print(found: SweepResult, definition: Definition) -> None:
-    """The summary of every point, if they are few."""
     from rlsim.cli.terminal import Console
     from rlsim.experiment.summary import EXPLAINED
     from rlsim.results.comparison.verdict import judge

@@ -118,7 +118,6 @@ def _configuration(
     sources: list[str], gpu: str | None, cluster: str | None, model: str | None, trace: str | None,
     calibration: str | None, gpu_like: str | None, network: str | None,
 ) -> Configuration:  # fmt: skip
-    """Where the settings come from, told by what the first file is."""
     from rlsim.errors import ConfigError
     from rlsim.experiment.load import framework_of
     from rlsim.frameworks.parts import Options
@@ -182,7 +181,6 @@ def _print_fit(errors: Any, steps: int, path: Path) -> None:
 
 
 def _print_check(own: Any, configuration: Configuration, log: Path, json_file: Path | None) -> None:
-    """Predicted against measured."""
     from rlsim.cli.tables import print_tables
 
     table, why_not = own.check(configuration, log)
@@ -197,7 +195,6 @@ def _print_check(own: Any, configuration: Configuration, log: Path, json_file: P
 
 
 def _print(found: Tuned, price: float | None, error: float | None, *, verbose: bool) -> None:
-    """The answer, last on the screen; tables before it."""
     from rlsim.cli.tables import print_tables
     from rlsim.cli.terminal import Console
     from rlsim.frameworks.draft import override
@@ -240,12 +237,10 @@ def _changes(found: Tuned) -> Iterator[Table]:
 
 
 def _dollars(price: float, gpus: float, rate: float) -> float:
-    """Of a thousand responses, at a price of a GPU-hour."""
     return price * gpus / 3.6 / rate if rate else math.nan
 
 
 def _dollars_of_both(found: Tuned, price: float) -> list[float]:
-    """As configured, and as tuned."""
     both = zip(found.gpus, (found.before, found.after), strict=True)
     return [_dollars(price, gpus, means.get("responses_per_s", 0.0)) for gpus, means in both]
 
@@ -286,7 +281,6 @@ def _rests(found: Tuned) -> Iterator[Table]:
 
 
 def _parts(parts: Parts) -> Iterator[Table]:
-    """What fits, and why GPUs are idle, as tuned."""
     memory = written("memory", parts.memory.fillna({"why_not": ""}))
     yield of_columns(memory, "What fits: rollout, GB of each GPU", words=(8,), prose=8)
     yield of_columns(written("calls", parts.memory_calls), "What fits: the other calls, GB")

@@ -41,7 +41,6 @@ class Allocation:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all replicas."""
         return self.dp * self.tp * self.pp * self.cp
 
 
@@ -56,7 +55,6 @@ class _Sides:
 
     @property
     def gpus(self) -> int:
-        """GPUs of both."""
         sizes = self.generation.gpus, self.training.gpus
         return max(sizes) if self.shared else sum(sizes)
 
@@ -119,7 +117,6 @@ def _sides(config: Settings) -> _Sides:
 
 
 def _machines(config: Settings, draft: Draft, sides: _Sides, options: Options) -> tuple[int, int]:
-    """Nodes and GPUs of each that the engines take."""
     nodes, per_node, gpus = config.whole("nodes"), config.whole("per_node"), sides.gpus
     if gpus < nodes * per_node:
         draft.notes.append(f"{sides.where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")

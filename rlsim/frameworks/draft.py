@@ -54,14 +54,12 @@ class Draft:
         return found
 
     def data(self) -> dict[str, Any]:
-        """The experiment as a mapping."""
         return {
             key: _plain(entry) if isinstance(entry, Entry) else {name: _plain(item) for name, item in entry.items()}
             for key, entry in self.entries.items()
         }
 
     def sources(self) -> dict[str, Entry]:
-        """The keys that are not given, by whose values they are."""
         found: dict[str, list[str]] = {}
         for key, entry in self.entries.items():
             inner = {key: entry} if isinstance(entry, Entry) else {f"{key}.{name}": one for name, one in entry.items()}
@@ -71,7 +69,6 @@ class Draft:
         return {source: Entry(found[source]) for source in sorted(found, key=lambda source: source != ASSUMED)}
 
     def text(self) -> str:
-        """The file."""
         lines = [line for text in self.heading for line in _comment(text)]
         for title, items in (("Assumed", self.notes), ("Not represented, though it bears on time", self.missing)):
             if items:

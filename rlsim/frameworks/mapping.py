@@ -57,12 +57,10 @@ class Reading:
         }  # fmt: skip
 
     def refuse(self) -> None:
-        """Raises `ConfigError` for the first thing that is not simulated."""
         if text := next(self._said("refused"), ""):
             raise ConfigError(text)
 
     def texts(self, kind: str) -> list[str]:
-        """What the rows of `note` or `missing` say that count."""
         return list(self._said(kind))
 
     def _said(self, kind: str) -> Iterator[str]:
@@ -108,7 +106,6 @@ class Reading:
         return name in self.config.names and self.config.is_given(name)
 
     def _each(self, name: str) -> list[Any]:
-        """The values of all keys of a setting that the text tells."""
         kind = self.config.names[name][0]
         return [value for key in self.config.keys(name) if (value := self.config.told(kind, key)) is not None]
 

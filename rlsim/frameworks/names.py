@@ -100,7 +100,6 @@ def _kind(gpu: str) -> str:
 
 
 def _keys_of_nodes(kind: str) -> dict[str, Any]:
-    """Nodes of the catalogue by their keys."""
     path = next(path for name, path in catalogue.names("clusters").items() if name.partition("x")[2] == kind)
     return plain(read_yaml(path))  # type: ignore[no-any-return]
 

@@ -123,7 +123,6 @@ class Settings:
         return tuple(key for name, own in zip(names, plain, strict=True) for key in ((own,) if own else there[name][1]))
 
     def key(self, name: str) -> str:
-        """The first key of a name."""
         return self.keys(name)[0]
 
     def get(self, kind: Kind[T], *keys: str) -> T | None:
@@ -162,11 +161,9 @@ class Settings:
         return self.need(WHOLE, *keys)
 
     def text(self, *keys: str) -> str:
-        """Text, which must have a value."""
         return self.need(TEXT, *keys)
 
     def flag(self, *keys: str) -> bool:
-        """True or false; false without a value."""
         return bool(self.get(FLAG, *keys))
 
     def value(self, name: str) -> Any:
@@ -174,11 +171,9 @@ class Settings:
         return self.get(self.names[name][0], name)
 
     def needed(self, name: str) -> Any:
-        """The same of one that must have a value."""
         return self.need(self.names[name][0], name)
 
     def entry(self, name: str) -> Entry:
-        """The same, with where it is from."""
         return Entry(self.needed(name), self.where(name))
 
     def told(self, kind: Kind[T], *keys: str) -> T | None:
@@ -199,7 +194,6 @@ class Settings:
             raise ConfigError(f"{self.origin[below]}: {key}: expected {kind.expected}, got keys below it ({below})")
 
     def where(self, *keys: str) -> str:
-        """Where `get` has its value from."""
         keys = self.keys(*keys)
         found = next((key for key in keys if self.given.get(key) is not None), None)
         if found is not None:
@@ -208,7 +202,6 @@ class Settings:
         return f"{key}: {self.program}'s default"
 
     def said(self, *names: str) -> str:
-        """Where each of these is from, as one comment."""
         return "; ".join(map(self.where, names))
 
     def is_given(self, *keys: str) -> bool:

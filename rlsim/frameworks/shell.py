@@ -131,11 +131,9 @@ class _Run:
         return status
 
     def _here(self) -> str:
-        """The token at hand; empty behind the last."""
         return self.tokens[self.at].text if self.at < len(self.tokens) else ""
 
     def _words(self) -> list[Token]:
-        """Tokens up to the next operator, which are passed."""
         found = []
         while self.at < len(self.tokens) and not self.tokens[self.at].operator:
             found.append(self.tokens[self.at])
@@ -282,7 +280,6 @@ class _Run:
         return True
 
     def _begins(self, word: Token) -> bool:
-        """Whether a word is a setting by itself."""
         return self.takes([], "", Argument(unquoted(word), word.line))
 
     def _note_unknown(self, word: Token, argument: Argument, unknown: Unknown, *, among_settings: bool) -> None:

@@ -67,7 +67,6 @@ def read_sources(
 
 
 def _read(config: Settings, path: Path, depth: int) -> None:
-    """A file over those that it inherits from."""
     if depth > _DEEPEST:
         raise ConfigError(f"{path}: `defaults` lead to ever more files")
     data = read_yaml(path)
@@ -94,7 +93,6 @@ def _read(config: Settings, path: Path, depth: int) -> None:
 
 
 def _read_script(config: Settings, path: Path, variables: dict[str, str], takes: Takes) -> None:
-    """The settings of a run script's command, or of a list of settings."""
     script = read_script(read_text(path), str(path), variables, takes)
     if not script.overrides:
         raise ConfigError(f"{path}: no command with settings of {config.program}, nor a list of them")
@@ -188,7 +186,6 @@ def _looked_up(config: Settings, key: str, found: re.Match[str]) -> Any:
 
 
 def _of_two(resolver: str, first: Any, second: Any, written: str) -> Any:
-    """What `${mul:2,3}` and its kin are; whole numbers stay whole."""
     try:
         value = _OF_TWO[resolver](first, second)
         return int(value) if value == int(value) else float(value)

@@ -207,7 +207,6 @@ class Variables:
     # ---- words ------------------------------------------------------------------------------------------------------
 
     def arguments(self, word: Token) -> list[Argument]:
-        """The arguments that a word becomes: one, or those of an array, or none."""
         try:
             return self._arguments(word, split=True)
         except UnresolvedError as error:
@@ -337,7 +336,6 @@ class Variables:
         return self._says(words[1:-1] if _TESTS[first] else words[1:])
 
     def _says(self, words: list[Token]) -> bool | None:
-        """What stands inside the brackets of a test."""
         bare = [word.text for word in words]
         for joint, joined in (("||", any), ("&&", all), ("-o", any), ("-a", all)):
             if joint in bare:

@@ -65,7 +65,6 @@ def _summary(part: str, frame: pd.DataFrame, cap: int | None, own: int | None, a
 
 
 def _turns(frame: pd.DataFrame) -> dict[str, float | None]:
-    """What the turns of trajectories say."""
     cells = frame["turns"].dropna() if "turns" in frame else pd.Series(dtype=object)
     if not len(cells):
         return {}
@@ -87,8 +86,6 @@ def _turns(frame: pd.DataFrame) -> dict[str, float | None]:
 
 
 def _rewards(frame: pd.DataFrame) -> dict[str, float | None]:
-    """What the reward columns say; of those the trace does not have nothing."""
-
     found: dict[str, float | None] = {}
     columns = ("correct", "reward", "reward_time_s", "test_run_s", "judge_tokens")
     correct, reward, seconds, runs, judged = (frame[c].dropna() if c in frame else pd.Series() for c in columns)

@@ -60,7 +60,6 @@ class Fact(Schema):
         return self.tolerance or (0.001 if self.share or self.at_cap else 0.01)
 
     def check(self, tokens: npt.NDArray[np.int64], cap_tokens: int) -> FactCheck:
-        """The fact beside what these lengths say."""
         if self.above and self.share:
             fact, wanted, got = f"share above {self.above} tokens", self.share, (tokens > self.above).mean()
         elif self.at_cap:

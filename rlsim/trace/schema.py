@@ -89,7 +89,6 @@ class Trace:
 
     @property
     def response_tokens(self) -> npt.NDArray[np.int64]:
-        """Length of every response (tokens)."""
         return self.frame["response_tokens"].to_numpy(np.int64)
 
     @property

@@ -34,7 +34,6 @@ class Apart:
 
     @property
     def rollout_gpus(self) -> int:
-        """GPUs that generate."""
         return self.rollout[0] * self.rollout[1]
 
     def shares_nodes(self, per_node: int) -> bool:
@@ -58,7 +57,6 @@ class Apart:
         return add_cluster(draft, options, total // most, most, self.where)
 
     def trainers(self, machines: Cluster) -> Cluster:
-        """What trains, as a cluster."""
         nodes, per_node = self.training
         return machines.model_copy(update={"nodes": nodes, "gpus_per_node": per_node})
 

@@ -79,7 +79,6 @@ def takes(found: list[Override], before: str, argument: Argument) -> bool:  # no
 
 
 def _sorted(sources: Sequence[str]) -> tuple[list[Path], list[Override], dict[str, str]]:
-    """Files, overrides, and variables of scripts."""
     files, overrides, variables = list[Path](), list[Override](), {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
     for text in sources:
         if exists(Path(text)):

@@ -137,7 +137,6 @@ def _engine_limits(config: VerlSettings, draft: Draft, settings: RunSettings) ->
 
 
 def _note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, model: Model, *, apart: bool) -> None:
-    """Notes of what veRL or its engine would not start with."""
     strategy, vllm = settings.train, config.told(TEXT, "engine") in ("vllm", None)
     longest = config.told(WHOLE, "max_model_len")
     values = {

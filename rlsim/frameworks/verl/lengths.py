@@ -57,7 +57,6 @@ class Batch:
         return self.prompt_tokens + self.response_tokens
 
     def requests(self) -> list[Request]:
-        """The sequences as the engine takes them."""
         columns = (self.position, self.prompt_tokens, self.response_tokens)
         return [Request(i, *values) for i, values in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
 

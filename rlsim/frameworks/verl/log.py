@@ -62,7 +62,6 @@ class VerlLog:
         raise CalibrationError(f"{self.path}: no step logs {wanted}; the nearest found: {nearest}")
 
     def where(self, step: int) -> str:
-        """`file:line` of a step."""
         return f"{self.path}:{int(self.steps['line'][step])}"
 
 

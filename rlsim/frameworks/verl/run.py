@@ -70,7 +70,6 @@ class _Finder:
         self.missing: list[str] = []  # what nobody says: a setting and its option
 
     def check(self) -> None:
-        """Raises `CalibrationError` if anything is missing, all of it at once."""
         if self.missing:
             raise CalibrationError(
                 f"{self._path}: the log does not say: {'; '.join(self.missing)}. Give the options{self._otherwise}"

@@ -34,7 +34,6 @@ class VerlSettings(Settings):
 
     @property
     def megatron(self) -> bool:
-        """Whether Megatron trains."""
         return bool(self.given.get(STRATEGY) == "megatron")
 
     def check_keys(self, known: Sequence[str]) -> None:

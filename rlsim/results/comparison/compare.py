@@ -54,7 +54,6 @@ class Run:
 
     @cached_property
     def by_seed(self) -> pd.DataFrame:
-        """Means of the steady steps by seed, as `rlsim.experiment.summary.means` gives them."""
         return means(self.steps, ["seed"])
 
     @property
@@ -258,7 +257,6 @@ def _by_directory(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def _few(notes: Sequence[str], what: str) -> list[str]:
-    """The first of many notes of a kind, and how many more there are."""
     more = [f"{len(notes) - MOST_NOTES} more rows {what}"]
     return [*notes[:MOST_NOTES], *(more if len(notes) > MOST_NOTES else [])]
 
@@ -355,7 +353,6 @@ class Baseline:
 
     @cache  # noqa: B019 (a comparison is short)
     def _index(self, directory: str, keys: tuple[str, ...]) -> defaultdict[Any, list[Run]]:
-        """The directory's runs by their values of these axes."""
         found = defaultdict[Any, list[Run]](list)
         for one in self._by_directory[directory]:
             found[_hashable(one.axes.get(key) for key in keys)].append(one)

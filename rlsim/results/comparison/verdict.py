@@ -48,7 +48,6 @@ class Judged(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """The interval that decides, for a table."""
         return "" if math.isnan(self.low) else "[{1}, {2}]".format(*self.texts)
 
 
@@ -65,7 +64,6 @@ class Verdict:
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """The verdict on every system, by name."""
         return {row.system: row.outcome for row in self.rows}
 
     @property
@@ -75,7 +73,6 @@ class Verdict:
 
     @property
     def faster(self) -> tuple[Judged, ...]:
-        """The rows that are faster than the baseline, the best first."""
         return tuple(row for row in self.rows if row.outcome == "faster")
 
     @property
@@ -85,7 +82,6 @@ class Verdict:
         return next((row for row in others if row.outcome != "as fast"), others[0] if others else None)
 
     def gain(self, row: Judged, tuned: Mapping[str, str] | None = None) -> str:
-        """How a row compares with the baseline: ratio, interval, and both rates."""
         ratio, low, high = row.texts
         over = f"95% interval {low} to {high} over {row.over}" if row.over else "one seed, no interval"
         return (
@@ -177,7 +173,6 @@ def _decided(rows: pd.DataFrame) -> tuple[str, Any, list[str]]:
 
 
 def _unsteady(rows: pd.DataFrame) -> Any:
-    """Why each row's throughput would not last; "" if it would."""
     found = rows.reindex(columns=["unsteady"])["unsteady"]
     return found.where(found.notna(), "").to_numpy(str)
 

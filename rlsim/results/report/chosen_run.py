@@ -34,11 +34,9 @@ class ChosenRun:
 
     @property
     def setup(self) -> Mapping[str, Any]:
-        """What the case ran on: `gpus`, `gpus_per_node`, …"""
         return self.manifest["setups"][self.case]  # type: ignore[no-any-return]
 
     def rows(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
-        """The run's rows of a table, in their order."""
         run: dict[str, Any] = {"case": [self.case], "system": [self.system], "seed": [self.seed], "step": self.steps}
         return self._source.table(table, columns, run)[list(columns)]
 
@@ -125,7 +123,6 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Which step is shown, and why."""
         case = f"case {self.case}, " if self.case else ""
         return (
             f"Shown: {case}{' and '.join(self.systems)}, seed {self.seed}, step {self.step} ({self.why}). "

@@ -59,7 +59,6 @@ def gantt(result: Result, choice: Choice, system: str, gpus: int, gpus_per_node:
 
 
 def _within(spans: pd.DataFrame, began: float, duration: float) -> pd.DataFrame:
-    """The spans with their seconds since the step began, cut off at its ends."""
     start_s, end_s = (spans[column] - began for column in ("start_at", "end_at"))
     return spans.assign(start_s=start_s.clip(lower=0), end_s=end_s.clip(upper=duration))
 

@@ -54,7 +54,6 @@ class Table:
 
     @classmethod
     def of(cls, caption: str, columns: Mapping[str, Sequence[str]], *words: int, folded: bool = False) -> Table:
-        """A table by its columns."""
         return cls(caption, tuple(columns), [*map(list, zip(*columns.values(), strict=True))], frozenset(words), folded)
 
 
@@ -159,11 +158,9 @@ class CaseSetup:
     calibrations: Sequence[Mapping[str, Any]]  # one for each kind of GPU
 
     def named(self, what: str) -> str:
-        """A title that names the case, if there are cases."""
         return f"{what}: {self.case}" if self.case else what
 
     def figure(self, name: str, chart: Any, /, **known: Any) -> Figure:
-        """The figure of that name, of this case."""
         made = figure(name, chart, **known)
         return replace(made, id=f"{name}-{self.id}" if self.id else name, title=self.named(made.title))
 

@@ -136,7 +136,6 @@ def gpu_section(result: Result, setups: list[CaseSetup]) -> Section:
 
 
 def _in_numbers(title: str, wide: pd.DataFrame, form: str) -> Table:
-    """A folded table of one row per system."""
     rows = [[str(system), *map(form.format, values)] for system, values in wide.iterrows()]
     return Table(title, ("system", *wide), rows, folded=True)
 

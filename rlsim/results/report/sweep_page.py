@@ -177,7 +177,6 @@ def map_chart(points: pd.DataFrame, axes: Sequence[str], metric: str, text: str 
 
 
 def _kinds(**numbers: bool) -> SimpleNamespace:
-    """The types of axes, of which some hold numbers."""
     return SimpleNamespace(**{name: "quantitative" if own else "nominal" for name, own in numbers.items()})
 
 

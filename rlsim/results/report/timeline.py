@@ -121,7 +121,6 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> frozenset[str
 
 
 def _numbered(name: str, number: int) -> str:
-    """The name of one of several tracks for the same."""
     return f"{name} ({number + 1})" if number else name
 
 

@@ -65,7 +65,6 @@ def _in_order(stays: pd.DataFrame, generate: Collection[str]) -> pd.DataFrame:
 
 
 def _groups(writer: TraceWriter, stays: pd.DataFrame, first_place: int) -> dict[int, int]:
-    """A group of tracks for each place; their processes."""
     pids = {}
     for row in stays.drop_duplicates("place").sort_values("place").to_dict("records"):
         gpu, gpus = row["gpu"], row["gpus"]

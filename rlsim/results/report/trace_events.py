@@ -47,7 +47,6 @@ class TraceWriter:
         return pid
 
     def track(self, pid: int, name: str, place: int) -> Track:
-        """A new track of a group."""
         tid = next(self._ids)
         self._write({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
         self._write({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": place}})
@@ -61,7 +60,6 @@ class TraceWriter:
             self.slices += 1
 
     def sample(self, name: str, pid: int, at: int, value: int) -> None:
-        """The value that a counter takes on at a moment (µs)."""
         self._write({"ph": "C", "name": name, "pid": pid, "ts": at, "args": {"value": value}})
         self.samples += 1
 

@@ -7,8 +7,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
-from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +15,7 @@ from typing import Any
 
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.results.sweeps.identity import files_of
-from rlsim.results.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Answers, Failed, Task
+from rlsim.results.sweeps.task import POINTS_OF_A_WORKER, Answers, Failed, Task, carried_out
 
 #: How long a cluster's address may take to answer (s).
 CONNECT_S = 10.0
@@ -26,9 +24,8 @@ CONNECT_S = 10.0
 def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) -> Answers:
     """Run tasks in a Ray cluster, `workers` at a time (default: its CPUs); answers come as they are ready.
 
-    `address` is the cluster's (default: `RAY_ADDRESS`, else a Ray is started here and stopped at the end). A task
-    whose worker or node dies is run again, and after `MOST_ATTEMPTS` the answer is that it failed. Raises `RlsimError`
-    if Ray cannot be reached; see also `check_ray`.
+    `address` is the cluster's (default: `RAY_ADDRESS`, else a Ray is started here and stopped at the end). Raises
+    `RlsimError` if Ray cannot be reached; see also `check_ray`.
     """
     if not tasks:
         return
@@ -36,27 +33,12 @@ def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) 
     with tempfile.TemporaryDirectory(prefix="rlsim-sweep-") as staging, _connected(ray, address, Path(staging), tasks):
         run_task = ray.remote(max_retries=0, max_calls=POINTS_OF_A_WORKER)(_run_there)
         most = workers or max(int(ray.cluster_resources().get("CPU", 1)), 1)
-        waiting, deaths = deque(tasks), Counter[str]()
-        running: dict[Any, tuple[Task, float]] = {}
-        try:
-            while waiting or running:
-                while waiting and len(running) < most:
-                    task = waiting.popleft()
-                    running[run_task.remote(replace(task, folder=Path()))] = task, time.monotonic()
-                ready, _ = ray.wait(list(running), num_returns=1)
-                for reference in ready:
-                    task, sent_at = running.pop(reference)
-                    result = _result(ray, reference)
-                    if isinstance(result, str):
-                        deaths[task.point.name] += 1
-                        if deaths[task.point.name] < MOST_ATTEMPTS:
-                            waiting.append(task)
-                            continue
-                        result = Failed(f"{result}, {deaths[task.point.name]} times")
-                    yield Answer(task, result, time.monotonic() - sent_at)
-        finally:
-            for reference in running:
-                ray.cancel(reference, force=True)
+        yield from carried_out(
+            tasks,
+            most,
+            lambda task: run_task.remote(replace(task, folder=Path())),
+            lambda these: [(one, _result(ray, one)) for one in ray.wait(these, num_returns=1)[0]],
+        )
 
 
 def _run_there(task: Task) -> Mapping[str, bytes] | Failed:

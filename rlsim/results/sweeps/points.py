@@ -34,7 +34,6 @@ class Point:
     axes: tuple[Axis, ...]
 
     def experiment(self, shown: str) -> Experiment:
-        """Its experiment, which messages call `shown`."""
         return validate(plain(self.given), Experiment, shown)
 
 
@@ -147,7 +146,6 @@ def _valid(
     folder: Path,
     shown: str,
 ) -> list[tuple[Experiment, dict[str, str]]]:
-    """The experiment of every point and what it reads."""
     found: list[tuple[Experiment, dict[str, str]]] = []
     mistakes: dict[str, list[Settings]] = {}
     known: dict[str, str] = {}

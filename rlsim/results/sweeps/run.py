@@ -142,7 +142,6 @@ def _inputs(definition: Definition) -> dict[str, str]:
 
 
 def _described(definition: Definition, tables: Sequence[str]) -> dict[str, Any]:
-    """What `sweep.json` holds."""
     return {
         "rlsim": __version__,
         "name": definition.name,

@@ -87,7 +87,6 @@ class Store:
         return self.directory / table / f"point={point}" / PART
 
     def done(self) -> set[str]:
-        """Every point whose results are here."""
         names = (path.parent.name.removeprefix("point=") for path in self.directory.glob(f"summary/point=p*/{PART}"))
         return set(filter(_NAME.fullmatch, names))
 
@@ -138,7 +137,6 @@ class Store:
         write_bytes(self._failed(point), sealed(asdict(answer)))
 
     def failure(self, point: str) -> Failed | None:
-        """Why a point has no results, if that was recorded."""
         try:
             return Failed(**read_record(self._failed(point)))
         except (FileNotFoundError, ConfigError):
@@ -193,12 +191,10 @@ class SweepResult:
 
     @property
     def name(self) -> str:
-        """The sweep's name."""
         return str(self.definition["name"])
 
     @property
     def axes(self) -> tuple[AxisColumn, ...]:
-        """The columns of its axes."""
         return tuple(AxisColumn(**axis) for axis in self.definition["axes"])
 
     @property
@@ -209,7 +205,6 @@ class SweepResult:
 
     @property
     def failed(self) -> dict[str, str]:
-        """Points that failed, and why."""
         return {row["point"]: row["error"] for row in self._rows if row["status"] == "failed"}
 
     def summary(self) -> pd.DataFrame:
@@ -245,7 +240,6 @@ class SweepResult:
         return Store(self.directory).record(point)
 
     def points_table(self) -> pa.Table:
-        """`points` in Arrow."""
         types = {"point": pa.string()} | {axis.name: TYPES[axis.dtype] for axis in self.axes}
         types |= {"status": pa.string(), "error": pa.string()}
         return pa.Table.from_pylist(self._rows, schema=pa.schema(types.items()))

@@ -10,10 +10,11 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,61 +96,74 @@ def _own_traceback(error: BaseException | None) -> str:
     return "\n".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls)
 
 
-def run_locally(tasks: Sequence[Task], workers: int) -> Answers:
-    """Run tasks in so many processes; answers come as they are ready.
+def carried_out(
+    tasks: Sequence[Task],
+    most: int,
+    send: Callable[[Task], Any],
+    ready: Callable[[Sequence[Any]], Iterable[tuple[Any, Mapping[str, bytes] | Failed | str]]],
+) -> Answers:
+    """The answers to tasks, of which `most` are under way at a time, as they come.
 
-    A task whose process dies is run again, and after `MOST_ATTEMPTS` the answer is that it failed. When the iterator
-    is closed, the processes are ended. A worker of a `multiprocessing.Pool` may start none: there the tasks run in this
-    process, one after the other. Raises `RlsimError` if processes cannot be started.
+    `send` starts one and gives what stands for it, `ready` waits for some of these and says what each came to: text is
+    how its process died. Such a task is run again, and after `MOST_ATTEMPTS` the answer is that it failed.
+    """
+    waiting, deaths, answers = deque(tasks), Counter[str](), list[Answer]()
+    running: dict[Any, tuple[Task, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < most:
+            task = waiting.popleft()
+            running[send(task)] = task, time.monotonic()
+        yield from answers  # once others are under way: work does not wait for the disk
+        answers = []
+        for reference, result in ready([*running]):
+            task, sent_at = running.pop(reference)
+            if isinstance(result, str):
+                deaths[task.point.name] += 1
+                if deaths[task.point.name] < MOST_ATTEMPTS:
+                    waiting.append(task)
+                    continue
+                result = Failed(f"{result}, {deaths[task.point.name]} times")
+            answers.append(Answer(task, result, time.monotonic() - sent_at))
+    yield from answers
+
+
+def run_locally(tasks: Sequence[Task], workers: int) -> Answers:
+    """`carried_out` in so many processes, which end when the iterator is closed.
+
+    A worker of a `multiprocessing.Pool` may start none: there the tasks run in this process, one after the other.
+    Raises `RlsimError` if processes cannot be started.
     """
     if multiprocessing.current_process().daemon:
-        for task in tasks:
-            started_at = time.monotonic()
-            yield Answer(task, task.run(), time.monotonic() - started_at)
+        yield from carried_out(tasks, 1, lambda task: partial(task.run), lambda these: [(one, one()) for one in these])
         return
-    waiting, deaths = deque(tasks), Counter[str]()
-    running: dict[Future[Any], tuple[Task, ProcessPoolExecutor, float]] = {}
-    idle = [_pool() for _ in range(min(workers, len(tasks)))]
-    pools = {*idle}
+    new = partial(pool_of, 1, max_tasks_per_child=POINTS_OF_A_WORKER)
+    idle = [new() for _ in range(min(workers, len(tasks)))]
+    busy: dict[Future[Any], ProcessPoolExecutor] = {}
 
-    def send() -> None:
-        while waiting and idle:
-            task, pool = waiting.popleft(), idle.pop()
-            running[pool.submit(task.run)] = task, pool, time.monotonic()
+    def send(task: Task) -> Future[Any]:
+        pool = idle.pop()
+        busy[future := pool.submit(task.run)] = pool
+        return future
+
+    def ready(futures: Sequence[Future[Any]]) -> Iterator[tuple[Future[Any], Mapping[str, bytes] | Failed | str]]:
+        for future in wait(futures, return_when=FIRST_COMPLETED).done:
+            pool = busy.pop(future)
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                pool, result = new(), "its worker process died (out of memory?)"
+            idle.append(pool)
+            yield future, result
 
     try:
         _check_start(idle)
-        send()
-        while running:
-            answers = []
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                task, pool, sent_at = running.pop(future)
-                try:
-                    result = future.result()
-                except BrokenProcessPool:
-                    pools.remove(pool)
-                    pools.add(pool := _pool())
-                    deaths[task.point.name] += 1
-                    if deaths[task.point.name] < MOST_ATTEMPTS:
-                        waiting.append(task)
-                        idle.append(pool)
-                        continue
-                    result = Failed(f"its worker process died (out of memory?), {deaths[task.point.name]} times")
-                idle.append(pool)
-                answers.append(Answer(task, result, time.monotonic() - sent_at))
-            send()  # before the answers are stored: work does not wait for the disk
-            yield from answers
+        yield from carried_out(tasks, len(idle), send, ready)
     finally:
-        for own in pools:
+        for own in (*idle, *busy.values()):
             end(own)
 
 
-def _pool() -> ProcessPoolExecutor:
-    return pool_of(1, max_tasks_per_child=POINTS_OF_A_WORKER)
-
-
 def _check_start(pools: Sequence[ProcessPoolExecutor]) -> None:
-    """Raises `RlsimError` if their processes do not start."""
     heeded = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if heeded else None  # they inherit that
     try:

@@ -89,7 +89,6 @@ class Tuned:
         return bool(self.best) and self.gain_low > 1 and not self.model_low <= 1
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON knows it; what is missing is null."""
         found = {name: value for name, value in vars(self).items() if name not in ("stale", "money", "parts")}
         found |= {"changes": [vars(change) for change in self.changes], "seconds": round(self.seconds, 1)}
         found |= self.parts.as_json() if self.parts else {}
@@ -115,7 +114,6 @@ class Wish:
 
     @property
     def altered(self) -> tuple[str, ...]:
-        """All that may be altered."""
         stale, gpus = self.bound is not None and self.bound.most > 0, self.most_gpus is not None
         return tuple(dict.fromkeys([*self.allow, *["staleness"] * stale, *["gpus"] * gpus]))
 
@@ -321,7 +319,6 @@ def _without(changes: Changes, groups: Sequence[tuple[str, ...]]) -> dict[str, A
 
 
 def _groups(changes: Changes, axes: Sequence[Axis]) -> list[tuple[str, ...]]:
-    """Keys that move together."""
     return [keys for keys in dict.fromkeys(tuple(axis.options[0]) for axis in axes) if set(keys) <= set(changes)]
 
 
@@ -398,7 +395,6 @@ def _beside(
 
 
 def _binds(means: Mapping[str, float]) -> str:
-    """The largest part of a step, with its share."""
     step = means.get("step_time_s", 0.0)
     parts = {words: means.get(name, 0.0) for name, words in PARTS.items()}
     largest = max(parts, key=lambda name: parts[name])

@@ -89,7 +89,6 @@ class _Stage(NamedTuple):
 def _stages(
     spans: pd.DataFrame, responses: pd.DataFrame, stays: pd.DataFrame, calls: pd.DataFrame, gpus: int
 ) -> list[_Stage]:
-    """The generation stages of one run."""
     spans = spans[spans["kind"].isin(GENERATING) & ~spans["shared"]]
     generates = calls[calls["kind"] == "generate"]
     own = stays[stays["call"].isin(generates["call"])]
@@ -288,5 +287,4 @@ def _steady(causes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _steady_seconds(steps: pd.DataFrame) -> pd.Series[float]:
-    """Seconds of all steady steps of a system in a case."""
     return steps[steps["steady"]].groupby(["case", "system"], sort=False)["step_time_s"].sum().rename("total_s")

@@ -52,7 +52,6 @@ class Own:
 
     @property
     def calibration(self) -> Path:
-        """Fitted to the last log."""
         return self.folder / "calibration.yaml"
 
     @property

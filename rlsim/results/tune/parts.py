@@ -105,7 +105,6 @@ class Parts:
     memory_calls: pd.DataFrame
 
     def as_json(self) -> dict[str, Any]:
-        """The tables as lists of rows."""
         return {name: json.loads(frame.to_json(orient="records")) for name, frame in vars(self).items()}
 
 

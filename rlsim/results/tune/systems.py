@@ -160,7 +160,6 @@ def _of(
 
 
 def _variants(row: Mapping[str, Any], loaded: LoadedExperiment, bound: Bound | None) -> Iterator[dict[str, Any]]:
-    """Parameters of a policy to try."""
     if not row:
         yield {}
         return

@@ -164,7 +164,6 @@ class _Collector:
         return self._codes.setdefault((name, turn), len(self._codes))
 
     def _wait(self, index: int, code: int, fields: Fields) -> None:
-        """Texts to be tokenized."""
         prompt, response = fields.get("prompt_text") or "", fields.get("response_text") or ""
         if prompt and "prompt_tokens" not in self._asked and code not in self._prompt_lengths:
             self._prompt_lengths[code] = 0

@@ -99,7 +99,6 @@ def _dumped(
     dump: Dump, files: Sequence[Path], path: Path, columns: Mapping[str, str], tokenizer: str | Path | None,
     cap_tokens: int | None, notes: list[str],
 ) -> tuple[pd.DataFrame, RowName]:  # fmt: skip
-    """The responses of a rollout dump, and what names a row: file and place."""
     frame, places, said = read_dump(dump, files, path, columns, tokenizer, cap_tokens)
     notes += said
 
