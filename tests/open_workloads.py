@@ -38,7 +38,6 @@ from rlsim.cost.transfer import HostKv
 from rlsim.models.hardware import load_cluster
 from rlsim.policies.hybrid_rollout import HybridRollout
 from rlsim.sim.batching import Batching, Batchings, PromptFeed
-from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
 from rlsim.sim.control import (
     Action,
@@ -53,6 +52,7 @@ from rlsim.sim.control import (
     actions_of,
 )
 from rlsim.sim.elastic import Pieces
+from rlsim.sim.gpus import HybridReplicas
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardFunction, RewardJob

@@ -23,8 +23,8 @@ from rlsim.experiment.run import check_experiment
 from rlsim.results.report.shares import TRAJECTORY, trajectory_times
 from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
+from rlsim.sim.outcome import Responses
 from rlsim.sim.request import EngineConfig, Request, Run
-from rlsim.sim.responses import Responses
 from rlsim.sim.rollout import Rollout
 from rlsim.trace import StepSampler, make_trace, read_trace, write_trace
 from rlsim.trace.generate import Recipe, draw_trace

@@ -25,8 +25,7 @@ from rlsim.sim.control import Launch, Prompt, ScoringReport
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.scorer import StreamingScorer
-from rlsim.sim.server import RewardModelEngine
+from rlsim.sim.server import RewardModelEngine, StreamingScorer
 from rlsim.workflow import Call, Placement, Workflow
 from rlsim.workflow.graph import Edge
 from rlsim.workflow.plan import Plan

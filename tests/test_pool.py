@@ -8,7 +8,7 @@ from conftest import cases
 
 from rlsim.sim.elastic import ElasticCall, Guests, Pieces
 from rlsim.sim.flow import Inbox
-from rlsim.sim.pool import GpuPool
+from rlsim.sim.gpus import GpuPool
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import Request
 from rlsim.workflow import Call

@@ -13,7 +13,7 @@ from evidence.validate import parts
 from evidence.validate.published import figures
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.plan_report import search_plan
-from rlsim.policies.searched import REAL
+from rlsim.policies.plan import REAL
 from rlsim.workflow.search import Budget, Dependency, Found, Options, Problem, find_plan
 from rlsim.workflow.search.bound import LowerBound, least_s
 from rlsim.workflow.search.greedy import greedy, start

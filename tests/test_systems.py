@@ -18,14 +18,13 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.systems import System
 from rlsim.models.hardware import load_cluster
-from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.parts import Streaming
 from rlsim.policies.planner import Planner
 from rlsim.policies.registry import policy_names
 from rlsim.policies.reward_scheduler import AdaptiveTimeout, AsyncReward
 from rlsim.policies.stream_trainer import StreamTrainer, projected_kv_tokens
 from rlsim.policies.tail_batching import TailBatching
-from rlsim.policies.verl import VeRL
+from rlsim.policies.verl import DynamicSampling, VeRL
 from rlsim.sim.batching import Batching, PromptFeed
 from rlsim.sim.control import (
     Abort,

@@ -153,7 +153,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """`rlsim.sim.costs.RolloutCosts` of a node of two processes, from what was measured on them.
+    """`rlsim.sim.gpus.RolloutCosts` of a node of two processes, from what was measured on them.
 
     `skew`: the share of padding that is paid for. A switch takes `control_s`, slicing of the weights included, and the
     KV at the measured rate; there are no graphs.

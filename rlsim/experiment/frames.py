@@ -17,10 +17,8 @@ from rlsim.experiment.columns import CALL_PARTS, TABLES, computed
 from rlsim.experiment.parts import ROUNDING, Floats, Stretches, floats, parts_of_steps, tail_stretches
 from rlsim.experiment.steadiness import Flow, Window
 from rlsim.experiment.summary import percentile_of_counts
-from rlsim.sim.outcome import CallRecord, Outcome
-from rlsim.sim.recorder import NO_STEP, Span
-from rlsim.sim.responses import Responses
-from rlsim.sim.stays import Stays
+from rlsim.sim.outcome import CallRecord, Outcome, Responses
+from rlsim.sim.recorder import NO_STEP, Span, Stays
 from rlsim.trace import StepSampler
 
 Frames = dict[str, pd.DataFrame]

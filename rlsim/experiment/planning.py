@@ -23,10 +23,9 @@ from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.times import handed_on_bytes
 from rlsim.models.hardware import one_kind
 from rlsim.policies.parts import PlanSearch
-from rlsim.sim.dispatch import evenly
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import run_rollout
-from rlsim.sim.stage import GenerationStage
+from rlsim.sim.stage import GenerationStage, evenly
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
 from rlsim.workflow.search import Budget, Dependency, Found, Improvement, Options, Problem, Reallocation, find_best

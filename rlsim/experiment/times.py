@@ -31,9 +31,9 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.experiment.refusals import planner
 from rlsim.experiment.systems import System
-from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.control import divides_nodes
 from rlsim.sim.elastic import Guests, Pieces
+from rlsim.sim.gpus import HybridReplicas
 from rlsim.sim.request import Request
 from rlsim.sim.simulation import Relay
 from rlsim.workflow import Call, Placement

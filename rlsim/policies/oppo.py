@@ -17,8 +17,8 @@ from pydantic import Field, PrivateAttr
 
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
-from rlsim.policies.keeping import Keeping
 from rlsim.policies.parts import ChunkStreaming
+from rlsim.policies.relaxed import Keeping
 from rlsim.sim.batching import PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt, RolloutControl, ScoringReport
 from rlsim.units import Seconds, Tokens

@@ -1,10 +1,11 @@
-"""A plan spelled out: for every call its GPUs and its parallel strategy."""
+"""Plans: spelled out, for every call its GPUs and its parallel strategy; or searched for before training begins."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,7 +13,7 @@ from pydantic import Field
 from rlsim.base.schema import Schema
 from rlsim.cost.strategy import Recompute, TrainStrategy
 from rlsim.errors import ConfigError, unknown_name
-from rlsim.policies.parts import Placing, PlanContext
+from rlsim.policies.parts import Placing, PlanContext, PlanSearch, Rewiring
 from rlsim.units import Tokens
 from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Placement, Plan, with_transfers
@@ -152,3 +153,26 @@ def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> Tra
     if call.pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
         given["zero_stage"] = 1  # the other stages do not go with a pipeline
     return replace(style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=tp > 1, **given)
+
+
+class REAL(Schema, Placing, Rewiring):
+    """Search meshes and strategies for all calls under the light estimator, then keep that plan.
+
+    REAL (Mei et al., MLSys 2025). Its runtime starts a call when its data and GPUs are there: log-probs and values do
+    not wait for rewards.
+    """
+
+    method: Literal["descent", "mcmc"] = "descent"
+    evaluations: int = Field(default=250_000, ge=1, le=1_000_000_000)
+    seed: int = Field(default=0, ge=0)
+    pipelined_generation: bool = True
+    most_plans: Annotated[float, Field(ge=1)] | None = None
+    context_parallel: bool = False
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        """Edges that carry data or parameters only."""
+        return workflow.without_barriers()
+
+    def plan(self, context: PlanContext) -> Plan:
+        most, spaces = self.most_plans or inf, (self.pipelined_generation, self.context_parallel)
+        return context.search(PlanSearch(self.method, self.evaluations, self.seed, *spaces, most))

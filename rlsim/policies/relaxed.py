@@ -18,13 +18,31 @@ from pydantic import Field, PrivateAttr
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
 from rlsim.policies.frameworks import any_call, on_groups
-from rlsim.policies.keeping import Keeping
 from rlsim.policies.parts import Placing, PlanContext, Rewiring
-from rlsim.sim.batching import Progress, PromptFeed, Unfinished
+from rlsim.sim.batching import Batching, Progress, PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt
 from rlsim.units import Tokens
 from rlsim.workflow.graph import Edge, Workflow
 from rlsim.workflow.plan import Plan
+
+
+class Keeping(Schema, Batching):
+    """Base of batchings that keep so many prompts under way: each step resumes what it finds, and adds new ones."""
+
+    _kept: list[Prompt] = PrivateAttr(default_factory=list)
+
+    def filled(self, feed: PromptFeed, prompts: int) -> Launch:
+        """All that wait, and new prompts up to so many."""
+        resume, self._kept = tuple(self._kept), []
+        return Launch(feed.take(max(prompts - len(resume), 0)), feed.responses, resume=resume)
+
+    def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:
+        """All of them."""
+        self._kept = [one.prompt for one in unfinished]
+        return self._kept
+
+    def waiting(self) -> int:
+        return len(self._kept)
 
 
 class Split(Schema, Placing):

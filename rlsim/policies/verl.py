@@ -1,4 +1,4 @@
-"""veRL: colocated, synchronous, static (Sheng et al., EuroSys 2025). The tuned baseline is `tp: best`."""
+"""veRL: colocated, synchronous, static (Sheng et al., EuroSys 2025), and its recipe of dynamic sampling (DAPO)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
+from rlsim.sim.batching import Batching
 from rlsim.sim.control import ControlContext, RolloutControl
 
 
@@ -24,3 +25,11 @@ class VeRL(Schema, RolloutControl):
         if self.tp == "best":
             raise ConfigError("tp: best must be resolved by running every feasible degree")
         return context.check_tp(self.tp)
+
+
+class DynamicSampling(Schema, Batching):
+    """Drop prompts without variance in their rewards, which teach nothing (DAPO, Yu et al. 2025), and launch others."""
+
+    def counts(self, rewards: Sequence[float]) -> bool:
+        """Only prompts whose rewards differ."""
+        return max(rewards) > min(rewards)

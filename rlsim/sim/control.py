@@ -15,9 +15,9 @@ from typing import NamedTuple, get_args
 from rlsim.base.hooks import Hooked, hook, is_number, is_whole
 from rlsim.cost.transfer import IN_PLACE, RESTART, WAYS, SwitchWay
 from rlsim.errors import CapacityError, ConfigError, PolicyError
-from rlsim.sim.borrowing import Borrowable as Borrowable
-from rlsim.sim.costs import KvHandling as KvHandling
-from rlsim.sim.costs import RolloutCosts as RolloutCosts
+from rlsim.sim.gpus import Borrowable as Borrowable
+from rlsim.sim.gpus import KvHandling as KvHandling
+from rlsim.sim.gpus import RolloutCosts as RolloutCosts
 from rlsim.sim.view import ReplicaView as ReplicaView
 from rlsim.sim.view import RequestView as RequestView
 from rlsim.sim.view import RolloutView as RolloutView

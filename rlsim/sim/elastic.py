@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import simpy
 
 from rlsim.sim.flow import Inbox
-from rlsim.sim.pool import GpuPool
+from rlsim.sim.gpus import GpuPool
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import Request
 from rlsim.workflow.graph import Call

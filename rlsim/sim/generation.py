@@ -21,9 +21,8 @@ from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import Rollout
-from rlsim.sim.simulation import Machine
+from rlsim.sim.simulation import Machine, StepState
 from rlsim.sim.stage import GenerationStage
-from rlsim.sim.step import StepState
 from rlsim.workflow.graph import Call
 from rlsim.workflow.plan import Placement
 

@@ -23,8 +23,7 @@ from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.server import InferenceServer
-from rlsim.sim.simulation import Machine, Relay
-from rlsim.sim.step import StepState
+from rlsim.sim.simulation import Machine, Relay, StepState
 from rlsim.sim.updating import Pull
 from rlsim.workflow.graph import Call
 from rlsim.workflow.plan import Placement

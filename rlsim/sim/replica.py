@@ -20,10 +20,9 @@ from rlsim.cost.step import Chunk, Conditions, StepCost
 from rlsim.cost.transfer import NO_HOST_KV, HostKv
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.moment import ONE_MOMENT, Sleep, at
-from rlsim.sim.recorder import Recorder
+from rlsim.sim.recorder import Left, Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request, UpdatedKv
 from rlsim.sim.scheduler import Scheduler
-from rlsim.sim.stays import Left
 
 
 class ChunkListener(NamedTuple):

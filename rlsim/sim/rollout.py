@@ -18,7 +18,6 @@ from rlsim.base.hooks import misused
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost, SwitchWay
 from rlsim.errors import PolicyError, RlsimError
-from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import (
     Abort,
     Action,
@@ -35,13 +34,12 @@ from rlsim.sim.control import (
     asked,
     one_of,
 )
-from rlsim.sim.costs import KvHandling, RolloutCosts
-from rlsim.sim.dispatch import Shares, by_context, by_number, evenly
+from rlsim.sim.gpus import Borrowing, KvHandling, RolloutCosts
 from rlsim.sim.moment import ASK, DEAL, IDLE, ONE_MOMENT, at, at_end, when_over
+from rlsim.sim.recorder import Left
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
-from rlsim.sim.stage import GenerationStage
-from rlsim.sim.stays import Left
+from rlsim.sim.stage import GenerationStage, Shares, by_context, by_number, evenly
 from rlsim.sim.trajectories import Trajectories
 from rlsim.sim.updating import WeightUpdates
 from rlsim.sim.view import RolloutState, RolloutView, view_of, view_of_replica

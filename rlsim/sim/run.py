@@ -23,10 +23,8 @@ from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
-from rlsim.sim.scorer import StreamingScorer
-from rlsim.sim.server import InferenceServer, RewardModelEngine
-from rlsim.sim.simulation import Machine, Simulation
-from rlsim.sim.step import Countdown, StepState
+from rlsim.sim.server import InferenceServer, RewardModelEngine, StreamingScorer
+from rlsim.sim.simulation import Countdown, Machine, Simulation, StepState
 from rlsim.workflow.graph import Call, Edge, Workflow
 from rlsim.workflow.plan import Placement
 

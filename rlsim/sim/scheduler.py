@@ -14,8 +14,8 @@ from math import isnan
 from rlsim.cost.step import Chunk
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.prefix_cache import PrefixCache
+from rlsim.sim.recorder import Stays
 from rlsim.sim.request import NAN, EngineConfig, Request
-from rlsim.sim.stays import Stays
 
 #: Admissions that are remembered in any case; beyond, those of requests that have left are dropped now and then.
 FEW = 1024

@@ -1,8 +1,9 @@
-"""What a simulation is given, one system on one trace with one seed, and what its calls share."""
+"""What a simulation is given, one system on one trace with one seed; what its calls share, and what is under way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -10,16 +11,17 @@ import simpy
 
 from rlsim.cost.step import StepCost
 from rlsim.models.hardware import AnyCluster
-from rlsim.sim.batching import Batching, PromptFeed
-from rlsim.sim.borrowing import Borrowing, HybridReplicas
-from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts
+from rlsim.sim.batching import Batching, PromptFeed, StepBatch
+from rlsim.sim.control import Launch, Prompt, RolloutControl, RolloutCosts
 from rlsim.sim.elastic import ElasticCall, Pieces
 from rlsim.sim.environment import EnvironmentConfig, Environments
-from rlsim.sim.outcome import Outcome
-from rlsim.sim.pool import GpuPool
-from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.flow import Flow
+from rlsim.sim.gpus import Borrowing, GpuPool, HybridReplicas
+from rlsim.sim.outcome import Outcome, Responses
+from rlsim.sim.request import NAN, EngineConfig, Request
 from rlsim.sim.reward import RewardControl, RewardFunction
-from rlsim.sim.server import RewardModelEngine
+from rlsim.sim.rollout import Rollout
+from rlsim.sim.server import RewardModelEngine, StreamingScorer
 from rlsim.sim.stage import Routing
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
@@ -106,3 +108,72 @@ class Machine:
         """How long training that may borrow GPUs will be at work, on its own, on what waits for it."""
         self.elastic = [work for work in self.elastic if not work.done.triggered]
         return sum(work.backlog_s for work in self.elastic)
+
+
+class Countdown:
+    """`done` fires when so many have said `one`."""
+
+    def __init__(self, env: simpy.Environment, left: int) -> None:
+        self.done = env.event()
+        self._left = left
+
+    def one(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.done.succeed()
+
+
+@dataclass(eq=False)
+class StepState:
+    """What is under way in one step."""
+
+    flow: Flow
+    batching: Batching
+    trained_version: int  # of the weights that the step trains: the updates before it
+    version: int = 0  # of the weights that generate: how many updates they have had
+    paused: frozenset[int] = frozenset()  # requests that go on in a later step
+    batch: StepBatch | None = None
+    rollout: Rollout | None = None
+    requests: list[Request] = field(default_factory=list)
+    made: dict[str, list[Request]] = field(default_factory=dict)  # these, by the call that generates them
+    launch: Launch | None = None  # of all calls that generate together
+    replicas: Iterator[int] = field(default_factory=itertools.count)  # their numbers
+    taken: set[int] | None = None  # those trained on, where a rollout for all steps generates them
+    ids: int = 0
+    trained: list[Countdown] = field(default_factory=list)  # of each window: the train calls that are to work on it
+    offered: set[int] = field(default_factory=set)  # responses that reward calls have been given
+    scorers: dict[str, StreamingScorer] = field(default_factory=dict)  # by call that takes chunks
+    scored: set[str] = field(default_factory=set)  # those of these calls that are done
+    residents: dict[int, str] = field(default_factory=dict)  # by GPU: whose weights calls in pieces have left there
+    chunk_tokens: int = 0
+    generates_at: float = NAN  # when its rollout began
+    judge_ready_at: float = 0.0  # when the judge's weights are there
+
+    def responses(self) -> Responses:
+        return Responses.of(
+            self.requests,
+            self._accepted,
+            self.version,
+            self.paused if self.batching.launcher.pauses else None,
+            self.trained_version,
+        )
+
+    def take(self, requests: Sequence[Request]) -> None:
+        self.requests += requests
+        self.taken = self.taken or set()
+        self.taken.update(request.id for request in requests)
+
+    def forget(self) -> None:
+        """The step is over: let go of what keeps its requests in cycles, so that they are freed at once."""
+        self.flow.forget()
+        self.rollout = None
+
+    @property
+    def _accepted(self) -> Set[int] | None:
+        return self.batch.accepted if self.batch else self.taken
+
+    def trained_on(self, calls: Collection[str] = ()) -> list[Request]:
+        """The finished requests that belong to the batch: all, or those that these calls have generated."""
+        accepted = self._accepted
+        requests = [r for call in calls for r in self.made.get(call, ())] if calls else self.requests
+        return [r for r in requests if r.finished and (accepted is None or r.id in accepted)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import simpy
 
-from rlsim.sim.borrowing import Borrowable, Borrowing
+from rlsim.sim.gpus import Borrowable, Borrowing
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 

@@ -11,7 +11,7 @@ import pandas as pd
 from rlsim.errors import ConfigError
 from rlsim.results.report.chosen_run import ChosenRun
 from rlsim.results.report.trace_events import TraceWriter, Track, Tracks, microseconds
-from rlsim.sim.stays import LEFT
+from rlsim.sim.recorder import LEFT
 
 #: The first steps have tracks for their requests: as many as have no more stays at replicas than these, or one.
 MOST_STAYS = 200_000
