@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
+from conftest import tables
 from open_workloads import OpenWorkload, Rule, StepTimes
 from test_asynchronous import TOLD, of, run
 from test_continuous import COSTS
 
+import rlsim
+from rlsim.cost.memory import call_bytes
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import CapacityError
+from rlsim.models.model import load_model
 from rlsim.policies.elastic_split import ElasticSplit
 from rlsim.policies.parts import Rewiring
 from rlsim.sim.continuous import Update
@@ -100,6 +107,21 @@ def systems(*parts: Any) -> list[Any]:
     common = [{"verl": {"tp": 1}}, {"split": {"rollout_gpus": 7}}, "async_reward", *parts]
     return [{"name": name, "use": [*common, {"elastic_split": {"lend": name == "elastic"}}]}
             for name in ("plain", "elastic")]  # fmt: skip
+
+
+def test_a_guest_holds_what_fsdp_does_but_an_optimizer() -> None:
+    """Weights and gradients in fp32, both whole; layers that are not fused, gathered as everywhere."""
+    use = [{"verl": {"tp": 1}}, {"split": {"rollout_gpus": 4}}, {"bounded_staleness": {"eta": 1}}, "elastic_split"]
+    training, model = {"backend": "fsdp", "micro_batch_tokens": 32_768}, load_model("qwen2.5-7b")
+    given = {**tables("bases")["asynchronous"], "model": model.name, "training": training}
+    with pytest.raises(CapacityError, match="on a GPU that generation lends") as refused:
+        rlsim.run({**given, "systems": [{"name": "elastic", "use": use}]})
+    own = call_bytes(model, TrainStrategy(zero_stage=3, micro_batch_tokens=32_768), backward=True)
+    batch = sum(own[part] for part in ("gathered layers", "activations", "logits"))
+    whole = 4 * model.parameters
+    assert f"weights {whole / 1e9:.2f} GB + gradients {whole / 1e9:.2f} GB + a micro-batch {batch / 1e9:.2f} GB" in str(
+        refused.value
+    )
 
 
 RULE = {"bounded_staleness": {"eta": 1, "stale": "wait"}}

@@ -19,7 +19,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.models.hardware import load_gpu
 from rlsim.models.model import load_model
-from rlsim.results.tune.trial import MARGIN
+from rlsim.workflow.memory import MARGIN
 
 LLAMA = load_model("llama-3.1-8b")
 LAYER = LLAMA.layer

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from conftest import Command, cases, tables
 
 from rlsim.errors import CapacityError, RlsimError
 from rlsim.experiment.load import parse_overrides
 from rlsim.experiment.run import check_experiment
+from rlsim.frameworks.parts import Options
+from rlsim.results.tune.trial import Configuration, Run, tried
 
 CASES_OF_USERS = Path(__file__).parent / "cases"
 PPO = {"workflow.algorithm": "ppo", "workflow.responses": 1}
@@ -179,3 +182,20 @@ def test_a_kv_cache_that_does_not_hold_the_batch_is_told_with_the_share_that_wou
         check_experiment(kv_source(1.0))
     sglang = {**kv_source(1.0), "calibration": "h100-sglang"}
     assert check_experiment(sglang).runs
+
+
+def test_less_than_the_margin_is_noted_and_tune_refuses_it(tmp_path: Path) -> None:
+    """Micro-batches of 80,000 tokens make 84.4 of 85.03 GB, of 77,000 82.1: with 3% kept free there are 82.5."""
+    given = source("1K", {"micro_batch_tokens": 80_000}, prompts=1024, responses=16)
+    (note,) = notes_on("memory", given)
+    assert re.search(
+        r"up to 7% higher. .* = 84\.42 GB > 82\.48 GB of h100-sxm, 3% of it kept free; it fits with ", note
+    )
+    for way in ways_out(note):
+        assert not notes_on("memory", given, way), way
+    assert not notes_on("memory", given, {"training.micro_batch_tokens": 77_000})
+    made = tmp_path / "made.yaml"
+    made.write_text(yaml.safe_dump(given))
+    found = tried(Configuration("", (str(made),), Options(tmp_path)), {"engine.max_num_seqs": 128}, Run(1, 1))
+    assert found.kind == "memory"
+    assert found.problem in note

@@ -19,7 +19,7 @@ from rlsim.experiment.ledger import LedgerRecord, ledger_of
 from rlsim.experiment.load import with_settings
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.planning import FoundPlans
-from rlsim.experiment.refusals import kv_note, remedies, starts_of, worst_note
+from rlsim.experiment.refusals import kv_note, remedies, starts_of, tight_note, worst_note
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.steadiness import steady_notes
@@ -37,6 +37,7 @@ from rlsim.experiment.summary import (
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.plan import part_of
 from rlsim.sim.control import decides
+from rlsim.workflow.memory import MARGIN
 
 
 def cases_of(experiment: Experiment, label: str) -> Iterable[tuple[str, Experiment]]:
@@ -171,18 +172,18 @@ class Case:
             simulator = Simulator(changed, search=False)
             simulator.check_all(spec)
             placed = simulator.placed(spec.make())
-            placed.check(placed.plan, worst=True)
+            placed.check(placed.plan, worst=True, margin=MARGIN)
 
         return remedies(self.loaded, fits)
 
     def _memory_notes(self) -> Iterable[str]:
-        """What memory lacks for the longest responses, and for the batch of a static layout, each said once."""
+        """What memory lacks for the longest responses, or of `MARGIN`, and for a static layout's batch, each once."""
         found = dict[str, None]()
         for spec, alternatives in self.systems.items():
             if spec.name in self.searched:
                 continue
             placed = self.simulator.placed(spec.make())
-            if (note := worst_note(placed)) not in ("", *found):
+            if (note := worst_note(placed) or tight_note(placed)) not in ("", *found):
                 found[note] = None
                 yield note + self.remedies(spec)
             if len(alternatives) == 1 and not self.decides(spec) and placed.generates:

@@ -147,9 +147,10 @@ class PlacedExperiment:
         self.check(self.unchecked_plan)
         return self.unchecked_plan
 
-    def check(self, plan: Plan, *, worst: bool = False) -> None:
-        """Raises `CapacityError` if a plan does not fit; `worst`: where the longest sequences that may be meet."""
-        self.memory.check(self.ledger_of(plan, worst=worst), plan)
+    def check(self, plan: Plan, *, worst: bool = False, margin: float = 0.0) -> None:
+        """Raises `CapacityError` if a plan does not fit, a share of each GPU kept free; `worst`: where the longest
+        sequences that may be meet."""
+        self.memory.check(self.ledger_of(plan, worst=worst), plan, margin)
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -2,7 +2,8 @@
 
 Parts of a system (`rlsim/data/refusals.yaml`), and settings with which a framework or its engine does not start
 (`rlsim/data/starts.yaml`). For an experiment that does not fit, settings with which it does, and starts: each is tried
-before it is named. Where all fits: the worst that can meet, and a KV cache too small for its batch.
+before it is named. Where all fits: the worst that can meet, what leaves too little free, and a KV cache too small for
+its batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rlsim.base.catalogue import DATA
 from rlsim.base.reading import read_yaml
 from rlsim.base.refusals import code_of, holds, refuse
 from rlsim.cost.memory import kv_shape
-from rlsim.errors import RlsimError
+from rlsim.errors import CapacityError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import with_settings
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
@@ -32,6 +33,7 @@ from rlsim.models.model import Model
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import asked
 from rlsim.workflow import Workflow
+from rlsim.workflow.memory import MARGIN
 
 
 def endless(system: System) -> str:
@@ -296,6 +298,15 @@ def worst_note(placed: PlacedExperiment) -> str:
         f"{round(worst / longest)} of {longest:,} tokens ({limit}) has {worst:,}, of the trace's at most {met:,}. "
         f"{memory.refusal(ledger, plan)}"
     )
+
+
+def tight_note(placed: PlacedExperiment) -> str:
+    """Which call leaves less than `MARGIN` of a GPU's memory free; empty if none does."""
+    try:
+        placed.check(placed.plan, margin=MARGIN)
+    except CapacityError as error:
+        return f"memory is enough only as counted, and measured peaks came out up to 7% higher. {error}"
+    return ""
 
 
 def kv_note(placed: PlacedExperiment, tp: int) -> str:

@@ -181,7 +181,7 @@ def check_elastic(placed: PlacedExperiment, tp: int) -> None:
     parts = {
         "weights": sum(one["parameters"] for one in memory),  # of all that are trained at a time
         "gradients": sum(one["gradients"] for one in memory),
-        "activations and logits": max(one["activations"] + one["logits"] for one in memory),
+        "a micro-batch": max(sum(one.values()) - one["parameters"] - one["gradients"] for one in memory),
         "the rollout engine's weights": rollout_weight_bytes(loaded.model, *degrees, loaded.replica),
         "context and communication": RESERVED_BYTES,
     }
@@ -192,8 +192,8 @@ def check_elastic(placed: PlacedExperiment, tp: int) -> None:
 
 
 def _guest_strategy(strategy: TrainStrategy) -> TrainStrategy:
-    """The strategy of one data-parallel replica alone."""
-    return replace(strategy, dp=1, zero_stage=0, shard_gpus=None, offload=False)
+    """The strategy of one data-parallel replica alone, which has no optimizer."""
+    return replace(strategy, dp=1, shard_gpus=None, offload=False, cpu_optimizer=1.0)
 
 
 def _replicas(placed: PlacedExperiment, size: int) -> list[tuple[int, ...]]:
@@ -211,9 +211,9 @@ def guests_of(placed: PlacedExperiment, call: Call, tokens: int) -> Guests:
     strategy = _guest_strategy(own)
     replicas = _replicas(placed, strategy.gpus)
     cost = calls.of(call.model, strategy, rollout.gpus[0])
-    there = Layout.of(rollout.gpus[0], replace(strategy, dp=len(replicas)))
+    there = Layout.of(rollout.gpus[0], replace(strategy, dp=len(replicas), zero_stage=0))
     load_s = calls.reallocation(call.model, calls).time_s(layout_of(training), there)
-    together = replace(strategy, dp=own.dp + len(replicas))
+    together = replace(strategy, dp=own.dp + len(replicas), zero_stage=0)
     reduce_s = calls.of(call.model, together, min(rollout.gpus + training.gpus)).update_time().communication_s
     longer = placed.trained_along(call)
     rate = tokens / (cost.part_time([tokens], backward=True) * longer).total_s  # of one replica, in tokens a second

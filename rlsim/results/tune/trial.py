@@ -27,12 +27,10 @@ from rlsim.experiment.systems import PartSpec, SystemSpec
 from rlsim.frameworks import READERS, read
 from rlsim.frameworks.draft import Draft, written
 from rlsim.frameworks.parts import Options
-from rlsim.models.hardware import one_kind
 from rlsim.policies.registry import load_policy
 from rlsim.results.tune.space import baseline_of
+from rlsim.workflow.memory import MARGIN
 
-#: Share of a GPU's memory that a changed configuration leaves free: what is not modelled, fragments and imbalance.
-MARGIN = 0.03
 #: By the option of `rlsim init` that reads them.
 FRAMEWORKS: Mapping[str, str] = {"": "", **{f"--from-{name}": name for name in READERS}}
 
@@ -129,8 +127,8 @@ class Run:
 
 
 def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run, most_s: float = math.inf) -> Trial:
-    """The trial of some changes; what the framework refuses, memory does not hold, or takes longer than `most_s` to
-    simulate comes back as its problem."""
+    """The trial of some changes; what the framework refuses, memory does not hold with `MARGIN` kept free, or takes
+    longer than `most_s` to simulate comes back as its problem."""
     try:
         with at_most(most_s):
             return _tried(configuration, changes, run)
@@ -147,13 +145,18 @@ def _tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -
     same = _known.get(key := experiment.model_dump_json(exclude={"name", "description", "sources"}))
     if same is not None:
         return replace(same, changes=changes)
-    if changes:
-        _check(experiment, spec, configuration.options.folder)
-    simulator = Simulator(LoadedExperiment.of(experiment, configuration.options.folder), search=False)
+    folder = configuration.options.folder
+    loaded = LoadedExperiment.of(experiment, folder)
+    if changes and (refused := starts_of(loaded, [spec])):
+        raise StartError("; ".join(refused))
+    simulator = Simulator(loaded, search=False)
     if run.steps is not None and simulator.overlap(spec.make()):
         longer = alone(whole, replace(run, steps=None))
-        simulator = Simulator(LoadedExperiment.of(longer, configuration.options.folder), search=False)
+        simulator = Simulator(LoadedExperiment.of(longer, folder), search=False)
     simulator.check_all(spec)
+    if changes:
+        placed = simulator.placed(spec.make())
+        placed.check(placed.plan, margin=MARGIN)
     tables = tables_of(simulator, spec, run.seed)
     steps = means(tables["steps"], ["system"])
     if steps.empty:
@@ -195,17 +198,6 @@ def alone(experiment: Experiment, run: Run) -> Experiment:
         "systems": [spec.entry], **steps, **dict(run.settings),
     }  # fmt: skip
     return with_settings(experiment, settings, "tune")
-
-
-def _check(experiment: Experiment, spec: SystemSpec, folder: Path) -> None:
-    """Raises `StartError`, or `CapacityError` where less than `MARGIN` of a GPU's memory would be free."""
-    loaded = LoadedExperiment.of(experiment, folder)
-    if refused := starts_of(loaded, [spec]):
-        raise StartError("; ".join(refused))
-    cluster = one_kind(loaded.cluster, "rlsim tune")
-    gpu = cluster.gpu.model_copy(update={"memory_bytes": cluster.gpu.memory_bytes * (1 - MARGIN)})
-    smaller = experiment.model_copy(update={"cluster": cluster.model_copy(update={"gpu": gpu}).model_dump()})
-    Simulator(LoadedExperiment.of(smaller, folder), search=False).check_all(spec)
 
 
 def _taken(part: PartSpec, given: Mapping[str, Any]) -> dict[str, Any]:
