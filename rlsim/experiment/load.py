@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.base import catalogue
-from rlsim.base.reading import MOST_LEVELS, SyntaxConfigError, is_file, parse_yaml, read_yaml
+from rlsim.base.reading import SyntaxConfigError, is_file, parse_yaml, read_yaml
 from rlsim.base.schema import validate
 from rlsim.errors import ConfigError, check_arguments, nearest, unknown_name
 from rlsim.experiment.schema import Experiment
@@ -149,8 +149,6 @@ def parse_overrides(texts: Iterable[str], option: str = "--set") -> dict[str, An
 def set_path(data: Any, key: str, value: Any, label: str = "") -> None:
     """Set `a.b.0.c` in nested mappings and lists; a `ConfigError` about a path to nowhere begins with `label`."""
     *path, last = key.split(".")
-    if len(path) >= MOST_LEVELS:
-        raise ConfigError(f"{label}{key[:60]}…: deeper than {MOST_LEVELS} levels")
     here = data
     for part in path:
         if (place := place_in(here, part)) is not None:
