@@ -15,7 +15,7 @@ from test_init import given as options
 
 import rlsim
 from rlsim.base.catalogue import data_dir
-from rlsim.base.reading import read_yaml
+from rlsim.base.reading import read_yaml, shipped
 from rlsim.base.schema import validate
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.lookups import Lookups
@@ -26,7 +26,7 @@ from rlsim.experiment.schema import Experiment, TrainingSpec, WorkflowSpec
 from rlsim.frameworks import READERS as READ
 from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
 from rlsim.frameworks.draft import Draft, write_changes, yaml_text
-from rlsim.frameworks.mapping import FUNCTIONS, names, rows_of
+from rlsim.frameworks.mapping import FUNCTIONS, names
 from rlsim.frameworks.names import find_cluster
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import ENGINES, Options, check
@@ -506,7 +506,7 @@ def test_every_row_of_a_mapping_names_settings_facts_and_keys_that_there_are(of:
     settings = {name for one in (of, *(f"{of}-{engine}" for engine in ENGINES)) for name in names(one)}
     blocks = {"workflow": WorkflowSpec, "training": TrainingSpec, "engine": EngineConfig, "run": TrainingArguments,
               "environment": EnvironmentConfig}  # fmt: skip
-    for row in rows_of(of):
+    for row in shipped(f"frameworks/{of}.yaml"):
         said = " ".join(str(row.get(key, "")) for key in ("says", "value", "note", "missing", "refused"))
         sources = [row["from"]] if isinstance(row.get("from"), str) else row.get("from", [])
         asked = {*sources, *re.findall(r"\[(\w+)\]", said)}

@@ -7,14 +7,13 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsim.base.catalogue import DATA
 from rlsim.base.output import GENERATOR, PNG_MARK, SVG_MARK, atomic_path
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.refusals import code_of
 from rlsim.errors import ConfigError, RlsimError, printable
 
@@ -33,11 +32,9 @@ _FIELD = re.compile(r"([\w ]+):([QN])")
 _TYPES = {"Q": "quantitative", "N": "nominal"}
 
 
-@cache
 def templates(name: str) -> dict[str, Any]:
     """The charts of a table of `rlsim/data/vega`, whose heads say how they are written."""
-    found: dict[str, Any] = plain(read_yaml(DATA / "vega" / f"{name}.yaml"))
-    return found
+    return shipped(f"vega/{name}.yaml")  # type: ignore[no-any-return]
 
 
 def drawn(template: Any, known: Mapping[str, Any]) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlsim.base.catalogue import DATA
+from rlsim.base.reading import shipped
 from rlsim.base.refusals import code_of
 
 if TYPE_CHECKING:
@@ -84,8 +83,7 @@ class Column(NamedTuple):
 @cache
 def columns_of(table: str) -> tuple[Column, ...]:
     """The columns that a table may have."""
-    with (DATA / "tables.csv").open(encoding="utf-8", newline="") as file:
-        return tuple(row for row in map(Column._make, csv.reader(file)) if table in row.tables.split())
+    return tuple(row for row in map(Column._make, shipped("tables.csv")) if table in row.tables.split())
 
 
 def written(table: str, figures: pd.DataFrame | Iterable[Any], **known: Any) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ file and line, before anything is made of it.
 
 from __future__ import annotations
 
+import csv
 import json
 import stat
 import unicodedata
@@ -15,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlsim.base.catalogue import DATA
 from rlsim.errors import ConfigError, printable, shown
 
 MOST_BYTES = 512 * 1024  # ruamel.yaml reads some 60 kB a second
@@ -111,6 +113,22 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: not readable JSON: nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits among them
         raise ConfigError(f"{path}: not readable JSON: {error}") from None
+
+
+@cache
+def shipped(name: str) -> Any:
+    """A table of `rlsim/data`, read once: YAML as plain values, CSV as its rows of texts, the headings first."""
+    path = DATA / name
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as file:
+            return list(csv.reader(file))
+    return plain(read_yaml(path))
+
+
+def records(name: str) -> list[dict[str, str]]:
+    """The rows of such a CSV file by its headings."""
+    head, *rows = shipped(name)
+    return [dict(zip(head, row, strict=True)) for row in rows]
 
 
 def _parsed(text: str, where: str) -> Any:

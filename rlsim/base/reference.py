@@ -5,11 +5,9 @@ The site's reference and `rlsim list` show these rows.
 
 from __future__ import annotations
 
-import csv
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -17,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlsim import units
-from rlsim.base.catalogue import DATA
+from rlsim.base.reading import shipped
 from rlsim.errors import one_line
 
 #: How a value with a unit is written in YAML, by the function that reads it: type, unit inside rlsim.
@@ -61,14 +59,9 @@ def keys_of(model: type[BaseModel], prefix: str = "", leave_out: Sequence[type[B
 def meaning_of(model: type[BaseModel], name: str) -> str:
     """What a field of a record means: as it says itself, else a row of `rlsim/data/meanings.csv` on it or a class that
     it is derived from; empty if neither."""
-    known = (_meanings().get((kind.__name__, name)) for kind in model.__mro__)
-    return model.model_fields[name].description or next(filter(None, known), "")
-
-
-@cache
-def _meanings() -> dict[tuple[str, str], str]:
-    with (DATA / "meanings.csv").open(encoding="utf-8", newline="") as file:
-        return {(record, key): meaning for record, key, meaning in csv.reader(file)}
+    known = {record: meaning for record, key, meaning in shipped("meanings.csv") if key == name}
+    own = (known.get(kind.__name__) for kind in model.__mro__)
+    return model.model_fields[name].description or next(filter(None, own), "")
 
 
 def first_paragraph(thing: Any) -> str:

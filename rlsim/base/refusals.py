@@ -11,8 +11,7 @@ from functools import cache
 from types import CodeType
 from typing import Any
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import read_yaml
+from rlsim.base.reading import shipped
 from rlsim.errors import ConfigError
 
 _FUNCTIONS = {
@@ -43,15 +42,9 @@ def holds(condition: str, values: Mapping[str, Any]) -> bool:
     return bool(worth(condition, values))
 
 
-@cache
-def _groups() -> dict[str, list[dict[str, str]]]:
-    found: dict[str, list[dict[str, str]]] = read_yaml(DATA / "refusals.yaml")
-    return found
-
-
 def rows_of(group: str) -> list[dict[str, str]]:
     """The rows of a group; none where the table has no such group."""
-    return _groups().get(group, [])
+    return shipped("refusals.yaml").get(group, [])  # type: ignore[no-any-return]
 
 
 def refusal(group: str, values: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, cast, get_args
 
@@ -23,8 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import read_yaml
+from rlsim.base.reading import read_yaml, shipped
 from rlsim.base.refusals import refusal
 from rlsim.errors import ConfigError, shown
 
@@ -241,16 +240,10 @@ def model_within(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(model_within, get_args(annotation))), None)
 
 
-@cache
-def _also_called() -> Mapping[str, Mapping[str, str]]:
-    """By record, what other programs call its keys, and how it is said here."""
-    found: Mapping[str, Mapping[str, str]] = read_yaml(DATA / "also_called.yaml")
-    return found
-
-
 def _nearest(name: str, model: type[BaseModel] | None) -> str:
-    if model and (ours := _also_called().get(f"{model.__module__}.{model.__qualname__}", {}).get(name)):
-        return f"; here it is {ours}"
+    others = shipped("also_called.yaml").get(f"{model.__module__}.{model.__qualname__}", {}) if model else {}
+    if name in others:  # what other programs call it
+        return f"; here it is {others[name]}"
     known = [info.alias or name for name, info in model.model_fields.items()] if model else []
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if near:

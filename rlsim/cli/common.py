@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from rlsim.base.catalogue import DATA
+from rlsim.base.reading import records
 from rlsim.cli import complete
 from rlsim.errors import ConfigError, printable
 
@@ -55,17 +54,16 @@ def told(function: F) -> F:
 def options() -> dict[str, dict[str, Any]]:
     """The options of every command, by the module and the name of its function."""
     found: dict[str, dict[str, Any]] = {}
-    with (DATA / "options.csv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            offers, flags = row["offers"].split(), row["flags"].split()
-            offered = getattr(complete, offers[0], complete.one_of(*offers)) if offers else None
-            known: dict[str, Any] = {"help": row["help"], "metavar": row["metavar"] or None, "autocompletion": offered}
-            bounds = zip(("min", "max"), row["bounds"].split(".."), strict=False)
-            known |= {end: json.loads(bound) for end, bound in bounds if bound}
-            known |= {"callback": _checked} if row["option"] == "json_file" else {}
-            argument = flags == ["argument"]
-            option = typer.Argument(**known, show_default=False) if argument else typer.Option(*flags, **known)
-            found.setdefault(row["command"], {})[row["option"]] = option
+    for row in records("options.csv"):
+        offers, flags = row["offers"].split(), row["flags"].split()
+        offered = getattr(complete, offers[0], complete.one_of(*offers)) if offers else None
+        known: dict[str, Any] = {"help": row["help"], "metavar": row["metavar"] or None, "autocompletion": offered}
+        bounds = zip(("min", "max"), row["bounds"].split(".."), strict=False)
+        known |= {end: json.loads(bound) for end, bound in bounds if bound}
+        known |= {"callback": _checked} if row["option"] == "json_file" else {}
+        argument = flags == ["argument"]
+        option = typer.Argument(**known, show_default=False) if argument else typer.Option(*flags, **known)
+        found.setdefault(row["command"], {})[row["option"]] = option
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlsim.base import catalogue
-from rlsim.base.catalogue import DATA
 from rlsim.base.formats import written
-from rlsim.base.reading import read_yaml
+from rlsim.base.reading import read_yaml, records
 from rlsim.base.refusals import code_of
 from rlsim.base.usercode import load_object
 from rlsim.cli.common import Commands
@@ -35,9 +33,8 @@ def _command(name: str, of: str, help: str, says: str) -> None:  # noqa: A002 - 
     app.command(name, help=f"{help}\n\nExample: rlsim list {name}")(show)
 
 
-with (DATA / "listings.csv").open(encoding="utf-8", newline="") as _file:
-    for _row in csv.DictReader(_file):
-        _command(**_row)
+for _row in records("listings.csv"):
+    _command(**_row)
 
 
 class Written(StrEnum):

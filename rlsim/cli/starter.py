@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.experiment.build import beside
 from rlsim.frameworks.draft import Draft, Entry
 from rlsim.frameworks.names import check_calibration, find_calibration, find_model
@@ -27,7 +26,7 @@ def _usual() -> Any:
         value = told["is"]
         return Entry(tuple(map(entry, value)) if isinstance(value, list) else value, told.get("says", ""))
 
-    return entry(plain(read_yaml(DATA / "starter.yaml")))
+    return entry(shipped("starter.yaml"))
 
 
 def starter(

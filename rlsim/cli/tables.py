@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rlsim.base.formats import is_missing
 from rlsim.errors import printable
 
 if TYPE_CHECKING:
@@ -60,13 +61,10 @@ class Table:
             heading = [textwrap.wrap(self.headings[i], widths[i], break_long_words=False) for i in part]
             top = max(map(len, heading))
             stacked = [[""] * (top - len(lines)) + lines for lines in heading]
-            rows = [[_folded(row[i], widths[i], i == self.prose) for i in part] for row in cells]
+            fold = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+            rows = [[fold(row[i], widths[i]) if i == self.prose else [row[i]] for i in part] for row in cells]
             left = [i in self.words for i in part]
             yield "\n".join(_lines(stacked, own, left)), [line for row in rows for line in _lines(row, own, left)]
-
-
-def _folded(text: str, width: int, prose: bool) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) if prose else [text]
 
 
 def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool]) -> Iterator[str]:
@@ -119,9 +117,7 @@ def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:
     from rlsim.results.sweeps.tables import shown
 
     known = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
-    known = [
-        None if isinstance(value, float) and math.isnan(value) else value for value in known
-    ]  # in a column of numbers, none is NaN
+    known = [None if is_missing(value) else value for value in known]  # in a column of numbers, none is NaN
     full = ["–" if v is None else json.dumps(v, ensure_ascii=False, default=str) for v in known]
     short = ["–" if v is None else f"{v:.4g}" if isinstance(v, float) else shown(v, width) for v in known]
     return short if len(set(short)) == len(set(full)) else full

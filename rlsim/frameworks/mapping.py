@@ -17,7 +17,6 @@ arguments of vLLM 0.9 to 0.26 and SGLang 0.5.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -25,8 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
-from rlsim.base.catalogue import DATA, data_dir
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.refusals import code_of
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.frameworks.draft import Entry
@@ -39,17 +37,12 @@ _TOLD = re.compile(r"\[(\w+)\]|\{([^{}]+?)(?::([^{}:']*))?\}")
 FUNCTIONS = {"bool": bool, "ceil": math.ceil, "max": max, "min": min, "str": str, "unknown_name": unknown_name}
 
 
-@cache
-def rows_of(of: str) -> tuple[Row, ...]:
-    """The table of a framework."""
-    return tuple(plain(read_yaml(data_dir("frameworks") / f"{of}.yaml")))
-
-
 class Reading:
     """A framework's table over the settings of a configuration; `facts` are values that follow from several of them."""
 
     def __init__(self, of: str, config: Settings, **facts: Any) -> None:
-        self._rows, self.config = (*rows_of(of), *rows_of("speculation")), config
+        tables = (shipped(f"frameworks/{name}.yaml") for name in (of, "speculation"))
+        self._rows, self.config = [row for rows in tables for row in rows], config
         self.facts: dict[str, Any] = {
             "name": config.name, "program": config.program, "has": config.has, "given": self._given,
             "key": config.key, "place": self._section, "value": self._told, "each": self._each,
@@ -155,8 +148,7 @@ UnlikeRow = tuple[str, str, str]
 
 
 def _rows(name: str, of: str) -> Iterator[list[str]]:
-    with (DATA / name).open(encoding="utf-8", newline="") as file:
-        yield from (row[1:] for row in csv.reader(file) if row[0] == of)
+    return (row[1:] for row in shipped(name) if row[0] == of)
 
 
 @cache

@@ -228,7 +228,7 @@ class Settings:
                 continue
             parts = key.split(".")
             heads = (".".join(parts[:count]) for count in range(1, len(parts)))
-            head = next((head for head in heads if not self._asked_below(head)), None)
+            head = next((head for head in heads if not any(one.startswith(f"{head}.") for one in self.asked)), None)
             found[f"{head}.*" if head else key] = None
         return [*found, *([f"and {inherited} keys of the files that it inherits from"] if inherited else [])]
 
@@ -240,6 +240,3 @@ class Settings:
             if near := get_close_matches(last, beside, n=1, cutoff=_MISSPELT):
                 meant = beside[near[0]]
                 raise ConfigError(f"{self.origin[key]}: unknown key {key}; did you mean {meant}?")
-
-    def _asked_below(self, section: str) -> bool:
-        return any(key.startswith(f"{section}.") for key in self.asked)

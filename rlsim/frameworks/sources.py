@@ -167,7 +167,11 @@ def _looked_up(config: Settings, key: str, found: re.Match[str]) -> Any:
     """What one interpolation in the value of `key` stands for."""
     target, _, default = found["body"].partition(",")
     if found["resolver"] in _OF_TWO:
-        return _of_two(found["resolver"], parsed(target), parsed(default), found[0])
+        try:  # whole numbers stay whole
+            value = _OF_TWO[found["resolver"]](parsed(target), parsed(default))
+            return int(value) if value == int(value) else float(value)
+        except (TypeError, ValueError, ArithmeticError):
+            raise _LeadsNowhereError(found[0]) from None
     if target.startswith("."):
         above = len(target) - len(target.lstrip("."))
         target = ".".join([*key.split(".")[:-above], target.lstrip(".")])
@@ -183,11 +187,3 @@ def _looked_up(config: Settings, key: str, found: re.Match[str]) -> Any:
     ):
         return None
     raise _LeadsNowhereError(found[0])
-
-
-def _of_two(resolver: str, first: Any, second: Any, written: str) -> Any:
-    try:
-        value = _OF_TWO[resolver](first, second)
-        return int(value) if value == int(value) else float(value)
-    except (TypeError, ValueError, ArithmeticError):
-        raise _LeadsNowhereError(written) from None

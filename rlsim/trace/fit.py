@@ -279,17 +279,13 @@ def _pair_likelihood(
                 density[none] += (joint[k, m] * first * np.exp(-rest * rest / 2) / (root * model.sigma[m]))[none]
                 density[one] += (joint[k, m] * first * ndtr(-rest))[one]
                 if both.any():
-                    table = {int(t): _both_above(t, model, k, m, s) for t in limits}
+                    ends = [[(model.mu[i] - math.log(at)) / model.sigma[i] for i in (k, m)] for at in limits.tolist()]
+                    table = {at: both_below(x, y, s) for at, (x, y) in zip(limits.tolist(), ends, strict=True)}
                     shorter = np.minimum(*tokens[pairs[:, both]])
                     density[both] += joint[k, m] * np.array([table[int(t)] for t in shorter])
         return float(np.log(np.maximum(density, 1e-300)).mean())
 
     return mean_log
-
-
-def _both_above(tokens: float, model: LengthModel, k: int, m: int, share: float) -> float:
-    log = math.log(tokens)
-    return both_below((model.mu[k] - log) / model.sigma[k], (model.mu[m] - log) / model.sigma[m], share)
 
 
 def _groups(tokens: Ints, codes: Ints, limit: int) -> tuple[float | None, float | None, float | None]:

@@ -6,10 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 
-_TABLE: Mapping[str, Any] = plain(read_yaml(DATA / "metrics.yaml"))
+_TABLE: Mapping[str, Any] = shipped("metrics.yaml")
 #: Our name of a metric, and the names that frameworks give it.
 METRICS: Mapping[str, Sequence[str]] = _TABLE["names"]
 #: Labels of NeMo-RL's console, and the metric of each.

@@ -7,10 +7,9 @@ Lengths are in tokens, times in seconds.
 
 from __future__ import annotations
 
-import csv
 import difflib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import pandas as pd
 from pydantic import AfterValidator, Field, model_validator
 
-from rlsim.base.catalogue import DATA
+from rlsim.base.reading import records
 from rlsim.base.schema import Schema
 from rlsim.base.tables import floats, parse_json
 from rlsim.errors import TraceError, one_line
@@ -41,14 +40,8 @@ class Column:
     meaning: str
 
 
-def _columns() -> Iterator[Column]:
-    row: Any
-    with (DATA / "trace.csv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            yield Column(**row | {"required": bool(row["required"])})
-
-
-COLUMNS = tuple(_columns())
+_ROWS: list[dict[str, Any]] = [row | {"required": bool(row["required"])} for row in records("trace.csv")]
+COLUMNS = tuple(Column(**row) for row in _ROWS)
 BY_NAME = {column.name: column for column in COLUMNS}
 
 
@@ -226,7 +219,8 @@ def check_names(names: Sequence[str], where: str, *, optional: Sequence[str] = (
     for column in COLUMNS:
         if column.name in names:
             continue
-        near = [n for n in spare if _similar(n, column.name)]
+        plain = {name: name.lower().replace("-", "_").replace(" ", "_") for name in spare}
+        near = [n for n in spare if difflib.SequenceMatcher(None, plain[n], column.name).ratio() >= 0.85]
         if near:
             raise TraceError(
                 f"{where}: unknown column {near[0]!r}; did you mean {column.name!r}? "
@@ -246,11 +240,6 @@ def check_names(names: Sequence[str], where: str, *, optional: Sequence[str] = (
             f"{where}: no column {need}; it has {has}. "
             f"Another program's layout is read by `rlsim trace import IN OUT {example}`"
         )
-
-
-def _similar(name: str, known: str) -> bool:
-    plain = name.lower().replace("-", "_").replace(" ", "_")
-    return plain == known or difflib.SequenceMatcher(None, plain, known).ratio() >= 0.85
 
 
 def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Callable[[int], str]) -> Any:

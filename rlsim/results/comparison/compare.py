@@ -368,17 +368,14 @@ def _settings_in(asked: str, runs: Sequence[Run]) -> Mapping[str, Any]:
     for texts in ([asked], asked.split(",")):  # a value may have commas of its own
         parts = [text.partition("=") for text in texts]
         found = {key.strip(): value.strip() for key, equals, value in parts if equals}
-        if len(found) == len(texts) and (run := next((run for run in runs if _has(run, found)), None)):
-            return {key: run.axes[key] for key in found}
+        for run in runs if len(found) == len(texts) else ():
+            if all(key in run.axes and _is(run.axes[key], text) for key, text in found.items()):
+                return {key: run.axes[key] for key in found}
     return {}
 
 
-def _has(run: Run, settings: Mapping[str, str]) -> bool:
-    """Whether a run's axes have these values, written as `4K` or `4096`."""
-    return all(key in run.axes and _is(run.axes[key], text) for key, text in settings.items())
-
-
 def _is(value: Any, text: str) -> bool:
+    """Whether it is that value, which may be written as `4K` or `4096`."""
     try:
         return str(value) == text or (not isinstance(value, str) and bool(value == token_count(text)))
     except ValueError:

@@ -56,7 +56,8 @@ def survival(tokens: npt.NDArray[np.int64]) -> pd.DataFrame:
 
 def lengths_chart(groups: list[Lengths], cap_tokens: int | None, title: str | None = None) -> Any:
     """Share of responses of at least so many tokens, one line per set of lengths, a cap as a rule."""
-    names = [_name(group.systems, len(groups)) if i < len(SERIES) else _OTHERS for i, group in enumerate(groups)]
+    named = ["all systems"] if len(groups) == 1 else [listed(group.systems, 1) for group in groups[: len(SERIES)]]
+    names = [*named, *([_OTHERS] * (len(groups) - len(named)))]
     parts = [
         survival(group.tokens).assign(series=name, line=i)
         for i, (group, name) in enumerate(zip(groups, names, strict=True))
@@ -86,10 +87,6 @@ def trace_chart(trace: Trace, cap_tokens: int | None = None) -> Any:
     lengths = {task: np.sort(own.to_numpy(np.int64)) for task, own in trace.frame["response_tokens"].groupby(tasks)}
     groups = [Lengths((str(task),), tokens) for task, tokens in lengths.items()]
     return lengths_chart(groups, cap_tokens or trace.meta.cap_tokens, f"Response lengths of {trace.meta.name}")
-
-
-def _name(systems: tuple[str, ...], groups: int) -> str:
-    return "all systems" if groups == 1 else listed(systems, 1)
 
 
 def _ticks(low: float, high: int) -> list[int]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlsim.base.catalogue import DATA
 from rlsim.base.charts import OFFLINE, chart_spec, vega_script
 from rlsim.base.output import check_own_file, write_text
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.refusals import holds
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError
@@ -29,14 +27,9 @@ class Figure:
     form: ClassVar[str] = "figure"
 
 
-@cache
-def _texts() -> dict[str, Any]:
-    return plain(read_yaml(DATA / "report.yaml"))  # type: ignore[no-any-return]
-
-
 def figure(name: str, chart: Any, own: str = "", /, **known: Any) -> Figure:
     """A chart under the title and over the caption that `rlsim/data/report.yaml` has for that name; its `own` name."""
-    told = _texts()[name]
+    told = shipped("report.yaml")[name]
     parts = (one if isinstance(one, str) else one["says"] * holds(one["if"], known) for one in told["caption"])
     return Figure(own or name, told["title"].format(**known), chart, " ".join(filter(None, parts)).format(**known))
 

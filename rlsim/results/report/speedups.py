@@ -96,15 +96,11 @@ def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
             over = next((row.over for row in verdict.rows if row.over), "")
             other = ", by tokens as some train on other lengths" * (verdict.unit == "tokens")
             blocks.append(setup.figure("speedups", drawn, verdict=verdict, seeds=seeds, over=over, other=other))
-        blocks.append(_comparison_table(rows, verdict, result, setup))
+        tuned = result.manifest["tuned"].get(setup.case, {})
+        columns = written("report", rows, tuned=tuned, verdict=verdict)
+        blocks.append(Table.of(setup.named("Means over steps and seeds"), columns, 5))
     shown = {heading for block in blocks if isinstance(block, Table) for heading in block.headings}
     meanings = {column.heading: column.meaning for column in columns_of("report") if column.meaning}
     said = ". ".join(f"{heading}: {meaning}" for heading, meaning in meanings.items() if heading in shown)
     blocks.append(Text(f"Means of the steady steps. {said}."))
     return Section("speedups", "Which system is fastest", tuple(blocks))
-
-
-def _comparison_table(rows: pd.DataFrame, verdict: Verdict, result: Result, setup: CaseSetup) -> Table:
-    tuned = result.manifest["tuned"].get(setup.case, {})
-    columns = written("report", rows, tuned=tuned, verdict=verdict)
-    return Table.of(setup.named("Means over steps and seeds"), columns, 5)

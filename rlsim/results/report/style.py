@@ -72,15 +72,10 @@ def kind_colours(kinds: Iterable[str], calls: pd.DataFrame) -> dict[str, str]:
 
 def _ramp(shades: tuple[str, ...], count: int) -> list[str]:
     """`count` different shades from a family's darkest to its lightest."""
-    first, last = (sorted(shades, key=_lightness)[i] for i in (0, -1))
-    ends = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in (first, last)]
+    rgb = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in shades]
+    first, *_, last = sorted(rgb, key=lambda one: 299 * one[0] + 587 * one[1] + 114 * one[2])
     steps = [i / (count - 1) for i in range(count)]
-    return ["#" + "".join(f"{round(a + (b - a) * s):02X}" for a, b in zip(*ends, strict=True)) for s in steps]
-
-
-def _lightness(colour: str) -> int:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return 299 * red + 587 * green + 114 * blue
+    return ["#" + "".join(f"{round(a + (b - a) * s):02X}" for a, b in zip(first, last, strict=True)) for s in steps]
 
 
 def chart(name: str, /, **known: Any) -> dict[str, Any]:

@@ -51,7 +51,11 @@ def write_report(
     the baseline's median step; a sweep has none. `png` and `svg` are folders to write every chart to as a picture.
     Raises `ConfigError` for results or targets that are not there, `CatalogueError` for names that were not run.
     """
-    found = read_any(source) if isinstance(source, str | Path) else source
+    if isinstance(source, str | Path):
+        is_sweep = (Path(source) / DEFINITION).is_file()
+        found: Result | SweepResult = read_sweep(source) if is_sweep else read_result(source)
+    else:
+        found = source
     target = _target(source, path)
     folders = [(Path(folder), suffix) for folder, suffix in ((png, ".png"), (svg, ".svg")) if folder is not None]
     check_page_path(target)  # before the work, not after it
@@ -72,11 +76,6 @@ def write_report(
         make_folder(picture.parent)
         save_chart(chart, picture)
     return target
-
-
-def read_any(directory: str | Path) -> Result | SweepResult:
-    """The results of a run or of a sweep in a directory; raises `ConfigError` if there are neither."""
-    return read_sweep(directory) if (Path(directory) / DEFINITION).is_file() else read_result(directory)
 
 
 def _target(source: Result | SweepResult | str | Path, path: str | Path | None) -> Path:

@@ -352,8 +352,7 @@ def _worths(
     for group in _groups(best, axes):
         own = {key: best[key] for key in group}
         single = first.get(_key(own))
-        without = {key: value for key, value in best.items() if key not in group}
-        whole, rest = measure([(best, run), (without, run)])
+        whole, rest = measure([(best, run), (_without(best, [group]), run)])
         within = whole.rate / rest.rate if rest.rate else math.nan
         gained = single.rate / base.rate if single is not None and single.rate and base.rate else None
         found += [Change(key, value, gained, within) for key, value in own.items()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,21 +66,8 @@ def measuring(configuration: Configuration, workers: int, judged: Callable[[Tria
     if workers == 1:
         yield through(lambda jobs: [tried(configuration, *job) for job in jobs])
         return
-    with ending(pool_of(workers, _begin, configuration)) as pool:
-        yield through(lambda jobs: pool.map(_one, jobs))
-
-
-_configuration: Configuration | None = None
-
-
-def _begin(configuration: Configuration) -> None:
-    global _configuration
-    _configuration = configuration
-
-
-def _one(job: tuple[*Job, float]) -> Trial:
-    assert _configuration is not None
-    return tried(_configuration, *job)
+    with ending(pool_of(workers)) as pool:
+        yield through(lambda jobs: pool.map(partial(tried, configuration), *zip(*jobs, strict=True)))
 
 
 def search(

@@ -6,11 +6,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
-from rlsim.base.catalogue import data_dir
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.refusals import code_of
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
@@ -51,9 +49,8 @@ def check_keys(loaded: LoadedExperiment, keys: Collection[str]) -> None:
         raise ConfigError(str(unknown_name("key to keep", key, known)))
 
 
-@cache
 def _rows(framework: str) -> Any:
-    return plain(read_yaml(data_dir("frameworks") / "space.yaml")).get(framework.partition(" ")[0], ())
+    return shipped("frameworks/space.yaml").get(framework.partition(" ")[0], ())
 
 
 def _axes(rows: Any, facts: Mapping[str, Any], allow: Collection[str], keep: Collection[str]) -> Iterator[Axis]:

@@ -8,8 +8,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.refusals import code_of
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -128,7 +127,7 @@ def _of(
     name: str, loaded: LoadedExperiment, own: SystemSpec, bound: Bound | None, refused: dict[str, str]
 ) -> Iterator[tuple[SystemSpec, str]]:
     """A policy in all the ways that it may be tried, each with what was chosen; or why it is not, in `refused`."""
-    row = plain(read_yaml(DATA / "systems.yaml")).get(name, {})
+    row = shipped("systems.yaml").get(name, {})
     tested = "test_run_s" in loaded.trace.frame.columns and loaded.experiment.workflow.reward.from_trace
     in_turn = loaded.experiment.routing == "round_robin"
     facts = {"judged": bool(loaded.scoring.judged.any()), "tested": tested, "in_turn": in_turn}

@@ -25,7 +25,7 @@ from rlsim.experiment.steadiness import unsteady
 from rlsim.experiment.summary import means
 from rlsim.experiment.systems import PartSpec, SystemSpec
 from rlsim.frameworks import READERS, read
-from rlsim.frameworks.draft import Draft, written
+from rlsim.frameworks.draft import written
 from rlsim.frameworks.parts import Options
 from rlsim.policies.registry import load_policy
 from rlsim.results.tune.space import baseline_of
@@ -51,7 +51,8 @@ class Configuration:
         """
         if not self.framework:
             return self._own(changes)
-        draft = self._draft(tuple(f"{key}={written(value)}" for key, value in changes.items()))
+        overrides = (f"{key}={written(value)}" for key, value in changes.items())
+        draft = read(self.framework, (*self.sources, *overrides), self.options, self.version)
         if draft.refused:
             raise StartError("; ".join(draft.refused))
         return validate(draft.data(), Experiment)
@@ -65,9 +66,6 @@ class Configuration:
         keys = {"calibration": "calibration", "trace": "trace.path"}
         own = [f"{keys[name]}={path}" for name, path in paths.items()]
         return replace(self, sources=(*self.sources, *own), options=options)
-
-    def _draft(self, overrides: tuple[str, ...]) -> Draft:
-        return read(self.framework, (*self.sources, *overrides), self.options, self.version)
 
     def _own(self, changes: Mapping[str, Any]) -> Experiment:
         experiment, _, _ = load_experiment(self.sources[0], list(self.sources[1:]))

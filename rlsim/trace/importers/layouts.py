@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.tables import parse_json
 from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, JSONL, PARQUET, ends
@@ -53,7 +52,7 @@ class Table:
 
 
 _FUNCTIONS = {**vars(agents), **vars(frameworks)}
-_TABLE: Mapping[str, Any] = plain(read_yaml(DATA / "layouts.yaml"))
+_TABLE: Mapping[str, Any] = shipped("layouts.yaml")
 #: Rollout dumps in the order in which they are tried: those with more keys first.
 DUMPS = sorted(
     (Dump(**row | {k: _FUNCTIONS[row[k]] for k in ("more", "rows") if k in row}) for row in _TABLE["dumps"]),

@@ -109,7 +109,11 @@ def file_rows(path: Path, project: str = "") -> Iterator[Row]:
         return
     parquet = ends(path, PARQUET)
     with parquet_errors(path, TraceError) if parquet else csv_errors(path, TraceError):
-        batches: Iterator[list[dict[Any, Any]]] = _parquet_batches(path) if parquet else _csv_batches(path)
+        batches: Iterator[list[dict[Any, Any]]] = (
+            (batch.to_pylist() for batch in _parquet(path).iter_batches(batch_size=_BATCH))
+            if parquet
+            else _csv_batches(path)
+        )
         for number, values in enumerate(chain.from_iterable(batches), 1):
             yield Row(path, f"row {number}", values, project)
     if number == 0:
@@ -131,10 +135,6 @@ def _parquet(path: Path) -> Any:
 
     with parquet_errors(path, TraceError):
         return pq.ParquetFile(path, page_checksum_verification=True)
-
-
-def _parquet_batches(path: Path) -> Iterator[list[dict[str, Any]]]:
-    return (batch.to_pylist() for batch in _parquet(path).iter_batches(batch_size=_BATCH))
 
 
 def _csv_batches(path: Path) -> Iterator[list[dict[Any, Any]]]:

@@ -62,17 +62,14 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
     return Sized()
 
 
-def _latin1(text: str, *_: Any) -> bytes:
-    return text.encode("latin1")
-
-
 #: Module and name -> what is called for it.
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor, ("torch._utils", "_rebuild_tensor_v3"): _tensor,
     ("torch", "Size"): tuple, ("numpy", "ndarray"): Sized, ("numpy", "dtype"): _Dtype,
     ("numpy.core.multiarray", "_reconstruct"): _array, ("numpy._core.multiarray", "_reconstruct"): _array,
     ("numpy.core.multiarray", "scalar"): _scalar, ("numpy._core.multiarray", "scalar"): _scalar,
-    ("collections", "OrderedDict"): collections.OrderedDict, ("_codecs", "encode"): _latin1,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
     ("builtins", "set"): set, ("__builtin__", "set"): set,
 }  # fmt: skip
 
