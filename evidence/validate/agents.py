@@ -13,15 +13,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
 from evidence.validate.asynchronous import experiments
 from evidence.validate.parts import Options, Section
-from evidence.validate.published import figures
-from evidence.validate.rows import Row, markdown, number, read_rows, summarise
+from evidence.validate.published import figures, measured_section
+from evidence.validate.rows import Row, markdown, number
 from evidence.validate.runs import run
-from rlsim.base.schema import Schema, validate
-from rlsim.errors import RlsimError
+from rlsim.base.schema import validate
+from rlsim.base.tables import csv_errors
+from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
 from rlsim.trace import write_trace
 from rlsim.trace.generate import Recipe, generate
@@ -31,31 +32,21 @@ TABLE = "agents.csv"
 PROMPTS, SYNC_EVERY = 8, 5
 
 
-class Step(Schema):
-    """A measured step: seconds of its phases, and means and 95th percentiles over its 64 trajectories."""
-
-    rollout_s: float  # wall time of collecting the trajectories
-    wait_s: float
-    logprob_s: float
-    train_s: float
-    sync_s: float | None = None  # every fifth step
-    step_s: float
-    inference_s_mean: float
-    inference_s_p95: float
-    sandbox_s_mean: float
-    sandbox_s_p95: float
-    turns: float
-    staleness_mean: float  # in versions of the rollout's weights
-
-
-#: Quantities of the trajectories that the trace is drawn from.
+#: Quantities of the trajectories that the trace is drawn from, and columns that are compared: seconds of a step's
+#: phases (`rollout_s` is the wall time of collecting the trajectories, `sync_s` of every fifth step), figures over its
+#: 64 trajectories, staleness in versions of the rollout's weights.
 INPUTS = ("sandbox_s_mean", "sandbox_s_p95", "turns")
+SHOWN = (
+    "rollout_s", "wait_s", "logprob_s", "train_s", "sync_s", "step_s", "inference_s_mean", "inference_s_p95",
+    "staleness_mean",
+)  # fmt: skip
 
 
 def measured(options: Options) -> dict[str, float]:
     """Means over the run's steps but the first."""
-    steps = [step.model_dump() for step in read_rows(options.evidence / TABLE, Step)][1:]
-    return {name: float(np.mean([s[name] for s in steps if s[name] is not None])) for name in Step.model_fields}
+    with csv_errors(options.evidence / TABLE, ConfigError):
+        steps = pd.read_csv(options.evidence / TABLE)[1:]
+    return {name: float(steps[name].mean()) for name in (*SHOWN, *INPUTS)}
 
 
 def phases(result: Result, prompts: int) -> dict[str, float]:
@@ -99,10 +90,8 @@ def section(options: Options) -> Section:
         Row("agents", f"swe-qwen235b/{arm}", name, real[name], value, kind="input" if name in INPUTS else "output")
         for arm, own in found.items() if not isinstance(own, str) for name, value in own.items()
     ]  # fmt: skip
-    shown = [name for name in Step.model_fields if name not in INPUTS]
-    cells = [["measured", *(number(real[name]) for name in shown), ""]]
+    cells = [["measured", *(number(real[name]) for name in SHOWN), ""]]
     for arm, own in found.items():
         there, refused = ({}, own) if isinstance(own, str) else (own, "")
-        cells.append([arm, *(number(there[name]) if name in there else "" for name in shown), refused])
-    tables = {"splits": markdown(("trainer + engines", *shown, "refused"), cells)}
-    return Section(tuple(rows), tuple(summarise(rows, depth=1)), tables, "measured")
+        cells.append([arm, *(number(there[name]) if name in there else "" for name in SHOWN), refused])
+    return measured_section(rows, 1, splits=markdown(("trainer + engines", *SHOWN, "refused"), cells))

@@ -19,7 +19,7 @@ from evidence.validate.published import evaluated, named
 from evidence.validate.rows import markdown
 from evidence.validate.runs import by_case, run, told
 from rlsim.base.reading import read_yaml
-from rlsim.base.schema import Schema, load, validate
+from rlsim.base.schema import Schema, validate
 from rlsim.cost.calibration import load_calibration
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.load import load_experiment, set_path
@@ -27,7 +27,7 @@ from rlsim.experiment.result import Result
 from rlsim.trace.files import write_trace
 from rlsim.trace.generate import Recipe, draw_trace
 
-Rows = list[dict[str, float | str]]
+Rows = list[dict[str, str]]
 
 
 class Study(Schema):
@@ -59,51 +59,26 @@ class Study(Schema):
         cases = by_case(result).items()
         return [{"setting": f"{what}, cap {case}" if case else what, **self._cells(own)} for case, own in cases]
 
-    def _cells(self, names: dict[str, Any]) -> dict[str, float]:
-        if not self.columns:
-            return {system: own["speedup"] for system, own in names.items()}
-        cells = {}
+    def _cells(self, names: dict[str, Any]) -> dict[str, str]:
+        cells = {} if self.columns else {system: own["speedup"] for system, own in names.items()}
         for heading, expression in self.columns.items():
             with suppress(KeyError, ZeroDivisionError):  # a TP that does not fit, no preemption
                 cells[heading] = evaluated(expression, named(names))
-        return cells
-
-
-class Studies(Schema):
-    """The studies by what they are of."""
-
-    pat: Study
-    pat_batch: Study
-    pat_a40: Study
-    rollpacker_7b: Study
-    rollpacker_32b: Study
-    timeouts: Study
-    preemptions: Study
-    fused: Study
-    oppo: Study
-    real: Study
+        return {name: f"{value:,.0f}" if value >= 100 else f"{value:.2f}" for name, value in cells.items()}
 
 
 def section(options: Options) -> Section:
     """Every setting of every system (about five minutes)."""
-    studies = load(options.evidence / "sensitivity.yaml", Studies)
-    tables = {}
+    path, tables = options.evidence / "sensitivity.yaml", {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in Studies.model_fields:
+        for name, given in read_yaml(path).items():
             options.progress(f"sensitivity: {name}")
-            study: Study = getattr(studies, name)
-            rows: Rows = []
+            study, rows = validate(given, Study, f"{path}: {name}"), Rows()
             for what, result in study.results(Path(folder)):
                 rows += _real(what, told(result), options) if name == "real" else study.rows(what, result)
             headings = dict.fromkeys(["setting", *study.columns, *(key for row in rows for key in row)])
-            tables[name] = markdown(list(headings), [[_figure(row.get(key)) for key in headings] for row in rows])
+            tables[name] = markdown([*headings], [[row.get(key, "—") for key in headings] for row in rows])
     return Section((), (), tables, "")
-
-
-def _figure(value: float | str | None) -> str:
-    if isinstance(value, str):
-        return value
-    return "—" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _real(what: str, found: dict[str, Any], options: Options) -> Rows:
@@ -111,7 +86,7 @@ def _real(what: str, found: dict[str, Any], options: Options) -> Rows:
     published, steady_s = real.call_published_s(options), {plan: found[plan]["steady_s"] for plan in real.PLANS}
     ratios = [[found[plan][f"{call}_s"] / s for call, s in published[plan].items()] for plan in real.PLANS]
     within = sum(abs(ratio - 1) <= 0.25 for own in ratios for ratio in own)
-    row: dict[str, float | str] = {"setting": what, "calls within 25%": f"{within} of {sum(map(len, ratios))}"}
+    row = {"setting": what, "calls within 25%": f"{within} of {sum(map(len, ratios))}"}
     row |= {f"ratios, {name}": f"{min(own):.2f}–{max(own):.2f}" for name, own in zip(real.PLANS, ratios, strict=True)}
     row |= {f"{plan} s": f"{seconds:.1f}" for plan, seconds in steady_s.items()}
     return [row | {"gain": f"{steady_s['heuristic'] / steady_s['published-plan']:.2f}"}]
@@ -124,16 +99,11 @@ def _host_time(scratch: Path, factors: tuple[float, float], _: str) -> dict[str,
     """vLLM's calibration with host time per step and per sequence multiplied, as a file; SGLang's has none."""
     from ruamel.yaml import YAML
 
-    step, sequence = factors
+    by = dict(zip(("step_s", "sequence_s", "prefill_s"), (*factors, factors[0]), strict=True))
     calibration = load_calibration("h100-vllm")
-    host = calibration.host
-    changed = {
-        "step_s": host.step_s * step,
-        "sequence_s": host.sequence_s * sequence,
-        "prefill_s": host.prefill_s * step,
-    }
-    path = scratch / f"host-{step:g}-{sequence:g}.yaml"
-    data = calibration.model_copy(update={"host": host.model_copy(update=changed)}).model_dump(mode="json")
+    host = calibration.host.model_copy(update={name: getattr(calibration.host, name) * x for name, x in by.items()})
+    path = scratch / f"host-{factors[0]:g}-{factors[1]:g}.yaml"
+    data = calibration.model_copy(update={"host": host}).model_dump(mode="json")
     with path.open("w", encoding="utf-8") as file:
         YAML(typ="safe").dump(data, file)
     return {"calibration": str(path)}

@@ -20,6 +20,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from evidence.validate.closed_loop import Served, closed_loop
 from evidence.validate.parts import Options, Section
+from evidence.validate.published import measured_section
 from evidence.validate.rows import Row, markdown, read_rows, summarise, summary_table
 from evidence.validate.serving import AS_ASSUMED, ServingRun
 from rlsim.base.schema import Schema
@@ -108,9 +109,8 @@ def rows_of(runs: Sequence[DraftedRun], imbalance: float = 0.0, own: bool = Fals
     rates = {(run.drafted, run.concurrency): (run.tokens_per_s, one.tokens_per_s) for run, one in found.items()}
     rows = []
     for run, one in found.items():
-        note = (
-            f"TPOT {run.tpot_ms:.3g} ms, rlsim {one.tpot_s * 1e3:.3g}; TTFT {run.ttft_ms:.0f}, {one.ttft_s * 1e3:.0f}"
-        )
+        note = f"TPOT {run.tpot_ms:.3g} ms, rlsim {one.tpot_s * 1e3:.3g}; TTFT {run.ttft_ms:.0f}, "
+        note += f"{one.ttft_s * 1e3:.0f}"
         rows.append(Row("speculation", run.shown, "tokens_per_s", *rates[run.drafted, run.concurrency], note))
     for run in (run for run in runs if run.drafted):
         drafted, plain = rates[run.drafted, run.concurrency], rates[0, run.concurrency]
@@ -147,11 +147,13 @@ def section(options: Options) -> Section:
     runs = read_rows(options.evidence / TABLE, DraftedRun)
     options.progress("speculation")
     rows = rows_of(runs)
-    summaries = tuple(summarise(rows, depth=2))
-    tables = {"summaries": summary_table(summaries), "gains": gain_table(read_rows(options.evidence / GAINS, Gain))}
+    tables = {
+        "summaries": summary_table(summarise(rows, depth=2)),
+        "gains": gain_table(read_rows(options.evidence / GAINS, Gain)),
+    }
     if not options.quick:
         tables["variants"] = _variants(runs, rows, options)
-    return Section(tuple(rows), summaries, tables, "measured")
+    return measured_section(rows, 2, **tables)
 
 
 def _variants(runs: Sequence[DraftedRun], rows: Sequence[Row], options: Options) -> str:
