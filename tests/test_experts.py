@@ -286,10 +286,22 @@ def test_experts_by_a_kernel_that_the_engine_is_told_to_take() -> None:
     ratios = [np.divide(*(kernel(expert_load(n, 128, 4), 2880, 2880) for kernel in kernels)) for n in (8192, 64)]
     assert ratios[0] < 0.5
     assert 0.9 < ratios[1] < 1.2
-    with pytest.raises(CalibrationError, match="has no 'triton'; one of: marlin"):
+    with pytest.raises(CalibrationError, match="has no 'triton'; one of: marlin, deep_gemm"):
         vllm.with_experts("triton")
     with pytest.raises(CalibrationError, match="none beside the engine's own choice, so leave it out"):
         load_calibration("h100-sglang").with_experts("marlin")
+
+
+def test_deep_gemm_has_a_block_for_every_expert() -> None:
+    """Both products of 256 experts of DeepSeek-V3 on one H800, and of the 64 and 16 on one of 4 and 16 (InferSim)."""
+    h800 = load_calibration("h800-vllm").with_experts("deep_gemm")
+    fit = h800.operators.experts["fp8_block"].model_copy(update={"launch_s": 1e-5, "added_s": {}})
+    kernel = FusedExperts(fit, h800.reference, "fp8_block")
+    for experts, rows, seconds in ((256, 128, 5.240e-3), (64, 512, 2.857e-3), (16, 2048, 2.332e-3)):
+        load = expert_load(rows * experts / 8, experts, 8)
+        assert kernel(load._replace(rows=load.rows - experts * 127), 7168, 2048) == pytest.approx(seconds, rel=0.15)
+    few, some, many = (kernel(expert_load(n, 128, 8), 4096, 768) for n in (1, 16, 2048))
+    assert few < some < 1.6 * few < many  # the more experts are read, not the more rows
 
 
 # Measured tables ------------------------------------------------------------------------------------------------------

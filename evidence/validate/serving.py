@@ -170,9 +170,10 @@ class ServingRun(Schema):
 
     @property
     def settings(self) -> RunSettings:
-        """How it was made, as far as that is known: of no run but InferenceX', whose client draws lengths."""
-        rows = run_settings() if self.lengths == "uniform" else ()
-        own = [row for row in rows if all(getattr(self, name) == said for name, said in row.runs.items())]
+        """How it was made, as far as that is known: rows are of InferenceX' runs, whose client draws lengths, if they
+        do not say otherwise."""
+        said = [(row, {"lengths": "uniform"} | row.runs) for row in run_settings()]
+        own = [row for row, of in said if all(getattr(self, name) == value for name, value in of.items())]
         return RunSettings(**{name: getattr(row, name) for row in reversed(own) for name in row.model_fields_set})
 
     @property

@@ -55,6 +55,12 @@ class ExpertLoad(NamedTuple):
         blocks = tuple(n + max(1.0, self.tokens / size + 0.5) for n, size in zip(self.blocks, BLOCK_ROWS, strict=True))
         return self._replace(**more, hit=self.hit + 1, experts=self.experts + 1, blocks=blocks)
 
+    def filled(self, size: int) -> ExpertLoad:
+        """With a block of `size` rows for every expert: as many as DeepGEMM's contiguous rows may need at most, which
+        is how many vLLM launches where nobody counts them (`compute_aligned_M`)."""
+        rows = self.rows + self.experts * (size - 1)
+        return self._replace(rows=rows, blocks=tuple(rows / one for one in BLOCK_ROWS))
+
 
 def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, exponent: float = 0.0) -> ExpertLoad:
     """The expected load of the busiest of `ep` GPUs, each with `experts` / `ep` experts.
@@ -154,6 +160,7 @@ class FusedExperts:
         memory's rate) that are written and read again for them."""
         fit, bandwidth = self._fit, self._reference.memory_bytes_per_s
         resources = dict.fromkeys(self._kinds, 0.0)
+        load = load.filled(fit.block_rows[0]) if fit.filled else load
         if fit.default_blocks is not None and (load.experts, width) not in self._tuned:
             rows, columns = fit.default_blocks[load.tokens > load.experts]
             kind = f"default_{rows}"

@@ -162,6 +162,7 @@ class ExpertsFit(KernelFit):
     # those of experts elsewhere among them (FlashInfer's `selectDefaultTileN`)
     block_rows: tuple[Count, ...] = Field(min_length=1)
     block_fill: float = Field(default=2.0, gt=0, le=2)  # 2, or 0.9 of Marlin's (`fused_marlin_moe` of vLLM)
+    filled: bool = False  # each expert here has a whole block, whether any token chose it or not
     # rows and columns of the blocks that the engine takes where it has none tuned: for no more tokens than experts, and
     # beyond
     default_blocks: tuple[tuple[Count, Count], tuple[Count, Count]] | None = None

@@ -239,6 +239,10 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     large = all_gemms(data, gpu.training_gemm)
     on_hopper = ref.fp4_flop_per_s is None  # elsewhere nobody asks for other kernels of MXFP4
     told = other_experts(measured.table("other_experts").iloc[: None if on_hopper else 0], ref)
+    if engine == "vllm" and gpu.name.startswith("h"):  # Hopper
+        launch_s = mixtures.fit[0]["fp8_block"].launch_s
+        told.fit["deep_gemm"] = {"fp8_block": ExpertsFit(**{**_ROWS["deep_gemm"], "launch_s": launch_s})}
+        notes.append(NOTES["deep gemm"])
     parts = (*kernels.values(), *quantised, mixtures, told, exchange)
     residuals = {name: item for part in parts for name, item in part.residuals.items()}
     one, several = mixtures.fit
