@@ -460,6 +460,10 @@ def test_pageable_states_by_hand() -> None:
     fsdp = cost(IDEAL, Talk(), offload=True, host_memory="pageable", dp=2, zero_stage=3)
     assert fsdp.copied_s(backward=True, out=True) == pytest.approx((4 + 8) * PARAMETERS / 2 / 1.8e9)
     assert fsdp.copied_s(backward=False, out=False) == pytest.approx(4 * PARAMETERS / 2 / 16.1e9)
+    saver = cost(IDEAL, Talk(), offload=True, host_memory="saver", dp=2, zero_stage=1)
+    assert saver.copied_s(backward=True, out=True) == pytest.approx((2 + 4 + 12 / 2) * PARAMETERS / 2.59e9)
+    assert saver.copied_s(backward=True, out=False) == pytest.approx((2 + 4 + 12 / 2) * PARAMETERS / 5.71e9)
+    assert saver.copied_s(backward=False, out=False) == pytest.approx(weights_s)
     train = pageable.train_s([1000])
     assert train.offload_s == pytest.approx(
         pageable.copied_s(backward=True, out=False) + pageable.copied_s(backward=True, out=True)

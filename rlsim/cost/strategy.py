@@ -14,7 +14,7 @@ from rlsim.models.model import Model
 Recompute = Literal["none", "selective", "full"]
 GradientType = Literal["fp32", "bf16"]
 Packing = Literal["balanced", "first_fit"]
-HostMemory = Literal["pinned", "pageable"]
+HostMemory = Literal["pinned", "pageable", "saver"]
 Logits = Literal["bf16", "fp32", "torch", "fused"]
 AttentionKernel = Literal["flash_attention_2", "flash_attention_3", "cudnn"]
 

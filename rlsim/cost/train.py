@@ -24,7 +24,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
 from rlsim.cost.micro_batches import MicroBatches, MicroBatching
 from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
-from rlsim.cost.transfer import host_copy_s, pageable_copy_s
+from rlsim.cost.transfer import allocated_copy_s, host_copy_s
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.layers import Experts, Layer, Recurrent
@@ -441,20 +441,22 @@ class TrainCost:
         to it; 0 without offload.
 
         Weights are bf16, of FSDP the fp32 shards. What is pageable are the optimizer's states, and FSDP's weights with
-        them; Megatron keeps its weights' buffer in host memory pinned (`offload_to_cpu`).
+        them; Megatron keeps its weights' buffer in host memory pinned (`offload_to_cpu`). torch_memory_saver parks all
+        that training has allocated, gradients too.
         """
         strategy, host = self.strategy, self.cluster.host
         if not strategy.offload:
             return 0.0
-        weights, states = 0.0, 0.0
+        saver, weights, states = backward and strategy.host_memory == "saver", 0.0, 0.0
         for local, spread in self._parts:
             weights += (FP32 if strategy.fsdp else BF16) * local / (spread.sharded_over if strategy.fsdp else 1)
             on_gpus = backward * strategy.states_bytes * local * (1 - strategy.cpu_optimizer)
             states += on_gpus / (spread.sharded_over if strategy.zero_stage >= 1 else 1)
-        if strategy.host_memory == "pinned":
-            return host_copy_s(weights + states, host)
-        slow = states + weights * strategy.fsdp
-        return host_copy_s(weights + states - slow, host) + pageable_copy_s(slow, host, out=out)
+            states += saver * strategy.gradient_bytes * local / (spread.sharded_over if strategy.zero_stage >= 2 else 1)
+        slow = (states + weights * (saver or strategy.fsdp)) * (saver or strategy.host_memory == "pageable")
+        return host_copy_s(weights + states - slow, host) + (
+            allocated_copy_s(slow, host, strategy.host_memory, out=out) if slow else 0.0
+        )
 
     @cached_property
     def _parts(self) -> list[tuple[float, TrainStrategy]]:

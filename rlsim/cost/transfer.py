@@ -28,18 +28,16 @@ def host_copy_s(bytes_per_gpu: float, host: Link) -> float:
     return host.latency_s + bytes_per_gpu * host.shared_by_gpus / host.bytes_per_s if bytes_per_gpu > 0 else 0.0
 
 
-#: Out to pageable host memory that is allocated for it, and back in, bytes/s of a GPU: what Nsight Systems showed of
+#: Out to host memory that is allocated for it, and back in, bytes/s of a GPU. Pageable: what Nsight Systems showed of
 #: NeMo-RL's `offload_before_refit` on H100 (4.94 GB of Qwen2.5-0.5B's states, ten bytes a parameter), and a copy to
-#: memory that was there before (github.com/NVIDIA-NeMo/RL issue 3976). As far off as that: 2.8 GB/s of a diffusion
-#: model on H200 (sgl-project/sglang pull request 32032).
-PAGEABLE_OUT_BYTES_PER_S = 1.8e9
-PAGEABLE_IN_BYTES_PER_S = 16.1e9
+#: memory that was there before (github.com/NVIDIA-NeMo/RL issue 3976). Saver: torch_memory_saver on L20, which
+#: allocates pinned memory for each pause and frees it (fzyzcjy/torch_memory_saver issue 111: 2.41 and 5.32 GiB/s).
+ALLOCATED_BYTES_PER_S = {"pageable": (1.8e9, 16.1e9), "saver": (2.59e9, 5.71e9)}
 
 
-def pageable_copy_s(bytes_per_gpu: float, host: Link, *, out: bool) -> float:
-    """As `host_copy_s`, out to pageable memory or back in."""
-    slow_s = bytes_per_gpu / (PAGEABLE_OUT_BYTES_PER_S if out else PAGEABLE_IN_BYTES_PER_S)
-    return max(slow_s, host_copy_s(bytes_per_gpu, host))
+def allocated_copy_s(bytes_per_gpu: float, host: Link, kind: str, *, out: bool) -> float:
+    """As `host_copy_s`, out to memory that is allocated for it or back in."""
+    return max(bytes_per_gpu / ALLOCATED_BYTES_PER_S[kind][not out], host_copy_s(bytes_per_gpu, host))
 
 
 @dataclass(frozen=True)

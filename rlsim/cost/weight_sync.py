@@ -39,6 +39,12 @@ SyncMethod = Literal["naive", "bucketed", "multi_sender", "checkpoint_engine", "
 #: (2 · (4 + 4)), cast (4 + 1) and reordered back (1 + 1).
 QUANTISING_BYTES = 49.0
 
+#: Of an engine's memory that is given up as it falls asleep, or mapped again as it wakes; graphs and processes stay.
+#: vLLM 0.26 on B200 maps 70.4 GiB (weights, whose values come from elsewhere, and KV cache) in 0.273 s (srt-slurm's
+#: page on failover); 0.11 on A100 wakes with some 72 GB and 1.2 GB of copied weights in 0.26 s (vLLM's blog,
+#: 2025-10-26), and gives 32.1 and 47.4 GiB up in 0.12 and 0.31 s at level 2 (vllm-project/vllm pull request 48337).
+REMAPPED_BYTES_PER_S = 2.77e11
+
 #: ZeRO-3 shards of FSDP are fp32 master weights.
 _SHARD_BYTES = 4
 

@@ -18,7 +18,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.weight_sync import SyncMethod, WeightSync
+from rlsim.cost.weight_sync import REMAPPED_BYTES_PER_S, SyncMethod, WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import JUDGE, Judge, beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
@@ -249,12 +249,14 @@ class PlacedExperiment:
         return self.calls_on(source.gpus).reallocation(model, self.calls_on(target.gpus)).time_s
 
     def colocated_sync_s(self, model: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int) -> float:
-        """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on."""
+        """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on; of an engine
+        that loads them with the time in which it falls asleep and wakes."""
         target = Layout(first_gpu=first_gpu, tp=rollout_tp // self.rollout_pp, pp=self.rollout_pp)
         if self.loaded.experiment.weight_sync == "reshard":
             return self.calls_on((first_gpu,)).sync_s(model, strategy, target)
         sync = self.weight_sync(model, (first_gpu,), (first_gpu,))
-        return sync.time_s(Layout.of(first_gpu, strategy), target)
+        mapped = self.loaded.experiment.memory_utilization * self.loaded.cluster.gpu_at(first_gpu).memory_bytes
+        return sync.time_s(Layout.of(first_gpu, strategy), target) + 2 * mapped / REMAPPED_BYTES_PER_S
 
     def weight_sync(
         self, model: str, source: Sequence[int], target: Sequence[int], method: SyncMethod | None = None

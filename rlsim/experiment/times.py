@@ -10,8 +10,7 @@ its own, and its gradients are added to the others' by one all-reduce over all r
 Rollout on GPUs of training (hybrid replicas): between its calls training keeps what it keeps there anyway (all of its
 states, or nothing with `training.offload`); the KV cache has what is left. Before a replica begins it gets the
 trainer's weights as the rollout engine lays them out: the weight sync of a system whose calls all share their GPUs
-(`rlsim.cost.weight_sync`). While training has the GPUs the engine sleeps: it keeps neither weights nor KV cache, and
-falling asleep takes no time.
+(`rlsim.cost.weight_sync`). While training has the GPUs the engine sleeps: it keeps neither weights nor KV cache.
 """
 
 from __future__ import annotations
