@@ -172,7 +172,7 @@ class ServingRun(Schema):
     def settings(self) -> RunSettings:
         """How it was made, as far as that is known: rows are of InferenceX' runs, whose client draws lengths, if they
         do not say otherwise."""
-        said = [(row, {"lengths": "uniform"} | row.runs) for row in run_settings()]
+        said = [(row, {"lengths": "uniform", **row.runs}) for row in run_settings()]
         own = [row for row, of in said if all(getattr(self, name) == value for name, value in of.items())]
         return RunSettings(**{name: getattr(row, name) for row in reversed(own) for name in row.model_fields_set})
 
