@@ -232,7 +232,9 @@ def test_the_worlds_of_rollouts_are_those_of_unseen_families() -> None:
     """The page's own words, which `rlsim validate transfer --check` keeps true; nine of ten runs lie inside."""
     page = (EVIDENCE.parent / "docs/validation.md").read_text(encoding="utf-8")
     found = re.search(r"TPOT scatter by ([\d., ]+) over .*; worlds draw ([\d., ]+)\.", page)
-    assert found[1] == found[2] == f"{MEASURED.family:.3f}, {MEASURED.rollout:.3f}, {MEASURED.tilt:.3f}"
+    assert found[2] == f"{MEASURED.family:.3f}, {MEASURED.rollout:.3f}, {MEASURED.tilt:.3f}"
+    scatter, drawn = (list(map(float, told.split(", "))) for told in found.groups())
+    assert all(one <= other for one, other in zip(scatter, drawn, strict=True)), "worlds draw less than was seen"
     everything = re.search(r"^\| all \| \d+ \| (\d+)% \| (\d+)% \|$", page, re.MULTILINE)
     assert all(int(share) >= 85 for share in everything.groups())
 
