@@ -99,11 +99,8 @@ def resolved(path: str | Path, error: type[RlsimError] = ConfigError) -> Path:
     """Where a path leads once all links are followed; raises `error` if no file can be there, whatever its name."""
     with _problems(path, error):
         target = Path(os.path.realpath(path))
-        try:
-            if stat.S_ISLNK(target.lstat().st_mode):
-                raise OSError("a link that leads to itself")
-        except FileNotFoundError:
-            pass
+        if target.is_symlink():
+            raise OSError("a link that leads to itself")
     return target
 
 

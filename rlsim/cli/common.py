@@ -128,13 +128,11 @@ def tokens_of(option: str, text: str | None) -> int | None:
     """A number of tokens that an option gives, such as 16K; raises `ConfigError` for less than one."""
     from rlsim.units import token_count
 
-    if text is None:
-        return None
     try:
-        value = token_count(text)
+        value = None if text is None else token_count(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
-    if value < 1:
+    if value is not None and value < 1:
         raise ConfigError(f"{option}: expected at least 1 token, got {text!r}")
     return value
 

@@ -9,7 +9,7 @@ import typer
 
 from rlsim.base.formats import written
 from rlsim.cli.common import PRINTED, add_code_folders, write_json
-from rlsim.cli.tables import Table, of_columns, print_tables
+from rlsim.cli.tables import of_columns, print_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,11 @@ def _progress() -> Callable[[Improvement], None] | None:
 def _print(report: PlanReport) -> None:
     from rlsim.cli.terminal import Console
 
-    print_tables(_tables(report))
+    calls = report.calls().astype(object)
+    plan = written("plan", calls.where(calls.notna(), None))
+    print_tables(
+        [of_columns(plan, f"{report.experiment.name} · plan"), of_columns(written("ways", report.reallocations()))]
+    )
     console, found, space = Console(soft_wrap=True), report.found, report.space
     if report.lag:
         how = f"no plan of this space takes less than {found.least_s:.2f} s on the first step's lengths"
@@ -118,12 +122,6 @@ def _print(report: PlanReport) -> None:
         f"{found.method}: {found.evaluations:,} of {space.problem.space:.3g} plans judged in {found.elapsed_s:.1f} s "
         f"({rate:,.0f} a second), {found.scheduled:,} of them scheduled"
     )
-
-
-def _tables(report: PlanReport) -> list[Table]:
-    calls = report.calls().astype(object)
-    plan = written("plan", calls.where(calls.notna(), None))
-    return [of_columns(plan, f"{report.experiment.name} · plan"), of_columns(written("ways", report.reallocations()))]
 
 
 def _write(report: PlanReport, out: Path | None, chart: Path | None) -> None:

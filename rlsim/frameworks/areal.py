@@ -79,9 +79,11 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     }  # fmt: skip
     reading.refuse()
     config.names = {**config.names, **names(f"areal-{engine}")}
-    machines = parts.add_cluster(
-        draft, options, *_machines(config, draft, sides, options), joined(where, config.where("nodes"))
-    )
+    nodes, per_node, gpus = config.whole("nodes"), config.whole("per_node"), sides.gpus
+    if gpus < nodes * per_node:
+        draft.notes.append(f"{where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")
+    size = parts.whole_nodes(gpus, per_node, where, options)
+    machines = parts.add_cluster(draft, options, *size, joined(where, config.where("nodes")))
     actor = parts.add_model(draft, options, options.model or config.text("model"), config.where("model"))
     parts.add_calibration(draft, options, machines, Entry(engine, where))
     prompts = config.entry("longest_prompt") if config.value("longest_prompt") else None
@@ -90,7 +92,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     parts.add_engine(config, draft, engine, machines.gpu, "server")
     parts.add_mapped(reading, draft, actor)
     tp = generation.tp * generation.pp
-    parts.add_placed(reading, draft, tp, where, policy="" if sides.shared else "areal")
+    parts.add_systems(reading, draft, tp, where, policy="" if sides.shared else "areal")
     parts.add_memory(draft, config.entry("memory"), options.folder, apart=not sides.shared)
     draft.missing = [*parts.unlike_of(config, draft, "areal", engine, f"{engine}."), *reading.texts("missing")]
     keys = [f"{section}.freq_{each}" for section in _BETWEEN_STEPS for each in ("epochs", "steps", "secs")]
@@ -114,13 +116,6 @@ def _sides(config: Settings) -> _Sides:
         where = config.where("both_sides")
         generation, training, shared = both_sides(config.text("both_sides"), where)
     return _Sides(generation, training, shared, where)
-
-
-def _machines(config: Settings, draft: Draft, sides: _Sides, options: Options) -> tuple[int, int]:
-    nodes, per_node, gpus = config.whole("nodes"), config.whole("per_node"), sides.gpus
-    if gpus < nodes * per_node:
-        draft.notes.append(f"{sides.where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")
-    return parts.whole_nodes(gpus, per_node, sides.where, options)
 
 
 # AReaL's words for GPUs and degrees: `sglang:d4p1t1`, and both sides in one, `sglang.d4p1t1+d4p1t1` -------------------

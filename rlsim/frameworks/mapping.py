@@ -66,21 +66,23 @@ class Reading:
 
     def entries(self, section: str) -> dict[str, Entry]:
         """The keys of a section of the experiment, such as `training`, or of a policy."""
-        found: dict[str, Entry] = {}
-        for row in self._rows:
-            head, _, key = row.get("ours", "").rpartition(".")
-            if head == section and key not in found and self._counts(row):
-                found[key] = self._entry(row)
-        return found
+        return {key: self._entry(row) for key, row in self._counting(section).items()}
 
     def known(self, section: str) -> dict[str, Any]:
         """The values of a section that the text tells; without those that it does not."""
-        found: dict[str, Any] = {}
+        found = {
+            key: row["value"] if "value" in row else self._evaluated(row.get("is") or row["from"], self._told)
+            for key, row in self._counting(section, self._told).items()
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+    def _counting(self, section: str, get: Callable[[str], Any] | None = None) -> dict[str, Row]:
+        """Of each key of a section the first row that counts."""
+        found: dict[str, Row] = {}
         for row in self._rows:
             head, _, key = row.get("ours", "").rpartition(".")
-            if head == section and key not in found and self._counts(row, self._told):
-                value = row["value"] if "value" in row else self._evaluated(row.get("is") or row["from"], self._told)
-                found |= {} if value is None else {key: value}
+            if head == section and key not in found and self._counts(row, get):
+                found[key] = row
         return found
 
     def entry(self, key: str) -> Entry | None:

@@ -58,7 +58,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     parts.add_mapped(reading, draft, actor)
     over_nodes, more = replica > machines.domain_gpus, parts.filtering(config, draft, filters)
     policy = "nemo_async" if asynchronous else ""
-    parts.add_placed(reading, draft, replica, where, more, policy, rollout, over_nodes=over_nodes)
+    parts.add_systems(reading, draft, replica, where, more, policy, rollout, over_nodes=over_nodes)
     parts.add_memory(draft, config.entry("memory"), options.folder, apart=apart)
     draft.missing = parts.unlike_of(config, draft, "nemo", engine, *_SECTIONS.get(engine, ()))
     fp8 = config.value("precision") == "fp8"

@@ -252,28 +252,31 @@ def add_mapped(reading: Reading, draft: Draft, actor: Model) -> None:
     draft.notes += reading.texts("note")
 
 
-def policy_of(reading: Reading, policy: str) -> System:
-    """A policy, its parameters as the framework's table maps them, and where those are said."""
-    found = reading.entries(policy)
-    said = joined(*(entry.comment for entry in found.values()))
-    return policy, {key: entry.value for key, entry in found.items()}, said
-
-
 def add_systems(
+    reading: Reading,
     draft: Draft,
     tp: int,
     where: str,
     more: Sequence[Any] = (),
+    policy: str = "",
+    rollout: int = 0,
+    *,
     apart: System | None = None,
     best: str = "best-tp",
-    *,
     over_nodes: bool = False,
 ) -> None:
     """The system as configured, which is the baseline, the same with the fastest TP (`best`), and PAT.
 
-    `more` are further parts of each system. With generation on GPUs of its own the system is `apart`, and PAT is none.
-    A replica that is `over_nodes` leaves PAT out, which switches between degrees within a node.
+    `more` are further parts of each system, which is that of an asynchronous `policy` (its parameters are those of the
+    framework's table), or `apart`, or in turns, on `rollout` GPUs for generation alone, or all; PAT is of the last. A
+    replica that is `over_nodes` leaves PAT out, which switches between degrees within a node.
     """
+    if policy:
+        found = reading.entries(policy)
+        said = joined(*(entry.comment for entry in found.values()))
+        apart = policy, {key: entry.value for key, entry in found.items()}, said
+    elif rollout:
+        apart, more = ("verl", {}, ""), [{"split": {"rollout_gpus": rollout}}, *more]
     policy, parameters, said = apart or ("verl", {}, "")
 
     def system(name: str, degree: int | str, comment: str) -> Entry:
@@ -289,26 +292,6 @@ def add_systems(
     draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
     draft.entries["baseline"] = Entry("as-configured")
     draft.entries["systems"] = Entry(tuple(systems))
-
-
-def add_placed(
-    reading: Reading,
-    draft: Draft,
-    tp: int,
-    where: str,
-    more: Sequence[Any] = (),
-    policy: str = "",
-    rollout: int = 0,
-    *,
-    over_nodes: bool = False,
-) -> None:
-    """`add_systems` of an asynchronous `policy`; without one in turns, on so many GPUs for generation alone, or all."""
-    if policy:
-        apart: System | None = policy_of(reading, policy)
-    else:
-        apart = ("verl", {}, "") if rollout else None
-        more = [*([{"split": {"rollout_gpus": rollout}}] if rollout else []), *more]
-    add_systems(draft, tp, where, more, apart, over_nodes=over_nodes)
 
 
 def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use = "class", said: str = "") -> None:

@@ -84,7 +84,7 @@ def from_skyrl(sources: Sequence[str], options: Options) -> Draft:
     over_nodes, more = replica > machines.domain_gpus, parts.filtering(config, draft, filters)
     policy = "skyrl_async" if fully else "one_step_off" if one_ahead else ""
     gpus = rollout if apart else 0
-    parts.add_placed(reading, draft, replica, config.where("tp"), more, policy, gpus, over_nodes=over_nodes)
+    parts.add_systems(reading, draft, replica, config.where("tp"), more, policy, gpus, over_nodes=over_nodes)
     parts.add_memory(draft, config.entry("memory"), options.folder, apart=apart)
     draft.missing = [*parts.unlike_of(config, draft, "skyrl", "vllm", *_SECTIONS), *reading.texts("missing")]
     training = draft.data()["training"]

@@ -85,7 +85,7 @@ def from_slime(sources: Sequence[str], options: Options) -> Draft:
     said, more = config.where("tp"), parts.filtering(config, draft, "filters" if filters else "")
     resumes = not apart and not filters and "active" in reading.entries("colocated_async")
     policy = "one_step_off" if asynchronous else "colocated_async" if resumes else ""
-    parts.add_placed(reading, draft, tp, said, more, policy, rollout, over_nodes=tp > machines.domain_gpus)
+    parts.add_systems(reading, draft, tp, said, more, policy, rollout, over_nodes=tp > machines.domain_gpus)
     share = config.entry("memory") if config.value("memory") else Entry(_OWN_SHARE, f"{ASSUMED}: as SGLang finds it")
     parts.add_memory(draft, share, options.folder, apart=apart)
     draft.missing = [*parts.unlike_of(config, draft, "slime", "sglang", "--sglang-"), *reading.texts("missing")]

@@ -73,7 +73,9 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     settings = _settings(config, draft, machines, apart)
     actor = _model(config, draft, options)
     _calibration(config, draft, machines, options)
-    _trace(config, draft, actor, settings, options)
+    filters, cap = config.key("filters") if config.flag("filters") else "", Entry(settings.cap, config.where("cap"))
+    parts.add_trace(draft, options, actor, cap, filters, config.entry("prompts_longest"))
+    parts.limit_context(config, draft)
     draft.missing += _unlike(config, draft)
     reading = Reading("verl", config, **_facts(config, settings, machines, apart))
     reading.facts["measured"] = options.calibration is not None
@@ -228,13 +230,6 @@ def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options:
     parts.add_calibration(draft, options, machines, engine)
 
 
-def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettings, options: Options) -> None:
-    filters = config.key("filters") if config.flag("filters") else ""
-    cap = Entry(settings.cap, config.where("cap"))
-    parts.add_trace(draft, options, actor, cap, filters, config.entry("prompts_longest"))
-    parts.limit_context(config, draft)
-
-
 def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
     """The shapes of the critic, unless it is the actor's, and of a reward model."""
     models, folder, reward_model = dict[str, Entry](), options.folder, options.reward_model
@@ -268,10 +263,9 @@ def _systems(
 ) -> None:
     more = parts.filtering(config, draft, "filters" if config.flag("filters") else "")
     if apart is not None:
-        where, system = config.said("rollout_tp", "rollout_nodes"), parts.policy_of(reading, apart.policy)
-        more = [*more, *asynchronous.parts_beside(config, apart)]
-        parts.add_systems(draft, tp, where, more, apart=system, over_nodes=over_nodes)
-    else:
-        colocated = asynchronous.colocated_of(config)
-        best = "best-tp" if colocated else "verl-best"
-        parts.add_systems(draft, tp, config.where(TP), more, apart=colocated, best=best, over_nodes=over_nodes)
+        where, more = config.said("rollout_tp", "rollout_nodes"), [*more, *asynchronous.parts_beside(config, apart)]
+        parts.add_systems(reading, draft, tp, where, more, apart.policy, over_nodes=over_nodes)
+        return
+    colocated = asynchronous.colocated_of(config)
+    best = "best-tp" if colocated else "verl-best"
+    parts.add_systems(reading, draft, tp, config.where(TP), more, apart=colocated, best=best, over_nodes=over_nodes)

@@ -68,34 +68,31 @@ def choose_run(
     chosen: dict[str, Any] = {}
     for column, wanted in (("case", case), ("system", system), ("seed", seed)):
         others[column] = runs[column].drop_duplicates().tolist()
-        if wanted is not None and wanted not in others[column]:
-            raise not_run(column, wanted, others[column])
-        chosen[column] = others[column][0] if wanted is None else wanted
+        chosen[column] = others[column][0] if wanted is None else _known(column, wanted, others[column])
         runs = runs[runs[column] == chosen[column]]
     runs = runs.sort_values("step")
     others["step"] = runs["step"].tolist()
-    for step in steps or ():
-        if step not in others["step"]:
-            raise not_run("step", step, others["step"])
     ends = dict(zip(others["step"], runs["step_time_s"].cumsum().tolist(), strict=True))
-    wanted_steps = tuple(sorted(set(steps or others["step"])))
+    wanted_steps = tuple(sorted({_known("step", step, others["step"]) for step in steps or others["step"]}))
     return ChosenRun(
         **chosen, steps=wanted_steps, step_ends=ends, others=others, manifest=source.manifest, _source=source
     )
 
 
-def not_run(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
-    """The error for a case, system, seed or step that the results don't have, with those they have."""
+def _known(kind: str, wanted: Any, known: Sequence[Any]) -> Any:
+    """A case, system, seed or step. Raises `CatalogueError` for one that the results don't have, with theirs."""
+    if wanted in known:
+        return wanted
     if known == [""]:
-        return CatalogueError(f"the results have no {kind}s to choose from")
+        raise CatalogueError(f"the results have no {kind}s to choose from")
     if isinstance(wanted, str):
-        return unknown_name(kind, wanted, map(str, known))
+        raise unknown_name(kind, wanted, map(str, known))
     numbers = sorted(known)
     if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         known_ones = f"{numbers[0]} to {numbers[-1]}"
     else:
         known_ones = listed([*map(str, numbers)], MOST_LISTED)
-    return CatalogueError(f"the results have no {kind} {wanted}, only {known_ones}")
+    raise CatalogueError(f"the results have no {kind} {wanted}, only {known_ones}")
 
 
 @dataclass(frozen=True)
@@ -144,17 +141,10 @@ def choose(
     Raises `CatalogueError` for a case, system, seed or step that was not run.
     """
     cases = [name for name, names in result.manifest["systems"].items() if names]
-    if case is None:
-        case = cases[0]
-    elif case not in cases:
-        raise not_run("case", case, cases)
+    case = cases[0] if case is None else _known("case", case, cases)
     summary = result.summary()
     summary = summary[summary["case"] == case]
-    names = summary["system"].tolist()
-    for name in systems:
-        if name not in names:
-            raise not_run("system", name, names)
-    chosen = tuple(dict.fromkeys(systems))
+    chosen = tuple(dict.fromkeys(_known("system", name, summary["system"].tolist()) for name in systems))
     if not chosen:
         verdict = judge(summary, str(result.manifest["baseline"]))
         ran, best = list(verdict.outcomes), verdict.runner_up
@@ -163,9 +153,7 @@ def choose(
     steps = result.steps[(result.steps["case"] == case) & (result.steps["system"] == chosen[0])]
     for what, value in (("seed", seed), ("step", step)):
         if value is not None:
-            if value not in (known := steps[what].unique().tolist()):
-                raise not_run(what, value, known)
-            steps = steps[steps[what] == value]
+            steps = steps[steps[what] == _known(what, value, steps[what].unique().tolist())]
     ordered = steps.sort_values(["step_time_s", "seed", "step"])
     middle = ordered.iloc[(len(ordered) - 1) // 2]
     which = "the baseline and the best other system" if not systems and len(chosen) > 1 else "as asked for"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,11 +50,13 @@ def sweep(
     _check(wanted, workers, executor, address)
     store = Store(Path(out))
     with store.locked():
-        earlier = store.earlier_definition()
+        earlier = None
+        with suppress(ConfigError):  # it is written anew
+            earlier = store.definition()
         names = set(DEFAULT_TABLES if wanted is None and earlier is None else wanted or ())
         names |= {*(earlier["tables"] if earlier else ()), "steps", "summary"}
         kept = tuple(name for name in COLUMNS if name in names)
-        _make_room(definition, store, prune)
+        _make_room(definition, store, earlier, prune)
         store.write_definition(_described(definition, kept))
         tasks = [
             Task(point, kept, definition.shown, definition.folder)
@@ -111,22 +113,21 @@ def _keep(answers: Iterable[Answer], store: Store, done: int, total: int, progre
             progress(done, total, failed)
 
 
-def _make_room(definition: Definition, store: Store, prune: bool) -> None:
+def _make_room(definition: Definition, store: Store, earlier: Mapping[str, Any] | None, prune: bool) -> None:
     """Refuse, or with `prune` remove, results of points that the definition does not have."""
     own = {point.name for point in definition.points}
     foreign = store.done() - own
     if foreign and not prune:
         raise ConfigError(
             f"{store.directory} holds {len(foreign)} point{'s' * (len(foreign) > 1)} that this sweep does not have"
-            f"{_why(definition, store)}; "
+            f"{_why(definition, earlier)}; "
             "choose another directory, or --prune to remove them"
         )
     for point in foreign | (store.unfinished() - own):
         store.remove(point)
 
 
-def _why(definition: Definition, store: Store) -> str:
-    earlier = store.earlier_definition()
+def _why(definition: Definition, earlier: Mapping[str, Any] | None) -> str:
     if earlier is None:
         return ""
     if earlier.get("rlsim") != __version__:

@@ -73,13 +73,6 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def earlier_definition(self) -> dict[str, Any] | None:
-        """What `definition` returns, but None also if it is damaged: for callers that write it anew."""
-        try:
-            return self.definition()
-        except ConfigError:
-            return None
-
     def write_definition(self, definition: Mapping[str, Any]) -> None:
         write_bytes(self.directory / DEFINITION, sealed(definition))
 

@@ -6,6 +6,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlsim.base.tables import floats
 from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, PARQUET, absorb_source, ends, read_table, stem
 from rlsim.trace.importers import layouts, servegen
-from rlsim.trace.importers.dumps import Dump, read_dump
+from rlsim.trace.importers.dumps import read_dump
 from rlsim.trace.importers.layouts import DUMPS, FILES, FORMATS, JSON, KINDS, Table
 from rlsim.trace.importers.rows import first_keys
 from rlsim.trace.schema import BY_NAME, Trace, TraceMeta, check_names, make_trace
@@ -68,7 +69,8 @@ def import_trace(
             raise TraceError(f"{path}: {layouts.METRICS_ADVICE}")
         dump = layouts.dump_of(files[0], format, columns)
         if dump is not None:
-            frame, row_name = _dumped(dump, files, path, columns, tokenizer, cap_tokens, notes)
+            frame, places, said = read_dump(dump, files, path, columns, tokenizer, cap_tokens)
+            notes, row_name = [*notes, *said], partial(_place, path, places)
         else:
             frame, meta, row_name = _table(files, path, format, columns, notes)
     given = {"cap_tokens": cap_tokens, "name": name, "source": source}
@@ -95,20 +97,12 @@ def _hint(name: str, known: Collection[str], otherwise: str) -> str:
     return f"did you mean {near[0]!r}?" if near else f"{otherwise}: {', '.join(known)}"
 
 
-def _dumped(
-    dump: Dump, files: Sequence[Path], path: Path, columns: Mapping[str, str], tokenizer: str | Path | None,
-    cap_tokens: int | None, notes: list[str],
-) -> tuple[pd.DataFrame, RowName]:  # fmt: skip
-    frame, places, said = read_dump(dump, files, path, columns, tokenizer, cap_tokens)
-    notes += said
-
-    def row_name(index: int) -> str:
-        file, place = places[index]
-        if file == path:
-            return place
-        return f"{file.relative_to(path) if file.is_relative_to(path) else file.name}: {place}"
-
-    return frame, row_name
+def _place(path: Path, places: Sequence[tuple[Path, str]], index: int) -> str:
+    """What names a row of a dump: file and place."""
+    file, place = places[index]
+    if file == path:
+        return place
+    return f"{file.relative_to(path) if file.is_relative_to(path) else file.name}: {place}"
 
 
 def _table(
