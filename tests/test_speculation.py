@@ -18,7 +18,7 @@ from rlsim.cost.layout import PLAIN
 from rlsim.cost.memory import rollout_memory
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep, step_cost
-from rlsim.cost.speculation import Drafts, Speculation, SpeculativeStep, speculative
+from rlsim.cost.speculation import DraftedStep, Drafts, Speculation, SpeculativeStep, speculative
 from rlsim.cost.step import Chunk, Conditions, StepCost
 from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers
@@ -140,6 +140,30 @@ def test_more_queries_never_take_less_and_never_more_than_as_many_sequences(mode
         assert one <= two <= five <= steps[1].decode(5 * batch).step_s(5 * batch * context) * 1.02
         mixed = [steps[q].mixed_s(batch, batch * context, [Chunk(512, 0)]) for q in (1, 2)]
         assert mixed[0] <= mixed[1]
+
+
+def test_a_tree_verifies_its_nodes_and_drafts_level_by_level() -> None:
+    """Eight nodes of three levels by four branches: a step of 8 queries, a pass of 4 of each sequence, two of 4."""
+    target, spec = "llama-3.1-8b", {"method": "eagle3", "num_speculative_tokens": 3, "acceptance": 0.7}
+    chain, same, tree = (
+        cost(target, **spec, **more) for more in ({}, {"num_draft_tokens": 4}, {"num_draft_tokens": 8, "topk": 4})
+    )
+    for batch, context in ((1, 500), (16, 4000), (128, 9000)):
+        one, two, three = (step.decode(batch).step_s(batch * context) for step in (chain, same, tree))
+        assert one == two < three
+    drafted = tree._steps[3]  # type: ignore[attr-defined]
+    while not isinstance(drafted, DraftedStep):
+        drafted = drafted._cost
+    model, of = load_model(target).served(), drafts(target, **spec)
+    assert of.model is not None
+    verify, later = (
+        RooflineStep(model, 1, H100, KERNELS, queries=8),
+        RooflineStep(of.model, 1, H100, KERNELS, queries=4),
+    )
+    joined = later.operators.gemm_s(64, model.hidden_size, 2 * model.hidden_size)
+    spared = later.head_s(64) - later.head_s(16)  # only the last accepted token needs the first pass' output head
+    expected = verify.decode(16).step_s(64_000) + 3 * (later.decode(16).step_s(64_000) + joined) - spared
+    assert drafted.decode(16).step_s(64_000) == pytest.approx(expected, rel=1e-12)
 
 
 def test_drafts_that_cost_nothing_and_are_always_accepted_pay_alone() -> None:

@@ -54,6 +54,8 @@ class Speculation(Schema):
 
     method: Method
     num_speculative_tokens: int = Field(ge=0, le=64)
+    num_draft_tokens: int | None = Field(default=None, ge=1, le=512)
+    topk: int = Field(default=1, ge=1, le=64)
     acceptance: Chance | tuple[Chance, ...] | None = None
     model: str | None = None
     draft_tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
@@ -76,6 +78,10 @@ class Speculation(Schema):
         given = ACCEPTANCE[self.method] if self.acceptance is None else self.acceptance
         each = given if isinstance(given, tuple) else tuple(accumulate([given] * self.num_speculative_tokens, mul))
         return each[: self.num_speculative_tokens]
+
+    def verified(self, drafted: int) -> int:
+        """Tokens of a sequence that a step verifies, the model's own among them: a tree's nodes, or a chain's."""
+        return self.num_draft_tokens or drafted + 1
 
     def yielded(self, drafted: int) -> float:
         """Tokens of a sequence that a step with so many drafted ones yields, in expectation."""
@@ -196,11 +202,12 @@ class Drafts:
 
 
 class DraftedStep(StepCost):
-    """`verifying` (a decode step of k + 1 tokens of each sequence) and the draft's passes before it, without host time.
+    """`verifying` (a decode step of k + 1 tokens of each sequence, or of a tree's) and the draft's k passes before it,
+    without host time.
 
-    The `first` pass takes in what the last step verified, k + 1 tokens of each sequence (vLLM pads what was refused),
-    each `later` one the token before; None: the host drafts. A head multiplies two hidden states down to one first.
-    Prompts pass the draft as well.
+    The `first` pass takes in what the last step may have accepted, k + 1 tokens of each sequence (vLLM pads what was
+    refused), each `later` one the token before, or the branches of a tree; None: the host drafts. A head multiplies two
+    hidden states down to one first. Prompts pass the draft as well.
     """
 
     def __init__(
@@ -208,7 +215,6 @@ class DraftedStep(StepCost):
     ) -> None:
         self.tp, self.skew, self.kv = verifying.tp, verifying.skew, verifying.kv
         self._verifying, self._first, self._later, self._head = verifying, first, later, head
-        self._drafted = verifying.queries - 1
         self.parts = [verifying, *filter(None, (first, later))]
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
@@ -216,9 +222,9 @@ class DraftedStep(StepCost):
         first, later = self._first, self._later
         if first is None or later is None:
             return verified
-        more, every = self._drafted - 1, batch * first.queries
+        more, every, branches = first.queries - 2, batch * first.queries, batch * later.queries
         # Only the last accepted token of each sequence needs the first pass' output head.
-        fixed_s = first.head_s(batch) - first.head_s(every) + self._joined_s(every) + more * self._joined_s(batch)
+        fixed_s = first.head_s(batch) - first.head_s(every) + self._joined_s(every) + more * self._joined_s(branches)
         return sum_of([(1, verified), (1, first.decode(batch)), (more, later.decode(batch))], fixed_s)
 
     def _joined_s(self, tokens: int) -> float:
@@ -334,13 +340,14 @@ def speculative(
         shape = cluster, calibration, drafts.layout(layout), queries
         return None if drafts.model is None else RooflineStep(drafts.model, drafts.tp(tp), *shape)
 
-    later = passing(1)
+    later = passing(spec.topk)
 
-    def drafting(verifying: RooflineStep) -> StepCost:
-        return DraftedStep(verifying, passing(verifying.queries), later, drafts.is_head)
+    def drafted_step(drafted: int) -> StepCost:
+        def drafting(verifying: RooflineStep) -> StepCost:
+            return DraftedStep(verifying, passing(drafted + 1), later, drafts.is_head)
 
-    steps = {
-        drafted: step_cost(model, tp, cluster, calibration, layout, queries=drafted + 1, drafting=drafting, **other)
-        for drafted in spec.drafted
-    }
+        own = other | {"queries": spec.verified(drafted), "drafting": drafting}
+        return step_cost(model, tp, cluster, calibration, layout, **own)
+
+    steps = {drafted: drafted_step(drafted) for drafted in spec.drafted}
     return SpeculativeStep(step_cost(model, tp, cluster, calibration, layout, **other), steps, spec)
