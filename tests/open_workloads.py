@@ -27,6 +27,7 @@ from workloads import (
     _steps,
     abort_longest,
     by,
+    by_chance,
     degrees,
     engines,
     environments,
@@ -51,6 +52,7 @@ from rlsim.sim.control import (
     RolloutView,
     actions_of,
 )
+from rlsim.sim.drawn import Luck
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.gpus import HybridReplicas
 from rlsim.sim.outcome import Outcome
@@ -303,6 +305,7 @@ class OpenWorkload:
             ]
             for request, key in zip(new, keys, strict=True):
                 request.call_tools(tuple(ToolCall(*call) for call in self.tools_of(*key)))
+                request.luck = Luck(key, 0.3)
             if run:
                 run.launches.append(tuple(prompt.position for prompt in launched))
                 run.requests |= dict(zip(keys, new, strict=True))
@@ -531,6 +534,13 @@ def open_agents(draw: st.DrawFn) -> OpenWorkload:
     # Who of several is first at one moment is left open, and prompts of one size begin together.
     tools = replace(draw(environments()), together=False, sandboxes=0, workers=0, least_context=False)
     return replace(work, calls=calls, tools=tools)
+
+
+@st.composite
+def open_drafted(draw: st.DrawFn) -> OpenWorkload:
+    """Runs, of trajectories too, whose steps yield what is drawn."""
+    work = draw(st.one_of(open_workloads("real"), rolling("real"), open_agents()))
+    return replace(work, costs=draw(by_chance(work.costs)))
 
 
 # ---- trainers that generate meanwhile --------------------------------------------------------------------------------

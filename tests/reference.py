@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
 from rlsim.cost.curve import InWindows
@@ -65,6 +66,7 @@ class RefRequest:
     tools: Sequence[tuple[int, int, float]] = ()  # after so many tokens: tokens observed, seconds; those ahead
     predicted_tokens: float = 0.0  # 0: nothing is
     micro_batch: int = 0
+    luck: tuple[float, ...] = ()  # a normal number for each of its decode steps
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ class _Request(RefRequest):
     hit: int = 0  # of these, found in the prefix cache
     shares: int = 0  # admitted: pages of its prompt that it has with others
     number: int = 0  # of its admission
+    steps: int = 0  # decode steps so far
     stay: RefStay | None = None  # at the replica where it is
 
     def __post_init__(self) -> None:
@@ -249,6 +252,7 @@ class _Iteration:
     chunks: list[tuple[_Request, int]]  # and the tokens that it prefills
     fresh: list[_Request]  # admitted without KV at the boundary before
     pages: int
+    chances: tuple[float, ...]  # by drafted position, that all up to there are accepted
 
 
 @dataclass(eq=False)
@@ -757,6 +761,7 @@ class _Rollout:
         step = step.under(Conditions(self.version_of(replica), short, level))
         contexts = [r.context for r in running]
         new_chunks = [Chunk(new, r.prefilled) for r, new in chunks]
+        chances: tuple[float, ...] = ()
         kind: Literal["prefill", "mixed", "decode"]
         if chunks and not engine.chunked_prefill:
             kind, time_s, running = "prefill", step.prefill_s(new_chunks), []
@@ -766,11 +771,14 @@ class _Rollout:
             padding = len(running) * max(contexts) - sum(contexts)
             total = sum(contexts) + step.skew * padding
             kind, time_s = "mixed", step.mixed_s(len(running), total, new_chunks, in_windows(step, contexts))
+            chances = step.accepted(len(running), total, in_windows(step, contexts))
+            time_s += sum(chances) * step.decode(len(running), in_windows(step, contexts)).step_s(total)
         elif running:
             total = sum(contexts)
             padding = len(running) * max(contexts) - total
             curve = step.decode(len(running), in_windows(step, contexts))
-            kind, time_s = "decode", curve.step_s(total + step.skew * padding)
+            chances = step.accepted(len(running), total + step.skew * padding, in_windows(step, contexts))
+            kind, time_s = "decode", (1 + sum(chances)) * curve.step_s(total + step.skew * padding)
         else:
             if replica.waiting:
                 raise RuntimeError(f"request {replica.waiting[0].id} does not fit the empty replica {replica.index}")
@@ -784,7 +792,7 @@ class _Rollout:
             time_s = max(time_s, host.latency_s + replica.loading * host.page_s)
         pages = self.pages(replica)
         ends_at = self.now + replica.owed_s + time_s
-        replica.iteration = _Iteration(self.now, ends_at, kind, running, chunks, fresh, pages)
+        replica.iteration = _Iteration(self.now, ends_at, kind, running, chunks, fresh, pages, chances)
 
     def cancel(self, replica: _Replica) -> None:
         """An iteration that has only just begun counts as not begun. What was evicted for it stays evicted."""
@@ -823,15 +831,21 @@ class _Rollout:
                 r.state, r.prefilled = "running", 0
                 r.stay.decoding_at, r.stay.iteration = self.now, replica.decodes
                 generating.append(r)
+        before = {r: r.generated for r in generating}
         for r in generating:
             r.generated += 1
+            if r in iteration.decoding:
+                for chance in iteration.chances:
+                    accepted = r.luck[r.steps] < NormalDist().inv_cdf(chance)
+                    r.generated += accepted and r.generated < r.limit
+                r.steps += 1
             result.first_token_at.setdefault(r.id, self.now)
         handed_over = 0
         if self.chunk_tokens:
             for r in generating:
                 last = r.generated == r.response_tokens
                 pauses = r.generated == r.limit and not last
-                if last or (r.generated % self.chunk_tokens == 0 and not pauses):
+                if last or (r.generated // self.chunk_tokens > before[r] // self.chunk_tokens and not pauses):
                     handed_over += 1
                     if not last:
                         result.chunk_at[r.id, r.generated] = self.now

@@ -17,6 +17,7 @@ from open_workloads import (
     OpenWorkload,
     hybrid_workloads,
     open_agents,
+    open_drafted,
     open_workloads,
     rolling,
 )
@@ -155,6 +156,7 @@ KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int, int]]
     "times on a grid": (open_workloads("grid"), compare, 40, 2000),
     "replicas take weights on their own": (ANY.flatmap(rolling), compare, 34, 4500),
     "agents call tools": (open_agents(), compare, 40, 2000),
+    "drafts are accepted by chance": (open_drafted(), compare, 40, 2000),
     "the trainer generates": (ANY.flatmap(hybrid_workloads), compare, 34, 500),
 }
 

@@ -1,6 +1,7 @@
 """Speculative decoding: what a step yields and takes, what a draft keeps on a GPU, and what does not go together."""
 
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
+from rlsim.sim.drawn import Luck
 
 H100 = load_cluster("8xh100")
 KERNELS = load_calibration("h100-vllm")
@@ -222,6 +224,39 @@ def test_speculation_shortens_generation_alone() -> None:
     assert all_long.steps.gen_time_s[0] == eagle.gen_time_s < later.steps.gen_time_s[0] < plain.steps.gen_time_s[0]
     assert eagle.gen_time_s < plain.steps.gen_time_s[0] < worse.gen_time_s
     assert eagle.trained_response_tokens == plain.steps.trained_response_tokens[0]
+
+
+def test_drawn_yields_agree_with_the_expectation() -> None:
+    """One response after the other, so that luck evens out; as many steps by chance as by expectation."""
+    settings = {**SETTINGS, "trace": {"fixed": 3000, "cap": 3000}, "seeds": 12, "engine": {"max_num_seqs": 1}}
+    three = {"method": "eagle3", "num_speculative_tokens": 3, "acceptance": (0.63, 0.42, 0.28)}
+
+    def seconds(**more: Any) -> Any:
+        found = rlsim.run(settings, overrides={"engine.speculation": {**three, **more}}).responses
+        return (found.finish_at - found.first_token_at).to_numpy()
+
+    ratios = seconds(drawn=True) / seconds()
+    assert abs(ratios.mean() - 1) < 2.2 * ratios.std(ddof=1) / np.sqrt(len(ratios))
+    assert 0.01 < ratios.std() < 0.03 < (seconds(drawn=True, correlation=0.3) / seconds()).std()
+
+
+def test_what_the_expectation_leaves_out() -> None:
+    """The figures of docs/speculation.md: luck of 64 responses of 3,000 tokens, by draws of another kind; and steps of
+    responses of 365 tokens that scatter by 14%, as measured, where they correlate by 0.08."""
+    rng, chances, late = np.random.default_rng(1), np.array([0.63, 0.42, 0.28]), []
+    for _ in range(40):
+        accepted = (rng.random((64, 1500)) < 0.63).astype(int)
+        for further in (0.42 / 0.63, 0.28 / 0.42):
+            accepted += (accepted == accepted.max()) * (rng.random(accepted.shape) < further)
+        steps = ((1 + accepted).cumsum(axis=1) < 3000).sum(axis=1) + 1
+        late.append(steps.max() * (1 + chances.sum()) / 3000)
+    assert 1.03 < np.mean(late) < 1.04
+    for common, scatter in ((0.0, 0.043), (0.08, 0.14)):
+        numbers = np.stack([Luck((7, i), common).ahead(365) for i in range(500)])
+        tokens = 1 + sum((numbers < NormalDist().inv_cdf(chance)).astype(int) for chance in chances)
+        assert tokens.mean() == pytest.approx(1 + chances.sum(), rel=0.02)
+        steps = (tokens.cumsum(axis=1) < 365).sum(axis=1) + 1
+        assert np.std(365 / steps) / np.mean(365 / steps) == pytest.approx(scatter, abs=0.01)
 
 
 def test_a_draft_that_is_trained_along_comes_with_the_weights() -> None:

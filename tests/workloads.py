@@ -31,6 +31,7 @@ from rlsim.sim.control import (
     Stop,
     actions_of,
 )
+from rlsim.sim.drawn import Luck
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.stage import GenerationStage
@@ -68,11 +69,19 @@ class LinearStep(StepCost):
     short: float = 1.0
     older: float = 0.0
     lengths: tuple[int, ...] = ()
+    drawn: int = 0
+    chances: tuple[float, ...] = ()
+    most: int = 0  # with more sequences nothing is drafted
+    until: float = math.inf  # with more tokens of context one is
+
+    def accepted(self, batch: int, context_tokens: float, in_windows: InWindows | None = None) -> tuple[float, ...]:
+        return () if batch > self.most else self.chances[: 1 if context_tokens > self.until else None]
 
     def _made_for(self, conditions: Conditions) -> Self:
         factor = (self.short if conditions.short else 1.0) * (1.0 + self.older * (conditions.version % 3))
         factor *= 1.0 + 0.5 * (conditions.level if self.lengths else 0)
-        return replace(self, scale=self.scale * factor, conditional=False)
+        chances = () if conditions.short else self.chances
+        return replace(self, scale=self.scale * factor, conditional=False, chances=chances)
 
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         knots = [0.0, *(at for at, _ in self.kinks)]
@@ -341,7 +350,8 @@ class Workload(RefRollout):
         sizes = [self.requests[(first_id + i) % len(self.requests)] for i in range(len(launch.prompts))]
         if self.tools and self.tools.sandboxes + self.tools.workers:  # twins at one moment: who is first is left open
             sizes = [replace(size, tools=()) for size in sizes]
-        return [replace(r, id=first_id + i, generated=0, budget_tokens=self.budget_tokens) for i, r in enumerate(sizes)]
+        again = {"generated": 0, "budget_tokens": self.budget_tokens}
+        return [replace(r, id=first_id + i, **again) for i, r in enumerate(sizes)]
 
 
 def degrees(gpus: int) -> list[int]:
@@ -575,6 +585,29 @@ def workloads(
         micro_batches=draw(st.sampled_from([1, 1, 1, 2, 3, 50])),
         tools=where,
     )
+
+
+@st.composite
+def by_chance(draw: st.DrawFn, costs: StubCosts) -> StubCosts:
+    """The same machine where a step yields what is drawn."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    chances = tuple(sorted((rng.uniform(0.05, 0.95) for _ in range(rng.choice([1, 2, 3, 7]))), reverse=True))
+    until = rng.choice([math.inf, rng.uniform(10.0, 3000.0)])
+    drawn, most = 1 if until < math.inf else 2**30, rng.choice([3, 8, 100])
+    more = {"drawn": drawn, "chances": chances, "most": most, "until": until}
+    return replace(costs, steps={tp: replace(step, **more) for tp, step in costs.steps.items()})
+
+
+@st.composite
+def drafted(draw: st.DrawFn, works: st.SearchStrategy[Workload]) -> Workload:
+    """A random workload whose steps yield what is drawn."""
+    work, common = draw(works), draw(st.sampled_from([0.0, 0.5]))
+
+    def lucky(given: Sequence[RefRequest]) -> tuple[RefRequest, ...]:
+        return tuple(replace(r, luck=tuple(Luck((r.id,), common).ahead(r.response_tokens).tolist())) for r in given)
+
+    costs = draw(by_chance(work.costs))
+    return replace(work, costs=costs, requests=lucky(work.requests), resumed=lucky(work.resumed))
 
 
 @st.composite

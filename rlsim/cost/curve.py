@@ -61,6 +61,12 @@ class DecodeCurve:
         i = max(bisect_right(self._knots, context_tokens) - 1, 0)
         return self._values[i] + self._slopes[i] * (context_tokens - self._knots[i])
 
+    def each_s(self, context_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`step_s` of each."""
+        i = np.maximum(np.searchsorted(self._knots, context_tokens, "right") - 1, 0)
+        knots, values, slopes = np.array((self._knots, self._values, self._slopes))[:, i]
+        return np.asarray(values + slopes * (context_tokens - knots))
+
     def steps_s(self, context_tokens: float, steps: int) -> float:
         """Seconds of `steps` steps, the first with `context_tokens` in the cache, each adding `batch` tokens."""
         knots = self._knots

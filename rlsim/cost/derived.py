@@ -36,6 +36,7 @@ class DerivedStep(StepCost):
     def __init__(self, cost: StepCost, change: Callable[[int, bool], Change], part: str = "host") -> None:
         self.tp, self.skew, self.kv = cost.tp, cost.skew, cost.kv
         self.conditional, self.most_kv, self.lengths = cost.conditional, cost.most_kv, cost.lengths
+        self.drawn, self.accepted = cost.drawn, cost.accepted  # type: ignore[method-assign]
         self._cost, self._change, self._part = cost, change, part
         self.parts = (cost,)
 

@@ -7,8 +7,7 @@ accepted (Leviathan et al. 2023, section 3.1). For the engine "one more token of
     (verification of k + 1 tokens of each sequence + k passes of the draft + the host's time) / r
 
 which is piecewise linear in the context as any decode curve is, so that the engine's jumps stay as they are. What a
-jump gives is the time of so many expected steps: requests that are accepted more often than others, and the yield of
-single steps, are not modelled (docs/engine.md).
+jump gives is the time of so many expected steps; `drawn` ones yield what each request's luck has (`rlsim.sim.drawn`).
 """
 
 from __future__ import annotations
@@ -67,6 +66,8 @@ class Speculation(Schema):
         default=None, min_length=1
     )
     dynamic: bool = False
+    drawn: bool = False
+    correlation: float = Field(default=0.0, ge=0, lt=1)
     drift: float = Field(default=0.0, ge=0, lt=1)
     draft_age: int = Field(default=0, ge=0)
     refresh: int = Field(default=0, ge=0)
@@ -267,6 +268,7 @@ class SpeculativeStep(StepCost):
         self.lengths = sorted(speculation.num_speculative_tokens_per_length or ())
         self.conditional = usage is not None or speculation.drift > 0 or bool(self.lengths)
         self.most_kv = 1.0 if usage is None else usage
+        self.drawn = speculation.drawn * (1 if speculation.dynamic else 2**30)
 
     def _made_for(self, conditions: Conditions) -> StepCost:
         own = self._speculation.under(conditions)
@@ -289,6 +291,13 @@ class SpeculativeStep(StepCost):
         drafted = min([spec.num_speculative_tokens, *reached[-1:]])
         return (0, *(k for k in self._steps if k <= drafted)) if spec.dynamic else (drafted,)
 
+    def _drafted(self, batch: int, context_tokens: float, in_windows: InWindows | None = None) -> int:
+        """The tokens drafted at this context."""
+        return min(self._choices(batch), key=lambda k: self._token(k, batch, in_windows).step_s(context_tokens))
+
+    def accepted(self, batch: int, context_tokens: float, in_windows: InWindows | None = None) -> tuple[float, ...]:
+        return self._speculation.accepted[: self._drafted(batch, context_tokens, in_windows)]
+
     def _token(self, drafted: int, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         """The curve of one token of each sequence where so many are drafted."""
         step = self._steps[drafted] if drafted else self._plain
@@ -308,10 +317,7 @@ class SpeculativeStep(StepCost):
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one token of each sequence by part."""
 
-        def token_s(drafted: int) -> float:
-            return self._token(drafted, batch).step_s(context_tokens)
-
-        drafted = min(self._choices(batch), key=token_s)
+        drafted = self._drafted(batch, context_tokens)
         step, share = self._steps[drafted] if drafted else self._plain, self._speculation.yielded(drafted)
         return {name: time_s / share for name, time_s in step.breakdown(batch, context_tokens).items()}
 

@@ -93,6 +93,14 @@ class StepCost(ABC):
     #: The steps that its decode curves are made of, whose look-ups are its own.
     parts: Sequence[StepCost] = ()
 
+    #: Whether what a decode step yields of each sequence is drawn: for how many steps `accepted` holds; 0: it is not.
+    drawn: int = 0
+
+    def accepted(self, batch: int, context_tokens: float, in_windows: InWindows | None = None) -> tuple[float, ...]:  # noqa: ARG002
+        """By drafted position the chance that all up to there are accepted. A step yields one token of each sequence
+        more than these add up to, in expectation, and takes as many times `decode`."""
+        return ()
+
     @cached_property
     def _under(self) -> dict[Conditions, StepCost]:
         return {}

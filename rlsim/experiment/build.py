@@ -141,7 +141,8 @@ class LoadedExperiment:
             drafted = first.num_speculative_tokens
             said = f"a step of {drafted} drafted tokens yields {first.yielded(drafted):.2f} of each response"
             since = ", less with each update since the draft was trained" if spec.drift else ""
-            notes[f"engine.speculation: {said}, as expected{since}"] = None
+            how = "in the mean of what is drawn" if spec.drawn else "as expected"
+            notes[f"engine.speculation: {said}, {how}{since}"] = None
         environment = self.environment
         if environment and environment.sandboxes is None and environment.workers is None:
             notes["tool calls find a sandbox at once: environment.sandboxes and workers say how many there are"] = None

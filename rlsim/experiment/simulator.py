@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -12,6 +13,7 @@ import numpy as np
 from rlsim.base.refusals import refuse
 from rlsim.base.usercode import blamed
 from rlsim.cost.lookups import Lookups
+from rlsim.cost.speculation import Speculation
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
 from rlsim.experiment.frames import Frames, check_steps, frames_of
@@ -24,6 +26,7 @@ from rlsim.experiment.times import ExperimentTimes, check_elastic, check_hybrid,
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import Prompt, RolloutCosts, asked
+from rlsim.sim.drawn import Luck
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
 from rlsim.sim.run import simulate
@@ -152,7 +155,7 @@ class Simulator:
             initial_tp=tp,
             feasible_tps=context.feasible_tps,
             feed=PromptFeed(spec.prompts, loaded.launched_responses),
-            requests=_Requests(sampler, system.control.length_error),
+            requests=_Requests(sampler, system.control.length_error, experiment.engine.speculation),
             costs=placed.rollout_costs,
             times=ExperimentTimes(placed),
             scoring=loaded.scoring,
@@ -185,8 +188,9 @@ class Simulator:
 class _Requests:
     """Makes the requests of a launch from a trace, with predicted lengths where there is a predictor."""
 
-    def __init__(self, sampler: StepSampler, length_error: float | None) -> None:
-        self._sampler, self._error = sampler, length_error
+    def __init__(self, sampler: StepSampler, length_error: float | None, speculation: Speculation | None) -> None:
+        self._sampler, self._error, self._drafts = sampler, length_error, speculation
+        self._made: Counter[int] = Counter()  # by position
         self._rng = np.random.default_rng(sampler.seed)
 
     def __call__(self, prompts: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
@@ -197,6 +201,10 @@ class _Requests:
         if (calls := self._sampler.tool_calls) is not None:
             for request in made:
                 request.call_tools(calls[request.row])
+        if self._drafts is not None and self._drafts.drawn:
+            for request in made:
+                seed = self._sampler.seed, request.position, self._made[request.position]
+                request.luck, self._made[request.position] = Luck(seed, self._drafts.correlation), seed[-1] + 1
         if self._error is not None:
             factors = np.exp(self._error * self._rng.standard_normal(len(made)))
             for request, factor in zip(made, factors.tolist(), strict=True):

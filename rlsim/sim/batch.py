@@ -15,7 +15,7 @@ from math import ceil, fsum
 from operator import attrgetter
 
 from rlsim.cost.curve import DecodeCurve, InWindows
-from rlsim.cost.step import PLAIN_KV, KvShape
+from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
 from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import Request
 from rlsim.sim.windows import AttentionChunks, WindowTokens
@@ -234,12 +234,15 @@ class RunningBatch:
         return requests
 
     def _empty(self) -> None:
+        self._reset()
+        if self.cache:
+            self.cache.flush()
+
+    def _reset(self) -> None:
         self.size = self.tokens = self.pages = self._final_tokens = self._round = 0
         self._ages.clear()
         self._turns = [0] * self._page_tokens
         self.clear()
-        if self.cache:
-            self.cache.flush()
 
     def _steps_to_chunk(self, most: int) -> int:
         """Steps until the next chunk is complete; `most` if none is awaited any more."""
@@ -267,6 +270,14 @@ class RunningBatch:
     def generated(self, step: int) -> Counter[int]:
         """How many requests have generated how many tokens once the step counter is at `step`."""
         return Counter({age + step: count for age, count in self._ages.items()})
+
+    def context_of(self, request: Request, step: int) -> int:
+        """A request's context once the step counter is at `step`."""
+        return request.offset + step
+
+    def tokens_at(self, step: int) -> int:
+        """The sum of the contexts once the step counter is at `step`."""
+        return self.tokens + (step - self.step) * self.size
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
 
@@ -299,6 +310,17 @@ class RunningBatch:
         first = self.step % self._page_tokens
         begun = list(accumulate(self._turns[first:] + self._turns[:first]))
         return rounds * self._page_tokens + bisect_right(begun, left)
+
+    def ahead(self, cost: StepCost) -> tuple[DecodeCurve, float, int]:
+        """The jump: its steps' curve, the context tokens that they begin with, and how many steps leave the batch as it
+        is."""
+        tokens = self.padded_tokens()
+        return cost.decode(self.size, self.in_windows(tokens) if self.windowed else None), tokens, self.steps_ahead()
+
+    def mixed_s(self, cost: StepCost, chunks: Sequence[Chunk]) -> float:
+        """Seconds of an iteration that decodes the batch and prefills these."""
+        tokens = self.padded_tokens()
+        return cost.mixed_s(self.size, tokens, chunks, self.in_windows(tokens))
 
     def steps_ahead(self) -> int:
         """Decode steps until the first response leaves or completes a chunk, or the next step's pages are missing, or

@@ -19,6 +19,7 @@ from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.step import Chunk, Conditions, StepCost
 from rlsim.cost.transfer import NO_HOST_KV, HostKv
 from rlsim.sim.batch import RunningBatch
+from rlsim.sim.drawn import DrawnBatch
 from rlsim.sim.moment import ONE_MOMENT, Sleep, at
 from rlsim.sim.recorder import Left, Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request, UpdatedKv
@@ -81,7 +82,9 @@ class Replica:
         number = index if recorder.numbers is None else next(recorder.numbers)
         self._stays = recorder.stays_at(number, gpus)
         chunk_tokens = chunks.tokens if chunks else 0
-        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv)
+        self._batch = (DrawnBatch if cost.drawn else RunningBatch)(
+            config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv
+        )
         capacity = capacity_pages * cost.kv.page_units
         self._batch.spare_pages = capacity - floor(cost.most_kv * capacity)
         self._scheduler = Scheduler(
@@ -138,7 +141,7 @@ class Replica:
         """Its weights are of this version from now on, while it stands still."""
         step = self.progress()
         for request in self._batch:
-            request.end_run(self.version, request.offset + step - request.prompt_tokens)
+            request.end_run(self.version, self._batch.context_of(request, step) - request.prompt_tokens)
         for request in self._not_decoding():
             request.end_run(self.version, request.generated)
             request.kv_arrived &= self._kept  # of what came here while it stood still
@@ -235,7 +238,8 @@ class Replica:
     def contexts(self) -> list[tuple[Request, int, bool]]:
         """Every request here as in `requests`, its context tokens by now, and whether it is running."""
         step = self.progress()
-        return [(r, r.offset + step, True) if self.is_running(r) else (r, r.context, False) for r in self.requests()]
+        there, context_of = self.requests(), self._batch.context_of
+        return [(r, context_of(r, step), True) if self.is_running(r) else (r, r.context, False) for r in there]
 
     def generated(self) -> Counter[int]:
         found = self._batch.generated(self.progress())
@@ -243,8 +247,7 @@ class Replica:
         return found
 
     def context_tokens(self) -> int:
-        running = self._batch.tokens + (self.progress() - self._batch.step) * self._batch.size
-        return running + sum(r.context for r in self._not_decoding())
+        return self._batch.tokens_at(self.progress()) + sum(r.context for r in self._not_decoding())
 
     def is_running(self, request: Request) -> bool:
         """Whether the request is in the decoding batch (its context is in the KV cache)."""
@@ -290,8 +293,7 @@ class Replica:
                 yield from self._to_the_end()
             elif batch.size:
                 # The jump: as many decode steps as leave the batch as it is, in one sleep.
-                tokens, self._steps = batch.padded_tokens(), batch.steps_ahead()
-                curve = self.cost.decode(batch.size, batch.in_windows(tokens) if batch.windowed else None)
+                curve, tokens, self._steps = batch.ahead(self.cost)
                 start = self._began_at = env.now
                 self._jump = start + self._owed_s, curve, tokens
                 self._sleep = Sleep(env, start + self._owed_s + curve.steps_s(tokens, self._steps))
@@ -355,11 +357,7 @@ class Replica:
         """One iteration with a chunk of each of the first prefilling in it; decodes take part only in chunked mode."""
         env, batch = self.env, self._batch
         decodes = batch.size if self._chunked else 0
-        if decodes:
-            tokens = batch.padded_tokens()
-            time_s = self.cost.mixed_s(decodes, tokens, work, batch.in_windows(tokens))
-        else:
-            time_s = self.cost.prefill_s(work)
+        time_s = batch.mixed_s(self.cost, work) if decodes else self.cost.prefill_s(work)
         if self._scheduler.loading_pages:
             time_s = max(time_s, self._host.load_s(self._scheduler.loading_pages))
         start = self._began_at = env.now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isnan
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
@@ -89,6 +89,7 @@ class Request:
     generated: int = 0  # brought up to date when the request leaves the running batch
     row: int = -1  # of the trace, -1 if it is from none; what its reward call takes stands there
     predicted_tokens: float = 0.0  # of the response, by the system's predictor; 0: it has none
+    luck: Any = None  # of its drafted tokens, where it is drawn (`rlsim.sim.drawn`)
     tool_calls: tuple[ToolCall, ...] = ()  # of a trajectory; what they observe counts as generated once it is back
     called: int = 0  # of these, those that are over
     budget_tokens: int = field(init=False)  # with so many tokens it is complete, or pauses
@@ -193,6 +194,7 @@ class Request:
             self.generated,
             self.row,
             self.predicted_tokens,
+            self.luck,
             self.tool_calls,
             self.called,
             tps=self.tps,

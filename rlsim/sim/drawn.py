@@ -1,0 +1,167 @@
+"""Drafted tokens that are accepted by chance: responses that decode together go on at paces of their own.
+
+A decode step yields each sequence one token, and its drafted ones up to the first that is refused. How many these are
+follows from a number of the response's own for each of its steps (`Luck`), so all steps until the next response leaves
+are known at once, and one jump takes them: as many sums as the batch has tokens, not as many events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri
+
+from rlsim.cost.curve import REACHED, DecodeCurve
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.sim.batch import RunningBatch
+from rlsim.sim.request import Request
+
+_MOST = 1024  # steps that are looked at together
+
+
+class Luck:
+    """Of a response: a standard normal number for each of its decode steps, any two of which have this `correlation`.
+
+    The drafted tokens up to the j-th are accepted where it lies below the quantile of their chance. So each chance is
+    met in the mean of all responses, whatever the correlation, and a shorter draft is accepted as a longer one's start.
+    """
+
+    __slots__ = ("_common", "_own", "_rng", "_values", "offset", "steps")
+
+    def __init__(self, seed: Sequence[int], correlation: float = 0.0) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._common, self._own = sqrt(correlation) * self._rng.standard_normal(), sqrt(1 - correlation)
+        self._values = np.empty(0)
+        self.steps = 0  # so far
+        self.offset = 0  # from the step counter, as it joined the batch where it is
+
+    def ahead(self, steps: int) -> NDArray[np.float64]:
+        """The numbers of its next steps."""
+        while len(self._values) < self.steps + steps:
+            new = self._rng.standard_normal(max(256, len(self._values)))
+            self._values = np.append(self._values, self._common + self._own * new)
+        return self._values[self.steps : self.steps + steps]
+
+
+class _Ends(DecodeCurve):
+    """The steps of one jump, by when each ends (seconds since its start, the first 0)."""
+
+    __slots__ = ("_ends",)
+
+    def __init__(self, batch: int, ends: NDArray[np.float64]) -> None:
+        super().__init__(batch, [0.0], [0.0])
+        self._ends = ends
+
+    def steps_s(self, context_tokens: float, steps: int) -> float:  # noqa: ARG002
+        return float(self._ends[min(steps, len(self._ends) - 1)])
+
+    def steps_within(self, context_tokens: float, time_s: float) -> int:  # noqa: ARG002
+        return int(np.searchsorted(self._ends * (1 + REACHED), time_s)) if time_s > 0 else 0
+
+
+class DrawnBatch(RunningBatch):
+    """A batch whose steps yield what is drawn. Its step counter goes on by the mean of what they yield."""
+
+    _requests: Sequence[Request]  # of the jump
+    _rows: dict[int, int]  # of these, by id
+    _gains: NDArray[np.int64]  # tokens, by request and by steps from now
+
+    def __init__(self, *shape: Any) -> None:
+        super().__init__(*shape)
+        self._reached: list[tuple[Request, int]] = []  # who has completed a chunk
+
+    def ahead(self, cost: StepCost) -> tuple[DecodeCurve, float, int]:
+        tokens = self.padded_tokens()
+        in_windows = self.in_windows(tokens) if self.windowed else None
+        curve, chances = cost.decode(self.size, in_windows), cost.accepted(self.size, tokens, in_windows)
+        wary = self.windowed or not self.plain or self._same_level > 0
+        contexts, leaving = self._look(chances, 1 if wary else min(cost.drawn, _MOST))
+        totals = contexts.sum(axis=0)
+        if self.plain and not self._fits(int(totals[-1])):
+            pages = (-(-contexts // self._page_tokens)).sum(axis=0)
+            rooms = self.room_pages, self.room_pages - self.spare_pages
+            leaving |= np.logical_or.reduce([(pages > room) & (self.pages <= room) for room in rooms])
+        steps = int(np.argmax(leaving)) + 1 if leaving.any() else len(leaving)
+        padded = totals + self._skew * (self.size * contexts.max(axis=0) - totals) if self._skew else totals
+        before = np.append(tokens, padded[: steps - 1])
+        curve.furthest_tokens = max(curve.furthest_tokens, float(before[-1]))
+        ends = np.append(0.0, np.cumsum((1 + sum(chances)) * curve.each_s(before)))
+        return _Ends(self.size, ends), tokens, steps
+
+    def mixed_s(self, cost: StepCost, chunks: Sequence[Chunk]) -> float:
+        tokens = self.padded_tokens()
+        in_windows = self.in_windows(tokens)
+        chances = cost.accepted(self.size, tokens, in_windows)
+        self._look(chances, 1)
+        return super().mixed_s(cost, chunks) + sum(chances) * cost.decode(self.size, in_windows).step_s(tokens)
+
+    def _look(self, chances: Sequence[float], most: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Draw the next steps: each one's context after them, and after which somebody leaves or completes a chunk."""
+        self._requests = requests = self.requests()
+        self._rows = {request.id: row for row, request in enumerate(requests)}
+        have = np.array([(r.offset + self.step, r.prompt_tokens, r.limit_tokens) for r in requests])
+        done = (have[:, 0] - have[:, 1])[:, None]
+        left = have[:, 2:] - done
+        most = min(most, int(left.min()))
+        numbers = np.stack([request.luck.ahead(most) for request in requests])
+        gains = np.ones(numbers.shape, np.int64)
+        for bar in ndtri(chances):
+            gains += numbers < bar
+        self._gains = gains = np.minimum(gains.cumsum(axis=1), left)
+        leaving = gains == left
+        if chunk := self._chunk_tokens:
+            leaving |= (done + gains) // chunk > done // chunk
+        return have[:, :1] + gains, leaving.any(axis=0)
+
+    def advance(self, steps: int) -> None:
+        if not steps:
+            return
+        requests, gains, chunk = self._requests, self._gains[:, steps - 1], self._chunk_tokens
+        for request, gain in zip(requests, gains.tolist(), strict=True):
+            before = request.offset + self.step - request.prompt_tokens
+            request.generated = before + gain
+            request.luck.steps += steps
+            if chunk and request.generated // chunk > before // chunk and not request.at_limit:
+                self._reached.append((request, request.generated))
+        self._reset()
+        self.step += max(round(float(gains.mean())), 1)
+        super().join(requests)
+
+    def join(self, requests: Sequence[Request]) -> None:
+        super().join(requests)
+        for request in requests:
+            request.luck = request.luck or Luck((request.position, request.id))
+            request.luck.offset = request.offset
+
+    def leave(self, requests: Sequence[Request]) -> None:
+        super().leave(requests)
+        for request in requests:
+            request.offset = request.luck.offset
+
+    def lose_kv(self) -> list[Request]:
+        requests = super().lose_kv()
+        for request in requests:
+            request.offset = request.luck.offset
+        return requests
+
+    def chunks_complete(self) -> list[tuple[Request, int]]:
+        reached, self._reached = self._reached, []
+        return reached
+
+    def fits_to_the_end(self) -> bool:
+        return False
+
+    def context_of(self, request: Request, step: int) -> int:
+        gained = int(self._gains[self._rows[request.id], step - self.step - 1]) if step > self.step else 0
+        return super().context_of(request, self.step) + gained
+
+    def tokens_at(self, step: int) -> int:
+        return self.tokens + (int(self._gains[:, step - self.step - 1].sum()) if step > self.step else 0)
+
+    def generated(self, step: int) -> Counter[int]:
+        return Counter(self.context_of(request, step) - request.prompt_tokens for request in self)
