@@ -14,7 +14,7 @@ import pandas as pd
 from evidence.validate.asynchronous import SHAPE, seconds
 from evidence.validate.parts import EVIDENCE, Options
 from evidence.validate.rows import Row, number
-from rlsim.base.schema import Schema, load
+from rlsim.base.reading import read_yaml
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.derived import HostTime
 from rlsim.cost.roofline import RooflineStep
@@ -45,13 +45,6 @@ MODELS = {
 }
 #: Steps that are simulated: colocated, and one step off policy, where the first are not steady.
 STEPS, STEPS_OFF = 10, 20
-
-
-class RecipeKeys(Schema):
-    """NeMo-RL's keys by the columns of the table of recipes, and what is the same in all."""
-
-    columns: dict[str, str]
-    always: dict[str, Any]
 
 
 row = partial(Row, "steps")
@@ -138,15 +131,14 @@ def nemo_experiment(
 
     `recipe` has columns of the table of recipes; those that are missing keep NeMo-RL's defaults.
     """
-    keys = load(evidence / "nemo_keys.yaml", RecipeKeys)
+    keys = read_yaml(evidence / "nemo_keys.yaml")  # by the table's columns, and what is the same in all
     known = {**recipe, "rollout_nodes": None, "colocated": not recipe["async_on"]}
     if recipe["async_on"]:
         known["rollout_gpus_per_node"] = min(recipe["rollout_gpus"], recipe["gpus_per_node"])
         known["rollout_nodes"] = recipe["rollout_gpus"] // known["rollout_gpus_per_node"]
-    stated = {key: known[column] for column, key in keys.columns.items() if known.get(column) is not None}
-    given = [
-        f"{key}={str(value).removesuffix('.0')}" for key, value in {**keys.always, **stated}.items() if value == value
-    ]
+    stated = {key: known[column] for column, key in keys["columns"].items() if known.get(column) is not None}
+    every = {**keys["always"], **stated}
+    given = [f"{key}={str(value).removesuffix('.0')}" for key, value in every.items() if value == value]
     with TemporaryDirectory() as folder:
         start = Path(folder) / "recipe.yaml"
         start.write_text("grpo: {max_num_epochs: 1}\n", encoding="utf-8")

@@ -212,11 +212,16 @@ def section(options: Options) -> Section:
     rows.append(_row(quoted, quoted.sync_s, "not in the data; quoted from veRL's table"))
     left = left_out(measured)
     predicted, unseen = predicted_errors(found), left_out_errors(found, left)
+    omitted = [
+        (str(row), found[row][0], number(found[row][1]), why)
+        for row, why in settings().left_out.items()
+        if row in found
+    ]
     spreads = f"Spread: {level_spread(predicted):.0%} of predictions, {level_spread(unseen):.0%} without the system."
     tables = {
         "without": _without(measured, left),
         "coverage": f"{coverage_table(predicted, unseen)}\n{spreads}",
-        "left_out": _omitted(found),
+        "left_out": markdown(("id", "what", "measured", "why"), omitted),
     }
     return measured_section(rows, 1, **tables)
 
@@ -233,9 +238,3 @@ def _without(measured: Mapping[int, float], left: Iterable[tuple[int, float | No
         outcome = ("", "open") if predicted is None else (number(predicted), f"{predicted / measured[row] - 1:+.1%}")
         cells.append((settings().used[row].case, number(measured[row]), *outcome))
     return markdown(("case", "measured", "rlsim", "error"), cells)
-
-
-def _omitted(found: Mapping[int, tuple[str, float]]) -> str:
-    rows = ((row, *found[row], why) for row, why in settings().left_out.items() if row in found)
-    cells = [(str(row), what, number(measured_s), why) for row, what, measured_s, why in rows]
-    return markdown(("id", "what", "measured", "why"), cells)

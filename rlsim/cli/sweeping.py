@@ -45,6 +45,7 @@ def sweep(
     Example: rlsim sweep pat_vs_static --grid "trace.cap=[4K, 8K]" --seeds 3 --out results/caps
     """
     from rlsim.base.output import results_folder
+    from rlsim.cli.terminal import Console
     from rlsim.results.sweeps.points import load_sweep
     from rlsim.results.sweeps.run import sweep as run_sweep
     from rlsim.results.sweeps.tables import COLUMNS
@@ -53,7 +54,12 @@ def sweep(
     overrides = with_options(settings, warmup=warmup, certainty=certainty)
     definition = load_sweep(file, overrides=overrides, seeds=seeds, axes=_axes(grid or ()))
     if dry_run:
-        _list(definition, json_file)
+        axes = [axis.column.name for axis in definition.points[0].axes]
+        rows = [(point.name, *(axis.value for axis in point.axes)) for point in definition.points]
+        if not write_json(json_file, [dict(zip(["point", *axes], row, strict=True)) for row in rows]):
+            texts = list(zip(*map(setting_texts, zip(*rows, strict=True)), strict=True))
+            print_tables([table(["point", *axes], texts)])
+            Console(soft_wrap=True).print(_counted(definition))
         return
     target = out or results_folder(definition.name)
     names = list(COLUMNS) if tables == "all" else tables.replace(" ", "").split(",") if tables else None
@@ -98,18 +104,6 @@ def _tell(found: SweepResult, definition: Definition, json_file: Path | None, qu
     for error, names in points_of.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         echo(f"rlsim: failed: {names[0]}{more}: {error}", err=True)
-
-
-def _list(definition: Definition, json_file: Path | None) -> None:
-    from rlsim.cli.terminal import Console
-
-    axes = [axis.column.name for axis in definition.points[0].axes]
-    rows = [(point.name, *(axis.value for axis in point.axes)) for point in definition.points]
-    if write_json(json_file, [dict(zip(["point", *axes], row, strict=True)) for row in rows]):
-        return
-    texts = list(zip(*map(setting_texts, zip(*rows, strict=True)), strict=True))
-    print_tables([table(["point", *axes], texts)])
-    Console(soft_wrap=True).print(_counted(definition))
 
 
 def _counted(definition: Definition) -> str:

@@ -44,21 +44,6 @@ class Allocation:
         return self.dp * self.tp * self.pp * self.cp
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """Engines and GPUs of generation and of training."""
-
-    generation: Allocation
-    training: Allocation
-    shared: bool  # they take turns on the same GPUs
-    where: str
-
-    @property
-    def gpus(self) -> int:
-        sizes = self.generation.gpus, self.training.gpus
-        return max(sizes) if self.shared else sum(sizes)
-
-
 def from_areal(sources: Sequence[str], options: Options) -> Draft:
     """The experiment that AReaL's YAML files and overrides describe.
 
@@ -69,17 +54,17 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     reading = Reading("areal", config, old=old)
     reading.refuse()
     draft = Draft({}, notes=list(config.notes))
-    sides = _sides(config)
-    training, generation, where = sides.training, sides.generation, sides.where
-    engine = generation.engine
+    generation, training, shared, where = _sides(config)
+    engine, sizes = generation.engine, (generation.gpus, training.gpus)
+    gpus = max(sizes) if shared else sum(sizes)
     degrees: dict[str, Any] = {name: getattr(training, name) for name in ("tp", "pp", "cp", "ep")}
     reading.facts |= degrees | {
-        "sides": where, "backend": training.engine, "engine": engine, "dp": training.dp, "shared": sides.shared,
-        "rollout": generation.gpus, "rollout_pp": generation.pp, "trainers": training.gpus, "taken": sides.gpus,
+        "sides": where, "backend": training.engine, "engine": engine, "dp": training.dp, "shared": shared,
+        "rollout": generation.gpus, "rollout_pp": generation.pp, "trainers": training.gpus, "taken": gpus,
     }  # fmt: skip
     reading.refuse()
     config.names = {**config.names, **names(f"areal-{engine}")}
-    nodes, per_node, gpus = config.whole("nodes"), config.whole("per_node"), sides.gpus
+    nodes, per_node = config.whole("nodes"), config.whole("per_node")
     if gpus < nodes * per_node:
         draft.notes.append(f"{where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")
     size = parts.whole_nodes(gpus, per_node, where, options)
@@ -92,8 +77,8 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     parts.add_engine(config, draft, engine, machines.gpu, "server")
     parts.add_mapped(reading, draft, actor)
     tp = generation.tp * generation.pp
-    parts.add_systems(reading, draft, tp, where, policy="" if sides.shared else "areal")
-    parts.add_memory(draft, config.entry("memory"), options.folder, apart=not sides.shared)
+    parts.add_systems(reading, draft, tp, where, policy="" if shared else "areal")
+    parts.add_memory(draft, config.entry("memory"), options.folder, apart=not shared)
     draft.missing = [*parts.unlike_of(config, draft, "areal", engine, f"{engine}."), *reading.texts("missing")]
     keys = [f"{section}.freq_{each}" for section in _BETWEEN_STEPS for each in ("epochs", "steps", "secs")]
     often = [key for key in keys if 0 < (config.get(PERIOD, key) or 0) < math.inf]
@@ -105,8 +90,11 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     return parts.finish(config, draft, options, sources, *titles)
 
 
-def _sides(config: Settings) -> _Sides:
-    """Engines by their own keys, else by `allocation_mode`, as older releases write them."""
+def _sides(config: Settings) -> tuple[Allocation, Allocation, bool, str]:
+    """Generation, training, whether they take turns on the same GPUs, and where that is said.
+
+    Engines by their own keys, else by `allocation_mode`, as older releases write them.
+    """
     if config.is_given("rollout_backend") or not config.is_given("both_sides"):
         generation = allocation(config.text("rollout_backend"), config.where("rollout_backend"), GENERATES)
         training = allocation(config.text("actor_backend"), config.where("actor_backend"), TRAINS)
@@ -115,7 +103,7 @@ def _sides(config: Settings) -> _Sides:
     else:
         where = config.where("both_sides")
         generation, training, shared = both_sides(config.text("both_sides"), where)
-    return _Sides(generation, training, shared, where)
+    return generation, training, shared, where
 
 
 # AReaL's words for GPUs and degrees: `sglang:d4p1t1`, and both sides in one, `sglang.d4p1t1+d4p1t1` -------------------

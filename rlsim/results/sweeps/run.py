@@ -14,7 +14,7 @@ from rlsim.experiment.columns import to_bytes
 from rlsim.results.sweeps.points import Definition, load_sweep
 from rlsim.results.sweeps.store import POINTS, Store, SweepResult, read_sweep
 from rlsim.results.sweeps.tables import COLUMNS, DEFAULT_TABLES, differences, listed
-from rlsim.results.sweeps.task import Answer, Answers, Failed, Task, run_locally
+from rlsim.results.sweeps.task import Answers, Failed, Task, run_locally
 
 #: Called with (points done or failed, points in all, failed so far).
 Progress = Callable[[int, int, int], None]
@@ -65,7 +65,20 @@ def sweep(
         ]
         try:
             with closing(_answers(tasks, executor, workers, address)) as answers:
-                _keep(answers, store, len(definition.points) - len(tasks), len(definition.points), progress)
+                total, failed = len(definition.points), 0
+                told = progress or (lambda *_: None)
+                before = total - len(tasks)
+                told(before, total, failed)
+                for done, answer in enumerate(answers, before + 1):
+                    point, result = answer.task.point.name, answer.result
+                    if isinstance(result, Failed):
+                        store.fail(point, result)
+                        failed += 1
+                    else:
+                        store.put(point, result)
+                    fine = not isinstance(result, Failed)
+                    store.log({"point": point, "done": fine, "elapsed_s": round(answer.elapsed_s, 3)})
+                    told(done, total, failed)
         finally:
             found = read_sweep(out)
             write_bytes(store.directory / POINTS, to_bytes(found.points_table()))
@@ -93,24 +106,6 @@ def _answers(tasks: Sequence[Task], executor: str, workers: int | None, address:
     from rlsim.base.processes import cores
 
     return run_locally(tasks, workers or cores())
-
-
-def _keep(answers: Iterable[Answer], store: Store, done: int, total: int, progress: Progress | None) -> None:
-    """Store answers as they come; `done` points of all were done before."""
-    failed = 0
-    if progress:
-        progress(done, total, failed)
-    for answer in answers:
-        point, result = answer.task.point.name, answer.result
-        if isinstance(result, Failed):
-            store.fail(point, result)
-            failed += 1
-        else:
-            store.put(point, result)
-        store.log({"point": point, "done": not isinstance(result, Failed), "elapsed_s": round(answer.elapsed_s, 3)})
-        done += 1
-        if progress:
-            progress(done, total, failed)
 
 
 def _make_room(definition: Definition, store: Store, earlier: Mapping[str, Any] | None, prune: bool) -> None:

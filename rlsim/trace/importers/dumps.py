@@ -269,7 +269,25 @@ class TokenCounter:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
-        self._tokenizer: Any = _load(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if path.is_dir() and not file.is_file():
+            raise TraceError(
+                f"--tokenizer {path}: the folder holds no tokenizer.json; "
+                "AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER) writes one"
+            )
+        if not file.is_file():
+            raise TraceError(
+                f"--tokenizer {path}: no such file or folder; give the model's tokenizer.json or the local folder it "
+                "lies in (rlsim downloads nothing)"
+            )
+        try:
+            from tokenizers import Tokenizer
+
+            self._tokenizer: Any = Tokenizer.from_file(str(file))
+        except ImportError:
+            raise TraceError("--tokenizer needs the package tokenizers: pip install 'rlsim[tokenizer]'") from None
+        except Exception as error:  # the Rust library raises nothing more special
+            raise TraceError(f"--tokenizer {file}: not a readable tokenizer.json: {error}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.name = path.name if path.is_dir() else f"{path.resolve().parent.name}/{path.name}"
@@ -283,25 +301,3 @@ class TokenCounter:
         except Exception as error:  # the Rust library raises nothing more special
             raise TraceError(f"--tokenizer {self.name}: cannot count tokens: {error}") from None
         return [len(one) for one in encoded]
-
-
-def _load(path: Path) -> Any:
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if path.is_dir() and not file.is_file():
-        raise TraceError(
-            f"--tokenizer {path}: the folder holds no tokenizer.json; "
-            "AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER) writes one"
-        )
-    if not file.is_file():
-        raise TraceError(
-            f"--tokenizer {path}: no such file or folder; give the model's tokenizer.json or the local folder it lies "
-            "in (rlsim downloads nothing)"
-        )
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise TraceError("--tokenizer needs the package tokenizers: pip install 'rlsim[tokenizer]'") from None
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust library raises nothing more special
-        raise TraceError(f"--tokenizer {file}: not a readable tokenizer.json: {error}") from None
