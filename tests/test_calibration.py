@@ -209,7 +209,7 @@ def a40() -> Any:
 
 SERVED: dict[str, Any] = {
     "model": "llama-3.1-8b", "model_type": "llama", "tp": 1, "level": 1.1, "source": "a test",
-    "decode": {"axes": [{"name": "batch", "knots": [1, 8]}, {"name": "context", "knots": [9]}], "factor": [1.1, 1.2]},
+    "decode": {"axes": {"batch": [1, 8], "context": [9]}, "factor": [1.1, 1.2]},
 }  # fmt: skip
 
 

@@ -21,9 +21,8 @@ a.0.table,m,n,64,1024,65536
 b.decode,batch,1,2
 ,,0.5,0.25
 """
-TWO = {"axes": [{"name": "m", "knots": [1, 16384]}, {"name": "n", "knots": [64, 1024, 65536]}],
-       "factor": [1, 1.5, 0.002, 2.25, 3, 4.125]}  # fmt: skip
-ONE = {"axes": [{"name": "batch", "knots": [1, 2]}], "factor": [0.5, 0.25]}
+TWO = {"axes": {"m": [1, 16384], "n": [64, 1024, 65536]}, "factor": [1, 1.5, 0.002, 2.25, 3, 4.125]}
+ONE = {"axes": {"batch": [1, 2]}, "factor": [0.5, 0.25]}
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def test_a_changed_table_is_read_again_and_a_foreign_file_is_not_replaced(tmp_pa
     csv_of(mine).write_text(text.replace("operators.gemm.table,m,n,k,256,", "operators.gemm.table,m,n,k,255,"))
     table = load_calibration(mine).operators.gemm.table
     assert table
-    assert table.knots("k")[0] == 255
+    assert table.axes["k"][0] == 255
     csv_of(mine).write_text("batch,seconds\n1,2\n")
     with pytest.raises(CalibrationError, match=r"mine\.csv: exists, and rlsim did not write it"):
         write(before, mine)

@@ -130,7 +130,7 @@ def test_seconds_by_hand() -> None:
 @pytest.mark.parametrize(("experts", "hit", "factor"), [(4, 4, 1.0), (4, 2, 2.0), (8, 2, 2.0), (2, 2, 2.0)])
 def test_a_table_is_looked_up_at_the_rows_of_an_expert_that_has_any(experts: int, hit: int, factor: float) -> None:
     """8 rows over 4 experts are 2 each, over 2 of however many 4 each: twice as long as the roofline says."""
-    table = Correction.over({"rows": [2, 4], "width": [1], "bytes": [1], "popularity": [1]}, [1.0, 2.0])
+    table = Correction(axes={"rows": [2, 4], "width": [1], "bytes": [1], "popularity": [1]}, factor=[1.0, 2.0])
     plain, kernel = (FusedExperts(fit(launch_s=0.0, table=one), REF, "bf16") for one in (None, table))
     call = load(8, hit, experts=experts)
     assert kernel(call, 10, 10) == pytest.approx(factor * plain(call, 10, 10))

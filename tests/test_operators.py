@@ -84,7 +84,7 @@ def test_decode_attention_is_a_line() -> None:
 
 
 def test_attention_in_a_window_has_its_own_kernel_by_hand() -> None:
-    table = Correction.over({"tiles": (8.0,), "window": (128.0, 1024.0)}, (2.0, 1.5))
+    table = Correction(axes={"tiles": (8.0,), "window": (128.0, 1024.0)}, factor=(2.0, 1.5))
     decode = attention(memory=0.5, tiles=0.0).model_copy(update={"windows": attention(table, memory=0.5).heads})
     made = Operators(fits(decode_attention=decode), REFERENCE)
     for dim, window, factor in ((128, 128, 2.0), (128, 4096, 1.5), (64, 128, 1.0)):  # not measured: as without
@@ -111,7 +111,7 @@ def test_prompts_that_their_window_cuts_have_its_pairs_and_a_share_of_the_masked
 
 def corrected(operator: str, axes: dict[str, tuple[float, ...]], factor: tuple[float, ...]) -> Operators:
     plain = fits()
-    fit = getattr(plain, operator).model_copy(update={"table": Correction.over(axes, factor)})
+    fit = getattr(plain, operator).model_copy(update={"table": Correction(axes=axes, factor=factor)})
     return Operators(plain.model_copy(update={operator: fit}), REFERENCE)
 
 
@@ -124,7 +124,7 @@ def test_a_table_is_a_factor_between_its_knots_and_constant_beyond_on_all_but_th
 
 def test_a_sliced_correction_is_the_same_factor() -> None:
     axes = {"a": (1.0, 4.0, 9.0), "b": (2.0, 8.0), "c": (1.0, 3.0), "d": (1.0, 2.0)}
-    surface = Surface(Correction.over(axes, tuple(1.0 + 0.1 * i for i in range(24))), ("a", "b", "c", "d"))
+    surface = Surface(Correction(axes=axes, factor=tuple(1.0 + 0.1 * i for i in range(24))), ("a", "b", "c", "d"))
     cut = surface.sliced(2.0, 1.5)
     for a, b in ((0.5, 1.0), (2.0, 3.0), (9.0, 8.0), (20.0, 5.0)):
         assert cut(a, b) == pytest.approx(surface(a, b, 2.0, 1.5))
@@ -134,13 +134,13 @@ def test_no_correction_beats_the_data_sheet() -> None:
     o = corrected("gemm", {"m": (1.0,), "n": (1.0,), "k": (1.0,)}, (1e-3,))
     size = 2.0 * (1e6 + 1e5 + 1e5)
     assert o.gemm_s(100, 1000, 1000) == pytest.approx(size / 1e12)
-    table = Correction.over({"tiles": (1.0,), "context": (100.0, 1e5), "kv_heads": (1.0,)}, (1e-3, 1e-3))
+    table = Correction(axes={"tiles": (1.0,), "context": (100.0, 1e5), "kv_heads": (1.0,)}, factor=(1e-3, 1e-3))
     o = Operators(fits(decode_attention=attention(table, memory=0.5)), REFERENCE)
     assert o.decode_attention_s(4, 400_000, 8, 2, 128) == pytest.approx(400_000 * 1024 / 1e12)
 
 
 def test_a_decode_curve_bends_at_the_knots_of_its_table_and_never_falls() -> None:
-    table = Correction.over({"tiles": (8.0,), "context": (100.0, 10_000.0), "kv_heads": (2.0,)}, (200.0, 1.0))
+    table = Correction(axes={"tiles": (8.0,), "context": (100.0, 10_000.0), "kv_heads": (2.0,)}, factor=(200.0, 1.0))
     o = Operators(fits(decode_attention=attention(table, memory=0.5)), REFERENCE)
     knots, times = o.decode_kernels.curve(batch=4, kv_heads=2, head_dim=128)
     assert {400.0, 40_000.0} <= set(knots)
@@ -155,9 +155,9 @@ def test_a_correction_over_other_axes_is_refused() -> None:
     with pytest.raises(CalibrationError, match="expected m, n, k"):
         corrected("gemm", {"m": (1.0,), "k": (1.0,), "n": (1.0,)}, (1.0,))
     with pytest.raises(ValueError, match="must hold 2 positive numbers"):
-        Correction.over({"m": (1.0, 2.0)}, (1.0,))
+        Correction(axes={"m": (1.0, 2.0)}, factor=(1.0,))
     with pytest.raises(ValueError, match="must ascend"):
-        Correction.over({"m": (2.0, 1.0)}, (1.0, 1.0))
+        Correction(axes={"m": (2.0, 1.0)}, factor=(1.0, 1.0))
 
 
 def test_prefill_attention_by_hand() -> None:

@@ -190,8 +190,8 @@ SERVED = EngineFit(
     model_type="llama",
     tp=2,
     level=1.5,
-    decode=Correction.over({"batch": (4, 16), "context": (1000, 4000)}, (1.0, 1.2, 2.0, 1.5)),
-    prefill=Correction.over({"tokens": (100, 10_000)}, (1.1, 1.3)),
+    decode=Correction(axes={"batch": (4, 16), "context": (1000, 4000)}, factor=(1.0, 1.2, 2.0, 1.5)),
+    prefill=Correction(axes={"tokens": (100, 10_000)}, factor=(1.1, 1.3)),
     source="a test",
 )
 ENGINE = BASE.model_copy(update={"iterations": (SERVED,)})

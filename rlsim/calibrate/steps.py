@@ -198,9 +198,9 @@ def _table(rows: pd.DataFrame, axes: Sequence[str]) -> Correction:
     where = np.array(known.index.to_list(), float).reshape(len(known), -1) / [KNOTS[axis] for axis in axes]
     grid = np.array(list(product(*(knot.index for knot in knots))), float) / [KNOTS[axis] for axis in axes]
     nearest = np.abs(grid[:, None] - where[None]).sum(axis=2).argmin(axis=1)
-    return Correction.over(
-        {axis: [float(x) for x in knot] for axis, knot in zip(axes, knots, strict=True)},
-        known.to_numpy(float)[nearest].tolist(),
+    return Correction(
+        axes={axis: tuple(map(float, knot)) for axis, knot in zip(axes, knots, strict=True)},
+        factor=tuple(known.to_numpy(float)[nearest].tolist()),
     )
 
 

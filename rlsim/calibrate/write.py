@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
     """Only what YAML knows; numbers of one list, and a tile's numbers, stay on one line."""
     if isinstance(value, dict):
         mapping = CommentedMap({key: _plain(item) for key, item in value.items()})
-        if {"m", "n", "efficiency"} <= set(value) or set(value) == {"name", "knots"}:
+        if {"m", "n", "efficiency"} <= set(value):
             mapping.fa.set_flow_style()
         return mapping
     if isinstance(value, list | tuple):

@@ -204,7 +204,7 @@ class EngineFit(Fitted):
     @model_validator(mode="after")
     def _axes(self) -> Self:
         for table, axes in ((self.decode, DECODE_AXES), (self.prefill, PREFILL_AXES)):
-            if table is not None and tuple(axis.name for axis in table.axes) != axes:
+            if table is not None and tuple(table.axes) != axes:
                 raise ValueError(f"a table of iterations is over {', '.join(axes)}")
         return self
 

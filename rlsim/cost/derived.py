@@ -128,7 +128,7 @@ class ServedStep(DerivedStep):
         self._prefilled: set[int] = set()
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
-        factor, contexts = self._decodes.along(batch), self._fit.decode.knots("context")
+        factor, contexts = self._decodes.along(batch), self._fit.decode.axes["context"]
         curve = self._cost.decode(batch, in_windows)
         return times(curve, lambda tokens: factor(max(tokens / batch, 1.0)), [batch * each for each in contexts])
 
@@ -160,7 +160,7 @@ class ServedStep(DerivedStep):
 
 
 def _ranges(table: Correction) -> dict[str, tuple[float, float]]:
-    return {axis.name: (axis.knots[0], axis.knots[-1]) for axis in table.axes}
+    return {name: (knots[0], knots[-1]) for name, knots in table.axes.items()}
 
 
 # Pipeline stages ------------------------------------------------------------------------------------------------------

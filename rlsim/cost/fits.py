@@ -6,16 +6,16 @@ The formulas themselves are in `cost.roofline` and its neighbours. A number that
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
 from rlsim.base.schema import Schema
 from rlsim.cost.tables import IN_CSV
-from rlsim.models.precision import KvPrecision, Precision
+from rlsim.models.precision import KvPrecision, Precision, Rates
 from rlsim.units import Bytes, Seconds
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
@@ -42,18 +42,6 @@ def ascend(knots: Sequence[float], what: str) -> None:
         raise ValueError(f"{what} must ascend")
 
 
-class Axis(Fitted):
-    """One axis of a correction."""
-
-    name: str
-    knots: tuple[Amount, ...] = Field(min_length=1)  # positive, ascending
-
-    @model_validator(mode="after")
-    def _ascending(self) -> Self:
-        ascend(self.knots, f"the knots of {self.name}")
-        return self
-
-
 class Correction(Fitted):
     """A factor on a formula: multilinear in the logarithms of the axes and the factor, constant beyond them.
 
@@ -61,7 +49,7 @@ class Correction(Fitted):
     keeps its shape.
     """
 
-    axes: tuple[Axis, ...] = Field(min_length=1)
+    axes: dict[str, tuple[Amount, ...]] = Field(min_length=1)  # knots of each: positive, ascending
     factor: tuple[Factor, ...]  # measured / formula at every knot, the last axis running fastest
 
     @model_validator(mode="before")
@@ -73,30 +61,21 @@ class Correction(Fitted):
 
     @model_validator(mode="after")
     def _grid(self) -> Self:
-        size = math.prod(len(axis.knots) for axis in self.axes)
-        if len(self.factor) != size:
+        for name, knots in self.axes.items():
+            ascend(knots, f"the knots of {name}")
+        size = math.prod(map(len, self.axes.values()))
+        if not size or len(self.factor) != size:
             raise ValueError(f"factor must hold {size} positive numbers, one for each combination of knots")
         return self
 
     @cached_property
     def logarithms(self) -> tuple[list[list[float]], list[Any]]:
         """Those of the knots by axis, and of the factor as lists within lists, one level for each axis."""
-        axes = [[math.log(knot) for knot in axis.knots] for axis in self.axes]
+        axes = [[math.log(knot) for knot in knots] for knots in self.axes.values()]
         values: list[Any] = [math.log(factor) for factor in self.factor]
         for knots in reversed(axes[1:]):
             values = [values[i : i + len(knots)] for i in range(0, len(values), len(knots))]
         return axes, values
-
-    @classmethod
-    def over(cls, axes: Mapping[str, Sequence[float]], factor: Sequence[float]) -> Correction:
-        """The correction over these knots by axis."""
-        return cls(
-            axes=tuple(Axis(name=name, knots=tuple(knots)) for name, knots in axes.items()), factor=tuple(factor)
-        )
-
-    def knots(self, name: str) -> tuple[float, ...]:
-        """The knots of one axis; raises `KeyError` if it has no such axis."""
-        return {axis.name: axis.knots for axis in self.axes}[name]
 
 
 class KernelFit(Fitted):
@@ -285,16 +264,6 @@ class CollectiveFits(Fitted):
 #: hides how few rows a block has, so the fits' smallest is 64. On a GPU with few FLOPs for its bandwidth it would not.
 FEWEST_ROWS = 16
 K = TypeVar("K", bound=KernelFit)
-
-
-class Rates(Protocol):
-    """The figures of a GPU that decide how its kernels carry over."""
-
-    @property
-    def bf16_flop_per_s(self) -> float: ...
-
-    @property
-    def sm_count(self) -> int: ...
 
 
 class Derived(Schema):

@@ -34,9 +34,8 @@ class Surface:
     """
 
     def __init__(self, correction: Correction, names: Sequence[str]) -> None:
-        found = [axis.name for axis in correction.axes]
-        if found != list(names):
-            raise CalibrationError(f"a correction over {', '.join(found)}; expected {', '.join(names)}")
+        if [*correction.axes] != [*names]:
+            raise CalibrationError(f"a correction over {', '.join(correction.axes)}; expected {', '.join(names)}")
         self._axes, self._values = correction.logarithms
 
     def sliced(self, *coordinates: float) -> Surface:

@@ -205,7 +205,7 @@ def bent(
     contexts: Sequence[float] = (1.0,)
     factors = [1.0]
     if kernel.surface is not None and kernel.fit.table is not None:
-        contexts, factors = kernel.fit.table.knots("context"), kernel.surface.along(first).at_knots()
+        contexts, factors = kernel.fit.table.axes["context"], kernel.surface.along(first).at_knots()
     return _line(kernel, [batch * context for context in contexts], factors, work, least_slope)
 
 

@@ -48,10 +48,10 @@ def taken_out(data: Any) -> str:
     lines = csv.writer(text, lineterminator="\n")
     for key, holder, part in list(_places(data)):
         axes, factor = holder[part]["axes"], holder[part]["factor"]
-        names, *knots = [one["name"] for one in axes], *(one["knots"] for one in axes)
-        width = len(knots[-1])
-        lines.writerow([key, *names, *map(_text, knots[-1])])
-        for at in product(*knots[:-1]):
+        *knots, last = axes.values()
+        width = len(last)
+        lines.writerow([key, *axes, *map(_text, last)])
+        for at in product(*knots):
             lines.writerow(["", *map(_text, at), "", *map(_text, factor[:width])])
             factor = factor[width:]
         holder[part] = IN_CSV
@@ -94,8 +94,7 @@ def _tables(path: Path) -> Iterator[tuple[str, Any]]:
                 f"{path}: table {key}, from line {line} on: expected a line for each combination of knots of "
                 f"{', '.join(names[:-1]) or 'its axis'}, and a factor in it for each of the last axis"
             )
-        axes = [{"name": name, "knots": each} for name, each in zip(names, knots, strict=True)]
-        yield key, {"axes": axes, "factor": factor}
+        yield key, {"axes": dict(zip(names, knots, strict=True)), "factor": factor}
 
 
 def _is_number(cell: str) -> bool:

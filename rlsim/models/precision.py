@@ -41,7 +41,10 @@ N = TypeVar("N", float, NDArray[np.float64])
 
 
 class Rates(Protocol):
-    """Peak dense tensor-core rates of a GPU; None where it has no such tensor cores."""
+    """Peak dense tensor-core rates of a GPU, None where it has no such tensor cores; and over how many SMs."""
+
+    @property
+    def sm_count(self) -> int: ...
 
     @property
     def bf16_flop_per_s(self) -> float: ...

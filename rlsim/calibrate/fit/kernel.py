@@ -148,7 +148,7 @@ def fit_correction(
         solution = spsolve((weighted @ design + penalty).tocsc(), weighted @ log_error)
         weight = 1.0 / np.sqrt(1.0 + ((design @ solution - log_error) / SCALE) ** 2)
     factor = tuple(float(f"{value:.3g}") for value in np.exp(solution))
-    return Correction.over({name: rounded(list(values)) for name, values in axes.items()}, factor)
+    return Correction(axes={name: tuple(rounded(list(values))) for name, values in axes.items()}, factor=factor)
 
 
 def _within(knots: Sequence[float], values: Array) -> tuple[float, ...]:
