@@ -20,7 +20,7 @@ from pathlib import Path
 
 from calibration.catalogue import DATA, Catalogue
 
-from calibration import host, published, training
+from calibration import host, training
 from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.write import write_yaml
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = {
     "serving": host.main,
     "training": training.main,
-    "transfer": published.transfer,
+    "transfer": training.transfer,
 }
 
 

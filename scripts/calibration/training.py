@@ -23,16 +23,26 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import brentq, minimize_scalar
 
-from calibration.catalogue import GPUS, all_gemms, large_gemm_share
+from calibration.catalogue import DATE, GPUS, SCRIPT, all_gemms, large_gemm_share
+from evidence.validate.coverage import CALLS, LeftOutCalls, TransferCalls, errors_by_setting, level_spread, spread
+from evidence.validate.parts import Options
+from evidence.validate.serving import read_runs
+from evidence.validate.transfer import kind_rows, shipped_fits, today_rows, unseen_rows
+from evidence.validate.weight_sync import predicted_errors, read_syncs
 from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.fit.common import Array
-from rlsim.cost.strategy import Recompute, TrainEfficiency, TrainStrategy, efficiency_of
+from rlsim.calibrate.write import write_record
+from rlsim.cost.assumed import TransferErrors
+from rlsim.cost.strategy import TrainEfficiency, TrainStrategy, efficiency_of
 from rlsim.cost.train import TrainCost
 from rlsim.models.hardware import Cluster, load_cluster, load_gpu
 from rlsim.models.model import load_model
 
 NVLINK = {"a100-sxm-80gb": 240e9, "h100-sxm": 360e9, "h20": 360e9}  # bus rate of NCCL, bytes/s
 BUSES = [bus * 1e9 for bus in range(14, 25)]  # tried for veRL's machine, bytes/s
+#: Seconds per token of veRL's padded batch: the outcome of the part `training`, as is `TRAFFIC`; a test holds it.
+DRIVER_S = 0.185e-6
+SOURCE = "rl_timings/verl_steps.csv, rl_timings/rl_steps_async.csv (logs of veRL and NeMo-RL)"
 ROWS = plain(read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
@@ -226,17 +236,6 @@ def _driver(curves: Sequence[_Curve], traffic: float) -> float:
     return float(minimize_scalar(loss, bounds=(0.0, 2e-6), method="bounded", options={"xatol": 1e-10}).x)
 
 
-# Training efficiency --------------------------------------------------------------------------------------------------
-
-# What share of the peak the linear layers of a training framework reach, what real runs say of it, and REAL's per-call
-# seconds (an input, not an output, of its comparison) predicted with it.
-
-#: Seconds per token of veRL's padded batch: the outcome of the part `training`, as is `TRAFFIC`; a test holds it.
-DRIVER_S = 0.185e-6
-BUS = 360e9  # bus rate of NCCL over H100's NVLink in REAL's runs, bytes/s
-SEQUENCES, TOKENS, MINI_BATCHES = 512, 2048, 8
-
-
 def gemm_shares(data: Path) -> dict[str, float]:
     """What share of its peak each GPU of the measured runs reaches in large GEMMs; H20: taken to be H100's."""
     found = {}
@@ -245,54 +244,55 @@ def gemm_shares(data: Path) -> dict[str, float]:
     return {**found, "h20": found["h100-sxm"]}
 
 
-@dataclass(frozen=True)
-class Call:
-    """One published call of a 7B actor or critic: see `real` of training.yaml."""
-
-    name: str
-    layout: tuple[int, int, int]
-    micro_batches: int
-    measured_s: float
-    critic: bool = False
-    train: bool = False
-
-    def predict(self, efficiency: float, recompute: Recompute) -> Timing:
-        """Seconds at a share of peak."""
-        tp, pp, dp = self.layout
-        sequences = max(SEQUENCES // dp // (MINI_BATCHES if self.train else 1) // self.micro_batches, 1)
-        strategy = TrainStrategy(
-            dp=dp, tp=tp, pp=pp, zero_stage=1, micro_batch_sequences=sequences, recompute=recompute,
-            sequence_parallel=tp > 1,
-        )  # fmt: skip
-        cluster, body = load_cluster("2x8xh100"), load_model("llama-3-7b")
-        shares = TrainEfficiency(flop=efficiency, attention=0.62, overhead_tokens=600)
-        cost = TrainCost(body.as_critic() if self.critic else body, cluster, Ring(cluster, BUS), strategy, shares)
-        batch = np.full(SEQUENCES, float(TOKENS))
-        found = cost.train_s(batch, MINI_BATCHES) if self.train else cost.forward_s(batch)
-        return Timing(found.total_s, self.measured_s)
-
-
-def check_real(efficiency: float) -> list[tuple[Call, list[Timing]]]:
-    """Every call: one prediction for inference, without and with recomputation for training."""
-    recomputes: dict[bool, tuple[Recompute, ...]] = {False: ("none",), True: ("none", "full")}
-    calls = (Call(**row) for row in ROWS["real"])
-    return [(call, [call.predict(efficiency, how) for how in recomputes[call.train]]) for call in calls]
-
-
 def main(options: argparse.Namespace) -> None:
     """The numbers of training stacks, to measured runs of veRL and NeMo-RL, predicted against measured.
 
     The outcome is `rlsim.cost.strategy.TRAFFIC`, `DRIVER_S` and words of notes.yaml.
     """
-    shares, gpu = gemm_shares(options.data), load_gpu("h100-sxm")
-    found = fit_stacks(options.data, shares)
+    found = fit_stacks(options.data, gemm_shares(options.data))
     print(f"{found.traffic * 1e3:.2f} bytes for a thousand FLOPs, {found.driver_s * 1e6:.3f} us a padded token\n")
     print("predicted / measured, s: log-probs and update")
     for case in found.cases:
         print(f"\n{case.title}: {case.traffic * 1e3:.2f} bytes for a thousand FLOPs, {case.driver_s * 1e6:.3f} us")
         for row, *timings in case.rows:
             print(f"  {row.label}: {', '.join(map(str, timings))}")
-    efficiency = efficiency_of(shares[gpu.name], gpu.bf16_flop_per_s / gpu.memory_bytes_per_s, found.traffic)
-    print(f"\nREAL's calls on H100, efficiency {efficiency:.2f}; of training also with recomputation")
-    for call, timings in check_real(efficiency):
-        print(f"  {call.name}, {'TP{} PP{} DP{}'.format(*call.layout)}: {', '.join(map(str, timings))}")
+
+
+# Errors on settings that no fit has seen, through the code of `rlsim validate` ----------------------------------------
+
+
+def transfer_errors(calls: TransferCalls) -> TransferErrors:
+    """From the measured rows, and the errors of calls."""
+    evidence = Options().evidence
+    rows = unseen_rows(kind_rows(read_runs(evidence), shipped_fits(), "left-out"), today_rows(evidence, print))
+    rollout = spread(errors_by_setting(rows, "tpot_s"))
+    syncs = level_spread(predicted_errors(read_syncs(evidence)))
+    return TransferErrors(rollout.family, rollout.setting, rollout.tilt, level_spread(calls.log_errors()), syncs)
+
+
+def left_out_calls(cases: Sequence[Case]) -> TransferCalls:
+    """Errors of every run under the fit that has not seen its group."""
+    unseen = [case for case in cases if case.title.startswith(("without ", "driver, without ", "never fitted"))]
+    groups = [
+        LeftOutCalls(
+            runs=tuple(stack.label.partition(":")[0] for stack, *_ in case.rows),
+            errors=tuple(timing.error for _, *both in case.rows for timing in both),
+        )
+        for case in unseen
+    ]
+    return TransferCalls(date=DATE, script=f"{SCRIPT} transfer", source=SOURCE, left_out=tuple(groups))
+
+
+def transfer(options: argparse.Namespace) -> None:
+    """How far calibrations are off on settings that no fit has seen: `rlsim.cost.assumed.MEASURED`.
+
+    `rollout` and `tilt`: time per output token of every measured serving run, with the fit that has not seen its TP;
+    `calls`: log-probs and updates of measured runs, each group left out of the fit of the training stack, and veRL's
+    row 4, which nothing is fitted to (written to `evidence/validate/transfer_calls.yaml`); `sync`: weight syncs that no
+    constant is fitted to. Each is the root of the mean square over settings.
+    """
+    calls = left_out_calls(fit_stacks(options.data, gemm_shares(options.data)).cases)
+    comment = f"Made by {calls.script}; change that, not this. Errors: rlsim / measured - 1."
+    write_record(calls.model_dump(), CALLS, comment)
+    for name, value in vars(transfer_errors(calls)).items():
+        print(f"{name}={value:.3f}")
