@@ -317,9 +317,9 @@ def test_a_mixed_iteration_pays_for_the_attention_of_both(tp: int) -> None:
     assert one == pytest.approx(alike_s + attention_s)
 
 
-@pytest.mark.parametrize("groups", [1, 5, 31, 32, 33, 200])
+@pytest.mark.parametrize("groups", [1, 5, 200])
 def test_a_drain_is_the_sum_of_its_decode_steps(groups: int) -> None:
-    """One step after the other; 32 groups and more are drained in columns, long ways to go cross several knots."""
+    """One step after the other; long ways to go cross several knots."""
     rng = np.random.default_rng(groups)
     left = np.sort(rng.integers(0, 4000, groups))[::-1]
     batch = np.column_stack([left, rng.integers(1, 9000, groups), rng.integers(1, 4, groups)]).astype(float)

@@ -15,9 +15,6 @@ from itertools import pairwise
 from operator import lt
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 #: Two moments that differ by this share of the time between them are one moment (rounding of sums, nothing physical).
 REACHED = 1e-9
 
@@ -255,36 +252,3 @@ class Curves(dict[int, DecodeCurve]):
         for batch, furthest in self.used():
             inner = decode(size(batch))
             inner.furthest_tokens = max(inner.furthest_tokens, furthest * inner.batch / batch)
-
-
-class StackedCurves:
-    """The curves that `decode` gives for batch sizes, in one table, to ask many of them at once."""
-
-    def __init__(self, decode: Callable[[int], DecodeCurve]) -> None:
-        self._decode = decode
-        self._known: set[int] = set()
-        self._table = np.full((3, 1, 2), math.inf)  # knots, values and slopes, by batch size; the rest is infinity
-
-    def steps_s(
-        self, batches: NDArray[np.int64], context_tokens: NDArray[np.float64], steps: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """`DecodeCurve.steps_s` for each batch size, with its context tokens and its (whole) number of steps."""
-        for batch in set(batches.tolist()) - self._known:
-            self._add(batch)
-        segments = np.maximum((self._table[0, batches] <= context_tokens[:, None]).sum(axis=1) - 1, 0)
-        knots, values, slopes = self._table[:, batches, segments]
-        grown = batches * (steps - 1)
-        times: NDArray[np.float64] = steps * (values + slopes * (context_tokens - knots) + 0.5 * slopes * grown)
-        for i in np.flatnonzero(context_tokens + grown >= self._table[0, batches, segments + 1]).tolist():
-            times[i] = self._decode(int(batches[i])).steps_s(float(context_tokens[i]), int(steps[i]))
-        return times
-
-    def _add(self, batch: int) -> None:
-        curve = self._decode(batch)
-        parts = (curve._knots, curve._values, curve._slopes)
-        _, rows, width = self._table.shape
-        if batch >= rows or len(curve._knots) >= width:  # each row's knots end with infinity
-            more = (0, 0), (0, max(2 * batch - rows, 1)), (0, max(len(curve._knots) + 1 - width, 0))
-            self._table = np.pad(self._table, more, constant_values=math.inf)
-        self._table[:, batch, : len(curve._knots)] = parts
-        self._known.add(batch)

@@ -10,12 +10,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsim.cost.curve import DecodeCurve, InWindows, StackedCurves
+from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError
-
-#: From so many groups of sequences on, columns of numbers are faster than one number after the other.
-MANY_GROUPS = 32
 
 
 def _segment(knots: Sequence[float], x: float) -> tuple[int, float]:
@@ -59,7 +56,6 @@ class ProfileStep(StepCost):
         self._tokens = [float(x) for x in prefill_tokens]
         self._lengths = [float(x) for x in prefill_lengths]
         self._prefill = [[float(y) for y in row] for row in prefill_s]
-        self._stacked = StackedCurves(self.decode)
 
     def scaled(self, factors: Sequence[float]) -> ProfileStep:
         """The profile whose decode steps take so many times as long at each profiled batch size, smallest first."""
@@ -88,24 +84,9 @@ class ProfileStep(StepCost):
 
         `batch` has a row for each group of sequences, most tokens left first: tokens left, context tokens, sequences.
         """
-        if len(batch) < MANY_GROUPS:
-            return self._drain_few_s(batch.tolist())
-        left, context, sequences = batch[::-1].T  # those with the fewest tokens left leave first
-        tokens = (context * sequences).sum()
-        steps = left.copy()
-        steps[1:] -= left[:-1]
-        active = sequences[::-1].cumsum()[::-1]
-        before = np.empty(len(batch))
-        before[0] = tokens
-        before[1:] = tokens + (active * steps - sequences * (context + left)).cumsum()[:-1]
-        on = steps > 0
-        return float(self._stacked.steps_s(active[on].astype(int), before[on], steps[on]).sum())
-
-    def _drain_few_s(self, batch: list[tuple[float, float, float]]) -> float:
-        active = int(sum(sequences for *_, sequences in batch))
-        tokens = sum(context * sequences for _, context, sequences in batch)
-        time_s, done = 0.0, 0.0
-        for left, context, sequences in reversed(batch):
+        _, context, sequences = batch.T
+        active, tokens, time_s, done = int(sequences.sum()), float((context * sequences).sum()), 0.0, 0.0
+        for left, context, sequences in batch[::-1].tolist():  # those with the fewest tokens left leave first
             if left > done:
                 time_s += self.decode(active).steps_s(tokens, int(left - done))
                 tokens += active * (left - done)

@@ -19,6 +19,7 @@ from rlsim.models.families import (
     MODEL_TYPES,
     MOE,
     MOST_LAYERS,
+    SIZES,
     UNCACHED,
     WINDOWED,
     Family,
@@ -40,17 +41,6 @@ from rlsim.models.layers import (
     NoFeedForward,
 )
 from rlsim.models.precision import KvPrecision, Precision
-
-_LINEAR_SIZES: tuple[str, ...] = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)
-_MAMBA_SIZES = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "chunk_size")
-_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_INDEX_SIZES = ("q_lora_rank", "index_n_heads", "index_head_dim", "index_topk")
 
 
 class Config(Schema):
@@ -153,10 +143,10 @@ class Config(Schema):
             raise ValueError(f"{self.model_type} has no layers of {', '.join(sorted(strange))}")
         if self.layer_types and set(self.layer_types) <= set(UNCACHED):
             raise ValueError("models without any layer that has a KV cache are not supported")
-        needed = _LINEAR_SIZES if LINEAR in self.layer_types else ()
-        needed += _MAMBA_SIZES if MAMBA in self.layer_types else ()
-        needed += _LATENT_SIZES if family.latent else ()
-        needed += _INDEX_SIZES if family.sparse else ()
+        there = [kind for kind in (LINEAR, MAMBA) if kind in self.layer_types]
+        there += [kind for kind, is_so in (("latent", family.latent), ("index", family.sparse)) if is_so]
+        needed = ["q_lora_rank"] if family.sparse else []
+        needed += [word for kind in there for word in SIZES[kind].values()]
         if MAMBA in self.layer_types and self.n_groups and self.mamba_num_heads % self.n_groups:
             raise ValueError("mamba_num_heads must be a multiple of n_groups")
         if missing := [name for name in needed if not getattr(self, name)]:
@@ -198,15 +188,11 @@ def _feed_forward(config: Config, family: Family, experts: bool) -> FeedForward:
     if not experts:
         return Dense(width=config.intermediate_size, bias=config.mlp_bias, gated=family.gated_mlp)
     return Experts(
-        experts=config.num_experts,
-        active=config.num_experts_per_tok,
-        width=config.moe_intermediate_size,
-        shared_width=config.shared_expert_intermediate_size,
+        **_sizes(config, MOE),
         shared_gate=family.shared_gate,
         router_bias=_said(config, family.router_bias),
         bias=family.expert_bias,
         gated=family.gated_mlp,
-        latent_width=config.moe_latent_size,
     )
 
 
@@ -215,36 +201,17 @@ def _attention(config: Config, family: Family, kind: LayerType, shared: bool) ->
         return NoAttention()
     state_scale = 4 / config.dtype_bytes if config.mamba_ssm_dtype == "float32" else 1
     if kind == MAMBA:
-        return Mamba2(
-            heads=config.mamba_num_heads,
-            head_dim=config.mamba_head_dim,
-            groups=config.n_groups,
-            state_dim=config.ssm_state_size,
-            chunk_tokens=config.chunk_size,
-            kernel=config.conv_kernel,
-            state_scale=state_scale,
-        )
+        return Mamba2(**_sizes(config, kind), state_scale=state_scale)
     if kind == LINEAR:
-        return LinearAttention(
-            key_heads=config.linear_num_key_heads,
-            value_heads=config.linear_num_value_heads,
-            key_dim=config.linear_key_head_dim,
-            value_dim=config.linear_value_head_dim,
-            kernel=config.linear_conv_kernel_dim,
-            gate_rank=config.linear_value_head_dim if family.channel_gates else 0,
-            state_scale=state_scale,
-        )
+        gate_rank = config.linear_value_head_dim if family.channel_gates else 0
+        return LinearAttention(**_sizes(config, kind), gate_rank=gate_rank, state_scale=state_scale)
     if family.latent and config.kv_lora_rank:
-        sizes = {"heads": config.index_n_heads, "head_dim": config.index_head_dim, "topk": config.index_topk}
         return LatentAttention(
             heads=config.num_attention_heads,
             q_rank=config.q_lora_rank,
-            kv_rank=config.kv_lora_rank,
-            nope_dim=config.qk_nope_head_dim,
-            rope_dim=config.qk_rope_head_dim,
-            v_dim=config.v_head_dim,
+            **_sizes(config, "latent"),
             bias=config.attention_bias,
-            index=Index(**sizes, shared=shared) if family.sparse else None,
+            index=Index(**_sizes(config, "index"), shared=shared) if family.sparse else None,
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim, v_dim = config.head_dim, config.v_head_dim
@@ -269,6 +236,11 @@ def _attention(config: Config, family: Family, kind: LayerType, shared: bool) ->
         sinks=family.sinks if isinstance(family.sinks, bool) else kind == family.sinks,
         one_kv=kind == FULL and config.attention_k_eq_v,
     )
+
+
+def _sizes(config: Config, kind: str) -> dict[str, Any]:
+    """The sizes of such a part of a layer."""
+    return {size: getattr(config, word) for size, word in SIZES[kind].items()}
 
 
 def _said(config: Config, flag: bool | str) -> bool:

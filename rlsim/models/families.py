@@ -112,6 +112,8 @@ WORDS: Mapping[str, Sequence[str]] = {
     word: [meant] if isinstance(meant, str) else meant for word, meant in _TABLE["words"].items()
 }
 KINDS: Mapping[str, str] = _TABLE["kinds"]
+#: The sizes of parts of a layer (`rlsim.models.layers`), and the word that has each.
+SIZES: Mapping[str, Mapping[str, str]] = _TABLE["sizes"]
 #: The families that are known.
 MODEL_TYPES = tuple(FAMILIES)
 _FAMILY_OF = {name: family for family, row in FAMILIES.items() for name in (family, *row.also)}
