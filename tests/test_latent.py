@@ -11,7 +11,6 @@ from rlsim.calibrate.fit.latent import MEASURED, UNSEEN, kernel_latent_attention
 from rlsim.calibrate.importers import aiconfigurator
 from rlsim.cost.attention import Latent
 from rlsim.cost.calibration import Calibration, load_calibration
-from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.fits import KernelFit, LatentAttentionFit, OperatorFits
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.operators import Operators
@@ -43,7 +42,7 @@ def kernels(heads: int, fit: LatentAttentionFit = FIT) -> Latent:
 
 def test_decode_by_hand() -> None:
     ref, heads, batch = base().reference, 128, 1024
-    curve = DecodeCurve(batch, *kernels(heads).decode_curve(batch))
+    curve = kernels(heads).curve(batch)
     read = 576 * 2 / (ref.memory_bytes_per_s * 0.9)
     computed = 2 * heads * (576 + 512) / (ref.bf16_flop_per_s * 0.6)
     slope = (read**3 + computed**3) ** (1 / 3)
@@ -53,7 +52,7 @@ def test_decode_by_hand() -> None:
     multiplied = 2 * heads * 512 * (128 + 128) * batch / (ref.bf16_flop_per_s * 0.7)
     assert kernels(heads).absorb_s(batch) == pytest.approx(2 * base().operators.gemm.launch_s + multiplied)
     ref, batch = base().reference, 1024
-    curve = DecodeCurve(batch, *kernels(1, FIT.model_copy(update={"kv_precision": "fp8"})).decode_curve(batch))
+    curve = kernels(1, FIT.model_copy(update={"kv_precision": "fp8"})).curve(batch)
     read = 576 / (ref.memory_bytes_per_s * 0.9)
     computed = 2 * 64 * (576 + 512) / (ref.bf16_flop_per_s * 0.6)
     assert curve.step_s(2e6) - curve.step_s(1e6) == pytest.approx(1e6 * (read**3 + computed**3) ** (1 / 3))
@@ -79,7 +78,7 @@ def made_up(fit: LatentAttentionFit) -> tuple[pd.DataFrame, pd.DataFrame]:
     for heads in (1, 4, 16, 32, 64, 128):
         one = kernels(heads, fit)
         for batch in (1, 4, 16, 64, 256):
-            curve = DecodeCurve(batch, *one.decode_curve(batch))
+            curve = one.curve(batch)
             for context in (4, 64, 1024, 8192, 65_536):
                 time = curve.step_s(batch * context) - one.absorb_s(batch)
                 rows.append((batch, heads, 1, context - 1, time))

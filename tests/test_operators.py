@@ -14,7 +14,6 @@ from conftest import cases
 from evidence.validate.parts import kernel_folder
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.cost.calibration import Reference, Residual, load_calibration
-from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.fits import AttentionFit, Correction, KernelFit, OperatorFits, ProductFit, Tile
 from rlsim.cost.kernel import Surface
 from rlsim.cost.operators import Operators
@@ -88,9 +87,8 @@ def test_attention_in_a_window_has_its_own_kernel_by_hand() -> None:
     decode = attention(memory=0.5, tiles=0.0).model_copy(update={"windows": attention(table, memory=0.5).heads})
     made = Operators(fits(decode_attention=decode), REFERENCE)
     for dim, window, factor in ((128, 128, 2.0), (128, 4096, 1.5), (64, 128, 1.0)):  # not measured: as without
-        totals, times = made.decode_kernels.curve(4, 2, dim, window)
         read_s = 4 * window * 2 * dim * 4 / 0.5e12
-        assert DecodeCurve(4, totals, times).step_s(4 * window) == pytest.approx(5e-6 + factor * read_s)
+        assert made.decode_kernels.curve(4, 2, dim, window).step_s(4 * window) == pytest.approx(5e-6 + factor * read_s)
 
 
 def test_prompts_that_their_window_cuts_have_its_pairs_and_a_share_of_the_masked_ones() -> None:
@@ -142,8 +140,9 @@ def test_no_correction_beats_the_data_sheet() -> None:
 def test_a_decode_curve_bends_at_the_knots_of_its_table_and_never_falls() -> None:
     table = Correction(axes={"tiles": (8.0,), "context": (100.0, 10_000.0), "kv_heads": (2.0,)}, factor=(200.0, 1.0))
     o = Operators(fits(decode_attention=attention(table, memory=0.5)), REFERENCE)
-    knots, times = o.decode_kernels.curve(batch=4, kv_heads=2, head_dim=128)
-    assert {400.0, 40_000.0} <= set(knots)
+    curve = o.decode_kernels.curve(batch=4, kv_heads=2, head_dim=128)
+    assert {400.0, 40_000.0} <= set(curve.knots)
+    times = [curve.step_s(knot) for knot in curve.knots]
     assert times == sorted(times)
     slope = 2 * 2 * 128 * 2 / 0.5e12
     assert o.decode_attention_s(4, 400, 8, 2, 128) == pytest.approx(5e-6 + 200 * slope * 400)

@@ -52,10 +52,10 @@ class LayerAttention:
         """Seconds of the norms, rotary embedding and other elementwise kernels of `tokens` tokens."""
         return 0.0
 
-    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:  # noqa: ARG002
-        """Knots of the sum of what `batch` sequences read, in tokens, and the seconds there; linear in between, the
-        last slope continues. Each has as many `queries` in the step, which share what they read."""
-        return [0.0], [0.0]
+    def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:  # noqa: ARG002
+        """What `curve` keeps: seconds of `batch` sequences over the sum of the tokens that they read. Each has as many
+        `queries` in the step, which share what they read."""
+        return DecodeCurve(batch, [0.0], [0.0])
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:  # noqa: ARG002
         """Seconds over `chunks` of (new tokens, tokens already cached)."""
@@ -64,9 +64,6 @@ class LayerAttention:
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]] | None:  # noqa: ARG002
         """The operator that decode of `batch` sequences asks for, if any, and what its measured ranges bound."""
         return None
-
-    def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
-        return DecodeCurve(batch, *self.decode_curve(batch, queries))
 
 
 class GroupedQueries(LayerAttention):
@@ -92,16 +89,13 @@ class GroupedQueries(LayerAttention):
             each.append(3 * self._q_heads * attention.head_dim)
         return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
-    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:  # noqa: ARG002
-        window = None if self.chunked else self.window_tokens
-        return self._operators.decode_kernels.curve(batch, self._kv_heads, self._attention.head_elements // 2, window)
-
     def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
         """With several queries no less than their FLOPs take, by whole blocks of rows, at the rate of prompts."""
-        curve = super()._curve(batch)
+        operators, size = self._operators, self._attention.head_elements // 2
+        window = None if self.chunked else self.window_tokens
+        curve = operators.decode_kernels.curve(batch, self._kv_heads, size, window)
         if queries == 1:
             return curve
-        operators, size = self._operators, self._attention.head_elements // 2
         rows = self._kv_heads * padded_heads(queries * self._q_heads // self._kv_heads)
         each_s = 4.0 * size * rows / (operators.reference.bf16_flop_per_s * operators.prompt_kernels.reached(size))
         return longer(curve, DecodeCurve(batch, [0.0, 1e6], [0.0, 1e6 * each_s]))
@@ -185,14 +179,12 @@ class Latent(LayerAttention):
         resources = {"memory": read_s, "compute": flop / ref.bf16_flop_per_s}
         return Work(resources, {"sequences": batch, "heads": batch * heads})
 
-    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:
-        """Knots of T, the sum of the batch's context tokens, and one layer's seconds there; the heads of several
-        `queries` of a sequence stand side by side in the kernel."""
+    def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
+        """The heads of several `queries` of a sequence stand side by side in the kernel."""
         least = self._cached_bytes / self._operators.reference.memory_bytes_per_s
         kernel = self._decode_at(self._heads * queries)
-        knots, times = bent(kernel, batch, batch, lambda total: self.decode_work(batch, total, queries), least)
-        absorb = self.absorb_s(batch * queries)
-        return knots, [time + absorb for time in times]
+        curve = bent(kernel, batch, batch, lambda total: self.decode_work(batch, total, queries), least)
+        return curve.mapped(1.0, self.absorb_s(batch * queries))
 
     def elementwise_s(self, tokens: float) -> float:
         """Seconds of the norms of the latents, and of rotary embedding and the KV write, for so many tokens."""
@@ -309,11 +301,11 @@ class SparseIndex(LayerAttention):
         ref = self._operators.reference
         return 2.0 * self._index.heads * self._index.head_dim / (ref.fp8_flop_per_s or ref.bf16_flop_per_s)
 
-    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:
+    def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
         read_s = (self._index.key_bytes + 8 * queries) / self._operators.reference.memory_bytes_per_s
         each_s = max(read_s, self._pair_s * queries) / self._latent.reached(batch)
         launches_s = 2 * self._operators.memory_bound_s(batch * queries * self._index.topk * 4, batch * queries)
-        return [0.0, 1e6], [launches_s, launches_s + 1e6 * each_s]
+        return DecodeCurve(batch, [0.0, 1e6], [launches_s, launches_s + 1e6 * each_s])
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
         return "sparse_attention", {"batch": batch, "context": read_tokens / batch}
@@ -350,10 +342,10 @@ class State(LayerAttention):
         each = (2 * convolved, 3 * inner)  # convolution and activation; the output's norm with its gate
         return self._times * sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
-    def decode_curve(self, batch: int, queries: int = 1) -> tuple[list[float], list[float]]:
+    def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
         """The state is read once, and written behind every query (vLLM keeps one for each token to verify)."""
         size = (1 + queries) * batch * self._state_bytes
-        return [0.0], [self._times * self._operators.memory_bound_s(size, batch * queries)]
+        return DecodeCurve(batch, [0.0], [self._times * self._operators.memory_bound_s(size, batch * queries)])
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:  # noqa: ARG002
         return self._operator, {"batch": batch}

@@ -57,8 +57,8 @@ class Operators:
         self._lookups = Lookups()  # of all kernels but the products
         self._ranges = {name: residual.ranges for name, residual in (residuals or {}).items()}
         self._products = {precision: Products(fit, reference) for precision, fit in fits.gemms.items()}
-        self._decode = cache(lambda batch, *heads: DecodeCurve(batch, *self.decode_kernels.curve(batch, *heads)))
         self.decode_kernels = DecodeKernels(fits.decode_attention, reference)
+        self._decode = cache(self.decode_kernels.curve)
         self.prompt_kernels = PromptKernels(fits.prefill_attention, reference)
         self._memory = Kernel(fits.memory_bound, MEMORY_AXES)
         self._memory_at = nan, self._memory
@@ -193,11 +193,8 @@ class _Kernels(dict[float, Kernel]):
         return next(iter(self.values()))
 
 
-def bent(
-    kernel: Kernel, first: float, batch: int, work: Callable[[float], Work], least_slope: float
-) -> tuple[list[float], list[float]]:
-    """Knots of T, the sum of a batch's context tokens, and the seconds there of a kernel that works on `work(T)`;
-    linear in between, the last slope continues.
+def bent(kernel: Kernel, first: float, batch: int, work: Callable[[float], Work], least_slope: float) -> DecodeCurve:
+    """The curve, over T, the sum of a batch's context tokens, of a kernel that works on `work(T)`.
 
     Its table is taken at `first` of its first axis; the knots of the second, the context (T / batch), bend the line.
     Times never fall with T and are never below `least_slope · T`.
@@ -206,18 +203,23 @@ def bent(
     factors = [1.0]
     if kernel.surface is not None and kernel.fit.table is not None:
         contexts, factors = kernel.fit.table.axes["context"], kernel.surface.along(first).at_knots()
-    return _line(kernel, [batch * context for context in contexts], factors, work, least_slope)
+    return _line(kernel, batch, [batch * context for context in contexts], factors, work, least_slope)
 
 
 def _line(
-    kernel: Kernel, totals: Sequence[float], factors: Sequence[float], work: Callable[[float], Work], least_slope: float
-) -> tuple[list[float], list[float]]:
+    kernel: Kernel,
+    batch: int,
+    totals: Sequence[float],
+    factors: Sequence[float],
+    work: Callable[[float], Work],
+    least_slope: float,
+) -> DecodeCurve:
     last, times, longest = totals[-1], [], 0.0
     for total, factor in zip([0.0, *totals], [factors[0], *factors], strict=True):
         longest = max(longest, kernel.fit.launch_s + kernel.roofline_s(work(total)) * factor, total * least_slope)
         times.append(longest)
     more_s = (kernel.roofline_s(work(2.0 * last)) - kernel.roofline_s(work(last))) * factors[-1]
-    return [0.0, *totals, 2.0 * last], [*times, longest + max(more_s, last * least_slope)]
+    return DecodeCurve(batch, [0.0, *totals, 2.0 * last], [*times, longest + max(more_s, last * least_slope)])
 
 
 class DecodeKernels:
@@ -238,10 +240,8 @@ class DecodeKernels:
         added = {"tiles": batch * kv_heads, "sequences": batch}
         return Work({"memory": read / self._reference.memory_bytes_per_s}, added)
 
-    def curve(
-        self, batch: int, kv_heads: int, head_dim: int, window_tokens: int | None = None
-    ) -> tuple[list[float], list[float]]:
-        """Knots of T, the sum of the tokens that the batch reads, and one layer's seconds there: see `bent`.
+    def curve(self, batch: int, kv_heads: int, head_dim: int, window_tokens: int | None = None) -> DecodeCurve:
+        """One layer's curve over T, the sum of the tokens that the batch reads: see `bent`.
 
         A window's kernel is a straight line for any context: in a CUDA graph it is the one for the longest context
         that a model may have. Where it was not measured, it is the kernel of as many tokens.
@@ -254,7 +254,7 @@ class DecodeKernels:
         if window_tokens is not None and head_dim in self._windows:
             window = self._windows[head_dim]
             factor = 1.0 if window.surface is None else window.surface(batch * kv_heads, window_tokens)
-            return _line(window, [float(batch * window_tokens)], [factor], work, least_slope)
+            return _line(window, batch, [float(batch * window_tokens)], [factor], work, least_slope)
         return bent(self._whole_at(kv_heads, head_dim), batch * kv_heads, batch, work, least_slope)
 
 

@@ -285,8 +285,7 @@ def with_windows(
     def window_s(row: Any) -> float:
         heads, window = (int(row.kv_heads), int(row.head_dim)), int(row.window)
         if decode:
-            totals, times = operators.decode_kernels.curve(int(row.batch), *heads, window)
-            return float(np.interp(row.batch * window, totals, times))
+            return operators.decode_kernels.curve(int(row.batch), *heads, window).step_s(row.batch * window)
         return operators.prefill_attention_s(
             [(float(row.tokens), 0.0)] * int(row.batch), int(row.q_heads), *heads, window
         )
