@@ -12,8 +12,7 @@ from conftest import Command
 from rlsim.calibrate.build import PUBLISHED, Built, build_calibration
 from rlsim.calibrate.fit.attention import CHUNK, with_windows
 from rlsim.calibrate.fit.common import operators_with
-from rlsim.calibrate.measurements import Measurements, measured_node
-from rlsim.calibrate.parts import COLUMNS
+from rlsim.calibrate.measurements import COLUMNS, Measurements, measured_node
 from rlsim.calibrate.show import MOST, calibration_chart, efficiencies, write_chart
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Reference, Source, load_calibration

@@ -12,8 +12,20 @@ from conftest import cases, invoke, tables
 from rlsim.base.schema import load
 from rlsim.calibrate.measure.bench import NOISY, Bench, Effort, Timing, measure, timing
 from rlsim.calibrate.measure.host import MachineFacts, describe_cluster, write_cluster
-from rlsim.calibrate.measure.journal import ATTEMPTS, Attempt, Journal, Point, measure_all
-from rlsim.calibrate.measure.plan import FIRST, GridSetup, coarse_to_fine, contexts, doublings, level, plan
+from rlsim.calibrate.measure.journal import (
+    ATTEMPTS,
+    FIRST,
+    Attempt,
+    GridSetup,
+    Journal,
+    Point,
+    coarse_to_fine,
+    contexts,
+    doublings,
+    level,
+    measure_all,
+    plan,
+)
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import rollout_weight_bytes

@@ -187,7 +187,7 @@ def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyP
     from calibration.catalogue import GPUS, operator_tables
 
     from rlsim.calibrate.fit.common import held_out
-    from rlsim.calibrate.parts import residual
+    from rlsim.calibrate.measurements import residual
 
     calibration = load_calibration("h100-sglang")
     table = operator_tables(DATA, GPUS["h100-sxm"], "sglang").table("gemm")

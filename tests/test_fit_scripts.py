@@ -28,7 +28,7 @@ from rlsim.calibrate.fit.attention import DECODE, HEAD_DIM, PROMPTS, decode_rows
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
 from rlsim.calibrate.fit.common import held_out, predict  # noqa: E402
 from rlsim.calibrate.fit.gemm import gemm_rows  # noqa: E402
-from rlsim.calibrate.parts import residual  # noqa: E402
+from rlsim.calibrate.measurements import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost.calibration import Calibration, FrontEndFit, HostFit, Reference, Residual  # noqa: E402
 from rlsim.cost.experts import FusedExperts, expert_load  # noqa: E402

@@ -18,7 +18,7 @@ from evidence.validate.rollout import validate_rollouts
 from evidence.validate.rollout_steps import QUICK, Ask, Plan, Samples, fit, shapes
 from rlsim.calibrate.measure.bench import Effort
 from rlsim.calibrate.measure.decoder import KvCache, build_decoder, check_degree, weight_splits
-from rlsim.calibrate.measure.plan import plan
+from rlsim.calibrate.measure.journal import plan
 from rlsim.calibrate.measure.steps import Lap
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.cost.calibration import load_calibration

@@ -15,8 +15,7 @@ from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.fit.kernel import kernel_memory_bound
 from rlsim.calibrate.importers import aiconfigurator
 from rlsim.calibrate.importers.reading import MS
-from rlsim.calibrate.measurements import measured_node
-from rlsim.calibrate.parts import join
+from rlsim.calibrate.measurements import join, measured_node
 from rlsim.cost.calibration import Calibration, calibration_names, load_calibration
 
 #: Elementwise kernels of a layer in Vidur's tables.

@@ -16,8 +16,7 @@ from rlsim.calibrate.fit.common import as_written, percent, rounded
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts, other_experts
 from rlsim.calibrate.fit.gemm import kernel_gemm, quantised_products
 from rlsim.calibrate.fit.kernel import kernel_memory_bound
-from rlsim.calibrate.measurements import Measurements, measured_node
-from rlsim.calibrate.parts import Fitted, Parts, join
+from rlsim.calibrate.measurements import Fitted, Measurements, Parts, join, measured_node
 from rlsim.calibrate.steps import NO_HOST, fit_host, fit_tables
 from rlsim.cost.calibration import (
     Calibration,
@@ -42,7 +41,7 @@ PAIR = "broadcast and send/receive are derived from all-gather"
 
 @dataclass(frozen=True)
 class Built:
-    """A calibration and its points (see `parts.COLUMNS`)."""
+    """A calibration and its points (see `measurements.COLUMNS`)."""
 
     calibration: Calibration
     points: pd.DataFrame

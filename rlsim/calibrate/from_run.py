@@ -17,7 +17,7 @@ import pandas as pd
 from rlsim.base.reading import read_yaml
 from rlsim.base.schema import Schema
 from rlsim.calibrate.fit.common import Array, percent
-from rlsim.calibrate.parts import error_sizes, join, point_rows, residual_of
+from rlsim.calibrate.measurements import error_sizes, join, point_rows, residual_of
 from rlsim.calibrate.run_fit import (
     HostTimes,
     RolloutTimes,
@@ -60,8 +60,8 @@ class FromRun:
 
     `errors` has one row per quantity: `steps` (held out), `mean`, `median` and `p90` of the absolute relative error,
     `bias` (median signed error, positive = predicted too slow), `base_mean` (mean absolute error of the calibration
-    that it started from). `points` has one row per quantity and step (see `rlsim.calibrate.parts`). `excluded` counts
-    the steps that were neither fitted nor held out, by reason.
+    that it started from). `points` has one row per quantity and step (`rlsim.calibrate.measurements.COLUMNS`).
+    `excluded` counts the steps that were neither fitted nor held out, by reason.
     """
 
     calibration: Calibration

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 
 from rlsim.calibrate.fit.common import Array, columns_of, rounded
-from rlsim.calibrate.measurements import Measurements, measured_node
-from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
+from rlsim.calibrate.measurements import Fitted, Measurements, join, measured_node, point_rows, residual_of
 from rlsim.cost.calibration import DECODE_AXES, PREFILL_AXES, Calibration, EngineFit, HostFit, Residual
 from rlsim.cost.derived import ServedStep
 from rlsim.cost.fits import Correction

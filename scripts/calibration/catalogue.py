@@ -27,8 +27,7 @@ from rlsim.calibrate.fit.kernel import fit_elementwise
 from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.importers import aiconfigurator
 from rlsim.calibrate.importers.reading import imported
-from rlsim.calibrate.measurements import Measurements, measured_node
-from rlsim.calibrate.parts import Fitted, residual_of
+from rlsim.calibrate.measurements import Fitted, Measurements, measured_node, residual_of
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Provenance, Reference, Residual, Source, TrainingFit
 from rlsim.cost.fits import ExpertsFit, OperatorFits, ProductFit

@@ -32,8 +32,7 @@ from rlsim.calibrate.fit.common import (
     soft_l1,
 )
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
-from rlsim.calibrate.measurements import Measurements
-from rlsim.calibrate.parts import Fitted, join, point_rows, residual, residual_of
+from rlsim.calibrate.measurements import Fitted, Measurements, join, point_rows, residual, residual_of
 from rlsim.cost.calibration import Engine, Reference, Residual
 from rlsim.cost.fits import AttentionFit, KernelFit
 from rlsim.cost.kernel import Work

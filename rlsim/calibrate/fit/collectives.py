@@ -9,7 +9,7 @@ import pandas as pd
 from scipy.optimize import isotonic_regression, least_squares
 
 from rlsim.calibrate.fit.common import FEWEST, Array, Mask, columns_of, rounded
-from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
+from rlsim.calibrate.measurements import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.fits import CollectiveFit, CollectiveFits

@@ -16,7 +16,7 @@ from scipy.optimize import OptimizeResult, least_squares
 from rlsim.base.catalogue import DATA
 from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema, validate
-from rlsim.calibrate.parts import point_rows
+from rlsim.calibrate.measurements import point_rows
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import OperatorFits
 from rlsim.cost.operators import Operators

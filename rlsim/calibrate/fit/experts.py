@@ -10,7 +10,7 @@ import pandas as pd
 from rlsim.calibrate.fit.collectives import fit_collective, times_of
 from rlsim.calibrate.fit.common import FEWEST, KNOTS, Mask, as_written, held_out_rows
 from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
-from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
+from rlsim.calibrate.measurements import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Reference, Residual
 from rlsim.cost.collectives import exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, MXFP8, ExpertLoad, FusedExperts, peak_of

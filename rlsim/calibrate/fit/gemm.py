@@ -27,8 +27,7 @@ from rlsim.calibrate.fit.common import (
     soft_l1,
 )
 from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
-from rlsim.calibrate.measurements import Measurements
-from rlsim.calibrate.parts import Fitted, residual_of
+from rlsim.calibrate.measurements import Fitted, Measurements, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import ProductFit, Tile
 from rlsim.cost.operators import gemm_of

@@ -22,7 +22,7 @@ from rlsim.calibrate.fit.common import (
     held_out,
     rounded,
 )
-from rlsim.calibrate.parts import Fitted, residual_of
+from rlsim.calibrate.measurements import Fitted, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import Correction, KernelFit
 from rlsim.cost.kernel import Work, roofline_s

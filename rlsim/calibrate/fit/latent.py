@@ -16,7 +16,7 @@ import pandas as pd
 
 from rlsim.calibrate.fit.common import KNOTS, Knots, Mask
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
-from rlsim.calibrate.parts import Fitted, join, point_rows, residual_of
+from rlsim.calibrate.measurements import Fitted, join, point_rows, residual_of
 from rlsim.cost.attention import Latent
 from rlsim.cost.fits import KernelFit, LatentAttentionFit
 from rlsim.cost.kernel import Work

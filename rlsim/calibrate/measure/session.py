@@ -9,8 +9,7 @@ from rlsim.base.output import check_own_file
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.measure.bench import NOISY, Bench, Effort, Timing
 from rlsim.calibrate.measure.host import describe_cluster, devices, machine_facts, write_cluster, write_model
-from rlsim.calibrate.measure.journal import LEFT, TOO_NOISY, Journal, Point, Report, measure_all
-from rlsim.calibrate.measure.plan import GridSetup, plan
+from rlsim.calibrate.measure.journal import LEFT, TOO_NOISY, GridSetup, Journal, Point, Report, measure_all, plan
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.show import write_chart
 from rlsim.calibrate.write import write_yaml

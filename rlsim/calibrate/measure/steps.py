@@ -29,8 +29,7 @@ from rlsim.calibrate.measure.decoder import (
     padding_mask,
     random_weights,
 )
-from rlsim.calibrate.measure.journal import Point
-from rlsim.calibrate.measure.plan import contexts, elementwise_shape, equal_contexts
+from rlsim.calibrate.measure.journal import Point, contexts, elementwise_shape, equal_contexts
 from rlsim.calibrate.measure.workers import Worker
 from rlsim.errors import CalibrationError, RlsimError
 from rlsim.models.model import Model
