@@ -11,12 +11,12 @@ from conftest import Command
 
 from rlsim.calibrate.build import PUBLISHED, Built, build_calibration
 from rlsim.calibrate.fit.attention import CHUNK, with_windows
-from rlsim.calibrate.fit.common import operators_with
 from rlsim.calibrate.measurements import COLUMNS, Measurements, measured_node
 from rlsim.calibrate.show import MOST, calibration_chart, efficiencies, write_chart
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Reference, Source, load_calibration
 from rlsim.cost.fits import carried_operators
+from rlsim.cost.operators import Operators
 from rlsim.cost.profile import prompts_of
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
@@ -286,8 +286,7 @@ def test_one_device_has_no_collectives() -> None:
 
 def test_large_tables_get_the_full_fits_and_their_held_out_rows() -> None:
     """Times from the formulas of the H100: the points' held-out rows are those that the fits' residuals count."""
-    names = ("gemm", "decode_attention", "prefill_attention")
-    operators = operators_with(H100.reference, **{name: getattr(H100.operators, name) for name in names})
+    operators = Operators(H100.operators, H100.reference)
     widths, tokens = (1024, 4096, 6144, 8192, 16384, 28672), (1, 4, 16, 64, 256, 1024, 4096)
     gemm = [(m, n, k, operators.gemm_s(m, n, k)) for n in widths for k in widths for m in tokens]
     heads = ((8, 1), (16, 2), (32, 4), (32, 8))

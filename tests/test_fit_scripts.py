@@ -23,11 +23,10 @@ from calibration.training import DRIVER_S, Fit, fit_stacks, gemm_shares, large_g
 from evidence.validate.coverage import shipped_calls  # noqa: E402
 from evidence.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 from evidence.validate.steps import iterations  # noqa: E402
-from rlsim.calibrate.fit import gemm  # noqa: E402
 from rlsim.calibrate.fit.attention import DECODE, HEAD_DIM, PROMPTS, decode_rows, usual_groups  # noqa: E402
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
 from rlsim.calibrate.fit.common import held_out, predict  # noqa: E402
-from rlsim.calibrate.fit.gemm import gemm_rows  # noqa: E402
+from rlsim.calibrate.fit.gemm import gemm_rows, kernel_of  # noqa: E402
 from rlsim.calibrate.measurements import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost.calibration import Calibration, FrontEndFit, HostFit, Reference, Residual  # noqa: E402
@@ -118,7 +117,7 @@ def carried_errors(data: Path, source: Calibration, target: str) -> dict[str, Re
     fits, measured = carried_operators(source.operators, source.reference, ref), operator_tables(data, gpu, engine)
     gemms = measured.table("gemm")
     rows = {
-        gemm.KERNEL: gemms[~gemm_rows(gemms, ref).hot],
+        kernel_of("bf16"): gemms[~gemm_rows(gemms, ref).hot],
         DECODE: usual(measured.table("decode_attention"), "decode_attention"),
         PROMPTS: usual(measured.table("prefill_attention"), "prefill_attention"),
     }

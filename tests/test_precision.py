@@ -11,7 +11,6 @@ from conftest import TINY, cases
 from pydantic import ValidationError
 
 from rlsim.calibrate.fit.attention import attention_kernels
-from rlsim.calibrate.fit.common import operators_with
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
 from rlsim.calibrate.importers import aiconfigurator
 from rlsim.calibrate.measurements import Measurements
@@ -19,6 +18,7 @@ from rlsim.cost.calibration import Calibration, Reference, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.fits import AttentionFit, OperatorFits, ProductFit, Tile
 from rlsim.cost.layout import Layout
+from rlsim.cost.operators import Operators
 from rlsim.cost.products import Products
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
@@ -94,12 +94,15 @@ def test_fits_name_each_precision_once() -> None:
         OperatorFits.model_validate({**dict(known), "decode_attention_fp8": known.decode_attention})
 
 
+def with_fits(known: Calibration, **fits: AttentionFit) -> Operators:
+    return Operators(known.operators.model_copy(update=fits), known.reference)
+
+
 def test_attention_on_fp8_reads_half_the_bytes() -> None:
     known = quantised()
     kernel = known.operators.decode_attention.heads[128].model_copy(update={"table": None})
     bare, bare8 = (
-        operators_with(known.reference, decode_attention=AttentionFit(kv_precision=kv, heads={128: kernel}))
-        for kv in ("bf16", "fp8")
+        with_fits(known, decode_attention=AttentionFit(kv_precision=kv, heads={128: kernel})) for kv in ("bf16", "fp8")
     )
     times = [[o.decode_attention_s(64, t, 32, 8, 128) for t in (1e6, 2e6)] for o in (bare, bare8)]
     slow, quick = (high - low for low, high in times)
@@ -146,7 +149,7 @@ def test_attention_on_fp8_is_fitted_under_its_own_name() -> None:
     known = load_calibration("h100-sglang")
     bf16 = {name: getattr(known.operators, name) for name in ("decode_attention", "prefill_attention")}
     fp8 = {name: one.model_copy(update={"kv_precision": "fp8"}) for name, one in bf16.items()}
-    operators = operators_with(known.reference, **fp8)
+    operators = with_fits(known, **fp8)
     decode = [
         (b, c, c, kv * 4, kv, 128, operators.decode_attention_s(b, b * c, kv * 4, kv, 128))
         for b in (1, 4, 16, 64, 256)

@@ -60,8 +60,7 @@ class Operators:
         self.decode_kernels = DecodeKernels(fits.decode_attention, reference)
         self._decode = cache(self.decode_kernels.curve)
         self.prompt_kernels = PromptKernels(fits.prefill_attention, reference)
-        self._memory = Kernel(fits.memory_bound, MEMORY_AXES)
-        self._memory_at = nan, self._memory
+        self._memory = ElementwiseKernel(fits.memory_bound, reference)
         self._memory_range = self._ranges.get("memory_bound", {}).get("bytes", (-inf, inf))
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
@@ -163,11 +162,23 @@ class Operators:
             self._lookups.add("memory_bound", "interpolated")
         else:
             self.count("memory_bound", bytes=size_bytes)
-        at, kernel = self._memory_at  # the last number of tokens: all kernels of an iteration have the same
+        return self._memory.time_s(size_bytes, tokens)
+
+
+class ElementwiseKernel:
+    """A norm, rotary embedding or activation. Work: a launch, and the bytes that it moves to and from memory."""
+
+    def __init__(self, fit: KernelFit, reference: Reference) -> None:
+        self._kernel, self._rate = Kernel(fit, MEMORY_AXES), reference.memory_bytes_per_s
+        self._last = nan, self._kernel  # at the last number of tokens: all kernels of an iteration have the same
+
+    def time_s(self, size_bytes: float, tokens: float) -> float:
+        """Seconds over `tokens` tokens; no less than the data sheet allows."""
+        at, kernel = self._last
         if at != tokens:
-            kernel = self._memory.at(tokens)
-            self._memory_at = tokens, kernel
-        peak_s = size_bytes / self.reference.memory_bytes_per_s
+            kernel = self._kernel.at(tokens)
+            self._last = tokens, kernel
+        peak_s = size_bytes / self._rate
         return max(kernel.time_s(Work({"memory": peak_s}, {"launches": 1.0}), size_bytes), peak_s)
 
 

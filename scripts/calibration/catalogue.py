@@ -20,7 +20,7 @@ from rlsim.base.schema import Schema
 from rlsim.calibrate.build import COLD, INTER, MIXTURE, PAIR, PUBLISHED
 from rlsim.calibrate.fit.attention import attention_kernels, with_windows
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
-from rlsim.calibrate.fit.common import as_written, compared, operators_with, predict
+from rlsim.calibrate.fit.common import as_written, compared, predict
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts, other_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of, quantised_products
 from rlsim.calibrate.fit.kernel import fit_elementwise
@@ -31,6 +31,7 @@ from rlsim.calibrate.measurements import Fitted, Measurements, measured_node, re
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Provenance, Reference, Residual, Source, TrainingFit
 from rlsim.cost.fits import ExpertsFit, OperatorFits, ProductFit
+from rlsim.cost.operators import Operators
 from rlsim.cost.strategy import TRAFFIC, efficiency_of
 from rlsim.models.hardware import load_cluster
 from rlsim.models.precision import KvPrecision, Precision
@@ -205,7 +206,8 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         quantised.append(borrowed)
         notes.append(NOTES["borrowed"])
     notes.extend(mixtures.notes)
-    others, blocks = operators_with(ref, **{name: part.fit for name, part in kernels.items()}), False
+    fits = OperatorFits.model_validate({name: part.fit for name, part in kernels.items()})
+    others, blocks = Operators(fits, ref), False
     for kv, slot in LATENT.items():
         found = latent_tables(data, gpu, engine, kv)
         if found is not None:

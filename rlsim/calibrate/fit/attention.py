@@ -6,6 +6,7 @@ Each size of heads has kernels of its own. Rows are held out by batch and heads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,6 @@ from rlsim.calibrate.fit.common import (
     few_constants,
     held_out,
     held_out_rows,
-    operators_with,
     percent,
     rounded,
     soft_l1,
@@ -57,18 +57,26 @@ WINDOWS_NOTE = "sequences beyond their window; (batch, heads) not fitted; KV fro
 ADDED_S = {"tiles": 1e-8, "sequences": 1e-8, "queries": 1e-11, "masked": 0.1}
 
 
+def _decode_s(fit: AttentionFit, ref: Reference) -> Callable[[Any], float]:
+    curve = cache(DecodeKernels(fit, ref).curve)
+    return lambda row: curve(int(row.batch), int(row.kv_heads), int(row.head_dim)).step_s(row.batch * row.context)
+
+
+def _prompts_s(fit: AttentionFit, ref: Reference) -> Callable[[Any], float]:
+    kernels = PromptKernels(fit, ref)
+    return lambda row: kernels.time_s(
+        [(float(row.new), float(row.prior))] * int(row.batch), int(row.q_heads), int(row.kv_heads), int(row.head_dim)
+    )
+
+
 DECODE = Kernel(
     "decode_attention",
-    lambda operators, row: operators.decode_attention_s(
-        int(row.batch), row.batch * row.context, int(row.q_heads), int(row.kv_heads), int(row.head_dim)
-    ),
+    _decode_s,
     lambda row: f"{row.batch:.0f} x {row.context:.0f} tokens, {row.q_heads:.0f}/{row.kv_heads:.0f} heads",
 )
 PROMPTS = Kernel(
     "prefill_attention",
-    lambda operators, row: operators.prefill_attention_s(
-        [(float(row.new), float(row.prior))] * int(row.batch), int(row.q_heads), int(row.kv_heads), int(row.head_dim)
-    ),
+    _prompts_s,
     lambda row: (
         f"{row.batch:.0f} x {row.new:.0f} tokens{f' on {row.prior:.0f}' if row.prior else ''}, "
         f"{row.q_heads:.0f}/{row.kv_heads:.0f} heads"
@@ -279,15 +287,13 @@ def with_windows(
     knots = KNOTS[f"{operator}_windows"]
     windows = {dim: _kernel(kernels, rows[mask], knots) for dim, mask in own.items() if mask.any()}
     fit = fit.model_copy(update={"windows": windows})
-    operators = operators_with(ref, **{operator: fit})
+    made = type(kernels)(fit, ref)
 
     def window_s(row: Any) -> float:
         heads, window = (int(row.kv_heads), int(row.head_dim)), int(row.window)
-        if decode:
-            return operators.decode_kernels.curve(int(row.batch), *heads, window).step_s(row.batch * window)
-        return operators.prefill_attention_s(
-            [(float(row.tokens), 0.0)] * int(row.batch), int(row.q_heads), *heads, window
-        )
+        if isinstance(made, DecodeKernels):
+            return made.curve(int(row.batch), *heads, window).step_s(row.batch * window)
+        return made.time_s([(float(row.tokens), 0.0)] * int(row.batch), int(row.q_heads), *heads, window)
 
     shown = [window_s(row) for row in rows[test].itertuples(index=False)]
     ranges = rows[["batch", "tokens", "window", "head_dim"]]
@@ -308,7 +314,7 @@ def measured_skew(
     heads = ["batch", "q_heads", "kv_heads"]
     measured = {key: rows.sort_values("context") for key, rows in equal.groupby(heads)}
     rows = list(unequal[[*heads, "context", "longest", "seconds"]].itertuples(index=False))
-    operators, (dim,) = operators_with(ref, decode_attention=fit), fit.heads
+    curve, (dim,) = cache(DecodeKernels(fit, ref).curve), fit.heads
 
     def shown(row: tuple[float, ...], skew: float) -> float:
         b, q, kv, context, longest, _ = row
@@ -316,7 +322,7 @@ def measured_skew(
         same = measured.get((b, q, kv))
         if same is not None and len(same) >= 2 and same.context.iloc[0] <= at <= same.context.iloc[-1]:
             return float(np.interp(at, same.context, same.seconds))
-        return operators.decode_attention_s(int(b), b * at, int(q), int(kv), dim)
+        return curve(int(b), int(kv), dim).step_s(b * at)
 
     test = np.arange(len(rows)) % 4 == 3 if len(rows) >= 8 else np.zeros(len(rows), dtype=bool)
     train = [row for row, unseen in zip(rows, test, strict=True) if not unseen]

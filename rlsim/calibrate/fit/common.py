@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,8 +17,6 @@ from rlsim.base.reading import plain, read_yaml
 from rlsim.base.schema import Schema, validate
 from rlsim.calibrate.measurements import point_rows
 from rlsim.cost.calibration import Reference
-from rlsim.cost.fits import OperatorFits
-from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError
 
 Array = NDArray[np.float64]
@@ -99,45 +96,19 @@ FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_boun
 FULL = 60  # rows to fit from which the full fits, with their dozen constants, are used
 SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
 
-#: Stands for an operator that is not asked for: the look-ups prepare products and corrections for all of them.
-_ABSENT = SimpleNamespace(
-    precision="bf16",
-    kv_precision="bf16",
-    heads={},
-    windows={},
-    tiles=(),
-    blocks=None,
-    table=None,
-    efficiency={},
-    added_s={},
-)
-
 
 class Kernel(NamedTuple):
-    """One kind of kernel: the operator's name, and the time and the label of a row of its table.
-
-    `slot`: where `Operators` looks for its fit, if that is not under the operator's name.
-    """
+    """One kind of kernel: the operator's name, what gives the time of a row of its table by a fit, and its label."""
 
     operator: str
-    seconds: Callable[[Operators, Any], float]
+    seconds: Callable[[Any, Reference], Callable[[Any], float]]
     label: Callable[[Any], str]
-    slot: str = ""
-
-
-def operators_with(ref: Reference, **fits: Schema) -> Operators:
-    """The look-ups of the given fits (by operator); the others cannot be asked for."""
-    absent: dict[str, Any] = {
-        name: field.default if field.default in ({}, ()) else _ABSENT
-        for name, field in OperatorFits.model_fields.items()
-    }
-    return Operators(OperatorFits.model_construct(**{**absent, **fits}), ref)
 
 
 def predict(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -> Array:
     """Seconds of each of `rows` with this fit."""
-    operators = operators_with(ref, **{kernel.slot or kernel.operator: fit})
-    return np.array([kernel.seconds(operators, row) for row in rows.itertuples(index=False)], float)
+    seconds = kernel.seconds(fit, ref)
+    return np.array([seconds(row) for row in rows.itertuples(index=False)], float)
 
 
 def compared(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from rlsim.calibrate.measurements import Fitted, Measurements, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import ProductFit, Tile
 from rlsim.cost.operators import gemm_of
-from rlsim.cost.products import ProductWork
+from rlsim.cost.products import Products, ProductWork
 from rlsim.errors import CalibrationError
 from rlsim.models.precision import PRECISIONS, WEIGHT_BYTES, Precision, peak_flop_per_s
 
@@ -56,17 +56,14 @@ Part = npt.NDArray[np.int_]  # some rows
 Tiles = list[list[tuple[int, int, float]]]  # by range of rows: rows, columns and share of the peak
 
 
+def _product_s(fit: ProductFit, ref: Reference) -> Callable[[Any], float]:
+    products = Products(fit, ref)
+    return lambda row: products.time_s(row.m, int(row.n), int(row.k))
+
+
 def kernel_of(precision: Precision) -> Kernel:
     """The products of one precision."""
-    return Kernel(
-        gemm_of(precision),
-        lambda operators, row: operators.gemm_s(row.m, int(row.n), int(row.k), precision=precision),
-        lambda row: f"{row.m:.0f} x {row.n:.0f} x {row.k:.0f}",
-        slot="gemm",
-    )
-
-
-KERNEL = kernel_of("bf16")
+    return Kernel(gemm_of(precision), _product_s, lambda row: f"{row.m:.0f} x {row.n:.0f} x {row.k:.0f}")
 
 
 def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool, precision: Precision = "bf16") -> Fitted[ProductFit]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,6 +27,7 @@ from rlsim.calibrate.measurements import Fitted, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import Correction, KernelFit
 from rlsim.cost.kernel import Work, roofline_s
+from rlsim.cost.operators import ElementwiseKernel
 
 START = 0.7  # share of a rate that the search begins with
 ADDED_S = 1e-9  # and seconds of a unit of other work
@@ -196,9 +198,16 @@ def _differences(shape: Sequence[int]) -> sparse.csr_matrix:
 # Norms, rotary embedding and activation: launch plus bytes over bandwidth, both under the table.
 
 START_S = 2.7e-6  # of a launch, where the search begins
+
+
+def _elementwise_s(fit: KernelFit, ref: Reference) -> Callable[[Any], float]:
+    kernel = ElementwiseKernel(fit, ref)
+    return lambda row: row.kernels * kernel.time_s(row.bytes / row.kernels, row.tokens)
+
+
 ELEMENTWISE = Kernel(
     "memory_bound",
-    lambda operators, row: row.kernels * operators.memory_bound_s(row.bytes / row.kernels, row.tokens),
+    _elementwise_s,
     lambda row: f"{row.kernels:.0f} over {row.tokens:.0f} tokens, {row.bytes:.0f} bytes",
 )
 
