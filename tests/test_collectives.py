@@ -88,10 +88,8 @@ def test_deepep_across_nodes() -> None:
 
 def test_mistakes_are_named() -> None:
     c = Collectives(FITS, REFERENCE, cluster())
-    with pytest.raises(ValueError, match="unknown collective 'allreduce'"):
+    with pytest.raises(CalibrationError, match="no measurement of 'allreduce'"):
         c.time_s("allreduce", 1.0, 2)
-    with pytest.raises(ValueError, match="9 GPUs cannot be spread evenly over 2 nodes"):
-        c.time_s("all_reduce", 1.0, 9, nodes=2)
     with pytest.raises(CalibrationError, match="no inter-node link"):
         c.time_s("all_reduce", 1.0, 16, nodes=2)
 

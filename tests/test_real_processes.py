@@ -70,11 +70,6 @@ def borrowed(two, monkeypatch):
 # A decoder ---
 
 
-def test_impossible_workers():
-    with pytest.raises(CalibrationError, match="expected cpu or cuda"):
-        Workers(1, device="tpu")
-
-
 def test_shapes_add_up_to_the_models_parameters():
     for model in (TINY, TINY.model_copy(update={"model_type": "qwen2", "tie_word_embeddings": True})):
         total = sum(torch.Size(split.shape).numel() for layer in weight_splits(model) for split in layer.values())

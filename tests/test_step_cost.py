@@ -173,11 +173,7 @@ def test_profile_prefill_between_the_nearest_points_of_many() -> None:
     assert profile.prefill_s([Chunk(50, 50)]) <= 0.5
 
 
-def test_profile_mistakes() -> None:
-    with pytest.raises(CalibrationError, match="ascending order"):
-        ProfileStep(1, [], [1], [1], [[1.0]])
-    with pytest.raises(CalibrationError, match="one row per token count"):
-        ProfileStep(1, [DecodeCurve(1, [0], [1.0])], [1, 2], [1], [[1.0]])
+def test_a_profile_needs_two_contexts_of_a_batch() -> None:
     with pytest.raises(CalibrationError, match="no batch size has two contexts"):
         profile_of(roofline(), (64,), (1024,), kv_budget_tokens=1000)
 

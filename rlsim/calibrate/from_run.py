@@ -271,7 +271,6 @@ def _predicted(run: Run, training: TrainingShares | None, gen_s: Array) -> dict[
 def _report(
     run: Run, training: TrainingShares, times: RolloutTimes, host: HostTimes
 ) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
-    """Points and errors of every logged quantity, and what has to be said about them."""
     fitted = _predicted(run, training, times.total_s(host.step_s, host.sequence_s))
     base, backend = run.base.training, run.settings.backend
     flop = base.flop_efficiency.get(backend)
@@ -307,7 +306,6 @@ def _report(
 def _calibration(
     result: FromRun, run: Run, shares: TrainingShares, host: HostTimes, mfu: float, name: str | None
 ) -> Calibration:
-    """The base with the fitted numbers, and where they are from."""
     base, settings, log = run.base, run.settings, run.log.path.name
     tested = "; ".join(
         f"{row['quantity']} {percent(row['mean'])} mean, {percent(row['bias'])} bias"
@@ -385,12 +383,10 @@ def arguments_of(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(block: Schema) -> dict[str, Any]:
-    """The fields of a block that the file states."""
     return {key: value for key, value in block.model_dump().items() if key in block.model_fields_set}
 
 
 def _prompt_tokens(experiment: Experiment, folder: Path) -> int:
-    """The mean length of the trace's prompts."""
     spec = experiment.trace
     if spec.path is None:
         return spec.default_prompt_tokens

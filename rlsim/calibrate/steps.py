@@ -178,7 +178,6 @@ def iteration_times(cost: StepCost, rows: pd.DataFrame) -> Array:
 
 
 def _bands(rows: pd.DataFrame, axis: str) -> NDArray[np.int64]:
-    """The number of the knot that each row belongs to."""
     return np.asarray(np.rint(np.log2(rows[axis].clip(lower=1)) * KNOTS[axis]), dtype=int)
 
 

@@ -87,7 +87,6 @@ class GenerationBound:
 
 
 def _lower_hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[list[float], list[float]]:
-    """The lower convex hull of points in ascending order of x."""
     kept: list[tuple[float, float]] = []
     for point in zip(x.tolist(), y.tolist(), strict=True):
         while len(kept) > 1 and (kept[-1][1] - kept[-2][1]) * (point[0] - kept[-2][0]) >= (point[1] - kept[-2][1]) * (
@@ -99,6 +98,5 @@ def _lower_hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[list[fl
 
 
 def _at(curve: DecodeCurve, contexts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A decode curve at many contexts."""
     x = sorted({*curve.knots, 0.0, float(contexts.max(initial=0.0)) + 1.0})
     return np.interp(contexts, x, [curve.step_s(value) for value in x])

@@ -452,7 +452,6 @@ def _full(name: str) -> str:
 
 
 def _of_catalogue(full: str) -> Calibration:
-    """The calibration of a full name."""
     if path := catalogue.names("calibration").get(full):
         return _load(path)
     gpu, source = _derived_names()[full]

@@ -142,7 +142,6 @@ class CallCosts:
         return Reallocation(self.models[role], self.cluster, self.collectives, receiver)
 
     def _data(self, to: CallCosts) -> DataTransfer:
-        """Seconds of moving what a call on these GPUs has made to a call on ones of the kind of `to`."""
         receiver = None if to is self else Side(to.cluster, to.collectives)
         return DataTransfer(self.cluster, self.collectives, receiver)
 

@@ -117,7 +117,6 @@ class MicroBatching:
         bins: list[npt.NDArray[np.intp]],
         count: int,
     ) -> MicroBatches:
-        """What the bins of each rank hold of its part of the sequences."""
 
         def summed(each: Floats) -> Floats:
             return np.array([np.bincount(at, each[part], count) for at, part in zip(bins, parts, strict=True)], float)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ class ProfileStep(StepCost):
 
     `curves` are the decode curves at the profiled batch sizes (ascending). `prefill_s[i][j]` are the seconds of one
     prefill of `prefill_tokens[i]` new tokens of the equivalent length `prefill_lengths[j]` (`mixed_s`). Outside the
-    profiled region the edge slope continues. Raises `CalibrationError` for grids that do not fit together.
+    profiled region the edge slope continues. All knots ascend.
     """
 
     def __init__(
@@ -46,13 +46,6 @@ class ProfileStep(StepCost):
         self.skew = skew
         self._curves = {curve.batch: curve for curve in curves}
         self._batches = [float(curve.batch) for curve in curves]
-        if not curves or self._batches != sorted(set(self._batches)):
-            raise CalibrationError("a decode profile needs at least one batch size, in ascending order")
-        if len(prefill_s) != len(prefill_tokens) or any(len(row) != len(prefill_lengths) for row in prefill_s):
-            raise CalibrationError("a prefill profile needs one row per token count and one column per length")
-        for name, knots in (("prefill_tokens", prefill_tokens), ("prefill_lengths", prefill_lengths)):
-            if not knots or any(b <= a for a, b in pairwise(knots)):
-                raise CalibrationError(f"{name} of a prefill profile must ascend")
         self._tokens = [float(x) for x in prefill_tokens]
         self._lengths = [float(x) for x in prefill_lengths]
         self._prefill = [[float(y) for y in row] for row in prefill_s]

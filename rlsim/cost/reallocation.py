@@ -116,7 +116,6 @@ class Reallocation:
 
 
 def _without_cp(placement: Layout) -> Layout:
-    """The data-parallel placement that holds the same parameters."""
     return placement if placement.cp == 1 else replace(placement, dp=placement.shards, cp=1)
 
 
@@ -305,7 +304,6 @@ def _parameter_wants(cluster: Cluster, common: Floats, source: Layout, target: L
 
 
 def _data_wants(total_bytes: float, source: Layout, target: Layout) -> _Wants:
-    """Every part of the batch that every target GPU needs, with its holder."""
     pieces = math.ceil(source.dp / target.dp) + 1
     places = np.arange(target.gpus)
     place, nth = (x.ravel() for x in np.meshgrid(places, np.arange(pieces), indexing="ij"))

@@ -140,7 +140,6 @@ class RolloutCostModel:
         return rule.share_for(pages * memory.page_bytes, self.cluster.gpu.memory_bytes, *engine)
 
     def _host_kv(self, tp: int) -> HostKv:
-        """Host memory for KV pages that a replica at `tp` has no room for."""
         if not self._kv_offloading_bytes:
             return NO_HOST_KV
         own, groups = self._layout.attention_tp(self._stage_tp(tp)), self._layout.attention_dp

@@ -116,7 +116,6 @@ class RooflineStep(StepCost):
         self._known_prefill_s: dict[Chunk, float] = {}
 
     def _as_run(self, layer: Layer) -> Layer:
-        """The layer without a shared expert that the engine runs among the others."""
         if isinstance(layer.mlp, Experts) and layer.mlp.experts in self._fused_shared:
             return replace(layer, mlp=replace(layer.mlp, shared_width=0))
         return layer
@@ -289,7 +288,6 @@ class RooflineStep(StepCost):
         return 2 * one  # embedding, last norm
 
     def _head_s(self, rows: float) -> float:
-        """Seconds of the LM head on `rows` tokens, and of gathering its logits."""
         own = self.own(rows)
         time = self.operators.gemm_s(own, self._head.n_out, self._head.k_in)
         if not self._model.scalar_head:

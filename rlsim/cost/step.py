@@ -114,7 +114,6 @@ class StepCost(ABC):
         return self._under[conditions]
 
     def _made_for(self, conditions: Conditions) -> StepCost:
-        """The cost that `under` keeps."""
         raise NotImplementedError
 
     @property
@@ -135,7 +134,6 @@ class StepCost(ABC):
         return self.curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
-        """The curve that `decode` keeps."""
         raise NotImplementedError
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:

@@ -239,7 +239,6 @@ def _attention(config: Config, family: Family, kind: LayerType, shared: bool) ->
 
 
 def _sizes(config: Config, kind: str) -> dict[str, Any]:
-    """The sizes of such a part of a layer."""
     return {size: getattr(config, word) for size, word in SIZES[kind].items()}
 
 

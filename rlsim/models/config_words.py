@@ -116,7 +116,6 @@ def _kinds(family: Family, pattern: Any) -> tuple[Any, ...]:
 
 
 def _experts(family: Family, data: dict[str, Any]) -> None:
-    """Which layers have experts, and their widths."""
     if family.narrow:
         dense = data.pop("intermediate_size_mlp", data.get("intermediate_size"))
         if "intermediate_size" in data:

@@ -313,7 +313,6 @@ def load_model(name_or_path: str | Path) -> Model:
 
 
 def _from_config_json(path: Path) -> dict[str, Any]:
-    """The words of a `config.json` as `Model` has them, after refusing what it cannot describe."""
     config = read_json(path)
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: not a config.json: expected an object")

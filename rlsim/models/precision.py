@@ -123,7 +123,6 @@ _COMPRESSED: dict[tuple[Any, Any, Any], Precision] = {
 
 
 def _compressed(group: Any) -> Precision | None:
-    """Of one of compressed-tensors' `config_groups`."""
     parts = [group.get(key) for key in ("weights", "input_activations")] if isinstance(group, Mapping) else []
     known = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "float"]
     if len(known) < 2:

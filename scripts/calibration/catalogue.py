@@ -295,7 +295,6 @@ def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fit
 
 
 def _windows(data: Path, source: Source) -> dict[str, pd.DataFrame]:
-    """Attention in windows as it was measured, by operator."""
     slots = {"generation": "decode_attention", "context": "prefill_attention"}
     found = {}
     for file in source.files:

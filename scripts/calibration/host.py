@@ -52,7 +52,6 @@ def _begin(calibrations: Mapping[str, Calibration]) -> None:
 
 
 def _ratios(task: tuple[ServingRun, HostFit, FrontEndFit]) -> list[float]:
-    """Simulated over measured: TPOT and TTFT."""
     run, host, front_end = task
     if run.setting not in _BARE:
         _BARE[run.setting] = kernels_of(_CALIBRATIONS[run.engine], run)

@@ -228,7 +228,6 @@ def _traffic(curves: Sequence[_Curve]) -> tuple[float, float]:
 
 
 def _driver(curves: Sequence[_Curve], traffic: float) -> float:
-    """The driver's seconds per padded token with the least squared log errors of both phases."""
 
     def loss(driver_s: float) -> float:
         return float(sum((curve.log_errors(traffic, driver_s) ** 2).sum() for curve in curves))

@@ -135,7 +135,6 @@ def _of_every_head_dim(
 
 
 def _works(kernels: DecodeKernels | PromptKernels, rows: pd.DataFrame) -> Work:
-    """The work of each row, of whole sequences or of windows."""
 
     def one(row: Any) -> Work:
         heads = int(row.kv_heads), int(row.head_dim)

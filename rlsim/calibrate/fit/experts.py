@@ -115,7 +115,6 @@ def _hot(table: pd.DataFrame, ref: Reference, precision: Precision) -> tuple[Mas
 
 
 def _judged(name: str, rows: pd.DataFrame, ref: Reference, precision: Precision) -> pd.DataFrame:
-    """The points, as of operator `name`, of models that the fit has not seen."""
     test = rows.model.isin(LEFT_OUT).to_numpy(bool)
     if not test.any() or test.all():
         test = held_out_rows(rows.model)

@@ -156,7 +156,6 @@ def fit_gemm(
 
 
 def _fitted(kind: ProductFit, rows: pd.DataFrame, ref: Reference) -> ProductFit:
-    """The kernel with the choice of blocks of `kind`."""
     sizes = zip(rows.m.to_numpy(float), rows.n.astype(int), rows.k.astype(int), strict=True)
     work = stacked(map(ProductWork(kind, ref).__call__, *zip(*sizes, strict=True)))
     seconds, in_l2 = rows.seconds.to_numpy(float), rows.in_l2.to_numpy(bool)

@@ -154,7 +154,6 @@ def fit_correction(
 
 
 def _within(knots: Sequence[float], values: Array) -> tuple[float, ...]:
-    """The knots from the last at or below the smallest value to the first at or above the largest."""
     low, high = float(values.min()), float(values.max())
     first = max((i for i, knot in enumerate(knots) if knot <= low), default=0)
     last = min((i for i, knot in enumerate(knots) if knot >= high), default=len(knots) - 1)

@@ -109,7 +109,6 @@ def read(
 def _kernels(
     paths: dict[str, Path], backend: str, reference: Reference | None, notes: list[str]
 ) -> dict[str, pd.DataFrame]:
-    """Products and attention, in every precision that their tables have."""
     gemm, *attentions = (paths[name] for name in KERNELS)
     operators = dict(zip(("decode_attention", "prefill_attention"), attentions, strict=True))
     tables = {"gemm": gemms(gemm, reference, notes)}
@@ -325,7 +324,6 @@ def _releases(root: Path, table: str) -> dict[str, Path]:
 
 
 def _newest(root: Path, table: str) -> tuple[str, Path | None]:
-    """The newest release that has a table, and the table's file."""
     return next(reversed(_releases(root, table).items()), ("", None))
 
 

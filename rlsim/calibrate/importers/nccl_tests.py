@@ -86,7 +86,6 @@ def read(paths: Iterable[Path], *, gpu: str = "", reference: Reference | None = 
 
 
 def _tests(path: Path) -> Iterator[_Test]:
-    """Every test of a text file: its header, devices and table, which a line with the average bandwidth ends."""
     stem = re.sub("[-_]", "", path.stem.lower())
     named = max((name for name in USED if name.replace("_", "") in stem), key=len, default="")
     test, found, table = _Test(named), 0, False

@@ -68,7 +68,9 @@ def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     or with lists in one.
     """
     if path.suffix != ".parquet":
-        table = _csv(path)
+        with csv_errors(path, CalibrationError):
+            text = io.StringIO(read_text(path))
+            table = pd.read_csv(text, skip_blank_lines=False, index_col=False, low_memory=False)
     else:
         if not path.is_file() or path.read_bytes()[:4] in (b"", b"vers"):
             read_text(path)  # missing, empty or a pointer: says which
@@ -83,19 +85,6 @@ def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
         if table[name].dtype == object and table[name].map(pd.api.types.is_list_like).any():
             raise CalibrationError(f"{path}: column {name!r} holds lists; expected one value a row")
     return table
-
-
-def _csv(path: Path) -> pd.DataFrame:
-    text = read_text(path)
-    header, *lines = text.splitlines()
-    width = header.count(",")
-    for i, line in enumerate(lines):
-        if line.strip() and '"' not in line and line.count(",") != width:
-            raise CalibrationError(
-                f"{path}: line {i + 2}: {line.count(',') + 1} values, the header names {width + 1} (a line cut off?)"
-            )
-    with csv_errors(path, CalibrationError):
-        return pd.read_csv(io.StringIO(text), skip_blank_lines=False, index_col=False, low_memory=False)
 
 
 def numbers(path: Path, table: pd.DataFrame, names: Sequence[str], *, positive: bool = False) -> pd.DataFrame:

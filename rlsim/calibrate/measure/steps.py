@@ -31,7 +31,7 @@ from rlsim.calibrate.measure.decoder import (
 )
 from rlsim.calibrate.measure.journal import Point, contexts, elementwise_shape, equal_contexts
 from rlsim.calibrate.measure.workers import Worker
-from rlsim.errors import CalibrationError, RlsimError
+from rlsim.errors import RlsimError
 from rlsim.models.model import Model
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -51,8 +51,6 @@ def decode_step(
     running = Batch(_decoder(worker, bench, model, tp, math.ceil(batch / tp), max(lengths) + ROOM))
     running.arrive(range(batch), lengths, [0] * batch)
     if mode == "graph":
-        if worker.device == "cpu":
-            raise CalibrationError("there are no graphs on the CPU: expected mode eager")
         running.capture()
     return _timed(worker, bench, running.step, running.rewind)
 
