@@ -18,7 +18,7 @@ from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import read_yaml, shipped
 from rlsim.base.schema import validate
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.lookups import Lookups
+from rlsim.cost.step import Lookups
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.ledger import ledger_of

@@ -16,8 +16,8 @@ from rlsim.cli.tables import print_ledgers
 from rlsim.cost.assumed import AssumedCosts
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel
+from rlsim.cost.step import Lookups
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment

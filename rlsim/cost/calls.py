@@ -10,9 +10,9 @@ from types import MappingProxyType
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
+from rlsim.cost.step import Lookups
 from rlsim.cost.strategy import EXPERT_LAUNCH_S, TrainEfficiency, TrainStrategy, unfused_of
 from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import weight_sync_s

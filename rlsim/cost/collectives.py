@@ -17,7 +17,7 @@ import numpy as np
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import CollectiveFit, CollectiveFits, Operation
 from rlsim.cost.layout import Integers, Layout
-from rlsim.cost.lookups import Lookups
+from rlsim.cost.step import Lookups
 from rlsim.errors import CalibrationError
 from rlsim.models.hardware import Cluster
 

@@ -13,9 +13,8 @@ from rlsim.cost.collectives import CollectiveTime
 from rlsim.cost.curve import DecodeCurve, InWindows, at_least, longer, times
 from rlsim.cost.fits import Correction
 from rlsim.cost.kernel import Surface, surface_of
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.micro_batches import pack
-from rlsim.cost.step import Chunk, Conditions, StepCost
+from rlsim.cost.step import Chunk, Conditions, Lookups, StepCost
 from rlsim.errors import ConfigError
 
 

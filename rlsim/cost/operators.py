@@ -22,8 +22,8 @@ from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.experts import ExpertLoad, FusedExperts
 from rlsim.cost.fits import AttentionFit, KernelFit, OperatorFits
 from rlsim.cost.kernel import Kernel, Work
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.products import Products
+from rlsim.cost.step import Lookups
 from rlsim.models.precision import KV_BYTES, Precision
 
 #: Columns of the widest blocks of products. What is narrower than that (a router) is one column of blocks.

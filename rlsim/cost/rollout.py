@@ -11,11 +11,10 @@ from typing import Any
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.layout import PLAIN, ReplicaLayout
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.speculation import Drafts, speculative
-from rlsim.cost.step import StepCost
+from rlsim.cost.step import Lookups, StepCost
 from rlsim.cost.transfer import (
     IN_PLACE,
     NO_HOST_KV,

@@ -17,11 +17,10 @@ from rlsim.cost.curve import DecodeCurve, InWindows, over_all, read_of_equal, su
 from rlsim.cost.derived import Boundaries, Change, DerivedStep, HostTime, Pipelined, ServedStep, hosted
 from rlsim.cost.experts import expert_load
 from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16, kv_shape
 from rlsim.cost.micro_batches import pack
 from rlsim.cost.operators import Operators
-from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.step import Chunk, Lookups, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.layers import Experts, LatentAttention

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.base.schema import located
-from rlsim.cost.lookups import Lookups
+from rlsim.cost.step import Lookups
 from rlsim.errors import CapacityError, CatalogueError, ConfigError, about, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.frames import Frames, named

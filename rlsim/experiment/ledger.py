@@ -21,7 +21,7 @@ from rlsim.base.refusals import holds
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import calibration_names
 from rlsim.cost.derived import ITERATIONS
-from rlsim.cost.lookups import Lookups
+from rlsim.cost.step import Lookups
 from rlsim.errors import one_line
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.schema import Experiment

@@ -14,9 +14,8 @@ from rlsim.cost.calls import CallCosts
 from rlsim.cost.derived import crowded
 from rlsim.cost.layout import Layout
 from rlsim.cost.ledger import Ledger, Row
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
-from rlsim.cost.step import StepCost
+from rlsim.cost.step import Lookups, StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.weight_sync import REMAPPED_BYTES_PER_S, SyncMethod, WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError

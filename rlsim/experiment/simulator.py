@@ -12,8 +12,8 @@ import numpy as np
 
 from rlsim.base.refusals import refuse
 from rlsim.base.usercode import blamed
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.speculation import Speculation
+from rlsim.cost.step import Lookups
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
 from rlsim.experiment.frames import Frames, check_steps, frames_of

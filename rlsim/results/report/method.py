@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.base.formats import written
-from rlsim.cost.lookups import KINDS
+from rlsim.cost.step import KINDS
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result
 from rlsim.models.precision import PRECISIONS
