@@ -130,10 +130,8 @@ def reshard_s(
 
     With `bytes_per_s`, the measured rate at which one GPU receives what it lacks, the time is
     weights · (1 − 1/tp_src) / `bytes_per_s`; otherwise the collectives give the time of every layer. Nothing moves from
-    TP 1 (every GPU has all weights), nor when the degree stays. Raises `ConfigError` for a degree that does not fit.
+    TP 1 (every GPU has all weights), nor when the degree stays.
     """
-    model.check_tp(tp_src)
-    model.check_tp(tp_dst)
     if tp_src in (1, tp_dst):
         return 0.0
     if bytes_per_s is not None:
@@ -181,8 +179,6 @@ def kv_migrate_s(
     collectives: to a larger TP, ranks holding the same heads all-gather over the tp_dst / tp_src replicas that merge;
     to a smaller one, the ranks of the source group exchange heads for sequences (all-to-all). Zero if the degree stays.
     """
-    model.check_tp(tp_src)
-    model.check_tp(tp_dst)
     if tp_src == tp_dst or context_tokens <= 0:
         return 0.0
     volume = kv_rank_bytes(model, context_tokens, tp_src)
@@ -268,10 +264,7 @@ def switch_peak_bytes(
     slice is freed as its new one is written (growth to a smaller TP counts), while the new KV slices pile up until the
     old page pool can be released. To a smaller TP nothing is gathered of the KV: heads are exchanged for sequences.
     Weights that are loaded again come when the old ones are gone, in slices; a restart begins with an empty GPU.
-    Raises `ConfigError` for an impossible degree.
     """
-    model.check_tp(tp_src)
-    model.check_tp(tp_dst)
     layers = model.num_hidden_layers
     weights_held = rollout_weight_bytes(model, tp_src)
     kv_gathered = kv_rank_bytes(model, context_tokens, tp_src)
