@@ -223,9 +223,9 @@ def test_turns_count_to_the_weights_that_begin_them(trajectories: str) -> None:
     # answer nothing follows: the second turn began with the old weights.
     request = Request(0, 0, 8, 11, generated=11, called=2, tool_calls=(ToolCall(2, 3, 1.0), ToolCall(9, 2, 1.0)))
     request.runs = (Run(3, 6), Run(4, 5))
-    assert Responses.of([request], version=4, trained_version=5).turn_versions == {0: {3: 2}}
+    assert Responses([request], version=4, trained_version=5).turn_versions == {0: {3: 2}}
     request.runs = (Run(3, 5),)  # the others are of the step's own
-    assert Responses.of([request], version=4, trained_version=5).turn_versions == {0: {3: 1, 4: 1}}
+    assert Responses([request], version=4, trained_version=5).turn_versions == {0: {3: 1, 4: 1}}
     more = {"trace": {"path": trajectories, "cap": "8K"}, "workflow": {**AGENTS["workflow"], "steps": 6}}
     ahead = {"skyrl_async": {"tp": 1, "rollout_gpus": 4, "max_staleness_steps": 2}}
     result = rlsim.run({**AGENTS, **more, "systems": ["verl", ahead]})

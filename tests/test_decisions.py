@@ -14,7 +14,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import RESTART, SwitchWay
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.continuous import BoundedStaleness, SyncQuota
-from rlsim.policies.frameworks import AllOnAll, Megatron, ScorerApart, ThreeGroups, TwoGroups
+from rlsim.policies.frameworks import AllOnAll, Megatron, ThreeGroups, TwoGroups
 from rlsim.policies.laminar import Repack, ReplicaBatches
 from rlsim.policies.oppo import Overcommit
 from rlsim.policies.pat import BATCHES, PAT
@@ -477,10 +477,10 @@ def placed(placing: Any, gpus: int, workflow: Workflow | None = None) -> dict[st
 
 
 def test_trl_scores_on_the_last_gpu() -> None:
-    assert placed(ScorerApart(), 4) == {**dict.fromkeys(PPO, (0, 1, 2)), "reward_score": (3,)}
-    assert placed(ScorerApart(), 2) == {**dict.fromkeys(PPO, (0,)), "reward_score": (1,)}
+    assert placed(AllOnAll(scorer_apart=True), 4) == {**dict.fromkeys(PPO, (0, 1, 2)), "reward_score": (3,)}
+    assert placed(AllOnAll(scorer_apart=True), 2) == {**dict.fromkeys(PPO, (0,)), "reward_score": (1,)}
     with pytest.raises(ConfigError, match="two GPUs or more"):
-        placed(ScorerApart(), 1)
+        placed(AllOnAll(scorer_apart=True), 1)
 
 
 def test_nemo_aligner_halves_the_gpus() -> None:

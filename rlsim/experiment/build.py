@@ -63,7 +63,9 @@ class LoadedExperiment:
         named = experiment.trace.path or ()
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
         judge = experiment.workflow.reward.judge
-        actor = find_model(experiment.model, folder)
+        actor = find_model(experiment.model, folder)  # a reference and a critic are as large unless they are given
+        models = dict.fromkeys(("actor", "reference", "critic"), actor)
+        models |= {role: find_model(name, folder) for role, name in experiment.models.items()}
         cluster = load_any_cluster(experiment.cluster, source=f"{label}: cluster")
         cluster = cluster.joined_at(experiment.costs.network, experiment.costs.link)
         lengths = mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment)
@@ -75,7 +77,7 @@ class LoadedExperiment:
             _calibrations(experiment, cluster, folder, f"{label}: calibration"),
             trace,
             paths,
-            _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),
+            {role: model.as_critic() if role in ("critic", "reward") else model for role, model in models.items()},
             find_model(judge.model, folder) if judge else None,
             note,
             find_model(spec.model, folder) if (spec := experiment.engine.speculation) and spec.model else None,
@@ -89,7 +91,7 @@ class LoadedExperiment:
         cost models lack.
         """
         longest, cap = self.longest_sequence, self.experiment.trace.cap
-        for model in [*self._models_in_use, *filter(None, [self.judge_model])]:
+        for model in self._models_in_use:
             refuse("context", shown=label, model=model, longest=longest, cap=cap, prompt=self.longest_prompt)
         engine = self.experiment.engine
         share = next(iter(self.calibrations.values())).window_share
@@ -126,15 +128,15 @@ class LoadedExperiment:
     @property
     def _models_in_use(self) -> list[Model]:
         used = {call.model for call in self.algorithm.calls}
-        return [model for role, model in self.models.items() if role in used]
+        own = [model for role, model in self.models.items() if role in used]
+        return [*own, self.judge_model] if self.judge_model else own
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the trace and the shapes of the models leave out, and what groups of GPUs with sequences of their own do
         not share."""
-        known = [*self._models_in_use, *filter(None, [self.judge_model])]
         notes = dict.fromkeys([self.trace_note] if self.trace_note else ())
-        notes |= dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note)
+        notes |= dict.fromkeys(f"{model.name}: {model.note}" for model in self._models_in_use if model.note)
         if self.drafts:
             spec = self.drafts.speculation
             first = spec.under(Conditions())
@@ -359,12 +361,6 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, lab
                 f"{label}: {found[kind].name} is for GPU {found[kind].gpu!r}, cluster {cluster.name!r} has {kind!r}"
             )
     return found
-
-
-def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:
-    """The models of an experiment; a reference and a critic are as large as the actor unless they are given."""
-    models = {"actor": actor, "reference": actor, "critic": actor, **given}
-    return {role: model.as_critic() if role in ("critic", "reward") else model for role, model in models.items()}
 
 
 def find_model(name: str, folder: Path) -> Model:

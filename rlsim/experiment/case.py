@@ -99,7 +99,12 @@ class Case:
         self.refused = starts_of(self.loaded)  # why its framework or engine would not start
         self.notes: list[str] = [*self.loaded.notes, *self.refused]
         self.searched: list[str] = []  # systems whose plan is yet to be searched for
-        self.systems = {spec: tuple(self._alternatives(spec)) for spec in self._specs if self._fits(spec)}
+        #: What each stands for, and what that chose; itself if it is not tuned.
+        self.systems: dict[SystemSpec, tuple[tuple[SystemSpec, str], ...]] = {
+            spec: ((spec, ""),) if spec.name in self.searched else tuple(spec.alternatives(self._placed(spec).context))
+            for spec in self._specs
+            if self._fits(spec)
+        }
         self.memory_notes = list(self._memory_notes())
         self.notes += self.memory_notes
 
@@ -113,9 +118,8 @@ class Case:
     def run(self, spec: SystemSpec, seed: int) -> None:
         self._done[spec.key, seed] = self.simulator.tables(spec, seed)
 
-    def decides(self, spec: SystemSpec) -> bool:
-        """Whether a system decides on layouts or places while it generates."""
-        return decides(spec.make().control)
+    def _placed(self, spec: SystemSpec) -> PlacedExperiment:
+        return self.simulator.placed(spec.make())
 
     @property
     def compares(self) -> bool:
@@ -127,7 +131,9 @@ class Case:
         for spec, alternatives in self.systems.items():
             best, chosen = alternatives[0]
             if len(alternatives) > 1:
-                best, chosen = max(alternatives, key=lambda item: self._responses_per_s(item[0]))
+                rates = [means(self._steps(one.key), ["seed"])["responses_per_s"].tolist() for one, _ in alternatives]
+                ranked = zip(map(mean_ratio, rates), alternatives, strict=True)
+                best, chosen = max(ranked, key=lambda item: item[0][0])[1]
                 self.chosen[spec.name] = chosen
             self._ran[spec.name] = best.key
             collected += [named(frames, self.name, spec.name, seed) for seed, frames in self._frames(best.key)]
@@ -139,15 +145,6 @@ class Case:
 
     def _steps(self, key: str) -> pd.DataFrame:
         return pd.concat(frames["steps"].assign(seed=seed) for seed, frames in self._frames(key))
-
-    def _responses_per_s(self, spec: SystemSpec) -> float:
-        return mean_ratio(means(self._steps(spec.key), ["seed"])["responses_per_s"].tolist())[0]
-
-    def _alternatives(self, spec: SystemSpec) -> list[tuple[SystemSpec, str]]:
-        """The systems that a tuned one stands for, and what each chose; itself if it is not tuned."""
-        if spec.name in self.searched:
-            return [(spec, "")]
-        return list(spec.alternatives(self.simulator.placed(spec.make()).context))
 
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run; if not, it is left out with a note, or that is an error."""
@@ -182,29 +179,28 @@ class Case:
         for spec, alternatives in self.systems.items():
             if spec.name in self.searched:
                 continue
-            placed = self.simulator.placed(spec.make())
+            placed = self._placed(spec)
             if (note := worst_note(placed) or tight_note(placed)) not in ("", *found):
                 found[note] = None
                 yield note + self.remedies(spec)
-            if len(alternatives) == 1 and not self.decides(spec) and placed.generates:
+            if len(alternatives) == 1 and not decides(spec.make().control) and placed.generates:
                 found[kv_note(placed, alternatives[0][0].make().initial_tp(placed.context))] = None
         yield from (note for note in found if note.startswith("KV"))
 
     def _rate_notes(self) -> Iterable[str]:
-        workflow, ran = self.experiment.workflow, self._ran.items()
-        if ran:
-            steps = pd.concat(self._steps(key).assign(system=name) for name, key in ran)
+        if self._ran:
+            steps = pd.concat(self._steps(key).assign(system=name) for name, key in self._ran.items())
             yield from steady_notes(steps)
             yield from luck_note(steps)
-            yield from idle_notes(steps, {spec.name for spec in self.systems if self.decides(spec)})
+            yield from idle_notes(steps, {spec.name for spec in self.systems if decides(spec.make().control)})
             yield from tool_notes(steps)
-            yield from rate_notes(steps, self.baseline, workflow.prompts * workflow.responses)
+            yield from rate_notes(steps, self.baseline, self.experiment.workflow.batch)
 
     def experiments(self) -> dict[str, PlacedExperiment]:
         """Where the systems run, by the names of those that run there."""
         found: dict[int, tuple[PlacedExperiment, list[str]]] = {}
         for spec in self.systems:
-            placed = self.simulator.placed(spec.make())
+            placed = self._placed(spec)
             found.setdefault(id(placed), (placed, []))[1].append(spec.name)
         return {", ".join(names): placed for placed, names in found.values()}
 
@@ -250,7 +246,7 @@ class Case:
 
     def plans(self) -> dict[str, Any]:
         """The plans that were searched for, by system, as parts of systems."""
-        places = {spec.name: self.simulator.placed(spec.make()) for spec in self.systems}
+        places = {spec.name: self._placed(spec) for spec in self.systems}
         return {name: part_of(placed.plan, placed.workflow) for name, placed in places.items() if placed.searched}
 
     def all_notes(self) -> list[str]:

@@ -44,9 +44,9 @@ def frames_of(
     frames = {
         "responses": _responses(outcome, sampler),
         "stays": stays_frame(outcome.stays, outcome.responses),
-        "calls": pd.DataFrame([_call_row(call) for call in sorted(outcome.calls, key=lambda c: (c.start_at, c.step))]),
+        "calls": _calls(outcome),
         "switches": pd.DataFrame(outcome.switches, columns=_own_columns("switches")),
-        "spans": pd.DataFrame(list(_span_rows(outcome.spans)), columns=_own_columns("spans")),
+        "spans": _spans(outcome),
     }
     edges = np.array([0.0, *outcome.step_ends])
     busy_s = gpu_seconds([(s.start_at, s.end_at, len(s.gpus)) for s in uncovered(outcome.spans)], edges)
@@ -222,15 +222,20 @@ def stays_frame(stays: Sequence[Stays], responses: Sequence[Responses] = ()) -> 
     return frame.sort_values("step", kind="stable", ignore_index=True)
 
 
-def _call_row(call: CallRecord) -> dict[str, Any]:
-    row = {name: value for name, value in call._asdict().items() if name not in ("parts", "samples")}
-    return {**row, **{part.name: 0.0 for part in CALL_PARTS}, **{f"{name}_s": seconds for name, seconds in call.parts}}
+def _calls(outcome: Outcome) -> pd.DataFrame:
+    calls = sorted(outcome.calls, key=lambda c: (c.start_at, c.step))
+    frame = pd.DataFrame(calls).drop(columns=["parts", "samples"])
+    parts = [{part.name: 0.0 for part in CALL_PARTS} | {f"{name}_s": s for name, s in one.parts} for one in calls]
+    return frame.assign(**pd.DataFrame(parts))
 
 
-def _span_rows(spans: Iterable[Span]) -> Iterable[tuple[Any, ...]]:
-    for span in spans:
-        for first, count in _runs(span.gpus):
-            yield span.step, first, count, span.start_at, span.end_at, span.kind, span.tp, span.label, span.shared
+def _spans(outcome: Outcome) -> pd.DataFrame:
+    rows = [
+        (s.step, first, count, s.start_at, s.end_at, s.kind, s.tp, s.label, s.shared)
+        for s in outcome.spans
+        for first, count in _runs(s.gpus)
+    ]
+    return pd.DataFrame(rows, columns=_own_columns("spans"))
 
 
 @lru_cache(maxsize=10_000)

@@ -167,7 +167,11 @@ class PlacedExperiment:
             for call in workflow.calls:
                 check_mesh(call, plan.of(call.name), self.loaded.cluster)
         else:
-            plan = self.placing.plan(self.plan_context)
+            loaded, limits = self.loaded, (self.training_strategy, self.style, self.reward_placement)
+            asked = PlanContext(
+                workflow, loaded.cluster, self.gpus, loaded.models, *limits, check=self.check, search=self._search
+            )
+            plan = self.placing.plan(asked)
             refuse("placing", gpus=self.gpus, kept=len(self._gpus_apart))
             check_meshes(workflow, plan, self.loaded.cluster)
             plan = self._without_idle_syncs(plan)
@@ -190,21 +194,6 @@ class PlacedExperiment:
     def generates(self) -> bool:
         """Whether a call generates."""
         return any(call.kind == "generate" for call in self.workflow.calls)
-
-    @cached_property
-    def plan_context(self) -> PlanContext:
-        loaded = self.loaded
-        return PlanContext(
-            workflow=self.workflow,
-            cluster=loaded.cluster,
-            gpus=self.gpus,
-            models=loaded.models,
-            training=self.training_strategy,
-            style=self.style,
-            reward=self.reward_placement,
-            check=self.check,
-            search=self._search,
-        )
 
     def _search(self, how: PlanSearch) -> Plan:
         if self.planner is None:

@@ -139,13 +139,9 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
         if again := next((policy for policy in named if named.count(policy) > 1), None):
             raise ConfigError(f"{told}: {again} is named twice; which of the two counts is not clear")
         variant = any(suffix for _, suffix, _ in variants)
-        yield SystemSpec(name, _with_layout(parts, told), variant, told)
-
-
-def _with_layout(parts: tuple[PartSpec, ...], label: str) -> tuple[PartSpec, ...]:
-    with blamed(label):
-        every = list(flattened(part.make(label) for part in parts))
-    return parts if any(is_layout(part) for part in every) else (*parts, DEFAULT_LAYOUT)
+        with blamed(told):
+            lays_out = any(map(is_layout, [*flattened(part.make(told) for part in parts)]))
+        yield SystemSpec(name, parts if lays_out else (*parts, DEFAULT_LAYOUT), variant, told)
 
 
 def _parse_part(entry: Any, source: str) -> Iterator[tuple[str, str, PartSpec]]:

@@ -60,9 +60,8 @@ class ExperimentTimes:
     ) -> list[tuple[str, float]]:
         if call.kind == "sync":
             return [("weights", self._weights_s(call, rollout_tp))]
-        assert placement.strategy is not None
         calls = self._placed.calls_on(placement.gpus)
-        cost = calls.of(call.model, placement.strategy, placement.gpus[0])
+        cost = calls.of(call.model, placement.spread, placement.gpus[0])
         lengths = np.fromiter((r.prompt_tokens + r.generated for r in samples), np.int64, len(samples))
         if call.kind == "train":
             time = cost.train_s(lengths, self._training.mini_batches // windows, self._training.epochs)
@@ -76,8 +75,7 @@ class ExperimentTimes:
 
     def pieces(self, call: Call) -> Pieces:
         placement = self._placed.plan.of(call.name)
-        strategy = placement.strategy
-        assert strategy is not None
+        strategy = placement.spread
         cost = self._placed.calls_on(placement.gpus).of(call.model, strategy, placement.gpus[0])
         train = call.kind == "train"
         longer = self._placed.trained_along(call) if train else 1.0
@@ -105,7 +103,6 @@ class ExperimentTimes:
     def relay(self, call: Call) -> Relay:
         placed, (source, *_) = self._placed, self._workflow.beside(call.name)[0]
         training, rollout = placed.plan.of(source), placed.generation
-        assert training.strategy is not None
         sync = placed.weight_sync(call.model, training.gpus, rollout.gpus, "bucketed")  # each replica takes them alone
         start, pp = layout_of(training), placed.rollout_pp
         return Relay(sync.push_s(start), sync.spread_s(start, layout_of(rollout)), lambda tp: sync.pull_s(tp // pp, pp))
@@ -114,13 +111,12 @@ class ExperimentTimes:
         """New weights on their way from a training call to the other calls of the model, one after the other."""
         sources, targets = self._workflow.beside(call.name)
         plan, source = self._placed.plan, self._placed.plan.of(sources[0])
-        assert source.strategy is not None
         total = 0.0
         engines = {plan.of(name): name for name in targets if self._workflow.call(name).kind == "generate"}
         for name in [name for name in targets if engines.get(plan.of(name), name) == name]:  # an engine's come once
             target = plan.of(name)
             if target.strategy is None and (target.gpus == source.gpus or self._placed.placing is None):
-                total += self._placed.colocated_sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
+                total += self._placed.colocated_sync_s(call.model, source.spread, rollout_tp, source.gpus[0])
             elif self._placed.loads(name) or not same_weights(source, target):
                 both = (layout_of(one, rollout_tp, self._placed.rollout_pp) for one in (source, target))
                 total += self._placed.moving(call.model, source, name, target)(*both)
@@ -157,8 +153,7 @@ def check_elastic(placed: PlacedExperiment, tp: int) -> None:
     memory = []
     for call in calls:
         there = placed.plan.of(call.name)
-        own = there.strategy
-        assert own is not None
+        own = there.spread
         replica_gpus = own.gpus // own.dp
         refuse(
             "lending",
@@ -205,8 +200,7 @@ def _replicas(placed: PlacedExperiment, size: int) -> list[tuple[int, ...]]:
 def guests_of(placed: PlacedExperiment, call: Call, tokens: int) -> Guests:
     """The replicas of a training call on the GPUs of generation, in parts of so many tokens."""
     training, rollout, calls = placed.plan.of(call.name), placed.generation, placed.calls_on(placed.generation.gpus)
-    own = training.strategy
-    assert own is not None
+    own = training.spread
     strategy = _guest_strategy(own)
     replicas = _replicas(placed, strategy.gpus)
     cost = calls.of(call.model, strategy, rollout.gpus[0])
@@ -216,11 +210,13 @@ def guests_of(placed: PlacedExperiment, call: Call, tokens: int) -> Guests:
     reduce_s = calls.of(call.model, together, min(rollout.gpus + training.gpus)).update_time().communication_s
     longer = placed.trained_along(call)
     rate = tokens / (cost.part_time([tokens], backward=True) * longer).total_s  # of one replica, in tokens a second
-
-    def part(lengths: Sequence[int]) -> list[tuple[str, float]]:
-        return (cost.part_time(lengths, backward=True) * longer).named
-
-    return Guests(replicas, part, load_s, own.dp * rate, reduce_s)
+    return Guests(
+        replicas,
+        lambda lengths: (cost.part_time(lengths, backward=True) * longer).named,
+        load_s,
+        own.dp * rate,
+        reduce_s,
+    )
 
 
 # ---- rollout on GPUs of training ------------------------------------------------------------------------------------
@@ -262,8 +258,7 @@ def hybrid_of(placed: PlacedExperiment, tp: int) -> HybridReplicas | None:
         return None
     sync, train = _calls(placed)
     there = placed.plan.of(train.name)
-    assert there.strategy is not None
-    load_s = placed.colocated_sync_s(train.model, there.strategy, tp, there.gpus[0])
+    load_s = placed.colocated_sync_s(train.model, there.spread, tp, there.gpus[0])
     mesh = Placement(there.gpus).rollout_mesh(placed.loaded.cluster, tp)
     return HybridReplicas(mesh, tp, placed.hybrid_costs, load_s, sync.name, placed.loaded.cluster.domain_of)
 

@@ -52,19 +52,6 @@ class Megatron(Schema, Placing):
         raise error
 
 
-class ScorerApart(Schema, Placing):
-    """Reward model on the last GPU, everything else on the others."""
-
-    graphs: bool = True
-
-    def plan(self, context: PlanContext) -> Plan:
-        gpus = context.gpus
-        if len(gpus) < 2:
-            raise ConfigError("a reward model on the last GPU is a placement of two GPUs or more")
-        plan = on_groups(context, [(gpus[:-1], lambda call: call.model != "reward"), (gpus[-1:], any_call)])
-        return plan if self.graphs else _eager(plan, context.workflow)
-
-
 class ThreeGroups(Schema, Placing):
     """Generation on its own GPUs; of the rest, half for actor and reference, half for critic and reward model."""
 
@@ -99,13 +86,19 @@ class TwoGroups(Schema, Placing):
 
 
 class AllOnAll(Schema, Placing):
-    """Every call on all GPUs, spread as the experiment's `training` says."""
+    """Every call on all GPUs, spread as the experiment's `training` says; or the reward model apart on the last one."""
 
     graphs: bool = True
     zero_stage: int | None = None
+    scorer_apart: bool = False
 
     def plan(self, context: PlanContext) -> Plan:
-        plan = on_groups(context, [(context.gpus, any_call)], zero_stage=self.zero_stage)
+        gpus, groups = context.gpus, [(context.gpus, any_call)]
+        if self.scorer_apart:
+            groups = [(gpus[:-1], lambda call: call.model != "reward"), (gpus[-1:], any_call)]
+        if self.scorer_apart and len(gpus) < 2:
+            raise ConfigError("a reward model on the last GPU is a placement of two GPUs or more")
+        plan = on_groups(context, groups, zero_stage=self.zero_stage)
         return plan if self.graphs else _eager(plan, context.workflow)
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
@@ -22,7 +23,7 @@ from rlsim.policies.parts import Placing, PlanContext, Rewiring
 from rlsim.sim.batching import Batching, Progress, PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt
 from rlsim.units import Tokens
-from rlsim.workflow.graph import Edge, Workflow
+from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Plan
 
 
@@ -77,14 +78,12 @@ class Lagged(Schema, Rewiring):
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """Generation waits for the weights of so many steps before, and the next weights wait for it to have begun."""
-        syncs = [edge for edge in workflow.edges if self._brings_weights(workflow, edge)]
+        kinds = {call.name: call.kind for call in workflow.calls}
+        syncs = [e for e in workflow.edges if (kinds[e.source], kinds[e.target]) == ("sync", "generate")]
         if not syncs:
             raise ConfigError(f"workflow {workflow.name}: no weight sync goes before generation, so that none can lag")
         edges = (replace(e, lag=self.lag + 1, exact=True) if e in syncs else e for e in workflow.edges)
         return replace(workflow, edges=tuple(edges))
-
-    def _brings_weights(self, workflow: Workflow, edge: Edge) -> bool:
-        return (workflow.call(edge.source).kind, workflow.call(edge.target).kind) == ("sync", "generate")
 
 
 class ActiveGroups(Keeping):
@@ -119,10 +118,8 @@ class PartialRollout(Keeping):
         if self.budget is not None or not progress.complete:
             return False
         enough = progress.finished >= (0.8 if self.share is None else self.share) * progress.launched - 1e-9
-        return enough and not any(map(self._is_waited_for, progress.unfinished))
-
-    def _is_waited_for(self, prompt: Prompt) -> bool:
-        return self.splits is not None and self._splits.get(prompt.position, 0) >= self.splits
+        most = math.inf if self.splits is None else self.splits
+        return enough and all(self._splits.get(prompt.position, 0) < most for prompt in progress.unfinished)
 
     def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:
         """All of them, split once more."""

@@ -124,7 +124,8 @@ class StepGeneration(Generation):
         new = [r for r in requests if not r.resumed] if resumed else requests
         rollout = state.rollout = self._of_step(call, step, state, mesh, placement.micro_batches, new, generating)
         start = state.generates_at = self._env.now
-        self._go_on(call, state, generating)
+        if state.chunk_tokens and (there := [(r, r.generated) for r in generating if r.generated]):
+            flow.deliver_chunks(call.name, there)
         if len(generating) < len(resumed):
             self._finished(call, state, batch, [r for r in resumed if r.finished])
             rollout.ask()
@@ -237,11 +238,6 @@ class StepGeneration(Generation):
         state.chunk_tokens = self._what.control.chunk_tokens(planned)
         handover_s = sum(self._what.scorers[name].handover_s for name in calls)
         return ChunkListener(state.chunk_tokens, handover_s, lambda c: state.flow.deliver_chunks(call.name, c))
-
-    def _go_on(self, call: Call, state: StepState, resumed: Sequence[Request]) -> None:
-        there = [(r, r.generated) for r in resumed if r.generated]
-        if there and state.chunk_tokens:
-            state.flow.deliver_chunks(call.name, there)
 
     def _offer(self, call: Call, state: StepState, responses: Sequence[Request]) -> None:
         """Give reward calls those of these responses that they have not seen."""

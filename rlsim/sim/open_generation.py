@@ -158,9 +158,8 @@ class OpenGeneration(Generation, RolloutControl):
             request.end_run(version, request.generated)
         if self.scores:
             self._desk.submit(responses, self._judge, self._counted)
-            return
-        for request in responses:
-            self._counted(request)
+        else:
+            self._aborted(responses)
 
     def _aborted(self, responses: Sequence[Request]) -> None:
         for request in responses:

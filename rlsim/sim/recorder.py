@@ -129,8 +129,3 @@ class Recorder:
         """Record one span; one of no length is dropped."""
         if end_at > start_at:
             self.spans.append(Span(gpus, start_at, end_at, self.kind or kind, tp, self.step, label, self.shared))
-
-    def stays_at(self, replica: int, gpus: tuple[int, ...]) -> Stays:
-        stays = Stays(self.step, self.call, replica, gpus)
-        self.stays.append(stays)
-        return stays

@@ -21,7 +21,7 @@ from rlsim.cost.transfer import NO_HOST_KV, HostKv
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.drawn import DrawnBatch
 from rlsim.sim.moment import ONE_MOMENT, Sleep, at
-from rlsim.sim.recorder import Left, Recorder
+from rlsim.sim.recorder import Left, Recorder, Stays
 from rlsim.sim.request import NAN, EngineConfig, Request, UpdatedKv
 from rlsim.sim.scheduler import Scheduler
 
@@ -80,7 +80,8 @@ class Replica:
         self._chunked = config.chunked_prefill
         self._host = host
         number = index if recorder.numbers is None else next(recorder.numbers)
-        self._stays = recorder.stays_at(number, gpus)
+        self._stays = Stays(recorder.step, recorder.call, number, gpus)
+        recorder.stays.append(self._stays)
         chunk_tokens = chunks.tokens if chunks else 0
         self._batch = (DrawnBatch if cost.drawn else RunningBatch)(
             config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv
@@ -236,10 +237,9 @@ class Replica:
         return self._batch.step + min(self._steps, curve.steps_done(tokens, self.env.now - start))
 
     def contexts(self) -> list[tuple[Request, int, bool]]:
-        """Every request here as in `requests`, its context tokens by now, and whether it is running."""
-        step = self.progress()
-        there, context_of = self.requests(), self._batch.context_of
-        return [(r, context_of(r, step), True) if self.is_running(r) else (r, r.context, False) for r in there]
+        """Every request here as in `requests`, its context tokens by now, and whether it is running (decodes)."""
+        step, there, context_of = self.progress(), self.requests(), self._batch.context_of
+        return [(r, context_of(r, step), True) if r.order and not r.prefill_left else (r, r.context, False) for r in there]
 
     def generated(self) -> Counter[int]:
         found = self._batch.generated(self.progress())
@@ -248,10 +248,6 @@ class Replica:
 
     def context_tokens(self) -> int:
         return self._batch.tokens_at(self.progress()) + sum(r.context for r in self._not_decoding())
-
-    def is_running(self, request: Request) -> bool:
-        """Whether the request is in the decoding batch (its context is in the KV cache)."""
-        return request.order > 0 and request.prefill_left == 0
 
     def _wake(self) -> None:
         """Something has come: the boundary for it is the end of the iteration under way, or at once where none is.
@@ -425,8 +421,4 @@ class Replica:
         self._flush_span()
         self._scheduler.clear()
         self._batch.clear()
-        self._on_finish = _nobody
-
-
-def _nobody(replica: Replica, finished: list[Request]) -> None:
-    """The listener of a retired replica, which lets go of its rollout."""
+        self._on_finish = lambda *_: None

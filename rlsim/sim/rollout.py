@@ -106,8 +106,7 @@ class Rollout(RolloutState):
         self._deal_new(stage.requests, self.active(), idle=True)
         if stage.resumed:
             self._deal_to_active(self._trajectories.resume(stage.resumed) if self._trajectories else stage.resumed)
-        if not self._requests:
-            self._none_left()
+        self._look_for_end()
         self._set_timer()
         if stage.borrowing:
             stage.borrowing.serve(lambda: self.updates.version, self.ask)
@@ -245,10 +244,6 @@ class Rollout(RolloutState):
         """Whether what is launched may go to a replica, or waits for those that start next as there is none."""
         return any(map(self.updates.takes_launches, self.there())) or not self.active()
 
-    def open_to_launches(self) -> list[Replica]:
-        """The active replicas that new requests may go to."""
-        return [replica for replica in self.active() if self.updates.takes_launches(replica)]
-
     # ---- responses that somebody follows ----------------------------------------------------------------------------
 
     def version_of(self, request: Request) -> int:
@@ -292,14 +287,12 @@ class Rollout(RolloutState):
         self._look_after(replica)
         if self._trajectories:
             self._trajectories.call(acting, replica)
-        if self._unfinished == 0:
-            self._none_left()
+        self._look_for_end()
         if self._asks and len(acting) < len(left) and not self.done.triggered:
             self._just_finished.add(replica.node)
             self.ask()
 
     def come_back(self, requests: Sequence[Request]) -> None:
-        """Tool calls are over: trajectories go on where they were, or elsewhere, or pause."""
         assert self._trajectories is not None
         elsewhere, paused = list[Request](), False
         for request in requests:
@@ -316,8 +309,7 @@ class Rollout(RolloutState):
                 home.unpin(request)
         if elsewhere:
             self._deal_to_active(elsewhere)
-        if self._unfinished == 0:
-            self._none_left()
+        self._look_for_end()
         if paused and self._asks and not self.done.triggered:
             self.ask()
 
@@ -332,12 +324,11 @@ class Rollout(RolloutState):
     def _is_away(self, id_: int) -> bool:
         return self._trajectories is not None and id_ in self._trajectories
 
-    def _none_left(self) -> None:
-        if not self._stage.open:
-            if not self.done.triggered:
-                self.done.succeed()
-        elif self._stage.on_drained:
+    def _look_for_end(self) -> None:
+        if self._unfinished == 0 and self._stage.open and self._stage.on_drained:
             self._stage.on_drained()
+        elif self._unfinished == 0 and not self._stage.open and not self.done.triggered:
+            self.done.succeed()
 
     def ask(self) -> None:
         """Have the controls asked at this moment, after everything else that happens at it."""
@@ -645,7 +636,7 @@ class Rollout(RolloutState):
         if launch.to and (wanted := [replica for replica in self.active() if replica.index in launch.to]):
             self._deal_new(requests, wanted, idle=False)
         elif self._stage.dispatch == "fewest_requests":
-            self._deal_new(requests, self.open_to_launches(), idle)
+            self._deal_new(requests, [*filter(self.updates.takes_launches, self.active())], idle)
         else:
             self._deal_to_active(requests)
 
@@ -672,8 +663,7 @@ class Rollout(RolloutState):
             self._stage.on_abort(requests)
         if self._trajectories:
             self._trajectories.end_turn()
-        if self._unfinished == 0:
-            self._none_left()
+        self._look_for_end()
 
     def _stop(self) -> Generator[simpy.Event, Any, None]:
         for replica in self.active():

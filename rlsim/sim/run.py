@@ -46,8 +46,7 @@ class _Run:
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step (NO_STEP: of all steps)
         self.steps = {
-            step: StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching, step)
-            for step in range(what.steps)
+            step: StepState(Flow(self.env, what.workflow, what.feed.responses), step) for step in range(what.steps)
         }
         trains = sum(call.kind == "train" for call in what.workflow.calls)
         for state in self.steps.values():

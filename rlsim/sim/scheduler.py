@@ -189,11 +189,6 @@ class Scheduler:
     def clear(self) -> None:
         self._admitted = []
 
-    def _forget_stale(self) -> None:
-        """Let go of requests that have left; in a rollout that never ends there would be more and more."""
-        self._admitted = [entry for entry in self._admitted if entry[1].order == entry[0]]
-        self._most_admitted = 2 * len(self._admitted) + FEW
-
     def _stop_prefill(self, request: Request) -> None:
         self.prefilling.remove(request)
         if self._batch.cache:
@@ -274,7 +269,9 @@ class Scheduler:
             request.order = order = next(self._numbers)
             self._admitted.append((order, request))
             if len(self._admitted) > self._most_admitted:
-                self._forget_stale()
+                # Let go of requests that have left; in a rollout that never ends there would be more and more.
+                self._admitted = [entry for entry in self._admitted if entry[1].order == entry[0]]
+                self._most_admitted = 2 * len(self._admitted) + FEW
             request.admitted_at, request.start_tokens = now, context
             if isnan(request.started_at):
                 request.started_at = now

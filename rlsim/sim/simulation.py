@@ -128,7 +128,6 @@ class StepState:
     """What is under way in one step."""
 
     flow: Flow
-    batching: Batching
     trained_version: int  # of the weights that the step trains: the updates before it
     version: int = 0  # of the weights that generate: how many updates they have had
     paused: frozenset[int] = frozenset()  # requests that go on in a later step
@@ -150,13 +149,7 @@ class StepState:
     judge_ready_at: float = 0.0  # when the judge's weights are there
 
     def responses(self) -> Responses:
-        return Responses.of(
-            self.requests,
-            self._accepted,
-            self.version,
-            self.paused if self.batching.launcher.pauses else None,
-            self.trained_version,
-        )
+        return Responses(self.requests, self._accepted, self.version, self.paused, self.trained_version)
 
     def take(self, requests: Sequence[Request]) -> None:
         self.requests += requests

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from operator import attrgetter
-from typing import Protocol
 from weakref import proxy
 
 import simpy
@@ -15,20 +14,7 @@ from rlsim.sim.environment import Environments
 from rlsim.sim.moment import at
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
-from rlsim.sim.view import ToolCallView, view_of
-
-
-class Sender(Protocol):
-    """The rollout that sends trajectories to their tools."""
-
-    env: simpy.Environment
-
-    @property
-    def unfinished(self) -> int:
-        """Its requests that are neither finished, dropped nor paused."""
-
-    def come_back(self, requests: Sequence[Request]) -> None:
-        """Their tool calls are over."""
+from rlsim.sim.view import RolloutState, ToolCallView, view_of
 
 
 class Trajectories(Container[int]):
@@ -37,8 +23,8 @@ class Trajectories(Container[int]):
     `control` may say for how long the KV cache is pinned meanwhile.
     """
 
-    def __init__(self, rollout: Sender, environments: Environments, control: RolloutControl) -> None:
-        self._rollout: Sender = proxy(rollout)  # which holds this one: a cycle would keep its requests
+    def __init__(self, rollout: RolloutState, environments: Environments, control: RolloutControl) -> None:
+        self._rollout: RolloutState = proxy(rollout)  # which holds this one: a cycle would keep its requests
         self._env, self._environments = rollout.env, environments
         self._control = control if asked(control, "keep_kv_s") else None
         self._away: dict[int, Request] = {}  # at tool calls, or waiting for the others' to end

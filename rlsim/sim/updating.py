@@ -48,12 +48,11 @@ class WeightUpdates:
         A node that changes its layout finishes that, and starts with its new replicas standing still.
         """
         self._kv, self._paused = kv, [replica.pause(kv) for replica in self._rollout.active()]
-        return self._env.process(self._stand_still())
+        return self._env.process(self._stand_still(self._paused))
 
-    def _stand_still(self) -> Generator[simpy.Event, Any, None]:
-        assert self._paused is not None
-        while self._rollout._switching or not all(event.triggered for event in self._paused):
-            yield simpy.AllOf(self._env, self._paused)
+    def _stand_still(self, paused: list[simpy.Event]) -> Generator[simpy.Event, Any, None]:
+        while self._rollout._switching or not all(event.triggered for event in paused):
+            yield simpy.AllOf(self._env, paused)
             if self._rollout._switching:
                 self._switched = self._env.event()
                 yield self._switched

@@ -55,6 +55,10 @@ class RolloutState:
         self.lent: list[Replica] = []  # released, their GPUs not taken back
         self.launching = False  # prompts begin at this moment, or when the weights that are on their way have come
 
+    def come_back(self, requests: Sequence[Request]) -> None:
+        """The tool calls of these are over: they go on where they were, or elsewhere, or pause."""
+        raise NotImplementedError
+
     @property
     def requests(self) -> list[Request]:
         """Those that it knows: all, in the order of their launch, but for what `Rollout.forget` was told."""

@@ -123,15 +123,14 @@ class PlanMemory:
         for call in calls:
             at, pieces = plan.of(call.name), workflow.in_pieces(call.name)
             together = pieces and not workflow.swaps
-            assert at.strategy is not None
             if call.kind == "generate":
-                stages = [(dict[str, float](), self._engine(call, at, at.strategy))]
+                stages = [(dict[str, float](), self._engine(call, at, at.spread))]
             else:
                 holder = trains.get(call.model)
                 holds = call.kind == "inference" and holder is not None and same_weights(holder, at)
-                holds &= together or not at.strategy.offload
-                stages = self.of(call, at.strategy, holds_weights=holds, worst=worst)
-            phase, each = len(phases), len(at.gpus) // (at.strategy.pp if len(stages) > 1 else 1)
+                holds &= together or not at.spread.offload
+                stages = self.of(call, at.spread, holds_weights=holds, worst=worst)
+            phase, each = len(phases), len(at.gpus) // (at.spread.pp if len(stages) > 1 else 1)
             phases[call.name] = at.gpus
             host = workflow.host_gradients and pieces and call.kind == "train"
             lasting = (("parameters",) if host else (*STATES, "gradients")) if together else ()

@@ -28,6 +28,12 @@ class Placement:
     graphs: bool = True
 
     @property
+    def spread(self) -> TrainStrategy:
+        """The strategy of a call that has one, as all on GPUs have but those that the rollout control lays out."""
+        assert self.strategy is not None
+        return self.strategy
+
+    @property
     def micro_batches(self) -> int:
         """Of a `generate` call: parts of each replica's share that it generates one after the other."""
         return (self.strategy and self.strategy.micro_batches) or 1
