@@ -110,7 +110,7 @@ def test_a_context_may_be_let_go_and_forgotten_again_and_again_at_one_boundary()
             cache.release(request, computed_tokens=5)
         assert cache.idle_pages == 5
         cache.evict(0)
-        assert (cache.idle_pages, cache.find(request)) == (0, (0, 0))
+        assert (cache.idle_pages, cache.find(request)) == (0, (0, 0, 0))
 
 
 def test_what_runs_has_its_pages_before_who_waits_looks_for_some() -> None:

@@ -17,7 +17,7 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import host_copy_s, judge_bytes, layers_to_offload, stream_s
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import CapacityError
 from rlsim.experiment.build import Kind, LoadedExperiment
 from rlsim.experiment.schema import JudgeSpec
 from rlsim.models.hardware import AnyCluster, Gpu
@@ -52,7 +52,8 @@ def _engine(loaded: LoadedExperiment, kind: Kind, model: Model, share: float, **
     Raises `ConfigError` for a share with which it does not start.
     """
     engine, most = loaded.experiment.engine, kind.calibration.memory_rule.most_share(kind.cluster.gpu.memory_bytes)
-    refuse("engine", share=share, most=most, engine=kind.calibration.engine)
+    planned = engine.pp > 1 and other.get("planned", False)
+    refuse("engine", share=share, most=most, engine=kind.calibration.engine, planned=planned)
     return RolloutCostModel(
         model,
         kind.cluster,
@@ -80,8 +81,6 @@ def rollout_costs(
     `memory_share`: what it has of each, by default what the experiment says. Raises `ConfigError` for stages of the
     plan's beside the engine's own.
     """
-    if strategy is not None and loaded.experiment.engine.pp > 1:
-        raise ConfigError("engine.pp and the plan of generation both say its stages; leave engine.pp out")
     engine, kind = loaded.experiment.engine, loaded.kind(gpus, "generation")
     return _engine(
         loaded,

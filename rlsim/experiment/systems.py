@@ -18,6 +18,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import located, name_of, placed, validate
 from rlsim.base.usercode import blamed
 from rlsim.errors import ConfigError, about, shown
@@ -115,15 +116,9 @@ def parse_systems(entries: Sequence[Any], source: str = "") -> tuple[SystemSpec,
 def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
     where = located(source, entry)
     if isinstance(entry, Mapping) and "use" in entry:
-        unknown = set(entry) - {"name", "use"}
-        if unknown or not entry.get("name"):
-            raise ConfigError(
-                f"{where}: a system with `use` has a `name` and nothing else, got {sorted(map(str, entry))}"
-            )
-        used = entry["use"]
+        used, given = entry["use"], sorted(map(str, entry))
         listed = used if isinstance(used, Sequence) and not isinstance(used, str) else [used]
-        if not listed:
-            raise ConfigError(f"{where}: system {entry['name']!r}: `use` names no part")
+        refuse("system with parts", shown=where, given=given, name=entry.get("name"), listed=listed)
         found = [list(_parse_part(part, source)) for part in placed(listed)]
         base = str(entry["name"])
     else:
@@ -165,11 +160,9 @@ def _parse_part(entry: Any, source: str) -> Iterator[tuple[str, str, PartSpec]]:
     axes = [
         key for key, value in parameters.items() if isinstance(value, Sequence) and not _takes_list(kind, key, value)
     ]
-    for key in axes:
-        if not parameters[key]:
-            raise ConfigError(f"{where}: system {policy!r}: {key}: the list is empty")
-    if math.prod(len(parameters[key]) for key in axes) > MOST_SYSTEMS:
-        raise ConfigError(f"{where}: system {policy!r}: its lists make more than {MOST_SYSTEMS:,} systems")
+    counts = {key: len(parameters[key]) for key in axes}
+    empty, count = next((key for key in axes if not counts[key]), ""), math.prod(counts.values())
+    refuse("variants", shown=where, policy=policy, empty=empty, count=count, most=MOST_SYSTEMS)
     for values in itertools.product(*(parameters[key] for key in axes)):
         chosen = dict(zip(axes, values, strict=True))
         suffix = "".join(f"-{_label(key, value)}" for key, value in chosen.items())
@@ -237,21 +230,16 @@ class System:
         kinds = RolloutControl, Batching, RewardControl, Rewiring, JudgePlacement, Placing, ChunkStreaming
         found: list[list[Any]] = [[part for part in every if isinstance(part, kind)] for kind in kinds]
         controls, batchings, rewards, rewirings, judges, placings, streams = found
-        if len(layouts) != 1:
-            what = "none of its parts decides" if not layouts else f"{_names(layouts)} all decide"
-            raise ConfigError(f"{label}: {what} the layout that a rollout starts with; exactly one does")
         launching = [part for part in batchings if part.launches_its_own]
         single = {"what to launch": launching, "timeouts": rewards, "where the judge runs": judges}
         single |= {"where the calls run": placings, "the chunks of responses": streams}
-        if several := next((what for what, deciding in single.items() if len(deciding) > 1), None):
-            raise ConfigError(f"{label}: {_names(single[several])} all decide {several}; at most one may")
+        several = next((what for what, deciding in single.items() if len(deciding) > 1), "")
         batchings.sort(key=lambda part: part not in launching)
-        deciding = [part for part in batchings if part.needs_rewards]
-        if deciding and batchings[0].ends_early:
-            raise ConfigError(
-                f"{label}: {_names(batchings[:1])} trains on the prompts that are complete when generation ends, and "
-                f"{_names(deciding)} drops prompts by rewards that need not be there by then; they cannot go together"
-            )
+        names = {"layouts": layouts, "both": single.get(several, ()), "ending": batchings[:1]}
+        names["deciding"] = [part for part in batchings if part.needs_rewards]
+        shown = {name: " and ".join(type(part).__name__ for part in parts) for name, parts in names.items()}
+        early = any(part.ends_early for part in batchings[:1])
+        refuse("system", shown=label, count=len(layouts), several=several, early=early, **shown)
         return cls(
             controls[controls.index(layouts[0])],
             controls[0] if len(controls) == 1 else Controls(controls),
@@ -279,7 +267,3 @@ class System:
         for part in self.rewirings:
             workflow = part.rewired(workflow)
         return workflow
-
-
-def _names(parts: Iterable[object]) -> str:
-    return " and ".join(type(part).__name__ for part in parts)

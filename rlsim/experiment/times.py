@@ -39,14 +39,11 @@ from rlsim.workflow import Call, Placement
 from rlsim.workflow.graph import CallKind
 from rlsim.workflow.plan import same_weights
 
-#: Bytes per token that a call hands on: generation token numbers (int64) and log-probs (fp32), inference fp32 numbers.
-GENERATED_BYTES = 12
-INFERRED_BYTES = 4
-
 
 def handed_on_bytes(kind: CallKind, tokens: float) -> float:
-    """Bytes that a call of this kind hands on for so many tokens."""
-    return (GENERATED_BYTES if kind == "generate" else INFERRED_BYTES) * tokens
+    """Bytes that a call of this kind hands on for so many tokens: token numbers (int64) and log-probs (fp32) of
+    generation, fp32 numbers of inference."""
+    return (12 if kind == "generate" else 4) * tokens
 
 
 class ExperimentTimes:

@@ -68,11 +68,9 @@ def _loaded(name: str) -> Workflow:
         for one in signature.parameters.values()
         if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
-    if needed:
-        raise ConfigError(f"{what} needs {', '.join(needed)}; it is called without arguments")
     returns = signature.return_annotation
-    if returns not in (signature.empty, Workflow) and "Workflow" not in str(returns):
-        raise ConfigError(f"{what} returns {returns} by its annotation, expected a rlsim.workflow.Workflow")
+    other = returns not in (signature.empty, Workflow) and "Workflow" not in str(returns)
+    refuse("workflow function", what=what, needed=", ".join(needed), other=other, returns=returns)
     with blamed(what):
         made = function()
     if not isinstance(made, Workflow):

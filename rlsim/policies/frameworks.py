@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from pydantic import Field
 
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import CapacityError
 from rlsim.policies.parts import Placing, PlanContext
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan, grouped, with_transfers
@@ -64,8 +65,7 @@ class ThreeGroups(Schema, Placing):
         rest = gpus[count:]
         second = any(call.model in ("critic", "reward") and call.kind != "reward" for call in context.workflow.calls)
         half = len(rest) // 2 if second else len(rest)
-        if not 0 < count < len(gpus) or not half:
-            raise ConfigError(f"{len(gpus)} GPUs cannot be cut into the groups of generation, actor and critic")
+        refuse("three groups", gpus=len(gpus), cut=0 < count < len(gpus) and half)
         actor = (rest[:half], lambda call: call.model in ("actor", "reference"))
         generate = (gpus[:count], lambda call: call.kind == "generate")
         return on_groups(context, [generate, actor, (rest[half:], any_call)], zero_stage=3)
@@ -76,10 +76,8 @@ class TwoGroups(Schema, Placing):
 
     def plan(self, context: PlanContext) -> Plan:
         gpus, half = context.gpus, len(context.gpus) // 2
-        if not half or not any(
-            call.model in ("critic", "reward") for call in context.workflow.calls if call.kind != "reward"
-        ):
-            raise ConfigError("two groups of GPUs need a critic or a reward model for the second one (see `models`)")
+        models = {call.model for call in context.workflow.calls if call.kind != "reward"}
+        refuse("two groups", half=half, models=models)
         return on_groups(
             context, [(gpus[:half], lambda call: call.model in ("actor", "reference")), (gpus[half:], any_call)]
         )
@@ -96,8 +94,7 @@ class AllOnAll(Schema, Placing):
         gpus, groups = context.gpus, [(context.gpus, any_call)]
         if self.scorer_apart:
             groups = [(gpus[:-1], lambda call: call.model != "reward"), (gpus[-1:], any_call)]
-        if self.scorer_apart and len(gpus) < 2:
-            raise ConfigError("a reward model on the last GPU is a placement of two GPUs or more")
+        refuse("reward model apart", apart=self.scorer_apart, gpus=gpus)
         plan = on_groups(context, groups, zero_stage=self.zero_stage)
         return plan if self.graphs else _eager(plan, context.workflow)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema
 from rlsim.cost.strategy import Recompute, TrainStrategy
 from rlsim.errors import ConfigError, unknown_name
@@ -20,6 +21,8 @@ from rlsim.workflow.plan import Placement, Plan, with_transfers
 
 #: What the plan of a generating call may say.
 _GENERATION = ("gpus", "tp", "pp", "dp", "micro_batches", "memory_share", "graphs")
+#: Of any call.
+_DEGREES = ("tp", "pp", "dp", "cp", "ep", "expert_tp", "micro_batches")
 
 
 class CallPlan(Schema):
@@ -50,29 +53,16 @@ class ExplicitPlan(Schema, Placing):
     def of(cls, plan: Plan, workflow: Workflow) -> ExplicitPlan:
         """A plan as it would be written."""
         calls = {}
-        for call in workflow.calls:
-            placement = plan.of(call.name)
-            if call.kind not in ("sync", "reward"):
-                gpus = f"{placement.gpus[0]}-{placement.gpus[-1]}"
-                strategy = placement.strategy
-                given: dict[str, Any] = {}
-                if strategy is not None:
-                    given = {"tp": strategy.tp, "pp": strategy.pp, "dp": strategy.dp}
-                    given |= {key: n for key in ("cp", "ep") if (n := getattr(strategy, key)) > 1}
-                    if strategy.expert_tp is not None:
-                        given["expert_tp"] = strategy.expert_tp
-                    if strategy.micro_batches is not None:
-                        given["micro_batches"] = strategy.micro_batches
-                if strategy is not None and call.kind != "generate":
-                    given |= {"zero_stage": strategy.zero_stage, "offload": strategy.offload}
-                    backward = call.kind == "train"
-                    if strategy.micro_batches is None and not strategy.sequences(
-                        backward=backward
-                    ):  # else `training` has it
-                        given["micro_batch_tokens"] = strategy.budget(backward=backward)
-                calls[call.name] = CallPlan(
-                    gpus=gpus, memory_share=placement.memory_share, graphs=placement.graphs, **given
-                )
+        for call in (call for call in workflow.calls if call.kind not in ("sync", "reward")):
+            at, backward = plan.of(call.name), call.kind == "train"
+            given: dict[str, Any] = {"gpus": f"{at.gpus[0]}-{at.gpus[-1]}", "memory_share": at.memory_share}
+            if own := at.strategy:
+                given |= {key: getattr(own, key) for key in _DEGREES}
+            if own and call.kind != "generate":
+                given |= {"zero_stage": own.zero_stage, "offload": own.offload}
+                if own.micro_batches is None and not own.sequences(backward=backward):  # else `training` has it
+                    given["micro_batch_tokens"] = own.budget(backward=backward)
+            calls[call.name] = CallPlan(graphs=at.graphs, **given)
         return cls(calls=calls)
 
     def plan(self, context: PlanContext) -> Plan:
@@ -81,18 +71,15 @@ class ExplicitPlan(Schema, Placing):
         for name in self.calls:
             if name not in placed:
                 raise ConfigError(str(unknown_name("call in the plan", name, placed)))
-        if missing := placed.keys() - self.calls.keys():
-            raise ConfigError(f"the plan places no call {', '.join(sorted(missing))}")
+        refuse("plan", missing=", ".join(sorted(placed.keys() - self.calls.keys())))
         found: dict[str, Placement] = {}
         for name, call in self.calls.items():
             gpus = _gpus(name, call.gpus, context.gpus)
             if placed[name].kind == "generate":
                 strategy = _generation(name, call, len(gpus))
                 found[name] = Placement(gpus, strategy, memory_share=call.memory_share, graphs=call.graphs)
-            elif call.memory_share is not None or not call.graphs:
-                key = "graphs" if call.memory_share is None else "memory_share"
-                raise ConfigError(f"plan: {name}: {key} is for generation")
             else:
+                refuse("planned call", name=name, call=call)
                 found[name] = Placement(gpus, _strategy(name, call, len(gpus), context.style))
         return with_transfers(context.workflow, found, context.reward)
 
@@ -119,33 +106,23 @@ def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:
         return known
     first, _, last = text.partition("-")
     gpus = tuple(range(int(first), int(last or first) + 1))
-    if not gpus:
-        raise ConfigError(f"plan: {name}: gpus {text}: the last number is below the first")
-    if not set(gpus) <= set(known):
-        raise ConfigError(f"plan: {name}: gpus {text}: GPUs {known[0]}-{known[-1]} are there for the calls")
+    refuse("planned GPUs", name=name, text=text, gpus=gpus, known=known, last=known[-1])
     return gpus
 
 
 def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
     """The rollout engine's degrees; None if the system's layout says them. It knows nothing of training's switches."""
     given = call.model_dump(exclude_defaults=True).keys()
-    senseless = sorted(given - set(_GENERATION))
-    if senseless:
-        raise ConfigError(f"plan: {name}: {', '.join(senseless)}: generation has only {', '.join(_GENERATION)}")
-    if call.tp is None:
-        if given & {"pp", "dp", "micro_batches"}:
-            what = "pp, dp and micro_batches need a tp beside them; without one the system's layout decides"
-            raise ConfigError(f"plan: {name}: {what}")
-        return None
-    return _strategy(name, call, gpus, TrainStrategy())
+    senseless, cut = ", ".join(sorted(given - set(_GENERATION))), bool(given & {"pp", "dp", "micro_batches"})
+    refuse("planned generation", name=name, call=call, senseless=senseless, cut=cut, known=", ".join(_GENERATION))
+    return None if call.tp is None else _strategy(name, call, gpus, TrainStrategy())
 
 
 def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> TrainStrategy:
     tp = call.tp or 1
     share = tp * call.pp * call.cp
     dp = call.dp or max(gpus // share, 1)
-    if dp * share != gpus:
-        raise ConfigError(f"plan: {name}: DP {dp} × TP {tp} × PP {call.pp} × CP {call.cp} are not its {gpus} GPUs")
+    refuse("planned degrees", name=name, dp=dp, tp=tp, call=call, share=share, gpus=gpus)
     given = call.model_dump(exclude={"cp", *_GENERATION} - {"micro_batches"}, exclude_none=True)
     if call.micro_batch_tokens is not None:
         own = ("log_prob_micro_batch_tokens", "micro_batch_sequences", "log_prob_micro_batch_sequences")

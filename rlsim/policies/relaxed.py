@@ -16,8 +16,8 @@ from typing import Annotated
 
 from pydantic import Field, PrivateAttr
 
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema
-from rlsim.errors import ConfigError
 from rlsim.policies.frameworks import any_call, on_groups
 from rlsim.policies.parts import Placing, PlanContext, Rewiring
 from rlsim.sim.batching import Batching, Progress, PromptFeed, Unfinished
@@ -58,10 +58,7 @@ class Split(Schema, Placing):
     def plan(self, context: PlanContext) -> Plan:
         gpus = context.gpus
         count = self.rollout_gpus or (round(self.rollout * len(gpus)) if self.rollout else self._first_pool(context))
-        if not 0 < count < len(gpus):
-            raise ConfigError(
-                f"a split of {len(gpus)} GPUs with {count} for generation leaves no GPU for one side: both need some"
-            )
+        refuse("split", gpus=len(gpus), count=count)
         generate = (gpus[:count], lambda call: call.kind == "generate")
         return on_groups(context, [generate, (gpus[count:], any_call)])
 
@@ -80,8 +77,7 @@ class Lagged(Schema, Rewiring):
         """Generation waits for the weights of so many steps before, and the next weights wait for it to have begun."""
         kinds = {call.name: call.kind for call in workflow.calls}
         syncs = [e for e in workflow.edges if (kinds[e.source], kinds[e.target]) == ("sync", "generate")]
-        if not syncs:
-            raise ConfigError(f"workflow {workflow.name}: no weight sync goes before generation, so that none can lag")
+        refuse("lagged", name=workflow.name, syncs=syncs)
         edges = (replace(e, lag=self.lag + 1, exact=True) if e in syncs else e for e in workflow.edges)
         return replace(workflow, edges=tuple(edges))
 

@@ -153,10 +153,6 @@ class HybridReplicas(NamedTuple):
     call: str  # whose time that is, in the record
     domain_of: Callable[[int], object] = int  # the NVLink domain of a GPU, which own replicas may share
 
-    @property
-    def size(self) -> int:
-        return sum(len(gpus) // self.tp for gpus in self.mesh)
-
 
 class Borrowing:
     """Who has the GPUs of hybrid replicas: the calls of training, or generation, which has all at once.
@@ -193,7 +189,7 @@ class Borrowing:
     def offer(self) -> Borrowable | None:
         if self._since or self.trained > self._version() or not self._pool.idle(self._gpus):
             return None
-        return Borrowable(self.there.size, self.there.load_s)
+        return Borrowable(sum(len(gpus) // self.there.tp for gpus in self.there.mesh), self.there.load_s)
 
     def take(self) -> None:
         self._pool.acquire(self._gpus, "generate", guest=True)

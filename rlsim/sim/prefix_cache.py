@@ -38,21 +38,16 @@ class PrefixCache:
         self._idle: list[_Idle] = []  # entries of what is held again are stale and skipped
         self._offloaded: list[_Idle] = []  # the same of what is in host memory
 
-    def find(self, request: Request) -> tuple[int, int]:
-        """Pages of a waiting request's context that are here, and how many of them others hold now."""
+    def find(self, request: Request) -> tuple[int, int, int]:
+        """Pages of a waiting request's context that are here, how many of them others hold now, and those that follow
+        them and are in host memory only."""
         prompt = self._cached.get((request.position, request.prompt_tokens), _NOTHING)
-        found = prompt.pages
-        if request.generated and found == (request.prompt_tokens - 1) // self._page_tokens:
-            found += self._cached.get(request.id, _NOTHING).pages
-        return found, prompt.pages if prompt.holders else 0
-
-    def find_offloaded(self, request: Request) -> int:
-        """Pages of its context that are in host memory only and follow those that are here."""
-        prompt = self._cached.get((request.position, request.prompt_tokens), _NOTHING)
-        found = prompt.offloaded
-        if request.generated and prompt.pages + found == (request.prompt_tokens - 1) // self._page_tokens:
-            found += self._cached.get(request.id, _NOTHING).offloaded
-        return found
+        found, offloaded = prompt.pages, prompt.offloaded
+        if request.generated and found + offloaded == (request.prompt_tokens - 1) // self._page_tokens:
+            own = self._cached.get(request.id, _NOTHING)
+            offloaded += own.offloaded
+            found += 0 if prompt.offloaded else own.pages
+        return found, prompt.pages if prompt.holders else 0, offloaded
 
     def hold(self, request: Request, fills: bool) -> None:
         """A request is admitted, and holds the pages that are here of its context, or come from host memory.

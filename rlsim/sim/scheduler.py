@@ -233,7 +233,6 @@ class Scheduler:
         free = self.free_pages
         places = config.max_num_seqs - batch.size - len(self.prefilling)
         page, plain, waiting, watermark = config.page_tokens, batch.plain, self.waiting, self._watermark_pages
-        offloads = self._host_pages > 0
         found = held = offloaded = 0
         earliest = waiting[0].micro_batch if waiting else 0
         if earliest:
@@ -248,10 +247,8 @@ class Scheduler:
                 found = held = self.pinned[request][1]
                 offloaded = 0
             elif cache:
-                found, held = cache.find(request)
-                if offloads:
-                    offloaded = cache.find_offloaded(request)
-                    found += offloaded
+                found, held, offloaded = cache.find(request)
+                found += offloaded
             if pages - held > (free - watermark if batch.size or self.prefilling else free):
                 if batch.size or self.prefilling or not self.pinned:
                     break
