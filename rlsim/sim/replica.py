@@ -239,7 +239,9 @@ class Replica:
     def contexts(self) -> list[tuple[Request, int, bool]]:
         """Every request here as in `requests`, its context tokens by now, and whether it is running (decodes)."""
         step, there, context_of = self.progress(), self.requests(), self._batch.context_of
-        return [(r, context_of(r, step), True) if r.order and not r.prefill_left else (r, r.context, False) for r in there]
+        return [
+            (r, context_of(r, step), True) if r.order and not r.prefill_left else (r, r.context, False) for r in there
+        ]
 
     def generated(self) -> Counter[int]:
         found = self._batch.generated(self.progress())
