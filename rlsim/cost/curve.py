@@ -15,6 +15,9 @@ from itertools import pairwise
 from operator import lt
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 #: Two moments that differ by this share of the time between them are one moment (rounding of sums, nothing physical).
 REACHED = 1e-9
 
