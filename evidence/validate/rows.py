@@ -14,9 +14,8 @@ from rlsim.base.schema import Schema, validate
 from rlsim.base.tables import csv_errors
 from rlsim.errors import ConfigError
 
-#: An input may be used to calibrate; an output is predicted, never fitted. Where fits were made with and without a
-#: setting: what the one that has seen all gives (fitted), or the one that has seen nothing of the setting (left-out).
-Kind = Literal["input", "output", "fitted", "left-out"]
+#: An input may be used to calibrate; an output is predicted, never fitted; left-out: under a fit that has not seen it.
+Kind = Literal["input", "output", "left-out"]
 S = TypeVar("S", bound=Schema)
 
 

@@ -26,7 +26,7 @@ from pydantic import Field
 from evidence.validate.closed_loop import Served
 from evidence.validate.coverage import calls_table, errors_by_setting, inside, level_spread, shipped_calls, spread
 from evidence.validate.parts import Options, Section
-from evidence.validate.rows import Kind, Row, Summary, markdown, summarise, summary_table
+from evidence.validate.rows import Row, Summary, markdown, summarise, summary_table
 from evidence.validate.serving import (
     AISIMULATE,
     AS_ASSUMED,
@@ -81,11 +81,7 @@ class TransferFits(Fitted):
 
     def of(self, engine: Engine, left_out: str = WHOLE, without: str = WHOLE) -> SettingFit:
         """One fit; raises `KeyError` if there is none."""
-        wanted = (engine, left_out, without)
-        for fit in self.fits:
-            if (fit.engine, fit.left_out, fit.without) == wanted:
-                return fit
-        raise KeyError(wanted)
+        return {(fit.engine, fit.left_out, fit.without): fit for fit in self.fits}[engine, left_out, without]
 
     def terms(self, engine: Engine) -> list[str]:
         """The terms that fits of an engine were made without."""
@@ -99,14 +95,12 @@ def shipped_fits() -> TransferFits:
 
 
 def section(options: Options) -> Section:
-    """Every run with the fit that has not seen its setting, and with the one that has (a minute or two)."""
+    """Every run with the fit that has not seen its setting (a minute or two); part `serving` has those that have."""
     fits = shipped_fits()
     runs = read_runs(options.evidence)
     options.progress("transfer")
-    rows = [row for kind in ("left-out", "fitted") for row in kind_rows(runs, fits, kind)]
-    left_out = [row for row in rows if row.kind == "left-out"]
-    summaries = tuple(summarise(rows, depth=3))
-    engines = tuple(summarise(rows, depth=1))
+    left_out = left_out_rows(runs, fits)
+    summaries, engines = (tuple(summarise(left_out, depth)) for depth in (3, 1))
     today = today_rows(options.evidence, options.progress)
     families = (*summarise(today, depth=4), *summarise(today, depth=1))
     warm = [replace(row, case=f"warmed up/{row.case}") for row in today if COLD not in row.note]
@@ -123,7 +117,7 @@ def section(options: Options) -> Section:
         "calls": f"{calls_table()}\nWithout veRL's row 4 calls scatter by {spread}, with it by {MEASURED.calls:.0%}.",
         "ablation": "" if options.quick else _ablation(runs, fits, options.progress),
     }
-    return Section((*rows, *today), (*summaries, *engines, *families), tables, "", summarised=True)
+    return Section((*left_out, *today), (*summaries, *engines, *families), tables, "", summarised=True)
 
 
 def fits_table(fits: TransferFits) -> str:
@@ -192,17 +186,10 @@ def coverage_table(unseen: Sequence[Row]) -> str:
     return f"{table}\nLog errors of TPOT scatter by {spreads} over {told}; worlds draw {drawn}.\n"
 
 
-def kind_rows(runs: Sequence[ServingRun], fits: TransferFits, kind: Kind, without: str = WHOLE) -> list[Row]:
-    """The rows of runs under the fits that left their setting out, or saw it (`fitted`); those with such a fit."""
-    rows = []
-    for run in runs:
-        left_out = run.setting if kind == "left-out" else WHOLE
-        try:
-            fit = fits.of(run.engine, left_out, without)
-        except KeyError:
-            continue
-        rows += run_rows("transfer", run, kind, fit.host, fit.front_end)
-    return rows
+def left_out_rows(runs: Iterable[ServingRun], fits: TransferFits, without: str = WHOLE) -> list[Row]:
+    """The rows of runs under the fits that have left their setting out."""
+    of = ((run, fits.of(run.engine, run.setting, without)) for run in runs)
+    return [row for run, fit in of for row in run_rows("transfer", run, "left-out", fit.host, fit.front_end)]
 
 
 def _ablation(runs: Sequence[ServingRun], fits: TransferFits, progress: Callable[[str], None]) -> str:
@@ -212,9 +199,7 @@ def _ablation(runs: Sequence[ServingRun], fits: TransferFits, progress: Callable
         own = [run for run in runs if run.engine == engine]
         for term in (WHOLE, *fits.terms(engine)):
             progress(f"transfer: {engine} without {term or 'nothing'}")
-            rows = kind_rows(own, fits, "left-out", term)
-            if rows:
-                cells.append((engine, term or "nothing", *_means(rows)))
+            cells.append((engine, term or "nothing", *_means(left_out_rows(own, fits, term))))
     headings = ("engine", "without", "TPOT mean error", "bias", "worst TP", "TTFT mean error", "bias", "worst TP")
     return markdown(headings, cells)
 

@@ -27,7 +27,7 @@ from calibration.catalogue import DATE, GPUS, SCRIPT, all_gemms, large_gemm_shar
 from evidence.validate.coverage import CALLS, LeftOutCalls, TransferCalls, errors_by_setting, level_spread, spread
 from evidence.validate.parts import Options
 from evidence.validate.serving import read_runs
-from evidence.validate.transfer import kind_rows, shipped_fits, today_rows, unseen_rows
+from evidence.validate.transfer import left_out_rows, shipped_fits, today_rows, unseen_rows
 from evidence.validate.weight_sync import predicted_errors, read_syncs
 from rlsim.base.reading import plain, read_yaml
 from rlsim.calibrate.fit.common import Array
@@ -263,7 +263,7 @@ def main(options: argparse.Namespace) -> None:
 def transfer_errors(calls: TransferCalls) -> TransferErrors:
     """From the measured rows, and the errors of calls."""
     evidence = Options().evidence
-    rows = unseen_rows(kind_rows(read_runs(evidence), shipped_fits(), "left-out"), today_rows(evidence, print))
+    rows = unseen_rows(left_out_rows(read_runs(evidence), shipped_fits()), today_rows(evidence, print))
     rollout = spread(errors_by_setting(rows, "tpot_s"))
     syncs = level_spread(predicted_errors(read_syncs(evidence)))
     return TransferErrors(rollout.family, rollout.setting, rollout.tilt, level_spread(calls.log_errors()), syncs)
