@@ -126,6 +126,13 @@ def test_a_page_keeps_what_is_not_written(tmp_path: Path) -> None:
     assert stale(page, {"serving": section(0.3)}, NONE, ["serving"]) == missing
     assert stale(page, {"serving": section(0.1)}, NONE, ["serving"]) == ["serving", *missing]
     assert stale(page, {"serving": section(0.1)}, NONE, []) == missing
+    fresh = page.read_text()
+    page.write_text(
+        fresh.replace("<!-- serving.words -->", "<!-- serving.old -->\nOld.\n<!-- end -->\n\n<!-- serving.words -->")
+    )
+    assert stale(page, {"serving": section(0.3)}, NONE, ["serving"]) == ["serving", *missing], "no longer made"
+    write_page(page, {"serving": section(0.3)}, NONE)
+    assert "Old." not in page.read_text()
     page = tmp_path / "notes.md"
     page.write_text("my notes\n")
     with pytest.raises(ConfigError, match="not a validation page"):

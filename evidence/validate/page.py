@@ -40,12 +40,12 @@ def read_page(page: Path) -> dict[str, str]:
     """The tables of a page by part, joined. Raises `ConfigError` if it cannot be read."""
     found: dict[str, str] = {}
     for (part, _), text in _tables(read_text(page), page).items():
-        found[part] = found.get(part, "") + text
+        found[part] = f"{found.get(part, '')}{text}\n"
     return found
 
 
 def _tables(text: str, page: Path) -> dict[tuple[str, str], str]:
-    found = {(part, name): with_tables(body, page.parent) for part, name, body in _BLOCK.findall(text)}
+    found = {(part, name): with_tables(body, page.parent).rstrip() for part, name, body in _BLOCK.findall(text)}
     if not found and text:
         raise ConfigError(f"{page}: not a validation page (no `<!-- part.table -->` in it)")
     return found
@@ -63,17 +63,15 @@ def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) ->
     check_page(page)
     text = read_text(page) if page.exists() else "# How far rlsim is from what was measured\n"
     for part, section in sections.items():
-        known, missing = _tables(text, page) if "<!--" in text else {}, []
+        known = _tables(text, page) if "<!--" in text else {}
+        made = {}
         for name, body in blocks(section, targets).items():
             shown = without_long_tables(body.rstrip(), page, f"{part}.{name}")
-            block = f"<!-- {part}.{name} -->\n{shown}\n<!-- end -->"
-            if (part, name) in known:
-                place = rf"^<!-- {part}\.{name} -->$.*?^<!-- end -->$"
-                text = re.sub(place, block.replace("\\", r"\\"), text, count=1, flags=re.MULTILINE | re.DOTALL)
-            else:
-                missing.append(block)
+            made[part, name] = f"<!-- {part}.{name} -->\n{shown}\n<!-- end -->"
+        # What a part no longer has would stay for ever, and contradict the rest.
+        text = _BLOCK.sub(lambda found: made.get(found.group(1, 2), found[0] * (found[1] != part)), text)
         title = [] if any(at[0] == part for at in known) else [f"## {TITLES[part]}"]
-        if missing:
+        if missing := [block for at, block in made.items() if at not in known]:
             text = "\n\n".join([text.rstrip("\n"), *title, *missing]) + "\n"
     write_text(page, text)
 
@@ -84,7 +82,8 @@ def stale(page: Path, sections: Mapping[str, Section], targets: Targets, repeata
     changed = [
         part
         for part in repeatable
-        for name, body in (blocks(sections[part], targets) if part in sections else {}).items()
-        if written.get((part, name), "").rstrip() != body.rstrip()
+        if part in sections
+        if {name: text for (of, name), text in written.items() if of == part}
+        != {name: text.rstrip() for name, text in blocks(sections[part], targets).items()}
     ]
     return list(dict.fromkeys([*changed, *(name for name in PARTS if name not in {part for part, _ in written})]))
