@@ -69,7 +69,9 @@ def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) ->
             shown = without_long_tables(body.rstrip(), page, f"{part}.{name}")
             made[part, name] = f"<!-- {part}.{name} -->\n{shown}\n<!-- end -->"
         # What a part no longer has would stay for ever, and contradict the rest.
-        text = _BLOCK.sub(lambda found: made.get(found.group(1, 2), found[0] * (found[1] != part)), text)
+        for found in [*_BLOCK.finditer(text)]:
+            if found[1] == part:
+                text = text.replace(found[0], made.get((part, found[2]), ""))
         title = [] if any(at[0] == part for at in known) else [f"## {TITLES[part]}"]
         if missing := [block for at, block in made.items() if at not in known]:
             text = "\n\n".join([text.rstrip("\n"), *title, *missing]) + "\n"
