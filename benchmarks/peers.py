@@ -51,7 +51,7 @@ from rlsim.sim.simulation import Simulation
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from evidence.validate.long_tables import with_measured, without_long_tables
+from evidence.validate.page import with_measured, without_long_tables
 from evidence.validate.rows import markdown
 
 CAP_TOKENS, PROMPT_TOKENS = 16_384, 512

@@ -13,11 +13,11 @@ from typing import Any
 import pandas as pd
 
 import rlsim
-from evidence.validate.long_tables import with_measured, with_tables, without_long_tables
+from evidence.validate.page import with_measured, with_tables, without_long_tables
 from evidence.validate.rows import markdown
 from rlsim.base.charts import save_chart
 from rlsim.base.formats import number, rate, share
-from rlsim.results.report.staleness import frontier, frontier_chart
+from rlsim.results.report.speedups import frontier, frontier_chart
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PICTURE = ROOT / "docs" / "asynchrony.md", ROOT / "docs" / "asynchrony.svg"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from make_reference import DOCS, for_site  # beside this file
 
-from evidence.validate.long_tables import with_tables
+from evidence.validate.page import with_tables
 
 FENCE = re.compile(
     r"^<!-- (?P<kind>file|same as|output)(?:: (?P<value>[^\n]*?)(?:, tested with [^\n]*)?)? -->\n+"

@@ -16,7 +16,7 @@ import evidence.validate as validation
 import rlsim
 from evidence.validate.coverage import OUTLIER, inside, level_spread, levels_inside, line, shipped_calls, spread
 from evidence.validate.parts import Options
-from evidence.validate.runs import run as validated
+from evidence.validate.published import run as validated
 from evidence.validate.weight_sync import left_out, left_out_errors, predicted_errors, read_syncs
 from rlsim.cost.assumed import LARGEST_BATCH, MEASURED, MIDDLE_BATCH, Draw, TransferErrors
 from rlsim.cost.calibration import Calibration, load_calibration

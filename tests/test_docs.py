@@ -35,7 +35,7 @@ import pytest
 from conftest import TINY, Command
 
 import rlsim
-from evidence.validate.long_tables import with_tables
+from evidence.validate.page import with_tables
 from rlsim.base.reading import read_yaml
 from rlsim.experiment.systems import parse_systems
 

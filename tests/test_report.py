@@ -24,7 +24,7 @@ from rlsim.results.report.chosen_run import choose
 from rlsim.results.report.gantt import MOST_MARKS, gantt
 from rlsim.results.report.method import findings
 from rlsim.results.report.shares import batch_parts, gpu_shares
-from rlsim.results.report.staleness import beaten, frontier
+from rlsim.results.report.speedups import beaten, frontier
 from rlsim.results.report.style import BUBBLE
 from rlsim.results.report.write import report_page, write_report
 

@@ -21,8 +21,7 @@ import rlsim
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.frames import stays_frame
 from rlsim.experiment.load import read_experiment
-from rlsim.results.report.timeline import write_timeline
-from rlsim.results.report.timeline_requests import _in_order, held_by
+from rlsim.results.report.timeline import _in_order, held_by, write_timeline
 from rlsim.results.report.trace_events import Tracks
 
 SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1, "certainty": 0}
@@ -211,7 +210,7 @@ def test_what_is_not_named_is_the_first(pat: Path, tmp_path: Path) -> None:
 
 
 def test_many_requests_have_tracks_in_first_steps(pat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsim.results.report.timeline_requests.MOST_STAYS", 200)
+    monkeypatch.setattr("rlsim.results.report.timeline.MOST_STAYS", 200)
     assert write_timeline(pat, tmp_path / "timeline.json", system="pat").with_requests == (0,)
     trace, stays = Trace(tmp_path / "timeline.json"), rlsim.read_result(pat).stays
     check_requests(trace, rows(stays, "pat").query("step == 0"))

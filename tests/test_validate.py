@@ -13,9 +13,8 @@ from conftest import invoke
 from evidence.validate import parts, pat, transfer
 from evidence.validate.page import blocks, read_page, stale, write_page
 from evidence.validate.parts import PARTS, Options, Section, Skipped
-from evidence.validate.published import evaluated, figures, named, published_rows
+from evidence.validate.published import evaluated, figures, named, published_rows, told
 from evidence.validate.rows import Row, summarise
-from evidence.validate.runs import told
 from evidence.validate.serving import AISIMULATE, SERVED, TABLE, TODAY, run_rows
 from evidence.validate.targets import Bound, Target, Targets, bounds_of, load_targets, verdicts
 from evidence.validate.transfer import SettingFit, TransferFits, left_out_rows, read_runs, shipped_fits

@@ -17,9 +17,8 @@ import pandas as pd
 
 from evidence.validate.asynchronous import experiments
 from evidence.validate.parts import Options, Section
-from evidence.validate.published import figures, measured_section
+from evidence.validate.published import figures, measured_section, run
 from evidence.validate.rows import Row, markdown, number
-from evidence.validate.runs import run
 from rlsim.base.schema import validate
 from rlsim.base.tables import csv_errors
 from rlsim.errors import ConfigError, RlsimError

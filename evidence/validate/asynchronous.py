@@ -20,8 +20,8 @@ from scipy.optimize import brentq
 
 from evidence.validate.parts import Options, Section
 from evidence.validate.published import figures, measured_section, published_rows
+from evidence.validate.published import run as run_experiment
 from evidence.validate.rows import markdown
-from evidence.validate.runs import run as run_experiment
 from rlsim.base.schema import validate
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.load import set_path

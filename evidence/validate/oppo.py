@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from evidence.validate.parts import Options, Section
-from evidence.validate.published import figures, published_section
+from evidence.validate.published import figures, published_section, told
 from evidence.validate.rows import markdown
-from evidence.validate.runs import told
 from rlsim.experiment.result import Result
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from evidence.validate.parts import Options, Section
-from evidence.validate.published import figures, published_section
+from evidence.validate.published import figures, published_section, told
 from evidence.validate.rows import markdown
-from evidence.validate.runs import told
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.rollout import RolloutCostModel

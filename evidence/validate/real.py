@@ -9,9 +9,8 @@ import numpy as np
 
 from evidence.validate import parts
 from evidence.validate.parts import Section
-from evidence.validate.published import figures, published_section
+from evidence.validate.published import figures, published_section, told
 from evidence.validate.rows import markdown, number
-from evidence.validate.runs import told
 from rlsim.workflow import ppo
 from rlsim.workflow.search import Dependency, Options, Problem
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from evidence.validate.parts import Options, Section
-from evidence.validate.published import figures, published_section
-from evidence.validate.runs import told
+from evidence.validate.published import figures, published_section, told
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.result import Result
 from rlsim.trace import read_trace

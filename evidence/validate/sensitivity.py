@@ -15,9 +15,8 @@ from pydantic import Field
 
 from evidence.validate import real
 from evidence.validate.parts import Options, Section
-from evidence.validate.published import evaluated, named
+from evidence.validate.published import by_case, evaluated, named, run, told
 from evidence.validate.rows import markdown
-from evidence.validate.runs import by_case, run, told
 from rlsim.base.reading import read_yaml
 from rlsim.base.schema import Schema, validate
 from rlsim.cost.calibration import load_calibration

@@ -21,9 +21,8 @@ from scipy.stats import spearmanr
 
 from evidence.validate.asynchronous import stated
 from evidence.validate.parts import EVIDENCE, Options, Section
-from evidence.validate.published import figures, measured_section, published_rows
+from evidence.validate.published import figures, measured_section, published_rows, told
 from evidence.validate.rows import Kind, Row, markdown, read_rows
-from evidence.validate.runs import told
 from evidence.validate.steps_nemo import SPENT, nemo_rows
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import load_calibration

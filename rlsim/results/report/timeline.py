@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
+import numpy as np
+import pandas as pd
+
 from rlsim.base.output import atomic_path, check_own_file
 from rlsim.errors import ConfigError
 from rlsim.results.report.chosen_run import ChosenRun, choose_run
-from rlsim.results.report.timeline_requests import write_requests
 from rlsim.results.report.trace_events import TraceWriter, Track, Tracks, microseconds
+from rlsim.sim.recorder import LEFT
 
 if TYPE_CHECKING:
     from rlsim.experiment.result import Result
@@ -151,3 +154,135 @@ def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
         for gpu in range(row.gpu, row.gpu + row.gpus):
             track = tracks.place((gpu, row.kind if row.shared else ""), start, end)
             writer.slice(track, row.kind, "gpu", start, end, args)
+
+
+#: The first steps have tracks for their requests: as many as have no more stays at replicas than these, or one.
+MOST_STAYS = 200_000
+_STAYS = (
+    "step", "call", "response", "replica", "gpu", "gpus", "arrived_at", "admitted_at", "decoding_at", "left_at",
+    "start_tokens", "end_tokens", "left",
+)  # fmt: skip
+_RESPONSES = ("step", "response", "resumed", "score_start_at", "scored_at", "reward", "timed_out")
+_COUNTERS = {"active sequences": "active", "waiting requests": "waiting", "KV tokens": "kv_tokens"}
+
+
+def write_requests(
+    writer: TraceWriter, run: ChosenRun, run_pid: int, generate: Collection[str], places: tuple[int, int]
+) -> int:
+    """Write the requests of a run, and what CPU workers scored; returns of how many of its steps.
+
+    The replicas that ever are on the same GPUs make a group of tracks with counters of their own; each request there
+    is on one of its tracks. `run_pid` is the group with the counters of all replicas together, `generate` the calls
+    that make the responses (others with requests are judges); `places` say where the groups of requests, and that of
+    the CPU workers of reward calls, stand.
+    """
+    stays, responses = run.rows("stays", _STAYS), run.rows("responses", _RESPONSES)
+    counts = stays.groupby("step").size().cumsum()
+    shown = run.steps
+    if (beyond := counts.index[counts > MOST_STAYS]).size:
+        shown = tuple(step for step in shown if step < max(beyond[0], run.steps[0] + 1))
+        stays, responses = (rows[rows["step"].isin(shown)] for rows in (stays, responses))
+    if len(stays):
+        stays = _in_order(stays, generate)
+        pids = _groups(writer, stays, places[0])
+        _write_phases(writer, stays, pids)
+        for place, pid in pids.items():
+            _write_counters(writer, stays[stays["place"] == place], pid)
+        _write_counters(writer, stays[stays["own"]], run_pid)
+    _write_rewards(writer, stays, responses, generate, places[1])
+    return len(shown)
+
+
+def _in_order(stays: pd.DataFrame, generate: Collection[str]) -> pd.DataFrame:
+    """The stays as they begin, in µs: where the one before of the same request ended, which is named by its `index`."""
+    if unknown := set(stays["left"]) - set(LEFT):
+        raise ConfigError(f"stays: column left: expected one of {', '.join(LEFT)}, got {unknown.pop()!r}")
+    found = stays.sort_values(["step", "call", "response", "arrived_at", "left_at"], ignore_index=True)
+    found["own"], found["place"] = found["call"].isin(generate), found.groupby(["call", "gpu", "gpus"]).ngroup()
+    for name in ("arrived", "admitted", "decoding", "left"):  # what never came begins when it leaves
+        found[f"{name}_us"] = microseconds(found[f"{name}_at"].fillna(found["left_at"]))
+    ended = found.groupby(["step", "call", "response"])[["left_us", "left"]].shift()
+    begins = ended["left_us"].fillna(found["arrived_us"]).clip(upper=found["arrived_us"])
+    found = found.assign(begins_us=begins.astype(np.int64), after=ended["left"].fillna(""))
+    return found.sort_values("begins_us", kind="stable")
+
+
+def _groups(writer: TraceWriter, stays: pd.DataFrame, first_place: int) -> dict[int, int]:
+    pids = {}
+    for row in stays.drop_duplicates("place").sort_values("place").to_dict("records"):
+        gpu, gpus = row["gpu"], row["gpus"]
+        which, beside = f"GPU {gpu}" if gpus == 1 else f"GPUs {gpu}–{gpu + gpus - 1}", not row["own"]
+        pids[row["place"]] = writer.process(f"{row['call']} · {which} · TP{gpus}", first_place + 10 * gpu + beside)
+    return pids
+
+
+def _write_phases(writer: TraceWriter, stays: pd.DataFrame, pids: Mapping[int, int]) -> None:
+    """Slices of all that requests went through, and arrows from the replicas that they left to those they went to."""
+    tracks = Tracks(lambda place, number: writer.track(pids[place], f"slot {number}", number))
+    before: dict[Any, tuple[Track, bool]] = {}  # where a request was last, and whether it took any time
+    stay: Any
+    for stay in stays.itertuples():
+        track, request = tracks.place(stay.place, stay.begins_us, stay.left_us), (stay.step, stay.call, stay.response)
+        known = {"response": stay.response, "tp": stay.gpus, "step": stay.step}
+        waited = {**known, "context": stay.start_tokens}
+        done = {"tokens": stay.end_tokens - stay.start_tokens, "context": stay.end_tokens, "left": stay.left}
+        away = ("tool", waited) if stay.after == "tool" else ("paused", {**waited, "after": stay.after})
+        moments = (stay.begins_us, stay.arrived_us, stay.admitted_us, stay.decoding_us, stay.left_us)
+        phases = (away, ("queued", waited), ("prefill", waited), ("decode", {**known, **done}))
+        for (name, args), start, end in zip(phases, moments, moments[1:], strict=False):
+            writer.slice(track, f"{name} {stay.response}", name, start, end, args)
+        source, lasted = before.get(request, (track, False))
+        if lasted and stay.after not in ("tool", "preempted") and stay.left_us > stay.begins_us:
+            writer.arrow(stay.after, source, stay.begins_us - 1, track, stay.begins_us)
+        before[request] = track, stay.left_us > stay.begins_us
+
+
+def _write_counters(writer: TraceWriter, stays: pd.DataFrame, pid: int) -> None:
+    held = held_by(stays)
+    for name, column in _COUNTERS.items():
+        changed = held[held[column].diff().fillna(held[column]) != 0]
+        for at, value in zip(changed["at"].tolist(), changed[column].tolist(), strict=True):
+            writer.sample(name, pid, at, value)
+
+
+def held_by(stays: pd.DataFrame) -> pd.DataFrame:
+    """What the replicas of these stays held whenever a request arrived, was admitted, joined the batch or left.
+
+    Rows are moments `at` (µs): how many requests are `active` (admitted: in prefill or decoding) and `waiting`, and the
+    contexts of the active ones, `kv_tokens`, each of which is taken to grow evenly while it decodes.
+    """
+    arrived, admitted, decoding, left = (stays[f"{name}_us"] for name in ("arrived", "admitted", "decoding", "left"))
+    first, lasted = stays["start_tokens"], (left - decoding).clip(lower=1)
+    slope = (stays["end_tokens"] - first).where(left > decoding, 0) / lasted
+    begun = first - slope * decoding
+    parts = [  # moments, and what changes: requests waiting and active, tokens at time 0, tokens a µs
+        (arrived, 1, 0, 0, 0), (admitted, -1, 1, first, 0), (decoding, 0, 0, begun - first, slope),
+        (left, 0, -1, -begun, -slope),
+    ]  # fmt: skip
+    names = ("at", "waiting", "active", "tokens", "slope")
+    changes = pd.concat([pd.DataFrame(dict(zip(names, part, strict=True))) for part in parts])
+    held = changes.groupby("at").sum().cumsum().reset_index()
+    tokens = held["tokens"] + held["slope"] * held["at"]
+    return held.assign(kv_tokens=np.rint(tokens.where(held["active"] > 0, 0)).astype(np.int64))
+
+
+def _write_rewards(
+    writer: TraceWriter, stays: pd.DataFrame, responses: pd.DataFrame, generate: Collection[str], place: int
+) -> None:
+    """When CPU workers scored responses; what a judge scored shows as its requests."""
+    key = ["step", "response"]
+    judged = pd.MultiIndex.from_frame(stays.loc[~stays["call"].isin(generate), key])
+    rows = responses[~pd.MultiIndex.from_frame(responses[key]).isin(judged)]
+    rows = rows[rows["scored_at"] > rows["score_start_at"]]
+    # What was scored in an earlier step and goes on in this one was shown there.
+    shown = rows.groupby("step")["scored_at"].max().cummax().shift()
+    rows = rows[~(rows["resumed"] & (rows["scored_at"] <= rows["step"].map(shown)))]
+    if rows.empty:
+        return
+    pid = writer.process("rewards · CPU workers", place)
+    workers = Tracks(lambda _, number: writer.track(pid, f"worker {number}", number))
+    rows = rows.sort_values("score_start_at", kind="stable")
+    times = microseconds(rows[["score_start_at", "scored_at"]]).tolist()
+    for row, (start, end) in zip(rows.itertuples(), times, strict=True):
+        args = {"response": row.response, "step": row.step, "reward": row.reward, "timed_out": row.timed_out}
+        writer.slice(workers.place(0, start, end), f"score {row.response}", "reward", start, end, args)

@@ -23,8 +23,7 @@ from rlsim.results.report.method import (
 )
 from rlsim.results.report.page import Page, check_page_path, setups_of
 from rlsim.results.report.shares import gpu_section, step_section, trajectories_section
-from rlsim.results.report.speedups import speedup_section
-from rlsim.results.report.staleness import staleness_section
+from rlsim.results.report.speedups import speedup_section, staleness_section
 from rlsim.results.report.sweep_page import sweep_page
 from rlsim.results.sweeps.store import DEFINITION, SweepResult, read_sweep
 
