@@ -8,9 +8,10 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.layout import Layout
+from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.strategy import TRAFFIC, TrainEfficiency, TrainStrategy
 from rlsim.cost.train import TrainCost
-from rlsim.cost.transfer import weight_sync_s
+from rlsim.cost.transfer import gather_s
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
@@ -82,8 +83,10 @@ def test_log_probs_are_of_prompts_and_responses_without_gradient() -> None:
 def test_a_weight_sync_goes_to_the_rollouts_layout() -> None:
     alone = by_itself("train")
     for tp in (2, 4):
-        expected = weight_sync_s(alone.model, collectives(), alone.cluster, alone.strategy, tp)
-        assert seconds("weight_sync", tp) == pytest.approx(expected)
+        copied_s = 2 * rollout_weight_bytes(alone.model, tp) / alone.cluster.gpu.memory_bytes_per_s
+        source = Layout.of(0, alone.strategy)
+        gathered_s = gather_s(alone.model, collectives(), alone.cluster, source, over_tp=tp != 2)
+        assert seconds("weight_sync", tp) == pytest.approx(gathered_s + copied_s)
     assert seconds("weight_sync", 2) != seconds("weight_sync", 4)
 
 

@@ -10,7 +10,7 @@ from conftest import Talk, tables
 import rlsim
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
-from rlsim.cost.layout import PLAIN, ReplicaLayout
+from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import (
@@ -23,8 +23,8 @@ from rlsim.cost.transfer import (
     reshard_s,
     rms_context_tokens,
     switch_peak_bytes,
-    weight_sync_s,
 )
+from rlsim.cost.weight_sync import WeightSync
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 
@@ -133,7 +133,8 @@ def per_byte() -> Talk:
 def test_weight_sync_gathers_every_layer_once() -> None:
     collectives = per_byte()
     cluster = load_cluster("8xh100")
-    time = weight_sync_s(LLAMA, collectives, cluster, TrainStrategy(dp=8, zero_stage=3), 2)
+    sync = WeightSync(model=LLAMA, cluster=cluster, collectives=collectives, engine="vllm", method="reshard")
+    time = sync.time_s(Layout.of(0, TrainStrategy(dp=8, zero_stage=3)), Layout(first_gpu=0, dp=4, tp=2))
     assert {call[0::2] for call in collectives.asked} == {("all_gather", 8)}
     copy = 2 * 8.03e9 / cluster.gpu.memory_bytes_per_s
     # all weights but the final norm

@@ -12,7 +12,6 @@ from evidence.validate import weight_sync as published
 from rlsim.cost.layout import Layout, ReplicaLayout
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.transfer import weight_sync_s
 from rlsim.cost.weight_sync import FITTED, SyncFit, WeightSync
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.models.hardware import load_cluster
@@ -51,7 +50,8 @@ def test_under_hsdp_shards_are_larger_and_gathered_from_fewer() -> None:
 def test_experts_that_are_apart_are_gathered_from_the_ranks_that_have_them() -> None:
     """Two of 16 ranks hold the same experts at EP 8."""
     talk = Talk()
-    weight_sync_s(MIXTURE, talk, load_cluster("2x8xh100"), TrainStrategy(dp=16, ep=8, zero_stage=3), rollout_tp=1)
+    source = Layout.of(0, TrainStrategy(dp=16, ep=8, zero_stage=3))
+    sync(model=MIXTURE, collectives=talk, method="reshard").parts(source, Layout(first_gpu=0, dp=16))
     (layer,) = MIXTURE.groups
     assert {gpus for _, size, gpus, _ in talk.asked if size == 2 * layer.expert_weights() / 8} == {2}
     assert {gpus for _, _, gpus, _ in talk.asked} == {16, 2, 8}, "of what is not experts, of shards, of all experts"

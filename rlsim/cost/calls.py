@@ -9,13 +9,12 @@ from types import MappingProxyType
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
-from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
+from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
 from rlsim.cost.step import Lookups
 from rlsim.cost.strategy import EXPERT_LAUNCH_S, TrainEfficiency, TrainStrategy, unfused_of
 from rlsim.cost.train import TrainCost
-from rlsim.cost.transfer import weight_sync_s
 from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster
@@ -125,13 +124,8 @@ class CallCosts:
             offload=offload,
             served=self._rollout.get(role),
             replica=self._replica,
-            factor=self._draw.sync(),
+            factor=1.0 if method == "reshard" else self._draw.sync(),
         )
-
-    def sync_s(self, role: str, strategy: TrainStrategy, to: Layout) -> float:
-        """Seconds to bring updated weights from the training layout to the rollout's, on the same GPUs, in place."""
-        model, start = self.models[role], to.first_gpu
-        return weight_sync_s(model, self.collectives, self.cluster, strategy, to.tp, start, to.pp)
 
     def reallocation(self, role: str, to: CallCosts) -> Reallocation:
         """Seconds of moving that model's parameters from these GPUs to ones of the kind of `to`."""

@@ -454,9 +454,8 @@ class TrainCost:
             states += on_gpus / (spread.sharded_over if strategy.zero_stage >= 1 else 1)
             states += saver * strategy.gradient_bytes * local / (spread.sharded_over if strategy.zero_stage >= 2 else 1)
         slow = (states + weights * (saver or strategy.fsdp)) * (saver or strategy.host_memory == "pageable")
-        return host_copy_s(weights + states - slow, host) + (
-            allocated_copy_s(slow, host, strategy.host_memory, out=out) if slow else 0.0
-        )
+        slow_s = allocated_copy_s(slow, host, strategy.host_memory, out=out)
+        return host_copy_s(weights + states - slow, host) + slow_s
 
     @cached_property
     def _parts(self) -> list[tuple[float, TrainStrategy]]:

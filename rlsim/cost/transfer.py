@@ -16,7 +16,6 @@ from rlsim.cost.collectives import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import RESERVED_BYTES, kv_page_bytes, rollout_activation_bytes, rollout_weight_bytes
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.cost.strategy import TrainStrategy
 from rlsim.models.hardware import Cluster, Link
 from rlsim.models.model import Model
 
@@ -32,7 +31,7 @@ def host_copy_s(bytes_per_gpu: float, host: Link) -> float:
 #: NeMo-RL's `offload_before_refit` on H100 (4.94 GB of Qwen2.5-0.5B's states, ten bytes a parameter), and a copy to
 #: memory that was there before (github.com/NVIDIA-NeMo/RL issue 3976). Saver: torch_memory_saver on L20, which
 #: allocates pinned memory for each pause and frees it (fzyzcjy/torch_memory_saver issue 111: 2.41 and 5.32 GiB/s).
-ALLOCATED_BYTES_PER_S = {"pageable": (1.8e9, 16.1e9), "saver": (2.59e9, 5.71e9)}
+ALLOCATED_BYTES_PER_S = {"pinned": (math.inf, math.inf), "pageable": (1.8e9, 16.1e9), "saver": (2.59e9, 5.71e9)}
 
 
 def allocated_copy_s(bytes_per_gpu: float, host: Link, kind: str, *, out: bool) -> float:
@@ -66,27 +65,6 @@ NO_HOST_KV = HostKv()
 
 
 # Weights ------------------------------------------------------------------------------------------------------------
-
-
-def weight_sync_s(
-    model: Model,
-    collectives: CollectiveTime,
-    cluster: Cluster,
-    strategy: TrainStrategy,
-    rollout_tp: int,
-    first_gpu: int = 0,
-    rollout_pp: int = 1,
-) -> float:
-    """Training weights to rollout weights on the same GPUs where no engine loads them: gather a layer, keep the slice.
-
-    Gathers are those of `gather_s`, over TP only if the rollout's degree is another. Then every GPU writes its slice
-    (read + write at memory bandwidth). Raises `ConfigError` if a TP degree does not split the model.
-    """
-    model.check_tp(rollout_tp)
-    strategy.check_model(model)
-    copy_s = 2 * rollout_weight_bytes(model, rollout_tp, rollout_pp) / cluster.gpu.memory_bytes_per_s
-    source, over_tp = Layout.of(first_gpu, strategy), strategy.tp != rollout_tp
-    return gather_s(model, collectives, cluster, source, over_tp=over_tp) + copy_s
 
 
 def gather_s(

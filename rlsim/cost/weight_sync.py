@@ -24,14 +24,14 @@ from typing import Literal
 from rlsim.cost.calibration import Engine
 from rlsim.cost.collectives import CollectiveTime
 from rlsim.cost.layout import PLAIN, Layout, ReplicaLayout
-from rlsim.cost.memory import rollout_weight_bytes
+from rlsim.cost.memory import FP32, rollout_weight_bytes
 from rlsim.cost.transfer import gather_s, host_copy_s
 from rlsim.errors import CalibrationError
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
 
 #: How new weights reach the rollout engine: a row of `rlsim/data/meanings.csv` says what each is. No engine loads those
-#: of reshard (`Reallocation`, or `weight_sync_s` on the same GPUs).
+#: of reshard (`Reallocation`, or here on the same GPUs).
 SyncMethod = Literal["naive", "bucketed", "multi_sender", "checkpoint_engine", "reshard"]
 
 #: Memory traffic of quantising a weight by blocks with PyTorch's own kernels, as veRL and NeMo-RL do one after the
@@ -44,9 +44,6 @@ QUANTISING_BYTES = 49.0
 #: page on failover); 0.11 on A100 wakes with some 72 GB and 1.2 GB of copied weights in 0.26 s (vLLM's blog,
 #: 2025-10-26), and gives 32.1 and 47.4 GiB up in 0.12 and 0.31 s at level 2 (vllm-project/vllm pull request 48337).
 REMAPPED_BYTES_PER_S = 2.77e11
-
-#: ZeRO-3 shards of FSDP are fp32 master weights.
-_SHARD_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +86,7 @@ class SyncTime:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSync:
-    """Syncs of one model's weights into a rollout engine by `method`, which is not reshard.
+    """Syncs of one model's weights into a rollout engine by `method`.
 
     `cluster` and `collectives` are those of the trainer, `rollout` the cluster as the engine's GPUs know it, if these
     are of another kind. `offload`: the trainer's shards wait in host memory. `stacked`: the trainer keeps the experts
@@ -119,8 +116,13 @@ class WeightSync:
         return self.factor * self.parts(source, target).total_s
 
     def parts(self, source: Layout, target: Layout) -> SyncTime:
-        """`time_s` by its stages."""
+        """`time_s` by its stages. Of reshard, on the same GPUs: gather a layer, over TP if the target has another, and
+        keep the slice."""
         self.replica.check(self.model, target.tp)
+        if self.method == "reshard":
+            over_tp = source.tp != target.tp
+            gathered_s = gather_s(self.model, self.collectives, self.cluster, source, over_tp=over_tp)
+            return SyncTime(gathered_s, self._transport_s(source, target), 0.0)
         return SyncTime(self._export_s(source), self._transport_s(source, target), self._load_s())
 
     # ---- by way of host memory, where every replica fetches them (relays: Laminar, Sheng et al. 2025) ----------------
@@ -153,7 +155,7 @@ class WeightSync:
             total += fit.stored_tensor_s * model.tensors(stacked=self.stacked)
         if self.offload and source.zero3:
             ranks = source.tp * source.sharded_over
-            total += _SHARD_BYTES * model.parameters / ranks / fit.staging_bytes_per_s
+            total += FP32 * model.parameters / ranks / fit.staging_bytes_per_s
         elif self.offload:  # a slice of its stage on each GPU, and its experts if these are apart
             apart = source.expert_cut is not None
             routed = apart * sum(count * model.expert_bytes(layer) for layer, count in model.groups.items())

@@ -240,10 +240,9 @@ class PlacedExperiment:
         """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on; of an engine
         that loads them with the time in which it falls asleep and wakes."""
         target = Layout(first_gpu=first_gpu, tp=rollout_tp // self.rollout_pp, pp=self.rollout_pp)
-        if self.loaded.experiment.weight_sync == "reshard":
-            return self.calls_on((first_gpu,)).sync_s(model, strategy, target)
         sync = self.weight_sync(model, (first_gpu,), (first_gpu,))
         mapped = self.loaded.experiment.memory_utilization * self.loaded.cluster.gpu_at(first_gpu).memory_bytes
+        mapped *= sync.method != "reshard"
         return sync.time_s(Layout.of(first_gpu, strategy), target) + 2 * mapped / REMAPPED_BYTES_PER_S
 
     def weight_sync(
