@@ -270,7 +270,7 @@ def test_a_draft_that_is_trained_along_comes_with_the_weights() -> None:
     assert half == pytest.approx((still + trained) / 2)
     model = load_model(str(TINY["model"]))
     share = drafts(str(TINY["model"]), method="eagle3", num_speculative_tokens=2).memory(1).weights / model.weight_bytes
-    awake_s = 2 * 0.9 * load_cluster("8xh100").gpu.memory_bytes / REMAPPED_BYTES_PER_S  # of the engine, whatever it loads
+    awake_s = 2 * 0.9 * load_cluster("8xh100").gpu.memory_bytes / REMAPPED_BYTES_PER_S
     assert trained - awake_s == pytest.approx((1 + share) * (still - awake_s))
 
 
