@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from rlsim.experiment.ledger import ledger_of
 from rlsim.experiment.schema import Experiment, TrainingSpec, WorkflowSpec
 from rlsim.frameworks import READERS as READ
 from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
-from rlsim.frameworks.draft import Draft, write_changes, yaml_text
+from rlsim.frameworks.draft import Draft, write_changes, written, yaml_text
 from rlsim.frameworks.mapping import FUNCTIONS, names
 from rlsim.frameworks.names import find_cluster
 from rlsim.frameworks.nemo import from_nemo
@@ -38,6 +38,7 @@ from rlsim.frameworks.verl.experiment import from_verl
 from rlsim.frameworks.verl.run import TrainingArguments
 from rlsim.models.hardware import load_gpu
 from rlsim.policies.registry import load_policy
+from rlsim.results.tune.space import axes_of
 from rlsim.sim.environment import EnvironmentConfig
 from rlsim.sim.request import EngineConfig
 
@@ -276,6 +277,33 @@ FULLY_SKYRL = APART_SKYRL.replace("trainer.strategy", "trainer.fully_async.enabl
 def skyrl(tmp_path: Path, *sources: str, text: str = SKYRL, **more: Any) -> Draft:
     (tmp_path / "run-mine.sh").write_text(text)
     return from_skyrl([str(tmp_path / "run-mine.sh"), *sources], options(tmp_path, **more))
+
+
+@pytest.mark.parametrize("reader", [verl, nemo, slime, skyrl])
+def test_what_tune_proposes_of_drafts_is_read_so(reader: Callable[..., Draft], tmp_path: Path) -> None:
+    """Of a configuration without drafts, those with an assumed acceptance; of one with them other numbers, and none."""
+
+    def data(*changes: Mapping[str, Any]) -> Any:
+        return reader(tmp_path, *(f"{key}={written(value)}" for one in changes for key, value in one.items())).data()
+
+    def proposed(*changes: Mapping[str, Any]) -> Any:
+        """By what they alter: method, tokens and largest batch of each option, None where nothing is drafted."""
+        found = dict[str, list[Any]]()
+        for axis in axes_of(LoadedExperiment.of(validate(data(*changes), Experiment), tmp_path), ["drafts"]):
+            for option in axis.options if "specul" in axis.name else ():
+                spec = validate(data(*changes, option), Experiment).engine.speculation
+                one = spec and (spec.method, spec.num_speculative_tokens, spec.disable_by_batch_size)
+                found.setdefault(axis.alters, []).append(one)
+        return found
+
+    flags = reader is slime  # SGLang's
+    guesses = proposed()
+    assert guesses == {"drafts": [("eagle3", 1, None), ("eagle3", 3, None), *[("ngram", 3, None)] * (not flags)]}
+    loaded = LoadedExperiment.of(validate(data(), Experiment), tmp_path)
+    first = next(axis for axis in axes_of(loaded, ["drafts"]) if axis.alters == "drafts").options[1]
+    numbers = [("eagle3", k, None) for k in (1, 2, 3, 5)]
+    below = [] if flags else [("eagle3", 3, most) for most in (4, 16, 64)]
+    assert proposed(first) == {"": [*numbers, *below, None]}
 
 
 def test_skyrls_limits_of_a_turn_and_of_a_trajectory(tmp_path: Path) -> None:

@@ -97,13 +97,13 @@ class Settings:
     ) -> None:
         """Take every leaf of a nested mapping; with `lines`, its line in the file `place` is added.
 
-        With `replaces` a value replaces the keys below it, keys the value above them, and a mapping that has
-        `_override_` what was below it.
+        None replaces the keys below it; with `replaces` any value does, keys the value above them, and a mapping that
+        has `_override_` what was below it.
         """
         marks = getattr(data, "lc", None) if lines else None
         for key, value in data.items():
             name = f"{prefix}{key}"
-            if replaces and (not isinstance(value, Mapping) or value.get(_REPLACES)):
+            if value is None or (replaces and (not isinstance(value, Mapping) or value.get(_REPLACES))):
                 for below in [other for other in self.given if other.startswith(f"{name}.")]:
                     del self.given[below]
             if isinstance(value, Mapping):

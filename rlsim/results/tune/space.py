@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rlsim.base.reading import shipped
 from rlsim.base.refusals import code_of
+from rlsim.cost.speculation import ACCEPTANCE
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.systems import SystemSpec, parse_systems
@@ -22,6 +23,7 @@ ALTERS: Mapping[str, str] = {
     "algorithm": "changes which log-probs the loss sees",
     "staleness": "trains on responses of older weights",
     "gpus": "takes another number of GPUs",
+    "drafts": f"drafts tokens, accepted as assumed ({ACCEPTANCE['eagle3']} of each, n-grams {ACCEPTANCE['ngram']})",
 }
 
 
@@ -104,7 +106,8 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
         "acts": loaded.environment is not None,
         "most_sandboxes": experiment.environment.sandboxes or experiment.workflow.batch,
-        "drafts": drafts is not None, "most_drafted": most_drafted,
+        "drafts": drafts is not None, "most_drafted": most_drafted, "chain": not (drafts and drafts.num_draft_tokens),
+        "mtp": drafts is not None and drafts.method == "mtp",
         "fp8": gpu.fp8_flop_per_s is not None, "hopper": gpu.name.startswith(("h100", "h200", "h800", "h20")),
         "longest": loaded.longest_sequence, "prompts": experiment.workflow.prompts,
         "beside_tp": experiment.engine.pp * experiment.engine.data_parallel_attention,
