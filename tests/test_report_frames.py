@@ -13,8 +13,15 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result
 from rlsim.results.report.chosen_run import Choice
-from rlsim.results.report.gantt import by_group, gantt, merged
-from rlsim.results.report.generation import active_replicas, active_sequences, generation, gpus_by_tp
+from rlsim.results.report.gantt import (
+    active_replicas,
+    active_sequences,
+    by_group,
+    gantt,
+    generation,
+    gpus_by_tp,
+    merged,
+)
 from rlsim.results.report.lengths import survival, trained_lengths
 from rlsim.results.report.page import Page, Text
 from rlsim.results.report.shares import gpu_shares

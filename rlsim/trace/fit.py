@@ -22,7 +22,9 @@ from rlsim.errors import TraceError
 from rlsim.trace.mixture import (
     Floats,
     LengthModel,
+    TurnModel,
     both_below,
+    fit_turns,
     icc_log,
     joint_weights,
     mixture,
@@ -30,7 +32,6 @@ from rlsim.trace.mixture import (
     within_sd_log,
 )
 from rlsim.trace.schema import Trace
-from rlsim.trace.turn_model import TurnModel, fit_turns
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]

@@ -11,8 +11,7 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result, read_result
 from rlsim.results.report.chosen_run import Choice, choose
-from rlsim.results.report.gantt import timeline_section
-from rlsim.results.report.generation import generation_section
+from rlsim.results.report.gantt import generation_section, timeline_section
 from rlsim.results.report.lengths import lengths_section
 from rlsim.results.report.method import (
     calibration_section,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.errors import ConfigError, RlsimError
-from rlsim.results.sweeps.identity import files_of
+from rlsim.results.sweeps.points import files_of
 from rlsim.results.sweeps.task import POINTS_OF_A_WORKER, Answers, Failed, Task, carried_out
 
 #: How long a cluster's address may take to answer (s).

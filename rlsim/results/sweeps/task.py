@@ -22,8 +22,7 @@ from rlsim.base.processes import end, pool_of
 from rlsim.errors import ConfigError, PolicyError, RlsimError
 from rlsim.experiment.columns import to_arrow, to_bytes
 from rlsim.experiment.run import run_loaded
-from rlsim.results.sweeps.identity import inputs_of
-from rlsim.results.sweeps.points import Point
+from rlsim.results.sweeps.points import Point, inputs_of
 from rlsim.results.sweeps.tables import COLUMNS, of_point
 
 #: A point whose worker dies is given up after so many.
