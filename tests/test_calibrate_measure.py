@@ -15,7 +15,6 @@ from rlsim.calibrate.measure.host import MachineFacts, describe_cluster, write_c
 from rlsim.calibrate.measure.journal import (
     ATTEMPTS,
     FIRST,
-    Attempt,
     GridSetup,
     Journal,
     Point,
@@ -111,14 +110,14 @@ def test_short_calls_are_timed_in_batches_unless_each_is_taken_back(
 def written(path: Path, count: int = 3) -> Journal:
     journal = Journal.start(path, facts())
     for m in range(1, count + 1):
-        journal.add(gemm(m), Attempt(0.1, m * 1e-6, 0.01, 7))
+        journal.add(gemm(m), Timing(m * 1e-6, 0.01, 7, 0.1))
     return journal
 
 
 def test_journal_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "new" / "measurements.jsonl"
     journal = written(path)
-    journal.add(gemm(9), Attempt(0.2, 1e-6, 0.5, 7))
+    journal.add(gemm(9), Timing(1e-6, 0.5, 7, 0.2))
     again = Journal.start(path, facts(date="2027-01-01"))
     assert again.attempts == journal.attempts
     assert again.spent_s == pytest.approx(0.5)
@@ -148,7 +147,7 @@ def test_a_last_line_cut_short_is_dropped(tmp_path: Path) -> None:
         file.write('{"point": ["gemm", [4, 64')
     journal = Journal.start(path, facts())
     assert len(journal.attempts) == 3
-    journal.add(gemm(4), Attempt(0.1, 1e-6))
+    journal.add(gemm(4), Timing(1e-6, 0.0, 0, 0.1))
     assert len(Journal.start(path, facts()).attempts) == 4
     assert len(path.read_text().splitlines()) == 5
 
@@ -228,7 +227,7 @@ def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, points: dic
     """A run over fake outcomes: `outcome(point, attempt)` is (seconds it takes, what it finds)."""
     now, journal, order = Clock(), Journal.start(tmp_path / "j.jsonl", facts()), []
 
-    def measure_point(point: Point) -> Timing | str:
+    def measure_point(point: Point) -> Timing:
         order.append(point)
         took, found = outcome(point, order.count(point))  # type: ignore[operator]
         now.at += took
@@ -266,7 +265,9 @@ def test_a_second_run_goes_on_with_the_attempts_at_a_noisy_point(tmp_path: Path)
 
 
 def test_what_the_device_cannot_do_is_recorded_once(tmp_path: Path) -> None:
-    became, journal, order = suite(tmp_path, lambda point, _: (1.0, "out of memory" if point == gemm(3) else GOOD))
+    became, journal, order = suite(
+        tmp_path, lambda point, _: (1.0, Timing(0.0, 0.0, 0, impossible="out of memory") if point == gemm(3) else GOOD)
+    )
     assert order.count(gemm(3)) == 1
     assert journal.best(gemm(3)).impossible == "out of memory"
     assert became["gemm"] == (39, 0, 1, 0)
@@ -292,9 +293,9 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
 
 def test_the_cluster_file_loads_and_says_what_was_measured(tmp_path: Path) -> None:
     journal = Journal.start(tmp_path / "j.jsonl", facts())
-    journal.add(Point("gemm", (512, 512, 512)), Attempt(0.1, 2 * 512**3 / 50e9))
-    journal.add(Point("copy", ("device", 1_000_000)), Attempt(0.1, 2e6 / 20e9))
-    journal.add(Point("collective", ("all_gather", 2, 8_000)), Attempt(0.1, 1e-5))
+    journal.add(Point("gemm", (512, 512, 512)), Timing(2 * 512**3 / 50e9, 0.0, 7))
+    journal.add(Point("copy", ("device", 1_000_000)), Timing(2e6 / 20e9, 0.0, 7))
+    journal.add(Point("collective", ("all_gather", 2, 8_000)), Timing(1e-5, 0.0, 7))
     cluster = describe_cluster(journal.measurements(), journal.machine)
     write_cluster(cluster, tmp_path / "cluster.yaml")
     again = load(tmp_path / "cluster.yaml", Cluster)

@@ -30,11 +30,14 @@ CORE_SHARE = 0.97  # of its core that a process has while nothing else runs ther
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one call: median over `repeats` (seconds), and half the interquartile range over that median."""
+    """The time of one call: median over `repeats` (seconds), and half the interquartile range over that median; or why
+    the device has none (`impossible`). `took_s` is what finding out cost."""
 
     seconds: float
     spread: float
     repeats: int
+    took_s: float = 0.0
+    impossible: str = ""
 
 
 @dataclass(frozen=True)

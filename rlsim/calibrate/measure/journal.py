@@ -9,7 +9,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,24 +42,13 @@ class Point(NamedTuple):
         return dict(zip(KEYS[self.operator], self.values, strict=True))
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One attempt at a point: its time, or why the device has none (`impossible`). `took_s` is what it cost."""
-
-    took_s: float
-    seconds: float = 0.0
-    spread: float = 0.0
-    repeats: int = 0
-    impossible: str = ""
-
-
 @dataclass
 class Journal:
     """The journal file of one calibration run, open for more attempts: the machine, then a line for each attempt."""
 
     path: Path
     machine: MachineFacts
-    attempts: defaultdict[Point, list[Attempt]] = field(default_factory=lambda: defaultdict(list))
+    attempts: defaultdict[Point, list[Timing]] = field(default_factory=lambda: defaultdict(list))
 
     @staticmethod
     def start(path: Path, machine: MachineFacts, *, fresh: bool = False) -> Journal:
@@ -85,14 +74,14 @@ class Journal:
                 operator, values = record.pop("point")
                 point = Point(operator, tuple(values))
                 point.row()  # it has the columns of its table
-                journal.attempts[point].append(Attempt(**record))
+                journal.attempts[point].append(Timing(**record))
         except (ValueError, TypeError, LookupError, AttributeError):
             raise CalibrationError(f"{path}:{number}: damaged; mend the line, or begin anew with --fresh") from None
         machine.check_same(journal.machine, path)
         os.truncate(path, there.rindex(b"\n") + 1)
         return journal
 
-    def add(self, point: Point, attempt: Attempt) -> None:
+    def add(self, point: Point, attempt: Timing) -> None:
         """Keeps an attempt, on disk before this returns."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"point": point, **asdict(attempt)}) + "\n")
@@ -103,7 +92,7 @@ class Journal:
         """Seconds that measuring took so far, over all runs."""
         return sum(attempt.took_s for found in self.attempts.values() for attempt in found)
 
-    def best(self, point: Point) -> Attempt:
+    def best(self, point: Point) -> Timing:
         """The attempt at a point that has the smallest spread."""
         return min(self.attempts[point], key=lambda attempt: attempt.spread)
 
@@ -146,7 +135,7 @@ class Journal:
 def measure_all(
     rounds: Mapping[Point, int],
     journal: Journal,
-    measure_point: Callable[[Point], Timing | str],
+    measure_point: Callable[[Point], Timing],
     *,
     budget_s: float,
     report: Report = lambda *_: None,
@@ -155,7 +144,7 @@ def measure_all(
     """Measures the points into `journal`, round after round in their order, until they are done or `budget_s` seconds
     of measuring are spent, those of the journal included.
 
-    `measure_point` gives a time, or why the device has none. The noisy points of a round are tried again before the
+    The noisy points of a round are tried again before the
     next round begins; after four attempts they are refused.
     """
     spent_s, done = journal.spent_s, sum(journal.state(point) != LEFT for point in rounds)
@@ -168,9 +157,8 @@ def measure_all(
             report(point, done, len(rounds), spent_s)
             began = now()
             found = measure_point(point)
-            took_s = now() - began
-            journal.add(point, Attempt(took_s, **({"impossible": found} if isinstance(found, str) else asdict(found))))
-            spent_s += took_s
+            journal.add(point, found := replace(found, took_s=now() - began))
+            spent_s += found.took_s
             done += journal.state(point) != LEFT
 
 

@@ -85,7 +85,7 @@ def measure_machine(
     with Workers(workers, device=device) as team:
         team.call(warm_up)
 
-        def measure_point(point: Point) -> Timing | str:
+        def measure_point(point: Point) -> Timing:
             return joined(team.call(run_point, bench, point))
 
         measure_all(points, journal, measure_point, budget_s=budget_s, report=report)

@@ -250,8 +250,8 @@ def warm_up(worker: Worker) -> None:
     torch.nn.functional.linear(ones, ones)
 
 
-def run_point(worker: Worker, bench: Bench, point: Point) -> Timing | str:
-    """One point on this worker: its time, or why there is none."""
+def run_point(worker: Worker, bench: Bench, point: Point) -> Timing:
+    """One point on this worker."""
     operator, bench = point.operator, replace(bench, device=worker.device)
     values: list[Any] = [bench.model if name == "model" else value for name, value in point.row().items()]
     try:
@@ -266,17 +266,16 @@ def run_point(worker: Worker, bench: Bench, point: Point) -> Timing | str:
     except (RuntimeError, MemoryError, RlsimError) as error:  # out of memory, or what this build of torch lacks
         if bench.device != "cpu":
             torch.cuda.empty_cache()
-        return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        return Timing(0.0, 0.0, 0, impossible=(str(error).strip() or type(error).__name__).splitlines()[0][:200])
 
 
-def joined(found: Sequence[Timing | str]) -> Timing | str:
+def joined(found: Sequence[Timing]) -> Timing:
     """The workers' times as one: their mean, with the spread of the repeats or the difference between the workers,
-    whichever is larger. A text if any of them could not."""
-    timings = [one for one in found if isinstance(one, Timing)]
-    if len(timings) < len(found):
-        return next(one for one in found if isinstance(one, str))
-    seconds = np.array([one.seconds for one in timings])
+    whichever is larger. None if any of them could not."""
+    if failed := [one for one in found if one.impossible]:
+        return failed[0]
+    seconds = np.array([one.seconds for one in found])
     mean = float(seconds.mean())
     apart = float(seconds.max() - seconds.min()) / 2.0 / mean if mean > 0.0 else 0.0
-    spread = max(apart, float(np.mean([one.spread for one in timings])))
-    return Timing(mean, spread, min(one.repeats for one in timings))
+    spread = max(apart, float(np.mean([one.spread for one in found])))
+    return Timing(mean, spread, min(one.repeats for one in found))
