@@ -165,7 +165,7 @@ def _collectives(parts: Parts) -> CollectiveFits | None:
     """
     measured, base = parts.measured, parts.base
     if "collective" not in measured:
-        if base is None and measured.one_device:
+        if base is None and "decode_step" in measured and (measured.table("decode_step").tp == 1).all():
             parts.notes.append("one device was measured: no collectives, so no TP beyond 1")
             return CollectiveFits(nccl={})
         lent = base.collectives if base else None

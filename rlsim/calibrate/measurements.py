@@ -71,12 +71,6 @@ class Measurements:
     def __contains__(self, operator: str) -> bool:
         return len(self.table(operator)) > 0
 
-    @property
-    def one_device(self) -> bool:
-        """Whether whole steps were measured, on single devices only."""
-        steps = self.table("decode_step")
-        return len(steps) > 0 and bool((steps.tp == 1).all())
-
     @staticmethod
     def merge(parts: Iterable[Measurements]) -> Measurements:
         """All rows of all parts; points measured more than once have the median of their times."""
@@ -257,22 +251,17 @@ class Parts:
         of that name). Without either there is none, and `otherwise` is missing."""
         if own is not None and (fit := self.add(own)) is not None:
             return fit
-        if lent is not None:
+        if lent is not None and self.base is not None:
             self.borrowed.append(what)
-            self.borrow_residuals(*(operators or (what,)))
-        elif otherwise:
-            self.missing.append(otherwise)
-        return lent
-
-    def borrow_residuals(self, *operators: str) -> None:
-        """The base's residuals of these operators, marked as not this calibration's own."""
-        if self.base is not None:
             self.residuals |= {
                 key: item.model_copy(update={"note": f"of {self.base.name}, not measured here. {item.note}".strip()})
-                for operator in operators
+                for operator in operators or (what,)
                 for key, item in self.base.residuals.items()
                 if key == operator or key.startswith(f"{operator}_")
             }
+        elif otherwise:
+            self.missing.append(otherwise)
+        return lent
 
     def check(self) -> None:
         """Raises `CalibrationError` if anything is missing, with the nearest calibration that could give it."""
