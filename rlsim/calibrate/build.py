@@ -209,8 +209,6 @@ def with_ring(fits: CollectiveFits) -> CollectiveFits:
 
 # Layout changes, training and copies ----------------------------------------------------------------------------------
 
-# The measured numbers that are no kernel and no step.
-
 FRAMEWORKS = ("fsdp", "megatron")  # what experiments train with
 FRAMEWORK = "torch"  # name of the training efficiency that is of one's own products
 LARGE = 0.9  # products with at least this quantile of FLOPs are large

@@ -352,8 +352,6 @@ def _calibration(
 
 # The experiment of a run ----------------------------------------------------------------------------------------------
 
-# What `from_run` takes from it, such as `rlsim init` writes it from the run's configuration.
-
 
 def arguments_of(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `from_run` that an experiment gives; of training and the engine only what it says.

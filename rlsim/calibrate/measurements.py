@@ -98,8 +98,6 @@ def _check(operator: str, table: pd.DataFrame) -> None:
 
 # The node -------------------------------------------------------------------------------------------------------------
 
-# One node of the GPUs that were measured, as the cost models want to see it.
-
 GPUS = 64  # in the node: more than any that is measured
 
 
@@ -136,8 +134,6 @@ def measured_node(gpu: str, ref: Reference) -> Cluster:
 
 
 # Points ---------------------------------------------------------------------------------------------------------------
-
-# Measured against fitted, point by point: what the chart draws and the residuals sum up.
 
 #: `error` = fitted / measured - 1; `held_out`: the fit has not seen the point.
 COLUMNS = ("operator", "label", "measured_s", "fitted_s", "error", "held_out")

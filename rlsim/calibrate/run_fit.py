@@ -281,8 +281,6 @@ def _spread(errors: Array, fitted: int = 0) -> float:
 
 # Rollouts -------------------------------------------------------------------------------------------------------------
 
-# What a rollout takes as a function of host time, from the simulator's own engine.
-
 
 @dataclass(frozen=True)
 class RolloutTimes:

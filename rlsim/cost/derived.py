@@ -104,8 +104,6 @@ def streamed(resident: StepCost, stream_s: float) -> StepCost:
 
 # Whole iterations -----------------------------------------------------------------------------------------------------
 
-# A replica's iterations as a whole engine was measured to run them.
-
 #: What look-ups of the tables of whole iterations are counted as.
 ITERATIONS = "whole iterations"
 

@@ -24,8 +24,6 @@ from rlsim.errors import CalibrationError
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 
-# A fitted factor over a few axes: what a formula's constants leave over.
-
 
 class Surface:
     """`Correction` ready for look-ups by the coordinates `names`, in that order.

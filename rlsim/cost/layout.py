@@ -140,8 +140,6 @@ class PairTimes:
 
 # Replicas of a rollout ------------------------------------------------------------------------------------------------
 
-# How the GPUs of a replica share a model, beyond tensor and pipeline parallelism.
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLayout:

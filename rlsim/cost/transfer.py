@@ -261,8 +261,6 @@ def switch_peak_bytes(
 
 # Engines that share their GPUs ----------------------------------------------------------------------------------------
 
-# How many layers stay in host memory, and what the rest takes.
-
 
 def layers_to_offload(model: Model, resident: StepCost, host: Link, batched_tokens: int, sequence_tokens: int) -> int:
     """Most layers of `model` whose copying from host memory hides behind one prefill iteration.

@@ -17,8 +17,6 @@ from rlsim.models.model import Model
 
 # The clock ------------------------------------------------------------------------------------------------------------
 
-# How long one call takes: warm-up, repeats, the median and its spread.
-
 #: Half the interquartile range over the median beyond which a point is refused, not recorded as measured.
 NOISY = 0.1
 

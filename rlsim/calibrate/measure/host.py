@@ -163,8 +163,6 @@ def _nvidia_smi() -> dict[str, str]:
 
 # What the measurements say of it --------------------------------------------------------------------------------------
 
-# What the measurements say about the machine itself: its best rates, as a reference and as a cluster file.
-
 
 def describe_cluster(measured: Measurements, facts: MachineFacts) -> Cluster:
     """This machine as a cluster of one node.

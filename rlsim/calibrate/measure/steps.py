@@ -232,8 +232,6 @@ def collective(worker: Worker, bench: Bench, op: str, gpus: int, size: int) -> T
 
 # One point on all workers at once -------------------------------------------------------------------------------------
 
-# And one time out of theirs.
-
 #: Benchmarks of one device: each gives the calls to time.
 KERNELS: Mapping[str, Callable[..., list[Call]]] = {
     "copy": copy,
