@@ -530,9 +530,10 @@ def rolling(draw: st.DrawFn, clock: Clock, always: Extension | None = None) -> O
 def open_agents(draw: st.DrawFn) -> OpenWorkload:
     """Runs of trajectories that call tools."""
     work = draw(draw(st.sampled_from([open_workloads, rolling]))("real"))
-    calls = tuple(draw(tool_calls(60, 0)) for _ in range(draw(st.integers(1, 12))))
+    drawn = (draw(tool_calls(i, 60, 0)) for i in range(draw(st.integers(1, 12))))
+    calls = tuple(tuple(call[:3] for call in calls) for calls in drawn)
     # Who of several is first at one moment is left open, and prompts of one size begin together.
-    tools = replace(draw(environments()), together=False, sandboxes=0, workers=0, least_context=False)
+    tools = replace(draw(environments()), together=False, sandboxes=0, workers=0, least_context=False, restarts=-1)
     return replace(work, calls=calls, tools=tools)
 
 

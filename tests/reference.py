@@ -63,7 +63,9 @@ class RefRequest:
     response_tokens: int
     generated: int = 0  # above 0: resumed
     budget_tokens: int = 0  # 0: none
-    tools: Sequence[tuple[int, int, float]] = ()  # after so many tokens: tokens observed, seconds; those ahead
+    #: After so many tokens: tokens observed, seconds, and perhaps sub-agents (prompt, length, tools, seconds until it
+    #: begins, and from its end until the one that waits is told); those ahead.
+    tools: Sequence[tuple[Any, ...]] = ()
     predicted_tokens: float = 0.0  # 0: nothing is
     micro_batch: int = 0
     luck: tuple[float, ...] = ()  # a normal number for each of its decode steps
@@ -79,6 +81,8 @@ class RefTools:
     together: bool = False
     least_context: bool = False
     keep_kv_s: float = 0.0  # for so long its pages are kept for a trajectory
+    timeout_s: float = math.inf
+    restarts: int = -1  # of a trajectory whose call reaches its time-out, then it is dropped; -1: it goes on
 
 
 @dataclass(frozen=True)
@@ -206,8 +210,11 @@ class _Request(RefRequest):
     number: int = 0  # of its admission
     steps: int = 0  # decode steps so far
     stay: RefStay | None = None  # at the replica where it is
+    parent: _Request | None = None  # that waits for this sub-agent
+    attempts: int = 0  # that were lost
 
     def __post_init__(self) -> None:
+        self.all_tools = self.tools
         further = self.generated + (self.budget_tokens or self.response_tokens)
         self.budget = min(self.response_tokens, further)  # tokens with which it finishes, or pauses
 
@@ -239,8 +246,24 @@ class _Call:
     request: _Request
     home: _Replica | None
     asked_at: float
-    where: Literal["sandbox", "starts", "worker", "runs", "over"] = "sandbox"
+    where: Literal["sandbox", "starts", "worker", "runs", "waits", "over"] = "sandbox"
     until: float = math.inf
+    lost: bool = False
+
+    @property
+    def agents(self) -> tuple[Any, ...]:
+        return self.request.tools[0][3] if len(self.request.tools[0]) > 3 else ()
+
+
+@dataclass(eq=False)
+class _Agent:
+    """A sub-agent that a call has begun."""
+
+    request: _Request
+    begins_at: float
+    told_s: float
+    told_at: float = math.inf
+    begun: bool = False
 
 
 @dataclass(eq=False)
@@ -349,7 +372,7 @@ class _View:
 
     @property
     def total(self) -> int:
-        return len(self._rollout.requests)
+        return len(self._rollout.own)
 
     def unfinished(self, node: int | None = None) -> int:
         # Choice: a request on its way between replicas is on no node; one on a node that switches, or on a replica that
@@ -402,6 +425,8 @@ class _Rollout:
         self.at_tools: list[_Call] = []  # in the order in which they were asked for
         self.for_workers: list[_Call] = []  # those that wait for a worker
         self.sandboxes: list[_Request] = []  # who has one
+        self.agents: list[_Agent] = []  # that somebody waits for
+        self.agents_so_far = 0
         self.pins: list[tuple[float, _Replica, _Request, int]] = []  # until when, by which call
         self.unpinning: list[tuple[_Replica, _Request]] = []  # at the replica's next boundary
         self.requests = [_Request(**vars(r)) for r in requests]
@@ -432,6 +457,11 @@ class _Rollout:
             self.create_replicas(node, self.node_gpus)
 
     # --- simple questions
+
+    @property
+    def own(self) -> list[_Request]:
+        """All but sub-agents."""
+        return [r for r in self.requests if not r.parent]
 
     def costs_of(self, replica: _Replica) -> RolloutCosts:
         return self.costs
@@ -480,7 +510,7 @@ class _Rollout:
     def context_pages(self, r: _Request, count: int) -> list[Page]:
         """The first pages of its context, as they are called in the cache."""
         common = (r.prompt_tokens - 1) // self.engine.page_tokens  # not the one with the prompt's last token
-        return [self.prompt_page(r, i) if i < common else ("request", r.id, 0, i) for i in range(count)]
+        return [self.prompt_page(r, i) if i < common else ("request", r.id, r.attempts, i) for i in range(count)]
 
     def pages_held(self, r: _Request) -> list[Page]:
         names = self.context_pages(r, -(-r.context // self.engine.page_tokens))
@@ -582,7 +612,9 @@ class _Rollout:
         coming = [page for page in found if page in replica.host]
         if not arrived:
             replica.loading += len(coming)
-        own = {page for page in replica.host if page[:2] == ("request", r.id)}  # behind a gap nobody finds them again
+        own = {
+            page for page in replica.host if page[:3] == ("request", r.id, r.attempts)
+        }  # behind a gap nobody finds them again
         replica.host = [page for page in replica.host if page not in own and page not in coming]
         replica.cache += coming
 
@@ -847,7 +879,7 @@ class _Rollout:
                 pauses = r.generated == r.limit and not last
                 if last or (r.generated // self.chunk_tokens > before[r] // self.chunk_tokens and not pauses):
                     handed_over += 1
-                    if not last:
+                    if not (last or r.parent):
                         result.chunk_at[r.id, r.generated] = self.now
         replica.owed_s = handed_over * self.handover_s
         self.trim_cache(replica)
@@ -857,6 +889,11 @@ class _Rollout:
             self.free(replica, r, r.context - 1)
             r.state = "finished"
             self.end_stay(r, "finished")
+            if r.parent:
+                for agent in self.agents:
+                    if agent.request is r:
+                        agent.told_at = self.now + agent.told_s
+                continue
             result.finished.add(r.id)
             result.finish_at[r.id] = self.now
             self.leave_sandbox(r)
@@ -903,7 +940,10 @@ class _Rollout:
         """Tool calls get sandboxes and workers, in order."""
         tools, before = self.tools, [(call.request, call.where) for call in self.at_tools]
         for call in self.at_tools:
-            if call.where == "sandbox" and call.request in self.sandboxes:
+            root = call.request
+            while root.parent:
+                root = root.parent
+            if call.where == "sandbox" and root in self.sandboxes:
                 call.where = "worker"
                 self.for_workers.append(call)
             elif call.where == "sandbox" and not 0 < tools.sandboxes <= len(self.sandboxes):
@@ -915,8 +955,14 @@ class _Rollout:
         for call in list(self.for_workers):
             if not 0 < tools.workers <= sum(other.where == "runs" for other in self.at_tools):
                 self.for_workers.remove(call)
-                _, _, seconds = call.request.tools[0]
-                call.where, call.until = "runs", self.now + seconds
+                seconds = call.request.tools[0][2]
+                call.lost = seconds > tools.timeout_s and tools.restarts >= 0 and not call.request.parent
+                call.where, call.until = "runs", self.now + min(seconds, tools.timeout_s)
+                for prompt, length, own, delay_s, told_s in call.agents:
+                    self.agents_so_far += 1
+                    name = 2**50 + self.agents_so_far
+                    agent = _Request(name, name, prompt, length, tools=own, parent=call.request)
+                    self.agents.append(_Agent(agent, self.now + delay_s, told_s))
                 self.result.tool_wait_s[call.request.id] += self.now - call.asked_at
         return before != [(call.request, call.where) for call in self.at_tools]
 
@@ -924,21 +970,72 @@ class _Rollout:
         """They come to their end; `at_once`: those alone that take no time and did not wait."""
         ending = [call for call in self.at_tools if call.where == "runs" and self.reached(call.until)]
         if at_once:
-            ending = [call for call in ending if call.asked_at == call.until == self.now]
+            ending = [call for call in ending if call.asked_at == call.until == self.now and not call.agents]
         for call in ending:
-            call.where = "over"
-            (_, observed, seconds), *call.request.tools = call.request.tools
-            self.result.tool_s[call.request.id] += seconds
-            call.request.generated += observed
-            if not self.tools.together:
-                self.come_back(call)
-                self.house()
+            call.where = "waits"
+            self.result.tool_s[call.request.id] += min(call.request.tools[0][2], self.tools.timeout_s)
+            if call.lost:
+                self.lose(call)
+            self.go_on_with(call)
         return bool(ending)
+
+    def lose(self, call: _Call) -> None:
+        """Its sandbox is lost: it begins again, or is dropped."""
+        r = call.request
+        if r.attempts == self.tools.restarts:
+            self.aborting.add(r)
+            self.stay_away()
+            self.paused_at_tools = True
+            return
+        self.drop_agents(r)
+        self.sandboxes.remove(r)
+        r.generated, r.tools, r.attempts = 0, r.all_tools, r.attempts + 1
+
+    def go_on_with(self, call: _Call) -> None:
+        """Its own tool is over; it goes on if it waits for no sub-agent."""
+        r = call.request
+        if call.where != "waits" or call not in self.at_tools or any(a.request.parent is r for a in self.agents):
+            return
+        call.where = "over"
+        if not call.lost:
+            _, observed, *_ = r.tools[0]
+            r.generated, r.tools = r.generated + observed, r.tools[1:]
+        if not self.tools.together:
+            self.come_back(call)
+            self.house()
+
+    def follow_agents(self) -> bool:
+        """Sub-agents begin, and who waits for them is told."""
+        followed = False
+        for agent in list(self.agents):
+            if agent in self.agents and not agent.begun and self.reached(agent.begins_at):
+                agent.begun = followed = True
+                self.requests.append(agent.request)
+                self.by_id[agent.request.id] = agent.request
+                self.result.preemptions[agent.request.id] = 0
+                self.homeless.append(agent.request)
+                self.house()
+            if agent in self.agents and self.reached(agent.told_at):
+                followed = True
+                self.agents.remove(agent)
+                for call in [call for call in self.at_tools if call.request is agent.request.parent]:
+                    if call.where == "waits" and not any(a.request.parent is call.request for a in self.agents):
+                        self.result.tool_s[call.request.id] += self.now - call.until
+                    self.go_on_with(call)
+        return followed
+
+    def drop_agents(self, r: _Request) -> None:
+        """Sub-agents of one that is dropped, or begins again, leave as soon as they can."""
+        for agent in [agent for agent in self.agents if agent.request.parent is r]:
+            self.agents.remove(agent)
+            if agent.begun and agent.request.left:
+                self.aborting.add(agent.request)
 
     def end_turn(self) -> bool:
         """Where trajectories take turns together: all have ended theirs, and are dealt together."""
         over = [call for call in self.at_tools if call.where == "over"]
-        if not over or len(over) < sum(r.left for r in self.requests):
+        waiting = sum(call.where == "waits" for call in self.at_tools)
+        if not over or len(over) + waiting < sum(r.left for r in self.requests):
             return False
         for call in sorted(over, key=lambda call: call.request.id):
             self.come_back(call)
@@ -954,7 +1051,7 @@ class _Rollout:
                 self.unpinning.append((call.home, r))
             return
         r.state = "waiting"
-        if call.home and call.home.active and not self.tools.least_context:
+        if call.home and call.home.active and not (self.tools.least_context or call.lost):
             call.home.arrive(r, self.now)
         else:
             self.homeless.append(r)
@@ -971,6 +1068,7 @@ class _Rollout:
                 self.leave_sandbox(r)
                 r.state = "aborted"
                 self.result.aborted.add(r.id)
+                self.drop_agents(r)
             self.forget_moves(r)
         return bool(self.aborting & away.keys())
 
@@ -1023,6 +1121,7 @@ class _Rollout:
                     replica.stopping = "release"
                 return True
             case Abort(ids):
+                ids = [i for i in ids if not self.by_id[i].parent]
                 leaving = [self.by_id[i] for i in ids if self.by_id[i].state == "acting"]
                 for i in ids:
                     source = self.replica_of(self.by_id[i])
@@ -1031,7 +1130,7 @@ class _Rollout:
                 self.aborting.update(leaving)
                 return bool(leaving)
             case Launch():
-                launched = [_Request(**vars(r)) for r in self.work.launched(action, len(self.requests))]
+                launched = [_Request(**vars(r)) for r in self.work.launched(action, len(self.own))]
                 self.requests += launched
                 self.by_id |= {r.id: r for r in launched}
                 self.result.preemptions |= {r.id: 0 for r in launched}
@@ -1224,6 +1323,8 @@ class _Rollout:
                 yield call.until
         for until, *_ in self.pins:
             yield until
+        for agent in self.agents:
+            yield agent.told_at if agent.begun else agent.begins_at
         for switch in self.switches:
             if switch.ends_at not in (None, math.inf) and not self.stop_asked:
                 yield switch.ends_at
@@ -1266,7 +1367,7 @@ class _Rollout:
         self.end_pins()
         self.settle()
         self.begin_all()
-        while self.end_calls():
+        while self.end_calls() + self.follow_agents():
             self.settle()
             self.begin_all()
 
@@ -1305,8 +1406,12 @@ class _Rollout:
             for r in replica.requests():
                 if r.stay:  # not of a switch that was broken off
                     self.end_stay(r, "stopped", replica.stopped_at)
-        self.result.unfinished = {r.id for r in self.requests if r.state not in ("finished", "aborted")}
-        self.result.generated = {r.id: r.generated for r in self.requests}
+        self.result.aborted = {r.id for r in self.own if r.state == "aborted"}
+        self.result.unfinished = {r.id for r in self.own if r.state not in ("finished", "aborted")}
+        self.result.generated = {r.id: r.generated for r in self.own}
+        for counted in (self.result.preemptions, self.result.first_token_at, self.result.tool_s):
+            for agent in [i for i in counted if i > 2**50]:
+                del counted[agent]
 
 
 # ------------------------------------------------------------------------------------------------ a scoring model

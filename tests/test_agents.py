@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from evidence.validate.parts import Options, Skipped
 from evidence.validate.published import figures
 from rlsim.errors import ConfigError, TraceError
 from rlsim.experiment.run import check_experiment
+from rlsim.experiment.times import ExperimentTimes
 from rlsim.results.report.shares import TRAJECTORY, trajectory_times
 from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
@@ -28,7 +30,7 @@ from rlsim.sim.request import EngineConfig, Request, Run
 from rlsim.sim.rollout import Rollout
 from rlsim.trace import StepSampler, make_trace, read_trace, write_trace
 from rlsim.trace.generate import Recipe, draw_trace
-from rlsim.trace.turns import ToolCall, Turn, tool_calls
+from rlsim.trace.turns import AgentCall, ToolCall, Turn, tool_calls
 
 THREE = [
     {"generated_tokens": 10, "observation_tokens": 100, "tool_s": 2.0},
@@ -91,7 +93,7 @@ COSTS = StubCosts({1: LinearStep(a=1.0, p=0.125)}, {1: 10_000})
 
 
 def play(
-    *tools: tuple[tuple[int, int, float], ...],
+    *tools: tuple[tuple[Any, ...], ...],
     where: EnvironmentConfig | None = None,
     pages: int = 10_000,
     control: RolloutControl | None = None,
@@ -143,6 +145,57 @@ def test_time_outs_failures_and_retries() -> None:
     taken = [play(((1, 0, 1.0),), where=config, seed=seed)[0].requests[0].tool_s for seed in range(300)]
     assert set(taken) == {1.0, 2.0, 3.0}
     assert np.mean(taken) == pytest.approx(1 + 0.5 + 0.25, abs=0.15)
+
+
+def test_a_call_waits_for_its_sub_agents() -> None:
+    # Prefill of 8 tokens (2 s), call at 2 s. One sub-agent begins with it (prefill of 4 tokens 1.5 s, a step: 4.5 s;
+    # told 0.5 s later), one after 10 s (prefill of 2 tokens, 1.25 s: 13.25 s); the tool takes 3 s.
+    agents = (AgentCall(4, 2, (), 0.0, 0.5), AgentCall(2, 1, (), 10.0, 0.25))
+    rollout, _ = play(((1, 1, 3.0, agents),))
+    (request,) = rollout.requests
+    assert request.finished_at == 2.0 + 11.5 + 1.25 + 3.0
+    assert (request.tool_s, request.generated, rollout.finished) == (11.5, 6, 1)
+    # They work in the sandbox of their trajectory, and need none of their own.
+    nested = (AgentCall(4, 2, (ToolCall(1, 0, 2.0),), 0.0, 0.0),)
+    rollout, environments = play(((1, 1, 3.0, nested),), where=EnvironmentConfig(sandboxes=1, start_s=4.0))
+    assert rollout.requests[0].tool_wait_s == 4.0
+    assert environments._sandboxes._free == 1
+
+
+@pytest.mark.parametrize(("on_failure", "retries", "restarts", "finished"), [("restart", 3, 2, 1), ("drop", 0, 0, 0)])
+def test_a_lost_sandbox(on_failure: str, retries: int, restarts: int, finished: int) -> None:
+    # At 2 s a call that fails after 10 s: two attempts of 2 + 4 + 10 s are lost, in sandboxes that start anew.
+    where = EnvironmentConfig(sandboxes=1, start_s=4.0, failures=0.6, retries=retries, on_failure=on_failure)  # type: ignore[arg-type]
+    agents = (AgentCall(4, 50, (ToolCall(1, 0, 5.0),), 1.0, 0.0),)
+    for seed in range(20):
+        rollout, environments = play(((1, 1, 10.0, ()),), where=where, seed=seed)
+        (request,) = rollout.requests
+        if request.restarts == restarts and request.aborted == (not finished):
+            break
+    assert rollout.finished == finished
+    if finished:  # its prompt is in the cache: a prefill of its last token alone
+        assert request.finished_at == 2.0 + 14.0 + restarts * (1.125 + 14.0) + 1.25 + 3.0
+        assert (request.generated, request.tool_s, request.tool_wait_s) == (6, 30.0, 12.0)
+    rollout, environments = play(*[((1, 1, 10.0, agents),)] * 5, where=where)
+    assert sum(request.finished + request.aborted for request in rollout.requests) == 5
+    assert environments._sandboxes._free == 1
+    assert (environments._held, environments._calls, environments._draws) == (set(), {}, {})
+
+
+def test_who_loses_its_sandbox_is_replaced_where_more_may_be_launched(trajectories: str) -> None:
+    more = {"trace": {"path": trajectories, "cap": "8K"}, "environment": {"failures": 0.05, "on_failure": "drop"}}
+    systems = [
+        "verl",
+        {"name": "more", "use": ["verl", "dynamic_sampling"]},
+        {"skyrl_async": {"tp": 1, "rollout_gpus": 4}},
+    ]
+    result = rlsim.run({**AGENTS, **more, "systems": systems})
+    lost = result.responses.groupby("system")["aborted"].sum()
+    trained = result.responses[result.responses["trained"]].groupby(["system", "step"]).size().groupby("system").min()
+    batch = AGENTS["workflow"]["prompts"] * AGENTS["workflow"]["responses"]
+    assert min(lost["verl"], lost["more"]) > 0
+    assert trained["verl"] < batch
+    assert trained["more"] == trained["skyrl_async"] == batch
 
 
 def test_turns_together_wait_for_the_slowest() -> None:
@@ -239,6 +292,31 @@ def test_turns_count_to_the_weights_that_begin_them(trajectories: str) -> None:
     (note,) = [note for note in result.notes if note.startswith("turns trained on")]
     assert "skyrl_async 0: " in note
     assert "verl" not in note
+
+
+def test_each_turn_is_trained_on_with_what_stands_before_it(trajectories: str) -> None:
+    request = Request(0, 0, 8, 11, generated=11, called=1, tool_calls=(ToolCall(2, 3, 1.0), ToolCall(20, 2, 1.0)))
+    training = SimpleNamespace(sequences="turns")
+    assert ExperimentTimes._lengths(SimpleNamespace(_training=training), [request]).tolist() == [10, 19]  # type: ignore[arg-type]
+    own = {**AGENTS, "trace": {"path": trajectories, "cap": "8K"}, "systems": ["verl"]}
+    whole, turns = (
+        rlsim.run({**own, "training": {"sequences": one}}).steps[["train_time_s", "gen_time_s"]].sum()
+        for one in ("responses", "turns")
+    )
+    assert turns["gen_time_s"] == pytest.approx(whole["gen_time_s"])
+    assert turns["train_time_s"] > 2 * whole["train_time_s"]
+
+
+def test_models_with_gpus_of_their_own(trajectories: str) -> None:
+    workflow = {**AGENTS["workflow"], "algorithm": "ppo"}
+    ahead = {"one_step_off": {"tp": 1, "rollout_gpus": 2, "apart": {"critic": 2, "reference": 1}}}
+    own = {**AGENTS, "trace": {"path": trajectories, "cap": "8K"}, "workflow": workflow, "systems": [ahead]}
+    calls = rlsim.run({**own, "cluster": "8xh200", "calibration": "h200-sxm-vllm"}).calls.groupby(["kind", "model"])["gpus"].max()
+    assert [calls["generate", "actor"], calls["train", "actor"], calls["train", "critic"]] == [2, 3, 2]
+    assert calls["inference", "reference"] == 1
+    ahead["one_step_off"]["apart"] = {"critics": 2}
+    with pytest.raises(ConfigError, match=r"split.apart: .*'critics'.*critic"):
+        check_experiment(own)
 
 
 def test_tool_calls_stand_on_the_timeline(trajectories: str, tmp_path: Path) -> None:

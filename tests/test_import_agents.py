@@ -10,10 +10,12 @@ from conftest import cases
 from dump_samples import jsonl, tokenizer
 
 from rlsim.errors import TraceError
+from rlsim.trace import read_trace, write_trace
+from rlsim.trace.describe import describe
 from rlsim.trace.importers import import_trace
 from rlsim.trace.importers.agents import texts_of
 from rlsim.trace.schema import Trace
-from rlsim.trace.turns import Turn, turns_of_mask
+from rlsim.trace.turns import Agent, Turn, turns_of_mask
 
 SEEN = "\nuser\n<tool_response>\nfour five\n</tool_response>"
 ANSWER = f"one two{SEEN}\nassistant\nthree four"
@@ -50,16 +52,30 @@ def test_agentic_mooncake_of_version_2(tmp_path: Path) -> None:
         call("a0", "s", (100, 20), **p),
         call("a1", "s", (150, 30), **p, dependencies=[wait("a0", 2500.0)]),
         call("b0", "sub", (40, 5), **p, dependencies=[wait("a1", 10.0, "dispatch")]),
-        call("a2", "s", (190, 3), **p, dependencies=[wait("a1", 100.0), wait("b0", 0.0)]),
-        call("a3", "s", (170, 0), **p, dependencies=[wait("a2", 1000.0)]),
+        call("c0", "sub2", (30, 5), **p, dependencies=[wait("a1", 250.0)]),
+        call("d0", "nested", (7, 1), **p, dependencies=[wait("c0", 0.0)]),
+        call("c1", "sub2", (50, 5), **p, dependencies=[wait("c0", 1000.0), wait("d0", 40.0)]),
+        call("e0", "back", (9, 1), **p, dependencies=[wait("a1", 0.0)]),
+        call("a2", "s", (190, 3), **p, dependencies=[wait("a1", 100.0), wait("b0", 0.0), wait("c1", 70.0)]),
+        call("fork", "s", (160, 9), **p, dependencies=[wait("a1", 1.0)]),
+        call("a3", "s", (170, 0), **p, dependencies=[wait("a2", 1000.0), wait("e0", 0.0)]),
     ]
     trace = import_trace(jsonl(tmp_path / "agents.jsonl", rows))
-    # 150 - 100 - 20 tokens observed in 2.5 s; a2 also waits for a sub-agent; a3 has less context than a2 left.
-    assert turns(trace) == [[(20, 30, 2.5), (30, 10, None), (3, 0, 1.0), (1, 0, None)], [(5, 0, None)]]
-    assert trace.frame["prompt_tokens"].tolist() == [100, 40]
-    assert trace.response_tokens.tolist() == [20 + 30 + 30 + 10 + 3 + 1, 5]
+    # 150 - 100 - 20 tokens observed in 2.5 s; a3 has less context than a2 left, and waits for another trajectory too.
+    spine = [(20, 30, 2.5), (30, 10, 0.1), (3, 0, None), (1, 0, None)]
+    assert turns(trace) == [spine, [(1, 0, None)], [(9, 0, None)]]
+    assert trace.frame["prompt_tokens"].tolist() == [100, 9, 160]
+    assert trace.response_tokens.tolist() == [20 + 30 + 30 + 10 + 3 + 1, 1, 9]
     assert trace.frame["arrival_s"].dropna().tolist() == [0.05]
-    noted(trace, "1 calls began with a context shorter", "1 sessions have calls after which the seconds are not")
+    nested = Agent(7, (Turn(1, 0, 0.04),))
+    b0, c0 = Agent(40, (Turn(5, 0, 0.0),)), Agent(30, (Turn(5, 15, 1.0, (nested,)), Turn(5, 0, 0.07)), 0.25)
+    assert trace.frame["turns"][0][1].agents == (b0, c0)
+    noted(trace, "1 calls began with a context shorter", "1 sessions have calls after which the seconds are not",
+          "3 sub-agents, or calls beside others, work while", "2 sub-agents, or calls beside others, that the next",
+          "1 sub-agents began with the dispatch")  # fmt: skip
+    write_trace(trace, tmp_path / "a.parquet")
+    assert read_trace(tmp_path / "a.parquet").frame["turns"][0][1].agents == (b0, c0)
+    assert describe(trace)["parts"][0]["sub_agents_mean"] == 1.0
 
 
 def test_agentic_mooncake_before_version_2(tmp_path: Path) -> None:
@@ -81,7 +97,20 @@ def test_weka_files(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.json").write_text(json.dumps(one | {"id": name}, indent=2))
     trace = import_trace(tmp_path)
-    assert turns(trace) == [[(10, 30, 7.0), (20, 0, None)], [(4, 0, None)]] * 2
+    assert turns(trace) == [[(10, 30, 0.0), (20, 0, None)]] * 2
+    assert trace.frame["turns"][0][0].agents == (Agent(5, (Turn(4, 0, 6.5),)),)  # ends at 2.5 s
+    # Two at a time, that took 1 s and 4 s of the 5 s after the call; one in the background, one that no call follows.
+    agents = [agent | {"t": t, "duration_ms": ms, "agent_id": t} for t, ms in ((4.0, 1000.0), (7.0, 4000.0))]
+    more = agent | {"status": "async_launched", "duration_ms": None}
+    one["requests"] = [*one["requests"][:1], *agents, more, one["requests"][2], agent]
+    (tmp_path / "three.json").write_text(json.dumps(one | {"id": "three"}))
+    trace = import_trace(tmp_path / "three.json")
+    assert turns(trace) == [[(10, 30, 0.0), (20, 0, None)], [(4, 0, None)], [(4, 0, None)]]
+    own = [(agent.delay_s, agent.turns[-1].tool_s) for agent in trace.frame["turns"][0][0].agents]
+    assert own == [(1.0, 0.0), (1.0, 2.0)]
+    noted(
+        trace, "2 sub-agents, or calls beside others, work while", "2 sub-agents, or calls beside others, that the next"
+    )
 
 
 def test_rllm_episodes(tmp_path: Path) -> None:

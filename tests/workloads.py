@@ -351,6 +351,7 @@ class Workload(RefRollout):
         if self.tools and self.tools.sandboxes + self.tools.workers:  # twins at one moment: who is first is left open
             sizes = [replace(size, tools=()) for size in sizes]
         again = {"generated": 0, "budget_tokens": self.budget_tokens}
+        sizes = [replace(size, tools=tuple(call[:3] for call in size.tools)) for size in sizes]  # agents: the same
         return [replace(r, id=first_id + i, **again) for i, r in enumerate(sizes)]
 
 
@@ -447,16 +448,29 @@ def any_controls(requests: int, gpus: int) -> st.SearchStrategy[Scripted]:
 
 
 @st.composite
-def tool_calls(draw: st.DrawFn, length: int, done: int) -> tuple[tuple[int, int, float], ...]:
-    """Those ahead of a response of so many tokens that has `done` of them: after how many, tokens observed, seconds."""
-    rng, calls = random.Random(draw(st.integers(0, 2**32))), list[tuple[int, int, float]]()
+def tool_calls(draw: st.DrawFn, id_: int, length: int, done: int) -> tuple[tuple[Any, ...], ...]:
+    """Those ahead of a response of so many tokens that has `done` of them: after how many, tokens observed, seconds,
+    and perhaps sub-agents that need no more room; of no two requests these are alike."""
+    seed, calls = draw(st.integers(0, 2**32)), list[tuple[Any, ...]]()
+    rng, own = random.Random(seed), random.Random(100 * seed + id_)
+
+    def agents(room: int) -> tuple[Any, ...]:
+        found = []
+        for _ in range(own.choice([0, 0, 1, 3]) if room > 1 else 0):
+            prompt = own.randint(1, room // 2)
+            size = own.randint(1, room - prompt)
+            call = ((own.randint(1, size - 1), 0, own.uniform(1e-3, 1.0), agents(room // 2)),) if size > 1 else ()
+            found.append((prompt, size, call, own.choice([0.0, own.uniform(0, 1.0)]), own.choice([0.0, own.random()])))
+        return tuple(found)
+
     after = done + 1
     for _ in range(draw(st.sampled_from([0, 1, 2, 5, 20]))):
         after += rng.choice([0, rng.randint(0, 30)])
         observed = rng.choice([0, 1, rng.randint(0, 100)])
         if after + observed >= length:
             break
-        calls.append((after, observed, rng.choice([0.0, rng.uniform(1e-4, 0.1), rng.uniform(0.1, 5.0)])))
+        seconds = rng.choice([0.0, rng.uniform(1e-4, 0.1), rng.uniform(0.1, 5.0)])
+        calls.append((after, observed, seconds, *([agents(length)] * rng.choice([0, 0, 1]))))
         after += observed + 1
     return tuple(calls)
 
@@ -482,7 +496,9 @@ def environments(draw: st.DrawFn) -> RefTools:
     start_s = draw(st.sampled_from([0.0, rng.uniform(1e-3, 1.0)]))
     together = draw(st.booleans())
     keep_kv_s = draw(st.sampled_from([0.0, 0.0, math.inf, rng.uniform(1e-3, 3.0)]))
-    return RefTools(0 if together else draw(slots), start_s, draw(slots), together, draw(st.booleans()), keep_kv_s)
+    lost = draw(st.sampled_from([(math.inf, -1)] * 3 + [(0.05, -1), (0.5, 0), (0.5, 1), (2.0, 2)]))
+    slot = 0 if together else draw(slots)
+    return RefTools(slot, start_s, draw(slots), together, draw(st.booleans()), keep_kv_s, *lost)
 
 
 @st.composite
@@ -527,7 +543,7 @@ def workloads(
         done = draw(st.integers(0, length - 1)) if resumed else 0
         same = prefixes and i % samples > 0
         prompt_tokens = requests[-1].prompt_tokens if same else draw(prompts)
-        tools = draw(tool_calls(length, done)) if agents else ()
+        tools = draw(tool_calls(i, length, done)) if agents else ()
         predicted = length * factor if (factor := draw(st.sampled_from([0.0, 0.0, 0.3, 0.99, 1.0, 2.5]))) else 0.0
         requests.append(RefRequest(i, i // samples, prompt_tokens, length, done, budget_tokens, tools, predicted))
 
@@ -557,7 +573,7 @@ def workloads(
         hosts = {degree: HostKv(draw(host), moving * 1e-5, page_s) for degree in degrees(gpus)}
         costs = replace(costs, hosts=hosts)
     chunk_tokens, handover_s, paused = 0, 0.0, 0
-    if streamed:
+    if streamed and not (where and where.restarts > 0):  # which goes with no chunks
         chunk_tokens = draw(st.sampled_from([1, 2, 7, 16, 50, 1000]))
         handover_s = draw(st.sampled_from([0.0, 2.0**-12])) if ties else rng.uniform(0.0, 0.01)
         paused = draw(st.integers(0, n - 1))

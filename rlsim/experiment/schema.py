@@ -142,6 +142,7 @@ class TrainingSpec(Schema):
     ep: int = Field(default=1, ge=1, le=1024)
     expert_tp: int | None = Field(default=None, ge=1, le=1024)
     expert_imbalance: float = Field(default=1.0, ge=1, le=1024)
+    sequences: Literal["responses", "turns"] = "responses"
     zero_stage: Literal[0, 1, 2, 3] | None = None
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] = 16384
     log_prob_micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = None

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from rlsim.base.refusals import refuse
 from rlsim.cost.layout import Layout
@@ -59,7 +60,7 @@ class ExperimentTimes:
             return [("weights", self._weights_s(call, rollout_tp))]
         calls = self._placed.calls_on(placement.gpus)
         cost = calls.of(call.model, placement.spread, placement.gpus[0])
-        lengths = np.fromiter((r.prompt_tokens + r.generated for r in samples), np.int64, len(samples))
+        lengths = self._lengths(samples)
         if call.kind == "train":
             time = cost.train_s(lengths, self._training.mini_batches // windows, self._training.epochs)
             time *= self._placed.trained_along(call)
@@ -69,6 +70,15 @@ class ExperimentTimes:
         data_s = self._data_s(call, float(lengths.sum()), rollout_tp)
         data_s += self._training.driver_per_token * padded + calls.call_s
         return [*time.named, *([("data", data_s)] if data_s else ())]
+
+    def _lengths(self, samples: Sequence[Request]) -> npt.NDArray[np.int64]:
+        """Tokens of the sequences that are trained on: of a response, or of each of its turns what it ends with."""
+        if self._training.sequences == "responses":
+            return np.fromiter((r.prompt_tokens + r.generated for r in samples), np.int64, len(samples))
+        turns = [[*(call.after_tokens for call in r.tool_calls[: r.called]), r.generated] for r in samples]
+        return np.array(
+            [r.prompt_tokens + end for r, ends in zip(samples, turns, strict=True) for end in ends], np.int64
+        )
 
     def pieces(self, call: Call) -> Pieces:
         placement = self._placed.plan.of(call.name)

@@ -58,10 +58,17 @@ def from_skyrl(sources: Sequence[str], options: Options) -> Draft:
     nodes, per_node, tp, where = *map(config.whole, ("nodes", "per_node", "tp")), config.said("nodes", "per_node")
     replica = tp * config.whole("rollout_pp")
     train, rollout = nodes * per_node, config.whole("engines") * replica * config.whole("rollout_dp")
+    critic, reference = config.value("critic") is not None, config.flag("kl_loss") or config.flag("kl_in_reward")
+    of_critic, of_ref = (config.whole(f"{of}_nodes") * config.whole(f"{of}_per_node") for of in ("critic", "ref"))
+    others: dict[str, int] = {}
     if apart:
-        where = config.said("nodes", "per_node", "engines", "tp")
-        of_node = node_gpus(options.gpu) if options.gpu else train + rollout
-        nodes, per_node = parts.whole_nodes(train + rollout, of_node, where, options)
+        others |= {"critic": of_critic} if critic else {}
+        others |= {"reference": of_ref} if reference and not config.flag("colocate_ref") else {}
+        total = train + rollout + sum(others.values())
+        of_others = (f"{name.replace('reference', 'ref')}_per_node" for name in others)
+        where = config.said("nodes", "per_node", "engines", "tp", *of_others)
+        of_node = node_gpus(options.gpu) if options.gpu else total
+        nodes, per_node = parts.whole_nodes(total, of_node, where, options)
     machines = parts.add_cluster(draft, options, nodes, per_node, where)
     actor = parts.add_model(draft, options, config.text("model"), config.where("model"))
     parts.add_calibration(draft, options, machines, config.entry("backend"))
@@ -71,12 +78,11 @@ def from_skyrl(sources: Sequence[str], options: Options) -> Draft:
     parts.add_engine(config, draft, "vllm", machines.gpu)
     dp_key = "rollout_dp" if config.whole("rollout_ep") > 1 else ""
     replica = parts.add_replica(config, draft, tp, "rollout_ep", "rollout_pp", dp_key)
-    megatron, critic = config.text("strategy") == "megatron", config.value("critic") is not None
-    reference = config.flag("kl_loss") or config.flag("kl_in_reward")
+    megatron = config.text("strategy") == "megatron"
     asked = ("correction", "outliers", "token_mask")
     corrected = config.flag("truncated_sampling") or any(config.value(name) is not None for name in asked)
     reading.facts |= {
-        "apart": apart, "train": train, "rollout": rollout, "replica": replica, "megatron": megatron,
+        "apart": apart, "others": others, "train": train, "rollout": rollout, "replica": replica, "megatron": megatron,
         "has_experts": actor.num_experts > 0, "reference": reference, "corrected": corrected,
         "own": program.rpartition(".")[2] in _OWN,
     }  # fmt: skip
@@ -91,8 +97,7 @@ def from_skyrl(sources: Sequence[str], options: Options) -> Draft:
     degrees = {degree: training.get(degree, 1) for degree in ("tp", "pp", "cp")}
     values: dict[str, Any] = {
         **degrees, "gpus": train, "dp": max(train // math.prod(degrees.values()), 1), "rollout_gpus": rollout,
-        "ref_gpus": config.whole("ref_nodes") * config.whole("ref_per_node") if reference else train,
-        "critic_gpus": config.whole("critic_nodes") * config.whole("critic_per_node") if critic else train,
+        "ref_gpus": of_ref if reference else train, "critic_gpus": of_critic if critic else train,
         "has_critic": critic, "apart": apart, "tp_of_engine": tp, "drops": config.flag("zero_variance"),
         "anchored": config.value("anchor") == "rollout", "longest": draft.data()["trace"].get("max_model_len"),
         "fully": fully,

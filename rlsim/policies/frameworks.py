@@ -14,6 +14,9 @@ from rlsim.policies.parts import Placing, PlanContext
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan, grouped, with_transfers
 
+#: GPUs, and whether they take a call.
+Group = tuple[tuple[int, ...], Callable[[Call], bool]]
+
 
 class Megatron(Schema, Placing):
     """The heuristic of Megatron-style frameworks, as REAL's authors state it: one symmetric layout for all calls.
@@ -112,7 +115,7 @@ def _eager(plan: Plan, workflow: Workflow) -> Plan:
 
 def on_groups(
     context: PlanContext,
-    groups: Iterable[tuple[tuple[int, ...], Callable[[Call], bool]]],
+    groups: Iterable[Group],
     zero_stage: int | None = None,
 ) -> Plan:
     """Every call on the first group that wants it, spread as the experiment's `training` says."""

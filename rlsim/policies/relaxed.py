@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -18,7 +18,8 @@ from pydantic import Field, PrivateAttr
 
 from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema
-from rlsim.policies.frameworks import any_call, on_groups
+from rlsim.errors import ConfigError, unknown_name
+from rlsim.policies.frameworks import Group, any_call, on_groups
 from rlsim.policies.parts import Placing, PlanContext, Rewiring
 from rlsim.sim.batching import Batching, Progress, PromptFeed, Unfinished
 from rlsim.sim.control import Launch, Prompt
@@ -54,13 +55,21 @@ class Split(Schema, Placing):
 
     rollout_gpus: int | None = Field(default=None, ge=1)
     rollout: float | None = Field(default=None, gt=0, lt=1)
+    apart: Mapping[str, int] = {}
 
     def plan(self, context: PlanContext) -> Plan:
         gpus = context.gpus
         count = self.rollout_gpus or (round(self.rollout * len(gpus)) if self.rollout else self._first_pool(context))
-        refuse("split", gpus=len(gpus), count=count)
-        generate = (gpus[:count], lambda call: call.kind == "generate")
-        return on_groups(context, [generate, (gpus[count:], any_call)])
+        models = {call.model for call in context.workflow.calls}
+        for name in self.apart.keys() - models:
+            raise ConfigError(f"split.apart: {unknown_name('model of the workflow', name, models)}")
+        rest = len(gpus) - sum(self.apart.values())
+        refuse("split", gpus=rest, count=count)
+        groups: list[Group] = [(gpus[:count], lambda call: call.kind == "generate")]
+        for name, number in self.apart.items():
+            groups.append((gpus[rest : rest + number], lambda call, name=name: call.model == name))  # type: ignore[misc]
+            rest += number
+        return on_groups(context, [*groups, (gpus[count : len(gpus) - sum(self.apart.values())], any_call)])
 
     def _first_pool(self, context: PlanContext) -> int:
         kinds = [context.cluster.gpu_at(gpu).name for gpu in context.gpus]

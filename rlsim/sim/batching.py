@@ -276,6 +276,13 @@ class StepBatch(RolloutControl):
             self._finished += request.generated > request.resumed_tokens
             self._news[request.position] = group
 
+    def lost(self, requests: Sequence[Request]) -> None:
+        """These have lost their sandboxes: a prompt that cannot become whole any more does not count."""
+        for group in [self._of[request.id] for request in requests if not self.certain]:
+            for request in requests:
+                group.left.pop(request.id, None)
+            self._news[group.prompt.position] = group
+
     def scored(self, request: Request) -> bool:
         """This response has its reward; returns whether that may decide something."""
         if not self._batching.needs_rewards or self.over or self._of[request.id].decided:
@@ -331,17 +338,18 @@ class StepBatch(RolloutControl):
         needed = self._feed.responses
         news, self._news = self._news, {}
         for group in news.values():
-            if group.decided or len(group.finished) < needed:
+            enough = len(group.finished) + len(group.left) >= needed
+            if group.decided or (enough and len(group.finished) < needed):
                 continue
             if group.left:
                 yield Surplus(tuple(sorted(group.left)))
                 group.left.clear()
             batch = group.finished[:needed]
-            if self._batching.needs_rewards and not all(request.scored for request in batch):
+            if enough and self._batching.needs_rewards and not all(request.scored for request in batch):
                 continue
             group.decided = True
             del self._unfinished[group.prompt.position]
-            if not self._batching.counts([request.reward for request in batch]):
+            if not enough or not self._batching.counts([request.reward for request in batch]):
                 self._dropped += 1
                 continue
             self._accepted.update(request.id for request in batch)

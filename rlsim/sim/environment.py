@@ -5,6 +5,7 @@ docs/engine.md has the rules under "Tool calls".
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -28,6 +29,7 @@ class EnvironmentConfig(Schema):
     timeout: Seconds | None = Field(default=None, gt=0)
     failures: float = Field(default=0.0, ge=0, lt=1)
     retries: int = Field(default=0, ge=0, le=100)
+    on_failure: Literal["repeat", "restart", "drop"] = "repeat"
     default_tool_s: Seconds | None = Field(default=None, ge=0)
     max_turns: int | None = Field(default=None, ge=1)
     turns: Literal["each", "together"] = "each"
@@ -78,6 +80,7 @@ class Environments:
         self._held: set[Request] = set()  # trajectories that have a sandbox
         self._calls: dict[Request, str] = {}  # under way, and where: waits for a sandbox or a worker, starts, runs
         self._draws: dict[Request, np.random.Generator] = {}  # of failures
+        self.agent_ids = itertools.count(1 << 50)  # of the run's sub-agents
         self._over, self._over_s = 0, 0.0  # calls that are over, and how long these took
 
     @property
@@ -86,9 +89,14 @@ class Environments:
         return self._over_s / self._over if self._over else 0.0
 
     def call(
-        self, request: Request, back: Callable[[Request], None], soon: Callable[[Callable[[], None]], None] | None
+        self,
+        request: Request,
+        begun: Callable[[Request], None],
+        back: Callable[[Request, bool], None],
+        soon: Callable[[Callable[[], None]], None] | None,
     ) -> None:
-        """Run the tool call at which a trajectory is; `back` is told of it when that is over.
+        """Run the tool call at which a trajectory is; `begun` and `back` are told when that runs and when it is over,
+        `back` also whether its sandbox is lost. A sub-agent works in the sandbox of its trajectory.
 
         `soon` does something at this boundary, after what is ordered for it: what takes no time.
         """
@@ -108,23 +116,24 @@ class Environments:
 
         def run() -> None:
             self._calls[request] = "runs"
-            takes_s = self._takes_s(request)
+            takes_s, lost = self._takes_s(request)
             request.tool_wait_s += self._env.now - asked_at
+            begun(request)
             if soon and not takes_s and self._env.now == asked_at:
-                soon(lambda: over(0.0) if request in self._calls else None)
+                soon(lambda: over(0.0, lost) if request in self._calls else None)
             else:
-                self._after(takes_s, request, lambda: over(takes_s))
+                self._after(takes_s, request, lambda: over(takes_s, lost))
 
-        def over(takes_s: float) -> None:
+        def over(takes_s: float, lost: bool) -> None:
             del self._calls[request]
             request.tool_s += takes_s
             self._over += 1
             self._over_s += self._env.now - asked_at
             self._workers.give_back()
-            back(request)
+            back(request, lost)
 
         self._calls[request] = "sandbox"
-        if request in self._held:
+        if request.root in self._held:
             ready()
         else:
             self._sandboxes.take(request, given)
@@ -133,20 +142,24 @@ class Environments:
         """Go on after so many seconds, if it is there."""
         at(self._env, self._env.now + seconds, lambda _: then() if request in self._calls else None)
 
-    def _takes_s(self, request: Request) -> float:
-        """Seconds of its tool call, those that failed before it included."""
-        config, once = self.config, request.tool_calls[request.called].tool_s
+    def _takes_s(self, request: Request) -> tuple[float, bool]:
+        """Seconds of its tool call, those that failed before it included, and whether its sandbox is lost with it."""
+        config, once, root = self.config, request.tool_calls[request.called].tool_s, request.root
+        loses = config.on_failure != "repeat" and root is request
+        lost = loses and config.timeout is not None and once > config.timeout
         if config.timeout is not None:
             once = min(once, config.timeout)
         tries = 1
         if config.failures:
-            key = self._seed, request.position, request.row if request.row >= 0 else request.id
-            if request not in self._draws:
-                self._draws[request] = np.random.default_rng(key)
-            draws = self._draws[request]
-            while tries <= config.retries and draws.random() < config.failures:
+            key = self._seed, root.position, root.row if root.row >= 0 else root.id
+            if root not in self._draws:
+                self._draws[root] = np.random.default_rng((*key, root.restarts) if root.restarts else key)
+            draws = self._draws[root]
+            if loses:
+                lost |= draws.random() < config.failures
+            while not loses and tries <= config.retries and draws.random() < config.failures:
                 tries += 1
-        return once * tries
+        return once * tries, lost
 
     def leave(self, requests: Iterable[Request]) -> None:
         """These trajectories have ended, or pause, or are dropped: what they hold is free again, for others."""

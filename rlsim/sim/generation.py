@@ -187,6 +187,7 @@ class StepGeneration(Generation):
             open=batch.open,
             launcher=launch,
             on_finish=(lambda responses: self._finished(call, state, batch, responses)) if listens else None,
+            on_abort=batch.lost if what.environment and what.environment.on_failure != "repeat" else None,
             on_drained=(lambda: self._offer(call, state, [r for r in state.requests if r.finished]))
             if what.batching.needs_rewards
             else None,
@@ -237,7 +238,11 @@ class StepGeneration(Generation):
             return None
         state.chunk_tokens = self._what.control.chunk_tokens(planned)
         handover_s = sum(self._what.scorers[name].handover_s for name in calls)
-        return ChunkListener(state.chunk_tokens, handover_s, lambda c: state.flow.deliver_chunks(call.name, c))
+
+        def deliver(chunks: Sequence[tuple[Request, int]]) -> None:
+            state.flow.deliver_chunks(call.name, [chunk for chunk in chunks if not chunk[0].parent])
+
+        return ChunkListener(state.chunk_tokens, handover_s, deliver)
 
     def _offer(self, call: Call, state: StepState, responses: Sequence[Request]) -> None:
         """Give reward calls those of these responses that they have not seen."""

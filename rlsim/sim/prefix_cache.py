@@ -44,7 +44,7 @@ class PrefixCache:
         prompt = self._cached.get((request.position, request.prompt_tokens), _NOTHING)
         found, offloaded = prompt.pages, prompt.offloaded
         if request.generated and found + offloaded == (request.prompt_tokens - 1) // self._page_tokens:
-            own = self._cached.get(request.id, _NOTHING)
+            own = self._cached.get(request.kv_id, _NOTHING)
             offloaded += own.offloaded
             found += 0 if prompt.offloaded else own.pages
         return found, prompt.pages if prompt.holders else 0, offloaded
@@ -74,7 +74,7 @@ class PrefixCache:
             if fills:
                 self.fill(request)
         if request.generated:
-            own = self._cached.pop(request.id, None)
+            own = self._cached.pop(request.kv_id, None)
             if own:
                 own.holders = 1
                 self.idle_pages -= own.pages
@@ -105,8 +105,8 @@ class PrefixCache:
         own_pages = pages - (request.prompt_tokens - 1) // self._page_tokens
         if own_pages > 0:
             self.idle_pages += own_pages
-            own = self._cached[request.id] = Cached(own_pages, 0, now)
-            heappush(self._idle, (now, 0, request.order, request.id, own))
+            own = self._cached[request.kv_id] = Cached(own_pages, 0, now)
+            heappush(self._idle, (now, 0, request.order, request.kv_id, own))
 
     def evict(self, free_pages: int) -> None:
         """Keep no more than so many pages that nobody holds; the others go to host memory."""

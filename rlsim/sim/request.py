@@ -92,6 +92,9 @@ class Request:
     luck: Any = None  # of its drafted tokens, where it is drawn (`rlsim.sim.drawn`)
     tool_calls: tuple[ToolCall, ...] = ()  # of a trajectory; what they observe counts as generated once it is back
     called: int = 0  # of these, those that are over
+    parent: Request | None = None  # of a sub-agent: the trajectory that waits for it
+    restarts: int = 0  # times that it began again, as its sandbox was lost
+    kv_id: int = field(init=False)  # names its KV cache behind the prompt's: of each attempt another
     budget_tokens: int = field(init=False)  # with so many tokens it is complete, or pauses
     limit_tokens: int = field(init=False)  # the same, or it calls a tool: with so many it leaves its replica
     micro_batch: int = 0  # it is admitted where none of an earlier one is
@@ -128,13 +131,24 @@ class Request:
     scored_at: float = NAN
 
     def __post_init__(self) -> None:
-        self.budget_tokens = self.response_tokens
+        self.budget_tokens, self.kv_id = self.response_tokens, self.id
         self._set_limit()
 
     def _set_limit(self) -> None:
         self.limit_tokens = self.budget_tokens
         if self.called < len(self.tool_calls):
             self.limit_tokens = min(self.limit_tokens, self.tool_calls[self.called].after_tokens)
+
+    @property
+    def root(self) -> Request:
+        """The trajectory itself, of a sub-agent the one that it works for."""
+        return self.parent.root if self.parent else self
+
+    def restart(self) -> None:
+        """It begins again at its first turn; what it has generated is lost."""
+        self.generated = self.called = self.resumed_tokens = self.resumed_observed = 0
+        self.restarts, self.kv_id, self.runs = self.restarts + 1, self.kv_id + (1 << 40), ()
+        self._set_limit()
 
     def call_tools(self, calls: tuple[ToolCall, ...]) -> None:
         """It is a trajectory with these tool calls."""
@@ -197,6 +211,7 @@ class Request:
             self.luck,
             self.tool_calls,
             self.called,
+            restarts=self.restarts,
             tps=self.tps,
             baseline=self.baseline,
             timed_out=self.timed_out,

@@ -274,6 +274,9 @@ class Rollout(RolloutState):
     def _finished(self, replica: Replica, left: list[Request]) -> None:
         finished = [request for request in left if request.generated >= request.response_tokens]
         acting = self._trajectories.leave(replica, left) if self._trajectories else ()
+        if self._trajectories:
+            self.forget(request for request in finished if request.parent)
+            finished = [request for request in finished if not request.parent]
         self.finished += len(finished)
         if (self._asks or self._asked["on_timer"]) and finished:
             lengths = [request.generated for request in finished]
@@ -300,7 +303,7 @@ class Rollout(RolloutState):
             if request.at_limit:
                 paused = True
                 self._unfinished -= 1
-            elif self._trajectories.sticky and home and home.stopped is None:
+            elif self._trajectories.sticky and home and home.stopped is None and request.generated:
                 self._give(home, [request])
                 continue
             else:
@@ -312,6 +315,22 @@ class Rollout(RolloutState):
         self._look_for_end()
         if paused and self._asks and not self.done.triggered:
             self.ask()
+
+    def begin(self, agent: Request) -> None:
+        """A sub-agent begins, where the least context is."""
+        self._requests[agent.id] = agent
+        self._unfinished += 1
+        self._longest = None
+        self._deal_to_active([agent])
+
+    def drop(self, ids: Sequence[int], action: Abort = Surplus(())) -> None:  # noqa: B008 - it is frozen
+        """Requests are dropped, at once or at their replicas' next boundaries, with their sub-agents."""
+        if self._trajectories:
+            ids = [id_ for id_ in self._trajectories.with_agents(ids) if id_ in self._requests]
+        if away := self._drop_away(dict.fromkeys(ids)):
+            self._drop(away, action)
+        for replica, there in self._where(ids):
+            replica.at_boundary(lambda r=replica, i=there: self._abort(r, i, action), urgent=True)  # type: ignore[misc]
 
     def _drop_away(self, ids: Iterable[int]) -> list[Request]:
         """Trajectories that are at their tool calls do not come back."""
@@ -410,10 +429,7 @@ class Rollout(RolloutState):
                     self.env.process(self._borrow(borrowing))
             case Abort(requests) as abort:
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
-                if away := self._drop_away(dict.fromkeys(requests)):
-                    self._drop(away, abort)
-                for replica, ids in self._where(requests):
-                    replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i, abort), urgent=True)  # type: ignore[misc]
+                self.drop([i for i in requests if not self._requests[i].parent], abort)
             case Launch():
                 self.launch(action)
             case Extend(requests, tokens):
@@ -653,13 +669,15 @@ class Rollout(RolloutState):
         self._drop([*running, *others, *self._drop_away(ids)], action)
 
     def _drop(self, requests: Sequence[Request], action: Abort) -> None:
-        self.aborted += 0 if isinstance(action, Surplus) else len(requests)
         for request in requests:
             request.aborted = True
             self._unfinished -= 1
         if self._trajectories:
             self._trajectories.end(requests)
-        if self._stage.on_abort:
+            self.forget(request for request in requests if request.parent)
+            requests = [request for request in requests if not request.parent]
+        self.aborted += 0 if isinstance(action, Surplus) else len(requests)
+        if self._stage.on_abort and requests:
             self._stage.on_abort(requests)
         if self._trajectories:
             self._trajectories.end_turn()
@@ -689,8 +707,8 @@ class Rollout(RolloutState):
         found: dict[Replica, set[int]] = {}
         for id_ in ids:
             replica = self._at.get(id_)
-            left = self._requests[id_].at_limit or self._is_away(id_)
-            if replica and replica.stopped is None and not left:
+            there = replica is not None and replica.stopped is None
+            if replica and there and not (self._requests[id_].at_limit or self._is_away(id_)):
                 found.setdefault(replica, set()).add(id_)
         return [(r, frozenset(found[r])) for r in sorted(found, key=attrgetter("node", "index"))]
 

@@ -29,6 +29,9 @@ class Trajectories(Container[int]):
         self._control = control if asked(control, "keep_kv_s") else None
         self._away: dict[int, Request] = {}  # at tool calls, or waiting for the others' to end
         self._over: list[Request] = []  # of these, those that wait for the others'
+        #: At work, by the one that waits for them, with the seconds until that is told.
+        self._agents: dict[Request, dict[Request, float]] = {}
+        self._waits: dict[Request, float] = {}  # for these alone: since when
         self.sticky = environments.config.returns == "same_replica"
 
     def __contains__(self, id_: object) -> bool:
@@ -42,6 +45,9 @@ class Trajectories(Container[int]):
             self._away[request.id] = request
             self._pin(replica, request)
         self._environments.leave(request for request in left if not request.acts)
+        for agent in [one for one in left if one.parent and one.finished]:
+            told_s = self._agents.get(agent.parent, {}).get(agent, 0.0)  # type: ignore[arg-type]
+            at(self._env, self._env.now + told_s, lambda _, a=agent: self._told(a))  # type: ignore[misc]
         return acting
 
     def _pin(self, replica: Replica, request: Request) -> None:
@@ -74,13 +80,61 @@ class Trajectories(Container[int]):
     def call(self, acting: Sequence[Request], replica: Replica | None = None) -> None:
         """They begin their tool calls, at a boundary of the replica that they have left."""
         for request in acting:
-            soon = replica.at_boundary if replica and self.sticky else None
-            self._environments.call(request, self._observed, soon)
+            sticks = replica and self.sticky and not request.tool_calls[request.called].agents
+            soon = replica.at_boundary if replica and sticks else None
+            self._environments.call(request, self._begin_agents, self._observed, soon)
         self.end_turn()
 
-    def _observed(self, request: Request) -> None:
-        """A tool call is over."""
+    def _begin_agents(self, request: Request) -> None:
+        """Its tool call has begun, and with it the work of sub-agents."""
+        for prompt, response, calls, delay_s, told_s in request.tool_calls[request.called].agents:
+            id_ = next(self._environments.agent_ids)
+            agent = Request(id_, id_, prompt, response, tool_calls=calls, parent=request)
+            self._agents.setdefault(request, {})[agent] = told_s
+            at(self._env, self._env.now + delay_s, lambda _, a=agent: self._begin(a))  # type: ignore[misc]
+
+    def _begin(self, agent: Request) -> None:
+        if agent in self._agents.get(agent.parent, ()):  # type: ignore[arg-type]
+            self._rollout.begin(agent)
+
+    def _told(self, agent: Request) -> None:
+        """The one that waits for this sub-agent is told that it is done."""
+        parent = agent.parent
+        if parent is None or agent not in (agents := self._agents.get(parent, {})):
+            return
+        del agents[agent]
+        if not agents:
+            del self._agents[parent]
+            if parent in self._waits:
+                parent.tool_s += self._env.now - self._waits.pop(parent)
+                self._go_on(parent)
+
+    def _observed(self, request: Request, lost: bool) -> None:
+        """A tool call is over, or its sandbox is lost."""
+        if lost:
+            self._lose(request)
+        elif request in self._agents:
+            self._waits[request] = self._env.now
+            self.end_turn()
+        else:
+            self._go_on(request)
+
+    def _lose(self, request: Request) -> None:
+        config = self._environments.config
+        if config.on_failure == "drop" or request.restarts == config.retries:
+            self._rollout.drop([request.id])
+            self._rollout.ask()
+            return
+        self._rollout.drop([agent.id for agent in self._agents.pop(request, ())])
+        self._environments.leave([request])
+        request.restart()
+        self._hand_back_in_turn(request)
+
+    def _go_on(self, request: Request) -> None:
         request.observe()
+        self._hand_back_in_turn(request)
+
+    def _hand_back_in_turn(self, request: Request) -> None:
         if self._environments.config.turns == "together":
             self._over.append(request)
             self.end_turn()
@@ -89,7 +143,7 @@ class Trajectories(Container[int]):
 
     def end_turn(self) -> None:
         """Where trajectories take turns together: the last one has perhaps ended its own."""
-        if self._over and len(self._over) == self._rollout.unfinished:
+        if self._over and len(self._over) + len(self._waits) == self._rollout.unfinished:
             over, self._over = sorted(self._over, key=attrgetter("id")), []
             self._hand_back(over)
 
@@ -100,9 +154,20 @@ class Trajectories(Container[int]):
         self._environments.leave(request for request in requests if request.at_limit)
         self._rollout.come_back(requests)
 
+    def with_agents(self, ids: Iterable[int]) -> dict[int, None]:
+        """These, and the sub-agents that work for them."""
+        found = dict.fromkeys(ids)
+        for request, agents in self._agents.items():  # of a sub-agent after those of the one that waits for it
+            if request.id in found:
+                found |= dict.fromkeys(agent.id for agent in agents)
+        return found
+
     def drop(self, ids: Iterable[int]) -> list[Request]:
         """Those of these that are away do not come back; they still hold their sandboxes."""
         dropped = [self._away.pop(id_) for id_ in ids if id_ in self._away]
+        for request in dropped:
+            self._agents.pop(request, None)
+            self._waits.pop(request, None)
         self._over = [request for request in self._over if request.id in self._away]
         return dropped
 
@@ -113,4 +178,4 @@ class Trajectories(Container[int]):
     def forget(self, requests: Iterable[Request]) -> None:
         """Generation is over: the same of all its requests."""
         self._environments.leave(requests)
-        self._away, self._over = {}, []
+        self._away, self._over, self._agents, self._waits = {}, [], {}, {}

@@ -59,10 +59,22 @@ class RolloutState:
         """The tool calls of these are over: they go on where they were, or elsewhere, or pause."""
         raise NotImplementedError
 
+    def begin(self, agent: Request) -> None:
+        """A sub-agent begins."""
+        raise NotImplementedError
+
+    def drop(self, ids: Sequence[int]) -> None:
+        """These are dropped, with their sub-agents."""
+        raise NotImplementedError
+
+    def ask(self) -> None:
+        """Have the controls asked."""
+        raise NotImplementedError
+
     @property
     def requests(self) -> list[Request]:
-        """Those that it knows: all, in the order of their launch, but for what `Rollout.forget` was told."""
-        return list(self._requests.values())
+        """Those that it knows, in the order of their launch: all but sub-agents and what `Rollout.forget` was told."""
+        return [request for request in self._requests.values() if not request.parent]
 
     @property
     def unfinished(self) -> int:

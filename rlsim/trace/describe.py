@@ -10,7 +10,7 @@ import pandas as pd
 
 from rlsim.trace.mixture import icc_log, straggling_groups, within_sd_log
 from rlsim.trace.schema import Trace
-from rlsim.trace.turns import recorded_s
+from rlsim.trace.turns import agents_of, recorded_s
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 
@@ -76,6 +76,8 @@ def _turns(frame: pd.DataFrame) -> dict[str, float | None]:
         "turn_tokens_median": float(np.median([turn.generated_tokens for turns in cells for turn in turns])),
         "observed_share": _round(observed / int(frame.loc[cells.index, "response_tokens"].sum())),
     }
+    if agents := sum(len(agents_of(turns)) for turns in cells):
+        found["sub_agents_mean"] = _round(agents / len(cells))
     if known := recorded_s(cells.tolist()):
         total = cells.map(lambda turns: sum(recorded_s([turns])))
         codes = np.unique(frame.loc[cells.index, "code"].to_numpy(np.int64), return_inverse=True)[1]

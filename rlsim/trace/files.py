@@ -15,7 +15,7 @@ from rlsim.base.output import atomic_path
 from rlsim.base.tables import csv_errors, json_lines, open_data, read_parquet
 from rlsim.errors import TraceError
 from rlsim.trace.schema import BY_NAME, COLUMNS, Trace, TraceMeta, make_trace
-from rlsim.trace.turns import FIELDS, as_rows
+from rlsim.trace.turns import FIELDS, agents_of, as_rows
 
 #: What the names of files of each kind end in.
 PARQUET = (".parquet", ".pq")
@@ -86,11 +86,13 @@ def _arrow_field(name: str, trace: Trace) -> Any:
     import pyarrow as pa
 
     column = BY_NAME[name]
+    of_turn = (pa.int32(), pa.int32(), pa.float32(), pa.string())
+    has_agents = column.kind == "turns" and any(map(agents_of, trace.frame[name]))
     kinds = {
         "id": pa.string() if trace.frame[name].dtype == object else pa.int64(),
         "tokens": pa.int32(), "index": pa.int32(), "number": pa.float64(), "flag": pa.bool_(),
         "text": pa.string(), "numbers": pa.list_(pa.float64()),
-        "turns": pa.list_(pa.struct(list(zip(FIELDS, (pa.int32(), pa.int32(), pa.float32()), strict=True)))),
+        "turns": pa.list_(pa.struct(list(zip(FIELDS, of_turn, strict=True))[: 3 + has_agents])),
     }  # fmt: skip
     notes = {b"unit": column.unit.encode(), b"meaning": column.meaning.encode()}
     return pa.field(name, kinds[column.kind], metadata=notes)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rlsim.errors import TraceError
 from rlsim.trace.schema import Trace
-from rlsim.trace.turns import ToolCall, tool_calls, unrecorded
+from rlsim.trace.turns import ToolCall, agents_of, response_tokens, tool_calls, unrecorded
 
 Ints = npt.NDArray[np.int64]
 AGAIN = "a system generates more responses to a prompt than the trace has: their lengths are used again"
@@ -191,8 +191,14 @@ class StepSampler:
             self.notes.append(
                 f"{share:.1%} of the tool calls have no recorded time: taken as {unknown_s:.3g} s ({which})"
             )
+        longest = int((self._prompt_tokens + self._response_tokens).max())  # of which it is known that they fit
+        cut = sum(one.prompt_tokens + response_tokens(one.turns) > longest for c in cells for one in agents_of(c))
+        if cut:
+            self.notes.append(f"{cut:,} sub-agents are cut at the longest trajectory's context, {longest:,} tokens")
         rows = zip(cells, self._response_tokens.tolist(), strict=True)
-        self.tool_calls = [tuple(tool_calls(turns, kept, None, unknown_s)[1]) if turns else () for turns, kept in rows]
+        self.tool_calls = [
+            tuple(tool_calls(turns, kept, None, unknown_s, longest)[1]) if turns else () for turns, kept in rows
+        ]
 
     def _prompt_lengths(self, default: int) -> None:
         frame = self.trace.frame

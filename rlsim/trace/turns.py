@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 from typing import Any, NamedTuple
 
 from rlsim.base.tables import parse_json
 
 #: What of the trajectory a cell of the column `turns` says: one mapping a turn.
-FIELDS = ("generated_tokens", "observation_tokens", "tool_s")
+FIELDS = ("generated_tokens", "observation_tokens", "tool_s", "agents")
 
 
 class Turn(NamedTuple):
@@ -24,6 +24,15 @@ class Turn(NamedTuple):
     generated_tokens: int
     observation_tokens: int
     tool_s: float  # seconds in the environment after it; NaN: not recorded
+    agents: tuple[Agent, ...] = ()  # that work meanwhile, and are waited for
+
+
+class Agent(NamedTuple):
+    """A sub-agent that a turn begins, with a context of its own; `tool_s` of its last turn is until that is told."""
+
+    prompt_tokens: int
+    turns: Turns
+    delay_s: float = 0.0  # after the tool call began
 
 
 class ToolCall(NamedTuple):
@@ -32,6 +41,17 @@ class ToolCall(NamedTuple):
     after_tokens: int
     observation_tokens: int
     tool_s: float
+    agents: tuple[AgentCall, ...] = ()
+
+
+class AgentCall(NamedTuple):
+    """A sub-agent as it is generated."""
+
+    prompt_tokens: int
+    response_tokens: int
+    tool_calls: tuple[ToolCall, ...] = ()
+    delay_s: float = 0.0  # from the beginning of the tool call to its own
+    told_s: float = 0.0  # from its end until the one that waits is told
 
 
 Turns = tuple[Turn, ...]
@@ -42,7 +62,7 @@ def read_turns(value: Any) -> Turns | None:
     try:
         rows = parse_json(value) if isinstance(value, str) else value
         turns = tuple(_turn(row) for row in rows)
-    except (TypeError, ValueError, KeyError, OverflowError):
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError):
         return None
     return turns or None
 
@@ -54,7 +74,17 @@ def _turn(row: Turn | Mapping[str, Any]) -> Turn:
     tool_s = float("nan") if row.get("tool_s") is None else float(row["tool_s"])
     if generated < 1 or observed < 0 or not (isnan(tool_s) or (isfinite(tool_s) and tool_s >= 0)):
         raise ValueError(row)
-    return Turn(generated, observed, tool_s)
+    agents = row.get("agents") or "[]"
+    return Turn(
+        generated, observed, tool_s, tuple(map(_agent, parse_json(agents) if isinstance(agents, str) else agents))
+    )
+
+
+def _agent(row: Mapping[str, Any]) -> Agent:
+    prompt, turns, delay_s = int(row["prompt_tokens"]), read_turns(row["turns"]), float(row.get("delay_s") or 0.0)
+    if prompt < 1 or turns is None or not 0 <= delay_s < inf:
+        raise ValueError(row)
+    return Agent(prompt, turns, delay_s)
 
 
 def turns_of_mask(mask: Sequence[Any]) -> Turns | None:
@@ -71,10 +101,15 @@ def turns_of_mask(mask: Sequence[Any]) -> Turns | None:
 
 
 def as_rows(turns: Turns | None) -> list[dict[str, Any]] | None:
-    """A cell as it is written."""
+    """A cell as it is written, sub-agents as JSON."""
     if turns is None:
         return None
-    return [turn._asdict() | {"tool_s": None if isnan(turn.tool_s) else turn.tool_s} for turn in turns]
+    rows = []
+    for *tokens, tool_s, agents in turns:
+        row = dict(zip(FIELDS, (*tokens, None if isnan(tool_s) else tool_s), strict=False))
+        own = [one._asdict() | {"turns": as_rows(one.turns)} for one in agents]
+        rows.append(row | ({FIELDS[3]: json.dumps(own)} if own else {}))
+    return rows
 
 
 def as_json(turns: Turns | None) -> str | None:
@@ -87,11 +122,13 @@ def response_tokens(turns: Turns) -> int:
     return sum(turn.generated_tokens + turn.observation_tokens for turn in turns) - turns[-1].observation_tokens
 
 
-def tool_calls(turns: Turns, limit_tokens: int, most_turns: int | None, unknown_s: float) -> tuple[int, list[ToolCall]]:
+def tool_calls(
+    turns: Turns, limit_tokens: int, most_turns: int | None, unknown_s: float, context_tokens: int = 0
+) -> tuple[int, list[ToolCall]]:
     """The response's tokens and its tool calls, within `limit_tokens` and `most_turns` turns.
 
     Where an observation leaves no room for another token, the response ends before it. A tool call whose seconds are
-    not recorded takes `unknown_s`.
+    not recorded takes `unknown_s`. Sub-agents have `context_tokens` at most.
     """
     calls: list[ToolCall] = []
     ends = list(accumulate(turn.generated_tokens + turn.observation_tokens for turn in turns))
@@ -99,15 +136,35 @@ def tool_calls(turns: Turns, limit_tokens: int, most_turns: int | None, unknown_
         if end >= limit_tokens:
             break
         tool_s = unknown_s if isnan(turn.tool_s) else turn.tool_s
-        calls.append(ToolCall(end - turn.observation_tokens, turn.observation_tokens, tool_s))
+        agents = tuple(_agent_call(one, most_turns, unknown_s, context_tokens) for one in turn.agents)
+        calls.append(ToolCall(end - turn.observation_tokens, turn.observation_tokens, tool_s, agents))
     begun = ends[len(calls) - 1] if calls else 0
     return min(begun + turns[len(calls)].generated_tokens, limit_tokens), calls
 
 
+def _agent_call(agent: Agent, most_turns: int | None, unknown_s: float, context_tokens: int) -> AgentCall:
+    prompt, told_s = min(agent.prompt_tokens, max(context_tokens - 1, 1)), agent.turns[-1].tool_s
+    room = max(context_tokens - prompt, 1)
+    length, calls = tool_calls(agent.turns, room, most_turns, unknown_s, context_tokens)
+    return AgentCall(prompt, length, tuple(calls), agent.delay_s, 0.0 if isnan(told_s) else told_s)
+
+
+def agents_of(turns: Turns | None) -> list[Agent]:
+    """All its sub-agents, and theirs."""
+    own = [agent for turn in turns or () for agent in turn.agents]
+    return own + [one for agent in own for one in agents_of(agent.turns)]
+
+
 def scale_turns(turns: Turns | None, factor: float) -> Turns | None:
-    """All lengths so many times as long."""
+    """All lengths of responses so many times as long."""
     return turns and tuple(
-        Turn(max(round(t.generated_tokens * factor), 1), round(t.observation_tokens * factor), t.tool_s) for t in turns
+        Turn(
+            max(round(generated * factor), 1),
+            round(observed * factor),
+            tool_s,
+            tuple(agent._replace(turns=scale_turns(agent.turns, factor) or ()) for agent in agents),
+        )
+        for generated, observed, tool_s, agents in turns
     )
 
 
