@@ -311,7 +311,11 @@ def test_models_with_gpus_of_their_own(trajectories: str) -> None:
     workflow = {**AGENTS["workflow"], "algorithm": "ppo"}
     ahead = {"one_step_off": {"tp": 1, "rollout_gpus": 2, "apart": {"critic": 2, "reference": 1}}}
     own = {**AGENTS, "trace": {"path": trajectories, "cap": "8K"}, "workflow": workflow, "systems": [ahead]}
-    calls = rlsim.run({**own, "cluster": "8xh200", "calibration": "h200-sxm-vllm"}).calls.groupby(["kind", "model"])["gpus"].max()
+    calls = (
+        rlsim.run({**own, "cluster": "8xh200", "calibration": "h200-sxm-vllm"})
+        .calls.groupby(["kind", "model"])["gpus"]
+        .max()
+    )
     assert [calls["generate", "actor"], calls["train", "actor"], calls["train", "critic"]] == [2, 3, 2]
     assert calls["inference", "reference"] == 1
     ahead["one_step_off"]["apart"] = {"critics": 2}

@@ -133,6 +133,38 @@ def test_rllm_episodes(tmp_path: Path) -> None:
     assert trace.frame["correct"].tolist() == [True]
 
 
+def test_rllm_episodes_of_agents_flows(tmp_path: Path) -> None:
+    """As its engine of agents' flows converts recorded calls: texts in the messages, one time for the whole flow."""
+    asks = [{"role": "user", "content": "one two"}]
+    calls = {"role": "assistant", "content": "three", "tool_calls": [{"function": {"name": "four"}}]}
+    said = [{"role": "tool", "content": "one two three"}, {"role": "assistant", "content": "four"}]
+    empty = {"observation": None, "action": None, "reward": 0.0, "done": False, "timing": {}}
+    steps = [empty | {"thought": "one ", "model_response": "three", "chat_completions": [*asks, calls]},
+             empty | {"thought": "", "model_response": "four", "chat_completions": [*asks, calls, *said]}]  # fmt: skip
+    metrics = {"time/agentflow_s": 9.0, "time/agentflow_llm_sum_s": 7.0, "time/agentflow_llm_wall_s": 6.5}
+    episode = {
+        "training_step": 3,
+        "epoch": 0,
+        "episode_id": "e:0",
+        "session_id": "s",
+        "task": {},
+        "task_hash": "abc",
+        "is_correct": True,
+        "termination_reason": "env_done",
+        "metrics": metrics,
+        "metadata": {},
+        "timing": {},
+        "trajectories": [{"name": "a", "uid": "u", "reward": 1.0, "num_steps": 2, "timing": {}, "steps": steps}],
+    }
+    path = tmp_path / "episode_hashabc_ide_0.json"
+    path.write_text(json.dumps(episode, indent=2))
+    trace = import_trace(path, tokenizer=tokenizer(tmp_path))
+    # Thought, words and a call in JSON (3 words by blanks), then 3 words of the tool in the seconds that are left.
+    ((first, last),) = turns(trace)
+    assert (first[0] > 2, first[1:], last[:2]) == (True, (3, 2.5), (1, 0))
+    noted(trace, "1 trajectories' seconds outside of generation are shared out evenly among their calls")
+
+
 def test_skyrl_evaluations(tmp_path: Path) -> None:
     row = {"input_prompt": "one two three", "output_response": ANSWER, "score": [0, 0, 1.0], "stop_reason": "stop",
            "env_class": "search"}  # fmt: skip

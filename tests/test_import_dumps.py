@@ -184,6 +184,7 @@ def test_slime_folder(tmp_path: Path) -> None:
     samples = [slime_sample(i, f"q{i // 2}", 10, 100 + i) for i in range(4)]
     samples[3] |= {"status": "truncated", "reward": {"score": -1.0, "acc": False, "pred": "x"}}
     samples[2] |= {"loss_mask": [1] * 60 + [0] * 30 + [1] * 12, "weight_versions": ["3", "4"]}
+    samples[1] |= {"loss_mask": [1, 0] * 50 + [1], "non_generation_time": 4.0}
     slime(tmp_path / "rollout_7.pt", 7, samples)
     more = [slime_sample(4, "q0", 10, 50), slime_sample(5, "q0", 10, 0, status="aborted")]
     slime(tmp_path / "rollout_12.pt", 12, more)
@@ -191,6 +192,7 @@ def test_slime_folder(tmp_path: Path) -> None:
     trace = import_trace(tmp_path)
     assert column(trace, "response_tokens") == [100, 101, 102, 103, 50]
     assert [turn[:2] for turn in trace.frame["turns"].iloc[2]] == [(60, 30), (12, 0)]
+    assert {turn[2] for turn in trace.frame["turns"].iloc[1]} == {4.0 / 50}
     assert column(trace, "prompt_tokens") == [10] * 5
     assert column(trace, "epoch") == [0, 0, 0, 0, 1]
     assert trace.capped.tolist() == [False, False, False, True, False]
@@ -199,7 +201,7 @@ def test_slime_folder(tmp_path: Path) -> None:
     assert trace.frame["correct"].dropna().tolist() == [False]
     assert trace.meta.cap_tokens == 103
     noted(trace, "1 samples that are aborted", "1 trajectories have several turns", "more than one version",
-          "1 files of validation samples")  # fmt: skip
+          "1 files of validation samples", "1 trajectories' seconds")  # fmt: skip
     import pickle
 
     with pytest.raises(TraceError, match=r"not a rollout of slime, a dictionary with rollout_id and samples .*model"):

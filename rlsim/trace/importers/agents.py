@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, isnan, nan
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlsim.base.tables import number_of
 from rlsim.trace.importers.dumps import Fields, Tally
 from rlsim.trace.importers.rows import Row, file_rows, is_number
 from rlsim.trace.turns import Agent, Turn, Turns, response_tokens
@@ -24,6 +25,9 @@ _OBSERVED = re.compile(
     r"<(?P<tag>information|observation)>.*?</(?P=tag)>\s*"
     r"(?:(?:<\|im_end\|>\s*)?(?:<\|im_start\|>)?assistant\n)?",
     re.DOTALL,
+)
+SHARED = (
+    "{n} trajectories' seconds outside of generation are shared out evenly among their calls: no call is timed alone"
 )
 NOT_TIMED = "{n} trajectories have several turns; the seconds of their tools are not in the dump"
 
@@ -245,28 +249,51 @@ def _turn_texts(response: Any, tally: Tally) -> dict[str, Any]:
 def rllm_rows(path: Path, project: str) -> Iterator[Row]:
     """A row for each trajectory of an episode, with the texts and seconds of its steps."""
     for row in file_rows(path, project):
-        for one in row.objects("trajectories"):
-            steps = [step.values for step in one.objects("steps")]
+        trajectories = row.objects("trajectories")
+        for one in trajectories:
+            steps = one.objects("steps")
             if not steps:
                 continue
+            rest_s = _rest_s(row.values.get("metrics"), sum(len(each.items("steps")) - 1 for each in trajectories))
             turns = [
-                (_text(one.having(step).get("model_response")), _text(after.get("observation")), _environment_s(step))
-                for step, after in zip(steps, [*steps[1:], {}], strict=True)
+                (*_step_texts(step, after), rest_s if (took_s := _environment_s(step.values)) is None else took_s)
+                for step, after in zip(steps, [*steps[1:], one.having({})], strict=True)
             ]
             yield one.having({
                 "step": row.get("training_step"),
                 "prompt": f"{row.get('task_hash')} {one.values.get('name')}",
-                "prompt_text": _before_answer(one.objects("steps")[0]),
+                "prompt_text": _before_answer(steps[0]),
                 "response": "".join(made for made, *_ in turns),
                 "turn_texts": turns if len(turns) > 1 else [],
                 "reward": one.values.get("reward"),
                 "correct": row.values.get("is_correct"),
+                "shared": rest_s is not None and len(turns) > 1,
             })  # fmt: skip
 
 
-def rllm(row: Row, _: Tally) -> Fields:
+def rllm(row: Row, tally: Tally) -> Fields:
     """Turns, and whether the episode's answer was right."""
+    tally[SHARED] += row.values["shared"]
     return {key: row.values[key] for key in ("turn_texts", "correct")}
+
+
+def _rest_s(metrics: Any, calls: int) -> float | None:
+    """What an agent's flow took beside its model calls, for each of so many tool calls; None if that is not there."""
+    found: Mapping[str, Any] = metrics if isinstance(metrics, dict) else {}
+    took_s, model_s = (number_of(found.get(f"time/agentflow{of}_s")) for of in ("", "_llm_wall"))
+    return max(took_s - model_s, 0.0) / calls if calls and isfinite(took_s - model_s) else None
+
+
+def _step_texts(step: Row, after: Row) -> tuple[str, str]:
+    """What a step generated and observed; of an agent's flow, whose steps say neither, by the messages of its calls."""
+    made, seen = _text(step.get("model_response")), _text(after.values.get("observation"))
+    chat, later = (
+        one.objects("chat_completions") if one.values.get("chat_completions") else [] for one in (step, after)
+    )
+    if step.values.get("observation") is None and chat:
+        made = "".join([_text(step.values.get("thought")), made, _text(chat[-1].values.get("tool_calls"))])
+        seen = seen or "\n".join(_text(message.values.get("content")) for message in later[len(chat) : -1])
+    return made, seen
 
 
 def _environment_s(step: Mapping[str, Any]) -> float | None:
@@ -275,10 +302,14 @@ def _environment_s(step: Mapping[str, Any]) -> float | None:
     return float(seconds) if is_number(seconds) else None
 
 
+def _messages(step: Row) -> list[Row]:
+    return step.objects("chat_completions") if step.values.get("chat_completions") else []
+
+
 def _before_answer(step: Row) -> str:
     """The messages before the first answer of a step, or what it observed where it has none."""
     texts = []
-    for message in step.objects("chat_completions") if step.values.get("chat_completions") else ():
+    for message in _messages(step):
         if message.values.get("role") == "assistant":
             break
         texts.append(_text(message.values.get("content")))
