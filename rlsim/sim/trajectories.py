@@ -124,17 +124,17 @@ class Trajectories(Container[int]):
         if config.on_failure == "drop" or request.restarts == config.retries:
             self._rollout.drop([request.id])
             self._rollout.ask()
-            return
-        self._rollout.drop([agent.id for agent in self._agents.pop(request, ())])
-        self._environments.leave([request])
-        request.restart()
-        self._hand_back_in_turn(request)
+        else:
+            self._rollout.drop([agent.id for agent in self._agents.pop(request, ())])
+            self._environments.leave([request])
+            self._go_on(request, again=True)
 
-    def _go_on(self, request: Request) -> None:
-        request.observe()
-        self._hand_back_in_turn(request)
-
-    def _hand_back_in_turn(self, request: Request) -> None:
+    def _go_on(self, request: Request, *, again: bool = False) -> None:
+        """With what it has observed, or `again` from its first turn on."""
+        if again:
+            request.restart()
+        else:
+            request.observe()
         if self._environments.config.turns == "together":
             self._over.append(request)
             self.end_turn()

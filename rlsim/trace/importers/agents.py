@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
@@ -50,13 +49,12 @@ class _Call(NamedTuple):
     agents: tuple[Agent, ...] = ()  # that the next call waits for
 
 
-@dataclass
-class _Chain:
+class _Chain(NamedTuple):
     """Calls one after the other, and of those of a sub-agent the one that began it."""
 
     name: str
     calls: list[str]
-    begun_by: str | None = None
+    begun_by: str | None
 
 
 def _turns_of(calls: Sequence[_Call], tally: Tally) -> Turns:
@@ -69,7 +67,7 @@ def _turns_of(calls: Sequence[_Call], tally: Tally) -> Turns:
 
 def _session(row: Row, name: str, calls: Sequence[_Call], tally: Tally, arrival_s: float | None = None) -> Row:
     values = {"session": name, "prompt_tokens": calls[0].context_tokens, "turns": _turns_of(calls, tally),
-              "arrival_s": arrival_s}  # fmt: skip
+              "arrival_s": arrival_s, "told": tally}  # fmt: skip
     return row.having(values, f", session {name}")
 
 
@@ -77,6 +75,7 @@ def session(row: Row, tally: Tally) -> Fields:
     """A session's turns and its length."""
     turns = row.values["turns"]
     tally.update(+row.values["told"])
+    row.values["told"].clear()  # it is of the whole file
     if any(turn.tool_s != turn.tool_s for turn in turns[:-1]):
         tally["{n} sessions have calls after which the seconds are not recorded"] += 1
     given = {key: row.values[key] for key in ("prompt_tokens", "arrival_s")}
@@ -134,14 +133,7 @@ def mooncake_sessions(path: Path, project: str) -> Iterator[Row]:
         at: Any = None if needs[first] else rows[first].values.get("not_before_ms", rows[first].values.get("timestamp"))
         told[APART] += begun_by is not None
         found.append(_session(rows[first], chain.name, calls, told, at * 1e-3 if is_number(at) else None))
-    yield from _told_once(reversed(found), told)
-
-
-def _told_once(rows: Iterable[Row], told: Tally) -> Iterator[Row]:
-    """These rows, the first of which has what is to be said of all."""
-    for row in rows:
-        yield row.having({**row.values, "told": told})
-        told = Tally()
+    yield from reversed(found)
 
 
 def _needs(row: Row, play: str) -> dict[str, float]:
@@ -187,7 +179,7 @@ def weka_sessions(path: Path, project: str) -> Iterator[Row]:
                 told[AGENTS if one in waited else APART] += bool(its)
         if calls:
             found.insert(0, _session(row, name, calls, told))
-        yield from _told_once(found, told)
+        yield from found
 
 
 def _timed(rows: Sequence[Row]) -> list[_Call]:
