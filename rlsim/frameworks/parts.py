@@ -276,7 +276,8 @@ def add_systems(
         said = joined(*(entry.comment for entry in found.values()))
         apart = policy, {key: entry.value for key, entry in found.items()}, said
     elif rollout:
-        apart, more = ("verl", {}, ""), [{"split": {"rollout_gpus": rollout, **policy_of(reading, "split")[1]}}, *more]
+        split = {key: entry.value for key, entry in reading.entries("split").items()}
+        apart, more = ("verl", {}, ""), [{"split": {"rollout_gpus": rollout, **split}}, *more]
     policy, parameters, said = apart or ("verl", {}, "")
 
     def system(name: str, degree: int | str, comment: str) -> Entry:
