@@ -76,7 +76,7 @@ class Case:
         with about(f"{label}: case {name!r}" if name else label, CatalogueError):
             self.loaded = LoadedExperiment.of(experiment, folder, label)
         self.simulator = Simulator(self.loaded, search=False)
-        self.simulator.plans.found |= plans
+        self.simulator.found |= plans
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
         self._specs = parse_systems(experiment.systems, label)
         self.names = [spec.name for spec in self._specs]
@@ -91,7 +91,7 @@ class Case:
         """Search for the plans that systems leave to a search; raises `RlsimError` if one does not fit."""
         if self.searched:
             progress(0, len(self.runs()), f"{self.name} plan of {', '.join(self.searched)}".strip())
-            self.simulator.plans.search = True
+            self.simulator.search = True
             self._settle()
 
     def _settle(self) -> None:
@@ -239,7 +239,7 @@ class Case:
 
     def again(self, experiment: Experiment, name: str) -> Case:
         """A case of another experiment in the same place, with the plans that were found; its systems need not fit."""
-        found = self.simulator.plans.found
+        found = self.simulator.found
         made = Case(name, experiment, self._place[1], self._place[0], found, optional=True)
         made.baseline = self.baseline
         return made

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import gcd
-from typing import Any
 
 from rlsim.base.refusals import refuse
 from rlsim.cost.bound import GenerationBound
@@ -276,8 +275,7 @@ class PlacedExperiment:
         """The same for each call that generates, the first one first."""
         for call in self.workflow.generating[1:]:
             if call.name not in self._others:
-                own: dict[str, Any] = {"generating": call.name, "_crowded_steps": {}, "_bounds": {}, "_others": {}}
-                self._others[call.name] = replace(self, **own)
+                self._others[call.name] = replace(self, generating=call.name, _crowded_steps={}, _bounds={}, _others={})
         return [self, *self._others.values()]
 
     @cached_property

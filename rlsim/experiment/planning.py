@@ -20,10 +20,9 @@ from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_costs
-from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
+from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.times import handed_on_bytes
 from rlsim.models.hardware import one_kind
-from rlsim.policies.parts import PlanSearch
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import run_rollout
 from rlsim.sim.stage import GenerationStage, evenly
@@ -405,26 +404,6 @@ class PlanSpace:
 
 #: By workflow, and what `PlanContext.search` is given.
 FoundPlans = Mapping[tuple[Any, ...], Plan]
-
-
-class Plans:
-    """The plans that one experiment's systems leave to a search: none is searched for twice, and those found elsewhere
-    may be put into `found`. Unless `search`, one that is not there raises `SearchAheadError`."""
-
-    def __init__(self, search: bool) -> None:
-        self.search = search
-        self.found: dict[tuple[Any, ...], Plan] = {}
-
-    def __call__(self, placed: PlacedExperiment, how: PlanSearch) -> Plan:
-        """The best plan that is found so; raises `RlsimError` as `find_plan`."""
-        key = (repr(placed.workflow), *how)
-        if key not in self.found:
-            if not self.search:
-                raise SearchAheadError
-            plans = PlanSpace(placed, how.pipelined_generation, how.context_parallel, how.most_plans)
-            space, found = plans.search(how.method, Budget(evaluations=how.evaluations), seed=how.seed)
-            self.found[key] = space.plan(found.plan)
-        return self.found[key]
 
 
 def undominated(candidates: Iterator[Candidate]) -> list[Candidate]:

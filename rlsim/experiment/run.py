@@ -85,7 +85,7 @@ def run_loaded(
         on_progress(done, runs + worlds * (runs // len(seeds)), what)
 
     _search(cases, calibrated)
-    baseline, found = cases[0].baseline, {case.name: case.simulator.plans.found for case in cases}
+    baseline, found = cases[0].baseline, {case.name: case.simulator.found for case in cases}
     settled = with_settings(experiment, {"baseline": baseline, "certainty": 0}, label)
     in_world = partial(_in_world, settled, folder, label, found)
     drawn = [seeds[world % len(seeds)] for world in range(worlds)]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +18,13 @@ from rlsim.cost.step import Lookups
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
 from rlsim.experiment.frames import Frames, check_steps, frames_of
-from rlsim.experiment.placed import PlacedExperiment
-from rlsim.experiment.planning import Plans
+from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
+from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.refusals import check_calls, endless
 from rlsim.experiment.steadiness import Window
 from rlsim.experiment.systems import System, SystemSpec
 from rlsim.experiment.times import ExperimentTimes, check_elastic, check_hybrid, hybrid_of
+from rlsim.policies.parts import PlanSearch
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import Prompt, RolloutCosts, asked
@@ -33,7 +35,8 @@ from rlsim.sim.run import simulate
 from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler
-from rlsim.workflow import Workflow
+from rlsim.workflow import Plan, Workflow
+from rlsim.workflow.search import Budget
 
 #: What of a control is about the replicas of one engine.
 _DECIDING = ("on_finish", "on_timer", "next_tp", "dispatch")
@@ -47,8 +50,8 @@ class Simulator:
     """
 
     def __init__(self, loaded: LoadedExperiment, *, search: bool = True) -> None:
-        self.loaded = loaded
-        self.plans = Plans(search)
+        self.loaded, self.search = loaded, search
+        self.found: dict[tuple[Any, ...], Plan] = {}  # plans, none searched for twice; others may be put here
         self.sampler = cache(loaded.sampler)
         self._placed: dict[str, PlacedExperiment] = {}
 
@@ -106,8 +109,18 @@ class Simulator:
         placing, streaming = (system.placing, system.streaming) if system else (None, None)
         key = repr((judge, placing, streaming, workflow))
         if key not in self._placed:
-            self._placed[key] = PlacedExperiment(self.loaded, workflow, judge, placing, streaming, planner=self.plans)
+            self._placed[key] = PlacedExperiment(self.loaded, workflow, judge, placing, streaming, planner=self._plan)
         return self._placed[key]
+
+    def _plan(self, placed: PlacedExperiment, how: PlanSearch) -> Plan:
+        key = (repr(placed.workflow), *how)
+        if key not in self.found:
+            if not self.search:
+                raise SearchAheadError
+            plans = PlanSpace(placed, how.pipelined_generation, how.context_parallel, how.most_plans)
+            space, found = plans.search(how.method, Budget(evaluations=how.evaluations), seed=how.seed)
+            self.found[key] = space.plan(found.plan)
+        return self.found[key]
 
     def lookups(self) -> Lookups:
         """The shapes whose costs were looked up so far, wherever systems ran."""
