@@ -26,6 +26,7 @@ from pydantic import BaseModel
 import rlsim
 from rlsim.base import catalogue
 from rlsim.base.hooks import hooks as hooks_of
+from rlsim.base.reading import read_yaml
 from rlsim.base.reference import Key, first_paragraph, keys_of
 from rlsim.cli import app
 from rlsim.cost.calibration import Residual, load_calibration
@@ -48,14 +49,8 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 ON_SITE = re.compile(r"<!-- on the site: ([\w-]+) -->")
 
-ROWS = {
-    "steps": "one row per case, system, seed and step",
-    "responses": "one row per response",
-    "stays": "one row per stay of a response at a replica, from its arrival in the queue until it left",
-    "calls": "one row per call of a step",
-    "switches": "one row per change of a node's degree",
-    "spans": "one row per stretch of work of neighbouring GPUs",
-}
+#: What a table of results has a row for; what docs/api.md lists.
+ROWS, API = (read_yaml(Path(__file__).with_suffix(".yaml"))[part] for part in ("rows", "api"))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -215,35 +210,21 @@ def residuals() -> str:
 
 # ---- commands and public names ---------------------------------------------------------------------------------------
 
-#: What docs/api.md lists: a heading, where the names live, and the names.
-API: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Run and read": ("rlsim", ("run", "read_result", "Result", "RlsimError")),
-    "Sweep and compare": ("rlsim", ("sweep", "read_sweep", "SweepResult", "compare", "Comparison")),
-    "Look at results": ("rlsim", ("write_report", "write_timeline")),
-    "Tune": ("rlsim.results.tune.answer", ("tune", "Wish", "Tuned")),
-    "Parts of a system": (
-        "rlsim",
-        ("RolloutControl", "Batching", "Continuous", "RewardControl", "Rewiring", "Composition", "Schema"),
-    ),
-    "What a rollout that never stops knows": ("rlsim", ("OpenView", "Ready", "Update")),
-    "What a rollout control knows": ("rlsim", ("ControlContext", "RolloutView", "Prompt")),
-    "Actions": (
-        "rlsim",
-        ("Abort", "Borrow", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop", "SwitchWay"),
-    ),
-    "Testing a policy": ("rlsim", ("check_policy", "Checked", "ContractError")),
-}
-
 
 def api() -> str:
     """Every public name of the package, with its signature and docstring."""
-    missing = set(rlsim.__all__) - {"__version__"} - {name for _, names in API.values() for name in names}
+    missing = (
+        set(rlsim.__all__)
+        - {"__version__"}
+        - {name for homes in API.values() for names in homes.values() for name in names}
+    )
     if missing:
         raise SystemExit(f"scripts/make_reference.py: say under which heading docs/api.md has {', '.join(missing)}")
     parts = []
-    for heading, (module, names) in API.items():
+    for heading, homes in API.items():
         parts.append(f"## {heading}")
-        parts += [_described(getattr(import_module(module), name), f"{module}.{name}") for name in names]
+        for module, names in homes.items():
+            parts += [_described(getattr(import_module(module), name), f"{module}.{name}") for name in names]
     return "\n\n".join(parts)
 
 
