@@ -344,6 +344,8 @@ def test_clusters_and_traces_of_the_catalogue() -> None:
     assert nearest_trace(load_model("qwen2.5-32b"), 8192, rewards=False)[0] == "dapo-growing"
     assert nearest_trace(load_model("qwen2.5-32b"), 8192, rewards=True)[0] == "rollpacker-math"
     assert nearest_trace(load_model("r1-distill-qwen-1.5b"), 16000, rewards=False)[0] == "aime-r1-distill-like"
+    found = [nearest_trace(load_model("qwen2.5-1.5b"), cap, rewards=False)[0] for cap in (8192, 1024)]
+    assert found == ["aime-r1-distill-like", "rollpacker-math"]  # of the first all would be cut at 1,024
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from rlsim.frameworks.draft import Draft
 from rlsim.frameworks.mapping import Reading, Use, names, unlike, unlike_rows
 from rlsim.frameworks.parts import Options, joined
 from rlsim.frameworks.sources import read_sources
+from rlsim.sim.request import EngineConfig
 
 #: What settings of the engines themselves begin with.
 _SECTIONS = {
@@ -54,6 +55,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     ahead = config.needed("age") if asynchronous else 0
     reading.facts |= {
         "apart": apart, "ahead": ahead, "rollout": rollout, "replica": replica, "has_experts": actor.num_experts > 0,
+        "budget": draft.data()["engine"].get("max_num_batched_tokens", EngineConfig().max_num_batched_tokens),
     }  # fmt: skip
     parts.add_mapped(reading, draft, actor)
     over_nodes, more = replica > machines.domain_gpus, parts.filtering(config, draft, filters)

@@ -182,11 +182,11 @@ def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters:
     if longest is None:
         why = f"{ASSUMED}, as the trace has no prompt lengths: {prompts.comment}"
         entries["default_prompt_tokens"] = Entry(prompts.value, why)
-    if longest is not None and longest > prompts.value:
-        draft.notes.append(f"{prompts.comment} = {prompts.value:,}; the trace's longest prompt has {int(longest):,} "
-                           "and is not cut")  # fmt: skip
-    else:
-        entries["max_model_len"] = Entry(prompts.value + cap.value, f"{prompts.comment} + {cap.comment}")
+    most, why = prompts.value, prompts.comment
+    if longest is not None and longest > most:
+        draft.notes.append(f"{why} = {most:,}; the trace's longest prompt has {int(longest):,} and is not cut")
+        most, why = int(longest), "the trace's longest prompt"
+    entries["max_model_len"] = Entry(most + cap.value, f"{why} + {cap.comment}")
 
 
 def limit_context(config: Settings, draft: Draft) -> None:
