@@ -210,6 +210,7 @@ def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:
     assert {"best", "gain", "gain_low", "gain_high", "model_low", "model_high", "evaluated", "legal", "excluded",
             "seconds", "binds", "assumptions"} <= set(found)  # fmt: skip
     assert found["best"] == {"engine.graphs": True}
+    assert found["model_low"] <= found["gain"] <= found["model_high"]
     assert all(f"{one:.2f}" in done.out for one in found["dollars_per_1000"])
 
 

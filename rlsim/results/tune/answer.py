@@ -52,8 +52,8 @@ class Change:
 class Tuned:
     """The answer: `best` sets these keys; `gain` is responses trained on per second over those of the configuration.
 
-    `gain_low`, `gain_high`: 95% over draws of the trace; `model_low`, `model_high`: the least and most in worlds whose
-    costs are off as the calibration may be.
+    `gain_low`, `gain_high`: 95% over draws of the trace; `model_low`, `model_high`: the least and most of it and
+    of worlds whose costs are off as the calibration may be.
     """
 
     best: Mapping[str, Any]
@@ -244,7 +244,7 @@ def tune(
     gain, low, high = mean_ratio(ratios) if best else (1.0, 1.0, 1.0)
     return Tuned(
         best=best, gain=gain, gain_low=low, gain_high=high,
-        model_low=min(drawn, default=math.nan), model_high=max(drawn, default=math.nan),
+        model_low=min(gain, *drawn) if drawn else math.nan, model_high=max(gain, *drawn) if drawn else math.nan,
         before=before, after=after, unfit=unfit, stale=stale, money=wish.money,
         gpus=(loaded.cluster.gpus, tuned.cluster.gpus), changes=changes,
         evaluated=len(tried), legal=ran, excluded=dict(Counter(trial.kind for trial in tried if trial.kind)),
