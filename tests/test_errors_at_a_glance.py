@@ -99,6 +99,7 @@ SHOWN: dict[str, Callable[..., str]] = {
     "medians": lambda part, what, quantity: size(means(part, what, quantity, 5)),
     "p90s": lambda part, what, quantity: size(means(part, what, quantity, 6)),
     "worst": lambda _: size([max(FAMILIES)]),
+    "papers": lambda paper, column: next(r for r in cells("papers") if r[0] == paper and len(r) == 7)[int(column)],
     "peers": lambda column: next(row for row in cells("transfer") if row[0] == "all" and len(row) == 6)[int(column)],
 }
 #: What each row says of the errors; {WHAT; PART; CASE; QUANTITY} stands for one of `SHOWN`.

@@ -3,6 +3,7 @@
 `papers.csv` says it in words that are looked up: `row PART CASE` is a row of the evidence, `key POLICY.KEY` a key of a
 part of a system, `setting PATH` one of the experiment, `column TABLE.NAME` a column of the results, `experiment NAME`
 a shipped one, `table NAME` a file of the evidence, `test NAME` tests of that name; `none` has its reason in the remark.
+Beside it stands how far the figures on the page agree (`agreement`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from evidence.validate.agreement import agreement
 from evidence.validate.parts import EVIDENCE, Options, Section
 from evidence.validate.published import figures
 from evidence.validate.rows import markdown, read_rows
@@ -37,10 +39,10 @@ class Told(Schema):
 
 
 def section(options: Options) -> Section:
-    """The table, as it stands (a second)."""
+    """The table as it stands, and what the figures beside the page come to (a second)."""
     headings = ("paper", "what", "published", "repeated by", "remark")
     cells = [(t.paper, t.what, t.published, t.found, t.remark) for t in told(options.evidence)]
-    return Section((), (), {"table": markdown(headings, cells)}, reference="")
+    return Section((), (), {"table": markdown(headings, cells), **agreement(options)}, reference="")
 
 
 def told(evidence: Path = EVIDENCE) -> list[Told]:
