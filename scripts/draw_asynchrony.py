@@ -45,23 +45,14 @@ def page_with(summary: pd.DataFrame, elastic: pd.DataFrame) -> str:
 
 def details(summary: pd.DataFrame) -> str:
     """Of one case: throughput, staleness and what is idle."""
-    headings = (
-        "system", "responses/s", "over `verl`", "staleness mean", "p95", "bubble", "rollout idle", "trainer idle",
-    )  # fmt: skip
+    heads = ("system", "responses/s", "over `verl`", "staleness mean", "p95", "bubble", "rollout idle", "trainer idle")
+    idle = ("bubble_fraction", "rollout_idle", "trainer_idle")
     rows = [
-        (
-            f"`{row['system']}`",
-            rate(row["responses_per_s"]),
-            marked(number(row["speedup"], 2), row),
-            number(row["staleness_mean"], 2),
-            number(row["staleness_p95"], 1),
-            share(row["bubble_fraction"]),
-            share(row["rollout_idle"]),
-            share(row["trainer_idle"]),
-        )
+        (f"`{row['system']}`", rate(row["responses_per_s"]), marked(number(row["speedup"], 2), row),
+         number(row["staleness_mean"], 2), number(row["staleness_p95"], 1), *(share(row[name]) for name in idle))
         for row in summary[summary["case"] == CASE].to_dict("records")
-    ]
-    return markdown(headings, rows)
+    ]  # fmt: skip
+    return markdown(heads, rows)
 
 
 def speedups(summary: pd.DataFrame) -> str:

@@ -95,7 +95,7 @@ def policies() -> str:
 # ---- columns, view and actions ---------------------------------------------------------------------------------------
 
 
-def result_tables() -> str:
+def results() -> str:
     """Every column of every result table; those that all tables have come first, once."""
     head = ("column", "type", "unit", "meaning")
     shared = [c for c in next(iter(TABLES.values())) if all(c in columns for columns in TABLES.values())]
@@ -268,19 +268,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "sweep": lambda: keys(SweepSpec, "The sweep file"),
     "cluster": lambda: keys(Cluster, "A cluster spelled out"),
     "model": lambda: keys(Config, "A model file"),
-    "models": models,
-    "residuals": residuals,
     "recipe": lambda: keys(Recipe, "The recipe", leave_out=(LengthFit, LengthModel)),
-    "policies": policies,
-    "results": result_tables,
-    "trace-columns": trace_columns,
-    "view": view,
-    "context": context,
-    "actions": actions,
-    "hooks": hooks,
-    "cli": cli,
-    "api": api,
 }
+_MADE = (models, residuals, policies, results, trace_columns, view, context, actions, hooks, cli, api)
+PARTS |= {made.__name__.replace("_", "-"): made for made in _MADE}
 
 
 def refreshed(text: str) -> str:

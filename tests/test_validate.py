@@ -118,7 +118,7 @@ def test_a_page_keeps_what_is_not_written(tmp_path: Path) -> None:
     write_page(page, {"serving": section(0.3)}, NONE)
     text = page.read_text()
     assert set(read_page(page)) == {"kernels", "serving"}
-    assert text.count("## Whole engines") == text.count("Prose by hand.") == text.count("<!-- serving.words -->") == 1
+    assert text.count("## serving") == text.count("Prose by hand.") == text.count("<!-- serving.words -->") == 1
     assert "errors +30% to +30%" in text
     assert "errors +10% to +10%" not in text
     missing = [part for part in PARTS if part not in ("kernels", "serving")]

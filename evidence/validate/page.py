@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from evidence.validate.parts import PARTS, TITLES, Section
+from evidence.validate.parts import PARTS, Section
 from evidence.validate.rows import markdown
 from evidence.validate.targets import Targets, bounds_of, verdicts
 from rlsim.base.output import check_file, write_text
@@ -73,7 +73,7 @@ def write_page(page: Path, sections: Mapping[str, Section], targets: Targets) ->
         for found in [*_BLOCK.finditer(text)]:
             if found[1] == part:
                 text = text.replace(found[0], made.get((part, found[2]), ""))
-        title = [] if any(at[0] == part for at in known) else [f"## {TITLES[part]}"]
+        title = [] if any(at[0] == part for at in known) else [f"## {part}"]
         if missing := [block for at, block in made.items() if at not in known]:
             text = "\n\n".join([text.rstrip("\n"), *title, *missing]) + "\n"
     write_text(page, text)

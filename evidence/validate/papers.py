@@ -3,7 +3,6 @@
 `papers.csv` says it in words that are looked up: `row PART CASE` is a row of the evidence, `key POLICY.KEY` a key of a
 part of a system, `setting PATH` one of the experiment, `column TABLE.NAME` a column of the results, `experiment NAME`
 a shipped one, `table NAME` a file of the evidence, `test NAME` tests of that name; `none` has its reason in the remark.
-Beside it stands how far the figures on the page agree (`agreement`).
 """
 
 from __future__ import annotations

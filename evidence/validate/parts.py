@@ -14,28 +14,10 @@ from rlsim.errors import ConfigError, unknown_name
 if TYPE_CHECKING:
     from evidence.validate.rows import Row, Summary
 
-#: Headings of the parts. First what decides whether to trust the rest: settings that no fit has seen. Then in the order
-#: in which they build on each other: kernels make steps, steps engines, engines rollouts, and rollouts the systems
-#: whose figures papers print. The last measures nothing.
-TITLES = {
-    "transfer": "Trust that transfers: settings that no fit has seen",
-    "kernels": "Kernels at shapes that no fit has seen",
-    "serving": "Whole engines: closed-loop serving",
-    "speculation": "Speculative decoding",
-    "agents": "Agents that wait for tools",
-    "agent_shapes": "Shapes of agents' trajectories",
-    "rollout": "Real rollouts",
-    "weight_sync": "Published weight syncs",
-    "papers": "What of the papers is repeated, and what is not",
-    "pat": "Published figures: PAT",
-    "rollpacker": "Published figures: RollPacker and RLHFuse",
-    "oppo": "Published figures: OPPO",
-    "real": "Published figures: REAL",
-    "steps": "Measured steps of real runs",
-    "asynchronous": "Measured steps of asynchronous trainers",
-    "sensitivity": "What the published figures depend on",
-}
-PARTS = tuple(TITLES)
+#: First what decides whether to trust the rest: settings that no fit has seen; then each builds on those before it. The
+#: last measures nothing.
+PARTS = ("transfer", "kernels", "serving", "speculation", "agents", "agent_shapes", "rollout", "weight_sync", "papers",
+         "pat", "rollpacker", "oppo", "real", "steps", "asynchronous", "sensitivity")  # fmt: skip
 #: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 REPEATABLE = tuple(name for name in PARTS if name != "rollout")
 _SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from one

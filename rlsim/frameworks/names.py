@@ -171,8 +171,7 @@ def check_calibration(name: str, cluster: Cluster, folder: Path) -> None:
 def nearest_trace(model: Model, cap: int, *, rewards: bool) -> tuple[str, Trace, str]:
     """The shipped trace whose model and cap are nearest, and why; with `rewards`, one that tells right from wrong.
 
-    Traces of judged answers and sandboxed code are left out: they need more than lengths. One of which the cap cuts all
-    but a tenth comes last.
+    Traces of judged answers and sandboxed code are left out: they need more than lengths.
     """
     found = []
     for name, path in catalogue.names("traces", ".parquet").items():
@@ -180,7 +179,7 @@ def nearest_trace(model: Model, cap: int, *, rewards: bool) -> tuple[str, Trace,
         columns = set(trace.frame.columns)
         if columns & {"judge_tokens", "test_run_s"} or (rewards and not columns & {"correct", "reward"}):
             continue
-        all_cut = 100.0 * (trace.cut(cap)[1].mean() > 0.9)  # its lengths say nothing under this cap
+        all_cut = 100.0 * (trace.cut(cap)[1].mean() > 0.9)  # such lengths come last: they say nothing
         short = max(math.log2(cap / (trace.meta.cap_tokens or cap)), 0.0)
         found.append((short + all_cut + _distance(model, trace), name, trace))
     _, name, trace = min(found, key=lambda item: (item[0], item[1]))

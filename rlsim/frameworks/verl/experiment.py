@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.catalogue import DATA
+from rlsim.base.reading import read_text
 from rlsim.errors import ConfigError, RlsimError, unknown_name
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import Draft, Entry
@@ -37,16 +39,7 @@ from rlsim.sim.request import EngineConfig
 from rlsim.trace.metrics import METRICS
 
 #: Advantage estimators: rlsim's algorithm of the same calls.
-_ALGORITHMS = {
-    **dict.fromkeys(
-        ("grpo", "grpo_passk", "grpo_vectorized", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg",
-         "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline",
-         "tir_optimal_token_baseline"),
-        "grpo",
-    ),
-    "gae": "ppo",
-    "remax": "remax",
-}  # fmt: skip
+_ALGORITHMS = dict(line.split(",") for line in read_text(DATA / "frameworks" / "estimators.csv").splitlines())
 _ESTIMATOR, _MODEL, _CRITIC = "algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.model.path"
 #: What settings of the engines themselves begin with.
 _SECTIONS = {engine: f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("vllm", "sglang")}
