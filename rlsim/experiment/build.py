@@ -29,7 +29,7 @@ from rlsim.models.model import Model, load_model
 from rlsim.sim.environment import EnvironmentConfig
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import StepSampler, Trace, TraceMeta, limits, make_trace, mix, read_trace
-from rlsim.trace.turns import response_tokens, scale_turns, unrecorded
+from rlsim.trace.turns import response_tokens, scale_turns
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
 
@@ -276,12 +276,6 @@ class LoadedExperiment:
             max_turns=self.experiment.environment.max_turns,
             default_tool_s=self.experiment.environment.default_tool_s,
         )
-
-    @cached_property
-    def unrecorded_calls(self) -> tuple[float, float]:
-        """The share of tool calls whose time the trace lacks, and what is taken for it (s)."""
-        cells = self.trace.frame["turns"].tolist() if "turns" in self.trace.frame else []
-        return unrecorded(cells, self.experiment.environment.default_tool_s)[:2]
 
     @property
     def environment(self) -> EnvironmentConfig | None:

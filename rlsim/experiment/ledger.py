@@ -27,6 +27,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.schema import Experiment
 from rlsim.models.hardware import Cluster, MixedCluster
 from rlsim.models.layers import Experts, Recurrent
+from rlsim.trace.turns import unrecorded
 
 #: What an assumption moves by less than this, as a share of the step or of a speedup, does not matter.
 MATTERS = 0.01
@@ -230,7 +231,8 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
     wholly = (name for name in lookups.examples if counts[name]["extrapolated"] == counts[name].total())
     outside = sorted(name for name in wholly if name.startswith(_KERNELS))  # none of whose shapes was measured
     links = [one.inter for one in (cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)) if one.inter]
-    unrecorded, tool_s = loaded.unrecorded_calls
+    cells = frame["turns"].tolist() if "turns" in frame else []
+    without_time, tool_s = unrecorded(cells, experiment.environment.default_tool_s)[:2]  # share of tool calls, seconds
     known, drafts, eager = loaded.trace.meta.known_tokens or 0, loaded.drafts, calibration.eager
     return {
         "loaded": loaded,
@@ -254,7 +256,7 @@ def facts_of(loaded: LoadedExperiment, lookups: Lookups) -> dict[str, Any]:
         "check": seconds_text(reward.time_per_response),
         "carried": known if source_of(experiment, "trace.path") == GIVEN else 0,
         "beyond": float((loaded.trace.response_tokens > known).mean()),
-        "unrecorded": unrecorded,
+        "unrecorded": without_time,
         "tool_s": tool_s,
         "workers": f"{reward.workers} worker{'s' * (reward.workers > 1)}",
         "speculation": drafts and drafts.speculation,

@@ -253,11 +253,12 @@ class PlanSpace:
     def _candidates(self, call: Call, place: int, gpus: int) -> Iterator[Candidate]:
         """The ways to run a call on so many GPUs from the one at this place of a node on."""
         mini = self._loaded.experiment.training.mini_batches if call.kind == "train" else 1
-        share = len(self._lengths(call)) // mini
+        share, domain = len(self._lengths(call)) // mini, self._cluster.domain_gpus
+        inside = place + gpus <= domain  # else every TP group is to lie in one NVLink domain
         spread = [
             (gpus // tp // pp, tp, pp)
-            for tp, pp in degrees(gpus, min(self._cluster.domain_gpus, gpus))
-            if self._suits(call, tp, pp) and gpus // tp // pp <= share and self._within_domains(tp, place, gpus)
+            for tp, pp in degrees(gpus, min(domain, gpus))
+            if self._suits(call, tp, pp) and gpus // tp // pp <= share and (inside or place % tp == domain % tp == 0)
         ]
         if call.kind == "generate":
             kept = [TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread if self._pipelined or pp == 1]
@@ -266,17 +267,12 @@ class PlanSpace:
         style = self._placed.style
         for dp, tp, pp in spread:
             zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
-            most = math.gcd(dp, self._cluster.domain_gpus // tp) if self._context_parallel else 1
+            most = math.gcd(dp, domain // tp) if self._context_parallel else 1
             for cp, experts in product(powers_of_two(most), self._expert_degrees(call, dp * tp)):
                 shape = replace(
                     style, dp=dp // cp, tp=tp, pp=pp, cp=cp, zero_stage=zero, sequence_parallel=tp > 1, **experts
                 )  # fmt: skip
                 yield from undominated(self._variants(call, shape, place, share // shape.dp))
-
-    def _within_domains(self, tp: int, place: int, gpus: int) -> bool:
-        """Whether every TP group of a mesh lies in one NVLink domain."""
-        per_domain = self._cluster.domain_gpus
-        return place + gpus <= per_domain or place % tp == per_domain % tp == 0
 
     def _expert_degrees(self, call: Call, stage_gpus: int) -> Iterator[dict[str, Any]]:
         """Experts cut as all else, and as `training` says where a stage of so many GPUs allows that."""

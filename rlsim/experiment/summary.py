@@ -67,17 +67,15 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     sums = grouped[[*_SUMMED, "bubble_s", "busy_s", "tail_s"]].sum().astype(float)
     tables = (sums, grouped[[*_SHARES]].sum(min_count=1), grouped[["staleness_max"]].max())
     known: dict[str, Any] = {str(name): own.to_numpy() for table in tables for name, own in table.items()}
-    known |= {"count": grouped.size().to_numpy(), "staleness_p95": grouped["staleness_counts"].agg(_percentile)}
+    known |= {
+        "count": grouped.size().to_numpy(),
+        "staleness_p95": grouped["staleness_counts"].agg(lambda steps: percentile_of_counts(_counted(steps))),
+    }
     for part in ("", "_p90"):
         seconds = known[f"gen{part}_time_s"]
         known[f"generated{part}_s"] = np.where(seconds > 0, seconds, np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
         return pd.DataFrame(computed((*SUMMARY, *MEANS), np=np, **known), index=sums.index)
-
-
-def _percentile(steps: Iterable[str]) -> int:
-    """The 95th percentile of the staleness of the responses of these steps, of each its `staleness_counts`."""
-    return percentile_of_counts(_counted(steps))
 
 
 def _counted(steps: Iterable[str]) -> Counter[int]:
