@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evidence.validate.parts import Options, Section, Skipped
+from evidence.validate.parts import Options, Section
 from evidence.validate.rows import Row, summarise, summary_table
 from rlsim.trace import read_trace
 from rlsim.trace.fit import fit_trace
@@ -51,11 +51,11 @@ def compared(path: Path) -> Iterator[Row]:
         yield Row("agent_shapes", path.stem, name, value, float(np.mean([one[name] for one in drawn])))
 
 
-def section(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section | str:
     """Every trace of the folder (a minute)."""
     paths = sorted((options.kernels / "agentic").glob("*.parquet")) if options.kernels else []
     if not paths:
-        return Skipped("no traces of agents are here (they are no part of rlsim); --data FOLDER says where agentic is")
+        return "no traces of agents are here (they are no part of rlsim); --data FOLDER says where agentic is"
     rows: list[Row] = []
     for path in paths:
         options.progress(f"agent_shapes: {path.stem}")

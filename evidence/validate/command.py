@@ -49,7 +49,7 @@ def validate(
     Example: rlsim validate pat --json pat.json
     """
     from evidence.validate.page import check_page, read_page, stale, write_page
-    from evidence.validate.parts import Options, Skipped, kernel_folder, run_part
+    from evidence.validate.parts import Options, kernel_folder, run_part
     from evidence.validate.targets import bounds_of, load_targets
     from rlsim.cli.terminal import Console
     from rlsim.errors import ConfigError
@@ -65,8 +65,8 @@ def validate(
     targets, fine = load_targets(options.evidence), True
     for name in parts or PARTS:
         result = run_part(name, options)
-        if isinstance(result, Skipped):
-            console.print(f"{name}: skipped: {result.reason}", soft_wrap=False)
+        if isinstance(result, str):
+            console.print(f"{name}: skipped: {result}", soft_wrap=False)
             continue
         found[name] = result
         bounds = bounds_of(targets, result.rows, result.summaries)

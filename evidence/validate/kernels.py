@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from evidence.validate.parts import Options, Section, Skipped
+from evidence.validate.parts import Options, Section
 from evidence.validate.rows import Row, summarise, summary_table
 from rlsim.calibrate.fit.attention import HEAD_DIM, kernel_decode_attention, kernel_prefill_attention
 from rlsim.calibrate.fit.collectives import kernel_collectives
@@ -24,10 +24,10 @@ _LAYER = [
 ]
 
 
-def section(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section | str:
     """Fit every calibration that has tables of its own anew (a minute) and look up what was left out."""
     if options.kernels is None:
-        return Skipped("the kernel tables are not here (they are no part of rlsim); --data FOLDER says where they are")
+        return "the kernel tables are not here (they are no part of rlsim); --data FOLDER says where they are"
     points = []
     for name in _with_tables():
         options.progress(f"kernels: {name}")

@@ -52,21 +52,16 @@ class Section:
     summarised: bool = False
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A part that cannot run here, and why."""
+def run_part(name: str, options: Options) -> Section | str:
+    """Run one part; text says why it cannot run here.
 
-    reason: str
-
-
-def run_part(name: str, options: Options) -> Section | Skipped:
-    """Run one part. Raises `CatalogueError` for a name that is none, `RlsimError` for what goes wrong in it."""
+    Raises `CatalogueError` for a name that is none, `RlsimError` for what goes wrong in it.
+    """
     if name not in PARTS:
         raise unknown_name("part of the validation", name, PARTS)
     if name not in ("kernels", "rollout") and not options.evidence.is_dir():
-        return Skipped(f"{options.evidence}: no such folder; a clone of rlsim has it; set RLSIM_EVIDENCE")
-    found: Section | Skipped = import_module(f"evidence.validate.{name}").section(options)
-    return found
+        return f"{options.evidence}: no such folder; a clone of rlsim has it; set RLSIM_EVIDENCE"
+    return import_module(f"evidence.validate.{name}").section(options)  # type: ignore[no-any-return]
 
 
 def kernel_folder(given: Path | None) -> Path | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from evidence.validate.parts import Options, Section, Skipped
+from evidence.validate.parts import Options, Section
 from evidence.validate.rollout_steps import (
     PAGE_TOKENS,
     QUICK,
@@ -44,10 +44,10 @@ FEWEST_STEPS = 3  # with one number of unfinished responses, for its throughput 
 INCONCLUSIVE = "inconclusive, the machine was too noisy"
 
 
-def section(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section | str:
     """Calibrate, generate for real, simulate and compare."""
     if find_spec("torch") is None:
-        return Skipped("a real rollout needs PyTorch: pip install 'rlsim[gpu]'")
+        return "a real rollout needs PyTorch: pip install 'rlsim[gpu]'"
     rows = tuple(validate_rollouts(device=options.device, quick=options.quick, progress=options.progress))
     noisy = {row.case for row in rows if row.note.startswith(INCONCLUSIVE)}
     # Bounds are for full size and a calm machine.
