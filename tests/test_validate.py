@@ -14,9 +14,8 @@ from evidence.validate import agreement, parts, pat, transfer
 from evidence.validate.page import blocks, read_page, stale, write_page
 from evidence.validate.parts import PARTS, Options, Section
 from evidence.validate.published import evaluated, figures, named, published_rows, told
-from evidence.validate.rows import Row, summarise
+from evidence.validate.rows import Bound, Row, Target, Targets, bounds_of, load_targets, summarise, verdicts
 from evidence.validate.serving import AISIMULATE, SERVED, TABLE, TODAY, run_rows
-from evidence.validate.targets import Bound, Target, Targets, bounds_of, load_targets, verdicts
 from evidence.validate.transfer import SettingFit, TransferFits, left_out_rows, read_runs, shipped_fits
 from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.errors import ConfigError

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from evidence.validate.parts import Section
-    from evidence.validate.targets import Kept, Targets
+    from evidence.validate.rows import Kept, Targets
     from rlsim.cli.terminal import Console
 
 #: Parts with more comparisons than these show their summaries.
@@ -50,7 +50,7 @@ def validate(
     """
     from evidence.validate.page import check_page, read_page, stale, write_page
     from evidence.validate.parts import Options, kernel_folder, run_part
-    from evidence.validate.targets import bounds_of, load_targets
+    from evidence.validate.rows import bounds_of, load_targets
     from rlsim.cli.terminal import Console
     from rlsim.errors import ConfigError
 
@@ -95,7 +95,7 @@ def validate(
 
 def _print(name: str, section: Section, targets: Targets, bounds: Sequence[Kept], console: Console) -> None:
     """One part's comparisons, or their summaries where they are many, and what they come to."""
-    from evidence.validate.targets import verdicts
+    from evidence.validate.rows import verdicts
 
     remarks: dict[str, list[str]] = {}
     if len(section.rows) <= _ROWS_SHOWN and not section.summarised:

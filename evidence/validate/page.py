@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from evidence.validate.parts import PARTS, Section
-from evidence.validate.rows import markdown
-from evidence.validate.targets import Targets, bounds_of, verdicts
+from evidence.validate.rows import Targets, bounds_of, markdown, verdicts
 from rlsim.base.output import check_file, write_text
 from rlsim.base.reading import read_text
 from rlsim.errors import ConfigError
