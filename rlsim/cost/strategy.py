@@ -57,8 +57,6 @@ class TrainStrategy:
     - `packing`: `balanced` has as few micro-batches as the budget has room for a rank's sum; `first_fit` packs over all
       ranks, and deals them out in turn.
     - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
-    - `optimizer_bytes`: of a parameter, with the fp32 master that FSDP has as its weights: 12, and 10 where the master
-      keeps only the 16 bits that its bf16 weight lacks.
     - `attention`: all but `flash_attention_2` (`TrainEfficiency.attention_on`) are taken as equally fast.
 
     Raises `ConfigError` for a degree below 1 or a combination that no framework offers.
@@ -158,7 +156,7 @@ class TrainStrategy:
 
     @property
     def states_bytes(self) -> int:
-        """Of one parameter's optimizer states beside its weight, wherever they are."""
+        """Of one parameter's optimizer states beside its weight, which is FSDP's fp32 master."""
         return self.optimizer_bytes - 4 * self.fsdp
 
     @property

@@ -440,9 +440,8 @@ class TrainCost:
         """Seconds to bring this GPU's weights, and with `backward` the optimizer's states, in from host memory or out
         to it; 0 without offload.
 
-        Weights are bf16, of FSDP the fp32 shards. What is pageable are the optimizer's states, and FSDP's weights with
-        them; Megatron keeps its weights' buffer in host memory pinned (`offload_to_cpu`). torch_memory_saver parks all
-        that training has allocated, gradients too.
+        Weights are bf16, of FSDP fp32 shards that are as pageable as the states; Megatron's have a pinned buffer
+        (`offload_to_cpu`). torch_memory_saver parks all that training has allocated, gradients too.
         """
         strategy, host = self.strategy, self.cluster.host
         if not strategy.offload:

@@ -39,10 +39,9 @@ SyncMethod = Literal["naive", "bucketed", "multi_sender", "checkpoint_engine", "
 #: (2 · (4 + 4)), cast (4 + 1) and reordered back (1 + 1).
 QUANTISING_BYTES = 49.0
 
-#: Of an engine's memory that is given up as it falls asleep, or mapped again as it wakes; graphs and processes stay.
-#: vLLM 0.26 on B200 maps 70.4 GiB (weights, whose values come from elsewhere, and KV cache) in 0.273 s (srt-slurm's
-#: page on failover); 0.11 on A100 wakes with some 72 GB and 1.2 GB of copied weights in 0.26 s (vLLM's blog,
-#: 2025-10-26), and gives 32.1 and 47.4 GiB up in 0.12 and 0.31 s at level 2 (vllm-project/vllm pull request 48337).
+#: Of an engine's memory that is given up as it falls asleep, or mapped again as it wakes; graphs stay. vLLM 0.26 maps
+#: 70.4 GiB on B200 in 0.273 s (srt-slurm's page on failover); 0.11 wakes 72 GB on A100, 1.2 of them copied, in 0.26 s
+#: (vLLM's blog, 2025-10-26), and gives 32.1 and 47.4 GiB up in 0.12 and 0.31 s (vllm-project/vllm pull request 48337).
 REMAPPED_BYTES_PER_S = 2.77e11
 
 
@@ -116,12 +115,10 @@ class WeightSync:
         return self.factor * self.parts(source, target).total_s
 
     def parts(self, source: Layout, target: Layout) -> SyncTime:
-        """`time_s` by its stages. Of reshard, on the same GPUs: gather a layer, over TP if the target has another, and
-        keep the slice."""
+        """`time_s` by its stages; reshard gathers each layer, over TP only if the target has another."""
         self.replica.check(self.model, target.tp)
         if self.method == "reshard":
-            over_tp = source.tp != target.tp
-            gathered_s = gather_s(self.model, self.collectives, self.cluster, source, over_tp=over_tp)
+            gathered_s = gather_s(self.model, self.collectives, self.cluster, source, over_tp=source.tp != target.tp)
             return SyncTime(gathered_s, self._transport_s(source, target), 0.0)
         return SyncTime(self._export_s(source), self._transport_s(source, target), self._load_s())
 

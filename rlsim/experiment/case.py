@@ -37,7 +37,6 @@ from rlsim.experiment.summary import (
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.plan import part_of
 from rlsim.sim.control import decides
-from rlsim.workflow.memory import MARGIN
 
 
 def cases_of(experiment: Experiment, label: str) -> Iterable[tuple[str, Experiment]]:
@@ -163,15 +162,8 @@ class Case:
     def remedies(self, spec: SystemSpec | None = None) -> str:
         """The settings with which a system (the last) that does not fit does, even where the longest sequences that the
         limits allow meet; empty where a search tells that."""
-        spec = spec or self._specs[-1]
-
-        def fits(changed: LoadedExperiment) -> None:
-            simulator = Simulator(changed, search=False)
-            simulator.check_all(spec)
-            placed = simulator.placed(spec.make())
-            placed.check(placed.plan, worst=True, margin=MARGIN)
-
-        return remedies(self.loaded, fits)
+        own = spec or self._specs[-1]
+        return remedies(self.loaded, lambda changed: Simulator(changed, search=False).check_free(own, worst=True))
 
     def _memory_notes(self) -> Iterable[str]:
         """What memory lacks for the longest responses, or of `MARGIN`, and for a static layout's batch, each once."""

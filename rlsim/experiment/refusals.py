@@ -21,7 +21,7 @@ from rlsim.base.catalogue import DATA
 from rlsim.base.reading import read_yaml
 from rlsim.base.refusals import code_of, holds, refuse
 from rlsim.cost.memory import kv_shape
-from rlsim.errors import CapacityError, RlsimError
+from rlsim.errors import RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import with_settings
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
@@ -302,11 +302,10 @@ def worst_note(placed: PlacedExperiment) -> str:
 
 def tight_note(placed: PlacedExperiment) -> str:
     """Which call leaves less than `MARGIN` of a GPU's memory free; empty if none does."""
-    try:
-        placed.check(placed.plan, margin=MARGIN)
-    except CapacityError as error:
-        return f"memory is enough only as counted, and measured peaks came out up to 7% higher. {error}"
-    return ""
+    if max(placed.memory.over(placed.ledger, MARGIN).values(), default=0.0) <= 0:
+        return ""
+    error = placed.memory.refusal(placed.ledger, placed.plan, MARGIN)
+    return f"memory is enough only as counted, and measured peaks came out up to 7% higher. {error}"
 
 
 def kv_note(placed: PlacedExperiment, tp: int) -> str:

@@ -36,6 +36,7 @@ from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler
 from rlsim.workflow import Plan, Workflow
+from rlsim.workflow.memory import MARGIN
 from rlsim.workflow.search import Budget
 
 #: What of a control is about the replicas of one engine.
@@ -82,6 +83,12 @@ class Simulator:
         with blamed(spec.shown):
             for alternative, _ in spec.alternatives(self.placed(spec.make()).context):
                 self.check(alternative.make())
+
+    def check_free(self, spec: SystemSpec, *, worst: bool = False) -> None:
+        """As `check_all`; `CapacityError` also where a plan, at the `worst`, leaves less than `MARGIN` of a GPU."""
+        self.check_all(spec)
+        placed = self.placed(spec.make())
+        placed.check(placed.plan, worst=worst, margin=MARGIN)
 
     def check(self, system: System) -> None:
         """Raises `RlsimError` if the system cannot run or does not fit."""

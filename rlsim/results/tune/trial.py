@@ -29,7 +29,6 @@ from rlsim.frameworks.draft import written
 from rlsim.frameworks.parts import Options
 from rlsim.policies.registry import load_policy
 from rlsim.results.tune.space import baseline_of
-from rlsim.workflow.memory import MARGIN
 
 #: By the option of `rlsim init` that reads them.
 FRAMEWORKS: Mapping[str, str] = {"": "", **{f"--from-{name}": name for name in READERS}}
@@ -151,10 +150,7 @@ def _tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -
     if run.steps is not None and simulator.overlap(spec.make()):
         longer = alone(whole, replace(run, steps=None))
         simulator = Simulator(LoadedExperiment.of(longer, folder), search=False)
-    simulator.check_all(spec)
-    if changes:
-        placed = simulator.placed(spec.make())
-        placed.check(placed.plan, margin=MARGIN)
+    (simulator.check_free if changes else simulator.check_all)(spec)
     tables = tables_of(simulator, spec, run.seed)
     steps = means(tables["steps"], ["system"])
     if steps.empty:
