@@ -94,8 +94,8 @@ class TrainStrategy:
                 raise ConfigError(f"training strategy: {key} must be at least 1, got {value}")
         if (self.shards * self.tp) % self.expert_cut:
             raise ConfigError(
-                f"training strategy: ep × expert_tp = {self.expert_cut} does not divide the "
-                f"{self.shards * self.tp} GPUs of a pipeline stage (tp {self.tp} × cp {self.cp} × dp {self.dp})"
+                f"training strategy: ep × expert_tp = {self.expert_cut} does not divide the {self.shards * self.tp} "
+                f"GPUs of a pipeline stage (tp {self.tp} × cp {self.cp} × dp {self.dp}): less pp or ep, or more GPUs"
             )
         if self.experts_apart and self.shard_gpus is not None:
             raise ConfigError("training strategy: shard_gpus (HSDP) does not go with experts apart (ep, expert_tp)")
