@@ -27,5 +27,4 @@ READERS = {
 def read(framework: str, sources: Sequence[str], options: Options, verl_version: str) -> Draft:
     """The draft of a configuration of one of `READERS`; of veRL with the defaults of that release."""
     reader: Any = getattr(import_module(READERS[framework]), f"from_{framework}")
-    draft: Draft = reader(sources, options, *([verl_version] if framework == "verl" else []))
-    return draft
+    return reader(sources, options, *([verl_version] if framework == "verl" else []))  # type: ignore[no-any-return]

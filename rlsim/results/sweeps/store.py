@@ -193,8 +193,7 @@ class SweepResult:
     @property
     def points(self) -> pd.DataFrame:
         """One row per point, in the sweep's order: point, its axes, status (done, failed or missing), error."""
-        frame: pd.DataFrame = self.points_table().to_pandas()
-        return frame
+        return self.points_table().to_pandas()  # type: ignore[no-any-return]
 
     @property
     def failed(self) -> dict[str, str]:

@@ -92,8 +92,7 @@ class Tuned:
         found = {name: value for name, value in vars(self).items() if name not in ("stale", "money", "parts")}
         found |= {"changes": [vars(change) for change in self.changes], "seconds": round(self.seconds, 1)}
         found |= self.parts.as_json() if self.parts else {}
-        known: dict[str, Any] = json.loads(json.dumps(found), parse_constant=lambda _: None)
-        return known
+        return json.loads(json.dumps(found), parse_constant=lambda _: None)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
