@@ -26,7 +26,7 @@ from rlsim.results.report.shares import TRAJECTORY, trajectory_times
 from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.outcome import Responses
-from rlsim.sim.request import EngineConfig, Request, Run
+from rlsim.sim.request import AGENT, EngineConfig, Request, Run
 from rlsim.sim.rollout import Rollout
 from rlsim.trace import StepSampler, make_trace, read_trace, write_trace
 from rlsim.trace.generate import Recipe, draw_trace
@@ -180,6 +180,26 @@ def test_a_lost_sandbox(on_failure: str, retries: int, restarts: int, finished: 
     assert sum(request.finished + request.aborted for request in rollout.requests) == 5
     assert environments._sandboxes._free == 1
     assert (environments._held, environments._calls, environments._draws) == (set(), {}, {})
+
+
+def test_sub_agents_in_steps_and_in_rollouts_for_all_steps(tmp_path: Path) -> None:
+    rows = trajectories_of(32, 12)
+    agents = [{"prompt_tokens": 300, "delay_s": 0.5, "turns": [*THREE[:1], {"generated_tokens": 30}]}]
+    for row in rows:
+        row["turns"][0]["agents"] = agents
+    (tmp_path / "agents.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = {**AGENTS, "trace": {"path": str(tmp_path / "agents.jsonl"), "cap": "8K"}, "environment": {"sandboxes": 6}}
+    result = rlsim.run({**own, "systems": ["verl", {"skyrl_async": {"tp": 1, "rollout_gpus": 4}}]})
+    for system, stays in result.stays.groupby("system"):
+        mine = result.responses[result.responses["system"] == system]
+        helpers = stays[stays["response"] >= AGENT]
+        assert set(zip(helpers["step"], helpers["response"] % AGENT, strict=True)) <= set(
+            zip(mine["step"], mine["response"], strict=True)
+        )
+        assert len(helpers["response"].unique()) == (mine["tool_calls"] > 0).sum()
+        assert trajectory_times(result, "").loc[system, "held up otherwise"] == pytest.approx(0.0, abs=1e-9)
+    rlsim.write_report(result, tmp_path / "page.html")
+    rlsim.write_timeline(result, tmp_path / "timeline.json")
 
 
 def test_who_loses_its_sandbox_is_replaced_where_more_may_be_launched(trajectories: str) -> None:

@@ -39,7 +39,7 @@ from rlsim.sim.drawn import Luck
 from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
-from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.request import AGENT, EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.scheduler import Scheduler
 from rlsim.sim.stage import GenerationStage
@@ -180,7 +180,7 @@ def check_stays(work: Workload, recorder: Recorder, expected: RefResult) -> None
 
     def lasts(stay: RefStay) -> bool:
         """Not so where a move takes no time and ends as everything stops; sub-agents have no numbers in common."""
-        return stay.id < 2**50 and (stay.left != "stopped" or stay.arrived_at < stay.left_at)
+        return stay.id < AGENT and (stay.left != "stopped" or stay.arrived_at < stay.left_at)
 
     stays, known = list(filter(lasts, stays)), list(filter(lasts, expected.stays))
 

@@ -19,6 +19,7 @@ from rlsim.experiment.steadiness import Flow, Window
 from rlsim.experiment.summary import percentile_of_counts
 from rlsim.sim.outcome import CallRecord, Outcome, Responses
 from rlsim.sim.recorder import NO_STEP, Span, Stays
+from rlsim.sim.request import AGENT
 from rlsim.trace import StepSampler
 
 Frames = dict[str, pd.DataFrame]
@@ -213,7 +214,7 @@ def stays_frame(stays: Sequence[Stays], responses: Sequence[Responses] = ()) -> 
     columns: dict[str, list[np.ndarray[Any, np.dtype[Any]]]] = {name: [] for name in _own_columns("stays")}
     for at_replica in filter(len, stays):
         own = at_replica.columns()
-        own["step"] = step_of[own["response"]] if at_replica.step == NO_STEP else np.array(at_replica.step)
+        own["step"] = step_of[own["response"] % AGENT] if at_replica.step == NO_STEP else np.array(at_replica.step)
         place = (at_replica.call, at_replica.replica, min(at_replica.gpus), len(at_replica.gpus))
         own |= zip(("call", "replica", "gpu", "gpus"), map(np.array, place), strict=True)
         for name, parts in columns.items():

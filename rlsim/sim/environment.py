@@ -80,7 +80,7 @@ class Environments:
         self._held: set[Request] = set()  # trajectories that have a sandbox
         self._calls: dict[Request, str] = {}  # under way, and where: waits for a sandbox or a worker, starts, runs
         self._draws: dict[Request, np.random.Generator] = {}  # of failures
-        self.agent_ids = itertools.count(1 << 50)  # of the run's sub-agents
+        self.agents = itertools.count(1)  # of the run
         self._over, self._over_s = 0, 0.0  # calls that are over, and how long these took
 
     @property

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rlsim.trace.turns import ToolCall  # importing rlsim.trace loads pandas
 
 NAN = float("nan")
+#: The number of a sub-agent is that of its trajectory and a multiple of this.
+AGENT = 1 << 32
 
 #: Since when pages that a prefill fills may be shared: the iteration that computes them, or the end of that prefill.
 PrefixHits = Literal["scheduled", "prefilled"]
@@ -147,7 +149,7 @@ class Request:
     def restart(self) -> None:
         """It begins again at its first turn; what it has generated is lost."""
         self.generated = self.called = self.resumed_tokens = self.resumed_observed = 0
-        self.restarts, self.kv_id, self.runs = self.restarts + 1, self.kv_id + (1 << 40), ()
+        self.restarts, self.kv_id, self.runs = self.restarts + 1, self.kv_id + (1 << 60), ()
         self._set_limit()
 
     def call_tools(self, calls: tuple[ToolCall, ...]) -> None:

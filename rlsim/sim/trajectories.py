@@ -13,7 +13,7 @@ from rlsim.sim.control import RolloutControl, asked
 from rlsim.sim.environment import Environments
 from rlsim.sim.moment import at
 from rlsim.sim.replica import Replica
-from rlsim.sim.request import Request
+from rlsim.sim.request import AGENT, Request
 from rlsim.sim.view import RolloutState, ToolCallView, view_of
 
 
@@ -88,7 +88,7 @@ class Trajectories(Container[int]):
     def _begin_agents(self, request: Request) -> None:
         """Its tool call has begun, and with it the work of sub-agents."""
         for prompt, response, calls, delay_s, told_s in request.tool_calls[request.called].agents:
-            id_ = next(self._environments.agent_ids)
+            id_ = request.root.id + next(self._environments.agents) * AGENT
             agent = Request(id_, id_, prompt, response, tool_calls=calls, parent=request)
             self._agents.setdefault(request, {})[agent] = told_s
             at(self._env, self._env.now + delay_s, lambda _, a=agent: self._begin(a))  # type: ignore[misc]
