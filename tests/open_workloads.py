@@ -299,12 +299,12 @@ class OpenWorkload:
 
         def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
             keys = [(prompt.position, prompt.first_sample + i) for prompt in launched for i in range(samples)]
+            calls = [tuple(ToolCall(*call) for call in self.tools_of(*key)) for key in keys]
             new = [
-                Request(first_id + i, at, *self.of_prompt(at)[sample % samples], row=sample)
+                Request(first_id + i, at, *self.of_prompt(at)[sample % samples], row=sample, tool_calls=calls[i])
                 for i, (at, sample) in enumerate(keys)
             ]
             for request, key in zip(new, keys, strict=True):
-                request.call_tools(tuple(ToolCall(*call) for call in self.tools_of(*key)))
                 request.luck = Luck(key, 0.3)
             if run:
                 run.launches.append(tuple(prompt.position for prompt in launched))

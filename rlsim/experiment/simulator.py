@@ -217,10 +217,11 @@ class _Requests:
         batch = self._sampler.draw([p.position for p in prompts], [p.first_sample for p in prompts], samples)
         columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
         rows = zip(*(c.tolist() for c in columns), strict=True)
-        made = [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]
-        if (calls := self._sampler.tool_calls) is not None:
-            for request in made:
-                request.call_tools(calls[request.row])
+        calls = self._sampler.tool_calls
+        made = [
+            Request(first_id + i, at, prompt, length, row=row, tool_calls=() if calls is None else calls[row])
+            for i, (at, prompt, length, row) in enumerate(rows)
+        ]
         if self._drafts is not None and self._drafts.drawn:
             for request in made:
                 seed = self._sampler.seed, request.position, self._made[request.position]

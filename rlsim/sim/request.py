@@ -152,11 +152,6 @@ class Request:
         self.restarts, self.kv_id, self.runs = self.restarts + 1, self.kv_id + (1 << 60), ()
         self._set_limit()
 
-    def call_tools(self, calls: tuple[ToolCall, ...]) -> None:
-        """It is a trajectory with these tool calls."""
-        self.tool_calls = calls
-        self._set_limit()
-
     @property
     def acts(self) -> bool:
         """Whether it has generated what stands before its next tool call."""
