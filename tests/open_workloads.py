@@ -541,7 +541,8 @@ def open_agents(draw: st.DrawFn) -> OpenWorkload:
 def open_drafted(draw: st.DrawFn) -> OpenWorkload:
     """Runs, of trajectories too, whose steps yield what is drawn."""
     work = draw(st.one_of(open_workloads("real"), rolling("real"), open_agents()))
-    return replace(work, costs=draw(by_chance(work.costs)))
+    calls = tuple(tuple(call[:3] for call in own) for own in work.calls)  # sub-agents' numbers go by their names
+    return replace(work, costs=draw(by_chance(work.costs)), calls=calls)
 
 
 # ---- trainers that generate meanwhile --------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from rlsim.sim.control import (
     RolloutCosts,
     Stop,
 )
+from rlsim.sim.drawn import Luck
 
 ONE_MOMENT = 1e-11
 
@@ -68,7 +69,7 @@ class RefRequest:
     tools: Sequence[tuple[Any, ...]] = ()
     predicted_tokens: float = 0.0  # 0: nothing is
     micro_batch: int = 0
-    luck: tuple[float, ...] = ()  # a normal number for each of its decode steps
+    luck: tuple[Any, ...] = ()  # what its numbers for decode steps are drawn with
 
 
 @dataclass(frozen=True)
@@ -208,12 +209,12 @@ class _Request(RefRequest):
     hit: int = 0  # of these, found in the prefix cache
     shares: int = 0  # admitted: pages of its prompt that it has with others
     number: int = 0  # of its admission
-    steps: int = 0  # decode steps so far
     stay: RefStay | None = None  # at the replica where it is
     parent: _Request | None = None  # that waits for this sub-agent
     attempts: int = 0  # that were lost
 
     def __post_init__(self) -> None:
+        self.numbers = Luck(*self.luck) if self.luck else Luck((self.position, self.id))
         self.all_tools = self.tools
         further = self.generated + (self.budget_tokens or self.response_tokens)
         self.budget = min(self.response_tokens, further)  # tokens with which it finishes, or pauses
@@ -867,10 +868,11 @@ class _Rollout:
         for r in generating:
             r.generated += 1
             if r in iteration.decoding:
+                number = r.numbers.ahead(1).tolist()[0]
                 for chance in iteration.chances:
-                    accepted = r.luck[r.steps] < NormalDist().inv_cdf(chance)
+                    accepted = number < NormalDist().inv_cdf(chance)
                     r.generated += accepted and r.generated < r.limit
-                r.steps += 1
+                r.numbers.steps += 1
             result.first_token_at.setdefault(r.id, self.now)
         handed_over = 0
         if self.chunk_tokens:

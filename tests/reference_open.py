@@ -216,7 +216,7 @@ class _Run(_Rollout):
             for sample, (prompt_tokens, response_tokens) in enumerate(self.work.of_prompt(position), before):
                 request = _Request(len(self.requests), position, prompt_tokens, response_tokens)
                 request.tools = self.work.tools_of(position, sample)
-                request.luck = tuple(Luck((position, sample), 0.3).ahead(response_tokens).tolist())
+                request.numbers = Luck((position, sample), 0.3)
                 self.requests.append(request)
                 self.by_id[request.id] = request
                 self.keys[request.id] = position, sample

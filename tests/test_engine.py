@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import simpy
 from hypothesis import HealthCheck, given, settings
@@ -70,14 +69,6 @@ class FixedWatermark(EngineConfig):
         return self.pages
 
 
-class Given(Luck):
-    """These numbers."""
-
-    def __init__(self, numbers: Sequence[float]) -> None:
-        super().__init__((0,))
-        self._values = np.array(numbers)
-
-
 def calls_of(tools: Sequence[tuple[Any, ...]]) -> tuple[ToolCall, ...]:
     """The reference's calls as the engine takes them."""
     return tuple(
@@ -118,7 +109,7 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
         ]
         for request, r in zip(requests, given, strict=True):
             request.predicted_tokens = r.predicted_tokens
-            request.luck = Given(r.luck)
+            request.luck = Luck(*r.luck) if r.luck else None
             if r.budget_tokens:
                 request.allow(r.budget_tokens)
         return requests

@@ -31,7 +31,6 @@ from rlsim.sim.control import (
     Stop,
     actions_of,
 )
-from rlsim.sim.drawn import Luck
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.stage import GenerationStage
@@ -620,7 +619,7 @@ def drafted(draw: st.DrawFn, works: st.SearchStrategy[Workload]) -> Workload:
     work, common = draw(works), draw(st.sampled_from([0.0, 0.5]))
 
     def lucky(given: Sequence[RefRequest]) -> tuple[RefRequest, ...]:
-        return tuple(replace(r, luck=tuple(Luck((r.id,), common).ahead(r.response_tokens).tolist())) for r in given)
+        return tuple(replace(r, luck=((r.id,), common), tools=tuple(call[:3] for call in r.tools)) for r in given)
 
     costs = draw(by_chance(work.costs))
     return replace(work, costs=costs, requests=lucky(work.requests), resumed=lucky(work.resumed))

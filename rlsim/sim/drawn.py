@@ -31,14 +31,13 @@ class Luck:
     met in the mean of all responses, whatever the correlation, and a shorter draft is accepted as a longer one's start.
     """
 
-    __slots__ = ("_common", "_own", "_rng", "_values", "offset", "steps")
+    __slots__ = ("_common", "_own", "_rng", "_values", "steps")
 
     def __init__(self, seed: Sequence[int], correlation: float = 0.0) -> None:
         self._rng = np.random.default_rng(seed)
         self._common, self._own = sqrt(correlation) * self._rng.standard_normal(), sqrt(1 - correlation)
         self._values = np.empty(0)
         self.steps = 0  # so far
-        self.offset = 0  # from the step counter, as it joined the batch where it is
 
     def ahead(self, steps: int) -> NDArray[np.float64]:
         """The numbers of its next steps."""
@@ -70,17 +69,20 @@ class DrawnBatch(RunningBatch):
     _requests: Sequence[Request]  # of the jump
     _rows: dict[int, int]  # of these, by id
     _gains: NDArray[np.int64]  # tokens, by request and by steps from now
+    _left: NDArray[np.int64]  # until each one's limit
+    _limits: NDArray[np.int64]
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
         self._reached: list[tuple[Request, int]] = []  # who has completed a chunk
 
     def ahead(self, cost: StepCost) -> tuple[DecodeCurve, float, int]:
-        tokens = self.padded_tokens()
-        in_windows = self.in_windows(tokens) if self.windowed else None
-        curve, chances = cost.decode(self.size, in_windows), cost.accepted(self.size, tokens, in_windows)
         wary = self.windowed or not self.plain or self._same_level > 0
-        contexts, leaving = self._look(chances, 1 if wary else min(cost.drawn, _MOST))
+        contexts, curve, yielded = self._look(cost, 1 if wary else min(cost.drawn, _MOST))
+        leaving = (self._gains == self._left).any(axis=0)
+        if chunk := self._chunk_tokens:
+            done = self._limits - self._left
+            leaving |= ((done + self._gains) // chunk > done // chunk).any(axis=0)
         totals = contexts.sum(axis=0)
         if self.plain and not self._fits(int(totals[-1])):
             pages = (-(-contexts // self._page_tokens)).sum(axis=0)
@@ -88,35 +90,29 @@ class DrawnBatch(RunningBatch):
             leaving |= np.logical_or.reduce([(pages > room) & (self.pages <= room) for room in rooms])
         steps = int(np.argmax(leaving)) + 1 if leaving.any() else len(leaving)
         padded = totals + self._skew * (self.size * contexts.max(axis=0) - totals) if self._skew else totals
-        before = np.append(tokens, padded[: steps - 1])
+        before = np.append(self.padded_tokens(), padded[: steps - 1])
         curve.furthest_tokens = max(curve.furthest_tokens, float(before[-1]))
-        ends = np.append(0.0, np.cumsum((1 + sum(chances)) * curve.each_s(before)))
-        return _Ends(self.size, ends), tokens, steps
+        return _Ends(self.size, np.append(0.0, np.cumsum(yielded * curve.each_s(before)))), before[0], steps
 
     def mixed_s(self, cost: StepCost, chunks: Sequence[Chunk]) -> float:
-        tokens = self.padded_tokens()
-        in_windows = self.in_windows(tokens)
-        chances = cost.accepted(self.size, tokens, in_windows)
-        self._look(chances, 1)
-        return super().mixed_s(cost, chunks) + sum(chances) * cost.decode(self.size, in_windows).step_s(tokens)
+        _, curve, yielded = self._look(cost, 1)
+        return super().mixed_s(cost, chunks) + (yielded - 1) * curve.step_s(self.padded_tokens())
 
-    def _look(self, chances: Sequence[float], most: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Draw the next steps: each one's context after them, and after which somebody leaves or completes a chunk."""
+    def _look(self, cost: StepCost, most: int) -> tuple[NDArray[np.int64], DecodeCurve, float]:
+        """Draw the next steps: each one's context after them; the curve of their shares, and how many a step has."""
         self._requests = requests = self.requests()
         self._rows = {request.id: row for row, request in enumerate(requests)}
         have = np.array([(r.offset + self.step, r.prompt_tokens, r.limit_tokens) for r in requests])
-        done = (have[:, 0] - have[:, 1])[:, None]
-        left = have[:, 2:] - done
-        most = min(most, int(left.min()))
-        numbers = np.stack([request.luck.ahead(most) for request in requests])
+        self._limits, self._left = have[:, 2:], have[:, 1:].sum(axis=1, keepdims=True) - have[:, :1]
+        tokens = self.padded_tokens()
+        asked = self.size, self.in_windows(tokens) if self.windowed else None
+        chances = cost.accepted(asked[0], tokens, asked[1])
+        numbers = np.stack([request.luck.ahead(min(most, int(self._left.min()))) for request in requests])
         gains = np.ones(numbers.shape, np.int64)
         for bar in ndtri(chances):
             gains += numbers < bar
-        self._gains = gains = np.minimum(gains.cumsum(axis=1), left)
-        leaving = gains == left
-        if chunk := self._chunk_tokens:
-            leaving |= (done + gains) // chunk > done // chunk
-        return have[:, :1] + gains, leaving.any(axis=0)
+        self._gains = np.minimum(gains.cumsum(axis=1), self._left)
+        return have[:, :1] + self._gains, cost.decode(*asked), 1 + sum(chances)
 
     def advance(self, steps: int) -> None:
         if not steps:
@@ -130,24 +126,12 @@ class DrawnBatch(RunningBatch):
                 self._reached.append((request, request.generated))
         self._reset()
         self.step += max(round(float(gains.mean())), 1)
-        super().join(requests)
+        self.join(requests)
 
     def join(self, requests: Sequence[Request]) -> None:
         super().join(requests)
         for request in requests:
             request.luck = request.luck or Luck((request.position, request.id))
-            request.luck.offset = request.offset
-
-    def leave(self, requests: Sequence[Request]) -> None:
-        super().leave(requests)
-        for request in requests:
-            request.offset = request.luck.offset
-
-    def lose_kv(self) -> list[Request]:
-        requests = super().lose_kv()
-        for request in requests:
-            request.offset = request.luck.offset
-        return requests
 
     def chunks_complete(self) -> list[tuple[Request, int]]:
         reached, self._reached = self._reached, []
