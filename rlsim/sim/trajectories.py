@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 from weakref import proxy
 
 import simpy
@@ -24,7 +25,7 @@ class Trajectories(Container[int]):
     """
 
     def __init__(self, rollout: RolloutState, environments: Environments, control: RolloutControl) -> None:
-        self._rollout: RolloutState = proxy(rollout)  # which holds this one: a cycle would keep its requests
+        self._rollout: Any = proxy(rollout)  # the `Rollout`, which holds this one: a cycle would keep its requests
         self._env, self._environments = rollout.env, environments
         self._control = control if asked(control, "keep_kv_s") else None
         self._away: dict[int, Request] = {}  # at tool calls, or waiting for the others' to end

@@ -55,22 +55,6 @@ class RolloutState:
         self.lent: list[Replica] = []  # released, their GPUs not taken back
         self.launching = False  # prompts begin at this moment, or when the weights that are on their way have come
 
-    def come_back(self, requests: Sequence[Request]) -> None:
-        """The tool calls of these are over: they go on where they were, or elsewhere, or pause."""
-        raise NotImplementedError
-
-    def begin(self, agent: Request) -> None:
-        """A sub-agent begins."""
-        raise NotImplementedError
-
-    def drop(self, ids: Sequence[int]) -> None:
-        """These are dropped, with their sub-agents."""
-        raise NotImplementedError
-
-    def ask(self) -> None:
-        """Have the controls asked."""
-        raise NotImplementedError
-
     @property
     def requests(self) -> list[Request]:
         """Those that it knows, in the order of their launch: all but sub-agents and what `Rollout.forget` was told."""
