@@ -435,16 +435,6 @@ def test_a_frozen_model_generates_beside_the_actor() -> None:
     assert (result.responses["staleness"] == 0).all()
 
 
-def test_a_sync_of_two_engines_is_not_searched_for() -> None:
-    """The engine brings weights to one after the other before either begins; an estimate would begin one."""
-    setting = SETTINGS["remax in two calls"]
-    calls = [call for call in setting["workflow"]["calls"] if call["name"] != "push_greedy"]
-    edges = [edge for edge in setting["workflow"]["edges"] if "push_greedy" not in str(edge)]
-    edges.append({"source": "push", "target": "greedy", "lag": 1})
-    with pytest.raises(ConfigError, match="push brings new weights to generate and greedy"):
-        space_of(experiment(**{**setting, "workflow": {**setting["workflow"], "calls": calls, "edges": edges}}))
-
-
 def test_micro_batches_of_generation_take_turns_and_half_of_the_memory() -> None:
     """Of equal lengths two halves take twice as long as a half, which is less than all in as little memory."""
     given = experiment(workflow={"algorithm": "grpo", "steps": 1, "prompts": 512, "reference": False}, models={})

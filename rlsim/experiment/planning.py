@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.base.refusals import refuse
 from rlsim.cost.layout import PLAIN, Layout, PairTimes
 from rlsim.cost.memory import RESERVED_BYTES, kv_shape, stage_bytes
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
@@ -79,9 +78,7 @@ class PlanSpace:
         self._placed, self._cluster = placed, placed.left_of(one_kind(loaded.cluster, "a search for a plan"))
         self.workflow, self.gpu, self._calls = placed.workflow, self._cluster.gpu, placed.calls_on(placed.gpus)
         self.calls = [call for call in placed.workflow.calls if call.kind not in ("sync", "reward")]
-        for call in (call for call in placed.workflow.calls if call.kind == "sync"):
-            fed = placed.workflow.beside(call.name)[1]
-            refuse("search", graph=placed.workflow, call=call, fed=fed, both=" and ".join(fed))
+        # One sync of two engines is estimated as if each began once it has its own weights; they come one after the other.
         batch = loaded.sampler(loaded.experiment.seed_list[0]).step(0)
         self._positions, self._prompts, self._responses = batch.position, batch.prompt_tokens, batch.response_tokens
         self._tokens = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
