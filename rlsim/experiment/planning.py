@@ -78,7 +78,7 @@ class PlanSpace:
         self._placed, self._cluster = placed, placed.left_of(one_kind(loaded.cluster, "a search for a plan"))
         self.workflow, self.gpu, self._calls = placed.workflow, self._cluster.gpu, placed.calls_on(placed.gpus)
         self.calls = [call for call in placed.workflow.calls if call.kind not in ("sync", "reward")]
-        # One sync of two engines is estimated as if each began once it has its own weights; they come one after the other.
+        # One sync of two engines is estimated as if each began with its own weights; they come one after the other.
         batch = loaded.sampler(loaded.experiment.seed_list[0]).step(0)
         self._positions, self._prompts, self._responses = batch.position, batch.prompt_tokens, batch.response_tokens
         self._tokens = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
