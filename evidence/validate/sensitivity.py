@@ -96,15 +96,11 @@ def _real(what: str, found: dict[str, Any], options: Options) -> Rows:
 
 def _host_time(scratch: Path, factors: tuple[float, float], _: str) -> dict[str, Any]:
     """vLLM's calibration with host time per step and per sequence multiplied, as a file; SGLang's has none."""
-    from ruamel.yaml import YAML
-
     by = dict(zip(("step_s", "sequence_s", "prefill_s"), (*factors, factors[0]), strict=True))
     calibration = load_calibration("h100-vllm")
     host = calibration.host.model_copy(update={name: getattr(calibration.host, name) * x for name, x in by.items()})
     path = scratch / f"host-{factors[0]:g}-{factors[1]:g}.yaml"
-    data = calibration.model_copy(update={"host": host}).model_dump(mode="json")
-    with path.open("w", encoding="utf-8") as file:
-        YAML(typ="safe").dump(data, file)
+    path.write_text(calibration.model_copy(update={"host": host}).model_dump_json(), encoding="utf-8")
     return {"calibration": str(path)}
 
 
