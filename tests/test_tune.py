@@ -158,6 +158,22 @@ def test_what_is_best_already_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
+def test_changes_are_taken_out_by_as_many_steps_as_the_answer_is_told_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step alone keeps what later, longer responses are slower with (veRL's GSPO: no offload, 4%)."""
+    steps = []
+
+    def simplified(best: dict[str, Any], *more: Any) -> dict[str, Any]:
+        steps.append(more[2].steps)
+        return best
+
+    monkeypatch.setattr("rlsim.results.tune.answer._simplified", simplified)
+    configuration = own(tmp_path)
+    tune(configuration, Wish(all_but(configuration, "engine.max_num_seqs", "rollout.tp")), trials=4, workers=1)
+    assert steps == [3]
+
+
 def test_a_configuration_that_does_not_fit(tmp_path: Path) -> None:
     """Where a change makes it fit, that is the answer; where none does, that is told."""
     tight = own(tmp_path, model="qwen2.5-7b", cluster="2xh100", training={"micro_batch_tokens": 100_000})

@@ -221,7 +221,7 @@ def tune(
             raise CapacityError(
                 f"{unfit}\nnone of the {len(tried)} sets of settings that were tried fits all draws of lengths"
             )
-        best = _simplified(best, axes, measure, next(iter(tight), Run(_seed(seed, 4), 1 + warmup)), bare)
+        best = _simplified(best, axes, measure, next(iter(tight), Run(_seed(seed, 4), confirmed)), bare)
         progress(spent(), "how sure that is")
         before, after, ratios, late = _pairs(best, measure, pairs)
         if unfit:
