@@ -157,7 +157,6 @@ def test_what_is_best_already_stays(tmp_path: Path) -> None:
     assert again.as_json() | {"seconds": 0} == found.as_json() | {"seconds": 0}
 
 
-@pytest.mark.ci
 def test_changes_are_taken_out_by_as_many_steps_as_the_answer_is_told_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +173,7 @@ def test_changes_are_taken_out_by_as_many_steps_as_the_answer_is_told_by(
     assert steps == [3]
 
 
+@pytest.mark.ci
 def test_a_configuration_that_does_not_fit(tmp_path: Path) -> None:
     """Where a change makes it fit, that is the answer; where none does, that is told."""
     tight = own(tmp_path, model="qwen2.5-7b", cluster="2xh100", training={"micro_batch_tokens": 100_000})
