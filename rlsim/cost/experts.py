@@ -142,7 +142,6 @@ class FusedExperts:
 
     def __call__(self, load: ExpertLoad, hidden: float, width: float, projections: int = 2) -> float:
         """Seconds of one call; never less than the data sheet allows where there is a table."""
-        hidden, width = (ceil(own / to) * to for own, to in zip((hidden, width), self._fit.padded_to, strict=True))
         work = self.work(load, hidden, width, projections)
         size = self.weight_bytes(load, hidden, width, projections)
         time = self._kernel.time_s(work, load.rows / load.hit, width, size, 1.0 + load.exponent)

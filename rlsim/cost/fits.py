@@ -141,9 +141,6 @@ class ExpertsFit(KernelFit):
     # those of experts elsewhere among them (FlashInfer's `selectDefaultTileN`)
     block_rows: tuple[Count, ...] = Field(min_length=1)
     block_fill: float = Field(default=2.0, gt=0, le=2)  # 2, or 0.9 of Marlin's (`fused_marlin_moe` of vLLM)
-    # hidden size and width are filled up with zeros to multiples of these (vLLM's MXFP4 under Marlin: 256 and 128,
-    # `mxfp4_round_up_hidden_size_and_intermediate_size`); mixtures that were measured had such shapes
-    padded_to: tuple[Count, Count] = (1, 1)
     filled: bool = False  # each expert here has a whole block, whether any token chose it or not
     # rows and columns of the blocks that the engine takes where it has none tuned: for no more tokens than experts, and
     # beyond

@@ -21,7 +21,6 @@ from rlsim.models.precision import WEIGHT_BYTES, Precision
 LEFT_OUT = ("4096 x 1536, 8 of 128", "7168 x 2048, 8 of 256")
 ANY_ROWS = (16, 32, 64, 128)  # rows of blocks
 MARLIN_ROWS, MARLIN_FILL = (8, 16, 32, 64), 0.9  # of `fused_marlin_moe` in vLLM, whose blocks of 48 are left out
-MARLIN_PADS = (256, 128)  # of hidden size and width, where its weights are MXFP4
 BY_MEAN = "flashinfer_trtllm"  # the kernel with blocks of its own
 #: Rows of its blocks: FlashInfer's `getSupportedTileNums` without the largest, which it only takes when tuned.
 MEAN_ROWS: Mapping[Precision, tuple[int, ...]] = {"nvfp4": (8, 16, 32, 64, 128), "mxfp4": (8, 16, 32)}
@@ -76,8 +75,7 @@ def other_experts(table: pd.DataFrame, ref: Reference) -> Fitted[dict[str, dict[
     points = []
     for kernel, rows in table.groupby("kernel"):
         found = kernel_experts(rows, ref)
-        padded = {"padded_to": MARLIN_PADS} if kernel == "marlin" else {}
-        fits[str(kernel)] = {precision: fit.model_copy(update=padded) for precision, fit in found.fit[0].items()}
+        fits[str(kernel)] = found.fit[0]
         residuals |= {f"{name}_{kernel}": item for name, item in found.residuals.items()}
         points.append(found.points.assign(operator=found.points.operator + f"_{kernel}"))
     return Fitted(fits, residuals, join(points))
