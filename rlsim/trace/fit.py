@@ -22,9 +22,7 @@ from rlsim.errors import TraceError
 from rlsim.trace.mixture import (
     Floats,
     LengthModel,
-    TurnModel,
     both_below,
-    fit_turns,
     icc_log,
     joint_weights,
     mixture,
@@ -32,6 +30,7 @@ from rlsim.trace.mixture import (
     within_sd_log,
 )
 from rlsim.trace.schema import Trace
+from rlsim.trace.turns import TurnModel, fit_turns
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -145,7 +144,8 @@ def fit_trace(trace: Trace, cap_tokens: int | None = None, *, components: int = 
         trace=trace.meta.name, source=trace.meta.source, sha256=trace.digest(),
         responses=len(trace), prompts=int(codes.max()) + 1, rlsim=__version__,
     )  # fmt: skip
-    turns = fit_turns(trace) if "turns" in trace.frame else None
+    cells = trace.frame["turns"].tolist() if "turns" in trace.frame else None
+    turns = None if cells is None else fit_turns(trace.meta.name, cells, trace.response_tokens, codes)
     return LengthFit(
         model=model, cap_tokens=cap, goodness=goodness, provenance=provenance, notes=tuple(notes), turns=turns
     )

@@ -22,8 +22,9 @@ from rlsim.base.schema import Schema, load
 from rlsim.errors import TraceError
 from rlsim.trace.facts import Fact, FactCheck, check_facts, model_from_facts
 from rlsim.trace.fit import LengthFit, load_fit
-from rlsim.trace.mixture import Floats, LengthModel, TurnModel, icc_log
+from rlsim.trace.mixture import Floats, LengthModel, icc_log
 from rlsim.trace.schema import Trace, TraceMeta, make_trace
+from rlsim.trace.turns import TurnModel
 from rlsim.units import Seconds, Tokens
 
 
