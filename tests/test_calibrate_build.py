@@ -388,7 +388,6 @@ def test_the_command_shows_tables_and_a_chart(tmp_path: Path, call: Command) -> 
     shown = call("calibrate", "show", "a40-sglang", "--out", tmp_path / "shares.svg")
     assert (shown.code, "n = k = 4,096" in shown.out) == (0, True)
     assert "256 sequences" in (tmp_path / "shares.svg").read_text()
-    assert call("calibrate", "show", "a40-sglang", "--out", tmp_path / "shares.txt").code != 0
 
 
 def test_the_command_shows_decode_steps(tmp_path: Path, call: Command) -> None:
@@ -404,8 +403,6 @@ def test_the_command_shows_decode_steps(tmp_path: Path, call: Command) -> None:
     assert rows[65536, 1, 256] is None
     half = json.loads(call(*asked, "--cluster", "4xa40", "--json", "-").out)
     assert {row["tp"] for row in half} == {1, 2, 4}
-    nowhere = call("calibrate", "show", "a40-sglang", "--model", "llama-3.1-8b", "--cluster", "4xa41")
-    assert nowhere.code == 2
 
 
 def test_the_command_shows_gains_of_drafts(tmp_path: Path, call: Command) -> None:
@@ -417,5 +414,3 @@ def test_the_command_shows_gains_of_drafts(tmp_path: Path, call: Command) -> Non
         (r["context"], r["drafted"], r["batch"]): r["gain"] for r in json.loads(call(*asked, of, "--json", "-").out)
     }
     assert 1.2 < rows[1024, 1, 1] < 1.7 < rows[1024, 2, 1] < 2.19
-    assert "acceptance" in call(*asked, "{method: eagle3, num_speculative_tokens: 2, acceptance: 2}").err
-    assert "goes with --model" in call("calibrate", "show", "a40-sglang", "--speculation", of).err

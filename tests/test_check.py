@@ -65,16 +65,7 @@ def test_check_looks_at_every_point_of_a_sweep(folder: Path, call: Command) -> N
     assert "memory_utilization=0.05" in said
 
 
-def test_messages_name_what_is_to_blame(folder: Path, call: Command) -> None:
-    changes = {
-        ("--seeds", "100000000"): "as overridden: seeds: expected at most",
-        ("--set", "cases={b: {cluster: 8xh10}}"): "base.yaml: case 'b': unknown cluster '8xh10'; did you mean '8xh100'",
-    }
-    for command in ("check", "run", "sweep"):
-        for options, message in changes.items():
-            checked = call(command, "base.yaml", *options)
-            assert checked.code == 2
-            assert checked.err.startswith(f"rlsim: error: {message}")
+def test_one_point_of_a_sweep_is_told_as_one(folder: Path, call: Command) -> None:
     (folder / "one.yaml").write_text("name: one\nexperiment: base.yaml\nset: {systems: [pat]}\naxes: []\n")
     said = "one: 1 point (the first: 1 system × 1 seed × 1 case = 1 run); 1 run in all"
     assert call("check", "one.yaml") == (0, f"{said}\n", "")

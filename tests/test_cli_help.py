@@ -139,13 +139,3 @@ def test_what_may_be_written_and_read_is_listed(
     out = call("list", *asked).out
     assert all(text in out for text in has)
     assert not any(text in out for text in has_not)
-
-
-@pytest.mark.parametrize(
-    ("asked", "near"),
-    [(("keys", "workflow.rewrd"), "workflow.reward"), (("columns", "step"), "steps"), (("policies", "pta"), "pat")],
-)
-def test_an_unknown_name_is_told_with_the_nearest(asked: tuple[str, ...], near: str, call: Run) -> None:
-    ended = call("list", *asked)
-    assert ended.code == 2
-    assert repr(near) in ended.err

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import cases, invoke
+from conftest import invoke
 from dump_samples import jsonl, verl_row
 
-from rlsim.errors import CalibrationError, RlsimError, TraceError
+from rlsim.errors import CalibrationError, TraceError
 from rlsim.frameworks.verl.lengths import batch_size, derive_trace
 from rlsim.trace import read_trace
 from rlsim.trace.importers import import_trace
@@ -75,15 +75,6 @@ def test_without_derive_a_metric_log_is_refused(tmp_path: Path, write: object, n
     assert (trace.meta.name, trace.meta.cap_tokens) == ("mine", 1024)
     assert ("prompt_tokens" in trace.frame) == (name == "run.log")
     assert np.unique(trace.frame["epoch"]).tolist() == [0, 1, 2]
-
-
-@cases("derive_trace", "derive near misses")
-def test_derive_near_misses(tmp_path: Path, arguments: list[str], message: str) -> None:
-    log, out = console(tmp_path / "l.log"), tmp_path / "o.parquet"
-    result = invoke("trace", "import", log, out, *arguments)
-    assert isinstance(result.exception, RlsimError)
-    assert message in str(result.exception)
-    assert not out.exists()
 
 
 def test_a_log_without_lengths_and_a_dump(tmp_path: Path) -> None:

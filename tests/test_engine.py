@@ -396,15 +396,6 @@ def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -
     assert finished[3] < step.prefill_s([Chunk(4000, 0)]) < finished[2]
 
 
-@pytest.mark.parametrize(("pages", "end_s"), [(10, 4.0), (11, 2.0)])
-def test_the_watermark_is_kept_except_by_the_first(pages: int, end_s: float) -> None:
-    """Two prompts of 4 tokens, 3 pages kept free: both in 11 pages, one after the other in 10."""
-    work = by_hand([(4, 2), (4, 2)], Nothing(), pages={1: pages})
-    work = replace(work, engine=replace(work.engine, watermark_pages=3))
-    check(work)
-    assert simulate(work)[0].env.now == end_s
-
-
 # ------------------------------------------------------------------------------------------- what any rollout keeps
 
 

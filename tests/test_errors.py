@@ -1,11 +1,12 @@
 """Bad input: one clear message with file and line where there is one, exit code 2, no traceback, nothing written."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import Command, Failing, cases, edited
+from conftest import Command, Failing, cases, edited, tables
 
 from rlsim.base.output import results_folder
 
@@ -44,22 +45,14 @@ def test_a_trace_with_a_mistake(failing: Failing, folder: Path, rows: str, messa
     assert message in text
 
 
-def test_experiment_files_that_are_not_there(folder: Path, call: Command) -> None:
-    (folder / "empty.yaml").write_text("")
-    (folder / "list.yaml").write_text("- 1\n")
-    (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    for name, message in (
-        ("nope.yaml", "nope.yaml: no such file"),
-        ("pat_vs_statik", "unknown experiment 'pat_vs_statik'; did you mean 'pat_vs_static'"),
-        (".", "unknown experiment '.'"),
-        ("empty.yaml", "empty.yaml: the file is empty"),
-        ("list.yaml", "list.yaml: expected a mapping of keys to values"),
-        ("binary.yaml", "binary.yaml: cannot be read"),
-    ):
-        printed = call("run", name)
-        assert printed.code == 2
-        assert message in printed.err
-    assert not (folder / "results").exists()
+@pytest.mark.parametrize(
+    ("files", "command", "message"),
+    [pytest.param(of["files"], *row, id=row[0]) for of in tables("errors")["commands"] for row in of["refused"]],
+)
+def test_a_command_that_is_refused(failing: Failing, files: dict[str, str], command: str, message: str) -> None:
+    for name, text in files.items():
+        (failing.folder / name).write_text(text)
+    assert message in failing.told(*shlex.split(command))
 
 
 def test_a_system_too_big_is_an_error_but_one_of_several_is_left_out(
@@ -88,14 +81,6 @@ def test_results_stay_in_their_folder_whatever_the_name(name: str) -> None:
     assert folder.name not in ("", ".", "..")
 
 
-@pytest.mark.parametrize("arguments", [("--seeds", "0"), ("--seeds", "x"), ("--nonsense",), ("--out",)])
-def test_bad_options(folder: Path, call: Command, arguments: tuple[str, ...]) -> None:
-    printed = call("run", "base.yaml", *arguments)
-    assert printed.code == 2
-    assert arguments[0] in printed.err
-    assert not (folder / "results").exists()
-
-
 def test_through_a_process(folder: Path) -> None:
     command = [sys.executable, "-m", "rlsim", "run", "base.yaml", "--set", "trace.cap=24 GB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -105,19 +90,3 @@ def test_through_a_process(folder: Path) -> None:
         "rlsim: error: as overridden: trace.cap: unknown unit 'GB' in '24 GB'; a length takes one of: K, k, M, tokens\n"
     )
     assert not (folder / "results").exists()
-
-
-@cases("errors", "a file that is no experiment says the way out")
-def test_a_file_that_is_no_experiment_says_the_way_out(command: str, message: str, folder: Path, call: Command) -> None:
-    (folder / "run.sh").write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=1\n")
-    (folder / "other.sh").write_text("python3 train.py\n")
-    (folder / "slime.sh").write_text("python3 train.py --actor-num-nodes 1 --rollout-num-gpus 8\n")
-    (folder / "skyrl.sh").write_text(
-        "uv run -m skyrl.train.entrypoints.main_base trainer.placement.colocate_all=true\n"
-    )
-    (folder / "nemo.yaml").write_text("grpo: {num_prompts_per_step: 32}\ncluster: {gpus_per_node: 8}\n")
-    (folder / "areal.yaml").write_text("experiment_name: a\nrollout:\n  max_concurrent_rollouts: 256\n")
-    (folder / "first.yaml").write_text("name: first\n")
-    printed = call(*command.split())
-    assert printed.code == 2
-    assert message in printed.err

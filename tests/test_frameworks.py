@@ -517,13 +517,6 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, t
     assert "model: qwen3-8b" in Path("other.yaml").read_text()
 
 
-def test_one_framework_at_a_time() -> None:
-    both = invoke("init", "--from-nemo", "a.yaml", "--from-areal", "b.yaml", "--gpu", "h100")
-    assert "--from-nemo and --from-areal: an experiment is of one configuration" in str(both.exception)
-    reward = invoke("init", "--from-nemo", "a.yaml", "--reward-model", "qwen3-8b")
-    assert "--reward-model goes with --from-verl" in str(reward.exception)
-
-
 # The tables of mappings ---------------------------------------------------------------------------------------------
 
 

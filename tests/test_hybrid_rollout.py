@@ -159,12 +159,6 @@ def test_what_a_control_may_not_do_there() -> None:
 RULE = {"bounded_staleness": {"eta": 1, "stale": "wait"}}
 
 
-def systems(*parts: Any, rollout_gpus: int = 2) -> list[Any]:
-    """One system whose trainer waits, one whose trainer generates meanwhile."""
-    common = [{"verl": {"tp": 1}}, {"split": {"rollout_gpus": rollout_gpus}}, *parts]
-    return [{"name": "waits", "use": common}, {"name": "hybrid", "use": [*common, "hybrid_rollout"]}]
-
-
 def test_two_kinds_of_gpu_each_generate_at_their_own_rate() -> None:
     """The trainer's H100s decode in a shorter time than the H20s of generation would, by their own calibration."""
     common = [{"verl": {"tp": 4}}, "split", {"bounded_staleness": {"eta": 0}}]

@@ -401,11 +401,6 @@ def test_nccl_tests_of_a_gpu_that_is_described(tmp_path: Path, monkeypatch: pyte
     assert (fitted.name, fitted.gpu) == ("own-calibration", "mine")
 
 
-@pytest.mark.parametrize("option", ["--gpu", "--reward-model"])
-def test_options_of_verl_need_a_configuration(option: str) -> None:
-    assert f"{option} goes with --from-verl" in str(command("mine", option, "x").exception)
-
-
 # Found by running the example scripts of veRL under a shell, and by odd configurations ------------------------------
 
 

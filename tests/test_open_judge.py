@@ -11,10 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_workloads import CLOCKS, OpenRun, OpenWorkload, Rule, open_workloads
-from test_asynchronous import run as run_experiment
 from workloads import LinearStep, StubCosts
 
-import rlsim
 from rlsim.errors import PolicyError
 from rlsim.experiment.frames import stays_frame
 from rlsim.models.hardware import load_cluster
@@ -206,16 +204,3 @@ def test_every_response_is_judged_once(work: OpenWorkload, judges: int, at_once:
         assert span.start_at >= of_gpu.get(gpu, 0.0) * (1 - 1e-9), "a replica does one thing at a time"
         of_gpu[gpu] = span.end_at
     assert all(end <= outcome.step_ends[-1] for end in of_gpu.values())
-
-
-# ---- experiments ----------------------------------------------------------------------------------------------------
-
-JUDGED: dict[str, Any] = {
-    "trace": {"path": "rollpacker-judge", "cap": "1K"},
-    "workflow": {"reward": {"judge": {"model": "qwen2.5-1.5b", "tp": 1}}},
-}
-
-
-def judged(*systems: Any, steps: int = 8) -> rlsim.Result:
-    """Four GPUs generate, two judge, two train."""
-    return run_experiment(*systems, trace=JUDGED["trace"], workflow={**JUDGED["workflow"], "steps": steps})

@@ -514,17 +514,6 @@ def test_the_command_line(tmp_path: Path, call: Command) -> None:
         assert shown.code == 0
         assert expected in shown.out
     assert len(ran(tmp_path / "out")) == 2
-    for wrong, message in {
-        "--tables stepps": "unknown table 'stepps'",
-        "--executor slurm": "expected local or ray",
-        "--grid trace.cup=[1]": "did you mean 'cap'?",
-        "--grid trace.cap=8": "expected a list of values",
-        "--grid trace.cap": "--grid trace.cap: expected key.path=value",
-        "--grid trace.cap=[1] --grid trace.cap=[2]": "--grid trace.cap is given twice",
-    }.items():
-        shown = call("sweep", path, "--out", out, *wrong.split())
-        assert shown.code == 2
-        assert message in shown.err
 
 
 # ------------------------------------------------------------------------------------- what a sweep cannot be made of

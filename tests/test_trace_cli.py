@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Command, cases, invoke
+from conftest import Command, invoke
 
 from rlsim.base.catalogue import data_dir
 from rlsim.base.charts import save_chart
@@ -48,14 +48,6 @@ def test_import_writes_a_trace(tmp_path: Path) -> None:
     )
     assert "160 responses of 40 prompts" in out
     assert read_trace(tmp_path / "out.parquet").meta.cap_tokens == 1024
-
-
-@cases("trace_files", "bad imports leave no file")
-def test_bad_imports_leave_no_file(tmp_path: Path, arguments: list[str], message: str) -> None:
-    small().rename(columns={"response_tokens": "n_out"}).to_csv(tmp_path / "in.csv", index=False)
-    with pytest.raises(RlsimError, match=message):
-        run("import", tmp_path / "in.csv", tmp_path / "out.parquet", *arguments)
-    assert [p.name for p in tmp_path.iterdir()] == ["in.csv"]
 
 
 def test_describe_prints_a_table_or_json() -> None:
