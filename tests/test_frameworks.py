@@ -22,11 +22,11 @@ from rlsim.cost.step import Lookups
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.ledger import ledger_of
-from rlsim.experiment.schema import Experiment, TrainingSpec, WorkflowSpec
+from rlsim.experiment.schema import Experiment, TraceSpec, TrainingSpec, WorkflowSpec
 from rlsim.frameworks import READERS as READ
 from rlsim.frameworks.areal import GENERATES, TRAINS, Allocation, allocation, both_sides, from_areal
 from rlsim.frameworks.draft import Draft, write_changes, written, yaml_text
-from rlsim.frameworks.mapping import FUNCTIONS, names
+from rlsim.frameworks.mapping import FUNCTIONS, Reading, names
 from rlsim.frameworks.names import find_cluster
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import ENGINES, Options, check
@@ -523,10 +523,11 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, t
 @pytest.mark.parametrize("of", READ)
 def test_every_row_of_a_mapping_names_settings_facts_and_keys_that_there_are(of: str) -> None:
     head = (data_dir("frameworks") / f"{of}.yaml").read_text().partition("\n- ")[0]
-    facts = {*re.findall(r"`(\w+)`", head), "name", "program", "has", "given", "key", "place", "value", "each"}
+    facts = {*re.findall(r"`(\w+)(?:\(\))?`", head), *Reading(of, Settings()).facts}
+    facts |= {row["fact"] for row in shipped(f"frameworks/{of}.yaml") if "fact" in row}
     settings = {name for one in (of, *(f"{of}-{engine}" for engine in ENGINES)) for name in names(one)}
     blocks = {"workflow": WorkflowSpec, "training": TrainingSpec, "engine": EngineConfig, "run": TrainingArguments,
-              "environment": EnvironmentConfig}  # fmt: skip
+              "environment": EnvironmentConfig, "trace": TraceSpec}  # fmt: skip
     for row in shipped(f"frameworks/{of}.yaml"):
         said = " ".join(str(row.get(key, "")) for key in ("says", "value", "note", "missing", "refused"))
         sources = [row["from"]] if isinstance(row.get("from"), str) else row.get("from", [])
@@ -541,5 +542,7 @@ def test_every_row_of_a_mapping_names_settings_facts_and_keys_that_there_are(of:
         section, _, key = row.get("ours", "").rpartition(".")
         if section in blocks:
             assert key in blocks[section].model_fields or (section, key) == ("run", "gradients"), row
+        elif section == "draft":
+            assert key in ("gpus", "per_node", "tp", "engine", "use", "cap", "prompts", "memory"), row
         elif section:
             assert key in load_policy(section).model_fields, row

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsim.errors import ConfigError
-from rlsim.frameworks import parts
-from rlsim.frameworks.draft import Draft, Entry
-from rlsim.frameworks.mapping import Reading, names
-from rlsim.frameworks.parts import Options, joined
+from rlsim.frameworks.adapter import adapted
+from rlsim.frameworks.draft import Draft
+from rlsim.frameworks.mapping import Reading
+from rlsim.frameworks.parts import Options
 from rlsim.frameworks.settings import PERIOD, Settings
 from rlsim.frameworks.sources import read_sources
 
@@ -47,47 +47,23 @@ class Allocation:
 def from_areal(sources: Sequence[str], options: Options) -> Draft:
     """The experiment that AReaL's YAML files and overrides describe.
 
-    Raises `RlsimError`s that say what is missing, unknown or unsupported.
+    Raises as `adapted`.
     """
     config = read_sources(sources, "AReaL", "--from-areal", "areal")
     old = next((key for key in _LEGACY if config.given.get(key) is not None or config.has(key)), "")
     reading = Reading("areal", config, old=old)
     reading.refuse()
-    draft = Draft({}, notes=list(config.notes))
     generation, training, shared, where = _sides(config)
-    engine, sizes = generation.engine, (generation.gpus, training.gpus)
-    gpus = max(sizes) if shared else sum(sizes)
-    degrees: dict[str, Any] = {name: getattr(training, name) for name in ("tp", "pp", "cp", "ep")}
-    reading.facts |= degrees | {
-        "sides": where, "backend": training.engine, "engine": engine, "dp": training.dp, "shared": shared,
-        "rollout": generation.gpus, "rollout_pp": generation.pp, "trainers": training.gpus, "taken": gpus,
-    }  # fmt: skip
-    reading.refuse()
-    config.names = {**config.names, **names(f"areal-{engine}")}
-    nodes, per_node = config.whole("nodes"), config.whole("per_node")
-    if gpus < nodes * per_node:
-        draft.notes.append(f"{where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")
-    size = parts.whole_nodes(gpus, per_node, where, options)
-    machines = parts.add_cluster(draft, options, *size, joined(where, config.where("nodes")))
-    actor = parts.add_model(draft, options, options.model or config.text("model"), config.where("model"))
-    parts.add_calibration(draft, options, machines, Entry(engine, where))
-    prompts = config.entry("longest_prompt") if config.value("longest_prompt") else None
-    parts.add_trace(draft, options, actor, config.entry("new_tokens"), "", prompts)
-    parts.add_critic(config, draft, options, actor)
-    parts.add_engine(config, draft, engine, machines.gpu, "server")
-    parts.add_mapped(reading, draft, actor)
-    tp = generation.tp * generation.pp
-    parts.add_systems(reading, draft, tp, where, policy="" if shared else "areal")
-    parts.add_memory(draft, config.entry("memory"), options.folder, apart=not shared)
-    draft.missing = [*parts.unlike_of(config, draft, "areal", engine, f"{engine}."), *reading.texts("missing")]
+    engine, gpus = generation.engine, (generation.gpus, training.gpus)
+    degrees: dict[str, Any] = {name: getattr(training, name) for name in ("tp", "pp", "cp", "ep", "dp")}
     keys = [f"{section}.freq_{each}" for section in _BETWEEN_STEPS for each in ("epochs", "steps", "secs")]
     often = [key for key in keys if 0 < (config.get(PERIOD, key) or 0) < math.inf]
-    said = ", ".join(map(config.where, often))
-    draft.missing += [f"{said}: evaluation and checkpoints between steps"] if often else []
-    fsdp, megatron = (training.engine == one for one in ("fsdp", "megatron"))
-    parts.note_refusals(config, draft, actor, "AReaL", megatron=megatron, fsdp=fsdp, gpus=training.gpus, **degrees)
-    titles = config.value("title"), parts.own_name(config.name)
-    return parts.finish(config, draft, options, sources, *titles)
+    reading.facts |= degrees | {
+        "sides": where, "backend": training.engine, "engine": engine, "apart": not shared, "rollout": generation.gpus,
+        "rollout_tp": generation.tp, "rollout_pp": generation.pp, "gpus": training.gpus,
+        "taken": max(gpus) if shared else sum(gpus), "often": ", ".join(map(config.where, often)),
+    }  # fmt: skip
+    return adapted(reading, engine, options, sources)
 
 
 def _sides(config: Settings) -> tuple[Allocation, Allocation, bool, str]:

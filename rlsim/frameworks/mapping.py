@@ -4,8 +4,10 @@ A row has `ours`, a key of the experiment or of a policy; `from`, the settings (
 say it, whose places are the comment; `is`, an expression over settings and facts (without it, the value of the first
 setting), or a constant `value`; `if`, when the row counts; and `says`, another comment. Of several rows of one key the
 first that counts is taken. Rows of `refused`, `note` and `missing` say instead what is not simulated, what to know, and
-what bears on time and an experiment has not. In texts `[name]` is the place of a setting, `{expression:format}` a
-value. In conditions a setting without a value is None (a flag false), and no comparison with None holds.
+what bears on time and an experiment has not. Rows of a `fact` name what follows from settings, by `is` or `value`, for
+other rows and for `rlsim.frameworks.adapter`, which takes the keys of `draft` too. In texts `[name]` is the place of a
+setting, `{expression:format}` a value. In conditions and facts a setting without a value is None (a flag false), but
+for `need('name')`, and no comparison with None holds.
 
 `rlsim/data/keys.csv` has a setting's name, kind and key (several in turn), `defaults.csv` a key's default since a
 release (empty: any), `unlike.csv` a key, when it matters, and what it does. They were read off
@@ -38,16 +40,28 @@ FUNCTIONS = {"bool": bool, "ceil": math.ceil, "max": max, "min": min, "str": str
 
 
 class Reading:
-    """A framework's table over the settings of a configuration; `facts` are values that follow from several of them."""
+    """A framework's table over the settings of a configuration; `facts` are values that no row of it says."""
 
     def __init__(self, of: str, config: Settings, **facts: Any) -> None:
         tables = (shipped(f"frameworks/{name}.yaml") for name in (of, "speculation"))
-        self._rows, self.config = [row for rows in tables for row in rows], config
+        self.of, self._rows, self.config = of, [row for rows in tables for row in rows], config
         self.facts: dict[str, Any] = {
             "name": config.name, "program": config.program, "has": config.has, "given": self._given,
             "key": config.key, "place": self._section, "value": self._told, "each": self._each,
+            "need": config.needed, "said": config.said, "whole": config.whole,
             **facts,
         }  # fmt: skip
+        self.fact_names = {row["fact"] for row in self._rows if "fact" in row}
+
+    def fact(self, name: str, get: Callable[[str], Any] | None = None) -> Any:
+        """A fact: as given, else what the first row of it that counts says, None without."""
+        if name in self.facts:
+            return self.facts[name]
+        get = get or self.config.value
+        row = next((row for row in self._rows if row.get("fact") == name and self._counts(row, get, name)), None)
+        if row is None or "is" not in row:
+            return row and row["value"]
+        return self._evaluated(row["is"], get, name)
 
     def refuse(self) -> None:
         if text := next(self._said("refused"), ""):
@@ -104,17 +118,18 @@ class Reading:
         kind = self.config.names[name][0]
         return [value for key in self.config.keys(name) if (value := self.config.told(kind, key)) is not None]
 
-    def _counts(self, row: Row, get: Callable[[str], Any] | None = None) -> bool:
+    def _counts(self, row: Row, get: Callable[[str], Any] | None = None, of: str = "") -> bool:
         try:
-            return "if" not in row or bool(self._evaluated(row["if"], get or self.config.value))
+            return "if" not in row or bool(self._evaluated(row["if"], get or self.config.value, of))
         except TypeError:  # a comparison with None
             return False
 
     def _value(self, expression: str) -> Any:
         return self._evaluated(expression, self.config.needed)
 
-    def _evaluated(self, expression: str, get: Callable[[str], Any]) -> Any:
-        return eval(code_of(expression), {"__builtins__": FUNCTIONS}, _Names(self.config, self.facts, get))
+    def _evaluated(self, expression: str, get: Callable[[str], Any], of: str = "") -> Any:
+        """What an expression is worth; in that of a fact (`of`) its own name is a setting's."""
+        return eval(code_of(expression), {"__builtins__": FUNCTIONS}, _Names(self, get, of))
 
     def _text(self, text: str) -> str:
         def told(found: re.Match[str]) -> str:
@@ -129,19 +144,22 @@ class Reading:
 
 
 class _Names(dict[str, Any]):
-    """Facts, and settings by their names as `get` has them; a flag without a value is false."""
+    """Facts but for `of`, and settings by their names as `get` has them; a flag without a value is false."""
 
-    def __init__(self, config: Settings, facts: Mapping[str, Any], get: Callable[[str], Any]) -> None:
-        super().__init__(facts)
-        self._config, self._get = config, get
+    def __init__(self, reading: Reading, get: Callable[[str], Any], of: str) -> None:
+        super().__init__(reading.facts)
+        self._reading, self._get, self._of = reading, get, of
 
     def __missing__(self, name: str) -> Any:
+        config, needed = self._reading.config, self._get == self._reading.config.needed
         if name in FUNCTIONS:
             raise KeyError(name)
-        is_flag = name in self._config.names and self._config.names[name][0] is FLAG
-        if is_flag and self._get == self._config.needed:
-            return self._config.flag(name)
-        value = self._get(name) if name in self._config.names else None
+        if name in self._reading.fact_names and name != self._of:
+            return self._reading.fact(name, None if needed else self._get)
+        is_flag = name in config.names and config.names[name][0] is FLAG
+        if is_flag and needed:
+            return config.flag(name)
+        value = self._get(name) if name in config.names else None
         return bool(value) if is_flag else value
 
 

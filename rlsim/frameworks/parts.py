@@ -26,7 +26,7 @@ from rlsim.frameworks.names import (
     nearest_trace,
     spelled_out,
 )
-from rlsim.frameworks.settings import INTEGER, WHOLE, Settings
+from rlsim.frameworks.settings import INTEGER, Settings
 from rlsim.models.hardware import Cluster, Gpu, load_cluster
 from rlsim.models.model import Model, load_model
 from rlsim.models.names import UNSEEN
@@ -307,24 +307,6 @@ def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use =
             entries[limit] = config.entry(limit)
 
 
-def add_replica(config: Settings, draft: Draft, tp: int, ep_key: str, pp_key: str, dp_key: str = "") -> int:
-    """Experts apart, stages, and data parallelism inside an engine, by their keys: returns the GPUs of a replica.
-
-    vLLM's expert parallelism takes all GPUs of TP and DP, so what exceeds `tp` is DP (without `dp_key`). Raises
-    `ConfigError` for a degree that is no multiple of `tp` then.
-    """
-    ep, groups = config.get(WHOLE, ep_key) or 1, (config.get(WHOLE, dp_key) if dp_key else None) or 1
-    if not dp_key and ep > tp:
-        if ep % tp:
-            raise ConfigError(f"{config.where(ep_key)}: {ep} experts' GPUs are no multiple of TP {tp}, as vLLM's are")
-        groups = ep // tp
-    pp = config.get(WHOLE, pp_key) or 1
-    degrees = {"pp": Entry(pp, config.where(pp_key)), "ep": Entry(ep, config.where(ep_key))}
-    degrees["data_parallel_attention"] = Entry(groups, config.where(dp_key or ep_key))
-    draft.block("engine").update({key: entry for key, entry in degrees.items() if entry.value > 1})
-    return tp * pp * groups
-
-
 def filtering(config: Settings, draft: Draft, name: str) -> list[Any]:
     """The part of every system that drops prompts by their rewards, if a setting does ("": none)."""
     if not name:
@@ -334,26 +316,30 @@ def filtering(config: Settings, draft: Draft, name: str) -> list[Any]:
 
 
 def unlike_of(
-    config: Settings, draft: Draft, of: str, engine: str, *sections: str, but: Iterable[str] = ()
+    config: Settings, draft: Draft, of: str, engine: str, *sections: str, but: Iterable[str] = (), also: str = ""
 ) -> list[str]:
     """What a framework, and an engine below these sections, has that an experiment has not, `but` for some keys.
 
-    Keys of the engine that are read are left out, and those of turns where the trace has some.
+    Keys of the engine that are read are left out, and those of turns where the trace has some; `also` names more rows.
     """
     rows = (*unlike_rows(of), *(unlike_rows(engine, *sections) if sections else ()))
     if "environment" not in draft.entries:
         rows += unlike_rows(f"{of}-turns")
-    return unlike(config, without(rows, *but, *config.keys(*names(f"{of}-{engine}"))))
+    read = config.keys(*names(f"{of}-{engine}"))
+    return unlike(config, [*without(rows, *but, *read), *(unlike_rows(also) if also else ())])
 
 
 def note_refusals(
-    config: Settings, draft: Draft, actor: Model, *of: str, megatron: bool, release: str = "", **more: Any
+    reading: Reading, draft: Draft, actor: Model, *of: str, megatron: bool, release: str = "", **more: Any
 ) -> None:
     """Notes of what a framework, its engines and Megatron would not start with (`rlsim.experiment.refusals`).
 
-    What the conditions ask for are settings by their names, the actor's shape, and `more`, which follows from others.
+    What the conditions ask for are facts and settings by their names, the actor's shape, and `more`.
     """
-    asked = {name for row in conditions() for name in code_of(row.refused).co_names} & config.names.keys() - more.keys()
+    config = reading.config
+    wanted = {name for row in conditions() for name in code_of(row.refused).co_names} - more.keys()
+    more |= {name: reading.fact(name) for name in wanted & {*reading.fact_names, *reading.facts}}
+    asked = wanted & config.names.keys() - more.keys()
     values = {name: config.told(kind, name) for name, (kind, _) in config.names.items() if name in asked}
     values["uneven"] = bool(values.get("uneven"))  # stages with layers that are dealt otherwise
     values |= shape_values(actor) | {"megatron": megatron, "vllm": "vLLM" in of, "sglang": "SGLang" in of} | more

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from rlsim.errors import CatalogueError
-from rlsim.frameworks import parts
-from rlsim.frameworks.draft import ASSUMED, Draft, Entry
-from rlsim.frameworks.mapping import Reading, names
+from rlsim.frameworks.adapter import adapted
+from rlsim.frameworks.draft import ASSUMED, Draft
+from rlsim.frameworks.mapping import Reading
 from rlsim.frameworks.names import find_model, node_gpus
 from rlsim.frameworks.parts import Options
 from rlsim.frameworks.settings import Settings, Unknown
@@ -23,8 +23,6 @@ _PROGRAM = re.compile(r"(?:.*/)?(train(?:_async)?\.py)")
 _FLAG = re.compile(r"(?P<key>--[a-z][\w-]*|program)(?:[= ](?P<value>.*))?", re.DOTALL)
 #: The end of a checkpoint's name that says how its weights are written, not which shape they have.
 _WRITTEN = re.compile(r"-(fp8|int4|bf16)/?$", re.IGNORECASE)
-#: The share of an 80 GB GPU that SGLang 0.5 finds for itself (`_handle_gpu_memory_settings`).
-_OWN_SHARE = 0.83
 
 
 def takes(found: list[Override], before: str, argument: Argument) -> bool:
@@ -51,47 +49,11 @@ def _given(text: str) -> Override | None:
 def from_slime(sources: Sequence[str], options: Options) -> Draft:
     """The experiment that slime's run scripts and arguments describe.
 
-    Raises `RlsimError`s that say what is missing, unknown or unsupported.
+    Raises as `adapted`.
     """
     config = read_sources(sources, "slime", "--from-slime", "slime", takes, _given)
-    config.names = {**config.names, **names("slime-sglang")}
     _settle_node(config, options)
-    apart, asynchronous = not config.flag("colocate"), config.text("program") == "train_async.py"
-    reading = Reading("slime", config, asynchronous=asynchronous)
-    reading.refuse()
-    draft = Draft({}, notes=list(config.notes))
-    nodes, per_node, where = config.whole("nodes"), config.whole("per_node"), config.said("nodes", "per_node")
-    train, rollout, tp = nodes * per_node, 0, config.whole("tp")
-    if apart:
-        rollout, where = config.whole("rollout_gpus"), config.said("nodes", "per_node", "rollout_gpus")
-        nodes, per_node = parts.whole_nodes(train + rollout, config.whole("of_node"), where, options)
-    machines = parts.add_cluster(draft, options, nodes, per_node, where)
-    actor = parts.add_model(draft, options, _model(config, options), config.where("model"))
-    parts.add_calibration(draft, options, machines, Entry("sglang", "slime generates by SGLang"))
-    cap = config.entry("new_tokens" if config.value("new_tokens") or not config.value("longest") else "longest")
-    filters, prompts = config.value("filters"), config.value("longest_prompt")
-    longest_prompt = config.entry("longest_prompt") if prompts else None
-    parts.add_trace(draft, options, actor, cap, config.key("filters") if filters else "", longest_prompt)
-    if config.value("longest"):
-        draft.block("trace")["max_model_len"] = config.entry("longest")
-    parts.add_engine(config, draft, "sglang", machines.gpu)
-    degrees = {degree: config.whole(f"train_{degree}") for degree in ("tp", "pp", "cp")}
-    responses = config.whole("prompts") * config.whole("responses")
-    reading.facts |= {
-        "apart": apart, "rollout": rollout, "has_experts": actor.num_experts > 0, "of_step": responses,
-        "updates": config.value("updates") or max(responses // config.whole("batch"), 1),
-    }  # fmt: skip
-    parts.add_mapped(reading, draft, actor)
-    said, more = config.where("tp"), parts.filtering(config, draft, "filters" if filters else "")
-    resumes = not apart and not filters and "active" in reading.entries("colocated_async")
-    policy = "one_step_off" if asynchronous else "colocated_async" if resumes else ""
-    parts.add_systems(reading, draft, tp, said, more, policy, rollout, over_nodes=tp > machines.domain_gpus)
-    share = config.entry("memory") if config.value("memory") else Entry(_OWN_SHARE, f"{ASSUMED}: as SGLang finds it")
-    parts.add_memory(draft, share, options.folder, apart=apart)
-    draft.missing = [*parts.unlike_of(config, draft, "slime", "sglang", "--sglang-"), *reading.texts("missing")]
-    values: dict[str, Any] = {**degrees, "gpus": train, "samples": responses}
-    parts.note_refusals(config, draft, actor, "slime", "SGLang", megatron=True, **values)
-    return parts.finish(config, draft, options, sources, config.name)
+    return adapted(Reading("slime", config), "sglang", options, sources, partial(_model, config, options))
 
 
 def _settle_node(config: Settings, options: Options) -> None:

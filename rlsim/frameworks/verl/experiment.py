@@ -82,9 +82,8 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
         scored = Entry({"order": "beside_log_probs", **scored.value}, said)
     draft.block("workflow")["reward"] = scored
     _models(config, draft, options)
-    dp_key = "rollout_dp" if (config.value("rollout_ep") or 1) > 1 else ""
-    replica = parts.add_replica(config, draft, settings.rollout_tp, "rollout_ep", "rollout_pp", dp_key)
-    _note_refusals(config, draft, settings, actor, apart=apart is not None)
+    replica = reading.fact("replica")
+    _note_refusals(reading, draft, settings, actor, apart=apart is not None)
     asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
     _systems(config, reading, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
     draft.missing += reading.texts("missing")
@@ -131,7 +130,8 @@ def _engine_limits(config: VerlSettings, draft: Draft, settings: RunSettings) ->
     })  # fmt: skip
 
 
-def _note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, model: Model, *, apart: bool) -> None:
+def _note_refusals(reading: Reading, draft: Draft, settings: RunSettings, model: Model, *, apart: bool) -> None:
+    config = reading.config
     strategy, vllm = settings.train, config.told(TEXT, "engine") in ("vllm", None)
     longest = config.told(WHOLE, "max_model_len")
     values = {
@@ -143,7 +143,8 @@ def _note_refusals(config: VerlSettings, draft: Draft, settings: RunSettings, mo
         **{name: getattr(strategy, name) for name in ("gpus", "dp", "tp", "pp", "cp")},
     }
     of, megatron = ("veRL", "vLLM") if vllm else ("veRL",), settings.backend == "megatron"
-    parts.note_refusals(config, draft, model, *of, megatron=megatron, release=config.version, **values)
+    release = config.program.partition(" ")[2]
+    parts.note_refusals(reading, draft, model, *of, megatron=megatron, release=release, **values)
 
 
 def _unlike(config: VerlSettings, draft: Draft) -> list[str]:
