@@ -59,8 +59,9 @@ def test_what_was_checked_is_told() -> None:
     assert sampling.prompts["dropped"] > 0
     assert sampling.not_checked == ()
     assert "one request" not in sampling.batches  # a single response has no variance
-    timeouts = check_policy(load_policy("adaptive_timeout"))
-    assert str(timeouts).endswith("only a run of an experiment calls timeout_s and observe")
+    assert check_policy(load_policy("adaptive_timeout")).not_checked == ()
+    beside = str(check_policy(load_policy("async_reward")))
+    assert beside.endswith("AsyncReward: only a run of an experiment calls rewired")
 
 
 class Peeks(Base):

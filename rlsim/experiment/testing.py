@@ -11,40 +11,58 @@ get, must cope with odd batches (one request, equal lengths, nothing but preempt
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, get_args
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
+import pandas as pd
 
-from rlsim.base.hooks import overridden
+from rlsim.base.hooks import hooks, overridden
 from rlsim.base.usercode import origin
-from rlsim.cost.calibration import load_calibration
-from rlsim.cost.memory import kept_bytes
-from rlsim.cost.rollout import RolloutCostModel
-from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import RlsimError
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.placed import PlacedExperiment
+from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import System, is_layout
-from rlsim.experiment.trial import Answer, Batch, ContractError, Played, Tally, play
-from rlsim.models.hardware import load_cluster
-from rlsim.models.model import load_model
 from rlsim.policies.parts import KIND_NAMES, KINDS, Composition, Part, flattened
 from rlsim.policies.registry import control_of, is_control
-from rlsim.sim.control import Action, Borrow, ControlContext, Extend, Launch, RolloutControl
+from rlsim.policies.relaxed import Split
+from rlsim.sim.continuous import Continuous
+from rlsim.sim.control import (
+    Abort,
+    Action,
+    Borrow,
+    ControlContext,
+    Controls,
+    Extend,
+    Launch,
+    RolloutControl,
+    RolloutView,
+    Stop,
+    actions_of,
+    decides,
+)
+from rlsim.sim.outcome import Responses
+from rlsim.trace import TraceMeta, make_trace
 
 __all__ = ["Checked", "ContractError", "check_policy"]
 
-_PAGE = 16
-
-#: Hooks that rollouts alone call; the others are called by a run of an experiment.
-_CALLED = {"alternatives", "setup", "initial_tp", "on_finish", "every_s", "on_timer", "next_tp", "parts"} | {
-    "ends", "launch", "under_way", "upcoming", "counts", "more", "keep", "put_back", "waiting",
-}  # fmt: skip
+_PAGE = 16  # tokens
+_VIEW = frozenset(name for name in vars(RolloutView) if not name.startswith("_"))
+#: Hooks about what is not played: where calls run, what they take as it comes, tools, chunks.
+_NOT_CALLED = {"rewired", "plan", "handover_s", "slowdown", "chunk_tokens", "on_scored", "keep_kv_s"}
 #: Hooks of a batching, and what of `Tally.prompts` must have happened for them to matter.
 _OF_PROMPTS = {"counts": "dropped", "keep": "kept", "put_back": "put back"}
+
+
+class ContractError(AssertionError):
+    """A policy breaks the contract; the text says on which batch, and how."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,16 @@ class Checked:
         )
 
 
+@dataclass
+class Tally:
+    """What was seen of a policy over all its rollouts."""
+
+    rollouts: int = 0
+    answers: int = 0
+    actions: Counter[str] = field(default_factory=Counter)  # by kind
+    prompts: Counter[str] = field(default_factory=Counter)  # dropped, put back, kept (these in responses)
+
+
 def check_policy(policy: Callable[..., Any], **parameters: Any) -> Checked:
     """What was checked of a policy that keeps the contract; raises `ContractError` if it breaks it.
 
@@ -87,16 +115,13 @@ def check_policy(policy: Callable[..., Any], **parameters: Any) -> Checked:
     """
     if is_control(policy):
         policy = control_of(policy)
-    costs, tally = _machine(), Tally()
-    played: dict[str, None] = {}
-    tried: dict[str, Mapping[str, Any]] = {}
+    tally, played, tried = Tally(), dict[str, None](), dict[str, Mapping[str, Any]]()
     for batch in _batches():
         with _broken(f"batch {batch.name!r}"):
-            context = _context(costs, batch)
-            for choice in _choices(policy, parameters, context):
-                make = partial(_system, policy, choice)
-                if batch.responses > 1 or not make().batching.needs_rewards:  # a reward alone has no variance
-                    _check(make, batch, context, tally)
+            scene = _Scene(batch)
+            for choice in _choices(policy, parameters, scene):
+                if batch.responses > 1 or not _system(policy, choice).batching.needs_rewards:  # one has no variance
+                    _check(lambda choice=choice: _system(policy, choice), scene, tally)  # type: ignore[misc]
                     played[batch.name] = None
                     tried[repr(choice)] = choice
     parts = list(flattened([policy(**parameters)]))
@@ -126,18 +151,18 @@ def _broken(where: str) -> Iterator[None]:
 def _not_checked(parts: Iterable[Part], tally: Tally) -> Iterator[str]:
     """What the rollouts that were played say nothing about."""
     for part in parts:
-        name, hooks = type(part).__name__, overridden(type(part))
-        if "on_timer" in hooks and (not isinstance(part, RolloutControl) or part.every_s is None):
+        name, own = type(part).__name__, overridden(type(part))
+        if "on_timer" in own and (not isinstance(part, RolloutControl) or part.every_s is None):
             yield f"{name}.on_timer is never called: every_s says no seconds"
-        if deciding := [hook for hook in ("on_finish", "on_timer") if hook in hooks]:
+        if deciding := [hook for hook in ("on_finish", "on_timer") if hook in own]:
             never = [kind.__name__ for kind in get_args(Action) if kind not in (Launch, Extend, Borrow)]
             never = [kind for kind in never if not tally.actions[kind]]
             if never:
                 yield f"{name}.{_listed(deciding, 'and')} never returned {_listed(never, 'or')}"
         for hook, what in _OF_PROMPTS.items():
-            if hook in hooks and not tally.prompts[what]:
+            if hook in own and not tally.prompts[what]:
                 yield f"{name}.{hook}: no prompt was {what}"
-        if uncalled := [hook for hook in hooks if hook not in _CALLED]:
+        if uncalled := [hook for hook in own if hook in _NOT_CALLED]:
             yield f"{name}: only a run of an experiment calls {_listed(uncalled, 'and')}"
 
 
@@ -146,16 +171,29 @@ def _listed(names: Sequence[str], last: str) -> str:
     return f" {last} ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
 
 
-def _check(make: Callable[[], System], batch: Batch, context: ControlContext, tally: Tally) -> None:
-    first = play(make(), batch, context, tally, rollouts=2)
-    _same(first, play(make(), batch, context, tally, rollouts=2))
-    for other in _other_futures(batch):
+def _check(make: Callable[[], System], scene: _Scene, tally: Tally) -> None:
+    first = scene.play(make(), tally, steps=2)
+    _same(first, scene.play(make(), tally, steps=2))
+    for other in _other_futures(scene.batch):
         # Both rollouts are the same until a response finishes in either that is not in the other as it is here.
-        second = play(make(), other, context, tally)
-        pairs = zip(first.truth, second.truth, strict=False)
-        changed = [i for i, (a, b) in enumerate(pairs) if a != b]
-        until_s = min(min(run.left_at_s[i] for i in changed) for run in (first, second)) if changed else np.inf
-        _no_peeking(first, second, until_s)
+        second = scene.play(make(), tally, other)
+        both = first.seen.merge(second.seen, left_index=True, right_index=True, suffixes=("", "_there"))
+        changed = both.loc[both["truth"] != both["truth_there"], ["left_at", "left_at_there"]]
+        ends = (run.seen["left_at"].max() for run in (first, second))
+        _no_peeking(first, second, np.nanmin([changed.min(axis=None), *ends]))
+
+
+#: At which moment of a run, and what.
+Answer = tuple[float, tuple[Action, ...]]
+
+
+class Played(NamedTuple):
+    """What a policy did, and the responses of its first rollout by their numbers."""
+
+    initial_tp: int
+    answers: list[Answer]
+    told: bool  # whether it is given predicted lengths
+    seen: pd.DataFrame  # `left_at`, when each was done (s), and `truth`, how long each was going to be
 
 
 def _same(first: Played, second: Played) -> None:
@@ -163,7 +201,7 @@ def _same(first: Played, second: Played) -> None:
         raise ContractError(
             f"it is not deterministic: it began at TP {first.initial_tp}, the second time at TP {second.initial_tp}"
         )
-    for a, b in itertools.zip_longest(*(list(itertools.chain(*run.answers)) for run in (first, second))):
+    for a, b in itertools.zip_longest(first.answers, second.answers):
         if a != b:
             raise ContractError(f"it is not deterministic: it answered {_told(a)}, the second time {_told(b)}")
 
@@ -173,8 +211,8 @@ def _no_peeking(first: Played, second: Played, until_s: float) -> None:
         raise ContractError(
             f"it knows lengths in advance: it begins at TP {first.initial_tp} or {second.initial_tp}, by the lengths"
         )
-    early = [[a for a in run.answers[0] if a[0] < until_s * (1 - 1e-9)] for run in (first, second)]
-    for a, b in itertools.zip_longest(*early):
+    early = [[a for a in run.answers if a[0] < until_s * (1 - 1e-9)] for run in (first, second)]
+    for a, b in itertools.zip_longest(*early) if not first.told else ():
         if a is None or b is None or a[1] != b[1] or abs(a[0] - b[0]) > 1e-9 * a[0]:
             raise ContractError(
                 f"it knows lengths in advance: it answered {_told(a)} but {_told(b)} where responses that had not "
@@ -197,10 +235,12 @@ class _Static(RolloutControl):
 
 
 def _system(policy: Callable[..., Part], parameters: Mapping[str, Any]) -> System:
+    """The system of a policy; where its calls run and what they take as it comes is as plain as can be."""
     part = _made(policy, parameters)
-    if any(is_layout(inner) for inner in flattened([part])):
-        return System.of([part], "")
-    return System.of([part, _Static()], "")
+    laid_out = any(is_layout(inner) for inner in flattened([part]))
+    system = System.of([part] if laid_out else [part, _Static()], "")
+    placing = Split() if isinstance(system.batching.launcher, Continuous) else None  # it never gives its GPUs back
+    return replace(system, rewirings=(), judge=None, placing=placing, streaming=None)
 
 
 def _made(policy: Callable[..., Part], parameters: Mapping[str, Any]) -> Part:
@@ -210,15 +250,171 @@ def _made(policy: Callable[..., Part], parameters: Mapping[str, Any]) -> Part:
     return part
 
 
-def _choices(
-    policy: Callable[..., Part], parameters: Mapping[str, Any], context: ControlContext
-) -> Sequence[Mapping[str, Any]]:
+def _choices(policy: Callable[..., Part], parameters: Mapping[str, Any], scene: _Scene) -> Sequence[Mapping[str, Any]]:
     made = _made(policy, parameters)
-    choices = made.alternatives(context) if isinstance(made, RolloutControl | Composition) else ()
+    choices: Sequence[Mapping[str, object]] = ()
+    if isinstance(made, RolloutControl | Composition):
+        choices = made.alternatives(scene.context(_system(policy, parameters)))
     return [{**parameters, **choice} for choice in choices] or [parameters]
 
 
 # ---- what is played --------------------------------------------------------------------------------------------------
+
+
+class _Window:
+    """A `RolloutView` through which nothing can be reached but what the protocol offers."""
+
+    __slots__ = ("_Window__view",)
+
+    def __init__(self, view: RolloutView) -> None:
+        object.__setattr__(self, "_Window__view", view)
+
+    def __getattribute__(self, name: str) -> Any:
+        get = object.__getattribute__
+        if name in _VIEW:
+            return getattr(get(self, "_Window__view"), name)
+        if name.startswith("__") and name.endswith("__"):
+            return get(self, name)
+        raise ContractError(f"the policy reached for `view.{name}`; a RolloutView offers: {', '.join(sorted(_VIEW))}")
+
+    def __setattr__(self, name: str, _: object) -> None:
+        raise ContractError(f"the policy set `view.{name}`: it is read-only")
+
+
+class _Watched(RolloutControl):
+    """Passes questions on to a policy and keeps its answers; what else it is asked goes to it as it is."""
+
+    def __init__(self, policy: RolloutControl, answers: list[Answer]) -> None:
+        self._policy, self._answers = policy, answers
+
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        return self._kept(view, self._policy.on_finish)
+
+    def on_timer(self, view: RolloutView) -> list[Action]:
+        return self._kept(view, self._policy.on_timer)
+
+    def _kept(self, view: RolloutView, ask: Callable[[RolloutView], Action | Iterable[Action] | None]) -> list[Action]:
+        actions = actions_of(ask(cast("RolloutView", _Window(view))))
+        self._answers.append((view._rollout.env.now, tuple(actions)))
+        return actions
+
+    @property
+    def author(self) -> RolloutControl:
+        return self._policy.author
+
+
+def _watching(kind: type[RolloutControl]) -> type[_Watched]:
+    """The class that watches such a policy: it overrides what that overrides."""
+
+    def passed_on(name: str) -> Any:
+        if isinstance(vars(RolloutControl)[name], property):
+            return property(lambda self: getattr(self._policy, name))
+        return lambda self, *arguments: getattr(self._policy, name)(*arguments)
+
+    others = {*overridden(kind)} & {*hooks(RolloutControl)} - {"on_finish", "on_timer"}
+    return type("_Watched", (_Watched,), {name: passed_on(name) for name in others})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A generation stage to try a policy on: every response's prompt and length, in tokens."""
+
+    name: str
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    cap_tokens: int  # the limit that policies are told; no length is above it
+    nodes: int = 1
+    kv_tokens: int | None = None  # per replica, where the memory is to be short
+
+    @property
+    def responses(self) -> int:
+        """Responses to one prompt."""
+        return 4 if len(self.lengths) % 4 == 0 else 1
+
+
+class _Scene:
+    """An experiment whose steps have such batches."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        prompts, responses = len(batch.lengths) // batch.responses, batch.responses
+        settings = {
+            "name": "check", "cluster": f"{'2x' * (batch.nodes > 1)}8xh100", "model": "llama-3.1-8b",
+            "calibration": "h100-vllm", "engine": {"page_tokens": _PAGE}, "systems": ["verl"],
+            "trace": {"fixed": 1, "cap": batch.cap_tokens, "default_prompt_tokens": batch.prompt_tokens},
+            "workflow": {"prompts": prompts, "responses": responses, "steps": 2, "reference": False,
+                         "old_log_probs": False, "reward": {"time_per_response": 0}},
+        }  # fmt: skip
+        experiment, label, folder = load_experiment(settings)
+        self._plain = LoadedExperiment.of(experiment, folder, label)
+        self._simulators = {steps: Simulator(self._drawn(steps, batch.lengths), search=False) for steps in (1, 2)}
+
+    def _drawn(self, steps: int, lengths: Sequence[int]) -> LoadedExperiment:
+        """With these lengths. Of every third prompt all rewards are alike, of the others some right and some wrong."""
+        prompt, sample = np.divmod(np.arange(len(lengths)), self.batch.responses)
+        columns = {"prompt_id": prompt, "sample_id": sample, "prompt_tokens": self.batch.prompt_tokens}
+        reward = ((sample % 2 == 1) | (prompt % 3 == 0)).astype(float)
+        frame = pd.DataFrame({**columns, "response_tokens": lengths, "reward": reward})
+        frame["test_run_s"] = [(1.0,)] * len(frame)
+        workflow = self._plain.experiment.workflow.model_copy(update={"steps": steps})
+        experiment = self._plain.experiment.model_copy(update={"workflow": workflow})
+        return replace(self._plain, experiment=experiment, trace=make_trace(frame, TraceMeta(name="check")))
+
+    def _placed(self, simulator: Simulator, system: System) -> PlacedExperiment:
+        placed, tokens = simulator.placed(system), self.batch.kv_tokens
+        if tokens is not None and "rollout_costs" not in vars(placed):  # the same machine with less room
+            short = copy(own := placed.rollout_costs)
+            short.capacity_pages = cache(lambda tp, least=0: min(own.capacity_pages(tp, least), tokens // _PAGE))
+            vars(placed)["rollout_costs"] = short
+        return placed
+
+    def context(self, system: System) -> ControlContext:
+        """What a policy learns before a run."""
+        return self._placed(self._simulators[1], system).context
+
+    def play(self, system: System, tally: Tally, lengths: Sequence[int] = (), steps: int = 1) -> Played:
+        """A run; `lengths`: others than those of the batch.
+
+        Raises `ContractError` or `PolicyError` for what it shows alone; `tally` is added to.
+        """
+        simulator, answers, lengths = self._simulators[steps], list[Answer](), lengths or self.batch.lengths
+        self._placed(simulator, system)
+        own = system.control.parts if isinstance(system.control, Controls) else [system.control]
+        watched = Controls([_watching(type(part))(part, answers) if decides(part) else part for part in own])
+        outcome = simulator.simulate(replace(system, control=watched), self._drawn(steps, lengths).sampler(0))
+        actions = [action for _, answer in answers for action in answer]
+        endless, truth = isinstance(system.batching.launcher, Continuous), np.array(lengths)
+        for step in outcome.responses:
+            _check_responses(step, truth[step.row], len(self.batch.lengths), actions, endless)
+        for rollout in outcome.rollouts:
+            counts = rollout.launches
+            tally.prompts.update({"dropped": counts.dropped, "put back": counts.put_back, "kept": counts.paused})
+        tally.rollouts += steps
+        tally.answers += len(answers)
+        tally.actions.update(type(action).__name__ for action in actions)
+        seen = pd.concat(
+            pd.DataFrame({"left_at": step.finished_at, "truth": truth[step.row]}, index=step.id)
+            for step in (outcome.responses if endless else outcome.responses[:1])
+        )
+        seen["left_at"] = seen["left_at"].fillna(seen["left_at"].max())
+        return Played(outcome.rollouts[0].initial_tp, answers, watched.length_error is not None, seen)
+
+
+def _check_responses(step: Responses, truth: np.ndarray, needed: int, actions: Sequence[Action], endless: bool) -> None:
+    """Raise `ContractError` if a response of a step is lost or tampered with, or its batch is not complete."""
+    wrong = (step.generated_tokens > truth) | (step.finished & (step.generated_tokens != truth))
+    if wrong.any():
+        at = int(wrong.argmax())
+        what = f"request {step.id[at]} was tampered with: it generated {step.generated_tokens[at]} tokens"
+        raise ContractError(f"{what}, launched with {truth[at]}")
+    stopped = any(isinstance(action, Stop) for action in actions)
+    under_way = ~(step.finished | step.aborted | step.paused)
+    if under_way.any() and not (stopped or endless):
+        lost = step.id[under_way.argmax()]
+        raise ContractError(f"request {lost} is lost: neither finished nor aborted, and nothing stopped")
+    short, trained = bool((~step.finished).any()), int(step.trained.sum())
+    if trained != needed and not (stopped or short or any(isinstance(action, Abort) for action in actions)):
+        raise ContractError(f"the step's batch has {trained} responses, not {needed}")
 
 
 def _batches(seed: int = 0) -> tuple[Batch, ...]:
@@ -237,52 +433,18 @@ def _batches(seed: int = 0) -> tuple[Batch, ...]:
     )
 
 
-def _other_futures(batch: Batch) -> Iterator[Batch]:
-    """The same batch but for the lengths of the longer responses: shuffled, as long as may be, or drawn anew."""
+def _other_futures(batch: Batch) -> Iterator[tuple[int, ...]]:
+    """Other lengths of the longer responses: shuffled, as long as may be, or drawn anew."""
     rng = np.random.default_rng(1)
     order = np.argsort(batch.lengths, kind="stable")
     for share in (0.5, 0.1):
         late = order[-max(int(share * len(order)), 2) :]
+        own = np.array(batch.lengths)
         for lengths in (
-            rng.permutation([batch.lengths[i] for i in late]),
+            rng.permutation(own[late]),
             np.full(len(late), batch.cap_tokens),
-            rng.integers(batch.lengths[late[0]], batch.cap_tokens, len(late), endpoint=True),
+            rng.integers(own[late[0]], batch.cap_tokens, len(late), endpoint=True),
         ):
-            changed = list(batch.lengths)
-            for i, length in zip(late, lengths, strict=True):
-                changed[i] = int(length)
-            yield replace(batch, lengths=tuple(changed))
-
-
-def _short(costs: RolloutCostModel, tokens: int) -> RolloutCostModel:
-    """The same machine with room for so many tokens of KV in each replica."""
-    short = copy(costs)
-    short.capacity_pages = cache(lambda tp: min(costs.capacity_pages(tp), tokens // _PAGE))
-    return short
-
-
-def _machine() -> RolloutCostModel:
-    """The catalogue's 2x8xh100 with LLaMA-3.1-8B, its training states spread over both nodes."""
-    model = load_model("llama-3.1-8b")
-    return RolloutCostModel(
-        model,
-        load_cluster("2x8xh100"),
-        load_calibration("h100-vllm"),
-        page_tokens=_PAGE,
-        resident_bytes=kept_bytes(model, TrainStrategy(dp=16, zero_stage=3)),
-    )
-
-
-def _context(costs: RolloutCostModel, batch: Batch) -> ControlContext:
-    """What a policy learns before a run on this batch."""
-    feasible, infeasible = costs.feasible_tps(batch.prompt_tokens + batch.cap_tokens)
-    return ControlContext(
-        costs=costs if batch.kv_tokens is None else _short(costs, batch.kv_tokens),
-        feasible_tps=feasible,
-        infeasible=infeasible,
-        node_gpus=(costs.cluster.gpus_per_node,) * batch.nodes,
-        cap_tokens=batch.cap_tokens,
-        page_tokens=_PAGE,
-        requests=len(batch.lengths),
-        prompt_tokens=batch.prompt_tokens,
-    )
+            changed = own.copy()
+            changed[late] = lengths
+            yield tuple(changed.tolist())

@@ -11,72 +11,28 @@ until all rewards are there. Without it they run beside the rewards, as with veR
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from rlsim.workflow.graph import Call, Edge, Workflow
 
 
-def grpo(
-    *, reference: bool = True, old_log_probs: bool = True, reward_model: bool = False, reward_first: bool = True
-) -> Workflow:
-    """GRPO as veRL runs it: generate, score, log-probs under the reference and the old policy, one update, weight sync.
-
-    GRPO (Shao et al. 2024) has no critic; `reference` off is training without a KL term (DAPO), `old_log_probs` off
-    takes those of the rollout engine. With `reward_model` a model scores the responses.
-    """
-    return _on_policy("grpo", reference, old_log_probs, reward_model, reward_first, group_advantage=True)
-
-
-def ppo(
-    *, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True, reward_first: bool = True
-) -> Workflow:
-    """PPO with a critic, as in InstructGPT (Ouyang et al. 2022): six calls on four models, and the new weights' way."""
-    return _on_policy("ppo", reference, old_log_probs, reward_model, reward_first, critic=True)
-
-
-def remax(
-    *, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True, reward_first: bool = True
-) -> Workflow:
-    """ReMax (Li et al. 2024): no critic; the reward of a greedy response to the same prompt is the baseline.
-
-    The greedy responses are generated and scored with the others and not trained on.
-    """
-    return _on_policy("remax", reference, old_log_probs, reward_model, reward_first, baselines=1)
-
-
-def dpo() -> Workflow:
-    """DPO (Rafailov et al. 2023): log-probs of given pairs of responses under the reference, then training.
-
-    The next batch is taken when this one is trained on.
-    """
-    reference, train = Call("ref_log_prob", "inference", "reference"), Call("train", "train", "actor")
-    edges = (
-        Edge(reference.name, train.name),
-        Edge(train.name, reference.name, lag=1),
-        Edge(train.name, train.name, lag=1),
-    )
-    return Workflow("dpo", (reference, train), edges)
-
-
-def online_dpo(
-    *, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True, reward_first: bool = True
-) -> Workflow:
-    """DPO on pairs of its own (Guo et al. 2024): two responses to a prompt are generated and scored, the better one is
-    preferred in training, which takes them together (`responses: 2`)."""
-    return _on_policy("online_dpo", reference, old_log_probs, reward_model, reward_first, group_advantage=True)
-
-
 def _on_policy(
     name: str,
-    reference: bool,
-    old_log_probs: bool,
-    reward_model: bool,
-    reward_first: bool,
     *,
+    reference: bool = True,
+    old_log_probs: bool = False,
+    reward_model: bool = True,
+    reward_first: bool = True,
     critic: bool = False,
     group_advantage: bool = False,
     baselines: int = 0,
 ) -> Workflow:
-    """Generate, score, prepare, train the actor (and the critic), bring the weights to the next step."""
+    """Generate, score, prepare, train the actor (and the critic), bring the weights to the next step.
+
+    `reference` off is training without a KL term (DAPO); with `old_log_probs` the actor's own log-probs are computed
+    anew, without those of the rollout engine serve; with `reward_model` a model scores the responses. `baselines`:
+    responses to each prompt that are scored with the others and not trained on.
+    """
     generate, train = Call("generate", "generate", "actor", None, baselines), Call("train", "train", "actor")
     sync = Call("weight_sync", "sync", "actor")
     reward = Call("reward_score", "inference", "reward") if reward_model else Call("reward", "reward", "reward")
@@ -101,6 +57,30 @@ def _on_policy(
         edges += [Edge("train_critic", "critic_sync"), Edge("critic_sync", "values", lag=1)]
     return Workflow(name, tuple(calls), tuple(edges), group_advantage)
 
+
+def dpo() -> Workflow:
+    """DPO (Rafailov et al. 2023): log-probs of given pairs of responses under the reference, then training.
+
+    The next batch is taken when this one is trained on.
+    """
+    reference, train = Call("ref_log_prob", "inference", "reference"), Call("train", "train", "actor")
+    edges = (
+        Edge(reference.name, train.name),
+        Edge(train.name, reference.name, lag=1),
+        Edge(train.name, train.name, lag=1),
+    )
+    return Workflow("dpo", (reference, train), edges)
+
+
+#: As veRL runs it (Shao et al. 2024): no critic, log-probs under the reference and the old policy, one update.
+grpo = partial(_on_policy, "grpo", old_log_probs=True, reward_model=False, group_advantage=True)
+#: With a critic, as in InstructGPT (Ouyang et al. 2022): six calls on four models, and the new weights' way.
+ppo = partial(_on_policy, "ppo", critic=True)
+#: Li et al. 2024: no critic; the reward of a greedy response to the same prompt is the baseline.
+remax = partial(_on_policy, "remax", baselines=1)
+#: DPO on pairs of its own (Guo et al. 2024): two responses to a prompt (`responses: 2`) are generated and scored, the
+#: better one is preferred in training, which takes them together.
+online_dpo = partial(_on_policy, "online_dpo", group_advantage=True)
 
 ALGORITHMS: dict[str, Callable[..., Workflow]] = {
     "grpo": grpo,
