@@ -23,7 +23,7 @@ from rlsim.policies.registry import BUILTIN
 from rlsim.results.tune import systems
 from rlsim.results.tune.answer import Change, Tuned, Wish, tune
 from rlsim.results.tune.idle import CAUSES
-from rlsim.results.tune.parts import Parts
+from rlsim.results.tune.parts import Parts, parts_of
 from rlsim.results.tune.search import measuring
 from rlsim.results.tune.space import ALTERS, Bound, axes_of, baseline_of, divisors, token_budgets
 from rlsim.results.tune.systems import CONTENDERS, FEW, LATE, ranked
@@ -237,6 +237,14 @@ def test_idle_gpus_have_a_cause_where_they_are_idle() -> None:
 
     assert _idle(parts(0.02)) == "; GPUs are idle for 2%, most of it for kv limit"
     assert _idle(parts(0.004)) == "; GPUs are idle for 0%"
+
+
+def test_idle_time_of_steps_that_overlap_is_of_as_many_as_they_need(tmp_path: Path) -> None:
+    workflow = {"prompts": 16, "responses": 4, "steps": 6}
+    late = own(tmp_path, workflow=workflow, systems=[{"one_step_off": {"tp": 1, "rollout_gpus": 4}}])
+    loaded = LoadedExperiment.of(late.experiment({}), tmp_path)
+    (idle,) = parts_of(loaded, tmp_path, Run(3, 1)).idle["idle"]  # of one step generation is waited for
+    assert idle == pytest.approx(tried(late, {}, Run(3)).means["bubble_fraction"], abs=0.01)
 
 
 def test_changes_keep_the_name_of_their_setting_on_a_narrow_terminal() -> None:

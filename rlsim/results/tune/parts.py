@@ -20,7 +20,7 @@ from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.results.tune.idle import idle_causes, idle_shares, waits
 from rlsim.results.tune.space import baseline_of
-from rlsim.results.tune.trial import Run, alone, tables_of
+from rlsim.results.tune.trial import Run, simulator_of, tables_of
 
 
 def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
@@ -110,7 +110,7 @@ class Parts:
 
 def parts_of(loaded: LoadedExperiment, folder: Path, run: Run) -> Parts:
     """The parts of an experiment's baseline, run as `run` says."""
-    simulator = Simulator(LoadedExperiment.of(alone(loaded.experiment, run), folder), search=False)
+    simulator = simulator_of(loaded.experiment, folder, run)
     spec = baseline_of(loaded.experiment.systems, loaded.experiment.baseline)
     tables, gpus = tables_of(simulator, spec, run.seed), loaded.cluster.gpus
     own = {name: tables[name] for name in ("steps", "spans", "responses", "stays", "calls")}

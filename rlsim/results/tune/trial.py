@@ -143,13 +143,9 @@ def _tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -
     if same is not None:
         return replace(same, changes=changes)
     folder = configuration.options.folder
-    loaded = LoadedExperiment.of(experiment, folder)
-    if changes and (refused := starts_of(loaded, [spec])):
+    simulator = simulator_of(whole, folder, run)
+    if changes and (refused := starts_of(simulator.loaded, [spec])):
         raise StartError("; ".join(refused))
-    simulator = Simulator(loaded, search=False)
-    if run.steps is not None and simulator.overlap(spec.make()):
-        longer = alone(whole, replace(run, steps=None))
-        simulator = Simulator(LoadedExperiment.of(longer, folder), search=False)
     (simulator.check_free if changes else simulator.check_all)(spec)
     tables = tables_of(simulator, spec, run.seed)
     steps = means(tables["steps"], ["system"])
@@ -164,6 +160,15 @@ def _tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -
     took_s = time.perf_counter() - began
     _known[key] = Trial(changes, found, tuple(assumed), gpus=gpus, unsteady=late, took_s=took_s)
     return _known[key]
+
+
+def simulator_of(experiment: Experiment, folder: Path, run: Run) -> Simulator:
+    """The simulator of an experiment's baseline alone, run as `run` says."""
+    simulator = Simulator(LoadedExperiment.of(alone(experiment, run), folder), search=False)
+    spec = baseline_of(experiment.systems, experiment.baseline)
+    if run.steps is not None and simulator.overlap(spec.make()):
+        return simulator_of(experiment, folder, replace(run, steps=None))
+    return simulator
 
 
 def _log_probs_s(tables: Mapping[str, pd.DataFrame]) -> dict[str, float]:
