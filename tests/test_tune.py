@@ -1,11 +1,13 @@
 """`rlsim tune`: the space is what frameworks read, what it finds is what arithmetic says, and its answer repeats."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from conftest import Command, tables
@@ -20,12 +22,12 @@ from rlsim.frameworks.draft import write_changes, yaml_text
 from rlsim.frameworks.mapping import names
 from rlsim.frameworks.parts import Options
 from rlsim.policies.registry import BUILTIN
-from rlsim.results.tune import systems
+from rlsim.results.tune import answer, systems
 from rlsim.results.tune.answer import Change, Tuned, Wish, tune
 from rlsim.results.tune.idle import CAUSES
 from rlsim.results.tune.parts import Parts, parts_of
 from rlsim.results.tune.search import measuring
-from rlsim.results.tune.space import ALTERS, Bound, axes_of, baseline_of, divisors, token_budgets
+from rlsim.results.tune.space import ALTERS, Axis, Bound, axes_of, baseline_of, divisors, token_budgets
 from rlsim.results.tune.systems import CONTENDERS, FEW, LATE, ranked
 from rlsim.results.tune.trial import Configuration, Run, StartError, Trial, tried
 from rlsim.trace import write_trace
@@ -164,13 +166,33 @@ def test_changes_are_taken_out_by_as_many_steps_as_the_answer_is_told_by(
     steps = []
 
     def simplified(best: dict[str, Any], *more: Any) -> dict[str, Any]:
-        steps.append(more[2].steps)
+        steps.extend(run.steps for run in more[2])
         return best
 
     monkeypatch.setattr("rlsim.results.tune.answer._simplified", simplified)
     configuration = own(tmp_path)
     tune(configuration, Wish(all_but(configuration, "engine.max_num_seqs", "rollout.tp")), trials=4, workers=1)
-    assert steps == [3]
+    assert steps == [3, 3, 3]
+
+
+def test_a_change_is_shown_with_what_it_is_kept_for() -> None:
+    """The same draws decide whether a change stays and tell what the set has of it; one that fails where the set runs
+    is needed."""
+    seconds = {("a", 1): 0.8, ("a", 2): 1.1, ("b", 1): 1.02, ("b", 2): 1.0}
+
+    def measure(jobs: Sequence[Any], most_s: float = 0.0) -> list[Trial]:
+        rates = [float(np.prod([1 / seconds.get((key, run.seed), 1) for key in changes])) for changes, run in jobs]
+        fails = [run.seed == 2 and "c" not in changes for changes, run in jobs]
+        return [Trial({}, {"responses_per_s": rate * (not no)}) for rate, no in zip(rates, fails, strict=True)]
+
+    axes, runs = [Axis(key, ({key: 1},)) for key in "abc"], [Run(1), Run(2)]
+    best = answer._simplified(dict.fromkeys("abc", 1), axes, measure, runs, bare=False)
+    assert best == {"a": 1, "c": 1}
+    worths = answer._worths(best, axes, {}, Trial({}), measure, runs)
+    assert {one.key: one.within for one in worths} == {
+        "a": pytest.approx((0.8 * 1.1) ** -0.5),
+        "c": pytest.approx(math.nan, nan_ok=True),
+    }
 
 
 @pytest.mark.ci

@@ -275,8 +275,9 @@ def _systems(found: Tuned) -> Iterator[Table]:
 
 def _rests(found: Tuned) -> Iterator[Table]:
     if found.assumptions:
-        told = "" if found.unfit else ": the gain at both ends of what is assumed (no fit: not both run there)"
-        title = f"What the answer rests on{told}"
+        own = number(found.assumptions[0]["gain"])
+        told = f": the gain at both ends of what is assumed (search's draw: {own} as taken; no fit: not both run there)"
+        title = f"What the answer rests on{'' if found.unfit else told}"
         yield of_columns(written("rests", found.assumptions), title, words=(0, 1, 2, 3), prose=3)
 
 

@@ -221,16 +221,17 @@ def tune(
             raise CapacityError(
                 f"{unfit}\nnone of the {len(tried)} sets of settings that were tried fits all draws of lengths"
             )
-        best = _simplified(best, axes, measure, next(iter(tight), Run(_seed(seed, 4), confirmed)), bare)
+        trims = [*tight][:1] or [Run(_seed(seed, n), confirmed) for n in (4, 8, 9)[: len(races)]]
+        best = _simplified(best, axes, measure, trims, bare)
         progress(spent(), "how sure that is")
         before, after, ratios, late = _pairs(best, measure, pairs)
         if unfit:
             before, ratios, base = {}, [], replace(base, kind="memory")
         worlds = [Run(one.seed, one.steps, draw=n + 1) for n, one in enumerate(pairs)] if ratios and in_time() else []
         _, _, drawn, _ = _pairs(best, measure, worlds)
-        changes = _worths(best, axes, first, base, measure, pairs[0])
+        changes = _worths(best, axes, first, base, measure, trims)
         assumptions = _turns(best, measure, run, lambda: not unfit and in_time())
-        beside = _beside(loaded, wish, best, measure, run, in_time)
+        beside = _beside(loaded, wish, best, measure, run, pairs, in_time)
         tuned = LoadedExperiment.of(configuration.experiment(best), configuration.options.folder)
         parts = parts_of(tuned, configuration.options.folder, pairs[0])
         systems, refused = list[dict[str, Any]](), dict[str, str]()
@@ -292,25 +293,30 @@ def _raced(contenders: Sequence[Changes], measure: Measure, runs: Sequence[Run])
     return dict(contenders[0])
 
 
-def _simplified(best: dict[str, Any], axes: Sequence[Axis], measure: Measure, run: Run, bare: bool) -> dict[str, Any]:
+def _simplified(
+    best: dict[str, Any], axes: Sequence[Axis], measure: Measure, runs: Sequence[Run], bare: bool
+) -> dict[str, Any]:
     """The set without the changes that it loses nothing without: all of these at once if that loses nothing either,
     else the one that is worth least; all of the set only if the configuration as it is (`bare`) is an answer."""
     while len(groups := _groups(best, axes)) > (not bare):
         without = [_without(best, [group]) for group in groups]
-        whole, *rest = measure([(one, run) for one in (best, *without)])
-        worth = [whole.rate / trial.rate if trial.rate else np.inf for trial in rest]
+        worth = _times(best, without, measure, runs)
         least = int(np.argmin(worth))
         if worth[least] >= LEAST:
             return best
         idle = [group for group, times in zip(groups, worth, strict=True) if times < LEAST]
         fewer = _without(best, idle)
-        if bare or fewer:
-            (trial,) = measure([(fewer, run)])
-            if trial.rate * LEAST > whole.rate:
-                best = fewer
-                continue
-        best = without[least]
+        best = fewer if (bare or fewer) and _times(best, [fewer], measure, runs)[0] < LEAST else without[least]
     return best
+
+
+def _times(best: Changes, others: Sequence[Changes], measure: Measure, runs: Sequence[Run]) -> list[float]:
+    """How many times as fast a set is as each of some others, in the mean of these runs; infinitely if one fails."""
+    rates = np.array([trial.rate for trial in measure([(one, run) for one in (best, *others) for run in runs])])
+    own, *rest = rates.reshape(-1, len(runs))
+    if not own.all():
+        return [0.0] * len(rest)
+    return [float(np.exp(np.mean(np.log(own / one)))) if one.all() else math.inf for one in rest]
 
 
 def _without(changes: Changes, groups: Sequence[tuple[str, ...]]) -> dict[str, Any]:
@@ -344,51 +350,54 @@ def _pairs(
 
 
 def _worths(
-    best: Changes, axes: Sequence[Axis], first: Mapping[str, Trial], base: Trial, measure: Measure, run: Run
+    best: Changes, axes: Sequence[Axis], first: Mapping[str, Trial], base: Trial, measure: Measure, runs: Sequence[Run]
 ) -> list[Change]:
-    """Every change of the set: what it brought alone on the search's draws, and what the set has of it."""
+    """Every change of the set: what it brought alone on the search's draw, and what the set has of it on `runs`."""
     found = []
     for group in _groups(best, axes):
         own = {key: best[key] for key in group}
         single = first.get(_key(own))
-        whole, rest = measure([(best, run), (_without(best, [group]), run)])
-        within = whole.rate / rest.rate if rest.rate else math.nan
+        (within,) = _times(best, [_without(best, [group])], measure, runs)
         gained = single.rate / base.rate if single is not None and single.rate and base.rate else None
-        found += [Change(key, value, gained, within) for key, value in own.items()]
+        found += [Change(key, value, gained, within if within < math.inf else math.nan) for key, value in own.items()]
     return sorted(found, key=lambda change: -(change.within if change.within == change.within else np.inf))
 
 
 def _turns(best: Changes, measure: Measure, run: Run, in_time: Callable[[], bool]) -> list[dict[str, Any]]:
-    """What the answer rests on: each assumption, and the gain at both ends of its range; none where time is over."""
+    """What the answer rests on: each assumption, the gain as taken, and at both ends of its range if there is time."""
     if not best:
         return []
-    found = []
+
+    def gain(**settings: Any) -> float | None:
+        there = replace(run, settings=tuple(settings.items()))
+        before, after = measure([({}, there), (best, there)])
+        return after.rate / before.rate if before.rate and after.rate else None
+
+    found, own = [], gain()
     for row in measure([(best, run)])[0].assumed:
-        gains = []
-        for end in row.ends if in_time() else ():
-            there = Run(run.seed, run.steps, settings=tuple(end.settings.items()))
-            before, after = measure([({}, there), (best, there)])
-            gains.append(after.rate / before.rate if before.rate and after.rate else None)
+        gains = [gain(**end.settings) for end in row.ends] if in_time() else []
         shown_ends = [end.shown for end in row.ends]
-        found.append({"assumed": row.name, "taken": row.taken, "ends": shown_ends, "gains": gains})
+        found.append({"assumed": row.name, "taken": row.taken, "ends": shown_ends, "gain": own, "gains": gains})
     return found
 
 
 def _beside(
-    loaded: LoadedExperiment, wish: Wish, best: Changes, measure: Measure, run: Run, in_time: Callable[[], bool]
-) -> list[dict[str, Any]]:
-    """What the best single change of each kind that is not allowed would bring on top."""
-    (whole,), found = measure([(best, run)]), []
+    loaded: LoadedExperiment, wish: Wish, best: Changes, measure: Measure, run: Run, pairs: Sequence[Run],
+    in_time: Callable[[], bool],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What the best single change of each kind that is not allowed would bring on top: the search's draw chooses, those
+    of the answer tell."""
+    found = []
     for kind, words in ALTERS.items():
         if kind in wish.altered or not in_time():
             continue
         options = [one for axis in axes_of(loaded, [kind], wish.keep) if axis.alters == kind for one in axis.options]
         trials = measure([({**best, **one}, run) for one in options])
-        better = [trial for trial in trials if trial.rate > whole.rate]
-        if better and whole.rate:
-            top = max(better, key=lambda trial: trial.rate)
+        top = max(trials, key=lambda trial: trial.rate, default=None)
+        (gain,) = _times(top.changes, [best], measure, pairs) if top else (0.0,)
+        if top and LEAST <= gain < math.inf:
             more = {key: value for key, value in top.changes.items() if best.get(key) != value}
-            found.append({"kind": kind, "what": words, "changes": more, "gain": top.rate / whole.rate})
+            found.append({"kind": kind, "what": words, "changes": more, "gain": gain})
     return found
 
 
