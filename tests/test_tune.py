@@ -101,6 +101,37 @@ def test_axes_keep_what_is_kept_and_alter_what_is_allowed() -> None:
     assert token_budgets(1500)[:3] == [2048, 3072, 3072]
 
 
+@pytest.mark.parametrize(
+    ("key", "rollout", "nodes", "splits", "more"),
+    [
+        ("rollout.", 3, 1, [1, 2, 3, 4, 5, 6, 7], ()),  # one step off
+        ("rollout.", 8, 2, [2, 4, 6, 8, 10, 12, 14], ()),
+        ("rollout.", 8, 2, [2, 4, 6, 8, 10, 12, 14], ("async_training.staleness_threshold=0.5",)),
+        ("actor_rollout_ref.rollout.", 3, 1, [1, 2, 3, 4, 5, 6, 7], ("trainer.v1.trainer_mode=separate_async",)),
+    ],
+)
+def test_every_split_of_the_gpus_between_generation_and_training_is_an_option(
+    key: str, rollout: int, nodes: int, splits: list[int], more: tuple[str, ...]
+) -> None:
+    """Whatever the asynchronous trainer, in keys that it reads; no split has other GPUs than are configured."""
+    batch = ("data.train_batch_size=420", "actor_rollout_ref.actor.ppo_mini_batch_size=420", f"{TP}=1")
+    sides = [f"{side}nnodes=1" for side in (key, "trainer.")]
+    sides += [f"{key}n_gpus_per_node={rollout}", f"trainer.n_gpus_per_node={8 * nodes - rollout}"]
+    split = verl(*batch, *sides, *more)
+    loaded = LoadedExperiment.of(split.experiment({}), Path())
+    (axis,) = (axis for axis in axes_of(loaded) if "trainer.n_gpus_per_node" in axis.name)
+    assert f"{key}n_gpus_per_node" in axis.options[0]
+    found = [split.experiment(option) for option in axis.options]
+    assert {one.cluster for one in found} == {loaded.experiment.cluster}
+    assert [next(iter(one.systems[0]["use"][0].values()))["rollout_gpus"] for one in found] == splits
+
+
+def test_what_takes_more_gpus_than_are_allowed_does_not_count() -> None:
+    more = Trial({"trainer.nnodes": 2}, {"responses_per_s": 9.0}, gpus=16)
+    assert Wish().judged(more, configured=8).kind == "other"
+    assert Wish(most_gpus=16).judged(more, configured=8).rate == Wish().judged(more, configured=16).rate == 9.0
+
+
 def test_what_would_not_start_or_fit_is_told_apart() -> None:
     run = Run(1, 1)
     assert tried(verl(), {"actor_rollout_ref.rollout.max_num_batched_tokens": 16, SEQS: 64}, run).kind == "start"

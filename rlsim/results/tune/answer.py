@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,12 @@ class Wish:
         stale, gpus = self.bound is not None and self.bound.most > 0, self.most_gpus is not None
         return tuple(dict.fromkeys([*self.allow, *["staleness"] * stale, *["gpus"] * gpus]))
 
-    def judged(self, trial: Trial) -> Trial:
-        """A trial as it counts: one that changes something must keep the bound."""
-        trial = replace(trial, each_gpu=self.money)
+    def judged(self, trial: Trial, configured: float = math.inf) -> Trial:
+        """A trial as it counts: one that changes something must keep the bound, and take no more GPUs than are allowed,
+        or as `configured`."""
+        trial, most = replace(trial, each_gpu=self.money), self.most_gpus or configured
+        if trial.changes and trial.gpus > most:
+            return replace(trial, kind="other", problem=f"{trial.gpus} GPUs, of {most}")
         stale = bool(self.bound and trial.changes and not trial.kind and not self.bound.kept(trial.means))
         return replace(trial, kind="stale", problem="staler than allowed") if stale else trial
 
@@ -179,7 +183,7 @@ def tune(
         share = len(done) / trials if trials is not None else spent()
         progress(share, f"{len(done)} tried, best {best / base:.2f} times" if base else f"{len(done)} tried")
 
-    with measuring(configuration, workers or cores(), wish.judged) as measure:
+    with measuring(configuration, workers or cores(), partial(wish.judged, configured=loaded.cluster.gpus)) as measure:
         draws = [Run(_seed(seed, n), 1 + warmup) for n in (0, 5, 6, 7)]
         each = [*zip(draws, measure([({}, one) for one in draws]), strict=True)]
         run, base = next((one for one in each if one[1].kind == "memory"), each[0])  # lengths decide what fits

@@ -102,6 +102,7 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "rollout_gpus": rollout_gpus, "train_gpus": cluster.gpus - rollout_gpus or cluster.gpus,
         "apart": own is not None, "eta": "eta" in parameters,
         "fully": bool({"verl_fully_async", "skyrl_async"} & policies),
+        "v1": "verl_fully_async" in policies and parameters.get("per_replica", 0) is None,
         "megatron": training.backend == "megatron", "fsdp": training.backend == "fsdp",
         "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
         "acts": loaded.environment is not None,
