@@ -5,20 +5,18 @@ A layer may have none (`NoAttention`).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from rlsim.models.layers.linear import Linear, weights_of
+from rlsim.models.layers.linear import Linear, Part
 
 
-class Attention(ABC):
+class Attention(Part):
     """What a layer must say about its attention; `kv_heads` are heads that cache keys and values."""
 
     kv_heads: int
-    #: Blocks that it is: each has a residual connection, and an all-reduce under TP.
-    blocks: int = 1
     #: Whether the tokens that a query sees are those of its own chunk of `window_tokens`, not the last ones.
     chunked: bool = False
 
@@ -42,23 +40,10 @@ class Attention(ABC):
         """Bytes cached for each token that is kept, on every GPU and whatever the precision of the KV cache."""
         return 0
 
-    @abstractmethod
-    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
-        """The matrix multiplications, in order."""
-
-    @abstractmethod
-    def parameters(self, hidden: int, tp: int) -> int:
-        """Weights, with all that is no matrix multiplication: biases, norms, sinks, convolutions."""
-
     @property
     @abstractmethod
     def head_elements(self) -> int:
         """Numbers cached by each of `kv_heads` for each token that is kept."""
-
-    @property
-    @abstractmethod
-    def tensors(self) -> int:
-        """Weights and biases that have a name of their own in a checkpoint."""
 
     @property
     @abstractmethod
@@ -90,15 +75,11 @@ class NoAttention(Attention):
     kv_heads = 0
     blocks = 0
     head_elements = 0
-    tensors = 0
     split = MappingProxyType[str, int]({})
     special = ("layers without attention",)
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:  # noqa: ARG002
         return ()
-
-    def parameters(self, hidden: int, tp: int) -> int:  # noqa: ARG002
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,24 +127,18 @@ class FullAttention(Attention):
         return (1 + self.gated) * (self.q_dim // tp) + self.kv_heads_per_gpu(tp) * made
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
-        return Linear("qkv", self._qkv_dim(tp), hidden), Linear("o", hidden, self.out_dim // tp)
+        into = Linear("qkv", self._qkv_dim(tp), hidden, bias=self.qkv_bias, matrices=3 - self.one_kv)
+        return into, Linear("o", hidden, self.out_dim // tp, bias=self.o_bias)
 
-    def parameters(self, hidden: int, tp: int) -> int:
-        biases = self.qkv_bias * self._qkv_dim(tp) + self.o_bias * hidden
-        norms = self.head_norms * 2 * self.head_dim
-        norms += self.whole_norms * (self.q_dim // tp + self.kv_heads_per_gpu(tp) * self.head_dim)
-        small = biases + norms + self.sinks * (self.heads // tp)
-        return weights_of(self.linears(hidden, tp)) + small
+    def vectors(self, tp: int) -> tuple[int, ...]:
+        of_heads = (self.head_dim,) * 2 * self.head_norms
+        of_all = (self.q_dim // tp, self.kv_heads_per_gpu(tp) * self.head_dim) * self.whole_norms
+        return of_heads + of_all + (self.heads // tp,) * self.sinks
 
     @property
     def head_elements(self) -> int:
         """A key and a value."""
         return self.head_dim + (self.v_dim or self.head_dim)
-
-    @property
-    def tensors(self) -> int:
-        norms = 2 * (self.head_norms or self.whole_norms)
-        return 4 - self.one_kv + (3 - self.one_kv) * self.qkv_bias + self.o_bias + norms + self.sinks
 
     @property
     def split(self) -> Mapping[str, int]:
@@ -230,32 +205,26 @@ class LatentAttention(Attention):
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
         heads = self.heads // tp
         q_dim = heads * (self.nope_dim + self.rope_dim)
-        cached, made = Linear("kv_a", self.kv_rank + self.rope_dim, hidden), self.kv_b(tp)
-        output = Linear("o", hidden, heads * self.v_dim)
+        cached, made = Linear("kv_a", self.kv_rank + self.rope_dim, hidden, bias=self.bias), self.kv_b(tp)
+        output = Linear("o", hidden, heads * self.v_dim, bias=self.bias)
         if self.q_rank is None:
             return Linear("q", q_dim, hidden), cached, made, output
         chosen = self.index.linears(hidden, self.q_rank) if self.index else ()
-        return Linear("q_a", self.q_rank, hidden), Linear("q_b", q_dim, self.q_rank), cached, *chosen, made, output
+        queries = Linear("q_a", self.q_rank, hidden, bias=self.bias), Linear("q_b", q_dim, self.q_rank)
+        return (*queries, cached, *chosen, made, output)
 
     def kv_b(self, tp: int) -> Linear:
         """The product that makes keys and values of latents."""
         return Linear("kv_b", self.heads // tp * (self.nope_dim + self.v_dim), self.kv_rank)
 
-    def parameters(self, hidden: int, tp: int) -> int:
-        q_rank = self.q_rank or 0
-        biases = self.bias * (q_rank + self.kv_rank + self.rope_dim + hidden)
-        norm = 2 * self.index.head_dim if self.index_bytes and self.index else 0
-        return weights_of(self.linears(hidden, tp)) + q_rank + self.kv_rank + biases + norm
+    def vectors(self, tp: int) -> tuple[int, ...]:  # noqa: ARG002
+        norms = (self.kv_rank,) if self.q_rank is None else (self.q_rank, self.kv_rank)
+        return norms + ((self.index.head_dim,) * 2 if self.index and not self.index.shared else ())
 
     @property
     def head_elements(self) -> int:
         """The latent, and the part of the key that all heads share."""
         return self.kv_rank + self.rope_dim
-
-    @property
-    def tensors(self) -> int:
-        through_latent = self.q_rank is not None
-        return 5 + 2 * through_latent + self.bias * (2 + through_latent) + 5 * bool(self.index_bytes)
 
     @property
     def index_bytes(self) -> float:
@@ -331,14 +300,15 @@ class LinearAttention(Recurrent):
         if not rank:
             into = Linear("qkvz", 2 * key + 2 * value, hidden), Linear("ba", 2 * heads, hidden)
             return (*into, Linear("o", hidden, value))
-        gates = Linear("fg_a", 2 * rank, hidden), Linear("f_b", key, rank), Linear("g_b", value, rank)
-        return (Linear("qkv", 2 * key + value, hidden), Linear("b", heads, hidden), *gates, Linear("o", hidden, value))
+        into = Linear("qkv", 2 * key + value, hidden, matrices=3), Linear("b", heads, hidden)
+        gates = Linear("fg_a", 2 * rank, hidden, matrices=2), Linear("f_b", key, rank), Linear("g_b", value, rank)
+        return (*into, *gates, Linear("o", hidden, value))
 
-    def parameters(self, hidden: int, tp: int) -> int:
-        key, value = self._widths(tp)
-        heads = self.value_heads // tp
-        small = self.kernel * (2 * key + value) + heads + (key if self.gate_rank else heads) + self.value_dim
-        return weights_of(self.linears(hidden, tp)) + small
+    def vectors(self, tp: int) -> tuple[int, ...]:
+        (key, value), heads = self._widths(tp), self.value_heads // tp
+        if self.gate_rank:  # each of queries, keys and values has a convolution, and each channel a time step
+            return self.kernel * key, self.kernel * key, self.kernel * value, heads, key, self.value_dim
+        return self.kernel * (2 * key + value), heads, heads, self.value_dim
 
     @property
     def state(self) -> int:
@@ -353,10 +323,6 @@ class LinearAttention(Recurrent):
     @property
     def inner(self) -> int:
         return self.value_heads * self.value_dim
-
-    @property
-    def tensors(self) -> int:
-        return 15 if self.gate_rank else 7
 
     @property
     def split(self) -> Mapping[str, int]:
@@ -375,7 +341,6 @@ class Mamba2(Recurrent):
     groups: int
     state_dim: int
     chunk_tokens: int  # of a chunk in which prompts and training go through
-    tensors = 8
     special = ("state-space layers (Mamba-2)",)
 
     def _convolved(self, tp: int) -> int:
@@ -387,11 +352,10 @@ class Mamba2(Recurrent):
         into = heads * self.head_dim + self._convolved(tp) + heads  # gate, what is convolved, time steps
         return Linear("in", into, hidden), Linear("o", hidden, heads * self.head_dim)
 
-    def parameters(self, hidden: int, tp: int) -> int:
-        """With taps and bias of the convolution, three numbers a head (A, D, dt_bias) and the norm of the output."""
-        heads = self.heads // tp
-        small = (self.kernel + 1) * self._convolved(tp) + 3 * heads + heads * self.head_dim
-        return weights_of(self.linears(hidden, tp)) + small
+    def vectors(self, tp: int) -> tuple[int, ...]:
+        """Taps and bias of the convolution, three numbers a head (A, D, dt_bias) and the norm of the output."""
+        heads, convolved = self.heads // tp, self._convolved(tp)
+        return self.kernel * convolved, convolved, heads, heads, heads, heads * self.head_dim
 
     @property
     def state(self) -> int:

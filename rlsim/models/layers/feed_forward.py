@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 
-from rlsim.models.layers.linear import Linear, weights_of
+from rlsim.models.layers.linear import Linear, Part
 
 
-class FeedForward(ABC):
+class FeedForward(Part):
     """What a layer must say about its feed-forward part."""
 
-    blocks: int = 1
     #: Whether a gate is multiplied with what goes in: a third matrix (SwiGLU, Shazeer 2020).
     gated: bool = True
 
@@ -19,14 +18,6 @@ class FeedForward(ABC):
     def projections(self) -> int:
         """Matrices from the hidden state to the width."""
         return 1 + self.gated
-
-    @abstractmethod
-    def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
-        """The matrix multiplications that every token takes part in, in order."""
-
-    @abstractmethod
-    def parameters(self, hidden: int, tp: int = 1) -> int:
-        """Weights on one GPU."""
 
     def grouped_weights(self, hidden: int, tp: int = 1) -> int:  # noqa: ARG002
         """Weights of all experts' matrices on one GPU."""
@@ -45,15 +36,9 @@ class FeedForward(ABC):
     def active_width(self) -> int:
         """Width that one token passes."""
 
-    @property
-    @abstractmethod
-    def tensors(self) -> int:
-        """Weights and biases by name, those of every expert apart."""
-
-    @property
-    def stacked_tensors(self) -> int:
-        """The same where a layer's experts are stacked."""
-        return self.tensors
+    def expert_tensors(self, *, stacked: bool) -> int:  # noqa: ARG002
+        """Weights and biases of its experts by name; `stacked`: those of a layer are two."""
+        return 0
 
     @property
     @abstractmethod
@@ -67,14 +52,10 @@ class NoFeedForward(FeedForward):
 
     blocks = 0
     active_width = 0
-    tensors = 0
     widths = ()
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:  # noqa: ARG002
         return ()
-
-    def parameters(self, hidden: int, tp: int = 1) -> int:  # noqa: ARG002
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,21 +67,14 @@ class Dense(FeedForward):
     gated: bool = True
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
-        width = self.width // tp
+        width, into = self.width // tp, self.projections
         name = "gate_up" if self.gated else "up"
-        return Linear(name, self.projections * width, hidden), Linear("down", hidden, width)
-
-    def parameters(self, hidden: int, tp: int = 1) -> int:
-        biases = self.bias * (self.projections * (self.width // tp) + hidden)
-        return weights_of(self.linears(hidden, tp)) + biases
+        first = Linear(name, into * width, hidden, bias=self.bias, matrices=into)
+        return first, Linear("down", hidden, width, bias=self.bias)
 
     @property
     def active_width(self) -> int:
         return self.width
-
-    @property
-    def tensors(self) -> int:
-        return (self.projections + 1) * (1 + self.bias)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -134,7 +108,7 @@ class Experts(FeedForward):
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
         """The router, the way to the experts' latent and back, and the shared expert; the experts themselves are
         grouped products."""
-        found = [Linear("router", self.experts, hidden, quantised=False)]
+        found = [Linear("router", self.experts, hidden, quantised=False, bias=self.router_bias)]
         if self.latent_width:
             found += [Linear("latent_in", self.latent_width, hidden), Linear("latent_out", hidden, self.latent_width)]
         if self.shared_width:
@@ -159,24 +133,16 @@ class Experts(FeedForward):
         return (self.experts - self.active) * (self._expert_weights(hidden) + self._expert_biases(hidden))
 
     def parameters(self, hidden: int, tp: int = 1) -> int:
-        biases = self.experts * (self.router_bias + self._expert_biases(hidden, tp))
-        return weights_of(self.linears(hidden, tp)) + self.grouped_weights(hidden, tp) + biases
+        biases = self.experts * self._expert_biases(hidden, tp)
+        return super().parameters(hidden, tp) + self.grouped_weights(hidden, tp) + biases
 
     @property
     def active_width(self) -> int:
         """Width of all experts together that one token passes."""
         return self.active * self.width + self.shared_width
 
-    @property
-    def tensors(self) -> int:
-        matrices = (self.projections + 1) * self.experts
-        return self.stacked_tensors + (matrices - 2) * (1 + self.bias)
-
-    @property
-    def stacked_tensors(self) -> int:
-        """Where a layer's experts are two tensors (and two biases)."""
-        shared = (self.projections + 1) * bool(self.shared_width) + self.shared_gate
-        return 1 + self.router_bias + 2 * (1 + self.bias) + 2 * bool(self.latent_width) + shared
+    def expert_tensors(self, *, stacked: bool) -> int:
+        return (2 if stacked else (self.projections + 1) * self.experts) * (1 + self.bias)
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -57,8 +57,8 @@ class Layer:
 
     def tensors(self, *, stacked: bool = False) -> int:
         """Weights and biases that have a name of their own in a checkpoint; `stacked`: experts of a layer are two."""
-        mlp = self.mlp.stacked_tensors if stacked else self.mlp.tensors
-        return self.attention.tensors + self.norms + mlp
+        parts = self.attention.tensors(self.hidden) + self.mlp.tensors(self.hidden)
+        return parts + self.norms + self.mlp.expert_tensors(stacked=stacked)
 
     def splits(self, tp: int, expert_tp: int | None = None) -> bool:
         """Whether heads and widths split evenly over `tp` GPUs (KV heads are replicated when there are too few), and
