@@ -266,20 +266,15 @@ class Groups:
 
     def _nodes(self, group: Group) -> Integers:
         """The nodes of the GPUs of every such group: (groups, GPUs of a group)."""
-        layout = self._layout
+        layout, sharded = self._layout, self._layout.sharded_over
+        degree, apart = {  # the group's, and how far apart neighbours of it lie
+            "tp": (layout.tp, 1),
+            "cp": (layout.cp, layout.tp),
+            "shards": (layout.shards, layout.tp),
+            "sharded": (sharded, layout.tp),
+            "replicas": (layout.shards // sharded, sharded * layout.tp),
+            "pp": (layout.pp, layout.shards * layout.tp),
+        }[group]
         gpus = np.arange(layout.first_gpu, layout.end_gpu, dtype=np.int64)
-        mesh = (gpus // self._per_domain).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
-        match group:
-            case "tp":
-                return mesh.reshape(-1, layout.tp)
-            case "cp":
-                return np.moveaxis(mesh, 2, 3).reshape(-1, layout.cp)
-            case "shards":
-                return np.moveaxis(mesh.reshape(layout.pp, layout.shards, layout.tp), 1, 2).reshape(-1, layout.shards)
-            case "sharded":
-                return self._nodes("shards").reshape(-1, layout.sharded_over)
-            case "replicas":
-                rows = self._nodes("shards").reshape(-1, layout.shards // layout.sharded_over, layout.sharded_over)
-                return np.moveaxis(rows, 1, 2).reshape(-1, layout.shards // layout.sharded_over)
-            case "pp":
-                return mesh.reshape(layout.pp, -1).T
+        mesh = (gpus // self._per_domain).reshape(-1, degree, apart)
+        return np.moveaxis(mesh, 1, 2).reshape(-1, degree)
