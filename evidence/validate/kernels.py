@@ -9,7 +9,7 @@ import pandas as pd
 
 from evidence.validate.parts import Options, Section
 from evidence.validate.rows import Row, summarise, summary_table
-from rlsim.calibrate.fit.attention import HEAD_DIM, kernel_decode_attention, kernel_prefill_attention
+from rlsim.calibrate.fit.attention import HEAD_DIM, kernel_attention
 from rlsim.calibrate.fit.collectives import kernel_collectives
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.fit.kernel import kernel_memory_bound
@@ -68,8 +68,8 @@ def _left_out(data: Path, calibration: Calibration) -> pd.DataFrame:
         decode = decode[decode.q_heads == decode.kv_heads]
     parts = [
         kernel_gemm(aiconfigurator.used_sizes(measured.table("gemm")), ref, cold=False).points,
-        kernel_decode_attention(decode, ref, calibration.engine, cold=False).points,
-        kernel_prefill_attention(prefill, ref).points,
+        kernel_attention("decode_attention", decode, ref, calibration.engine, cold=False).points,
+        kernel_attention("prefill_attention", prefill, ref, calibration.engine, cold=False).points,
         kernel_collectives(measured.table("collective"), ref, measured_node(calibration.gpu, ref)).points,
     ]
     if layers.files[0].split("/")[3] == calibration.gpu.split("-")[0]:

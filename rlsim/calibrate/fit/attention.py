@@ -5,7 +5,7 @@ Each size of heads has kernels of its own. Rows are held out by batch and heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from rlsim.calibrate.fit.common import (
     soft_l1,
 )
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
-from rlsim.calibrate.measurements import Fitted, Measurements, join, point_rows, residual, residual_of
+from rlsim.calibrate.measurements import ATTENTION, Fitted, Measurements, join, point_rows, residual_of
 from rlsim.cost.calibration import Engine, Reference, Residual
 from rlsim.cost.fits import AttentionFit, KernelFit
 from rlsim.cost.kernel import Work
@@ -57,16 +57,29 @@ WINDOWS_NOTE = "sequences beyond their window; (batch, heads) not fitted; KV fro
 ADDED_S = {"tiles": 1e-8, "sequences": 1e-8, "queries": 1e-11, "masked": 0.1}
 
 
+def _window(row: Any) -> int | None:
+    return int(row.window) if hasattr(row, "window") else None
+
+
+def _of_prompts(row: Any) -> tuple[list[tuple[float, float]], int, int, int, int | None]:
+    chunks = [(float(row.new), float(row.prior))] * int(row.batch)
+    return chunks, int(row.q_heads), int(row.kv_heads), int(row.head_dim), _window(row)
+
+
 def _decode_s(fit: AttentionFit, ref: Reference) -> Callable[[Any], float]:
     curve = cache(DecodeKernels(fit, ref).curve)
-    return lambda row: curve(int(row.batch), int(row.kv_heads), int(row.head_dim)).step_s(row.batch * row.context)
+
+    def seconds(row: Any) -> float:
+        window = _window(row)
+        made = curve(int(row.batch), int(row.kv_heads), int(row.head_dim), window)
+        return made.step_s(row.batch * (window or row.context))
+
+    return seconds
 
 
 def _prompts_s(fit: AttentionFit, ref: Reference) -> Callable[[Any], float]:
     kernels = PromptKernels(fit, ref)
-    return lambda row: kernels.time_s(
-        [(float(row.new), float(row.prior))] * int(row.batch), int(row.q_heads), int(row.kv_heads), int(row.head_dim)
-    )
+    return lambda row: kernels.time_s(*_of_prompts(row))
 
 
 DECODE = Kernel(
@@ -88,16 +101,14 @@ def attention_kernels(
     measured: Measurements, ref: Reference, engine: Engine, cold: bool
 ) -> dict[str, Fitted[AttentionFit]]:
     """Those of every table in `measured`, by its name; on an FP8 cache only if decode and prompts both were."""
-    found = {}
-    decode, prompts = (measured.table(f"{name}_attention_fp8") for name in ("decode", "prefill"))
-    decode, prompts = (table[table.head_dim == HEAD_DIM] for table in (decode, prompts))  # one fit, for files' size
-    if len(decode) and len(prompts):
-        found["decode_attention_fp8"] = kernel_decode_attention(decode, ref, engine, cold, "fp8")
-        found["prefill_attention_fp8"] = kernel_prefill_attention(prompts, ref, "fp8")
-    if "decode_attention" in measured:
-        found["decode_attention"] = kernel_decode_attention(measured.table("decode_attention"), ref, engine, cold)
-    if "prefill_attention" in measured:
-        found["prefill_attention"] = kernel_prefill_attention(measured.table("prefill_attention"), ref)
+    found, fp8 = {}, {operator: measured.table(f"{operator}_fp8") for operator in ATTENTION}
+    fp8 = {operator: table[table.head_dim == HEAD_DIM] for operator, table in fp8.items()}  # one fit, for files' size
+    if all(map(len, fp8.values())):
+        for operator, table in fp8.items():
+            found[f"{operator}_fp8"] = kernel_attention(operator, table, ref, engine, cold, "fp8")
+    for operator in ATTENTION:
+        if operator in measured:
+            found[operator] = kernel_attention(operator, measured.table(operator), ref, engine, cold)
     return found
 
 
@@ -113,10 +124,22 @@ def usual_groups(table: pd.DataFrame, operator: str) -> pd.DataFrame:
     return rows
 
 
-def _of_every_head_dim(
-    table: pd.DataFrame, kv: KvPrecision, operator: str, fitted: Callable[[pd.DataFrame], Fitted[AttentionFit]]
+def kernel_attention(
+    operator: str, table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv: KvPrecision = "bf16"
 ) -> Fitted[AttentionFit]:
-    """The fit of heads of 128 (or of the commonest size), and in it those of `OTHER_HEAD_DIMS` with enough rows."""
+    """Decode or prompt attention of `table` (columns as in `KEYS`, seconds), for heads of 128 (or of the commonest
+    size), and beside them for those of `OTHER_HEAD_DIMS` with enough rows.
+
+    Of decode equal contexts give the fit, unequal ones the skew; without those there is none. `cold`: its KV was
+    brought from memory, so every row counts; otherwise rows whose KV the L2 may have held are left out, as
+    `decode_rows` says. Of many prompts those with nothing cached are fitted and compared with the others; few are all
+    fitted.
+    """
+
+    def fitted(rows: pd.DataFrame) -> Fitted[AttentionFit]:
+        decode = operator == DECODE.operator
+        return _decode(rows, ref, engine, cold, kv) if decode else _prompts(rows, ref, kv)
+
     rows = table.head_dim.value_counts()
     others = [dim for dim in OTHER_HEAD_DIMS if HEAD_DIM in rows.index and rows.get(dim, 0) >= FULL]
     dim = HEAD_DIM if HEAD_DIM in rows.index else int(rows.index[0])
@@ -134,24 +157,20 @@ def _of_every_head_dim(
     return Fitted(found.fit.model_copy(update={"heads": heads}), residuals, points, said)
 
 
-def _works(kernels: DecodeKernels | PromptKernels, rows: pd.DataFrame) -> Work:
-
-    def one(row: Any) -> Work:
-        heads = int(row.kv_heads), int(row.head_dim)
-        window = getattr(row, "window", None)
-        if isinstance(kernels, DecodeKernels):
-            return kernels.work(int(row.batch), row.batch * (window or row.context), *heads)
-        return kernels.work(
-            [(float(row.new), float(row.prior))] * int(row.batch), int(row.q_heads), *heads, window
-        ).work
-
-    return stacked(one(row) for row in rows.itertuples(index=False))
+def _works(operator: str, kv: KvPrecision, ref: Reference, rows: pd.DataFrame) -> Work:
+    each: Iterable[Any] = rows.itertuples(index=False)
+    if operator == PROMPTS.operator:
+        prompts = PromptKernels(_of(kv, {}), ref)
+        return stacked(prompts.work(*_of_prompts(row)).work for row in each)
+    decode = DecodeKernels(_of(kv, {}), ref)
+    shapes = ((row, row.batch * (_window(row) or row.context)) for row in each)
+    return stacked(decode.work(int(row.batch), read, int(row.kv_heads), int(row.head_dim)) for row, read in shapes)
 
 
-def _kernel(kernels: DecodeKernels | PromptKernels, rows: pd.DataFrame, knots: Knots) -> KernelFit:
+def _kernel(operator: str, kv: KvPrecision, ref: Reference, rows: pd.DataFrame, knots: Knots) -> KernelFit:
     shape = rows.assign(sequences=rows.batch, tiles=rows.batch * rows.kv_heads, group=rows.q_heads / rows.kv_heads)
-    own: dict[str, Any] = OF_PROMPTS if isinstance(kernels, PromptKernels) else {}
-    work, seconds = _works(kernels, rows), rows.seconds.to_numpy(float)
+    own: dict[str, Any] = OF_PROMPTS if operator == PROMPTS.operator else {}
+    work, seconds = _works(operator, kv, ref, rows), rows.seconds.to_numpy(float)
     fit = fit_kernel(work, seconds, shape, knots, added_s=ADDED_S, **own)
     if fit.added_s.get("masked", MASKS) >= MASKS:
         return fit
@@ -161,17 +180,6 @@ def _kernel(kernels: DecodeKernels | PromptKernels, rows: pd.DataFrame, knots: K
 
 def _of(kv: KvPrecision, heads: dict[int, KernelFit]) -> AttentionFit:
     return AttentionFit.model_construct(kv_precision=kv, heads=heads, windows={}, skew=0.0)
-
-
-def kernel_decode_attention(
-    table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv: KvPrecision = "bf16"
-) -> Fitted[AttentionFit]:
-    """Decode attention of `table` (columns as in `KEYS`, seconds), unequal contexts apart.
-
-    Equal contexts give the fit, unequal ones the skew; without those there is none. `cold`: KV was brought from
-    memory, so every row counts; otherwise rows whose KV the L2 may have held are left out, as `decode_rows` says.
-    """
-    return _of_every_head_dim(table, kv, "decode_attention", lambda rows: _decode(rows, ref, engine, cold, kv))
 
 
 def _decode(table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv: KvPrecision) -> Fitted[AttentionFit]:
@@ -188,7 +196,7 @@ def _decode(table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv:
     else:
         used, test, note = np.ones(len(equal), dtype=bool), held_out_rows(heads_of(equal)), ""
     knots = KNOTS["decode_attention_trtllm" if engine == "trtllm" else "decode_attention"]
-    kernel = _kernel(DecodeKernels(_of(kv, {}), ref), equal[used & ~test], knots)
+    kernel = _kernel(DECODE.operator, kv, ref, equal[used & ~test], knots)
     fit = _of(kv, {int(equal.head_dim.iloc[0]): kernel})
     points = compared(DECODE, fit, ref, equal[used], test[used])
     ranges = equal[["batch", "context", "kv_heads"]].assign(group=equal.q_heads / equal.kv_heads)
@@ -233,14 +241,6 @@ def decode_rows(
     return DecodeRows(held_out(heads_of(table)), tiny, (large | include_hot) & long & plausible, large & long)
 
 
-def kernel_prefill_attention(table: pd.DataFrame, ref: Reference, kv: KvPrecision = "bf16") -> Fitted[AttentionFit]:
-    """Prompt attention of `table` (columns as in `KEYS`, seconds).
-
-    Of many rows those with nothing cached are fitted and compared with the others; few rows are all fitted.
-    """
-    return _of_every_head_dim(table, kv, "prefill_attention", lambda rows: _prompts(rows, ref, kv))
-
-
 def _prompts(table: pd.DataFrame, ref: Reference, kv: KvPrecision) -> Fitted[AttentionFit]:
     table = distinct(table, "prefill_attention", ["batch", "new", "prior", "q_heads", "kv_heads", "head_dim"])
     table = usual_groups(table, "prefill_attention")
@@ -253,7 +253,7 @@ def _prompts(table: pd.DataFrame, ref: Reference, kv: KvPrecision) -> Fitted[Att
         table, note = whole, "prompts of 16 tokens or more"
     else:
         test, cached, note = held_out_rows(heads_of(table)), cached.head(0), ""
-    kernel = _kernel(PromptKernels(_of(kv, {}), ref), table[~test], KNOTS["prefill_attention"])
+    kernel = _kernel(PROMPTS.operator, kv, ref, table[~test], KNOTS["prefill_attention"])
     fit = _of(kv, {int(table.head_dim.iloc[0]): kernel})
     points = compared(PROMPTS, fit, ref, table, test)
     ranges = table[["new"]].assign(context=table.new + table.prior, group=table.q_heads / table.kv_heads)
@@ -276,27 +276,17 @@ def with_windows(
     """`fit` of an operator with kernels of `table` (batch, tokens, window, q_heads, kv_heads, head_dim, seconds), and
     their residual, of batches and heads that no fit has seen."""
     used = (table.q_heads <= GROUP * table.kv_heads) & table.head_dim.isin((HEAD_DIM, *OTHER_HEAD_DIMS))
-    decode = operator == "decode_attention"
+    decode = operator == DECODE.operator
     rows = table[used if decode else used & (table.window < CHUNK)].reset_index(drop=True)
     if rows.empty:
         return fit, {}
-    rows, test = rows.assign(new=rows.tokens, prior=0), held_out(heads_of(rows))
-    kernels = DecodeKernels(fit, ref) if decode else PromptKernels(fit, ref)
+    rows, test = rows.assign(context=rows.tokens, new=rows.tokens, prior=0), held_out(heads_of(rows))
     own = {int(dim): ~test & (rows.head_dim == dim) for dim in sorted(rows.head_dim.unique())}
-    knots = KNOTS[f"{operator}_windows"]
-    windows = {dim: _kernel(kernels, rows[mask], knots) for dim, mask in own.items() if mask.any()}
+    name = f"{operator}_windows"
+    windows = {dim: _kernel(operator, "bf16", ref, rows[mask], KNOTS[name]) for dim, mask in own.items() if mask.any()}
     fit = fit.model_copy(update={"windows": windows})
-    made = type(kernels)(fit, ref)
-
-    def window_s(row: Any) -> float:
-        heads, window = (int(row.kv_heads), int(row.head_dim)), int(row.window)
-        if isinstance(made, DecodeKernels):
-            return made.curve(int(row.batch), *heads, window).step_s(row.batch * window)
-        return made.time_s([(float(row.tokens), 0.0)] * int(row.batch), int(row.q_heads), *heads, window)
-
-    shown = [window_s(row) for row in rows[test].itertuples(index=False)]
-    ranges = rows[["batch", "tokens", "window", "head_dim"]]
-    return fit, {f"{operator}_windows": residual(shown, rows[test].seconds, ranges, WINDOWS_NOTE)}
+    points = compared(DECODE if decode else PROMPTS, fit, ref, rows[test], True, name)
+    return fit, {name: residual_of(points, rows[["batch", "tokens", "window", "head_dim"]], WINDOWS_NOTE)}
 
 
 # Unequal contexts -----------------------------------------------------------------------------------------------------
