@@ -64,10 +64,8 @@ def _left_out(data: Path, calibration: Calibration) -> pd.DataFrame:
     measured = aiconfigurator.read(folder, backend, version, gpu=calibration.gpu, reference=ref)
     decode, prefill = (measured.table(f"{phase}_attention") for phase in ("decode", "prefill"))
     decode, prefill = (table[table.head_dim == HEAD_DIM] for table in (decode, prefill))
-    if calibration.engine == "trtllm":
-        decode = decode[decode.q_heads == decode.kv_heads]
     parts = [
-        kernel_gemm(aiconfigurator.used_sizes(measured.table("gemm")), ref, cold=False).points,
+        kernel_gemm(measured.table("gemm"), ref, cold=False).points,
         kernel_attention("decode_attention", decode, ref, calibration.engine, cold=False).points,
         kernel_attention("prefill_attention", prefill, ref, calibration.engine, cold=False).points,
         kernel_collectives(measured.table("collective"), ref, measured_node(calibration.gpu, ref)).points,

@@ -80,11 +80,8 @@ def read_format(
     reference, gpu = Reference.of(node), node.gpu.name
     if format == "aiconfigurator":
         folders = [aiconfigurator.gpu_folder(path, gpu) for path in paths]
-        joined = Measurements.merge(
-            aiconfigurator.read(folder, engine, version, gpu=gpu, reference=reference) for folder in folders
-        )
-        used = aiconfigurator.used_sizes(joined.table("gemm"))
-        return Measurements({**joined.tables, "gemm": used}, joined.sources, joined.notes), reference
+        parts = (aiconfigurator.read(folder, engine, version, gpu=gpu, reference=reference) for folder in folders)
+        return Measurements.merge(parts), reference
     if version is not None:
         raise CalibrationError(f"{format} tables have no engine versions; leave --version out")
     return nccl_tests.read(paths, gpu=gpu, reference=reference), reference
