@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from rlsim.calibrate.fit.collectives import fit_collective, times_of
-from rlsim.calibrate.fit.common import FEWEST, KNOTS, Mask, as_written, held_out_rows
-from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
+from rlsim.calibrate.fit.common import FEWEST, KNOTS, Mask, held_out_rows
+from rlsim.calibrate.fit.kernel import fit_with_l2
 from rlsim.calibrate.measurements import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Reference, Residual
 from rlsim.cost.collectives import exchanged_bytes
@@ -169,17 +169,5 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
     shape = pd.DataFrame(
         {"rows": rows.rows / rows.hit, "width": rows.width, "bytes": size, "popularity": 1.0 + rows.exponent}
     )
-    work = stacked(fused.work(*one) for one in calls)
-    seconds = rows.seconds.to_numpy(float)
-    fit = fit_kernel(
-        work,
-        seconds,
-        shape,
-        KNOTS["experts"],
-        kernel=kernel,
-        added_s=equal_parts(work, seconds),
-        in_l2=rows.in_l2.to_numpy(bool),
-        telling=rows.exponent.to_numpy() == 0,
-        by_share=True,
-    )
-    return as_written(kind.model_copy(update=dict(fit)))
+    works = (fused.work(*one) for one in calls)
+    return fit_with_l2(kind, works, rows, shape, KNOTS["experts"], telling=rows.exponent.to_numpy() == 0)

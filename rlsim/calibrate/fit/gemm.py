@@ -26,7 +26,7 @@ from rlsim.calibrate.fit.common import (
     predict,
     soft_l1,
 )
-from rlsim.calibrate.fit.kernel import equal_parts, fit_kernel, stacked
+from rlsim.calibrate.fit.kernel import fit_with_l2, stacked
 from rlsim.calibrate.measurements import Fitted, Measurements, residual_of
 from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import ProductFit, Tile
@@ -156,13 +156,8 @@ def fit_gemm(
 
 
 def _fitted(kind: ProductFit, rows: pd.DataFrame, ref: Reference) -> ProductFit:
-    sizes = zip(rows.m.to_numpy(float), rows.n.astype(int), rows.k.astype(int), strict=True)
-    work = stacked(map(ProductWork(kind, ref).__call__, *zip(*sizes, strict=True)))
-    seconds, in_l2 = rows.seconds.to_numpy(float), rows.in_l2.to_numpy(bool)
-    fit = fit_kernel(
-        work, seconds, rows, KNOTS["products"], added_s=equal_parts(work, seconds), in_l2=in_l2, by_share=True
-    )
-    return as_written(kind.model_copy(update=dict(fit)))
+    works = map(ProductWork(kind, ref).__call__, rows.m.astype(float), rows.n.astype(int), rows.k.astype(int))
+    return fit_with_l2(kind, works, rows, rows, KNOTS["products"])
 
 
 def _with_tiles(plain: ProductFit, rows: pd.DataFrame, ref: Reference) -> ProductFit:

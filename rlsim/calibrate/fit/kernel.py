@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -13,8 +13,10 @@ from scipy.sparse.linalg import spsolve
 
 from rlsim.calibrate.fit.common import (
     KNOTS,
+    SCALE,
     Array,
     Kernel,
+    Knots,
     Mask,
     as_written,
     compared,
@@ -28,6 +30,8 @@ from rlsim.cost.calibration import Reference
 from rlsim.cost.fits import Correction, KernelFit
 from rlsim.cost.kernel import Work, roofline_s
 from rlsim.cost.operators import ElementwiseKernel
+
+K = TypeVar("K", bound=KernelFit)
 
 START = 0.7  # share of a rate that the search begins with
 ADDED_S = 1e-9  # and seconds of a unit of other work
@@ -55,16 +59,14 @@ def fit_kernel(
     work: Work,
     seconds: Array,
     shape: pd.DataFrame,
-    knots: Mapping[str, Sequence[float]],
+    knots: Knots,
     *,
-    kernel: str = "",
     launch_s: float | None = None,
     held: Mapping[str, float] | None = None,
     blend: float = 3.0,
     added_s: Mapping[str, float] | None = None,
     in_l2: Mask | None = None,
     telling: Mask | None = None,
-    by_share: bool = False,
 ) -> KernelFit:
     """The kernel that took `seconds` for `work`; `shape` has a column for each axis of `knots`.
 
@@ -73,8 +75,8 @@ def fit_kernel(
     the table, it has every second knot, and so on.
 
     `in_l2`: rows whose bytes came from L2, at a rate of its own that is found beside the others; the table is fitted to
-    what they would have taken from memory. `telling`: the rows that the constants are fitted to, by default all.
-    `by_share`: in the table a row counts by what is not launch.
+    what they would have taken from memory, and in it a row counts by what is not launch. `telling`: the rows that the
+    constants are fitted to, by default all.
     """
     cold = work
     if in_l2 is not None and in_l2.any():
@@ -93,7 +95,7 @@ def fit_kernel(
         others = dict(zip(more, np.minimum(values[1 + len(names) :], MOST_S).tolist(), strict=True))
         launch = min(float(values[0]), most_s) if launch_s is None else launch_s
         return KernelFit.model_construct(
-            kernel=kernel, launch_s=launch, efficiency=shares, blend=blend, added_s=others, table=None
+            kernel="", launch_s=launch, efficiency=shares, blend=blend, added_s=others, table=None
         )
 
     told = np.ones(len(seconds), bool) if telling is None else telling
@@ -107,7 +109,7 @@ def fit_kernel(
     seconds = seconds + np.asarray(roofline_s(found, cold) - roofline_s(found, work))
     beyond = np.maximum(seconds - found.launch_s, LEAST * seconds)
     error, table = np.log(beyond / roofline_s(found, cold)), None
-    share = beyond / seconds if by_share else 1.0
+    share = 1.0 if in_l2 is None else beyond / seconds
     while table is None and max(map(len, knots.values())) > 2:
         table = fit_correction(shape, knots, error, share)
         knots = {name: [*values[:-1:2], values[-1]] for name, values in knots.items()}
@@ -115,16 +117,23 @@ def fit_kernel(
     return as_written(KernelFit(**{**found.model_dump(), "efficiency": shares, "table": table}))
 
 
+def fit_with_l2(
+    kind: K, works: Iterable[Work], rows: pd.DataFrame, shape: pd.DataFrame, knots: Knots, telling: Mask | None = None
+) -> K:
+    """`kind` with the kernel of `rows` (seconds, in_l2), whose other work begins as equal parts of the time."""
+    work, seconds = stacked(works), rows.seconds.to_numpy(float)
+    own: dict[str, Any] = {"in_l2": rows.in_l2.to_numpy(bool), "telling": telling}
+    fit = fit_kernel(work, seconds, shape, knots, added_s=equal_parts(work, seconds), **own)
+    return as_written(kind.model_copy(update={**dict(fit), "kernel": kind.kernel}))
+
+
 SMOOTH = 0.05  # weight of the difference of neighbouring knots, beside one of every row
 TO_ONE = 0.005  # weight of the pull to "no correction", for knots without rows
-SCALE = 0.1  # log errors beyond this count less and less (soft L1)
 ROWS_PER_KNOT = 1.2  # fewer, and there is no correction
 ROUNDS = 6  # of reweighting
 
 
-def fit_correction(
-    rows: pd.DataFrame, knots: Mapping[str, Sequence[float]], log_error: Array, share: Array | float = 1.0
-) -> Correction | None:
+def fit_correction(rows: pd.DataFrame, knots: Knots, log_error: Array, share: Array | float = 1.0) -> Correction | None:
     """The factor exp(g) with g multilinear in the logs of columns through `log_error` = log(measured / formula), where
     the formula is that `share` of each row's time.
 
