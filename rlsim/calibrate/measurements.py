@@ -130,9 +130,6 @@ def measured_node(gpu: str, ref: Reference) -> Cluster:
     )
 
 
-# A calibration in the making, and its points --------------------------------------------------------------------------
-
-
 # Points ---------------------------------------------------------------------------------------------------------------
 
 #: `error` = fitted / measured - 1; `held_out`: the fit has not seen the point.

@@ -52,13 +52,6 @@ class Worker:
         """All workers, as `ranks`."""
         return self.ranks(self.size)
 
-    def create_groups(self, size: int) -> Any:
-        """New groups of `size` consecutive ranks, by all workers together; the one this rank is in."""
-        import torch.distributed as dist
-
-        groups = [dist.new_group(list(range(i, i + size)), timeout=TIMEOUT) for i in range(0, self.size, size)]
-        return groups[self.rank // size]
-
 
 class Workers:
     """`count` processes on `device` ("cpu" or "cuda"), each pinned to its own core or given its own GPU.
