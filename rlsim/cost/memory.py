@@ -16,7 +16,7 @@ from rlsim.cost.flops import attention_work
 from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.ledger import does_not_fit
 from rlsim.cost.step import KvShape
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.strategy import Logits, TrainStrategy
 from rlsim.models.hardware import Gpu
 from rlsim.models.layers import Experts, FullAttention, LatentAttention, Layer
 from rlsim.models.model import Model
@@ -34,10 +34,15 @@ STATES = ("parameters", "optimizer states")
 #: The kernels of experts in MXFP4 take inputs of a multiple of so many numbers: weights are padded to it.
 MXFP4_BLOCK = 256
 
-#: Tokens whose logits are there at once where the head is fused with the loss, and bytes for each of these logits:
-#: veRL's `FusedLinearForPPOFunction` takes chunks of 512 tokens, with bf16 logits and up to four fp32 tensors of them.
+#: Tokens whose logits are there at once where the head is fused with the loss (veRL's `FusedLinearForPPOFunction`).
 FUSED_CHUNK_TOKENS = 512
-FUSED_LOGIT_BYTES = BF16 + 4 * FP32
+#: Bytes of one logit at most, by what computes it (`logits_bytes`): in training, without gradient, and so with entropy.
+LOGIT_BYTES: Mapping[Logits, tuple[int, int, int]] = {
+    "bf16": (2 * BF16, 2 * BF16, 2 * BF16),
+    "fp32": (2 * FP32, BF16 + FP32, 3 * FP32),
+    "torch": (2 * BF16 + 3 * FP32, BF16 + 2 * FP32, BF16 + 2 * FP32),
+    "fused": (BF16 + 4 * FP32, BF16 + 4 * FP32, BF16 + 4 * FP32),
+}
 
 
 @dataclass(frozen=True)
@@ -253,10 +258,6 @@ def layer_parts(layer: Layer, strategy: TrainStrategy) -> tuple[float, float]:
     return layer.parameters_per_gpu(tp) - layer.expert_weights(tp), layer.expert_weights() / strategy.expert_cut
 
 
-def _local(layer: Layer, strategy: TrainStrategy) -> float:
-    return sum(layer_parts(layer, strategy))
-
-
 def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[float, float, float]:
     """Bytes per token of one layer: kept from forward to backward under `strategy.recompute`, all of a layer, and the
     gradients that its backward pass holds beside them.
@@ -309,23 +310,15 @@ def logits_bytes(
       old log-probabilities, a clone and the softmax of `vocab_parallel_entropy` are there too.
     - `torch`, NeMo-RL's DTensor (`nemo_rl/algorithms/loss`, v0.4) and prime-rl's supervised training: bf16, a copy in
       fp32, its `log_softmax`, and the gradients of the latter two.
-    - `fused`, `use_fused_kernels`: one chunk's.
+    - `fused`, `use_fused_kernels`: one chunk's, bf16 logits and up to four tensors of them in fp32.
 
     With `entropy_coeff` 0, as in veRL's scripts, training computes no entropy.
     """
     if model.scalar_head:
         return 0.0
     if strategy.logits == "fused":
-        tokens, each = min(tokens, FUSED_CHUNK_TOKENS), FUSED_LOGIT_BYTES
-    elif strategy.logits == "bf16":
-        each = 2 * BF16
-    elif strategy.logits == "torch":
-        each = BF16 + 2 * FP32 + backward * (FP32 + BF16)
-    elif backward:
-        each = 2 * FP32
-    else:
-        each = 3 * FP32 if entropy else BF16 + FP32
-    return each * tokens * model.vocab_size / strategy.tp
+        tokens = min(tokens, FUSED_CHUNK_TOKENS)
+    return LOGIT_BYTES[strategy.logits][0 if backward else 1 + entropy] * tokens * model.vocab_size / strategy.tp
 
 
 def stage_bytes(
@@ -352,7 +345,7 @@ def stage_bytes(
     all_logits = logits_bytes(model, strategy, tokens, backward=backward, entropy=entropy)
     unit_bytes = 2 * BF16 + backward * strategy.gradient_bytes
     embedding = model.vocab_size * model.hidden_size / strategy.tp
-    largest = max(*(_local(layer, strategy) for layer in model.groups), embedding)
+    largest = max(*(sum(layer_parts(layer, strategy)) for layer in model.groups), embedding)
     gathered = unit_bytes * largest * (zero == 3)
 
     def on_stage(at: int, layers: Mapping[Layer, int], parts: list[tuple[float, TrainStrategy]]) -> dict[str, float]:
