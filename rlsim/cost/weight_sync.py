@@ -47,27 +47,22 @@ REMAPPED_BYTES_PER_S = 2.77e11
 
 @dataclass(frozen=True, kw_only=True)
 class SyncFit:
-    """The constants of a sync, each read off measured syncs."""
+    """The constants of a sync, fitted to veRL's published ones by `evidence.validate.weight_sync`, which says which row
+    gives which."""
 
-    network_share: float  # of the rate of the sender's port, in a broadcast to other nodes
-    stored_tensor_s: float  # for each tensor that ZeRO-3 gathers
-    named_tensor_s: float  # for each tensor by name that is put into a bucket and loaded from it
-    lone_tensor_s: float  # for each tensor that goes alone: gather, broadcast and load call
-    staging_bytes_per_s: float  # of a GPU that takes its ZeRO-3 shards from host memory tensor by tensor
-    sglang_s: float  # for each sync into SGLang
-    sglang_bytes_per_s: float  # of what gets into SGLang, beside the time for tensors
+    network_share: float = 0.460  # of the rate of the sender's port, in a broadcast to other nodes; GH200, 4 to 4 GPUs
+    stored_tensor_s: float = 0.224e-3  # for each tensor that ZeRO-3 gathers; FSDP, 2 to 30 H100, experts apart
+    # for each tensor by name that is put into a bucket and loaded from it; Megatron to vLLM by way of host memory, H20
+    named_tensor_s: float = 0.0851e-3
+    lone_tensor_s: float = 0.695e-3  # for each that goes alone: gather, broadcast and load call; Megatron to vLLM, H20
+    # of a GPU that takes its ZeRO-3 shards from host memory tensor by tensor; FSDP2 to SGLang, H100, with and without
+    # offload
+    staging_bytes_per_s: float = 2.21e9
+    sglang_s: float = 0.310  # for each sync into SGLang; inside a node of A100
+    sglang_bytes_per_s: float = 6.22e9  # of what gets into SGLang, beside the time for tensors; FSDP2, H100
 
 
-#: Fitted to veRL's published syncs by `evidence.validate.weight_sync`, which says which row gives which.
-FITTED = SyncFit(
-    network_share=0.460,  # GH200, 4 to 4 GPUs
-    stored_tensor_s=0.224e-3,  # FSDP, 2 to 30 H100, experts apart
-    named_tensor_s=0.0851e-3,  # Megatron to vLLM by way of host memory, H20
-    lone_tensor_s=0.695e-3,  # Megatron to vLLM, H20
-    staging_bytes_per_s=2.21e9,  # FSDP2 to SGLang, H100, with and without offload
-    sglang_s=0.310,  # inside a node of A100
-    sglang_bytes_per_s=6.22e9,  # FSDP2 to SGLang, H100
-)
+FITTED = SyncFit()
 
 
 @dataclass(frozen=True)
