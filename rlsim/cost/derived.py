@@ -12,7 +12,7 @@ from rlsim.cost.calibration import DECODE_AXES, PREFILL_AXES, EngineFit, HostFit
 from rlsim.cost.collectives import CollectiveTime
 from rlsim.cost.curve import DecodeCurve, InWindows, at_least, longer, times
 from rlsim.cost.fits import Correction
-from rlsim.cost.kernel import Surface, surface_of
+from rlsim.cost.kernel import Surface
 from rlsim.cost.micro_batches import pack
 from rlsim.cost.step import Chunk, Conditions, Lookups, StepCost
 from rlsim.errors import ConfigError
@@ -119,13 +119,13 @@ class ServedStep(DerivedStep):
         super().__init__(cost, lambda *_: Change(scale=fit.level))
         self._fit = fit
         self._decodes = Surface(fit.decode, DECODE_AXES)
-        self._prefills = surface_of(fit.prefill, PREFILL_AXES)
+        self._prefills = None if fit.prefill is None else Surface(fit.prefill, PREFILL_AXES)
         self._prefilled: set[int] = set()
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
-        factor, contexts = self._decodes.along(batch), self._fit.decode.axes["context"]
+        factor, contexts = self._decodes, self._fit.decode.axes["context"]
         curve = self._cost.decode(batch, in_windows)
-        return times(curve, lambda tokens: factor(max(tokens / batch, 1.0)), [batch * each for each in contexts])
+        return times(curve, lambda tokens: factor(batch, max(tokens / batch, 1.0)), [batch * each for each in contexts])
 
     def mixed_s(
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None

@@ -39,27 +39,9 @@ class Surface:
     def sliced(self, *coordinates: float) -> Surface:
         """The factor over the first axes alone, at these coordinates of the last ones."""
         x = [log(value) for value in coordinates]
-        first = len(self._axes) - len(x)
-        return self._cut(self._axes[:first], _sliced(self._values, self._axes[first:], x, first))
-
-    def along(self, coordinate: float) -> Surface:
-        """The factor over the other axes, at this coordinate of the first one."""
-        knots, values, at = self._axes[0], self._values, log(coordinate)
-        if not knots[0] < at < knots[-1]:
-            return self._cut(self._axes[1:], values[0] if at <= knots[0] else values[-1])
-        i = bisect_right(knots, at) - 1
-        share = (at - knots[i]) / (knots[i + 1] - knots[i])
-        return self._cut(self._axes[1:], _between(values[i], values[i + 1], share))
-
-    @staticmethod
-    def _cut(axes: list[list[float]], values: list[Any]) -> Surface:
-        cut = Surface.__new__(Surface)
-        cut._axes, cut._values = axes, values
+        first, cut = len(self._axes) - len(x), copy(self)
+        cut._axes, cut._values = self._axes[:first], _sliced(self._values, self._axes[first:], x, first)
         return cut
-
-    def at_knots(self) -> list[float]:
-        """The factor at every knot of the one axis that is left."""
-        return [exp(value) for value in self._values]
 
     def __call__(self, *coordinates: float) -> float:
         """The factor there; beyond an axis' knots, that at its end."""
@@ -81,12 +63,6 @@ def _sliced(values: list[Any], axes: list[list[float]], x: list[float], depth: i
     return [_sliced(value, axes, x, depth - 1) for value in values]
 
 
-def _between(low: list[Any], high: list[Any], share: float) -> list[Any]:
-    return [
-        _between(a, b, share) if isinstance(a, list) else a + (b - a) * share for a, b in zip(low, high, strict=True)
-    ]
-
-
 def _at(axes: list[list[float]], values: list[Any], x: list[float], axis: int) -> float:
     knots, at, last = axes[axis], x[axis], axis + 1 == len(axes)
     if at <= knots[0]:
@@ -102,11 +78,6 @@ def _at(axes: list[list[float]], values: list[Any], x: list[float], axis: int) -
             return float(low)
         high = _at(axes, high, x, axis + 1)
     return float(low + (high - low) * share)
-
-
-def surface_of(correction: Correction | None, names: Sequence[str]) -> Surface | None:
-    """`Surface`, or None where there is no correction."""
-    return None if correction is None else Surface(correction, names)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -142,7 +113,7 @@ class Kernel:
 
     def __init__(self, fit: KernelFit, axes: Sequence[str]) -> None:
         self.fit = fit
-        self.surface: Surface | None = surface_of(fit.table, axes)
+        self.surface = None if fit.table is None else Surface(fit.table, axes)
         self._shares = tuple(fit.efficiency.items())
         self._added = tuple(fit.added_s.items())
 

@@ -61,7 +61,6 @@ class Operators:
         self._decode = cache(self.decode_kernels.curve)
         self.prompt_kernels = PromptKernels(fits.prefill_attention, reference)
         self._memory = ElementwiseKernel(fits.memory_bound, reference)
-        self._memory_range = self._ranges.get("memory_bound", {}).get("bytes", (-inf, inf))
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
         self._prefill_range = (*new, context[1])
@@ -157,11 +156,7 @@ class Operators:
 
     def memory_bound_s(self, size_bytes: float, tokens: float) -> float:
         """Seconds of an elementwise kernel or norm over `tokens` tokens that moves `size_bytes` to and from memory."""
-        low, high = self._memory_range
-        if low <= size_bytes <= high:
-            self._lookups.add("memory_bound", "interpolated")
-        else:
-            self.count("memory_bound", bytes=size_bytes)
+        self.count("memory_bound", bytes=size_bytes)
         return self._memory.time_s(size_bytes, tokens)
 
 
@@ -210,10 +205,8 @@ def bent(kernel: Kernel, first: float, batch: int, work: Callable[[float], Work]
     Its table is taken at `first` of its first axis; the knots of the second, the context (T / batch), bend the line.
     Times never fall with T and are never below `least_slope · T`.
     """
-    contexts: Sequence[float] = (1.0,)
-    factors = [1.0]
-    if kernel.surface is not None and kernel.fit.table is not None:
-        contexts, factors = kernel.fit.table.axes["context"], kernel.surface.along(first).at_knots()
+    contexts = (1.0,) if kernel.fit.table is None else kernel.fit.table.axes["context"]
+    factors = [1.0 if kernel.surface is None else kernel.surface(first, context) for context in contexts]
     return _line(kernel, batch, [batch * context for context in contexts], factors, work, least_slope)
 
 
