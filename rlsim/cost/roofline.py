@@ -111,7 +111,7 @@ class RooflineStep(StepCost):
         )
         self._head = model.head(self._group_tp)
         self.head_s = cache(self._head_s)
-        self._known_tokens_s = cache(self._of_tokens_s)
+        self._tokens_s = cache(self._of_tokens_s)
         self._known_prefill_s: dict[Chunk, float] = {}
 
     def _as_run(self, layer: Layer) -> Layer:
@@ -212,14 +212,9 @@ class RooflineStep(StepCost):
         dealt = pack([chunk.new_tokens for chunk in chunks], min(self._attention_dp, len(chunks)))
         return [chunks[i] for i in max(dealt, key=lambda members: sum(chunks[i].new_tokens for i in members))]
 
-    def _tokens_s(self, tokens: float, own: float | None = None) -> float:
-        """All that depends on the number of tokens alone: products, elementwise kernels, communication.
-
-        `own` are the tokens of one group of GPUs, by default its share.
-        """
-        return self._known_tokens_s(tokens, self.own(tokens) if own is None else own)
-
     def _of_tokens_s(self, tokens: float, own: float) -> float:
+        """All that depends on the number of tokens alone, of which one group of GPUs has `own`: products, elementwise
+        kernels, communication."""
         layers_s = sum(
             count * (self._products_s(layer, linears, tokens, own) + self._elementwise_s(layer, own))
             for count, layer, linears in self._layers
