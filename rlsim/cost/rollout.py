@@ -143,7 +143,9 @@ class RolloutCostModel:
             return NO_HOST_KV
         own, groups = self._layout.attention_tp(self._stage_tp(tp)), self._layout.attention_dp
         page_bytes = kv_page_bytes(self.model, own, self.page_tokens, self._pp) / groups
-        return HostKv.of(self._kv_offloading_bytes, page_bytes, self.capacity_pages(tp), self.cluster.host)
+        pages, host = math.floor(self._kv_offloading_bytes / page_bytes), self.cluster.host
+        page_s = page_bytes * host.shared_by_gpus / host.bytes_per_s
+        return HostKv(max(pages - self.capacity_pages(tp), 0), host.latency_s, page_s)
 
     def feasible_tps(
         self, sequence_tokens: int, degrees: Iterable[int] | None = None

@@ -41,20 +41,12 @@ def allocated_copy_s(bytes_per_gpu: float, host: Link, kind: str, *, out: bool) 
 
 @dataclass(frozen=True)
 class HostKv:
-    """Host memory for KV pages that the GPUs of one replica have no room for: how many, and the way back."""
+    """Host memory for KV pages that the GPUs of one replica have no room for: how many beside copies of those that the
+    GPUs hold, and the way back."""
 
     pages: int = 0
     latency_s: float = 0.0
     page_s: float = 0.0  # of each page, by all GPUs of the replica at once
-
-    @classmethod
-    def of(cls, offloading_bytes: float, page_bytes: float, gpu_pages: int, host: Link) -> HostKv:
-        """What `offloading_bytes` for each GPU hold beside copies of the `gpu_pages` that the GPUs hold.
-
-        A page takes `page_bytes` of each GPU.
-        """
-        pages = max(math.floor(offloading_bytes / page_bytes) - gpu_pages, 0)
-        return cls(pages, host.latency_s, page_bytes * host.shared_by_gpus / host.bytes_per_s)
 
     def load_s(self, pages: int) -> float:
         """Seconds to load so many pages, as `host_copy_s`."""
