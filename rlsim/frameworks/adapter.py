@@ -52,7 +52,7 @@ def adapted(
     if "max_model_len" in config.names:
         parts.limit_context(config, draft)
     if "critic" in config.names:
-        parts.add_critic(config, draft, options, actor)
+        parts.add_critic(config, draft, options)
     use = said.get("use", Entry("class"))
     parts.add_engine(config, draft, engine, machines.gpu, use.value, use.comment)
     limits = EngineConfig().model_dump() | draft.data()["engine"]

@@ -26,7 +26,7 @@ from rlsim.frameworks.names import (
     nearest_trace,
     spelled_out,
 )
-from rlsim.frameworks.settings import INTEGER, Settings
+from rlsim.frameworks.settings import INTEGER, TEXT, Settings
 from rlsim.models.hardware import Cluster, Gpu, load_cluster
 from rlsim.models.model import Model, load_model
 from rlsim.models.names import UNSEEN
@@ -128,13 +128,19 @@ def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
     return load_model(beside(chosen, options.folder))
 
 
-def add_critic(config: Settings, draft: Draft, options: Options, actor: Model) -> None:
+def add_critic(config: Settings, draft: Draft, options: Options) -> None:
     """The shape of the critic, unless it is the actor's."""
-    if not config.is_given("critic") or config.value("critic") == config.value("model"):
+    path = config.text("critic") if config.is_given("critic") else None
+    if path is None or path == config.told(TEXT, "model"):
         return
-    other = Draft({})
-    if add_model(other, options, config.text("critic"), config.where("critic")).name != actor.name:
-        draft.entries["models"] = {"critic": Entry(other.data()["model"], config.where("critic"))}
+    try:
+        chosen, said = find_model(path, options.folder)
+    except RlsimError:
+        draft.notes.append(f"{config.where('critic')}: the shape of {path} is not known; the critic is taken to be "
+                           "like the actor")  # fmt: skip
+        return
+    if chosen != draft.data()["model"]:
+        draft.block("models")["critic"] = Entry(chosen, joined(config.where("critic"), said))
 
 
 def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: Entry) -> None:

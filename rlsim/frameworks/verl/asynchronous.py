@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rlsim.errors import ConfigError
 from rlsim.frameworks.draft import Draft, Entry
@@ -146,25 +146,3 @@ def _set_batch(config: VerlSettings) -> None:
     config.given.pop(_GENERATED, None)  # always 1
     said = " × ".join(f"{key.rpartition('.')[2]} {factor}" for key, factor in factors.items())
     config.put({_BATCH: math.prod(factors.values())}, said)
-
-
-def parts_beside(config: VerlSettings, apart: Apart) -> list[Any]:
-    """Further parts of the system: whether GPUs of training generate while they would wait."""
-    if apart.policy != "verl_fully_async" or not (config.flag("switch") or config.flag("scheduling")):
-        return []
-    if not config.is_given("until"):
-        return ["hybrid_rollout"]
-    return [{"hybrid_rollout": {"until": config.needed("until")}}]
-
-
-def ahead(config: VerlSettings, apart: Apart | None) -> int:
-    """Steps that generation may be ahead of training."""
-    if apart is None:
-        return 0 if colocated_of(config) is None else 1
-    return 1 if apart.policy == "one_step_off" else math.ceil(config.needed("threshold"))
-
-
-def recomputes(config: VerlSettings) -> bool:
-    """Whether training computes the old policy's log-probs; releases have several switches for it."""
-    uses = all(config.told(FLAG, key) is not False for key in config.keys("uses_rollout"))
-    return not uses or config.flag("proximal") or not config.get(FLAG, _BYPASS)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from rlsim.base.catalogue import DATA
 from rlsim.base.reading import read_text
-from rlsim.errors import ConfigError, RlsimError, unknown_name
+from rlsim.errors import ConfigError, unknown_name
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import Draft, Entry
 from rlsim.frameworks.mapping import Reading, names, unlike_rows
@@ -40,7 +40,7 @@ from rlsim.trace.metrics import METRICS
 
 #: Advantage estimators: rlsim's algorithm of the same calls.
 _ALGORITHMS = dict(line.split(",") for line in read_text(DATA / "frameworks" / "estimators.csv").splitlines())
-_ESTIMATOR, _MODEL, _CRITIC = "algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.model.path"
+_ESTIMATOR, _MODEL = "algorithm.adv_estimator", "actor_rollout_ref.model.path"
 #: What settings of the engines themselves begin with.
 _SECTIONS = {engine: f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("vllm", "sglang")}
 #: Keys that are known beside those that have names or defaults.
@@ -103,16 +103,14 @@ def _facts(config: VerlSettings, settings: RunSettings, machines: Cluster, apart
     if critic is not None and critic != (algorithm == "ppo"):
         raise ConfigError(f"{config.origin['critic.enable']}: critic.enable = {critic} with {_ESTIMATOR}={estimator}: "
                           "no algorithm of rlsim has these calls; write it as workflow.algorithm: custom")  # fmt: skip
-    policy = apart.policy if apart else ""
-    fully = policy == "verl_fully_async"
     flags = (f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in ("param", "optimizer"))
     offloaded = [key for key in flags if config.flag(key)]
     scores = (name for name in ("sandbox", "scoring") if any(config.told(ANYTHING, key) for key in config.keys(name)))
     return {
-        "algorithm": algorithm, "policy": policy, "apart": apart.where if apart else "",
-        "rollout": apart.rollout_gpus if apart else 0, "ahead": asynchronous.ahead(config, apart),
+        "algorithm": algorithm, "policy": apart.policy if apart else "", "apart": apart.where if apart else "",
+        "rollout": apart.rollout_gpus if apart else 0,
+        "colocated": apart is None and asynchronous.colocated_of(config) is not None,
         "mixed_nodes": bool(apart and apart.shares_nodes(machines.gpus_per_node) and apart.rollout[0] > 1),
-        "recomputes": asynchronous.recomputes(config) if fully else not config.flag("bypass"),
         "run": settings, "train": train, "inference": settings.inference, "megatron": settings.backend == "megatron",
         "of_rank": f" × {train.cp} GPUs of a rank" if train.cp > 1 else "", "scores": next(scores, ""),
         "offloaded": config.where(*offloaded) if offloaded else "",
@@ -226,30 +224,19 @@ def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options:
 
 def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
     """The shapes of the critic, unless it is the actor's, and of a reward model."""
-    models, folder, reward_model = dict[str, Entry](), options.folder, options.reward_model
-    if _ALGORITHMS[config.text(_ESTIMATOR)] == "ppo" and config.is_given(_CRITIC):
-        path, actor = config.text(_CRITIC), draft.data()["model"]
-        try:
-            chosen, said = find_model(path, folder)
-        except RlsimError:
-            chosen, said = actor, ""
-            if path != config.told(TEXT, _MODEL):
-                draft.notes.append(f"{config.where(_CRITIC)}: the shape of {path} is not known; the critic is taken to "
-                                   "be like the actor")  # fmt: skip
-        if chosen != actor:
-            models["critic"] = Entry(chosen, joined(config.where(_CRITIC), said))
+    if _ALGORITHMS[config.text(_ESTIMATOR)] == "ppo":
+        parts.add_critic(config, draft, options)
     for path_name in ("reward_model", "new_reward_model"):
         switch, path_key = f"{path_name}_on", config.key(path_name)
         if config.told(FLAG, switch):
-            named = reward_model or config.get(TEXT, path_key)
+            named = options.reward_model or config.get(TEXT, path_key)
             if named is None:
                 raise ConfigError(f"{config.where(switch)}: but {path_key} names no model: give --reward-model")
-            chosen, said = find_model(named, folder, option="--reward-model")
-            models["reward"] = Entry(chosen, joined("--reward-model" if reward_model else config.where(path_key), said))
+            chosen, said = find_model(named, options.folder, option="--reward-model")
+            where = "--reward-model" if options.reward_model else config.where(path_key)
+            draft.block("models")["reward"] = Entry(chosen, joined(where, said))
             draft.block("workflow")["reward"] = Entry({}, config.where(switch))
             draft.notes.append("the reward model reads each response once, on the GPUs of the other calls")
-    if models:
-        draft.entries["models"] = models
 
 
 def _systems(
@@ -257,7 +244,10 @@ def _systems(
 ) -> None:
     more = parts.filtering(config, draft, "filters" if config.flag("filters") else "")
     if apart is not None:
-        where, more = config.said("rollout_tp", "rollout_nodes"), [*more, *asynchronous.parts_beside(config, apart)]
+        if beside := reading.fact("beside"):
+            until = {key: entry.value for key, entry in reading.entries(beside).items()}
+            more.append({beside: until} if until else beside)
+        where = config.said("rollout_tp", "rollout_nodes")
         parts.add_systems(reading, draft, tp, where, more, apart.policy, over_nodes=over_nodes)
         return
     colocated = asynchronous.colocated_of(config)
