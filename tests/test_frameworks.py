@@ -240,6 +240,12 @@ def slime(tmp_path: Path, *sources: str, text: str = SLIME, **more: Any) -> Draf
     return from_slime([str(tmp_path / "run-mine.sh"), *sources], options(tmp_path, **more))
 
 
+def test_a_value_that_would_have_to_be_run_is_told_where_nothing_needs_it(tmp_path: Path) -> None:
+    draft = slime(tmp_path, "--seed=$(date +%s)")
+    assert any("$(seq 16 8 256) would have to be run: CUDA graphs of these batches" in item for item in draft.missing)
+    assert "--seed" in draft.unread
+
+
 def test_a_plain_list_of_flags_is_read_as_well(tmp_path: Path) -> None:
     flags = "\n".join(
         line for line in SLIME.split("\n") if re.match(" +--(?!runtime|actor)", line) and "\\" not in line

@@ -186,6 +186,7 @@ def test_what_the_cases_assume(tmp_path: Path) -> None:
     assert name not in ledger_rows("24", tmp_path, cluster="8xa800", calibration="a800-vllm")
     assert name not in ledger_rows("24", tmp_path, **{"training.attention": "flash_attention_3"})
     assert "experts under FSDP" not in known["24"]
+    assert "kernel of FP8 experts" not in ledger_rows("24", tmp_path, **{"engine.precision": "fp8_block"})
     assert "experts under FSDP" in ledger_rows("24", tmp_path, model="qwen3-30b-a3b")
 
 

@@ -230,7 +230,11 @@ def unlike(config: Settings, table: Iterable[UnlikeRow]) -> list[str]:
             config.asked.update(below)
             value = ", ".join(f"{other.removeprefix(f'{key}.')}={config.given[other]}" for other in below)
             where = f"{key} ({config.origin[below[0]]})"
-        if value is not None and matters(value):
+        if key in config.doubts:
+            config.asked.add(key)
+            place, unknown = config.doubts[key]
+            found.append(f"{key} ({place}), {unknown.why}: {what}")
+        elif value is not None and matters(value):
             found.append(f"{where} = {value}: {what}")
     return found
 

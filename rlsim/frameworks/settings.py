@@ -220,10 +220,11 @@ class Settings:
         Those of files that the first file inherits from are counted.
         """
         found, inherited = dict[str, None](), 0
-        for key in self.given:
-            if key in self.asked or self.given[key] is None:
+        for key in (*self.given, *self.doubts):
+            place = self.doubts[key][0] if key in self.doubts else self.origin[key]
+            if key in self.asked or (key in self.given and self.given[key] is None):
                 continue
-            if self.origin[key].rpartition(":")[0] in self.inherited:
+            if place.rpartition(":")[0] in self.inherited:
                 inherited += 1
                 continue
             parts = key.split(".")
