@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import simpy
-from conftest import cases, tables
+from conftest import tables
 
 from rlsim.calibrate.from_run import FromRun, from_run
 from rlsim.calibrate.run_fit import HostTimes, doubts
@@ -209,14 +209,6 @@ def test_a_resumed_run_counts_as_logged_last_and_a_cut_line_is_left_out(tmp_path
     assert list(log.steps.gen_s) == [70, 72]
     assert any("logged more than once" in note for note in log.notes)
     assert any("step 3" in note and "cut while being written" in note for note in log.notes)
-
-
-@cases("calibrate_from_run", "damaged files are refused with their line")
-def test_damaged_files_are_refused_with_their_line(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match=message):
-        read_log(save(tmp_path, text))
-    with pytest.raises(CalibrationError, match=r"nowhere.log: no such file"):
-        read_log(tmp_path / "nowhere.log")
 
 
 # Lengths -------------------------------------------------------------------------------------------------------------

@@ -193,14 +193,6 @@ def test_aiconfigurator_cut_parquet(systems: Path, keep: float) -> None:
         gpu_read(systems)
 
 
-@cases("calibrate_import", "aiconfigurator broken text")
-def test_aiconfigurator_broken_text(tmp_path: Path, text: str, words: list[str]) -> None:
-    path = tmp_path / "gemm_perf.txt"
-    path.write_text(text)
-    with refused(str(path), *words):
-        aiconfigurator.gemms(path)
-
-
 def test_aiconfigurator_unknown_names(systems: Path, tmp_path: Path) -> None:
     folder = systems / "h100_sxm"
     with refused("no gemm tables of backend 'vlm'", "did you mean 'vllm'"):

@@ -4,7 +4,6 @@ The first part is one property of every command that reads files; the rest are f
 `FUZZ_CASES=1000 pytest tests/test_damaged_files.py -k changed` tries as many changes for each command.
 """
 
-import functools
 import gzip
 import io
 import json
@@ -15,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ import rlsim
 from rlsim.base import tables
 from rlsim.base.reading import plain
 from rlsim.base.schema import validate
-from rlsim.calibrate.importers import read_format
+from rlsim.calibrate.from_engine import from_engine
+from rlsim.calibrate.importers import aiconfigurator, read_format
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.rollout import RolloutCostModel
@@ -307,7 +308,7 @@ READERS = {
 }
 
 
-@functools.cache
+@cache
 def samples_of(make: Callable[[Path], Iterator[Sample]]) -> list[Sample]:
     with tempfile.TemporaryDirectory() as folder:
         return list(make(Path(folder)))
@@ -426,18 +427,24 @@ def test_changed_files_are_refused_or_give_sane_results(name: str, case: Case) -
 FUNCTIONS: dict[str, Callable[[Path], Any]] = {
     "trace": read_trace,
     "import": import_trace,
+    "dump": lambda path: import_trace(path, tokenizer=dumps.tokenizer(path.parent)),
     "log": read_log,
     "batch": lambda path: batch_of(read_log(path), cap=100),
+    "gemms": aiconfigurator.gemms,
+    "engine log": partial(from_engine, model="qwen2.5-7b", tp=2, calibration="h100-vllm"),
 }
 
 
 @cases("damaged_files", "refused")
-def test_refused(tmp_path: Path, reader: str, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text.replace("HUGE", str(HUGE)))
-    with pytest.raises(RlsimError) as error:
+def test_refused(tmp_path: Path, reader: str, name: str, text: Any, message: str) -> None:
+    """With the file, the line, and what was expected there."""
+    if text is not None and not isinstance(text, str):
+        text = "\n".join(map(json.dumps, text)) if name.endswith(".jsonl") else json.dumps(text)
+    if text is not None:
+        (tmp_path / name).write_text(text.replace("HUGE", str(HUGE)).replace("DEEP", "[" * 100_000))
+    with pytest.raises(RlsimError, match=message) as error:
         FUNCTIONS[reader](tmp_path / name)
     assert name in str(error.value)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

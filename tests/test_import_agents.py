@@ -208,14 +208,3 @@ def test_texts_of_turns(text: str, expected: list[str]) -> None:
 def test_turns_of_a_mask(mask: list[int], expected: list[list[int]] | None) -> None:
     found = turns_of_mask(mask)
     assert (found and [list(turn[:2]) for turn in found]) == expected
-
-
-@cases("import_near_misses", "what is wrong is named")
-def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: Any, message: str | None) -> None:
-    path = tmp_path / name
-    path.write_text("\n".join(map(json.dumps, content)) if path.suffix == ".jsonl" else json.dumps(content))
-    if message is None:
-        assert len(import_trace(path)) == 1
-        return
-    with pytest.raises(TraceError, match=message):
-        import_trace(path, tokenizer=tokenizer(tmp_path))

@@ -1,6 +1,5 @@
 """Dumps that are nearly a project's: refused with file, row, what was expected, and the nearest name."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -86,35 +85,6 @@ def test_what_is_wrong_in_a_folder_names_its_file(tmp_path: Path) -> None:
         jsonl(tmp_path / "d" / f"{step}.jsonl", [ROWS["verl"] | {"step": step, "n": length}])
     with pytest.raises(TraceError, match=r"d: 2.jsonl: line 1: response_tokens is negative \(got -5\)"):
         import_trace(tmp_path / "d", columns={"response_tokens": "n"})
-
-
-@cases("import_near_misses", "rows without a length that can be read say the way out")
-def test_rows_without_a_length_that_can_be_read_say_the_way_out(
-    tmp_path: Path, name: str, rows: list[Row], message: str
-) -> None:
-    with pytest.raises(TraceError, match=message):
-        import_trace(jsonl(tmp_path / name, rows))
-
-
-GOOD = json.dumps(ROWS["verl"])
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("1.jsonl", "", r"1.jsonl: the file is empty"),
-        ("1.jsonl", f"{GOOD}\n{GOOD[:50]}", r"1.jsonl: line 2: not valid JSON.*cut while being written"),
-        ("1.jsonl", f"{GOOD}\n[1]\n", "line 2: expected an object"),
-        ("1.jsonl", "[" * 100_000, "line 1: not valid JSON"),
-        ("1.parquet", "PAR1 and no more", "not a readable Parquet file"),
-        ("1.jsonl.gz", "\x1f\x08\x00", "cannot be read"),
-    ],
-)
-def test_empty_and_cut_files(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    for layout in (None, "verl") if not content else (None,):
-        with pytest.raises(TraceError, match=message):
-            import_trace(tmp_path / name, tokenizer=tokenizer(tmp_path), format=layout)
 
 
 def test_folders_and_patterns_without_files(tmp_path: Path) -> None:
