@@ -184,15 +184,6 @@ def test_aiconfigurator_single_faults_are_left_out_and_noted(systems: Path) -> N
     assert "gemm_perf.parquet: 1 rows far beyond the GPU's peak rates are left out" in read.notes
 
 
-@pytest.mark.parametrize("keep", [0, 7, 0.5])
-def test_aiconfigurator_cut_parquet(systems: Path, keep: float) -> None:
-    path = next(systems.rglob("gemm_perf.parquet"))
-    data = path.read_bytes()
-    path.write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
-    with refused(str(path), "Parquet" if keep else "empty"):
-        gpu_read(systems)
-
-
 def test_aiconfigurator_unknown_names(systems: Path, tmp_path: Path) -> None:
     folder = systems / "h100_sxm"
     with refused("no gemm tables of backend 'vlm'", "did you mean 'vllm'"):

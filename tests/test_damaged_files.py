@@ -308,6 +308,10 @@ READERS = {
 }
 
 
+#: Whose messages may be of several sources together, or of what a file was read for.
+UNNAMED = ("settings", "configurations", "values of calibrations")
+
+
 @cache
 def samples_of(make: Callable[[Path], Iterator[Sample]]) -> list[Sample]:
     with tempfile.TemporaryDirectory() as folder:
@@ -351,7 +355,9 @@ class Case:
         try:
             with limited(20.0), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                done = self.read(READERS[name].reads, sample)
+                done, told = self.read(READERS[name].reads, sample)
+            if not done and name not in UNNAMED:
+                assert any(Path(path).name in told for path in sample.files), f"no file is named: {told}"
             assert all(path.read_bytes() == data for path, data in given.items()), "a file was changed"
             made = {path for path in place.rglob("*") if path.is_file()} - {*given}
             assert done or not made, f"refused, and written all the same: {made}"
@@ -361,13 +367,14 @@ class Case:
             raise
         return done
 
-    def read(self, reads: tuple[str, ...] | Callable[[Path], None], sample: Sample) -> bool:
+    def read(self, reads: tuple[str, ...] | Callable[[Path], None], sample: Sample) -> tuple[bool, str]:
+        """Whether the files are accepted, and what was said."""
         if callable(reads):
             try:
                 reads(Path(sample.main))
             except (RlsimError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-                return not str(error).strip()
-            return True
+                return False, str(error)
+            return True, ""
         options = [
             Path(one[1:]).read_bytes().decode("utf-8", "surrogateescape") if one[0] == "@" else one
             for one in sample.options
@@ -383,7 +390,7 @@ class Case:
             assert err.startswith(("Usage: ", "rlsim: error: "))
             assert err.count("rlsim: error: ") <= 1
             assert len(err) > 30
-        return code != 2
+        return code != 2, err
 
     @staticmethod
     def check(place: Path) -> None:

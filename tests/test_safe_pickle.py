@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dump_samples import pt_file, slime, slime_sample
+from dump_samples import pt_file, slime_sample
 
 from rlsim.errors import TraceError
 from rlsim.trace.importers import import_trace
@@ -80,12 +80,3 @@ def test_plain_values_come_through(tmp_path: Path) -> None:
         archive.writestr("readme.txt", "hello")
     with pytest.raises(TraceError, match=r"holds no data\.pkl"):
         load_torch(tmp_path / "z.pt")
-
-
-@pytest.mark.parametrize("keep", [0, 10, 200, 0.9])
-def test_cut_files(tmp_path: Path, keep: float) -> None:
-    path = slime(tmp_path / "0.pt", 0, [slime_sample(i, "q", 3, 4) for i in range(4)])
-    data = path.read_bytes()
-    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    with pytest.raises(TraceError, match=r"0\.pt: .*(not a readable file of torch.save|empty)"):
-        import_trace(path)
