@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import simpy
-from conftest import tables
+from conftest import cases, tables
 
+from rlsim import errors
 from rlsim.calibrate.from_run import FromRun, from_run
 from rlsim.calibrate.run_fit import HostTimes, doubts
 from rlsim.calibrate.write import write
@@ -20,7 +21,7 @@ from rlsim.cost.calls import CallCosts
 from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.errors import CalibrationError, ConfigError
+from rlsim.errors import CalibrationError
 from rlsim.frameworks.verl.lengths import Batch, Logged, reconstruct
 from rlsim.frameworks.verl.log import read_log
 from rlsim.models.hardware import load_cluster
@@ -230,18 +231,10 @@ def test_lengths_have_the_logged_mean_longest_and_share_at_the_cap(mean: float, 
     assert (batch.total_tokens - batch.response_tokens == 100).all()
 
 
-@pytest.mark.parametrize(
-    ("one", "message"),
-    [
-        (logged(300.0, 1024, 0.5), "mean 300 is impossible with 50.0%"),
-        (logged(300.0, 4096, 0.0), "exceed the cap of 1024 tokens"),
-        (logged(300.0, 200, 0.0), "mean 300 and max 200 cannot both be"),
-        (logged(300.0, 1024, 3.0), "clip_ratio is 3, expected a share of 1"),
-    ],
-)
-def test_contradicting_lengths_are_refused(one: Logged, message: str) -> None:
+@cases("calibrate_import", "contradicting lengths are refused")
+def test_contradicting_lengths_are_refused(mean: float, longest: float, clip: float, message: str) -> None:
     with pytest.raises(CalibrationError, match=f"run.log:3: step 3: response_length.*{message}"):
-        reconstruct(one, 32, 8, 1024)
+        reconstruct(logged(mean, longest, clip), 32, 8, 1024)
 
 
 # A run with known efficiencies ---------------------------------------------------------------------------------------
@@ -505,42 +498,15 @@ def test_settings_come_from_the_logs_configuration(rows: dict[int, Metrics], tmp
 # What is wrong with a log --------------------------------------------------------------------------------------------
 
 
-def scaled(factors: Metrics) -> Callable[[Metrics], None]:
-    """By the factor of what the name begins with."""
-    return lambda row: row.update({k: row[k] * by for of, by in factors.items() for k in row if k.startswith(of)})
-
-
-def renamed(old: str, new: str) -> Callable[[Metrics], None]:
-    return lambda row: row.update({new: row.pop(old)})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            renamed("response_length/mean", "response_len/mean"),
-            "no step logs response_length/mean; .*response_len/mean",
-        ),
-        (renamed("timing_s/update_actor", "timing_s/actor_update"), "no step logs timing_s/update_actor; the nearest"),
-        (scaled({"timing_s/gen": 1000.0}), "overlap, or the times are of different units"),
-        (lambda row: row.update({"timing_s/gen": 61.5}), "timing_s/gen is 61.5 in all 42 usable steps"),
-        (
-            lambda row: row.update({"timing_s/testing": 20.0}),
-            "0 usable steps of 48 in the log .2 warm-up, 46 with validation",
-        ),
-        (scaled({"perf/total_num_tokens": 4.0}), "says the run had 32 GPUs"),
-        (scaled({"prompt_length/mean": 4.0}), "sequences a step, but 64 prompts × 8 responses = 512"),
-        (scaled({"response_length/max": 4.0}), "exceed the cap of 2048 tokens"),
-        (scaled({"timing_s/": 1000.0, "perf/throughput": 1e-3}), "below|are the times in ms"),
-        (scaled({"timing_s/": 0.002, "perf/throughput": 500.0}), "is an MFU|are an MFU"),
-    ],
-)
+@cases("calibrate_import", "unusable logs")
 def test_unusable_logs_are_refused(
-    change: Callable[[Metrics], None], message: str, rows: dict[int, Metrics], tmp_path: Path
+    change: dict[str, Any], message: str, rows: dict[int, Metrics], tmp_path: Path
 ) -> None:
-    wrong = {step: dict(row) for step, row in rows.items()}
+    """Metrics are set, renamed, or multiplied by the factor of what their names begin with."""
+    wrong = {step: row | change.get("set", {}) for step, row in rows.items()}
     for row in wrong.values():
-        change(row)
+        row |= {new: row.pop(old) for old, new in change.get("rename", {}).items()}
+        row |= {k: row[k] * by for of, by in change.get("scale", {}).items() for k in row if k.startswith(of)}
     with pytest.raises(CalibrationError, match=message):
         from_run(save(tmp_path, as_console(wrong)), **RUN)
 
@@ -556,23 +522,11 @@ def test_few_steps_and_a_rollout_of_another_unit_are_refused(rows: dict[int, Met
         from_run(save(tmp_path, as_console(wrong)), **RUN)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"cap": None, "tp": None}, CalibrationError, r"the cap of a response \(--cap; .*; the rollout's TP \(--tp\)"),
-        ({"model": None, "cluster": None}, CalibrationError, "give --model, --cluster, or the experiment of the run"),
-        ({"tp": 3}, CalibrationError, "does not divide the 8 GPUs"),
-        ({"calibration": "a100-vllm"}, CalibrationError, "is for GPU 'a100-sxm-80gb', cluster '8xh100' has 'h100-sxm'"),
-        ({"train": {"tpp": 2}}, ConfigError, "unknown key"),
-        ({"train": {"tp": 3}}, CalibrationError, "does not divide the 8 GPUs"),
-        ({"engine": {"max_seqs": 2}}, ConfigError, "unknown key"),
-        ({"responses": 16}, CalibrationError, "but 64 prompts × 16 responses"),
-    ],
-)
+@cases("calibrate_import", "wrong arguments are refused")
 def test_wrong_arguments_are_refused(
-    arguments: dict[str, Any], error: type[Exception], message: str, rows: dict[int, Metrics], tmp_path: Path
+    arguments: dict[str, Any], error: str, message: str, rows: dict[int, Metrics], tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(getattr(errors, error), match=message):
         from_run(save(tmp_path, as_console(rows)), **{**RUN, **arguments})
 
 

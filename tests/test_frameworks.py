@@ -153,23 +153,9 @@ def areal(tmp_path: Path, *sources: str, text: str = AREAL, **more: Any) -> Draf
     return from_areal([str(tmp_path / "mine.yaml"), *sources], options(tmp_path, **more))
 
 
-@pytest.mark.parametrize(
-    ("mode", "generation", "training", "shared"),
-    [
-        ("sglang.d4p1t1+d4p1t1", Allocation("sglang", 4), Allocation("fsdp", 4), False),
-        ("sglang:d96+fsdp:d32", Allocation("sglang", 96), Allocation("fsdp", 32), False),
-        ("vllm:d2t2+d2p2t1", Allocation("vllm", 2, 2), Allocation("megatron", 2, 1, 2), False),
-        ("sglang.d4m2p1+d2m2p2", Allocation("sglang", 4, 2), Allocation("megatron", 2, 2, 2), False),
-        ("sglang:d2p1t2+d2p1t1c2", Allocation("sglang", 2, 2), Allocation("fsdp", 2, 1, 1, 2), False),
-        ("vllm:d4t2|fsdp:d8", Allocation("vllm", 4, 2), Allocation("fsdp", 8), True),
-        (
-            "sglang[a]:d4t4 + megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)",
-            Allocation("sglang", 4, 4), Allocation("megatron", 4, 2, 2, 2, 2), False,
-        ),
-    ],
-)  # fmt: skip
-def test_allocation_modes(mode: str, generation: Allocation, training: Allocation, shared: bool) -> None:
-    assert both_sides(mode, "here") == (generation, training, shared)
+@cases("frameworks", "allocation modes")
+def test_allocation_modes(mode: str, generation: list[Any], training: list[Any], shared: bool) -> None:
+    assert both_sides(mode, "here") == (Allocation(*generation), Allocation(*training), shared)
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,9 @@ def test_a_cluster_spelled_out() -> None:
 
 @cases("cost", "mistakes in clusters")
 def test_mistakes_in_clusters(given: Any, message: str) -> None:
+    whole = isinstance(given, str) or "groups" in given
     with pytest.raises((CatalogueError, ConfigError), match=message):
-        load_cluster({**INLINE, **given} if isinstance(given, dict) else given, source="run.yaml")
+        load_any_cluster(given if whole else {**INLINE, **given}, source="run.yaml")
 
 
 def test_a_file_is_read_again_once_it_has_changed(tmp_path: Path) -> None:

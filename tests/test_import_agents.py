@@ -185,20 +185,7 @@ def test_verl_texts_are_split_where_a_tool_answers(tmp_path: Path) -> None:
     noted(trace, "1 trajectories have several turns; the seconds of their tools are not in the dump")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("plain", []),
-        ("says <tool_response> himself", []),
-        ("says <information>x</information> himself", []),
-        ("a</search>\n<information>x</information>\nb", ["a</search>", "b"]),
-        ("a</sql>\nuser\n\n<observation>x\n</observation>\n\nassistant\nb", ["a</sql>", "b"]),
-        (ANSWER, ["one two", "three four"]),
-        (f"a{TAGGED}b", ["a", "b"]),
-        (f"a{SEEN}\n<tool_response>y</tool_response>\nassistant\nb", ["a", "b"]),
-        (f"a{SEEN}\nassistant\nb{SEEN}", ["a", "b"]),
-    ],
-)
+@cases("import_near_misses", "texts of turns")
 def test_texts_of_turns(text: str, expected: list[str]) -> None:
     assert [made for made, *_ in texts_of(text)] == expected
     assert not expected or "".join(made + seen for made, seen, _ in texts_of(text)) == text

@@ -147,13 +147,7 @@ def test_devices_and_nodes_of_another_maker(tmp_path: Path) -> None:
     assert any("nodes of 16" in note for note in draft.notes)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("verl.trainer.main_ppo", "recipe.spin.main_spin", "recipe.spin.main_spin is read as verl.trainer.main_ppo"),
-        *(("$HOME/models", folder, "") for folder in ("$DATA_ROOT", "${DATA_ROOT}", "${models}/mine")),
-    ],
-)
+@cases("init", "scripts of recipes and places that are not known")
 def test_scripts_of_recipes_and_places_that_are_not_known(tmp_path: Path, old: str, new: str, said: str) -> None:
     draft = draft_of(tmp_path, text=SCRIPT.replace(old, new))
     assert draft.data()["model"] == "qwen2.5-7b"

@@ -187,16 +187,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_results(
 
 @pytest.mark.usefixtures("no_simulation")
 @pytest.mark.parametrize("command", ["run", "sweep"])
-@pytest.mark.parametrize(
-    ("out", "why"),
-    [
-        ("file", "is a file"),
-        ("file/below", "Not a directory"),
-        ("n" * 300, "File name too long"),
-        ("loop", "a link that leads to itself"),
-        ("/proc/nothing/here", "No such file or directory"),
-    ],
-)
+@cases("experiments", "a bad directory is told before the work")
 def test_a_bad_directory_is_told_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command, command: str, out: str, why: str
 ) -> None:

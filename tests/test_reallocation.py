@@ -160,20 +160,11 @@ def test_equals_the_plain_loops(cluster: Cluster) -> None:
 # By hand -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "cluster", "message"),
-    [
-        ({"dp": 2, "pp": 2, "zero3": True}, {}, H100, "does not go with pipeline"),
-        ({"dp": 0}, {}, H100, "at least 1"),
-        ({}, {"first_gpu": 32}, A40, "beyond the 32 GPUs"),
-        ({"first_gpu": 121, "dp": 8}, {}, H100, "beyond the 128 GPUs"),
-        ({}, {"pp": 64}, H100, "PP 64"),
-        ({"tp": 64}, {}, H100, "TP 64"),
-    ],
-)
-def test_layouts_that_cannot_be(source: dict[str, Any], target: dict[str, Any], cluster: Cluster, message: str) -> None:
+@cases("cost", "layouts that cannot be")
+def test_layouts_that_cannot_be(source: dict[str, Any], target: dict[str, Any], cluster: str, message: str) -> None:
+    on = A40 if cluster == "a40" else load_cluster(cluster)
     with pytest.raises(ConfigError, match=message):
-        moved_s(at(**{"first_gpu": 0, **source}), at(**{"first_gpu": 0, **target}), cluster)
+        moved_s(at(**{"first_gpu": 0, **source}), at(**{"first_gpu": 0, **target}), on)
 
 
 # Data ----------------------------------------------------------------------------------------------------------------

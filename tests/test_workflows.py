@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import invoke, runner
+from conftest import cases, invoke, runner
 
 import rlsim
 from rlsim.cli.running import _tables
@@ -16,26 +16,14 @@ from rlsim.results.comparison.verdict import judge
 from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, online_dpo, ppo, remax
 
 
-@pytest.mark.parametrize(
-    ("edges", "says"),
-    [
-        ([Edge("generate", "score")], "an edge names 'score', which is no call of it"),
-        ([Edge("generate", "train", lag=-1)], "the edge generate -> train has a negative lag"),
-        ([Edge("generate", "train", grain="sample", lag=1)], "generate -> train cannot have the grain `sample`"),
-        ([Edge("generate", "train", exact=True)], "generate -> train cannot be exact"),
-        ([Edge("generate", "sync", barrier=True)], "generate -> sync cannot be a barrier"),
-        ([Edge("generate", "train", lag=1, barrier=True)], "generate -> train cannot be a barrier"),
-        ([Edge("generate", "train", grain="sample", barrier=True)], "generate -> train cannot be a barrier"),
-        ([Edge("generate", "train"), Edge("train", "generate")], "generate, train wait for each other"),
-        ([Edge("generate", "sync"), Edge("sync", "train")], "sync brings weights from one train call to other calls"),
-    ],
-)
-def test_a_graph_that_cannot_run_is_refused(edges: list[Edge], says: str) -> None:
+@cases("plans", "a graph that cannot run is refused")
+def test_a_graph_that_cannot_run_is_refused(edges: list[dict[str, Any]], says: str) -> None:
     """With the workflow, the edge, and why."""
+    graph = tuple(Edge(**edge) for edge in edges)
     calls = [Call("generate", "generate", "actor"), Call("train", "train", "actor")]
-    calls += [Call("sync", "sync", "actor")] * any("sync" in (edge.source, edge.target) for edge in edges)
+    calls += [Call("sync", "sync", "actor")] * any("sync" in (edge.source, edge.target) for edge in graph)
     with pytest.raises(ConfigError, match=rf"workflow mine: .*{re.escape(says)}"):
-        Workflow("mine", tuple(calls), tuple(edges))
+        Workflow("mine", tuple(calls), graph)
     left = "both generate and more would generate what others leave"
     for twice, why in (("generate", "two calls have the same name"), ("more", left)):
         with pytest.raises(ConfigError, match=why):
