@@ -9,6 +9,7 @@ from reference import RefEngine, RefRequest
 from test_engine import check, simulate
 from workloads import At, LinearStep, Nothing, StubCosts, Workload
 
+from rlsim.cost.transfer import HostKv
 from rlsim.errors import PolicyError
 from rlsim.sim import control
 
@@ -39,9 +40,13 @@ def capacity(pages: int, tp: int = 1) -> StubCosts:
 def by_hand(row: dict[str, Any]) -> Workload:
     """A row of cases/timelines.yaml as a rollout."""
     costs = eval(row["costs"], NAMES) if "costs" in row else capacity(row.get("pages", 1000))
+    costs = replace(costs, hosts={1: HostKv(*row["host"])} if "host" in row else {})
     budget = row.get("budget", 0)
     return Workload(
-        requests=tuple(RefRequest(i, i, *size, budget_tokens=budget) for i, size in enumerate(row["sizes"])),
+        requests=tuple(
+            RefRequest(i, row["positions"][i] if "positions" in row else i, *size, budget_tokens=budget)
+            for i, size in enumerate(row["sizes"])
+        ),
         node_gpus=tuple(row.get("nodes", (row.get("gpus", 1),))),
         tp=row.get("tp", 1),
         costs=costs,
