@@ -175,5 +175,16 @@ def by_case(result: Result) -> dict[str, Any]:
     return cases
 
 
+def busy_share(calls: pd.DataFrame, spans: pd.DataFrame, scoring: str, kinds: Sequence[str], gpus: int) -> float:
+    """Share of the time of so many GPUs, from the start of generation to the end of scoring, that is of these kinds."""
+    key = ["seed", "step"]
+    times = calls.set_index(key)
+    starts, ends = times[times["call"] == "generate"]["start_at"], times[times["call"] == scoring]["end_at"]
+    at_work = spans[spans["kind"].isin(kinds)]
+    seconds = at_work["end_at"].clip(upper=ends.loc[[*zip(*(at_work[k] for k in key), strict=True)]].to_numpy())
+    busy_s = ((seconds - at_work["start_at"]).clip(lower=0) * at_work["gpus"]).sum()
+    return float(busy_s / (gpus * (ends - starts).sum()))
+
+
 def _by(frame: pd.DataFrame) -> dict[Any, dict[str, Any]]:
     return {at: {str(name): value for name, value in row.items()} for at, row in frame.to_dict("index").items()}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from evidence.validate.parts import Options, Section
-from evidence.validate.published import figures, published_section, told
+from evidence.validate.published import busy_share, figures, published_section, told
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.result import Result
 from rlsim.trace import read_trace
@@ -33,15 +33,11 @@ def section(options: Options) -> Section:
 
 
 def judge_busy(result: Result) -> float:
-    """Share of short rounds, from the start of generation to the last score, in which a judge's GPU is at work."""
+    """Share of short rounds in which a judge's GPU is at work."""
     ((record,),) = (systems.values() for systems in result.manifest["judge"].values())
     short = result.steps.loc[result.steps["round"] == "short", "step"]
     calls, spans = (table[table["step"].isin(short)] for table in (result.calls, result.spans))
-    at_work = spans[spans["kind"] == "reward"]
-    ends = calls[calls["kind"] == "reward"].set_index(["seed", "step"])["end_at"]
-    starts = calls[calls["kind"] == "generate"].set_index(["seed", "step"])["start_at"]
-    busy_s = ((at_work["end_at"] - at_work["start_at"]) * at_work["gpus"]).sum()
-    return float(busy_s / (record["gpus"] * (ends - starts).sum()))
+    return busy_share(calls, spans, "reward", ("reward",), record["gpus"])
 
 
 def stage_shares(system: Mapping[str, Any]) -> dict[str, float]:
