@@ -259,9 +259,8 @@ def test_the_command_line(results: Path, tmp_path: Path, call: Command) -> None:
         return done.out
 
     base, other = str(results / "base"), str(results / "capped")
-    for given, message in (([tmp_path], "holds no rlsim results"), ([], "at least one directory")):
-        with pytest.raises(ConfigError, match=message):
-            rlsim.compare(given)
+    with pytest.raises(ConfigError, match="at least one directory"):
+        rlsim.compare([])
     shown = printed(base, other)
     assert f"A = {base}" in shown
     assert "trace.cap: 2048 in A; 1024 in B" in shown
@@ -276,8 +275,6 @@ def test_the_command_line(results: Path, tmp_path: Path, call: Command) -> None:
     table = pd.read_csv(tmp_path / "runs.csv")
     assert list(table["system"]) == ["verl-tp2", "verl-tp8"]
     assert json.loads((tmp_path / "runs.json").read_text())["runs"][1]["speedup"] == table["speedup"][1]
-    refused = call("compare", base, "--json", tmp_path / "one", "--csv", tmp_path / "one")
-    assert (refused.code, (tmp_path / "one").exists()) == (2, False), "JSON and CSV are two files"
 
 
 def test_the_intervals_are_drawn(results: Path, tmp_path: Path, call: Command) -> None:

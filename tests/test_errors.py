@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Command, Failing, cases, edited, tables
+from conftest import TINY, Command, Failing, cases, edited, tables
 
+import rlsim
 from rlsim.base.output import results_folder
 
 BIG = {"cluster: 8xh100": "cluster: 16x8xh100", "model: llama-3.1-8b": "model: llama-3-70b"}
@@ -52,6 +53,8 @@ def test_a_trace_with_a_mistake(failing: Failing, folder: Path, rows: str, messa
 def test_a_command_that_is_refused(failing: Failing, files: dict[str, str], command: str, message: str) -> None:
     for name, text in files.items():
         (failing.folder / name).write_text(text)
+    if " ran" in command:
+        rlsim.run(TINY, out=failing.folder / "ran")
     assert message in failing.told(*shlex.split(command))
 
 

@@ -13,6 +13,7 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import EngineConfig, Request
 
+
 def test_engines_differ_in_when_pages_are_found() -> None:
     assert {name: load_calibration(f"h100-{name}").prefix_hits for name in ("sglang", "vllm", "trtllm")} == {
         "sglang": "prefilled",

@@ -239,21 +239,6 @@ def test_command_writes_page_and_pictures(ppo: Result, tmp_path: Path) -> None:
     assert "<svg" in (pictures / "step.svg").read_text(encoding="utf-8")
 
 
-def test_command_refuses_what_it_cannot_do_before_the_work(results: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    for arguments, message in (
-        ([str(tmp_path)], "holds no rlsim results"),
-        ([str(results), "--out", str(tmp_path / "page.pdf")], "a report is written as .html"),
-        ([str(results), "--out", str(tmp_path / "no" / "page.html")], "does not exist"),
-        ([str(results), "--png", str(tmp_path / "file")], "give a directory"),
-        ([str(results), "--system", "nobody"], "unknown system 'nobody'"),
-    ):
-        done = invoke("report", *arguments)
-        assert isinstance(done.exception, RlsimError), arguments
-        assert message in str(done.exception)
-    assert {path.name for path in tmp_path.iterdir()} == {"file"}
-
-
 def test_results_in_memory_need_a_path(result: Result) -> None:
     with pytest.raises(ConfigError, match="give the report's path"):
         write_report(result)

@@ -18,7 +18,7 @@ from trace_checks import Trace
 from workloads import Workload, workloads
 
 import rlsim
-from rlsim.errors import CatalogueError, ConfigError, RlsimError
+from rlsim.errors import ConfigError
 from rlsim.experiment.frames import stays_frame
 from rlsim.experiment.load import read_experiment
 from rlsim.results.report.timeline import _in_order, held_by, write_timeline
@@ -219,25 +219,11 @@ def test_many_requests_have_tracks_in_first_steps(pat: Path, tmp_path: Path, mon
     assert "requests have tracks in step 0: --steps chooses others" in done.output
 
 
-def test_names_that_are_not_there(pat: Path, tmp_path: Path) -> None:
+def test_what_has_no_timeline(pat: Path, tmp_path: Path) -> None:
     out = tmp_path / "timeline.json"
-    for chosen, message in (
-        ({"system": "patt"}, "unknown system 'patt'; did you mean 'pat'"),
-        ({"case": "x"}, "no cases to choose from"),
-        ({"seed": 7}, "no seed 7, only 0 to 1"),
-        ({"steps": [0, 5]}, "no step 5, only 0 to 1"),
-    ):
-        with pytest.raises(CatalogueError, match=message):
-            write_timeline(pat, out, **chosen)
-    with pytest.raises(ConfigError, match=r"one of \.json, \.json\.gz"):
-        write_timeline(pat, tmp_path / "timeline.html")
     (tmp_path / "sweep.json").write_text("{}")
     with pytest.raises(ConfigError, match="is a sweep, which has no timeline"):
-        write_timeline(tmp_path, tmp_path / "timeline.json")
-    (tmp_path / "sweep.json").unlink()
-    with pytest.raises(ConfigError, match="holds no rlsim results"):
         write_timeline(tmp_path, out)
-    assert not list(tmp_path.iterdir())
     copy = shutil.copytree(pat, tmp_path / "results")
     (copy / "stays.parquet").unlink()
     with pytest.raises(ConfigError, match=r"stays\.parquet: no such file"):
@@ -253,9 +239,6 @@ def test_command(pat: Path, tmp_path: Path) -> None:
     json.loads(out.read_text(encoding="utf-8"))
     assert invoke("timeline", pat, "--gzip", "-q").stdout.split() == [str(pat / "timeline.json.gz")]
     assert Trace(pat / "timeline.json.gz").about["system"] == "verl-tp2"
-    for steps in ("x", "2-", "3-1", "", "²", "0-9999999999", "0-999999999"):
-        failed = invoke("timeline", pat, "--steps", steps, "--out", out)
-        assert isinstance(failed.exception, RlsimError)
 
 
 # ------------------------------------------------------------------------------------------------------ its parts

@@ -11,7 +11,7 @@ from conftest import Command, invoke
 
 from rlsim.base.catalogue import data_dir
 from rlsim.base.charts import save_chart
-from rlsim.errors import ConfigError, RlsimError, TraceError
+from rlsim.errors import RlsimError, TraceError
 from rlsim.results.report.lengths import trace_chart
 from rlsim.trace import make_trace, read_trace, write_trace
 from rlsim.trace.describe import describe
@@ -57,8 +57,6 @@ def test_describe_prints_a_table_or_json() -> None:
     found = json.loads(run("describe", SHIPPED, "--json", "-", "--above", "4000"))["parts"][0]
     assert found["share_above"]["4000"] == pytest.approx(0.053, abs=0.006)
     assert found["samples_per_prompt"] == {"24": 768}
-    with pytest.raises(ConfigError, match="--above: expected a length"):
-        run("describe", SHIPPED, "--above", "x")
 
 
 def test_description_by_hand() -> None:
@@ -101,19 +99,11 @@ def test_charts(tmp_path: Path, suffix: str) -> None:
     save_chart(trace_chart(make_trace(small().assign(response_tokens=5))), path)
 
 
-def test_bad_chart(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"a chart is written as one of \.html, \.svg, \.png"):
-        run("describe", SHIPPED, "--chart", tmp_path / "c.pdf")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_fit_prints_and_writes(tmp_path: Path) -> None:
     trace = written(small(), tmp_path)
     text = run("fit", trace, "--out", tmp_path / "f.yaml", "--cap", "512")
     assert "KS distance" in text
     assert "cap_tokens: 512" in (tmp_path / "f.yaml").read_text()
-    with pytest.raises(TraceError, match="a fit is written as"):
-        run("fit", trace, "--out", tmp_path / "f.txt")
 
 
 RECIPE: dict[str, Any] = {

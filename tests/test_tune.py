@@ -323,7 +323,6 @@ def test_prices_by_gpu(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_told(tmp_path: Path, call: Command) -> None:
-    assert "verl-best is tuned already" in call("tune", "pat_vs_static").err
     script = tmp_path / "run.sh"
     script.write_text("python3 -m verl.trainer.main_ppo " + " ".join(VERL))
     assert "give --gpu" in call("tune", str(script)).err
