@@ -291,7 +291,7 @@ def test_large_tables_get_the_full_fits_and_their_held_out_rows() -> None:
     gemm = [(m, n, k, operators.gemm_s(m, n, k)) for n in widths for k in widths for m in tokens]
     heads = ((8, 1), (16, 2), (32, 4), (32, 8))
     decode = [
-        (b, c, c, q, kv, 128, operators.decode_attention_s(b, b * c, q, kv, 128))
+        (b, c, c, q, kv, 128, operators.decode_kernels.curve(b, kv, 128).step_s(b * c))
         for b in (1, 2, 4, 8, 16, 32, 64, 128, 256)
         for c in (16, 64, 1024, 4096, 8192, 16384, 65536)
         for q, kv in heads

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ def attention_rows(kind: str) -> pd.DataFrame:
                 for heads, kv_heads in ((8, 1), (32, 8), (32, 0)):
                     kv = kv_heads or heads
                     if decode:
-                        time = OPERATORS.decode_attention_s(batch, batch * (tokens + 1), heads, kv, dim)
+                        time = OPERATORS.decode_kernels.curve(batch, kv, dim).step_s(batch * (tokens + 1))
                     else:
                         time = OPERATORS.prefill_attention_s([(tokens, 0)] * batch, heads, kv, dim)
                     shape = (batch, 1 if decode else tokens, heads, kv_heads, dim, 1)
@@ -362,12 +363,14 @@ def test_real_tables_give_what_is_shipped() -> None:
     mine = Operators(built.calibration.operators, built.calibration.reference)
     shapes = {
         "gemm_s": [(m, n, k) for m in (1, 64, 2048) for n, k in ((6144, 4096), (4096, 14336), (1280, 5120))],
-        "decode_attention_s": [(b, b * c, 32, 8, 128) for b in (1, 32, 256) for c in (128, 2048, 16384)],
         "prefill_attention_s": [([(n, 0)] * b, 32, 8, 128) for b in (1, 8) for n in (128, 1024, 8192)],
     }
     for name, calls in shapes.items():
         ratios = [getattr(mine, name)(*call) / getattr(OPERATORS, name)(*call) for call in calls]
         assert np.abs(np.array(ratios) - 1.0).max() < 0.03, name
+    for batch, context in product((1, 32, 256), (128, 2048, 16384)):
+        own_s, other_s = (o.decode_kernels.curve(batch, 8, 128).step_s(batch * context) for o in (mine, OPERATORS))
+        assert own_s == pytest.approx(other_s, rel=0.03), (batch, context)
     for operator in fitted[:3]:
         found, shipped = built.calibration.residuals[operator], H100.residuals[operator]
         unseen = built.points[(built.points.operator == operator) & built.points.held_out]

@@ -79,7 +79,7 @@ def test_decode_attention_is_a_line() -> None:
     # 5 us + 8 tiles of 1 ns + 4 sequences of 2 ns, and 1,024 bytes a token at half of 1 TB/s
     start, slope = 5e-6 + 8e-9 + 8e-9, 2 * 2 * 128 * 2 / 0.5e12
     for tokens in (0, 100, 100_000):
-        assert operators().decode_attention_s(4, tokens, 8, 2, 128) == pytest.approx(start + slope * tokens)
+        assert operators().decode_kernels.curve(4, 2, 128).step_s(tokens) == pytest.approx(start + slope * tokens)
 
 
 def test_attention_in_a_window_has_its_own_kernel_by_hand() -> None:
@@ -134,7 +134,7 @@ def test_no_correction_beats_the_data_sheet() -> None:
     assert o.gemm_s(100, 1000, 1000) == pytest.approx(size / 1e12)
     table = Correction(axes={"tiles": (1.0,), "context": (100.0, 1e5), "kv_heads": (1.0,)}, factor=(1e-3, 1e-3))
     o = Operators(fits(decode_attention=attention(table, memory=0.5)), REFERENCE)
-    assert o.decode_attention_s(4, 400_000, 8, 2, 128) == pytest.approx(400_000 * 1024 / 1e12)
+    assert o.decode_kernels.curve(4, 2, 128).step_s(400_000) == pytest.approx(400_000 * 1024 / 1e12)
 
 
 def test_a_decode_curve_bends_at_the_knots_of_its_table_and_never_falls() -> None:
@@ -145,8 +145,8 @@ def test_a_decode_curve_bends_at_the_knots_of_its_table_and_never_falls() -> Non
     times = [curve.step_s(knot) for knot in curve.knots]
     assert times == sorted(times)
     slope = 2 * 2 * 128 * 2 / 0.5e12
-    assert o.decode_attention_s(4, 400, 8, 2, 128) == pytest.approx(5e-6 + 200 * slope * 400)
-    times = [o.decode_attention_s(4, total, 8, 2, 128) for total in (40_000, 80_000, 800_000)]
+    assert o.decode_kernels.curve(4, 2, 128).step_s(400) == pytest.approx(5e-6 + 200 * slope * 400)
+    times = [o.decode_kernels.curve(4, 2, 128).step_s(total) for total in (40_000, 80_000, 800_000)]
     assert times == pytest.approx([5e-6 + slope * total for total in (80_000, 120_000, 840_000)])
 
 
@@ -254,7 +254,7 @@ def test_which_look_ups_are_outside() -> None:
     for batch, context, kind in ((4, 400, inside), (4, 401, outside), (3, 300, outside)):
         found = counted(
             "decode_attention",
-            lambda o, b=batch, t=context: o.decode_attention_s(b, t, 32, 8, 128),
+            lambda o, b=batch, t=context: o.count("decode_attention", batch=b, context=t / b, group=4),
             batch=(4, 8),
             context=(1, 100),
             group=(4, 4),

@@ -104,7 +104,7 @@ def test_attention_on_fp8_reads_half_the_bytes() -> None:
     bare, bare8 = (
         with_fits(known, decode_attention=AttentionFit(kv_precision=kv, heads={128: kernel})) for kv in ("bf16", "fp8")
     )
-    times = [[o.decode_attention_s(64, t, 32, 8, 128) for t in (1e6, 2e6)] for o in (bare, bare8)]
+    times = [[o.decode_kernels.curve(64, 8, 128).step_s(t) for t in (1e6, 2e6)] for o in (bare, bare8)]
     slow, quick = (high - low for low, high in times)
     assert slow == pytest.approx(2 * quick)
 
@@ -151,7 +151,7 @@ def test_attention_on_fp8_is_fitted_under_its_own_name() -> None:
     fp8 = {name: one.model_copy(update={"kv_precision": "fp8"}) for name, one in bf16.items()}
     operators = with_fits(known, **fp8)
     decode = [
-        (b, c, c, kv * 4, kv, 128, operators.decode_attention_s(b, b * c, kv * 4, kv, 128))
+        (b, c, c, kv * 4, kv, 128, operators.decode_kernels.curve(b, kv, 128).step_s(b * c))
         for b in (1, 4, 16, 64, 256)
         for c in (2, 16, 256, 1024, 4096, 16384, 65536)
         for kv in (1, 2, 4, 8)

@@ -55,13 +55,9 @@ def test_fitted_gemm_never_beats_the_data_sheet(fitted: Operators) -> None:
 
 def test_fitted_decode_attention_grows_with_context_and_batch(fitted: Operators) -> None:
     for kv_heads in (1, 2, 8):
-        by_context = [
-            fitted.decode_attention_s(16, 16 * c, 4 * kv_heads, kv_heads, 128) for c in (128, 1024, 8192, 65536)
-        ]
+        by_context = [fitted.decode_kernels.curve(16, kv_heads, 128).step_s(16 * c) for c in (128, 1024, 8192, 65536)]
         assert by_context == sorted(by_context)
-        by_batch = [
-            fitted.decode_attention_s(b, b * 4096, 4 * kv_heads, kv_heads, 128) for b in (1, 2, 4, 8, 16, 64, 256)
-        ]
+        by_batch = [fitted.decode_kernels.curve(b, kv_heads, 128).step_s(b * 4096) for b in (1, 2, 4, 8, 16, 64, 256)]
         assert all(b > 0.85 * a for a, b in pairwise(by_batch))  # near the floor a kernel may choose another split
         assert by_batch[-1] > 5.0 * by_batch[0]
 
@@ -71,7 +67,7 @@ def test_fitted_decode_attention_never_beats_the_memory(fitted: Operators) -> No
         for context in (1024, 8192, 65536):
             size = batch * context * 8 * 512
             assert (
-                fitted.decode_attention_s(batch, batch * context, 32, 8, 128)
+                fitted.decode_kernels.curve(batch, 8, 128).step_s(batch * context)
                 > size / fitted.reference.memory_bytes_per_s
             )
 

@@ -57,7 +57,7 @@ def _attention(calibration: Calibration) -> Iterator[Shown]:
     for batch in SEQUENCES:
         for tokens in CONTEXTS:
             read = 4.0 * batch * tokens * kv * dim / ref.memory_bytes_per_s
-            time = operators.decode_attention_s(batch, float(batch * tokens), q, kv, dim)
+            time = operators.decode_kernels.curve(batch, kv, dim).step_s(batch * tokens)
             yield ("decode_attention", f"{batch} sequence{'s' * (batch > 1)}", "context", tokens, read / time)
     for tokens in CONTEXTS:
         flop = 2.0 * q * dim * tokens**2

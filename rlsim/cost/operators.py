@@ -58,7 +58,6 @@ class Operators:
         self._ranges = {name: residual.ranges for name, residual in (residuals or {}).items()}
         self._products = {precision: Products(fit, reference) for precision, fit in fits.gemms.items()}
         self.decode_kernels = DecodeKernels(fits.decode_attention, reference)
-        self._decode = cache(self.decode_kernels.curve)
         self.prompt_kernels = PromptKernels(fits.prefill_attention, reference)
         self._memory = ElementwiseKernel(fits.memory_bound, reference)
         measured = self._ranges.get("prefill_attention", {})
@@ -119,19 +118,6 @@ class Operators:
     def measures_experts(self, precision: Precision = "bf16") -> bool:
         """Whether a mixture was measured in that precision: then its activation is among `experts_s`."""
         return (precision, True) in self._experts
-
-    def decode_attention_s(
-        self, batch: int, context_tokens: float, q_heads: int, kv_heads: int, head_dim: int
-    ) -> float:
-        """Seconds of one layer's attention of `batch` new tokens over `context_tokens` cached tokens in all.
-
-        `q_heads` only bounds what was measured: the cached keys and values are read once per KV head whatever the
-        number of queries that share them.
-        """
-        self.count(
-            "decode_attention", batch=batch, context=context_tokens / batch, kv_heads=kv_heads, group=q_heads / kv_heads
-        )
-        return self._decode(batch, kv_heads, head_dim).step_s(context_tokens)
 
     def prefill_attention_s(
         self,

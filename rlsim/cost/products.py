@@ -194,8 +194,7 @@ class Products:
 
     def __init__(self, fit: ProductFit, reference: Reference) -> None:
         self.work = ProductWork(fit, reference)
-        self._kernel = Kernel(fit, GEMM_AXES)
-        self._kernels: dict[tuple[int, int], Kernel] = {}
+        self._kernel_at = cache(Kernel(fit, GEMM_AXES).at)
         self._times: dict[tuple[float, int, int, float], float] = {}
 
     @property
@@ -213,9 +212,7 @@ class Products:
         known = self._times.get(key)
         if known is not None:
             return known
-        kernel = self._kernels.get((n, k))
-        if kernel is None:
-            kernel = self._kernels[n, k] = self._kernel.at(n, k)
+        kernel = self._kernel_at(n, k)
         time = kernel.time_s(self.work(m, n, k, groups), m)
         if kernel.surface is not None:
             time = max(time, self.work.fastest_s(m, n, k, groups))
