@@ -16,6 +16,8 @@ from rlsim.frameworks.shell import Override, Takes, read_script
 
 _OVERRIDE = re.compile(r"(?:\+\+|\+|--)?(?P<key>[A-Za-z_]\w*(?:\.\w+)*)=(?P<value>.*)", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+#: Where Hydra keeps the configuration of a run in its folder.
+_OF_A_RUN = (".hydra/config.yaml", "config.yaml")
 #: A file may inherit from one that inherits, an interpolation lead to another, and so on.
 _DEEPEST = 20
 
@@ -44,26 +46,54 @@ def read_sources(
     """
     release = newest(of)
     config = Settings(program=f"{program} {release}".strip(), option=option)
-    read = [(text, None if exists(Path(text)) else given(text)) for text in sources]
-    plain = [None if override or exists(Path(text)) else _VARIABLE.fullmatch(text) for text, override in read]
-    variables = {"HOME": str(Path.home()), **{found[1]: found[2] for found in plain if found}}
-    for (text, override), variable in zip(read, plain, strict=True):
-        path = Path(text)
-        if override:
-            put_override(config, override, "as given", replaces=takes is None)
-        elif is_folder(path):
-            raise ConfigError(f"{option} {text}: is a folder: give a file")
-        elif takes is None or path.suffix in (".yaml", ".yml"):
+
+    def read(path: Path, variables: dict[str, str]) -> None:
+        if takes is None or path.suffix in (".yaml", ".yml"):
             config.name = config.name or path.name
             _read(config, path, 0)
-        elif exists(path):
+        else:
             config.name = config.name or path.stem
             _read_script(config, path, variables, takes)
-        elif variable is None:
-            raise ConfigError(f"{option} {text}: no such file, nor a setting of {program}")
+
+    take_sources(config, sources, given, read, of_scripts=takes is not None)
     config.default, config.names = dict(default_values(of, release)), names(of)
     interpolate(config)
     return config
+
+
+def take_sources(
+    config: Settings,
+    sources: Sequence[str],
+    given: Callable[[str], Override | None],
+    read: Callable[[Path, dict[str, str]], None],
+    *,
+    of_scripts: bool,
+) -> None:
+    """Takes files as `read` does, which has the variables of scripts, then overrides, which win.
+
+    Raises `ConfigError` for what is none of these, and for a folder that is not one of a run.
+    """
+    files, overrides = list[Path](), list[Override]()
+    variables = {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
+    for text in sources:
+        path = Path(text)
+        if is_folder(path):
+            inside = next((path / name for name in _OF_A_RUN if (path / name).is_file()), None)
+            if inside is None:
+                raise ConfigError(f"{config.option} {text}: a folder without {_OF_A_RUN[0]}: give a file")
+            files.append(inside)
+        elif exists(path):
+            files.append(path)
+        elif override := given(text):
+            overrides.append(override)
+        elif of_scripts and (found := _VARIABLE.fullmatch(text)):
+            variables[found[1]] = found[2]
+        else:
+            raise ConfigError(f"{config.option} {text}: no such file, nor a setting of {config.program}")
+    for path in files:
+        read(path, variables)
+    for override in overrides:
+        put_override(config, override, "as given", replaces=not of_scripts)
 
 
 def _read(config: Settings, path: Path, depth: int) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from rlsim.base.reading import exists, read_yaml
+from rlsim.base.reading import read_yaml
 from rlsim.errors import ConfigError
 from rlsim.frameworks.settings import Unknown
 from rlsim.frameworks.shell import Override, read_script
-from rlsim.frameworks.sources import interpolate, put_override
+from rlsim.frameworks.sources import interpolate, put_override, take_sources
 from rlsim.frameworks.variables import Argument
 from rlsim.frameworks.verl.log import logged_config
 from rlsim.frameworks.verl.settings import STRATEGY, VerlSettings, defaults, release, settle_arguments, settle_engine
@@ -26,7 +25,6 @@ ROOTS = frozenset(
 GROUPS = frozenset({"model_engine", "actor@actor_rollout_ref.actor"})
 #: Programs whose settings are veRL's own, and nothing else.
 _READ_AS_PPO = re.compile(r"(verl|recipe\.(dapo|entropy|partial_rollout))\.")
-_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 
 
 def read_config(sources: Sequence[str], version: str) -> VerlSettings:
@@ -39,15 +37,15 @@ def read_config(sources: Sequence[str], version: str) -> VerlSettings:
     """
     version = release(version)
     config = VerlSettings(version=version)
-    files, overrides, variables = _sorted(sources)
-    for path in files:
+
+    def read(path: Path, variables: dict[str, str]) -> None:
         config.name = config.name or (path.stem if path.stem != "config" else "")
         if path.suffix in (".yaml", ".yml"):
             _read_yaml(config, path)
         else:
             _read_text(config, path, variables)
-    for override in overrides:
-        _override(config, override, "as given")
+
+    take_sources(config, sources, parse_override, read, of_scripts=True)
     settle_engine(config)
     config.default = defaults(version, config.megatron)
     if not config.given and not config.doubts:
@@ -65,9 +63,12 @@ def parse_override(text: str, line: int = 0, unknown: Unknown | None = None) -> 
     found = _OVERRIDE.fullmatch(text)
     if found is None:
         return None
-    key = found["key"]
-    if key in GROUPS or ("." in key and re.split(r"[.@/]", key)[0] in ROOTS):
-        return Override(key, unknown or found["value"], line, found["mode"] == "~")
+    key, value = found["key"], found["value"]
+    if key in GROUPS:
+        engine = value.removesuffix("_actor")
+        return Override(STRATEGY, unknown or ("fsdp" if engine == "dp" else engine), line)
+    if "." in key and re.split(r"[.@/]", key)[0] in ROOTS:
+        return Override(key, unknown or value, line, found["mode"] == "~")
     return None
 
 
@@ -76,34 +77,6 @@ def takes(found: list[Override], before: str, argument: Argument) -> bool:  # no
     override = parse_override(argument.text, argument.line, argument.unknown)
     found += [override] if override else []
     return override is not None
-
-
-def _sorted(sources: Sequence[str]) -> tuple[list[Path], list[Override], dict[str, str]]:
-    files, overrides, variables = list[Path](), list[Override](), {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
-    for text in sources:
-        if exists(Path(text)):
-            files.append(_file(Path(text)))
-        elif override := parse_override(text):
-            overrides.append(override)
-        elif found := _VARIABLE.fullmatch(text):
-            variables[found["name"]] = found["value"]
-        elif "=" in text:
-            raise ConfigError(
-                f"--from-verl {text}: neither a file, nor a key of veRL such as data.train_batch_size=512"
-            )
-        else:
-            raise ConfigError(f"--from-verl {text}: no such file")
-    return files, overrides, variables
-
-
-def _file(path: Path) -> Path:
-    """A file as it is; the configuration in a run's folder."""
-    if not path.is_dir():
-        return path
-    for inside in (".hydra/config.yaml", "config.yaml"):
-        if (path / inside).is_file():
-            return path / inside
-    raise ConfigError(f"{path}: a folder without .hydra/config.yaml")
 
 
 def _read_yaml(config: VerlSettings, path: Path) -> None:
@@ -115,7 +88,7 @@ def _read_yaml(config: VerlSettings, path: Path) -> None:
             override = parse_override(str(item), line)
             if override is None:
                 raise ConfigError(f"{path}: expected key=value of veRL, got {item!r}")
-            _override(config, override, path.name)
+            put_override(config, override, path.name)
         return
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path}: expected a mapping of keys to values")
@@ -149,12 +122,4 @@ def _read_text(config: VerlSettings, path: Path, variables: dict[str, str]) -> N
     if "megatron" in script.config_name:
         config.given[STRATEGY], config.origin[STRATEGY] = "megatron", f"--config-name {script.config_name}"
     for override in script.overrides:
-        _override(config, override, path.name)
-
-
-def _override(config: VerlSettings, override: Override, source: str) -> None:
-    value = override.value
-    if override.key in GROUPS:
-        value = value.removesuffix("_actor") if isinstance(value, str) else value
-        override = replace(override, key=STRATEGY, value="fsdp" if value == "dp" else value)
-    put_override(config, override, source)
+        put_override(config, override, path.name)
