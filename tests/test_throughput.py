@@ -31,8 +31,8 @@ SMALL: dict[str, Any] = tables("bases")["throughput"]
 def test_rates_count_trained_work_of_steady_steps() -> None:
     rows = [
         {"step_time_s": 10.0, "steady": True, "trained": 8, "tokens": 900, "trained_response_tokens": 800,
-         "response_tokens": 1000, "wasted_tokens": 200, "gen_time_s": 4.0, "gen_bound_s": 1.0, "bubble_fraction": 0.5,
-         "tail_fraction": 0.4},
+         "response_tokens": 600, "observed_tokens": 400, "wasted_tokens": 200, "gen_time_s": 4.0, "gen_bound_s": 1.0,
+         "bubble_fraction": 0.5, "tail_fraction": 0.4},
         {"step_time_s": 30.0, "steady": True, "trained": 4, "tokens": 300, "trained_response_tokens": 200,
          "response_tokens": 200, "gen_time_s": 8.0, "gen_bound_s": 2.0, "bubble_fraction": 0.1, "tail_fraction": 0.0},
         {"step_time_s": 500.0, "trained": 8, "steady": False, "tokens": 10**6},
@@ -41,7 +41,7 @@ def test_rates_count_trained_work_of_steady_steps() -> None:
     assert found["responses_per_s"] == pytest.approx(12 / 40)
     assert found["tokens_per_s"] == pytest.approx(1200 / 40)
     assert found["response_tokens_per_s"] == pytest.approx(1000 / 40)
-    assert found["generated_tokens_per_s"] == pytest.approx(1200 / 40)
+    assert found["generated_tokens_per_s"] == pytest.approx((1200 - 400) / 40), "of a third tools are the source"
     assert found["responses_per_gen_s"] == pytest.approx(12 / 12)
     assert (found["step_time_s"], found["trained"]) == (20.0, 6.0)
     assert found["bubble_fraction"] == pytest.approx((0.5 * 10 + 0.1 * 30) / 40)

@@ -177,5 +177,5 @@ def _parts(rows: pd.DataFrame) -> Table:
     for name, what in {"moved": "responses", "released": "replicas", "aborted": "responses"}.items():
         legend += f"; {name}: {what}" if name in columns else ""
     legend += "\ntokens/s: trained on, prompts counted; generated/s: tokens of responses, trained on or not"
-    legend += "; wasted: of the generated tokens" if "wasted" in columns else ""
+    legend += "; wasted: of the tokens of responses" if "wasted" in columns else ""
     return of_columns(columns, caption=f"{legend}; bound: lower bound / gen")
