@@ -52,7 +52,7 @@ from rlsim.sim.control import (
     RolloutView,
     actions_of,
 )
-from rlsim.sim.drawn import Luck
+from rlsim.sim.drawn import AcceptanceDraws
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.gpus import HybridReplicas
 from rlsim.sim.outcome import Outcome
@@ -305,7 +305,7 @@ class OpenWorkload:
                 for i, (at, sample) in enumerate(keys)
             ]
             for request, key in zip(new, keys, strict=True):
-                request.luck = Luck(key, 0.3)
+                request.acceptance = AcceptanceDraws(key, 0.3)
             if run:
                 run.launches.append(tuple(prompt.position for prompt in launched))
                 run.requests |= dict(zip(keys, new, strict=True))

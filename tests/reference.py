@@ -31,7 +31,7 @@ from rlsim.sim.control import (
     RolloutCosts,
     Stop,
 )
-from rlsim.sim.drawn import Luck
+from rlsim.sim.drawn import AcceptanceDraws
 
 ONE_MOMENT = 1e-11
 
@@ -69,7 +69,7 @@ class RefRequest:
     tools: Sequence[tuple[Any, ...]] = ()
     predicted_tokens: float = 0.0  # 0: nothing is
     micro_batch: int = 0
-    luck: tuple[Any, ...] = ()  # what its numbers for decode steps are drawn with
+    acceptance: tuple[Any, ...] = ((),)  # what its numbers for decode steps are drawn with
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class _Request(RefRequest):
     attempts: int = 0  # that were lost
 
     def __post_init__(self) -> None:
-        self.numbers = Luck(*self.luck) if self.luck else Luck((self.position, self.id))
+        self.numbers = AcceptanceDraws(*self.acceptance)
         self.all_tools = self.tools
         further = self.generated + (self.budget_tokens or self.response_tokens)
         self.budget = min(self.response_tokens, further)  # tokens with which it finishes, or pauses
@@ -964,6 +964,7 @@ class _Rollout:
                     self.agents_so_far += 1
                     name = 2**50 + self.agents_so_far
                     agent = _Request(name, name, prompt, length, tools=own, parent=call.request)
+                    agent.numbers = call.request.numbers.of_sub_agent()
                     self.agents.append(_Agent(agent, self.now + delay_s, told_s))
                 self.result.tool_wait_s[call.request.id] += self.now - call.asked_at
         return before != [(call.request, call.where) for call in self.at_tools]

@@ -20,7 +20,7 @@ from reference import RefStay, _Replica, _Request, _Rollout
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import OpenView, Ready, Update
 from rlsim.sim.control import Prompt, decides
-from rlsim.sim.drawn import Luck
+from rlsim.sim.drawn import AcceptanceDraws
 
 if TYPE_CHECKING:
     from open_workloads import OpenWorkload
@@ -216,7 +216,7 @@ class _Run(_Rollout):
             for sample, (prompt_tokens, response_tokens) in enumerate(self.work.of_prompt(position), before):
                 request = _Request(len(self.requests), position, prompt_tokens, response_tokens)
                 request.tools = self.work.tools_of(position, sample)
-                request.numbers = Luck((position, sample), 0.3)
+                request.numbers = AcceptanceDraws((position, sample), 0.3)
                 self.requests.append(request)
                 self.by_id[request.id] = request
                 self.keys[request.id] = position, sample

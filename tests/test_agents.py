@@ -162,6 +162,23 @@ def test_a_call_waits_for_its_sub_agents() -> None:
     assert environments._sandboxes._free == 1
 
 
+def test_sub_agents_accept_drafts_by_the_seed_and_correlation_of_their_trajectory(tmp_path: Path) -> None:
+    agent = {"prompt_tokens": 8, "turns": [{"generated_tokens": 400}]}
+    turns = [{"generated_tokens": 1, "observation_tokens": 1, "tool_s": 0.0, "agents": [agent]}, THREE[0]]
+    (tmp_path / "agents.jsonl").write_text(json.dumps({"prompt_id": 0, "sample_id": 0, "turns": turns}))
+    drafts = {"method": "eagle3", "num_speculative_tokens": 3, "acceptance": 0.6, "drawn": True}
+
+    def tool_s(correlation: float) -> set[float]:
+        more = {"engine.speculation": {**drafts, "correlation": correlation}, "workflow.responses": 1, "seeds": 8}
+        own = {**AGENTS, "trace": {"path": str(tmp_path / "agents.jsonl"), "cap": "8K"}, "environment": {}}
+        found = rlsim.run({**own, "systems": [{"verl": {"tp": 1}}]}, overrides=more).responses
+        return set(found["tool_s"])
+
+    apart, alike = tool_s(0.0), tool_s(0.9)
+    assert len(apart) > 1, "each run has numbers of its own"
+    assert np.std(list(alike)) > 3 * np.std(list(apart))
+
+
 @pytest.mark.parametrize(("on_failure", "retries", "restarts", "finished"), [("restart", 3, 2, 1), ("drop", 0, 0, 0)])
 def test_a_lost_sandbox(on_failure: str, retries: int, restarts: int, finished: int) -> None:
     # At 2 s a call that fails after 10 s: two attempts of 2 + 4 + 10 s are lost, in sandboxes that start anew.

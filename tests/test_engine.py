@@ -34,7 +34,7 @@ from rlsim.cost.step import Chunk
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 from rlsim.sim.control import Migrate, Release, RolloutView
-from rlsim.sim.drawn import Luck
+from rlsim.sim.drawn import AcceptanceDraws
 from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
@@ -109,7 +109,7 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
         ]
         for request, r in zip(requests, given, strict=True):
             request.predicted_tokens = r.predicted_tokens
-            request.luck = Luck(*r.luck) if r.luck else None
+            request.acceptance = AcceptanceDraws(*r.acceptance)
             if r.budget_tokens:
                 request.allow(r.budget_tokens)
         return requests

@@ -26,7 +26,7 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
-from rlsim.sim.drawn import Luck
+from rlsim.sim.drawn import AcceptanceDraws
 
 H100 = load_cluster("8xh100")
 KERNELS = load_calibration("h100-vllm")
@@ -253,7 +253,7 @@ def test_what_the_expectation_leaves_out() -> None:
         late.append(steps.max() * (1 + chances.sum()) / 3000)
     assert 1.03 < np.mean(late) < 1.04
     for common, scatter in ((0.0, 0.043), (0.08, 0.14)):
-        numbers = np.stack([Luck((7, i), common).ahead(365) for i in range(500)])
+        numbers = np.stack([AcceptanceDraws((7, i), common).ahead(365) for i in range(500)])
         tokens = 1 + sum((numbers < NormalDist().inv_cdf(chance)).astype(int) for chance in chances)
         assert tokens.mean() == pytest.approx(1 + chances.sum(), rel=0.02)
         steps = (tokens.cumsum(axis=1) < 365).sum(axis=1) + 1

@@ -7,7 +7,7 @@ accepted (Leviathan et al. 2023, section 3.1). For the engine "one more token of
     (verification of k + 1 tokens of each sequence + k passes of the draft + the host's time) / r
 
 which is piecewise linear in the context as any decode curve is, so that the engine's jumps stay as they are. What a
-jump gives is the time of so many expected steps; `drawn` ones yield what each request's luck has (`rlsim.sim.drawn`).
+jump gives is the time of so many expected steps; `drawn` ones yield what is drawn for each request (`rlsim.sim.drawn`).
 """
 
 from __future__ import annotations

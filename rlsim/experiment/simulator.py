@@ -28,7 +28,7 @@ from rlsim.policies.parts import PlanSearch
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import Prompt, RolloutCosts, asked
-from rlsim.sim.drawn import Luck
+from rlsim.sim.drawn import AcceptanceDraws
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
 from rlsim.sim.run import simulate
@@ -225,7 +225,8 @@ class _Requests:
         if self._drafts is not None and self._drafts.drawn:
             for request in made:
                 seed = self._sampler.seed, request.position, self._made[request.position]
-                request.luck, self._made[request.position] = Luck(seed, self._drafts.correlation), seed[-1] + 1
+                request.acceptance = AcceptanceDraws(seed, self._drafts.correlation)
+                self._made[request.position] += 1
         if self._error is not None:
             factors = np.exp(self._error * self._rng.standard_normal(len(made)))
             for request, factor in zip(made, factors.tolist(), strict=True):

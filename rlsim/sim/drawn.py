@@ -1,14 +1,15 @@
 """Drafted tokens that are accepted by chance: responses that decode together go on at paces of their own.
 
 A decode step yields each sequence one token, and its drafted ones up to the first that is refused. How many these are
-follows from a number of the response's own for each of its steps (`Luck`), so all steps until the next response leaves
-are known at once, and one jump takes them: as many sums as the batch has tokens, not as many events.
+follows from a number of the response's own for each of its steps (`AcceptanceDraws`), so all steps until the next
+response leaves are known at once, and one jump takes them: as many sums as the batch has tokens, not as many events.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from math import sqrt
 from typing import Any
 
@@ -24,16 +25,17 @@ from rlsim.sim.request import Request
 _MOST = 1024  # steps that are looked at together
 
 
-class Luck:
+class AcceptanceDraws:
     """Of a response: a standard normal number for each of its decode steps, any two of which have this `correlation`.
 
     The drafted tokens up to the j-th are accepted where it lies below the quantile of their chance. So each chance is
     met in the mean of all responses, whatever the correlation, and a shorter draft is accepted as a longer one's start.
     """
 
-    __slots__ = ("_common", "_own", "_rng", "_values", "steps")
+    __slots__ = ("_agents", "_common", "_correlation", "_own", "_rng", "_seed", "_values", "steps")
 
     def __init__(self, seed: Sequence[int], correlation: float = 0.0) -> None:
+        self._seed, self._correlation, self._agents = tuple(seed), correlation, count(1)
         self._rng = np.random.default_rng(seed)
         self._common, self._own = sqrt(correlation) * self._rng.standard_normal(), sqrt(1 - correlation)
         self._values = np.empty(0)
@@ -45,6 +47,10 @@ class Luck:
             new = self._rng.standard_normal(max(256, len(self._values)))
             self._values = np.append(self._values, self._common + self._own * new)
         return self._values[self.steps : self.steps + steps]
+
+    def of_sub_agent(self) -> AcceptanceDraws:
+        """Those of the next sub-agent that the response begins, so correlated too: the same under every system."""
+        return AcceptanceDraws((*self._seed, next(self._agents)), self._correlation)
 
 
 class _Ends(DecodeCurve):
@@ -107,7 +113,7 @@ class DrawnBatch(RunningBatch):
         tokens = self.padded_tokens()
         asked = self.size, self.in_windows(tokens) if self.windowed else None
         chances = cost.accepted(asked[0], tokens, asked[1])
-        numbers = np.stack([request.luck.ahead(min(most, int(self._left.min()))) for request in requests])
+        numbers = np.stack([request.acceptance.ahead(min(most, int(self._left.min()))) for request in requests])
         gains = np.ones(numbers.shape, np.int64)
         for bar in ndtri(chances):
             gains += numbers < bar
@@ -121,7 +127,7 @@ class DrawnBatch(RunningBatch):
         for request, gain in zip(requests, gains.tolist(), strict=True):
             before = request.offset + self.step - request.prompt_tokens
             request.generated = before + gain
-            request.luck.steps += steps
+            request.acceptance.steps += steps
             if chunk and request.generated // chunk > before // chunk and not request.at_limit:
                 self._reached.append((request, request.generated))
         self._reset()
@@ -130,8 +136,8 @@ class DrawnBatch(RunningBatch):
 
     def join(self, requests: Sequence[Request]) -> None:
         super().join(requests)
-        for request in requests:
-            request.luck = request.luck or Luck((request.position, request.id))
+        for request in requests:  # those of a plan search or a trial have none
+            request.acceptance = request.acceptance or AcceptanceDraws((request.position, request.id))
 
     def chunks_complete(self) -> list[tuple[Request, int]]:
         reached, self._reached = self._reached, []

@@ -91,7 +91,7 @@ class Request:
     generated: int = 0  # brought up to date when the request leaves the running batch
     row: int = -1  # of the trace, -1 if it is from none; what its reward call takes stands there
     predicted_tokens: float = 0.0  # of the response, by the system's predictor; 0: it has none
-    luck: Any = None  # of its drafted tokens, where it is drawn (`rlsim.sim.drawn`)
+    acceptance: Any = None  # `AcceptanceDraws` of its drafted tokens, where these are drawn
     tool_calls: tuple[ToolCall, ...] = ()  # of a trajectory; what they observe counts as generated once it is back
     called: int = 0  # of these, those that are over
     parent: Request | None = None  # of a sub-agent: the trajectory that waits for it
@@ -205,7 +205,7 @@ class Request:
             self.generated,
             self.row,
             self.predicted_tokens,
-            self.luck,
+            self.acceptance,
             self.tool_calls,
             self.called,
             restarts=self.restarts,

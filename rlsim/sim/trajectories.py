@@ -90,7 +90,8 @@ class Trajectories(Container[int]):
         """Its tool call has begun, and with it the work of sub-agents."""
         for prompt, response, calls, delay_s, told_s in request.tool_calls[request.called].agents:
             id_ = request.root.id + next(self._environments.agents) * AGENT
-            agent = Request(id_, id_, prompt, response, tool_calls=calls, parent=request)
+            draws = request.acceptance and request.acceptance.of_sub_agent()
+            agent = Request(id_, id_, prompt, response, acceptance=draws, tool_calls=calls, parent=request)
             self._agents.setdefault(request, {})[agent] = told_s
             at(self._env, self._env.now + delay_s, lambda _, a=agent: self._begin(a))  # type: ignore[misc]
 
