@@ -15,8 +15,7 @@ from pydantic import Field
 
 from rlsim.base.schema import Schema
 from rlsim.errors import TraceError
-from rlsim.trace.mixture import Floats, LengthModel, icc_log, mixture, mixture_cdf, mixture_mean
-from rlsim.trace.schema import Trace
+from rlsim.trace.mixture import Floats, LengthModel, mixture, mixture_cdf, mixture_mean
 from rlsim.units import Tokens
 
 
@@ -83,19 +82,6 @@ class Fact(Schema):
         length = self.above + 0.5 if self.above else cap_tokens - 0.5
         density = NormalDist().pdf(NormalDist().inv_cdf(share))
         return length, share, density / self.allowed, False
-
-
-def check_facts(
-    trace: Trace, facts: Sequence[Fact], *, icc: float | None = None, icc_tolerance: float = 0.03
-) -> list[FactCheck]:
-    """Every fact beside the first epoch of `trace`; with `icc`, the intra-prompt correlation of log length as well."""
-    first = (trace.frame["epoch"] == trace.frame["epoch"].min()).to_numpy(np.bool_)
-    tokens, cap = trace.response_tokens[first], trace.meta.cap_tokens or int(trace.response_tokens.max())
-    checks = [fact.check(tokens, cap) for fact in facts]
-    if icc is not None:
-        measured = icc_log(tokens, trace.prompt_codes()[0][first])
-        checks.append(FactCheck("intra-prompt correlation of log length", icc, measured or 0.0, icc_tolerance))
-    return checks
 
 
 def model_from_facts(

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from rlsim.base.schema import Schema, load
 from rlsim.errors import TraceError
-from rlsim.trace.facts import Fact, FactCheck, check_facts, model_from_facts
+from rlsim.trace.facts import Fact, FactCheck, model_from_facts
 from rlsim.trace.fit import LengthFit, load_fit
 from rlsim.trace.mixture import Floats, LengthModel, icc_log
 from rlsim.trace.schema import Trace, TraceMeta, make_trace
@@ -151,11 +151,14 @@ def require(recipe: Recipe, checks: Sequence[FactCheck]) -> None:
 
 
 def check(recipe: Recipe, trace: Trace) -> list[FactCheck]:
-    """Every fact of the recipe beside what the trace says."""
-    groups = recipe.groups
-    if groups is None or recipe.responses == 1:
-        return check_facts(trace, recipe.lengths.facts)
-    return check_facts(trace, recipe.lengths.facts, icc=groups.icc, icc_tolerance=groups.tolerance)
+    """Every fact of the recipe beside what the first epoch of a trace says, and the intra-prompt correlation."""
+    first = (trace.frame["epoch"] == trace.frame["epoch"].min()).to_numpy(np.bool_)
+    tokens, cap = trace.response_tokens[first], trace.meta.cap_tokens or int(trace.response_tokens.max())
+    checks = [fact.check(tokens, cap) for fact in recipe.lengths.facts]
+    if (groups := recipe.groups) and recipe.responses > 1:
+        icc = icc_log(tokens, trace.prompt_codes()[0][first]) or 0.0
+        checks.append(FactCheck("intra-prompt correlation of log length", groups.icc, icc, groups.tolerance))
+    return checks
 
 
 def draw_trace(recipe: Recipe) -> Trace:

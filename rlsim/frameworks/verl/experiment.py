@@ -83,7 +83,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     draft.block("workflow")["reward"] = scored
     _models(config, draft, options)
     replica = reading.fact("replica")
-    _note_refusals(reading, draft, settings, actor, apart=apart is not None)
+    _note_refusals(reading, draft, settings, actor)
     asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
     _systems(config, reading, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
     draft.missing += reading.texts("missing")
@@ -128,20 +128,14 @@ def _engine_limits(config: VerlSettings, draft: Draft, settings: RunSettings) ->
     })  # fmt: skip
 
 
-def _note_refusals(reading: Reading, draft: Draft, settings: RunSettings, model: Model, *, apart: bool) -> None:
-    config = reading.config
-    strategy, vllm = settings.train, config.told(TEXT, "engine") in ("vllm", None)
-    longest = config.told(WHOLE, "max_model_len")
-    values = {
-        **{name: sum(map(config.is_given, config.keys(name))) for name in ("micro_sizes", "log_prob_sizes")},
-        "longest": longest or config.whole("prompts_longest") + settings.cap,
-        "positions": None if longest else model.max_position_embeddings or _CONTEXT,
-        "train_tokens": strategy.micro_batch_tokens,
-        "prompts": None if apart else settings.prompts,
-        **{name: getattr(strategy, name) for name in ("gpus", "dp", "tp", "pp", "cp")},
+def _note_refusals(reading: Reading, draft: Draft, settings: RunSettings, model: Model) -> None:
+    config, megatron, release = reading.config, settings.backend == "megatron", reading.config.program.partition(" ")[2]
+    values: dict[str, Any] = {
+        name: sum(map(config.is_given, config.keys(name))) for name in ("micro_sizes", "log_prob_sizes")
     }
-    of, megatron = ("veRL", "vLLM") if vllm else ("veRL",), settings.backend == "megatron"
-    release = config.program.partition(" ")[2]
+    if not config.told(WHOLE, "max_model_len"):
+        values["positions"] = model.max_position_embeddings or _CONTEXT
+    of = ("veRL", "vLLM") if config.told(TEXT, "engine") in ("vllm", None) else ("veRL",)
     parts.note_refusals(reading, draft, model, *of, megatron=megatron, release=release, **values)
 
 

@@ -276,12 +276,14 @@ def _rest_s(metrics: Any, calls: int) -> float | None:
     return max(took_s - model_s, 0.0) / calls if calls and isfinite(took_s - model_s) else None
 
 
+def _messages(step: Row) -> list[Row]:
+    return step.objects("chat_completions") if step.values.get("chat_completions") else []
+
+
 def _step_texts(step: Row, after: Row) -> tuple[str, str]:
     """What a step generated and observed; of an agent's flow, whose steps say neither, by the messages of its calls."""
     made, seen = _text(step.get("model_response")), _text(after.values.get("observation"))
-    chat, later = (
-        one.objects("chat_completions") if one.values.get("chat_completions") else [] for one in (step, after)
-    )
+    chat, later = _messages(step), _messages(after)
     if step.values.get("observation") is None and chat:
         made = "".join([_text(step.values.get("thought")), made, _text(chat[-1].values.get("tool_calls"))])
         seen = seen or "\n".join(_text(message.values.get("content")) for message in later[len(chat) : -1])
@@ -292,10 +294,6 @@ def _environment_s(step: Mapping[str, Any]) -> float | None:
     timing = step.get("timing")
     seconds: Any = timing.get("env_time") if isinstance(timing, dict) else None
     return float(seconds) if is_number(seconds) else None
-
-
-def _messages(step: Row) -> list[Row]:
-    return step.objects("chat_completions") if step.values.get("chat_completions") else []
 
 
 def _before_answer(step: Row) -> str:

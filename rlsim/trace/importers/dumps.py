@@ -28,7 +28,7 @@ Fields = Mapping[str, Any]
 _COLUMNS = ("prompt_tokens", "response_tokens", "reward", "correct", "capped", "finish_reason", "task", "arrival_s",
             "reward_time_s", "turns")  # fmt: skip
 _READ: dict[str, Callable[[Row, str], Any]] = {
-    "step": Row.whole, "group": Row.whole, "prompt": Row.text, "prompt_text": Row.text, "response_text": Row.text,
+    "step": Row.step, "group": Row.whole, "prompt": Row.text, "prompt_text": Row.text, "response_text": Row.text,
     "reward": Row.number,
 }  # fmt: skip
 _MOST_TEXTS, _MOST_CHARACTERS = 512, 4_000_000  # tokenized at a time

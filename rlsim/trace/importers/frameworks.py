@@ -21,15 +21,6 @@ from rlsim.trace.turns import Turns, response_tokens, turns_of_mask
 _TRL_FIXED = ("step", "prompt", "completion", "advantage", "image", "images")
 
 
-def trl_rows(path: Path, project: str) -> Iterator[Row]:
-    """Rows with the step as a number, which is text until TRL 0.26."""
-    for row in file_rows(path, project):
-        step = row.values.get("step")
-        if isinstance(step, str) and step.isdigit():
-            row = row.having({**row.values, "step": int(step)})
-        yield row
-
-
 def trl(row: Row, tally: Tally) -> Fields:
     """The reward, or the value of the only reward function; of several the weights are not known."""
     if "reward" in row.values:

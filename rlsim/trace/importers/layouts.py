@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.base.reading import shipped
-from rlsim.base.tables import parse_json
 from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, JSONL, PARQUET, ends
 from rlsim.trace.importers import agents, frameworks
@@ -30,6 +29,8 @@ METRICS = "verl-metrics"
 _VALIDATION = re.compile(r"(^|[_./-])(eval|val_data|val_step)[_.-]")
 _SUMMARIES = ("batch_summary.json", "aggregated_results.jsonl")  # rLLM's and SkyRL's, beside what they dump
 _LENGTHS = (*METRIC_NAMES["response_mean"], *METRIC_NAMES["clip_ratio"])
+#: A line of veRL's file logger, with the names of metrics.
+_LOGGED = re.compile(r'"data":\s*\{\s*"[^"]*/')
 METRICS_ADVICE = (
     "a log of metrics holds each step's mean length, longest and share cut at the cap, and no lengths: there is no "
     "trace in it. Import the dump of generations instead (veRL: trainer.rollout_data_dir), or say --derive to make "
@@ -102,20 +103,10 @@ def is_metric_log(path: Path) -> bool:
             first, second = file.readline(), file.readline()
             return _has_lengths(first) or ("tag" in first and _has_lengths(second))
         if ends(path, JSONL):
-            return _is_metrics_row(file.readline())
+            first = file.readline()
+            logged = '"step"' in first and _LOGGED.search(first) is not None
+            return logged or any(f'"{name}"' in first for name in _LENGTHS)
         return any(begins_metrics(line) or '"response_length/' in line for line in file)
-
-
-def _is_metrics_row(line: str) -> bool:
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return False
-    if not isinstance(row, dict):
-        return False
-    data = row.get("data")
-    logged = isinstance(data, dict) and "step" in row and any("/" in key for key in data)
-    return logged or any(key in _LENGTHS for key in row)
 
 
 def _has_lengths(header: str) -> bool:

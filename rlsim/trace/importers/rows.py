@@ -45,6 +45,11 @@ class Row:
             raise self.fail(f"{key} should be a whole number, {least} or more (got {shown(value)})")
         return int(value)
 
+    def step(self, key: str) -> int:
+        """The number of a step, which may be text (TRL until 0.26)."""
+        value = self.get(key)
+        return int(value) if isinstance(value, str) and value.isdigit() else self.whole(key)
+
     def number(self, key: str) -> float | None:
         """A number, or None where the row has null or NaN."""
         value = self.get(key)
