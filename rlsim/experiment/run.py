@@ -97,8 +97,8 @@ def run_loaded(
             refuse("steps at cap", system=system, counted=rows["steady"].any())
         result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
         if what_if:
-            own, runs = dict(iter(result.summary().groupby("case"))), partial(_ran, progress=on_progress)
-            ledger = {case.name: weighed(case, own.get(case.name), runs).model_dump() for case in cases}
+            own = dict(iter(result.summary().groupby("case")))
+            ledger = {case.name: weighed(case, own.get(case.name), on_progress).model_dump() for case in cases}
             result = replace(result, manifest={**result.manifest, "ledger": ledger})
         if not worlds:
             return result
@@ -286,11 +286,9 @@ def _measured(steps: pd.DataFrame, baseline: str) -> pd.DataFrame:
 
 #: Systems that run at the ends beside the baseline: the fastest, in order.
 OTHERS = 2
-#: Runs all systems of some cases; gives their tables.
-Runs = Callable[[Sequence[Case]], Sequence[Frames]]
 
 
-def weighed(case: Case, summary: pd.DataFrame | None, run: Runs) -> LedgerRecord:
+def weighed(case: Case, summary: pd.DataFrame | None, progress: Progress) -> LedgerRecord:
     """The ledger of a case that ran, with the worth of every assumption; `summary`: the case's rows, if it has any.
 
     The baseline and the fastest others are tried, of those that are as fast one. All runs are of the case's first seed
@@ -305,39 +303,22 @@ def weighed(case: Case, summary: pd.DataFrame | None, run: Runs) -> LedgerRecord
     trial = case.reduced([case.baseline, *others[:OTHERS]])
     ends = {"as taken": EndRecord(settings={}, shown="as taken")}
     ends |= {f"{row.name} {end.shown}": end for row in ledger.assumed for end in row.ends}
-    cases, problems = list[Case](), dict[str, str]()
-    for name, end in ends.items():
+    for done, (name, end) in enumerate(ends.items()):
+        progress(done, len(ends), f"{case.name} {name}".strip())
         try:
             made = case.again(with_settings(trial, end.settings, name), name)
+            if not made.compares:
+                raise CapacityError(made.notes[-1])
+            steps = pd.concat([frames["steps"] for frames in _ran([made], lambda *_: None)])
         except RlsimError as error:
-            problems[name] = str(error)
+            ends[name] = end.model_copy(update={"problem": str(error)})
             continue
-        if made.compares:
-            cases.append(made)
-        else:
-            problems[name] = str(made.notes[-1])
-    found = _steps_of(cases, run, problems)
-    for name, steps in found.items():
         mean = means(steps, ["system"])
         rates, seconds = mean["responses_per_s"], float(mean["step_time_s"][case.baseline])
         speedups = {str(system): float(rates[system] / rates[case.baseline]) for system in rates.index}
-        ends[name] = ends[name].model_copy(update={"step_s": seconds, "speedups": speedups})
-    for name, problem in problems.items():
-        ends[name] = ends[name].model_copy(update={"problem": problem})
+        ends[name] = end.model_copy(update={"step_s": seconds, "speedups": speedups})
+    progress(len(ends), len(ends), "")
     rows = [
         row.model_copy(update={"ends": [ends[f"{row.name} {end.shown}"] for end in row.ends]}) for row in ledger.assumed
     ]
     return ledger.model_copy(update={"assumed": rows, "base": ends["as taken"], "baseline": case.baseline})
-
-
-def _steps_of(cases: Sequence[Case], run: Runs, problems: dict[str, str]) -> dict[str, pd.DataFrame]:
-    """The steps of each case by its name; why another did not run is put into `problems`. Where one of them fails they
-    run one by one."""
-    try:
-        steps = pd.concat([frames["steps"] for frames in run(cases)])
-        return {str(name): own for name, own in steps.groupby("case")}
-    except RlsimError as error:
-        if len(cases) == 1:
-            problems[cases[0].name] = str(error)
-            return {}
-        return {name: steps for case in cases for name, steps in _steps_of([case], run, problems).items()}
