@@ -22,7 +22,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.simulator import Simulator
-from rlsim.workflow.search import Budget, Found, Problem, find_plan
+from rlsim.workflow.search import Budget, Found, Problem, find_best
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "7b-7b-8": {"cluster": "8xh100", "workflow.prompts": 256},
@@ -42,7 +42,7 @@ def problem_of(changes: dict[str, Any]) -> Problem:
 def searches(problem: Problem, seconds: float) -> Iterator[Found]:
     """What each method finds."""
     for method in ("descent", "mcmc"):
-        yield find_plan(problem, method, Budget(seconds=seconds), seed=0)
+        yield find_best([problem], method, Budget(seconds=seconds), seed=0)[1]
 
 
 def rows(setting: str, found: list[Found]) -> Iterator[dict[str, Any]]:

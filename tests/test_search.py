@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,14 @@ from evidence.validate.published import figures
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.plan_report import search_plan
 from rlsim.policies.plan import REAL
-from rlsim.workflow.search import Budget, Dependency, Found, Options, Problem, find_plan
+from rlsim.workflow.search import Budget, Dependency, Found, Options, Problem, find_best
 from rlsim.workflow.search.bound import LowerBound, least_s
 from rlsim.workflow.search.greedy import greedy, start
+
+
+def find_plan(problem: Problem, method: str, budget: Budget, **more: Any) -> Found:
+    return find_best([problem], method, budget, **more)[1]
+
 
 descent, mcmc = (partial(find_plan, method=method) for method in ("descent", "mcmc"))
 

@@ -3,7 +3,7 @@
 Knows arrays only: who makes the options and costs of calls from models and clusters, builds a `Problem` from them.
 """
 
-from rlsim.workflow.search.methods import find_best, find_plan
+from rlsim.workflow.search.methods import find_best
 from rlsim.workflow.search.problem import Dependency, Options, Problem, Reallocation
 from rlsim.workflow.search.progress import Budget, Found, Improvement
 
@@ -16,5 +16,4 @@ __all__ = [
     "Problem",
     "Reallocation",
     "find_best",
-    "find_plan",
 ]

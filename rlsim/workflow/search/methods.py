@@ -53,18 +53,6 @@ def mcmc(trace: Trace, seed: int) -> Found:
 METHODS = {"descent": descent, "mcmc": mcmc}
 
 
-def find_plan(
-    problem: Problem,
-    method: str,
-    budget: Budget,
-    *,
-    seed: int = 0,
-    on_improvement: Callable[[Improvement], None] | None = None,
-) -> Found:
-    """The best plan that a method finds within a budget, as `find_best` for one problem."""
-    return find_best([problem], method, budget, seed=seed, on_improvement=on_improvement)[1]
-
-
 def find_best(
     problems: Sequence[Problem],
     method: str,
