@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
@@ -118,10 +118,9 @@ def check_policy(policy: Callable[..., Any], **parameters: Any) -> Checked:
     tally, played, tried = Tally(), dict[str, None](), dict[str, Mapping[str, Any]]()
     for batch in _batches():
         with _broken(f"batch {batch.name!r}"):
-            scene = _Scene(batch)
-            for choice in _choices(policy, parameters, scene):
+            for choice in _choices(policy, parameters, batch):
                 if batch.responses > 1 or not _system(policy, choice).batching.needs_rewards:  # one has no variance
-                    _check(lambda choice=choice: _system(policy, choice), scene, tally)  # type: ignore[misc]
+                    _check(lambda choice=choice: _system(policy, choice), batch, tally)  # type: ignore[misc]
                     played[batch.name] = None
                     tried[repr(choice)] = choice
     parts = list(flattened([policy(**parameters)]))
@@ -129,11 +128,8 @@ def check_policy(policy: Callable[..., Any], **parameters: Any) -> Checked:
         " + ".join(dict.fromkeys(type(part).__name__ for part in parts)),
         tuple(tried.values()),
         tuple(played),
-        tally.rollouts,
-        tally.answers,
-        dict(tally.actions),
-        dict(tally.prompts),
-        tuple(_not_checked(parts, tally)),
+        not_checked=tuple(_not_checked(parts, tally)),
+        **vars(tally),
     )
 
 
@@ -171,12 +167,12 @@ def _listed(names: Sequence[str], last: str) -> str:
     return f" {last} ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
 
 
-def _check(make: Callable[[], System], scene: _Scene, tally: Tally) -> None:
-    first = scene.play(make(), tally, steps=2)
-    _same(first, scene.play(make(), tally, steps=2))
-    for other in _other_futures(scene.batch):
+def _check(make: Callable[[], System], batch: Batch, tally: Tally) -> None:
+    first = batch.play(make(), tally, steps=2)
+    _same(first, batch.play(make(), tally, steps=2))
+    for other in _other_futures(batch):
         # Both rollouts are the same until a response finishes in either that is not in the other as it is here.
-        second = scene.play(make(), tally, other)
+        second = batch.play(make(), tally, other)
         both = first.seen.merge(second.seen, left_index=True, right_index=True, suffixes=("", "_there"))
         changed = both.loc[both["truth"] != both["truth_there"], ["left_at", "left_at_there"]]
         ends = (run.seen["left_at"].max() for run in (first, second))
@@ -250,11 +246,11 @@ def _made(policy: Callable[..., Part], parameters: Mapping[str, Any]) -> Part:
     return part
 
 
-def _choices(policy: Callable[..., Part], parameters: Mapping[str, Any], scene: _Scene) -> Sequence[Mapping[str, Any]]:
+def _choices(policy: Callable[..., Part], parameters: Mapping[str, Any], batch: Batch) -> Sequence[Mapping[str, Any]]:
     made = _made(policy, parameters)
     choices: Sequence[Mapping[str, object]] = ()
     if isinstance(made, RolloutControl | Composition):
-        choices = made.alternatives(scene.context(_system(policy, parameters)))
+        choices = made.alternatives(batch.context(_system(policy, parameters)))
     return [{**parameters, **choice} for choice in choices] or [parameters]
 
 
@@ -331,37 +327,37 @@ class Batch:
         """Responses to one prompt."""
         return 4 if len(self.lengths) % 4 == 0 else 1
 
-
-class _Scene:
-    """An experiment whose steps have such batches."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        prompts, responses = len(batch.lengths) // batch.responses, batch.responses
+    @cached_property
+    def _loaded(self) -> LoadedExperiment:
+        """An experiment whose steps have such batches, but for their lengths."""
         settings = {
-            "name": "check", "cluster": f"{'2x' * (batch.nodes > 1)}8xh100", "model": "llama-3.1-8b",
+            "name": "check", "cluster": f"{'2x' * (self.nodes > 1)}8xh100", "model": "llama-3.1-8b",
             "calibration": "h100-vllm", "engine": {"page_tokens": _PAGE}, "systems": ["verl"],
-            "trace": {"fixed": 1, "cap": batch.cap_tokens, "default_prompt_tokens": batch.prompt_tokens},
-            "workflow": {"prompts": prompts, "responses": responses, "steps": 2, "reference": False,
-                         "old_log_probs": False, "reward": {"time_per_response": 0}},
+            "trace": {"fixed": 1, "cap": self.cap_tokens, "default_prompt_tokens": self.prompt_tokens},
+            "workflow": {"prompts": len(self.lengths) // self.responses, "responses": self.responses, "steps": 2,
+                         "reference": False, "old_log_probs": False, "reward": {"time_per_response": 0}},
         }  # fmt: skip
         experiment, label, folder = load_experiment(settings)
-        self._plain = LoadedExperiment.of(experiment, folder, label)
-        self._simulators = {steps: Simulator(self._drawn(steps, batch.lengths), search=False) for steps in (1, 2)}
+        return LoadedExperiment.of(experiment, folder, label)
+
+    @cached_property
+    def _simulators(self) -> dict[int, Simulator]:
+        """By the steps that they run."""
+        return {steps: Simulator(self._drawn(steps, self.lengths), search=False) for steps in (1, 2)}
 
     def _drawn(self, steps: int, lengths: Sequence[int]) -> LoadedExperiment:
         """With these lengths. Of every third prompt all rewards are alike, of the others some right and some wrong."""
-        prompt, sample = np.divmod(np.arange(len(lengths)), self.batch.responses)
-        columns = {"prompt_id": prompt, "sample_id": sample, "prompt_tokens": self.batch.prompt_tokens}
+        prompt, sample = np.divmod(np.arange(len(lengths)), self.responses)
+        columns = {"prompt_id": prompt, "sample_id": sample, "prompt_tokens": self.prompt_tokens}
         reward = ((sample % 2 == 1) | (prompt % 3 == 0)).astype(float)
         frame = pd.DataFrame({**columns, "response_tokens": lengths, "reward": reward})
         frame["test_run_s"] = [(1.0,)] * len(frame)
-        workflow = self._plain.experiment.workflow.model_copy(update={"steps": steps})
-        experiment = self._plain.experiment.model_copy(update={"workflow": workflow})
-        return replace(self._plain, experiment=experiment, trace=make_trace(frame, TraceMeta(name="check")))
+        workflow = self._loaded.experiment.workflow.model_copy(update={"steps": steps})
+        experiment = self._loaded.experiment.model_copy(update={"workflow": workflow})
+        return replace(self._loaded, experiment=experiment, trace=make_trace(frame, TraceMeta(name="check")))
 
     def _placed(self, simulator: Simulator, system: System) -> PlacedExperiment:
-        placed, tokens = simulator.placed(system), self.batch.kv_tokens
+        placed, tokens = simulator.placed(system), self.kv_tokens
         if tokens is not None and "rollout_costs" not in vars(placed):  # the same machine with less room
             short = copy(own := placed.rollout_costs)
             short.capacity_pages = cache(lambda tp, least=0: min(own.capacity_pages(tp, least), tokens // _PAGE))
@@ -377,7 +373,7 @@ class _Scene:
 
         Raises `ContractError` or `PolicyError` for what it shows alone; `tally` is added to.
         """
-        simulator, answers, lengths = self._simulators[steps], list[Answer](), lengths or self.batch.lengths
+        simulator, answers, lengths = self._simulators[steps], list[Answer](), lengths or self.lengths
         self._placed(simulator, system)
         own = system.control.parts if isinstance(system.control, Controls) else [system.control]
         watched = Controls([_watching(type(part))(part, answers) if decides(part) else part for part in own])
@@ -385,7 +381,7 @@ class _Scene:
         actions = [action for _, answer in answers for action in answer]
         endless, truth = isinstance(system.batching.launcher, Continuous), np.array(lengths)
         for step in outcome.responses:
-            _check_responses(step, truth[step.row], len(self.batch.lengths), actions, endless)
+            _check_responses(step, truth[step.row], len(self.lengths), actions, endless)
         for rollout in outcome.rollouts:
             counts = rollout.launches
             tally.prompts.update({"dropped": counts.dropped, "put back": counts.put_back, "kept": counts.paused})
