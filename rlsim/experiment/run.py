@@ -17,8 +17,7 @@ from rlsim.base.processes import ending, pool_of
 from rlsim.base.refusals import refuse
 from rlsim.errors import CapacityError, RlsimError, check_arguments
 from rlsim.experiment.case import Case, cases_of
-from rlsim.experiment.columns import TABLES
-from rlsim.experiment.frames import Frames
+from rlsim.experiment.frames import Frames, joined
 from rlsim.experiment.ledger import EndRecord, LedgerRecord
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.planning import FoundPlans
@@ -92,7 +91,7 @@ def run_loaded(
     with ending(pool_of(workers - 1)) if worlds and workers > 1 else nullcontext() as pool:
         there = (pool.map if pool else map)(in_world, range(1, worlds + 1), drawn)
         collected = _ran(cases, calibrated, strict)
-        tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
+        tables = joined(collected)
         for (_, system), rows in tables["steps"].groupby(["case", "system"], sort=False):
             refuse("steps at cap", system=system, counted=rows["steady"].any())
         result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
