@@ -1040,6 +1040,8 @@ class _Rollout:
         waiting = sum(call.where == "waits" for call in self.at_tools)
         if not over or len(over) + waiting < sum(r.left for r in self.requests):
             return False
+        if any(self.reached(agent.told_at) for agent in self.agents):  # who waits for it is told at this very moment
+            return False
         for call in sorted(over, key=lambda call: call.request.id):
             self.come_back(call)
         return True
@@ -1180,7 +1182,7 @@ class _Rollout:
         """Requests to be aborted or migrated leave the replicas that are at a boundary."""
         any_left = False
         for replica in self.replicas:
-            for r in replica.requests():
+            for r in [] if replica.stopped else replica.requests():  # who stays for a switch leaves after it
                 move = next((move for move in self.moves if r in move.requests and r not in move.gone), None)
                 if (r in self.aborting or move is not None) and self.at_boundary(replica):
                     any_left = True

@@ -171,7 +171,7 @@ def check_stays(work: Workload, recorder: Recorder, expected: RefResult) -> None
 
     def lasts(stay: RefStay) -> bool:
         """Not so where a move takes no time and ends as everything stops; sub-agents have no numbers in common."""
-        return stay.id < AGENT and (stay.left != "stopped" or stay.arrived_at < stay.left_at)
+        return stay.id < AGENT and (stay.left != "stopped" or stay.left_at - stay.arrived_at > CLOSE * stay.left_at)
 
     stays, known = list(filter(lasts, stays)), list(filter(lasts, expected.stays))
 
@@ -394,6 +394,16 @@ def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -
     rollout, _ = simulate(work)
     finished = {r.id: r.finished_at for r in rollout.requests}
     assert finished[3] < step.prefill_s([Chunk(4000, 0)]) < finished[2]
+
+
+def test_a_turn_together_waits_for_who_is_told_of_its_sub_agent_at_the_moment_at_which_the_last_call_ends() -> None:
+    """Both call after 2 s: one a tool of 4 s, one a sub-agent, which takes 3 s and is told of a second later."""
+    work = by_hand([(4, 4), (4, 4)], Nothing())
+    calls = (2, 0, 4.0), (2, 0, 1.0, ((4, 3, (), 0.0, 1.0),))
+    requests = tuple(replace(r, tools=(call,)) for r, call in zip(work.requests, calls, strict=True))
+    work = replace(work, requests=requests, tools=RefTools(together=True))
+    assert [r.finished_at for r in simulate(work)[0].requests] == [8.0, 8.0]
+    check(work)
 
 
 # ------------------------------------------------------------------------------------------- what any rollout keeps

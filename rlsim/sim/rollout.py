@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from operator import attrgetter, itemgetter
+from sys import maxsize
 from typing import Any
 
 import simpy
@@ -69,12 +70,13 @@ class Rollout(RolloutState):
         self._homeless: list[Request] = []
         self._released: list[Replica] = []  # stopped at this moment
         self._emptied: list[Replica] = []  # had nothing left at this moment
-        #: Migrated to replicas that are to stop, and there at this moment: by the number of the migration.
-        self._stranded: list[tuple[int, list[Request], Replica]] = []
+        #: At this moment at replicas that are to stop: by the number of the migration, and last those whose tools did.
+        self._stranded: list[tuple[int, list[Request], Replica | None]] = []
         self._migrations = itertools.count()
         #: Nodes that start at this moment: TP, version of the weights, requests.
         self._starting: dict[int, tuple[int, int, Sequence[Request]]] = {}
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
+        self._dropped: set[int] = set()  # sub-agents at no replica: they are dropped at the next one
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
         tools = stage.environments
         self._trajectories = Trajectories(self, tools, stage.control) if tools else None
@@ -166,6 +168,8 @@ class Rollout(RolloutState):
         if requests:
             self._at.update(dict.fromkeys([r.id for r in requests], replica))
             replica.receive(requests)
+            if dropped := self._dropped.intersection(r.id for r in requests):
+                self._drop_at(replica, frozenset(dropped), Surplus(()))
 
     def _take(
         self, replica: Replica, left: Left, ids: frozenset[int] | None = None
@@ -297,7 +301,7 @@ class Rollout(RolloutState):
 
     def come_back(self, requests: Sequence[Request]) -> None:
         assert self._trajectories is not None
-        elsewhere, paused = list[Request](), False
+        elsewhere, paused, gone = list[Request](), False, False
         for request in requests:
             home = self._at.get(request.id)
             if request.at_limit:
@@ -310,7 +314,11 @@ class Rollout(RolloutState):
                 elsewhere.append(request)
             if home:
                 home.unpin(request)
-        if elsewhere:
+                gone |= home.stopped is not None and not home.stopped.triggered
+        if elsewhere and gone:  # what stops with their replica at this very moment is dealt before them
+            self._deal_at_end()
+            self._stranded.append((maxsize, elsewhere, None))
+        elif elsewhere:
             self._deal_to_active(elsewhere)
         self._look_for_end()
         if paused and self._asks and not self.done.triggered:
@@ -329,8 +337,13 @@ class Rollout(RolloutState):
             ids = [id_ for id_ in self._trajectories.with_agents(ids) if id_ in self._requests]
         if away := self._drop_away(dict.fromkeys(ids)):
             self._drop(away, action)
-        for replica, there in self._where(ids):
-            replica.at_boundary(lambda r=replica, i=there: self._abort(r, i, action), urgent=True)  # type: ignore[misc]
+        self._dropped |= {id_ for id_ in ids if id_ in self._requests and self._requests[id_].parent}
+        for replica, there in self._where(ids, self._dropped):
+            self._drop_at(replica, there, action)
+
+    def _drop_at(self, replica: Replica, ids: frozenset[int], action: Abort) -> None:
+        self._dropped -= ids
+        replica.at_boundary(lambda: self._abort(replica, ids, action), urgent=True)
 
     def _drop_away(self, ids: Iterable[int]) -> list[Request]:
         """Trajectories that are at their tool calls do not come back."""
@@ -612,10 +625,10 @@ class Rollout(RolloutState):
             running, others = self._take(replica, "released")
             self._deal_to_active([*running, *others])
         for _number, requests, to in stranded:
-            if to.stopped and to.stopped.triggered:
-                self._deal_to_active(requests)
-            else:
+            if to and not (to.stopped and to.stopped.triggered):
                 self._give(to, requests)
+            else:
+                self._deal_to_active(requests)
 
     def _borrow(self, borrowing: Borrowing) -> Generator[simpy.Event, Any, None]:
         """Replicas on GPUs of training load its weights, which are those of the rollout, and begin."""
@@ -702,12 +715,12 @@ class Rollout(RolloutState):
         start, tp, label = self._pauses.pop(node)
         self._stage.recorder.add(self.mesh[node], start, self.env.now, "switch", tp, label)
 
-    def _where(self, ids: Sequence[int]) -> list[tuple[Replica, frozenset[int]]]:
-        """The active replicas that hold some of these requests, and which."""
+    def _where(self, ids: Sequence[int], last: Container[int] = ()) -> list[tuple[Replica, frozenset[int]]]:
+        """The active replicas that hold some of these requests, and which; of `last` those that are to stop, too."""
         found: dict[Replica, set[int]] = {}
         for id_ in ids:
             replica = self._at.get(id_)
-            there = replica is not None and replica.stopped is None
+            there = replica and (replica.stopped is None or (id_ in last and not replica.stopped.triggered))
             if replica and there and not (self._requests[id_].at_limit or self._is_away(id_)):
                 found.setdefault(replica, set()).add(id_)
         return [(r, frozenset(found[r])) for r in sorted(found, key=attrgetter("node", "index"))]

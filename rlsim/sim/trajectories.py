@@ -12,7 +12,7 @@ import simpy
 
 from rlsim.sim.control import RolloutControl, asked
 from rlsim.sim.environment import Environments
-from rlsim.sim.moment import at
+from rlsim.sim.moment import DEAL, at, at_end
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import AGENT, Request
 from rlsim.sim.view import RolloutState, ToolCallView, view_of
@@ -143,9 +143,17 @@ class Trajectories(Container[int]):
         else:
             self._hand_back([request])
 
-    def end_turn(self) -> None:
-        """Where trajectories take turns together: the last one has perhaps ended its own."""
-        if self._over and len(self._over) + len(self._waits) == self._rollout.unfinished:
+    def end_turn(self, last: simpy.Event | None = None) -> None:
+        """Where trajectories take turns together: the last one has perhaps ended its own.
+
+        Those that wait for sub-agents may be told of them at this very moment: with them it is looked at when that is
+        over (`last`).
+        """
+        if not self._over or len(self._over) + len(self._waits) < self._rollout.unfinished:
+            return
+        if self._waits and last is None:
+            at_end(self._env, DEAL, self.end_turn)
+        else:
             over, self._over = sorted(self._over, key=attrgetter("id")), []
             self._hand_back(over)
 
