@@ -373,6 +373,8 @@ def test_more_gpus_are_tried_where_that_is_asked_and_money_counts_each(tmp_path:
     cheap = tune(configuration, Wish(keep, most_gpus=16, money=True), trials=4, workers=1)
     assert not cheap.best  # twice the GPUs are less than twice as fast
     assert found.gain < 2
+    most = tune(configuration, Wish(keep, most_gpus=32), trials=3, workers=1)
+    assert [row["gpus"] for row in most.frontiers["gpus"]] == [8, 16, 32], "each number that is asked for"
 
 
 def ranks(configuration: Configuration, *runs: Run, judged: Any = None, bound: Any = None, in_time: Any = None) -> Any:
@@ -412,7 +414,7 @@ def test_the_budget_is_shared_and_what_it_is_too_short_for_is_named(
     assert 0 < len(found.systems) <= 8
     _print(found, None, None, verbose=False)
     told = capsys.readouterr().out
-    assert f"time was over: not tried: {', '.join(found.untried)}; give a larger --budget" in told
+    assert f"not tried: {', '.join(found.untried)}; give a larger --budget, or more --trials" in told
     assert f"systems not tried, as time was over: {', '.join(late)}; give a larger --budget" in told
 
 

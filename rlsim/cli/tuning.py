@@ -209,7 +209,7 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
     print_tables([*(_parts(found.parts) if verbose and found.parts else ()), *_changes(found), _means(found, price),
                   *_frontiers(found, price), *_systems(found), *_rests(found)])  # fmt: skip
     if found.untried:
-        say(f"time was over: not tried: {', '.join(found.untried)}; give a larger --budget")
+        say(f"not tried: {', '.join(found.untried)}; give a larger --budget, or more --trials")
     for why in (FEW, LATE):
         if names := [name for name, own in found.not_tried.items() if own == why]:
             say(f"systems {why}: {', '.join(names)}; give a larger --budget")
