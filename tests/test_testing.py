@@ -12,7 +12,8 @@ from rlsim import Schema
 from rlsim.errors import ConfigError
 from rlsim.experiment.testing import ContractError, check_policy
 from rlsim.policies.registry import load_policy, policy_names
-from rlsim.sim.control import Abort, ControlContext, Reconfigure, Release, RolloutControl, RolloutView, Stop
+from rlsim.sim.batching import Batching, PromptFeed
+from rlsim.sim.control import Abort, ControlContext, Launch, Reconfigure, Release, RolloutControl, RolloutView, Stop
 from rlsim.sim.rollout import Rollout
 
 
@@ -60,6 +61,8 @@ def test_what_was_checked_is_told() -> None:
     assert sampling.not_checked == ()
     assert "one request" not in sampling.batches  # a single response has no variance
     assert check_policy(load_policy("adaptive_timeout")).not_checked == ()
+    (predicted,) = check_policy(load_policy("queue_order"), error=0.1).not_checked
+    assert predicted == "QueueOrder may know lengths in advance: length_error asks for a predictor of them"
     beside = str(check_policy(load_policy("async_reward")))
     assert beside.endswith("AsyncReward: only a run of an experiment calls rewired")
 
@@ -116,9 +119,29 @@ class Tampers(Base):
         view.total = 3  # type: ignore[misc]
 
 
+class Shortens(Base):
+    """Takes work away from what runs."""
+
+    def on_finish(self, view: RolloutView) -> None:
+        frame: Any = sys._getframe()
+        while not isinstance(rollout := frame.f_locals.get("self"), Rollout):
+            frame = frame.f_back
+        for request in [r for r in rollout.requests if not r.finished][:1]:
+            request.response_tokens -= 1
+
+
+class Few(Batching):
+    """Launches less than a batch."""
+
+    def launch(self, feed: PromptFeed) -> Launch:
+        return Launch(feed.take(max(feed.prompts - 1, 1)), feed.responses)
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
+        (Shortens, r"request \d+ was tampered with: Request\(.*\), launched with \d+ tokens"),
+        (Few, "the step's batch has 60 responses, not 64"),
         (
             Peeks,
             r"batch 'a long tail': Peeks.on_finish: test_testing.py:\d+: .* reached for `view._rollout`; a Rollout",

@@ -49,6 +49,7 @@ from rlsim.sim.control import (
     decides,
 )
 from rlsim.sim.outcome import Responses
+from rlsim.sim.request import Request
 from rlsim.trace import TraceMeta, make_trace
 
 __all__ = ["Checked", "ContractError", "check_policy"]
@@ -155,6 +156,8 @@ def _not_checked(parts: Iterable[Part], tally: Tally) -> Iterator[str]:
             never = [kind for kind in never if not tally.actions[kind]]
             if never:
                 yield f"{name}.{_listed(deciding, 'and')} never returned {_listed(never, 'or')}"
+        if isinstance(part, RolloutControl) and part.length_error is not None:
+            yield f"{name} may know lengths in advance: length_error asks for a predictor of them"
         for hook, what in _OF_PROMPTS.items():
             if hook in own and not tally.prompts[what]:
                 yield f"{name}.{hook}: no prompt was {what}"
@@ -280,8 +283,8 @@ class _Window:
 class _Watched(RolloutControl):
     """Passes questions on to a policy and keeps its answers; what else it is asked goes to it as it is."""
 
-    def __init__(self, policy: RolloutControl, answers: list[Answer]) -> None:
-        self._policy, self._answers = policy, answers
+    def __init__(self, policy: RolloutControl, answers: list[Answer], requests: dict[int, Request]) -> None:
+        self._policy, self._answers, self._requests = policy, answers, requests
 
     def on_finish(self, view: RolloutView) -> list[Action]:
         return self._kept(view, self._policy.on_finish)
@@ -292,6 +295,7 @@ class _Watched(RolloutControl):
     def _kept(self, view: RolloutView, ask: Callable[[RolloutView], Action | Iterable[Action] | None]) -> list[Action]:
         actions = actions_of(ask(cast("RolloutView", _Window(view))))
         self._answers.append((view._rollout.env.now, tuple(actions)))
+        self._requests.update((id(request), request) for request in view._rollout.requests)
         return actions
 
     @property
@@ -373,13 +377,18 @@ class Batch:
 
         Raises `ContractError` or `PolicyError` for what it shows alone; `tally` is added to.
         """
-        simulator, answers, lengths = self._simulators[steps], list[Answer](), lengths or self.lengths
+        simulator, lengths = self._simulators[steps], lengths or self.lengths
+        answers, requests, truth = list[Answer](), dict[int, Request](), np.array(lengths)
         self._placed(simulator, system)
         own = system.control.parts if isinstance(system.control, Controls) else [system.control]
-        watched = Controls([_watching(type(part))(part, answers) if decides(part) else part for part in own])
+        watched = Controls([_watching(type(part))(part, answers, requests) if decides(part) else part for part in own])
         outcome = simulator.simulate(replace(system, control=watched), self._drawn(steps, lengths).sampler(0))
         actions = [action for _, answer in answers for action in answer]
-        endless, truth = isinstance(system.batching.launcher, Continuous), np.array(lengths)
+        endless = isinstance(system.batching.launcher, Continuous)
+        for request in requests.values():
+            if request.response_tokens != (launched := truth[request.row]):
+                what = f"request {request.id} was tampered with: {request!r}, launched with {launched} tokens"
+                raise ContractError(what)
         for step in outcome.responses:
             _check_responses(step, truth[step.row], len(self.lengths), actions, endless)
         for rollout in outcome.rollouts:
