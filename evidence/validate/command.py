@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evidence.validate.parts import PARTS, REPEATABLE
+from rlsim.base.formats import Table
 from rlsim.cli import complete
 from rlsim.cli.common import PRINTED, write_json
-from rlsim.cli.tables import Table, print_tables
+from rlsim.cli.tables import print_tables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +108,7 @@ def _print(name: str, section: Section, targets: Targets, bounds: Sequence[Kept]
         headings = ["what", "quantity", "kind", "rows", "mean |error|", "median", "p90", "bias"]
         rows = [[*summary.cells] for summary in section.summaries]
     if rows:
-        print_tables([Table(headings, rows, title=name, words=(0, 1, 2), prose=0)], stderr=console.stderr)
+        print_tables([Table(name, headings, rows, words=(0, 1, 2), prose=0)], stderr=console.stderr)
     else:  # a part of tables alone
         console.print(f"{name}\n", style="bold")
         for text in section.tables.values():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from rlsim.base.reading import shipped
 from rlsim.base.refusals import code_of
@@ -67,6 +68,30 @@ def with_choice(system: str, tuned: Mapping[str, str]) -> str:
 def listed(names: Sequence[str], most: int) -> str:
     """The first of many names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and rows of text, which `rlsim.cli.tables` prints and a page shows.
+
+    `words` are the numbers of columns that hold words, not numbers: on a terminal those at the front stand in every
+    part of a table that is too wide. `prose` is that of a column which is folded there where there is no room for it; a
+    page shows a `folded` table on demand.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    words: Collection[int] = (0,)
+    prose: int = -1
+    folded: bool = False
+    form: ClassVar[str] = "table"
+
+    @classmethod
+    def of(cls, title: str, columns: Mapping[str, Sequence[str]], *words: int, **more: Any) -> Table:
+        """A table by its columns; beside the first those of the numbers `words` hold words, too."""
+        return cls(title, [*columns], [*zip(*columns.values(), strict=True)], **{"words": (0, *words), **more})
 
 
 class Column(NamedTuple):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlsim.base.formats import written
+from rlsim.base.formats import Table, written
 from rlsim.cli.common import PRINTED, Commands, echo, paths_only, progress_bar, tokens_of, write_json
-from rlsim.cli.tables import of_columns, print_tables, table
+from rlsim.cli.tables import print_tables
 from rlsim.errors import CalibrationError, ConfigError
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def show_(
             (str(line), *("–" if math.isnan(value) else form.format(value) for value in row))
             for line, row in zip(values.index, values.to_numpy(), strict=True)
         ]
-        parts.append(table(heads, lines, title=str(kernel).replace("_", " ")))
+        parts.append(Table(str(kernel).replace("_", " "), heads, lines))
     print_tables(parts)
     echo(said)
     if out is not None:
@@ -254,7 +254,7 @@ def _print_errors(result: FromRun | FromEngine, title: str, path: Path, json_fil
         return
     headings = [name.removesuffix("_s").replace("_", " ") for name in result.errors.columns]
     rows = [[_error(str(name), value) for name, value in row.items()] for row in result.errors.to_dict("records")]
-    print_tables([table(headings, rows, title=title)])
+    print_tables([Table(title, headings, rows)])
     for reason, count in result.excluded.items():
         echo(f"left out: {count}: {reason}")
     for note in result.notes:
@@ -313,9 +313,9 @@ def _print_fitted(
     if measured is not None:
         headings = ("operator", *next(iter(points.values())))
         rows = [[operator, *(f"{n:,}" for n in count.values())] for operator, count in points.items()]
-        print_tables([table(headings, rows, title=f"Points measured on {measured.journal.machine.name}")])
+        print_tables([Table(f"Points measured on {measured.journal.machine.name}", headings, rows)])
     title = f"Errors of {calibration.name} on points that its fits have not seen"
     found = written("residuals", calibration.residuals.items())
-    print_tables([of_columns(found, title, words=(0, 5), prose=5)])
+    print_tables([Table.of(title, found, 5, prose=5)])
     for path in files:
         _print_file(path)

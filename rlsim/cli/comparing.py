@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlsim.base.formats import Row, written
+from rlsim.base.formats import Row, Table, written
 from rlsim.cli.common import PRINTED, paths_only, write_json
-from rlsim.cli.tables import Table, of_columns, print_tables, setting_texts
+from rlsim.cli.tables import print_tables, setting_texts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,12 +112,12 @@ def _groups(found: Comparison) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
     where = {"in": [letters[one] for one in rows["directory"]]} if letters else {}
-    yield of_columns({**where, **written("compare", rows)}, words=len(where) + 1)
+    yield Table.of("", {**where, **written("compare", rows)}, len(where))
     compared = rows[(rows["baseline"] != "") & ~rows["is_baseline"]]
     if len(compared):
         where = {"in": [letters[one] for one in compared["directory"]]} if letters else {}
         ratios = written("against", compared, against=lambda row: _against(row, letters))
-        yield of_columns({**where, **ratios}, words=len(where) + 2)
+        yield Table.of("", {**where, **ratios}, *range(len(where) + 2))
 
 
 def _chart(found: Comparison) -> Any:

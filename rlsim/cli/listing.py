@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlsim.base import catalogue
-from rlsim.base.formats import written
+from rlsim.base.formats import Table, written
 from rlsim.base.reading import read_yaml, records
 from rlsim.base.refusals import code_of
 from rlsim.base.usercode import load_object
@@ -136,9 +136,9 @@ def _print_keys(what: str, rows: Sequence[Key]) -> None:
 
 def _print(columns: Mapping[str, Sequence[str]], title: str = "") -> None:
     """A table whose first column is the name to type; the longest other column is prose."""
-    from rlsim.cli.tables import Table, print_tables
+    from rlsim.cli.tables import print_tables
 
     words = [number for number, column in enumerate(columns) if column not in _NUMBERS]
     cells = [*columns.values()]
     prose = max(words[1:], key=lambda number: max(map(len, cells[number])))
-    print_tables([Table([*columns], [*zip(*cells, strict=True)], title=title, words=words, prose=prose)])
+    print_tables([Table.of(title, columns, *words, prose=prose)])

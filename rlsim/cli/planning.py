@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rlsim.base.formats import written
+from rlsim.base.formats import Table, written
 from rlsim.cli.common import PRINTED, add_code_folders, write_json
-from rlsim.cli.tables import of_columns, print_tables
+from rlsim.cli.tables import print_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +104,7 @@ def _print(report: PlanReport) -> None:
     calls = report.calls().astype(object)
     plan = written("plan", calls.where(calls.notna(), None))
     print_tables(
-        [of_columns(plan, f"{report.experiment.name} · plan"), of_columns(written("ways", report.reallocations()))]
+        [Table.of(f"{report.experiment.name} · plan", plan), Table.of("", written("ways", report.reallocations()))]
     )
     console, found, space = Console(soft_wrap=True), report.found, report.space
     if report.lag:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlsim.base.formats import written
+from rlsim.base.formats import Table, written
 from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, with_options, write_json
-from rlsim.cli.tables import VERDICT_LEGEND, Table, of_columns, print_ledgers, print_tables, relaxed_legend
+from rlsim.cli.tables import VERDICT_LEGEND, print_ledgers, print_tables, relaxed_legend
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -151,20 +150,20 @@ def _tables(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict) -> 
     yield _comparison(result, case, rows, verdict)
     yield _parts(rows)
     if len(more := written("relaxed", rows)) > 1:
-        yield of_columns(more, caption=relaxed_legend(more).removeprefix("; "))
+        yield Table.of("", more, caption=relaxed_legend(more).removeprefix("; "))
 
 
 def _comparison(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict) -> Table:
     seeds, tuned = len(result.manifest["seeds"]), result.manifest["tuned"].get(case, {})
     columns = written("run", rows, tuned=tuned, verdict=verdict)
-    found = of_columns(
+    return Table.of(
+        " · ".join(part for part in (result.manifest["experiment"]["name"], case) if part),
         columns,
-        title=" · ".join(part for part in (result.manifest["experiment"]["name"], case) if part),
+        5,
         caption=f"means of {seeds} seed{'s' * (seeds > 1)}; responses/s: trained on, per second\n"
         f"speedup: responses/s over those of {verdict.baseline}; by tokens: the same of trained tokens\n"
         f"{VERDICT_LEGEND}\ntail: busy GPU time that decodes at under half of the full batch's throughput",
     )
-    return replace(found, words=(0, 5))
 
 
 def _parts(rows: pd.DataFrame) -> Table:
@@ -178,4 +177,4 @@ def _parts(rows: pd.DataFrame) -> Table:
         legend += f"; {name}: {what}" if name in columns else ""
     legend += "\ntokens/s: trained on, prompts counted; generated/s: tokens of responses, trained on or not"
     legend += "; wasted: of the tokens of responses" if "wasted" in columns else ""
-    return of_columns(columns, caption=f"{legend}; bound: lower bound / gen")
+    return Table.of("", columns, caption=f"{legend}; bound: lower bound / gen")

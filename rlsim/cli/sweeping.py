@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlsim.base.formats import written
+from rlsim.base.formats import Table, written
 from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, with_options, write_json
-from rlsim.cli.tables import VERDICT_LEGEND, of_columns, print_tables, relaxed_legend, setting_texts, table
+from rlsim.cli.tables import VERDICT_LEGEND, print_tables, relaxed_legend, setting_texts
 
 if TYPE_CHECKING:
     from rlsim.results.sweeps.points import Definition
@@ -58,7 +57,7 @@ def sweep(
         rows = [(point.name, *(axis.value for axis in point.axes)) for point in definition.points]
         if not write_json(json_file, [dict(zip(["point", *axes], row, strict=True)) for row in rows]):
             texts = list(zip(*map(setting_texts, zip(*rows, strict=True)), strict=True))
-            print_tables([table(["point", *axes], texts)])
+            print_tables([Table("", ["point", *axes], texts)])
             Console(soft_wrap=True).print(_counted(definition))
         return
     target = out or results_folder(definition.name)
@@ -131,8 +130,8 @@ def _print(found: SweepResult, definition: Definition) -> None:
         caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens\n"
         caption += VERDICT_LEGEND + relaxed_legend(columns)
         named = dict(zip(names, texts, strict=True))
-        found_table = of_columns({**named, **columns}, words=len(names), caption=caption)
-        print_tables([replace(found_table, words=(*range(len(names)), len(names) + 4))])
+        words = (*range(len(names)), len(names) + 4)
+        print_tables([Table.of("", {**named, **columns}, *words, caption=caption)])
     console = Console(soft_wrap=True)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
     if unlike.any():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlsim.base.formats import is_missing
+from rlsim.base.formats import Table, is_missing
 from rlsim.errors import printable
 
 if TYPE_CHECKING:
@@ -24,47 +23,35 @@ LEAST_PROSE, GAP = 24, 2
 NO_BREAK = "\u00a0"
 
 
-@dataclass(frozen=True)
-class Table:
-    """Headings and rows of text. `words` are the numbers of columns that hold names: those at the front stand in every
-    part of a table that is too wide. `prose` is that of a column which is folded where there is no room for it."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    title: str = ""
-    caption: str = ""
-    words: Collection[int] = (0,)
-    prose: int = -1
-
-    def parts(self, width: int) -> Iterator[tuple[str, list[str]]]:
-        """Heading and lines of every part of at most so many characters, as long as no column alone has more."""
-        cells = [[printable(cell) for cell in row] for row in self.rows]
-        texts = [[*heading.split(" "), *(row[i] for row in cells)] for i, heading in enumerate(self.headings)]
-        widths = [max(1, *map(_width, own)) for own in texts]
-        last = len(widths) - 1
-        names = [i for i in range(last) if set(range(i + 1)) <= set(self.words) - {self.prose}] or [0]
-        if self.prose >= 0:
-            others = [own + GAP for i, own in enumerate(widths) if i != self.prose]
-            rest = width - sum(others)
-            rest = rest if rest >= LEAST_PROSE else width - sum(widths[i] + GAP for i in names if i != self.prose)
-            widths[self.prose] = min(widths[self.prose], max(rest, LEAST_PROSE) if self.prose else width // 2)
-        parts, begun = [list(names)], sum(widths[i] + GAP for i in names)
-        used = begun
-        for i in range(len(names), last + 1):
-            if used + widths[i] > width and len(parts[-1]) > len(names):
-                parts.append(list(names))
-                used = begun
-            parts[-1].append(i)
-            used += widths[i] + GAP
-        for part in parts:
-            own = [widths[i] for i in part]
-            heading = [textwrap.wrap(self.headings[i], widths[i], break_long_words=False) for i in part]
-            top = max(map(len, heading))
-            stacked = [[""] * (top - len(lines)) + lines for lines in heading]
-            fold = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
-            rows = [[fold(row[i], widths[i]) if i == self.prose else [row[i]] for i in part] for row in cells]
-            left = [i in self.words for i in part]
-            yield "\n".join(_lines(stacked, own, left)), [line for row in rows for line in _lines(row, own, left)]
+def parts(table: Table, width: int) -> Iterator[tuple[str, list[str]]]:
+    """Heading and lines of every part of at most so many characters, as long as no column alone has more."""
+    cells = [[printable(cell) for cell in row] for row in table.rows]
+    texts = [[*heading.split(" "), *(row[i] for row in cells)] for i, heading in enumerate(table.headings)]
+    widths = [max(1, *map(_width, own)) for own in texts]
+    last = len(widths) - 1
+    names = [i for i in range(last) if set(range(i + 1)) <= set(table.words) - {table.prose}] or [0]
+    if table.prose >= 0:
+        others = [own + GAP for i, own in enumerate(widths) if i != table.prose]
+        rest = width - sum(others)
+        rest = rest if rest >= LEAST_PROSE else width - sum(widths[i] + GAP for i in names if i != table.prose)
+        widths[table.prose] = min(widths[table.prose], max(rest, LEAST_PROSE) if table.prose else width // 2)
+    parts, begun = [list(names)], sum(widths[i] + GAP for i in names)
+    used = begun
+    for i in range(len(names), last + 1):
+        if used + widths[i] > width and len(parts[-1]) > len(names):
+            parts.append(list(names))
+            used = begun
+        parts[-1].append(i)
+        used += widths[i] + GAP
+    for part in parts:
+        own = [widths[i] for i in part]
+        heading = [textwrap.wrap(table.headings[i], widths[i], break_long_words=False) for i in part]
+        top = max(map(len, heading))
+        stacked = [[""] * (top - len(lines)) + lines for lines in heading]
+        fold = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+        rows = [[fold(row[i], widths[i]) if i == table.prose else [row[i]] for i in part] for row in cells]
+        left = [i in table.words for i in part]
+        yield "\n".join(_lines(stacked, own, left)), [line for row in rows for line in _lines(row, own, left)]
 
 
 def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool]) -> Iterator[str]:
@@ -82,18 +69,6 @@ def _width(text: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(text)
-
-
-def of_columns(columns: Mapping[str, Sequence[str]], title: str = "", caption: str = "", **more: Any) -> Table:
-    """A table by its columns; `more` as in `table`."""
-    return table(columns, zip(*columns.values(), strict=True), title=title, caption=caption, **more)
-
-
-def table(
-    headings: Iterable[str], rows: Iterable[Sequence[str]], *, words: int | Collection[int] = 1, **more: Any
-) -> Table:
-    """A table whose first `words` columns are names, or those of these numbers; `more` as in `Table`."""
-    return Table([*headings], [*rows], words=range(words) if isinstance(words, int) else words, **more)
 
 
 VERDICT_LEGEND = (
@@ -135,7 +110,7 @@ def print_ledgers(ledgers: Iterable[tuple[str, LedgerRecord]], how: str = "") ->
         if not (rows := [row.cells(ledger) for row in ledger.weighed]):
             continue
         title = " · ".join(part for part in (case, ledger.title) if part)
-        print_tables([Table(ledger.headings, rows, title, ledger.legend or how, words=(0, 1), prose=0)])
+        print_tables([Table(title, ledger.headings, rows, ledger.legend or how, words=(0, 1), prose=0)])
         if said := turns(ledger):
             Console(soft_wrap=True).print(f"{said}\n", style="bold")
 
@@ -149,7 +124,7 @@ def print_tables(tables: Iterable[Table], *, stderr: bool = False) -> None:
     for one in tables:
         if one.title:
             console.print(one.title, style="italic")
-        for number, (heading, lines) in enumerate(one.parts(width)):
+        for number, (heading, lines) in enumerate(parts(one, width)):
             console.print("\n" * (number > 0) + heading, style="bold")
             console.print("\n".join(lines))
         if one.caption:

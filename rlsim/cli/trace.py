@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsim.base.formats import number, share, written
+from rlsim.base.formats import Table, number, share, written
 from rlsim.cli.common import PRINTED, Commands, echo, paths_only, tokens_of, write_json
-from rlsim.cli.tables import NO_BREAK, of_columns, print_tables, table
+from rlsim.cli.tables import NO_BREAK, print_tables
 from rlsim.errors import TraceError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _print_description(description: dict[str, Any]) -> None:
     rows |= written("more", shown, first=first)
     headings = ["", *(part["part"].replace(" ", NO_BREAK) for part in shown)]
     title = f"Response lengths of {description['name']} (tokens)"
-    print_tables([table(headings, [[name, *values] for name, values in rows.items()], title=title)])
+    print_tables([Table(title, headings, [[name, *values] for name, values in rows.items()])])
     say = Console(soft_wrap=True).print
     if description["source"]:
         say(f"source: {description['source']}")
@@ -205,10 +205,10 @@ def _print_fit(fit: LengthFit) -> None:
     )
     rows = [(name, *(number(value, 4) for value in values)) for name, *values in both]
     parts = written("components", enumerate(fit.model.components, 1))
-    print_tables([of_columns(parts, f"Fit of {fit.provenance.trace}")])
+    print_tables([Table.of(f"Fit of {fit.provenance.trace}", parts)])
     if len(fit.model.components) > 1 and good.icc_trace is not None:
         echo(f"share of the prompt in which component a response falls into: {fit.model.runaway_share:.2f}")
-    print_tables([table(("", "trace", "fit"), rows, title="How well it fits")])
+    print_tables([Table("How well it fits", ("", "trace", "fit"), rows)])
     echo(f"KS distance {good.ks:.4f}; of a single lognormal {good.ks_single_lognormal:.4f}")
     for note in fit.notes:
         echo(f"note: {note}")
@@ -236,7 +236,7 @@ def generate_(
     checks = check(loaded, trace)
     if not write_json(json_file, [{**asdict(one), "ok": one.ok} for one in checks]) and not quiet:
         if checks:
-            print_tables([of_columns(written("facts", checks), "Facts")])
+            print_tables([Table.of("Facts", written("facts", checks))])
         else:
             echo("the recipe states no facts to check")
     require(loaded, checks)

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsim.base.formats import number, share, written
+from rlsim.base.formats import Table, number, share, written
 from rlsim.cli.common import echo, progress_bar, write_json
-from rlsim.cli.tables import Table, of_columns
 
 if TYPE_CHECKING:
     from rlsim.results.tune.answer import Tuned
@@ -187,7 +186,7 @@ def _print_check(own: Any, configuration: Configuration, log: Path, json_file: P
     data = {"phases": table.to_dict("records"), "own_error": own.error, "checks": own.checks}
     if write_json(json_file, data):
         return
-    print_tables([of_columns(written("check", table))])
+    print_tables([Table.of("", written("check", table))])
     if own.error is not None:
         runs = f"{len(own.checks)} run{'s' * (len(own.checks) != 1)} of yours"
         echo(f"over {runs} steps were predicted within {own.error:.1%} in the mean: the interval of what is tuned next")
@@ -233,7 +232,7 @@ def _changes(found: Tuned) -> Iterator[Table]:
 
     if found.changes:
         title = "Changes, times as fast: alone, and in the set (needed: without it the set does not fit)"
-        yield of_columns(written("changes", found.changes, override=override), title, words=(2,), prose=2)
+        yield Table.of(title, written("changes", found.changes, override=override), words=(2,), prose=2)
 
 
 def _dollars(price: float, gpus: float, rate: float) -> float:
@@ -252,14 +251,14 @@ def _means(found: Tuned, price: float | None) -> Table:
         rows.append(["GPUs", *map(str, found.gpus)])
     if price is not None:
         rows.append(["dollars for 1,000 responses", *(number(one, 2) for one in _dollars_of_both(found, price))])
-    return Table(["means", "as configured", "tuned"], rows)
+    return Table("", ["means", "as configured", "tuned"], rows)
 
 
 def _frontiers(found: Tuned, price: float | None) -> Iterator[Table]:
     words = {"staleness": "Staleness, and the fastest that was found with it", "gpus": "GPUs, and the fastest on them"}
     for name, each in found.frontiers.items():
         known = {"of": name, "cost": price is not None and partial(_dollars, price), "used": found.gpus[1]}
-        yield of_columns(written("frontier", each, **known), f"{words[name]} (search's draw)", words=())
+        yield Table.of(f"{words[name]} (search's draw)", written("frontier", each, **known), words=())
 
 
 def _systems(found: Tuned) -> Iterator[Table]:
@@ -270,7 +269,7 @@ def _systems(found: Tuned) -> Iterator[Table]:
         others = ", ".join(row["system"] for row in found.systems if row not in better)
         caption = f"no faster: {others}" if others else ""
         title = "Systems that must be built, times as fast as the settings above (95%: the first five, three draws)"
-        yield of_columns(written("systems", better), title, caption, words=(0, 1))
+        yield Table.of(title, written("systems", better), 1, caption=caption)
 
 
 def _rests(found: Tuned) -> Iterator[Table]:
@@ -278,19 +277,19 @@ def _rests(found: Tuned) -> Iterator[Table]:
         own = number(found.assumptions[0]["gain"])
         told = f": the gain at both ends of what is assumed (search's draw: {own} as taken; no fit: not both run there)"
         title = f"What the answer rests on{'' if found.unfit else told}"
-        yield of_columns(written("rests", found.assumptions), title, words=(0, 1, 2, 3), prose=3)
+        yield Table.of(title, written("rests", found.assumptions), 1, 2, 3, prose=3)
 
 
 def _parts(parts: Parts) -> Iterator[Table]:
     memory = written("memory", parts.memory.fillna({"why_not": ""}))
-    yield of_columns(memory, "What fits: rollout, GB of each GPU", words=(8,), prose=8)
-    yield of_columns(written("calls", parts.memory_calls), "What fits: the other calls, GB")
+    yield Table.of("What fits: rollout, GB of each GPU", memory, words=(8,), prose=8)
+    yield Table.of("What fits: the other calls, GB", written("calls", parts.memory_calls))
     causes = [name for name in parts.idle.columns if name != "busy"]
     means = parts.idle[causes].mean()
     rows = [[name.replace("_", " "), share(means[name], 1)] for name in causes]
     barriers = [[f"stage barrier: {row['waits_for'] or 'nothing runs'}", share(row["share"], 1)]
                 for row in parts.waits.to_dict("records")]  # fmt: skip
-    yield Table(["idle, by cause", "share of GPU time"], [*rows, *barriers])
+    yield Table("", ["idle, by cause", "share of GPU time"], [*rows, *barriers])
 
 
 def _idle(parts: Parts | None) -> str:

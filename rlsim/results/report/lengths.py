@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlsim.base.formats import listed, written
+from rlsim.base.formats import Table, listed, written
 from rlsim.experiment.result import Result
-from rlsim.results.report.page import Block, CaseSetup, Section, Table, Text
+from rlsim.results.report.page import Block, CaseSetup, Section, Text
 from rlsim.results.report.shares import RUN
 from rlsim.results.report.style import DASHES, GREY, SERIES, chart
 from rlsim.trace import Trace

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.base.formats import written
+from rlsim.base.formats import Table, written
 from rlsim.cost.step import KINDS
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result
@@ -18,10 +18,7 @@ from rlsim.results.comparison.verdict import Verdict, judge
 from rlsim.results.report.page import (
     Block,
     CaseSetup,
-    Code,
-    Listing,
     Section,
-    Table,
     Text,
     calibrations_of,
     figure,
@@ -111,7 +108,7 @@ def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
     taken: set[str] = set()
     records = {record["name"]: record for setup in setups for record in setup.calibrations}
     for name, record in records.items():
-        blocks.append(Text(f"Calibration {name}", heading=True))
+        blocks.append(Text(f"Calibration {name}", "heading"))
         blocks.append(Text(_origin(record)))
         rows = pd.DataFrame([{"operator": op, **values} for op, values in record["residuals"].items()])
         if rows.empty:
@@ -123,7 +120,7 @@ def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
         blocks.append(figure("residuals", drawn, unique_slug(f"calibration {name}", taken), name=name))
         caption = f"Errors of {name} in numbers; bias: median signed error, positive is predicted too slow"
         blocks.append(Table.of(caption, written("errors", rows), 5))
-    blocks.append(Text("Look-ups", heading=True))
+    blocks.append(Text("Look-ups", "heading"))
     blocks.append(_lookups(lookups))
     blocks.append(
         Text(
@@ -164,22 +161,20 @@ def ledger_section(result: Result) -> Section:
     for case, ledger in ledgers(result.manifest):
         title = " · ".join(filter(None, (case, ledger.title)))
         rows = [row.cells(ledger) for row in ledger.weighed]
-        blocks.append(Table(ledger.legend or title, tuple(ledger.headings), rows, words=frozenset({1})))
-        blocks[-1:-1] = [Text(title, heading=True), *([Text(said)] if (said := turns(ledger)) else [])]
+        blocks.append(Table(ledger.legend or title, ledger.headings, rows, words=(1,)))
+        blocks[-1:-1] = [Text(title, "heading"), *([Text(said)] if (said := turns(ledger)) else [])]
         why = written("why", ledger.assumed)
         blocks.append(Table.of("Why these are not known", why, 1, 2, folded=True))
         defaults = [[whose, ", ".join(keys)] for whose, keys in ledger.defaults.items()]
         if defaults:
-            blocks.append(
-                Table("Whose defaults were taken", ("of", "values"), defaults, words=frozenset({1}), folded=True)
-            )
+            blocks.append(Table("Whose defaults were taken", ("of", "values"), defaults, words=(1,), folded=True))
     return Section("ledger", "What it rests on", tuple(blocks))
 
 
 def notes_section(result: Result) -> Section:
     """What the run noted about its own figures."""
     notes = result.notes
-    block: Block = Listing(notes) if notes else Text("The run noted nothing.")
+    block: Block = Text(notes, "list") if notes else Text("The run noted nothing.")
     return Section("notes", "Notes of the run", (block,))
 
 
@@ -194,9 +189,9 @@ def configuration_section(result: Result, setups: list[CaseSetup]) -> Section:
         (
             Table.of("What each case ran on", written("setups", setups), 1, 4, 6),
             Text(f"Seeds: {', '.join(map(str, manifest['seeds']))}. Baseline: {manifest['baseline']}."),
-            Text("The experiment, with every default filled in and every override applied", heading=True),
-            Code(as_yaml(manifest["experiment"]), "The experiment as YAML"),
-            Table("Versions and hashes", ("what", "value"), [*versions.items(), *hashes.items()], words=frozenset({1})),
+            Text("The experiment, with every default filled in and every override applied", "heading"),
+            Text(as_yaml(manifest["experiment"]), "code", "The experiment as YAML"),
+            Table("Versions and hashes", ("what", "value"), [*versions.items(), *hashes.items()], words=(1,)),
         ),
     )
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rlsim.base.charts import OFFLINE, chart_spec, vega_script
+from rlsim.base.formats import Table
 from rlsim.base.output import check_own_file, write_text
 from rlsim.base.reading import shipped
 from rlsim.base.refusals import holds
@@ -35,48 +36,15 @@ def figure(name: str, chart: Any, own: str = "", /, **known: Any) -> Figure:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of texts. The first column is the rows' heading; `folded` shows it on demand."""
-
-    caption: str
-    headings: tuple[str, ...]
-    rows: Sequence[Sequence[str]]
-    words: frozenset[int] = frozenset()  # columns beside the first that hold words, not numbers
-    folded: bool = False
-    form: ClassVar[str] = "table"
-
-    @classmethod
-    def of(cls, caption: str, columns: Mapping[str, Sequence[str]], *words: int, folded: bool = False) -> Table:
-        return cls(caption, tuple(columns), [*map(list, zip(*columns.values(), strict=True))], frozenset(words), folded)
-
-
-@dataclass(frozen=True)
 class Text:
-    """A paragraph, or a smaller heading."""
+    """A paragraph; or a smaller `heading`, the paragraphs of a `list`, text that is shown as it is (`code`)."""
 
-    text: str
-    heading: bool = False
-    form: ClassVar[str] = "text"
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Paragraphs of a list."""
-
-    items: tuple[str, ...]
-    form: ClassVar[str] = "list"
+    text: str | Sequence[str]
+    form: Literal["text", "heading", "list", "code"] = "text"
+    label: str = ""  # of code
 
 
-@dataclass(frozen=True)
-class Code:
-    """Text that is shown as it is."""
-
-    text: str
-    label: str
-    form: ClassVar[str] = "code"
-
-
-Block = Figure | Table | Text | Listing | Code
+Block = Figure | Table | Text
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.base.formats import written
+from rlsim.base.formats import Table, written
 from rlsim.experiment.frames import uncovered
 from rlsim.experiment.parts import PARTS_OF_A_STEP
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
-from rlsim.results.report.page import Block, CaseSetup, Section, Table
+from rlsim.results.report.page import Block, CaseSetup, Section
 from rlsim.results.report.style import BUBBLE, GREY, PARTS, SERIES, TAIL, WAITING, chart, kind_colours
 from rlsim.sim.recorder import Span
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.base.formats import columns_of, written
+from rlsim.base.formats import Table, columns_of, written
 from rlsim.experiment.result import Result
 from rlsim.experiment.steadiness import comparable
 from rlsim.experiment.summary import half_interval, means
 from rlsim.results.comparison.verdict import RATES, Verdict, judge, outcome
-from rlsim.results.report.page import Block, CaseSetup, Section, Table, Text, figure
+from rlsim.results.report.page import Block, CaseSetup, Section, Text, figure
 from rlsim.results.report.style import SERIES, WIDTH, chart
 
 #: Colour and shape of each verdict; shape too, for those who print in grey.

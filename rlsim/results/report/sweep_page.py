@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from rlsim.base.formats import is_missing, rate, written
+from rlsim.base.formats import Table, is_missing, rate, written
 from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import comparable
 from rlsim.results.comparison.verdict import decided, judge
 from rlsim.results.report.method import as_yaml, calibration_section
-from rlsim.results.report.page import Block, Code, Listing, Page, Section, Table, Text, figure, setups_of
+from rlsim.results.report.page import Block, Page, Section, Text, figure, setups_of
 from rlsim.results.report.style import DASHES, DIVERGING, GREY, SERIES, WIDTH, chart, label_angle
 from rlsim.results.sweeps.store import SweepResult
 
@@ -242,8 +242,8 @@ def _labels(values: pd.Series[Any], most: int = 8) -> list[str]:
 def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult) -> tuple[Block, ...]:
     blocks: list[Block] = [sweep_table(frame, axes)]
     if sweep.failed:
-        blocks.append(Text("Points without results", heading=True))
-        blocks.append(Table("What went wrong", ("point", "error"), [*sweep.failed.items()], words=frozenset({1})))
+        blocks.append(Text("Points without results", "heading"))
+        blocks.append(Table("What went wrong", ("point", "error"), [*sweep.failed.items()], words=(1,)))
     return tuple(blocks)
 
 
@@ -252,7 +252,7 @@ def _notes(records: Mapping[str, Mapping[str, Any]]) -> Section:
     items = [f"{note} ({count:,} of {len(records):,} points)" for note, count in counts.most_common(_MOST_NOTES)]
     if len(counts) > _MOST_NOTES:
         items.append(f"{len(counts) - _MOST_NOTES:,} more are in the sweep's files")
-    return Section("notes", "Notes of the runs", (Listing(tuple(items)) if items else Text("The runs noted nothing."),))
+    return Section("notes", "Notes of the runs", (Text(items, "list") if items else Text("The runs noted nothing."),))
 
 
 def _configuration(sweep: SweepResult, first: Mapping[str, Any]) -> Section:
@@ -264,8 +264,8 @@ def _configuration(sweep: SweepResult, first: Mapping[str, Any]) -> Section:
             Text(
                 "The experiment of the first point, with every default filled in; the axes say what differs at others."
             ),
-            Code(as_yaml(first["experiment"]), "The experiment as YAML"),
-            Table("Versions", ("what", "value"), [*versions.items()], words=frozenset({1})),
+            Text(as_yaml(first["experiment"]), "code", "The experiment as YAML"),
+            Table("Versions", ("what", "value"), [*versions.items()], words=(1,)),
             Text(f"Every file of the sweep holds the whole configuration of its point; this page is of {sweep.name}."),
         ),
     )
