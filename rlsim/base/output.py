@@ -198,10 +198,6 @@ def _problems(shown: str | Path, error: type[RlsimError]) -> Iterator[None]:
         raise
     except OSError as problem:
         raise error(f"{shown}: cannot be written: {reason(problem)}") from None
-    except ValueError as problem:
-        if "\0" not in str(shown):
-            raise
-        raise error(f"{str(shown)!r}: cannot be written: {problem}") from None
 
 
 def results_folder(name: str) -> Path:

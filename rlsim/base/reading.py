@@ -1,53 +1,38 @@
-"""Files of settings, read with limits: YAML with line numbers and JSON, from people and programs that may be careless.
+"""Files of settings, read with limits: YAML with line numbers and JSON.
 
 Traces, measurements of other programs and rlsim's own records have readers of their own (`rlsim.base.tables`,
-`rlsim.base.records`). What no settings file needs (tags, keys that are no names, control characters) is refused with
-file and line, before anything is made of it.
+`rlsim.base.records`). These are the user's own files, which may be careless: mistakes are told with file and line.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import stat
-import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlsim.base.catalogue import DATA
-from rlsim.errors import ConfigError, printable, shown
+from rlsim.errors import ConfigError, printable
 
 MOST_BYTES = 512 * 1024  # ruamel.yaml reads some 60 kB a second
 MOST_JSON_BYTES = 64 * 1024 * 1024
 #: Whole numbers beyond this fit into no column of a table.
 LARGEST_INT = 2**63 - 1
 
-_TAG = "tag:yaml.org,2002:"
-_TEXTS = {_TAG + kind for kind in ("str", "timestamp", "value", "merge")}  # a date is text, as in JSON
-_TAGS = {*_TEXTS, *(_TAG + kind for kind in ("int", "float", "bool", "null", "seq", "map"))}
-_KEYS = {*_TEXTS, _TAG + "int"}
-_SAID = {"int": "whole number", "float": "number", "bool": "true or false", "null": "null", "str": "text"}
+#: What YAML has types of its own for and rlsim reads as text, as JSON has it: dates, `=` and `<<` as values.
+_TEXTS = {f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "value", "merge")}
 
 
 class SyntaxConfigError(ConfigError):
     """Text that is no YAML at all."""
 
 
-def _asked(question: Callable[[Path], bool]) -> Callable[[Path], bool]:
-    """A question about a path, whose answer is no for a name that no file can have."""
-
-    def ask(path: Path) -> bool:
-        try:
-            return question(path)
-        except (OSError, ValueError):
-            return False
-
-    return ask
-
-
-exists, is_file, is_folder = _asked(Path.exists), _asked(Path.is_file), _asked(Path.is_dir)
+#: Of a path; no for a name that no file can have.
+exists, is_file, is_folder = os.path.exists, os.path.isfile, os.path.isdir
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
@@ -160,37 +145,20 @@ def _parsed(text: str, where: str) -> Any:
 
 @cache
 def _constructor() -> type[Any]:
-    """A constructor that refuses tags and keys that are no names, and tells wrong values."""
+    """A constructor that refuses numbers which no column holds."""
     from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
-    from ruamel.yaml.nodes import MappingNode, ScalarNode
+    from ruamel.yaml.nodes import ScalarNode
     from ruamel.yaml.scalarint import ScalarInt
 
     class Constructor(RoundTripConstructor):
         def construct_object(self, node: Any, deep: bool = False) -> Any:
-            tag = str(node.tag)
-            if node in self.recursive_objects:
-                self._refuse(node, "an alias stands for a value that holds itself")
-            if tag not in _TAGS:
-                self._refuse(node, f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported")
-            if isinstance(node, MappingNode) and (odd := [key for key, _ in node.value if key.tag not in _KEYS]):
-                self._refuse(odd[0], "expected a name as key")
-            if not isinstance(node, ScalarNode):
-                return super().construct_object(node, deep)
-            try:
-                value = str(node.value) if tag in _TEXTS - {_TAG + "str"} else super().construct_object(node, deep)
-            except (ValueError, ArithmeticError, LookupError):
-                self._refuse(node, f"{shown(node.value)} is no {_SAID[tag.removeprefix(_TAG)]}")
-            if isinstance(value, str):
-                for character in value:
-                    if character not in "\n\t\r" and unicodedata.category(character) in ("Cc", "Cs"):
-                        self._refuse(node, f"text holds the control character {character!r}")
+            if isinstance(node, ScalarNode) and str(node.tag) in _TEXTS:
+                return str(node.value)
+            value = super().construct_object(node, deep)
             if isinstance(value, int) and abs(value) > LARGEST_INT:
-                self._refuse(node, f"the number {str(node.value)[:20]}… is beyond {LARGEST_INT:,}")
+                why = f"the number {str(node.value)[:20]}… is beyond {LARGEST_INT:,}"
+                raise ConstructorError(None, None, why, node.start_mark)
             # Of 0 and 0x10 it remembers the spelling, in a type that no writer of YAML takes.
             return int(value) if isinstance(value, ScalarInt) else value
-
-        @staticmethod
-        def _refuse(node: Any, why: str) -> None:
-            raise ConstructorError(None, None, why, node.start_mark)
 
     return Constructor
