@@ -6,23 +6,29 @@ Where no name fits, nothing is offered, and the shell completes file names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from rlsim.base import catalogue
+from rlsim.base.usercode import load_object
 
 Completer = Callable[[str], list[str]]
 
 
-def _fitting(names: Iterable[str], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
-
-
 def one_of(*names: str) -> Completer:
     """A fixed list of names."""
-    return lambda incomplete: _fitting(names, incomplete)
+    return _of(lambda: names)
+
+
+def _of(names: Callable[[], Iterable[str]]) -> Completer:
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
 def _of_catalogue(*kinds: str, suffix: str = ".yaml") -> Completer:
-    return lambda incomplete: _fitting(sorted({n for kind in kinds for n in catalogue.names(kind, suffix)}), incomplete)
+    return _of(lambda: sorted({name for kind in kinds for name in catalogue.names(kind, suffix)}))
+
+
+def _loaded(path: str) -> Any:
+    return load_object(f"rlsim.{path}", path)
 
 
 experiments = _of_catalogue("experiments")
@@ -30,34 +36,16 @@ sweeps = _of_catalogue("sweeps", "experiments")  # a sweep is made of either
 models = _of_catalogue("models")
 gpus = _of_catalogue("gpus")
 traces = _of_catalogue("traces", suffix=".parquet")
+calibrations = _of(lambda: _loaded("cost.calibration:calibration_names")())
+verl_versions = _of(lambda: _loaded("frameworks.verl.settings:VERSIONS"))
+policies = _of(lambda: sorted(_loaded("policies.registry:policy_names")()))
 
 
 def clusters(incomplete: str) -> list[str]:
     """Nodes of the catalogue, and so many of them as have been typed."""
     nodes, several, _ = incomplete.partition("x")
     names = list(catalogue.names("clusters"))
-    return _fitting([*names, *(f"{nodes}x{name}" for name in names if several and nodes.isdecimal())], incomplete)
-
-
-def calibrations(incomplete: str) -> list[str]:
-    """Calibrations of the catalogue."""
-    from rlsim.cost.calibration import calibration_names
-
-    return _fitting(calibration_names(), incomplete)
-
-
-def verl_versions(incomplete: str) -> list[str]:
-    """Releases of veRL whose defaults are known."""
-    from rlsim.frameworks.verl.settings import VERSIONS
-
-    return _fitting(VERSIONS, incomplete)
-
-
-def policies(incomplete: str) -> list[str]:
-    """Shipped policies."""
-    from rlsim.policies.registry import policy_names
-
-    return _fitting(sorted(policy_names()), incomplete)
+    return one_of(*names, *(f"{nodes}x{name}" for name in names if several and nodes.isdecimal()))(incomplete)
 
 
 #: Names that a key of an experiment takes.
@@ -73,4 +61,4 @@ def settings(incomplete: str) -> list[str]:
     if equals:
         return [f"{key}={name}" for name in _VALUES.get(key, one_of())(value)]
     single = (row.key for row in keys_of(Experiment) if not row.kind.endswith("…") and not {"[", "*"} & {*row.key})
-    return _fitting((f"{name}=" for name in single), incomplete)
+    return one_of(*(f"{name}=" for name in single))(incomplete)

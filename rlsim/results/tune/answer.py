@@ -262,13 +262,12 @@ def tune(
 
 def _frontiers(tried: Sequence[Trial], altered: Collection[str]) -> dict[str, list[dict[str, float]]]:
     """What the fastest sets cost of what was allowed: for staleness and for GPUs, none that another beats in both."""
-    costs: dict[str, Callable[[Trial], float]] = {}
-    if "staleness" in altered:
-        costs["staleness"] = lambda trial: round(trial.means["staleness_mean"], 2)
-    if "gpus" in altered:
-        costs["gpus"] = lambda trial: trial.gpus
+    costs: dict[str, Callable[[Trial], float]] = {
+        "staleness": lambda trial: round(trial.means["staleness_mean"], 2),
+        "gpus": lambda trial: trial.gpus,
+    }
     found: dict[str, list[dict[str, float]]] = {}
-    for name, cost in costs.items():
+    for name, cost in ((name, cost) for name, cost in costs.items() if name in altered):
         rows: list[dict[str, float]] = []
         for trial in sorted((one for one in tried if one.rate), key=lambda one: (cost(one), -one.rate)):
             rate = trial.means["responses_per_s"]
