@@ -15,6 +15,7 @@ from conftest import Command, tables
 import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
+from rlsim.cli.tables import parts
 from rlsim.cli.tuning import _changes, _idle, _price, _print, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -304,7 +305,7 @@ def test_changes_keep_the_name_of_their_setting_on_a_narrow_terminal() -> None:
     key = f"actor_rollout_ref.{'actor.' * 9}size"  # wider than the room beside the numbers
     changes = [Change(key, 2, 1.31, 1.12), Change("short", 4, 1.41, 1.22)]
     (table,) = _changes(Tuned({key: 2, "short": 4}, *[1.0] * 5, {}, {}, changes=changes))
-    (_, lines), *more = table.parts(80)
+    (_, lines), *more = parts(table, 80)
     assert not more
     assert [line.split() for line in lines] == [["1.31", "1.12", f"{key}=2"], ["1.41", "1.22", "short=4"]]
 

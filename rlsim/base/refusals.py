@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -40,6 +40,12 @@ def worth(expression: str, values: Mapping[str, Any]) -> Any:
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
     """Whether such a condition holds of these values."""
     return bool(worth(condition, values))
+
+
+def said(rows: Iterable[str | Mapping[str, str]], **known: Any) -> list[str]:
+    """The texts among these rows, those with a condition (`if`) where it holds, with what is `known` for `{…}`."""
+    texts = (row if isinstance(row, str) else row["says"] * holds(row["if"], known) for row in rows)
+    return [text.format(**known) for text in texts if text]
 
 
 def rows_of(group: str) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ import typer
 
 from rlsim.base.formats import Row, Table, written
 from rlsim.cli.common import PRINTED, paths_only, write_json
-from rlsim.cli.tables import print_tables, setting_texts
+from rlsim.cli.tables import caption, print_tables, setting_texts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,14 +79,7 @@ def _print(found: Comparison) -> None:
         print_tables(_tables(rows, letters))
     if len(groups) > MOST_GROUPS:
         plain.print(f"{len(groups) - MOST_GROUPS} more settings: --csv or --json has them")
-    plain.print(
-        "speedup: responses trained on per second over the baseline's; by tokens: tokens trained on (with prompts);"
-    )
-    plain.print(
-        "in gen, 90% by: responses per second of generation, and until 90% were there; 95% intervals over seeds"
-    )
-    if not found.table["paired"].all():
-        plain.print("* not paired by seed")
+    plain.print(caption("compare", paired=bool(found.table["paired"].all())))
     for note in found.notes:
         plain.print(f"note: {note}", style="dim")
 

@@ -11,7 +11,7 @@ import typer
 
 from rlsim.base.formats import Table, written
 from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, with_options, write_json
-from rlsim.cli.tables import VERDICT_LEGEND, print_ledgers, print_tables, relaxed_legend
+from rlsim.cli.tables import caption, print_ledgers, print_tables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -147,34 +147,14 @@ def _replaced(before: Mapping[str, Any], after: Mapping[str, Any], reported: boo
 
 def _tables(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict) -> Iterator[Table]:
     """Of a case the comparison, where the step's time goes, and what asynchrony costs and leaves idle, if anything."""
-    yield _comparison(result, case, rows, verdict)
-    yield _parts(rows)
-    if len(more := written("relaxed", rows)) > 1:
-        yield Table.of("", more, caption=relaxed_legend(more).removeprefix("; "))
-
-
-def _comparison(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict) -> Table:
     seeds, tuned = len(result.manifest["seeds"]), result.manifest["tuned"].get(case, {})
-    columns = written("run", rows, tuned=tuned, verdict=verdict)
-    return Table.of(
-        " · ".join(part for part in (result.manifest["experiment"]["name"], case) if part),
-        columns,
-        5,
-        caption=f"means of {seeds} seed{'s' * (seeds > 1)}; responses/s: trained on, per second\n"
-        f"speedup: responses/s over those of {verdict.baseline}; by tokens: the same of trained tokens\n"
-        f"{VERDICT_LEGEND}\ntail: busy GPU time that decodes at under half of the full batch's throughput",
-    )
-
-
-def _parts(rows: pd.DataFrame) -> Table:
+    title = " · ".join(part for part in (result.manifest["experiment"]["name"], case) if part)
+    said = caption("run", seeds=seeds, s="s" * (seeds > 1), baseline=verdict.baseline)
+    yield Table.of(title, written("run", rows, tuned=tuned, verdict=verdict), 5, caption=said)
     waits = bool(rows["waiting_time_s"].max() > ROUNDING * rows["step_time_s"].max())
     overlaps = bool((rows["gen_time_s"] - rows["gen_exposed_s"] > ROUNDING * rows["gen_time_s"]).any())
-    columns = written("parts", rows, waits=waits, overlaps=overlaps)
-    legend = f"seconds of a step, each in one of {'wait (no call of any step ran), ' * waits}gen, prep, train, sync"
-    legend += "; gen: waited for, of any step; whole gen: its own" if overlaps else ""
-    legend += "; paused: for switches" if "paused" in columns else ""
-    for name, what in {"moved": "responses", "released": "replicas", "aborted": "responses"}.items():
-        legend += f"; {name}: {what}" if name in columns else ""
-    legend += "\ntokens/s: trained on, prompts counted; generated/s: tokens of responses, trained on or not"
-    legend += "; wasted: of the tokens of responses" if "wasted" in columns else ""
-    return Table.of("", columns, caption=f"{legend}; bound: lower bound / gen")
+    parts = written("parts", rows, waits=waits, overlaps=overlaps)
+    said = caption("parts", columns=parts, overlaps=overlaps, wait="wait (no call of any step ran), " * waits)
+    yield Table.of("", parts, caption=said)
+    if len(more := written("relaxed", rows)) > 1:
+        yield Table.of("", more, caption=caption("relaxed", columns=more))

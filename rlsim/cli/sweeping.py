@@ -10,7 +10,7 @@ import typer
 
 from rlsim.base.formats import Table, written
 from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, with_options, write_json
-from rlsim.cli.tables import VERDICT_LEGEND, print_tables, relaxed_legend, setting_texts
+from rlsim.cli.tables import caption, print_tables, setting_texts
 
 if TYPE_CHECKING:
     from rlsim.results.sweeps.points import Definition
@@ -127,11 +127,9 @@ def _print(found: SweepResult, definition: Definition) -> None:
             for (point, case), rows in summary.groupby(["point", "case"], sort=False)
         }
         columns = written("sweep", summary, verdicts=verdicts)
-        caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens\n"
-        caption += VERDICT_LEGEND + relaxed_legend(columns)
         named = dict(zip(names, texts, strict=True))
         words = (*range(len(names)), len(names) + 4)
-        print_tables([Table.of("", {**named, **columns}, *words, caption=caption)])
+        print_tables([Table.of("", {**named, **columns}, *words, caption=caption("sweep", columns=columns))])
     console = Console(soft_wrap=True)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
     if unlike.any():

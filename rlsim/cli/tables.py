@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import Table, is_missing
+from rlsim.base.reading import shipped
+from rlsim.base.refusals import said
 from rlsim.errors import printable
 
 if TYPE_CHECKING:
@@ -71,17 +73,10 @@ def _width(text: str) -> int:
     return cell_len(text)
 
 
-VERDICT_LEGEND = (
-    "95% interval: of the speedup, or by tokens where lengths differ, over seeds and, if drawn,\n"
-    "the calibration's errors; it decides the verdict. step s: in brackets over these errors"
-)
-
-
-def relaxed_legend(columns: Collection[str]) -> str:
-    """What those of the columns are that `rlsim.base.formats.relaxed` gives, for captions."""
-    apart = "; rollout, trainer idle: time in which none of their GPUs did anything"
-    stale = "; stale: weight updates behind, mean and 95th percentile of the responses trained on"
-    return apart * ("rollout idle" in columns) + stale * ("stale" in columns)
+def caption(table: str, **known: Any) -> str:
+    """What stands below a table, by `rlsim/data/says.yaml`."""
+    lines = ("; ".join(said(line, **known)) for line in shipped("says.yaml")[table])
+    return "\n".join(filter(None, lines))
 
 
 def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:

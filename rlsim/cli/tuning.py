@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import Table, number, share, written
+from rlsim.base.reading import shipped
+from rlsim.base.refusals import said
 from rlsim.cli.common import echo, progress_bar, write_json
 
 if TYPE_CHECKING:
@@ -22,13 +24,6 @@ _REFUSED = {
     "start": "would not start", "memory": "exceed memory", "stale": "are staler than allowed",
     "slow": "take longer to simulate than was left", "other": "are refused",
 }  # fmt: skip
-#: Means that are shown, in words, and their decimals.
-_MEANS = (
-    ("step_time_s", "seconds of a step", 1),
-    ("responses_per_s", "responses trained on a second", 2),
-    ("staleness_mean", "mean staleness, updates", 2),
-    ("staleness_optimizer_steps", "mean staleness, optimizer steps", 1),
-)
 
 
 def tune(
@@ -245,13 +240,10 @@ def _dollars_of_both(found: Tuned, price: float) -> list[float]:
 
 
 def _means(found: Tuned, price: float | None) -> Table:
-    both = (found.before, found.after)
-    rows = [[words, *(number(means.get(name), digits) for means in both)] for name, words, digits in _MEANS]
-    if found.gpus[0] != found.gpus[1]:
-        rows.append(["GPUs", *map(str, found.gpus)])
-    if price is not None:
-        rows.append(["dollars for 1,000 responses", *(number(one, 2) for one in _dollars_of_both(found, price))])
-    return Table("", ["means", "as configured", "tuned"], rows)
+    each = zip((found.before, found.after), found.gpus, _dollars_of_both(found, price or 0.0), strict=True)
+    both = [{**means, "gpus": gpus, "dollars": dollars} for means, gpus, dollars in each]
+    rows = written("means", both, several=found.gpus[0] != found.gpus[1], priced=price is not None)
+    return Table("", ["means", "as configured", "tuned"], [[name, *cells] for name, cells in rows.items()])
 
 
 def _frontiers(found: Tuned, price: float | None) -> Iterator[Table]:
@@ -307,27 +299,19 @@ def verdict(found: Tuned, error: float | None = None) -> list[str]:
     """The answer in a sentence, and the lines to paste."""
     from rlsim.frameworks.draft import override
 
-    if not found.best:
-        return ["Keep the settings as they are: nothing that was tried is faster on fresh draws."]
-    lines = [f"  {override(key, value)}" for key, value in found.best.items()]
-    before, after = found.gpus
-    on = "" if before == after else f" on {after} GPUs instead of {before}"
-    if found.unfit:
-        took = f"in {number(found.after.get('step_time_s'), 1)} seconds a step{on}"
-        return [f"As configured it does not fit ({found.unfit}). These settings do, {took}, the fastest found:", *lines]
-    if on and not found.money:
-        on += f", {number(found.gain * before / after)} times as fast per GPU"
-    interval = f"95%: {found.gain_low:.2f} to {found.gain_high:.2f}"
-    if not math.isnan(found.model_low):
-        whose = "errors of costs" if error is None else "the errors of your own runs"
-        interval += f"; with {whose} {found.model_low:.2f} to {found.model_high:.2f}"
-    if found.stale:
-        head = f"The fastest that is not is {found.gain:.2f} times as fast{on} ({interval}):"
-        return [f"As configured it is staler than allowed. {head}", *lines]
-    head = f"These settings are {found.gain:.2f} times as {'cheap' if found.money else 'fast'}{on} ({interval})"
+    few, many = found.gpus
     turning = [row["assumed"] for row in found.assumptions if any(one is not None and one < 1 for one in row["gains"])]
-    if not found.sure:
-        head += ", which is not told apart from no gain"
-    elif turning:
-        head += f", unless {' or '.join(turning)} lies at the wrong end of its range"
-    return [f"{head}:", *lines]
+    sentence = said(
+        shipped("says.yaml")["tuned"],
+        **vars(found),
+        few=few,
+        many=many,
+        each=number(found.gain * few / many if many else math.nan),
+        fast="cheap" if found.money else "fast",
+        took=number(found.after.get("step_time_s"), 1),
+        modelled=not math.isnan(found.model_low),
+        whose="errors of costs" if error is None else "the errors of your own runs",
+        sure=found.sure,
+        turning=" or ".join(turning),
+    )
+    return ["".join(sentence), *(f"  {override(key, value)}" for key, value in found.best.items())]

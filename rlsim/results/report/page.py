@@ -12,7 +12,7 @@ from rlsim.base.charts import OFFLINE, chart_spec, vega_script
 from rlsim.base.formats import Table
 from rlsim.base.output import check_own_file, write_text
 from rlsim.base.reading import shipped
-from rlsim.base.refusals import holds
+from rlsim.base.refusals import said
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError
 
@@ -31,8 +31,7 @@ class Figure:
 def figure(name: str, chart: Any, own: str = "", /, **known: Any) -> Figure:
     """A chart under the title and over the caption that `rlsim/data/report.yaml` has for that name; its `own` name."""
     told = shipped("report.yaml")[name]
-    parts = (one if isinstance(one, str) else one["says"] * holds(one["if"], known) for one in told["caption"])
-    return Figure(own or name, told["title"].format(**known), chart, " ".join(filter(None, parts)).format(**known))
+    return Figure(own or name, told["title"].format(**known), chart, " ".join(said(told["caption"], **known)))
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,8 @@ class Page:
 
     @property
     def figures(self) -> list[Figure]:
-        """Every chart, in order. Raises `ConfigError` if two have the same id."""
-        found = [block for section in self.sections for block in section.blocks if isinstance(block, Figure)]
-        ids = [figure.id for figure in found]
-        if len(set(ids)) < len(ids):
-            raise ConfigError(f"two charts of a page are called {next(i for i in ids if ids.count(i) > 1)!r}")
-        return found
+        """Every chart, in order."""
+        return [block for section in self.sections for block in section.blocks if isinstance(block, Figure)]
 
     def html(self) -> str:
         """The page as HTML; whatever came from the user is escaped."""

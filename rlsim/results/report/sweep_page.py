@@ -35,10 +35,7 @@ class Slice(NamedTuple):
 
 
 def varying(frame: pd.DataFrame, axes: Sequence[str]) -> list[str]:
-    """The axes that take more than one value. Raises `ConfigError` for an axis that is no column."""
-    missing = [axis for axis in axes if axis not in frame]
-    if missing:
-        raise ConfigError(f"no column for the axes {', '.join(missing)}; there are {', '.join(map(str, frame))}")
+    """The axes that take more than one value."""
     return [axis for axis in axes if frame[axis].map(_exact).nunique() > 1]
 
 
@@ -276,7 +273,7 @@ def sweep_section(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Se
 
     `frame` has one row per point and system: the axes' columns, `system`, `responses_per_s`, and where there is a
     baseline `speedup`, `speedup_low`, `speedup_high`, as in `Result.summary()`. The axes' columns are written on the
-    charts by their names. Raises `ConfigError` for an axis that is no column.
+    charts by their names.
     """
     shown = varying(frame, axes)
     blocks: list[Block] = []
