@@ -22,7 +22,7 @@ from rlsim.results.report.gantt import (
     merged,
 )
 from rlsim.results.report.lengths import survival, trained_lengths
-from rlsim.results.report.page import Page, Text
+from rlsim.results.report.page import Page, Text, sections_of
 from rlsim.results.report.shares import gpu_shares
 from rlsim.results.report.speedups import seed_speedups
 from rlsim.results.report.style import BUBBLE
@@ -33,8 +33,8 @@ from rlsim.results.report.sweep_page import (
     is_number,
     label,
     levels,
+    sweep_blocks,
     sweep_findings,
-    sweep_section,
     varying,
 )
 
@@ -260,7 +260,7 @@ def test_a_system_without_a_speedup_at_any_point_is_not_drawn() -> None:
     alone = (frame["system"] == "other") & (frame["cap"] == 2)  # where the baseline did not run
     frame = frame[alone | ((frame["system"] != "other") & (frame["cap"] == 1))]
     frame.loc[alone, ["speedup", "speedup_low", "speedup_high"]] = np.nan
-    blocks = sweep_section(frame, ["cap", "prompts"], "verl").blocks
+    blocks = sweep_blocks(frame, ["cap", "prompts"], "verl")
     texts = [block.text for block in blocks if isinstance(block, Text)]
     assert texts == ["other has no speedup: verl did not run at any of its points."]
 
@@ -295,7 +295,9 @@ def dots() -> pd.DataFrame:
     ids=["number", "name", "missing", "three", "dots"],
 )
 def test_charts_of_a_sweep_are_drawn(frame: pd.DataFrame, axes: list[str], charts: set[str], tmp_path: Path) -> None:
-    page = Page("A sweep", "", sweep_findings(frame, axes, "verl"), (sweep_section(frame, axes, "verl"),))
+    page = Page(
+        "A sweep", "", sweep_findings(frame, axes, "verl"), sections_of(("", "", sweep_blocks(frame, axes, "verl")))
+    )
     assert {figure.id for figure in page.figures} >= charts
     page.write(tmp_path / "page.html")
     opened = open_page(tmp_path / "page.html", tmp_path / "browser")

@@ -78,7 +78,8 @@ def tune(
         raise ConfigError("--on-policy is --max-staleness max:0: give one of them")
     bound = Bound.of("max:0") if on_policy else Bound.of(max_staleness) if max_staleness is not None else None
     wish = Wish(keep or (), allow or (), bound, gpus, money, systems)
-    configuration = _configuration(sources, gpu, cluster, model, trace, calibration, gpu_like, network)
+    given = {"cluster": cluster, "model": model, "calibration": calibration, "trace": trace, "network": network}
+    configuration = _configuration(sources, gpu, gpu_like, given)
     dollars = None if price is None else _price(price, configuration)
     own = Own.of(configuration) if log or check or Path(sources[0]).is_file() else None
     if own is not None:
@@ -109,19 +110,17 @@ def tune(
 
 
 def _configuration(
-    sources: list[str], gpu: str | None, cluster: str | None, model: str | None, trace: str | None,
-    calibration: str | None, gpu_like: str | None, network: str | None,
-) -> Configuration:  # fmt: skip
+    sources: list[str], gpu: str | None, gpu_like: str | None, given: dict[str, str | None]
+) -> Configuration:
     from rlsim.errors import ConfigError
     from rlsim.experiment.load import framework_of
     from rlsim.frameworks.parts import Options
     from rlsim.results.tune.trial import FRAMEWORKS, Configuration
 
     name, option = framework_of(Path(sources[0]))
-    if name and not (gpu or gpu_like or cluster):
+    if name and not (gpu or gpu_like or given["cluster"]):
         raise ConfigError(f"{sources[0]}: configurations name no GPU: give --gpu, such as h100, or --cluster")
     if name:
-        given = {"cluster": cluster, "model": model, "calibration": calibration, "trace": trace, "network": network}
         options = Options.of(Path(), gpu, gpu_like, **given)
     else:
         options = Options(Path(sources[0]).resolve().parent if Path(sources[0]).is_file() else Path())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import pandas as pd
 from rlsim.experiment.frames import gpu_seconds
 from rlsim.experiment.result import Result
 from rlsim.results.report.chosen_run import Choice
-from rlsim.results.report.page import Block, CaseSetup, Section, Text, figure
+from rlsim.results.report.page import Block, CaseSetup, Text, figure
 from rlsim.results.report.shares import exclusive
 from rlsim.results.report.style import ENGINE, TP_SHADES, WIDTH, chart, kind_colours, part
 
@@ -141,9 +142,9 @@ def _stretches(times: Floats, base: Floats, top: Floats, row: int) -> pd.DataFra
     )
 
 
-def timeline_section(result: Result, choice: Choice, setup: CaseSetup) -> Section:
+def timeline_blocks(result: Result, choice: Choice, setup: CaseSetup) -> Iterator[Block]:
     """GPU timeline of the chosen step, one chart per system."""
-    blocks: list[Block] = [Text(choice.text)]
+    yield Text(choice.text)
     colours = kind_colours(set(result.spans["kind"]), result.calls)
     found = {system: gantt(result, choice, system, setup.gpus, setup.gpus_per_node) for system in choice.systems}
     until = max(shown.duration_s for shown in found.values())
@@ -152,8 +153,7 @@ def timeline_section(result: Result, choice: Choice, setup: CaseSetup) -> Sectio
         known = {"names": shown.rows, "middles": [row + 0.5 for row in range(len(shown.rows))], "until_s": until}
         drawn = chart("timeline", marks=shown.marks, system=system, colours=present, **known)
         told = {"system": system, "shown": shown, "round": choice.round(result, system)}
-        blocks.append(figure("timeline", drawn, f"timeline-{number}", **told))
-    return Section("timeline", "What every GPU did", tuple(blocks))
+        yield figure("timeline", drawn, f"timeline-{number}", **told)
 
 
 MOMENTS = 300
@@ -260,20 +260,19 @@ def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) ->
     return chart("panels", panels=panels, spacing=8, colours="independent", description=what)
 
 
-def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Section:
+def generation_blocks(result: Result, choice: Choice, setup: CaseSetup) -> Iterator[Block]:
     """Active sequences, batch and TP of the chosen step over time, with each switch."""
-    blocks: list[Block] = [Text(choice.text)]
+    yield Text(choice.text)
     found = {system: generation(result, choice, system) for system in choice.systems}
     until = max((shown.duration_s for shown in found.values() if shown), default=0.0)
     most = max((int(shown.sequences["active"].max()) for shown in found.values() if shown), default=0)
     for number, (system, shown) in enumerate(found.items(), 1):
         if shown is None:
-            blocks.append(Text(f"{system} generated nothing in this step."))
+            yield Text(f"{system} generated nothing in this step.")
             continue
         degrees = Counter(zip(shown.switches["from_tp"], shown.switches["to_tp"], strict=True))
         changes = ", ".join(f"{before}→{after} ×{times}" for (before, after), times in degrees.most_common())
         told = {"switches": len(shown.switches), "changes": changes, "moments": MOMENTS, "systems": len(found)}
         told |= {"system": system, "round": choice.round(result, system)}
         drawn = generation_chart(shown, until, most, setup.gpus)
-        blocks.append(figure("generation", drawn, f"generation-{number}", **told))
-    return Section("generation", "Generation over time", tuple(blocks))
+        yield figure("generation", drawn, f"generation-{number}", **told)

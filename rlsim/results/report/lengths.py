@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import pandas as pd
 
 from rlsim.base.formats import Table, listed, written
 from rlsim.experiment.result import Result
-from rlsim.results.report.page import Block, CaseSetup, Section, Text
+from rlsim.results.report.page import Block, CaseSetup, Text
 from rlsim.results.report.shares import RUN
 from rlsim.results.report.style import DASHES, GREY, SERIES, chart
 from rlsim.trace import Trace
@@ -94,16 +95,14 @@ def _ticks(low: float, high: int) -> list[int]:
     return [step * 10**e for e in range(9) for step in steps if low <= step * 10**e <= high]
 
 
-def lengths_section(result: Result, setups: list[CaseSetup]) -> Section:
+def lengths_blocks(result: Result, setups: list[CaseSetup]) -> Iterator[Block]:
     """The response lengths that were trained on, against the cap."""
-    blocks: list[Block] = []
     for setup in setups:
         groups = trained_lengths(result, setup.case)
         if not groups:
-            blocks.append(Text(setup.named("No response was trained on")))
+            yield Text(setup.named("No response was trained on"))
             continue
         told = {"groups": len(groups), "count": len(groups[0].tokens), "first": groups[0].systems[0]}
-        blocks.append(setup.figure("lengths", lengths_chart(groups, setup.cap_tokens), cap=setup.cap_tokens, **told))
+        yield setup.figure("lengths", lengths_chart(groups, setup.cap_tokens), cap=setup.cap_tokens, **told)
         columns = written("trained", groups, cap=setup.cap_tokens, quantile=np.quantile)
-        blocks.append(Table.of(setup.named("Lengths in numbers (tokens)"), columns, folded=True))
-    return Section("lengths", "How long the responses are", tuple(blocks))
+        yield Table.of(setup.named("Lengths in numbers (tokens)"), columns, folded=True)

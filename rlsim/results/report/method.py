@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -18,7 +18,6 @@ from rlsim.results.comparison.verdict import Verdict, judge
 from rlsim.results.report.page import (
     Block,
     CaseSetup,
-    Section,
     Text,
     calibrations_of,
     figure,
@@ -99,36 +98,32 @@ def calibration_sentence(manifest: Mapping[str, Any]) -> str:
 Lookups = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
-def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
+def calibration_blocks(lookups: Lookups, setups: list[CaseSetup]) -> Iterator[Block]:
     """Errors of every calibration used, and how many shapes lay outside what it was measured at.
 
     `lookups` as in a manifest: by case and operator, how many shapes of each kind.
     """
-    blocks: list[Block] = []
     taken: set[str] = set()
     records = {record["name"]: record for setup in setups for record in setup.calibrations}
     for name, record in records.items():
-        blocks.append(Text(f"Calibration {name}", "heading"))
-        blocks.append(Text(_origin(record)))
+        yield Text(f"Calibration {name}", "heading")
+        yield Text(_origin(record))
         rows = pd.DataFrame([{"operator": op, **values} for op, values in record["residuals"].items()])
         if rows.empty:
-            blocks.append(Text("It states no errors: how far its times are off is unknown."))
+            yield Text("It states no errors: how far its times are off is unknown.")
             continue
         errors, kinds = rows[["operator", "median", "p90"]], ["median error", "90% of the errors are below"]
         both = errors.set_axis(["operator", *kinds], axis=1).melt("operator", var_name="kind", value_name="error")
         drawn = chart("residuals", errors=errors, both=both, kinds=kinds)
-        blocks.append(figure("residuals", drawn, unique_slug(f"calibration {name}", taken), name=name))
+        yield figure("residuals", drawn, unique_slug(f"calibration {name}", taken), name=name)
         caption = f"Errors of {name} in numbers; bias: median signed error, positive is predicted too slow"
-        blocks.append(Table.of(caption, written("errors", rows), 5))
-    blocks.append(Text("Look-ups", "heading"))
-    blocks.append(_lookups(lookups))
-    blocks.append(
-        Text(
-            "These are errors of single kernels. How far whole engines, real rollouts and published figures are off is "
-            "compared in rlsim's documentation, docs/validation.md, and repeated by the command rlsim validate."
-        )
+        yield Table.of(caption, written("errors", rows), 5)
+    yield Text("Look-ups", "heading")
+    yield _lookups(lookups)
+    yield Text(
+        "These are errors of single kernels. How far whole engines, real rollouts and published figures are off is "
+        "compared in rlsim's documentation, docs/validation.md, and repeated by the command rlsim validate."
     )
-    return Section("calibration", "How sure the figures are", tuple(blocks))
 
 
 def _origin(record: Mapping[str, Any]) -> str:
@@ -155,45 +150,42 @@ def _lookups(tables: Lookups) -> Table:
     return Table.of(caption, written("lookups", counts.items(), kinds=KINDS))
 
 
-def ledger_section(result: Result) -> Section:
+def ledger_blocks(result: Result) -> Iterator[Block]:
     """What each case rests on that nobody gave or measured, and what it is worth where that was asked."""
-    blocks: list[Block] = []
     for case, ledger in ledgers(result.manifest):
         title = " · ".join(filter(None, (case, ledger.title)))
         rows = [row.cells(ledger) for row in ledger.weighed]
-        blocks.append(Table(ledger.legend or title, ledger.headings, rows, words=(1,)))
-        blocks[-1:-1] = [Text(title, "heading"), *([Text(said)] if (said := turns(ledger)) else [])]
+        yield Text(title, "heading")
+        if said := turns(ledger):
+            yield Text(said)
+        yield Table(ledger.legend or title, ledger.headings, rows, words=(1,))
         why = written("why", ledger.assumed)
-        blocks.append(Table.of("Why these are not known", why, 1, 2, folded=True))
+        yield Table.of("Why these are not known", why, 1, 2, folded=True)
         defaults = [[whose, ", ".join(keys)] for whose, keys in ledger.defaults.items()]
         if defaults:
-            blocks.append(Table("Whose defaults were taken", ("of", "values"), defaults, words=(1,), folded=True))
-    return Section("ledger", "What it rests on", tuple(blocks))
+            yield Table("Whose defaults were taken", ("of", "values"), defaults, words=(1,), folded=True)
 
 
-def notes_section(result: Result) -> Section:
-    """What the run noted about its own figures."""
-    notes = result.notes
-    block: Block = Text(notes, "list") if notes else Text("The run noted nothing.")
-    return Section("notes", "Notes of the run", (block,))
+def listing(notes: Sequence[str], none: str) -> Text:
+    """Notes as a list, or that there are none."""
+    return Text(notes, "list") if notes else Text(none)
 
 
-def configuration_section(result: Result, setups: list[CaseSetup]) -> Section:
+def configuration_blocks(result: Result, setups: list[CaseSetup]) -> Iterator[Block]:
     """The experiment with all defaults, what it ran on, versions and hashes."""
     manifest = result.manifest
-    versions = {"rlsim": manifest["rlsim"], **manifest["versions"]}
     hashes = {f"SHA-256 of the {name}": value for name, value in manifest["hashes"].items()}
-    return Section(
-        "configuration",
-        "Exactly what was run",
-        (
-            Table.of("What each case ran on", written("setups", setups), 1, 4, 6),
-            Text(f"Seeds: {', '.join(map(str, manifest['seeds']))}. Baseline: {manifest['baseline']}."),
-            Text("The experiment, with every default filled in and every override applied", "heading"),
-            Text(as_yaml(manifest["experiment"]), "code", "The experiment as YAML"),
-            Table("Versions and hashes", ("what", "value"), [*versions.items(), *hashes.items()], words=(1,)),
-        ),
-    )
+    yield Table.of("What each case ran on", written("setups", setups), 1, 4, 6)
+    yield Text(f"Seeds: {', '.join(map(str, manifest['seeds']))}. Baseline: {manifest['baseline']}.")
+    yield Text("The experiment, with every default filled in and every override applied", "heading")
+    yield from as_run(manifest, "Versions and hashes", hashes)
+
+
+def as_run(manifest: Mapping[str, Any], title: str, hashes: Mapping[str, str]) -> Iterator[Block]:
+    """The experiment of a manifest as YAML, and the versions that it ran with."""
+    yield Text(as_yaml(manifest["experiment"]), "code", "The experiment as YAML")
+    versions = {"rlsim": manifest["rlsim"], **manifest["versions"], **hashes}
+    yield Table(title, ("what", "value"), [*versions.items()], words=(1,))
 
 
 def as_yaml(data: Any) -> str:

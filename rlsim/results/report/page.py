@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -53,6 +53,12 @@ class Section:
     id: str
     title: str
     blocks: tuple[Block, ...]
+
+
+def sections_of(*rows: tuple[str, str, Iterable[Block]]) -> tuple[Section, ...]:
+    """Sections by id, title and blocks, without those that have none."""
+    sections = (Section(id, title, tuple(blocks)) for id, title, blocks in rows)  # noqa: A001 - what it is
+    return tuple(one for one in sections if one.blocks)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -12,7 +12,7 @@ from rlsim.experiment.frames import uncovered
 from rlsim.experiment.parts import PARTS_OF_A_STEP
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
-from rlsim.results.report.page import Block, CaseSetup, Section
+from rlsim.results.report.page import Block, CaseSetup
 from rlsim.results.report.style import BUBBLE, GREY, PARTS, SERIES, TAIL, WAITING, chart, kind_colours
 from rlsim.sim.recorder import Span
 
@@ -87,10 +87,9 @@ def stacked(bars: pd.DataFrame, ends: pd.DataFrame, colours: Mapping[str, str], 
     return chart("stacked", bars=bars, ends=ends, colours=shown, systems=systems, **{"share": False, **known})
 
 
-def step_section(result: Result, setups: list[CaseSetup]) -> Section:
+def step_blocks(result: Result, setups: list[CaseSetup]) -> Iterator[Block]:
     """What a batch takes, part by part, case by case."""
     summary = result.summary()
-    blocks: list[Block] = []
     for setup in setups:
         parts = batch_parts(summary[summary["case"] == setup.case], setup.batch)
         bars = parts.rename(columns={"part": "kind", "time_s": "value"})
@@ -103,19 +102,17 @@ def step_section(result: Result, setups: list[CaseSetup]) -> Section:
             description=f"Mean time in which each system trains on {setup.batch:,} responses, by part",
         )
         waiting = WAITING in set(parts["part"])
-        blocks.append(setup.figure("step", drawn, batch=setup.batch, waiting=waiting))
+        yield setup.figure("step", drawn, batch=setup.batch, waiting=waiting)
         wide = parts.pivot_table(index="system", columns="part", values="time_s", sort=False).fillna(0)
         wide = wide[[part for part in PARTS if part in wide]]
         title = setup.named("Parts of a batch's time in numbers (seconds)")
-        blocks.append(_in_numbers(title, wide.assign(batch=wide.sum(axis=1)), "{:.2f}"))
-    return Section("step", "What a step consists of", tuple(blocks))
+        yield _in_numbers(title, wide.assign(batch=wide.sum(axis=1)), "{:.2f}")
 
 
-def gpu_section(result: Result, setups: list[CaseSetup]) -> Section:
+def gpu_blocks(result: Result, setups: list[CaseSetup]) -> Iterator[Block]:
     """Shares of the GPU-seconds by kind of work, the bubble included, case by case."""
     shares = gpu_shares(result, {setup.case: setup.gpus for setup in setups})
     colours = kind_colours({*result.spans["kind"], TAIL}, result.calls)
-    blocks: list[Block] = []
     for setup in setups:
         mine = shares[shares["case"] == setup.case]
         idle = mine[mine["kind"] == BUBBLE]
@@ -128,11 +125,10 @@ def gpu_section(result: Result, setups: list[CaseSetup]) -> Section:
             title="share of all GPU-seconds",
             description="Share of the GPU-seconds of each system by kind of work",
         )
-        blocks.append(setup.figure("gpu-time", drawn, gpus=setup.gpus))
+        yield setup.figure("gpu-time", drawn, gpus=setup.gpus)
         wide = mine.pivot_table(index="system", columns="kind", values="share", sort=False).fillna(0)
         wide = wide[[kind for kind in colours if kind in wide]]
-        blocks.append(_in_numbers(setup.named("Shares in numbers"), wide, "{:.1%}"))
-    return Section("gpu-time", "Where the GPU time went", tuple(blocks))
+        yield _in_numbers(setup.named("Shares in numbers"), wide, "{:.1%}")
 
 
 def _in_numbers(title: str, wide: pd.DataFrame, form: str) -> Table:
@@ -181,12 +177,9 @@ def trajectory_times(result: Result, case: str) -> pd.DataFrame:
     )
 
 
-def trajectories_section(result: Result, setups: list[CaseSetup]) -> Section | None:
-    """Where the time of trajectories goes, case by case; None where no response calls a tool."""
-    if not result.responses["tool_calls"].any():
-        return None
-    blocks: list[Block] = []
-    for setup in setups:
+def trajectory_blocks(result: Result, setups: list[CaseSetup]) -> Iterator[Block]:
+    """Where the time of trajectories goes, case by case; nothing where no response calls a tool."""
+    for setup in setups if result.responses["tool_calls"].any() else ():
         times = trajectory_times(result, setup.case)
         rows = times.rename_axis("system").reset_index()
         long = rows[["system", *TRAJECTORY]].melt("system", var_name="kind", value_name="value")
@@ -200,6 +193,5 @@ def trajectories_section(result: Result, setups: list[CaseSetup]) -> Section | N
             title="mean time of a trajectory (s)",
             description="Mean time of a trajectory under each system, by what it does",
         )
-        blocks.append(setup.figure("trajectories", drawn))
-        blocks.append(Table.of(setup.named("A trajectory in numbers (seconds, means)"), written("trajectories", rows)))
-    return Section("trajectories", "Where the time of trajectories goes", tuple(blocks))
+        yield setup.figure("trajectories", drawn)
+        yield Table.of(setup.named("A trajectory in numbers (seconds, means)"), written("trajectories", rows))

@@ -4,7 +4,7 @@ its speed: throughput against staleness."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.steadiness import comparable
 from rlsim.experiment.summary import half_interval, means
 from rlsim.results.comparison.verdict import RATES, Verdict, judge, outcome
-from rlsim.results.report.page import Block, CaseSetup, Section, Text, figure
+from rlsim.results.report.page import Block, CaseSetup, Text, figure
 from rlsim.results.report.style import SERIES, WIDTH, chart
 
 #: Colour and shape of each verdict; shape too, for those who print in grey.
@@ -80,14 +80,13 @@ def cases_chart(verdicts: Mapping[str, Verdict], baseline: str) -> Any:
     return chart("cases", frame=frame, systems=systems, names=names, colours=colours, baseline=baseline)
 
 
-def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
+def speedup_blocks(result: Result, setups: list[CaseSetup]) -> Iterator[Block]:
     """Table and chart of the speedup over the baseline, case by case."""
     summary, baseline = result.summary(), str(result.manifest["baseline"])
-    seeds = len(result.manifest["seeds"])
-    blocks: list[Block] = []
+    seeds, headings = len(result.manifest["seeds"]), set[str]()
     by_case = {setup.case: judge(summary[summary["case"] == setup.case], baseline) for setup in setups}
     if len(setups) > 1 and summary["speedup"].notna().any():
-        blocks.append(figure("cases", cases_chart(by_case, baseline), baseline=baseline))
+        yield figure("cases", cases_chart(by_case, baseline), baseline=baseline)
     for setup in setups:
         rows, verdict = summary[summary["case"] == setup.case], by_case[setup.case]
         if len(speedups(verdict)) > 1:
@@ -99,15 +98,14 @@ def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
             )
             over = next((row.over for row in verdict.rows if row.over), "")
             other = ", by tokens as some train on other lengths" * (verdict.unit == "tokens")
-            blocks.append(setup.figure("speedups", drawn, verdict=verdict, seeds=seeds, over=over, other=other))
+            yield setup.figure("speedups", drawn, verdict=verdict, seeds=seeds, over=over, other=other)
         tuned = result.manifest["tuned"].get(setup.case, {})
         columns = written("report", rows, tuned=tuned, verdict=verdict)
-        blocks.append(Table.of(setup.named("Means over steps and seeds"), columns, 5))
-    shown = {heading for block in blocks if isinstance(block, Table) for heading in block.headings}
+        yield Table.of(setup.named("Means over steps and seeds"), columns, 5)
+        headings |= {*columns}
     meanings = {column.heading: column.meaning for column in columns_of("report") if column.meaning}
-    said = ". ".join(f"{heading}: {meaning}" for heading, meaning in meanings.items() if heading in shown)
-    blocks.append(Text(f"Means of the steady steps. {said}."))
-    return Section("speedups", "Which system is fastest", tuple(blocks))
+    said = ". ".join(f"{heading}: {meaning}" for heading, meaning in meanings.items() if heading in headings)
+    yield Text(f"Means of the steady steps. {said}.")
 
 
 _HEIGHT, _LINE = 360, 15  # px: of the plot, of a line of text
@@ -175,11 +173,9 @@ def spread(heights: Sequence[float]) -> list[float]:
     return [found[i] for i in range(len(heights))]
 
 
-def staleness_section(result: Result, setups: list[CaseSetup]) -> Section | None:
-    """Throughput against staleness, case by case; None where no system trains on stale data."""
-    blocks: list[Block] = []
+def staleness_blocks(result: Result, setups: list[CaseSetup]) -> Iterator[Block]:
+    """Throughput against staleness, case by case; nothing where no system trains on stale data."""
     for setup in setups:
         frame = frontier(result, setup.case)
         if (frame["staleness"] > 0).any():
-            blocks.append(setup.figure("frontier", frontier_chart(frame), seeds=len(result.manifest["seeds"])))
-    return Section("staleness", "What staleness buys", tuple(blocks)) if blocks else None
+            yield setup.figure("frontier", frontier_chart(frame), seeds=len(result.manifest["seeds"]))

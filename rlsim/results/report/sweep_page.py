@@ -15,8 +15,8 @@ from rlsim.base.formats import Table, is_missing, rate, written
 from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import comparable
 from rlsim.results.comparison.verdict import decided, judge
-from rlsim.results.report.method import as_yaml, calibration_section
-from rlsim.results.report.page import Block, Page, Section, Text, figure, setups_of
+from rlsim.results.report.method import as_run, calibration_blocks, listing
+from rlsim.results.report.page import Block, Page, Text, figure, sections_of, setups_of
 from rlsim.results.report.style import DASHES, DIVERGING, GREY, SERIES, WIDTH, chart, label_angle
 from rlsim.results.sweeps.store import SweepResult
 
@@ -64,7 +64,7 @@ def best_systems(points: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
     for _, rows in points.groupby(keys, sort=False) if keys else [((), points)]:
         best = judge(rows, "").rows[0]
         found.append(rows[rows["system"] == best.system].assign(comparable=not best.why))
-    names = [*axes, "system", *(c for c in (SPEEDUP, RATE) if c in points), "comparable"]
+    names = [*axes, "system", SPEEDUP, RATE, "comparable"]
     return pd.concat(found)[names].sort_index()
 
 
@@ -114,7 +114,7 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
         shown, colours = [*systems[: len(SERIES) - 1], "others"], (*SERIES[:-1], GREY)
     frame["series"] = frame["system"].where(frame["system"].isin(shown), "others")
     kept = ["x", "value", "system", "series"]
-    if metric == SPEEDUP and {"speedup_low", "speedup_high"} <= set(frame):
+    if metric == SPEEDUP:
         frame = frame.assign(low=frame["speedup_low"], high=frame["speedup_high"])
         kept += ["low", "high"]
     return chart(
@@ -214,21 +214,20 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     states = sweep.points["status"].value_counts()
     first = next(iter(records.values()))
     lookups = {f"{p} {case}": table for p, record in records.items() for case, table in record["lookups"].items()}
-    sections = [
-        sweep_section(judged, axes, baseline),
-        Section("points", "Every point", _points(frame, axes, sweep)),
-        calibration_section(lookups, setups_of(*records.values())),
-        _notes(records),
-        _configuration(sweep, first),
-    ]
+    sections = (
+        ("sweep", "Over the sweep", sweep_blocks(judged, axes, baseline)),
+        ("points", "Every point", _points(frame, axes, sweep)),
+        ("calibration", "How sure the figures are", calibration_blocks(lookups, setups_of(*records.values()))),
+        ("notes", "Notes of the runs", [_notes(records)]),
+        ("configuration", "Exactly what was run", _configuration(sweep, first)),
+    )
     facts = [("Experiment", str(first["experiment"]["name"])), ("Points", f"{len(sweep.points):,}")]
     facts += [(name, ", ".join(_labels(frame[name]))) for name in axes]
     facts += [(str(state), f"{count:,}") for state, count in states.items() if state != "done"]
     own = frame["system"] == frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
     findings = sweep_findings(judged, axes, baseline, own)
-    return Page(
-        title or sweep.name, str(first["experiment"].get("description", "")), findings, tuple(sections), tuple(facts)
-    )
+    description = str(first["experiment"].get("description", ""))
+    return Page(title or sweep.name, description, findings, sections_of(*sections), tuple(facts))
 
 
 def _labels(values: pd.Series[Any], most: int = 8) -> list[str]:
@@ -236,71 +235,58 @@ def _labels(values: pd.Series[Any], most: int = 8) -> list[str]:
     return found if len(found) <= most else [found[0], "…", found[-1]]
 
 
-def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult) -> tuple[Block, ...]:
-    blocks: list[Block] = [sweep_table(frame, axes)]
+def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult) -> Iterator[Block]:
+    yield sweep_table(frame, axes)
     if sweep.failed:
-        blocks.append(Text("Points without results", "heading"))
-        blocks.append(Table("What went wrong", ("point", "error"), [*sweep.failed.items()], words=(1,)))
-    return tuple(blocks)
+        yield Text("Points without results", "heading")
+        yield Table("What went wrong", ("point", "error"), [*sweep.failed.items()], words=(1,))
 
 
-def _notes(records: Mapping[str, Mapping[str, Any]]) -> Section:
+def _notes(records: Mapping[str, Mapping[str, Any]]) -> Text:
     counts = Counter(note for record in records.values() for note in record["notes"])
     items = [f"{note} ({count:,} of {len(records):,} points)" for note, count in counts.most_common(_MOST_NOTES)]
     if len(counts) > _MOST_NOTES:
         items.append(f"{len(counts) - _MOST_NOTES:,} more are in the sweep's files")
-    return Section("notes", "Notes of the runs", (Text(items, "list") if items else Text("The runs noted nothing."),))
+    return listing(items, "The runs noted nothing.")
 
 
-def _configuration(sweep: SweepResult, first: Mapping[str, Any]) -> Section:
-    versions = {"rlsim": first["rlsim"], **first["versions"]}
-    return Section(
-        "configuration",
-        "Exactly what was run",
-        (
-            Text(
-                "The experiment of the first point, with every default filled in; the axes say what differs at others."
-            ),
-            Text(as_yaml(first["experiment"]), "code", "The experiment as YAML"),
-            Table("Versions", ("what", "value"), [*versions.items()], words=(1,)),
-            Text(f"Every file of the sweep holds the whole configuration of its point; this page is of {sweep.name}."),
-        ),
-    )
+def _configuration(sweep: SweepResult, first: Mapping[str, Any]) -> Iterator[Block]:
+    yield Text("The experiment of the first point, with every default filled in; the axes say what differs at others.")
+    yield from as_run(first, "Versions", {})
+    yield Text(f"Every file of the sweep holds the whole configuration of its point; this page is of {sweep.name}.")
 
 
-def sweep_section(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Section:
+def sweep_blocks(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Iterator[Block]:
     """Lines along one varying axis, heatmaps over two, one set for each combination of further axes.
 
-    `frame` has one row per point and system: the axes' columns, `system`, `responses_per_s`, and where there is a
-    baseline `speedup`, `speedup_low`, `speedup_high`, as in `Result.summary()`. The axes' columns are written on the
+    `frame` has one row per point and system: the axes' columns, `system`, `responses_per_s`, `speedup`, `speedup_low`,
+    `speedup_high`, as in `Result.summary()`. The axes' columns are written on the
     charts by their names.
     """
     shown = varying(frame, axes)
-    blocks: list[Block] = []
     if not shown:
-        blocks.append(Text("No axis takes more than one value: there is nothing to draw."))
+        yield Text("No axis takes more than one value: there is nothing to draw.")
     elif len(shown) == 1:
-        blocks += _lines(frame, shown[0], baseline)
+        yield from _lines(frame, shown[0], baseline)
     else:
         cuts = list(cut(frame, shown))
         for number, part in enumerate(cuts[:_MOST_SLICES]):
-            blocks += _maps(part, baseline, f"-{number + 1}" if len(cuts) > 1 else "")
+            yield from _maps(part, baseline, f"-{number + 1}" if len(cuts) > 1 else "")
         if len(cuts) > _MOST_SLICES:
             more = f"{len(cuts) - _MOST_SLICES} more combinations of {', '.join(shown[2:])}"
-            blocks.append(Text(f"{more} are in the table, not drawn."))
-    return Section("sweep", "Over the sweep", tuple(blocks))
+            yield Text(f"{more} are in the table, not drawn.")
 
 
 def _metrics(points: pd.DataFrame) -> list[str]:
     """Speedups where systems are compared, and throughputs."""
-    compared = SPEEDUP in points and points["system"].nunique() > 1 and points[SPEEDUP].notna().any()
+    compared = points["system"].nunique() > 1 and points[SPEEDUP].notna().any()
     return [SPEEDUP, RATE] if compared else [RATE]
 
 
 def _lines(points: pd.DataFrame, axis: str, baseline: str) -> Iterator[Block]:
     for metric in _metrics(points):
         rows = points.dropna(subset=[metric])
-        bars = metric == SPEEDUP and "speedup_low" in rows and rows["speedup_low"].notna().any()
+        bars = metric == SPEEDUP and rows["speedup_low"].notna().any()
         told = {
             "metric": _TITLES[metric],
             "axis": axis,
@@ -354,7 +340,7 @@ def sweep_findings(
         names = ", ".join(dict.fromkeys(frame["system"][~told]))
         sentences.append(f"Not comparable, as not steady, in {(~told).sum():,} rows: {names}.")
     others = frame[told & ~(frame["system"].eq(baseline) if own is None else own)]
-    if SPEEDUP in frame and others[SPEEDUP].notna().any():
+    if others[SPEEDUP].notna().any():
         ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")
         for word, row in (("largest", ordered.iloc[-1]), ("smallest", ordered.iloc[0])):
             at = ", ".join(f"{axis} {label(row[axis])}" for axis in shown)

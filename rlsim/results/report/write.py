@@ -11,18 +11,12 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result, read_result
 from rlsim.results.report.chosen_run import Choice, choose
-from rlsim.results.report.gantt import generation_section, timeline_section
-from rlsim.results.report.lengths import lengths_section
-from rlsim.results.report.method import (
-    calibration_section,
-    configuration_section,
-    findings,
-    ledger_section,
-    notes_section,
-)
-from rlsim.results.report.page import Page, check_page_path, setups_of
-from rlsim.results.report.shares import gpu_section, step_section, trajectories_section
-from rlsim.results.report.speedups import speedup_section, staleness_section
+from rlsim.results.report.gantt import generation_blocks, timeline_blocks
+from rlsim.results.report.lengths import lengths_blocks
+from rlsim.results.report.method import calibration_blocks, configuration_blocks, findings, ledger_blocks, listing
+from rlsim.results.report.page import Page, check_page_path, sections_of, setups_of
+from rlsim.results.report.shares import gpu_blocks, step_blocks, trajectory_blocks
+from rlsim.results.report.speedups import speedup_blocks, staleness_blocks
 from rlsim.results.report.sweep_page import sweep_page
 from rlsim.results.sweeps.store import DEFINITION, SweepResult, read_sweep
 
@@ -89,20 +83,19 @@ def report_page(result: Result, choice: Choice, title: str | None = None) -> Pag
     setups = setups_of(result.manifest)
     setup = next(one for one in setups if one.case == choice.case)
     experiment = result.manifest["experiment"]
-    stale, tools = staleness_section(result, setups), trajectories_section(result, setups)
-    sections = (
-        speedup_section(result, setups),
-        *((stale,) if stale else ()),
-        step_section(result, setups),
-        gpu_section(result, setups),
-        *((tools,) if tools else ()),
-        lengths_section(result, setups),
-        generation_section(result, choice, setup),
-        timeline_section(result, choice, setup),
-        ledger_section(result),
-        calibration_section(result.manifest["lookups"], setups),
-        notes_section(result),
-        configuration_section(result, setups),
+    sections = sections_of(
+        ("speedups", "Which system is fastest", speedup_blocks(result, setups)),
+        ("staleness", "What staleness buys", staleness_blocks(result, setups)),
+        ("step", "What a step consists of", step_blocks(result, setups)),
+        ("gpu-time", "Where the GPU time went", gpu_blocks(result, setups)),
+        ("trajectories", "Where the time of trajectories goes", trajectory_blocks(result, setups)),
+        ("lengths", "How long the responses are", lengths_blocks(result, setups)),
+        ("generation", "Generation over time", generation_blocks(result, choice, setup)),
+        ("timeline", "What every GPU did", timeline_blocks(result, choice, setup)),
+        ("ledger", "What it rests on", ledger_blocks(result)),
+        ("calibration", "How sure the figures are", calibration_blocks(result.manifest["lookups"], setups)),
+        ("notes", "Notes of the run", [listing(result.notes, "The run noted nothing.")]),
+        ("configuration", "Exactly what was run", configuration_blocks(result, setups)),
     )
     workflow = experiment["workflow"]
     clusters, models = ({getattr(one, name): None for one in setups} for name in ("cluster", "model"))

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from rlsim.base.reading import shipped
-from rlsim.base.refusals import code_of
+from rlsim.base.refusals import holds, worth
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.refusals import starts_of
@@ -131,7 +131,7 @@ def _of(
     tested = "test_run_s" in loaded.trace.frame.columns and loaded.experiment.workflow.reward.from_trace
     in_turn = loaded.experiment.routing == "round_robin"
     facts = {"judged": bool(loaded.scoring.judged.any()), "tested": tested, "in_turn": in_turn}
-    if "why" in row and not ("when" in row and eval(code_of(row["when"]), {"__builtins__": {}, **facts})):
+    if "why" in row and not ("when" in row and holds(row["when"], facts)):
         refused[name] = row["why"]
         return
     simulator, mine = Simulator(loaded, search=False), starts_of(loaded)
@@ -166,8 +166,8 @@ def _variants(row: Mapping[str, Any], loaded: LoadedExperiment, bound: Bound | N
     parts = training.mini_batches if training.epochs == 1 else 1
     parts = parts if loaded.experiment.workflow.prompts % parts == 0 else 1
     age = min(math.ceil(bound.most), MOST_AGE) if bound else 1
-    values = {key: eval(code_of(text), {"__builtins__": {}, "age": age, "parts": parts})
-              for key, text in row.get("parameters", {}).items()}  # fmt: skip
+    known = {"age": age, "parts": parts}
+    values = {key: worth(text, known) for key, text in row.get("parameters", {}).items()}
     if not row.get("split"):
         yield values
         return
