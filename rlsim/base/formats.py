@@ -70,6 +70,11 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def few(texts: Sequence[str], most: int, what: str, lead: str = "") -> list[str]:
+    """The first of many texts, and how many more there are of `what`."""
+    return [*texts[:most], *([f"{lead}{len(texts) - most:,} more {what}"] if len(texts) > most else [])]
+
+
 @dataclass(frozen=True)
 class Table:
     """Headings and rows of text, which `rlsim.cli.tables` prints and a page shows.

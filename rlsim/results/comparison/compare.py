@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.base.formats import listed
+from rlsim.base.formats import few, listed
 from rlsim.base.schema import validate
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.case import cases_of
@@ -206,7 +206,8 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
         if against:
             other += ratio_note(run.name, run.steps, against.name, against.steps, row["speedup"], row["token_speedup"])
             apart[why].append(f"{run.name} against {against.name}")
-    notes = [*_few(late, "are not steady"), *_few(other, "train on other responses than what they are compared with")]
+    notes = few(late, MOST_NOTES, "rows are not steady")
+    notes += few(other, MOST_NOTES, "rows train on other responses than what they are compared with")
     for why, pairs in apart.items():
         if why:
             notes.append(f"not paired ({why}): {listed(pairs, 1)}; their intervals are Welch's, of independent samples")
@@ -254,11 +255,6 @@ def _by_directory(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     apart = {"description", *(name for run in runs for name in run.axes)}
     found = differences([first[directory] for directory in order])
     return {key: dict(zip(order, values, strict=True)) for key, values in found.items() if key not in apart}
-
-
-def _few(notes: Sequence[str], what: str) -> list[str]:
-    more = [f"{len(notes) - MOST_NOTES} more rows {what}"]
-    return [*notes[:MOST_NOTES], *(more if len(notes) > MOST_NOTES else [])]
 
 
 def why_unpaired(run: Run, baseline: Run) -> str:

@@ -221,21 +221,13 @@ def gpus_by_tp(spans: pd.DataFrame, at: Floats) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"at_s": [], "tp": [], "gpus": []})
 
 
-def covering(
-    start: pd.Series[float], end: pd.Series[float], at: Floats, weight: pd.Series[int] | None = None
-) -> npt.NDArray[np.int64]:
+def covering(start: pd.Series[float], end: pd.Series[float], at: Floats, weight: Any = 1) -> npt.NDArray[np.int64]:
     """Weight of the intervals [start, end) that hold each moment."""
-    weights = np.ones(len(start), dtype=np.int64)
-    if weight is not None:
-        weights = np.asarray(weight, dtype=np.int64)
-    return np.asarray(_weight_before(start, weights, at) - _weight_before(end, weights, at), dtype=np.int64)
-
-
-def _weight_before(edge: pd.Series[float], weights: npt.NDArray[np.int64], at: Floats) -> npt.NDArray[np.int64]:
-    """Weight of the edges that lie at or before each moment."""
-    order = np.argsort(edge.to_numpy(), kind="stable")
-    total = np.concatenate([[0], np.cumsum(weights[order])])
-    return np.asarray(total[np.searchsorted(edge.to_numpy()[order], at, side="right")], dtype=np.int64)
+    weights = np.broadcast_to(np.asarray(weight, np.int64), len(start))
+    edges, change = np.concatenate([start, end]), np.concatenate([weights, -weights])
+    order = np.argsort(edges, kind="stable")
+    total = np.append(0, np.cumsum(change[order]))
+    return np.asarray(total[np.searchsorted(edges[order], at, side="right")], np.int64)
 
 
 def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) -> Any:

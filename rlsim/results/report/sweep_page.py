@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from rlsim.base.formats import Table, is_missing, rate, written
+from rlsim.base.formats import Table, few, is_missing, rate, written
 from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import comparable
 from rlsim.results.comparison.verdict import decided, judge
@@ -244,10 +244,8 @@ def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult) -> Ite
 
 def _notes(records: Mapping[str, Mapping[str, Any]]) -> Text:
     counts = Counter(note for record in records.values() for note in record["notes"])
-    items = [f"{note} ({count:,} of {len(records):,} points)" for note, count in counts.most_common(_MOST_NOTES)]
-    if len(counts) > _MOST_NOTES:
-        items.append(f"{len(counts) - _MOST_NOTES:,} more are in the sweep's files")
-    return listing(items, "The runs noted nothing.")
+    items = [f"{note} ({count:,} of {len(records):,} points)" for note, count in counts.most_common()]
+    return listing(few(items, _MOST_NOTES, "are in the sweep's files"), "The runs noted nothing.")
 
 
 def _configuration(sweep: SweepResult, first: Mapping[str, Any]) -> Iterator[Block]:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlsim.base import catalogue
+from rlsim.base.formats import few
 from rlsim.base.reading import is_file, plain, read_yaml
 from rlsim.base.records import file_sha256
 from rlsim.base.schema import validate
@@ -123,7 +124,8 @@ def check_sweep(
             settings = ", ".join(f"{axis.column.name}={axis.value}" for axis in point.axes)
             mistakes.setdefault(str(error), f"{error} (point {settings})" if settings else str(error))
     if mistakes:
-        raise ConfigError("\n".join(_few([*mistakes.values()], f" of {definition.name}")))
+        told = few([*mistakes.values()], MOST_MISTAKES, f"mistakes of {definition.name}", "and ")
+        raise ConfigError("\n".join(told))
     return definition.name, found
 
 
@@ -180,13 +182,9 @@ def _valid(
             for line in str(error).splitlines():
                 mistakes.setdefault(line, []).append(settings)
     if mistakes:
-        raise ConfigError("\n".join(_few([placed(line, where) for line, where in mistakes.items()])))
+        told = [placed(line, where) for line, where in mistakes.items()]
+        raise ConfigError("\n".join(few(told, MOST_MISTAKES, "mistakes", "and ")))
     return found
-
-
-def _few(mistakes: Sequence[str], of: str = "") -> list[str]:
-    more = [f"and {len(mistakes) - MOST_MISTAKES} more mistakes{of}"] if len(mistakes) > MOST_MISTAKES else []
-    return [*mistakes[:MOST_MISTAKES], *more]
 
 
 def _experiment_of(data: Mapping[str, Any], settings: Settings, inner: str) -> Experiment:

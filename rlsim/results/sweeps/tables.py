@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
+from rlsim.base.formats import few
 from rlsim.base.records import Record, sealed
 from rlsim.base.reference import keys_of
 from rlsim.experiment.columns import SUMMARY, TABLES, TYPES, Column, field_of
@@ -129,5 +130,4 @@ def shown(value: Any, width: int = 40) -> str:
 def listed(changed: Mapping[str, Sequence[Any]]) -> str:
     """Differences of two configurations in a sentence: `trace.cap 8192 there, 4096 here`."""
     items = [f"{key} {shown(there)} there, {shown(here)} here" for key, (there, here) in changed.items()]
-    more = [f"and {len(items) - MOST_KEYS} more keys"] if len(items) > MOST_KEYS else []
-    return "; ".join(items[:MOST_KEYS] + more)
+    return "; ".join(few(items, MOST_KEYS, "keys", "and "))
