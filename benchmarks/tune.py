@@ -24,9 +24,10 @@ import numpy as np
 import rlsim
 from rlsim.base.reading import plain, read_yaml
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.summary import mean_ratio
 from rlsim.frameworks.parts import Options
 from rlsim.results.tune.answer import Wish, tune
-from rlsim.results.tune.search import changes_of, intervals
+from rlsim.results.tune.search import changes_of
 from rlsim.results.tune.space import axes_of
 from rlsim.results.tune.trial import Configuration, Run, tried
 
@@ -74,7 +75,7 @@ def judged(name: str, configuration: Configuration, given: argparse.Namespace) -
     for which, base in (("short", "now"), ("long", "now"), ("short", "long"), ("short", "random")):
         if rates[base].all() and rates[which].all():
             pairs = (rates[which] / rates[base]).tolist()
-            ratios[f"{which}/{base}"] = [float(np.exp(np.mean(np.log(pairs)))), *intervals(pairs)]
+            ratios[f"{which}/{base}"] = [*mean_ratio(pairs)]
     return {
         "name": name, "sets": short.evaluated, "ran": short.legal, "long_sets": long.evaluated, "random": given.random,
         "drawn": drawn, **ratios, "promised": [short.gain, short.gain_low, short.gain_high], "best": sets,
