@@ -18,29 +18,6 @@ from rlsim.cli import app, main
 from rlsim.results.sweeps import run as running
 from rlsim.results.sweeps.task import Answer, Task
 
-#: An experiment that takes a fraction of a second.
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "cluster": "8xh100",
-    "model": "llama-3.1-8b",
-    "calibration": "h100-vllm",
-    "trace": {"path": "rollpacker-math", "cap": 512},
-    "workflow": {"prompts": 2, "responses": 2, "steps": 1},
-    "systems": [{"verl": {"tp": 8}}],
-    "seeds": 1,
-}
-BASE = """\
-name: probe
-cluster: 8xh100
-model: llama-3.1-8b
-calibration: h100-vllm
-trace: {path: lengths.csv, cap: 1K}
-workflow: {prompts: 2, responses: 4, steps: 1}
-seeds: 1
-systems:
-  - verl: {tp: 4}
-  - pat
-"""
 LENGTHS = "prompt_id,sample_id,response_tokens\n" + "".join(f"{i // 4},{i % 4},{37 * i % 400 + 1}\n" for i in range(32))
 
 
@@ -59,6 +36,11 @@ def tables(name: str) -> Any:
 def sample(name: str) -> str:
     """The text of a file in `cases`."""
     return (Path(__file__).parent / "cases" / name).read_text(encoding="utf-8")
+
+
+#: An experiment that takes a fraction of a second.
+TINY: dict[str, Any] = tables("refusals")["tiny"]
+BASE = sample("base.yaml")
 
 
 class Talk:

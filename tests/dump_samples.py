@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from conftest import tables
 
 WORDS = ["one", "two", "three", "four"]
 
@@ -150,20 +151,7 @@ def servegen(folder: Path, client: int, output: dict[int, float], rates: list[fl
 
 
 #: Published serving traces and distributions, by layout and year or version.
-TABLES = {
-    "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
-             "2023-11-16 18:17:04.0319600,3180,8\n2023-11-16 18:17:05.9799600,110,27\n",
-    "azure 2024": "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n"
-                  "2024-05-10 00:00:00+00:00,2399,6\n2024-05-10 00:00:01.509930+00:00,76,0\n",
-    "azure 2025": "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15 00:00:00.000000,0,100,5\n"
-                  "2024-10-15 00:00:02.000000,2,900,6\n",
-    "burstgpt": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-                "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,Conversation log\n"
-                "110.5,GPT-4,417,276,693,API log\n",
-    "burstgpt 3": "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-                  "19440110.0,1722ac82-0a46-4bf0-aa08-89794e7a2b3f,43,GPT-4,906,446,1352,Conversation log\n"
-                  "19440161.0,,2,ChatGPT,36,29,65,API log\n",
-}  # fmt: skip
+TABLES = tables("bases")["serving traces"]
 MOONCAKE = [
     {"timestamp": 3000 * i, "input_length": 100 + i, "output_length": 50 + i, "hash_ids": [i]} for i in range(4)
 ]

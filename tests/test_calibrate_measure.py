@@ -42,18 +42,7 @@ def tiny(**changes: object) -> Model:
 
 
 def facts(**changes: object) -> MachineFacts:
-    given = {
-        "device": "cpu",
-        "name": "Some CPU (R) @ 2 GHz",
-        "workers": 2,
-        "memory_bytes": 16e9,
-        "cache_bytes": 32e6,
-        "sm_count": 1,
-        "dtype": "float32",
-        "model": "tiny (abc)",
-        "versions": {"torch": "2.9", "rlsim": "0"},
-        "date": "2026-01-01",
-    }
+    given = tables("bases")["machine"]
     return MachineFacts.model_validate({**given, **changes})
 
 

@@ -31,15 +31,7 @@ CASES = {"cases": {"short": {"trace.cap": 512}, "long": {}}}
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs that differ in one thing each, and a sweep."""
     folder = tmp_path_factory.mktemp("results")
-    changes: dict[str, dict[str, Any]] = {
-        "base": {},
-        "sglang": {"calibration": "h100-sglang"},
-        "fewer-seeds": {"seeds": [1, 9]},
-        "other-seeds": {"seeds": [7, 8]},
-        "capped": {"trace.cap": 1024},
-        "pat": {"systems": ["pat"]},
-        "tuned": {"systems": [{"verl": {"tp": ["best"]}}, {"verl": {"tp": [2]}}], "seeds": 1},
-    }
+    changes: dict[str, dict[str, Any]] = tables("bases")["compare changes"]
     for name, overrides in changes.items():
         rlsim.run(EXPERIMENT, overrides=overrides, out=folder / name)
     rlsim.run({**copy.deepcopy(EXPERIMENT), **CASES}, out=folder / "cases")

@@ -27,15 +27,15 @@ import pytest
 import test_calibrate_from_run as metrics
 import test_calibrate_import as kernels
 import test_frameworks
-from conftest import LENGTHS, TINY, Command, cases, sample
+from conftest import LENGTHS, TINY, Command, cases, sample, tables
 from damage import damaged
 from test_init import SCRIPT
 from test_trace_cli import RECIPE
 
 import rlsim
-from rlsim.base import tables
 from rlsim.base.reading import plain
 from rlsim.base.schema import validate
+from rlsim.base.tables import floats
 from rlsim.calibrate.from_engine import from_engine
 from rlsim.calibrate.importers import aiconfigurator, read_format
 from rlsim.cost.calibration import Calibration
@@ -118,16 +118,7 @@ def recipes(_: Path) -> Iterator[Sample]:
 
 SMALL = {**TINY, "trace": {"path": "t.csv", "cap": "1K"}}
 #: Systems that between them use every kind of policy, and sections that go with them.
-EXPERIMENTS: tuple[dict[str, Any], ...] = (
-    {"systems": [{"verl": {"tp": [1, "best"]}}, "pat"], "baseline": "verl-tp1"},
-    {"systems": ["rollpacker", {"name": "both", "use": ["pat", {"tail_batching": {"eta": 1.5}}, "stream"]}]},
-    {"systems": ["rlhfuse", "oppo"], "training": {"tp": 2, "backend": "megatron"}, "models": {"reward": "qwen3-8b"}},
-    {"systems": [{"name": "f", "use": ["verl", {"dynamic_sampling": {}}]}], "cases": {"a": {"engine.page_tokens": 32}}},
-    {"systems": [{"areal": {"rollout_gpus": 4, "eta": 2}}, {"nemo_async": {"rollout_gpus": 4}}]},
-    {"systems": [{"streamrl": {"parts_per_step": 1}}, {"laminar": {"rollout_gpus": 4}}, "partial_rollout"]},
-    {"systems": ["verl"], "engine": {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "page_tokens": 16},
-     "training": {"backend": "fsdp", "micro_batch_tokens": "8K", "recompute": "full", "offload": True}},
-)  # fmt: skip
+EXPERIMENTS: tuple[dict[str, Any], ...] = tables("bases")["damaged experiments"]
 QUICK = ("workflow.prompts=2", "workflow.responses=2", "workflow.steps=1", "trace.cap=256")
 ONCE = ("--seeds", "1", "--quiet", "--out", "out", *(word for one in QUICK for word in ("--set", one)))
 
@@ -482,6 +473,6 @@ def test_half_a_character_can_be_written(tmp_path: Path) -> None:
 
 def test_numbers_of_every_spelling() -> None:
     odd = [None, True, "x", "1_0", "²", b"5", [1], HUGE, float("nan")]
-    assert np.isnan(tables.floats(pd.Series(odd, dtype=object))).all()
-    assert tables.floats(pd.Series([1, 2.5, "3", " 4 ", "1e3"], dtype=object)).tolist() == [1, 2.5, 3, 4, 1000]
-    assert np.isnan(tables.floats(pd.Series([True, False]))).all()
+    assert np.isnan(floats(pd.Series(odd, dtype=object))).all()
+    assert floats(pd.Series([1, 2.5, "3", " 4 ", "1e3"], dtype=object)).tolist() == [1, 2.5, 3, 4, 1000]
+    assert np.isnan(floats(pd.Series([True, False]))).all()

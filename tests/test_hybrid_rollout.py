@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from conftest import tables
 from open_workloads import OpenWorkload, Rule
 from reference import RefEngine
 from reference_open import RefCheck
@@ -162,18 +163,8 @@ RULE = {"bounded_staleness": {"eta": 1, "stale": "wait"}}
 def test_two_kinds_of_gpu_each_generate_at_their_own_rate() -> None:
     """The trainer's H100s decode in a shorter time than the H20s of generation would, by their own calibration."""
     common = [{"verl": {"tp": 4}}, "split", {"bounded_staleness": {"eta": 0}}]
-    experiment = {
-        "name": "kinds",
-        "cluster": "2x8xh20+1x8xh100",
-        "model": "llama-3.1-8b",
-        "calibration": {"h20": "h20-vllm", "h100": "h100-vllm"},
-        "trace": {"fixed": 2000, "cap": 2000},
-        "workflow": {"prompts": 32, "responses": 8, "steps": 2},
-        "training": {"offload": True},
-        "seeds": 1,
-        "systems": [{"name": "hybrid", "use": [*common, "hybrid_rollout"]}],
-    }
-    found = rlsim.run(experiment)
+    hybrid = {"name": "hybrid", "use": [*common, "hybrid_rollout"]}
+    found = rlsim.run({**tables("bases")["two kinds"], "systems": [hybrid]})
     assert (found.steps["gen_bound_s"] < found.steps["gen_time_s"]).all(), "which knows of both kinds"
     stays = found.stays.query("left == 'finished'")
     on = {kind: stays.query(f"gpu {there} 16") for kind, there in (("h20", "<"), ("h100", ">="))}

@@ -242,26 +242,14 @@ def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
 def test_hydra_configuration(tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / ".hydra"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(
-        """
-        data: {train_batch_size: 16, max_prompt_length: 256, max_response_length: 1024}
-        actor_rollout_ref:
-          model: {path: Qwen/Qwen3-8B}
-          actor:
-            ppo_mini_batch_size: ${data.train_batch_size}
-            use_dynamic_bsz: true
-            ppo_max_token_len_per_gpu: ${oc.select:nothing.there,4096}
-          rollout: {name: vllm, n: 4, tensor_model_parallel_size: "???", response_length: "${data.max_response_length}"}
-        trainer: {nnodes: 2, n_gpus_per_node: 8, experiment_name: "${trainer.project_name}-x", project_name: mine}
-        """
-    )
+    (folder / "config.yaml").write_text(sample("frameworks/hydra.yaml").replace("nnodes: 1", "nnodes: 2"))
     draft = from_verl([str(tmp_path / "outputs")], given(tmp_path, gpu=None, cluster="2x8xh100"))
     data = draft.data()
     assert data["name"] == "mine-x"
     assert data["training"]["mini_batches"] == 1
     assert data["training"]["micro_batch_tokens"] == 4096
     assert data["systems"][0]["use"] == [{"verl": {"tp": 2}}]  # ??? has no value: the default
-    assert "data.train_batch_size (config.yaml:2)" in draft.text()
+    assert "data.train_batch_size (config.yaml:1)" in draft.text()
     assert check(draft, tmp_path) == ""
     overrides = folder / "overrides.yaml"
     overrides.write_text("- data.train_batch_size=16\n- actor_rollout_ref.model.path=Qwen/Qwen3-8B\n")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import tables
 from workloads import StubCosts, rolled_out
 
 import rlsim
@@ -32,19 +33,8 @@ both = pytest.mark.parametrize(("cluster", "calibration"), MACHINES)
 @cache
 def machine(cluster: str, calibration: str) -> PlacedExperiment:
     """LLaMA-3.1-8B, 128 responses a step, training states in host memory."""
-    experiment, shown, folder = load_experiment(
-        {
-            "name": "x",
-            "cluster": cluster,
-            "model": "llama-3.1-8b",
-            "calibration": calibration,
-            "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "16K"},
-            "workflow": {"prompts": 16, "responses": 8, "steps": 1},
-            "engine": {"async_scheduling": False},  # host time is what a large TP cannot shrink
-            "training": {"offload": True, "cp": 2},  # a sequence of 16K tokens is too much for one A40
-            "systems": ["pat"],
-        }
-    )
+    own = {"cluster": cluster, "calibration": calibration}
+    experiment, shown, folder = load_experiment({**tables("bases")["policies"], **own})
     return Simulator(LoadedExperiment.of(experiment, folder, shown)).placed()
 
 

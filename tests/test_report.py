@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser import open_page
-from conftest import cases, invoke
+from conftest import cases, invoke, tables
 
 import rlsim
 from rlsim.base.charts import chart_spec, save_chart, vega_script
@@ -32,21 +32,8 @@ HOSTILE = '<script>alert("x")</script> & "co"'
 
 
 def experiment(**changes: Any) -> dict[str, Any]:
-    base = {
-        "name": HOSTILE,
-        "description": "</script><img src=x onerror=alert(1)>",
-        "cluster": "8xh100",
-        "model": "llama-3.1-8b",
-        "calibration": "h100-vllm",
-        "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "2K"},
-        "workflow": {"algorithm": "grpo", "prompts": 6, "responses": 4, "steps": 2},
-        "seeds": 2,
-        "certainty": 0,
-        "baseline": "verl-tp1",
-        "systems": [{"verl": {"tp": [1]}}, {"pat": {"start_tp": 1}}, {"name": HOSTILE, "use": ["rlhfuse"]}],
-        "cases": {"2K": {}, "<b>1K</b>": {"trace.cap": "1K"}},
-    }
-    return base | changes
+    systems = [{"verl": {"tp": [1]}}, {"pat": {"start_tp": 1}}, {"name": HOSTILE, "use": ["rlhfuse"]}]
+    return {**tables("bases")["report"], "name": HOSTILE, "systems": systems, **changes}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import TINY, tables
 
 from evidence.validate.asynchronous import experiments, seconds, write_lengths
 from evidence.validate.parts import Options
@@ -15,12 +15,7 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.trace import read_trace
 
-RECIPE = {
-    "nodes": 2, "gpus_per_node": 8, "total_gpus": 16, "rollout_gpus": 8, "prompts_per_step": 4, "n": 8, "train_gbs": 8,
-    "train_mbs": 1, "logprob_bs": 2, "max_total_len": 4096, "train_tp": 1, "train_cp": 1, "train_pp": 2, "train_ep": 1,
-    "act_ckpt": True, "gen_tp": 1, "gpu_mem_util": 0.8, "async_on": True, "max_trajectory_age": 1.0,
-    "in_flight_weight_updates": True, "seq_packing": True, "pack_train_mb_tokens": 4096, "pack_logprob_mb_tokens": 8192,
-}  # fmt: skip
+RECIPE = tables("bases")["nemo recipe"]
 SMALL = {
     **TINY,
     "model": "qwen2.5-1.5b",

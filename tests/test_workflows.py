@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cases, invoke, runner
+from conftest import cases, invoke, runner, tables
 
 import rlsim
 from rlsim.cli.running import _tables
@@ -170,15 +170,7 @@ def test_dpo_generates_nothing_and_takes_one_batch_after_another() -> None:
 
 # Steps that overlap ---------------------------------------------------------------------------------------------------
 
-LAGGED = {
-    "algorithm": "custom",
-    "calls": [
-        {"name": "generate", "kind": "generate", "model": "actor"},
-        {"name": "reward", "kind": "reward", "model": "actor"},
-        {"name": "train", "kind": "train", "model": "actor"},
-        {"name": "push", "kind": "sync", "model": "actor"},
-    ],
-}
+LAGGED = tables("bases")["lagged by hand"]
 SPLIT = {"openrlhf": {"tp": 2, "rollout": 0.5}}
 
 
