@@ -175,13 +175,13 @@ class Failing:
 
     def told(self, *words: str) -> str:
         """The message of any command."""
-        before = files(self.folder)
+        before = files(self.folder), contents(self.folder)
         printed = self.call(*words)
         assert (printed.code, printed.out) == (2, ""), printed.err
         assert "Traceback" not in printed.err
         assert printed.err.startswith(("rlsim: error: ", "Usage: ", "╭─ Error"))
         assert printed.err.count("rlsim: error: ") <= 1
-        assert files(self.folder) == before
+        assert (files(self.folder), contents(self.folder)) == before
         return printed.err.removeprefix("rlsim: error: ").rstrip("\n")
 
 

@@ -51,10 +51,11 @@ def test_a_trace_with_a_mistake(failing: Failing, folder: Path, rows: str, messa
     [pytest.param(of["files"], *row, id=row[0]) for of in tables("errors")["commands"] for row in of["refused"]],
 )
 def test_a_command_that_is_refused(failing: Failing, files: dict[str, str], command: str, message: str) -> None:
-    for name, text in files.items():
-        (failing.folder / name).write_text(text)
     if " ran" in command:
         rlsim.run(TINY, out=failing.folder / "ran")
+    for path, text in ((failing.folder / name, text) for name, text in files.items()):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
     assert message in failing.told(*shlex.split(command))
 
 

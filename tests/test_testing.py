@@ -2,10 +2,10 @@
 
 import random
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conftest import cases
 
 import rlsim
 from rlsim import Schema
@@ -137,29 +137,10 @@ class Few(Batching):
         return Launch(feed.take(max(feed.prompts - 1, 1)), feed.responses)
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (Shortens, r"request \d+ was tampered with: Request\(.*\), launched with \d+ tokens"),
-        (Few, "the step's batch has 60 responses, not 64"),
-        (
-            Peeks,
-            r"batch 'a long tail': Peeks.on_finish: test_testing.py:\d+: .* reached for `view._rollout`; a Rollout",
-        ),
-        (Clairvoyant, r"it knows lengths in advance: it answered \[.*\] at .* s but .* other lengths"),
-        (KnowsBefore, "it knows lengths in advance: it begins at TP 2 or 4"),
-        (Random, r"it is not deterministic: it answered \[.*\] at .* s, the second time \["),
-        (
-            Frail,
-            r"Frail.on_finish: .* ZeroDivisionError: division by zero \(line \d+: return None if view.finished > 1",
-        ),
-        (Tampers, "the policy set `view.total`: it is read-only"),
-        (dict, "makes a dict, which is none of RolloutControl, Batching"),
-    ],
-)
-def test_policies_that_break_it(policy: Callable[..., RolloutControl], message: str) -> None:
+@cases("hooks", "policies that break it")
+def test_policies_that_break_it(policy: str, message: str) -> None:
     with pytest.raises(ContractError, match=message):
-        check_policy(policy)
+        check_policy({**globals(), "dict": dict}[policy])
 
 
 def to_eight(view: RolloutView, left: int = 16) -> Any:
