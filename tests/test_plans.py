@@ -528,19 +528,6 @@ def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(folder: Path, 
     assert (folder / "results" / "plans" / "steps.parquet").is_file()
 
 
-@cases("plans", "a failing search says why and writes nothing")
-def test_a_failing_search_says_why_and_writes_nothing(
-    arguments: list[str], expected: str, folder: Path, call: Command
-) -> None:
-    files = [] if "--json" in arguments or "--chart" in arguments else ["--json", "plan.json", "--out", "plan.yaml"]
-    budget = [] if "--seconds" in arguments or "--evaluations" in arguments else ["--evaluations", "100"]
-    code, _, shown = call("plan", "ppo.yaml", *arguments, *files, *budget)
-    assert code == 2
-    assert expected in shown
-    assert "Traceback" not in shown
-    assert [path.name for path in folder.iterdir()] == ["ppo.yaml"]
-
-
 def micro_batch(batch: BatchSize, call: Call, strategy: TrainStrategy, **how: bool) -> int:
     return batch.micro_batch_tokens(call, TINY, strategy, **how)
 
