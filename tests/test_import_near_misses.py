@@ -101,12 +101,6 @@ def test_folders_and_patterns_without_files(tmp_path: Path) -> None:
         import_trace(tmp_path / "d")
 
 
-@pytest.mark.parametrize("name", ["veRL", "nemo_rl", "burst-gpt", "slim"])
-def test_misspelt_formats(tmp_path: Path, name: str) -> None:
-    with pytest.raises(TraceError, match=r"unknown format .*did you mean"):
-        import_trace(jsonl(tmp_path / "1.jsonl", [ROWS["verl"]]), format=name)
-
-
 def test_help_names_every_format() -> None:
     from rlsim.cli.common import options
 
