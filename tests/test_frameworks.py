@@ -377,6 +377,7 @@ def test_a_network_alone_is_written_out(tmp_path: Path) -> None:
 # Settings and mistakes ------------------------------------------------------------------------------------------------
 
 READERS: dict[str, Callable[..., Draft]] = {
+    "verl": partial(verl, text=SCRIPT),
     "fully async": verl,
     "fully async by default": partial(verl, text=without(FULLY, "async_training.")),
     "one step off": partial(verl, text=ONE_STEP),

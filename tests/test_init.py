@@ -14,7 +14,7 @@ from rlsim.base.reading import read_yaml
 from rlsim.base.refusals import code_of
 from rlsim.calibrate.importers import nccl_tests
 from rlsim.cli.starter import starter
-from rlsim.errors import CatalogueError, ConfigError, RlsimError
+from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.refusals import conditions, starts_of
@@ -258,15 +258,6 @@ def test_hydra_configuration(tmp_path: Path) -> None:
     config = {"actor_rollout_ref": {"model": {"path": "Qwen/Qwen3-8B"}, "rollout": {"n": 3}}, "data": {"x": 1}}
     log.write_text(f"(TaskRunner pid=7) {config!r}\n(TaskRunner pid=7) step:1 - timing_s/gen:3.0\n")
     assert from_verl([str(log)], Options(tmp_path, "h100")).data()["workflow"]["responses"] == 3
-
-
-@cases("init", "mistakes")
-def test_mistakes(tmp_path: Path, settings: list[str], options: dict[str, Any], message: str | None) -> None:
-    if message is None:
-        draft_of(tmp_path, *settings, **options)  # a variable that no script uses
-        return
-    with pytest.raises(RlsimError, match=message):
-        draft_of(tmp_path, *settings, **options)
 
 
 def test_an_unknown_value_is_an_error_only_where_it_is_needed(tmp_path: Path) -> None:
