@@ -13,6 +13,7 @@ import typer.main
 from conftest import Command as Run
 from conftest import cases
 
+import rlsim
 from rlsim.base import catalogue
 from rlsim.cli import app, complete
 
@@ -139,3 +140,7 @@ def test_what_may_be_written_and_read_is_listed(
     out = call("list", *asked).out
     assert all(text in out for text in has)
     assert not any(text in out for text in has_not)
+
+
+def test_the_version(call: Run) -> None:
+    assert call("--version").out == f"rlsim {rlsim.__version__}\n"

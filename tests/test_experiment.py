@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -340,18 +339,6 @@ def output(call: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     return printed
 
 
-def test_listings_version_and_help(output: Callable[..., str]) -> None:
-    for what, some in {
-        "gpus": "h100-sxm", "clusters": "2x8xh100", "models": "qwen2.5-7b", "calibrations": "a40-vllm",
-        "policies": "rlsim.policies.pat:PAT", "traces": "rollpacker-judge",
-    }.items():  # fmt: skip
-        assert some in output("list", what)
-    assert output("--version") == f"rlsim {rlsim.__version__}\n"
-    assert "Example: rlsim run" in output("--help")
-    for command in (["run"], ["list"], ["trace"], ["trace", "describe"]):
-        assert "Usage: " in output(*command, "--help")
-
-
 def test_run_prints_a_comparison_and_writes_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: Callable[..., str]
 ) -> None:
@@ -378,13 +365,6 @@ def test_what_lies_beside_an_experiment_and_a_directory_of_a_shipped_name(
     assert output("run", "exp/x.yaml", "-q", "--out", "o") == "o\n"
     assert set(read_result("o").steps["initial_tp"]) == {8}
     monkeypatch.delitem(sys.modules, "my_idea")
-
-
-def test_importing_rlsim_loads_nothing_heavy() -> None:
-    heavy = ["pandas", "scipy", "simpy", "numpy", "pydantic", "pyarrow", "altair", "torch", "ray"]
-    code = f"import sys, rlsim.cli; dir(rlsim); print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_public_names() -> None:

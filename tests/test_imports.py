@@ -10,6 +10,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import rlsim
 
 PACKAGE = Path(rlsim.__file__).parent
@@ -72,11 +74,18 @@ ROOMS = (
 LOOSE = {"__init__", "__main__", "errors", "units"}
 
 
-def test_the_engine_loads_no_tables():
+@pytest.mark.parametrize(
+    ("imports", "heavy"),
+    [
+        ("rlsim.sim.rollout, rlsim.cost.rollout", "pandas"),
+        ("rlsim.cli; dir(rlsim)", "pandas scipy simpy numpy pydantic pyarrow altair torch ray"),
+    ],
+)
+def test_neither_the_engine_nor_the_command_line_loads_what_is_heavy(imports: str, heavy: str) -> None:
     """Pandas takes half a second and 70 MB in each of the processes that simulate."""
-    code = "import sys, rlsim.sim.rollout, rlsim.cost.rollout; print('pandas' in sys.modules)"
+    code = f"import sys, {imports}; print([name for name in {heavy.split()} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert done.stdout.strip() == "False"
+    assert done.stdout == "[]\n"
 
 
 def test_the_house_has_twelve_rooms_and_no_loose_files():
