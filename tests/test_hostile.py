@@ -80,6 +80,13 @@ def test_files_that_are_no_text_of_a_reasonable_size(tmp_path: Path) -> None:
     assert read_yaml(marked) == {"name": "x"}
 
 
+def test_an_experiment_without_a_proper_name_is_refused_as_a_sweep_too(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text('name: "two\\nlines"')
+    with pytest.raises(ConfigError, match="name: expected a name: one line"):
+        load_sweep(file)
+
+
 def test_folded_text_and_dates_are_text() -> None:
     assert parse_yaml(">\n  one\n  line\n\n  and one", "x") == "one line\nand one"
     assert parse_yaml("[2001-12-14, 2001-13-45]", "x") == ["2001-12-14", "2001-13-45"]

@@ -150,7 +150,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[SweepSpec, str, Path]
         raise ConfigError(f"{shown}: expected a mapping of keys to values")
     if "experiment" not in data and "axes" not in data:
         given = dict(source) if isinstance(source, Mapping) else str(source)
-        return SweepSpec(name=str(data.get("name") or "sweep"), experiment=given), shown, folder
+        data = {"name": str(data.get("name") or "sweep"), "experiment": given}
     return validate(data, SweepSpec, shown), shown, folder
 
 
