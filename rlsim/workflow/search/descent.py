@@ -9,7 +9,7 @@ import numpy as np
 from rlsim.workflow.search.bound import LowerBound
 from rlsim.workflow.search.greedy import start
 from rlsim.workflow.search.problem import Problem
-from rlsim.workflow.search.progress import CROWDED, Found, Trace
+from rlsim.workflow.search.progress import CROWDED, Trace
 from rlsim.workflow.search.scheduling import Floats, Ints
 
 RESTARTS = 20  # before pairs are tried, which take many times as long
@@ -18,7 +18,7 @@ CHUNK = 16_384  # candidates whose bound is computed at once
 PAIRS = 65_536  # above so many pairs of options of two calls, only the fastest of each mesh are paired
 
 
-def descent(trace: Trace, seed: int) -> Found:
+def descent(trace: Trace, seed: int) -> None:
     """Change one call at a time to the option that is best with all others as they are, until none improves the plan.
 
     Then some calls of the best plan take random options and the descent runs again, until the budget is spent. Where a
@@ -29,10 +29,9 @@ def descent(trace: Trace, seed: int) -> Found:
     plan that is better than the best. Starts at `rlsim.workflow.search.greedy.start`.
 
     Candidates whose lower bound (`rlsim.workflow.search.bound`) is no better than the plan at hand are not
-    scheduled; the others are scheduled by bound, lowest first. Raises `CapacityError` if no plan seen fits.
+    scheduled; the others are scheduled by bound, lowest first. Raises `CapacityError` as `greedy`.
     """
     _Descent(trace, np.random.default_rng(seed)).run()
-    return trace.found("descent", seed)
 
 
 class _Descent:

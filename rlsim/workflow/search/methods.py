@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -20,12 +19,12 @@ from rlsim.workflow.search.progress import CROWDED, Budget, Found, Improvement, 
 BETA = 20.0
 
 
-def mcmc(trace: Trace, seed: int) -> Found:
+def mcmc(trace: Trace, seed: int) -> None:
     """The published search (section 5): propose another option for one random call; accept if better, or by chance.
 
     A proposal is accepted with min(1, exp(-`BETA` (cost' - cost) / cost of the start)). A cost counts `CROWDED` times
     where a GPU's memory is exceeded (the start's does not). A greedy plan that does not fit is first changed until it
-    does (`rlsim.workflow.search.greedy.start`). Raises `CapacityError` if no plan seen fits.
+    does (`rlsim.workflow.search.greedy.start`). Raises `CapacityError` as `greedy`.
     """
     problem, rng = trace.problem, np.random.default_rng(seed)
     single, sizes, plan = problem.single, problem.sizes, start(problem).tolist()
@@ -42,7 +41,7 @@ def mcmc(trace: Trace, seed: int) -> Found:
         options, chances = rng.integers(sizes[calls]).tolist(), rng.random(1024).tolist()
         for call, option, chance in zip(calls.tolist(), options, chances, strict=True):
             if not trace.left:
-                return trace.found("mcmc", seed)
+                return
             proposed = plan.copy()
             proposed[call] = option
             then = evaluate(proposed)
@@ -73,19 +72,24 @@ def find_best(
     at_least = [least_s(problem) for problem in problems] if count > 1 else [0.0]
     order = sorted(range(count), key=at_least.__getitem__)
     trace = Trace(problems[order[0]], budget, on_improvement)
-    best: tuple[int, Found] | None = None
-    none_fits: CapacityError | None = None
+    best: tuple[int, tuple[int, ...]] | None = None
+    none_fits: CapacityError | None = None  # a call of the last problem
     for place, at in enumerate(order):
         if at_least[at] >= trace.best_cost_s:
             break
         trace = trace.following(problems[at], budget, 1 / (count - place), at_least[at])
+        none_fits = None
         try:
-            best = at, METHODS[method](trace, seed)
-        except CapacityError as error:  # or there is none that is better
+            METHODS[method](trace, seed)
+        except CapacityError as error:
             none_fits = error
+        best = best if trace.best is None else (at, trace.best)
     if best is None:
-        assert none_fits
-        raise none_fits
-    at, found = best
-    counts = {name: getattr(trace, name) for name in ("evaluations", "scheduled", "elapsed_s")}
-    return at, replace(found, **counts, least_s=min(at_least))
+        raise none_fits or CapacityError(
+            f"{method} found no plan that fits in {trace.evaluations} evaluations: the smallest needs "
+            f"{trace.least_bytes / 2**30:.1f} GiB on its fullest GPU, which has "
+            f"{trace.problem.memory_bytes / 2**30:.1f} GiB"
+        )
+    at, plan = best
+    counts = (trace.evaluations, trace.scheduled, trace.elapsed_s, tuple(trace.improvements))
+    return at, Found(plan, trace.best_cost_s, *counts, method, seed, min(at_least))

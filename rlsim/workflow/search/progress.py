@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import ConfigError
 from rlsim.workflow.search.problem import Problem
 
 #: A plan's seconds count so many times where a GPU's memory is exceeded.
@@ -73,7 +73,7 @@ class Trace:
     best: tuple[int, ...] | None = None
     improvements: list[Improvement] = field(default_factory=list)
     _started_at: float = field(default_factory=time.perf_counter)
-    _least_bytes: float = np.inf
+    least_bytes: float = np.inf  # on the fullest GPU of any plan that was seen
 
     @property
     def elapsed_s(self) -> float:
@@ -102,22 +102,9 @@ class Trace:
         """Count a plan that was scheduled, and keep it if it is the best that fits."""
         self.evaluations += 1
         self.scheduled += 1
-        self._least_bytes = min(self._least_bytes, peak_bytes)
+        self.least_bytes = min(self.least_bytes, peak_bytes)
         if cost_s < self.best_cost_s and peak_bytes <= self.problem.memory_bytes:
             self.best, self.best_cost_s = tuple(plan), cost_s
             self.improvements.append(Improvement(self.elapsed_s, self.evaluations, cost_s))
             if self.on_improvement is not None:
                 self.on_improvement(self.improvements[-1])
-
-    def found(self, method: str, seed: int | None) -> Found:
-        """The result; raises `CapacityError` if no plan seen fits into memory."""
-        if self.best is None:
-            raise CapacityError(
-                f"{method} found no plan that fits in {self.evaluations} evaluations: the smallest needs "
-                f"{self._least_bytes / 2**30:.1f} GiB on its fullest GPU, which has "
-                f"{self.problem.memory_bytes / 2**30:.1f} GiB"
-            )
-        improvements = tuple(self.improvements)
-        return Found(
-            self.best, self.best_cost_s, self.evaluations, self.scheduled, self.elapsed_s, improvements, method, seed
-        )
