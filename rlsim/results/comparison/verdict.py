@@ -83,7 +83,7 @@ class Verdict:
 
     def gain(self, row: Judged, tuned: Mapping[str, str] | None = None) -> str:
         ratio, low, high = row.texts
-        over = f"95% interval {low} to {high} over {row.over}" if row.over else "one seed, no interval"
+        over = f"95% interval {low} to {high} over {row.over}" if row.over else "one seed, no interval: more seeds tell"
         return (
             f"{ratio} times the {self.unit} per second of {with_choice(self.baseline, tuned or {})} "
             f"({over}; {rate(row.per_s)} against {rate(self[self.baseline].per_s)})"
