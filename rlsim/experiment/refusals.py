@@ -141,6 +141,7 @@ def starts_of(loaded: LoadedExperiment, systems: Sequence[SystemSpec] = ()) -> l
     (engine_name, *others) = {calibration.engine for calibration in loaded.calibrations.values()}
     colocated = not any(spec.make().placing for spec in systems or parse_systems(experiment.systems))
     gpus = loaded.cluster.gpus if colocated else None
+    by_tokens, packed = training.micro_batch_sequences is None, training.packing == "first_fit"
     values = {
         **{name: getattr(training, name) for name in ("tp", "pp", "cp", "ep", "offload")},
         **{name: getattr(workflow, name) for name in ("prompts", "responses")},
@@ -155,7 +156,7 @@ def starts_of(loaded: LoadedExperiment, systems: Sequence[SystemSpec] = ()) -> l
         "gpus": gpus,
         "dp": (gpus and gpus // (training.tp * training.pp * training.cp)) or None,
         "train_tokens": training.micro_batch_tokens,
-        "dynamic": training.micro_batch_sequences is None,
+        "dynamic": by_tokens and not (packed and framework == "NeMo-RL"),  # whose dynamic_batching packs nothing
         "minis": training.mini_batches,
         "colocated": colocated,
     }
