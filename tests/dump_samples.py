@@ -21,6 +21,12 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def noted(trace: Any, *words: str) -> None:
+    text = "\n".join(trace.meta.notes)
+    for word in words:
+        assert word in text, text
+
+
 def words(count: int) -> str:
     return " ".join(WORDS[i % len(WORDS)] for i in range(count))
 

@@ -200,18 +200,8 @@ def test_areals_micro_batches_by_count(tmp_path: Path) -> None:
 
 
 def test_areals_legacy_layout_is_named(tmp_path: Path) -> None:
-    text = """
-allocation_mode: sglang.d80m2p1+d4m2p4
-n_nodes: 24
-max_head_offpolicyness: 16
-actor: {type: {_class: qwen3}, path: Qwen/Qwen3-8B, sglang: {mem_fraction_static: 0.8}}
-actor_train: {mb_spec: {max_tokens_per_mb: 32768}}
-dataset: {train_bs_n_seqs: 512, max_prompt_len: 1024}
-group_size: 16
-ppo: {gen: {max_new_tokens: 27648}, ppo_n_minibatches: 4}
-"""
     with pytest.raises(ConfigError, match=r"legacy layout .* group_size is gconfig.n_samples; .*cluster.n_nodes"):
-        areal(tmp_path, text=text)
+        areal(tmp_path, text=sample("frameworks/areal_legacy.yaml"))
 
 
 # slime ----------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import cases
-from dump_samples import jsonl, tokenizer
+from dump_samples import jsonl, noted, tokenizer
 
 from rlsim.errors import TraceError
 from rlsim.trace import read_trace, write_trace
@@ -26,11 +26,6 @@ def turns(trace: Trace) -> list[Any]:
     """(generated, observed, seconds) of all turns; None for seconds that are not recorded."""
     cells = ([Turn(*turn) for turn in cell or ()] for cell in trace.frame["turns"])
     return [[(*turn[:2], None if isnan(turn.tool_s) else turn.tool_s) for turn in cell] for cell in cells]
-
-
-def noted(trace: Trace, *texts: str) -> None:
-    for text in texts:
-        assert any(text in note for note in trace.meta.notes), (text, trace.meta.notes)
 
 
 def call(name: str, session: str, tokens: tuple[int, int], **other: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dump_samples import (
     areal_row,
     jsonl,
     nemo_row,
+    noted,
     pt_file,
     roll_step,
     slime,
@@ -33,12 +34,6 @@ from rlsim.trace.importers.dumps import epochs
 
 def column(trace: Trace, name: str) -> list[Any]:
     return trace.frame[name].tolist()
-
-
-def noted(trace: Trace, *words: str) -> None:
-    text = "\n".join(trace.meta.notes)
-    for word in words:
-        assert word in text, text
 
 
 # veRL -----------------------------------------------------------------------------------------------------------------

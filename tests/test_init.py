@@ -415,11 +415,7 @@ def test_an_experiment_that_its_engine_or_framework_would_not_start_with(
 
 def test_a_file_that_hydra_composes(tmp_path: Path) -> None:
     path = tmp_path / "ppo_megatron_trainer.yaml"
-    path.write_text(
-        "defaults:\n  - actor@actor_rollout_ref.actor: megatron_actor\n  - _self_\n"
-        "actor_rollout_ref:\n  model: {path: Qwen/Qwen2.5-7B}\n"
-        "  rollout: {name: vllm, gpu_memory_utilization: 0.55}\n  actor: {megatron: {tensor_model_parallel_size: 4}}\n"
-    )
+    path.write_text(sample("frameworks/hydra_composes.yaml"))
     draft = from_verl([str(path)], given(tmp_path))
     assert draft.data()["training"]["backend"] == "megatron"
     assert draft.data()["training"]["tp"] == 4
@@ -427,12 +423,7 @@ def test_a_file_that_hydra_composes(tmp_path: Path) -> None:
     draft.entries["memory_utilization"] = Entry(read_config([str(path)], "0.9").given[SHARE])
     assert "memory_utilization: 0.55" in draft.text()  # as a number that YAML can write
     path = tmp_path / "config.yaml"
-    path.write_text(
-        "machines: &machines {n_gpus_per_node: 8, nnodes: 2}\n"
-        "data: {max_response_length: 1024, train_batch_size: 100}\n"
-        "actor_rollout_ref: {model: {path: Qwen/Qwen2.5-7B}, rollout: {name: vllm}, actor: {ppo_mini_batch_size: 45}}\n"
-        "trainer: {<<: *machines, experiment_name: merged}\n"
-    )
+    path.write_text(sample("frameworks/hydra_merged.yaml"))
     data = from_verl([str(path)], given(tmp_path)).data()
     assert data["cluster"] == "2x8xh100"
     assert data["training"]["mini_batches"] == 3  # of 45, 45 and 10 prompts

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from conftest import TINY, Command, cases, contents
+from conftest import TINY, Command, cases, contents, sample
 
 import rlsim
 from rlsim.cli.tables import setting_texts
@@ -91,20 +91,10 @@ def test_axes_and_points_that_cannot_be_are_refused_before_anything_runs(axes: A
         load_sweep({**a_sweep(), "axes": axes})
 
 
-SWEEP_FILE = """\
-name: caps
-experiment: base.yaml
-axes:
-  - grid:
-      trace.cap: [256, lots, 512]
-      workflow.prompts: [2, 0]
-"""
-
-
 def test_every_mistake_of_every_point_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(json.dumps(TINY), encoding="utf-8")
-    Path("caps.yaml").write_text(SWEEP_FILE, encoding="utf-8")
+    Path("caps.yaml").write_text(sample("sweep_with_mistakes.yaml"), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_sweep("caps.yaml")
     first, second = sorted(str(caught.value).splitlines())
